@@ -1,0 +1,197 @@
+"""Native Sparse Attention as one function, and checks of index tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.config import NSAConfig
+from nsa.errors import check, fail
+from nsa.ops._boundary import (
+    check_block_indices,
+    check_cu_seqlens,
+    check_cu_seqlens_contents,
+    check_heads,
+    check_pair,
+    check_same_count,
+    choose_backend,
+    open_sequences,
+    pack,
+)
+from nsa.ops._packed import query_positions
+from nsa.ops.combination import combine
+from nsa.ops.compressed import compressed_attention
+from nsa.ops.compression import PhiWeights, check_weights, compress, compressed_positions
+from nsa.ops.selected import selected_attention
+from nsa.ops.selection import select_blocks
+from nsa.ops.window import window_attention
+from nsa.rope import Rope, apply_rope
+
+Phi = tuple[PhiWeights, PhiWeights]
+
+
+def native_sparse_attention(
+    q: Tensor,
+    k_cmp_raw: Tensor | None,
+    v_cmp_raw: Tensor | None,
+    k_slc: Tensor | None,
+    v_slc: Tensor | None,
+    k_win: Tensor | None,
+    v_win: Tensor | None,
+    gates: Tensor,
+    phi: Phi | None,
+    config: NSAConfig,
+    *,
+    q_cmp: Tensor | None = None,
+    rope: Rope | None = None,
+    softmax_scale: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Native Sparse Attention: the gated sum of three views of the past (Eq. 5, arXiv:2502.11089).
+
+    Args:
+        q: rotated queries, packed ``[T, Hq, D]`` or dense ``[B, T, Hq, D]``; keys and values likewise.
+        k_cmp_raw: unrotated keys of the compressed branch and of the scores, ``[S, Hkv, D]``.
+        v_cmp_raw: values of the compressed branch ``[S, Hkv, Dv]``.
+        k_slc: rotated keys of the selected branch ``[S, Hkv, D]``.
+        v_slc: values of the selected branch ``[S, Hkv, Dv]``.
+        k_win: rotated keys of the window ``[S, Hkv, D]``.
+        v_win: values of the window ``[S, Hkv, Dv]``.
+        gates: activated gates ``[T, Hq, 3]``, order (cmp, slc, win).
+        phi: parameters of the compression of keys and of values; None for phi ``mean``.
+        config: the sparse pattern. Inputs of a branch that is off are ignored and may be None.
+        q_cmp: queries of the compressed branch and of the scores; None means ``q``. With ``compress_rope="none"`` pass the
+            unrotated queries.
+        rope: rotates the compressed keys; None when nothing is rotated.
+        softmax_scale: factor on all scores; None means ``D ** -0.5``.
+        cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
+        cu_seqlens_k: int32 ``[B + 1]`` offsets of the keys; None means those of the queries.
+        max_seqlen_q: at least the longest sequence in queries; None reads it from the offsets.
+        max_seqlen_k: the same in key tokens.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        ``[T, Hq, Dv]`` (``[B, T, Hq, Dv]`` for a dense batch) in the dtype of ``q``.
+
+    Raises:
+        ValueError: a tensor of a branch that is on is missing; shapes, dtypes or offsets do not fit.
+    """
+    name = "native_sparse_attention"
+    choose_backend(name, backend)
+    keys = _check_inputs_of_branches(name, config, q, gates, k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win)
+    sequences = open_sequences(name, q, keys, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    q_cmp = _compressed_queries(name, q, q_cmp, rope, config)
+    phi_k, phi_v = (None, None) if phi is None else phi
+    if config.scores_blocks:
+        check_weights(name, "phi[0]", phi_k, config, config.head_dim)
+    if "cmp" in config.branches:
+        check_weights(name, "phi[1]", phi_v, config, config.value_dim)
+    common: dict[str, Any] = {
+        "cu_seqlens_q": sequences.cu_q,
+        "cu_seqlens_k": sequences.cu_k,
+        "max_seqlen_q": sequences.max_q,
+        "max_seqlen_k": sequences.max_k,
+        "softmax_scale": softmax_scale,
+        "backend": backend,
+    }
+    out_cmp = out_slc = out_win = None
+    if config.scores_blocks:
+        assert k_cmp_raw is not None
+        k_cmp, _ = compress(pack(k_cmp_raw), phi_k, config, sequences.cu_k, backend=backend)
+        if rope is not None and config.compress_rope != "none":
+            k_cmp = apply_rope(k_cmp, compressed_positions(config, sequences.cu_k, k_cmp.shape[0]), rope)
+        v_cmp = None
+        if "cmp" in config.branches:
+            assert v_cmp_raw is not None
+            v_cmp, _ = compress(pack(v_cmp_raw), phi_v, config, sequences.cu_k, backend=backend)
+        out_cmp, lse = compressed_attention(q_cmp, k_cmp, v_cmp, config, **common)
+    if "slc" in config.branches:
+        assert k_slc is not None and v_slc is not None
+        block_indices = select_blocks(q_cmp, k_cmp, lse, config, **common)
+        out_slc, _ = selected_attention(pack(q), pack(k_slc), pack(v_slc), block_indices, config, **common)
+    if "win" in config.branches:
+        assert k_win is not None and v_win is not None
+        out_win, _ = window_attention(pack(q), pack(k_win), pack(v_win), config, **common)
+    return sequences.restore(combine(out_cmp, out_slc, out_win, pack(gates)))
+
+
+def check_inputs(
+    config: NSAConfig,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    block_indices: Tensor | None = None,
+) -> None:
+    """Check the contents of index tensors, on any device; on a GPU this waits for the device.
+
+    Args:
+        config: the sparse pattern.
+        cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries.
+        cu_seqlens_k: int32 ``[B + 1]`` offsets of the keys; None means those of the queries.
+        block_indices: integer ``[T, Hkv, n]``, packed.
+
+    Raises:
+        ValueError: offsets do not start at 0, fall, or give a sequence more queries than keys; a query names a present block
+            twice.
+    """
+    name = "check_inputs"
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    num_queries = None if block_indices is None else block_indices.shape[0]
+    for argument, offsets, num_tokens in (("cu_seqlens_q", cu_seqlens_q, num_queries), ("cu_seqlens_k", cu_seqlens_k, None)):
+        check_cu_seqlens(name, argument, offsets, offsets.device)
+        check_cu_seqlens_contents(name, argument, offsets, num_tokens)
+    check_same_count(name, cu_seqlens_q, cu_seqlens_k)
+    check_pair(name, cu_seqlens_q, cu_seqlens_k)
+    if block_indices is None:
+        return
+    check_block_indices(name, block_indices, config)
+    check(block_indices.ndim == 3, name, "block_indices", "be packed [T, Hkv, n]", tuple(block_indices.shape))
+    positions = query_positions(block_indices.shape[0], cu_seqlens_q, cu_seqlens_k)[:, None, None]
+    present = (block_indices >= 0) & (block_indices <= positions // config.block_size)
+    ids = torch.where(present, block_indices, -1).sort(-1).values
+    repeated = (ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] >= 0)
+    if repeated.any():
+        token, head, slot = (int(x) for x in repeated.nonzero()[0])
+        where = f"block {int(ids[token, head, slot])} twice at query {token}, KV head {head}"
+        check(False, name, "block_indices", "name a block at most once for each query and KV head", where)
+
+
+def _check_inputs_of_branches(
+    name: str, config: NSAConfig, q: Tensor, gates: Tensor, *tensors: Tensor | None
+) -> tuple[int, ...]:
+    """Check what each branch that is on needs; returns the leading shape of the keys."""
+    check_heads(name, "q", q, config.num_heads, config.head_dim, q)
+    gate_shape = (*q.shape[:-2], config.num_heads, 3)
+    check(tuple(gates.shape) == gate_shape, name, "gates", f"have shape {gate_shape}", tuple(gates.shape))
+    arguments = ("k_cmp_raw", "v_cmp_raw", "k_slc", "v_slc", "k_win", "v_win")
+    key_shape: tuple[int, ...] | None = None
+    for argument, tensor in zip(arguments, tensors, strict=True):
+        branch = argument.split("_")[1]
+        if branch not in config.branches and not (argument == "k_cmp_raw" and config.scores_blocks):
+            continue
+        if tensor is None:
+            fail(name, argument, f"be given with branches {config.branches}", None)
+        size = config.head_dim if argument.startswith("k") else config.value_dim
+        check_heads(name, argument, tensor, config.num_kv_heads, size, q)
+        key_shape = tuple(tensor.shape[:-2]) if key_shape is None else key_shape
+        same = tuple(tensor.shape[:-2]) == key_shape
+        check(same, name, argument, f"have as many tokens as the other keys {key_shape}", tuple(tensor.shape[:-2]))
+    assert key_shape is not None
+    return key_shape
+
+
+def _compressed_queries(name: str, q: Tensor, q_cmp: Tensor | None, rope: Rope | None, config: NSAConfig) -> Tensor:
+    """Packed queries of the compressed branch and the scores."""
+    if q_cmp is None:
+        rotated = rope is not None and config.compress_rope == "none" and config.scores_blocks
+        check(not rotated, name, "q_cmp", "be given (the unrotated queries) with compress_rope none and a rope", None)
+        return pack(q)
+    check(q_cmp.shape == q.shape, name, "q_cmp", f"have the shape of q {tuple(q.shape)}", tuple(q_cmp.shape))
+    check_heads(name, "q_cmp", q_cmp, config.num_heads, config.head_dim, q)
+    return pack(q_cmp)

@@ -1,0 +1,169 @@
+"""The frozen description of a sparse pattern: every operator, kernel and cache takes it whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nsa.errors import check
+
+Branch = Literal["cmp", "slc", "win"]
+BRANCHES: tuple[Branch, ...] = ("cmp", "slc", "win")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Stretching of the rotary frequencies for sequences longer than those trained on.
+
+    Attributes:
+        kind: ``linear`` divides every position by ``factor`` (Chen et al., arXiv:2306.15595); ``yarn`` interpolates
+            by frequency and sharpens attention (Peng et al., arXiv:2309.00071).
+        factor: how many times longer than ``original_max_position``, at least 1.
+        original_max_position: longest position of the original training, tokens (used by ``yarn``).
+        beta_fast: rotations over the original length above which a frequency is kept (``yarn``).
+        beta_slow: rotations below which a frequency is divided by ``factor`` (``yarn``).
+    """
+
+    kind: Literal["linear", "yarn"] = "linear"
+    factor: float = 1.0
+    original_max_position: int = 2048
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+    def __post_init__(self) -> None:
+        _one_of(self, "kind", ("linear", "yarn"))
+        check(self.factor >= 1, "RopeScaling", "factor", "be at least 1", self.factor)
+        _positive(self, "original_max_position")
+
+
+@dataclass(frozen=True)
+class NSAConfig:
+    """A Native Sparse Attention layer (arXiv:2502.11089); letters of the paper in brackets.
+
+    Attributes:
+        num_heads: query heads [Hq].
+        num_kv_heads: key and value heads [Hkv]; divides ``num_heads``, with at most 64 query heads each [G].
+        head_dim: size of a query and key head [D]: a multiple of 16 from 16 to 256.
+        value_dim: size of a value head [Dv], likewise; set it together with ``head_dim`` unless they are meant to differ.
+        compress_block_size: tokens of a compression block [l].
+        compress_stride: tokens from one compression block to the next [d]: at least 4, divides ``compress_block_size`` and
+            ``block_size``.
+        block_size: tokens of a selection block [l']: 16, 32, 64 or 128, at least ``compress_block_size``.
+        num_selected_blocks: blocks that a query attends to, forced ones included [n].
+        num_init_blocks: forced first blocks.
+        num_local_blocks: forced most recent blocks, the query's own included.
+        window_size: tokens of the window, the query's own included [w].
+        branches: the branches that are on, a non-empty subset of ``("cmp", "slc", "win")``.
+        share_kv: one K and V projection for all branches instead of one each.
+        phi: how a compression block becomes one key and one value.
+        compress_hidden_size: hidden size of phi ``mlp``; None takes twice the head size.
+        compress_rope: position at which a compressed key is rotated: ``middle`` of its block, ``start``, or ``none`` (then
+            the compressed branch and the scores use the unrotated query too).
+        gate: ``sigmoid`` per head and branch, ``softmax`` over the branches, or ``fixed`` equal shares.
+        gate_hidden_size: hidden size of the gate network; 0 means a single linear layer.
+        rope_theta: base of the rotary frequencies.
+        rotary_dim: rotated leading part of a head, even; None takes ``head_dim``.
+        rope_scaling: see :class:`RopeScaling`.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value.
+    """
+
+    num_heads: int = 12
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    value_dim: int = 64
+    compress_block_size: int = 32
+    compress_stride: int = 16
+    block_size: int = 64
+    num_selected_blocks: int = 16
+    num_init_blocks: int = 1
+    num_local_blocks: int = 2
+    window_size: int = 512
+    branches: tuple[Branch, ...] = BRANCHES
+    share_kv: bool = False
+    phi: Literal["mean", "linear", "mlp"] = "mean"
+    compress_hidden_size: int | None = None
+    compress_rope: Literal["middle", "start", "none"] = "middle"
+    gate: Literal["sigmoid", "softmax", "fixed"] = "sigmoid"
+    gate_hidden_size: int = 0
+    rope_theta: float = 10_000.0
+    rotary_dim: int | None = None
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        self._check_heads()
+        self._check_blocks()
+        _one_of(self, "phi", ("mean", "linear", "mlp"))
+        _one_of(self, "compress_rope", ("middle", "start", "none"))
+        _one_of(self, "gate", ("sigmoid", "softmax", "fixed"))
+        branches = tuple(self.branches)
+        check(
+            bool(branches) and set(branches) <= set(BRANCHES) and len(set(branches)) == len(branches),
+            "NSAConfig", "branches", f"be a non-empty subset of {BRANCHES} without repeats", branches,
+        )  # fmt: skip
+        object.__setattr__(self, "branches", tuple(name for name in BRANCHES if name in branches))
+        check(self.rope_theta > 0, "NSAConfig", "rope_theta", "be positive", self.rope_theta)
+        if self.rotary_dim is not None:
+            check(
+                0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0,
+                "NSAConfig", "rotary_dim", f"be even and from 2 to head_dim ({self.head_dim})", self.rotary_dim,
+            )  # fmt: skip
+
+    def _check_heads(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim"):
+            _positive(self, name)
+        check(
+            self.num_heads % self.num_kv_heads == 0,
+            "NSAConfig", "num_kv_heads", f"divide num_heads ({self.num_heads})", self.num_kv_heads,
+        )  # fmt: skip
+        check(
+            self.group_size <= 64,
+            "NSAConfig", "num_heads", f"be at most 64 times num_kv_heads ({self.num_kv_heads})", self.num_heads,
+        )  # fmt: skip
+        for name, size in (("head_dim", self.head_dim), ("value_dim", self.value_dim)):
+            check(size % 16 == 0 and 16 <= size <= 256, "NSAConfig", name, "be a multiple of 16 from 16 to 256", size)
+
+    def _check_blocks(self) -> None:
+        for name in ("compress_block_size", "compress_stride", "num_selected_blocks", "num_local_blocks", "window_size"):
+            _positive(self, name)
+        for name in ("num_init_blocks", "gate_hidden_size"):
+            check(getattr(self, name) >= 0, "NSAConfig", name, "be at least 0", getattr(self, name))
+        if self.compress_hidden_size is not None:
+            _positive(self, "compress_hidden_size")
+        l, d, l_sel = self.compress_block_size, self.compress_stride, self.block_size
+        check(d >= 4, "NSAConfig", "compress_stride", "be at least 4", d)
+        check(l % d == 0, "NSAConfig", "compress_stride", f"divide compress_block_size ({l})", d)
+        _one_of(self, "block_size", (16, 32, 64, 128))
+        check(l_sel % d == 0, "NSAConfig", "compress_stride", f"divide block_size ({l_sel})", d)
+        check(l <= l_sel, "NSAConfig", "compress_block_size", f"be at most block_size ({l_sel})", l)
+        forced = self.num_init_blocks + self.num_local_blocks
+        check(
+            self.num_selected_blocks >= forced,
+            "NSAConfig", "num_selected_blocks",
+            f"be at least num_init_blocks + num_local_blocks ({forced})", self.num_selected_blocks,
+        )  # fmt: skip
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head [G]."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_branches(self) -> int:
+        """Branches that are on."""
+        return len(self.branches)
+
+    @property
+    def scores_blocks(self) -> bool:
+        """Whether compressed keys are needed: for their own branch or to score blocks."""
+        return "cmp" in self.branches or "slc" in self.branches
+
+
+def _positive(config: Any, name: str) -> None:
+    check(getattr(config, name) > 0, type(config).__name__, name, "be positive", getattr(config, name))
+
+
+def _one_of(config: Any, name: str, allowed: tuple[Any, ...]) -> None:
+    listed = ", ".join(str(value) for value in allowed)
+    check(getattr(config, name) in allowed, type(config).__name__, name, f"be one of {listed}", getattr(config, name))

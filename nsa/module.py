@@ -1,0 +1,233 @@
+"""Native Sparse Attention as a module: projections, compression, rotation, gates."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+from torch import Tensor, nn
+
+from nsa.attention import Phi, native_sparse_attention
+from nsa.cache import LayerCache
+from nsa.config import BRANCHES, NSAConfig
+from nsa.errors import check
+from nsa.ops._boundary import check_cu_seqlens
+from nsa.ops._packed import locate
+from nsa.ops.compression import PhiWeights
+from nsa.rope import Rope, apply_rope
+
+logger = logging.getLogger(__name__)
+
+
+class Compression(nn.Module):
+    """Parameters of phi (Eq. 7) for keys or for values; none for ``mean``.
+
+    Args:
+        config: the sparse pattern.
+        size: D for keys, Dv for values.
+    """
+
+    def __init__(self, config: NSAConfig, size: int) -> None:
+        super().__init__()
+        num_heads, length = config.num_kv_heads, config.compress_block_size
+        hidden = config.compress_hidden_size or 2 * size
+        self.phi = config.phi
+        if self.phi == "linear":
+            self.weight = nn.Parameter(torch.full((num_heads, length, size), 1.0 / length))
+        elif self.phi == "mlp":
+            self.position = nn.Parameter(torch.randn(num_heads, length, size) * 0.02)
+            self.w1 = nn.Parameter(torch.randn(num_heads, length * size, hidden) / math.sqrt(length * size))
+            self.w2 = nn.Parameter(torch.zeros(num_heads, hidden, size))
+
+    def weights(self) -> PhiWeights:
+        """The parameters as :func:`nsa.compress` takes them."""
+        if self.phi == "linear":
+            return PhiWeights(weight=self.weight)
+        if self.phi == "mlp":
+            return PhiWeights(position=self.position, w1=self.w1, w2=self.w2)
+        return PhiWeights()
+
+
+class Gate(nn.Module):
+    """Gates of every query head and branch, computed from the layer's input.
+
+    Args:
+        width: size of the layer's input.
+        config: the sparse pattern.
+    """
+
+    def __init__(self, width: int, config: NSAConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.columns = [BRANCHES.index(name) for name in config.branches]
+        self.net: nn.Module | None = None
+        if config.gate == "fixed":
+            return
+        num_gates = config.num_heads * config.num_branches
+        last = nn.Linear(config.gate_hidden_size or width, num_gates)
+        nn.init.normal_(last.weight, std=0.02)
+        nn.init.zeros_(last.bias)
+        if config.gate_hidden_size:
+            first = nn.Linear(width, config.gate_hidden_size)
+            nn.init.normal_(first.weight, std=0.02)
+            nn.init.zeros_(first.bias)
+            self.net = nn.Sequential(first, nn.SiLU(), last)
+        else:
+            self.net = last
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Gates ``[T, Hq, 3]``, order (cmp, slc, win), for ``x`` ``[T, width]``; 0 for a branch that is off."""
+        shape = (x.shape[0], self.config.num_heads, self.config.num_branches)
+        if self.net is None:
+            active = x.new_full(shape, 1.0 / self.config.num_branches)
+        else:
+            logits = self.net(x).view(shape)
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            active = logits.sigmoid() if self.config.gate == "sigmoid" else logits.softmax(-1)
+        if self.config.num_branches == len(BRANCHES):
+            return active
+        gates = [active.new_zeros(shape[:-1])] * len(BRANCHES)
+        for index, column in enumerate(self.columns):
+            gates[column] = active[..., index]
+        return torch.stack(gates, dim=-1)
+
+
+class NativeSparseAttention(nn.Module):
+    """A Native Sparse Attention layer (arXiv:2502.11089): drop-in self-attention for a causal decoder.
+
+    Args:
+        width: size of the residual stream.
+        config: the sparse pattern.
+
+    With the branch ``slc`` on and ``cmp`` off, blocks are still scored by compressed keys; no gradient reaches their projection
+    and phi, so these are frozen, and the log says so.
+    """
+
+    def __init__(self, width: int, config: NSAConfig) -> None:
+        super().__init__()
+        check(width > 0, "NativeSparseAttention", "width", "be positive", width)
+        self.width, self.config = width, config
+        self.rope = Rope.from_config(config)
+        key_size = config.num_kv_heads * config.head_dim
+        value_size = config.num_kv_heads * config.value_dim
+        self.q_proj = self._linear(width, config.num_heads * config.head_dim)
+        if config.share_kv:
+            self.k_proj = self._linear(width, key_size)
+            self.v_proj = self._linear(width, value_size)
+        else:
+            if config.scores_blocks:
+                self.k_cmp_proj = self._linear(width, key_size)
+            if "cmp" in config.branches:
+                self.v_cmp_proj = self._linear(width, value_size)
+            for branch in ("slc", "win"):
+                if branch in config.branches:
+                    setattr(self, f"k_{branch}_proj", self._linear(width, key_size))
+                    setattr(self, f"v_{branch}_proj", self._linear(width, value_size))
+        if config.scores_blocks:
+            self.phi_k = Compression(config, config.head_dim)
+        if "cmp" in config.branches:
+            self.phi_v = Compression(config, config.value_dim)
+        self.gate = Gate(width, config)
+        self.o_proj = self._linear(config.num_heads * config.value_dim, width)
+        self._freeze_scoring()
+
+    @staticmethod
+    def _linear(in_size: int, out_size: int) -> nn.Linear:
+        linear = nn.Linear(in_size, out_size, bias=False)
+        nn.init.normal_(linear.weight, std=0.02)
+        return linear
+
+    def _freeze_scoring(self) -> None:
+        if "slc" not in self.config.branches or "cmp" in self.config.branches:
+            return
+        frozen = [self.phi_k] if self.config.share_kv else [self.k_cmp_proj, self.phi_k]
+        for part in frozen:
+            part.requires_grad_(False)
+        count = sum(p.numel() for part in frozen for p in part.parameters())
+        logger.info("branch cmp is off: %d parameters that score blocks are frozen at their initial values", count)
+
+    def _projections(self) -> dict[str, nn.Linear]:
+        names = ("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win")
+        return {name: getattr(self, f"{name}_proj") for name in names if hasattr(self, f"{name}_proj")}
+
+    def _project(self, x: Tensor) -> dict[str, Tensor]:
+        """Queries, keys and values of every branch by one matrix product, ``[T, H, size]`` each."""
+        projections = self._projections()
+        weight = torch.cat([linear.weight for linear in projections.values()])
+        parts = nn.functional.linear(x, weight).split([linear.out_features for linear in projections.values()], dim=-1)
+        sizes = {"v": self.config.value_dim}
+        heads = {
+            name: part.unflatten(-1, (-1, sizes.get(name[0], self.config.head_dim)))
+            for name, part in zip(projections, parts, strict=True)
+        }
+        if self.config.share_kv:
+            for branch in BRANCHES:
+                heads[f"k_{branch}"], heads[f"v_{branch}"] = heads["k"], heads["v"]
+        return heads
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x: packed ``[T, width]`` or a dense batch ``[B, T, width]``.
+            cu_seqlens: int32 ``[B + 1]`` offsets of the packed sequences; None means one sequence.
+            max_seqlen: at least the longest sequence, tokens; None reads it from the offsets.
+            cache: decode cache; ``x`` then holds the tokens that follow those already cached, and the cache takes them in.
+
+        Returns:
+            The layer's output, shaped like ``x``.
+
+        Raises:
+            ValueError: shapes or offsets do not fit.
+        """
+        name = "NativeSparseAttention"
+        check(
+            x.ndim in (2, 3) and x.shape[-1] == self.width,
+            name,
+            "x",
+            f"have shape [T, {self.width}] or [B, T, {self.width}]",
+            tuple(x.shape),
+        )
+        shape = x.shape
+        if x.ndim == 3:
+            check(cu_seqlens is None, name, "cu_seqlens", "be left out with a dense batch [B, T, width]", "a tensor")
+            cu_seqlens = torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[1]
+            max_seqlen, x = shape[1], x.flatten(0, 1)
+        elif cu_seqlens is None:
+            cu_seqlens = torch.tensor([0, x.shape[0]], dtype=torch.int32, device=x.device)
+            max_seqlen = x.shape[0]
+        check_cu_seqlens(name, "cu_seqlens", cu_seqlens, x.device)
+        sequence, row, _ = locate(x.shape[0], cu_seqlens)
+        positions = row if cache is None else row + cache.lengths(cu_seqlens)[sequence]
+        heads = self._project(x)
+        config = self.config
+        q = apply_rope(heads["q"], positions, self.rope)
+        k_cmp = heads["k_cmp"] if config.scores_blocks else None
+        v_cmp = heads["v_cmp"] if "cmp" in config.branches else None
+        k_slc, k_win = (
+            apply_rope(heads[f"k_{branch}"], positions, self.rope) if branch in config.branches else None
+            for branch in ("slc", "win")
+        )
+        v_slc, v_win = heads.get("v_slc"), heads.get("v_win")
+        q_cmp = heads["q"] if config.compress_rope == "none" else None
+        inputs = (q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, self.gate(x), self._phi())
+        if cache is None:
+            out = native_sparse_attention(
+                *inputs, config, q_cmp=q_cmp, rope=self.rope, cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen
+            )
+        else:
+            out = cache.attend(*inputs, q_cmp=q_cmp, rope=self.rope, cu_seqlens_q=cu_seqlens)
+        return self.o_proj(out.flatten(-2)).view(shape)
+
+    def _phi(self) -> Phi | None:
+        if not self.config.scores_blocks:
+            return None
+        return self.phi_k.weights(), self.phi_v.weights() if "cmp" in self.config.branches else PhiWeights()

@@ -1,0 +1,1 @@
+"""Attention operators: one folder each, every one usable alone."""

@@ -1,0 +1,230 @@
+"""The public boundary of the operators: checks on metadata, dense batches viewed as packed, choice of backend.
+
+Contents of index tensors are read on the CPU alone; on a GPU that would wait for the device (see ``nsa.check_inputs``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nsa.config import NSAConfig
+from nsa.errors import check, fail
+from nsa.ops._packed import lengths, num_compressed
+
+BACKENDS = ("auto", "reference", "triton")
+
+
+def choose_backend(function: str, backend: str) -> str:
+    """The backend that runs: ``auto`` looks at the device only, an explicit request never falls back."""
+    check(backend in BACKENDS, function, "backend", f"be one of {', '.join(BACKENDS)}", backend)
+    check(
+        backend != "triton",
+        function, "backend", "be auto or reference", backend, "This version has no Triton kernels yet.",
+    )  # fmt: skip
+    return "reference"
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Where the sequences of one call lie.
+
+    Attributes:
+        cu_q, cu_k: int32 ``[B + 1]`` offsets of the query and key tokens.
+        max_q, max_k: at least the longest sequence, in tokens, and at least 1 so that no padded tensor is empty.
+        dense: ``(B, T)`` when the caller gave a dense batch.
+    """
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+    dense: tuple[int, int] | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_q", max(self.max_q, 1))
+        object.__setattr__(self, "max_k", max(self.max_k, 1))
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Packed rows in the layout that the caller used."""
+        return x if self.dense is None else x.unflatten(0, self.dense)
+
+
+def pack(x: Tensor) -> Tensor:
+    """A dense batch ``[B, T, H, D]`` viewed as packed ``[B * T, H, D]``; packed tokens as they are."""
+    return x.flatten(0, 1) if x.ndim == 4 else x
+
+
+def open_sequences(
+    function: str,
+    q: Tensor,
+    key_shape: tuple[int, ...],
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> Sequences:
+    """Check and complete the description of the sequences.
+
+    Args:
+        function: public name, for messages.
+        q: queries as the caller gave them, packed or dense.
+        key_shape: leading shape of the keys: ``(S,)`` packed, ``(B, S)`` dense.
+        cu_seqlens_q: as the caller gave it, and so the others.
+        cu_seqlens_k: offsets of the keys.
+        max_seqlen_q: hint for the queries.
+        max_seqlen_k: hint for the keys.
+    """
+    if q.ndim == 4:
+        return _open_dense(function, q, key_shape, cu_seqlens_q, cu_seqlens_k)
+    check(len(key_shape) == 1, function, "k", "be packed [S, Hkv, D] when q is packed", f"leading shape {key_shape}")
+    if cu_seqlens_q is None:
+        check(cu_seqlens_k is None, function, "cu_seqlens_q", "be given together with cu_seqlens_k", None)
+        check(key_shape[0] >= q.shape[0], function, "k", f"have at least as many tokens as q ({q.shape[0]})", key_shape[0])
+        bounds = torch.tensor([[0, q.shape[0]], [0, key_shape[0]]], dtype=torch.int32, device=q.device)
+        return Sequences(bounds[0], bounds[1], q.shape[0], key_shape[0], None)
+    if cu_seqlens_k is None:
+        cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q if max_seqlen_k is None else max_seqlen_k
+    for argument, offsets, num_tokens in (
+        ("cu_seqlens_q", cu_seqlens_q, q.shape[0]),
+        ("cu_seqlens_k", cu_seqlens_k, key_shape[0]),
+    ):
+        check_cu_seqlens(function, argument, offsets, q.device)
+        if reads_contents(offsets):
+            check_cu_seqlens_contents(function, argument, offsets, num_tokens)
+    check_same_count(function, cu_seqlens_q, cu_seqlens_k)
+    if reads_contents(cu_seqlens_q):
+        check_pair(function, cu_seqlens_q, cu_seqlens_k)
+    max_q = longest(function, "max_seqlen_q", cu_seqlens_q, max_seqlen_q)
+    max_k = longest(function, "max_seqlen_k", cu_seqlens_k, max_seqlen_k)
+    return Sequences(cu_seqlens_q, cu_seqlens_k, max_q, max_k, None)
+
+
+def _open_dense(
+    function: str, q: Tensor, key_shape: tuple[int, ...], cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+) -> Sequences:
+    for argument, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check(offsets is None, function, argument, "be left out with a dense batch [B, T, H, D]", "a tensor")
+    batch, num_queries = q.shape[:2]
+    check(
+        len(key_shape) == 2 and key_shape[0] == batch and key_shape[1] >= num_queries,
+        function, "k", f"be dense with batch {batch} and at least {num_queries} tokens each", f"leading shape {key_shape}",
+    )  # fmt: skip
+    check(batch > 0, function, "q", "have at least one sequence", tuple(q.shape))
+    steps = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+    return Sequences(steps * num_queries, steps * key_shape[1], num_queries, key_shape[1], (batch, num_queries))
+
+
+def compressed_key_shape(
+    function: str, q: Tensor, k_cmp: Tensor, config: NSAConfig, cu_seqlens_k: Tensor | None
+) -> tuple[int, ...]:
+    """Check compressed keys and return the leading shape of the key tokens behind them.
+
+    Without ``cu_seqlens_k`` there are as many key tokens as queries; with it, their number is read on the CPU, and elsewhere
+    taken to fill the rows of ``k_cmp``.
+    """
+    check_heads(function, "q", q, config.num_heads, config.head_dim, q)
+    check(k_cmp.ndim == 3, function, "k_cmp", "be packed [C, Hkv, D]", tuple(k_cmp.shape))
+    check_heads(function, "k_cmp", k_cmp, config.num_kv_heads, config.head_dim, q)
+    stride = config.compress_stride
+    if cu_seqlens_k is None:
+        key_shape = tuple(q.shape[:-2])
+        exact = math.prod(key_shape[:-1]) * max((key_shape[-1] - config.compress_block_size) // stride + 1, 0)
+        hint = "Give cu_seqlens_q and cu_seqlens_k when there are more key tokens than queries."
+    elif reads_contents(cu_seqlens_k) and cu_seqlens_k.ndim == 1 and cu_seqlens_k.numel() > 1:
+        key_shape = (int(cu_seqlens_k[-1]),)
+        exact = int(num_compressed(lengths(cu_seqlens_k), config).sum())
+        hint = ""
+    else:
+        return (k_cmp.shape[0] * stride,)
+    upper = math.prod(key_shape) // stride
+    rule = f"have one row per compressed block ({exact}), or S // compress_stride ({upper}) rows"
+    check(k_cmp.shape[0] in (exact, upper), function, "k_cmp", rule, k_cmp.shape[0], hint)
+    return key_shape
+
+
+def reads_contents(index: Tensor) -> bool:
+    """Whether the values of an index tensor may be looked at without waiting for a device."""
+    return index.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def longest(function: str, argument: str, cu_seqlens: Tensor, hint: int | None) -> int:
+    """The longest sequence by the hint, or read from ``cu_seqlens`` (which waits for the device on a GPU)."""
+    if hint is None:
+        return int(lengths(cu_seqlens).max())
+    check(hint >= 0, function, argument, "be at least 0", hint)
+    if reads_contents(cu_seqlens):
+        actual = int(lengths(cu_seqlens).max())
+        check(hint >= actual, function, argument, f"be at least the longest sequence ({actual})", hint)
+    return hint
+
+
+def check_cu_seqlens(function: str, argument: str, cu_seqlens: Tensor, device: torch.device) -> None:
+    """Metadata of ``cu_seqlens``."""
+    check(cu_seqlens.dtype == torch.int32, function, argument, "be int32", cu_seqlens.dtype)
+    check(
+        cu_seqlens.ndim == 1 and cu_seqlens.shape[0] >= 2,
+        function, argument, "have shape [B + 1] with B at least 1", tuple(cu_seqlens.shape),
+    )  # fmt: skip
+    check(cu_seqlens.device == device, function, argument, f"be on {device} like the tokens", cu_seqlens.device)
+
+
+def check_cu_seqlens_contents(function: str, argument: str, cu_seqlens: Tensor, num_tokens: int | None) -> None:
+    """Offsets start at 0, do not fall, and end at the number of tokens (if it is known)."""
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    check(first == 0, function, argument, "start at 0", first)
+    shortest = int(lengths(cu_seqlens).min())
+    check(shortest >= 0, function, argument, "not decrease", f"a sequence of {shortest} tokens")
+    if num_tokens is not None:
+        check(last == num_tokens, function, argument, f"end at the number of tokens ({num_tokens})", last)
+
+
+def check_same_count(function: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    """Queries and keys have the same number of sequences."""
+    same = cu_seqlens_q.shape == cu_seqlens_k.shape
+    check(same, function, "cu_seqlens_k", f"have {cu_seqlens_q.numel()} entries as cu_seqlens_q", cu_seqlens_k.numel())
+
+
+def check_pair(function: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    """No sequence has more query tokens than key tokens."""
+    missing = int((lengths(cu_seqlens_k) - lengths(cu_seqlens_q)).min())
+    check(missing >= 0, function, "cu_seqlens_k", "give every sequence at least as many keys as queries", f"{-missing} too few")
+
+
+def check_heads(function: str, argument: str, x: Tensor, num_heads: int, size: int, like: Tensor) -> None:
+    """``x`` is ``[..., num_heads, size]``, of the dtype and on the device of ``like``."""
+    check(
+        x.ndim in (3, 4) and tuple(x.shape[-2:]) == (num_heads, size),
+        function, argument, f"have shape [tokens, {num_heads}, {size}] or [B, T, {num_heads}, {size}]", tuple(x.shape),
+    )  # fmt: skip
+    if not x.dtype.is_floating_point:
+        fail(function, argument, "be a float tensor", x.dtype)
+    check(x.dtype == like.dtype, function, argument, f"have the dtype of the other inputs ({like.dtype})", x.dtype)
+    check(x.device == like.device, function, argument, f"be on {like.device} like the other inputs", x.device)
+
+
+def check_qkv(function: str, q: Tensor, k: Tensor, v: Tensor, config: NSAConfig) -> None:
+    """Queries, keys and values of one branch fit the config and each other."""
+    check_heads(function, "q", q, config.num_heads, config.head_dim, q)
+    check_heads(function, "k", k, config.num_kv_heads, config.head_dim, q)
+    check_heads(function, "v", v, config.num_kv_heads, config.value_dim, q)
+    check(v.shape[:-2] == k.shape[:-2], function, "v", f"have the tokens of k {tuple(k.shape[:-2])}", tuple(v.shape[:-2]))
+
+
+def check_block_indices(function: str, block_indices: Tensor, config: NSAConfig) -> None:
+    """Metadata of caller-made block indices."""
+    dtype = block_indices.dtype
+    check(dtype in (torch.int32, torch.int64), function, "block_indices", "be int32 or int64", dtype)
+    check(
+        block_indices.ndim in (3, 4) and block_indices.shape[-2] == config.num_kv_heads,
+        function, "block_indices", f"have shape [T, {config.num_kv_heads}, n] or [B, T, {config.num_kv_heads}, n]",
+        tuple(block_indices.shape),
+    )  # fmt: skip
+
+
+def scale_of(config: NSAConfig, softmax_scale: float | None) -> float:
+    """The softmax scale: D^-0.5 unless given."""
+    return config.head_dim**-0.5 if softmax_scale is None else softmax_scale

@@ -1,0 +1,64 @@
+"""Softmax attention under a mask of visible keys: what all three branches have in common."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def accumulate_dtype(x: Tensor) -> torch.dtype:
+    """Dtype of scores, softmax statistics and sums: fp64 for fp64 inputs, fp32 otherwise."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def grouped_scores(q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
+    """Scaled dot products of each query head with the keys of its group.
+
+    Args:
+        q: ``[B, T, Hq, D]``.
+        k: ``[B, S, Hkv, D]``.
+        softmax_scale: factor on the products.
+
+    Returns:
+        ``[B, Hkv, G, T, S]`` in the accumulation dtype.
+    """
+    batch, num_queries, num_heads, head_dim = q.shape
+    num_keys, num_kv_heads = k.shape[1:3]
+    dtype = accumulate_dtype(q)
+    rows = q.to(dtype).view(batch, num_queries, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+    group_size = num_heads // num_kv_heads
+    rows = rows.reshape(batch, num_kv_heads, group_size * num_queries, head_dim) * softmax_scale
+    scores = rows @ k.to(dtype).permute(0, 2, 3, 1)
+    return scores.view(batch, num_kv_heads, group_size, num_queries, num_keys)
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor | None, visible: Tensor, softmax_scale: float
+) -> tuple[Tensor | None, Tensor]:
+    """Softmax attention of padded sequences over their visible keys.
+
+    Args:
+        q: ``[B, T, Hq, D]``.
+        k: ``[B, S, Hkv, D]``.
+        v: ``[B, S, Hkv, Dv]``, or None for lse alone.
+        visible: bool ``[B, Hkv or 1, T, S]``.
+        softmax_scale: factor on the scores.
+
+    Returns:
+        out ``[B, T, Hq, Dv]`` in the dtype of ``q`` (None without ``v``); lse ``[B, T, Hq]`` in the accumulation dtype. A row
+        without a visible key has output 0, lse -inf and zero gradient.
+    """
+    batch, num_queries, num_heads, _ = q.shape
+    scores = grouped_scores(q, k, softmax_scale).masked_fill(~visible[:, :, None], -torch.inf)
+    # A finite floor: in a row with nothing visible, -inf - -inf would be NaN.
+    row_max = scores.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+    weights = torch.exp(scores - row_max)  # [B, Hkv, G, T, S]
+    total = weights.sum(-1, keepdim=True)
+    lse = (row_max + total.log()).detach()[..., 0]
+    lse = lse.permute(0, 3, 1, 2).reshape(batch, num_queries, num_heads)
+    if v is None:
+        return None, lse
+    out = weights.flatten(2, 3) @ v.to(weights.dtype).transpose(1, 2)
+    out = out.view(*weights.shape[:4], v.shape[-1]) / torch.where(total > 0, total, 1.0)
+    out = out.permute(0, 3, 1, 2, 4)
+    return out.reshape(batch, num_queries, num_heads, -1).to(q.dtype), lse

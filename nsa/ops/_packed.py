@@ -1,0 +1,60 @@
+"""Arithmetic of packed sequences: where rows lie, how many compressed blocks there are. No lengths on the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa.config import NSAConfig
+
+
+def lengths(cu_seqlens: Tensor) -> Tensor:
+    """Tokens of each sequence, int64 ``[B]``."""
+    return (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+
+
+def num_compressed(num_tokens: Tensor, config: NSAConfig) -> Tensor:
+    """Compressed blocks that lie wholly inside the first ``num_tokens`` tokens, elementwise, int64.
+
+    With ``num_tokens = t + 1`` this is num_cmp(t), the blocks that a query at t sees (Eq. 7).
+    """
+    blocks = (num_tokens - config.compress_block_size) // config.compress_stride + 1
+    return blocks.clamp(min=0)
+
+
+def compressed_cu_seqlens(cu_seqlens: Tensor, config: NSAConfig) -> Tensor:
+    """Offsets of the sequences' compressed blocks, int32 ``[B + 1]``."""
+    ends = num_compressed(lengths(cu_seqlens), config).cumsum(0)
+    return torch.cat((ends.new_zeros(1), ends)).int()
+
+
+def locate(num_rows: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sequence of each packed row, the row's index inside it, and whether the row belongs to any: ``[num_rows]`` each.
+
+    Rows past the last sequence point into it and are marked as not real.
+    """
+    row = torch.arange(num_rows, device=cu_seqlens.device)
+    ends = cu_seqlens[1:].long()
+    sequence = torch.searchsorted(ends, row, right=True).clamp(max=ends.shape[0] - 1)
+    return sequence, row - cu_seqlens.long()[sequence], row < ends[-1]
+
+
+def query_positions(num_rows: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+    """Position of each packed query inside its sequence, int64 ``[num_rows]``: queries are aligned at the end of the keys."""
+    sequence, row, _ = locate(num_rows, cu_seqlens_q)
+    return row + (lengths(cu_seqlens_k) - lengths(cu_seqlens_q))[sequence]
+
+
+def pad(x: Tensor, cu_seqlens: Tensor, max_len: int) -> Tensor:
+    """Packed rows ``[N, ...]`` as ``[B, max_len, ...]`` with zeros behind each sequence."""
+    offset = torch.arange(max_len, device=x.device)
+    index = cu_seqlens[:-1, None].long() + offset
+    index = torch.where(offset < lengths(cu_seqlens)[:, None], index, x.shape[0])
+    with_zero_row = torch.cat((x, x.new_zeros(1, *x.shape[1:])))
+    return with_zero_row[index]
+
+
+def unpad(x: Tensor, cu_seqlens: Tensor, num_rows: int) -> Tensor:
+    """Inverse of :func:`pad`: ``[B, max_len, ...]`` as ``[num_rows, ...]``."""
+    sequence, row, _ = locate(num_rows, cu_seqlens)
+    return x[sequence, row.clamp(max=x.shape[1] - 1)]

@@ -1,0 +1,39 @@
+"""Gated sum of the branches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa.errors import check
+from nsa.ops.combination.reference import combine_reference
+
+__all__ = ["combine"]
+
+
+def combine(out_cmp: Tensor | None, out_slc: Tensor | None, out_win: Tensor | None, gates: Tensor) -> Tensor:
+    """Gated sum of the branches (Eq. 5, arXiv:2502.11089).
+
+    Args:
+        out_cmp: output of the compressed branch ``[..., Hq, Dv]``; None when it is off, which adds nothing.
+        out_slc: of the selected branch, likewise.
+        out_win: of the window, likewise.
+        gates: activated gates ``[..., Hq, 3]``, order (cmp, slc, win).
+
+    Returns:
+        ``[..., Hq, Dv]``, summed in fp32 (fp64 for fp64 inputs), in the dtype of the branches.
+
+    Raises:
+        ValueError: no branch is given, or shapes differ.
+    """
+    outputs = [
+        (name, out) for name, out in (("out_cmp", out_cmp), ("out_slc", out_slc), ("out_win", out_win)) if out is not None
+    ]
+    check(bool(outputs), "combine", "out_cmp, out_slc, out_win", "not all be None", None)
+    shape = outputs[0][1].shape
+    for name, out in outputs:
+        check(out.shape == shape, "combine", name, f"have shape {tuple(shape)} as the other branches", tuple(out.shape))
+    expected = (*shape[:-1], 3)
+    check(tuple(gates.shape) == expected, "combine", "gates", f"have shape {expected}", tuple(gates.shape))
+    with torch.autocast(gates.device.type, enabled=False):
+        return combine_reference((out_cmp, out_slc, out_win), gates)

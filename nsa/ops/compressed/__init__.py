@@ -1,0 +1,62 @@
+"""The compressed branch: attention over one key per compression block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa.config import NSAConfig
+from nsa.errors import check
+from nsa.ops._boundary import check_heads, choose_backend, compressed_key_shape, open_sequences, pack, scale_of
+from nsa.ops.compressed.reference import compressed_attention_reference
+
+__all__ = ["compressed_attention"]
+
+
+def compressed_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor | None,
+    config: NSAConfig,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor | None, Tensor]:
+    """Attention over the compressed blocks that lie wholly in the past (Eqs. 5 and 7, arXiv:2502.11089).
+
+    A query at position t sees block i when ``i * d + l - 1 <= t``.
+
+    Args:
+        q: queries, packed ``[T, Hq, D]`` or dense ``[B, T, Hq, D]``.
+        k_cmp: compressed, rotated keys ``[C, Hkv, D]`` as :func:`nsa.compress` packs them: C is ``S // d``.
+        v_cmp: compressed values ``[C, Hkv, Dv]``, or None when only lse is wanted.
+        config: the sparse pattern.
+        cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
+        cu_seqlens_k: int32 ``[B + 1]`` offsets of the key tokens (not of the blocks); None means those of the queries.
+        max_seqlen_q: at least the longest sequence in queries; None reads it from the offsets.
+        max_seqlen_k: the same in key tokens.
+        softmax_scale: factor on the scores; None means ``D ** -0.5``.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        out, like ``q`` with head size Dv (None without ``v_cmp``), and lse ``[T, Hq]`` (natural logarithm, fp32, fp64 for fp64
+        inputs, without gradient). A query that sees no block has output 0 and lse -inf.
+
+    Raises:
+        ValueError: shapes, dtypes or offsets do not fit.
+    """
+    name = "compressed_attention"
+    choose_backend(name, backend)
+    key_shape = compressed_key_shape(name, q, k_cmp, config, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+    if v_cmp is not None:
+        check_heads(name, "v_cmp", v_cmp, config.num_kv_heads, config.value_dim, q)
+        same = v_cmp.shape[:-2] == k_cmp.shape[:-2]
+        check(same, name, "v_cmp", f"have {k_cmp.shape[0]} rows as k_cmp", tuple(v_cmp.shape))
+    sequences = open_sequences(name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = compressed_attention_reference(pack(q), k_cmp, v_cmp, config, sequences, scale_of(config, softmax_scale))
+    return None if out is None else sequences.restore(out), sequences.restore(lse)

@@ -1,0 +1,67 @@
+"""Compression of token blocks to one key or value each (Eq. 7's phi): the specification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nsa.config import NSAConfig
+from nsa.ops._masked_attention import accumulate_dtype
+from nsa.ops._packed import compressed_cu_seqlens, locate
+
+
+@dataclass(frozen=True)
+class PhiWeights:
+    """Parameters of phi for keys or for values; which are set depends on ``config.phi``.
+
+    Attributes:
+        weight: ``linear``: ``[Hkv, l, D]``.
+        position: ``mlp``: learned position inside the block ``[Hkv, l, D]``.
+        w1: ``mlp``: ``[Hkv, l * D, hidden]``.
+        w2: ``mlp``: ``[Hkv, hidden, D]``.
+    """
+
+    weight: Tensor | None = None
+    position: Tensor | None = None
+    w1: Tensor | None = None
+    w2: Tensor | None = None
+
+
+def gather_blocks(x: Tensor, cu_seqlens: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    """Tokens of every compression block ``[S // d, l, Hkv, D]``, zero in rows that no block owns; and ``cu_seqlens_cmp``."""
+    cu_seqlens_cmp = compressed_cu_seqlens(cu_seqlens, config)
+    num_rows = x.shape[0] // config.compress_stride
+    sequence, block, real = locate(num_rows, cu_seqlens_cmp)
+    start = cu_seqlens.long()[sequence] + block * config.compress_stride
+    token = start[:, None] + torch.arange(config.compress_block_size, device=x.device)
+    with_zero_row = torch.cat((x, x.new_zeros(1, *x.shape[1:])))
+    return with_zero_row[torch.where(real[:, None], token, x.shape[0])], cu_seqlens_cmp
+
+
+def compress_reference(x: Tensor, weights: PhiWeights | None, config: NSAConfig, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`nsa.compress`; ``x`` is packed and checked."""
+    dtype = accumulate_dtype(x)
+    blocks, cu_seqlens_cmp = gather_blocks(x, cu_seqlens, config)
+    blocks = blocks.to(dtype)  # [C, l, Hkv, D]
+    if config.phi == "mean":
+        return blocks.mean(1).to(x.dtype), cu_seqlens_cmp
+    assert weights is not None
+    if config.phi == "linear":
+        assert weights.weight is not None
+        return torch.einsum("clhd,hld->chd", blocks, weights.weight.to(dtype)).to(x.dtype), cu_seqlens_cmp
+    assert weights.position is not None and weights.w1 is not None and weights.w2 is not None
+    _, _, real = locate(blocks.shape[0], cu_seqlens_cmp)
+    placed = blocks.transpose(1, 2) + weights.position.to(dtype)  # [C, Hkv, l, D]
+    hidden = torch.einsum("che,heo->cho", placed.flatten(2), weights.w1.to(dtype))
+    update = torch.einsum("cho,hod->chd", torch.nn.functional.silu(hidden), weights.w2.to(dtype))
+    y = torch.where(real[:, None, None], blocks.mean(1) + update, 0.0)
+    return y.to(x.dtype), cu_seqlens_cmp
+
+
+def compressed_positions_reference(config: NSAConfig, cu_seqlens: Tensor, num_rows: int) -> Tensor:
+    """See :func:`nsa.compressed_positions`."""
+    _, block, _ = locate(num_rows, compressed_cu_seqlens(cu_seqlens, config))
+    middle = (config.compress_block_size - 1) // 2 if config.compress_rope == "middle" else 0
+    return block * config.compress_stride + middle

@@ -1,0 +1,66 @@
+"""The selected branch: attention over chosen blocks in full."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa.config import NSAConfig
+from nsa.errors import check
+from nsa.ops._boundary import check_block_indices, check_qkv, choose_backend, open_sequences, pack, scale_of
+from nsa.ops.selected.reference import selected_attention_reference
+
+__all__ = ["selected_attention"]
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    config: NSAConfig,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attention over the tokens of chosen blocks, token-causal (Eq. 5, branch slc, arXiv:2502.11089).
+
+    Usable alone, with anyone's indices.
+
+    Args:
+        q: rotated queries, packed ``[T, Hq, D]`` or dense ``[B, T, Hq, D]``.
+        k: rotated keys ``[S, Hkv, D]`` or ``[B, S, Hkv, D]``.
+        v: values ``[S, Hkv, Dv]`` or ``[B, S, Hkv, Dv]``.
+        block_indices: int32 or int64 ``[T, Hkv, n]`` or ``[B, T, Hkv, n]``, any n: block ids inside the sequence, in any order,
+            unique; ids below 0 or above ``t // l'`` count as absent.
+        config: the sparse pattern; of it ``block_size`` and the head counts and sizes are used.
+        cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
+        cu_seqlens_k: int32 ``[B + 1]`` offsets of the keys; None means those of the queries.
+        max_seqlen_q: at least the longest sequence in queries; None reads it from the offsets.
+        max_seqlen_k: the same in key tokens.
+        softmax_scale: factor on the scores; None means ``D ** -0.5``.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        out, like ``q`` with head size Dv, and lse ``[T, Hq]`` (natural logarithm, fp32 or fp64, without gradient). A query
+        without a present block has output 0 and lse -inf.
+
+    Raises:
+        ValueError: shapes, dtypes or offsets do not fit.
+    """
+    name = "selected_attention"
+    choose_backend(name, backend)
+    check_qkv(name, q, k, v, config)
+    check_block_indices(name, block_indices, config)
+    same = block_indices.shape[:-2] == q.shape[:-2]
+    check(same, name, "block_indices", f"have the queries of q {tuple(q.shape[:-2])}", tuple(block_indices.shape[:-2]))
+    sequences = open_sequences(name, q, tuple(k.shape[:-2]), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = selected_attention_reference(
+            pack(q), pack(k), pack(v), pack(block_indices), config, sequences, scale_of(config, softmax_scale)
+        )
+    return sequences.restore(out), sequences.restore(lse)

@@ -1,0 +1,64 @@
+"""Choice of the blocks that a query attends to in full."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa.config import NSAConfig
+from nsa.errors import check
+from nsa.ops._boundary import choose_backend, compressed_key_shape, open_sequences, pack, scale_of
+from nsa.ops.selection.ranges import blocks_to_ranges
+from nsa.ops.selection.reference import select_blocks_reference
+
+__all__ = ["blocks_to_ranges", "select_blocks"]
+
+
+@torch.no_grad()
+def select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    config: NSAConfig,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Choose n selection blocks for every query and KV head (Eqs. 8 to 12, arXiv:2502.11089).
+
+    The compressed branch's probabilities, spread over the tokens that compression and selection blocks share and summed
+    over the heads of a group, rank the blocks ``0 .. t // l'``. The first ``num_init_blocks`` and the last
+    ``num_local_blocks`` of them are always chosen. All query heads of a group share the choice; no gradient flows through it.
+
+    Args:
+        q: the queries that the compressed branch used, packed ``[T, Hq, D]`` or dense ``[B, T, Hq, D]``.
+        k_cmp: compressed, rotated keys ``[C, Hkv, D]``.
+        lse: of :func:`nsa.compressed_attention` over the same ``q`` and ``k_cmp``, ``[T, Hq]`` or ``[B, T, Hq]``.
+        config: the sparse pattern.
+        cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
+        cu_seqlens_k: int32 ``[B + 1]`` offsets of the key tokens; None means those of the queries.
+        max_seqlen_q: at least the longest sequence in queries; None reads it from the offsets.
+        max_seqlen_k: the same in key tokens.
+        softmax_scale: factor on the scores; None means ``D ** -0.5``.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        int32 ``[T, Hkv, n]`` (``[B, T, Hkv, n]`` for a dense batch): block ids inside the sequence, ascending, unique,
+        padded with -1 at the end.
+
+    Raises:
+        ValueError: shapes, dtypes or offsets do not fit.
+    """
+    name = "select_blocks"
+    choose_backend(name, backend)
+    key_shape = compressed_key_shape(name, q, k_cmp, config, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+    check(lse.shape == q.shape[:-1], name, "lse", f"have shape {tuple(q.shape[:-1])}", tuple(lse.shape))
+    sequences = open_sequences(name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packed_lse = lse.flatten(0, 1) if lse.ndim == 3 else lse
+    with torch.autocast(q.device.type, enabled=False):
+        block_indices = select_blocks_reference(pack(q), k_cmp, packed_lse, config, sequences, scale_of(config, softmax_scale))
+    return sequences.restore(block_indices)

@@ -1,0 +1,91 @@
+"""Rotary position embedding (Su et al., arXiv:2104.09864), half-split layout, angles in fp32."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nsa.config import NSAConfig, RopeScaling
+from nsa.errors import check
+
+
+@dataclass(frozen=True)
+class Rope:
+    """What rotates queries and keys.
+
+    Attributes:
+        dim: leading part of a head that is rotated, even.
+        theta: base of the frequencies.
+        scaling: stretching for long sequences, or None.
+        position_offset: added to every position; by the shift invariance of rotary attention it changes no output.
+    """
+
+    dim: int
+    theta: float = 10_000.0
+    scaling: RopeScaling | None = None
+    position_offset: int = 0
+
+    @classmethod
+    def from_config(cls, config: NSAConfig) -> Rope:
+        """The rotation that a layer of ``config`` uses."""
+        return cls(config.head_dim if config.rotary_dim is None else config.rotary_dim, config.rope_theta, config.rope_scaling)
+
+    def inverse_frequencies(self, device: torch.device) -> Tensor:
+        """Radians a position, fp32 ``[dim / 2]``, scaling included."""
+        index = torch.arange(self.dim // 2, dtype=torch.float64, device=device)
+        frequency = self.theta ** (-2.0 * index / self.dim)
+        scaling = self.scaling
+        if scaling is not None and scaling.kind == "linear":
+            frequency = frequency / scaling.factor
+        elif scaling is not None:
+            low = math.floor(self._yarn_index(scaling.beta_fast, scaling))
+            high = math.ceil(self._yarn_index(scaling.beta_slow, scaling))
+            ramp = ((index - max(low, 0)) / max(high - max(low, 0), 1)).clamp(0, 1)
+            frequency = frequency * (1 - ramp) + frequency / scaling.factor * ramp
+        return frequency.float()
+
+    @property
+    def magnitude(self) -> float:
+        """Factor on cosine and sine: YaRN's attention temperature, otherwise 1."""
+        if self.scaling is None or self.scaling.kind != "yarn":
+            return 1.0
+        return 0.1 * math.log(self.scaling.factor) + 1.0
+
+    def _yarn_index(self, rotations: float, scaling: RopeScaling) -> float:
+        """Frequency index that turns ``rotations`` times within the original length (arXiv:2309.00071, section 3.2)."""
+        ratio = scaling.original_max_position / (rotations * 2 * math.pi)
+        return self.dim * math.log(ratio) / (2 * math.log(self.theta))
+
+
+def apply_rope(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
+    """Rotate every head of ``x`` by its token's position.
+
+    Args:
+        x: queries or keys ``[..., H, D]``, any float dtype.
+        positions: integer position of each token, shape ``[...]`` of ``x`` without its last two dimensions.
+        rope: the rotation; its ``dim`` is at most D.
+
+    Returns:
+        ``x`` rotated, same shape and dtype. Angles are fp32, the rotation itself is fp32 (fp64 for fp64 ``x``).
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    check(
+        positions.shape == x.shape[:-2], "apply_rope", "positions", f"have shape {tuple(x.shape[:-2])}", tuple(positions.shape)
+    )
+    check(
+        rope.dim <= x.shape[-1] and rope.dim % 2 == 0,
+        "apply_rope", "rope", f"have an even dim of at most the head size ({x.shape[-1]})", rope.dim,
+    )  # fmt: skip
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    position = (positions + rope.position_offset).float()
+    angle = position[..., None] * rope.inverse_frequencies(x.device)
+    cos = (angle.to(dtype).cos() * rope.magnitude)[..., None, :]  # [..., 1, dim / 2]
+    sin = (angle.to(dtype).sin() * rope.magnitude)[..., None, :]
+    first, second = x[..., : rope.dim].to(dtype).chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((rotated, x[..., rope.dim :]), dim=-1)

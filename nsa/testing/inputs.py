@@ -1,0 +1,76 @@
+"""Random inputs of the operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from nsa.config import NSAConfig
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """Inputs of ``native_sparse_attention`` over packed sequences; see there for shapes."""
+
+    q: Tensor
+    k_cmp_raw: Tensor
+    v_cmp_raw: Tensor
+    k_slc: Tensor
+    v_slc: Tensor
+    k_win: Tensor
+    v_win: Tensor
+    gates: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+
+    def to(self, dtype: torch.dtype) -> AttentionInputs:
+        """The same inputs rounded to ``dtype``; offsets stay int32."""
+        converted = {f.name: getattr(self, f.name) for f in fields(self)}
+        return AttentionInputs(**{n: t.to(dtype) if t.dtype.is_floating_point else t for n, t in converted.items()})
+
+
+def packed_offsets(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """``cu_seqlens`` int32 ``[B + 1]`` of sequences with these lengths, tokens."""
+    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
+
+
+def make_inputs(
+    config: NSAConfig,
+    lengths_k: Sequence[int],
+    lengths_q: Sequence[int] | None = None,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+    requires_grad: bool = False,
+) -> AttentionInputs:
+    """Independent Gaussian queries, keys and values, uniform gates.
+
+    Args:
+        config: the sparse pattern.
+        lengths_k: key tokens of each sequence.
+        lengths_q: query tokens of each sequence; None means as many as keys.
+        seed: of the generator; the values do not depend on ``dtype`` but for rounding.
+        dtype: of all float tensors.
+        device: where they lie.
+        requires_grad: whether the float tensors are leaves that collect gradients.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    lengths_q = lengths_k if lengths_q is None else lengths_q
+
+    def normal(tokens: int, heads: int, size: int) -> Tensor:
+        # Drawn in fp32 for every dtype, so that a case means the same numbers everywhere.
+        x = torch.randn(tokens, heads, size, generator=generator, device=device)
+        return x.to(dtype).requires_grad_(requires_grad)
+
+    num_q, num_k, heads = sum(lengths_q), sum(lengths_k), config.num_kv_heads
+    q = normal(num_q, config.num_heads, config.head_dim)
+    k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = (
+        normal(num_k, heads, size) for _ in range(3) for size in (config.head_dim, config.value_dim)
+    )
+    gates = torch.rand(num_q, config.num_heads, 3, generator=generator, device=device).to(dtype).requires_grad_(requires_grad)
+    offsets = packed_offsets(lengths_q, device), packed_offsets(lengths_k, device)
+    return AttentionInputs(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *offsets)

@@ -1,0 +1,352 @@
+"""A second, naive implementation of docs/semantics.md in NumPy fp64: loops over tokens, heads and blocks.
+
+It shares no code with the library and is slow on purpose: each function should be checkable against the page by reading.
+Everything is for one sequence of S key tokens and T <= S query tokens; row r of the queries has position t = S - T + r.
+A packed batch is a loop over its sequences. Letters are those of the page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray
+Visible = Callable[[int, int], Sequence[int]]  # (query row, KV head) -> indices of the keys that this row sees
+
+
+# ------------------------------------------------------------------------------------------------------- compression
+
+
+def num_compressed(num_tokens: int, l: int, d: int) -> int:
+    """C: how many compression blocks [i*d, i*d + l) lie wholly inside the sequence."""
+    return sum(1 for i in range(num_tokens) if i * d + l <= num_tokens)
+
+
+def silu(x: Array) -> Array:
+    return x / (1.0 + np.exp(-x))
+
+
+def compress(x: Array, l: int, d: int, phi: str = "mean", weights: dict[str, Array] | None = None) -> Array:
+    """[S, Hkv, D] raw keys or values -> [C, Hkv, D]."""
+    num_tokens, num_heads, dim = x.shape
+    out = np.zeros((num_compressed(num_tokens, l, d), num_heads, dim))
+    for i in range(out.shape[0]):
+        for h in range(num_heads):
+            block = x[i * d : i * d + l, h]  # [l, D]
+            if phi == "mean":
+                out[i, h] = sum(block) / l
+            elif phi == "linear":
+                assert weights is not None
+                out[i, h] = sum(weights["weight"][h, m] * block[m] for m in range(l))
+            elif phi == "mlp":
+                assert weights is not None
+                flat = (block + weights["position"][h]).reshape(l * dim)
+                hidden = silu(flat @ weights["w1"][h])
+                out[i, h] = sum(block) / l + hidden @ weights["w2"][h]
+            else:
+                raise ValueError(phi)
+    return out
+
+
+# -------------------------------------------------------------------------------------------------------------- RoPE
+
+
+def rotate(x: Array, positions: Iterable[int], rotary_dim: int | None = None, theta: float = 10_000.0) -> Array:
+    """[T, H, D] -> [T, H, D]: half-split layout, pairs (m, m + rotary_dim / 2), angle position * theta^(-2m / rotary_dim).
+
+    The angle is rounded to fp32, as the page asks.
+    """
+    dim = x.shape[-1] if rotary_dim is None else rotary_dim
+    half = dim // 2
+    out = np.array(x, dtype=np.float64)
+    for r, position in enumerate(positions):
+        for h in range(x.shape[1]):
+            for m in range(half):
+                angle = float(np.float32(position) * np.float32(theta ** (-2.0 * m / dim)))
+                first, second = x[r, h, m], x[r, h, m + half]
+                out[r, h, m] = first * math.cos(angle) - second * math.sin(angle)
+                out[r, h, m + half] = second * math.cos(angle) + first * math.sin(angle)
+    return out
+
+
+def compressed_position(i: int, l: int, d: int, where: str) -> int:
+    """Position at which compressed key i is rotated."""
+    return {"middle": i * d + (l - 1) // 2, "start": i * d}[where]
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+
+
+def attention(q: Array, k: Array, v: Array, visible: Visible, scale: float | None = None) -> tuple[Array, Array]:
+    """Softmax attention of every row over its visible keys: out [T, Hq, Dv], lse [T, Hq]. Nothing visible: 0 and -inf."""
+    num_rows, num_heads, dim = q.shape
+    group = num_heads // k.shape[1]
+    scale = dim**-0.5 if scale is None else scale
+    out, lse = np.zeros((num_rows, num_heads, v.shape[-1])), np.full((num_rows, num_heads), -math.inf)
+    for r in range(num_rows):
+        for h in range(num_heads):
+            keys = list(visible(r, h // group))
+            if keys:
+                logits = k[keys, h // group] @ q[r, h] * scale
+                top = logits.max()
+                lse[r, h] = top + math.log(np.exp(logits - top).sum())
+                out[r, h] = np.exp(logits - lse[r, h]) @ v[keys, h // group]
+    return out, lse
+
+
+def attention_backward(
+    d_out: Array, q: Array, k: Array, v: Array, visible: Visible, scale: float | None = None
+) -> tuple[Array, Array, Array]:
+    """Gradients of sum(d_out * attention(...)) with respect to q, k and v, by the rule of the softmax."""
+    num_rows, num_heads, dim = q.shape
+    group = num_heads // k.shape[1]
+    scale = dim**-0.5 if scale is None else scale
+    d_q, d_k, d_v = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    for r in range(num_rows):
+        for h in range(num_heads):
+            g, keys = h // group, list(visible(r, h // group))
+            if keys:
+                logits = k[keys, g] @ q[r, h] * scale
+                p = np.exp(logits - logits.max())
+                p /= p.sum()
+                d_p = v[keys, g] @ d_out[r, h]
+                d_logits = p * (d_p - (p * d_p).sum())
+                d_q[r, h] += scale * d_logits @ k[keys, g]
+                d_k[keys, g] += scale * np.outer(d_logits, q[r, h])
+                d_v[keys, g] += np.outer(p, d_out[r, h])
+    return d_q, d_k, d_v
+
+
+def visible_dense(num_queries: int, num_keys: int) -> Visible:
+    """Plain causal attention."""
+    return lambda r, g: range(num_keys - num_queries + r + 1)
+
+
+def visible_cmp(num_queries: int, num_keys: int, l: int, d: int) -> Visible:
+    """Compressed blocks that lie wholly in the past of the row."""
+
+    def visible(r: int, g: int) -> list[int]:
+        t = num_keys - num_queries + r
+        return [i for i in range(num_compressed(num_keys, l, d)) if i * d + l - 1 <= t]
+
+    return visible
+
+
+def visible_slc(num_queries: int, num_keys: int, block_indices: Array, l_sel: int) -> Visible:
+    """Tokens <= t of the listed blocks; ids below 0 or above t // l' count as absent."""
+
+    def visible(r: int, g: int) -> list[int]:
+        t = num_keys - num_queries + r
+        chosen = {int(b) for b in block_indices[r, g] if 0 <= b <= t // l_sel}
+        return [s for b in sorted(chosen) for s in range(b * l_sel, (b + 1) * l_sel) if s <= t]
+
+    return visible
+
+
+def visible_win(num_queries: int, num_keys: int, w: int) -> Visible:
+    """Tokens max(0, t - w + 1) .. t."""
+
+    def visible(r: int, g: int) -> range:
+        t = num_keys - num_queries + r
+        return range(max(0, t - w + 1), t + 1)
+
+    return visible
+
+
+# ------------------------------------------------------------------------------------------------------------- choice
+
+
+@lru_cache(maxsize=None)
+def overlap(i: int, j: int, l: int, d: int, l_sel: int) -> int:
+    """Tokens that compression block i and selection block j share."""
+    return len(set(range(i * d, i * d + l)) & set(range(j * l_sel, (j + 1) * l_sel)))
+
+
+def block_scores(
+    q: Array, k_cmp: Array, num_keys: int, l: int, d: int, l_sel: int, scale: float | None = None
+) -> Array:
+    """Eqs. 8 to 10: [T, Hkv, M], the importance of each selection block for each group; what is invisible counts 0."""
+    num_rows, num_heads, dim = q.shape
+    num_kv_heads = k_cmp.shape[1]
+    group = num_heads // num_kv_heads
+    scale = dim**-0.5 if scale is None else scale
+    num_blocks = math.ceil(num_keys / l_sel)
+    visible = visible_cmp(num_rows, num_keys, l, d)
+    scores = np.zeros((num_rows, num_kv_heads, num_blocks))
+    for r in range(num_rows):
+        for h in range(num_heads):
+            blocks = visible(r, h // group)
+            if not blocks:
+                continue
+            logits = k_cmp[blocks, h // group] @ q[r, h] * scale
+            lse = logits.max() + math.log(np.exp(logits - logits.max()).sum())
+            p_cmp = np.exp(logits - lse)
+            for j in range(num_blocks):
+                # Only blocks near j can share a token with it; the others would add 0.
+                near = range(max(0, (j * l_sel - l) // d), min(len(blocks), ((j + 1) * l_sel) // d + 1))
+                scores[r, h // group, j] += sum(p_cmp[i] * overlap(i, j, l, d, l_sel) / d for i in near)
+    return scores
+
+
+def choose_row(scores: Array, t: int, n: int, num_init: int, num_local: int, l_sel: int) -> list[int]:
+    """The choice of one query and group from its scores [M]: n ids, ascending, padded with -1 at the end."""
+    candidates = list(range(t // l_sel + 1))
+    if len(candidates) <= n:
+        chosen = set(candidates)
+    else:
+        chosen = set(candidates[:num_init]) | set(candidates[-num_local:])
+        ranking = sorted((j for j in candidates if j not in chosen), key=lambda j: (-scores[j], j))
+        chosen |= set(ranking[: n - len(chosen)])
+    return sorted(chosen) + [-1] * (n - len(chosen))
+
+
+def choose(scores: Array, num_keys: int, n: int, num_init: int, num_local: int, l_sel: int) -> Array:
+    """[T, Hkv, M] scores -> block_indices [T, Hkv, n]."""
+    num_rows, num_kv_heads, _ = scores.shape
+    out = np.full((num_rows, num_kv_heads, n), -1, dtype=np.int64)
+    for r in range(num_rows):
+        for g in range(num_kv_heads):
+            out[r, g] = choose_row(scores[r, g], num_keys - num_rows + r, n, num_init, num_local, l_sel)
+    return out
+
+
+def token_ranges(block_indices: Array, num_keys: int, l_sel: int) -> list[list[list[tuple[int, int]]]]:
+    """Per row and group the visible tokens of its blocks as merged ranges [start, end), ascending."""
+    num_rows, num_kv_heads, _ = block_indices.shape
+    visible = visible_slc(num_rows, num_keys, block_indices, l_sel)
+    out = []
+    for r in range(num_rows):
+        row = []
+        for g in range(num_kv_heads):
+            tokens = set(visible(r, g))
+            starts = sorted(s for s in tokens if s - 1 not in tokens)
+            ends = sorted(s + 1 for s in tokens if s + 1 not in tokens)
+            row.append(list(zip(starts, ends, strict=True)))
+        out.append(row)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------- the whole
+
+
+def combine(outputs: Sequence[Array | None], gates: Array) -> Array:
+    """Eq. 5: the gated sum over (cmp, slc, win); None is a branch that is off."""
+    total: Array | None = None
+    for c, out in enumerate(outputs):
+        if out is not None:
+            part = gates[:, :, c, None] * out
+            total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def native_sparse_attention(
+    q: Array,
+    k_cmp_raw: Array,
+    v_cmp_raw: Array,
+    k_slc: Array,
+    v_slc: Array,
+    k_win: Array,
+    v_win: Array,
+    gates: Array,
+    config: Any,
+    *,
+    phi_k: dict[str, Array] | None = None,
+    phi_v: dict[str, Array] | None = None,
+    q_cmp: Array | None = None,
+    rotate_keys: Callable[[Array, list[int]], Array] | None = None,
+    scale: float | None = None,
+) -> tuple[Array, Array]:
+    """The three branches and their sum, one sequence: out [T, Hq, Dv] and block_indices [T, Hkv, n].
+
+    ``config`` is read for its sizes alone. ``rotate_keys(keys, positions)`` rotates compressed keys; None: no RoPE.
+    """
+    num_rows, num_keys = q.shape[0], k_cmp_raw.shape[0]
+    l, d, l_sel = config.compress_block_size, config.compress_stride, config.block_size
+    k_cmp, v_cmp = compress(k_cmp_raw, l, d, config.phi, phi_k), compress(v_cmp_raw, l, d, config.phi, phi_v)
+    if config.compress_rope == "none":
+        scoring_q = q if q_cmp is None else q_cmp
+    else:
+        scoring_q = q
+        if rotate_keys is not None:
+            positions = [compressed_position(i, l, d, config.compress_rope) for i in range(k_cmp.shape[0])]
+            k_cmp = rotate_keys(k_cmp, positions)
+    scores = block_scores(scoring_q, k_cmp, num_keys, l, d, l_sel, scale)
+    indices = choose(
+        scores, num_keys, config.num_selected_blocks, config.num_init_blocks, config.num_local_blocks, l_sel
+    )
+    outputs: list[Array | None] = [None, None, None]
+    if "cmp" in config.branches:
+        outputs[0], _ = attention(scoring_q, k_cmp, v_cmp, visible_cmp(num_rows, num_keys, l, d), scale)
+    if "slc" in config.branches:
+        outputs[1], _ = attention(q, k_slc, v_slc, visible_slc(num_rows, num_keys, indices, l_sel), scale)
+    if "win" in config.branches:
+        outputs[2], _ = attention(q, k_win, v_win, visible_win(num_rows, num_keys, config.window_size), scale)
+    return combine(outputs, gates), indices
+
+
+def layer(weights: dict[str, Array], x: Array, config: Any) -> Array:
+    """A whole attention layer over one sequence x [T, width], with the parameters of the module by name."""
+    num_tokens = x.shape[0]
+
+    def project(name: str, num_heads: int) -> Array:
+        return (x @ weights[f"{name}_proj.weight"].T).reshape(num_tokens, num_heads, -1)
+
+    def rotated(heads: Array, positions: Iterable[int]) -> Array:
+        return rotate(heads, positions, config.rotary_dim, config.rope_theta)
+
+    def phi(name: str) -> dict[str, Array]:
+        return {key.removeprefix(f"{name}."): value for key, value in weights.items() if key.startswith(f"{name}.")}
+
+    def keys_and_values(branch: str) -> tuple[Array, Array]:
+        suffix = "" if config.share_kv else f"_{branch}"
+        missing = np.zeros((num_tokens, config.num_kv_heads, config.value_dim))
+        k = project(f"k{suffix}", config.num_kv_heads) if f"k{suffix}_proj.weight" in weights else missing
+        v = project(f"v{suffix}", config.num_kv_heads) if f"v{suffix}_proj.weight" in weights else missing
+        return k, v
+
+    q = project("q", config.num_heads)
+    (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win) = (keys_and_values(branch) for branch in ("cmp", "slc", "win"))
+    if "cmp" not in config.branches and "slc" not in config.branches:
+        k_cmp = np.zeros((num_tokens, config.num_kv_heads, config.head_dim))
+    tokens = range(num_tokens)
+    out, _ = native_sparse_attention(
+        rotated(q, tokens),
+        k_cmp,
+        v_cmp,
+        rotated(k_slc, tokens),
+        v_slc,
+        rotated(k_win, tokens),
+        v_win,
+        layer_gates(weights, x, config),
+        config,
+        phi_k=phi("phi_k"),
+        phi_v=phi("phi_v"),
+        q_cmp=q if config.compress_rope == "none" else None,
+        rotate_keys=rotated,
+    )
+    return out.reshape(num_tokens, -1) @ weights["o_proj.weight"].T
+
+
+def layer_gates(weights: dict[str, Array], x: Array, config: Any) -> Array:
+    """Gates [T, Hq, 3] from the layer's input; 0 for a branch that is off."""
+    on = [c for c, branch in enumerate(("cmp", "slc", "win")) if branch in config.branches]
+    gates = np.zeros((x.shape[0], config.num_heads, 3))
+    if config.gate == "fixed":
+        gates[:, :, on] = 1.0 / len(on)
+        return gates
+    if config.gate_hidden_size:
+        hidden = silu(x @ weights["gate.net.0.weight"].T + weights["gate.net.0.bias"])
+        logits = hidden @ weights["gate.net.2.weight"].T + weights["gate.net.2.bias"]
+    else:
+        logits = x @ weights["gate.net.weight"].T + weights["gate.net.bias"]
+    logits = logits.reshape(x.shape[0], config.num_heads, len(on))
+    if config.gate == "sigmoid":
+        gates[:, :, on] = 1.0 / (1.0 + np.exp(-logits))
+    else:
+        gates[:, :, on] = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    return gates
