@@ -15,6 +15,7 @@ from torch import Tensor
 from nsa.attention import Phi
 from nsa.config import NSAConfig
 from nsa.errors import check
+from nsa.ops._boundary import check_cu_seqlens_contents
 from nsa.ops._packed import compressed_cu_seqlens, lengths, locate, num_compressed
 from nsa.ops.combination import combine
 from nsa.ops.compressed import compressed_attention
@@ -100,11 +101,14 @@ class LayerCache:
         cu_seqlens_q: Tensor,
         q_cmp: Tensor | None = None,
     ) -> Tensor:
-        """Take in new tokens and return their attention output ``[T, Hq, Dv]``; arguments as of ``native_sparse_attention``.
+        """Take in new tokens, without gradients, and return their attention output ``[T, Hq, Dv]``.
 
-        One call serves prefill, chunks of a prompt and single steps: any number of tokens for each sequence.
+        Arguments as of ``native_sparse_attention``. One call serves prefill, chunks of a prompt and single steps: any number
+        of tokens for each sequence.
         """
         config = self.config
+        # All that can be wrong is checked before anything is taken in: a refused call leaves the cache as it was.
+        check_cu_seqlens_contents("NSACache", "cu_seqlens", cu_seqlens_q, q.shape[0])
         before = self.lengths(cu_seqlens_q)
         self.num_tokens = before + lengths(cu_seqlens_q)
         cu_seqlens_k = torch.cat((before.new_zeros(1), self.num_tokens.cumsum(0))).int()
@@ -161,7 +165,9 @@ class LayerCache:
 
 
 def _append(rows: PackedRows | None, key: Tensor, value: Tensor | None, cu_seqlens: Tensor) -> PackedRows:
-    return PackedRows(key, value, cu_seqlens) if rows is None else rows.append(key, value, cu_seqlens)
+    if rows is None:
+        return PackedRows(key.detach(), None if value is None else value.detach(), cu_seqlens)
+    return rows.append(key, value, cu_seqlens)
 
 
 class NSACache:

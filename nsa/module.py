@@ -180,7 +180,8 @@ class NativeSparseAttention(nn.Module):
             x: packed ``[T, width]`` or a dense batch ``[B, T, width]``.
             cu_seqlens: int32 ``[B + 1]`` offsets of the packed sequences; None means one sequence.
             max_seqlen: at least the longest sequence, tokens; None reads it from the offsets.
-            cache: decode cache; ``x`` then holds the tokens that follow those already cached, and the cache takes them in.
+            cache: decode cache; ``x`` then holds the tokens that follow those already cached, and the cache takes them in. No
+                gradient is recorded.
 
         Returns:
             The layer's output, shaped like ``x``.
@@ -205,6 +206,14 @@ class NativeSparseAttention(nn.Module):
             cu_seqlens = torch.tensor([0, x.shape[0]], dtype=torch.int32, device=x.device)
             max_seqlen = x.shape[0]
         check_cu_seqlens(name, "cu_seqlens", cu_seqlens, x.device)
+        if cache is not None:
+            check(cache.config == self.config, name, "cache", "be made for the module's config", cache.config)
+            with torch.no_grad():
+                return self._attend(x, cu_seqlens, max_seqlen, cache).view(shape)
+        return self._attend(x, cu_seqlens, max_seqlen, None).view(shape)
+
+    def _attend(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, cache: LayerCache | None) -> Tensor:
+        """The layer's output ``[T, width]`` for packed and checked tokens."""
         sequence, row, _ = locate(x.shape[0], cu_seqlens)
         positions = row if cache is None else row + cache.lengths(cu_seqlens)[sequence]
         heads = self._project(x)
@@ -225,7 +234,7 @@ class NativeSparseAttention(nn.Module):
             )
         else:
             out = cache.attend(*inputs, q_cmp=q_cmp, rope=self.rope, cu_seqlens_q=cu_seqlens)
-        return self.o_proj(out.flatten(-2)).view(shape)
+        return self.o_proj(out.flatten(-2))
 
     def _phi(self) -> Phi | None:
         if not self.config.scores_blocks:

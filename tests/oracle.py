@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -160,15 +160,13 @@ def visible_win(num_queries: int, num_keys: int, w: int) -> Visible:
 # ------------------------------------------------------------------------------------------------------------- choice
 
 
-@lru_cache(maxsize=None)
+@cache
 def overlap(i: int, j: int, l: int, d: int, l_sel: int) -> int:
     """Tokens that compression block i and selection block j share."""
     return len(set(range(i * d, i * d + l)) & set(range(j * l_sel, (j + 1) * l_sel)))
 
 
-def block_scores(
-    q: Array, k_cmp: Array, num_keys: int, l: int, d: int, l_sel: int, scale: float | None = None
-) -> Array:
+def block_scores(q: Array, k_cmp: Array, num_keys: int, l: int, d: int, l_sel: int, scale: float | None = None) -> Array:
     """Eqs. 8 to 10: [T, Hkv, M], the importance of each selection block for each group; what is invisible counts 0."""
     num_rows, num_heads, dim = q.shape
     num_kv_heads = k_cmp.shape[1]
@@ -267,22 +265,21 @@ def native_sparse_attention(
     """
     num_rows, num_keys = q.shape[0], k_cmp_raw.shape[0]
     l, d, l_sel = config.compress_block_size, config.compress_stride, config.block_size
-    k_cmp, v_cmp = compress(k_cmp_raw, l, d, config.phi, phi_k), compress(v_cmp_raw, l, d, config.phi, phi_v)
-    if config.compress_rope == "none":
+    n, num_init, num_local = config.num_selected_blocks, config.num_init_blocks, config.num_local_blocks
+    outputs: list[Array | None] = [None, None, None]
+    indices = np.full((num_rows, k_cmp_raw.shape[1], n), -1, dtype=np.int64)
+    if "cmp" in config.branches or "slc" in config.branches:
+        k_cmp = compress(k_cmp_raw, l, d, config.phi, phi_k)
         scoring_q = q if q_cmp is None else q_cmp
-    else:
-        scoring_q = q
-        if rotate_keys is not None:
+        if config.compress_rope != "none" and rotate_keys is not None:
             positions = [compressed_position(i, l, d, config.compress_rope) for i in range(k_cmp.shape[0])]
             k_cmp = rotate_keys(k_cmp, positions)
-    scores = block_scores(scoring_q, k_cmp, num_keys, l, d, l_sel, scale)
-    indices = choose(
-        scores, num_keys, config.num_selected_blocks, config.num_init_blocks, config.num_local_blocks, l_sel
-    )
-    outputs: list[Array | None] = [None, None, None]
     if "cmp" in config.branches:
+        v_cmp = compress(v_cmp_raw, l, d, config.phi, phi_v)
         outputs[0], _ = attention(scoring_q, k_cmp, v_cmp, visible_cmp(num_rows, num_keys, l, d), scale)
     if "slc" in config.branches:
+        scores = block_scores(scoring_q, k_cmp, num_keys, l, d, l_sel, scale)
+        indices = choose(scores, num_keys, n, num_init, num_local, l_sel)
         outputs[1], _ = attention(q, k_slc, v_slc, visible_slc(num_rows, num_keys, indices, l_sel), scale)
     if "win" in config.branches:
         outputs[2], _ = attention(q, k_win, v_win, visible_win(num_rows, num_keys, config.window_size), scale)
@@ -294,7 +291,8 @@ def layer(weights: dict[str, Array], x: Array, config: Any) -> Array:
     num_tokens = x.shape[0]
 
     def project(name: str, num_heads: int) -> Array:
-        return (x @ weights[f"{name}_proj.weight"].T).reshape(num_tokens, num_heads, -1)
+        weight = weights[f"{name}_proj.weight"]
+        return (x @ weight.T).reshape(num_tokens, num_heads, weight.shape[0] // num_heads)
 
     def rotated(heads: Array, positions: Iterable[int]) -> Array:
         return rotate(heads, positions, config.rotary_dim, config.rope_theta)
@@ -302,25 +300,23 @@ def layer(weights: dict[str, Array], x: Array, config: Any) -> Array:
     def phi(name: str) -> dict[str, Array]:
         return {key.removeprefix(f"{name}."): value for key, value in weights.items() if key.startswith(f"{name}.")}
 
-    def keys_and_values(branch: str) -> tuple[Array, Array]:
-        suffix = "" if config.share_kv else f"_{branch}"
-        missing = np.zeros((num_tokens, config.num_kv_heads, config.value_dim))
-        k = project(f"k{suffix}", config.num_kv_heads) if f"k{suffix}_proj.weight" in weights else missing
-        v = project(f"v{suffix}", config.num_kv_heads) if f"v{suffix}_proj.weight" in weights else missing
-        return k, v
+    def project_kv(kind: str, branch: str) -> Array:
+        name = kind if config.share_kv else f"{kind}_{branch}"
+        if f"{name}_proj.weight" not in weights:  # the branch is off and will not be read
+            return np.full((num_tokens, config.num_kv_heads, 1), math.nan)
+        return project(name, config.num_kv_heads)
 
     q = project("q", config.num_heads)
-    (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win) = (keys_and_values(branch) for branch in ("cmp", "slc", "win"))
-    if "cmp" not in config.branches and "slc" not in config.branches:
-        k_cmp = np.zeros((num_tokens, config.num_kv_heads, config.head_dim))
+    k_cmp, k_slc, k_win = (project_kv("k", branch) for branch in ("cmp", "slc", "win"))
+    v_cmp, v_slc, v_win = (project_kv("v", branch) for branch in ("cmp", "slc", "win"))
     tokens = range(num_tokens)
     out, _ = native_sparse_attention(
         rotated(q, tokens),
         k_cmp,
         v_cmp,
-        rotated(k_slc, tokens),
+        rotated(k_slc, tokens) if "slc" in config.branches else k_slc,
         v_slc,
-        rotated(k_win, tokens),
+        rotated(k_win, tokens) if "win" in config.branches else k_win,
         v_win,
         layer_gates(weights, x, config),
         config,
@@ -329,7 +325,7 @@ def layer(weights: dict[str, Array], x: Array, config: Any) -> Array:
         q_cmp=q if config.compress_rope == "none" else None,
         rotate_keys=rotated,
     )
-    return out.reshape(num_tokens, -1) @ weights["o_proj.weight"].T
+    return out.reshape(num_tokens, config.num_heads * config.value_dim) @ weights["o_proj.weight"].T
 
 
 def layer_gates(weights: dict[str, Array], x: Array, config: Any) -> Array:

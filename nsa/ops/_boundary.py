@@ -23,7 +23,7 @@ def choose_backend(function: str, backend: str) -> str:
     check(backend in BACKENDS, function, "backend", f"be one of {', '.join(BACKENDS)}", backend)
     check(
         backend != "triton",
-        function, "backend", "be auto or reference", backend, "This version has no Triton kernels yet.",
+        function, "backend", "be auto or reference", backend, "The Triton kernels are not connected yet.",
     )  # fmt: skip
     return "reference"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ class Batch:
     rng: np.random.Generator
 
     @property
-    def kwargs(self) -> dict[str, Tensor]:
+    def kwargs(self) -> dict[str, Any]:
         return {"cu_seqlens_q": offsets(self.lengths_q), "cu_seqlens_k": offsets(self.lengths_k)}
 
     @property
@@ -73,7 +74,7 @@ class Batch:
     def slices(self) -> list[tuple[slice, slice, slice]]:
         """Query rows, key tokens and compressed rows of each sequence."""
         columns = [offsets(lengths).tolist() for lengths in (self.lengths_q, self.lengths_k, self.num_cmp)]
-        bounds = [[slice(a, b) for a, b in zip(c[:-1], c[1:], strict=True)] for c in columns]
+        bounds = [[slice(a, b) for a, b in itertools.pairwise(c)] for c in columns]
         return list(zip(*bounds, strict=True))
 
     @property
@@ -117,9 +118,7 @@ class Batch:
         return torch.from_numpy(rows)
 
 
-def make_batch(
-    config: NSAConfig, lengths_k: Sequence[int], lengths_q: Sequence[int] | None = None, seed: int = 0
-) -> Batch:
+def make_batch(config: NSAConfig, lengths_k: Sequence[int], lengths_q: Sequence[int] | None = None, seed: int = 0) -> Batch:
     lengths_k = tuple(lengths_k)
     return Batch(config, lengths_k, lengths_k if lengths_q is None else tuple(lengths_q), np.random.default_rng(seed))
 
@@ -197,6 +196,13 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: flo
     total = weights.sum(-1, keepdim=True)
     out = torch.einsum("ths,shd->thd", weights.to(q.dtype), v.repeat_interleave(group, dim=1))
     return (out / torch.where(total > 0, total, 1.0)).to(q.dtype)
+
+
+def torch_dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Dense causal attention by PyTorch, in the dtype of the inputs: a third opinion beside library and oracle."""
+    heads_q, heads_k, heads_v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(heads_q, heads_k, heads_v, is_causal=True, enable_gqa=True)
+    return out[0].transpose(0, 1)
 
 
 def mask_of(visible: oracle.Visible, num_rows: int, num_kv_heads: int, num_keys: int) -> Tensor:

@@ -15,7 +15,7 @@ from tests.ops.cases import make_batch, offsets, small
 CONFIG = small()
 LENGTH = 20
 
-Change = Callable[[dict[str, Any]], Any]
+Change = Callable[[Any], Any]
 
 
 def good(function: str, config: NSAConfig = CONFIG) -> dict[str, Any]:
@@ -94,9 +94,7 @@ def test_offsets_of_queries(function, bad):
 UNNOTICED = {("compressed_attention", "ends late"), ("select_blocks", "ends late")}
 
 
-@pytest.mark.parametrize(
-    ("function", "bad"), [(f, bad) for f in OPERATORS for bad in BAD_OFFSETS if (f, bad) not in UNNOTICED]
-)
+@pytest.mark.parametrize(("function", "bad"), [(f, bad) for f in OPERATORS for bad in BAD_OFFSETS if (f, bad) not in UNNOTICED])
 def test_offsets_of_keys(function, bad):
     refused(function, {**good(function), "cu_seqlens_k": BAD_OFFSETS[bad]}, "cu_seqlens_k|k_cmp")
 

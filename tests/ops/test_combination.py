@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from nsa import combine
 from nsa.testing import assert_within_budget
@@ -16,15 +17,16 @@ from tests.ops.cases import array, grad, leaf, make_batch, near, small
 SUBSETS = [on for on in itertools.product((False, True), repeat=3) if any(on)]
 
 
-def branches(seed: int = 0) -> tuple[list[torch.Tensor], torch.Tensor]:
-    batch = make_batch(small(), (130,), seed=seed)
-    return [batch.normal(130, 4, 32) for _ in range(3)], batch.gates()
+def branches() -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    batch = make_batch(small(), (130,))
+    return (batch.normal(130, 4, 32), batch.normal(130, 4, 32), batch.normal(130, 4, 32)), batch.gates()
 
 
 @pytest.mark.parametrize("on", SUBSETS)
 def test_matches_the_oracle(on):
     outputs, gates = branches()
-    given = [out if here else None for out, here in zip(outputs, on, strict=True)]
+    cmp, slc, win = (out if here else None for out, here in zip(outputs, on, strict=True))
+    given = cmp, slc, win
     wanted = oracle.combine([None if out is None else array(out) for out in given], array(gates))
     near(combine(*given, gates), wanted)
 
@@ -49,7 +51,7 @@ def test_gate_of_each_head_and_token_counts():
 
 def test_gradients():
     outputs, gates = branches()
-    leaves = [leaf(x) for x in (*outputs, gates)]
+    leaves = leaf(outputs[0]), leaf(outputs[1]), leaf(outputs[2]), leaf(gates)
     total = combine(*leaves)
     d_total = torch.from_numpy(np.random.default_rng(1).standard_normal(total.shape))
     total.backward(d_total)
@@ -62,14 +64,15 @@ def test_gradients():
 
 def test_dense_batch():
     outputs, gates = branches()
-    dense = combine(*(x.unflatten(0, (5, 26)) for x in (*outputs, gates)))
+    cmp, slc, win = (x.unflatten(0, (5, 26)) for x in outputs)
+    dense = combine(cmp, slc, win, gates.unflatten(0, (5, 26)))
     near(dense, array(combine(*outputs, gates)).reshape(5, 26, 4, 32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_low_precision(dtype):
     outputs, gates = branches()
-    rounded, low_gates = [x.to(dtype) for x in outputs], gates.to(dtype)
+    rounded, low_gates = (outputs[0].to(dtype), outputs[1].to(dtype), outputs[2].to(dtype)), gates.to(dtype)
     wanted = torch.from_numpy(oracle.combine([array(x) for x in rounded], array(low_gates)))
     total = combine(*rounded, low_gates)
     assert total.dtype == dtype
@@ -79,7 +82,7 @@ def test_low_precision(dtype):
 
 def test_gates_in_fp32_with_low_precision_branches():
     outputs, gates = branches()
-    rounded = [x.bfloat16() for x in outputs]
+    rounded = outputs[0].bfloat16(), outputs[1].bfloat16(), outputs[2].bfloat16()
     total = combine(*rounded, gates.float())
     assert total.dtype == torch.bfloat16
     wanted = oracle.combine([array(x) for x in rounded], array(gates.float()))

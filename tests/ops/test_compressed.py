@@ -40,9 +40,7 @@ def test_other_block_sizes(l, d, l_sel):
     config = small(compress_block_size=l, compress_stride=d, block_size=l_sel)
     batch = make_batch(config, (257, l, l - 1, 3 * l + 1), (257, l, l - 1, 5))
     q, k, v = inputs(batch)
-    for actual, wanted in zip(
-        compressed_attention(q, k, v, config, **batch.kwargs), expected(batch, q, k, v), strict=True
-    ):
+    for actual, wanted in zip(compressed_attention(q, k, v, config, **batch.kwargs), expected(batch, q, k, v), strict=True):
         near(actual, wanted)
 
 
@@ -87,9 +85,7 @@ def test_gradients_match_the_oracle(name):
 
     def one(rows: slice, tokens: slice, blocks: slice) -> tuple[np.ndarray, ...]:
         visible = oracle.visible_cmp(rows.stop - rows.start, tokens.stop - tokens.start, 8, 4)
-        return oracle.attention_backward(
-            array(d_out)[rows], array(q)[rows], array(k)[blocks], array(v)[blocks], visible
-        )
+        return oracle.attention_backward(array(d_out)[rows], array(q)[rows], array(k)[blocks], array(v)[blocks], visible)
 
     d_q, d_k, d_v = stack(batch, one)
     real = sum(batch.num_cmp)
@@ -144,6 +140,7 @@ def test_exact_number_of_rows_is_accepted_too():
     cut = compressed_attention(q, k[:real], v[:real], batch.config, **batch.kwargs)
     for a, b in zip(given, cut, strict=True):
         assert a is not None
+        assert b is not None
         assert torch.equal(a, b)
 
 
@@ -160,7 +157,7 @@ def test_lse_of_low_precision_inputs_is_fp32():
     batch = named_batch("packed")
     q, k, v = inputs(batch)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        rounded = [x.to(dtype) for x in (q, k, v)]
+        rounded = q.to(dtype), k.to(dtype), v.to(dtype)
         out, lse = compressed_attention(*rounded, batch.config, **batch.kwargs)
         assert out is not None
         assert (out.dtype, lse.dtype) == (dtype, torch.float32)

@@ -190,6 +190,7 @@ def test_low_precision(phi, dtype):
     starts = torch.tensor([s + i * 4 for s, n in ((0, 31), (130, 1), (139, 63)) for i in range(n)])
     blocks = x[starts[:, None] + torch.arange(8)].transpose(1, 2)  # [C, Hkv, l, D]
     if phi == "linear":
+        assert rounded.weight is not None
         baseline = (blocks * rounded.weight).sum(2)
     else:
         baseline = blocks.mean(2)

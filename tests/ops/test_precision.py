@@ -49,14 +49,14 @@ def compare(branch: str, config: NSAConfig, dtype: torch.dtype) -> None:
     visible = visible_keys(branch, batch, ids)
     scale = config.head_dim**-0.5
 
-    leaves = [leaf(x, dtype) for x in (q, k, v)]
+    leaves = leaf(q, dtype), leaf(k, dtype), leaf(v, dtype)
     out = run(branch, *leaves, ids, config)
     assert out.dtype == dtype
     out.backward(d_out)
-    plain_leaves = [leaf(x, dtype) for x in (q, k, v)]
+    plain_leaves = leaf(q, dtype), leaf(k, dtype), leaf(v, dtype)
     plain = plain_attention(*plain_leaves, mask_of(visible, LENGTH, config.num_kv_heads, num_keys), scale)
     plain.backward(d_out)
-    rounded = [array(x) for x in leaves]
+    rounded = array(leaves[0]), array(leaves[1]), array(leaves[2])
     exact, _ = oracle.attention(*rounded, visible)
     gradients = oracle.attention_backward(array(d_out), *rounded, visible)
 

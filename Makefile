@@ -1,0 +1,93 @@
+# Set-up, training and checks. `make help` lists the targets.
+#
+#   make train                 makes the environment .venv where it is missing, then trains on the embedded corpus
+#   make train PYTHON=python3  uses that interpreter as it is and makes no environment; so does every target
+#
+# An environment holds exactly the versions of requirements/: gpu.lock where an NVIDIA driver answers when it is made,
+# otherwise cpu.lock. KIND=cpu or KIND=gpu decides it by hand.
+
+SHELL := /bin/sh
+.SHELLFLAGS := -ec
+MAKEFLAGS += --no-builtin-rules
+.SUFFIXES:
+
+VENV := .venv
+made := $(patsubst $(VENV)/installed-%,%,$(wildcard $(VENV)/installed-*))
+KIND := $(or $(KIND),$(made),$(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu))
+JOBS := 2
+
+# May be given on the command line:
+TORCH_INDEX =# a further package index for torch, for example that of the CPU builds named on PyTorch's installation page
+CONFIG =# what make train trains; without it the small config for this machine
+ARGS =# appended to the command of train, pytest and test-mutants
+
+ifdef PYTHON
+RUN := $(PYTHON)
+ENV := check-python
+else
+RUN := $(VENV)/bin/python
+ENV := $(VENV)/installed-$(KIND)
+endif
+
+SOURCES := nsa tests tools
+
+.PHONY: help train test pytest lint format test-mutants lock wheel device-wheels clean check-python
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1: \2/p' $(MAKEFILE_LIST) | awk -F': ' '{ printf "%-14s %s\n", $$1, $$2 }'
+
+train: $(ENV) ## train a small model on the embedded corpus and leave a run folder under runs/ (CONFIG=, ARGS=)
+	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check train
+	@config="$(CONFIG)"; \
+	if [ -z "$$config" ]; then \
+	    config=configs/$$($(RUN) -c 'import torch; print("gpu" if torch.cuda.is_available() else "cpu")')-small.yaml; \
+	fi; \
+	$(RUN) -m nsa train "$$config" $(ARGS)
+
+test: lint pytest ## formatting, lint, types, then all tests with five mutants among them
+
+pytest: $(ENV) ## the tests alone (ARGS=)
+	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
+	TRITON_INTERPRET=1 $(RUN) -m pytest -n $(JOBS) tests/kernels $(ARGS)
+	$(RUN) -m pytest -n $(JOBS) $(ARGS)
+
+lint: $(ENV) ## formatting, lint and types
+	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check lint
+	$(RUN) -m ruff format --check $(SOURCES)
+	$(RUN) -m ruff check $(SOURCES)
+	$(RUN) -m mypy
+
+format: $(ENV) ## format the code and apply the safe fixes
+	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check lint
+	$(RUN) -m ruff format $(SOURCES)
+	$(RUN) -m ruff check --fix $(SOURCES)
+
+test-mutants: $(ENV) ## break the code in every listed way, one at a time; the tests must notice each
+	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
+	$(RUN) -m tools.mutants --jobs $(JOBS) $(ARGS)
+
+lock: $(ENV) ## pin the newest versions that fit pyproject.toml (network, Python 3.11)
+	$(RUN) tools/lock.py
+
+wheel: $(ENV) ## build the wheel into dist/
+	$(RUN) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
+
+device-wheels: $(ENV) ## download into .wheels/ what an offline GPU machine lacks (tools/device_wheels.txt)
+	$(RUN) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --dest .wheels \
+	    --constraint requirements/gpu.lock --constraint requirements/dev.lock --requirement tools/device_wheels.txt
+	@ls .wheels
+
+clean: ## remove the environment, built files and caches; runs/ stays
+	rm -rf $(VENV) .wheels dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find nsa tests tools -name __pycache__ -type d -exec rm -rf {} +
+
+check-python:
+	@sh tools/find_python.sh "$(PYTHON)" >/dev/null
+
+# The stamp is written last: an installation that broke off is taken up again, a complete one never repeated.
+$(VENV)/installed-$(KIND): requirements/$(KIND).lock requirements/dev.lock pyproject.toml
+	@python=$$(sh tools/find_python.sh); \
+	"$$python" tools/setup_env.py --make $(VENV) --kind $(KIND) --torch-index "$(TORCH_INDEX)"; \
+	rm -f $(VENV)/installed-*; touch $@

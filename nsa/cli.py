@@ -1,0 +1,395 @@
+"""The command ``nsa``: train, evaluate, generate, look at the machine.
+
+Everything heavy is imported inside the command that needs it. A mistake of the user ends in one line and exit code 2; a bug
+keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from nsa.errors import UserError, check, fail
+
+if TYPE_CHECKING:
+    from nsa.train.config import TrainConfig
+    from nsa.train.run_folder import RunFolder
+
+EXIT_FAILED, EXIT_USER_ERROR, EXIT_SIGNAL = 1, 2, 128
+
+# What the surroundings do not give; every other OSError is a bug until shown otherwise.
+_SURROUNDINGS = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: words after ``nsa``; None takes those of this process.
+
+    Returns:
+        Exit code: 0 done, 1 ended without the wanted result, 2 a mistake in what the user gave or a machine that lacks
+        something, 128 + n stopped by signal n.
+    """
+    try:
+        try:
+            return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()  # here and not at the exit of Python, where a reader that has left can no longer be handled
+    except UserError as error:
+        return _say(str(error))
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # the reader of our output has left, for example `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at its exit
+            return EXIT_SIGNAL + signal.SIGPIPE
+        if error.errno not in _SURROUNDINGS:
+            raise
+        return _say(f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror))
+    except RuntimeError as error:
+        from torch import OutOfMemoryError
+
+        if not isinstance(error, OutOfMemoryError):
+            raise
+        return _say(
+            "out of GPU memory. Lower --micro-batch and raise --accumulation by the same factor, or set --loss-chunk 1024."
+        )
+    except KeyboardInterrupt:
+        print("nsa: interrupted", file=sys.stderr)
+        return EXIT_SIGNAL + signal.SIGINT
+
+
+def _say(line: str) -> int:
+    print(f"nsa: {line}", file=sys.stderr)
+    return EXIT_USER_ERROR
+
+
+def _dispatch(words: list[str]) -> int:
+    parser, commands = _parsers(complete=words[:1] == ["train"])
+    if not words:
+        parser.print_help()
+        return EXIT_USER_ERROR
+    if not words[0].startswith("-") and words[0] not in commands:
+        _fail_unknown("command", words[0], list(commands))
+    words = [_with_dashes(word) for word in words]
+    _check_options(words, commands.get(words[0], parser))
+    args = parser.parse_args(words)
+    command: Callable[[argparse.Namespace], int] = args.command
+    return command(args)
+
+
+# --- Words ----------------------------------------------------------------------------------------------------------------
+def _with_dashes(word: str) -> str:
+    """``--model.nsa.window_size=8`` as ``--model.nsa.window-size=8``."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if re.fullmatch(r"--[\w.-]+", name) else word
+
+
+def _check_options(words: Sequence[str], parser: _Parser) -> None:
+    """Refuse an unknown option before argparse takes its value for something else."""
+    for word in words:
+        if word == "--":
+            return
+        name = word.partition("=")[0]
+        if name.startswith("--") and name not in parser.option_names():
+            _fail_unknown("option", name, parser.option_names())
+
+
+def _fail_unknown(what: str, word: str, known: Sequence[str]) -> NoReturn:
+    from nsa.train.load import nearest
+
+    fail("command line", f"the {what}", "be a known one", repr(word), f"The nearest is {nearest(word, known)}.")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake as a :class:`UserError` and does not guess at shortened options."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
+        self.register("action", None, _Once)
+
+    def option_names(self) -> list[str]:
+        return [name for action in self._actions for name in action.option_strings]
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(self.prog, "the words", "fit the usage", message, f"See: {self.prog} --help")
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36, width=min(shutil.get_terminal_size().columns, 128))
+
+
+class _Once(argparse.Action):
+    """Stores a value and refuses a second one; the action of every argument that names no other."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, name: str | None = None
+    ) -> None:
+        given = vars(namespace).setdefault("_given", set())
+        if self.dest in given:
+            parser.error(f"{name} twice")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
+def _parsers(*, complete: bool) -> tuple[_Parser, dict[str, _Parser]]:
+    """The parser, and that of each command; with ``complete`` that of ``train`` knows the settings of the configuration."""
+    parser = _Parser(
+        prog="nsa",
+        description="Native Sparse Attention: train a language model, measure it, let it write.",
+        epilog="`nsa COMMAND --help` explains a command. Start with: nsa train configs/cpu-small.yaml",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and leave")
+    made = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+    commands: dict[str, _Parser] = {}
+    for name, add, run, summary, description in _COMMANDS:
+        commands[name] = made.add_parser(name, help=summary, description=description)
+        commands[name].set_defaults(command=run)
+        add(commands[name])
+    if complete:
+        _add_settings(commands["train"])
+    return parser, commands
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from nsa.train.environment import version
+
+        print(f"nsa {version('nsa')}")
+        parser.exit()
+
+
+# --- train ----------------------------------------------------------------------------------------------------------------
+_TRAIN = """\
+Train a language model as CONFIG, a YAML file, says.
+
+Every setting of the file can be given here too and then wins, for example
+  nsa train configs/cpu-small.yaml --optim.lr 3e-4 --model.nsa.window-size 64
+The run leaves a folder with its configuration, environment, metrics, checkpoints, plot, sample and log; no run writes over
+another. Ctrl-C or SIGTERM ends it after the step at hand, with a checkpoint; a second one ends it at once.
+  nsa train --resume runs/cpu-small-1
+goes on exactly where the newest checkpoint was taken.
+"""
+
+
+def _add_train(parser: _Parser) -> None:
+    parser.usage = "nsa train CONFIG [--SETTING VALUE ...] [--run-dir DIR]\n       nsa train --resume RUN [--SETTING VALUE ...]"
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file, for example configs/cpu-small.yaml")
+    parser.add_argument("--run-dir", metavar="DIR", help="folder to make for this run (default runs/<config>-<n>)")
+    parser.add_argument("--resume", metavar="RUN", help="folder of a run to continue; then without CONFIG")
+
+
+def _add_settings(parser: _Parser) -> None:
+    from nsa.train.load import settings
+
+    sections: dict[str, Any] = {}
+    for setting in settings():
+        section = setting.name.rpartition(".")[0]
+        if section not in sections:
+            title = f"settings of {section}" if section else "settings of the run"
+            sections[section] = parser.add_argument_group(title)
+        described = setting.help.replace("``", "").replace(":class:`RopeScaling`", "the settings inside it").replace("%", "%%")
+        sections[section].add_argument(
+            f"--{setting.name.replace('_', '-')}", dest=setting.name, metavar="VALUE",
+            help=f"{described} Must {setting.rule}. (default {setting.default})",
+        )  # fmt: skip
+
+
+def _train(args: argparse.Namespace) -> int:
+    from nsa.train.load import load_config, settings
+    from nsa.train.run_folder import RunFolder, next_run_path
+
+    given = {setting.name: getattr(args, setting.name) for setting in settings()}
+    overrides = {name: value for name, value in given.items() if value is not None}
+    if args.resume is not None:
+        check(args.config is None, "train", "CONFIG", "be left out with --resume, the run has its own", args.config)
+        check(args.run_dir is None, "train", "--run-dir", "be left out with --resume", args.run_dir)
+        folder = RunFolder.open(args.resume)
+        return _run(folder.load_config(overrides), folder, resume_with=overrides)
+    check(args.config is not None, "train", "CONFIG", "be given", "none", "For example: nsa train configs/cpu-small.yaml")
+    config = load_config(args.config, overrides)
+    folder = RunFolder.create(args.run_dir or next_run_path(args.config), config)
+    return _run(config, folder, resume_with=None)
+
+
+def _run(config: TrainConfig, folder: RunFolder, *, resume_with: dict[str, str] | None) -> int:
+    """Train in ``folder``; ``resume_with`` are the settings changed by a resumption, None for a new run."""
+    from nsa.train.plots import plot_losses
+    from nsa.train.progress import RunReport
+    from nsa.train.trainer import Trainer, TrainingStoppedError
+
+    def plot() -> None:
+        plot_losses(folder.metrics_jsonl, folder.loss_png, title=folder.path.name)
+
+    def on_row(row: dict[str, Any]) -> None:
+        report.row(row)
+        if "val_loss_nats" in row:
+            plot()
+
+    with RunReport(folder.log, config.steps) as report:
+        report.line(f"run folder: {folder.path}")
+        try:
+            trainer = Trainer(config, folder, resume=resume_with is not None, on_row=on_row)
+        except (UserError, KeyboardInterrupt):
+            if resume_with is None:
+                shutil.rmtree(folder.path)  # made a moment ago, and nothing has run in it
+            raise
+        if resume_with is not None:
+            folder.record_launch(resumed_from_step=trainer.state.progress.step, overrides=resume_with)
+        try:
+            result = trainer.run()
+        except TrainingStoppedError as error:
+            report.line(f"stopped: {error}")
+            return EXIT_FAILED
+        finally:
+            plot()
+        if not result.finished:
+            report.line(f"continue with: nsa train --resume {folder.path}")
+            return EXIT_SIGNAL + signal.Signals[str(result.signal)]
+        report.line(
+            f"finished {result.step} steps; next:\n  nsa eval {folder.path}\n  nsa generate {folder.path} --prompt 'Once'"
+        )
+    return 0
+
+
+# --- eval -----------------------------------------------------------------------------------------------------------------
+_EVAL = """\
+Measure the newest checkpoint of RUN on its held-out text, in bits per byte, beside a smoothed bigram model of the training
+text on exactly the same held-out text. A synthetic task has the lowest possible loss beside it instead.
+"""
+
+
+def _add_run(parser: _Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="run folder, for example runs/cpu-small-1")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where to compute (default auto)")
+
+
+def _add_eval(parser: _Parser) -> None:
+    _add_run(parser)
+    parser.add_argument("--windows", type=int, metavar="N", help="held-out windows to measure (default all)")
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from nsa.eval.report import evaluate_run
+    from nsa.train.run_folder import RunFolder
+
+    for line in evaluate_run(RunFolder.open(args.run), device=args.device or "auto", num_windows=args.windows):
+        print(line, flush=True)
+    return 0
+
+
+# --- generate -------------------------------------------------------------------------------------------------------------
+_GENERATE = """\
+Continue prompts with the newest checkpoint of RUN. The text is printed as it is drawn; of several prompts the first one is,
+and the others follow when it has ended. The same seed gives the same text on the same machine.
+"""
+
+
+def _add_generate(parser: _Parser) -> None:
+    _add_run(parser)
+    parser.add_argument(
+        "--prompt", action="append", required=True, metavar="TEXT", help="text to continue; may be given several times"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="tokens to draw at most (default 256)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="below 1 bolder guesses are rarer, 0 takes the likeliest (default 0.8)",
+    )
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens (default 0: all)")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw among the likeliest tokens that reach probability P (default 1)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="prompt i draws with seed N + i (default 0)")
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from nsa.eval.generation import generate
+    from nsa.train.data import load_tokenizer
+    from nsa.train.inference import load_model
+    from nsa.train.precision import choose_device
+    from nsa.train.run_folder import RunFolder
+
+    folder = RunFolder.open(args.run)
+    config = folder.load_config()
+    model, _ = load_model(config.model, folder, choose_device(args.device or "auto"))
+    steps = generate(
+        model, load_tokenizer(folder.tokenizer), args.prompt, max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed, compute_dtype=config.compute_dtype,
+    )  # fmt: skip
+    _print_texts(args.prompt, steps)
+    return 0
+
+
+def _print_texts(prompts: Sequence[str], steps: Any) -> None:
+    """Print the first continuation as it comes, then the others."""
+    import codecs
+
+    decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in prompts]
+    waiting = [""] * len(prompts)
+
+    def show(text: str) -> None:
+        print(text, end="", flush=True)
+
+    for index, prompt in enumerate(prompts):
+        if len(prompts) > 1:
+            show(f"--- prompt {index + 1}\n")
+        show(prompt + waiting[index])
+        for pieces in steps if index == 0 else ():
+            texts = [decoder.decode(piece) for decoder, piece in zip(decoders, pieces, strict=True)]
+            show(texts[0])
+            waiting = [before + text for before, text in zip(waiting, texts, strict=True)]
+        show(decoders[index].decode(b"", final=True) + "\n")
+
+
+# --- doctor ---------------------------------------------------------------------------------------------------------------
+_DOCTOR = """\
+Look at this machine: versions, GPUs and how they are connected, memory, free disk, which implementation of the attention
+operators runs on which device and why, and whether the configurations load. Exit code 1 if something will not work.
+"""
+
+
+def _add_doctor(parser: _Parser) -> None:
+    parser.add_argument(
+        "--configs", metavar="DIR", help="folder of configurations to check (default configs, where there is one)"
+    )
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from nsa.doctor import diagnose
+
+    return EXIT_FAILED if diagnose(None if args.configs is None else Path(args.configs)) else 0
+
+
+_COMMANDS = (
+    ("train", _add_train, _train, "train a language model", _TRAIN),
+    ("eval", _add_eval, _eval, "measure a trained model on held-out text", _EVAL),
+    ("generate", _add_generate, _generate, "let a trained model continue a prompt", _GENERATE),
+    ("doctor", _add_doctor, _doctor, "check this machine and installation", _DOCTOR),
+)
+
+if __name__ == "__main__":
+    sys.exit(main())

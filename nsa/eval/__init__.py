@@ -1,0 +1,1 @@
+"""Evaluation: bits per byte of held-out text, generation."""

@@ -1,0 +1,66 @@
+"""What ``nsa eval`` says about a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nsa.errors import check, fail
+from nsa.eval.bits_per_byte import evaluate
+from nsa.train.checkpoint import list_checkpoints, read_meta
+from nsa.train.data import DataBundle, TextSource, bigram_bits_per_byte, open_data, validation_batches
+from nsa.train.inference import load_model
+from nsa.train.precision import choose_device
+from nsa.train.run_folder import RunFolder
+
+_SAME_DATA = ("train_sha256", "validation_sha256", "tokenizer_fingerprint")
+
+
+def evaluate_run(folder: RunFolder, *, device: str = "auto", num_windows: int | None = None) -> Iterator[str]:
+    """Measure the newest checkpoint of a run on its held-out data.
+
+    Args:
+        folder: the run.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        num_windows: held-out windows to measure, the first ones; None for all.
+
+    Yields:
+        Lines for the reader, each as soon as it is known.
+
+    Raises:
+        ValueError: no checkpoint, no such device, or data that are no longer those of the run.
+    """
+    config = folder.load_config()
+    check(num_windows is None or num_windows > 0, "eval", "--windows", "be positive", num_windows)
+    data = open_data(config.data, seed=config.seed, seq_len=config.seq_len, run_folder_tokenizer=folder.tokenizer)
+    model, step = load_model(config.model, folder, choose_device(device))
+    _check_same_data(folder, data)
+    available = data.validation.num_windows(config.seq_len)
+    windows = min(num_windows or available, available)
+    yield f"model: {model.parameter_summary()}"
+    yield f"checkpoint: step {step} of {folder.path}, on {model.embedding.weight.device.type} in {config.compute_dtype}"
+    batches = validation_batches(
+        data.validation, config.seq_len, config.micro_batch, windows, document_mask=config.data.document_mask
+    )
+    result = evaluate(model, batches, compute_dtype=config.compute_dtype, loss_chunk=config.loss_chunk)
+    yield (
+        f"held out: {windows} of {available} windows of {config.seq_len} tokens, {result['num_targets']:,.0f} targets that "
+        f"spell {result['num_bytes']:,.0f} bytes of {config.data.source}"
+    )
+    yield f"loss: {result['loss_nats']:.4f} nats per token"
+    yield f"bits per byte: {result['bits_per_byte']:.4f}"
+    if not isinstance(data.train, TextSource) or not isinstance(data.validation, TextSource):
+        yield f"lowest possible loss: {data.description['ideal_loss_nats']:.4f} nats per token (synthetic task, no text)"
+        return
+    bigram = bigram_bits_per_byte(data.train, data.validation, num_targets=windows * config.seq_len)
+    yield f"bigram baseline: {bigram:.4f} bits per byte, counted on the training text, measured on the same held-out text"
+    difference = bigram - result["bits_per_byte"]
+    yield f"the model is {abs(difference):.4f} bits per byte {'better' if difference > 0 else 'WORSE'} than the bigram baseline"
+
+
+def _check_same_data(folder: RunFolder, data: DataBundle) -> None:
+    """Held-out text is held out only while the data are those that the model was trained with."""
+    recorded = read_meta(list_checkpoints(folder.checkpoints)[-1])["data"]
+    for name in _SAME_DATA:
+        if recorded.get(name) != data.description.get(name):
+            hint = "The text or its division has changed since: what is held out now may have been trained on."
+            fail("eval", f"data {name}", f"be that of the run ({recorded.get(name)})", data.description.get(name), hint)

@@ -1,0 +1,1 @@
+"""Decoder language model with sparse or dense attention, readable without the kernels."""

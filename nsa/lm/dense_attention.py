@@ -1,0 +1,169 @@
+"""Causal softmax attention with the heads and rotary settings of a sparse pattern: the dense twin of an NSA layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from nsa.cache import PackedRows
+from nsa.config import NSAConfig
+from nsa.errors import check
+from nsa.ops._packed import lengths, locate, pad, query_positions, unpad
+from nsa.rope import Rope, apply_rope
+
+
+class DenseLayerCache:
+    """Decode cache of one dense layer: rotated keys and values of all tokens, packed, so that lengths may differ.
+
+    Args:
+        batch_size: sequences decoded together.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self.rows: PackedRows | None = None
+
+    def lengths(self, cu_seqlens: Tensor) -> Tensor:
+        """Tokens cached of each sequence, int64 ``[B]``."""
+        batch = cu_seqlens.shape[0] - 1
+        check(batch == self.batch_size, "DenseCache", "cu_seqlens", f"describe {self.batch_size} sequences", batch)
+        return torch.zeros_like(cu_seqlens[1:], dtype=torch.int64) if self.rows is None else lengths(self.rows.cu_seqlens)
+
+    @torch.no_grad()
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Take in new tokens and return their attention output ``[T, Hq, Dv]``; ``q`` and ``k`` are rotated."""
+        self.rows = PackedRows(k, v, cu_seqlens) if self.rows is None else self.rows.append(k, v, cu_seqlens)
+        assert self.rows.value is not None
+        cu_q, cu_k = cu_seqlens, self.rows.cu_seqlens
+        max_q, max_k = int(lengths(cu_q).max()), int(lengths(cu_k).max())
+        key_position = torch.arange(max_k, device=q.device)
+        position = pad(query_positions(q.shape[0], cu_q, cu_k), cu_q, max_q)
+        visible = key_position <= position[..., None]  # [B, max_q, max_k]; a row of padding sees its key 0
+        out = _sdpa(pad(q, cu_q, max_q), pad(self.rows.key, cu_k, max_k), pad(self.rows.value, cu_k, max_k), visible)
+        return unpad(out, cu_q, q.shape[0])
+
+
+class DenseCache:
+    """Decode cache of a dense model: one :class:`DenseLayerCache` a layer.
+
+    Args:
+        num_layers: layers of the model.
+        batch_size: sequences decoded together; their lengths may differ.
+    """
+
+    def __init__(self, num_layers: int, batch_size: int = 1) -> None:
+        self.layers = [DenseLayerCache(batch_size) for _ in range(num_layers)]
+
+
+class DenseAttention(nn.Module):
+    """Causal grouped-query attention through PyTorch's ``scaled_dot_product_attention``.
+
+    Args:
+        width: size of the residual stream.
+        config: heads, head sizes and rotary settings; its sparse part is not used.
+    """
+
+    def __init__(self, width: int, config: NSAConfig) -> None:
+        super().__init__()
+        self.width, self.config = width, config
+        self.rope = Rope.from_config(config)
+        self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, config.num_kv_heads * config.value_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * config.value_dim, width, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: DenseLayerCache | None = None,
+    ) -> Tensor:
+        """Attend; arguments and result as of :class:`nsa.NativeSparseAttention`.
+
+        Args:
+            x: packed ``[T, width]`` or a dense batch ``[B, T, width]``.
+            cu_seqlens: int32 ``[B + 1]`` offsets of the packed sequences; None means one sequence.
+            max_seqlen: at least the longest sequence, tokens; None takes all tokens as the bound.
+            cache: decode cache; ``x`` then holds the tokens that follow those already cached.
+
+        Returns:
+            The layer's output, shaped like ``x``.
+
+        Raises:
+            ValueError: shapes or offsets do not fit.
+        """
+        name = "DenseAttention"
+        check(
+            x.ndim in (2, 3) and x.shape[-1] == self.width,
+            name, "x", f"have shape [T, {self.width}] or [B, T, {self.width}]", tuple(x.shape),
+        )  # fmt: skip
+        shape = x.shape
+        if x.ndim == 3:
+            check(cu_seqlens is None, name, "cu_seqlens", "be left out with a dense batch [B, T, width]", "a tensor")
+            cu_seqlens = torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[1]
+            max_seqlen, x = shape[1], x.flatten(0, 1)
+        elif cu_seqlens is None:
+            cu_seqlens = torch.tensor([0, x.shape[0]], dtype=torch.int32, device=x.device)
+            max_seqlen = x.shape[0]
+        sequence, positions, _ = locate(x.shape[0], cu_seqlens)
+        if cache is not None:
+            positions = positions + cache.lengths(cu_seqlens)[sequence]
+        config = self.config
+        q = apply_rope(self.q_proj(x).unflatten(-1, (config.num_heads, config.head_dim)), positions, self.rope)
+        k = apply_rope(self.k_proj(x).unflatten(-1, (config.num_kv_heads, config.head_dim)), positions, self.rope)
+        v = self.v_proj(x).unflatten(-1, (config.num_kv_heads, config.value_dim))
+        out = causal_attention(q, k, v, cu_seqlens, max_seqlen) if cache is None else cache.attend(q, k, v, cu_seqlens)
+        return self.o_proj(out.flatten(-2)).view(shape)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None) -> Tensor:
+    """Causal softmax attention inside each packed sequence, through SDPA and without reading the lengths.
+
+    Sequences that all have ``max_seqlen`` tokens go to the causal kernel as a batch. Otherwise the tokens are cut into chunks
+    of ``max_seqlen``: no sequence is longer, so a query sees keys of its own chunk and of the one before it, and the mask has
+    ``2 * max_seqlen`` entries a token however many sequences there are.
+
+    Args:
+        q: rotated queries ``[T, Hq, D]``.
+        k: rotated keys ``[T, Hkv, D]``.
+        v: values ``[T, Hkv, Dv]``.
+        cu_seqlens: int32 ``[B + 1]`` offsets of the sequences.
+        max_seqlen: at least the longest sequence, tokens; None takes T.
+
+    Returns:
+        ``[T, Hq, Dv]`` in the dtype of ``q``.
+    """
+    num_tokens = q.shape[0]
+    size = max(min(num_tokens if max_seqlen is None else max_seqlen, num_tokens), 1)
+    # Lengths of at most ``size`` whose sum is B * size are all ``size``.
+    if (cu_seqlens.shape[0] - 1) * size == num_tokens:
+        queries, keys, values = (x.unflatten(0, (-1, size)) for x in (q, k, v))
+        return _sdpa(queries, keys, values, None).flatten(0, 1)
+    num_chunks = -(-num_tokens // size)
+    row = torch.arange(num_chunks * size, device=q.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)  # padding rows get B, no real sequence
+    sequence, row = sequence.view(num_chunks, size), row.view(num_chunks, size)
+    padding = num_chunks * size - num_tokens
+    queries, keys, values = (nn.functional.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(0, (num_chunks, size)) for x in (q, k, v))
+    same = sequence[:, :, None] == _with_previous(sequence, -1)[:, None, :]
+    visible = same & (_with_previous(row, -1)[:, None, :] <= row[:, :, None])  # [num_chunks, size, 2 * size]
+    return _sdpa(queries, _with_previous(keys, 0), _with_previous(values, 0), visible).flatten(0, 1)[:num_tokens]
+
+
+def _with_previous(x: Tensor, fill: int) -> Tensor:
+    """Each chunk behind the one before it: ``[N, size, ...]`` to ``[N, 2 * size, ...]``; ``fill`` before the first."""
+    return torch.cat((torch.cat((torch.full_like(x[:1], fill), x[:-1])), x), dim=1)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    """SDPA over ``[B, T, H, D]``; causal when ``visible`` (bool ``[B, T, S]``) is None."""
+    group_size = q.shape[2] // k.shape[2]
+    if group_size > 1:  # not every SDPA kernel groups heads itself
+        k, v = (x.repeat_interleave(group_size, dim=2) for x in (k, v))
+    mask = None if visible is None else visible[:, None]
+    out = nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=visible is None
+    )
+    return out.transpose(1, 2)

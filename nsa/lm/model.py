@@ -1,0 +1,173 @@
+"""Decoder language model: embedding, layers of attention and MLP, output head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from nsa.cache import LayerCache, NSACache
+from nsa.lm.config import LMConfig
+from nsa.lm.dense_attention import DenseAttention, DenseCache, DenseLayerCache
+from nsa.module import Compression, Gate, NativeSparseAttention
+
+Cache = NSACache | DenseCache
+
+
+class MLP(nn.Module):
+    """Position-wise network: ``down(silu(up(x)))``, or with a gate, ``down(silu(gate(x)) * up(x))``.
+
+    Args:
+        config: the model; ``mlp`` chooses between the two.
+    """
+
+    def __init__(self, config: LMConfig) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(config.width, config.mlp_hidden_size, bias=False)
+        self.gate_proj = nn.Linear(config.width, config.mlp_hidden_size, bias=False) if config.mlp == "swiglu" else None
+        self.down_proj = nn.Linear(config.mlp_hidden_size, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., width]`` to the same shape."""
+        if self.gate_proj is None:
+            return self.down_proj(nn.functional.silu(self.up_proj(x)))
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each after an RMSNorm and added to the residual stream.
+
+    Args:
+        config: the model.
+    """
+
+    def __init__(self, config: LMConfig) -> None:
+        super().__init__()
+        attention = NativeSparseAttention if config.attention == "nsa" else DenseAttention
+        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.attention = attention(config.width, config.nsa)
+        self.mlp_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, cache: LayerCache | DenseLayerCache | None
+    ) -> Tensor:
+        """``[T, width]`` packed or ``[B, T, width]`` to the same shape."""
+        x = x + self.attention(self.attention_norm(x), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, cache=cache)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class LanguageModel(nn.Module):
+    """A causal language model.
+
+    Parameters are fp32 master weights; for bf16 compute, call it under ``torch.autocast``. The residual stream then stays fp32,
+    matrix products and attention run in bf16, and normalisation and softmax statistics in fp32.
+
+    Args:
+        config: sizes, attention, MLP and head.
+    """
+
+    def __init__(self, config: LMConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self._initialise()
+        if config.tie_head:
+            self.head.weight = self.embedding.weight
+
+    def _initialise(self) -> None:
+        """Normal weights; gates and phi keep the start that semantics.md gives them.
+
+        Output projections get less, so that the residual stream does not grow with the number of layers (Radford et al.,
+        "Language Models are Unsupervised Multitask Learners", 2019). So does the head of a wide model: its logits start with a
+        standard deviation of at most 0.5, which keeps the first loss near ln(vocab_size). A tied one gets less still: the final
+        hidden state may be near the token's own embedding, whose logit then starts at no more than 3.
+        """
+        config = self.config
+        std = config.init_std
+        head_std = min(std, 3.0 / config.width if config.tie_head else 0.5 / math.sqrt(config.width))
+        nn.init.normal_(self.embedding.weight, std=head_std if config.tie_head else std)
+        nn.init.normal_(self.head.weight, std=head_std)
+        for layer in self.decoder_layers():
+            for part in (layer.attention, layer.mlp):
+                for name, child in part.named_children():
+                    if isinstance(child, nn.Linear):
+                        is_output = name in ("o_proj", "down_proj")
+                        nn.init.normal_(child.weight, std=std / math.sqrt(2 * len(self.layers)) if is_output else std)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Logits of the token that follows each token.
+
+        Args:
+            tokens: int64, packed ``[T]`` or a dense batch ``[B, T]``.
+            cu_seqlens: int32 ``[B + 1]`` offsets of packed sequences, which do not see each other; None means one sequence.
+            max_seqlen: at least the longest sequence, tokens.
+            cache: from :meth:`new_cache`; ``tokens`` then follow those already cached, and the cache takes them in.
+
+        Returns:
+            ``[T, vocab_size]`` or ``[B, T, vocab_size]``.
+        """
+        return self.head(self.hidden_states(tokens, cu_seqlens, max_seqlen, cache))
+
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """What the head is applied to, ``[T, width]`` or ``[B, T, width]``; arguments as of :meth:`forward`."""
+        x = self.embedding(tokens)
+        caches: Sequence[Any] = [None] * len(self.layers) if cache is None else cache.layers
+        for layer, layer_cache in zip(self.decoder_layers(), caches, strict=True):
+            x = layer(x, cu_seqlens, max_seqlen, layer_cache)
+        return self.norm(x)
+
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """The layers, first to last."""
+        return cast(list[DecoderLayer], list(self.layers))
+
+    def new_cache(self, batch_size: int = 1) -> Cache:
+        """An empty decode cache for ``batch_size`` sequences, whose lengths may differ."""
+        if self.config.attention == "nsa":
+            return NSACache(self.config.nsa, self.config.num_layers, batch_size)
+        return DenseCache(self.config.num_layers, batch_size)
+
+    def num_parameters(self) -> dict[str, int]:
+        """Parameters by part of the model; ``total`` is their sum. A tied head has none of its own."""
+        count = {"embedding": 0, "attention": 0, "gate": 0, "phi": 0, "mlp": 0, "norm": 0, "head": 0}
+        counted: set[int] = set()
+
+        def add(part: str, module: nn.Module) -> None:
+            for parameter in module.parameters():
+                if id(parameter) not in counted:
+                    counted.add(id(parameter))
+                    count[part] += parameter.numel()
+
+        add("embedding", self.embedding)
+        for module in self.modules():  # before the layers' attention, which contains them
+            if isinstance(module, (Gate, Compression)):
+                add("gate" if isinstance(module, Gate) else "phi", module)
+        for layer in self.decoder_layers():
+            add("attention", layer.attention)
+            add("mlp", layer.mlp)
+        add("head", self.head)
+        add("norm", self)
+        return {**count, "total": sum(count.values())}
+
+    def parameter_summary(self) -> str:
+        """One line: the total and its parts, for example ``78.6M parameters: embedding 0.2M, ...``."""
+        count = self.num_parameters()
+        parts = ", ".join(f"{name} {number:,}" for name, number in count.items() if name != "total" and number)
+        return f"{count['total'] / 1e6:.1f}M parameters: {parts}"

@@ -1,0 +1,127 @@
+"""Attention in which every query sees one range of keys: the window branch and the compressed branch.
+
+A query at position t sees the keys ``[low(t), high(t))`` of its sequence. ``WINDOW``: tokens ``[max(0, t - w + 1), t + 1)``;
+otherwise the compressed blocks ``[0, num_cmp(t))``. All heads of a group are rows of one tile and share the loads: row r is
+query ``r // G``, head ``r % G``. The loop over keys is cut into edges, which are masked, and a middle, which is not.
+"""
+
+# mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from nsa.ops._triton.tiles import LN_2, LOG2_E, find_tile, load_rows, sequence_rows, softmax_step, store_rows
+
+
+@triton.jit
+def low(t, size, WINDOW: tl.constexpr):
+    """First visible key of a query at t."""
+    if WINDOW:
+        return tl.maximum(t - size + 1, 0)
+    else:
+        return t * 0
+
+
+@triton.jit
+def high(t, size, stride, WINDOW: tl.constexpr):
+    """One past the last visible key of a query at t."""
+    # num_cmp(t) = (t + 1 - l) // d + 1, written so that no operand of the division is negative.
+    if WINDOW:
+        return t + 1
+    else:
+        return tl.maximum(t + 1 - size + stride, 0) // stride
+
+
+@triton.jit
+def load_keys(source, head, n, first_key, num_keys, stride_row, stride_head, D: tl.constexpr, BLOCK_N: tl.constexpr,
+              BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """Keys or values ``n .. n + BLOCK_N`` of one head, ``[BLOCK_N, BLOCK_D]``; rows past the sequence are 0 if ``MASKED``."""
+    if TMA:
+        x = source.load([first_key + n, head, 0]).reshape(BLOCK_N, BLOCK_D)
+        # Rows behind the sequence belong to another one: whatever they hold must not come in.
+        if MASKED:  # noqa: SIM102  this is known when the kernel is compiled, the next condition is not
+            if n + BLOCK_N > num_keys:
+                inside = n + tl.arange(0, BLOCK_N) < num_keys
+                x = tl.where(inside[:, None], x, 0.0)
+        return x
+    else:
+        index = n + tl.arange(0, BLOCK_N)
+        return load_rows(source + head * stride_head, first_key + index, index < num_keys, stride_row, D, BLOCK_D, MASKED)
+
+
+@triton.jit
+def range_step(
+    q, k_source, v_source, n, row_max, total, acc, lowest, highest, scale, head, first_key, num_keys,
+    stride_k, stride_kh, stride_v, stride_vh, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """One step of the forward loop: ``BLOCK_N`` keys from n on."""
+    k = load_keys(k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, MASKED, TMA)
+    v = load_keys(v_source, head, n, first_key, num_keys, stride_v, stride_vh, DV, BLOCK_N, BLOCK_DV, MASKED, TMA)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
+    if MASKED:
+        key = n + tl.arange(0, BLOCK_N)[None, :]
+        s = tl.where((key >= lowest[:, None]) & (key < highest[:, None]), s, -float("inf"))
+    return softmax_step(s, v, row_max, total, acc, scale)
+
+
+@triton.jit
+def range_fwd_kernel(
+    q_ptr, k_source, v_source, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, cu_key_ptr, len_q, len_k, len_key, num_sequences,
+    stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, softmax_scale, size, stride,
+    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    EDGE: tl.constexpr,
+):  # fmt: skip
+    """out and lse of one tile of ``BLOCK_M // G`` queries of one group."""
+    BLOCK_Q: tl.constexpr = BLOCK_M // G
+    head_kv = tl.program_id(1)
+    # The last tiles see the most keys: they start first.
+    sequence, tile = find_tile(cu_q_ptr, tl.num_programs(0) - 1 - tl.program_id(0), num_sequences, len_q, BLOCK_Q)
+    if sequence < num_sequences:
+        first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
+        _, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
+        first_key, num_keys = sequence_rows(cu_key_ptr, sequence, len_key)
+        r = tl.arange(0, BLOCK_M)
+        row = tile * BLOCK_Q + r // G
+        ok = (r // G < BLOCK_Q) & (row < num_q)
+        t = num_tokens - num_q + row
+        head = head_kv * G + r % G
+        q_row = (first_q + row).to(tl.int64) * stride_q + head * stride_qh
+        q = load_rows(q_ptr, q_row, ok, 1, D, BLOCK_D, True)  # [BLOCK_M, BLOCK_D]
+        row_max = tl.full([BLOCK_M], -1e30, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        scale = softmax_scale * LOG2_E
+
+        t_first = num_tokens - num_q + tile * BLOCK_Q
+        t_last = tl.minimum(t_first + BLOCK_Q, num_tokens) - 1
+        end = high(t_last, size, stride, WINDOW)
+        start = low(t_first, size, WINDOW) // BLOCK_N * BLOCK_N
+        middle = tl.minimum((low(t_last, size, WINDOW) + BLOCK_N - 1) // BLOCK_N * BLOCK_N, end)
+        tail = tl.maximum(high(t_first, size, stride, WINDOW) // BLOCK_N * BLOCK_N, middle)
+        lowest = low(t, size, WINDOW)
+        highest = high(t, size, stride, WINDOW)
+        if WINDOW:
+            for n in tl.range(start, middle, BLOCK_N, num_stages=EDGE):
+                row_max, total, acc = range_step(
+                    q, k_source, v_source, n, row_max, total, acc, lowest, highest, scale, head_kv, first_key, num_keys,
+                    stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, TMA,
+                )  # fmt: skip
+        for n in tl.range(middle, tail, BLOCK_N, num_stages=STAGES):
+            row_max, total, acc = range_step(
+                q, k_source, v_source, n, row_max, total, acc, lowest, highest, scale, head_kv, first_key, num_keys,
+                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, False, TMA,
+            )  # fmt: skip
+        for n in tl.range(tail, end, BLOCK_N, num_stages=EDGE):
+            row_max, total, acc = range_step(
+                q, k_source, v_source, n, row_max, total, acc, lowest, highest, scale, head_kv, first_key, num_keys,
+                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, TMA,
+            )  # fmt: skip
+
+        empty = total == 0
+        out_row = (first_q + row).to(tl.int64) * HQ + head
+        out = tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, total)[:, None])
+        store_rows(out_ptr, out_row, ok, DV, out, DV, BLOCK_DV)
+        lse = tl.where(empty, -float("inf"), (row_max + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
+        tl.store(lse_ptr + out_row, lse, mask=ok)

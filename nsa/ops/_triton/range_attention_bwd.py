@@ -1,0 +1,251 @@
+"""Backward of range attention: dQ over the keys of a tile of queries, dK and dV over the queries of a block of keys.
+
+Nothing is added up with atomics: the queries of a key block are cut into chunks, whose partial sums a second kernel adds in
+order.
+"""
+
+# mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from nsa.ops._triton.range_attention import high, load_keys, low
+from nsa.ops._triton.tiles import LOG2_E, find_tile, load_rows, load_tile, sequence_rows, store_rows
+
+
+@triton.jit
+def range_dq_step(
+    q, dout, lse, delta, k_source, v_source, n, dq, lowest, highest, scale, head, first_key, num_keys,
+    stride_k, stride_kh, stride_v, stride_vh, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Add the share of ``BLOCK_N`` keys from n on to dQ ``[BLOCK_M, BLOCK_D]``."""
+    k = load_keys(k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, MASKED, TMA)
+    v = load_keys(v_source, head, n, first_key, num_keys, stride_v, stride_vh, DV, BLOCK_N, BLOCK_DV, MASKED, TMA)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+    p = tl.exp2(s * scale - lse[:, None])
+    if MASKED:
+        key = n + tl.arange(0, BLOCK_N)[None, :]
+        p = tl.where((key >= lowest[:, None]) & (key < highest[:, None]), p, 0.0)
+    ds = (p * (dp - delta[:, None])).to(k.dtype)
+    return tl.dot(ds, k, dq, input_precision="ieee")
+
+
+@triton.jit
+def range_dq_kernel(
+    q_ptr, k_source, v_source, out_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, cu_key_ptr,
+    len_q, len_k, len_key, num_sequences, stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, stride_do, stride_doh,
+    softmax_scale, size, stride,
+    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    EDGE: tl.constexpr,
+):  # fmt: skip
+    """dQ of one tile of queries; writes delta, the row sums of ``out * dout``, for the kernel of dK and dV."""
+    BLOCK_Q: tl.constexpr = BLOCK_M // G
+    head_kv = tl.program_id(1)
+    sequence, tile = find_tile(cu_q_ptr, tl.num_programs(0) - 1 - tl.program_id(0), num_sequences, len_q, BLOCK_Q)
+    if sequence < num_sequences:
+        first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
+        _, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
+        first_key, num_keys = sequence_rows(cu_key_ptr, sequence, len_key)
+        r = tl.arange(0, BLOCK_M)
+        row = tile * BLOCK_Q + r // G
+        ok = (r // G < BLOCK_Q) & (row < num_q)
+        t = num_tokens - num_q + row
+        head = head_kv * G + r % G
+        token = (first_q + row).to(tl.int64)
+        out_row = token * HQ + head
+        q = load_rows(q_ptr, token * stride_q + head * stride_qh, ok, 1, D, BLOCK_D, True)
+        dout = load_rows(dout_ptr, token * stride_do + head * stride_doh, ok, 1, DV, BLOCK_DV, True)
+        out = load_rows(out_ptr, out_row, ok, DV, DV, BLOCK_DV, True)
+        delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+        tl.store(delta_ptr + out_row, delta, mask=ok)
+        lse = tl.load(lse_ptr + out_row, mask=ok, other=float("inf")) * LOG2_E
+        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        scale = softmax_scale * LOG2_E
+
+        t_first = num_tokens - num_q + tile * BLOCK_Q
+        t_last = tl.minimum(t_first + BLOCK_Q, num_tokens) - 1
+        end = high(t_last, size, stride, WINDOW)
+        start = low(t_first, size, WINDOW) // BLOCK_N * BLOCK_N
+        middle = tl.minimum((low(t_last, size, WINDOW) + BLOCK_N - 1) // BLOCK_N * BLOCK_N, end)
+        tail = tl.maximum(high(t_first, size, stride, WINDOW) // BLOCK_N * BLOCK_N, middle)
+        lowest = low(t, size, WINDOW)
+        highest = high(t, size, stride, WINDOW)
+        if WINDOW:
+            for n in tl.range(start, middle, BLOCK_N, num_stages=EDGE):
+                dq = range_dq_step(
+                    q, dout, lse, delta, k_source, v_source, n, dq, lowest, highest, scale, head_kv, first_key, num_keys,
+                    stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, TMA,
+                )  # fmt: skip
+        for n in tl.range(middle, tail, BLOCK_N, num_stages=STAGES):
+            dq = range_dq_step(
+                q, dout, lse, delta, k_source, v_source, n, dq, lowest, highest, scale, head_kv, first_key, num_keys,
+                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, False, TMA,
+            )  # fmt: skip
+        for n in tl.range(tail, end, BLOCK_N, num_stages=EDGE):
+            dq = range_dq_step(
+                q, dout, lse, delta, k_source, v_source, n, dq, lowest, highest, scale, head_kv, first_key, num_keys,
+                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, TMA,
+            )  # fmt: skip
+        store_rows(dq_ptr, out_row, ok, D, dq * softmax_scale, D, BLOCK_D)
+
+
+@triton.jit
+def query_range(n, num_q, num_tokens, size, stride, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """Query rows that see the keys ``n .. n + BLOCK_N``: first, first and last that see all of them, and end."""
+    offset = num_tokens - num_q  # position of query row 0
+    if WINDOW:
+        first = n
+        end = tl.minimum(n + BLOCK_N - 1 + size, num_tokens)
+        all_first = n + BLOCK_N - 1
+        all_end = tl.minimum(n + size, num_tokens)
+    else:
+        first = n * stride + size - 1
+        end = num_tokens
+        all_first = first + (BLOCK_N - 1) * stride
+        all_end = num_tokens
+    first = tl.maximum(first - offset, 0)
+    end = tl.maximum(end - offset, first)
+    all_first = tl.minimum(tl.maximum(all_first - offset, first), end)
+    all_end = tl.minimum(tl.maximum(all_end - offset, all_first), end)
+    return first, all_first, all_end, end
+
+
+@triton.jit
+def range_dkv_step(
+    q_ptr, dout_ptr, lse_ptr, delta_ptr, k, v, dk, dv, r, row_first, row_end, offset, first_q, n, size, stride, scale, head_kv,
+    stride_q, stride_qh, stride_do, stride_doh, HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr,
+    MASKED: tl.constexpr, KEYS_AS_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Add the share of ``BLOCK_M`` rows (queries by heads) from r on to dK and dV."""
+    index = r + tl.arange(0, BLOCK_M)
+    row = row_first + index // G
+    # One 64-bit address for the tile, 32-bit distances inside it: address arithmetic is on the critical path here.
+    first_row = (first_q + row_first + r // G).to(tl.int64)
+    step = index // G - r // G
+    head = head_kv * G + index % G
+    rows_left = row_end - row_first - r // G
+    q = load_tile(q_ptr + first_row * stride_q, step * stride_q + head * stride_qh, step < rows_left, D, BLOCK_D, MASKED)
+    dout = load_tile(
+        dout_ptr + first_row * stride_do, step * stride_do + head * stride_doh, step < rows_left, DV, BLOCK_DV, MASKED
+    )
+    if MASKED:
+        lse = tl.load(lse_ptr + first_row * HQ + (step * HQ + head), mask=step < rows_left, other=float("inf")) * LOG2_E
+        delta = tl.load(delta_ptr + first_row * HQ + (step * HQ + head), mask=step < rows_left, other=0.0)
+    else:
+        lse = tl.load(lse_ptr + first_row * HQ + (step * HQ + head)) * LOG2_E
+        delta = tl.load(delta_ptr + first_row * HQ + (step * HQ + head))
+    t = offset + row
+    key = n + tl.arange(0, BLOCK_N)
+    if KEYS_AS_ROWS:
+        p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale - lse[None, :])  # [BLOCK_N, BLOCK_M]
+        if MASKED:
+            seen = (key[:, None] >= low(t, size, WINDOW)[None, :]) & (key[:, None] < high(t, size, stride, WINDOW)[None, :])
+            p = tl.where(seen, p, 0.0)
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+        dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+        ds = (p * (dp - delta[None, :])).to(q.dtype)
+        dk = tl.dot(ds, q, dk, input_precision="ieee")
+    else:
+        p = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale - lse[:, None])  # [BLOCK_M, BLOCK_N]
+        if MASKED:
+            seen = (key[None, :] >= low(t, size, WINDOW)[:, None]) & (key[None, :] < high(t, size, stride, WINDOW)[:, None])
+            p = tl.where(seen, p, 0.0)
+        dv = tl.dot(tl.trans(p.to(dout.dtype)), dout, dv, input_precision="ieee")
+        dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+        ds = (p * (dp - delta[:, None])).to(q.dtype)
+        dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit
+def range_dkv_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, cu_key_ptr,
+    len_q, len_k, len_key, num_sequences, chunk_rows, num_rows_key, stride_q, stride_qh, stride_k, stride_kh, stride_v,
+    stride_vh, stride_do, stride_doh, softmax_scale, size, stride,
+    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, KEYS_AS_ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one block of keys from one chunk of queries; with one chunk final, otherwise fp32 partial sums."""
+    head_kv = tl.program_id(1)
+    chunk = tl.program_id(2)
+    HKV: tl.constexpr = HQ // G
+    sequence, tile = find_tile(cu_key_ptr, tl.program_id(0), num_sequences, len_key, BLOCK_N)
+    if sequence < num_sequences:
+        first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
+        _, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
+        first_key, num_keys = sequence_rows(cu_key_ptr, sequence, len_key)
+        n = tile * BLOCK_N
+        first, all_first, all_end, end = query_range(n, num_q, num_tokens, size, stride, BLOCK_N, WINDOW)
+        first = tl.maximum(first, chunk * chunk_rows)
+        end = tl.minimum(end, (chunk + 1) * chunk_rows)
+        all_first = tl.minimum(tl.maximum(all_first, first), end)
+        all_end = tl.minimum(tl.maximum(all_end, all_first), end)
+        key = n + tl.arange(0, BLOCK_N)
+        key_ok = key < num_keys
+        key_row = (first_key + key).to(tl.int64)
+        dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+        if (first < end) | (tl.num_programs(2) == 1):
+            k = load_rows(k_ptr + head_kv * stride_kh, key_row, key_ok, stride_k, D, BLOCK_D, True)
+            v = load_rows(v_ptr + head_kv * stride_vh, key_row, key_ok, stride_v, DV, BLOCK_DV, True)
+            offset = num_tokens - num_q
+            scale = softmax_scale * LOG2_E
+            # Row space of the chunk: queries by heads, from the chunk's first query on.
+            rows = tl.maximum(end - first, 0) * G
+            middle = tl.minimum(((all_first - first) * G + BLOCK_M - 1) // BLOCK_M * BLOCK_M, rows)
+            tail = tl.maximum((all_end - first) * G // BLOCK_M * BLOCK_M, middle)
+            for r in tl.range(0, middle, BLOCK_M, num_stages=STAGES):
+                dk, dv = range_dkv_step(
+                    q_ptr, dout_ptr, lse_ptr, delta_ptr, k, v, dk, dv, r, first, end, offset, first_q, n, size, stride, scale,
+                    head_kv, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+                    WINDOW, True, KEYS_AS_ROWS,
+                )  # fmt: skip
+            for r in tl.range(middle, tail, BLOCK_M, num_stages=STAGES):
+                dk, dv = range_dkv_step(
+                    q_ptr, dout_ptr, lse_ptr, delta_ptr, k, v, dk, dv, r, first, end, offset, first_q, n, size, stride, scale,
+                    head_kv, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+                    WINDOW, False, KEYS_AS_ROWS,
+                )  # fmt: skip
+            for r in tl.range(tail, rows, BLOCK_M, num_stages=STAGES):
+                dk, dv = range_dkv_step(
+                    q_ptr, dout_ptr, lse_ptr, delta_ptr, k, v, dk, dv, r, first, end, offset, first_q, n, size, stride, scale,
+                    head_kv, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+                    WINDOW, True, KEYS_AS_ROWS,
+                )  # fmt: skip
+            out_row = (chunk.to(tl.int64) * num_rows_key + key_row) * HKV + head_kv
+            store_rows(dk_ptr, out_row, key_ok, D, dk * softmax_scale, D, BLOCK_D)
+            store_rows(dv_ptr, out_row, key_ok, DV, dv, DV, BLOCK_DV)
+
+
+@triton.jit
+def range_reduce_kernel(
+    dk_part_ptr, dv_part_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, cu_key_ptr, len_q, len_k, len_key, num_sequences,
+    chunk_rows, num_rows_key, size, stride, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Add the partial sums of one block of keys, in the order of the chunks; chunks without a query wrote none."""
+    head_kv = tl.program_id(1)
+    sequence, tile = find_tile(cu_key_ptr, tl.program_id(0), num_sequences, len_key, BLOCK_N)
+    if sequence < num_sequences:
+        _, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
+        _, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
+        first_key, num_keys = sequence_rows(cu_key_ptr, sequence, len_key)
+        n = tile * BLOCK_N
+        first, _, _, end = query_range(n, num_q, num_tokens, size, stride, BLOCK_N, WINDOW)
+        key = n + tl.arange(0, BLOCK_N)
+        key_ok = key < num_keys
+        row = (first_key + key).to(tl.int64) * HKV + head_kv
+        dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+        if first < end:
+            part = row + (first // chunk_rows).to(tl.int64) * num_rows_key * HKV
+            for _ in tl.range(first // chunk_rows, (end - 1) // chunk_rows + 1):
+                dk += load_rows(dk_part_ptr, part, key_ok, D, D, BLOCK_D, True)
+                dv += load_rows(dv_part_ptr, part, key_ok, DV, DV, BLOCK_DV, True)
+                part += num_rows_key * HKV
+        store_rows(dk_ptr, row, key_ok, D, dk, D, BLOCK_D)
+        store_rows(dv_ptr, row, key_ok, DV, dv, DV, BLOCK_DV)

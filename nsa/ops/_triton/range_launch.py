@@ -1,0 +1,157 @@
+"""Launchers of range attention; see ``range_attention.py``. No autograd, no checks of user input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nsa.ops._triton.range_attention import range_fwd_kernel
+from nsa.ops._triton.range_attention_bwd import range_dkv_kernel, range_dq_kernel, range_reduce_kernel
+from nsa.ops._triton.tuning import Tile
+
+# Chunks of queries that the work on one block of keys is cut into, and programs to aim at.
+MAX_CHUNKS = 32
+MIN_CHUNK_ROWS = 512
+TARGET_PROGRAMS = 4096
+
+
+@dataclass(frozen=True)
+class RangeLayout:
+    """Where sequences lie and which keys a query sees.
+
+    Attributes:
+        cu_q: int32 ``[B + 1]`` offsets of the queries; None when all sequences are alike.
+        cu_k: offsets of the tokens.
+        cu_key: offsets of the keys: ``cu_k`` for the window, those of the blocks for the compressed branch.
+        num_sequences: B.
+        len_q: queries of each sequence when ``cu_q`` is None, otherwise at least the longest.
+        len_k: the same in tokens.
+        len_key: the same in keys.
+        window: whether keys are tokens of a window; otherwise they are compressed blocks.
+        size: window size, or compression block size.
+        stride: compression stride; 1 for the window.
+    """
+
+    cu_q: Tensor | None
+    cu_k: Tensor | None
+    cu_key: Tensor | None
+    num_sequences: int
+    len_q: int
+    len_k: int
+    len_key: int
+    window: bool
+    size: int
+    stride: int
+
+    def num_tiles(self, rows: int, tile: int, each: int) -> int:
+        """Tiles of ``tile`` rows that cover ``rows`` packed rows; with offsets an upper bound."""
+        if self.cu_q is None:
+            return self.num_sequences * -(-each // tile)
+        return rows // tile + self.num_sequences
+
+    def arguments(self) -> tuple[Tensor | int | None, ...]:
+        """What every kernel takes."""
+        return self.cu_q, self.cu_k, self.cu_key, self.len_q, self.len_k, self.len_key, self.num_sequences
+
+
+def block_of(size: int) -> int:
+    """Power of two that holds a head."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def rows_of_tile(tile: Tile, group_size: int) -> int:
+    """Rows of a tile of queries: at least one query with all heads of its group."""
+    return max(tile.rows, triton.next_power_of_2(group_size))
+
+
+def key_source(x: Tensor, tile: Tile) -> Tensor | TensorDescriptor:
+    """Keys or values ``[N, Hkv, D]`` as a kernel loads them."""
+    if not tile.tma:
+        return x
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.keys, 1, block_of(x.shape[-1])])
+
+
+def range_forward(
+    q: Tensor, k: Tensor, v: Tensor, layout: RangeLayout, softmax_scale: float, tile: Tile
+) -> tuple[Tensor, Tensor]:
+    """out ``[T, Hq, Dv]`` and lse fp32 ``[T, Hq]``."""
+    num_q, num_heads, head_dim = q.shape
+    group_size, value_dim = num_heads // k.shape[1], v.shape[-1]
+    out = torch.empty(num_q, num_heads, value_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(num_q, num_heads, dtype=torch.float32, device=q.device)
+    rows = rows_of_tile(tile, group_size)
+    grid = (layout.num_tiles(num_q, rows // group_size, layout.len_q), k.shape[1])
+    if num_q:
+        range_fwd_kernel[grid](
+            q, key_source(k, tile), key_source(v, tile), out, lse, *layout.arguments(),
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), softmax_scale, layout.size,
+            layout.stride, HQ=num_heads, G=group_size, D=head_dim, DV=value_dim, BLOCK_M=rows, BLOCK_N=tile.keys,
+            BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim), WINDOW=layout.window, TMA=tile.tma, STAGES=tile.stages,
+            EDGE=tile.edge_stages, **tile.launch_options(),
+        )  # fmt: skip
+    return out, lse
+
+
+def range_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, layout: RangeLayout, softmax_scale: float,
+    tile_dq: Tile, tile_dkv: Tile,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv in the shapes of q, k, v, contiguous."""
+    num_q, num_heads, head_dim = q.shape
+    num_key, num_kv_heads, value_dim = v.shape
+    group_size = num_heads // num_kv_heads
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    delta = torch.empty_like(lse)
+    if not layout.window and layout.cu_key is not None:
+        # Rows that no block owns are not visited.
+        dk.zero_()
+        dv.zero_()
+    if num_q == 0 or num_key == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), dout.stride(0), dout.stride(1))
+    blocks = {"D": head_dim, "DV": value_dim, "BLOCK_D": block_of(head_dim), "BLOCK_DV": block_of(value_dim)}
+    rows = rows_of_tile(tile_dq, group_size)
+    grid = (layout.num_tiles(num_q, rows // group_size, layout.len_q), num_kv_heads)
+    range_dq_kernel[grid](
+        q, key_source(k, tile_dq), key_source(v, tile_dq), out, dout, lse, delta, dq, *layout.arguments(), *strides,
+        softmax_scale, layout.size, layout.stride, HQ=num_heads, G=group_size, **blocks, BLOCK_M=rows, BLOCK_N=tile_dq.keys,
+        WINDOW=layout.window, TMA=tile_dq.tma, STAGES=tile_dq.stages, EDGE=tile_dq.edge_stages,
+        **tile_dq.launch_options(),
+    )  # fmt: skip
+
+    num_blocks = layout.num_tiles(num_key, tile_dkv.keys, layout.len_key)
+    num_chunks, chunk_rows = chunks(layout, num_blocks * num_kv_heads)
+    partial = num_chunks > 1
+    dk_sum, dv_sum = dk, dv
+    if partial:
+        dk_sum = torch.empty(num_chunks, *k.shape, dtype=torch.float32, device=k.device)
+        dv_sum = torch.empty(num_chunks, *v.shape, dtype=torch.float32, device=v.device)
+    range_dkv_kernel[(num_blocks, num_kv_heads, num_chunks)](
+        q, k, v, dout, lse, delta, dk_sum, dv_sum, *layout.arguments(), chunk_rows, num_key, *strides, softmax_scale,
+        layout.size, layout.stride, HQ=num_heads, G=group_size, **blocks, BLOCK_M=tile_dkv.rows, BLOCK_N=tile_dkv.keys,
+        WINDOW=layout.window, KEYS_AS_ROWS=tile_dkv.keys_as_rows, STAGES=tile_dkv.stages,
+        **tile_dkv.launch_options(),
+    )  # fmt: skip
+    if partial:
+        range_reduce_kernel[(num_blocks, num_kv_heads)](
+            dk_sum, dv_sum, dk, dv, *layout.arguments(), chunk_rows, num_key, layout.size, layout.stride, HKV=num_kv_heads,
+            **blocks, BLOCK_N=tile_dkv.keys, WINDOW=layout.window, num_warps=4,
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+def chunks(layout: RangeLayout, num_programs: int) -> tuple[int, int]:
+    """Chunks that the queries of a key block are cut into, and their rows: by shapes alone, so that sums never change order."""
+    longest = layout.len_q
+    most = longest if not layout.window else min(longest, layout.size)
+    num_chunks = max(1, min(-(-most // MIN_CHUNK_ROWS), MAX_CHUNKS, TARGET_PROGRAMS // max(num_programs, 1)))
+    if layout.window and most <= 2 * MIN_CHUNK_ROWS:
+        num_chunks = 1
+    chunk_rows = -(-longest // num_chunks)
+    return num_chunks, chunk_rows

@@ -1,0 +1,95 @@
+"""Pieces of kernels: where a tile lies, loads of rows of keys, the online softmax step."""
+
+# Kernels are typed by Triton, not by annotations: `tl.constexpr` marks what is known when one is compiled.
+# mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# Sequences that one step of `find_tile` looks at.
+SEQUENCES = tl.constexpr(128)
+
+
+@triton.jit
+def find_tile(cu_ptr, tile, num_sequences, rows_each, TILE: tl.constexpr):
+    """Sequence and tile inside it of the tile-th tile of ``TILE`` rows; the sequence is ``num_sequences`` past the last.
+
+    ``cu_ptr`` None means that every sequence has ``rows_each`` rows.
+    """
+    if cu_ptr is None:
+        tiles_each = tl.cdiv(rows_each, TILE)
+        sequence = tile // tiles_each
+        inside = tile % tiles_each
+    else:
+        sequence = num_sequences
+        inside = 0
+        before = 0
+        for first in tl.range(0, num_sequences, SEQUENCES):
+            b = first + tl.arange(0, SEQUENCES)
+            start = tl.load(cu_ptr + b, mask=b < num_sequences, other=0)
+            end = tl.load(cu_ptr + b + 1, mask=b < num_sequences, other=0)
+            tiles = (end - start + TILE - 1) // TILE
+            last = before + tl.cumsum(tiles, 0)
+            here = (tile < last) & (tile >= last - tiles)
+            sequence += tl.sum(tl.where(here, b - num_sequences, 0), 0)
+            inside += tl.sum(tl.where(here, tile - last + tiles, 0), 0)
+            before += tl.sum(tiles, 0)
+    return sequence, inside
+
+
+@triton.jit
+def sequence_rows(cu_ptr, sequence, rows_each):
+    """First packed row of a sequence, and its number of rows."""
+    if cu_ptr is None:
+        first = sequence * rows_each
+        count = rows_each
+    else:
+        first = tl.load(cu_ptr + sequence)
+        count = tl.load(cu_ptr + sequence + 1) - first
+    return first, count
+
+
+@triton.jit
+def load_tile(base, offset, ok, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """Rows ``[N, BLOCK_D]`` at ``base + offset``; 0 where ``ok`` is false (if ``MASKED``) and from column D on."""
+    d = tl.arange(0, BLOCK_D)
+    pointers = base + offset[:, None] + d[None, :]
+    if MASKED:
+        if D == BLOCK_D:
+            return tl.load(pointers, mask=ok[:, None], other=0.0)
+        else:
+            return tl.load(pointers, mask=ok[:, None] & (d < D)[None, :], other=0.0)
+    else:
+        if D == BLOCK_D:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=(d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def load_rows(ptr, row, ok, stride_row, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """Rows ``[N, BLOCK_D]`` at ``ptr + row * stride_row`` with 64-bit addresses; see ``load_tile``."""
+    return load_tile(ptr, row.to(tl.int64) * stride_row, ok, D, BLOCK_D, MASKED)
+
+
+@triton.jit
+def store_rows(ptr, row, ok, stride_row, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write the columns below D of the rows ``[N, BLOCK_D]`` for which ``ok`` holds."""
+    d = tl.arange(0, BLOCK_D)
+    pointers = ptr + row.to(tl.int64)[:, None] * stride_row + d[None, :]
+    tl.store(pointers, x.to(ptr.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def softmax_step(s, v, row_max, total, acc, scale):
+    """One step of the online softmax (base 2): scores ``[M, N]`` unscaled, -inf where hidden; values ``[N, Dv]``.
+
+    ``row_max`` starts at a finite value, so that a row without a visible key gives 0 and not NaN.
+    """
+    new_max = tl.maximum(row_max, tl.max(s, 1) * scale)
+    p = tl.exp2(s * scale - new_max[:, None])
+    alpha = tl.exp2(row_max - new_max)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    return new_max, total * alpha + tl.sum(p, 1), acc

@@ -1,0 +1,102 @@
+"""Backward of compression: gradient of the raw rows, and of learned weights."""
+
+# mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.ops._triton.tiles import find_tile, sequence_rows
+from nsa.ops.compression.triton_fwd import partner_column, rotation
+
+
+@triton.jit
+def load_unrotated(
+    dy_ptr, frequency_ptr, row, block, ok, d, magnitude, position_offset, D: tl.constexpr, STRIDE: tl.constexpr,
+    ROTARY: tl.constexpr, MIDDLE: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the compressed rows before their rotation, ``[N, BLOCK_D]`` fp32: the transposed rotation of dy."""
+    mask = ok[:, None] & (d < D)[None, :]
+    dy = tl.load(dy_ptr + row[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    if ROTARY > 0:
+        swapped = partner_column(d, ROTARY)
+        partner = tl.load(dy_ptr + row[:, None] + swapped[None, :], mask=mask, other=0.0).to(tl.float32)
+        same, other = rotation(frequency_ptr, block * STRIDE + MIDDLE + position_offset, d, magnitude, ROTARY)
+        dy = dy * same - partner * other
+    return dy
+
+
+@triton.jit
+def compress_dx_kernel(
+    dy_ptr, weight_ptr, frequency_ptr, dx_ptr, cu_ptr, cu_cmp_ptr, len_x, len_cmp, num_sequences, magnitude, position_offset,
+    HKV: tl.constexpr, D: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, ROTARY: tl.constexpr, MIDDLE: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """dx of the tokens of ``BLOCK_C`` strides of one head: token ``c * d + i`` lies in blocks c, c - 1, .. c - l / d + 1."""
+    head = tl.program_id(1)
+    OVERLAP: tl.constexpr = L // STRIDE
+    TILE: tl.constexpr = BLOCK_C * STRIDE
+    sequence, tile = find_tile(cu_ptr, tl.program_id(0), num_sequences, len_x, TILE)
+    if sequence < num_sequences:
+        first_x, num_x = sequence_rows(cu_ptr, sequence, len_x)
+        first_y, num_y = sequence_rows(cu_cmp_ptr, sequence, len_cmp)
+        c = tile * BLOCK_C + tl.arange(0, BLOCK_C)
+        d = tl.arange(0, BLOCK_D)
+        if weight_ptr is None:
+            total = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+            for back in tl.static_range(OVERLAP):
+                block = c - back
+                ok = (block >= 0) & (block < num_y)
+                row = ((first_y + block).to(tl.int64) * HKV + head) * D
+                total += load_unrotated(
+                    dy_ptr, frequency_ptr, row, block, ok, d, magnitude, position_offset, D, STRIDE, ROTARY, MIDDLE
+                )
+            total *= 1.0 / L
+        for i in tl.range(0, STRIDE):
+            token = c * STRIDE + i
+            if weight_ptr is not None:
+                total = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+                for back in tl.static_range(OVERLAP):
+                    block = c - back
+                    ok = (block >= 0) & (block < num_y)
+                    row = ((first_y + block).to(tl.int64) * HKV + head) * D
+                    dy = load_unrotated(
+                        dy_ptr, frequency_ptr, row, block, ok, d, magnitude, position_offset, D, STRIDE, ROTARY, MIDDLE
+                    )
+                    weights = weight_ptr + (head * L + i + back * STRIDE) * D
+                    total += dy * tl.load(weights + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+            out = ((first_x + token).to(tl.int64) * HKV + head) * D
+            mask = (token < num_x)[:, None] & (d < D)[None, :]
+            tl.store(dx_ptr + out[:, None] + d[None, :], total.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def compress_dw_kernel(
+    dy_ptr, x_ptr, frequency_ptr, dw_ptr, cu_ptr, cu_cmp_ptr, len_x, len_cmp, num_sequences, num_tiles, stride_x, stride_xh,
+    magnitude, position_offset, HKV: tl.constexpr, D: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, ROTARY: tl.constexpr,
+    MIDDLE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Partial gradient of the weights ``[l, D]`` of one head, from every num_programs-th tile of compressed rows."""
+    part = tl.program_id(0)
+    head = tl.program_id(1)
+    d = tl.arange(0, BLOCK_D)
+    for i in tl.range(0, L):
+        total = tl.zeros([BLOCK_D], tl.float32)
+        for number in tl.range(part, num_tiles, tl.num_programs(0)):
+            sequence, tile = find_tile(cu_cmp_ptr, number, num_sequences, len_cmp, BLOCK_C)
+            if sequence < num_sequences:
+                first_x, _ = sequence_rows(cu_ptr, sequence, len_x)
+                first_y, num_y = sequence_rows(cu_cmp_ptr, sequence, len_cmp)
+                block = tile * BLOCK_C + tl.arange(0, BLOCK_C)
+                ok = block < num_y
+                row = ((first_y + block).to(tl.int64) * HKV + head) * D
+                dy = load_unrotated(
+                    dy_ptr, frequency_ptr, row, block, ok, d, magnitude, position_offset, D, STRIDE, ROTARY, MIDDLE
+                )
+                x_row = (first_x + block * STRIDE + i).to(tl.int64) * stride_x + head * stride_xh
+                mask = ok[:, None] & (d < D)[None, :]
+                x = tl.load(x_ptr + x_row[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+                total += tl.sum(dy * x, 0)
+        out = ((part.to(tl.int64) * HKV + head) * L + i) * D
+        tl.store(dw_ptr + out + d, total, mask=d < D)

@@ -1,0 +1,105 @@
+"""Launchers of the compression kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa.ops.compression.triton_bwd import compress_dw_kernel, compress_dx_kernel
+from nsa.ops.compression.triton_fwd import compress_fwd_kernel
+
+BLOCK_ROWS = 16
+WEIGHT_PARTS = 64
+
+
+@dataclass(frozen=True)
+class CompressLayout:
+    """Sequences and blocks of a compression.
+
+    Attributes:
+        cu: int32 ``[B + 1]`` offsets of the tokens; None when all sequences are alike.
+        cu_cmp: offsets of the compressed rows.
+        num_sequences: B.
+        len_x: tokens of each sequence when ``cu`` is None.
+        len_cmp: compressed rows of each.
+        size: compression block size.
+        stride: compression stride.
+        frequency: fp32 ``[rotary_dim / 2]``, radians a position; None leaves the result unrotated.
+        middle: rotated position inside a block.
+        magnitude: factor on cosine and sine.
+        position_offset: added to every position.
+    """
+
+    cu: Tensor | None
+    cu_cmp: Tensor | None
+    num_sequences: int
+    len_x: int
+    len_cmp: int
+    size: int
+    stride: int
+    frequency: Tensor | None
+    middle: int = 0
+    magnitude: float = 1.0
+    position_offset: int = 0
+
+    def arguments(self) -> tuple[Tensor | int | None, ...]:
+        """What every kernel takes."""
+        return self.cu, self.cu_cmp, self.len_x, self.len_cmp, self.num_sequences
+
+    def constants(self, x: Tensor) -> dict[str, int]:
+        """What every kernel is compiled for."""
+        return {
+            "HKV": x.shape[1], "D": x.shape[2], "L": self.size, "STRIDE": self.stride,
+            "ROTARY": 0 if self.frequency is None else 2 * self.frequency.shape[0], "MIDDLE": self.middle,
+            "BLOCK_C": BLOCK_ROWS, "BLOCK_D": triton.next_power_of_2(x.shape[2]),
+        }  # fmt: skip
+
+    def num_tiles(self, rows: int, each: int, tile: int) -> int:
+        """Tiles that cover ``rows`` packed rows."""
+        return self.num_sequences * -(-each // tile) if self.cu is None else rows // tile + self.num_sequences
+
+
+def compress_forward(x: Tensor, weight: Tensor | None, layout: CompressLayout) -> Tensor:
+    """``[S // d, Hkv, D]``, rotated if the layout says so; 0 in rows that no block owns."""
+    num_rows = x.shape[0] // layout.stride
+    y = torch.zeros(num_rows, *x.shape[1:], dtype=x.dtype, device=x.device)
+    grid = (layout.num_tiles(num_rows, layout.len_cmp, BLOCK_ROWS), x.shape[1])
+    if grid[0] and num_rows:
+        compress_fwd_kernel[grid](
+            x, weight, layout.frequency, y, *layout.arguments(), x.stride(0), x.stride(1), layout.magnitude,
+            layout.position_offset, **layout.constants(x), num_warps=4,
+        )  # fmt: skip
+    return y
+
+
+def compress_backward(x: Tensor, weight: Tensor | None, dy: Tensor, layout: CompressLayout) -> tuple[Tensor, Tensor | None]:
+    """dx, contiguous, and the fp32 gradient of the weights ``[Hkv, l, D]`` (None for the mean)."""
+    num_x, num_heads = x.shape[:2]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    constants = layout.constants(x)
+    grid = (layout.num_tiles(num_x, layout.len_x, BLOCK_ROWS * layout.stride), num_heads)
+    if grid[0] and num_x:
+        compress_dx_kernel[grid](
+            dy,
+            weight,
+            layout.frequency,
+            dx,
+            *layout.arguments(),
+            layout.magnitude,
+            layout.position_offset,
+            **constants,
+            num_warps=4,
+        )
+    if weight is None:
+        return dx, None
+    num_tiles = layout.num_tiles(num_x // layout.stride, layout.len_cmp, BLOCK_ROWS)
+    parts = max(1, min(WEIGHT_PARTS, num_tiles))
+    dw = torch.empty(parts, *weight.shape, dtype=torch.float32, device=x.device)
+    compress_dw_kernel[(parts, num_heads)](
+        dy, x, layout.frequency, dw, *layout.arguments(), num_tiles, x.stride(0), x.stride(1), layout.magnitude,
+        layout.position_offset, **constants, num_warps=4,
+    )  # fmt: skip
+    return dx, dw.sum(0)

@@ -1,0 +1,143 @@
+"""Configuration of a training run: frozen dataclasses, one YAML file each run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nsa.errors import check
+from nsa.lm.config import LMConfig
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where tokens come from.
+
+    Attributes:
+        source: ``corpus`` (embedded plays), ``stdlib`` (the running Python's standard library), ``folder`` (a text file or a
+            folder of them), or a synthetic task: ``uniform``, ``copy``, ``induction``, ``needle``.
+        path: file or folder of ``folder``.
+        pattern: glob of the files of a folder, for example ``*.txt``.
+        tokenizer: ``byte``, ``gpt2`` (GPT-2 BPE), ``bpe`` (trained on the training text of this run), or ``file``.
+        tokenizer_path: a ``tokenizers`` JSON file, for ``file``.
+        bpe_vocab_size: vocabulary of ``bpe``, separator included.
+        document_mask: whether documents inside a window are invisible to each other.
+        validation_fraction: share of the text held out, between 0 and 0.5.
+    """
+
+    source: Literal["corpus", "stdlib", "folder", "uniform", "copy", "induction", "needle"] = "corpus"
+    path: str | None = None
+    pattern: str = "*"
+    tokenizer: Literal["byte", "gpt2", "bpe", "file"] = "byte"
+    tokenizer_path: str | None = None
+    bpe_vocab_size: int = 8192
+    document_mask: bool = True
+    validation_fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name, other, value in (("path", "source", "folder"), ("tokenizer_path", "tokenizer", "file")):
+            given = getattr(self, name)
+            wanted = getattr(self, other) == value
+            check((given is not None) == wanted, "DataConfig", name, f"be given with {other} {value} and only then", given)
+        share = self.validation_fraction
+        check(0 < share <= 0.5, "DataConfig", "validation_fraction", "be above 0 and at most 0.5", share)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer and schedule; every count is in optimizer steps.
+
+    Attributes:
+        name: ``adamw`` (fused), or ``muon`` for the matrices of the layers with AdamW for the rest.
+        lr: peak learning rate (of AdamW).
+        muon_lr: peak learning rate of Muon's matrices.
+        min_lr_ratio: the cosine ends at this share of the peak.
+        warmup_steps: linear warm-up.
+        betas: AdamW's moment decays.
+        eps: AdamW's epsilon.
+        weight_decay: decoupled decay of matrices (embeddings, norms, biases and gates' biases are not decayed).
+        grad_clip: largest gradient norm; 0 switches clipping off.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: float = 2e-4
+    muon_lr: float = 0.02
+    min_lr_ratio: float = 0.0
+    warmup_steps: int = 2000
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "muon_lr", "eps"):
+            check(getattr(self, name) > 0, "OptimConfig", name, "be positive", getattr(self, name))
+        check(all(0 <= beta < 1 for beta in self.betas), "OptimConfig", "betas", "lie between 0 and 1, 1 excluded", self.betas)
+        check(0 <= self.min_lr_ratio <= 1, "OptimConfig", "min_lr_ratio", "lie between 0 and 1", self.min_lr_ratio)
+        for name in ("warmup_steps", "weight_decay", "grad_clip"):
+            check(getattr(self, name) >= 0, "OptimConfig", name, "be at least 0", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run.
+
+    Attributes:
+        model: the language model; its ``vocab_size`` must equal the tokenizer's.
+        data: where tokens come from.
+        optim: optimizer and schedule.
+        steps: optimizer steps.
+        seq_len: tokens of a window.
+        micro_batch: windows of one forward and backward on one process.
+        accumulation: micro-batches of one optimizer step.
+        world_size: processes the run is meant for.
+        global_batch: windows of one optimizer step; must equal ``micro_batch * accumulation * world_size``.
+        seed: of initialisation and data order.
+        device: ``auto`` takes a CUDA GPU where there is one.
+        compute_dtype: ``bf16`` runs matrix products under autocast, master weights stay fp32; ``fp32`` runs none.
+        compile: whether the model goes through ``torch.compile``.
+        tf32: whether fp32 matrix products may use TF32.
+        loss_chunk: positions whose logits exist at a time; 0 means all.
+        log_every: optimizer steps from one row of metrics to the next; 0 means only at the end.
+        eval_every: optimizer steps from one evaluation to the next; 0 means only at the end.
+        checkpoint_every: optimizer steps from one checkpoint to the next; 0 means only at the end.
+        eval_windows: held-out windows of an evaluation, at most what there is.
+        keep_checkpoints: newest checkpoints kept.
+        nonfinite: what a non-finite loss or gradient leads to: ``skip`` the update, ``rollback`` to the last checkpoint, or
+            ``stop``.
+        nonfinite_limit: consecutive such steps after which the run stops whatever the policy.
+        sample_tokens: tokens of the sample written at the end.
+    """
+
+    model: LMConfig = field(default_factory=LMConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    steps: int = 50_000
+    seq_len: int = 2048
+    micro_batch: int = 2
+    accumulation: int = 2
+    world_size: int = 1
+    global_batch: int = 4
+    seed: int = 1337
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    compute_dtype: Literal["bf16", "fp32"] = "bf16"
+    compile: bool = False
+    tf32: bool = False
+    loss_chunk: int = 0
+    log_every: int = 20
+    eval_every: int = 1000
+    eval_windows: int = 64
+    checkpoint_every: int = 5000
+    keep_checkpoints: int = 3
+    nonfinite: Literal["skip", "rollback", "stop"] = "skip"
+    nonfinite_limit: int = 10
+    sample_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "seq_len", "micro_batch", "accumulation", "world_size", "keep_checkpoints", "nonfinite_limit"):
+            check(getattr(self, name) > 0, "TrainConfig", name, "be positive", getattr(self, name))
+        for name in ("loss_chunk", "log_every", "eval_every", "eval_windows", "checkpoint_every", "sample_tokens"):
+            check(getattr(self, name) >= 0, "TrainConfig", name, "be at least 0", getattr(self, name))
+        product = self.micro_batch * self.accumulation * self.world_size
+        rule = f"equal micro_batch * accumulation * world_size ({product})"
+        check(self.global_batch == product, "TrainConfig", "global_batch", rule, self.global_batch)

@@ -1,0 +1,81 @@
+"""Token sources: windows of tokens, each reachable by its number."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nsa.errors import check, fail
+
+
+class TokenSource(Protocol):
+    """Windows of ``seq_len + 1`` tokens: ``seq_len`` inputs, and the same shifted by one as targets.
+
+    Attributes:
+        separator_id: id that ends a document; None where windows hold no documents.
+        token_bytes: int64 ``[vocab_size]``, bytes of text that each id spells.
+    """
+
+    separator_id: int | None
+    token_bytes: NDArray[np.int64]
+
+    def num_windows(self, seq_len: int) -> int:
+        """Windows that there are at this length."""
+        ...
+
+    def window(self, seq_len: int, index: int) -> NDArray[np.int64]:
+        """Window ``index``: int64 ``[seq_len + 1]``. The same arguments give the same tokens, in any order of calls."""
+        ...
+
+    def target_mask(self, seq_len: int, index: int) -> NDArray[np.bool_] | None:
+        """Which of the ``seq_len`` targets count: bool ``[seq_len]``, or None for all of them."""
+        ...
+
+
+class TextSource:
+    """Documents one after another, each ended by the separator, cut into windows.
+
+    Window i begins at token ``i * seq_len`` and overlaps the next by the one token that is only a target, so each token but the
+    first is a target of exactly one window. A last stretch shorter than a window is left out.
+
+    Attributes:
+        tokens: ``[num_tokens]``, in the smallest unsigned type that holds the vocabulary.
+
+    Args:
+        documents: token ids of each document, without separator.
+        separator_id: appended to each document.
+        token_bytes: int64 ``[vocab_size]``.
+    """
+
+    def __init__(self, documents: list[NDArray[np.int64]], separator_id: int, token_bytes: NDArray[np.int64]) -> None:
+        dtype = np.min_scalar_type(len(token_bytes) - 1)
+        self.tokens = np.full(sum(len(document) + 1 for document in documents), separator_id, dtype=dtype)
+        start = 0
+        for document in documents:
+            self.tokens[start : start + len(document)] = document
+            start += len(document) + 1
+        self.separator_id: int | None = separator_id
+        self.token_bytes = token_bytes
+
+    def num_windows(self, seq_len: int) -> int:
+        """See :class:`TokenSource`; 0 when there are fewer than ``seq_len + 1`` tokens."""
+        check(seq_len > 0, "TextSource.num_windows", "seq_len", "be positive", seq_len)
+        return max(0, (len(self.tokens) - 1) // seq_len)
+
+    def window(self, seq_len: int, index: int) -> NDArray[np.int64]:
+        """See :class:`TokenSource`."""
+        check_window(self, seq_len, index)
+        return self.tokens[index * seq_len : (index + 1) * seq_len + 1].astype(np.int64)
+
+    def target_mask(self, seq_len: int, index: int) -> NDArray[np.bool_] | None:
+        """See :class:`TokenSource`: every target counts (packing leaves out those across documents)."""
+        return None
+
+
+def check_window(source: TokenSource, seq_len: int, index: int) -> None:
+    """Raise ``ValueError`` unless the source has a window of this number."""
+    num_windows = source.num_windows(seq_len)
+    if not 0 <= index < num_windows:
+        fail("TokenSource.window", "index", f"lie between 0 and {num_windows - 1} at seq_len {seq_len}", index)

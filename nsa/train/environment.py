@@ -1,0 +1,126 @@
+"""What a run ran on: versions, devices, commit and command line, as recorded in every run folder."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).resolve().parents[1]
+RECORDED = (
+    "nsa",
+    "torch",
+    "triton",
+    "numpy",
+    "tokenizers",
+    "tensorboard",
+    "matplotlib",
+    "PyYAML",
+    "rich",
+)
+_PROGRAM_TIME_LIMIT_S = 20
+
+
+def collect() -> dict[str, Any]:
+    """Everything a reader needs to judge or repeat a run.
+
+    Returns:
+        JSON-ready values: start time in UTC, command line, versions, commit, CPU and GPUs. What is absent is None.
+    """
+    return {
+        "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command_line": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: version(name) for name in RECORDED},
+        "code": code_version(),
+        "cpu": cpu(),
+        "cuda": cuda(),
+    }
+
+
+def version(package: str) -> str | None:
+    """Installed version of a distribution; a checkout that is not installed answers for itself."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None if package != "nsa" else str(importlib.import_module("nsa").__version__)
+
+
+def code_version() -> dict[str, Any]:
+    """Commit of the checkout that this package was imported from.
+
+    Returns:
+        ``commit`` (None without one), ``dirty`` (whether tracked files of the package differ from it, or files of it are not
+        tracked) and ``note`` (why there is no commit).
+    """
+    if shutil.which("git") is None:
+        return {"commit": None, "dirty": None, "note": "no git on this machine"}
+    commit = _run("git", "-C", str(PACKAGE), "rev-parse", "HEAD")
+    tracked = _run("git", "-C", str(PACKAGE), "ls-files", "--error-unmatch", "__init__.py")
+    if commit is None or tracked is None:
+        return {"commit": None, "dirty": None, "note": "the package was not imported from a git checkout with a commit"}
+    status = _run("git", "-C", str(PACKAGE), "status", "--porcelain", "--", ".")
+    return {"commit": commit, "dirty": bool(status), "note": None}
+
+
+def cpu() -> dict[str, Any]:
+    """Cores and main memory of the machine; None for what the system does not tell."""
+    memory = None
+    if hasattr(os, "sysconf") and {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= set(os.sysconf_names):
+        memory = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+    return {"cores_count": os.cpu_count(), "memory_gib": memory}
+
+
+def cuda() -> dict[str, Any] | None:
+    """CUDA versions and the GPUs that torch sees; None without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append({
+            "name": properties.name,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors_count": properties.multi_processor_count,
+        })  # fmt: skip
+    return {
+        "runtime": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "driver": nvidia_driver(),
+        "gpus": gpus,
+    }
+
+
+def nvidia_driver() -> str | None:
+    """Version of the NVIDIA driver; None without one."""
+    answer = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return answer.splitlines()[0] if answer else None
+
+
+def nvidia_topology() -> str | None:
+    """How GPUs, network cards and CPUs are connected, as ``nvidia-smi topo -m`` prints it; None without the program."""
+    answer = _run("nvidia-smi", "topo", "-m")
+    return None if answer is None else re.sub(r"\x1b\[[0-9;]*m", "", answer)  # it underlines its header even for a file
+
+
+def _run(*command: str) -> str | None:
+    """Output of a program; None where it is missing, fails or does not end."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROGRAM_TIME_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

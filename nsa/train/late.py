@@ -1,0 +1,43 @@
+"""Reading figures off the device without making it wait."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+Info = TypeVar("Info")
+
+
+class LateReader(Generic[Info]):
+    """A queue of small device tensors that are read some steps after they were computed.
+
+    Putting a tensor in starts a copy to the host and returns at once; taking it out waits for that copy alone, while the
+    device goes on with what was queued after it.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Info, Tensor, torch.cuda.Event | None]] = deque()
+
+    def put(self, info: Info, values: Tensor) -> None:
+        """Queue ``values``, a 1-D tensor, with what the host knows about them."""
+        if values.device.type != "cuda":
+            self._waiting.append((info, values, None))
+            return
+        host = torch.empty_like(values, device="cpu", pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        self._waiting.append((info, host, copied))
+
+    def take(self, keep: int) -> list[tuple[Info, list[float]]]:
+        """Everything but the newest ``keep`` entries, oldest first."""
+        taken = []
+        while len(self._waiting) > keep:
+            info, host, copied = self._waiting.popleft()
+            if copied is not None:
+                copied.synchronize()
+            taken.append((info, host.tolist()))
+        return taken

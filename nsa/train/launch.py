@@ -1,0 +1,52 @@
+"""How this process was started: the only place that reads or sets environment variables."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from nsa.errors import check
+from nsa.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher told this process.
+
+    Attributes:
+        rank: of this process among all.
+        local_rank: of this process on its machine.
+        world_size: processes of the run.
+        allocator: settings of PyTorch's CUDA allocator, as given in the environment; empty means its defaults.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    allocator: str = ""
+
+
+def read_launch() -> Launch:
+    """The launch as torchrun and the shell describe it; without torchrun, a single process."""
+    return Launch(
+        rank=int(os.environ.get("RANK", "0")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        allocator=os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")),
+    )
+
+
+def check_launch(config: TrainConfig, launch: Launch) -> None:
+    """Refuse a launch that is not the one that the configuration is meant for.
+
+    Raises:
+        ValueError: the number of processes differs from ``world_size``, or is one that this version cannot train on.
+    """
+    check(
+        config.world_size == launch.world_size,
+        "train", "world_size", f"equal the number of processes launched ({launch.world_size})", config.world_size,
+    )  # fmt: skip
+    check(
+        config.world_size == 1,
+        "train", "world_size", "be 1", config.world_size, "This version trains on one process.",
+    )  # fmt: skip

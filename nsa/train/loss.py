@@ -1,0 +1,77 @@
+"""Next-token loss in fp32, whole or in chunks of positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from nsa.errors import check
+from nsa.lm.model import LanguageModel
+
+IGNORED = -100  # target of a position that predicts nothing
+
+
+class NextTokenLoss(nn.Module):
+    """A language model together with its loss: the module that is trained, compiled and, over several GPUs, wrapped.
+
+    Args:
+        model: the language model.
+        chunk: positions whose logits exist at a time; 0 means all.
+    """
+
+    def __init__(self, model: LanguageModel, chunk: int = 0) -> None:
+        super().__init__()
+        self.model = model
+        self.chunk = chunk
+
+    def forward(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
+        """Summed cross entropy over the targets, nats, fp32 scalar.
+
+        Args:
+            tokens: int64 packed ``[T]``.
+            targets: int64 ``[T]``, -100 where nothing is predicted.
+            cu_seqlens: int32 ``[B + 1]`` offsets of the sequences.
+            max_seqlen: at least the longest sequence, tokens.
+        """
+        hidden = self.model.hidden_states(tokens, cu_seqlens, max_seqlen)
+        return cross_entropy_sum(hidden, self.model.head.weight, targets, self.chunk)
+
+
+def cross_entropy_sum(hidden: Tensor, head: Tensor, targets: Tensor, chunk: int = 0) -> Tensor:
+    """Cross entropy summed over the targets.
+
+    A sum and not a mean: micro-batches differ in how many targets they have, and only sums divided by the number of targets of
+    the whole optimizer step give the mean over its tokens.
+
+    Args:
+        hidden: final hidden states ``[T, width]``.
+        head: output matrix ``[vocab_size, width]``.
+        targets: int64 ``[T]``, -100 where nothing is predicted.
+        chunk: positions whose logits exist at a time, recomputed in the backward pass, so that memory does not grow with
+            ``T * vocab_size``; 0 means all at once, with no recomputation.
+
+    Returns:
+        fp32 scalar (fp64 for fp64 inputs), nats. Without a target it is 0, and so is its gradient.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    check(
+        hidden.ndim == 2 and targets.shape == hidden.shape[:1],
+        "cross_entropy_sum", "targets", f"have shape {tuple(hidden.shape[:1])}", tuple(targets.shape),
+    )  # fmt: skip
+    if chunk == 0 or chunk >= hidden.shape[0]:
+        return _cross_entropy(hidden, head, targets)
+    total = hidden.new_zeros((), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+    for rows, labels in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        part = checkpoint(_cross_entropy, rows, head, labels, use_reentrant=False, preserve_rng_state=False)
+        assert isinstance(part, Tensor)
+        total = total + part
+    return total
+
+
+def _cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    logits = nn.functional.linear(hidden, head)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")

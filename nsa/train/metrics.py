@@ -1,0 +1,218 @@
+"""Metrics of a run: which there are, in what unit, and how their rows reach JSONL, CSV and TensorBoard.
+
+``docs/metrics.md`` explains the same list to readers of a run; a test keeps the two equal.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from nsa.errors import check, fail
+from nsa.train.run_folder import RunFolder, replace_text
+
+Value = float | int | str
+Row = dict[str, Value]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: name in every output.
+        unit: unit of the value, ``1`` for a plain number.
+        meaning: what it says, a phrase.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+
+
+METRICS = (
+    Metric("step", "steps", "optimizer steps done since the beginning of the run; each stands once"),
+    Metric("time_unix_s", "s", "wall clock when the row was written, counted from 1970-01-01 UTC"),
+    Metric("tokens", "tokens", "tokens trained on since the beginning of the run"),
+    Metric("loss_nats", "nats/token", "training cross-entropy, mean over the targets since the row before"),
+    Metric("bits_per_byte", "bits/byte", "the same loss over the bytes of text that these targets spell"),
+    Metric("learning_rate", "1", "learning rate of AdamW in the last step"),
+    Metric("grad_norm", "1", "Euclidean norm of the gradient of the last finite step, before clipping"),
+    Metric("nonfinite_steps", "steps", "steps whose loss or gradient was not finite, since the beginning of the run"),
+    Metric("step_time_ms", "ms", "time of an optimizer step, mean since the row before"),
+    Metric("data_time_ms", "ms", "the part of it spent waiting for the batches"),
+    Metric("tokens_per_s", "tokens/s", "training speed since the row before, without evaluations and checkpoints"),
+    Metric("tokens_per_s_total", "tokens/s", "training speed since the beginning of the run, everything included"),
+    Metric("eta_s", "s", "expected time to the last step at the speed of the whole run"),
+    Metric("mfu", "1", "model FLOPs utilisation, a share of the device's peak; absent where that peak is not known"),
+    Metric("memory_allocated_mib", "MiB", "largest GPU memory in tensors since the process began; absent on the CPU"),
+    Metric("memory_reserved_mib", "MiB", "largest GPU memory held by the allocator since then; absent on the CPU"),
+    Metric("gpu_utilisation_percent", "%", "recent share of time with a kernel on the GPU; absent where it cannot be asked"),
+    Metric("val_loss_nats", "nats/token", "cross-entropy on the held-out windows, mean over their targets"),
+    Metric("val_bits_per_byte", "bits/byte", "the same over the bytes of held-out text that these targets spell"),
+)  # fmt: skip
+
+_NAMES = frozenset(metric.name for metric in METRICS)
+
+
+class MetricsWriter:
+    """Writes each row to ``metrics.jsonl``, ``metrics.csv`` and TensorBoard.
+
+    ``metrics.jsonl`` is the record: a row is one appended line, with the operating system when :meth:`write` returns.
+    ``metrics.csv`` holds the same rows. A metric that appears for the first time becomes its last column, for which the file
+    is written anew from the record with earlier cells empty, so columns never change place. A metric that a row does not
+    have is absent (no key, an empty cell), never 0. A value that is not finite stands as ``nan``, ``inf`` or ``-inf``, in
+    quotes in the JSONL.
+
+    Args:
+        folder: run folder. Rows that are there stay; a last line that a crash tore is set aside as in :meth:`rewind`.
+
+    Raises:
+        UserError: the record cannot be read.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._jsonl_path, self._csv_path, self._events = folder.metrics_jsonl, folder.metrics_csv, folder.tensorboard
+        self._tensorboard: SummaryWriter | None = None
+        self._last_step, self._columns = -1, list[str]()
+        self._jsonl_path.touch()
+        self._start_after(None)
+
+    def rewind(self, step: int) -> None:
+        """Continue after ``step``: rows beyond it move to ``metrics.set-aside-<n>.jsonl``, so that each step stands once.
+
+        Args:
+            step: last step whose row stays; to be called before the first :meth:`write`.
+        """
+        assert self._tensorboard is None, "rewind after write"
+        self._start_after(step)
+
+    def write(self, row: Mapping[str, Value]) -> None:
+        """Write one row, to which ``time_unix_s`` is added.
+
+        Args:
+            row: names of :data:`METRICS` to numbers or text; ``step`` must be there and above that of the row before.
+
+        Raises:
+            UserError: for a name that is not in :data:`METRICS`, or a step that does not rise.
+            TypeError: for a value that is no plain number or text, a tensor for example.
+        """
+        _check_row(row, self._last_step)
+        row = {"step": row["step"], "time_unix_s": round(time.time(), 3), **row}
+        self._last_step = int(row["step"])
+        with self._jsonl_path.open("a", encoding="utf-8", newline="") as file:
+            file.write(_to_line(row))
+        new = [name for name in row if name not in self._columns]
+        self._columns += new
+        if new:
+            self._rewrite_csv()
+        else:
+            with self._csv_path.open("a", encoding="utf-8", newline="") as file:
+                csv.DictWriter(file, self._columns).writerow(row)
+        self._write_events(row)
+
+    def close(self) -> None:
+        """Close the event file; the writer takes no more rows."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def _start_after(self, step: int | None) -> None:
+        _set_aside_after(self._jsonl_path, step)
+        rows = read_metrics(self._jsonl_path)
+        self._last_step = int(rows[-1]["step"]) if rows else -1
+        self._columns = list(dict.fromkeys(name for row in rows for name in row))
+        self._rewrite_csv()
+
+    def _rewrite_csv(self) -> None:
+        text = io.StringIO()
+        if self._columns:
+            writer = csv.DictWriter(text, self._columns)
+            writer.writeheader()
+            writer.writerows(read_metrics(self._jsonl_path))
+        replace_text(self._csv_path, text.getvalue())
+
+    def _write_events(self, row: Mapping[str, Value]) -> None:
+        if self._tensorboard is None:
+            # TensorBoard hides what earlier processes wrote from this step on: the rows that were set aside.
+            self._tensorboard = SummaryWriter(str(self._events), purge_step=self._last_step)
+        for name, value in row.items():
+            if not isinstance(value, str) and name not in ("step", "time_unix_s"):
+                self._tensorboard.add_scalar(name, value, self._last_step)
+        self._tensorboard.flush()
+
+
+def _check_row(row: Mapping[str, Value], last_step: int) -> None:
+    for name, value in row.items():
+        hint = "Add it there and in docs/metrics.md."
+        check(name in _NAMES, "MetricsWriter.write", "names", "be in nsa.train.metrics.METRICS", name, hint)
+        if type(value) not in (int, float, str):
+            raise TypeError(f"MetricsWriter.write: {name} must be an int, float or str, got {type(value).__name__}")
+    step = row.get("step")
+    rises = isinstance(step, int) and step > last_step
+    check(rises, "MetricsWriter.write", "step", f"be an integer above {last_step}", step)
+
+
+def _to_line(row: Mapping[str, Value]) -> str:
+    finite = {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
+    }
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def read_metrics(path: str | Path) -> list[Row]:
+    """Rows of a ``metrics.jsonl``, oldest first, with values that are not finite as floats again.
+
+    A line that a crash tore at the end of the file is left out.
+
+    Raises:
+        UserError: for a line before the end that is no row.
+    """
+    return [row for _, row in _lines_and_rows(Path(path)) if row is not None]
+
+
+def _lines_and_rows(path: Path) -> list[tuple[str, Row | None]]:
+    """Each line with its row; the row is None for a torn last line."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    found: list[tuple[str, Row | None]] = []
+    for number, line in enumerate(lines, start=1):
+        row = _parse_line(line)
+        if row is None and number < len(lines):
+            fail(f"{path}:{number}", "line", "be a row of metrics in JSON", repr(line[:80]))
+        found.append((line, row))
+    return found
+
+
+def _parse_line(line: str) -> Row | None:
+    if not line.endswith("\n"):
+        return None
+    try:
+        values: Any = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(values, dict) or type(values.get("step")) is not int:
+        return None
+    return {name: float(value) if value in ("nan", "inf", "-inf") else value for name, value in values.items()}
+
+
+def _set_aside_after(path: Path, step: int | None) -> None:
+    """Move rows after ``step`` (None: no row) and a torn last line to a file of their own."""
+    kept, aside = list[str](), list[str]()
+    for line, row in _lines_and_rows(path):
+        (kept if row is not None and (step is None or int(row["step"]) <= step) else aside).append(line)
+    if not aside:
+        return
+    number = 1
+    while (target := path.with_name(f"{path.stem}.set-aside-{number}{path.suffix}")).exists():
+        number += 1
+    # The copy is complete before the record shrinks: a crash between the two leaves rows twice, never none.
+    replace_text(target, "".join(aside))
+    replace_text(path, "".join(kept))

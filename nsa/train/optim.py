@@ -1,0 +1,150 @@
+"""Optimizers over fp32 master weights: decay groups, fused AdamW, Muon, and updates that a flag on the device can cancel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nsa.errors import check
+from nsa.lm.model import LanguageModel
+from nsa.module import Compression
+from nsa.train.config import OptimConfig
+
+
+@dataclass(frozen=True)
+class ParameterGroups:
+    """Trainable parameters by how they are optimized, each with its name in the model.
+
+    Attributes:
+        muon: matrices that Muon takes; empty with AdamW.
+        decayed: matrices that AdamW decays.
+        plain: embedding, norms, biases and the other vectors, which are not decayed.
+    """
+
+    muon: dict[str, nn.Parameter]
+    decayed: dict[str, nn.Parameter]
+    plain: dict[str, nn.Parameter]
+
+
+def parameter_groups(model: LanguageModel, name: str = "adamw") -> ParameterGroups:
+    """Sort the trainable parameters of ``model``.
+
+    Decayed are the matrices of linear layers and of phi ``mlp``. A tied head is the embedding and is not. Muon takes the
+    projections of attention and MLP; gates, phi and the head stay with AdamW.
+
+    Raises:
+        ValueError: a trainable parameter is not fp32: optimizers work on master weights.
+    """
+    layers = [part for layer in model.decoder_layers() for part in (layer.attention, layer.mlp)]
+    hidden = {id(child.weight) for part in layers for child in part.children() if isinstance(child, nn.Linear)}
+    matrices = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    for module in model.modules():
+        if isinstance(module, Compression) and module.phi == "mlp":
+            matrices |= {id(module.w1), id(module.w2)}
+    matrices.discard(id(model.embedding.weight))
+    groups = ParameterGroups({}, {}, {})
+    for key, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        check(parameter.dtype == torch.float32, "parameter_groups", key, "be an fp32 master weight", parameter.dtype)
+        if name == "muon" and id(parameter) in hidden:
+            groups.muon[key] = parameter
+        else:
+            (groups.decayed if id(parameter) in matrices else groups.plain)[key] = parameter
+    return groups
+
+
+class ModelOptimizer:
+    """The optimizers of a model as one: every trainable parameter belongs to exactly one of them.
+
+    The state of all parameters exists from the start, so that a checkpoint can be loaded into it and memory does not grow at
+    the first step.
+
+    Args:
+        model: the model; its trainable parameters are fp32.
+        config: which optimizer, its rates and decay.
+    """
+
+    def __init__(self, model: LanguageModel, config: OptimConfig) -> None:
+        groups = parameter_groups(model, config.name)
+        self.named: dict[str, nn.Parameter] = {**groups.muon, **groups.decayed, **groups.plain}
+        parts = [
+            {"params": list(groups.decayed.values()), "weight_decay": config.weight_decay},
+            {"params": list(groups.plain.values()), "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(
+            [part for part in parts if part["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+        )
+        self.muon: torch.optim.Muon | None = None
+        if groups.muon:
+            self.muon = torch.optim.Muon(list(groups.muon.values()), lr=config.muon_lr, weight_decay=config.weight_decay)
+        self._peaks = [(group, group["lr"]) for optimizer in self._optimizers() for group in optimizer.param_groups]
+        self._create_state()
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.adamw] if self.muon is None else [self.adamw, self.muon]
+
+    def _create_state(self) -> None:
+        for group in self.adamw.param_groups:
+            for parameter in group["params"]:
+                self.adamw.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                }
+        for group in [] if self.muon is None else self.muon.param_groups:
+            for parameter in group["params"]:
+                assert self.muon is not None
+                momentum = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                self.muon.state[parameter] = {"momentum_buffer": momentum}
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All trainable parameters."""
+        return list(self.named.values())
+
+    def set_lr(self, factor: float) -> None:
+        """Set every learning rate to ``factor`` times its peak."""
+        for group, peak in self._peaks:
+            group["lr"] = peak * factor
+
+    @property
+    def learning_rate(self) -> float:
+        """AdamW's rate, now in force."""
+        rate: float = self.adamw.param_groups[0]["lr"]
+        return rate
+
+    def step(self, cancel: Tensor) -> None:
+        """Update all parameters, unless ``cancel`` is 1: then parameters and optimizer state keep their bits.
+
+        Args:
+            cancel: fp32 scalar on the parameters' device, 0 or 1; the host does not wait for it.
+        """
+        self.adamw.found_inf = cancel  # type: ignore[attr-defined]  # how PyTorch's fused optimizers take the flag
+        self.adamw.step()
+        if self.muon is not None:
+            self._muon_step(self.muon, cancel)
+
+    @torch.no_grad()
+    def _muon_step(self, muon: torch.optim.Muon, cancel: Tensor) -> None:
+        """Muon cannot be told to skip: keep copies of what it changes, and put them back on the device if need be."""
+        changed = [p.detach() for group in muon.param_groups for p in group["params"]]
+        changed += [state["momentum_buffer"] for state in muon.state.values()]
+        before = [tensor.clone() for tensor in changed]
+        muon.step()
+        for tensor, old in zip(changed, before, strict=True):
+            torch.where(cancel.bool(), old, tensor, out=tensor)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for optimizer in self._optimizers():
+            optimizer.zero_grad(set_to_none=True)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The live state by ``<parameter>.<state>``: to be saved, and to be loaded into."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.named.items():
+            for optimizer in self._optimizers():
+                found |= {f"{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+        return found

@@ -1,0 +1,134 @@
+"""The folder that a run leaves behind: where each file is, and the rule that no run writes over another."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nsa.errors import check, fail
+from nsa.train.config import TrainConfig
+from nsa.train.environment import collect
+from nsa.train.load import load_config, to_yaml
+
+
+class RunFolder:
+    """The files of one run. Make it with :meth:`create` or :meth:`open`.
+
+    Attributes:
+        path: the folder.
+        config: ``config.yaml``, the resolved configuration; never rewritten.
+        environment: ``environment.json``, one entry under ``launches`` for the start and for each resumption.
+        metrics_jsonl: ``metrics.jsonl``, one row a line, appended as the run goes.
+        metrics_csv: ``metrics.csv``, the same rows with a header.
+        tensorboard: ``tensorboard/``, event files.
+        checkpoints: ``checkpoints/``.
+        tokenizer: ``tokenizer.json``, where the run trained or read one.
+        loss_png: ``loss.png``.
+        sample: ``sample.txt``, text generated at the end.
+        log: ``log.txt``, what the run said.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.environment = path / "environment.json"
+        self.metrics_jsonl = path / "metrics.jsonl"
+        self.metrics_csv = path / "metrics.csv"
+        self.tensorboard = path / "tensorboard"
+        self.checkpoints = path / "checkpoints"
+        self.tokenizer = path / "tokenizer.json"
+        self.loss_png = path / "loss.png"
+        self.sample = path / "sample.txt"
+        self.log = path / "log.txt"
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+    @classmethod
+    def create(cls, path: str | Path, config: TrainConfig) -> RunFolder:
+        """Make a new run folder with ``config.yaml``, ``environment.json`` and ``checkpoints/``.
+
+        Args:
+            path: folder that does not exist yet; its parents are made.
+            config: resolved configuration.
+
+        Returns:
+            The folder.
+
+        Raises:
+            UserError: if ``path`` exists already.
+        """
+        folder = cls(Path(path))
+        folder.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.path.mkdir()
+        except FileExistsError:
+            hint = f"Give another --run-dir, or continue that run with: nsa train --resume {path}"
+            fail("run folder", "--run-dir", "not exist yet, because no run writes over another", path, hint)
+        folder.checkpoints.mkdir()
+        folder.record_launch()
+        folder.config.write_text(to_yaml(config), encoding="utf-8")  # last: a folder that has it is whole
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """The run folder at ``path``.
+
+        Raises:
+            UserError: if there is none, with the nearest name beside it.
+        """
+        folder = cls(Path(path))
+        if not folder.config.is_file():
+            siblings = sorted(config.parent.name for config in folder.path.parent.glob("*/config.yaml"))
+            near = difflib.get_close_matches(folder.path.name, siblings, n=1, cutoff=0.0)
+            hint = f"The nearest run is {folder.path.parent / near[0]}." if near else "Start one with: nsa train CONFIG"
+            fail("run folder", "RUN", "be a folder that a run made (with config.yaml in it)", path, hint)
+        return folder
+
+    def load_config(self, overrides: Mapping[str, str] | None = None) -> TrainConfig:
+        """The configuration that the run was started with, with ``overrides`` on top."""
+        return load_config(self.config, overrides)
+
+    def record_launch(self, *, resumed_from_step: int | None = None, overrides: Mapping[str, str] | None = None) -> None:
+        """Add this process to ``environment.json``.
+
+        Args:
+            resumed_from_step: optimizer steps done when this launch began; None for the first.
+            overrides: settings in which this launch differs from ``config.yaml``.
+        """
+        launches: list[dict[str, Any]] = []
+        if self.environment.exists():
+            launches = json.loads(self.environment.read_text(encoding="utf-8"))["launches"]
+        launches.append({"resumed_from_step": resumed_from_step, "overrides": dict(overrides or {}), **collect()})
+        replace_text(self.environment, json.dumps({"launches": launches}, indent=2) + "\n")
+
+
+def next_run_path(config_path: str | Path, root: str | Path = "runs") -> Path:
+    """``<root>/<config>-<n>`` with the first number above those taken.
+
+    Args:
+        config_path: configuration file; its name without the suffix names the run.
+        root: folder of the runs.
+
+    Returns:
+        A path that does not exist.
+    """
+    stem = Path(config_path).stem
+    check(bool(stem), "run folder", "CONFIG", "have a file name", config_path)
+    taken = [re.fullmatch(rf"{re.escape(stem)}-(\d+)", path.name) for path in Path(root).glob(f"{stem}-*")]
+    return Path(root) / f"{stem}-{1 + max((int(match[1]) for match in taken if match), default=0)}"
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that a reader, or a crash, sees the old text or the new one and nothing between."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

@@ -1,0 +1,152 @@
+"""Everything that a resumed run continues from, in one place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nsa.errors import check
+from nsa.lm.model import LanguageModel
+from nsa.train.checkpoint import load_tensors, read_meta, save_checkpoint
+from nsa.train.data import Sampler
+from nsa.train.optim import ModelOptimizer
+from nsa.train.rng import rng_state, set_rng_state
+
+
+@dataclass
+class Window:
+    """Sums since the last row of metrics; a checkpoint may fall between two rows.
+
+    Attributes:
+        steps: optimizer steps.
+        loss: summed nats of the steps that were finite.
+        targets: their targets.
+        bytes: text that their targets spell.
+        tokens: input tokens, of all steps.
+        seconds: spent in steps.
+        data_seconds: of these, spent waiting for batches.
+        grad_norm: of the newest finite step, before clipping.
+    """
+
+    steps: int = 0
+    loss: float = 0.0
+    targets: int = 0
+    bytes: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    data_seconds: float = 0.0
+    grad_norm: float = math.nan
+
+    @property
+    def loss_nats(self) -> float:
+        """Mean loss over the targets; NaN when no step was finite."""
+        return self.loss / self.targets if self.targets else math.nan
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Loss in bits over the bytes that the targets spell; NaN when no step was finite."""
+        return self.loss / math.log(2) / self.bytes if self.bytes else math.nan
+
+
+@dataclass
+class Progress:
+    """How far a run has come.
+
+    Attributes:
+        step: optimizer steps done, cancelled ones included; the schedule follows it.
+        tokens: input tokens seen.
+        seconds: wall time of the run, summed over its processes.
+        nonfinite_steps: steps whose loss or gradient was not finite.
+        nonfinite_streak: how many of them came last, without a finite one between.
+        reported_step: step of the newest row of metrics; 0 before the first.
+        best_val_bits_per_byte: lowest held-out figure so far.
+        best_val_step: its step.
+        window: sums for the next row of metrics.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    nonfinite_steps: int = 0
+    nonfinite_streak: int = 0
+    reported_step: int = 0
+    best_val_bits_per_byte: float | None = None
+    best_val_step: int | None = None
+    window: Window = field(default_factory=Window)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Progress:
+        """Inverse of ``dataclasses.asdict``."""
+        return cls(**{**values, "window": Window(**values["window"])})
+
+
+@dataclass
+class TrainState:
+    """What resumes: weights, optimizer moments, counters, place in the data, random number generators.
+
+    The learning rate needs no entry, being a function of the step.
+
+    Attributes:
+        model: fp32 master weights.
+        optimizer: moments of AdamW and momentum of Muon, with AdamW's step counts.
+        sampler: seed and position of the data order.
+        progress: counters and the sums of the open metrics window.
+    """
+
+    model: LanguageModel
+    optimizer: ModelOptimizer
+    sampler: Sampler
+    progress: Progress = field(default_factory=Progress)
+
+    def training_tensors(self) -> dict[str, Tensor]:
+        """Live weights and optimizer state, by name."""
+        weights = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
+        moments = {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_tensors().items()}
+        return {**weights, **moments}
+
+    def save(self, folder: Path, description: Mapping[str, Any], *, keep: int) -> Path:
+        """Write a checkpoint.
+
+        Args:
+            folder: folder of the run's checkpoints.
+            description: what the run is: configuration and data, as JSON.
+            keep: newest checkpoints that stay.
+        """
+        rng_tensors, rng_numbers = rng_state(self.model.embedding.weight.device)
+        tensors = {**self.training_tensors(), **{f"rng.{name}": tensor for name, tensor in rng_tensors.items()}}
+        meta = {
+            "step": self.progress.step,
+            "progress": asdict(self.progress),
+            "sampler": self.sampler.state_dict(),
+            "rng": rng_numbers,
+            **description,
+        }
+        return save_checkpoint(folder, self.progress.step, tensors, meta, keep=keep)
+
+    def load(self, path: Path) -> None:
+        """Continue exactly where the checkpoint at ``path`` was taken.
+
+        Raises:
+            ValueError: the checkpoint is damaged or belongs to another model, optimizer, data or kind of device.
+        """
+        meta = read_meta(path)
+        device = self.model.embedding.weight.device
+        kind = meta["rng"]["device"]
+        check(
+            kind == device.type,
+            "train", "device", f"be {kind} as in the checkpoint", device.type, "Another kind would not continue exactly.",
+        )  # fmt: skip
+        rng_tensors, _ = rng_state(device)
+        load_tensors(path, {**self.training_tensors(), **{f"rng.{name}": tensor for name, tensor in rng_tensors.items()}})
+        self.sampler.load_state_dict(meta["sampler"])
+        self.progress = Progress.from_json(meta["progress"])
+        set_rng_state(rng_tensors, meta["rng"], device)
+
+    def load_training_tensors(self, path: Path) -> None:
+        """Take back weights and optimizer state alone; counters and data go on from where they are."""
+        load_tensors(path, self.training_tensors())

@@ -1,0 +1,65 @@
+"""How well a device is used: peak arithmetic rate and memory."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+# Dense bf16 matrix products with fp32 accumulation, operations a second, from NVIDIA's data sheets (without sparsity).
+_BF16_PEAKS = (
+    ("B200", 2250e12),
+    ("H200", 989.4e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989.4e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+    ("RTX 4090", 165.2e12),
+)
+MIB = 2**20
+
+
+def peak_flops(device: torch.device, compute_dtype: str) -> float | None:
+    """Peak rate of matrix products in operations a second, or None where it is not known.
+
+    Args:
+        device: where the run computes.
+        compute_dtype: ``bf16`` or ``fp32``; known for ``bf16`` alone.
+    """
+    if device.type != "cuda" or compute_dtype != "bf16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _BF16_PEAKS if part in name), None)
+
+
+def memory_row(device: torch.device) -> dict[str, float]:
+    """Peak GPU memory of the process since its start, by the names of the metrics; empty on a CPU.
+
+    Args:
+        device: where the run computes; nothing waits for it.
+    """
+    if device.type != "cuda":
+        return {}
+    return {
+        "memory_allocated_mib": torch.cuda.max_memory_allocated(device) / MIB,
+        "memory_reserved_mib": torch.cuda.max_memory_reserved(device) / MIB,
+    }
+
+
+def utilisation_row(device: torch.device) -> dict[str, float]:
+    """How busy the driver reports a GPU to be, by the name of the metric; empty on a CPU and where it cannot be asked.
+
+    NVML, the driver's library, answers through the package ``pynvml``, which is no dependency.
+
+    Args:
+        device: where the run computes; nothing waits for it.
+    """
+    if device.type != "cuda" or find_spec("pynvml") is None:
+        return {}
+    nvml_error = import_module("pynvml").NVMLError
+    try:
+        return {"gpu_utilisation_percent": float(torch.cuda.utilization(device))}
+    except (RuntimeError, nvml_error):  # no access to the driver, or a slice of a GPU, for which it keeps no figure
+        return {}

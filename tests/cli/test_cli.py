@@ -1,0 +1,288 @@
+"""The command line, most of it in this process: what it does, what it refuses, how it ends."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa import cli
+from nsa.train.load import load_config, settings
+from nsa.train.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = """
+model:
+  width: 32
+  num_layers: 1
+  mlp_hidden_size: 32
+  nsa: {num_heads: 2, num_kv_heads: 1, head_dim: 16, value_dim: 16, compress_block_size: 8, compress_stride: 4, block_size: 16,
+        num_selected_blocks: 4, window_size: 32}
+data: {source: folder, path: TEXTS}
+optim: {warmup_steps: 1}
+steps: 4
+seq_len: 64
+micro_batch: 1
+accumulation: 1
+global_batch: 1
+compute_dtype: fp32
+log_every: 1
+eval_every: 2
+eval_windows: 2
+checkpoint_every: 2
+sample_tokens: 4
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(10):
+        (texts / f"{number}.txt").write_text(f"the {number} quick brown foxes jump over the lazy dog; " * 20)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY.replace("TEXTS", str(texts)))
+    return path
+
+
+def run_nsa(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "nsa", *map(str, words)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    """The one line that a mistake ends in."""
+    assert cli.main([str(word) for word in words]) == 2
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert said.err.startswith("nsa: ")
+    return said.err
+
+
+# -------------------------------------------------------------------------------------------------- whole commands
+
+
+def test_train_eval_generate_and_resume(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "tiny.yaml", "--optim.lr", "0.003", "--optim.warmup_steps=2"]) == 0
+    said = capsys.readouterr().out
+    folder = tiny.parent / "runs" / "tiny-1"
+    expected = {
+        "config.yaml", "environment.json", "metrics.jsonl", "metrics.csv", "tensorboard", "checkpoints", "tokenizer.json",
+        "loss.png", "sample.txt", "log.txt",
+    }  # fmt: skip
+    assert {path.name for path in folder.iterdir()} == expected
+    assert load_config(folder / "config.yaml") == load_config(tiny, {"optim.lr": "0.003", "optim.warmup_steps": "2"})
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert ["val_bits_per_byte" in row for row in rows] == [False, True, False, True]
+    assert f"nsa eval {Path('runs') / 'tiny-1'}" in said
+    assert "step 4/4 | loss" in (folder / "log.txt").read_text()
+
+    assert cli.main(["eval", "runs/tiny-1", "--windows", "2"]) == 0
+    said = capsys.readouterr().out
+    measured = float(said.partition("bits per byte: ")[2].split()[0])
+    assert measured == pytest.approx(float(rows[-1]["val_bits_per_byte"]), abs=1e-4)
+    assert "bigram baseline: " in said
+    assert "held out: 2 of" in said
+
+    generate = ["generate", "runs/tiny-1", "--prompt", "the quick", "--max-new-tokens", "8", "--seed", "3"]
+    assert cli.main(generate) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("the quick")
+    assert len(first) > len("the quick\n")
+    assert cli.main([*generate, "--prompt", "zz"]) == 0
+    both = capsys.readouterr().out
+    assert both.startswith(f"--- prompt 1\n{first}--- prompt 2\nzz")
+
+    assert cli.main(["train", "--resume", "runs/tiny-1", "--log-every", "2"]) == 0
+    launches = json.loads((folder / "environment.json").read_text())["launches"]
+    assert [launch["resumed_from_step"] for launch in launches] == [None, 4]
+    assert launches[1]["overrides"] == {"log_every": "2"}
+    assert cli.main(["train", "tiny.yaml", "--steps", "2"]) == 0
+    assert (tiny.parent / "runs" / "tiny-2").is_dir()
+    assert "must not exist yet" in refusal(capsys, "train", "tiny.yaml", "--run-dir", "runs/tiny-1")
+
+
+def test_a_synthetic_task_is_measured_against_what_is_possible(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--data.source", "uniform", "--data.path", "null", "--steps", "2", "--run-dir", "run", "--sample-tokens", "0"]
+    assert cli.main(["train", str(tiny), *words]) == 0
+    assert cli.main(["eval", "run", "--windows", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "lowest possible loss: 5.5452 nats per token" in said
+    assert "bigram" not in said
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_the_run_goes_on(tiny: Path) -> None:
+    folder = tiny.parent / "run"
+    words = ["train", tiny, "--run-dir", folder, "--steps", "100000", "--checkpoint-every", "0", "--eval-every", "0"]
+    with (tiny.parent / "said").open("w") as said:
+        command = [sys.executable, "-m", "nsa", *map(str, words)]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said)
+        deadline = time.monotonic() + 60
+        while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text().count("\n") > 2:
+            assert time.monotonic() < deadline
+            assert process.poll() is None, (tiny.parent / "said").read_text()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 128 + signal.SIGINT
+    text = (tiny.parent / "said").read_text()
+    assert "Traceback" not in text
+    assert f"nsa train --resume {folder}" in text
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    last = read_metrics(folder / "metrics.jsonl")[-1]["step"]
+    assert checkpoint.name == f"step-{last:08d}"
+    assert (folder / "loss.png").exists()
+
+
+def test_the_command_outside_this_process(tiny: Path) -> None:
+    shown = run_nsa("--help", cwd=ROOT)
+    assert shown.returncode == 0
+    assert all(name in shown.stdout for name in ("train", "eval", "generate", "doctor"))
+    assert run_nsa("--version", cwd=ROOT).stdout.startswith("nsa 0.")
+    wrong = run_nsa("train", tiny, "--optim.lrr", "1", cwd=ROOT)
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr == "nsa: command line: the option must be a known one, got '--optim.lrr'. The nearest is --optim.lr.\n"
+
+
+def test_help_imports_nothing_heavy_beyond_the_package() -> None:
+    code = (
+        "import sys, nsa; before = set(sys.modules); from nsa import cli; cli._parsers(complete=True);"
+        "print(*set(sys.modules) - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    added = {name.partition(".")[0] for name in done.stdout.split()}
+    assert not added & {"torch", "tensorboard", "matplotlib", "rich", "tokenizers", "tiktoken", "triton"}
+    assert "yaml" in added  # the list is of what was added
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "nsa", "--version"]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+# -------------------------------------------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "generate", "doctor"])
+def test_help_of_each_command_explains_every_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main([command, "--help"])
+    assert left.value.code == 0
+    _, commands = cli._parsers(complete=True)
+    said = capsys.readouterr().out
+    for action in commands[command]._actions:
+        assert action.help, action.dest
+        assert (action.option_strings[-1] if action.option_strings else str(action.metavar)) in said
+    if command == "train":
+        assert all(f"--{setting.name.replace('_', '-')} VALUE" in said for setting in settings())
+    assert "``" not in said
+
+
+# -------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["trian"], "got 'trian'. The nearest is train."),
+        (["generat", "x"], "The nearest is generate."),
+        (["--verson"], "got '--verson'. The nearest is --version."),
+        (["train", "tiny.yaml", "--lr", "3"], "got '--lr'. The nearest is --optim.lr."),
+        (["train", "--modle.nsa.window-size=4", "tiny.yaml"], "The nearest is --model.nsa.window-size."),
+        (["train", "--resum", "x"], "The nearest is --resume."),
+        (["train", "tiny.yaml", "extra"], "extra"),
+        (["train", "tiny.yaml", "-x"], "-x"),
+        (["train"], "CONFIG must be given"),
+        (["train", "tiny.yaml", "--steps"], "--steps: expected one argument"),
+        (["train", "tiny.yaml", "--steps", "1", "--steps", "2"], "--steps twice"),
+        (["train", "tiny.yaml", "--steps", "some"], "--steps: steps must be an integer, got some."),
+        (["train", "tiny.yaml", "--opt", "3"], "got '--opt'"),
+        (["train", "tiny.yml"], "The nearest is tiny.yaml."),
+        (["train", "tiny.yaml", "--data.path", "nowhere"], "nowhere"),
+        (["train", "tiny.yaml", "--model.vocab-size", "300"], "model.vocab_size must equal the tokenizer's"),
+        (["train", "tiny.yaml", "--resume", "x"], "CONFIG must be left out with --resume"),
+        (["train", "--resume", "x", "--run-dir", "y"], "--run-dir must be left out with --resume"),
+        (["train", "--resume", "runs/none"], "be a folder that a run made"),
+        (["eval"], "required: RUN"),
+        (["eval", "runs/none"], "be a folder that a run made"),
+        (["eval", "x", "--device", "tpu"], "invalid choice: 'tpu'"),
+        (["eval", "x", "--optim.lr", "1"], "got '--optim.lr'"),
+        (["generate", "x"], "required: --prompt"),
+        (["generate", "x", "--prompt", "a", "--top-k", "many"], "--top-k: invalid int value: 'many'"),
+        (["generate", "x", "--prompt", "a", "--topk", "4"], "The nearest is --top-k."),
+        (["generate", "x", "--prompt", "a", "--seed", "1", "--seed", "2"], "--seed twice"),
+        (["doctor", "now"], "now"),
+    ],
+)  # fmt: skip
+def test_mistakes_end_in_one_line_that_helps(
+    tiny: Path, capsys: pytest.CaptureFixture[str], words: list[str], answer: str
+) -> None:
+    assert answer in refusal(capsys, *words)
+    assert not list(tiny.parent.glob("runs/*")), "a refused run left a folder"
+
+
+def test_a_run_without_a_checkpoint_or_with_other_data_is_refused(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", str(tiny), "--run-dir", "run", "--steps", "2"]) == 0
+    capsys.readouterr()
+    assert "prompts must hold at least one token" in refusal(capsys, "generate", "run", "--prompt", "")
+    assert "temperature must be at least 0" in refusal(capsys, "generate", "run", "--prompt", "a", "--temperature", "-1")
+    assert "--windows must be positive" in refusal(capsys, "eval", "run", "--windows", "0")
+    assert "optim.lr must stay" in refusal(capsys, "train", "--resume", "run", "--optim.lr", "1")
+    assert Path("run/config.yaml").exists(), "a refused resumption removed the run"
+    (tiny.parent / "texts" / "new.txt").write_text("text that the run has not seen " * 30)
+    assert "may have been trained on" in refusal(capsys, "eval", "run")
+    for checkpoint in Path("run/checkpoints").iterdir():
+        checkpoint.rename(tiny.parent / checkpoint.name)
+    assert "checkpoint" in refusal(capsys, "eval", "run")
+    assert "checkpoint" in refusal(capsys, "generate", "run", "--prompt", "a")
+
+
+def test_nothing_said_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "usage: nsa" in capsys.readouterr().out
+
+
+# -------------------------------------------------------------------------------------------------- other endings
+
+
+def raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(words: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_dispatch", command)
+
+
+def test_surroundings_end_in_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    raising(OSError(errno.ENOSPC, "No space left on device", "runs/x"), monkeypatch)
+    assert refusal(capsys, "train") == "nsa: No space left on device: runs/x\n"
+
+
+def test_too_little_gpu_memory_says_what_to_lower(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ..."), monkeypatch)
+    assert "--micro-batch" in refusal(capsys, "train")
+
+
+def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (ValueError("a bug"), FileNotFoundError(errno.ENOENT, "a bug"), RuntimeError("a bug")):
+        raising(error, monkeypatch)
+        with pytest.raises(type(error), match="a bug"):
+            cli.main([])
+
+
+def test_ctrl_c_outside_of_training_is_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    raising(KeyboardInterrupt(), monkeypatch)
+    assert cli.main(["generate"]) == 130
+    assert capsys.readouterr().err == "nsa: interrupted\n"

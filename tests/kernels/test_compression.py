@@ -1,0 +1,83 @@
+"""Kernels of compression and combination, fp32 in the interpreter, against the references."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa import NSAConfig, PhiWeights, Rope, apply_rope, combine, compress, compressed_positions
+from nsa.ops._packed import compressed_cu_seqlens
+from nsa.ops.combination.triton_fwd import combine_backward, combine_forward
+from nsa.ops.compression.triton_launch import CompressLayout, compress_backward, compress_forward
+from nsa.testing import assert_within_budget, make_inputs
+
+
+def reference(
+    raw: Tensor, weight: Tensor | None, dy: Tensor, config: NSAConfig, cu_seqlens: Tensor, rotated: bool, dtype: torch.dtype
+) -> list[Tensor]:
+    """y, dx and, with weights, dw."""
+    leaves = [x.to(dtype).requires_grad_() for x in (raw, weight) if x is not None]
+    y, _ = compress(leaves[0], None if weight is None else PhiWeights(weight=leaves[1]), config, cu_seqlens)
+    if rotated:
+        y = apply_rope(y, compressed_positions(config, cu_seqlens, y.shape[0]), Rope.from_config(config))
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(dtype))]
+
+
+@pytest.mark.parametrize("phi", ["mean", "linear"])
+@pytest.mark.parametrize(
+    ("pattern", "rotary_dim", "rotated", "lengths"),
+    [
+        ((8, 4), None, True, [70, 1, 0, 45]),
+        ((8, 4), 16, True, [70, 7, 8, 45]),
+        ((16, 4), None, True, [70, 33]),
+        ((8, 8), None, False, [70]),
+    ],
+)
+def test_compression(phi, pattern, rotary_dim, rotated, lengths):
+    size, stride = pattern
+    config = NSAConfig(
+        num_heads=2, num_kv_heads=2, head_dim=32, value_dim=32, compress_block_size=size, compress_stride=stride, block_size=16,
+        num_selected_blocks=4, window_size=32, phi=phi, rotary_dim=rotary_dim,
+    )  # fmt: skip
+    x = make_inputs(config, lengths)
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(2, size, 32, generator=generator).double() if phi == "linear" else None
+    dy = torch.randn(x.k_cmp_raw.shape[0] // stride, 2, 32, generator=generator).double()
+    rope = Rope.from_config(config)
+    layout = CompressLayout(
+        x.cu_seqlens_k, compressed_cu_seqlens(x.cu_seqlens_k, config), len(lengths), max(lengths), 0, size, stride,
+        rope.inverse_frequencies(dy.device) if rotated else None, (size - 1) // 2,
+    )  # fmt: skip
+    raw, weight32 = x.k_cmp_raw.float(), None if weight is None else weight.float()
+    y = compress_forward(raw, weight32, layout)
+    dx, dw = compress_backward(raw, weight32, dy.float(), layout)
+    exact, plain = (
+        reference(x.k_cmp_raw, weight, dy, config, x.cu_seqlens_k, rotated, dtype) for dtype in (torch.float64, torch.float32)
+    )
+    found = [y, dx] if dw is None else [y, dx, dw]
+    for name, actual, baseline, oracle in zip(("y", "dx", "dw"), found, plain, exact, strict=False):
+        assert_within_budget(actual, baseline, oracle, name, factor=4.0)
+
+
+@pytest.mark.parametrize("off", [None, 0, 1, 2])
+def test_combination(off):
+    generator = torch.Generator().manual_seed(3)
+    branches = [None if index == off else torch.randn(7, 3, 48, generator=generator).double() for index in range(3)]
+    gates = torch.rand(7, 3, 3, generator=generator).double()
+    d_out = torch.randn(7, 3, 48, generator=generator).double()
+
+    def run_reference(dtype: torch.dtype) -> list[Tensor]:
+        leaves: Any = [None if x is None else x.to(dtype).requires_grad_() for x in branches]
+        gate = gates.to(dtype).requires_grad_()
+        out = combine(leaves[0], leaves[1], leaves[2], gate)
+        return [out.detach(), *torch.autograd.grad(out, [*(x for x in leaves if x is not None), gate], d_out.to(dtype))]
+
+    given: Any = tuple(None if x is None else x.float() for x in branches)
+    out = combine_forward(given, gates.float())
+    grads, dgates = combine_backward(given, gates.float(), d_out.float())
+    found = [out, *(x for x in grads if x is not None), dgates]
+    for actual, baseline, oracle in zip(found, run_reference(torch.float32), run_reference(torch.float64), strict=True):
+        assert_within_budget(actual, baseline, oracle, "combination", factor=4.0)

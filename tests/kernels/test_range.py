@@ -1,0 +1,127 @@
+"""Kernels of the window and the compressed branch, fp32 in the interpreter, against the references."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa import NSAConfig, compress, compressed_attention, window_attention
+from nsa.ops._packed import compressed_cu_seqlens
+from nsa.ops._triton import range_launch
+from nsa.ops._triton.range_launch import RangeLayout, range_backward, range_forward
+from nsa.ops._triton.tuning import Tile
+from nsa.testing import assert_within_budget, make_inputs
+
+PACKED = [70, 1, 0, 45]
+SHORT_QUERIES = [20, 1, 0, 7]
+
+
+def small(num_heads: int, num_kv_heads: int, head_dim: int = 16, value_dim: int = 16) -> NSAConfig:
+    return NSAConfig(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim, compress_block_size=8,
+        compress_stride=4, block_size=16, num_selected_blocks=4, window_size=32,
+    )  # fmt: skip
+
+
+class Case:
+    """Inputs of one branch in fp64, and what the reference makes of them in a given dtype."""
+
+    def __init__(
+        self, config: NSAConfig, window: bool, lengths_k: Sequence[int], lengths_q: Sequence[int] | None = None
+    ) -> None:
+        x = make_inputs(config, lengths_k, lengths_q)
+        self.config, self.window = config, window
+        self.offsets: dict[str, Any] = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
+        self.longest = max(lengths_q or lengths_k), max(lengths_k)
+        self.count = len(lengths_k)
+        self.tensors: tuple[Tensor, ...]
+        if window:
+            self.tensors = (x.q, x.k_win, x.v_win)
+        else:
+            k, v = (compress(raw, None, config, x.cu_seqlens_k)[0] for raw in (x.k_cmp_raw, x.v_cmp_raw))
+            self.tensors = (x.q, k, v)
+        generator = torch.Generator().manual_seed(1)
+        self.d_out = torch.randn(x.q.shape[0], config.num_heads, config.value_dim, generator=generator).double()
+
+    def layout(self, uniform: bool) -> RangeLayout:
+        config, (len_q, len_k) = self.config, self.longest
+        size, stride = (config.window_size, 1) if self.window else (config.compress_block_size, config.compress_stride)
+        len_key = len_k if self.window else max(0, (len_k - size) // stride + 1)
+        cu_q, cu_k = self.offsets["cu_seqlens_q"], self.offsets["cu_seqlens_k"]
+        offsets = (cu_q, cu_k, cu_k if self.window else compressed_cu_seqlens(cu_k, config))
+        given: Any = (None, None, None) if uniform else offsets
+        return RangeLayout(given[0], given[1], given[2], self.count, len_q, len_k, len_key, self.window, size, stride)
+
+    def reference(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """out, dq, dk, dv; lse apart."""
+        leaves = [x.detach().to(dtype).requires_grad_() for x in self.tensors]
+        attention: Any = window_attention if self.window else compressed_attention
+        out, _ = attention(*leaves, self.config, **self.offsets)
+        return out.detach(), *torch.autograd.grad(out, leaves, self.d_out.to(dtype))
+
+
+def compare(case: Case, tile: Tile, keys_as_rows: bool, uniform: bool = False) -> None:
+    q, k, v = (x.float() for x in case.tensors)
+    layout, scale = case.layout(uniform), case.config.head_dim**-0.5
+    out, lse = range_forward(q, k, v, layout, scale, tile)
+    tile_dkv = Tile(tile.rows, tile.keys, 4, 1, keys_as_rows=keys_as_rows)
+    grads = range_backward(q, k, v, out, case.d_out.float(), lse, layout, scale, tile, tile_dkv)
+    exact, plain = case.reference(torch.float64), case.reference(torch.float32)
+    for name, actual, baseline, oracle in zip(("out", "dq", "dk", "dv"), (out, *grads), plain, exact, strict=True):
+        # Sums in another order than the reference's: rounding, not more, is what the larger factor leaves room for.
+        assert_within_budget(actual, baseline, oracle, name, factor=4.0)
+    attention: Any = window_attention if case.window else compressed_attention
+    _, wanted = attention(*case.tensors, case.config, **case.offsets)
+    assert torch.equal(lse.isinf(), wanted.isinf())
+    assert torch.allclose(lse[~lse.isinf()].double(), wanted[~wanted.isinf()], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [True, False], ids=["win", "cmp"])
+@pytest.mark.parametrize("lengths_q", [None, SHORT_QUERIES], ids=["as keys", "fewer queries"])
+def test_packed_sequences(window, lengths_q):
+    compare(Case(small(6, 2, 16, 32), window, PACKED, lengths_q), Tile(16, 16, 4, 1), keys_as_rows=lengths_q is None)
+
+
+@pytest.mark.parametrize("window", [True, False], ids=["win", "cmp"])
+def test_sequences_alike_without_offsets(window):
+    case = Case(small(3, 1, 48, 16), window, [66, 66])
+    if not window:  # without offsets, the blocks of a sequence follow those of the one before without a gap
+        num_blocks = (66 - 8) // 4 + 1
+        case.tensors = (case.tensors[0], *(x[: 2 * num_blocks] for x in case.tensors[1:]))
+    compare(case, Tile(32, 16, 4, 1), keys_as_rows=False, uniform=True)
+
+
+@pytest.mark.parametrize("window", [True, False], ids=["win", "cmp"])
+@pytest.mark.parametrize("group", [1, 5, 16])
+def test_group_sizes(window, group):
+    compare(Case(small(group, 1), window, [61]), Tile(16, 16, 4, 1), keys_as_rows=group == 5)
+
+
+@pytest.mark.parametrize("window", [True, False], ids=["win", "cmp"])
+def test_partial_sums_of_chunks(window, monkeypatch):
+    """Queries cut into chunks give the same sums, also where some chunks see no key of a block."""
+    monkeypatch.setattr(range_launch, "chunks", lambda layout, num_programs: (-(-layout.len_q // 16), 16))
+    compare(Case(small(6, 2), window, PACKED), Tile(16, 16, 4, 1), keys_as_rows=True)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # NumPy's word, inside the interpreter
+@pytest.mark.parametrize("window", [True, False], ids=["win", "cmp"])
+def test_nan_of_one_sequence_reaches_no_other(window):
+    case = Case(small(2, 1), window, [30, 41])
+    first = case.tensors[1].shape[0] if window else int(compressed_cu_seqlens(case.offsets["cu_seqlens_k"], case.config)[-1])
+    q, k, v = (x.float().clone() for x in case.tensors)
+    clean = range_forward(q, k, v, case.layout(False), 0.25, Tile(16, 16, 4, 1))[0][:30]
+    own = 30 if window else int(compressed_cu_seqlens(case.offsets["cu_seqlens_k"], case.config)[1])
+    k[own:first] = torch.nan
+    v[own:first] = torch.nan
+    out, lse = range_forward(q, k, v, case.layout(False), 0.25, Tile(16, 16, 4, 1))
+    assert torch.equal(out[:30], clean)
+    d_out = case.d_out.float()
+    dq, dk, dv = range_backward(q, k, v, out, d_out, lse, case.layout(False), 0.25, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))
+    assert dq[:30].isfinite().all()
+    assert dk[:own].isfinite().all()
+    assert dv[:own].isfinite().all()

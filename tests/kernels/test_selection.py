@@ -1,0 +1,67 @@
+"""Kernel of scores and choice, fp32 in the interpreter, against the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nsa import NSAConfig, compress, compressed_attention, select_blocks
+from nsa.ops._packed import compressed_cu_seqlens
+from nsa.ops._triton.range_launch import RangeLayout
+from nsa.ops._triton.tuning import Tile
+from nsa.ops.selection.triton_fwd import select_blocks_forward
+from nsa.testing import make_inputs
+
+SMALL = (8, 4, 16, 4)
+
+
+def config_of(pattern: tuple[int, int, int, int], group: int, init: int = 1, local: int = 2) -> NSAConfig:
+    size, stride, block, n = pattern
+    return NSAConfig(
+        num_heads=group, num_kv_heads=1, head_dim=16, value_dim=16, compress_block_size=size, compress_stride=stride,
+        block_size=block, num_selected_blocks=n, num_init_blocks=init, num_local_blocks=local, window_size=32,
+    )  # fmt: skip
+
+
+def compare(config: NSAConfig, lengths_k: list[int], lengths_q: list[int] | None = None, q_scale: float = 1.0) -> None:
+    """The kernel chooses as the reference does, from the same fp32 keys and lse."""
+    x = make_inputs(config, lengths_k, lengths_q, dtype=torch.float32)
+    offsets: Any = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
+    q = x.q * q_scale
+    k_cmp, _ = compress(x.k_cmp_raw, None, config, x.cu_seqlens_k)
+    _, lse = compressed_attention(q, k_cmp, None, config, **offsets)
+    layout = RangeLayout(
+        x.cu_seqlens_q, x.cu_seqlens_k, compressed_cu_seqlens(x.cu_seqlens_k, config), len(lengths_k),
+        max(lengths_q or lengths_k), max(lengths_k), 0, False, config.compress_block_size, config.compress_stride,
+    )  # fmt: skip
+    found = select_blocks_forward(
+        q, k_cmp, lse, layout, config.head_dim**-0.5, config.block_size, config.num_selected_blocks, config.num_init_blocks,
+        config.num_local_blocks, Tile(16, 4, 4, 1),
+    )  # fmt: skip
+    assert torch.equal(found, select_blocks(q, k_cmp, lse, config, **offsets))
+
+
+def test_packed_sequences():
+    compare(config_of(SMALL, 3), [200, 1, 0, 77])
+
+
+def test_fewer_queries_than_keys():
+    compare(config_of(SMALL, 6), [300, 64], [20, 64])
+
+
+def test_ties_go_to_the_lower_block():
+    """With q = 0 all compressed keys weigh the same: inner blocks tie exactly, wherever they lie in a step."""
+    compare(config_of(SMALL, 2), [300], q_scale=0.0)
+
+
+@pytest.mark.parametrize(("init", "local"), [(0, 1), (2, 2), (1, 3)])
+def test_forced_blocks(init, local):
+    compare(config_of(SMALL, 2, init, local), [260])
+
+
+@pytest.mark.parametrize("pattern", [(16, 16, 64, 4), (16, 4, 16, 5), (12, 4, 16, 3), (8, 8, 16, 8), (4, 4, 16, 3)])
+def test_stencils(pattern):
+    """Overlaps of every kind: none, half, whole blocks; n that is no power of two."""
+    compare(config_of(pattern, 1), [330])

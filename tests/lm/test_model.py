@@ -1,0 +1,224 @@
+"""The language model: sizes, start, attention by one word, precision, decoding with its cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nsa.config import NSAConfig
+from nsa.lm.config import LMConfig
+from nsa.lm.flops import flops_per_token, keys_per_query
+from nsa.lm.model import MLP, LanguageModel
+
+PATTERN = NSAConfig(
+    num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, compress_block_size=8, compress_stride=4, block_size=16,
+    num_selected_blocks=4, window_size=32,
+)  # fmt: skip
+SMALL = LMConfig(vocab_size=61, width=32, num_layers=2, nsa=PATTERN, mlp_hidden_size=64)
+ATTENTION = pytest.mark.parametrize("attention", ["nsa", "dense"])
+
+
+def make(attention: Any, seed: int = 0, **changes: Any) -> LanguageModel:
+    torch.manual_seed(seed)
+    return LanguageModel(dataclasses.replace(SMALL, attention=attention, **changes))
+
+
+def tokens(*shape: int, vocab: int = 61, seed: int = 1) -> Tensor:
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize(
+    ("changes", "total", "gates"),
+    [
+        ({}, 78_601_392, 332_208),  # 78.3M of the seed configuration, and its gates
+        ({"attention": "dense"}, 73_550_592, 0),
+        ({"vocab_size": 50_257, "tie_head": True}, 116_805_552, 332_208),
+        ({"vocab_size": 50_257, "tie_head": True, "attention": "dense"}, 111_754_752, 0),
+    ],
+)
+def test_parameters_of_the_seed_configuration(changes: dict[str, Any], total: int, gates: int) -> None:
+    with torch.device("meta"):
+        model = LanguageModel(LMConfig(**changes))
+    count = model.num_parameters()
+    assert count["total"] == total == sum(parameter.numel() for parameter in model.parameters())
+    assert count["gate"] == gates
+    assert f"{total / 1e6:.1f}M parameters" in model.parameter_summary()
+
+
+@pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
+@pytest.mark.parametrize("mlp", ["silu", "swiglu"])
+def test_parameter_parts_by_hand(phi: Any, mlp: Any) -> None:
+    model = make("nsa", mlp=mlp, nsa=dataclasses.replace(PATTERN, phi=phi))
+    size, length = PATTERN.head_dim, PATTERN.compress_block_size
+    phi_head = {"mean": 0, "linear": length * size, "mlp": length * size + length * size * 2 * size + 2 * size * size}[phi]
+    layers = SMALL.num_layers
+    expected = {
+        "embedding": 61 * 32,
+        "attention": layers * (2 * 32 * 64 + 6 * 32 * 32),
+        "gate": layers * (32 + 1) * 3 * 4,
+        "phi": layers * 2 * 2 * phi_head,
+        "mlp": layers * (3 if mlp == "swiglu" else 2) * 32 * 64,
+        "norm": (2 * layers + 1) * 32,
+        "head": 61 * 32,
+    }
+    assert model.num_parameters() == {**expected, "total": sum(expected.values())}
+
+
+def test_tied_head_is_the_embedding() -> None:
+    model = make("dense", tie_head=True)
+    assert model.head.weight is model.embedding.weight
+    assert model.num_parameters()["head"] == 0
+    model(tokens(8)).sum().backward()
+    assert model.embedding.weight.grad is not None
+
+
+def test_mlp_formulas() -> None:
+    x = torch.randn(5, 32)
+    plain, gated = MLP(SMALL), MLP(dataclasses.replace(SMALL, mlp="swiglu"))
+    up = x @ plain.up_proj.weight.T
+    torch.testing.assert_close(plain(x), (up * up.sigmoid()) @ plain.down_proj.weight.T)
+    assert gated.gate_proj is not None
+    gate = x @ gated.gate_proj.weight.T
+    expected = (gate * gate.sigmoid() * (x @ gated.up_proj.weight.T)) @ gated.down_proj.weight.T
+    torch.testing.assert_close(gated(x), expected)
+
+
+@pytest.mark.parametrize("seq_len", [1, 7, 64, 130])
+def test_keys_per_query_counted_one_by_one(seq_len: int) -> None:
+    p, total = PATTERN, 0
+    for t in range(seq_len):
+        compressed = sum(1 for start in range(0, seq_len, p.compress_stride) if start + p.compress_block_size - 1 <= t)
+        blocks = t // p.block_size + 1
+        chosen = min(blocks, p.num_selected_blocks)
+        selected = (chosen - 1) * p.block_size + t % p.block_size + 1  # the current block is always among them
+        total += compressed + selected + min(p.window_size, t + 1)
+    assert keys_per_query(SMALL, seq_len) == pytest.approx(total / seq_len, rel=1e-12)
+    dense = dataclasses.replace(SMALL, attention="dense")
+    assert keys_per_query(dense, seq_len) == pytest.approx((seq_len + 1) / 2, rel=1e-12)
+
+
+def test_flops_of_a_token() -> None:
+    model = make("dense")
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2) - model.embedding.weight.numel()
+    attention = 2 * 4 * (16 + 16) * (100 + 1) / 2 * SMALL.num_layers
+    assert flops_per_token(model, 100) == pytest.approx(3 * (2 * matrices + attention), rel=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------------------- start
+
+
+@ATTENTION
+@pytest.mark.parametrize("tie_head", [False, True])
+@pytest.mark.parametrize(
+    ("vocab", "width", "layers", "mlp"), [(256, 128, 4, "silu"), (256, 1024, 1, "swiglu"), (8192, 64, 1, "silu")]
+)
+def test_first_loss_is_that_of_a_uniform_guess(
+    attention: Any, tie_head: bool, vocab: int, width: int, layers: int, mlp: Any
+) -> None:
+    torch.manual_seed(3)
+    config = LMConfig(
+        vocab_size=vocab, width=width, num_layers=layers, attention=attention, nsa=PATTERN, mlp=mlp,
+        mlp_hidden_size=4 * width, tie_head=tie_head,
+    )  # fmt: skip
+    data = tokens(4, 65, vocab=vocab)
+    with torch.no_grad():
+        logits = LanguageModel(config)(data[:, :-1])
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), data[:, 1:].flatten()).item()
+    assert loss == pytest.approx(math.log(vocab), rel=0.05)
+
+
+def test_output_projections_start_smaller() -> None:
+    model = make("nsa", num_layers=8, width=128)
+    layer = model.decoder_layers()[0]
+    assert isinstance(layer.attention.o_proj, nn.Linear)
+    assert layer.attention.o_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.1)
+    assert layer.mlp.down_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.1)
+    assert layer.mlp.up_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+@ATTENTION
+def test_every_parameter_gets_a_gradient(attention: str) -> None:
+    model = make(attention)
+    model(tokens(2, 5)).square().sum().backward()  # shorter than a compression block
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+@pytest.mark.parametrize("branch", ["slc", "win"])
+def test_nsa_with_full_coverage_is_its_dense_twin(branch: Any) -> None:
+    pattern = dataclasses.replace(
+        PATTERN, branches=(branch,), share_kv=True, gate="fixed", num_selected_blocks=8, window_size=128
+    )
+    sparse = make("nsa", nsa=pattern).double()
+    dense = make("dense", seed=9, nsa=pattern).double()
+    dense.load_state_dict(sparse.state_dict())
+    data = tokens(2, 128)
+    torch.testing.assert_close(sparse(data), dense(data), rtol=1e-12, atol=1e-12)
+
+
+@ATTENTION
+def test_no_logit_depends_on_a_later_token(attention: str) -> None:
+    model = make(attention)
+    data = tokens(90)
+    changed = data.clone()
+    changed[50:] = tokens(40, seed=5)
+    assert not torch.equal(model(data)[50:], model(changed)[50:])
+    assert torch.equal(model(data)[:50], model(changed)[:50])
+
+
+@ATTENTION
+def test_packed_equals_separate_and_batch(attention: str) -> None:
+    model = make(attention).double()
+    lengths = (5, 1, 64, 0, 30)
+    data = tokens(sum(lengths))
+    cu_seqlens = torch.tensor([0, 5, 6, 70, 70, 100], dtype=torch.int32)
+    packed = model(data, cu_seqlens, 64)
+    for logits, part in zip(packed.split(lengths), data.split(lengths), strict=True):
+        if part.numel():
+            torch.testing.assert_close(logits, model(part), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(model(data.view(2, 50)).flatten(0, 1), model(data, torch.tensor([0, 50, 100]).int(), 50))
+
+
+@ATTENTION
+@pytest.mark.parametrize("cut", [1, 7, 16, 40])
+def test_prefill_and_steps_equal_the_whole(attention: str, cut: int) -> None:
+    model = make(attention).double()
+    data = tokens(2, 60)
+    whole = model(data)
+    cache = model.new_cache(2)
+    logits = [model(data[:, :cut], cache=cache)]
+    logits += [model(data[:, t : t + 1], cache=cache) for t in range(cut, 50)]
+    logits.append(model(data[:, 50:], cache=cache))
+    torch.testing.assert_close(torch.cat(logits, dim=1), whole, rtol=1e-10, atol=1e-12)
+
+
+# ------------------------------------------------------------------------------------------------------------ precision
+
+
+@ATTENTION
+def test_bf16_compute_over_fp32_parameters(attention: str) -> None:
+    model = make(attention)
+    seen: dict[str, torch.dtype] = {}
+    layer = model.decoder_layers()[0]
+    watched = {"norm": layer.mlp_norm, "projection": layer.mlp.up_proj, "residual": layer, "query": layer.attention.o_proj}
+    for name, module in watched.items():
+        assert isinstance(module, nn.Module)
+        module.register_forward_hook(lambda _m, _i, out, name=name: seen.update({name: out.dtype}))
+    data = tokens(2, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = model(data)
+    assert seen == {"norm": torch.float32, "projection": torch.bfloat16, "residual": torch.float32, "query": torch.bfloat16}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    low.float().square().sum().backward()
+    assert {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None} == {torch.float32}
+    torch.testing.assert_close(low.float(), model(data), rtol=0.05, atol=0.05)

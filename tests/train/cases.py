@@ -1,0 +1,62 @@
+"""A tiny run: a few kilobytes of text in several documents, a model of one layer, a fraction of a second a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nsa.config import NSAConfig
+from nsa.lm.config import LMConfig
+from nsa.train.config import DataConfig, OptimConfig, TrainConfig
+from nsa.train.metrics import Row, read_metrics
+from nsa.train.run_folder import RunFolder
+from nsa.train.trainer import Trainer
+
+PATTERN = NSAConfig(
+    num_heads=2, num_kv_heads=1, head_dim=16, value_dim=16, compress_block_size=8, compress_stride=4, block_size=16,
+    num_selected_blocks=4, window_size=32,
+)  # fmt: skip
+MODEL = LMConfig(width=32, num_layers=1, nsa=PATTERN, mlp_hidden_size=64)
+MACHINE = {
+    "time_unix_s", "step_time_ms", "data_time_ms", "tokens_per_s", "tokens_per_s_total", "eta_s", "mfu",
+    "memory_allocated_mib", "memory_reserved_mib", "gpu_utilisation_percent",
+}  # fmt: skip
+
+
+def write_text(folder: Path) -> Path:
+    """Documents of very different lengths, so that windows hold boundaries and micro-batches differ in targets."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ("sea", "and", "stone", "were", "old", "when", "no", "one", "had", "a", "name", "for", "either", "of", "them")
+    for index in range(24):
+        line = " ".join(words[(7 * index + 3 * k) % len(words)] for k in range(12 + index))
+        (folder / f"{index:02d}.txt").write_text(f"{index}. {line}\n" * (1 + index % 6), encoding="utf-8")
+    return folder
+
+
+def tiny_config(tmp_path: Path, **changes: Any) -> TrainConfig:
+    """A run over ``write_text``; ``changes`` are fields of the run, its ``model`` and ``optim`` as dictionaries of theirs."""
+    model = dataclasses.replace(MODEL, **changes.pop("model", {}))
+    optim = OptimConfig(**{"lr": 1e-2, "warmup_steps": 3, **changes.pop("optim", {})})
+    settings: dict[str, Any] = {
+        "data": DataConfig(source="folder", path=str(write_text(tmp_path / "text"))),
+        "steps": 12, "seq_len": 64, "micro_batch": 2, "accumulation": 2, "device": "cpu", "compute_dtype": "fp32",
+        "log_every": 2, "eval_every": 5, "eval_windows": 4, "checkpoint_every": 4, "sample_tokens": 0,
+    }  # fmt: skip
+    settings.update(changes)
+    settings.setdefault("global_batch", settings["micro_batch"] * settings["accumulation"])
+    return TrainConfig(model=model, optim=optim, **settings)
+
+
+def make_trainer(
+    config: TrainConfig, path: Path, *, resume: bool = False, on_row: Callable[[Row], None] | None = None
+) -> Trainer:
+    """A trainer over a new run folder, or over the one that is there."""
+    folder = RunFolder.open(path) if resume else RunFolder.create(path, config)
+    return Trainer(config, folder, resume=resume, on_row=on_row)
+
+
+def reproducible_rows(path: Path) -> list[Row]:
+    """Metrics of a run, but for what depends on the machine and the moment."""
+    return [{name: value for name, value in row.items() if name not in MACHINE} for row in read_metrics(path / "metrics.jsonl")]

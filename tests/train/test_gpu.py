@@ -1,0 +1,75 @@
+"""What only a GPU can show about the trainer."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa.train.metrics import Row
+from tests.train.cases import make_trainer, reproducible_rows, tiny_config
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+ATTENTION = pytest.mark.parametrize("attention", ["nsa", "dense"])
+OPTIMIZER = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+
+
+@ATTENTION
+@OPTIMIZER
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_step_does_not_wait_for_the_device(tmp_path: Path, attention: str, optimizer: str, dtype: str) -> None:
+    config = tiny_config(
+        tmp_path, device="cuda", compute_dtype=dtype, loss_chunk=50, model={"attention": attention}, optim={"name": optimizer}
+    )
+    trainer = make_trainer(config, tmp_path / "run")
+    trainer.train_step(trainer.next_batches())
+    batches = trainer.next_batches()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype feature")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        trainer.train_step(batches)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@ATTENTION
+@OPTIMIZER
+def test_nonfinite_step_changes_nothing(tmp_path: Path, attention: str, optimizer: str) -> None:
+    config = tiny_config(tmp_path, device="cuda", model={"attention": attention}, optim={"name": optimizer})
+    trainer = make_trainer(config, tmp_path / "run")
+    trainer.train_step(trainer.next_batches())
+    before = {name: tensor.clone() for name, tensor in trainer.state.training_tensors().items()}
+    real = trainer.loss
+    trainer.loss = lambda *args: real(*args) * math.nan
+    assert trainer.train_step(trainer.next_batches())[2].item() == 1
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.state.training_tensors().items())
+
+
+def test_gpu_and_cpu_agree(tmp_path: Path) -> None:
+    losses = []
+    for device in ("cpu", "cuda"):
+        trainer = make_trainer(tiny_config(tmp_path, device=device), tmp_path / device)
+        losses.append([trainer.train_step(trainer.next_batches())[:2].tolist() for _ in range(3)])
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-3, atol=1e-4)
+
+
+@ATTENTION
+def test_resumed_run_is_the_whole_one_bit_for_bit(tmp_path: Path, attention: str) -> None:
+    config = tiny_config(tmp_path, device="cuda", compute_dtype="bf16", model={"attention": attention})
+    make_trainer(config, tmp_path / "whole").run()
+
+    def stop(row: Row) -> None:
+        if row["step"] == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert make_trainer(config, tmp_path / "cut", on_row=stop).run().step == 6
+    assert make_trainer(config, tmp_path / "cut", resume=True).run().finished
+    assert reproducible_rows(tmp_path / "cut") == reproducible_rows(tmp_path / "whole")

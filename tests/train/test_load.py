@@ -1,0 +1,277 @@
+"""Configuration from files and overrides: what is accepted, what is refused and with which words."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nsa.config import NSAConfig, RopeScaling
+from nsa.errors import UserError
+from nsa.lm.config import LMConfig
+from nsa.train import load
+from nsa.train.config import DataConfig, OptimConfig, TrainConfig
+from nsa.train.load import load_config, nearest, to_yaml
+
+
+def file_with(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(path: Path | None, **overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+# -------------------------------------------------------------------------------------------------- what comes out
+
+positive = st.floats(min_value=1e-12, max_value=1e12)
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
+    ["null", "no", "3e-4", "010", "~", "#", ""]
+)
+rope_scalings = st.none() | st.builds(RopeScaling, kind=st.sampled_from(["linear", "yarn"]), factor=st.floats(1, 100))
+patterns = st.builds(
+    NSAConfig,
+    branches=st.sets(st.sampled_from(["cmp", "slc", "win"]), min_size=1).map(tuple),
+    share_kv=st.booleans(),
+    compress_hidden_size=st.none() | st.integers(1, 9),
+    rope_theta=positive,
+    rope_scaling=rope_scalings,
+)
+runs = st.builds(
+    TrainConfig,
+    model=st.builds(LMConfig, nsa=patterns, attention=st.sampled_from(["nsa", "dense"]), norm_eps=positive),
+    data=st.builds(DataConfig, source=st.just("folder"), path=names, pattern=names),
+    optim=st.builds(
+        OptimConfig, lr=positive, betas=st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True))
+    ),
+    steps=st.integers(1, 10**15),
+    seed=st.integers(0, 2**40),
+    compile=st.booleans(),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(config=runs)
+def test_written_configuration_reads_back_equal(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
+    assert load_config(file_with(tmp_path_factory.mktemp("run"), to_yaml(config))) == config
+
+
+def test_written_configuration_holds_every_setting_and_every_setting_is_described() -> None:
+    def leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:
+        below = [
+            leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
+            for name, value in tree.items()
+        ]
+        return [name for part in below for name in part]
+
+    config = TrainConfig(model=LMConfig(nsa=NSAConfig(rope_scaling=RopeScaling())))
+    known = [setting.name for setting in load.settings()]
+    assert leaves(yaml.safe_load(to_yaml(config))) == [name for name in known if name != "model.nsa.rope_scaling"]
+    assert all(setting.help.endswith(".") and len(setting.help) > 10 for setting in load.settings())
+
+
+def test_what_a_file_leaves_out_keeps_its_default(tmp_path: Path) -> None:
+    config = load_config(file_with(tmp_path, "model:\n  nsa:\n    window_size: 128\n"))
+    assert config == TrainConfig(model=LMConfig(nsa=NSAConfig(window_size=128)))
+    assert load_config(file_with(tmp_path, "")) == load_config() == TrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("3e-4", 3e-4), ("3E-4", 3e-4), ("1", 1.0), ("0.5", 0.5), (".5", 0.5), ("1_000.5", 1000.5), ("+2.", 2.0)],
+)
+def test_numbers_are_those_of_yaml_1_2(tmp_path: Path, text: str, value: float) -> None:
+    from_file = load_config(file_with(tmp_path, f"optim: {{lr: {text}}}")).optim.lr
+    from_words = load_config(None, {"optim.lr": text}).optim.lr
+    assert from_file == from_words == value
+    assert type(from_file) is float
+
+
+def test_words_of_yaml_1_1_are_text(tmp_path: Path) -> None:
+    config = load_config(file_with(tmp_path, "data: {source: folder, path: no, pattern: 12:30:45}"))
+    assert (config.data.path, config.data.pattern) == ("no", "12:30:45")
+
+
+# -------------------------------------------------------------------------------------------------- overrides
+
+
+def test_every_setting_can_be_overridden() -> None:
+    changed = TrainConfig(
+        model=LMConfig(
+            vocab_size=99, width=48, num_layers=3, attention="dense", mlp="swiglu", mlp_hidden_size=64, tie_head=True,
+            norm_eps=1e-5, init_std=0.5,
+            nsa=NSAConfig(
+                num_heads=8, num_kv_heads=4, head_dim=32, value_dim=16, compress_block_size=8, compress_stride=4, block_size=16,
+                num_selected_blocks=5, num_init_blocks=2, num_local_blocks=3, window_size=7, branches=("cmp", "win"),
+                share_kv=True, phi="mlp", compress_hidden_size=10, compress_rope="none", gate="softmax", gate_hidden_size=4,
+                rope_theta=500.0, rotary_dim=16, rope_scaling=RopeScaling("yarn", 2.0, 64, 16.0, 2.0),
+            ),
+        ),
+        data=DataConfig("folder", "a b", "*.md", "file", "t.json", 300, False, 0.25),
+        optim=OptimConfig("muon", 1e-3, 0.5, 0.1, 5, (0.8, 0.7), 1e-6, 0.2, 0.0),
+        steps=7, seq_len=64, micro_batch=3, accumulation=5, world_size=2, global_batch=30, seed=4, device="cpu",
+        compute_dtype="fp32", compile=True, tf32=True, loss_chunk=6, log_every=1, eval_every=2, eval_windows=3,
+        checkpoint_every=4, keep_checkpoints=5, nonfinite="stop", nonfinite_limit=6, sample_tokens=0,
+    )  # fmt: skip
+
+    def words(section: Any, prefix: str = "") -> dict[str, str]:
+        found: dict[str, str] = {}
+        for entry in dataclasses.fields(section):
+            value = getattr(section, entry.name)
+            if dataclasses.is_dataclass(value):
+                found |= words(value, f"{prefix}{entry.name}.")
+                continue
+            assert value != entry.default, f"{prefix}{entry.name} is not changed by this test"
+            found[f"{prefix}{entry.name}"] = (
+                ",".join(map(str, value))
+                if isinstance(value, tuple)
+                else str(value).replace("True", "true").replace("False", "false")
+            )
+        return found
+
+    overrides = words(changed)
+    assert set(overrides) == {setting.name for setting in load.settings()} - {"model.nsa.rope_scaling"}
+    assert load_config(None, overrides) == changed
+
+
+def test_overrides_win_over_the_file_and_come_before_its_checks(tmp_path: Path) -> None:
+    path = file_with(tmp_path, "micro_batch: 8\ndata: {source: folder}\n")
+    assert "global_batch" in refusal(path, **{"data.path": "x"})
+    assert "data.path" in refusal(path, global_batch="16")
+    config = load_config(path, {"global_batch": "16", "data.path": "2024"})
+    assert (config.micro_batch, config.global_batch, config.data.path) == (8, 16, "2024")
+
+
+def test_two_overrides_that_are_valid_only_together() -> None:
+    assert "num_kv_heads" in refusal(None, **{"model.nsa.num_heads": "9"})
+    assert "num_kv_heads" in refusal(None, **{"model.nsa.num_kv_heads": "9"})
+    together = load_config(None, {"model.nsa.num_heads": "9", "model.nsa.num_kv_heads": "9"})
+    assert (together.model.nsa.num_heads, together.model.nsa.num_kv_heads) == (9, 9)
+
+
+def test_a_section_that_may_be_null(tmp_path: Path) -> None:
+    path = file_with(tmp_path, "model: {nsa: {rope_scaling: {kind: yarn, factor: 4}}}")
+    assert load_config(path).model.nsa.rope_scaling == RopeScaling("yarn", 4.0)
+    assert load_config(path, {"model.nsa.rope_scaling": "null"}).model.nsa.rope_scaling is None
+    null = file_with(tmp_path, "model: {nsa: {rope_scaling: null}}")
+    assert load_config(null, {"model.nsa.rope_scaling.factor": "2"}).model.nsa.rope_scaling == RopeScaling(factor=2.0)
+    for first, second in (("", ".factor"), (".factor", "")):
+        both = {
+            f"model.nsa.rope_scaling{first}": "2" if first else "null",
+            f"model.nsa.rope_scaling{second}": "2" if second else "null",
+        }
+        assert "contradict" in refusal(None, **both)
+
+
+@pytest.mark.parametrize("text", ["0.8, 0.9", "0.8,0.9", "[0.8, 0.9]"])
+def test_lists_in_one_word(text: str) -> None:
+    assert load_config(None, {"optim.betas": text}).optim.betas == (0.8, 0.9)
+
+
+# -------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("steps: 5\noptim:\n  lrr: 1\n", ":3: names must be settings, got optim.lrr. The nearest is optim.lr."),
+        ("lr: 1\n", ":1: names must be settings, got lr. The nearest is optim.lr."),
+        ("model: {nsa: {windowsize: 4}}\n", "got model.nsa.windowsize. The nearest is model.nsa.window_size."),
+        ("model: {nsa: {window-size: 4}}\n", "got model.nsa.window-size. The nearest is model.nsa.window_size."),
+        ("optim: {betas: {lrr: 1}}\n", ":1: optim.betas must be a list of 2 numbers, got settings inside it (lrr)."),
+        ("1: 2\n", "got 1. The nearest"),
+        ("\noptim:\n  lr: fast\n", ":3: optim.lr must be a number, got 'fast'."),
+        ("optim: {lr: .inf}\n", "optim.lr must be a number, got inf."),
+        ("optim: {lr: .nan}\n", "optim.lr must be a number, got nan."),
+        ("optim: {lr: true}\n", "optim.lr must be a number, got true."),
+        ("steps: 1.5\n", "steps must be an integer, got 1.5."),
+        ("steps: 1e3\n", "steps must be an integer, got 1000.0."),
+        ("steps: '5'\n", "steps must be an integer, got '5'."),
+        ("steps: 010\n", "steps must be an integer, got '010'."),
+        ("steps: 0x10\n", "steps must be an integer, got '0x10'."),
+        ("steps: true\n", "steps must be an integer, got true."),
+        ("steps:\n", "steps must be an integer, got null."),
+        ("compile: 1\n", "compile must be true or false, got 1."),
+        ("compile: yes\n", "compile must be true or false, got 'yes'."),
+        ("data: {pattern: 5}\n", "data.pattern must be text, got 5."),
+        ("data: {path: 5}\n", "data.path must be text or null, got 5."),
+        ("model: {attention: desne}\n", "be one of nsa, dense, got 'desne'. The nearest is dense."),
+        ("optim: {betas: [0.9]}\n", "optim.betas must be a list of 2 numbers, got [0.9]."),
+        ("optim: {betas: [0.9, true]}\n", "optim.betas must be a list of 2 numbers"),
+        ("optim: {betas: 0.9}\n", "optim.betas must be a list of 2 numbers, got 0.9."),
+        ("model: {nsa: {branches: [cmp, slk]}}\n", "model.nsa.branches must be a list of cmp, slc, win, got ['cmp', 'slk']."),
+        ("model: {nsa: {rope_scaling: 2}}\n", "rope_scaling must be a section with settings inside it or null, got 2."),
+        ("optim: 3\n", "optim must be a section with settings inside it, got 3."),
+        ("optim:\n", "optim must be a section with settings inside it, got null."),
+        ("steps: 5\nseed: 1\nsteps: 6\n", ":3: steps must be given once in a section"),
+        ("- steps\n", "file must hold settings as 'name: value'"),
+        ("steps: [1\n", "file must be valid YAML"),
+        ("steps: 1\n---\nsteps: 2\n", "file must be valid YAML"),
+        ("steps: !!python/name:os.system x\n", "file must be valid YAML"),
+        ("a: &a {b: 1}\nc: *a\n", "names must be settings"),
+    ],
+)  # fmt: skip
+def test_bad_files_name_the_place_and_the_rule(tmp_path: Path, text: str, words: str) -> None:
+    path = file_with(tmp_path, text)
+    message = refusal(path)
+    assert words in message
+    assert message.startswith(str(path))
+
+
+def test_a_broken_rule_names_the_line_of_the_value_or_the_option(tmp_path: Path) -> None:
+    path = file_with(tmp_path, "model:\n  nsa:\n    num_heads: 3\n    num_kv_heads: 2\n")
+    assert refusal(path) == f"{path}:4: model.nsa.num_kv_heads must divide num_heads (3), got 2."
+    option = refusal(path, **{"model.nsa.num_kv_heads": "5"})
+    assert option == "--model.nsa.num-kv-heads: model.nsa.num_kv_heads must divide num_heads (3), got 5."
+    assert refusal(None, **{"optim.lr": "-1"}) == "--optim.lr: optim.lr must be positive, got -1.0."
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("optim.lr", "fast", "--optim.lr: optim.lr must be a number, got fast."),
+        ("steps", "1.5", "--steps: steps must be an integer, got 1.5."),
+        ("compile", "yes", "--compile: compile must be true or false, got yes."),
+        ("model.mlp", "silo", "model.mlp must be one of silu, swiglu, got silo. The nearest is silu."),
+        ("optim.betas", "0.9,x", "--optim.betas: optim.betas must be a list of 2 numbers, got 0.9,x."),
+        ("optim.betas", "[0.9", "must be a list of 2 numbers, got [0.9."),
+        ("optim.betas", "0.9,1", "--optim.betas: optim.betas must lie between 0 and 1, 1 excluded, got (0.9, 1.0)."),
+        ("optim", "3", "optim must be a section with settings inside it, got 3."),
+        ("optim.lr.x", "3", "must be a number, got settings inside it (x)."),
+        ("optim.lrr", "3", "--optim.lrr: names must be settings, got optim.lrr. The nearest is optim.lr."),
+    ],
+)
+def test_bad_overrides_name_the_option(name: str, value: str, words: str) -> None:
+    assert words in refusal(None, **{name: value})
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    file_with(tmp_path, "")
+    assert f"The nearest is {tmp_path / 'run.yaml'}." in refusal(tmp_path / "rum.yaml")
+    assert "YAML file that exists" in refusal(tmp_path / "quite" / "elsewhere.yaml")
+    assert "YAML file that exists" in refusal(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"data: {path: \xe9}")
+    assert "UTF-8" in refusal(tmp_path / "latin.yaml")
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("--lr", "--optim.lr"),
+        ("--model.nsa.windowsize", "--model.nsa.window-size"),
+        ("--step", "--steps"),
+        ("--resum", "--resume"),
+    ],
+)
+def test_nearest_name(word: str, found: str) -> None:
+    known = ["--run-dir", "--resume", *(f"--{setting.name.replace('_', '-')}" for setting in load.settings())]
+    assert nearest(word, known) == found

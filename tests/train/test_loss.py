@@ -1,0 +1,94 @@
+"""Cross entropy: fp32, summed, whole or in chunks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.train.data import IGNORED_TARGET
+from nsa.train.loss import IGNORED, cross_entropy_sum
+
+
+def inputs(num_tokens: int = 37, vocab: int = 50, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, 16, generator=generator).to(dtype).requires_grad_()
+    head = torch.randn(vocab, 16, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(vocab, (num_tokens,), generator=generator)
+    targets[::5] = IGNORED
+    return hidden, head, targets
+
+
+def test_formula() -> None:
+    hidden, head, targets = inputs(dtype=torch.float64)
+    logits = hidden @ head.T
+    expected = sum(
+        math.log(sum(math.exp(z) for z in row)) - row[target]
+        for row, target in zip(logits.tolist(), targets.tolist(), strict=True)
+        if target != IGNORED
+    )
+    assert cross_entropy_sum(hidden, head, targets).item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 36, 37, 100])
+def test_chunks_change_nothing(chunk: int) -> None:
+    results = []
+    for size in (0, chunk):
+        hidden, head, targets = inputs(dtype=torch.float64)
+        loss = cross_entropy_sum(hidden, head, targets, size)
+        loss.backward()
+        results.append((loss.detach(), hidden.grad, head.grad))
+    for whole, chunked in zip(*results, strict=True):
+        torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_full_logits_never_exist_in_chunks() -> None:
+    hidden, head, targets = inputs(num_tokens=64, vocab=200)
+    largest: dict[int, int] = {}
+    for chunk in (0, 8):
+        kept: list[int] = []
+
+        def pack(tensor: Tensor, kept: list[int] = kept) -> Tensor:
+            kept.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            cross_entropy_sum(hidden, head, targets, chunk)
+        largest[chunk] = max(kept, default=0)
+    assert largest[0] == 64 * 200
+    assert largest[8] <= head.numel()
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_bf16_products_fp32_loss(chunk: int) -> None:
+    hidden, head, targets = inputs()
+    exact = cross_entropy_sum(hidden, head, targets).item()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = cross_entropy_sum(hidden, head, targets, chunk)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact, rel=1e-2)
+    low = cross_entropy_sum(hidden.detach().bfloat16(), head.detach().bfloat16(), targets, chunk)
+    assert low.dtype == torch.float32
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_without_a_target_everything_is_zero(chunk: int) -> None:
+    hidden, head, targets = inputs()
+    loss = cross_entropy_sum(hidden, head, torch.full_like(targets, IGNORED), chunk)
+    loss.backward()
+    assert loss.item() == 0
+    assert hidden.grad is not None
+    assert head.grad is not None
+    assert hidden.grad.abs().max() == head.grad.abs().max() == 0
+
+
+def test_one_ignored_value_everywhere() -> None:
+    assert IGNORED == IGNORED_TARGET
+
+
+def test_shapes_are_checked() -> None:
+    hidden, head, targets = inputs()
+    with pytest.raises(ValueError, match=r"cross_entropy_sum: targets must have shape \(37,\), got \(36,\)"):
+        cross_entropy_sum(hidden, head, targets[1:])

@@ -1,0 +1,293 @@
+"""Resuming: a run that was cut anywhere and continued is the run that was not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nsa.train.checkpoint import list_checkpoints, load_tensors
+from nsa.train.config import TrainConfig
+from nsa.train.inference import load_model
+from nsa.train.load import to_yaml
+from nsa.train.metrics import Row, read_metrics
+from nsa.train.rng import rng_state, seed_everything, set_rng_state
+from nsa.train.state import Progress, TrainState, Window
+from nsa.train.trainer import Trainer
+from tests.train.cases import make_trainer, reproducible_rows, tiny_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import logging, sys, torch
+from pathlib import Path
+from nsa.train.load import load_config
+from nsa.train.run_folder import RunFolder
+from nsa.train.trainer import Trainer
+
+torch.set_num_threads(1)
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+config = load_config(sys.argv[1])
+result = Trainer(config, RunFolder.create(Path(sys.argv[2]), config)).run()
+print("result", result.finished, result.signal, result.step, flush=True)
+"""
+
+
+class Process:
+    """A training run in a process of its own, which does not outlive the test."""
+
+    def __init__(self, config: TrainConfig, tmp_path: Path, name: str) -> None:
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(to_yaml(config), encoding="utf-8")
+        self.path = tmp_path / name
+        command = [sys.executable, "-c", PROGRAM, str(file), str(self.path)]
+        self.popen = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.popen.kill()
+        self.popen.communicate()
+
+    def wait_for_step(self, step: int) -> None:
+        """Until the metrics reach ``step``."""
+        file, deadline = self.path / "metrics.jsonl", time.monotonic() + 120
+        while not file.exists() or not any(int(row["step"]) >= step for row in read_metrics(file)):
+            assert time.monotonic() < deadline, f"the run did not reach step {step}"
+            assert self.popen.poll() is None, self.popen.communicate()[0]
+            time.sleep(0.005)
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and all that was said, once the process has ended."""
+        said, _ = self.popen.communicate(timeout=60)
+        return self.popen.returncode, said
+
+
+def final_tensors(path: Path, trainer: Trainer) -> dict[str, torch.Tensor]:
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in trainer.state.training_tensors().items()}
+    load_tensors(list_checkpoints(path / "checkpoints")[-1], tensors)
+    return tensors
+
+
+# ---------------------------------------------------------------------------------------------------------------- SIGKILL
+
+
+def test_killed_at_a_random_step_the_curve_continues_bit_for_bit(tmp_path: Path) -> None:
+    """Rows, weights and moments; the kill falls between checkpoints and inside a window of metrics more often than not."""
+    config = tiny_config(tmp_path, steps=60, log_every=3, eval_every=7, checkpoint_every=4)
+    whole = make_trainer(config, tmp_path / "whole")
+    whole.run()
+    with Process(config, tmp_path, "killed") as process:
+        process.wait_for_step(random.Random(time.time_ns()).randint(6, 40))
+        process.popen.send_signal(signal.SIGKILL)
+        assert process.end()[0] == -signal.SIGKILL
+    cut = len(reproducible_rows(tmp_path / "killed"))
+    assert 0 < cut < len(reproducible_rows(tmp_path / "whole"))
+    resumed = make_trainer(config, tmp_path / "killed", resume=True)
+    assert 0 < resumed.state.progress.step < 60
+    assert resumed.state.progress.step % 4 == 0
+    assert resumed.run().finished
+    assert reproducible_rows(tmp_path / "killed") == reproducible_rows(tmp_path / "whole")
+    expected, found = (final_tensors(tmp_path / name, whole) for name in ("whole", "killed"))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+# ---------------------------------------------------------------------------------------------------- SIGTERM and SIGINT
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("step", [3, 5, 10])  # between rows, with an evaluation, and with evaluation, row and checkpoint
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_signal_finishes_the_step_and_resumes_exactly(
+    tmp_path: Path, number: signal.Signals, step: int, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="nsa")
+    config = tiny_config(tmp_path, log_every=2, eval_every=5, checkpoint_every=10, optim={"name": name})
+    make_trainer(config, tmp_path / "whole").run()
+    trainer = make_trainer(config, tmp_path / "cut")
+    real = trainer.train_step
+
+    def step_with_signal(batches: object) -> torch.Tensor:
+        if trainer.state.progress.step == step - 1:
+            os.kill(os.getpid(), number)
+        return real(batches)  # type: ignore[arg-type]
+
+    trainer.train_step = step_with_signal  # type: ignore[method-assign]
+    handler = signal.getsignal(number)
+    result = trainer.run()
+    assert signal.getsignal(number) is handler
+    assert (result.finished, result.signal, result.step) == (False, number.name, step)
+    assert f"stopped by {number.name} after step {step} of 12" in caplog.text
+    assert list_checkpoints(tmp_path / "cut" / "checkpoints")[-1].name == f"step-{step:08d}"
+    assert make_trainer(config, tmp_path / "cut", resume=True).run().finished
+    assert reproducible_rows(tmp_path / "cut") == reproducible_rows(tmp_path / "whole")
+
+
+def test_signal_during_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row waits for the resumed run, which evaluates in full."""
+    config = tiny_config(tmp_path)
+    make_trainer(config, tmp_path / "whole").run()
+    trainer = make_trainer(config, tmp_path / "cut")
+    validation = type(trainer.data.validation)
+    real = validation.window
+
+    def window(source: object, seq_len: int, index: int) -> object:
+        if source is trainer.data.validation and index == 2 and trainer.state.progress.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(source, seq_len, index)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(validation, "window", window)
+    assert trainer.run().step == 5
+    assert [row["step"] for row in read_metrics(tmp_path / "cut" / "metrics.jsonl")] == [2, 4]
+    monkeypatch.undo()
+    make_trainer(config, tmp_path / "cut", resume=True).run()
+    assert reproducible_rows(tmp_path / "cut") == reproducible_rows(tmp_path / "whole")
+
+
+def test_process_leaves_on_the_first_signal_and_at_once_on_the_second(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, steps=100_000, log_every=1, eval_every=0)
+    with Process(config, tmp_path, "once") as once, Process(config, tmp_path, "twice") as twice:
+        once.wait_for_step(2)
+        once.popen.send_signal(signal.SIGTERM)
+        twice.wait_for_step(2)
+        twice.popen.send_signal(signal.SIGSTOP)  # so that both signals are there before the step ends
+        twice.popen.send_signal(signal.SIGINT)
+        twice.popen.send_signal(signal.SIGTERM)
+        twice.popen.send_signal(signal.SIGCONT)
+        code, said = once.end()
+        assert code == 0
+        assert "SIGTERM received: finishing this step, then a checkpoint" in said
+        step = int(list_checkpoints(once.path / "checkpoints")[-1].name.removeprefix("step-"))
+        assert f"result False SIGTERM {step}" in said
+        assert step == read_metrics(once.path / "metrics.jsonl")[-1]["step"]
+        code, said = twice.end()
+        assert code in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+        assert "again: leaving at once, without a checkpoint" in said
+        assert "result" not in said
+
+
+# -------------------------------------------------------------------------------------------------------------- the state
+
+
+def test_the_state_lists_everything_that_resumes() -> None:
+    """A new field of the state needs a place in the checkpoint; this list is what has one."""
+    assert [field.name for field in dataclasses.fields(TrainState)] == ["model", "optimizer", "sampler", "progress"]
+    progress = Progress(step=3, best_val_bits_per_byte=0.1 + 0.2, window=Window(steps=2, loss=1 / 3))
+    loaded = Progress.from_json(json.loads(json.dumps(dataclasses.asdict(progress))))
+    assert str(loaded) == str(progress)  # as text, since a NaN is unlike itself
+
+
+def test_random_generators_resume(tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        return [random.random(), random.gauss(), float(np.random.rand()), float(np.random.randn()), torch.rand(()).item()]
+
+    seed_everything(7)
+    random.gauss()  # the generators of Gaussian numbers keep a second one back
+    np.random.randn()
+    tensors, numbers = rng_state(torch.device("cpu"))
+    numbers = json.loads(json.dumps(numbers))
+    first = draw()
+    assert draw() != first
+    set_rng_state(tensors, numbers, torch.device("cpu"))
+    assert draw() == first
+    seed_everything(7)
+    random.gauss()
+    np.random.randn()
+    assert draw() == first
+
+
+def test_checkpoint_restores_the_random_generators(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, steps=2)
+
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), torch.rand(()).item()
+
+    trainer = make_trainer(config, tmp_path / "run")
+    draw()  # so that the checkpoint's state is not the one that every start seeds
+    trainer.run()
+    after = draw()
+    make_trainer(config, tmp_path / "run", resume=True)
+    assert draw() == after
+
+
+def test_another_kind_of_device_is_refused(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, steps=2)
+    make_trainer(config, tmp_path / "run").run()
+    file = next((tmp_path / "run" / "checkpoints").glob("step-*")) / "meta.json"
+    meta = json.loads(file.read_text())
+    meta["rng"]["device"] = "cuda"
+    file.write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match="train: device must be cuda as in the checkpoint, got cpu"):
+        make_trainer(config, tmp_path / "run", resume=True)
+
+
+def test_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, steps=2)
+    make_trainer(config, tmp_path / "run").run()
+    rows = reproducible_rows(tmp_path / "run")
+    result = make_trainer(config, tmp_path / "run", resume=True).run()
+    assert (result.finished, result.step, result.row) == (True, 2, {})
+    assert reproducible_rows(tmp_path / "run") == rows
+
+
+def test_settings_that_change_the_result_must_stay(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, steps=2)
+    make_trainer(config, tmp_path / "run").run()
+    changed = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=0.5))
+    with pytest.raises(ValueError, match=r"train: optim\.lr must stay as in the checkpoint \(0\.01\), got 0\.5"):
+        make_trainer(changed, tmp_path / "run", resume=True)
+    longer = dataclasses.replace(config, steps=9)
+    with pytest.raises(ValueError, match=r"train: steps must stay as in the checkpoint \(2\), got 9"):
+        make_trainer(longer, tmp_path / "run", resume=True)
+    make_trainer(dataclasses.replace(config, log_every=1), tmp_path / "run", resume=True)
+
+
+def test_text_that_changed_is_noticed(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, steps=2)
+    make_trainer(config, tmp_path / "run").run()
+    (tmp_path / "text" / "00.txt").write_text("another text of another length\n" * 20)
+    with pytest.raises(ValueError, match=r"must stay as in the checkpoint .* The text has changed since\."):
+        make_trainer(config, tmp_path / "run", resume=True)
+
+
+def test_nothing_to_resume_from(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    make_trainer(config, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"--resume must name a run with a checkpoint, got .*run\. It stopped before"):
+        make_trainer(config, tmp_path / "run", resume=True)
+
+
+def test_damaged_checkpoint_stops_the_resumption(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, steps=2)
+    make_trainer(config, tmp_path / "run").run()
+    (newest,) = list_checkpoints(tmp_path / "run" / "checkpoints")
+    file = next(newest.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ValueError, match="must hold an undamaged checkpoint"):
+        make_trainer(config, tmp_path / "run", resume=True)
+
+
+def test_model_of_a_run(tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_config(tmp_path, steps=3), tmp_path / "run")
+    trainer.run()
+    model, step = load_model(trainer.config.model, trainer.run_folder, torch.device("cpu"))
+    assert step == 3
+    assert not model.training
+    tokens = torch.arange(50)
+    assert torch.equal(model(tokens), trainer.model(tokens))
+
+
+def test_row_type_is_plain(tmp_path: Path) -> None:
+    seen: list[Row] = []
+    make_trainer(tiny_config(tmp_path, steps=2), tmp_path / "run", on_row=seen.append).run()
+    assert all(type(value) in (int, float, str) for row in seen for value in row.values())

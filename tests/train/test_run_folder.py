@@ -1,0 +1,130 @@
+"""Run folders: what is in them, that nothing is overwritten, and how they are found again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa.errors import UserError
+from nsa.train import environment
+from nsa.train.config import OptimConfig, TrainConfig
+from nsa.train.run_folder import RunFolder, next_run_path, replace_text
+
+CONFIG = TrainConfig(steps=7, optim=OptimConfig(lr=0.5))
+
+
+def test_a_new_folder_holds_the_configuration_and_the_environment(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "runs" / "a-1", CONFIG)
+    assert folder.load_config() == RunFolder.open(folder.path).load_config() == CONFIG
+    assert folder.load_config({"steps": "9"}).steps == 9
+    assert folder.checkpoints.is_dir()
+    (launch,) = json.loads(folder.environment.read_text())["launches"]
+    assert launch["resumed_from_step"] is None
+    assert launch["command_line"] == sys.argv
+    assert launch["python"] == "{}.{}.{}".format(*sys.version_info)
+    assert launch["versions"].keys() >= {"nsa", "torch", "triton"}
+    assert set(launch["code"]) == {"commit", "dirty", "note"}
+    assert launch["cpu"]["cores_count"] > 0
+
+
+def test_every_path_lies_in_the_folder_under_its_own_name(tmp_path: Path) -> None:
+    paths = [value for name, value in vars(RunFolder(tmp_path)).items() if name != "path"]
+    assert len(paths) == len(set(paths)) == 10
+    assert all(path.parent == tmp_path for path in paths)
+
+
+def test_an_existing_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "a-1", CONFIG)
+    folder.log.write_text("said")
+    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"must not exist yet.*--resume .*a-1"):
+        RunFolder.create(folder.path, TrainConfig())
+    assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
+    (tmp_path / "a-2").write_text("a file in the way")
+    with pytest.raises(UserError, match="must not exist yet"):
+        RunFolder.create(tmp_path / "a-2", CONFIG)
+
+
+def test_a_resumption_is_added_to_the_environment(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "a-1", CONFIG)
+    folder.record_launch(resumed_from_step=3, overrides={"log_every": "1"})
+    first, second = json.loads(folder.environment.read_text())["launches"]
+    assert (first["resumed_from_step"], first["overrides"]) == (None, {})
+    assert (second["resumed_from_step"], second["overrides"]) == (3, {"log_every": "1"})
+    assert folder.load_config() == CONFIG
+
+
+def test_a_missing_run_names_the_nearest(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "cpu-small-1", CONFIG)
+    (tmp_path / "cpu-small-9").mkdir()
+    for missing in ("cpu-small-9", "cpusmall-1"):
+        with pytest.raises(UserError, match=r"nearest run is .*cpu-small-1\."):
+            RunFolder.open(tmp_path / missing)
+    with pytest.raises(UserError, match="nsa train CONFIG"):
+        RunFolder.open(tmp_path / "empty" / "x")
+
+
+def test_automatic_names_count_up_and_never_meet_an_existing_folder(tmp_path: Path) -> None:
+    assert next_run_path("configs/seed.yaml", tmp_path) == tmp_path / "seed-1"
+    for name in ("seed-1", "seed-10", "seed-dense-30", "seed-x", "seed-2-old"):
+        (tmp_path / name).mkdir()
+    assert next_run_path("elsewhere/seed.yaml", tmp_path) == tmp_path / "seed-11"
+    assert next_run_path("seed-dense.yaml", tmp_path) == tmp_path / "seed-dense-31"
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("old")
+    replace_text(path, "new\n")
+    assert path.read_text() == "new\n"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.txt"]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_that_of_the_package_and_changes_are_flagged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "nsa"
+    package.mkdir()
+    source = package / "__init__.py"
+    source.write_text("")
+    monkeypatch.setattr(environment, "PACKAGE", package)
+
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    git("init", "-q")
+    (tmp_path / "other").write_text("")
+    git("add", "other")
+    git("commit", "-q", "-m", "a repository around a package that is not part of it")
+    assert environment.code_version()["commit"] is None
+    git("add", ".")
+    git("commit", "-q", "-m", "the package")
+    assert environment.code_version() == {"commit": git("rev-parse", "HEAD"), "dirty": False, "note": None}
+    (tmp_path / "other").write_text("outside the package")
+    assert environment.code_version()["dirty"] is False
+    source.write_text("changed")
+    assert environment.code_version()["dirty"] is True
+
+
+def test_absent_programs_and_packages_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.version("no-such-distribution") is None
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert environment.nvidia_topology() is None
+    assert environment.code_version()["note"] == "no git on this machine"
+
+
+def test_the_topology_is_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nprintf '\\033[4mGPU0\\tGPU1\\033[0m\\nGPU0 X NV18\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert environment.nvidia_topology() == "GPU0\tGPU1\nGPU0 X NV18"
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert environment.nvidia_topology() is None

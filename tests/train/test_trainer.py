@@ -1,0 +1,398 @@
+"""The optimizer step and the run around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa.train.config import DataConfig, OptimConfig, TrainConfig
+from nsa.train.data import collate
+from nsa.train.launch import Launch, check_launch
+from nsa.train.metrics import Row, read_metrics
+from nsa.train.schedule import lr_factor
+from nsa.train.trainer import Trainer, TrainingStoppedError
+from tests.train.cases import make_trainer, reproducible_rows, tiny_config
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+# ------------------------------------------------------------------------------------------------------------ one step
+
+
+def test_micro_batches_equal_one_big_batch(tmp_path: Path) -> None:
+    """They differ in targets, so that a mean of their means would be another number."""
+    whole = make_trainer(tiny_config(tmp_path, micro_batch=6, accumulation=1), tmp_path / "whole")
+    parts = make_trainer(tiny_config(tmp_path, micro_batch=2, accumulation=3), tmp_path / "parts")
+    (big,) = whole.next_batches()
+    small = parts.next_batches()
+    assert torch.equal(big.tokens, torch.cat([batch.tokens for batch in small]))
+    assert len({batch.num_targets for batch in small}) > 1
+    results = whole.train_step([big]), parts.train_step(small)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+    for name, weight in weights(whole).items():
+        torch.testing.assert_close(weights(parts)[name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_loss_and_gradient_norm_by_hand(tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_config(tmp_path), tmp_path / "run")
+    batches = trainer.next_batches()
+    total = torch.zeros(())
+    for batch in batches:
+        logits = trainer.model(batch.tokens, batch.cu_seqlens, batch.max_seqlen)
+        total = total + nn.functional.cross_entropy(logits, batch.targets, reduction="sum")
+    gradients = torch.autograd.grad(total / sum(batch.num_targets for batch in batches), list(trainer.model.parameters()))
+    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+    loss, grad_norm, cancelled = trainer.train_step(batches).tolist()
+    assert loss == pytest.approx(total.item(), rel=1e-5)
+    assert grad_norm == pytest.approx(norm.item(), rel=1e-4)  # over all parameters, and not of zeroed gradients
+    assert grad_norm > 0.1
+    assert cancelled == 0
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("clip", [0.0, 1e-3])
+def test_clipping(tmp_path: Path, clip: float) -> None:
+    """AdamW does not see the gradient's scale, its first moment does: a tenth of the gradient that reached it."""
+    trainer = make_trainer(tiny_config(tmp_path, optim={"grad_clip": clip}), tmp_path / "run")
+    _, grad_norm, _ = trainer.train_step(trainer.next_batches()).tolist()
+    moments = [tensor for name, tensor in trainer.state.optimizer.state_tensors().items() if name.endswith(".exp_avg")]
+    reached = 10 * torch.cat([moment.flatten() for moment in moments]).norm().item()
+    assert reached == pytest.approx(clip if clip else grad_norm, rel=1e-3)
+
+
+def test_schedule_counts_optimizer_steps(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, accumulation=4, micro_batch=1, steps=6, log_every=1, optim={"warmup_steps": 3})
+    make_trainer(config, tmp_path / "run").run()
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["learning_rate"] for row in rows] == pytest.approx([1e-2 * lr_factor(step, 6, 3) for step in range(6)])
+    assert [row["tokens"] for row in rows] == [4 * 64 * step for step in range(1, 7)]
+
+
+def test_master_weights_stay_fp32_under_bf16_compute(tmp_path: Path) -> None:
+    results = {}
+    for dtype in ("fp32", "bf16"):
+        trainer = make_trainer(tiny_config(tmp_path, compute_dtype=dtype), tmp_path / dtype)
+        seen: list[torch.dtype] = []
+        projection = trainer.model.decoder_layers()[0].mlp.up_proj
+        projection.register_forward_hook(lambda _m, _i, out, seen=seen: seen.append(out.dtype))
+        results[dtype] = trainer.train_step(trainer.next_batches()).tolist()
+        assert set(seen) == {torch.float32 if dtype == "fp32" else torch.bfloat16}
+        assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+        assert {tensor.dtype for tensor in trainer.state.training_tensors().values()} == {torch.float32}
+    assert results["bf16"][:2] == pytest.approx(results["fp32"][:2], rel=0.02)
+    assert results["bf16"][0] != results["fp32"][0]
+
+
+class _NoReading(TorchDispatchMode):
+    """Fails where the host would read a value off the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host reads a value"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_step_reads_nothing_off_the_device(tmp_path: Path, name: str) -> None:
+    config = tiny_config(tmp_path, model={"attention": "dense"}, optim={"name": name}, loss_chunk=32)
+    trainer = make_trainer(config, tmp_path / "run")
+    batches = trainer.next_batches()
+    with pytest.raises(AssertionError, match="reads a value"), _NoReading():
+        torch.ones(()).item()
+    with _NoReading():
+        trainer.train_step(batches)
+
+
+def test_optimizers_and_chunks_and_attention_all_learn(tmp_path: Path) -> None:
+    variants: list[dict[str, Any]] = [
+        {}, {"optim": {"name": "muon"}}, {"loss_chunk": 17}, {"model": {"attention": "dense"}},
+        {"model": {"tie_head": True, "mlp": "swiglu"}},
+    ]  # fmt: skip
+    for index, changes in enumerate(variants):
+        config = tiny_config(tmp_path, steps=30, log_every=5, eval_every=0, checkpoint_every=0, **changes)
+        make_trainer(config, tmp_path / f"run{index}").run()
+        rows = read_metrics(tmp_path / f"run{index}" / "metrics.jsonl")
+        assert float(rows[-1]["loss_nats"]) < 0.7 * math.log(256), changes
+        assert float(rows[0]["loss_nats"]) > float(rows[-1]["loss_nats"]) + 1, changes
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch's tracer looks at it
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_compiled_equals_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str) -> None:
+    """Traced whole, forward and backward; the tracer's own backend stands in for a C++ compiler, which takes minutes."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    results = []
+    for compiled in (False, True):
+        config = tiny_config(tmp_path, model={"attention": attention}, compile=compiled)
+        trainer = make_trainer(config, tmp_path / f"run{compiled}")
+        assert isinstance(trainer.loss, nn.Module)
+        assert hasattr(trainer.loss, "_orig_mod") is compiled
+        results.append(torch.stack([trainer.train_step(trainer.next_batches()) for _ in range(2)]))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+
+
+# -------------------------------------------------------------------------------------------------------------- the run
+
+
+def test_rows_of_a_run(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, steps=11, log_every=2, eval_every=5)
+    seen: list[Row] = []
+    trainer = make_trainer(config, tmp_path / "run", on_row=seen.append)
+    result = trainer.run()
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert (result.finished, result.signal, result.step) == (True, None, 11)
+    assert [row["step"] for row in rows] == [2, 4, 5, 6, 8, 10, 11]
+    assert [row["step"] for row in rows if "val_bits_per_byte" in row] == [5, 10, 11]
+    assert [{**row, "time_unix_s": 0} for row in rows] == [{**row, "time_unix_s": 0} for row in seen]
+    assert float(rows[0]["loss_nats"]) == pytest.approx(math.log(256), rel=0.1)
+    progress = trainer.state.progress
+    validations = {row["step"]: row["val_bits_per_byte"] for row in rows if "val_bits_per_byte" in row}
+    assert progress.best_val_bits_per_byte == min(validations.values())
+    assert validations[progress.best_val_step or 0] == progress.best_val_bits_per_byte
+    for row in rows:
+        assert 0 < float(row["data_time_ms"]) < float(row["step_time_ms"])
+        assert float(row["tokens_per_s"]) == pytest.approx(256 / float(row["step_time_ms"]) * 1000, rel=1e-6)
+        assert row["nonfinite_steps"] == 0
+
+
+def test_a_row_averages_over_the_steps_since_the_row_before(tmp_path: Path) -> None:
+    every = make_trainer(tiny_config(tmp_path, steps=6, log_every=1, eval_every=0), tmp_path / "every")
+    third = make_trainer(tiny_config(tmp_path, steps=6, log_every=3, eval_every=0), tmp_path / "third")
+    targets, num_bytes = [], []
+    for _ in range(6):
+        batches = every.next_batches()
+        targets.append(sum(batch.num_targets for batch in batches))
+        num_bytes.append(sum(batch.num_bytes for batch in batches))
+    every.state.sampler.position = 0
+    every.run()
+    third.run()
+    losses = [float(row["loss_nats"]) for row in read_metrics(tmp_path / "every" / "metrics.jsonl")]
+    rows = read_metrics(tmp_path / "third" / "metrics.jsonl")
+    for row, part in zip(rows, (slice(0, 3), slice(3, 6)), strict=True):
+        nats = sum(loss * count for loss, count in zip(losses[part], targets[part], strict=True))
+        assert float(row["loss_nats"]) == pytest.approx(nats / sum(targets[part]), rel=1e-6)
+        assert float(row["bits_per_byte"]) == pytest.approx(nats / math.log(2) / sum(num_bytes[part]), rel=1e-6)
+
+
+def test_same_seed_same_run(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        make_trainer(tiny_config(tmp_path, steps=4, seed=seed), tmp_path / name).run()
+    assert reproducible_rows(tmp_path / "a") == reproducible_rows(tmp_path / "b")
+    assert reproducible_rows(tmp_path / "a") != reproducible_rows(tmp_path / "c")
+
+
+def test_evaluation_is_on_held_out_text(tmp_path: Path) -> None:
+    """A model that has learnt its training text by heart is bad at the held-out text, which is of another kind."""
+    text = tmp_path / "text"
+    text.mkdir()
+    known = [f"{index} {'abc' * 180}" for index in range(9)]
+    first = min(hashlib.sha256(document.encode()).hexdigest() for document in known)
+    other = (f"{index} {'zyxw' * 135}" for index in range(999))  # documents are held out in the order of their hashes
+    unknown = next(document for document in other if hashlib.sha256(document.encode()).hexdigest() < first)
+    for index, document in enumerate([*known, unknown]):
+        (text / f"{index}.txt").write_text(document)
+    config = tiny_config(tmp_path / "unused", steps=40, eval_every=0, checkpoint_every=0)
+    config = dataclasses.replace(config, data=DataConfig(source="folder", path=str(text), validation_fraction=0.12))
+    trainer = make_trainer(config, tmp_path / "run")
+    assert b"zyxw" in bytes(trainer.data.validation.window(64, 0).astype("uint8"))
+    row = trainer.run().row
+    assert float(row["bits_per_byte"]) < 2
+    assert float(row["val_bits_per_byte"]) > 6
+
+
+def test_sample_continues_held_out_text(tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_config(tmp_path, steps=2, sample_tokens=9), tmp_path / "run")
+    trainer.run()
+    text = (tmp_path / "run" / "sample.txt").read_text(encoding="utf-8")
+    prompt = bytes(trainer.data.validation.window(64, 0)[:64].astype("uint8")).replace(b"\0", b"").decode()
+    assert prompt in text
+    assert "--- continuation" in text
+
+
+def test_checkpoints_while_running_and_at_the_end(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, steps=10, checkpoint_every=4, keep_checkpoints=2)
+    make_trainer(config, tmp_path / "run").run()
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step-00000008", "step-00000010"]
+
+
+# --------------------------------------------------------------------------------------------------------- not finite
+
+
+@contextmanager
+def poisoned(trainer: Trainer, steps: set[int], where: str) -> Iterator[None]:
+    """Plant NaN in the loss, the gradient of one weight, or the weights at the given optimizer steps (0-based)."""
+    real: Callable[..., Tensor] = trainer.loss
+    weight = trainer.model.norm.weight
+
+    def loss(*args: Any) -> Tensor:
+        if trainer.state.progress.step not in steps:
+            return real(*args)
+        if where == "weights":
+            with torch.no_grad():
+                weight[3] = math.nan
+        value = real(*args)
+        return value * math.nan if where == "loss" else value + (weight[0] * 0 * math.inf if where == "gradient" else 0)
+
+    trainer.loss = loss
+    yield
+    trainer.loss = real
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_nonfinite_step_changes_nothing(tmp_path: Path, where: str, name: str) -> None:
+    trainer = make_trainer(tiny_config(tmp_path, optim={"name": name}), tmp_path / "run")
+    trainer.train_step(trainer.next_batches())
+    before = {key: tensor.clone() for key, tensor in trainer.state.training_tensors().items()}
+    with poisoned(trainer, {0}, where):
+        *_, cancelled = trainer.train_step(trainer.next_batches()).tolist()
+    assert cancelled == 1
+    assert same(before, trainer.state.training_tensors())
+    *_, cancelled = trainer.train_step(trainer.next_batches()).tolist()
+    assert cancelled == 0
+    assert not same(before, trainer.state.training_tensors())
+
+
+def test_skip_counts_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(tiny_config(tmp_path, log_every=1, eval_every=0), tmp_path / "run")
+    with poisoned(trainer, {4, 5, 8}, "loss"):
+        result = trainer.run()
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert result.finished
+    assert [row["nonfinite_steps"] for row in rows] == [0, 0, 0, 0, 1, 2, 2, 2, 3, 3, 3, 3]
+    assert [math.isfinite(float(row["loss_nats"])) for row in rows] == [step not in (4, 5, 8) for step in range(12)]
+    assert "not finite in step 5: update left out" in caplog.text
+
+
+def test_skipped_steps_stay_out_of_the_mean(tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_config(tmp_path, log_every=4, eval_every=0), tmp_path / "run")
+    with poisoned(trainer, {1, 6, 7}, "gradient"):
+        trainer.run()
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["nonfinite_steps"] for row in rows] == [1, 3, 3]
+    assert all(2 < float(row["loss_nats"]) < 6 for row in rows)
+    assert all(math.isfinite(float(row["grad_norm"])) for row in rows)
+
+
+@pytest.mark.parametrize("log_every", [1, 5])
+def test_too_many_in_a_row_end_the_run(tmp_path: Path, log_every: int) -> None:
+    config = tiny_config(tmp_path, steps=40, log_every=log_every, eval_every=0, nonfinite_limit=3)
+    trainer = make_trainer(config, tmp_path / "run")
+    message = r"3 in a row, nonfinite_limit 3\); the last checkpoint is .*step-00000004"
+    with poisoned(trainer, set(range(5, 99)), "weights"), pytest.raises(TrainingStoppedError, match=message):
+        trainer.run()
+    assert trainer.state.progress.step <= 9
+
+
+def test_stop_ends_the_run_at_the_first(tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_config(tmp_path, nonfinite="stop"), tmp_path / "run")
+    message = r"not finite in step 6 \(policy stop\); the last checkpoint is .*step-00000004"
+    with poisoned(trainer, {5}, "loss"), pytest.raises(TrainingStoppedError, match=message):
+        trainer.run()
+    assert trainer.state.progress.step in (6, 7)
+
+
+def test_rollback_takes_back_weights_and_moments(tmp_path: Path) -> None:
+    """Skipping cannot help when the weights themselves are lost."""
+    trainer = make_trainer(tiny_config(tmp_path, nonfinite="rollback", log_every=1, eval_every=0), tmp_path / "run")
+    loaded: list[bool] = []
+    real = trainer.state.load_training_tensors
+
+    def load(path: Path) -> None:
+        real(path)
+        finite = all(tensor.isfinite().all() for tensor in trainer.state.training_tensors().values())
+        loaded.append(finite and path.name == "step-00000004")
+
+    trainer.state.load_training_tensors = load  # type: ignore[method-assign]
+    with poisoned(trainer, {6}, "weights"):
+        result = trainer.run()
+    assert loaded == [True]
+    assert result.finished
+    assert result.row["nonfinite_steps"] == 1
+    assert math.isfinite(float(result.row["loss_nats"]))
+    assert trainer.state.sampler.position == 12 * 4  # the batch that failed is not met again
+
+
+def test_rollback_has_something_to_go_back_to_from_the_start(tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_config(tmp_path, nonfinite="rollback", checkpoint_every=0), tmp_path / "run")
+    with poisoned(trainer, {0}, "weights"):
+        assert trainer.run().finished
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_batch_that_does_not_add_up_is_refused_before_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"global_batch must equal micro_batch \* accumulation \* world_size \(4\), got 5"):
+        tiny_config(tmp_path, global_batch=5)
+
+
+def test_launch_that_does_not_fit_is_refused() -> None:
+    config = TrainConfig(world_size=2, global_batch=8)
+    with pytest.raises(ValueError, match=r"world_size must equal the number of processes launched \(1\), got 2"):
+        check_launch(config, Launch())
+    with pytest.raises(ValueError, match=r"world_size must be 1, got 2"):
+        check_launch(config, Launch(world_size=2))
+    check_launch(TrainConfig(), Launch())
+
+
+def test_vocabulary_must_be_the_tokenizers(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.vocab_size must equal the tokenizer's \(256\), got 300"):
+        make_trainer(tiny_config(tmp_path, model={"vocab_size": 300}), tmp_path / "run")
+
+
+def test_gpu_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device must be cpu or auto where PyTorch finds no CUDA GPU, got cuda"):
+        make_trainer(tiny_config(tmp_path, device="cuda"), tmp_path / "run")
+
+
+def test_batch_and_model_are_said_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="nsa")
+    make_trainer(tiny_config(tmp_path), tmp_path / "run")
+    assert "2 windows x 2 micro-batches x 1 process = 4 windows of 64 tokens = 256 tokens an optimizer step" in caplog.text
+    assert "0.0M parameters: embedding 8,192" in caplog.text
+
+
+def test_documents_do_not_see_each_other_in_training(tmp_path: Path) -> None:
+    """What a document's targets cost does not change with the text of the document packed before it."""
+    trainer = make_trainer(tiny_config(tmp_path), tmp_path / "run")
+    index = next(i for i in range(99) if 0 in trainer.data.train.window(64, i)[:40])
+    batch = collate(trainer.data.train, [index], 64, document_mask=True)
+    end = int(batch.cu_seqlens[1])
+    changed = dataclasses.replace(batch, tokens=batch.tokens.clone())
+    changed.tokens[: end - 1] = 65
+    losses = []
+    for part in (batch, changed):
+        logits = trainer.model(part.tokens, part.cu_seqlens, part.max_seqlen)[end:]
+        losses.append(nn.functional.cross_entropy(logits, part.targets[end:], reduction="sum"))
+    assert losses[0] == losses[1]
+
+
+def test_optimizer_defaults_are_those_of_the_seed_configuration() -> None:
+    optim = OptimConfig()
+    assert (optim.lr, optim.betas, optim.warmup_steps, optim.weight_decay, optim.grad_clip) == (
+        2e-4,
+        (0.9, 0.999),
+        2000,
+        0.01,
+        1,
+    )

@@ -1,0 +1,89 @@
+"""Write ``requirements/*.lock`` from the ranges in ``pyproject.toml``: the newest versions that fit together.
+
+``cpu.lock`` and ``gpu.lock`` pin what the library imports, ``dev.lock`` what only the checks need. The GPU lock holds the
+versions of torch and Triton that the GPU results of this project were measured with. CUDA's packages stand in neither file:
+the CUDA build of torch names each of them in one version, the CPU build none, so that one file serves both builds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PINNED = {
+    "cpu": ("torch==2.13.0", "triton==3.7.1"),
+    "gpu": (
+        "torch==2.11.0",
+        "triton==3.6.0",
+        "numpy<2.4",
+    ),  # the interpreter of Triton 3.6 has no run-time loop bounds from NumPy 2.4 on
+}
+CUDA = re.compile(r"(cuda|nvidia)-")
+HEADER = "# Made by `make lock` from pyproject.toml; do not edit.\n"
+
+Pins = dict[str, str]  # normalised name -> version
+
+
+def normalised(name: str) -> str:
+    """The one spelling of a package's name (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def report(requirements: Iterable[str], *options: str) -> list[dict[str, object]]:
+    """Metadata of all packages that ``pip install`` would take for ``requirements``; nothing is installed."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
+        subprocess.run([*command, "--report", str(path), *options, *requirements], check=True)
+        return [entry["metadata"] for entry in json.loads(path.read_text(encoding="utf-8"))["install"]]
+
+
+def needs_of_torch(pin: str) -> list[str]:
+    """What torch requires at the version ``pin``, without CUDA's packages and optional extras."""
+    (metadata,) = report([pin], "--no-deps")
+    requires = metadata.get("requires_dist", [])
+    assert isinstance(requires, list)
+    return [text for text in requires if not CUDA.match(text) and "extra ==" not in text]
+
+
+def resolve(requirements: Iterable[str]) -> Pins:
+    """Name and version of everything that ``requirements`` bring, without local version labels such as ``+cpu``."""
+    return {normalised(str(entry["name"])): str(entry["version"]).partition("+")[0] for entry in report(requirements)}
+
+
+def lines(pins: Pins) -> str:
+    """A lock file's text. Triton has wheels for Linux alone."""
+    marker = {"triton": "; sys_platform == 'linux'"}
+    return HEADER + "".join(f"{name}=={version}{marker.get(name, '')}\n" for name, version in sorted(pins.items()))
+
+
+def main() -> None:
+    """Resolve and write the three files."""
+    if sys.version_info[:2] != (3, 11):
+        sys.exit("make lock: run it with Python 3.11, so that the versions found fit 3.11 and 3.12")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    library = [text for text in project["dependencies"] if not text.startswith("torch>")]
+    locked: dict[str, Pins] = {}
+    for kind, pins in PINNED.items():
+        torch_pin, *others = pins
+        locked[kind] = {
+            **resolve([*library, *others, *needs_of_torch(torch_pin)]),
+            "torch": torch_pin.partition("==")[2],
+        }
+    fixed = [f"{name}=={version}" for name, version in locked["cpu"].items() if name != "torch"]
+    everything = resolve([*fixed, *project["optional-dependencies"]["dev"]])
+    locked["dev"] = {name: version for name, version in everything.items() if name not in locked["cpu"]}
+    for name, found in locked.items():
+        (ROOT / f"requirements/{name}.lock").write_text(lines(found), encoding="utf-8")
+        print(f"requirements/{name}.lock: {len(found)} packages")
+
+
+if __name__ == "__main__":
+    main()

