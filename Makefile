@@ -31,7 +31,7 @@ endif
 
 SOURCES := nsa tests tools
 
-.PHONY: help train test pytest lint format test-mutants lock wheel device-wheels clean check-python
+.PHONY: help train test pytest pytest-kernels lint format test-mutants lock wheel device-wheels clean check-python
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -45,12 +45,15 @@ train: $(ENV) ## train a small model on the embedded corpus and leave a run fold
 	fi; \
 	$(RUN) -m nsa train "$$config" $(ARGS)
 
-test: lint pytest ## formatting, lint, types, then all tests with five mutants among them
+test: lint pytest-kernels pytest ## formatting, lint, types, then all tests with five mutants among them
 
-pytest: $(ENV) ## the tests alone (ARGS=)
+pytest: $(ENV) ## the tests alone, without the kernels' (ARGS=)
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
-	TRITON_INTERPRET=1 $(RUN) -m pytest -n $(JOBS) tests/kernels $(ARGS)
 	$(RUN) -m pytest -n $(JOBS) $(ARGS)
+
+pytest-kernels: $(ENV) ## the Triton kernels alone, on the CPU in Triton's interpreter, which is chosen for a whole process
+	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
+	TRITON_INTERPRET=1 $(RUN) -m pytest -n $(JOBS) tests/kernels
 
 lint: $(ENV) ## formatting, lint and types
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check lint
