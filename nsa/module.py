@@ -12,7 +12,7 @@ from nsa.attention import Phi, native_sparse_attention
 from nsa.cache import LayerCache
 from nsa.config import BRANCHES, NSAConfig
 from nsa.errors import check
-from nsa.ops._boundary import check_cu_seqlens
+from nsa.ops._boundary import pack_layer_input
 from nsa.ops._packed import locate
 from nsa.ops.compression import PhiWeights
 from nsa.rope import Rope, apply_rope
@@ -190,22 +190,8 @@ class NativeSparseAttention(nn.Module):
             ValueError: shapes or offsets do not fit.
         """
         name = "NativeSparseAttention"
-        check(
-            x.ndim in (2, 3) and x.shape[-1] == self.width,
-            name,
-            "x",
-            f"have shape [T, {self.width}] or [B, T, {self.width}]",
-            tuple(x.shape),
-        )
         shape = x.shape
-        if x.ndim == 3:
-            check(cu_seqlens is None, name, "cu_seqlens", "be left out with a dense batch [B, T, width]", "a tensor")
-            cu_seqlens = torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[1]
-            max_seqlen, x = shape[1], x.flatten(0, 1)
-        elif cu_seqlens is None:
-            cu_seqlens = torch.tensor([0, x.shape[0]], dtype=torch.int32, device=x.device)
-            max_seqlen = x.shape[0]
-        check_cu_seqlens(name, "cu_seqlens", cu_seqlens, x.device)
+        x, cu_seqlens, max_seqlen = pack_layer_input(name, x, self.width, cu_seqlens, max_seqlen)
         if cache is not None:
             check(cache.config == self.config, name, "cache", "be made for the module's config", cache.config)
             with torch.no_grad():

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from nsa.cache import PackedRows
 from nsa.config import NSAConfig
 from nsa.errors import check
+from nsa.ops._boundary import pack_layer_input
 from nsa.ops._packed import lengths, locate, pad, query_positions, unpad
 from nsa.rope import Rope, apply_rope
 
@@ -94,19 +95,8 @@ class DenseAttention(nn.Module):
         Raises:
             ValueError: shapes or offsets do not fit.
         """
-        name = "DenseAttention"
-        check(
-            x.ndim in (2, 3) and x.shape[-1] == self.width,
-            name, "x", f"have shape [T, {self.width}] or [B, T, {self.width}]", tuple(x.shape),
-        )  # fmt: skip
         shape = x.shape
-        if x.ndim == 3:
-            check(cu_seqlens is None, name, "cu_seqlens", "be left out with a dense batch [B, T, width]", "a tensor")
-            cu_seqlens = torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[1]
-            max_seqlen, x = shape[1], x.flatten(0, 1)
-        elif cu_seqlens is None:
-            cu_seqlens = torch.tensor([0, x.shape[0]], dtype=torch.int32, device=x.device)
-            max_seqlen = x.shape[0]
+        x, cu_seqlens, max_seqlen = pack_layer_input("DenseAttention", x, self.width, cu_seqlens, max_seqlen)
         sequence, positions, _ = locate(x.shape[0], cu_seqlens)
         if cache is not None:
             positions = positions + cache.lengths(cu_seqlens)[sequence]

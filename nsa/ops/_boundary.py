@@ -225,6 +225,30 @@ def check_block_indices(function: str, block_indices: Tensor, config: NSAConfig)
     )  # fmt: skip
 
 
+def pack_layer_input(
+    function: str, x: Tensor, width: int, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> tuple[Tensor, Tensor, int | None]:
+    """The input of an attention layer as packed tokens ``[T, width]``, with its offsets and longest length (None if not given).
+
+    Args:
+        function: public name, for messages.
+        x: packed ``[T, width]`` or a dense batch ``[B, T, width]``.
+        width: size of the residual stream.
+        cu_seqlens: offsets of packed sequences; None means one sequence.
+        max_seqlen: hint for packed sequences.
+    """
+    fits = x.ndim in (2, 3) and x.shape[-1] == width
+    check(fits, function, "x", f"have shape [T, {width}] or [B, T, {width}]", tuple(x.shape))
+    if x.ndim == 3:
+        check(cu_seqlens is None, function, "cu_seqlens", "be left out with a dense batch [B, T, width]", "a tensor")
+        steps = torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device)
+        return x.flatten(0, 1), steps * x.shape[1], x.shape[1]
+    if cu_seqlens is None:
+        return x, torch.tensor([0, x.shape[0]], dtype=torch.int32, device=x.device), x.shape[0]
+    check_cu_seqlens(function, "cu_seqlens", cu_seqlens, x.device)
+    return x, cu_seqlens, max_seqlen
+
+
 def scale_of(config: NSAConfig, softmax_scale: float | None) -> float:
     """The softmax scale: D^-0.5 unless given."""
     return config.head_dim**-0.5 if softmax_scale is None else softmax_scale
