@@ -11,7 +11,7 @@ from nsa import NSAConfig, compress, compressed_attention, select_blocks
 from nsa.ops._packed import compressed_cu_seqlens
 from nsa.ops._triton.range_launch import RangeLayout
 from nsa.ops._triton.tuning import Tile
-from nsa.ops.selection.triton_fwd import select_blocks_forward
+from nsa.ops.selection.triton_launch import Choice, select_blocks_forward
 from nsa.testing import make_inputs
 
 SMALL = (8, 4, 16, 4)
@@ -33,13 +33,11 @@ def compare(config: NSAConfig, lengths_k: list[int], lengths_q: list[int] | None
     k_cmp, _ = compress(x.k_cmp_raw, None, config, x.cu_seqlens_k)
     _, lse = compressed_attention(q, k_cmp, None, config, **offsets)
     layout = RangeLayout(
-        x.cu_seqlens_q, x.cu_seqlens_k, compressed_cu_seqlens(x.cu_seqlens_k, config), len(lengths_k),
-        max(lengths_q or lengths_k), max(lengths_k), 0, False, config.compress_block_size, config.compress_stride,
+        False, x.cu_seqlens_q, x.cu_seqlens_k, compressed_cu_seqlens(x.cu_seqlens_k, config), len(lengths_k),
+        max(lengths_q or lengths_k), max(lengths_k), 0, config.compress_block_size, config.compress_stride,
     )  # fmt: skip
-    found = select_blocks_forward(
-        q, k_cmp, lse, layout, config.head_dim**-0.5, config.block_size, config.num_selected_blocks, config.num_init_blocks,
-        config.num_local_blocks, Tile(16, 4, 4, 1),
-    )  # fmt: skip
+    choice = Choice(config.block_size, config.num_selected_blocks, config.num_init_blocks, config.num_local_blocks)
+    found = select_blocks_forward(q, k_cmp, lse, layout, config.head_dim**-0.5, choice, Tile(16, 4, 4, 1))
     assert torch.equal(found, select_blocks(q, k_cmp, lse, config, **offsets))
 
 
