@@ -176,7 +176,7 @@ def _figure(
         if not verdict.correct:
             return Figure(verdict)
         kernel_us = kernel_times(call, point.device)
-        fault = provider.fault(list(kernel_us), case, mode) if point.device.type == "cuda" else None
+        fault = provider.fault(list(kernel_us), case, mode) if judges_kernels(point.device) else None
         if fault is not None:
             return Figure(Verdict(False, verdict.errors, fault), kernel_us=kernel_us)
         peak = peak_mib(call, point.device)
@@ -187,6 +187,11 @@ def _figure(
         if isinstance(provider, (Ours, Reference)):
             raise  # a bug of ours, and not something that somebody else does not support
         return Figure(Verdict(None, {}, f"not run: {str(error).splitlines()[0]}"))
+
+
+def judges_kernels(device: torch.device) -> bool:
+    """Whether there are kernels to judge: the profiler sees those of a GPU."""
+    return device.type == "cuda"
 
 
 def _named(case: Case, work: Work, results: tuple[Tensor, ...]) -> dict[str, Tensor]:

@@ -278,16 +278,20 @@ class Gate:
             wanted = (forced >= 0) & (forced <= current)
             assert bool(((chosen == forced[..., None]).any(-1) | ~wanted).all()), "block_indices: a forced block is missing"
         for b, chosen_rows, best, close in self._choices(chosen, prepared or self.tensors):
-            wrong = ((chosen_rows ^ best) & ~close).any(-1)
+            wrong = ((chosen_rows ^ best) & ~close).any(-1) | (chosen_rows.sum(-1) != best.sum(-1))
             assert approximates(config) or not bool(wrong.any()), (
                 f"block_indices: {int(wrong.sum())} of {wrong.numel()} sampled choices of sequence {b} differ from fp64"
             )
 
     def recall(self, chosen: Tensor) -> float:
-        """Share of the exact choice's blocks that were chosen, over sampled rows; a block too close to call counts as found."""
+        """Share of the exact choice's blocks that were chosen, over the sampled rows.
+
+        A block counts as found, too, where another one was chosen in its place and the order of the two is too close to call.
+        """
         found = wanted = 0
         for _, chosen_rows, best, close in self._choices(chosen, self.tensors):
-            found += int((best & (chosen_rows | close)).sum())
+            missed, instead = (best & ~chosen_rows & close).sum(-1), (chosen_rows & ~best & close).sum(-1)
+            found += int((best & chosen_rows).sum() + torch.minimum(missed, instead).sum())
             wanted += int(best.sum())
         return round(found / wanted, 5)
 
