@@ -37,18 +37,22 @@ def block_scores(
     lse_rows = lse_rows.permute(0, 2, 1).reshape(*scores.shape[:4])[..., None]
     visible = visible_compressed(sequences, config)[:, None, None]
     probabilities = torch.where(visible, torch.exp(scores - lse_rows), 0.0).sum(2)  # [B, Hkv, T, C]
+    importance = spread(probabilities, max_blocks(sequences, config), config)
+    return unpad(importance.transpose(1, 2), sequences.cu_q, q.shape[0])
 
+
+def spread(probabilities: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
+    """Eq. 9: probabilities of compression blocks ``[..., C]`` as importance of selection blocks ``[..., M]``."""
     stencil = overlap_stencil(config)
     before = -min(stencil)
     step = config.block_size // config.compress_stride
-    num_blocks = max_blocks(sequences, config)
-    after = max(num_blocks * step - max_cmp, 0)
+    after = max(num_blocks * step - probabilities.shape[-1], 0)
     padded = torch.nn.functional.pad(probabilities, (before, after))
     importance = torch.zeros((), dtype=padded.dtype, device=padded.device)
     for offset, weight in stencil.items():
         first = before + offset
         importance = importance + weight * padded[..., first : first + num_blocks * step : step][..., :num_blocks]
-    return unpad(importance.transpose(1, 2), sequences.cu_q, q.shape[0])
+    return importance
 
 
 def rounded_for_scores(x: Tensor, config: NSAConfig) -> Tensor:
@@ -96,15 +100,25 @@ def coarse_candidates(
     scores = grouped_scores(pad(q, sequences.cu_q, sequences.max_q), pad(means, cu_coarse, num_coarse), softmax_scale)
     lse_rows = pad(lse, sequences.cu_q, sequences.max_q).permute(0, 2, 1).reshape(*scores.shape[:4])[..., None]
     scores = unpad(torch.exp(scores - lse_rows).sum(2).transpose(1, 2), sequences.cu_q, q.shape[0])
-    positions = query_positions(q.shape[0], sequences.cu_q, sequences.cu_k)[:, None, None]
-    block = torch.arange(num_coarse, device=q.device)
+    return kept_coarse(ranked_coarse(scores, query_positions(q.shape[0], sequences.cu_q, sequences.cu_k), config), config)
+
+
+def ranked_coarse(scores: Tensor, positions: Tensor, config: NSAConfig) -> Tensor:
+    """Scores of coarse blocks ``[T, Hkv, M_coarse]``: inf where a block stays in any case, -inf in the future."""
+    assert config.coarse_block_size is not None
+    positions = positions[:, None, None]
+    block = torch.arange(scores.shape[-1], device=scores.device)
     init, local = config.forced_coarse_blocks
     current = positions // config.coarse_block_size
     seen = num_compressed(positions + 1, config) * config.compress_stride // config.coarse_block_size
     ranked = torch.where(block < seen, scores, 0.0)
-    ranked = ranked.masked_fill((block < init) | (block > current - local), torch.inf).masked_fill(block > current, -torch.inf)
+    return ranked.masked_fill((block < init) | (block > current - local), torch.inf).masked_fill(block > current, -torch.inf)
+
+
+def kept_coarse(ranked: Tensor, config: NSAConfig) -> Tensor:
+    """The best coarse blocks of :func:`ranked_coarse`, as many as there may be: bool of the same shape."""
     best = ranked.argsort(dim=-1, descending=True, stable=True)[..., : config.num_coarse_blocks]
-    return torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, best, True) & (block <= current)
+    return torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, best, True) & (ranked > -torch.inf)
 
 
 def choose_blocks(scores: Tensor, positions: Tensor, config: NSAConfig, coarse: Tensor | None = None) -> Tensor:
