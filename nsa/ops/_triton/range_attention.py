@@ -10,10 +10,7 @@ query ``r // G``, head ``r % G``. The loop over keys is cut into edges, which ar
 import triton
 import triton.language as tl
 
-from nsa.ops._triton.tiles import LN_2, LOG2_E, find_tile, load_rows, sequence_rows, softmax_step, store_rows
-
-# Run-time lengths: a kernel is not compiled again for those that happen to be 1 or a multiple of 16.
-LENGTHS = ["len_q", "len_k", "len_key", "num_sequences", "num_rows", "chunk_rows", "num_rows_key"]
+from nsa.ops._triton.tiles import LN_2, LOG2_E, VARYING, find_tile, load_rows, sequence_rows, softmax_step, store_rows
 
 
 @triton.jit
@@ -84,7 +81,7 @@ def range_step(
     return softmax_step(s, v, row_max, total, acc, scale)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=VARYING)
 def range_fwd_kernel(
     q_ptr, k_source, v_source, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, cu_key_ptr, len_q, len_k, len_key, num_sequences,
     num_rows, stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, softmax_scale, size, stride,

@@ -174,7 +174,7 @@ def default_tile(key: TileKey, capability: tuple[int, int] | None) -> Tile:
         key: what is looked for.
         capability: major and minor; None stands for the smallest GPU.
     """
-    backward = not key.kernel.endswith("fwd")
+    backward = "_fwd" not in key.kernel
     if key.element_size == 4:
         return Tile(32 if key.head_size <= 64 else 16, 16, 4, 1)
     if key.kernel == "select_blocks":

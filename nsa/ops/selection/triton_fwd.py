@@ -11,14 +11,14 @@ With two stages the first one is the same kernel over the mean keys of coarse bl
 some query of the tile kept a coarse block, and over each step before such a one, whose last key reaches into it.
 """
 
-# mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,misc,untyped-decorator,assignment"
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from nsa.ops._triton.tiles import LOG2_E, find_tile, load_rows, sequence_rows
+from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile, load_rows, sequence_rows
 
 LAST_ID = tl.constexpr(0x7FFFFFFF)
 INFINITE_BITS = tl.constexpr(0x7F800000)
@@ -51,7 +51,7 @@ def load_heads(
         head = load_head(
             q_ptr, q_scale_ptr, lse_ptr, token, ok, num_rows, head_first + h, stride_q, stride_qh, HQ, D, BLOCK_D, BF16
         )
-        heads = heads + (head,)
+        heads = heads + (head,)  # noqa: RUF005  Triton has no starred expressions
     return heads
 
 
@@ -99,7 +99,7 @@ def kept_columns(
     return kept, place, block
 
 
-@triton.jit(do_not_specialize=["len_q", "len_k", "len_key", "num_sequences", "num_rows"])
+@triton.jit(do_not_specialize=VARYING)
 def select_kernel(
     q_ptr, k_ptr, lse_ptr, q_scale_ptr, k_scale_ptr, coarse_ptr, out_ptr, cu_q_ptr, cu_k_ptr, cu_key_ptr, len_q, len_k,
     len_key, num_sequences, num_rows, stride_q, stride_qh, stride_k, stride_kh, softmax_scale, num_init, num_local,
