@@ -30,23 +30,26 @@ def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Ten
     """
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        from nsa.ops._triton.range_launch import RangeLayout, range_forward
+        from nsa.ops._triton.range_launch import RangeLayout, range_forward, tile_name
         from nsa.ops._triton.tuning import tile_for
 
         *where, softmax_scale = rest
         q, k, v = (rows(x) for x in (q, k, v))
-        return range_forward(q, k, v, RangeLayout(window, *where), softmax_scale, tile_for(f"{name}_fwd", q, v))
+        layout = RangeLayout(window, *where)
+        out, lse = range_forward(q, k, v, layout, softmax_scale, tile_for(tile_name(name, "fwd", layout), q, v))
+        return out, lse.t()
 
     def backward(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from nsa.ops._triton.range_launch import RangeLayout, range_backward
+        from nsa.ops._triton.range_launch import RangeLayout, range_backward, tile_name
         from nsa.ops._triton.tuning import tile_for
 
         *where, softmax_scale = rest
         q, k, v, dout = (rows(x) for x in (q, k, v, dout))
-        tiles = tile_for(f"{name}_dq", q, v), tile_for(f"{name}_dkv", q, v)
-        return range_backward(q, k, v, out, dout, lse, RangeLayout(window, *where), softmax_scale, *tiles)
+        layout = RangeLayout(window, *where)
+        tiles = (tile_for(tile_name(name, kind, layout), q, v) for kind in ("dq", "dkv"))
+        return range_backward(q, k, v, out, dout, by_head(lse), layout, softmax_scale, *tiles)
 
     schema = f"({_ARGUMENTS.format(extra='')}) -> (Tensor, Tensor)"
     operator = torch.library.custom_op(f"nsa::{name}", forward, mutates_args=(), schema=schema)
@@ -56,7 +59,7 @@ def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Ten
 
     @operator.register_fake
     def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        return q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float32)
+        return q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32).t()
 
     @operator_backward.register_fake
     def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,3 +85,8 @@ def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Ten
 def rows(x: Tensor) -> Tensor:
     """``x`` with its last dimension contiguous, as kernels read it."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def by_head(lse: Tensor) -> Tensor:
+    """lse ``[T, Hq]`` as kernels read it, ``[Hq, T]``; that is how they wrote it, so nothing is copied then."""
+    return lse.t().contiguous()
