@@ -35,7 +35,8 @@ def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Ten
 
         *where, softmax_scale = rest
         q, k, v = (rows(x) for x in (q, k, v))
-        return range_forward(q, k, v, RangeLayout(window, *where), softmax_scale, tile_for(f"{name}_fwd", q, v))
+        out, lse = range_forward(q, k, v, RangeLayout(window, *where), softmax_scale, tile_for(f"{name}_fwd", q, v))
+        return out, lse.t()
 
     def backward(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *rest: Any
@@ -46,7 +47,7 @@ def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Ten
         *where, softmax_scale = rest
         q, k, v, dout = (rows(x) for x in (q, k, v, dout))
         tiles = tile_for(f"{name}_dq", q, v), tile_for(f"{name}_dkv", q, v)
-        return range_backward(q, k, v, out, dout, lse, RangeLayout(window, *where), softmax_scale, *tiles)
+        return range_backward(q, k, v, out, dout, by_head(lse), RangeLayout(window, *where), softmax_scale, *tiles)
 
     schema = f"({_ARGUMENTS.format(extra='')}) -> (Tensor, Tensor)"
     operator = torch.library.custom_op(f"nsa::{name}", forward, mutates_args=(), schema=schema)
@@ -56,7 +57,7 @@ def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Ten
 
     @operator.register_fake
     def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        return q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float32)
+        return q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32).t()
 
     @operator_backward.register_fake
     def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,3 +83,8 @@ def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Ten
 def rows(x: Tensor) -> Tensor:
     """``x`` with its last dimension contiguous, as kernels read it."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def by_head(lse: Tensor) -> Tensor:
+    """lse ``[T, Hq]`` as kernels read it, ``[Hq, T]``; that is how they wrote it, so nothing is copied then."""
+    return lse.t().contiguous()

@@ -25,7 +25,13 @@ def config_of(pattern: tuple[int, int, int, int], group: int, init: int = 1, loc
     )  # fmt: skip
 
 
-def compare(config: NSAConfig, lengths_k: list[int], lengths_q: list[int] | None = None, q_scale: float = 1.0) -> None:
+def compare(
+    config: NSAConfig,
+    lengths_k: list[int],
+    lengths_q: list[int] | None = None,
+    q_scale: float = 1.0,
+    keep_queries: bool = False,
+) -> None:
     """The kernel chooses as the reference does, from the same fp32 keys and lse."""
     x = make_inputs(config, lengths_k, lengths_q, dtype=torch.float32)
     offsets: Any = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
@@ -37,12 +43,15 @@ def compare(config: NSAConfig, lengths_k: list[int], lengths_q: list[int] | None
         max(lengths_q or lengths_k), max(lengths_k), 0, config.compress_block_size, config.compress_stride,
     )  # fmt: skip
     choice = Choice(config.block_size, config.num_selected_blocks, config.num_init_blocks, config.num_local_blocks)
-    found = select_blocks_forward(q, k_cmp, lse, layout, config.head_dim**-0.5, choice, Tile(16, 4, 4, 1))
+    found = select_blocks_forward(
+        q, k_cmp, lse.t().contiguous(), layout, config.head_dim**-0.5, choice, Tile(16, 4, 4, 1, keep_queries=keep_queries)
+    )
     assert torch.equal(found, select_blocks(q, k_cmp, lse, config, **offsets))
 
 
-def test_packed_sequences():
-    compare(config_of(SMALL, 3), [200, 1, 0, 77])
+@pytest.mark.parametrize("keep_queries", [False, True])
+def test_packed_sequences(keep_queries):
+    compare(config_of(SMALL, 3), [200, 1, 0, 77], keep_queries=keep_queries)
 
 
 def test_fewer_queries_than_keys():

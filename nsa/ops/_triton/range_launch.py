@@ -77,21 +77,28 @@ def key_source(x: Tensor, tile: Tile) -> Tensor | TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.keys, 1, block_of(x.shape[-1])])
 
 
+def row_source(x: Tensor, tile: Tile) -> Tensor | TensorDescriptor:
+    """Queries or gradients ``[T, Hq, D]`` as the kernel of dK and dV loads them, head by head."""
+    if not tile.tma:
+        return x
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.rows, 1, block_of(x.shape[-1])])
+
+
 def range_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: RangeLayout, softmax_scale: float, tile: Tile
 ) -> tuple[Tensor, Tensor]:
-    """out ``[T, Hq, Dv]`` and lse fp32 ``[T, Hq]``."""
+    """out ``[T, Hq, Dv]`` and lse fp32 ``[Hq, T]``: by head, as later kernels read it."""
     num_q, num_heads, head_dim = q.shape
     group_size, value_dim = num_heads // k.shape[1], v.shape[-1]
     out = torch.empty(num_q, num_heads, value_dim, dtype=q.dtype, device=q.device)
-    lse = torch.empty(num_q, num_heads, dtype=torch.float32, device=q.device)
+    lse = torch.empty(num_heads, num_q, dtype=torch.float32, device=q.device)
     rows = rows_of_tile(tile, group_size)
     grid = (layout.num_tiles(num_q, rows // group_size, layout.len_q), k.shape[1])
     tile = fitting(tile, k, v)
     if num_q:
         range_fwd_kernel[grid](
             q, key_source(k, tile), key_source(v, tile), out, lse, *layout.arguments(),
-            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), softmax_scale, layout.size,
+            num_q, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), softmax_scale, layout.size,
             layout.stride, HQ=num_heads, G=group_size, D=head_dim, DV=value_dim, BLOCK_M=rows, BLOCK_N=tile.keys,
             BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim), WINDOW=layout.window, TMA=tile.tma, STAGES=tile.stages,
             EDGE=tile.edge_stages, **tile.launch_options(),
@@ -123,7 +130,7 @@ def range_backward(
     tile_dq = fitting(tile_dq, k, v)
     grid = (layout.num_tiles(num_q, rows // group_size, layout.len_q), num_kv_heads)
     range_dq_kernel[grid](
-        q, key_source(k, tile_dq), key_source(v, tile_dq), out, dout, lse, delta, dq, *layout.arguments(), *strides,
+        q, key_source(k, tile_dq), key_source(v, tile_dq), out, dout, lse, delta, dq, *layout.arguments(), num_q, *strides,
         softmax_scale, layout.size, layout.stride, HQ=num_heads, G=group_size, **blocks, BLOCK_M=rows, BLOCK_N=tile_dq.keys,
         WINDOW=layout.window, TMA=tile_dq.tma, STAGES=tile_dq.stages, EDGE=tile_dq.edge_stages,
         **tile_dq.launch_options(),
@@ -138,11 +145,12 @@ def range_backward(
     if partial:
         dk_sum = torch.empty(num_chunks, *k.shape, dtype=torch.float32, device=k.device)
         dv_sum = torch.empty(num_chunks, *v.shape, dtype=torch.float32, device=v.device)
+    tile_dkv = fitting(tile_dkv, q, dout)
     range_dkv_kernel[(num_blocks, num_kv_heads, num_chunks)](
-        q, k, v, dout, lse, delta, dk_sum, dv_sum, *layout.arguments(), chunk_rows, num_key, *strides, softmax_scale,
-        layout.size, layout.stride, HQ=num_heads, G=group_size, **blocks, BLOCK_M=tile_dkv.rows, BLOCK_N=tile_dkv.keys,
-        WINDOW=layout.window, KEYS_AS_ROWS=tile_dkv.keys_as_rows, STAGES=tile_dkv.stages,
-        **tile_dkv.launch_options(),
+        row_source(q, tile_dkv), k, v, row_source(dout, tile_dkv), lse, delta, dk_sum, dv_sum, *layout.arguments(), num_q,
+        chunk_rows, num_key, *strides, softmax_scale, layout.size, layout.stride, HQ=num_heads, G=group_size, **blocks,
+        BLOCK_M=tile_dkv.rows, BLOCK_N=tile_dkv.keys, WINDOW=layout.window, KEYS_AS_ROWS=tile_dkv.keys_as_rows,
+        TMA=tile_dkv.tma, STAGES=tile_dkv.stages, EDGE=tile_dkv.edge_stages, **tile_dkv.launch_options(),
     )  # fmt: skip
     if partial:
         range_reduce_kernel[(num_blocks, num_kv_heads)](

@@ -21,6 +21,7 @@ class Tile:
         tma: whether keys are loaded through tensor descriptors.
         keys_as_rows: dK and dV: whether the score tile has keys as rows.
         edge_stages: depth of the pipeline in the masked edges of a range.
+        keep_queries: the choice of blocks: whether the queries of all heads of a group stay on chip.
         max_registers: limit on the registers of a thread, so that more programs share a multiprocessor; None leaves it open.
     """
 
@@ -32,6 +33,7 @@ class Tile:
     keys_as_rows: bool = False
     edge_stages: int = 1
     max_registers: int | None = None
+    keep_queries: bool = False
 
     def launch_options(self) -> dict[str, int]:
         """Keywords of a kernel launch."""

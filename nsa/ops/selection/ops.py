@@ -14,7 +14,7 @@ from torch import Tensor
 def _select_blocks(
     q: Tensor, k: Tensor, lse: Tensor, coarse: Tensor | None, *rest: Any
 ) -> Tensor:  # fmt: skip
-    from nsa.ops._range import rows
+    from nsa.ops._range import by_head, rows
     from nsa.ops._triton.range_launch import RangeLayout
     from nsa.ops._triton.tuning import tile_for
     from nsa.ops.selection.triton_launch import Choice, select_blocks_forward
@@ -23,7 +23,7 @@ def _select_blocks(
     q, k = rows(q), rows(k)
     choice = Choice(block_size, num_blocks, num_init, num_local, tuple(counts), precision)
     layout, tile = RangeLayout(False, *where), tile_for("select_blocks", q, k)
-    return select_blocks_forward(q, k, lse.contiguous(), layout, softmax_scale, choice, tile, coarse, coarse_factor)
+    return select_blocks_forward(q, k, by_head(lse), layout, softmax_scale, choice, tile, coarse, coarse_factor)
 
 
 select_blocks_op = torch.library.custom_op(

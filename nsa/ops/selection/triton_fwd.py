@@ -25,25 +25,44 @@ INFINITE_BITS = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def group_probabilities(
-    q_ptr, q_scale_ptr, lse_ptr, k, k_scale, token, ok, head_first, stride_q, stride_qh, scale,
-    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
-    BF16: tl.constexpr, STAGES: tl.constexpr,
+def load_head(
+    q_ptr, q_scale_ptr, lse_ptr, token, ok, num_rows, head, stride_q, stride_qh, HQ: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities of the compressed keys k ``[BLOCK_C, BLOCK_D]``, summed over the group: ``[BLOCK_Q, BLOCK_C]`` fp32."""
-    total = tl.zeros([BLOCK_Q, BLOCK_C], tl.float32)
-    for h in tl.range(0, G, num_stages=STAGES):
-        head = head_first + h
-        q = load_rows(q_ptr, token * stride_q + head * stride_qh, ok, 1, D, BLOCK_D, True)
-        if BF16:
-            q = q.to(tl.bfloat16)
-        lse = tl.load(lse_ptr + token * HQ + head, mask=ok, other=float("inf")) * LOG2_E
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if q_scale_ptr is not None:
-            q_scale = tl.load(q_scale_ptr + token * HQ + head, mask=ok, other=0.0)
-            s = s * q_scale[:, None] * k_scale[None, :]
-        total += tl.exp2(s * scale - lse[:, None])
-    return total
+    """Queries ``[BLOCK_Q, BLOCK_D]`` of one head, their lse in base 2, and their fp8 scales (otherwise lse again, unused)."""
+    q = load_rows(q_ptr, token * stride_q + head * stride_qh, ok, 1, D, BLOCK_D, True)
+    if BF16:
+        q = q.to(tl.bfloat16)
+    lse = tl.load(lse_ptr + (head + tl.zeros_like(token)) * num_rows + token, mask=ok, other=float("inf")) * LOG2_E
+    q_scale = lse
+    if q_scale_ptr is not None:
+        q_scale = tl.load(q_scale_ptr + token * HQ + head, mask=ok, other=0.0)
+    return q, lse, q_scale
+
+
+@triton.jit
+def load_heads(
+    q_ptr, q_scale_ptr, lse_ptr, token, ok, num_rows, head_first, stride_q, stride_qh, HQ: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BF16: tl.constexpr,
+):  # fmt: skip
+    """``load_head`` of every head of a group."""
+    heads = ()
+    for h in tl.static_range(G):
+        head = load_head(
+            q_ptr, q_scale_ptr, lse_ptr, token, ok, num_rows, head_first + h, stride_q, stride_qh, HQ, D, BLOCK_D, BF16
+        )
+        heads = heads + (head,)
+    return heads
+
+
+@triton.jit
+def probabilities(head, k, k_scale, scale, SCALED: tl.constexpr):
+    """Probabilities ``[BLOCK_Q, BLOCK_C]`` fp32 of the compressed keys k ``[BLOCK_C, BLOCK_D]`` for one head."""
+    q, lse, q_scale = head
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if SCALED:
+        s = s * q_scale[:, None] * k_scale[None, :]
+    return tl.exp2(s * scale - lse[:, None])
 
 
 @triton.jit
@@ -83,11 +102,11 @@ def kept_columns(
 @triton.jit(do_not_specialize=VARYING)
 def select_kernel(
     q_ptr, k_ptr, lse_ptr, q_scale_ptr, k_scale_ptr, coarse_ptr, out_ptr, cu_q_ptr, cu_k_ptr, cu_key_ptr, len_q, len_k,
-    len_key, num_sequences, stride_q, stride_qh, stride_k, stride_kh, softmax_scale, num_init, num_local,
+    len_key, num_sequences, num_rows, stride_q, stride_qh, stride_k, stride_kh, softmax_scale, num_init, num_local,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, N: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, COUNTS: tl.constexpr, NUM_COUNTS: tl.constexpr, FACTOR: tl.constexpr, NUM_COARSE: tl.constexpr,
     BF16: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
+    KEEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The chosen blocks of one tile of queries of one group."""
     R: tl.constexpr = BLOCK_SIZE // STRIDE
@@ -118,7 +137,11 @@ def select_kernel(
             kept_next, place, block = kept_columns(
                 coarse_ptr, list_row, ok, place, block, 0, jj, BLOCK_Q, BLOCK_J, FACTOR, NUM_COARSE
             )
-        for j0 in tl.range(0, t_last // BLOCK_SIZE + 1, BLOCK_J, num_stages=1):
+        if KEEP:
+            heads = load_heads(
+                q_ptr, q_scale_ptr, lse_ptr, token, ok, num_rows, head_kv * G, stride_q, stride_qh, HQ, G, D, BLOCK_D, BF16
+            )
+        for j0 in tl.range(0, t_last // BLOCK_SIZE + 1, BLOCK_J, num_stages=STAGES if KEEP else 1):
             if FACTOR > 0:
                 kept = kept_next
                 kept_next, place, block = kept_columns(
@@ -137,10 +160,17 @@ def select_kernel(
                 k_scale = 0.0
                 if k_scale_ptr is not None:
                     k_scale = tl.load(k_scale_ptr + key_row.to(tl.int64) * HKV + head_kv, mask=key < num_keys, other=0.0)
-                p = group_probabilities(
-                    q_ptr, q_scale_ptr, lse_ptr, k, k_scale, token, ok, head_kv * G, stride_q, stride_qh, scale, HQ, G, D,
-                    BLOCK_Q, R * BLOCK_J, BLOCK_D, BF16, STAGES,
-                )  # fmt: skip
+                p = tl.zeros([BLOCK_Q, R * BLOCK_J], tl.float32)
+                if KEEP:
+                    for h in tl.static_range(G):
+                        p += probabilities(heads[h], k, k_scale, scale, q_scale_ptr is not None)
+                else:
+                    for h in tl.range(0, G, num_stages=STAGES):
+                        head = load_head(
+                            q_ptr, q_scale_ptr, lse_ptr, token, ok, num_rows, head_kv * G + h, stride_q, stride_qh, HQ, D,
+                            BLOCK_D, BF16,
+                        )  # fmt: skip
+                        p += probabilities(head, k, k_scale, scale, q_scale_ptr is not None)
                 p = tl.where(key[None, :] < visible[:, None], p, 0.0)
                 score, carry = block_scores(p, carry, jj, BLOCK_Q, BLOCK_J, R, O)
                 j = (j0 + jj)[None, :]

@@ -40,6 +40,8 @@ def select_blocks_forward(
 ) -> Tensor:  # fmt: skip
     """int32 ``[T, Hkv, n]``; see :func:`nsa.select_blocks`. ``tile.rows`` are queries, ``tile.keys`` blocks of a step.
 
+    lse is ``[Hq, T]``.
+
     With ``coarse`` int32 ``[T, Hkv, m]``, ascending, only blocks inside these coarse blocks of ``coarse_factor`` blocks each
     are candidates, beside the forced ones.
     """
@@ -55,11 +57,12 @@ def select_blocks_forward(
         block_d = max(block_d, 32)  # the least depth of an fp8 product
     if num_q:
         select_kernel[grid](
-            q, k, lse, q_scale, k_scale, coarse, out, *layout.arguments(), q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-            softmax_scale, choice.num_init, choice.num_local, HQ=num_heads, G=num_heads // num_kv_heads, D=head_dim,
-            N=choice.num_blocks, L=layout.size, STRIDE=layout.stride, BLOCK_SIZE=choice.block_size, COUNTS=choice.counts,
+            q, k, lse, q_scale, k_scale, coarse, out, *layout.arguments(), num_q, q.stride(0), q.stride(1), k.stride(0),
+            k.stride(1), softmax_scale, choice.num_init, choice.num_local, HQ=num_heads, G=num_heads // num_kv_heads,
+            D=head_dim, N=choice.num_blocks, L=layout.size, STRIDE=layout.stride, BLOCK_SIZE=choice.block_size, COUNTS=choice.counts,
             NUM_COUNTS=len(choice.counts) // 2, FACTOR=coarse_factor, NUM_COARSE=0 if coarse is None else coarse.shape[-1],
-            BF16=choice.precision == "bf16", BLOCK_Q=tile.rows, BLOCK_J=max(tile.keys, width), BLOCK_N=width, BLOCK_D=block_d,
-            STAGES=tile.stages, **tile.launch_options(),
+            BF16=choice.precision == "bf16",
+            BLOCK_Q=tile.rows, BLOCK_J=max(tile.keys, width), BLOCK_N=width, BLOCK_D=block_d,
+            KEEP=tile.keep_queries, STAGES=tile.stages, **tile.launch_options(),
         )  # fmt: skip
     return out
