@@ -14,6 +14,7 @@ from nsa.config import NSAConfig
 from nsa.errors import UserError
 from nsa.module import NativeSparseAttention
 from nsa.ops._boundary import choose_backend
+from nsa.ops._triton.tuning import device_table
 from nsa.train import environment
 from nsa.train.load import load_config
 
@@ -54,6 +55,7 @@ def _sections(configs: Path | None) -> Iterator[tuple[str, Iterator[str]]]:
     yield "machine", _machine()
     yield "GPUs", _gpus()
     yield "attention operators", _operators()
+    yield "tiles of the kernels", _tiles()
     yield "configurations", _configs(configs)
 
 
@@ -122,6 +124,19 @@ def _operators() -> Iterator[str]:
         yield f"{device}: {what}. A first forward and backward of {_PROBE_TOKENS} tokens took {elapsed_ms:.0f} ms."
         if not finite:
             yield Problem(f"the attention layer gave values that are not finite on {device}")
+
+
+def _tiles() -> Iterator[str]:
+    """Which tuning table each GPU takes."""
+    for index in range(torch.cuda.device_count()):
+        table, capability = device_table(index)
+        if table is None:
+            where = f"defaults of compute capability {'.'.join(map(str, capability))}. Measure better ones with: nsa bench tune"
+        else:
+            where = f"{len(table.rows)} measured on {table.gpu}; defaults for the rest"
+        yield f"GPU {index}, {torch.cuda.get_device_name(index)}: {where}"
+    if not torch.cuda.device_count():
+        yield "none: no GPU"
 
 
 def _configs(folder: Path | None) -> Iterator[str]:

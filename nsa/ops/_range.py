@@ -30,24 +30,26 @@ def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Ten
     """
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        from nsa.ops._triton.range_launch import RangeLayout, range_forward
+        from nsa.ops._triton.range_launch import RangeLayout, range_forward, tile_name
         from nsa.ops._triton.tuning import tile_for
 
         *where, softmax_scale = rest
         q, k, v = (rows(x) for x in (q, k, v))
-        out, lse = range_forward(q, k, v, RangeLayout(window, *where), softmax_scale, tile_for(f"{name}_fwd", q, v))
+        layout = RangeLayout(window, *where)
+        out, lse = range_forward(q, k, v, layout, softmax_scale, tile_for(tile_name(name, "fwd", layout), q, v))
         return out, lse.t()
 
     def backward(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from nsa.ops._triton.range_launch import RangeLayout, range_backward
+        from nsa.ops._triton.range_launch import RangeLayout, range_backward, tile_name
         from nsa.ops._triton.tuning import tile_for
 
         *where, softmax_scale = rest
         q, k, v, dout = (rows(x) for x in (q, k, v, dout))
-        tiles = tile_for(f"{name}_dq", q, v), tile_for(f"{name}_dkv", q, v)
-        return range_backward(q, k, v, out, dout, by_head(lse), RangeLayout(window, *where), softmax_scale, *tiles)
+        layout = RangeLayout(window, *where)
+        tiles = (tile_for(tile_name(name, kind, layout), q, v) for kind in ("dq", "dkv"))
+        return range_backward(q, k, v, out, dout, by_head(lse), layout, softmax_scale, *tiles)
 
     schema = f"({_ARGUMENTS.format(extra='')}) -> (Tensor, Tensor)"
     operator = torch.library.custom_op(f"nsa::{name}", forward, mutates_args=(), schema=schema)

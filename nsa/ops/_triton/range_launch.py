@@ -19,6 +19,9 @@ MAX_CHUNKS = 32
 MIN_CHUNK_ROWS = 512
 TARGET_PROGRAMS = 4096
 
+# Compressed keys of a sequence from which on its kernels have tiles of their own.
+LONG_KEYS = 1024
+
 
 @dataclass(frozen=True)
 class RangeLayout:
@@ -51,6 +54,12 @@ class RangeLayout:
     def arguments(self) -> tuple[Tensor | int | None, ...]:
         """What every kernel takes."""
         return self.cu_q, self.cu_k, self.cu_key, self.len_q, self.len_k, self.len_key, self.num_sequences
+
+
+def tile_name(operator: str, kind: str, layout: RangeLayout) -> str:
+    """Name by which a kernel's tile is looked up: a query with few keys wants another tile than one with very many."""
+    many = not layout.window and layout.len_key >= LONG_KEYS
+    return f"{operator}_{kind}{'_long' if many else ''}"
 
 
 def block_of(size: int) -> int:

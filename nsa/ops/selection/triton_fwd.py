@@ -11,7 +11,7 @@ With two stages the first one is the same kernel over the mean keys of coarse bl
 some query of the tile kept a coarse block, and over each step before such a one, whose last key reaches into it.
 """
 
-# mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,misc,untyped-decorator,assignment"
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def load_heads(
         head = load_head(
             q_ptr, q_scale_ptr, lse_ptr, token, ok, num_rows, head_first + h, stride_q, stride_qh, HQ, D, BLOCK_D, BF16
         )
-        heads = heads + (head,)
+        heads = heads + (head,)  # noqa: RUF005  Triton has no starred expressions
     return heads
 
 

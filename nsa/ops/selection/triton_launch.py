@@ -59,10 +59,10 @@ def select_blocks_forward(
         select_kernel[grid](
             q, k, lse, q_scale, k_scale, coarse, out, *layout.arguments(), num_q, q.stride(0), q.stride(1), k.stride(0),
             k.stride(1), softmax_scale, choice.num_init, choice.num_local, HQ=num_heads, G=num_heads // num_kv_heads,
-            D=head_dim, N=choice.num_blocks, L=layout.size, STRIDE=layout.stride, BLOCK_SIZE=choice.block_size, COUNTS=choice.counts,
-            NUM_COUNTS=len(choice.counts) // 2, FACTOR=coarse_factor, NUM_COARSE=0 if coarse is None else coarse.shape[-1],
-            BF16=choice.precision == "bf16",
-            BLOCK_Q=tile.rows, BLOCK_J=max(tile.keys, width), BLOCK_N=width, BLOCK_D=block_d,
-            KEEP=tile.keep_queries, STAGES=tile.stages, **tile.launch_options(),
+            D=head_dim, N=choice.num_blocks, L=layout.size, STRIDE=layout.stride, BLOCK_SIZE=choice.block_size,
+            COUNTS=choice.counts, NUM_COUNTS=len(choice.counts) // 2, FACTOR=coarse_factor,
+            NUM_COARSE=0 if coarse is None else coarse.shape[-1], BF16=choice.precision == "bf16", BLOCK_Q=tile.rows,
+            BLOCK_J=max(tile.keys, width), BLOCK_N=width, BLOCK_D=block_d, KEEP=tile.keep_queries, STAGES=tile.stages,
+            **tile.launch_options(),
         )  # fmt: skip
     return out
