@@ -137,7 +137,7 @@ def range_dkv_step(
         delta = tl.load(delta_ptr + statistic + m)
     t = offset + row + m
     key = n + tl.arange(0, BLOCK_N)
-    # Small heads leave registers for both products of inputs at once: the second runs while exponentials of the first are taken.
+    # Small heads leave registers for both products of inputs at once: the second runs while the first is exponentiated.
     EARLY: tl.constexpr = BLOCK_D + BLOCK_DV <= 128
     if KEYS_AS_ROWS:
         s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
