@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import multiprocessing
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nsa.bench.cases import CASES, MODES, Case, prepare
+from nsa.bench.cases import CASES, Case, prepare
 from nsa.bench.clock import time_call
 from nsa.bench.gate import Gate
 from nsa.bench.points import Point, Shape, batch_of, make_tensors
@@ -49,6 +52,7 @@ class TunePlan:
         kernel: pattern of kernel names.
         out: table to write; None takes that of this GPU inside the package.
         minutes: stop looking after this time; None looks at everything.
+        jobs: processes that compile candidates ahead.
     """
 
     shape: Shape
@@ -58,16 +62,17 @@ class TunePlan:
     kernel: str = "*"
     out: Path | None = None
     minutes: float | None = None
+    jobs: int = 0
 
 
 @dataclass(frozen=True)
 class Task:
-    """A kernel to tune: what it is looked up by, and the shortest thing that runs it."""
+    """A kernel to tune: what it is looked up by, the shortest thing that runs it, and the lengths at which that does."""
 
     key: TileKey
-    case: Case
     mode: str
     start: Tile
+    seqs: tuple[int, ...]
 
 
 def bench_tune(plan: TunePlan, device: torch.device) -> bool:
@@ -88,25 +93,30 @@ def bench_tune(plan: TunePlan, device: torch.device) -> bool:
         Point(plan.shape, seq_len, batch_of(plan.shape, seq_len, plan.tokens), "random", plan.dtype, device)
         for seq_len in plan.seqs
     ]
-    found, correct = 0, True
-    for case in CASES.values():
-        if case.name == "attention":
-            continue
+    correct = list[bool]()
+    for case in (case for case in CASES.values() if case.name != "attention"):
         bench = Bench(case, points)
-        for task in bench.tasks():
-            if not fnmatch.fnmatch(task.key.kernel, plan.kernel):
-                continue
-            found += 1
-            print(f"\n{task.key.kernel}, head size {task.key.head_size}, by {case.name} {task.mode}: {task.start}", flush=True)
-            best, times = descend(task.key, task.start, bench.measure(task), lambda: time.monotonic() < end)
-            fault = bench.fault(task, best)
-            print(f"  chosen: {best}{f', but WRONG: {fault}' if fault else ''}", flush=True)
-            correct &= fault is None
-            if fault is None:
-                note = {"ms": times, "measured": f"{case.name} {task.mode}, {plan.shape.name} shape, by length"}
-                write_tile(path, here, task.key, best, note)
-    check(found > 0, "nsa bench tune", "--kernel", "fit a kernel that looks up a tile", repr(plan.kernel))
-    return correct
+        tasks = [task for task in bench.tasks() if fnmatch.fnmatch(task.key.kernel, plan.kernel)]
+        with Compilers(case, points, plan.jobs if tasks else 0) as compilers:
+            for task in tasks:
+                found = _tune(bench, task, compilers, lambda: time.monotonic() < end)
+                correct.append(found is not None)
+                if found is not None:
+                    note = {"ms": found[1], "measured": f"{case.name} {task.mode}, {plan.shape.name} shape, by length"}
+                    write_tile(path, here, task.key, found[0], note)
+    check(bool(correct), "nsa bench tune", "--kernel", "fit a kernel that looks up a tile", repr(plan.kernel))
+    return all(correct)
+
+
+def _tune(bench: Bench, task: Task, compilers: Compilers, go_on: Callable[[], bool]) -> tuple[Tile, Mapping[int, float]] | None:
+    """The best tile of one kernel and its times; None if its results are wrong."""
+    where = ", ".join(f"{seq_len:,}" for seq_len in task.seqs)
+    print(f"\n{task.key.kernel}, head size {task.key.head_size}, by {bench.case.name} {task.mode} at S {where}", flush=True)
+    print(f"  in use: {task.start}", flush=True)
+    best, times = descend(task.key, task.start, bench.measure(task), go_on, partial(compilers.compile, task))
+    fault = bench.fault(task, best)
+    print(f"  chosen: {best}{f', but WRONG: {fault}' if fault else ''}", flush=True)
+    return None if fault else (best, times)
 
 
 class Bench:
@@ -124,16 +134,19 @@ class Bench:
         self.device = points[0].device
 
     def tasks(self) -> list[Task]:
-        """The kernels that look tiles up, each with the first mode that runs it."""
+        """The kernels that look tiles up, each with the first mode that runs it; a long sequence may run others."""
         tasks: dict[TileKey, Task] = {}
-        for mode in (mode for mode in MODES if mode in self.case.modes):
+        for mode in self.case.modes:
+            for seq_len, work in self.works.items():
 
-            def note(key: TileKey, tile: Tile, mode: str = mode) -> Tile:
-                tasks.setdefault(key, Task(key, self.case, mode, tile))
-                return tile
+                def note(key: TileKey, tile: Tile, mode: str = mode, seq_len: int = seq_len) -> Tile:
+                    task = tasks.setdefault(key, Task(key, mode, tile, ()))
+                    if task.mode == mode and seq_len not in task.seqs:
+                        tasks[key] = replace(task, seqs=(*task.seqs, seq_len))
+                    return tile
 
-            with tiles_chosen_by(note):
-                next(iter(self.works.values())).run(mode)
+                with tiles_chosen_by(note):
+                    work.run(mode)
         return list(tasks.values())
 
     def measure(self, task: Task) -> Measure:
@@ -143,8 +156,8 @@ class Bench:
             with tiles_chosen_by(lambda key, usual: tile if key == task.key else usual):
                 try:
                     return {
-                        seq_len: round(time_call(lambda: work.run(task.mode), self.device, BUDGET_MS).p50, 5)  # noqa: B023
-                        for seq_len, work in self.works.items()
+                        seq_len: round(time_call(partial(self.works[seq_len].run, task.mode), self.device, BUDGET_MS).p50, 5)
+                        for seq_len in task.seqs
                     }
                 except _unfit_errors() as error:
                     if not _does_not_fit(error):
@@ -156,13 +169,62 @@ class Bench:
     def fault(self, task: Task, tile: Tile) -> str | None:
         """Why the results with a tile are wrong, against fp64 at every length; None if they are right."""
         with tiles_chosen_by(lambda key, usual: tile if key == task.key else usual):
-            for seq_len, work in self.works.items():
+            for seq_len in task.seqs:
+                work = self.works[seq_len]
                 results = work.run(task.mode)
                 names = [*self.case.outputs, *(f"d{name}" for name in work.leaves)]
                 verdict = self.gates[seq_len].check(dict(zip(names, results, strict=False)))
                 if not verdict.correct:
                     return f"S {seq_len}: {verdict.note}"
         return None
+
+
+class Compilers:
+    """Processes that run candidates once, side by side, ahead of their measurement: Triton keeps on disk what it compiled.
+
+    Args:
+        case: the operator.
+        points: as for :class:`Bench`.
+        count: processes; 0 compiles nothing ahead.
+    """
+
+    def __init__(self, case: Case, points: Sequence[Point], count: int) -> None:
+        self.pool = None
+        if count:
+            context = multiprocessing.get_context("spawn")  # a process with a CUDA context cannot be forked
+            self.pool = ProcessPoolExecutor(count, context, initializer=_open_bench, initargs=(case.name, points))
+
+    def __enter__(self) -> Compilers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+
+    def compile(self, task: Task, tiles: Sequence[Tile]) -> None:
+        """Compile the kernel of a task with each tile; waits for all."""
+        if self.pool is not None and len(tiles) > 1:
+            for _ in self.pool.map(partial(_compile, task), tiles):
+                pass
+
+
+_opened: list[Bench] = []  # of a process of `Compilers`
+
+
+def _open_bench(case: str, points: Sequence[Point]) -> None:
+    torch.cuda.set_device(points[0].device)
+    _opened.append(Bench(CASES[case], points))
+
+
+def _compile(task: Task, tile: Tile) -> None:
+    (bench,) = _opened
+    with tiles_chosen_by(lambda key, usual: tile if key == task.key else usual):
+        try:
+            bench.works[task.seqs[0]].run(task.mode)
+            torch.cuda.synchronize()
+        except _unfit_errors() as error:
+            if not _does_not_fit(error):
+                raise
 
 
 def _unfit_errors() -> tuple[type[Exception], ...]:
@@ -194,7 +256,7 @@ def candidates(key: TileKey, tile: Tile) -> Generator[list[Tile], Tile, None]:
         lambda best: [replace(best, tma=not best.tma)],
         lambda best: [replace(best, keys_as_rows=not best.keys_as_rows), replace(best, keep_queries=not best.keep_queries)],
         lambda best: [replace(best, edge_stages=stages) for stages in (1, 2, 3)],
-        lambda best: [replace(best, max_registers=most) for most in (None, 96, 128, 168)],
+        lambda best: [replace(best, max_registers=most) for most in (None, 96, 128, 168, 200)],
         lambda best: [replace(best, stages=stages) for stages in (1, 2, 3, 4)],
     ]
     best = tile
@@ -203,8 +265,9 @@ def candidates(key: TileKey, tile: Tile) -> Generator[list[Tile], Tile, None]:
 
 
 def descend(
-    key: TileKey, start: Tile, measure: Measure, go_on: Callable[[], bool] = lambda: True
-) -> tuple[Tile, Mapping[int, float]]:
+    key: TileKey, start: Tile, measure: Measure, go_on: Callable[[], bool] = lambda: True,
+    announce: Callable[[Sequence[Tile]], None] = lambda _: None,
+) -> tuple[Tile, Mapping[int, float]]:  # fmt: skip
     """The best tile that a walk over the groups of candidates finds.
 
     Args:
@@ -212,6 +275,7 @@ def descend(
         start: the tile it has now, which must fit.
         measure: milliseconds by length; None where a tile does not fit. The lengths count alike: the mean of the logarithms.
         go_on: whether there is time left.
+        announce: told which tiles will be measured next.
 
     Returns:
         The tile and its times. A candidate is taken only if a second measurement beside the best one says the same.
@@ -222,9 +286,11 @@ def descend(
     walk = candidates(key, start)
     group: list[Tile] | None = next(walk)
     while group is not None:
-        for tile in group:
-            if tile in seen or not go_on():
-                continue
+        fresh = [tile for tile in group if tile not in seen and go_on()]
+        announce(fresh)
+        for tile in fresh:
+            if not go_on():
+                break
             seen.add(tile)
             found = measure(tile)
             print(f"  {_said(found)}  {tile}", flush=True)

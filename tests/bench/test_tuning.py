@@ -178,6 +178,21 @@ def test_a_gain_that_does_not_repeat_is_not_taken() -> None:
     assert tune.descend(KEY, start, measure)[0] == start
 
 
+def test_the_walk_says_what_comes_next_and_repeats_nothing() -> None:
+    told: list[Tile] = []
+    measured: list[Tile] = []
+
+    def measure(tile: Tile) -> Mapping[int, float]:
+        measured.append(tile)
+        return {2048: 1.0}
+
+    start = Tile(64, 64, 4, 2)
+    tune.descend(KEY, start, measure, announce=told.extend)
+    assert measured == [start, *told]
+    assert len(told) == len(set(told)) > 20
+    assert start not in told
+
+
 def test_the_walk_stops_when_time_is_up() -> None:
     best = Tile(128, 32, 8, 3)
     assert tune.descend(KEY, Tile(64, 64, 4, 2), cost(best), lambda: False)[0] == Tile(64, 64, 4, 2)
