@@ -19,7 +19,7 @@ from nsa.bench.cases import CASES, Case, prepare
 from nsa.bench.clock import time_call
 from nsa.bench.gate import Gate
 from nsa.bench.points import Point, Shape, batch_of, make_tensors
-from nsa.bench.providers import PROVIDERS, Work
+from nsa.bench.providers import PROVIDERS, Work, does_not_fit, refusals
 from nsa.bench.rows import Origin, origin
 from nsa.errors import check
 from nsa.ops._triton.tuning import (
@@ -159,8 +159,8 @@ class Bench:
                         seq_len: round(time_call(partial(self.works[seq_len].run, task.mode), self.device, BUDGET_MS).p50, 5)
                         for seq_len in task.seqs
                     }
-                except _unfit_errors() as error:
-                    if not _does_not_fit(error):
+                except refusals() as error:
+                    if not _too_large(error):
                         raise
                     return None
 
@@ -222,21 +222,13 @@ def _compile(task: Task, tile: Tile) -> None:
         try:
             bench.works[task.seqs[0]].run(task.mode)
             torch.cuda.synchronize()
-        except _unfit_errors() as error:
-            if not _does_not_fit(error):
+        except refusals() as error:
+            if not _too_large(error):
                 raise
 
 
-def _unfit_errors() -> tuple[type[Exception], ...]:
-    from triton.compiler.errors import CompilationError
-    from triton.runtime.errors import OutOfResources, PTXASError
-
-    return OutOfResources, PTXASError, CompilationError, RuntimeError
-
-
-def _does_not_fit(error: Exception) -> bool:
-    """Whether an error is about this tile; a fault of the device or a bug is not."""
-    return not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError) or "PassManager" in str(error)
+def _too_large(error: Exception) -> bool:
+    return does_not_fit(error) or isinstance(error, torch.OutOfMemoryError)
 
 
 def candidates(key: TileKey, tile: Tile) -> Generator[list[Tile], Tile, None]:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.errors import TritonError
+from triton.runtime.errors import OutOfResources
 
 from nsa import cli
 from nsa.bench import attention, providers
@@ -133,6 +135,32 @@ def test_a_bug_of_ours_is_not_taken_for_something_unsupported(monkeypatch: pytes
     monkeypatch.setattr(Work, "run", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         run(tmp_path, "--case", "attention.combine")
+
+
+def test_what_others_do_not_support_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Dense attention that has no kernel here, FlexAttention that does not compile, a tile that does not fit."""
+
+    def refuse(error: Exception) -> Callable[..., Any]:
+        def work(*_: Any) -> Work:
+            raise error
+
+        return work
+
+    monkeypatch.setattr(providers, "kernels_run_on_cpu", lambda: True)
+    monkeypatch.setattr(Dense, "work", refuse(RuntimeError("No available kernel. Aborting execution.\nmore")))
+    monkeypatch.setattr(Flex, "work", refuse(TritonError()))
+    monkeypatch.setattr(Ours, "work", refuse(OutOfResources(300_000, 232_448, "shared memory")))
+    words = [*QUICK, "--shape", "2x1x16x16", "--seqs", "128", "--provider", "dense-cudnn,flex", "--case", "attention"]
+    out = tmp_path / "rows.jsonl"
+    assert cli.main(["bench", "attention", *words, "--variant", "large:*.rows=256", "--out", str(out)]) == 0
+    assert [row.note for row in read_rows([out])[::2]] == [
+        "not run: No available kernel. Aborting execution.",
+        "not run: TritonError",
+        "not run: out of resource: shared memory, Required: 300000, Hardware limit: 232448. Reducing block sizes or "
+        "`num_stages` may help.",
+    ]
+    with pytest.raises(OutOfResources):
+        cli.main(["bench", "attention", *words[:-4], "--provider", "nsa", "--case", "attention"])
 
 
 # ------------------------------------------------------------------------------------------------ mistakes in the words
