@@ -124,16 +124,16 @@ class Ours(Provider):
 
 
 @cache
-def own_kernels() -> frozenset[str]:
-    """Names of all Triton kernels of this library."""
+def own_kernels() -> Mapping[str, Any]:
+    """All Triton kernels of this library by name."""
     from triton.runtime.jit import KernelInterface
 
-    names = set()
+    kernels = {}
     for module in pkgutil.walk_packages(nsa.ops.__path__, "nsa.ops."):
         for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, KernelInterface) and value.__name__.endswith("_kernel"):
-                names.add(value.__name__)
-    return frozenset(names)
+                kernels[value.__name__] = value
+    return kernels
 
 
 @contextmanager

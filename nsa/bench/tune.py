@@ -19,7 +19,7 @@ from nsa.bench.cases import CASES, Case, prepare
 from nsa.bench.clock import time_call
 from nsa.bench.gate import Gate
 from nsa.bench.points import Point, Shape, batch_of, make_tensors
-from nsa.bench.providers import PROVIDERS, Work, does_not_fit, refusals
+from nsa.bench.providers import PROVIDERS, Work, does_not_fit, own_kernels, refusals
 from nsa.bench.rows import Origin, origin
 from nsa.errors import check
 from nsa.ops._triton.tuning import (
@@ -37,7 +37,11 @@ from nsa.ops._triton.tuning import (
 GAIN = 0.985
 BUDGET_MS = 60.0
 
+# A tile whose kernel needs more stack, bytes a thread, is not taken however fast it is.
+MAX_STACK_BYTES = 256
+
 Measure = Callable[[Tile], Mapping[int, float] | None]
+Trials = dict[Tile, Mapping[int, float]]
 
 
 @dataclass(frozen=True)
@@ -102,21 +106,30 @@ def bench_tune(plan: TunePlan, device: torch.device) -> bool:
                 found = _tune(bench, task, compilers, lambda: time.monotonic() < end)
                 correct.append(found is not None)
                 if found is not None:
-                    note = {"ms": found[1], "measured": f"{case.name} {task.mode}, {plan.shape.name} shape, by length"}
+                    note = {**found[1], "measured": f"{case.name} {task.mode}, {plan.shape.name} shape, by length"}
                     write_tile(path, here, task.key, found[0], note)
     check(bool(correct), "nsa bench tune", "--kernel", "fit a kernel that looks up a tile", repr(plan.kernel))
     return all(correct)
 
 
-def _tune(bench: Bench, task: Task, compilers: Compilers, go_on: Callable[[], bool]) -> tuple[Tile, Mapping[int, float]] | None:
-    """The best tile of one kernel and its times; None if its results are wrong."""
+def _tune(bench: Bench, task: Task, compilers: Compilers, go_on: Callable[[], bool]) -> tuple[Tile, Mapping[str, Any]] | None:
+    """The best tile of one kernel and what the table says of it; None if its results are wrong."""
     where = ", ".join(f"{seq_len:,}" for seq_len in task.seqs)
     print(f"\n{task.key.kernel}, head size {task.key.head_size}, by {bench.case.name} {task.mode} at S {where}", flush=True)
     print(f"  in use: {task.start}", flush=True)
-    best, times = descend(task.key, task.start, bench.measure(task), go_on, partial(compilers.compile, task))
+    best, trials = descend(task.key, task.start, bench.measure(task), go_on, partial(compilers.compile, task))
     fault = bench.fault(task, best)
     print(f"  chosen: {best}{f', but WRONG: {fault}' if fault else ''}", flush=True)
-    return None if fault else (best, times)
+    return None if fault else (best, {"ms": trials[best], **without_stack(best, trials, bench.stacks(task))})
+
+
+def without_stack(best: Tile, trials: Trials, stacks: Mapping[Tile, int]) -> dict[str, Any]:
+    """What a tile that spills to the stack must show: its bytes a thread, and the best times that need none."""
+    if stacks[best] == 0:
+        return {}
+    plain = [times for tile, times in trials.items() if stacks[tile] == 0]
+    fastest = min(plain, key=lambda times: gain(times, trials[best])) if plain else None
+    return {"stack_bytes": stacks[best], "ms_without_stack": fastest}
 
 
 class Bench:
@@ -126,12 +139,16 @@ class Bench:
         self.case = case
         self.works: dict[int, Work] = {}
         self.gates: dict[int, Gate] = {}
+        for kernel in own_kernels().values():
+            getattr(kernel, "device_caches", {}).clear()  # what is compiled from now on is of this operator
         for point in points:
             config = point.shape.config()
             tensors = prepare(case, make_tensors(point, config), point, config, "triton")
             self.works[point.seq_len] = PROVIDERS["nsa"].work(case, tensors, point, config)
             self.gates[point.seq_len] = Gate(case, tensors, point, config)
         self.device = points[0].device
+        self._of_tile: dict[tuple[TileKey, Tile], set[Compiled]] = {}
+        self._at_first: set[Compiled] = set()
 
     def tasks(self) -> list[Task]:
         """The kernels that look tiles up, each with the first mode that runs it; a long sequence may run others."""
@@ -147,14 +164,22 @@ class Bench:
 
                 with tiles_chosen_by(note):
                     work.run(mode)
+        self._at_first = compiled_kernels()
         return list(tasks.values())
 
     def measure(self, task: Task) -> Measure:
         """Milliseconds of the operator by length, with another tile for one kernel; None where the tile does not fit."""
 
         def times(tile: Tile) -> dict[int, float] | None:
+            before = compiled_kernels()
             with tiles_chosen_by(lambda key, usual: tile if key == task.key else usual):
                 try:
+                    for seq_len in task.seqs:
+                        self.works[seq_len].run(task.mode)
+                    fresh = compiled_kernels() - before
+                    self._of_tile.setdefault((task.key, tile), set()).update(fresh)
+                    if max((kernel.stack_bytes for kernel in fresh), default=0) > MAX_STACK_BYTES:
+                        return None
                     return {
                         seq_len: round(time_call(partial(self.works[seq_len].run, task.mode), self.device, BUDGET_MS).p50, 5)
                         for seq_len in task.seqs
@@ -165,6 +190,17 @@ class Bench:
                     return None
 
         return times
+
+    def stacks(self, task: Task) -> dict[Tile, int]:
+        """Bytes of stack a thread of the kernels of each measured tile.
+
+        Those of a tile are the ones compiled when it was first measured; those of the tile in use, which was compiled before,
+        the first ones of the same names.
+        """
+        tiles = {tile: kernels for (key, tile), kernels in self._of_tile.items() if key == task.key}
+        names = {kernel.name for kernels in tiles.values() for kernel in kernels}
+        tiles[task.start] = {kernel for kernel in self._at_first if kernel.name in names} | tiles.get(task.start, set())
+        return {tile: max((kernel.stack_bytes for kernel in kernels), default=0) for tile, kernels in tiles.items()}
 
     def fault(self, task: Task, tile: Tile) -> str | None:
         """Why the results with a tile are wrong, against fp64 at every length; None if they are right."""
@@ -177,6 +213,26 @@ class Bench:
                 if not verdict.correct:
                     return f"S {seq_len}: {verdict.note}"
         return None
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel that was compiled in this process."""
+
+    name: str
+    hash: str
+    stack_bytes: int
+
+
+def compiled_kernels() -> set[Compiled]:
+    """All kernels of this library that this process has loaded."""
+    return {
+        Compiled(name, kernel.hash, 4 * kernel.n_spills)
+        for name, function in own_kernels().items()
+        for cache in getattr(function, "device_caches", {}).values()
+        for kernel in cache[0].values()
+        if getattr(kernel, "module", None) is not None
+    }
 
 
 class Compilers:
@@ -259,7 +315,7 @@ def candidates(key: TileKey, tile: Tile) -> Generator[list[Tile], Tile, None]:
 def descend(
     key: TileKey, start: Tile, measure: Measure, go_on: Callable[[], bool] = lambda: True,
     announce: Callable[[Sequence[Tile]], None] = lambda _: None,
-) -> tuple[Tile, Mapping[int, float]]:  # fmt: skip
+) -> tuple[Tile, Trials]:  # fmt: skip
     """The best tile that a walk over the groups of candidates finds.
 
     Args:
@@ -270,11 +326,12 @@ def descend(
         announce: told which tiles will be measured next.
 
     Returns:
-        The tile and its times. A candidate is taken only if a second measurement beside the best one says the same.
+        The tile, and the times of all that fit. A candidate is taken only if a second measurement beside the best one says
+        the same.
     """
-    times = measure(start)
-    assert times is not None, f"the tile in use does not fit: {start}"
-    best, seen = start, {start}
+    first = measure(start)
+    assert first is not None, f"the tile in use does not fit: {start}"
+    best, trials, seen = start, {start: first}, {start}
     walk = candidates(key, start)
     group: list[Tile] | None = next(walk)
     while group is not None:
@@ -286,16 +343,19 @@ def descend(
             seen.add(tile)
             found = measure(tile)
             print(f"  {_said(found)}  {tile}", flush=True)
-            if found is None or gain(found, times) > GAIN:
+            if found is None:
+                continue
+            trials[tile] = found
+            if gain(found, trials[best]) > GAIN:
                 continue
             again, before = measure(tile), measure(best)
             if again is not None and before is not None and gain(again, before) <= GAIN:
-                best, times = tile, again
+                best, trials[tile] = tile, again
         try:
             group = walk.send(best)
         except StopIteration:
             group = None
-    return best, times
+    return best, trials
 
 
 def gain(found: Mapping[int, float], before: Mapping[int, float]) -> float:
