@@ -135,7 +135,7 @@ def kernel_times(call: Callable[[], object], device: torch.device) -> dict[str, 
     for event in trace.events() or ():
         if event.device_type.name == "CUDA" and not event.name.startswith(("Memcpy", "Memset")):
             name = short_name(event.name)
-            times[name] = times.get(name, 0.0) + float(event.device_time)
+            times[name] = times.get(name, 0.0) + float(event.time_range.elapsed_us())
     return {name: round(times[name], 2) for name in sorted(times)}
 
 

@@ -192,7 +192,7 @@ def candidates(key: TileKey, tile: Tile) -> Generator[list[Tile], Tile, None]:
         lambda best: [replace(best, rows=rows, keys=keys, warps=warps) for rows, keys, warps in sizes],
         lambda best: [replace(best, stages=stages) for stages in (1, 2, 3, 4)],
         lambda best: [replace(best, tma=not best.tma)],
-        lambda best: [replace(best, keys_as_rows=not best.keys_as_rows)],
+        lambda best: [replace(best, keys_as_rows=not best.keys_as_rows), replace(best, keep_queries=not best.keep_queries)],
         lambda best: [replace(best, edge_stages=stages) for stages in (1, 2, 3)],
         lambda best: [replace(best, max_registers=most) for most in (None, 96, 128, 168)],
         lambda best: [replace(best, stages=stages) for stages in (1, 2, 3, 4)],

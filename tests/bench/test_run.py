@@ -86,10 +86,10 @@ def test_a_wrong_result_gets_no_figure(
     for row in rows[:2]:
         assert (row.ms_p50, row.ms_p20, row.ms_p80, row.tflops_useful, row.peak_mib, row.timing) == (None,) * 6
         assert row.note is not None
-        assert row.note.startswith("out: error 0.0")
+        assert row.note.startswith("attention.window out: error 0.0")
     said = capsys.readouterr().out
     assert not [line for line in said.splitlines() if "attention.window" in line and " ms" in line]
-    assert "WRONG: out: error" in said
+    assert "WRONG: attention.window out: error" in said
 
 
 def test_a_provider_whose_kernel_did_not_run_gets_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,22 +137,32 @@ def range_dkv_step(
         delta = tl.load(delta_ptr + statistic + m)
     t = offset + row + m
     key = n + tl.arange(0, BLOCK_N)
+    # Small heads leave registers for both products of inputs at once: the second runs while the first is exponentiated.
+    EARLY: tl.constexpr = BLOCK_D + BLOCK_DV <= 128
     if KEYS_AS_ROWS:
-        p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale - lse[None, :])  # [BLOCK_N, BLOCK_M]
+        s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
+        if EARLY:
+            dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+        p = tl.exp2(s * scale - lse[None, :])
         if MASKED:
             seen = (key[:, None] >= low(t, size, WINDOW)[None, :]) & (key[:, None] < high(t, size, stride, WINDOW)[None, :])
             p = tl.where(seen, p, 0.0)
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-        dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+        if not EARLY:
+            dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
         ds = (p * (dp - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision="ieee")
     else:
-        p = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale - lse[:, None])  # [BLOCK_M, BLOCK_N]
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        if EARLY:
+            dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+        p = tl.exp2(s * scale - lse[:, None])
         if MASKED:
             seen = (key[None, :] >= low(t, size, WINDOW)[:, None]) & (key[None, :] < high(t, size, stride, WINDOW)[:, None])
             p = tl.where(seen, p, 0.0)
         dv = tl.dot(tl.trans(p.to(dout.dtype)), dout, dv, input_precision="ieee")
-        dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+        if not EARLY:
+            dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
         ds = (p * (dp - delta[:, None])).to(q.dtype)
         dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
     return dk, dv
