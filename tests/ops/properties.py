@@ -185,7 +185,8 @@ def check_packed_equals_separate(name: str, case: Case) -> None:
         sampled = dataclasses.replace(sampled, block_indices=torch.cat([_choice_of(part) for part in parts]))
     rows, keys = every(packed.dout), torch.arange(packed.num_keys, device=packed.dout.device)
     check_sampled(lambda d: sampled.at_queries(rows, d, packed.dout), joined, rows, case.dtype, f"separate {name}")
-    check_sampled(lambda d: sampled.at_keys(keys, d, packed.dout), of_keys, keys, case.dtype, f"separate {name}")
+    at_keys = sampled.at_tokens if name == "whole" else sampled.at_keys
+    check_sampled(lambda d: at_keys(keys, d, packed.dout), of_keys, keys, case.dtype, f"separate {name}")
 
 
 def check_full_coverage(case: Case) -> None:

@@ -137,7 +137,8 @@ class Results:
         rows = every(dout) if rows is None else rows
         keys = torch.arange(self.num_keys, device=dout.device) if keys is None else keys
         check_sampled(lambda d: sampled.at_queries(rows, d, dout), self.of_queries, rows, dtype, name)
-        check_sampled(lambda d: sampled.at_keys(keys, d, dout), self.of_keys, keys, dtype, name)
+        at_keys = sampled.at_tokens if isinstance(sampled, SampledWhole) else sampled.at_keys
+        check_sampled(lambda d: at_keys(keys, d, dout), self.of_keys, keys, dtype, name)
         if isinstance(sampled, SampledWhole):
             if self.scored is not None:
                 choice = sampled_choice(*self.scored, self.case.config, **cu(sampled.inputs))

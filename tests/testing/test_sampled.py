@@ -301,7 +301,7 @@ def test_whole_equals_the_reference(branches, changes):
     near(found.pop("out"), out[rows].numpy())
     for name, actual in found.items():
         near(actual, grads[name][rows].numpy())
-    found = sampled.at_keys(tokens, torch.float64, dout)
+    found = sampled.at_tokens(tokens, torch.float64, dout)
     for name, actual in found.items():
         near(actual, grads[name][tokens].numpy())
     assert len(found) == 2 * len(branches)
@@ -318,7 +318,7 @@ def test_gate_of_the_whole(dtype):
 
     check()
     of_keys = {name: grad for name, grad in grads.items() if name[0] in "kv"}
-    check_sampled(lambda d: sampled.at_keys(rows, d, dout), of_keys, rows, dtype, "whole")
+    check_sampled(lambda d: sampled.at_tokens(rows, d, dout), of_keys, rows, dtype, "whole")
     with pytest.raises(AssertionError, match="whole gates"):
         check(gates=grads["gates"].flip(-1))
 
@@ -338,6 +338,6 @@ def test_sequences_too_short_for_a_block():
     x = make_inputs(CONFIG, (5, 0, 7))
     sampled = SampledWhole(x, dataclasses.replace(CONFIG, branches=("cmp",)), None)
     rows, dout = torch.arange(12), torch.ones(12, 6, 32, dtype=torch.float64)
-    found = {**sampled.at_queries(rows, torch.float64, dout), **sampled.at_keys(rows, torch.float64, dout)}
+    found = {**sampled.at_queries(rows, torch.float64, dout), **sampled.at_tokens(rows, torch.float64, dout)}
     assert set(found) == {"out", "q", "gates", "k_cmp_raw", "v_cmp_raw"}
     assert all(value.shape[0] == 12 and not bool(value.any()) for value in found.values())

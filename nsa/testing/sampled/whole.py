@@ -64,7 +64,7 @@ class SampledWhole:
         return result
 
     @torch.no_grad()
-    def at_keys(self, tokens: Tensor, dtype: torch.dtype, dout: Tensor) -> dict[str, Tensor]:
+    def at_tokens(self, tokens: Tensor, dtype: torch.dtype, dout: Tensor) -> dict[str, Tensor]:
         """Gradients of the keys and values at the packed ``tokens``, by the names of ``inputs``."""
         result = {}
         for branch in self.config.branches:
