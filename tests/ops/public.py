@@ -281,18 +281,13 @@ def run_whole(case: Case, x: AttentionInputs | None = None, dout: Tensor | None 
     config = case.config
     x = case.inputs() if x is None else x
     rope = Rope.from_config(config) if rope is None else rope
-    batch = make_batch(config, case.lengths_k, seed=4)
-    parameters = {
-        f"phi_{kind}.{name}": w.to(case.device, case.dtype)
-        for kind, size in (("k", config.head_dim), ("v", config.value_dim))
-        for name, w in phi_parameters(batch, size).items()
-    }
+    parameters = parameters_of(case)
     names = [f.name for f in dataclasses.fields(x) if not f.name.startswith("cu_")]
     q_cmp = case.normal(*x.q.shape, seed=9) if config.compress_rope == "none" else None
     leaves = leaves_of(*(getattr(x, name) for name in names), *parameters.values(), *([] if q_cmp is None else [q_cmp]))
     every_name = [*names, *parameters, *([] if q_cmp is None else ["q_cmp"])]
     named: dict[str, Tensor] = dict(zip(every_name, leaves, strict=True))
-    phi = (phi_of(named, "phi_k."), phi_of(named, "phi_v.")) if parameters else None
+    phi = phi_of(named)
     given: dict[str, Any] = {name: case.shaped(named[name]) for name in names}
     queries = case.shaped(named["q_cmp"]) if q_cmp is not None else None
 
@@ -312,13 +307,28 @@ def run_whole(case: Case, x: AttentionInputs | None = None, dout: Tensor | None 
     of_weights = {name: grads[name] for name in parameters if "cmp" in config.branches}
     of_queries = {"out": out.detach()} | {name: grads[name] for name in ("q", "gates", "q_cmp") if name in grads}
     ids = seen[0][2] if seen else None
-    sampled = SampledWhole(x, config, ids, None if phi is None else phi, q_cmp, rope)
+    sampled = SampledWhole(x, config, ids, phi, q_cmp, rope)
     scored = seen[0][:2] if seen else None
     return Results("whole", case, of_queries, of_keys, dout, sampled, x.k_win.shape[0], of_weights, scored)
 
 
-def phi_of(named: Mapping[str, Tensor], prefix: str) -> PhiWeights:
-    return PhiWeights(**{name.removeprefix(prefix): x for name, x in named.items() if name.startswith(prefix)})
+def parameters_of(case: Case) -> dict[str, Tensor]:
+    """Parameters of phi by name, ``phi_k.weight`` and so on."""
+    batch = make_batch(case.config, (1,), seed=4)
+    sizes = {"phi_k": case.config.head_dim, "phi_v": case.config.value_dim}
+    return {
+        f"{kind}.{name}": w.to(case.device, case.dtype)
+        for kind, size in sizes.items()
+        for name, w in phi_parameters(batch, size).items()
+    }
+
+
+def phi_of(named: Mapping[str, Tensor]) -> tuple[PhiWeights, PhiWeights] | None:
+    """The parameters of phi among named tensors; None where there are none."""
+    both: list[dict[str, Tensor]] = [
+        {name.removeprefix(kind): x for name, x in named.items() if name.startswith(kind)} for kind in ("phi_k.", "phi_v.")
+    ]
+    return (PhiWeights(**both[0]), PhiWeights(**both[1])) if both[0] else None
 
 
 RUNS: dict[str, Callable[..., Results]] = {
