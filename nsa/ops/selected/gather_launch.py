@@ -146,8 +146,8 @@ def gather_backward(
         last = segment == segments - 1
         gather_reduce_kernel[(index.num_blocks, num_kv_heads, block_size // block_k)](
             *chunk_sums, *(sums if segment else (None, None)), *((dk, dv) if last else sums), index.chunk_start, layout.cu_k,
-            layout.len_k, layout.num_sequences, index.num_blocks, segment, softmax_scale if last else 1.0, HKV=num_kv_heads,
-            BLOCK_SIZE=block_size, BLOCK_K=block_k, **both, num_warps=4,
+            layout.len_k, layout.num_sequences, index.num_blocks, segment, softmax_scale, HKV=num_kv_heads,
+            BLOCK_SIZE=block_size, BLOCK_K=block_k, LAST=last, **both, num_warps=4,
         )  # fmt: skip
         block_s = max(1, min(triton.next_power_of_2(n * parts), MERGED // sizes["BLOCK_D"]))
         merge_dq_kernel[(-(-index.segment_rows * num_heads // 2),)](

@@ -203,10 +203,10 @@ def gather_bwd_kernel(
 @triton.jit(do_not_specialize=SEGMENT)
 def gather_reduce_kernel(
     dk_part_ptr, dv_part_ptr, dk_in_ptr, dv_in_ptr, dk_out_ptr, dv_out_ptr, chunk_start_ptr, cu_k_ptr, len_k, num_sequences,
-    num_blocks, segment, scale, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    num_blocks, segment, softmax_scale, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Add a segment's chunks of one block, in order, to the sums of the segments before (None: there are none), dK times scale."""
+    """Add a segment's chunks of one block, in order, to the sums of the segments before (None: there are none)."""
     head = tl.program_id(1)
     sequence, block = find_tile(cu_k_ptr, tl.program_id(0), num_sequences, len_k, BLOCK_SIZE)
     if sequence < num_sequences:
@@ -219,18 +219,21 @@ def gather_reduce_kernel(
         inside = tl.program_id(2) * BLOCK_K + tl.arange(0, BLOCK_K)
         ok = block * BLOCK_SIZE + inside < num_tokens
         row = (first_key + block * BLOCK_SIZE + inside).to(tl.int64) * HKV + head
-        if dk_in_ptr is None:
-            dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-            dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
-        else:
-            dk = load_rows(dk_in_ptr, row, ok, D, D, BLOCK_D, True)
-            dv = load_rows(dv_in_ptr, row, ok, DV, DV, BLOCK_DV, True)
-        for chunk in tl.range(begin, end):
-            part = chunk.to(tl.int64) * BLOCK_SIZE + inside
-            dk += load_rows(dk_part_ptr, part, ok, D, D, BLOCK_D, True)
-            dv += load_rows(dv_part_ptr, part, ok, DV, DV, BLOCK_DV, True)
-        store_rows(dk_out_ptr, row, ok, D, dk * scale, D, BLOCK_D)
-        store_rows(dv_out_ptr, row, ok, DV, dv, DV, BLOCK_DV)
+        if LAST | (dk_in_ptr is None) | (begin < end):
+            if dk_in_ptr is None:
+                dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+                dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
+            else:
+                dk = load_rows(dk_in_ptr, row, ok, D, D, BLOCK_D, True)
+                dv = load_rows(dv_in_ptr, row, ok, DV, DV, BLOCK_DV, True)
+            for chunk in tl.range(begin, end):
+                part = chunk * BLOCK_SIZE + inside
+                dk += load_rows(dk_part_ptr, part, ok, D, D, BLOCK_D, True)
+                dv += load_rows(dv_part_ptr, part, ok, DV, DV, BLOCK_DV, True)
+            if LAST:
+                dk *= softmax_scale
+            store_rows(dk_out_ptr, row, ok, D, dk, D, BLOCK_D)
+            store_rows(dv_out_ptr, row, ok, DV, dv, DV, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=SEGMENT)
