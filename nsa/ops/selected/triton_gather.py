@@ -103,7 +103,9 @@ def find_chunk(
 
 
 @triton.jit
-def gather_rows(order_ptr, r, num_rows, first_entry, G: tl.constexpr, HKV: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr):
+def gather_rows(
+    order_ptr, r, num_rows, first_entry, G: tl.constexpr, HKV: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr
+):
     """Rows ``r .. r + BLOCK_M`` of a chunk, a query and head each.
 
     Returns:
