@@ -17,9 +17,9 @@ from nsa.ops.selected import triton_launch
 from nsa.ops.selected.triton_launch import InverseIndex, make_index, make_lists, selected_backward, selected_forward, tile_of
 from nsa.testing import assert_within_budget, make_inputs
 
-PACKED = [150, 1, 0, 45]
+PACKED = [100, 1, 0, 35]
 SHORT_QUERIES = [40, 1, 0, 7]
-TILE = Tile(16, 16, 4, 1)
+TILE = Tile(64, 16, 4, 1)
 DESIGNS = ["tile", "gather"]
 
 # NumPy's words inside the interpreter: a maximum over NaN, powers of keys that are masked afterwards.
@@ -29,8 +29,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered", "ign
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks and segments so small that a short sequence has many; tiles that gather from the first blocks on."""
-    monkeypatch.setattr(triton_launch, "CHUNK", 16)
-    monkeypatch.setattr(triton_launch, "PART_SLOTS", 1)
+    monkeypatch.setattr(triton_launch, "CHUNK", 32)
+    monkeypatch.setattr(triton_launch, "PART_SLOTS", 2)
+    monkeypatch.setattr(triton_launch, "merge_shape", lambda block_d: {"ROWS": 64, "SLOTS": 4, "num_warps": 1})
     monkeypatch.setattr(triton_launch, "early_blocks", lambda block_q, n: 1)
     poisoned = torch.empty
 

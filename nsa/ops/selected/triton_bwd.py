@@ -2,7 +2,7 @@
 
 dK and dV of a block come from the choices of it that the inverse index names, a chunk of them a program; rows are queries by
 heads. Partial sums of the chunks are added in order by a second kernel: no atomics, the same bits in every run. The same
-programs may write the dQ of each choice, for sequences in which neighbours agree too little; see ``triton_gather.py``.
+programs may write the dQ of each choice, for sequences in which neighbours agree too little; see ``triton_hybrid.py``.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"

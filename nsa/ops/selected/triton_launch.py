@@ -19,7 +19,7 @@ from nsa.ops._triton.range_launch import block_of, fitting, key_source
 from nsa.ops._triton.tuning import Tile
 from nsa.ops.selected.triton_bwd import selected_dkv_kernel, selected_dq_kernel, selected_reduce_kernel
 from nsa.ops.selected.triton_fwd import selected_fwd_kernel
-from nsa.ops.selected.triton_gather import (
+from nsa.ops.selected.triton_hybrid import (
     selected_delta_kernel,
     selected_gather_kernel,
     selected_merge_dq_kernel,
