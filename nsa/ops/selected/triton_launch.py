@@ -25,7 +25,12 @@ from nsa.ops.selected.triton_hybrid import (
     selected_merge_dq_kernel,
     selected_merge_kernel,
 )
-from nsa.ops.selected.triton_index import selected_chunk_kernel, selected_chunk_key_kernel, selected_entry_kernel, selected_list_kernel
+from nsa.ops.selected.triton_index import (
+    selected_chunk_kernel,
+    selected_chunk_key_kernel,
+    selected_entry_kernel,
+    selected_list_kernel,
+)
 
 # Queries of a tile: as many as a word of the lists has bits. Choices of a tile: as many as one program sorts.
 MAX_QUERIES = 32
