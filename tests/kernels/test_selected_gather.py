@@ -19,7 +19,7 @@ from nsa.testing import assert_within_budget, make_inputs
 BLOCK = 16
 PACKED = [37, 1, 0, 20]
 FEWER = [9, 1, 0, 4]
-TILE = Tile(16, 16, 4, 1)
+TILE = Tile(32, 16, 4, 1)
 
 
 def small(group: int, num_kv_heads: int = 2, n: int = 4, head_dim: int = 16, value_dim: int = 16) -> NSAConfig:
@@ -56,8 +56,7 @@ class Case:
 
     def layout(self, uniform: bool = False) -> Layout:
         cu_q, cu_k = self.offsets["cu_seqlens_q"], self.offsets["cu_seqlens_k"]
-        given = (None, None) if uniform else (cu_q, cu_k)
-        return Layout(*given, cu_q.shape[0] - 1, *self.longest)
+        return Layout(None if uniform else cu_q, None if uniform else cu_k, cu_q.shape[0] - 1, *self.longest)
 
     def attend(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         q, k, v = tensors
@@ -99,12 +98,13 @@ def compare(case: Case, tile: Tile = TILE, segments: int | None = None, uniform:
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
-    """Chunks that short sequences fill, too, and merges of several steps."""
+    """Chunks that short sequences fill, too, and merges of several steps; many rows a program, which is quick here."""
     monkeypatch.setattr(gather_launch, "CHUNK", 12)
     monkeypatch.setattr(gather_launch, "MERGED", 32)
+    monkeypatch.setattr(gather_launch, "MERGE_ROWS", 64)
 
 
-@pytest.mark.parametrize("group", [1, 3, 6])
+@pytest.mark.parametrize("group", [1, 6])
 def test_packed_sequences(group):
     compare(Case(small(group), PACKED), segments=2)
 
@@ -113,14 +113,14 @@ def test_a_large_group():
     compare(Case(small(16, num_kv_heads=1, value_dim=32), [20, 5]))
 
 
-@pytest.mark.parametrize("segments", [1, 3, 7])
+@pytest.mark.parametrize("segments", [1, 7])
 def test_segments(segments):
     """Segments that end inside a sequence; the last of seven is empty."""
     compare(Case(small(2), [25, 5]), segments=segments)
 
 
 def test_fewer_queries_than_keys():
-    compare(Case(small(6), PACKED, FEWER), segments=2)
+    compare(Case(small(3), PACKED, FEWER), segments=2)
 
 
 def test_sequences_alike():
@@ -128,10 +128,10 @@ def test_sequences_alike():
 
 
 def test_a_block_that_every_query_chose():
-    compare(Case(small(2, num_kv_heads=1), [100], skewed=True), segments=2)
+    compare(Case(small(2, num_kv_heads=1), [70], skewed=True), segments=2)
 
 
-@pytest.mark.parametrize("n", [1, 5, 12])
+@pytest.mark.parametrize("n", [3, 5, 12])
 def test_numbers_of_slots(n):
     compare(Case(small(2, num_kv_heads=1, n=n), [50]), segments=2)
 
@@ -162,7 +162,9 @@ def test_queries_without_a_block():
     without = (case.indices == case.indices[:, :1, :1]).all((1, 2))
     lse, out, dq, *_ = case.run(TILE, 2)
     assert without.sum() >= 16
-    assert bool(lse[without].isneginf().all()) and not out[without].any() and not dq[without].any()
+    assert bool(lse[without].isneginf().all())
+    assert not out[without].any()
+    assert not dq[without].any()
     compare(case, segments=2)
 
 
@@ -170,19 +172,22 @@ def test_a_choice_of_nothing():
     case = Case(small(2), [20, 5])
     case.indices.fill_(-1)
     lse, *rest = case.run()
-    assert bool(lse.isneginf().all()) and not any(x.any() for x in rest)
+    assert bool(lse.isneginf().all())
+    assert not any(x.any() for x in rest)
 
 
 def test_unchosen_blocks_have_no_gradient():
     case = Case(small(2, num_kv_heads=1), [60], skewed=True)
     case.indices[case.indices == 1] = -1
     _, _, _, dk, dv = case.run(TILE, 3)
-    assert not dk[16:32].any() and not dv[16:32].any()
-    assert bool((dk[:16] != 0).all()) and bool((dv[32:48] != 0).all())
+    for x in (dk, dv):
+        assert not x[16:32].any()
+        assert bool((x[:16] != 0).all())
+        assert bool((x[32:48] != 0).all())
 
 
 def test_same_bits_on_every_run():
-    case = Case(small(3), PACKED)
+    case = Case(small(3, num_kv_heads=1), [30])
     assert all(torch.equal(a, b) for a, b in zip(case.run(TILE, 3), case.run(TILE, 3), strict=True))
 
 
@@ -195,14 +200,16 @@ def test_later_queries_change_no_earlier_bit():
         x[40:] += 1.0
     first, second = before.run(TILE, 3)[:3], after.run(TILE, 3)[:3]
     for x, y in zip(first, second, strict=True):
-        assert torch.equal(x[:40], y[:40]) and not torch.equal(x[40:], y[40:])
+        assert torch.equal(x[:40], y[:40])
+        assert not torch.equal(x[40:], y[40:])
 
 
 def test_nan_reaches_no_other_sequence():
-    case = Case(small(2), PACKED)
+    case = Case(small(2, num_kv_heads=1), PACKED)
     clean = case.run(TILE, 2)
     for x in (*case.tensors, case.d_out):
         x[37:38] = torch.nan  # the second sequence, one token, behind a block that is not full
     for x, y in zip(clean, case.run(TILE, 2), strict=True):
-        assert torch.equal(x[:37], y[:37]) and torch.equal(x[38:], y[38:])
+        assert torch.equal(x[:37], y[:37])
+        assert torch.equal(x[38:], y[38:])
         assert bool(y[37].isnan().all())

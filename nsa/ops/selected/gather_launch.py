@@ -29,6 +29,9 @@ SMALL = 1 << 26
 CHUNK = 512
 # Elements of the rows of slots that one step of a merge holds for a query head.
 MERGED = 1024
+# Rows (queries by heads) of a program of a merge, and its warps.
+MERGE_ROWS = 2
+MERGE_WARPS = 1
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,9 @@ class Gathered:
 
 def num_segments(num_rows: int, slots: int, row_bytes: int) -> int:
     """Segments by shapes alone, so that sums never change order.
+
+    The rows of slots then need ``HELD_SLOTS * row_bytes`` a query at most (6 KiB for 12 heads of 64 elements of 2 bytes), or
+    ``SMALL`` in all.
 
     Args:
         num_rows: queries.
@@ -139,9 +145,9 @@ def gather_forward(
             BLOCK_D=block_of(head_dim), BLOCK_SIZE=block_size, CHUNK=CHUNK, BLOCK_M=tile.rows, BLOCK_N=keys,
             STAGES=tile.stages, EDGE=tile.edge_stages, **sizes, **tile.launch_options(),
         )  # fmt: skip
-        merge_out_kernel[(-(-index.segment_rows * num_heads // 2),)](
-            part, lse_part, index.item, out, lse, num_q, segment, index.segment_rows, index.none, PARTS=parts, BLOCK_M=2,
-            BLOCK_S=slots_of_step(n * parts, block_of(value_dim)), **sizes, num_warps=1,
+        merge_out_kernel[(-(-index.segment_rows * num_heads // MERGE_ROWS),)](
+            part, lse_part, index.item, out, lse, num_q, segment, index.segment_rows, index.none, PARTS=parts,
+            BLOCK_M=MERGE_ROWS, BLOCK_S=slots_of_step(n * parts, block_of(value_dim)), **sizes, num_warps=MERGE_WARPS,
         )  # fmt: skip
     return out, lse
 
@@ -189,8 +195,8 @@ def gather_backward(
             layout.len_k, layout.num_sequences, index.num_blocks, segment, softmax_scale, HKV=num_kv_heads,
             BLOCK_SIZE=block_size, BLOCK_K=block_k, LAST=last, **both, num_warps=4,
         )  # fmt: skip
-        merge_dq_kernel[(-(-index.segment_rows * num_heads // 2),)](
+        merge_dq_kernel[(-(-index.segment_rows * num_heads // MERGE_ROWS),)](
             part, index.item, dq, num_q, segment, index.segment_rows, index.none, HQ=num_heads, G=group_size, N=n, PARTS=parts,
-            BLOCK_M=2, BLOCK_S=slots_of_step(n * parts, block_of(head_dim)), **sizes, num_warps=1,
+            BLOCK_M=MERGE_ROWS, BLOCK_S=slots_of_step(n * parts, block_of(head_dim)), **sizes, num_warps=MERGE_WARPS,
         )  # fmt: skip
     return dq, dk, dv

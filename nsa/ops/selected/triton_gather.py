@@ -3,7 +3,8 @@
 Where neighbouring queries choose differently, a tile of them works mostly on masked rows. Here the rows of a program are the
 queries that chose one block, by heads, so no row is masked. What a query gets from each of its blocks (output and lse, or dQ)
 is written apart, one row for each (query, slot), and a second kernel merges the slots of a query. No atomics: the same bits
-in every run.
+in every run. What is written for a row follows from its query and its block alone, and a merge reads the slots of one query in
+their order: the choices of other queries move a row to another place, where its arithmetic is the same.
 
 The queries are cut into **segments**, worked off one after the other, so that the rows of slots need little memory. An *item*
 is a block of one head as seen from one segment: ``(segment * Hkv + head) * num_blocks + block``. An *entry* is a (query, head,
@@ -73,7 +74,7 @@ def find_chunk(
 
     Returns:
         Its entries: where they begin in ``order_ptr``, how many there are (0: no chunk is left for this program), and the first
-        entry of the segment. Its block: head, sequence, number inside the sequence. How many of the entries, at least, are
+        entry of the segment. Its block: head, sequence, number inside the sequence. How many entries, the first ones, can be
         queries that do not see the whole block.
     """
     items = HKV * num_blocks
@@ -190,15 +191,15 @@ def gather_fwd_kernel(
 @triton.jit
 def gather_bwd_step(
     q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, order_ptr, k, v, dk, dv, r, num_rows, first_entry, first_row, offset, n,
-    softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr,
+    softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Add the share of ``BLOCK_M`` rows to dK and dV, and write their dQ of this block."""
     entry, query, head, ok = gather_rows(order_ptr, r, num_rows, first_entry, G, HQ // G, N, BLOCK_M)
     row = first_row + query
-    at = row * HQ + head_kv * G + head
     head_q = head_kv * G + head
+    at = row * HQ + head_q
     q = load_tile(q_ptr, row * stride_q + head_q * stride_qh, ok, D, BLOCK_D, True)
     dout = load_tile(dout_ptr, row * stride_do + head_q * stride_doh, ok, DV, BLOCK_DV, True)
     lse = tl.load(lse_ptr + at, mask=ok, other=float("inf")) * LOG2_E
