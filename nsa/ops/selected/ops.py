@@ -20,7 +20,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *rest: Any)
     *where, block_size, softmax_scale = rest
     q, k, v = (rows(x) for x in (q, k, v))
     tile = tile_for("selected_attention_fwd", q, v)
-    return selected_forward(q, k, v, block_indices, Layout(*where), softmax_scale, block_size, tile)
+    out, lse, _ = selected_forward(q, k, v, block_indices, Layout(*where), softmax_scale, block_size, tile)
+    return out, lse
 
 
 def _backward(

@@ -1,7 +1,8 @@
 """Backward of the selected branch: dQ over the lists of tiles, dK and dV over the queries that chose a block.
 
-dK and dV of a block come from the queries that the inverse index names, a chunk of them a program; rows are queries by heads.
-Partial sums of the chunks are added in order by a second kernel: no atomics, the same bits in every run.
+dK and dV of a block come from the choices of it that the inverse index names, a chunk of them a program; rows are queries by
+heads. Partial sums of the chunks are added in order by a second kernel: no atomics, the same bits in every run. The same
+programs may write the dQ of each choice, for sequences in which neighbours agree too little; see ``triton_hybrid.py``.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
@@ -12,6 +13,7 @@ import triton.language as tl
 from nsa.ops._triton.range_attention import load_keys
 from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile, load_rows, load_tile, sequence_rows, store_rows
 from nsa.ops.selected.triton_fwd import chosen_keys, list_entry
+from nsa.ops.selected.triton_index import find_chunk, load_entries
 
 
 @triton.jit
@@ -105,15 +107,16 @@ def selected_dq_kernel(
 
 @triton.jit
 def selected_dkv_step(
-    q_ptr, dout_ptr, lse_ptr, delta_ptr, query_ptr, k, v, dk, dv, r, num_rows, offset, n, scale, head_kv,
-    stride_q, stride_qh, stride_do, stride_doh, HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr,
-    KEYS_AS_ROWS: tl.constexpr,
+    q_ptr, dout_ptr, lse_ptr, delta_ptr, entry_ptr, dq_part_ptr, k, v, dk, dv, r, num_rows, first_choice, first_part, offset, n,
+    scale, head_kv, stride_q, stride_qh, stride_do, stride_doh, HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, N: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr, KEYS_AS_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add the share of the rows (queries of the index by heads) ``r .. r + BLOCK_M`` to dK and dV."""
+    """Add the share of the rows (choices of the index by heads) ``r .. r + BLOCK_M`` to dK and dV, and write their dQ."""
     index = r + tl.arange(0, BLOCK_M)
     ok = index < num_rows
-    token = tl.load(query_ptr + index // G, mask=ok, other=0)
+    choice, _ = load_entries(entry_ptr, index // G, ok, first_choice)
+    token = choice // N
     head = head_kv * G + index % G
     row = token.to(tl.int64)
     q = load_tile(q_ptr, row * stride_q + head * stride_qh, ok, D, BLOCK_D, True)
@@ -135,6 +138,8 @@ def selected_dkv_step(
             dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
         ds = (p * (dp - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision="ieee")
+        if dq_part_ptr is not None:
+            dq = tl.dot(tl.trans(ds), k, input_precision="ieee")
     else:
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         if EARLY:
@@ -147,38 +152,48 @@ def selected_dkv_step(
             dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
         ds = (p * (dp - delta[:, None])).to(q.dtype)
         dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
+        if dq_part_ptr is not None:
+            dq = tl.dot(ds, k, input_precision="ieee")
+    if dq_part_ptr is not None:
+        part = ((choice + first_part) * STEPS + tl.program_id(1)) * G + index % G
+        store_rows(dq_part_ptr, part, ok, D, dq, D, BLOCK_D)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=[*VARYING, "num_blocks"])
+@triton.jit(do_not_specialize=[*VARYING, "num_blocks", "segment", "segment_rows"])
 def selected_dkv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_ptr, start_ptr, item_ptr, chunk_start_ptr,
-    cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, num_blocks, stride_q, stride_qh, stride_k, stride_kh,
-    stride_v, stride_vh, stride_do, stride_doh, softmax_scale,
-    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    KEYS_AS_ROWS: tl.constexpr, STAGES: tl.constexpr, EDGE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr, dq_part_ptr, entry_ptr,
+    start_ptr, chunk_start_ptr, part_start_ptr, chunk_key_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, num_rows,
+    num_blocks, segment, segment_rows, stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, stride_do, stride_doh,
+    softmax_scale,
+    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    KEYS_AS_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, STAGES: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """fp32 partial dK and dV ``[l', D]`` of one block from one chunk of the queries that chose it.
+    """dK and dV of one block from one chunk of the choices of it, and the dQ of each choice where there is a place for it.
 
-    ``item_ptr`` names the block and head of each chunk, ``chunk_start_ptr`` the first chunk of each.
+    The only chunk of a block writes dK and dV themselves or, if ``ACCUMULATE``, adds to what earlier segments of queries left
+    there, unscaled; several chunks write fp32 partial sums.
     """
-    chunk = tl.program_id(0)
     HKV: tl.constexpr = HQ // G
-    item = tl.load(item_ptr + chunk)
-    if item < HKV * num_blocks:
+    STEPS: tl.constexpr = BLOCK_SIZE // BLOCK_N
+    num_items = HKV * num_blocks
+    real, item, place, begin, count = find_chunk(
+        start_ptr, chunk_start_ptr, chunk_key_ptr, tl.program_id(0), segment, num_items, CHUNK
+    )
+    if real:
         head_kv = item // num_blocks
         sequence, block = find_tile(cu_k_ptr, item % num_blocks, num_sequences, len_k, BLOCK_SIZE)
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
         first_key, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
-        place = (chunk - tl.load(chunk_start_ptr + item)) * CHUNK
-        begin = tl.load(start_ptr + item) + place
-        rows = tl.minimum(tl.load(start_ptr + item + 1) - begin, CHUNK) * G
-        query_ptr += begin
+        rows = count * G
+        entry_ptr += begin
+        first_choice = head_kv.to(tl.int64) * num_rows * N
+        first_part = (head_kv - segment) * segment_rows * N
+        inside = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         n = block * BLOCK_SIZE + tl.program_id(1) * BLOCK_N
-        key = n + tl.arange(0, BLOCK_N)
-        key_ok = key < num_tokens
-        key_row = (first_key + key).to(tl.int64)
+        key_ok = block * BLOCK_SIZE + inside < num_tokens
+        key_row = (first_key + block * BLOCK_SIZE + inside).to(tl.int64)
         k = load_rows(k_ptr + head_kv * stride_kh, key_row, key_ok, stride_k, D, BLOCK_D, True)
         v = load_rows(v_ptr + head_kv * stride_vh, key_row, key_ok, stride_v, DV, BLOCK_DV, True)
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -186,42 +201,65 @@ def selected_dkv_kernel(
         offset = num_tokens - num_q - first_q
         scale = softmax_scale * LOG2_E
         # Queries come in order: at most the first l' of a block lie inside it.
-        inside = tl.minimum(tl.cdiv(tl.maximum(BLOCK_SIZE - place, 0) * G, BLOCK_M) * BLOCK_M, rows)
-        for r in tl.range(0, inside, BLOCK_M, num_stages=EDGE):
+        edge = tl.minimum(tl.cdiv(tl.maximum(BLOCK_SIZE - place, 0) * G, BLOCK_M) * BLOCK_M, rows)
+        for r in tl.range(0, edge, BLOCK_M, num_stages=EDGE):
             dk, dv = selected_dkv_step(
-                q_ptr, dout_ptr, lse_ptr, delta_ptr, query_ptr, k, v, dk, dv, r, rows, offset, n, scale, head_kv, stride_q,
-                stride_qh, stride_do, stride_doh, HQ, G, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, KEYS_AS_ROWS,
+                q_ptr, dout_ptr, lse_ptr, delta_ptr, entry_ptr, dq_part_ptr, k, v, dk, dv, r, rows, first_choice, first_part,
+                offset, n, scale, head_kv, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, N, STEPS, BLOCK_M, BLOCK_N,
+                BLOCK_D, BLOCK_DV, True, KEYS_AS_ROWS,
             )  # fmt: skip
-        for r in tl.range(inside, rows, BLOCK_M, num_stages=STAGES):
+        for r in tl.range(edge, rows, BLOCK_M, num_stages=STAGES):
             dk, dv = selected_dkv_step(
-                q_ptr, dout_ptr, lse_ptr, delta_ptr, query_ptr, k, v, dk, dv, r, rows, offset, n, scale, head_kv, stride_q,
-                stride_qh, stride_do, stride_doh, HQ, G, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, KEYS_AS_ROWS,
+                q_ptr, dout_ptr, lse_ptr, delta_ptr, entry_ptr, dq_part_ptr, k, v, dk, dv, r, rows, first_choice, first_part,
+                offset, n, scale, head_kv, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, N, STEPS, BLOCK_M, BLOCK_N,
+                BLOCK_D, BLOCK_DV, False, KEYS_AS_ROWS,
             )  # fmt: skip
-        out_row = chunk.to(tl.int64) * BLOCK_SIZE + (key - block * BLOCK_SIZE)
-        store_rows(dk_ptr, out_row, key_ok, D, dk, D, BLOCK_D)
-        store_rows(dv_ptr, out_row, key_ok, DV, dv, DV, BLOCK_DV)
+        key = segment * num_items + item
+        if tl.load(chunk_start_ptr + key + 1) - tl.load(chunk_start_ptr + key) == 1:
+            out_row = key_row * HKV + head_kv
+            if ACCUMULATE:
+                dk += load_rows(dk_ptr, out_row, key_ok, D, D, BLOCK_D, True)
+                dv += load_rows(dv_ptr, out_row, key_ok, DV, DV, BLOCK_DV, True)
+            else:
+                dk *= softmax_scale
+            store_rows(dk_ptr, out_row, key_ok, D, dk, D, BLOCK_D)
+            store_rows(dv_ptr, out_row, key_ok, DV, dv, DV, BLOCK_DV)
+        else:
+            part = tl.load(part_start_ptr + key) - tl.load(part_start_ptr + segment * num_items) + place // CHUNK
+            out_row = part.to(tl.int64) * BLOCK_SIZE + inside
+            store_rows(dk_part_ptr, out_row, key_ok, D, dk, D, BLOCK_D)
+            store_rows(dv_part_ptr, out_row, key_ok, DV, dv, DV, BLOCK_DV)
 
 
-@triton.jit(do_not_specialize=[*VARYING, "num_blocks"])
+@triton.jit(do_not_specialize=[*VARYING, "num_blocks", "segment"])
 def selected_reduce_kernel(
-    dk_part_ptr, dv_part_ptr, dk_ptr, dv_ptr, chunk_start_ptr, cu_k_ptr, len_k, num_sequences, num_blocks,
-    softmax_scale, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr, chunk_start_ptr, part_start_ptr, cu_k_ptr, len_k, num_sequences, num_blocks,
+    segment, softmax_scale, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one block: the partial sums of its chunks in order, 0 for a block that nobody chose."""
+    """dK and dV of ``BLOCK_N`` keys of a block with several chunks: their sums in order; 0 for a block that nobody chose."""
     head = tl.program_id(1)
-    sequence, block = find_tile(cu_k_ptr, tl.program_id(0), num_sequences, len_k, BLOCK_SIZE)
-    if sequence < num_sequences:
-        first_key, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
-        item = head * num_blocks + tl.program_id(0)
-        inside = tl.arange(0, BLOCK_SIZE)
-        ok = block * BLOCK_SIZE + inside < num_tokens
-        dk = tl.zeros([BLOCK_SIZE, BLOCK_D], tl.float32)
-        dv = tl.zeros([BLOCK_SIZE, BLOCK_DV], tl.float32)
-        for chunk in tl.range(tl.load(chunk_start_ptr + item), tl.load(chunk_start_ptr + item + 1)):
-            part = chunk * BLOCK_SIZE + inside
-            dk += load_rows(dk_part_ptr, part, ok, D, D, BLOCK_D, True)
-            dv += load_rows(dv_part_ptr, part, ok, DV, DV, BLOCK_DV, True)
-        row = (first_key + block * BLOCK_SIZE + inside).to(tl.int64) * HKV + head
-        store_rows(dk_ptr, row, ok, D, dk * softmax_scale, D, BLOCK_D)
-        store_rows(dv_ptr, row, ok, DV, dv, DV, BLOCK_DV)
+    key = (segment * HKV + head) * num_blocks + tl.program_id(0)
+    chunks = tl.load(chunk_start_ptr + key + 1) - tl.load(chunk_start_ptr + key)
+    wanted = chunks > 1 if ACCUMULATE else chunks != 1
+    if wanted:
+        sequence, block = find_tile(cu_k_ptr, tl.program_id(0), num_sequences, len_k, BLOCK_SIZE)
+        if sequence < num_sequences:
+            first_key, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
+            inside = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
+            ok = block * BLOCK_SIZE + inside < num_tokens
+            row = (first_key + block * BLOCK_SIZE + inside).to(tl.int64) * HKV + head
+            first = tl.load(part_start_ptr + key) - tl.load(part_start_ptr + segment * (HKV * num_blocks))
+            dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+            dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+            if ACCUMULATE:
+                dk += load_rows(dk_ptr, row, ok, D, D, BLOCK_D, True)
+                dv += load_rows(dv_ptr, row, ok, DV, DV, BLOCK_DV, True)
+            for chunk in tl.range(0, chunks):
+                part = (first + chunk).to(tl.int64) * BLOCK_SIZE + inside
+                dk += load_rows(dk_part_ptr, part, ok, D, D, BLOCK_D, True)
+                dv += load_rows(dv_part_ptr, part, ok, DV, DV, BLOCK_DV, True)
+            if not ACCUMULATE:
+                dk *= softmax_scale
+            store_rows(dk_ptr, row, ok, D, dk, D, BLOCK_D)
+            store_rows(dv_ptr, row, ok, DV, dv, DV, BLOCK_DV)
