@@ -116,7 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--make", type=Path, metavar="FOLDER", help="make the environment in FOLDER")
-    action.add_argument("--check", choices=("train", "test", "test-gpu", "lint"), help="check this interpreter for a target's packages")
+    action.add_argument(
+        "--check", choices=("train", "test", "test-gpu", "lint"), help="check this interpreter for a target's packages"
+    )
     parser.add_argument("--kind", choices=tuple(NEEDED_GB), default="cpu", help="which lock file")
     parser.add_argument("--torch-index", default="", help="a further package index, for another build of torch")
     options = parser.parse_args(arguments)

@@ -197,7 +197,8 @@ def _figure(
         if fault is not None:
             return Figure(Verdict(False, verdict.errors, fault), kernel_us=kernel_us)
         peak = peak_mib(call, point.device)
-        return Figure(verdict, time_call(call, point.device, plan.budget_ms), recall, kernel_us, peak)
+        timing = time_call(call, point.device, plan.budget_ms, capture=not isinstance(provider, Reference))
+        return Figure(verdict, timing, recall, kernel_us, peak)
     except refusals() as error:
         return Figure(Verdict(None, {}, f"not run: {_reason(provider, error)}"))
 

@@ -14,9 +14,11 @@ from nsa.ops._triton.tuning import Tile
 from nsa.ops.selected.triton_gather import (
     delta_kernel,
     gather_bwd_kernel,
+    gather_fwd_kernel,
     gather_reduce_kernel,
     item_kernel,
     merge_dq_kernel,
+    merge_out_kernel,
 )
 
 # Rows of slots that are held for a query head at once, on average over all queries: so much memory as four more queries.
@@ -27,6 +29,9 @@ SMALL = 1 << 26
 CHUNK = 512
 # Elements of the rows of slots that one step of a merge holds for a query head.
 MERGED = 1024
+# Rows (queries by heads) of a program of a merge, and its warps.
+MERGE_ROWS = 2
+MERGE_WARPS = 1
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,9 @@ class Gathered:
 def num_segments(num_rows: int, slots: int, row_bytes: int) -> int:
     """Segments by shapes alone, so that sums never change order.
 
+    The rows of slots then need ``HELD_SLOTS * row_bytes`` a query at most (6 KiB for 12 heads of 64 elements of 2 bytes), or
+    ``SMALL`` in all.
+
     Args:
         num_rows: queries.
         slots: rows of slots for each query head.
@@ -104,6 +112,44 @@ def gather(block_indices: Tensor, layout: Layout, block_size: int, num_tokens: i
     chunks = torch.arange(item.numel() // CHUNK + none, dtype=torch.int32, device=device)
     chunk_item = torch.searchsorted(chunk_start, chunks, right=True, out_int32=True) - 1
     return Gathered(item, order, start, chunk_item, chunk_start, num_blocks, segments, segment_rows, none)
+
+
+def slots_of_step(slots: int, block: int) -> int:
+    """Slots that one step of a merge holds for a row of ``block`` elements."""
+    return max(1, min(triton.next_power_of_2(slots), MERGED // block))
+
+
+def gather_forward(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, softmax_scale: float, block_size: int, tile: Tile,
+    segments: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out ``[T, Hq, Dv]`` and lse fp32 ``[T, Hq]``. ``segments`` None: as many as memory wants."""
+    num_q, num_heads, head_dim = q.shape
+    num_tokens, num_kv_heads, value_dim = v.shape
+    group_size, n = num_heads // num_kv_heads, block_indices.shape[-1]
+    out = torch.empty(num_q, num_heads, value_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(num_q, num_heads, dtype=torch.float32, device=q.device)
+    if num_q == 0 or n == 0:
+        return out.zero_(), lse.fill_(-torch.inf)
+    keys = min(tile.keys, block_size)
+    parts = block_size // keys
+    segments = segments or num_segments(num_q, n * parts, num_heads * value_dim * q.element_size())
+    index = gather(block_indices, layout, block_size, num_tokens, segments)
+    part = torch.empty(index.segment_rows * num_heads * n * parts, value_dim, dtype=q.dtype, device=q.device)
+    lse_part = torch.empty(part.shape[0], dtype=torch.float32, device=q.device)
+    sizes = {"HQ": num_heads, "G": group_size, "DV": value_dim, "N": n, "BLOCK_DV": block_of(value_dim)}
+    for segment in range(segments):
+        gather_fwd_kernel[(index.num_chunks, parts)](
+            q, k, v, part, lse_part, *index.index(), *layout.arguments(), index.num_blocks, segment, index.segment_rows,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), softmax_scale, D=head_dim,
+            BLOCK_D=block_of(head_dim), BLOCK_SIZE=block_size, CHUNK=CHUNK, BLOCK_M=tile.rows, BLOCK_N=keys,
+            STAGES=tile.stages, EDGE=tile.edge_stages, **sizes, **tile.launch_options(),
+        )  # fmt: skip
+        merge_out_kernel[(-(-index.segment_rows * num_heads // MERGE_ROWS),)](
+            part, lse_part, index.item, out, lse, num_q, segment, index.segment_rows, index.none, PARTS=parts,
+            BLOCK_M=MERGE_ROWS, BLOCK_S=slots_of_step(n * parts, block_of(value_dim)), **sizes, num_warps=MERGE_WARPS,
+        )  # fmt: skip
+    return out, lse
 
 
 def gather_backward(
@@ -149,9 +195,8 @@ def gather_backward(
             layout.len_k, layout.num_sequences, index.num_blocks, segment, softmax_scale, HKV=num_kv_heads,
             BLOCK_SIZE=block_size, BLOCK_K=block_k, LAST=last, **both, num_warps=4,
         )  # fmt: skip
-        block_s = max(1, min(triton.next_power_of_2(n * parts), MERGED // sizes["BLOCK_D"]))
-        merge_dq_kernel[(-(-index.segment_rows * num_heads // 2),)](
+        merge_dq_kernel[(-(-index.segment_rows * num_heads // MERGE_ROWS),)](
             part, index.item, dq, num_q, segment, index.segment_rows, index.none, HQ=num_heads, G=group_size, N=n, PARTS=parts,
-            BLOCK_M=2, BLOCK_S=block_s, **sizes, num_warps=1,
+            BLOCK_M=MERGE_ROWS, BLOCK_S=slots_of_step(n * parts, block_of(head_dim)), **sizes, num_warps=MERGE_WARPS,
         )  # fmt: skip
     return dq, dk, dv

@@ -19,6 +19,8 @@ from nsa.ops.selected.triton_index import list_kernel
 MAX_QUERIES = 32
 # Queries of one program of dK and dV.
 CHUNK = 1024
+# Blocks in the list of a tile of 64 rows from which on, with choices that differ, going block by block is faster.
+SCATTERED_BLOCKS = 96
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,12 @@ class Lists:
     block_q: int
     key: Tensor | None
     num_blocks: int
+
+
+def choices_scatter(q: Tensor, k: Tensor, block_indices: Tensor, layout: Layout, block_size: int) -> bool:
+    """Whether the gathered design runs: by shapes alone, from the most blocks that the list of a tile can hold."""
+    queries = min(max(64 * k.shape[1] // q.shape[1], 1), MAX_QUERIES)
+    return min(-(-layout.len_k // block_size), queries * block_indices.shape[-1]) > SCATTERED_BLOCKS
 
 
 def tile_of(tile: Tile, group_size: int, block_size: int) -> tuple[Tile, int]:
