@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa import NSAConfig, Rope, native_sparse_attention
+from nsa.testing import measure
+from nsa.testing.budget import FLOOR
 from tests.ops.public import CHECKS, Case, leaves_of, parameters_of, phi_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -114,4 +116,6 @@ def check_compiled(cases: Sequence[Case], compiler: str) -> None:
         with torch._dynamo.config.patch(error_on_recompile=index > 0):
             found = run_with_gradients(compiled, case, mark=True)
         for name, wanted in run_with_gradients(eager, case).items():
-            assert torch.equal(found[name], wanted), f"{name} of the compiled whole differs at lengths {case.lengths_k}"
+            # A compiler may add up the branches' shares of dQ before it rounds; everything else is made by our operators.
+            close = name == "q" and measure(found[name], wanted.double()).total <= FLOOR[case.dtype]
+            assert close or torch.equal(found[name], wanted), f"compiled: {name} differs at lengths {case.lengths_k}"
