@@ -8,7 +8,7 @@ import pytest
 
 from tests.gpu.matrix import MATRIX, seed_case
 from tests.ops import properties
-from tests.ops.public import RUNS, Case
+from tests.ops.public import DESIGNS, RUNS, Case
 
 FP32 = MATRIX["fp32 G6 D64"]
 WIDE = MATRIX["bf16 G16 D128"]
@@ -56,12 +56,14 @@ def test_one_hot_gates_are_one_branch():
     properties.check_one_hot_gates(seed_case(1200, 70))
 
 
-def test_order_of_indices_does_not_matter():
-    properties.check_shuffled_indices(seed_case(1200, 70))
+@pytest.mark.parametrize("design", DESIGNS)
+def test_order_of_indices_does_not_matter(design):
+    properties.check_shuffled_indices(design, seed_case(1200, 70))
 
 
-def test_unchosen_blocks_have_no_gradient():
-    properties.check_unchosen_blocks(seed_case(2500))
+@pytest.mark.parametrize("design", DESIGNS)
+def test_unchosen_blocks_have_no_gradient(design):
+    properties.check_unchosen_blocks(design, seed_case(2500))
 
 
 def test_shifted_positions_change_nothing():

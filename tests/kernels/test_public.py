@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 
+from nsa.ops.selected import triton_launch
 from tests.ops import properties
 from tests.ops.cases import small
-from tests.ops.public import CHECKS, RUNS, Case
+from tests.ops.public import CHECKS, DESIGNS, RUNS, Case, check_combine
 
 CONFIG = small(num_heads=6, phi="linear")
 CASES = {
@@ -33,6 +34,11 @@ def test_operator(operator, case):
     CHECKS[operator](CASES[case])
 
 
+@pytest.mark.parametrize("branches", [("slc", "win"), ("cmp",)])
+def test_some_branches(branches):
+    check_combine(Case(NARROW, (20,)), branches)
+
+
 @pytest.mark.parametrize("operator", properties.OPERATORS)
 def test_causality_bit_for_bit(operator):
     properties.check_causality(operator, ONE, (79,))
@@ -53,6 +59,12 @@ def test_packed_equals_separate(operator):
     properties.check_packed_equals_separate(operator, Case(NARROW, (70, 0, 33), (20, 0, 7)))
 
 
+def test_queries_of_a_block_in_chunks(monkeypatch):
+    """dK and dV of a block are added up over several programs."""
+    monkeypatch.setattr(triton_launch, "CHUNK", 12)
+    RUNS["selected"](TWO_HEADS).check()
+
+
 def test_full_coverage_is_dense_attention():
     properties.check_full_coverage(Case(NARROW, (52,)))
 
@@ -61,12 +73,14 @@ def test_one_hot_gates_are_one_branch():
     properties.check_one_hot_gates(Case(NARROW, (36,)))
 
 
-def test_order_of_indices_does_not_matter():
-    properties.check_shuffled_indices(PACKED)
+@pytest.mark.parametrize("design", DESIGNS)
+def test_order_of_indices_does_not_matter(design):
+    properties.check_shuffled_indices(design, PACKED)
 
 
-def test_unchosen_blocks_have_no_gradient():
-    properties.check_unchosen_blocks(TWO_HEADS)
+@pytest.mark.parametrize("design", DESIGNS)
+def test_unchosen_blocks_have_no_gradient(design):
+    properties.check_unchosen_blocks(design, TWO_HEADS)
 
 
 def test_shifted_positions_change_nothing():

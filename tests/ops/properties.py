@@ -28,7 +28,7 @@ from nsa.testing import AttentionInputs, assert_within_budget
 from nsa.testing.budget import CEILING
 from nsa.testing.sampled import SampledWhole, check_sampled
 from tests.ops.cases import plain_attention
-from tests.ops.public import RUNS, Case, Results, every, leaves_of, run_selected, run_whole, run_window
+from tests.ops.public import DESIGNS, RUNS, Case, Results, design_of, every, leaves_of, run_whole, run_window
 
 OF_QUERIES = ("q", "gates", "block_indices")
 
@@ -80,19 +80,27 @@ OPERATORS: dict[str, Callable[[Tokens, Case], list[Tensor]]] = {
     "compressed": rows_cmp,
     "choice": rows_choice,
     "selected": rows_slc,
+    "gathered": rows_slc,
     "window": rows_win,
     "whole": rows_whole,
 }
 
 
+def run_rows(name: str, x: Tokens, case: Case) -> list[Tensor]:
+    """Results of an operator."""
+    with design_of(name):
+        return OPERATORS[name](x, case)
+
+
 def with_gradients(name: str, x: Tokens, case: Case) -> Tokens:
     """Results, and the gradient of each token tensor that has one."""
     leaves = {key: tensor if key == "block_indices" else leaves_of(tensor)[0] for key, tensor in x.items()}
-    results = OPERATORS[name](leaves, case)
-    found = {f"result {i}": result.detach() for i, result in enumerate(results)}
-    if name == "choice":
-        return found
-    results[0].backward(case.normal(*results[0].shape, seed=5))
+    with design_of(name):
+        results = OPERATORS[name](leaves, case)
+        found = {f"result {i}": result.detach() for i, result in enumerate(results)}
+        if name == "choice":
+            return found
+        results[0].backward(case.normal(*results[0].shape, seed=5))
     return {**found, **{key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}}
 
 
@@ -105,7 +113,7 @@ def equal_bits(a: Tensor, b: Tensor) -> bool:
 def check_causality(name: str, case: Case, times: Sequence[int]) -> None:
     """Other values for all tokens after t change no result up to t, in any bit. One sequence, queries at its end."""
     x, other = tokens_of(case), tokens_of(case, seed=1)
-    expected = OPERATORS[name](x, case)
+    expected = run_rows(name, x, case)
     first = case.lengths_k[0] - case.queries[0]
     changed_later = False
     for t in times:
@@ -113,7 +121,7 @@ def check_causality(name: str, case: Case, times: Sequence[int]) -> None:
         for key, tensor in x.items():
             cut = t + 1 - first if key in OF_QUERIES else t + 1
             mixed[key] = torch.cat((tensor[:cut], (1 if key == "block_indices" else 50) * other[key][cut:]))
-        for actual, wanted in zip(OPERATORS[name](mixed, case), expected, strict=True):
+        for actual, wanted in zip(run_rows(name, mixed, case), expected, strict=True):
             assert equal_bits(actual[: t + 1 - first], wanted[: t + 1 - first]), f"{name}: a result up to {t} changed"
             changed_later |= not equal_bits(actual, wanted)
     assert changed_later
@@ -175,7 +183,7 @@ def check_packed_equals_separate(name: str, case: Case) -> None:
         alone, inputs = _part(x, case, sequence)
         first = sum(case.queries[:sequence])
         given: dict[str, Any] = {"dout": packed.dout[first : first + length]}
-        if name == "selected":
+        if name in DESIGNS:
             given["block_indices"] = case.block_indices()[first : first + length]
         parts.append(RUNS[name](alone, inputs, **given))
     joined = {key: torch.cat([part.of_queries[key] for part in parts]) for key in packed.of_queries}
@@ -200,7 +208,8 @@ def check_full_coverage(case: Case) -> None:
     visible = (
         torch.ones(length, length, dtype=torch.bool, device=case.device).tril()[:, None].expand(-1, config.num_kv_heads, -1)
     )
-    for results, k, v in ((run_selected(case, block_indices=ids), x.k_slc, x.v_slc), (run_window(wide), x.k_win, x.v_win)):
+    chosen = [(RUNS[name](case, block_indices=ids), x.k_slc, x.v_slc) for name in DESIGNS]
+    for results, k, v in (*chosen, (run_window(wide), x.k_win, x.v_win)):
         values = {}
         for dtype in (case.dtype, torch.float64):
             leaves = leaves_of(x.q.to(dtype), k.to(dtype), v.to(dtype))
@@ -227,20 +236,20 @@ def check_one_hot_gates(case: Case) -> None:
             assert bool(grad.any()) == (branch in key), f"one-hot {branch}: gradient of {key}"
 
 
-def check_shuffled_indices(case: Case) -> None:
+def check_shuffled_indices(name: str, case: Case) -> None:
     """The order of the indices does not matter beyond rounding."""
     ids = case.block_indices()
     generator = torch.Generator(device=ids.device).manual_seed(6)
     order = torch.rand(ids.shape, generator=generator, device=ids.device).argsort(-1)
     shuffled = ids.gather(-1, order)
     assert not torch.equal(ids, shuffled)
-    ascending, other = run_selected(case, block_indices=ids.sort(-1).values), run_selected(case, block_indices=shuffled)
+    ascending, other = (RUNS[name](case, block_indices=indices) for indices in (ids.sort(-1).values, shuffled))
     ascending.check()
     other.sampled = ascending.sampled
     other.check()
 
 
-def check_unchosen_blocks(case: Case) -> None:
+def check_unchosen_blocks(operator: str, case: Case) -> None:
     """dK and dV of a block that no query chose are exactly 0, and of a chosen one are not. One sequence."""
     config, length = case.config, case.lengths_k[0]
     num_blocks = -(-length // config.block_size)
@@ -249,7 +258,7 @@ def check_unchosen_blocks(case: Case) -> None:
     parity = (torch.arange(config.num_kv_heads, device=case.device) > 0).int()
     ids = 2 * torch.arange(config.num_selected_blocks, device=case.device)[None, None] + parity[None, :, None]
     ids = torch.where(ids < (rows // config.block_size)[:, None, None], ids, -1).int().contiguous()
-    results = run_selected(case, block_indices=ids)
+    results = RUNS[operator](case, block_indices=ids)
     results.check()
     chosen = torch.zeros(config.num_kv_heads, num_blocks + 1, dtype=torch.bool, device=case.device)
     for head in range(config.num_kv_heads):

@@ -6,7 +6,8 @@ Tests of kernels run these in Triton's interpreter on small cases, and on a GPU 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -42,6 +43,8 @@ from nsa.testing.sampled import (
 from tests.ops.cases import make_batch
 from tests.ops.whole import phi_parameters
 
+# The designs of the selected branch, by the longest list of a tile that still runs without gathering.
+DESIGNS = {"selected": 2**31, "gathered": 0}
 # Rows that may differ from fp64 within the agreement rule.
 MAX_NEAR = 1e-3
 
@@ -216,6 +219,26 @@ def compressed_rows(case: Case, raw: Tensor, x: AttentionInputs) -> Tensor:
     return rows
 
 
+@contextmanager
+def design_of(operator: str) -> Iterator[None]:
+    """Fixes the design of the selected branch where ``operator`` names one; elsewhere it goes by the shapes."""
+    if operator not in DESIGNS:
+        yield
+        return
+    with mock.patch("nsa.ops.selected.triton_launch.SCATTERED_BLOCKS", DESIGNS[operator]):
+        yield
+
+
+def run_design(operator: str) -> Callable[..., Results]:
+    """`run_selected` with its design fixed."""
+
+    def run(case: Case, *inputs: Any, **given: Any) -> Results:
+        with design_of(operator):
+            return dataclasses.replace(run_selected(case, *inputs, **given), name=operator)
+
+    return run
+
+
 def run_compressed(case: Case, x: AttentionInputs | None = None, dout: Tensor | None = None) -> Results:
     x, config = x or case.inputs(), case.config
     k, v = compressed_rows(case, x.k_cmp_raw, x), compressed_rows(case, x.v_cmp_raw, x)
@@ -354,7 +377,8 @@ def phi_of(named: Mapping[str, Tensor]) -> tuple[PhiWeights, PhiWeights] | None:
 
 RUNS: dict[str, Callable[..., Results]] = {
     "compressed": run_compressed,
-    "selected": run_selected,
+    "selected": run_design("selected"),
+    "gathered": run_design("gathered"),
     "window": run_window,
     "whole": run_whole,
 }
