@@ -71,7 +71,7 @@ class Result:
     @property
     def killer(self) -> str:
         """The test that noticed, or nothing."""
-        found = re.search(r"^(?:FAILED|ERROR) (\S+)", self.output, re.MULTILINE)
+        found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", self.output, re.MULTILINE)
         return found[1] if found else ""
 
 

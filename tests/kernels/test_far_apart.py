@@ -19,8 +19,10 @@ PROGRAM = """
 import mmap, sys
 import torch
 from nsa import compress, compressed_attention, select_blocks, selected_attention, window_attention
+from tests.kernels import quick_interpreter
 from tests.ops.cases import small
 
+quick_interpreter.install()
 TOKENS, HEADS = 12, 4
 axis = sys.argv[1]
 NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
