@@ -127,7 +127,7 @@ def compiled_kernels() -> Iterator[list[str]]:
 
 # Where one call is long enough for the next of them, sums are cut into chunks, the selected branch is gathered, in one or in
 # several segments, and compressed keys have tiles for long sequences: each has kernels of its own.
-REGIMES = ((40,), (1000, 24), (3000,), (7000,), (20000,))
+REGIMES: tuple[tuple[int, ...], ...] = ((40,), (1000, 24), (3000,), (7000,), (20000,))
 
 
 # Kernels that no other test loads into this process.
@@ -146,6 +146,6 @@ def test_a_new_length_compiles_no_kernel(name):
     assert any("kernel" in name for name in first)
     assert len(first) < 100
     with compiled_kernels() as later:
-        for lengths in ((1,), (16, 16), (1024,), (999, 1, 0), (7,) * 20, (5000,), (2048, 2048), (6500, 900), (17000, 300, 1)):
-            step(*lengths)
+        for others in ((1,), (16, 16), (1024,), (999, 1, 0), (7,) * 20, (5000,), (2048, 2048), (6500, 900), (17000, 300, 1)):
+            step(*others)
     assert not later, later

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from nsa.ops.selected import triton_launch
 from tests.ops import properties
 from tests.ops.cases import small
-from tests.ops.public import CHECKS, DESIGNS, RUNS, Case, check_combine
+from tests.ops.public import CHECKS, DESIGNS, RUNS, Case, check_choice, check_combine, check_compress
 
 CONFIG = small(num_heads=6, phi="linear")
 CASES = {
@@ -32,6 +33,34 @@ pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered", "ign
 @pytest.mark.parametrize("operator", CHECKS)
 def test_operator(operator, case):
     CHECKS[operator](CASES[case])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_selected_blocks_table": ((-1, 130, 3), (-1, 200, 4))},
+        {"coarse_block_size": 32, "num_coarse_blocks": 4},
+        {"score_precision": "fp8"},
+    ],
+    ids=["table", "two stages", "fp8"],
+)
+def test_options_of_the_choice(changes):
+    check_choice(Case(dataclasses.replace(NARROW, **changes), (270, 9)))
+
+
+def test_compression_by_mlp():
+    check_compress(Case(dataclasses.replace(NARROW, phi="mlp"), (45, 9)))
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_queries_without_a_block(design):
+    """Lists of tiles that are empty, and queries without a block beside others."""
+    ids = torch.full((66, 1, 4), -1, dtype=torch.int32)
+    ids[40::3, :, 2] = 1
+    results = RUNS[design](Case(NARROW, (66,)), block_indices=ids)
+    results.check()
+    assert not results.of_queries["out"][:40].any()
+    assert not results.of_queries["dq"][:40].any()
 
 
 @pytest.mark.parametrize("branches", [("slc", "win"), ("cmp",)])
