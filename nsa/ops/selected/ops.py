@@ -9,38 +9,36 @@ from torch import Tensor
 
 from nsa.ops._range import rows
 
-_WHERE = "Tensor? cu_q, Tensor? cu_k, SymInt num_sequences, SymInt len_q, SymInt len_k, int block_size, float softmax_scale"
+_WHERE = (
+    "Tensor? cu_q, Tensor? cu_k, SymInt num_sequences, SymInt len_q, SymInt len_k, int block_size, float softmax_scale, "
+    "str design"
+)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def selected_call(q: Tensor, v: Tensor, *where: Any) -> Any:
+    """The ``Call`` of the launchers, from what the registered operator is told beside tensors."""
     from nsa.ops._triton.layout import Layout
     from nsa.ops._triton.tuning import tile_for
-    from nsa.ops.selected.gather_launch import gather_forward
-    from nsa.ops.selected.triton_launch import choices_scatter, selected_forward
+    from nsa.ops.selected.triton_launch import Call
 
-    *where, block_size, softmax_scale = rest
+    *layout, block_size, softmax_scale, design = where
+    return Call(Layout(*layout), softmax_scale, block_size, lambda kernel: tile_for(kernel, q, v), design)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
+    from nsa.ops.selected.triton_launch import selected_forward
+
     q, k, v = (rows(x) for x in (q, k, v))
-    layout = Layout(*where)
-    scattered = choices_scatter(q, k, block_indices, layout, block_size)
-    launch, name = (gather_forward, "selected_gather_fwd") if scattered else (selected_forward, "selected_attention_fwd")
-    return launch(q, k, v, block_indices, layout, softmax_scale, block_size, tile_for(name, q, v))
+    return selected_forward(q, k, v, block_indices, selected_call(q, v, *where))
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *rest: Any
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *where: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from nsa.ops._triton.layout import Layout
-    from nsa.ops._triton.tuning import tile_for
-    from nsa.ops.selected.gather_launch import gather_backward
-    from nsa.ops.selected.triton_launch import choices_scatter, selected_backward
+    from nsa.ops.selected.triton_launch import selected_backward
 
-    *where, block_size, softmax_scale = rest
     q, k, v, dout = (rows(x) for x in (q, k, v, dout))
-    layout = Layout(*where)
-    inputs = (q, k, v, block_indices, out, dout, lse, layout, softmax_scale, block_size)
-    if choices_scatter(q, k, block_indices, layout, block_size):
-        return gather_backward(*inputs, tile_for("selected_gather_dkv", q, v))
-    return selected_backward(*inputs, tile_for("selected_attention_dq", q, v), tile_for("selected_attention_dkv", q, v))
+    return selected_backward(q, k, v, block_indices, out, dout, lse, selected_call(q, v, *where))
 
 
 selected_attention_op = torch.library.custom_op(
