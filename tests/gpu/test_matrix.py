@@ -80,7 +80,7 @@ def test_lists_of_any_length(num_blocks):
 
 def test_gathering_in_segments():
     """Queries worked off in four parts: more of them would need memory that long sequences do not have."""
-    with mock.patch("nsa.ops.selected.gather_launch.SMALL", 1):
+    with mock.patch("nsa.ops.selected.triton_launch.SMALL", 1):
         RUNS["gathered"](seed_case(1200, 70, 0, 33)).check()
         check_same_bits("gathered", seed_case(1200, 70, 0, 33))
 
@@ -89,6 +89,11 @@ def test_gathering_in_segments():
 def test_some_branches(branches):
     config = dataclasses.replace(SEED, branches=branches)
     run_whole(dataclasses.replace(seed_case(300, 1100), config=config)).check()
+
+
+@pytest.mark.parametrize("design", ["tiled", "gathered"])
+def test_designs_of_the_whole(design):
+    run_whole(dataclasses.replace(seed_case(300, 1, 0, 1100), design=design)).check()
 
 
 @pytest.mark.parametrize("compress_rope", ["start", "none"])

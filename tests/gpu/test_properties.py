@@ -24,6 +24,10 @@ def test_causality_bit_for_bit(operator, like):
     properties.check_causality(operator, case_like(like, 1500), (100, 640, 1037, 1151, 1400))
 
 
+def test_causality_of_the_whole_gathered():
+    properties.check_causality("whole", dataclasses.replace(seed_case(1500), design="gathered"), (100, 1037, 1151))
+
+
 @pytest.mark.parametrize("operator", properties.OPERATORS)
 def test_causality_with_fewer_queries_than_keys(operator):
     properties.check_causality(operator, seed_case(1500, queries=(700,)), (900, 1151))

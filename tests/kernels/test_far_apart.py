@@ -54,10 +54,8 @@ def run(operator, q, k, v, dout):
     elif operator == "window":
         out, _ = window_attention(q, k, v, config, backend="triton")
     else:
-        from tests.ops.public import design_of
-        with design_of(operator):
-            out, _ = selected_attention(q, k, v, ids, config, backend="triton")
-            return [out, *torch.autograd.grad(out, [q, k, v], dout)]
+        design = "gathered" if operator == "gathered" else "tiled"
+        out, _ = selected_attention(q, k, v, ids, config, design=design, backend="triton")
     return [out, *torch.autograd.grad(out, [q, k, v], dout)]
 
 

@@ -68,6 +68,11 @@ def test_queries_without_a_block(design):
 @pytest.mark.parametrize("branches", [("slc", "win"), ("cmp",)])
 def test_some_branches(branches):
     check_combine(Case(NARROW, (20,)), branches)
+    RUNS["whole"](Case(dataclasses.replace(NARROW, branches=branches), (36,))).check()
+
+
+def test_whole_gathered():
+    RUNS["whole"](Case(NARROW, (66, 9), design="gathered")).check()
 
 
 @pytest.mark.parametrize("operator", ALONE)
@@ -92,7 +97,7 @@ def test_packed_equals_separate(operator):
 
 def test_queries_of_a_block_in_chunks(monkeypatch):
     """dK and dV of a block are added up over several programs."""
-    monkeypatch.setattr(triton_launch, "CHUNK", 12)
+    monkeypatch.setattr(triton_launch, "BACKWARD_CHUNK", {False: 12, True: 12})
     RUNS["selected"](TWO_HEADS).check()
 
 
