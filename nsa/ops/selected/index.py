@@ -79,7 +79,7 @@ class InverseIndex:
 
     Attributes:
         key: int16 or int32 ``[T, Hkv, n]``: ``item * segments + segment`` of each entry, ``none`` where the block is absent.
-        order: int64 ``[T * Hkv * n]``: entries by key and, for one key, by query.
+        order: int32 or int64 ``[T * Hkv * n]``: entries by key and, for one key, by query.
         start: int32 ``[items * segments + 1]``: where the entries of each key begin in ``order``.
         num_blocks: at least the blocks of all sequences together.
         segments: segments that can be told apart.
@@ -147,5 +147,6 @@ def make_index(block_indices: Tensor, layout: Layout, block_size: int, num_token
         num_warps=4,
     )  # fmt: skip
     ranked, order = key.flatten().sort(stable=True)
+    order = order.int() if order.numel() < 2**31 else order
     start = torch.searchsorted(ranked, torch.arange(none + 1, dtype=key_type, device=device), out_int32=True)
     return InverseIndex(key, order, start, num_blocks, segments, none)

@@ -58,7 +58,6 @@ def selected_dq_kernel(
         head = head_kv * G + r % G
         token = (first_q + row).to(tl.int64)
         out_row = token * HQ + head
-        q = load_rows(q_ptr, token * stride_q + head * stride_qh, ok, 1, D, BLOCK_D, True)
         dout = load_rows(dout_ptr, token * stride_do + head * stride_doh, ok, 1, DV, BLOCK_DV, True)
         out = load_rows(out_ptr, out_row, ok, DV, DV, BLOCK_DV, True)
         delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
@@ -67,7 +66,11 @@ def selected_dq_kernel(
         if gates_ptr is not None:
             lse = gated_lse(lse, gates_ptr, dgates_ptr, out_row * 3 + 1, delta, ok)
             tl.store(gated_lse_ptr + out_row, lse, mask=ok)
+        if union_ptr is not None:
+            # Nothing is left to do where choices scatter, and nothing more is loaded.
+            ok = ok & (not choices_scatter(union_ptr, N, LIMIT_4))
         lse *= LOG2_E
+        q = load_rows(q_ptr, token * stride_q + head * stride_qh, ok, 1, D, BLOCK_D, True)
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         scale = softmax_scale * LOG2_E
         STEPS: tl.constexpr = BLOCK_SIZE // BLOCK_N
@@ -82,7 +85,6 @@ def selected_dq_kernel(
             past = tl.where(scattered, 0, past)
             inside = tl.where(scattered, 0, inside)
             end = tl.where(scattered, 0, end)
-            ok = ok & (scattered == 0)
         if end > 0:
             next_block, next_word = list_entry(block_ptr, word_ptr, 0, end, STEPS)
         else:

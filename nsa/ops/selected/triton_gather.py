@@ -32,7 +32,7 @@ def find_chunk(
     Returns:
         Its entries: where they begin in ``order_ptr``, how many there are (0: no chunk is left for this program), and the first
         entry of the segment. Its block: head, sequence, number inside the sequence. How many entries, the first ones, can be
-        queries that do not see the whole block. Whether it is the only chunk of its item in the segment.
+        queries that do not see the whole block. Whether it is the only chunk of its item in the segment, and the item.
     """
     items = HKV * num_blocks
     chunk = tl.load(chunk_start_ptr + segment * items) + tl.program_id(0)
@@ -43,6 +43,7 @@ def find_chunk(
     block = 0
     hidden = 0
     alone = False
+    item = 0
     first_entry = segment.to(tl.int64) * segment_rows * (HKV * N)
     if chunk < tl.load(chunk_start_ptr + (segment + 1) * items):
         item = tl.load(chunk_item_ptr + chunk)
@@ -60,14 +61,14 @@ def find_chunk(
         query = (tl.load(order_ptr + begin) // (HKV * N)).to(tl.int32)
         t = num_tokens - num_q - first_q + query
         hidden = tl.minimum(tl.maximum((block + 1) * BLOCK_SIZE - 1 - t, 0), count)
-    return begin, count, first_entry, head_kv, sequence, block, hidden, alone
+    return begin, count, first_entry, head_kv, sequence, block, hidden, alone, item
 
 
 @triton.jit
 def load_order(order_ptr, r, num_rows, first_entry, G: tl.constexpr, BLOCK_M: tl.constexpr):
     """Entries, counted from the segment's first, of the rows ``r .. r + BLOCK_M`` of a chunk: a query and head each."""
     index = r + tl.arange(0, BLOCK_M)
-    return tl.load(order_ptr + index // G, mask=index < num_rows, other=0) - first_entry
+    return tl.load(order_ptr + index // G, mask=index < num_rows, other=0) - first_entry.to(order_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -113,14 +114,14 @@ def selected_gather_fwd_kernel(
     LIMIT_4: tl.constexpr, STAGES: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """One chunk: output ``[G, Dv]`` and lse ``[G]`` of every (query, slot)."""
+    if not choices_scatter(union_ptr, N, LIMIT_4):
+        return
     HKV: tl.constexpr = HQ // G
     PARTS: tl.constexpr = BLOCK_SIZE // BLOCK_N
-    begin, count, first_entry, head_kv, sequence, block, hidden, _ = find_chunk(
+    begin, count, first_entry, head_kv, sequence, block, hidden, _, _ = find_chunk(
         order_ptr, begin_ptr, length_ptr, chunk_item_ptr, chunk_start_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences,
         num_blocks, segment, segment_rows, HKV, N, BLOCK_SIZE, CHUNK,
     )  # fmt: skip
-    if not choices_scatter(union_ptr, N, LIMIT_4):
-        count = 0
     if count > 0:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
         first_key, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
@@ -210,18 +211,24 @@ def gather_bwd_step(
 
 @triton.jit
 def finish_keys(
-    dk, dv, dk_sum_ptr, dv_sum_ptr, dk_ptr, dv_ptr, row, ok, segment, last_segment, softmax_scale, D: tl.constexpr,
-    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    dk, dv, dk_sum_ptr, dv_sum_ptr, dk_ptr, dv_ptr, begin_ptr, length_ptr, item, items, row, ok, segment, last_segment,
+    softmax_scale, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Add a segment's dK and dV of some keys to the sums of the segments before; the last segment's become the result."""
+    """Add a segment's dK and dV of an item's keys to the sums of segments before; where none come after, that is the result."""
+    final = True
     if dk_sum_ptr is not None:
-        if segment > 0:
+        # The entries of an item follow each other, segment by segment.
+        begin = tl.load(begin_ptr + segment * items + item)
+        end = begin + tl.load(length_ptr + segment * items + item)
+        if begin > tl.load(begin_ptr + item):
             dk += load_rows(dk_sum_ptr, row, ok, D, D, BLOCK_D, True)
             dv += load_rows(dv_sum_ptr, row, ok, DV, DV, BLOCK_DV, True)
-        if segment < last_segment:
+        at_last = last_segment * items + item
+        final = end == tl.load(begin_ptr + at_last) + tl.load(length_ptr + at_last)
+        if not final:
             store_rows(dk_sum_ptr, row, ok, D, dk, D, BLOCK_D)
             store_rows(dv_sum_ptr, row, ok, DV, dv, DV, BLOCK_DV)
-    if segment == last_segment:
+    if final:
         store_rows(dk_ptr, row, ok, D, dk * softmax_scale, D, BLOCK_D)
         store_rows(dv_ptr, row, ok, DV, dv, DV, BLOCK_DV)
 
@@ -241,15 +248,15 @@ def selected_gather_bwd_kernel(
     A chunk that is the only one of its item goes straight where ``finish_keys`` puts it; others are fp32 sums, without the
     scale, which ``selected_reduce_kernel`` adds. With ``union_ptr`` it works only where choices scatter as ``DQ`` says.
     """
+    if union_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled)
+        if choices_scatter(union_ptr, N, LIMIT_4) != DQ:
+            return
     HKV: tl.constexpr = HQ // G
     PARTS: tl.constexpr = BLOCK_SIZE // BLOCK_N
-    begin, count, first_entry, head_kv, sequence, block, hidden, alone = find_chunk(
+    begin, count, first_entry, head_kv, sequence, block, hidden, alone, item = find_chunk(
         order_ptr, begin_ptr, length_ptr, chunk_item_ptr, chunk_start_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences,
         num_blocks, segment, segment_rows, HKV, N, BLOCK_SIZE, CHUNK,
     )  # fmt: skip
-    if union_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled)
-        if choices_scatter(union_ptr, N, LIMIT_4) != DQ:
-            count = 0
     if count > 0:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
         first_key, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
@@ -267,19 +274,22 @@ def selected_gather_bwd_kernel(
         order_ptr += begin
         rows = count * G
         masked = tl.minimum(tl.cdiv(hidden * G, BLOCK_M) * BLOCK_M, rows)
-        # Entries are loaded a step ahead: a row's number is needed before the row can be.
+        # Small heads leave registers to load entries a step ahead: a row's number is needed before the row can be.
+        AHEAD: tl.constexpr = BLOCK_D + BLOCK_DV <= 128
         next_entry = load_order(order_ptr, 0, rows, first_entry, G, BLOCK_M)
         for r in tl.range(0, masked, BLOCK_M, num_stages=EDGE):
-            entry = next_entry
-            next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M)
+            entry = next_entry if AHEAD else load_order(order_ptr, r, rows, first_entry, G, BLOCK_M)
+            if AHEAD:
+                next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M)
             dk, dv = gather_bwd_step(
                 q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r, rows, first_row, offset, n,
                 softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, N, PARTS, BLOCK_M,
                 BLOCK_N, BLOCK_D, BLOCK_DV, True, KEYS_AS_ROWS, DQ,
             )  # fmt: skip
         for r in tl.range(masked, rows, BLOCK_M, num_stages=STAGES):
-            entry = next_entry
-            next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M)
+            entry = next_entry if AHEAD else load_order(order_ptr, r, rows, first_entry, G, BLOCK_M)
+            if AHEAD:
+                next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M)
             dk, dv = gather_bwd_step(
                 q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r, rows, first_row, offset, n,
                 softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, N, PARTS, BLOCK_M,
@@ -287,8 +297,8 @@ def selected_gather_bwd_kernel(
             )  # fmt: skip
         if alone:
             finish_keys(
-                dk, dv, dk_sum_ptr, dv_sum_ptr, dk_ptr, dv_ptr, key_row * HKV + head_kv, key_ok, segment, last_segment,
-                softmax_scale, D, DV, BLOCK_D, BLOCK_DV,
+                dk, dv, dk_sum_ptr, dv_sum_ptr, dk_ptr, dv_ptr, begin_ptr, length_ptr, item, HKV * num_blocks,
+                key_row * HKV + head_kv, key_ok, segment, last_segment, softmax_scale, D, DV, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
         else:
             out_row = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + (key - block * BLOCK_SIZE)
@@ -298,37 +308,42 @@ def selected_gather_bwd_kernel(
 
 @triton.jit(do_not_specialize=SEGMENT)
 def selected_reduce_kernel(
-    dk_part_ptr, dv_part_ptr, dk_sum_ptr, dv_sum_ptr, dk_ptr, dv_ptr, union_ptr, chunk_start_ptr, cu_k_ptr, len_k,
-    num_sequences, num_blocks, segment, last_segment, softmax_scale, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    DQ: tl.constexpr, LIMIT_4: tl.constexpr,
+    dk_part_ptr, dv_part_ptr, dk_sum_ptr, dv_sum_ptr, dk_ptr, dv_ptr, union_ptr, begin_ptr, length_ptr, chunk_start_ptr,
+    cu_k_ptr, len_k, num_sequences, num_blocks, segment, last_segment, softmax_scale, HKV: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_C: tl.constexpr, DQ: tl.constexpr, LIMIT_4: tl.constexpr,
 ):  # fmt: skip
-    """Add a segment's chunks of one block, in order. An item of one chunk is done already; one without adds nothing."""
-    head = tl.program_id(1)
-    sequence, block = find_tile(cu_k_ptr, tl.program_id(0), num_sequences, len_k, BLOCK_SIZE)
+    """Add a segment's chunks of one block, in order. An item of one chunk is done already; one that nobody chose becomes 0."""
     if union_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled)
         if choices_scatter(union_ptr, N, LIMIT_4) != DQ:
-            sequence = num_sequences
-    if sequence < num_sequences:
-        first_key, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
-        chunk_start_ptr += segment * (HKV * num_blocks)
-        first = tl.load(chunk_start_ptr)
-        item = head * num_blocks + tl.program_id(0)
-        begin = tl.load(chunk_start_ptr + item) - first
-        end = tl.load(chunk_start_ptr + item + 1) - first
-        inside = tl.program_id(2) * BLOCK_K + tl.arange(0, BLOCK_K)
-        ok = block * BLOCK_SIZE + inside < num_tokens
-        if (end > begin + 1) | ((end == begin) & ((segment == 0) | (segment == last_segment))):
+            return
+    items = HKV * num_blocks
+    head = tl.program_id(1)
+    item = head * num_blocks + tl.program_id(0)
+    at = segment * items + item
+    first = tl.load(chunk_start_ptr + segment * items)
+    begin = tl.load(chunk_start_ptr + at) - first
+    end = tl.load(chunk_start_ptr + at + 1) - first
+    at_last = last_segment * items + item
+    chosen = tl.load(begin_ptr + item) < tl.load(begin_ptr + at_last) + tl.load(length_ptr + at_last)
+    if (end > begin + 1) | ((segment == last_segment) & (not chosen)):
+        sequence, block = find_tile(cu_k_ptr, tl.program_id(0), num_sequences, len_k, BLOCK_SIZE)
+        if sequence < num_sequences:
+            first_key, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
+            inside = tl.program_id(2) * BLOCK_K + tl.arange(0, BLOCK_K)
+            ok = block * BLOCK_SIZE + inside < num_tokens
             dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
             dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
-            for chunk in tl.range(begin, end):
-                part = chunk * BLOCK_SIZE + inside
-                dk += load_rows(dk_part_ptr, part, ok, D, D, BLOCK_D, True)
-                dv += load_rows(dv_part_ptr, part, ok, DV, DV, BLOCK_DV, True)
+            for chunk in tl.range(begin, end, BLOCK_C):
+                chunks = chunk + tl.arange(0, BLOCK_C)
+                part = chunks[None, :] * BLOCK_SIZE + inside[:, None]
+                there = ok[:, None] & (chunks < end)[None, :]
+                dk += tl.sum(load_slots(dk_part_ptr, part, there, D, BLOCK_D), 1)
+                dv += tl.sum(load_slots(dv_part_ptr, part, there, DV, BLOCK_DV), 1)
             row = (first_key + block * BLOCK_SIZE + inside).to(tl.int64) * HKV + head
             finish_keys(
-                dk, dv, dk_sum_ptr, dv_sum_ptr, dk_ptr, dv_ptr, row, ok, segment, last_segment, softmax_scale, D, DV, BLOCK_D,
-                BLOCK_DV,
+                dk, dv, dk_sum_ptr, dv_sum_ptr, dk_ptr, dv_ptr, begin_ptr, length_ptr, item, items, row, ok, segment,
+                last_segment, softmax_scale, D, DV, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
 
 

@@ -35,9 +35,11 @@ FORWARD_CHUNK = 256
 BACKWARD_CHUNK = {False: 1024, True: 512}
 # Elements of the rows of slots that one step of a merge holds for a query head.
 MERGED = 1024
+# Elements of the chunks' dK that one step of their sum holds.
+SUMMED = 4096
 # Rows (queries by heads) of a step of a merge, steps of a program, and its warps.
 MERGE_ROWS = 2
-MERGE_STEPS = 4
+MERGE_STEPS = 8
 MERGE_WARPS = 1
 
 # The tile of a kernel by its name; see ``tile_for``.
@@ -239,6 +241,7 @@ def _gather_gradients(
     partial = [_sums(q, chunks.limit * call.block_size, size) for size in (head_dim, value_dim)]
     sums = [_sums(q, k.shape[0] * num_kv_heads, size) if last else None for size in (head_dim, value_dim)]
     block_k = min(call.block_size, 16)
+    chunks_of_step = max(1, SUMMED // (block_k * block_of(head_dim)))
     sizes: dict[str, Any] = {"D": head_dim, "N": n, "BLOCK_D": block_of(head_dim), "LIMIT_4": LIMIT_4}
     both = {**sizes, "DV": value_dim, "BLOCK_DV": block_of(value_dim), "BLOCK_SIZE": call.block_size, "DQ": with_dq}
     groups = {"HQ": num_heads, "G": num_heads // num_kv_heads}
@@ -250,8 +253,9 @@ def _gather_gradients(
             **groups, **both, **tile.launch_options(),
         )  # fmt: skip
         selected_reduce_kernel[(index.num_blocks, num_kv_heads, call.block_size // block_k)](
-            *partial, *sums, *grads, union, chunks.start, call.layout.cu_k, call.layout.len_k, call.layout.num_sequences,
-            index.num_blocks, segment, last, call.softmax_scale, HKV=num_kv_heads, BLOCK_K=block_k, **both, num_warps=4,
+            *partial, *sums, *grads, union, chunks.begin, chunks.length, chunks.start, call.layout.cu_k, call.layout.len_k,
+            call.layout.num_sequences, index.num_blocks, segment, last, call.softmax_scale, HKV=num_kv_heads,
+            BLOCK_K=block_k, BLOCK_C=chunks_of_step, **both, num_warps=4,
         )  # fmt: skip
         if with_dq:
             selected_merge_dq_kernel[(-(-chunks.segment_rows * num_heads // (MERGE_ROWS * MERGE_STEPS)),)](
