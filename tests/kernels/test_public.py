@@ -111,7 +111,7 @@ def test_one_hot_gates_are_one_branch():
 
 @pytest.mark.parametrize("design", DESIGNS)
 def test_order_of_indices_does_not_matter(design):
-    properties.check_shuffled_indices(design, PACKED)
+    properties.check_shuffled_indices(design, Case(NARROW, (52, 9)))
 
 
 def test_unchosen_blocks_have_no_gradient():
