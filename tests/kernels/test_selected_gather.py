@@ -165,6 +165,7 @@ def test_the_choice_decides(scattered, monkeypatch):
         assert torch.equal(x, y)
     other = case.run(TILE, 2, design="tiled" if scattered else "gathered")[:3]
     assert not all(torch.equal(x, y) for x, y in zip(found, other, strict=True))
+    compare(case, segments=2, design="auto")
 
 
 def test_queries_without_a_block():

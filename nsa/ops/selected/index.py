@@ -100,13 +100,14 @@ class InverseIndex:
         # The segments of an item follow each other in the index; kernels run by segment.
         starts = self.start[:-1].view(items, -1, self.segments // segments)[..., 0].t()
         ends = self.start[self.segments // segments :: self.segments // segments].view(items, -1).t()
+        begin = starts.flatten().contiguous()
         length = (ends - starts).flatten()
         start = torch.nn.functional.pad(((length + (size - 1)) // size).cumsum(0, dtype=torch.int32), (1, 0))
         numbers = torch.arange(self.order.numel() // size + segments * items, dtype=torch.int32, device=start.device)
         item = torch.searchsorted(start, numbers, right=True, out_int32=True) - 1
         rows = -(-num_q // segments)
         limit = rows * num_kv_heads * n // size + items
-        return Chunks(self.order, starts.flatten(), length, item, start, self.num_blocks, segments, rows, size, limit)
+        return Chunks(self.order, begin, length, item, start, self.num_blocks, segments, rows, size, limit)
 
 
 def make_lists(block_indices: Tensor, layout: Layout, block_size: int, block_q: int, union: Tensor | None) -> Lists:
