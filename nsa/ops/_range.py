@@ -93,8 +93,12 @@ def range_gradients(
 
 
 def rows(x: Tensor) -> Tensor:
-    """``x`` with its last dimension contiguous, as kernels read it."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """``x [N, H, D]`` as kernels read it: the last dimension contiguous, and the heads of a row within 2^31 elements.
+
+    Kernels count rows in 64 bits and heads in 32: heads lie far apart only where they are the outer dimension in memory.
+    """
+    near = (x.shape[1] - 1) * x.stride(1) + x.shape[2] <= 2**31
+    return x if near and x.stride(2) == 1 else x.contiguous()
 
 
 def by_head(lse: Tensor) -> Tensor:

@@ -107,5 +107,6 @@ def gated_lse(lse, gates_ptr, dgates_ptr, at, delta, ok):
     """lse of a branch less the logarithm of its gates, which lie at ``at``; their gradient, ``delta``, is written."""
     tl.store(dgates_ptr + at, delta.to(dgates_ptr.dtype.element_ty), mask=ok)
     gate = tl.load(gates_ptr + at, mask=ok, other=0.0).to(tl.float32)
+    off = gate == 0
     # A negative gate gives NaN, not a wrong gradient.
-    return tl.where(gate == 0, float("inf"), lse - tl.log(gate))
+    return tl.where(off, float("inf"), lse - tl.log(tl.where(off, 1.0, gate)))
