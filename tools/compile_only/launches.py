@@ -1,129 +1,120 @@
-"""What is launched on a GPU that is not there: every operator, forward and backward, through its own launchers."""
+"""What is launched on a GPU that is not there: the whole of the library's attention, through its own launchers."""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
-from nsa import NSAConfig, PhiWeights, Rope
-from nsa.ops._boundary import Sequences
-from nsa.ops.combination.ops import combine_op
-from nsa.ops.compressed import run_compressed_attention
-from nsa.ops.compression import run_compress
-from nsa.ops.selected import run_selected_attention
-from nsa.ops.selection import run_select_blocks
-from nsa.ops.window import run_window_attention
+import nsa
+from nsa import NSAConfig, PhiWeights, Rope, native_sparse_attention
 from nsa.testing import packed_offsets
+from tools.compile_only.driver import kernels_take_cpu_tensors
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of one length.
+    """Two sequences of 64 queries and 96 keys each, packed or dense.
 
     Attributes:
-        num_sequences: B.
-        num_queries: of each sequence.
-        num_keys: of each sequence, at least ``num_queries``.
         longest: tokens of the longest sequence that the caller promises: launchers choose kernels by it, so that few tokens
-            show what many need. None makes a dense batch, otherwise it is packed.
+            show what many need. None makes a dense batch.
     """
 
-    num_sequences: int
-    num_queries: int
-    num_keys: int
-    longest: int | None = None
+    longest: int | None
 
-    def sequences(self) -> Sequences:
-        """The batch as operators take it."""
-        device = torch.device("cpu")
+    def tensor(self, tokens: int, *sizes: int, dtype: torch.dtype) -> Tensor:
+        """Zeros for so many tokens of each sequence, that want a gradient."""
+        shape = (2 * tokens, *sizes) if self.longest else (2, tokens, *sizes)
+        return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+    def offsets(self) -> dict[str, Any]:
+        """The arguments that say where sequences lie."""
         if self.longest is None:
-            return Sequences(None, self.num_sequences, self.num_queries, self.num_keys, device, dense=True)
-        queries, keys = (packed_offsets([length] * self.num_sequences) for length in (self.num_queries, self.num_keys))
-        return Sequences((queries, keys), self.num_sequences, self.longest, self.longest, device)
-
-    def queries(self, *sizes: int, dtype: torch.dtype) -> Tensor:
-        """Zeros ``[T, ..]`` that want a gradient."""
-        return torch.zeros(self.num_sequences * self.num_queries, *sizes, dtype=dtype, requires_grad=True)
-
-    def keys(self, *sizes: int, dtype: torch.dtype, stride: int = 1) -> Tensor:
-        """Zeros ``[S, ..]``, or ``[S // stride, ..]`` for compressed keys, that want a gradient."""
-        return torch.zeros(self.num_sequences * self.num_keys // stride, *sizes, dtype=dtype, requires_grad=True)
+            return {}
+        queries, keys = packed_offsets([64, 64]), packed_offsets([96, 96])
+        return {"cu_seqlens_q": queries, "cu_seqlens_k": keys, "max_seqlen_q": self.longest, "max_seqlen_k": self.longest}
 
 
-# Packed, so short that no gradient is summed in parts; so long that it is; and with the tiles for very many compressed keys.
-SHORT, PARTS, LONG = Batch(2, 64, 96, 96), Batch(2, 64, 96, 4096), Batch(2, 64, 96, 65_536)
+# No gradient is summed in parts; some are; and so long that kernels for very many keys and scattered choices run.
+SHORT, PARTS, LONG, DENSE = Batch(96), Batch(4096), Batch(65_536), Batch(None)
 
 
-def backward(output: Tensor, *inputs: Tensor) -> None:
-    """Run the backward pass too."""
-    torch.autograd.grad(output, inputs, torch.zeros_like(output))
+def attend(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
+    """The attention of one layer, forward and backward."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    q = batch.tensor(64, heads, config.head_dim, dtype=dtype)
+    pair = (config.head_dim, config.value_dim) * 3
+    keys = [batch.tensor(96, kv_heads, size, dtype=dtype) for size in pair]
+    gates = batch.tensor(64, heads, 3, dtype=dtype)
+    phi = None if config.phi == "mean" else tuple(phi_weights(config, size, dtype) for size in pair[:2])
+    parameters = [x for weights in phi or () for x in vars(weights).values() if x is not None]
+    out = native_sparse_attention(
+        q, *keys, gates, phi, config, rope=Rope.from_config(config), backend="triton", **batch.offsets()
+    )  # fmt: skip
+    torch.autograd.grad(out, [q, *keys, gates, *parameters], torch.zeros_like(out), allow_unused=True)
 
 
-def window(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
-    """Kernels of the window branch."""
-    q = batch.queries(config.num_heads, config.head_dim, dtype=dtype)
-    k = batch.keys(config.num_kv_heads, config.head_dim, dtype=dtype)
-    v = batch.keys(config.num_kv_heads, config.value_dim, dtype=dtype)
-    out, _ = run_window_attention(q, k, v, config, batch.sequences(), 1.0, "triton")
-    backward(out, q, k, v)
-
-
-def compressed(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
-    """Kernels of the compressed branch."""
-    q = batch.queries(config.num_heads, config.head_dim, dtype=dtype)
-    k = batch.keys(config.num_kv_heads, config.head_dim, dtype=dtype, stride=config.compress_stride)
-    v = batch.keys(config.num_kv_heads, config.value_dim, dtype=dtype, stride=config.compress_stride)
-    out, _ = run_compressed_attention(q, k, v, config, batch.sequences(), 1.0, "triton")
-    assert out is not None
-    backward(out, q, k, v)
-
-
-def select(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
-    """The kernel of scores and choice; with coarse blocks in the config, for both stages."""
-    q = batch.queries(config.num_heads, config.head_dim, dtype=dtype)
-    k = batch.keys(config.num_kv_heads, config.head_dim, dtype=dtype, stride=config.compress_stride)
-    lse = batch.queries(config.num_heads, dtype=torch.float32)
-    run_select_blocks(q, k, lse, config, batch.sequences(), 1.0, "triton")
-
-
-def selected(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
-    """Kernels of the selected branch."""
-    q = batch.queries(config.num_heads, config.head_dim, dtype=dtype)
-    k = batch.keys(config.num_kv_heads, config.head_dim, dtype=dtype)
-    v = batch.keys(config.num_kv_heads, config.value_dim, dtype=dtype)
-    blocks = torch.arange(config.num_selected_blocks, dtype=torch.int32).expand(q.shape[0], config.num_kv_heads, -1)
-    out, _ = run_selected_attention(q, k, v, blocks, config, batch.sequences(), 1.0, "triton")
-    backward(out, q, k, v)
-
-
-def compress(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
-    """Kernels of compression: keys, which are rotated, and values, which are not."""
-    for size, rope in ((config.head_dim, Rope.from_config(config)), (config.value_dim, None)):
-        x = batch.keys(config.num_kv_heads, size, dtype=dtype)
-        weights = phi_weights(config, dtype, size)
-        parameters = () if weights is None else tuple(w for w in vars(weights).values() if w is not None)
-        backward(run_compress(x, weights, config, batch.sequences(), rope, "triton"), x, *parameters)
-
-
-def phi_weights(config: NSAConfig, dtype: torch.dtype, size: int) -> PhiWeights | None:
+def phi_weights(config: NSAConfig, size: int, dtype: torch.dtype) -> PhiWeights:
     """Zeros for the parameters of phi."""
 
     def zeros(*sizes: int) -> Tensor:
         return torch.zeros(config.num_kv_heads, *sizes, dtype=dtype, requires_grad=True)
 
     length = config.compress_block_size
-    if config.phi == "mean":
-        return None
     if config.phi == "linear":
         return PhiWeights(weight=zeros(length, size))
     return PhiWeights(position=zeros(length, size), w1=zeros(length * size, 2 * size), w2=zeros(2 * size, size))
 
 
-def combine(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
-    """Kernels of the gated sum of the branches that are on."""
-    outputs = {name: batch.queries(config.num_heads, config.value_dim, dtype=dtype) for name in config.branches}
-    gates = batch.queries(config.num_heads, 3, dtype=dtype)
-    out = combine_op(*(outputs.get(name) for name in ("cmp", "slc", "win")), gates)
-    backward(out, *outputs.values(), gates)
+@contextmanager
+def launches() -> Iterator[set[JITFunction[Any]]]:
+    """Let launchers take CPU tensors; a launch compiles nothing and runs nothing.
+
+    Yields:
+        A set to which every kernel is added that is launched.
+    """
+    launched: set[JITFunction[Any]] = set()
+
+    def note(kernel: JITFunction[Any], *_: Any, **__: Any) -> None:
+        launched.add(kernel)
+
+    with mock.patch.object(JITFunction, "run", note), kernels_take_cpu_tensors():
+        yield launched
+
+
+def jitted_functions() -> set[JITFunction[Any]]:
+    """Every function of the package that Triton compiles."""
+    found: set[JITFunction[Any]] = set()
+    root = Path(nsa.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        if "triton.jit" in path.read_text(encoding="utf-8"):
+            module = importlib.import_module(".".join(path.relative_to(root.parent).with_suffix("").parts))
+            found |= {value for value in vars(module).values() if isinstance(value, JITFunction)}
+    return found
+
+
+def reached_from(kernels: Iterable[JITFunction[Any]]) -> set[JITFunction[Any]]:
+    """Kernels, the functions that they call, and so on."""
+    reached: set[JITFunction[Any]] = set()
+    waiting = list(kernels)
+    while waiting:
+        function = waiting.pop()
+        if function in reached:
+            continue
+        reached.add(function)
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.fn)))
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        waiting += [x for name in names if isinstance(x := function.fn.__globals__.get(name), JITFunction)]
+    return reached

@@ -193,7 +193,8 @@ def gather_backward(
         selected_gather_reduce_kernel[(index.num_blocks, num_kv_heads, block_size // block_k)](
             *chunk_sums, *(sums if segment else (None, None)), *((dk, dv) if last else sums), index.chunk_start, layout.cu_k,
             layout.len_k, layout.num_sequences, index.num_blocks, segment, softmax_scale, HKV=num_kv_heads,
-            BLOCK_SIZE=block_size, BLOCK_K=block_k, LAST=last, **both, num_warps=4,
+            BLOCK_SIZE=block_size, BLOCK_K=block_k, LAST=last, **both,
+            num_warps=4 if max(head_dim, value_dim) <= 128 else 8,
         )  # fmt: skip
         selected_merge_dq_kernel[(-(-index.segment_rows * num_heads // MERGE_ROWS),)](
             part, index.item, dq, num_q, segment, index.segment_rows, index.none, HQ=num_heads, G=group_size, N=n, PARTS=parts,
