@@ -58,11 +58,15 @@ def attend(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
     pair = (config.head_dim, config.value_dim) * 3
     keys = [batch.tensor(96, kv_heads, size, dtype=dtype) for size in pair]
     gates = batch.tensor(64, heads, 3, dtype=dtype)
-    phi = None if config.phi == "mean" else tuple(phi_weights(config, size, dtype) for size in pair[:2])
+    phi = None
+    if config.phi != "mean":
+        phi = (phi_weights(config, config.head_dim, dtype), phi_weights(config, config.value_dim, dtype))
     parameters = [x for weights in phi or () for x in vars(weights).values() if x is not None]
+    rope = Rope.from_config(config)
+    k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = keys
     out = native_sparse_attention(
-        q, *keys, gates, phi, config, rope=Rope.from_config(config), backend="triton", **batch.offsets()
-    )  # fmt: skip
+        q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, phi, config, rope=rope, backend="triton", **batch.offsets()
+    )
     torch.autograd.grad(out, [q, *keys, gates, *parameters], torch.zeros_like(out), allow_unused=True)
 
 

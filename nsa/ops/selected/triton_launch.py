@@ -147,7 +147,7 @@ def selected_backward(
     selected_reduce_kernel[(lists.num_blocks, num_kv_heads)](
         dk_part, dv_part, dk, dv, chunk_start, layout.cu_k, layout.len_k, layout.num_sequences, lists.num_blocks, softmax_scale,
         HKV=num_kv_heads, BLOCK_SIZE=block_size, **sizes,
-        num_warps=max(4, block_size * block_of(max(head_dim, value_dim)) // 2048),
+        num_warps=max(4, block_size * block_of(max(head_dim, value_dim)) // 1024),
     )  # fmt: skip
     return dq, dk, dv
 
