@@ -31,7 +31,7 @@ endif
 
 SOURCES := nsa tests tools
 
-.PHONY: help train test pytest pytest-kernels test-gpu lint format test-mutants lock wheel device-wheels clean check-python
+.PHONY: help train test pytest pytest-kernels test-compile test-gpu lint format test-mutants lock wheel device-wheels clean check-python
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -54,6 +54,10 @@ pytest: $(ENV) ## the tests alone, without the kernels' (ARGS=)
 pytest-kernels: $(ENV) ## the Triton kernels alone, on the CPU in Triton's interpreter, which is chosen for a whole process
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
 	TRITON_INTERPRET=1 $(RUN) -m pytest -n $(JOBS) tests/kernels
+
+test-compile: $(ENV) ## compile every kernel for GPUs of six kinds that are not there: stack and shared memory (JOBS=, ARGS=)
+	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
+	$(RUN) -m tools.compile_only --jobs $(JOBS) $(ARGS)
 
 test-gpu: $(ENV) ## what only a CUDA GPU can show; of a million tokens with ARGS="-m slow"
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test-gpu

@@ -12,6 +12,7 @@ from torch import Tensor
 from nsa import NSAConfig, selected_attention
 from nsa.ops._triton.layout import Layout
 from nsa.ops._triton.tuning import Tile
+from nsa.ops.selected import design as design_rules
 from nsa.ops.selected import triton_launch
 from nsa.ops.selected.triton_launch import Call, selected_backward, selected_forward
 from nsa.testing import assert_within_budget, make_inputs
@@ -73,8 +74,8 @@ class Case:
         """lse, out, dq, dk, dv of the kernels."""
         q, k, v = (x.float() for x in self.tensors)
         call = self.call(*options, **named)
-        out, lse = selected_forward(q, k, v, self.indices, call)
-        return lse, out, *selected_backward(q, k, v, self.indices, out, self.d_out.float(), lse, call)
+        out, lse, order = selected_forward(q, k, v, self.indices, call)
+        return lse, out, *selected_backward(q, k, v, self.indices, out, self.d_out.float(), lse, call, order)
 
 
 def compare(
@@ -156,7 +157,8 @@ def test_other_designs(design):
 @pytest.mark.parametrize("scattered", [False, True])
 def test_the_choice_decides(scattered, monkeypatch):
     """Long lists by the shapes: what runs follows from the choice; output and dQ are to the bit those of that design alone."""
-    monkeypatch.setattr(triton_launch, "LIMIT_4", 5)
+    for module in (triton_launch, design_rules):
+        monkeypatch.setattr(module, "LIMIT_4", 5)
     case = Case(small(2, num_kv_heads=1, n=3), [150])
     if not scattered:
         case.indices = torch.tensor([0, 1, -1]).int().expand(150, 1, 3).contiguous()
@@ -165,6 +167,7 @@ def test_the_choice_decides(scattered, monkeypatch):
         assert torch.equal(x, y)
     other = case.run(TILE, 2, design="tiled" if scattered else "gathered")[:3]
     assert not all(torch.equal(x, y) for x, y in zip(found, other, strict=True))
+    compare(case, segments=2, design="auto")
 
 
 def test_queries_without_a_block():

@@ -167,7 +167,8 @@ def range_backward(
     if partial:
         range_reduce_kernel[(num_blocks, num_kv_heads)](
             dk_sum, dv_sum, dk, dv, *layout.arguments(), chunk_rows, num_key, layout.size, layout.stride, HKV=num_kv_heads,
-            **blocks, BLOCK_N=tile_dkv.keys, WINDOW=layout.window, num_warps=4,
+            **blocks, BLOCK_N=tile_dkv.keys, WINDOW=layout.window,
+            num_warps=max(4, tile_dkv.keys * block_of(max(head_dim, value_dim)) // 1024),
         )  # fmt: skip
     return dq, dk, dv
 

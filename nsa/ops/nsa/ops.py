@@ -19,8 +19,8 @@ from nsa.ops._triton.layout import Gated
 from nsa.ops.combination.ops import combine_op
 from nsa.ops.compressed import range_arguments as compressed_arguments
 from nsa.ops.compressed import run_compressed_attention
-from nsa.ops.selected import run_selected_attention
-from nsa.ops.selected.ops import selected_call
+from nsa.ops.selected import selected_arguments
+from nsa.ops.selected.ops import empty_order, selected_attention_op, selected_gradients
 from nsa.ops.selection import run_select_blocks
 from nsa.ops.window import range_arguments as window_arguments
 from nsa.ops.window import run_window_attention
@@ -29,7 +29,10 @@ _INPUTS = (
     "Tensor q, Tensor? q_cmp, Tensor? k_cmp, Tensor? v_cmp, Tensor? k_slc, Tensor? v_slc, Tensor? k_win, Tensor? v_win, "
     "Tensor gates"
 )
-_SAVED = "Tensor out_cmp, Tensor lse_cmp, Tensor block_indices, Tensor out_slc, Tensor lse_slc, Tensor out_win, Tensor lse_win"
+_SAVED = (
+    "Tensor out_cmp, Tensor lse_cmp, Tensor block_indices, Tensor out_slc, Tensor lse_slc, Tensor order, Tensor out_win, "
+    "Tensor lse_win"
+)
 _WHERE = (
     "Tensor? cu_q, Tensor? cu_k, SymInt num_sequences, SymInt len_q, SymInt len_k, str config, float softmax_scale, str design"
 )
@@ -48,29 +51,28 @@ def _forward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     config, sequences, softmax_scale, design = _open(q, *where)
     run = (config, sequences, softmax_scale, "triton")
-    out_cmp = lse_cmp = block_indices = out_slc = lse_slc = out_win = lse_win = None
+    out_cmp = lse_cmp = block_indices = out_slc = lse_slc = order = out_win = lse_win = None
     if k_cmp is not None:
         q_cmp = q if q_cmp is None else q_cmp
         out_cmp, lse_cmp = run_compressed_attention(q_cmp, k_cmp, v_cmp, *run)
     if k_slc is not None and v_slc is not None:
         assert q_cmp is not None and k_cmp is not None and lse_cmp is not None
         block_indices = run_select_blocks(q_cmp, k_cmp, lse_cmp, *run)
-        out_slc, lse_slc = run_selected_attention(q, k_slc, v_slc, block_indices, *run, design)
+        slc = (q, k_slc, v_slc, block_indices)
+        out_slc, lse_slc, order = selected_attention_op(*slc, *selected_arguments(config, sequences), softmax_scale, design)
     if k_win is not None and v_win is not None:
         out_win, lse_win = run_window_attention(q, k_win, v_win, *run)
     out = combine_op(out_cmp, out_slc, out_win, gates)
-    saved = (out_cmp, lse_cmp, block_indices, out_slc, lse_slc, out_win, lse_win)
+    saved = (out_cmp, lse_cmp, block_indices, out_slc, lse_slc, order, out_win, lse_win)
     return out, *(q.new_empty(0) if x is None else x for x in saved)
 
 
 def _backward(
     q: Tensor, q_cmp: Tensor | None, k_cmp: Tensor | None, v_cmp: Tensor | None, k_slc: Tensor | None, v_slc: Tensor | None,
     k_win: Tensor | None, v_win: Tensor | None, gates: Tensor, out_cmp: Tensor, lse_cmp: Tensor, block_indices: Tensor,
-    out_slc: Tensor, lse_slc: Tensor, out_win: Tensor, lse_win: Tensor, dout: Tensor, *where: Any,
+    out_slc: Tensor, lse_slc: Tensor, order: Tensor, out_win: Tensor, lse_win: Tensor, dout: Tensor, *where: Any,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of the inputs that are given, in their order."""
-    from nsa.ops.selected.triton_launch import selected_backward
-
     config, sequences, softmax_scale, design = _open(q, *where)
     q, dout, gates = rows(q), rows(dout), gates.contiguous()
     dgates = torch.zeros_like(gates)
@@ -82,10 +84,9 @@ def _backward(
         if q_cmp is None:
             dq = dq_cmp
     if k_slc is not None and v_slc is not None:
-        k, v = rows(k_slc), rows(v_slc)
-        call = selected_call(q, v, *sequences.kernel_arguments(), config.block_size, softmax_scale, design)
-        slc = (q, k, v, block_indices, out_slc, dout, lse_slc)
-        dq, dk_slc, dv_slc = selected_backward(*slc, call, Gated(gates, dgates, dq))
+        rest = (*selected_arguments(config, sequences), softmax_scale, design)
+        slc = (q, k_slc, v_slc, block_indices, out_slc, lse_slc, order, dout)
+        dq, dk_slc, dv_slc = selected_gradients(*slc, *rest, gated=Gated(gates, dgates, dq))
     if k_win is not None and v_win is not None:
         rest = (*window_arguments(config, sequences), softmax_scale)
         win = (q, k_win, v_win, out_win, lse_win, dout)
@@ -117,11 +118,13 @@ def _(
     lse_range = q.new_empty(num_heads, num_q, dtype=torch.float32).t()
     out = q.new_empty(num_q, num_heads, config.value_dim)
     indices = q.new_empty(num_q, config.num_kv_heads, config.num_selected_blocks, dtype=torch.int32)
+    rest = (*where[:5], config.block_size, *where[6:])
+    order = empty_order(config.group_size, indices, *rest)
     return (
         out,
         off[0] if v_cmp is None else torch.empty_like(out),
         off[0] if k_cmp is None else lse_range,
-        *((off[0], *off) if k_slc is None else (indices, torch.empty_like(out), lse)),
+        *((off[0], off[0], *off) if k_slc is None else (indices, torch.empty_like(out), lse, order)),
         *(off if k_win is None else (torch.empty_like(out), torch.empty_like(lse_range))),
     )
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.errors import check
 from nsa.ops._boundary import Sequences, check_block_indices, check_qkv, choose_backend, open_sequences, pack, scale_of
+from nsa.ops.selected.design import DESIGNS
 from nsa.ops.selected.ops import selected_attention_op
 from nsa.ops.selected.reference import selected_attention_reference
 
-DESIGNS = ("auto", "tiled", "gathered")
-
-__all__ = ["DESIGNS", "run_selected_attention", "selected_attention"]
+__all__ = ["DESIGNS", "run_selected_attention", "selected_arguments", "selected_attention"]
 
 
 def selected_attention(
@@ -79,7 +80,13 @@ def run_selected_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See :func:`selected_attention`; inputs are packed and checked, the backend is chosen."""
     if backend == "triton":
-        where = sequences.kernel_arguments()
-        return selected_attention_op(q, k, v, block_indices, *where, config.block_size, softmax_scale, design)
+        where = selected_arguments(config, sequences)
+        out, lse, _ = selected_attention_op(q, k, v, block_indices, *where, softmax_scale, design)
+        return out, lse
     with torch.autocast(q.device.type, enabled=False):
         return selected_attention_reference(q, k, v, block_indices, config, sequences, softmax_scale)
+
+
+def selected_arguments(config: NSAConfig, sequences: Sequences) -> tuple[Any, ...]:
+    """What the registered operator is told beside tensors, the scale and the design: ``cu_q`` to ``block_size``."""
+    return *sequences.kernel_arguments(), config.block_size

@@ -17,10 +17,8 @@ import triton
 from torch import Tensor
 
 from nsa.ops._triton.layout import Layout
+from nsa.ops.selected.design import order_type
 from nsa.ops.selected.triton_index import key_kernel, list_kernel
-
-# Queries of a tile: as many as a word of the lists has bits.
-MAX_QUERIES = 32
 
 
 @dataclass(frozen=True)
@@ -100,13 +98,14 @@ class InverseIndex:
         # The segments of an item follow each other in the index; kernels run by segment.
         starts = self.start[:-1].view(items, -1, self.segments // segments)[..., 0].t()
         ends = self.start[self.segments // segments :: self.segments // segments].view(items, -1).t()
+        begin = starts.flatten().contiguous()
         length = (ends - starts).flatten()
         start = torch.nn.functional.pad(((length + (size - 1)) // size).cumsum(0, dtype=torch.int32), (1, 0))
         numbers = torch.arange(self.order.numel() // size + segments * items, dtype=torch.int32, device=start.device)
         item = torch.searchsorted(start, numbers, right=True, out_int32=True) - 1
         rows = -(-num_q // segments)
         limit = rows * num_kv_heads * n // size + items
-        return Chunks(self.order, starts.flatten(), length, item, start, self.num_blocks, segments, rows, size, limit)
+        return Chunks(self.order, begin, length, item, start, self.num_blocks, segments, rows, size, limit)
 
 
 def make_lists(block_indices: Tensor, layout: Layout, block_size: int, block_q: int, union: Tensor | None) -> Lists:
@@ -126,8 +125,13 @@ def make_lists(block_indices: Tensor, layout: Layout, block_size: int, block_q: 
     return Lists(block, word, count, block_q)
 
 
-def make_index(block_indices: Tensor, layout: Layout, block_size: int, num_tokens: int, segments: int) -> InverseIndex:
-    """The inverse index of ``block_indices [T, Hkv, n]`` over keys of ``num_tokens`` tokens."""
+def make_index(
+    block_indices: Tensor, layout: Layout, block_size: int, num_tokens: int, segments: int, order: Tensor | None = None
+) -> InverseIndex:
+    """The inverse index of ``block_indices [T, Hkv, n]`` over keys of ``num_tokens`` tokens.
+
+    ``order`` is that of an index of the same choice, in any number of segments; None sorts anew.
+    """
     num_q, num_kv_heads, n = block_indices.shape
     device = block_indices.device
     num_blocks = layout.num_tiles(num_tokens, block_size, layout.len_k)
@@ -146,7 +150,10 @@ def make_index(block_indices: Tensor, layout: Layout, block_size: int, num_token
         num_blocks, segments, segment_rows, none, HKV=num_kv_heads, N=n, BLOCK_SIZE=block_size, BLOCK_Q=block_q, ENTRIES=1024,
         num_warps=4,
     )  # fmt: skip
-    ranked, order = key.flatten().sort(stable=True)
-    order = order.int() if order.numel() < 2**31 else order
+    if order is None:
+        ranked, order = key.flatten().sort(stable=True)
+        order = order.to(order_type(order.numel()))
+    else:
+        ranked = key.flatten()[order]
     start = torch.searchsorted(ranked, torch.arange(none + 1, dtype=key_type, device=device), out_int32=True)
     return InverseIndex(key, order, start, num_blocks, segments, none)

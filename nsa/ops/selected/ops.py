@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from nsa.ops._range import rows
+from nsa.ops._triton.layout import Gated
+from nsa.ops.selected.design import always_tiled, order_type
 
 _WHERE = (
     "Tensor? cu_q, Tensor? cu_k, SymInt num_sequences, SymInt len_q, SymInt len_k, int block_size, float softmax_scale, "
@@ -25,42 +27,61 @@ def selected_call(q: Tensor, v: Tensor, *where: Any) -> Any:
     return Call(Layout(*layout), softmax_scale, block_size, lambda kernel: tile_for(kernel, q, v), design)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor, Tensor]:
     from nsa.ops.selected.triton_launch import selected_forward
 
     q, k, v = (rows(x) for x in (q, k, v))
-    return selected_forward(q, k, v, block_indices, selected_call(q, v, *where))
+    out, lse, order = selected_forward(q, k, v, block_indices, selected_call(q, v, *where))
+    return out, lse, block_indices.new_empty(0, dtype=torch.int32) if order is None else order
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *where: Any
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, order: Tensor, dout: Tensor, *where: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    return selected_gradients(q, k, v, block_indices, out, lse, order, dout, *where)
+
+
+def selected_gradients(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, order: Tensor, dout: Tensor, *where: Any,
+    gated: Gated | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv of the registered operator, whose arguments beside tensors are ``where``; for ``gated`` see there."""
     from nsa.ops.selected.triton_launch import selected_backward
 
     q, k, v, dout = (rows(x) for x in (q, k, v, dout))
-    return selected_backward(q, k, v, block_indices, out, dout, lse, selected_call(q, v, *where))
+    given = order if order.numel() else None
+    return selected_backward(q, k, v, block_indices, out, dout, lse, selected_call(q, v, *where), given, gated)
+
+
+def empty_order(group_size: int, block_indices: Tensor, *where: Any) -> Tensor:
+    """The forward's third output, in shape and dtype: the order of the inverse index where the choice decides, or nothing."""
+    _, _, _, len_q, len_k, block_size, _, design = where
+    n = block_indices.shape[-1]
+    count = 0 if always_tiled(design, group_size, n, len_q, len_k, block_size) else block_indices.numel()
+    return block_indices.new_empty(count, dtype=order_type(count))
 
 
 selected_attention_op = torch.library.custom_op(
     "nsa::selected_attention",
     _forward,
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor block_indices, {_WHERE}) -> (Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor block_indices, {_WHERE}) -> (Tensor, Tensor, Tensor)",
 )
 selected_attention_backward_op = torch.library.custom_op(
     "nsa::selected_attention_backward",
     _backward,
     mutates_args=(),
     schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor out, Tensor lse, Tensor dout, "
+        "(Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor out, Tensor lse, Tensor order, Tensor dout, "
         f"{_WHERE}) -> (Tensor, Tensor, Tensor)"
     ),
 )
 
 
 @selected_attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float32)
+def _(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float32)
+    return out, lse, empty_order(q.shape[1] // k.shape[1], block_indices, *where)
 
 
 @selected_attention_backward_op.register_fake
@@ -68,14 +89,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tens
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, block_indices, cu_q, cu_k, *ctx.rest = inputs
     ctx.save_for_backward(q, k, v, block_indices, *output, cu_q, cu_k)
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     none = (None,) * (3 + len(ctx.rest))
     if dout is None:
         return None, None, None, *none

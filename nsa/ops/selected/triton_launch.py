@@ -13,7 +13,8 @@ from torch import Tensor
 from nsa.ops._triton.layout import Gated, Layout
 from nsa.ops._triton.range_launch import block_of, fitting, key_source
 from nsa.ops._triton.tuning import Tile
-from nsa.ops.selected.index import MAX_QUERIES, Chunks, InverseIndex, Lists, make_index, make_lists
+from nsa.ops.selected.design import LIMIT_4, MAX_QUERIES, always_tiled
+from nsa.ops.selected.index import Chunks, InverseIndex, Lists, make_index, make_lists
 from nsa.ops.selected.triton_bwd import selected_dq_kernel
 from nsa.ops.selected.triton_fwd import selected_fwd_kernel
 from nsa.ops.selected.triton_gather import (
@@ -24,8 +25,6 @@ from nsa.ops.selected.triton_gather import (
     selected_reduce_kernel,
 )
 
-# Choices scatter when the list of a tile holds on average more than so many quarters of n blocks.
-LIMIT_4 = 11
 # Rows of slots that are held for a query head at once, on average over all queries: so much memory as so many more queries.
 HELD_SLOTS = 4
 # Rows of slots that need less than this, bytes, are held in one segment.
@@ -69,11 +68,8 @@ class Call:
 
     def union(self, q: Tensor, k: Tensor, n: int) -> Tensor | None:
         """Counters of the lists' blocks and of the lists, 0 yet; None where the tiled design runs whatever the choice is."""
-        queries = min(max(64 * k.shape[1] // q.shape[1], 1), MAX_QUERIES)
-        blocks = -(-self.layout.len_k // self.block_size)
-        # Queries of all positions see half of the blocks on average.
-        longest = min(queries * n, blocks if self.layout.len_q < self.layout.len_k else (blocks + 1) // 2)
-        if self.design == "tiled" or (self.design == "auto" and 4 * longest <= LIMIT_4 * n):
+        lengths = (self.layout.len_q, self.layout.len_k)
+        if always_tiled(self.design, q.shape[1] // k.shape[1], n, *lengths, self.block_size):
             return None
         return torch.zeros(2, dtype=torch.int64, device=q.device)
 
@@ -119,15 +115,17 @@ def strides_of(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:2]]
 
 
-def selected_forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """out ``[T, Hq, Dv]`` and lse fp32 ``[T, Hq]``."""
+def selected_forward(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out ``[T, Hq, Dv]``, lse fp32 ``[T, Hq]``, and the order of the inverse index if one was made."""
     num_q, num_heads, head_dim = q.shape
     num_kv_heads, value_dim = v.shape[1:]
     group_size, n = num_heads // num_kv_heads, block_indices.shape[-1]
     out = torch.empty(num_q, num_heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(num_q, num_heads, dtype=torch.float32, device=q.device)
     if num_q == 0 or n == 0:
-        return out.zero_(), lse.fill_(-torch.inf)
+        return out.zero_(), lse.fill_(-torch.inf), None
     tile, block_q = tile_of(call.tiles("selected_attention_fwd"), group_size, call.block_size)
     tile = fitting(tile, k, v)
     union = call.union(q, k, n)
@@ -139,15 +137,14 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, cal
         BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim), LIMIT_4=LIMIT_4, TMA=tile.tma, STAGES=tile.stages,
         EDGE=tile.edge_stages, **tile.launch_options(),
     )  # fmt: skip
-    if union is not None:
-        gather_forward(q, k, v, block_indices, call, union, out, lse)
-    return out, lse
+    order = None if union is None else gather_forward(q, k, v, block_indices, call, union, out, lse)
+    return out, lse, order
 
 
 def gather_forward(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call, union: Tensor, out: Tensor, lse: Tensor
-) -> None:
-    """The gathered design's share of :func:`selected_forward`: out and lse, where choices scatter."""
+) -> Tensor:
+    """The gathered design's share of :func:`selected_forward`: out and lse, where choices scatter; returns the order."""
     num_q, num_heads, head_dim = q.shape
     num_tokens, num_kv_heads, value_dim = v.shape
     group_size, n = num_heads // num_kv_heads, block_indices.shape[-1]
@@ -172,13 +169,17 @@ def gather_forward(
             BLOCK_M=MERGE_ROWS, STEPS=MERGE_STEPS, BLOCK_S=slots_of_step(n * parts, block_of(value_dim)), **sizes,
             num_warps=MERGE_WARPS,
         )  # fmt: skip
+    return index.order
 
 
 def selected_backward(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, dout: Tensor, lse: Tensor, call: Call,
-    gated: Gated | None = None,
+    order: Tensor | None = None, gated: Gated | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in the shapes of q, k, v, contiguous; with ``gated`` dout is the gradient of the branches' gated sum."""
+    """dq, dk, dv in the shapes of q, k, v, contiguous; with ``gated`` dout is the gradient of the branches' gated sum.
+
+    ``order`` is what the forward gave.
+    """
     num_q, num_heads, head_dim = q.shape
     num_kv_heads, value_dim = v.shape[1:]
     group_size, n = num_heads // num_kv_heads, block_indices.shape[-1]
@@ -200,12 +201,12 @@ def selected_backward(
         ADD=gated.adds, LIMIT_4=LIMIT_4, TMA=tile.tma, STAGES=tile.stages, EDGE=tile.edge_stages, **tile.launch_options(),
     )  # fmt: skip
     lse = lse if gated_lse is None else gated_lse
-    return dq, *gather_backward(q, k, v, block_indices, dout, lse, delta, call, union, dq, gated.adds)
+    return dq, *gather_backward(q, k, v, block_indices, order, dout, lse, delta, call, union, dq, gated.adds)
 
 
 def gather_backward(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, call: Call,
-    union: Tensor | None, dq: Tensor, add: bool,
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, order: Tensor | None, dout: Tensor, lse: Tensor, delta: Tensor,
+    call: Call, union: Tensor | None, dq: Tensor, add: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dk and dv of :func:`selected_backward` and, where choices scatter, its dq."""
     num_tokens, n = k.shape[0], block_indices.shape[-1]
@@ -215,7 +216,7 @@ def gather_backward(
     if union is not None:
         slots = n * (call.block_size // min(tile.keys, call.block_size))
         segments = call.num_segments(q.shape[0], slots, q.shape[1] * q.shape[2] * q.element_size())
-    index = make_index(block_indices, call.layout, call.block_size, num_tokens, segments)
+    index = make_index(block_indices, call.layout, call.block_size, num_tokens, segments, order)
     inputs = (q, k, v, dout, lse, delta)
     _gather_gradients(inputs, grads, index, index.chunks(1, BACKWARD_CHUNK[False]), call, union, None, add)
     if union is not None:
