@@ -104,7 +104,10 @@ def range_forward(
     rows = rows_of_tile(tile, group_size)
     grid = (layout.num_tiles(num_q, rows // group_size, layout.len_q), k.shape[1])
     tile = fitting(tile, k, v)
-    if num_q:
+    if num_q and not k.shape[0]:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    elif num_q:
         range_fwd_kernel[grid](
             q, key_source(k, tile), key_source(v, tile), out, lse, *layout.arguments(),
             num_q, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), softmax_scale, layout.size,
