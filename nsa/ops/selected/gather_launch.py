@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from nsa.ops._triton.layout import Layout
-from nsa.ops._triton.range_launch import block_of
+from nsa.ops._triton.range_launch import block_of, reduction_options
 from nsa.ops._triton.tuning import Tile
 from nsa.ops.selected.triton_gather import (
     selected_delta_kernel,
@@ -194,7 +194,7 @@ def gather_backward(
             *chunk_sums, *(sums if segment else (None, None)), *((dk, dv) if last else sums), index.chunk_start, layout.cu_k,
             layout.len_k, layout.num_sequences, index.num_blocks, segment, softmax_scale, HKV=num_kv_heads,
             BLOCK_SIZE=block_size, BLOCK_K=block_k, LAST=last, **both,
-            num_warps=4 if max(head_dim, value_dim) <= 128 else 8,
+            **reduction_options(block_k, head_dim, value_dim),
         )  # fmt: skip
         selected_merge_dq_kernel[(-(-index.segment_rows * num_heads // MERGE_ROWS),)](
             part, index.item, dq, num_q, segment, index.segment_rows, index.none, HQ=num_heads, G=group_size, N=n, PARTS=parts,

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from nsa.ops._triton.layout import Layout
-from nsa.ops._triton.range_launch import block_of, fitting, key_source
+from nsa.ops._triton.range_launch import block_of, fitting, key_source, reduction_options
 from nsa.ops._triton.tuning import Tile
 from nsa.ops.selected.triton_bwd import selected_dkv_kernel, selected_dq_kernel, selected_reduce_kernel
 from nsa.ops.selected.triton_fwd import selected_fwd_kernel
@@ -147,7 +147,7 @@ def selected_backward(
     selected_reduce_kernel[(lists.num_blocks, num_kv_heads)](
         dk_part, dv_part, dk, dv, chunk_start, layout.cu_k, layout.len_k, layout.num_sequences, lists.num_blocks, softmax_scale,
         HKV=num_kv_heads, BLOCK_SIZE=block_size, **sizes,
-        num_warps=max(4, block_size * block_of(max(head_dim, value_dim)) // 1024),
+        **reduction_options(block_size, head_dim, value_dim),
     )  # fmt: skip
     return dq, dk, dv
 
