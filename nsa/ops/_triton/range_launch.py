@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa.ops._triton.layout import Gated, Layout
 from nsa.ops._triton.range_attention import range_fwd_kernel
 from nsa.ops._triton.range_attention_bwd import range_dkv_kernel, range_dq_kernel, range_reduce_kernel
-from nsa.ops._triton.tuning import Tile
+from nsa.ops._triton.tuning import MOST_REGISTERS, Tile
 
 # Chunks of queries that the work on one block of keys is cut into, and programs to aim at.
 MAX_CHUNKS = 32
@@ -70,6 +70,12 @@ def block_of(size: int) -> int:
 def rows_of_tile(tile: Tile, group_size: int) -> int:
     """Rows of a tile of queries: at least one query with all heads of its group."""
     return max(tile.rows, triton.next_power_of_2(group_size))
+
+
+def reduction_options(keys: int, head_dim: int, value_dim: int) -> dict[str, int]:
+    """Keywords of the launch of a kernel that sums dK and dV of so many keys: 64 registers of a thread hold the sums."""
+    warps = min(max(keys * block_of(max(head_dim, value_dim)) // 1024, 4), 16)
+    return {"num_warps": warps, "maxnreg": min(MOST_REGISTERS, 2048 // warps)}
 
 
 def fitting(tile: Tile, *sources: Tensor) -> Tile:
@@ -171,7 +177,7 @@ def range_backward(
         range_reduce_kernel[(num_blocks, num_kv_heads)](
             dk_sum, dv_sum, dk, dv, *layout.arguments(), chunk_rows, num_key, layout.size, layout.stride, HKV=num_kv_heads,
             **blocks, BLOCK_N=tile_dkv.keys, WINDOW=layout.window,
-            num_warps=max(4, tile_dkv.keys * block_of(max(head_dim, value_dim)) // 1024),
+            **reduction_options(tile_dkv.keys, head_dim, value_dim),
         )  # fmt: skip
     return dq, dk, dv
 
