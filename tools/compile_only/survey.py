@@ -195,3 +195,9 @@ def compiled(some: Iterable[Tuning], cases: Iterable[Case]) -> Iterator[Record]:
                     before = len(usages)
                     case.launch()
                     yield from (Record(tuning, case, usage) for usage in usages[before:])
+
+
+def part_of_matrix(arch: int, number: int) -> list[Record]:
+    """What one part of ``whole`` needs on an architecture, with each of its tunings."""
+    torch.set_num_threads(1)
+    return list(compiled(tunings(arch), whole()[number]))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nsa.ops._triton.layout import Layout
 from nsa.ops._triton.range_launch import block_of, reduction_options
-from nsa.ops._triton.tuning import Tile
+from nsa.ops._triton.tuning import MOST_REGISTERS, Tile
 from nsa.ops.selected.triton_gather import (
     selected_delta_kernel,
     selected_gather_bwd_kernel,
@@ -172,7 +172,7 @@ def gather_backward(
     delta = torch.empty_like(lse)
     selected_delta_kernel[(-(-num_q * num_heads // 64),)](
         out, dout, delta, num_q * num_heads, dout.stride(0), dout.stride(1), HQ=num_heads, DV=value_dim, BLOCK_M=64,
-        BLOCK_DV=block_of(value_dim), num_warps=4,
+        BLOCK_DV=block_of(value_dim), num_warps=4, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     part = torch.empty(index.segment_rows * num_heads * n * parts, head_dim, dtype=q.dtype, device=q.device)
     sizes = {"D": head_dim, "BLOCK_D": block_of(head_dim)}
