@@ -31,6 +31,7 @@ def compare(
     lengths_q: list[int] | None = None,
     q_scale: float = 1.0,
     keep_queries: bool = False,
+    rows: int = 16,
 ) -> None:
     """The kernel chooses as the reference does, from the same fp32 keys and lse."""
     x = make_inputs(config, lengths_k, lengths_q, dtype=torch.float32)
@@ -43,9 +44,8 @@ def compare(
         max(lengths_q or lengths_k), max(lengths_k), 0, config.compress_block_size, config.compress_stride,
     )  # fmt: skip
     choice = Choice(config.block_size, config.num_selected_blocks, config.num_init_blocks, config.num_local_blocks)
-    found = select_blocks_forward(
-        q, k_cmp, lse.t().contiguous(), layout, config.head_dim**-0.5, choice, Tile(16, 4, 4, 1, keep_queries=keep_queries)
-    )
+    tile = Tile(rows, 4, 4, 1, keep_queries=keep_queries)
+    found = select_blocks_forward(q, k_cmp, lse.t().contiguous(), layout, config.head_dim**-0.5, choice, tile)
     assert torch.equal(found, select_blocks(q, k_cmp, lse, config, **offsets))
 
 
@@ -56,6 +56,10 @@ def test_packed_sequences(keep_queries):
 
 def test_fewer_queries_than_keys():
     compare(config_of(SMALL, 6), [300, 64], [20, 64])
+
+
+def test_more_blocks_than_a_step_of_the_tile():
+    compare(config_of((8, 4, 16, 16), 2), [330, 40], rows=64)
 
 
 def test_ties_go_to_the_lower_block():

@@ -9,16 +9,8 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
-import torch
-
 from tools.compile_only.driver import SHARED_MEMORY_LIMIT
-from tools.compile_only.survey import Record, compiled, tunings, whole
-
-
-def records_of(arch: int, number: int) -> list[Record]:
-    """What the cases of one part of the matrix need on an architecture."""
-    torch.set_num_threads(1)
-    return list(compiled(tunings(arch), whole()[number]))
+from tools.compile_only.survey import part_of_matrix, whole
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     start, count, faults = time.monotonic(), 0, []
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
-        parts = [pool.submit(records_of, arch, number) for arch in options.arch for number in range(len(whole()))]
+        parts = [pool.submit(part_of_matrix, arch, number) for arch in options.arch for number in range(len(whole()))]
         for number, part in enumerate(as_completed(parts), start=1):
             records = part.result()
             count += len(records)

@@ -69,9 +69,7 @@ class Case:
     def launch(self) -> None:
         """Launch every kernel of it."""
         sizes = {"num_heads": 2 * self.group_size, "head_dim": self.head_dim, "value_dim": self.value_dim}
-        # As many blocks as make the choices scatter in groups of any size.
-        blocks = {"num_selected_blocks": max(16, 2 * self.group_size)} if self.batch is LONG else {}
-        config = NSAConfig(num_kv_heads=2, **{**sizes, **blocks, **dict(self.changes)})
+        config = NSAConfig(num_kv_heads=2, **{**sizes, **dict(self.changes)})
         attend(config, DTYPES[self.dtype], self.batch)
 
 
@@ -91,6 +89,8 @@ def variations() -> list[Case]:
         {"block_size": 32},
         {"block_size": 128},
         {"num_selected_blocks": 5},
+        {"num_selected_blocks": 32},
+        {"num_selected_blocks": 64},
         {"num_selected_blocks_table": ((-1, 4096, 8),)},
         {"coarse_block_size": 512, "num_coarse_blocks": 8},
         {"score_precision": "bf16"},
@@ -201,3 +201,9 @@ def compiled(some: Iterable[Tuning], cases: Iterable[Case]) -> Iterator[Record]:
                     before = len(usages)
                     case.launch()
                     yield from (Record(tuning, case, usage) for usage in usages[before:])
+
+
+def part_of_matrix(arch: int, number: int) -> list[Record]:
+    """What one part of ``whole`` needs on an architecture, with each of its tunings."""
+    torch.set_num_threads(1)
+    return list(compiled(tunings(arch), whole()[number]))

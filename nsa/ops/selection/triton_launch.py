@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -52,22 +52,26 @@ def select_blocks_forward(
     num_kv_heads = k.shape[1]
     out = torch.empty(num_q, num_kv_heads, choice.num_blocks, dtype=torch.int32, device=q.device)
     width = triton.next_power_of_2(choice.num_blocks)
-    grid = (layout.num_tiles(num_q, tile.rows, layout.len_q), num_kv_heads)
+    step = max(tile.keys, width)
+    # A step must hold as many blocks as are chosen. Fewer queries, then more warps, keep its scores in registers.
+    rows = max(16, tile.rows * tile.keys // step)
+    tile = replace(tile, warps=max(tile.warps, min(8, tile.warps * rows * step // (tile.rows * tile.keys))))
+    grid = (layout.num_tiles(num_q, rows, layout.len_q), num_kv_heads)
     q_scale = k_scale = None
     block_d = block_of(head_dim)
     if choice.precision == "fp8":
         (q, q_scale), (k, k_scale) = to_fp8(q), to_fp8(k)
         block_d = max(block_d, 32)  # the least depth of an fp8 product
     # All heads of a group at once fit on chip only while they are few.
-    keep = tile.keep_queries and num_heads // num_kv_heads * tile.rows * block_d * q.element_size() <= KEPT_BYTES
+    keep = tile.keep_queries and num_heads // num_kv_heads * rows * block_d * q.element_size() <= KEPT_BYTES
     if num_q:
         select_kernel[grid](
             q, k, lse, q_scale, k_scale, coarse, out, *layout.arguments(), num_q, q.stride(0), q.stride(1), k.stride(0),
             k.stride(1), softmax_scale, choice.num_init, choice.num_local, HQ=num_heads, G=num_heads // num_kv_heads,
             D=head_dim, N=choice.num_blocks, L=layout.size, STRIDE=layout.stride, BLOCK_SIZE=choice.block_size,
             COUNTS=choice.counts, NUM_COUNTS=len(choice.counts) // 2, FACTOR=coarse_factor,
-            NUM_COARSE=0 if coarse is None else coarse.shape[-1], BF16=choice.precision == "bf16", BLOCK_Q=tile.rows,
-            BLOCK_J=max(tile.keys, width), BLOCK_N=width, BLOCK_D=block_d, KEEP=keep, STAGES=tile.stages,
+            NUM_COARSE=0 if coarse is None else coarse.shape[-1], BF16=choice.precision == "bf16", BLOCK_Q=rows,
+            BLOCK_J=step, BLOCK_N=width, BLOCK_D=block_d, KEEP=keep, STAGES=tile.stages,
             **tile.launch_options(),
         )  # fmt: skip
     return out
