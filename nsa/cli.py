@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,9 +22,11 @@ from nsa.errors import UserError, check, fail
 
 if TYPE_CHECKING:
     from nsa.train.config import TrainConfig
+    from nsa.train.parallel import Processes
     from nsa.train.run_folder import RunFolder
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_SIGNAL = 1, 2, 128
+PLOT_EVERY_S = 60.0  # at most: drawing takes some tenths of a second from training
 
 # What the surroundings do not give; every other OSError is a bug until shown otherwise.
 _SURROUNDINGS = {
@@ -183,9 +186,13 @@ Train a language model as CONFIG, a YAML file, says.
 Every setting of the file can be given here too and then wins, for example
   nsa train configs/cpu-small.yaml --optim.lr 3e-4 --model.nsa.window-size 64
 The run leaves a folder with its configuration, environment, metrics, checkpoints, plot, sample and log; no run writes over
-another. Ctrl-C or SIGTERM ends it after the step at hand, with a checkpoint; a second one ends it at once.
+another. Ctrl-C or SIGTERM ends it after the step at hand, with a checkpoint; a second one ends it at once. So does a file
+named halt in the run folder. SIGUSR2 asks for a checkpoint, SIGUSR1 for the stacks of all threads.
   nsa train --resume runs/cpu-small-1
-goes on exactly where the newest checkpoint was taken.
+goes on exactly where the newest checkpoint was taken. Several processes, one on each GPU or several on the CPU:
+  torchrun --standalone --nproc-per-node 2 --max-restarts 3 -m nsa train CONFIG --run-dir runs/a \\
+    --world-size 2 --accumulation 1
+When one of them dies, torchrun starts them anew and the run resumes.
 """
 
 
@@ -213,58 +220,93 @@ def _add_settings(parser: _Parser) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
+    from nsa.train.launch import check_launch, read_launch
     from nsa.train.load import load_config, settings
-    from nsa.train.run_folder import RunFolder, next_run_path
+    from nsa.train.parallel import join
+    from nsa.train.precision import choose_device
+    from nsa.train.run_folder import RunFolder
 
     given = {setting.name: getattr(args, setting.name) for setting in settings()}
     overrides = {name: value for name, value in given.items() if value is not None}
+    launch = read_launch()
     if args.resume is not None:
         check(args.config is None, "train", "CONFIG", "be left out with --resume, the run has its own", args.config)
         check(args.run_dir is None, "train", "--run-dir", "be left out with --resume", args.run_dir)
-        folder = RunFolder.open(args.resume)
-        return _run(folder.load_config(overrides), folder, resume_with=overrides)
-    check(args.config is not None, "train", "CONFIG", "be given", "none", "For example: nsa train configs/cpu-small.yaml")
-    config = load_config(args.config, overrides)
-    folder = RunFolder.create(args.run_dir or next_run_path(args.config), config)
-    return _run(config, folder, resume_with=None)
+        config = RunFolder.open(args.resume).load_config(overrides)
+    else:
+        check(args.config is not None, "train", "CONFIG", "be given", "none", "For example: nsa train configs/cpu-small.yaml")
+        hint = "A restart has to find the run that it goes on with."
+        check(args.run_dir is not None or not launch.launcher, "train", "--run-dir", "be given with torchrun", "none", hint)
+        config = load_config(args.config, overrides)
+    check_launch(config, launch)
+    with join(launch, choose_device(config.device, launch.local_rank)) as processes:
+        with processes.main_first():
+            folder, is_new = _run_folder(args, config, is_main=processes.is_main, restart=launch.restart)
+        try:
+            return _run(config, folder, processes, is_new=is_new, overrides=overrides)
+        except (UserError, KeyboardInterrupt):
+            if is_new and processes.is_main and not folder.metrics_jsonl.exists():
+                shutil.rmtree(folder.path)  # made a moment ago, and nothing has run in it
+            raise
 
 
-def _run(config: TrainConfig, folder: RunFolder, *, resume_with: dict[str, str] | None) -> int:
-    """Train in ``folder``; ``resume_with`` are the settings changed by a resumption, None for a new run."""
+def _run_folder(args: argparse.Namespace, config: TrainConfig, *, is_main: bool, restart: int) -> tuple[RunFolder, bool]:
+    """The folder of the run, and whether the run begins; one that died before its first checkpoint begins again."""
+    from nsa.train.checkpoint import list_checkpoints
+    from nsa.train.run_folder import RunFolder, next_run_path
+
+    if args.resume is not None:
+        return RunFolder.open(args.resume), False
+    if restart == 0 and is_main:
+        return RunFolder.create(args.run_dir or next_run_path(args.config), config), True
+    folder = RunFolder.open(args.run_dir)
+    return folder, not list_checkpoints(folder.checkpoints)
+
+
+def _run(config: TrainConfig, folder: RunFolder, processes: Processes, *, is_new: bool, overrides: dict[str, str]) -> int:
+    """Train in ``folder``; ``overrides`` are the settings that a resumption changes."""
     from nsa.train.plots import plot_losses
     from nsa.train.progress import RunReport
     from nsa.train.trainer import Trainer, TrainingStoppedError
+    from nsa.train.watchdog import Watchdog
 
     def plot() -> None:
-        plot_losses(folder.metrics_jsonl, folder.loss_png, title=folder.path.name)
+        try:
+            if processes.is_main:
+                plot_losses(folder.metrics_jsonl, folder.loss_png, title=folder.path.name)
+        except OSError as error:
+            report.line(f"loss.png could not be written ({error})")
+
+    plotted = time.monotonic()
 
     def on_row(row: dict[str, Any]) -> None:
+        nonlocal plotted
         report.row(row)
-        if "val_loss_nats" in row:
+        if "val_loss_nats" in row and time.monotonic() - plotted > PLOT_EVERY_S:
             plot()
+            plotted = time.monotonic()
 
-    with RunReport(folder.log, config.steps) as report:
-        report.line(f"run folder: {folder.path}")
-        try:
-            trainer = Trainer(config, folder, resume=resume_with is not None, on_row=on_row)
-        except (UserError, KeyboardInterrupt):
-            if resume_with is None:
-                shutil.rmtree(folder.path)  # made a moment ago, and nothing has run in it
-            raise
-        if resume_with is not None:
-            folder.record_launch(resumed_from_step=trainer.state.progress.step, overrides=resume_with)
+    with (
+        RunReport(folder.log if processes.is_main else None, config.steps) as report,
+        Watchdog(folder, processes.rank, config.stall_limit_s) as watchdog,
+    ):
+        report.line(f"run folder: {folder.path}", event="start")
+        trainer = Trainer(config, folder, processes=processes, resume=not is_new, on_row=on_row, beat=watchdog.beat)
+        if not is_new and processes.is_main:
+            folder.record_launch(resumed_from_step=trainer.state.progress.step, overrides=overrides)
         try:
             result = trainer.run()
         except TrainingStoppedError as error:
-            report.line(f"stopped: {error}")
+            report.line(f"stopped: {error}", event="stop")
             return EXIT_FAILED
         finally:
             plot()
         if not result.finished:
             report.line(f"continue with: nsa train --resume {folder.path}")
-            return EXIT_SIGNAL + signal.Signals[str(result.signal)]
+            return EXIT_SIGNAL + signal.Signals[result.signal] if result.signal else 0
         report.line(
-            f"finished {result.step} steps; next:\n  nsa eval {folder.path}\n  nsa generate {folder.path} --prompt 'Once'"
+            f"finished {result.step} steps; next:\n  nsa eval {folder.path}\n  nsa generate {folder.path} --prompt 'Once'",
+            event="finish",
         )
     return 0
 

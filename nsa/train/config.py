@@ -102,11 +102,15 @@ class TrainConfig:
         eval_every: optimizer steps from one evaluation to the next; 0 means only at the end.
         checkpoint_every: optimizer steps from one checkpoint to the next; 0 means only at the end.
         eval_windows: held-out windows of an evaluation, at most what there is.
-        keep_checkpoints: newest checkpoints kept.
+        keep_checkpoints: newest checkpoints kept; the best one stays beside them. It is the one with the lowest held-out figure
+            among those taken at a step that was evaluated, so ``checkpoint_every`` should be a multiple of ``eval_every``.
         nonfinite: what a non-finite loss or gradient leads to: ``skip`` the update, ``rollback`` to the last checkpoint, or
             ``stop``.
         nonfinite_limit: consecutive such steps after which the run stops whatever the policy.
         sample_tokens: tokens of the sample written at the end.
+        data_limit_s: longest wait for the next batch, seconds, before the run ends with a checkpoint; 0 means without limit.
+        stall_limit_s: longest silence of a process, seconds, before the watchdog reports where it hangs and ends it; ten times
+            the last step's duration where that is more; 0 switches the watchdog off.
     """
 
     model: LMConfig = field(default_factory=LMConfig)
@@ -132,12 +136,17 @@ class TrainConfig:
     nonfinite: Literal["skip", "rollback", "stop"] = "skip"
     nonfinite_limit: int = 10
     sample_tokens: int = 512
+    data_limit_s: float = 30.0
+    stall_limit_s: float = 40.0
 
     def __post_init__(self) -> None:
         for name in ("steps", "seq_len", "micro_batch", "accumulation", "world_size", "keep_checkpoints", "nonfinite_limit"):
             check(getattr(self, name) > 0, "TrainConfig", name, "be positive", getattr(self, name))
-        for name in ("loss_chunk", "log_every", "eval_every", "eval_windows", "checkpoint_every", "sample_tokens"):
+        for name in ("loss_chunk", "log_every", "eval_every", "eval_windows", "checkpoint_every", "sample_tokens",
+                     "data_limit_s", "stall_limit_s"):  # fmt: skip
             check(getattr(self, name) >= 0, "TrainConfig", name, "be at least 0", getattr(self, name))
         product = self.micro_batch * self.accumulation * self.world_size
         rule = f"equal micro_batch * accumulation * world_size ({product})"
         check(self.global_batch == product, "TrainConfig", "global_batch", rule, self.global_batch)
+        below = self.data_limit_s < self.stall_limit_s or 0 in (self.data_limit_s, self.stall_limit_s)
+        check(below, "TrainConfig", "data_limit_s", f"be below stall_limit_s ({self.stall_limit_s:g})", self.data_limit_s)

@@ -20,6 +20,7 @@ RECORDED = (
     "torch",
     "triton",
     "numpy",
+    "safetensors",
     "tokenizers",
     "tensorboard",
     "matplotlib",

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from nsa.train.checkpoint import list_checkpoints, load_tensors
+from nsa.train.checkpoint import list_checkpoints, load_tensors, read_meta
 from nsa.train.config import TrainConfig
 from nsa.train.inference import load_model
 from nsa.train.load import to_yaml
@@ -24,7 +24,7 @@ from nsa.train.metrics import Row, read_metrics
 from nsa.train.rng import rng_state, seed_everything, set_rng_state
 from nsa.train.state import Progress, TrainState, Window
 from nsa.train.trainer import Trainer
-from tests.train.cases import make_trainer, reproducible_rows, tiny_config
+from tests.train.cases import make_trainer, reproducible_rows, rewrite_hashes, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -117,10 +117,10 @@ def test_signal_finishes_the_step_and_resumes_exactly(
     trainer = make_trainer(config, tmp_path / "cut")
     real = trainer.train_step
 
-    def step_with_signal(batches: object) -> torch.Tensor:
+    def step_with_signal(batches: object, num_targets: int | None = None) -> torch.Tensor:
         if trainer.state.progress.step == step - 1:
             os.kill(os.getpid(), number)
-        return real(batches)  # type: ignore[arg-type]
+        return real(batches, num_targets)  # type: ignore[arg-type]
 
     trainer.train_step = step_with_signal  # type: ignore[method-assign]
     handler = signal.getsignal(number)
@@ -223,10 +223,11 @@ def test_checkpoint_restores_the_random_generators(tmp_path: Path) -> None:
 def test_another_kind_of_device_is_refused(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, steps=2)
     make_trainer(config, tmp_path / "run").run()
-    file = next((tmp_path / "run" / "checkpoints").glob("step-*")) / "meta.json"
-    meta = json.loads(file.read_text())
+    (path,) = list_checkpoints(tmp_path / "run" / "checkpoints")
+    meta = read_meta(path)
     meta["rng"]["device"] = "cuda"
-    file.write_text(json.dumps(meta))
+    (path / "meta.json").write_text(json.dumps(meta))
+    rewrite_hashes(path)
     with pytest.raises(ValueError, match="train: device must be cuda as in the checkpoint, got cpu"):
         make_trainer(config, tmp_path / "run", resume=True)
 
@@ -271,7 +272,7 @@ def test_damaged_checkpoint_stops_the_resumption(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, steps=2)
     make_trainer(config, tmp_path / "run").run()
     (newest,) = list_checkpoints(tmp_path / "run" / "checkpoints")
-    file = next(newest.glob("*.distcp"))
+    file = newest / "tensors.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(ValueError, match="must hold an undamaged checkpoint"):
         make_trainer(config, tmp_path / "run", resume=True)
