@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,15 +17,16 @@ from nsa.ops._boundary import (
     choose_backend,
     open_sequences,
     pack,
+    scale_of,
 )
 from nsa.ops._packed import query_positions
 from nsa.ops.combination import combine
-from nsa.ops.compressed import compressed_attention
-from nsa.ops.compression import PhiWeights, check_weights, compress, compressed_positions
-from nsa.ops.selected import selected_attention
-from nsa.ops.selection import select_blocks
-from nsa.ops.window import window_attention
-from nsa.rope import Rope, apply_rope
+from nsa.ops.compressed import run_compressed_attention
+from nsa.ops.compression import PhiWeights, check_weights, run_compress
+from nsa.ops.selected import run_selected_attention
+from nsa.ops.selection import run_select_blocks
+from nsa.ops.window import run_window_attention
+from nsa.rope import Rope
 
 Phi = tuple[PhiWeights, PhiWeights]
 
@@ -83,42 +82,35 @@ def native_sparse_attention(
         ValueError: a tensor of a branch that is on is missing; shapes, dtypes or offsets do not fit.
     """
     name = "native_sparse_attention"
-    choose_backend(name, backend)
+    backend = choose_backend(name, backend, q)
     keys = _check_inputs_of_branches(name, config, q, gates, k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win)
-    sequences = open_sequences(name, q, keys, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    sequences = open_sequences(name, q, keys, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend)
     q_cmp = _compressed_queries(name, q, q_cmp, rope, config)
     phi_k, phi_v = (None, None) if phi is None else phi
     if config.scores_blocks:
         check_weights(name, "phi[0]", phi_k, config, config.head_dim)
     if "cmp" in config.branches:
         check_weights(name, "phi[1]", phi_v, config, config.value_dim)
-    common: dict[str, Any] = {
-        "cu_seqlens_q": sequences.cu_q,
-        "cu_seqlens_k": sequences.cu_k,
-        "max_seqlen_q": sequences.max_q,
-        "max_seqlen_k": sequences.max_k,
-        "softmax_scale": softmax_scale,
-        "backend": backend,
-    }
+    run = (config, sequences, scale_of(name, config, softmax_scale), backend)
+    q = pack(q)
     out_cmp = out_slc = out_win = None
     if config.scores_blocks:
         assert k_cmp_raw is not None
-        k_cmp, _ = compress(pack(k_cmp_raw), phi_k, config, sequences.cu_k, backend=backend)
-        if rope is not None and config.compress_rope != "none":
-            k_cmp = apply_rope(k_cmp, compressed_positions(config, sequences.cu_k, k_cmp.shape[0]), rope)
+        rotation = None if config.compress_rope == "none" else rope
+        k_cmp = run_compress(pack(k_cmp_raw), phi_k, config, sequences, rotation, backend)
         v_cmp = None
         if "cmp" in config.branches:
             assert v_cmp_raw is not None
-            v_cmp, _ = compress(pack(v_cmp_raw), phi_v, config, sequences.cu_k, backend=backend)
-        out_cmp, lse = compressed_attention(q_cmp, k_cmp, v_cmp, config, **common)
+            v_cmp = run_compress(pack(v_cmp_raw), phi_v, config, sequences, None, backend)
+        out_cmp, lse = run_compressed_attention(q_cmp, k_cmp, v_cmp, *run)
     if "slc" in config.branches:
         assert k_slc is not None and v_slc is not None
-        block_indices = select_blocks(q_cmp, k_cmp, lse, config, **common)
-        out_slc, _ = selected_attention(pack(q), pack(k_slc), pack(v_slc), block_indices, config, **common)
+        block_indices = run_select_blocks(q_cmp, k_cmp, lse, *run)
+        out_slc, _ = run_selected_attention(q, pack(k_slc), pack(v_slc), block_indices, *run)
     if "win" in config.branches:
         assert k_win is not None and v_win is not None
-        out_win, _ = window_attention(pack(q), pack(k_win), pack(v_win), config, **common)
-    return sequences.restore(combine(out_cmp, out_slc, out_win, pack(gates)))
+        out_win, _ = run_window_attention(q, pack(k_win), pack(v_win), *run)
+    return sequences.restore(combine(out_cmp, out_slc, out_win, pack(gates), backend=backend))
 
 
 def check_inputs(

@@ -185,4 +185,4 @@ class NSACache:
     def __init__(self, config: NSAConfig, num_layers: int, batch_size: int = 1) -> None:
         check(num_layers > 0, "NSACache", "num_layers", "be positive", num_layers)
         check(batch_size > 0, "NSACache", "batch_size", "be positive", batch_size)
-        self.layers = [LayerCache(config, batch_size) for _ in range(num_layers)]
+        self.layers = [LayerCache(config.for_layer(layer), batch_size) for layer in range(num_layers)]

@@ -1,4 +1,4 @@
-"""The command ``nsa``: train, evaluate, generate, look at the machine.
+"""The command ``nsa``: train, evaluate, generate, measure, look at the machine.
 
 Everything heavy is imported inside the command that needs it. A mistake of the user ends in one line and exit code 2; a bug
 keeps its traceback.
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from nsa.bench import command as bench
 from nsa.errors import UserError, check, fail
 
 if TYPE_CHECKING:
@@ -84,14 +85,17 @@ def _say(line: str) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    parser, commands = _parsers(complete=words[:1] == ["train"])
-    if not words:
-        parser.print_help()
+    parser = _parsers(complete=words[:1] == ["train"])
+    chosen, rest = parser, words
+    while chosen.commands and rest and not rest[0].startswith("-"):
+        if rest[0] not in chosen.commands:
+            _fail_unknown("command", rest[0], list(chosen.commands))
+        chosen, rest = chosen.commands[rest[0]], rest[1:]
+    if chosen.commands and not rest:
+        chosen.print_help()
         return EXIT_USER_ERROR
-    if not words[0].startswith("-") and words[0] not in commands:
-        _fail_unknown("command", words[0], list(commands))
     words = [_with_dashes(word) for word in words]
-    _check_options(words, commands.get(words[0], parser))
+    _check_options(words, chosen)
     args = parser.parse_args(words)
     command: Callable[[argparse.Namespace], int] = args.command
     return command(args)
@@ -126,6 +130,18 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
         self.register("action", None, _Once)
+        self.commands: dict[str, _Parser] = {}
+
+    def add_commands(self, commands: Sequence[tuple[Any, ...]]) -> None:
+        """Commands below this one: name, words, what runs or the commands below it, summary, description."""
+        made = self.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+        for name, add, run, summary, description in commands:
+            self.commands[name] = made.add_parser(name, help=summary, description=description)
+            if callable(run):
+                self.commands[name].set_defaults(command=run)
+                add(self.commands[name])
+            else:
+                self.commands[name].add_commands(run)
 
     def option_names(self) -> list[str]:
         return [name for action in self._actions for name in action.option_strings]
@@ -152,23 +168,18 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def _parsers(*, complete: bool) -> tuple[_Parser, dict[str, _Parser]]:
-    """The parser, and that of each command; with ``complete`` that of ``train`` knows the settings of the configuration."""
+def _parsers(*, complete: bool) -> _Parser:
+    """The parser, with those of the commands; with ``complete`` that of ``train`` knows the settings of the configuration."""
     parser = _Parser(
         prog="nsa",
         description="Native Sparse Attention: train a language model, measure it, let it write.",
         epilog="`nsa COMMAND --help` explains a command. Start with: nsa train configs/cpu-small.yaml",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and leave")
-    made = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
-    commands: dict[str, _Parser] = {}
-    for name, add, run, summary, description in _COMMANDS:
-        commands[name] = made.add_parser(name, help=summary, description=description)
-        commands[name].set_defaults(command=run)
-        add(commands[name])
+    parser.add_commands(_COMMANDS)
     if complete:
-        _add_settings(commands["train"])
-    return parser, commands
+        _add_settings(parser.commands["train"])
+    return parser
 
 
 class _Version(argparse.Action):
@@ -426,10 +437,17 @@ def _doctor(args: argparse.Namespace) -> int:
     return EXIT_FAILED if diagnose(None if args.configs is None else Path(args.configs)) else 0
 
 
+_BENCH_COMMANDS = (
+    ("attention", bench.add_attention, bench.run_attention, "measure the attention operators", bench.ATTENTION),
+    ("tune", bench.add_tune, bench.run_tune, "choose the tiles of the kernels for this GPU", bench.TUNE),
+    ("report", bench.add_report, bench.run_report, "make a report from measured rows", bench.REPORT),
+)
+
 _COMMANDS = (
     ("train", _add_train, _train, "train a language model", _TRAIN),
     ("eval", _add_eval, _eval, "measure a trained model on held-out text", _EVAL),
     ("generate", _add_generate, _generate, "let a trained model continue a prompt", _GENERATE),
+    ("bench", None, _BENCH_COMMANDS, "measure this library's speed beside others", bench.BENCH),
     ("doctor", _add_doctor, _doctor, "check this machine and installation", _DOCTOR),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,6 +53,15 @@ class NSAConfig:
         num_selected_blocks: blocks that a query attends to, forced ones included [n].
         num_init_blocks: forced first blocks.
         num_local_blocks: forced most recent blocks, the query's own included.
+        num_selected_blocks_table: rows ``(layer, length, n)``: in that layer (-1: in every layer) a query at a position below
+            ``length`` takes n blocks instead of ``num_selected_blocks``, which stays the width of the indices; of the rows that
+            fit, the first one counts. See :meth:`for_layer`.
+        coarse_block_size: tokens of a coarse block: a power of two times ``block_size``. When set, blocks are chosen in two
+            stages: the mean compressed key of each coarse block is scored first, and only the blocks inside the best
+            ``num_coarse_blocks`` coarse blocks are then scored exactly. None scores all blocks.
+        num_coarse_blocks: coarse blocks that the first stage keeps.
+        score_precision: of the products of queries and compressed keys in the choice: ``exact`` multiplies them as they are,
+            ``bf16`` and ``fp8`` (e4m3, one scale a row) round them first. The softmax is fp32 in any case.
         window_size: tokens of the window, the query's own included [w].
         branches: the branches that are on, a non-empty subset of ``("cmp", "slc", "win")``.
         share_kv: one K and V projection for all branches instead of one each.
@@ -79,6 +89,10 @@ class NSAConfig:
     num_selected_blocks: int = 16
     num_init_blocks: int = 1
     num_local_blocks: int = 2
+    num_selected_blocks_table: tuple[tuple[int, int, int], ...] = ()
+    coarse_block_size: int | None = None
+    num_coarse_blocks: int = 0
+    score_precision: Literal["exact", "bf16", "fp8"] = "exact"
     window_size: int = 512
     branches: tuple[Branch, ...] = BRANCHES
     share_kv: bool = False
@@ -94,6 +108,8 @@ class NSAConfig:
     def __post_init__(self) -> None:
         self._check_heads()
         self._check_blocks()
+        self._check_choice()
+        _one_of(self, "score_precision", ("exact", "bf16", "fp8"))
         _one_of(self, "phi", ("mean", "linear", "mlp"))
         _one_of(self, "compress_rope", ("middle", "start", "none"))
         _one_of(self, "gate", ("sigmoid", "softmax", "fixed"))
@@ -143,6 +159,66 @@ class NSAConfig:
             "NSAConfig", "num_selected_blocks",
             f"be at least num_init_blocks + num_local_blocks ({forced})", self.num_selected_blocks,
         )  # fmt: skip
+
+    def _check_choice(self) -> None:
+        forced = self.num_init_blocks + self.num_local_blocks
+        for row in self.num_selected_blocks_table:
+            check(
+                len(row) == 3 and row[0] >= -1 and row[1] > 0 and forced <= row[2] <= self.num_selected_blocks,
+                "NSAConfig", "num_selected_blocks_table",
+                f"hold rows (layer from -1, length from 1, n from {forced} to {self.num_selected_blocks})", tuple(row),
+            )  # fmt: skip
+        object.__setattr__(self, "num_selected_blocks_table", tuple(tuple(row) for row in self.num_selected_blocks_table))
+        if self.coarse_block_size is None:
+            check(self.num_coarse_blocks == 0, "NSAConfig", "num_coarse_blocks", "be 0 without coarse_block_size",
+                  self.num_coarse_blocks)  # fmt: skip
+            return
+        factor, rest = divmod(self.coarse_block_size, self.block_size)
+        check(
+            rest == 0 and factor > 1 and factor & (factor - 1) == 0,
+            "NSAConfig", "coarse_block_size", f"be block_size ({self.block_size}) times a power of two above 1",
+            self.coarse_block_size,
+        )  # fmt: skip
+        init, local = self.forced_coarse_blocks
+        check(
+            self.num_coarse_blocks >= init + local,
+            "NSAConfig", "num_coarse_blocks", f"be at least {init + local}, those that hold forced or incomplete blocks",
+            self.num_coarse_blocks,
+        )  # fmt: skip
+
+    def for_layer(self, layer: int) -> NSAConfig:
+        """The same pattern with the rows of ``num_selected_blocks_table`` for one layer, as rows for every layer.
+
+        Args:
+            layer: index from 0.
+        """
+        rows = tuple((-1, length, n) for where, length, n in self.num_selected_blocks_table if where in (-1, layer))
+        return dataclasses.replace(self, num_selected_blocks_table=rows)
+
+    @property
+    def block_counts(self) -> tuple[tuple[int, int], ...]:
+        """``(length, n)``: a query at a position below length takes n blocks; the first pair that fits counts.
+
+        Raises:
+            ValueError: the table still has rows for single layers.
+        """
+        table = self.num_selected_blocks_table
+        check(
+            all(layer == -1 for layer, _, _ in table),
+            "NSAConfig", "num_selected_blocks_table", "hold rows for every layer (-1) alone where an operator runs", table,
+            "Give it config.for_layer(i).",
+        )  # fmt: skip
+        return tuple((length, n) for _, length, n in table)
+
+    @property
+    def forced_coarse_blocks(self) -> tuple[int, int]:
+        """Coarse blocks that the first stage always keeps: the first ones, and the most recent ones.
+
+        They hold the forced blocks, and all blocks with a compressed key that a query does not see yet.
+        """
+        assert self.coarse_block_size is not None
+        local = self.num_local_blocks * self.block_size + self.compress_block_size
+        return -(-self.num_init_blocks * self.block_size // self.coarse_block_size), -(-local // self.coarse_block_size) + 1
 
     @property
     def group_size(self) -> int:

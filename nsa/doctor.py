@@ -14,6 +14,7 @@ from nsa.config import NSAConfig
 from nsa.errors import UserError
 from nsa.module import NativeSparseAttention
 from nsa.ops._boundary import choose_backend
+from nsa.ops._triton.tuning import device_table
 from nsa.train import environment
 from nsa.train.load import load_config
 
@@ -54,6 +55,7 @@ def _sections(configs: Path | None) -> Iterator[tuple[str, Iterator[str]]]:
     yield "machine", _machine()
     yield "GPUs", _gpus()
     yield "attention operators", _operators()
+    yield "tiles of the kernels", _tiles()
     yield "configurations", _configs(configs)
 
 
@@ -110,22 +112,31 @@ def _gpus() -> Iterator[str]:
 
 def _operators() -> Iterator[str]:
     """Which implementation runs on each device and why, shown by running it."""
-    why = "the only implementation for this device"
-    try:
-        choose_backend("nsa doctor", "triton")
-    except UserError as error:
-        why = error.hint
     for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
         layer = NativeSparseAttention(_PROBE_WIDTH, _PROBE).to(device)
+        x = torch.randn(_PROBE_TOKENS, _PROBE_WIDTH, device=device)
         begin = time.perf_counter()
-        out = layer(torch.randn(_PROBE_TOKENS, _PROBE_WIDTH, device=device))
+        out = layer(x)
         out.sum().backward()
         finite = bool(out.isfinite().all())
         elapsed_ms = 1000 * (time.perf_counter() - begin)
-        line = f"{device}: {choose_backend('nsa doctor', 'auto')} (eager PyTorch). {why}"
-        yield f"{line} A first forward and backward of {_PROBE_TOKENS} tokens took {elapsed_ms:.0f} ms."
+        what = {"reference": "eager PyTorch", "triton": "Triton kernels"}[choose_backend("nsa doctor", "auto", x)]
+        yield f"{device}: {what}. A first forward and backward of {_PROBE_TOKENS} tokens took {elapsed_ms:.0f} ms."
         if not finite:
             yield Problem(f"the attention layer gave values that are not finite on {device}")
+
+
+def _tiles() -> Iterator[str]:
+    """Which tuning table each GPU takes."""
+    for index in range(torch.cuda.device_count()):
+        table, capability = device_table(index)
+        if table is None:
+            where = f"defaults of compute capability {'.'.join(map(str, capability))}. Measure better ones with: nsa bench tune"
+        else:
+            where = f"{len(table.rows)} measured on {table.gpu}; defaults for the rest"
+        yield f"GPU {index}, {torch.cuda.get_device_name(index)}: {where}"
+    if not torch.cuda.device_count():
+        yield "none: no GPU"
 
 
 def _configs(folder: Path | None) -> Iterator[str]:

@@ -51,6 +51,7 @@ LAYERS = (
     r"nsa\.(module|testing)",
     r"nsa\.lm",
     r"nsa\.(train|eval)",
+    r"nsa\.bench",
     r"nsa\.doctor",
     r"nsa\.(cli|__main__)",
 )

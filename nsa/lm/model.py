@@ -41,13 +41,14 @@ class DecoderLayer(nn.Module):
 
     Args:
         config: the model.
+        layer: index of the layer, from 0.
     """
 
-    def __init__(self, config: LMConfig) -> None:
+    def __init__(self, config: LMConfig, layer: int) -> None:
         super().__init__()
         attention = NativeSparseAttention if config.attention == "nsa" else DenseAttention
         self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.attention = attention(config.width, config.nsa)
+        self.attention = attention(config.width, config.nsa.for_layer(layer))
         self.mlp_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = MLP(config)
 
@@ -73,7 +74,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         self._initialise()

@@ -13,19 +13,32 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.errors import check, fail
-from nsa.ops._packed import lengths, num_compressed
+from nsa.ops._packed import compressed_cu_seqlens, lengths, num_compressed
 
 BACKENDS = ("auto", "reference", "triton")
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def choose_backend(function: str, backend: str) -> str:
-    """The backend that runs: ``auto`` looks at the device only, an explicit request never falls back."""
+def choose_backend(function: str, backend: str, x: Tensor) -> str:
+    """The backend that runs for inputs like ``x``: ``auto`` looks at the device only, an explicit request never falls back."""
     check(backend in BACKENDS, function, "backend", f"be one of {', '.join(BACKENDS)}", backend)
-    check(
-        backend != "triton",
-        function, "backend", "be auto or reference", backend, "The Triton kernels are not connected yet.",
-    )  # fmt: skip
-    return "reference"
+    if backend == "auto":
+        backend = "triton" if x.device.type == "cuda" else "reference"
+    if backend == "triton":
+        check(
+            x.dtype in KERNEL_DTYPES,
+            function, "q", "be bfloat16, float16 or float32 for the Triton kernels", x.dtype, 'Or ask for backend="reference".',
+        )  # fmt: skip
+        if x.device.type != "cuda" and not torch.compiler.is_compiling():
+            check(kernels_run_on_cpu(), function, "q", 'lie on a CUDA GPU for backend="triton"', x.device)
+    return backend
+
+
+def kernels_run_on_cpu() -> bool:
+    """Whether Triton interprets kernels in this process, as the tests let it."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True)
@@ -33,24 +46,56 @@ class Sequences:
     """Where the sequences of one call lie.
 
     Attributes:
-        cu_q, cu_k: int32 ``[B + 1]`` offsets of the query and key tokens.
-        max_q, max_k: at least the longest sequence, in tokens, and at least 1 so that no padded tensor is empty.
-        dense: ``(B, T)`` when the caller gave a dense batch.
+        offsets: int32 ``[B + 1]`` offsets of the query and key tokens; None when all sequences are alike.
+        num_sequences: B.
+        len_q, len_k: tokens of each sequence when ``offsets`` is None, otherwise at least the longest.
+        device: of the tokens.
+        dense: whether the caller gave a dense batch.
     """
 
-    cu_q: Tensor
-    cu_k: Tensor
-    max_q: int
-    max_k: int
-    dense: tuple[int, int] | None
+    offsets: tuple[Tensor, Tensor] | None
+    num_sequences: int
+    len_q: int
+    len_k: int
+    device: torch.device
+    dense: bool = False
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "max_q", max(self.max_q, 1))
-        object.__setattr__(self, "max_k", max(self.max_k, 1))
+    @property
+    def max_q(self) -> int:
+        """At least the longest sequence in queries, and at least 1 so that no padded tensor is empty."""
+        return max(self.len_q, 1)
+
+    @property
+    def max_k(self) -> int:
+        """The same in key tokens."""
+        return max(self.len_k, 1)
+
+    @property
+    def cu_q(self) -> Tensor:
+        """Offsets of the queries."""
+        return self._alike(self.len_q) if self.offsets is None else self.offsets[0]
+
+    @property
+    def cu_k(self) -> Tensor:
+        """Offsets of the key tokens."""
+        return self._alike(self.len_k) if self.offsets is None else self.offsets[1]
+
+    def _alike(self, each: int) -> Tensor:
+        return torch.arange(self.num_sequences + 1, dtype=torch.int32, device=self.device) * each
+
+    def kernel_arguments(self) -> tuple[Tensor | None, Tensor | None, int, int, int]:
+        """The fields of the kernels' ``Layout``, as the registered operators take them."""
+        cu_q, cu_k = (None, None) if self.offsets is None else self.offsets
+        return cu_q, cu_k, self.num_sequences, self.len_q, self.len_k
+
+    def kernel_blocks(self, config: NSAConfig) -> tuple[Tensor | None, int]:
+        """Offsets of the compressed blocks (None when all sequences are alike), and at least the most blocks of a sequence."""
+        most = max((self.len_k - config.compress_block_size) // config.compress_stride + 1, 0)
+        return None if self.offsets is None else compressed_cu_seqlens(self.offsets[1], config), most
 
     def restore(self, x: Tensor) -> Tensor:
         """Packed rows in the layout that the caller used."""
-        return x if self.dense is None else x.unflatten(0, self.dense)
+        return x.unflatten(0, (self.num_sequences, self.len_q)) if self.dense else x
 
 
 def pack(x: Tensor) -> Tensor:
@@ -66,6 +111,7 @@ def open_sequences(
     cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
+    backend: str,
 ) -> Sequences:
     """Check and complete the description of the sequences.
 
@@ -77,6 +123,7 @@ def open_sequences(
         cu_seqlens_k: offsets of the keys.
         max_seqlen_q: hint for the queries.
         max_seqlen_k: hint for the keys.
+        backend: the one that runs. Kernels need no lengths: without a hint they take the number of tokens for the longest.
     """
     if q.ndim == 4:
         return _open_dense(function, q, key_shape, cu_seqlens_q, cu_seqlens_k)
@@ -84,8 +131,7 @@ def open_sequences(
     if cu_seqlens_q is None:
         check(cu_seqlens_k is None, function, "cu_seqlens_q", "be given together with cu_seqlens_k", None)
         check(key_shape[0] >= q.shape[0], function, "k", f"have at least as many tokens as q ({q.shape[0]})", key_shape[0])
-        bounds = torch.tensor([[0, q.shape[0]], [0, key_shape[0]]], dtype=torch.int32, device=q.device)
-        return Sequences(bounds[0], bounds[1], q.shape[0], key_shape[0], None)
+        return Sequences(None, 1, q.shape[0], key_shape[0], q.device)
     if cu_seqlens_k is None:
         cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q if max_seqlen_k is None else max_seqlen_k
     for argument, offsets, num_tokens in (
@@ -98,9 +144,10 @@ def open_sequences(
     check_same_count(function, cu_seqlens_q, cu_seqlens_k)
     if reads_contents(cu_seqlens_q):
         check_pair(function, cu_seqlens_q, cu_seqlens_k)
-    max_q = longest(function, "max_seqlen_q", cu_seqlens_q, max_seqlen_q)
-    max_k = longest(function, "max_seqlen_k", cu_seqlens_k, max_seqlen_k)
-    return Sequences(cu_seqlens_q, cu_seqlens_k, max_q, max_k, None)
+    upper = (q.shape[0], key_shape[0]) if backend == "triton" else (None, None)
+    len_q = longest(function, "max_seqlen_q", cu_seqlens_q, max_seqlen_q, upper[0])
+    len_k = longest(function, "max_seqlen_k", cu_seqlens_k, max_seqlen_k, upper[1])
+    return Sequences((cu_seqlens_q, cu_seqlens_k), cu_seqlens_q.shape[0] - 1, len_q, len_k, q.device)
 
 
 def _open_dense(
@@ -114,8 +161,7 @@ def _open_dense(
         function, "k", f"be dense with batch {batch} and at least {num_queries} tokens each", f"leading shape {key_shape}",
     )  # fmt: skip
     check(batch > 0, function, "q", "have at least one sequence", tuple(q.shape))
-    steps = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-    return Sequences(steps * num_queries, steps * key_shape[1], num_queries, key_shape[1], (batch, num_queries))
+    return Sequences(None, batch, num_queries, key_shape[1], q.device, dense=True)
 
 
 def compressed_key_shape(
@@ -151,10 +197,10 @@ def reads_contents(index: Tensor) -> bool:
     return index.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def longest(function: str, argument: str, cu_seqlens: Tensor, hint: int | None) -> int:
-    """The longest sequence by the hint, or read from ``cu_seqlens`` (which waits for the device on a GPU)."""
+def longest(function: str, argument: str, cu_seqlens: Tensor, hint: int | None, upper: int | None) -> int:
+    """At least the longest sequence: the hint, ``upper``, or read from ``cu_seqlens`` (which waits for the device on a GPU)."""
     if hint is None:
-        return int(lengths(cu_seqlens).max())
+        return int(lengths(cu_seqlens).max()) if upper is None else upper
     check(hint >= 0, function, argument, "be at least 0", hint)
     if reads_contents(cu_seqlens):
         actual = int(lengths(cu_seqlens).max())
@@ -249,6 +295,8 @@ def pack_layer_input(
     return x, cu_seqlens, max_seqlen
 
 
-def scale_of(config: NSAConfig, softmax_scale: float | None) -> float:
+def scale_of(function: str, config: NSAConfig, softmax_scale: float | None) -> float:
     """The softmax scale: D^-0.5 unless given."""
-    return config.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    scale = config.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    check(scale > 0, function, "softmax_scale", "be positive", scale)
+    return scale

@@ -271,7 +271,10 @@ def _rule(hint: Any) -> str:
         rule = "be one of " + ", ".join(map(str, typing.get_args(inner)))
     elif typing.get_origin(inner) is tuple:
         first, *rest = typing.get_args(inner)
-        kind = ", ".join(typing.get_args(first)) if typing.get_origin(first) is Literal else _PLURALS[first]
+        if typing.get_origin(first) is tuple:
+            kind = f"lists of {len(typing.get_args(first))} {_PLURALS[typing.get_args(first)[0]]}"
+        else:
+            kind = ", ".join(typing.get_args(first)) if typing.get_origin(first) is Literal else _PLURALS[first]
         rule = f"be a list of {kind}" if rest[-1:] == [...] else f"be a list of {1 + len(rest)} {kind}"
     elif dataclasses.is_dataclass(inner):
         rule = "be a section with settings inside it"

@@ -181,7 +181,7 @@ def test_help_of_each_command_explains_every_option(command: str, capsys: pytest
     with pytest.raises(SystemExit) as left:
         cli.main([command, "--help"])
     assert left.value.code == 0
-    _, commands = cli._parsers(complete=True)
+    commands = cli._parsers(complete=True).commands
     said = capsys.readouterr().out
     for action in commands[command]._actions:
         assert action.help, action.dest

@@ -22,7 +22,7 @@ def test_a_sound_machine(capsys: pytest.CaptureFixture[str]) -> None:
         "torch 2.",
         "CPU cores",
         "GiB free",
-        "cpu: reference",
+        "cpu: eager PyTorch",
         "seed-gpt2-dense.yaml: loads",
         "no problem",
     ):

@@ -53,7 +53,7 @@ def test_compression(phi, pattern, rotary_dim, rotated, lengths):
     )  # fmt: skip
     raw, weight32 = x.k_cmp_raw.float(), None if weight is None else weight.float()
     y = compress_forward(raw, weight32, layout)
-    dx, dw = compress_backward(raw, weight32, dy.float(), layout)
+    dx, dw = compress_backward(dy.float(), raw, weight32, raw.shape[0], layout)
     exact, plain = (
         reference(x.k_cmp_raw, weight, dy, config, x.cu_seqlens_k, rotated, dtype) for dtype in (torch.float64, torch.float32)
     )

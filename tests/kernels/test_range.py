@@ -54,7 +54,7 @@ class Case:
         cu_q, cu_k = self.offsets["cu_seqlens_q"], self.offsets["cu_seqlens_k"]
         offsets = (cu_q, cu_k, cu_k if self.window else compressed_cu_seqlens(cu_k, config))
         given: Any = (None, None, None) if uniform else offsets
-        return RangeLayout(given[0], given[1], given[2], self.count, len_q, len_k, len_key, self.window, size, stride)
+        return RangeLayout(self.window, given[0], given[1], given[2], self.count, len_q, len_k, len_key, size, stride)
 
     def reference(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """out, dq, dk, dv; lse apart."""
@@ -76,6 +76,7 @@ def compare(case: Case, tile: Tile, keys_as_rows: bool, uniform: bool = False) -
         assert_within_budget(actual, baseline, oracle, name, factor=4.0)
     attention: Any = window_attention if case.window else compressed_attention
     _, wanted = attention(*case.tensors, case.config, **case.offsets)
+    lse = lse.t()
     assert torch.equal(lse.isinf(), wanted.isinf())
     assert torch.allclose(lse[~lse.isinf()].double(), wanted[~wanted.isinf()], rtol=0, atol=2e-6)
 

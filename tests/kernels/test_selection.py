@@ -11,7 +11,7 @@ from nsa import NSAConfig, compress, compressed_attention, select_blocks
 from nsa.ops._packed import compressed_cu_seqlens
 from nsa.ops._triton.range_launch import RangeLayout
 from nsa.ops._triton.tuning import Tile
-from nsa.ops.selection.triton_fwd import select_blocks_forward
+from nsa.ops.selection.triton_launch import Choice, select_blocks_forward
 from nsa.testing import make_inputs
 
 SMALL = (8, 4, 16, 4)
@@ -25,7 +25,13 @@ def config_of(pattern: tuple[int, int, int, int], group: int, init: int = 1, loc
     )  # fmt: skip
 
 
-def compare(config: NSAConfig, lengths_k: list[int], lengths_q: list[int] | None = None, q_scale: float = 1.0) -> None:
+def compare(
+    config: NSAConfig,
+    lengths_k: list[int],
+    lengths_q: list[int] | None = None,
+    q_scale: float = 1.0,
+    keep_queries: bool = False,
+) -> None:
     """The kernel chooses as the reference does, from the same fp32 keys and lse."""
     x = make_inputs(config, lengths_k, lengths_q, dtype=torch.float32)
     offsets: Any = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
@@ -33,18 +39,19 @@ def compare(config: NSAConfig, lengths_k: list[int], lengths_q: list[int] | None
     k_cmp, _ = compress(x.k_cmp_raw, None, config, x.cu_seqlens_k)
     _, lse = compressed_attention(q, k_cmp, None, config, **offsets)
     layout = RangeLayout(
-        x.cu_seqlens_q, x.cu_seqlens_k, compressed_cu_seqlens(x.cu_seqlens_k, config), len(lengths_k),
-        max(lengths_q or lengths_k), max(lengths_k), 0, False, config.compress_block_size, config.compress_stride,
+        False, x.cu_seqlens_q, x.cu_seqlens_k, compressed_cu_seqlens(x.cu_seqlens_k, config), len(lengths_k),
+        max(lengths_q or lengths_k), max(lengths_k), 0, config.compress_block_size, config.compress_stride,
     )  # fmt: skip
+    choice = Choice(config.block_size, config.num_selected_blocks, config.num_init_blocks, config.num_local_blocks)
     found = select_blocks_forward(
-        q, k_cmp, lse, layout, config.head_dim**-0.5, config.block_size, config.num_selected_blocks, config.num_init_blocks,
-        config.num_local_blocks, Tile(16, 4, 4, 1),
-    )  # fmt: skip
+        q, k_cmp, lse.t().contiguous(), layout, config.head_dim**-0.5, choice, Tile(16, 4, 4, 1, keep_queries=keep_queries)
+    )
     assert torch.equal(found, select_blocks(q, k_cmp, lse, config, **offsets))
 
 
-def test_packed_sequences():
-    compare(config_of(SMALL, 3), [200, 1, 0, 77])
+@pytest.mark.parametrize("keep_queries", [False, True])
+def test_packed_sequences(keep_queries):
+    compare(config_of(SMALL, 3), [200, 1, 0, 77], keep_queries=keep_queries)
 
 
 def test_fewer_queries_than_keys():

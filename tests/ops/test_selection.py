@@ -29,7 +29,7 @@ PATTERNS = {
 def library_scores(batch: Batch, q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
     _, lse = compressed_attention(q, k, None, batch.config, softmax_scale=scale, **batch.kwargs)
     offsets = batch.kwargs["cu_seqlens_q"], batch.kwargs["cu_seqlens_k"]
-    sequences = Sequences(*offsets, max(batch.lengths_q), max(batch.lengths_k), None)
+    sequences = Sequences(offsets, len(batch.lengths_k), max(batch.lengths_q), max(batch.lengths_k), q.device)
     return block_scores(q, k, lse, batch.config, sequences, batch.config.head_dim**-0.5 if scale is None else scale)
 
 

@@ -10,7 +10,7 @@ query ``r // G``, head ``r % G``. The loop over keys is cut into edges, which ar
 import triton
 import triton.language as tl
 
-from nsa.ops._triton.tiles import LN_2, LOG2_E, find_tile, load_rows, sequence_rows, softmax_step, store_rows
+from nsa.ops._triton.tiles import LN_2, LOG2_E, VARYING, find_tile, load_rows, sequence_rows, softmax_step, store_rows
 
 
 @triton.jit
@@ -34,30 +34,46 @@ def high(t, size, stride, WINDOW: tl.constexpr):
 
 @triton.jit
 def load_keys(source, head, n, first_key, num_keys, stride_row, stride_head, D: tl.constexpr, BLOCK_N: tl.constexpr,
-              BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Keys or values ``n .. n + BLOCK_N`` of one head, ``[BLOCK_N, BLOCK_D]``; rows past the sequence are 0 if ``MASKED``."""
+              BLOCK_D: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """Rows ``n .. n + BLOCK_N`` of one head, ``[BLOCK_N, BLOCK_D]``.
+
+    ``LAST``: the tile reaches past the sequence. Rows there belong to another one: whatever they hold must not come in, so they
+    are 0. Elsewhere the test is left out, for it would send a tile through registers on its way to the tensor cores.
+    """
+    index = n + tl.arange(0, BLOCK_N)
     if TMA:
         x = source.load([first_key + n, head, 0]).reshape(BLOCK_N, BLOCK_D)
-        # Rows behind the sequence belong to another one: whatever they hold must not come in.
-        if MASKED:  # noqa: SIM102  this is known when the kernel is compiled, the next condition is not
-            if n + BLOCK_N > num_keys:
-                inside = n + tl.arange(0, BLOCK_N) < num_keys
-                x = tl.where(inside[:, None], x, 0.0)
+        if LAST:
+            x = tl.where((index < num_keys)[:, None], x, 0.0)
         return x
     else:
-        index = n + tl.arange(0, BLOCK_N)
-        return load_rows(source + head * stride_head, first_key + index, index < num_keys, stride_row, D, BLOCK_D, MASKED)
+        return load_rows(source + head * stride_head, first_key + index, index < num_keys, stride_row, D, BLOCK_D, LAST)
+
+
+@triton.jit
+def key_steps(t_first, t_last, num_keys, size, stride, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """Where the loop over the keys of a tile of queries is cut: start, middle, tail, last, end.
+
+    Blocks from start to middle and from tail to last need a mask, those between do not; one from last to end reaches past the
+    sequence.
+    """
+    end = high(t_last, size, stride, WINDOW)
+    last = tl.minimum(end, num_keys // BLOCK_N * BLOCK_N)
+    start = tl.minimum(low(t_first, size, WINDOW) // BLOCK_N * BLOCK_N, last)
+    middle = tl.minimum((low(t_last, size, WINDOW) + BLOCK_N - 1) // BLOCK_N * BLOCK_N, last)
+    tail = tl.minimum(tl.maximum(high(t_first, size, stride, WINDOW) // BLOCK_N * BLOCK_N, middle), last)
+    return start, middle, tail, last, end
 
 
 @triton.jit
 def range_step(
     q, k_source, v_source, n, row_max, total, acc, lowest, highest, scale, head, first_key, num_keys,
     stride_k, stride_kh, stride_v, stride_vh, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One step of the forward loop: ``BLOCK_N`` keys from n on."""
-    k = load_keys(k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, MASKED, TMA)
-    v = load_keys(v_source, head, n, first_key, num_keys, stride_v, stride_vh, DV, BLOCK_N, BLOCK_DV, MASKED, TMA)
+    k = load_keys(k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, LAST, TMA)
+    v = load_keys(v_source, head, n, first_key, num_keys, stride_v, stride_vh, DV, BLOCK_N, BLOCK_DV, LAST, TMA)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
     if MASKED:
         key = n + tl.arange(0, BLOCK_N)[None, :]
@@ -65,15 +81,15 @@ def range_step(
     return softmax_step(s, v, row_max, total, acc, scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def range_fwd_kernel(
     q_ptr, k_source, v_source, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, cu_key_ptr, len_q, len_k, len_key, num_sequences,
-    stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, softmax_scale, size, stride,
+    num_rows, stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, softmax_scale, size, stride,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
     EDGE: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of one tile of ``BLOCK_M // G`` queries of one group."""
+    """out, and lse ``[Hq, T]``, of one tile of ``BLOCK_M // G`` queries of one group."""
     BLOCK_Q: tl.constexpr = BLOCK_M // G
     head_kv = tl.program_id(1)
     # The last tiles see the most keys: they start first.
@@ -96,27 +112,29 @@ def range_fwd_kernel(
 
         t_first = num_tokens - num_q + tile * BLOCK_Q
         t_last = tl.minimum(t_first + BLOCK_Q, num_tokens) - 1
-        end = high(t_last, size, stride, WINDOW)
-        start = low(t_first, size, WINDOW) // BLOCK_N * BLOCK_N
-        middle = tl.minimum((low(t_last, size, WINDOW) + BLOCK_N - 1) // BLOCK_N * BLOCK_N, end)
-        tail = tl.maximum(high(t_first, size, stride, WINDOW) // BLOCK_N * BLOCK_N, middle)
         lowest = low(t, size, WINDOW)
         highest = high(t, size, stride, WINDOW)
+        start, middle, tail, last, end = key_steps(t_first, t_last, num_keys, size, stride, BLOCK_N, WINDOW)
         if WINDOW:
             for n in tl.range(start, middle, BLOCK_N, num_stages=EDGE):
                 row_max, total, acc = range_step(
                     q, k_source, v_source, n, row_max, total, acc, lowest, highest, scale, head_kv, first_key, num_keys,
-                    stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, TMA,
+                    stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, TMA,
                 )  # fmt: skip
         for n in tl.range(middle, tail, BLOCK_N, num_stages=STAGES):
             row_max, total, acc = range_step(
                 q, k_source, v_source, n, row_max, total, acc, lowest, highest, scale, head_kv, first_key, num_keys,
-                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, False, TMA,
+                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, False, False, TMA,
             )  # fmt: skip
-        for n in tl.range(tail, end, BLOCK_N, num_stages=EDGE):
+        for n in tl.range(tail, last, BLOCK_N, num_stages=EDGE):
             row_max, total, acc = range_step(
                 q, k_source, v_source, n, row_max, total, acc, lowest, highest, scale, head_kv, first_key, num_keys,
-                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, TMA,
+                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, TMA,
+            )  # fmt: skip
+        if last < end:
+            row_max, total, acc = range_step(
+                q, k_source, v_source, last, row_max, total, acc, lowest, highest, scale, head_kv, first_key, num_keys,
+                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, True, TMA,
             )  # fmt: skip
 
         empty = total == 0
@@ -124,4 +142,4 @@ def range_fwd_kernel(
         out = tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, total)[:, None])
         store_rows(out_ptr, out_row, ok, DV, out, DV, BLOCK_DV)
         lse = tl.where(empty, -float("inf"), (row_max + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
-        tl.store(lse_ptr + out_row, lse, mask=ok)
+        tl.store(lse_ptr + head.to(tl.int64) * num_rows + first_q + row, lse, mask=ok)

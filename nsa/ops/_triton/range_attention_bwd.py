@@ -9,19 +9,19 @@ order.
 import triton
 import triton.language as tl
 
-from nsa.ops._triton.range_attention import high, load_keys, low
-from nsa.ops._triton.tiles import LOG2_E, find_tile, load_rows, load_tile, sequence_rows, store_rows
+from nsa.ops._triton.range_attention import high, key_steps, load_keys, low
+from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile, load_rows, sequence_rows, store_rows
 
 
 @triton.jit
 def range_dq_step(
     q, dout, lse, delta, k_source, v_source, n, dq, lowest, highest, scale, head, first_key, num_keys,
     stride_k, stride_kh, stride_v, stride_vh, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the share of ``BLOCK_N`` keys from n on to dQ ``[BLOCK_M, BLOCK_D]``."""
-    k = load_keys(k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, MASKED, TMA)
-    v = load_keys(v_source, head, n, first_key, num_keys, stride_v, stride_vh, DV, BLOCK_N, BLOCK_DV, MASKED, TMA)
+    k = load_keys(k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, LAST, TMA)
+    v = load_keys(v_source, head, n, first_key, num_keys, stride_v, stride_vh, DV, BLOCK_N, BLOCK_DV, LAST, TMA)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
     p = tl.exp2(s * scale - lse[:, None])
@@ -32,10 +32,11 @@ def range_dq_step(
     return tl.dot(ds, k, dq, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def range_dq_kernel(
     q_ptr, k_source, v_source, out_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, cu_key_ptr,
-    len_q, len_k, len_key, num_sequences, stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, stride_do, stride_doh,
+    len_q, len_k, len_key, num_sequences, num_rows, stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, stride_do,
+    stride_doh,
     softmax_scale, size, stride,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
@@ -60,34 +61,37 @@ def range_dq_kernel(
         dout = load_rows(dout_ptr, token * stride_do + head * stride_doh, ok, 1, DV, BLOCK_DV, True)
         out = load_rows(out_ptr, out_row, ok, DV, DV, BLOCK_DV, True)
         delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-        tl.store(delta_ptr + out_row, delta, mask=ok)
-        lse = tl.load(lse_ptr + out_row, mask=ok, other=float("inf")) * LOG2_E
+        statistic = head.to(tl.int64) * num_rows + first_q + row
+        tl.store(delta_ptr + statistic, delta, mask=ok)
+        lse = tl.load(lse_ptr + statistic, mask=ok, other=float("inf")) * LOG2_E
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         scale = softmax_scale * LOG2_E
 
         t_first = num_tokens - num_q + tile * BLOCK_Q
         t_last = tl.minimum(t_first + BLOCK_Q, num_tokens) - 1
-        end = high(t_last, size, stride, WINDOW)
-        start = low(t_first, size, WINDOW) // BLOCK_N * BLOCK_N
-        middle = tl.minimum((low(t_last, size, WINDOW) + BLOCK_N - 1) // BLOCK_N * BLOCK_N, end)
-        tail = tl.maximum(high(t_first, size, stride, WINDOW) // BLOCK_N * BLOCK_N, middle)
         lowest = low(t, size, WINDOW)
         highest = high(t, size, stride, WINDOW)
+        start, middle, tail, last, end = key_steps(t_first, t_last, num_keys, size, stride, BLOCK_N, WINDOW)
         if WINDOW:
             for n in tl.range(start, middle, BLOCK_N, num_stages=EDGE):
                 dq = range_dq_step(
                     q, dout, lse, delta, k_source, v_source, n, dq, lowest, highest, scale, head_kv, first_key, num_keys,
-                    stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, TMA,
+                    stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, TMA,
                 )  # fmt: skip
         for n in tl.range(middle, tail, BLOCK_N, num_stages=STAGES):
             dq = range_dq_step(
                 q, dout, lse, delta, k_source, v_source, n, dq, lowest, highest, scale, head_kv, first_key, num_keys,
-                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, False, TMA,
+                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, False, False, TMA,
             )  # fmt: skip
-        for n in tl.range(tail, end, BLOCK_N, num_stages=EDGE):
+        for n in tl.range(tail, last, BLOCK_N, num_stages=EDGE):
             dq = range_dq_step(
                 q, dout, lse, delta, k_source, v_source, n, dq, lowest, highest, scale, head_kv, first_key, num_keys,
-                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, TMA,
+                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, TMA,
+            )  # fmt: skip
+        if last < end:
+            dq = range_dq_step(
+                q, dout, lse, delta, k_source, v_source, last, dq, lowest, highest, scale, head_kv, first_key, num_keys,
+                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, True, TMA,
             )  # fmt: skip
         store_rows(dq_ptr, out_row, ok, D, dq * softmax_scale, D, BLOCK_D)
 
@@ -115,59 +119,64 @@ def query_range(n, num_q, num_tokens, size, stride, BLOCK_N: tl.constexpr, WINDO
 
 @triton.jit
 def range_dkv_step(
-    q_ptr, dout_ptr, lse_ptr, delta_ptr, k, v, dk, dv, r, row_first, row_end, offset, first_q, n, size, stride, scale, head_kv,
-    stride_q, stride_qh, stride_do, stride_doh, HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr,
-    MASKED: tl.constexpr, KEYS_AS_ROWS: tl.constexpr,
+    q_source, dout_source, lse_ptr, delta_ptr, k, v, dk, dv, row, row_end, num_q, head, offset, first_q, num_rows, n, size,
+    stride, scale, stride_q, stride_qh, stride_do, stride_doh, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    LAST: tl.constexpr, KEYS_AS_ROWS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Add the share of ``BLOCK_M`` rows (queries by heads) from r on to dK and dV."""
-    index = r + tl.arange(0, BLOCK_M)
-    row = row_first + index // G
-    # One 64-bit address for the tile, 32-bit distances inside it: address arithmetic is on the critical path here.
-    first_row = (first_q + row_first + r // G).to(tl.int64)
-    step = index // G - r // G
-    head = head_kv * G + index % G
-    rows_left = row_end - row_first - r // G
-    q = load_tile(q_ptr + first_row * stride_q, step * stride_q + head * stride_qh, step < rows_left, D, BLOCK_D, MASKED)
-    dout = load_tile(
-        dout_ptr + first_row * stride_do, step * stride_do + head * stride_doh, step < rows_left, DV, BLOCK_DV, MASKED
-    )
+    """Add the share of ``BLOCK_M`` queries of one head, from ``row`` on, to dK and dV."""
+    q = load_keys(q_source, head, row, first_q, num_q, stride_q, stride_qh, D, BLOCK_M, BLOCK_D, LAST, TMA)
+    dout = load_keys(dout_source, head, row, first_q, num_q, stride_do, stride_doh, DV, BLOCK_M, BLOCK_DV, LAST, TMA)
+    m = tl.arange(0, BLOCK_M)
+    statistic = head.to(tl.int64) * num_rows + first_q + row
     if MASKED:
-        lse = tl.load(lse_ptr + first_row * HQ + (step * HQ + head), mask=step < rows_left, other=float("inf")) * LOG2_E
-        delta = tl.load(delta_ptr + first_row * HQ + (step * HQ + head), mask=step < rows_left, other=0.0)
+        lse = tl.load(lse_ptr + statistic + m, mask=row + m < row_end, other=float("inf")) * LOG2_E
+        delta = tl.load(delta_ptr + statistic + m, mask=row + m < row_end, other=0.0)
     else:
-        lse = tl.load(lse_ptr + first_row * HQ + (step * HQ + head)) * LOG2_E
-        delta = tl.load(delta_ptr + first_row * HQ + (step * HQ + head))
-    t = offset + row
+        lse = tl.load(lse_ptr + statistic + m) * LOG2_E
+        delta = tl.load(delta_ptr + statistic + m)
+    t = offset + row + m
     key = n + tl.arange(0, BLOCK_N)
+    # Small heads leave registers for both products of inputs at once: the second runs while the first is exponentiated.
+    EARLY: tl.constexpr = BLOCK_D + BLOCK_DV <= 128
     if KEYS_AS_ROWS:
-        p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale - lse[None, :])  # [BLOCK_N, BLOCK_M]
+        s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
+        if EARLY:
+            dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+        p = tl.exp2(s * scale - lse[None, :])
         if MASKED:
             seen = (key[:, None] >= low(t, size, WINDOW)[None, :]) & (key[:, None] < high(t, size, stride, WINDOW)[None, :])
             p = tl.where(seen, p, 0.0)
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-        dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+        if not EARLY:
+            dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
         ds = (p * (dp - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision="ieee")
     else:
-        p = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale - lse[:, None])  # [BLOCK_M, BLOCK_N]
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        if EARLY:
+            dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+        p = tl.exp2(s * scale - lse[:, None])
         if MASKED:
             seen = (key[None, :] >= low(t, size, WINDOW)[:, None]) & (key[None, :] < high(t, size, stride, WINDOW)[:, None])
             p = tl.where(seen, p, 0.0)
         dv = tl.dot(tl.trans(p.to(dout.dtype)), dout, dv, input_precision="ieee")
-        dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+        if not EARLY:
+            dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
         ds = (p * (dp - delta[:, None])).to(q.dtype)
         dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def range_dkv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, cu_key_ptr,
-    len_q, len_k, len_key, num_sequences, chunk_rows, num_rows_key, stride_q, stride_qh, stride_k, stride_kh, stride_v,
+    q_source, k_ptr, v_ptr, dout_source, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, cu_key_ptr,
+    len_q, len_k, len_key, num_sequences, num_rows, chunk_rows, num_rows_key, stride_q, stride_qh, stride_k, stride_kh,
+    stride_v,
     stride_vh, stride_do, stride_doh, softmax_scale, size, stride,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, KEYS_AS_ROWS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, KEYS_AS_ROWS: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys from one chunk of queries; with one chunk final, otherwise fp32 partial sums."""
     head_kv = tl.program_id(1)
@@ -194,34 +203,52 @@ def range_dkv_kernel(
             v = load_rows(v_ptr + head_kv * stride_vh, key_row, key_ok, stride_v, DV, BLOCK_DV, True)
             offset = num_tokens - num_q
             scale = softmax_scale * LOG2_E
-            # Row space of the chunk: queries by heads, from the chunk's first query on.
-            rows = tl.maximum(end - first, 0) * G
-            middle = tl.minimum(((all_first - first) * G + BLOCK_M - 1) // BLOCK_M * BLOCK_M, rows)
-            tail = tl.maximum((all_end - first) * G // BLOCK_M * BLOCK_M, middle)
-            for r in tl.range(0, middle, BLOCK_M, num_stages=STAGES):
+            # Tiles of queries, each visited once for every head: masked, whole, masked, past the sequence.
+            end = tl.maximum(end, first)
+            tiles = (end - first + BLOCK_M - 1) // BLOCK_M
+            last = tl.minimum(tiles, (num_q - first) // BLOCK_M)
+            middle = tl.minimum((all_first - first + BLOCK_M - 1) // BLOCK_M, last)
+            tail = tl.minimum(tl.maximum((all_end - first) // BLOCK_M, middle), last)
+            for i in tl.range(0, middle * G, num_stages=EDGE):
                 dk, dv = range_dkv_step(
-                    q_ptr, dout_ptr, lse_ptr, delta_ptr, k, v, dk, dv, r, first, end, offset, first_q, n, size, stride, scale,
-                    head_kv, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                    WINDOW, True, KEYS_AS_ROWS,
+                    q_source, dout_source, lse_ptr, delta_ptr, k, v, dk, dv, first + i // G * BLOCK_M, end, num_q,
+                    head_kv * G + i % G,
+                    offset, first_q, num_rows, n, size, stride, scale, stride_q, stride_qh, stride_do, stride_doh, D, DV,
+                    BLOCK_M,
+                    BLOCK_N, BLOCK_D, BLOCK_DV, WINDOW, True, False, KEYS_AS_ROWS, TMA,
                 )  # fmt: skip
-            for r in tl.range(middle, tail, BLOCK_M, num_stages=STAGES):
+            for i in tl.range(middle * G, tail * G, num_stages=STAGES):
                 dk, dv = range_dkv_step(
-                    q_ptr, dout_ptr, lse_ptr, delta_ptr, k, v, dk, dv, r, first, end, offset, first_q, n, size, stride, scale,
-                    head_kv, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                    WINDOW, False, KEYS_AS_ROWS,
+                    q_source, dout_source, lse_ptr, delta_ptr, k, v, dk, dv, first + i // G * BLOCK_M, end, num_q,
+                    head_kv * G + i % G,
+                    offset, first_q, num_rows, n, size, stride, scale, stride_q, stride_qh, stride_do, stride_doh, D, DV,
+                    BLOCK_M,
+                    BLOCK_N, BLOCK_D, BLOCK_DV, WINDOW, False, False, KEYS_AS_ROWS, TMA,
                 )  # fmt: skip
-            for r in tl.range(tail, rows, BLOCK_M, num_stages=STAGES):
+            if not WINDOW:
+                last = tail  # only the tile past the chunk's end is left, if any
+            for i in tl.range(tail * G, last * G, num_stages=EDGE):
                 dk, dv = range_dkv_step(
-                    q_ptr, dout_ptr, lse_ptr, delta_ptr, k, v, dk, dv, r, first, end, offset, first_q, n, size, stride, scale,
-                    head_kv, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                    WINDOW, True, KEYS_AS_ROWS,
+                    q_source, dout_source, lse_ptr, delta_ptr, k, v, dk, dv, first + i // G * BLOCK_M, end, num_q,
+                    head_kv * G + i % G,
+                    offset, first_q, num_rows, n, size, stride, scale, stride_q, stride_qh, stride_do, stride_doh, D, DV,
+                    BLOCK_M,
+                    BLOCK_N, BLOCK_D, BLOCK_DV, WINDOW, True, False, KEYS_AS_ROWS, TMA,
+                )  # fmt: skip
+            for i in tl.range(last * G, tiles * G, num_stages=1):
+                dk, dv = range_dkv_step(
+                    q_source, dout_source, lse_ptr, delta_ptr, k, v, dk, dv, first + i // G * BLOCK_M, end, num_q,
+                    head_kv * G + i % G,
+                    offset, first_q, num_rows, n, size, stride, scale, stride_q, stride_qh, stride_do, stride_doh, D, DV,
+                    BLOCK_M,
+                    BLOCK_N, BLOCK_D, BLOCK_DV, WINDOW, True, True, KEYS_AS_ROWS, TMA,
                 )  # fmt: skip
             out_row = (chunk.to(tl.int64) * num_rows_key + key_row) * HKV + head_kv
             store_rows(dk_ptr, out_row, key_ok, D, dk * softmax_scale, D, BLOCK_D)
             store_rows(dv_ptr, out_row, key_ok, DV, dv, DV, BLOCK_DV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def range_reduce_kernel(
     dk_part_ptr, dv_part_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, cu_key_ptr, len_q, len_k, len_key, num_sequences,
     chunk_rows, num_rows_key, size, stride, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,

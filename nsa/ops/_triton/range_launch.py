@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nsa.ops._triton.layout import Layout
 from nsa.ops._triton.range_attention import range_fwd_kernel
 from nsa.ops._triton.range_attention_bwd import range_dkv_kernel, range_dq_kernel, range_reduce_kernel
 from nsa.ops._triton.tuning import Tile
@@ -18,24 +19,24 @@ MAX_CHUNKS = 32
 MIN_CHUNK_ROWS = 512
 TARGET_PROGRAMS = 4096
 
+# Compressed keys of a sequence from which on its kernels have tiles of their own.
+LONG_KEYS = 1024
+
 
 @dataclass(frozen=True)
 class RangeLayout:
     """Where sequences lie and which keys a query sees.
 
     Attributes:
-        cu_q: int32 ``[B + 1]`` offsets of the queries; None when all sequences are alike.
-        cu_k: offsets of the tokens.
-        cu_key: offsets of the keys: ``cu_k`` for the window, those of the blocks for the compressed branch.
-        num_sequences: B.
-        len_q: queries of each sequence when ``cu_q`` is None, otherwise at least the longest.
-        len_k: the same in tokens.
-        len_key: the same in keys.
         window: whether keys are tokens of a window; otherwise they are compressed blocks.
+        cu_q, cu_k, num_sequences, len_q, len_k: see ``Layout``; they come as the registered operators have them.
+        cu_key: offsets of the keys: ``cu_k`` for the window, those of the blocks for the compressed branch.
+        len_key: keys of each sequence when ``cu_q`` is None, otherwise at least the most.
         size: window size, or compression block size.
         stride: compression stride; 1 for the window.
     """
 
+    window: bool
     cu_q: Tensor | None
     cu_k: Tensor | None
     cu_key: Tensor | None
@@ -43,19 +44,22 @@ class RangeLayout:
     len_q: int
     len_k: int
     len_key: int
-    window: bool
     size: int
     stride: int
 
     def num_tiles(self, rows: int, tile: int, each: int) -> int:
-        """Tiles of ``tile`` rows that cover ``rows`` packed rows; with offsets an upper bound."""
-        if self.cu_q is None:
-            return self.num_sequences * -(-each // tile)
-        return rows // tile + self.num_sequences
+        """See ``Layout.num_tiles``."""
+        return Layout(self.cu_q, self.cu_k, self.num_sequences, self.len_q, self.len_k).num_tiles(rows, tile, each)
 
     def arguments(self) -> tuple[Tensor | int | None, ...]:
         """What every kernel takes."""
         return self.cu_q, self.cu_k, self.cu_key, self.len_q, self.len_k, self.len_key, self.num_sequences
+
+
+def tile_name(operator: str, kind: str, layout: RangeLayout) -> str:
+    """Name by which a kernel's tile is looked up: a query with few keys wants another tile than one with very many."""
+    many = not layout.window and layout.len_key >= LONG_KEYS
+    return f"{operator}_{kind}{'_long' if many else ''}"
 
 
 def block_of(size: int) -> int:
@@ -68,6 +72,13 @@ def rows_of_tile(tile: Tile, group_size: int) -> int:
     return max(tile.rows, triton.next_power_of_2(group_size))
 
 
+def fitting(tile: Tile, *sources: Tensor) -> Tile:
+    """The tile, without tensor descriptors where these tensors do not lie as descriptors demand: in steps of 16 bytes."""
+    steps = [x.data_ptr() for x in sources] + [stride * x.element_size() for x in sources for stride in x.stride()[:-1]]
+    aligned = all(step > 0 and step % 16 == 0 for step in steps)
+    return tile if aligned or not tile.tma else replace(tile, tma=False)
+
+
 def key_source(x: Tensor, tile: Tile) -> Tensor | TensorDescriptor:
     """Keys or values ``[N, Hkv, D]`` as a kernel loads them."""
     if not tile.tma:
@@ -75,20 +86,28 @@ def key_source(x: Tensor, tile: Tile) -> Tensor | TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.keys, 1, block_of(x.shape[-1])])
 
 
+def row_source(x: Tensor, tile: Tile) -> Tensor | TensorDescriptor:
+    """Queries or gradients ``[T, Hq, D]`` as the kernel of dK and dV loads them, head by head."""
+    if not tile.tma:
+        return x
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.rows, 1, block_of(x.shape[-1])])
+
+
 def range_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: RangeLayout, softmax_scale: float, tile: Tile
 ) -> tuple[Tensor, Tensor]:
-    """out ``[T, Hq, Dv]`` and lse fp32 ``[T, Hq]``."""
+    """out ``[T, Hq, Dv]`` and lse fp32 ``[Hq, T]``: by head, as later kernels read it."""
     num_q, num_heads, head_dim = q.shape
     group_size, value_dim = num_heads // k.shape[1], v.shape[-1]
     out = torch.empty(num_q, num_heads, value_dim, dtype=q.dtype, device=q.device)
-    lse = torch.empty(num_q, num_heads, dtype=torch.float32, device=q.device)
+    lse = torch.empty(num_heads, num_q, dtype=torch.float32, device=q.device)
     rows = rows_of_tile(tile, group_size)
     grid = (layout.num_tiles(num_q, rows // group_size, layout.len_q), k.shape[1])
+    tile = fitting(tile, k, v)
     if num_q:
         range_fwd_kernel[grid](
             q, key_source(k, tile), key_source(v, tile), out, lse, *layout.arguments(),
-            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), softmax_scale, layout.size,
+            num_q, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), softmax_scale, layout.size,
             layout.stride, HQ=num_heads, G=group_size, D=head_dim, DV=value_dim, BLOCK_M=rows, BLOCK_N=tile.keys,
             BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim), WINDOW=layout.window, TMA=tile.tma, STAGES=tile.stages,
             EDGE=tile.edge_stages, **tile.launch_options(),
@@ -108,7 +127,7 @@ def range_backward(
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     delta = torch.empty_like(lse)
-    if not layout.window and layout.cu_key is not None:
+    if not layout.window:
         # Rows that no block owns are not visited.
         dk.zero_()
         dv.zero_()
@@ -117,26 +136,30 @@ def range_backward(
     strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), dout.stride(0), dout.stride(1))
     blocks = {"D": head_dim, "DV": value_dim, "BLOCK_D": block_of(head_dim), "BLOCK_DV": block_of(value_dim)}
     rows = rows_of_tile(tile_dq, group_size)
+    tile_dq = fitting(tile_dq, k, v)
     grid = (layout.num_tiles(num_q, rows // group_size, layout.len_q), num_kv_heads)
     range_dq_kernel[grid](
-        q, key_source(k, tile_dq), key_source(v, tile_dq), out, dout, lse, delta, dq, *layout.arguments(), *strides,
+        q, key_source(k, tile_dq), key_source(v, tile_dq), out, dout, lse, delta, dq, *layout.arguments(), num_q, *strides,
         softmax_scale, layout.size, layout.stride, HQ=num_heads, G=group_size, **blocks, BLOCK_M=rows, BLOCK_N=tile_dq.keys,
         WINDOW=layout.window, TMA=tile_dq.tma, STAGES=tile_dq.stages, EDGE=tile_dq.edge_stages,
         **tile_dq.launch_options(),
     )  # fmt: skip
 
     num_blocks = layout.num_tiles(num_key, tile_dkv.keys, layout.len_key)
+    if num_blocks == 0:
+        return dq, dk, dv
     num_chunks, chunk_rows = chunks(layout, num_blocks * num_kv_heads)
     partial = num_chunks > 1
     dk_sum, dv_sum = dk, dv
     if partial:
         dk_sum = torch.empty(num_chunks, *k.shape, dtype=torch.float32, device=k.device)
         dv_sum = torch.empty(num_chunks, *v.shape, dtype=torch.float32, device=v.device)
+    tile_dkv = fitting(tile_dkv, q, dout)
     range_dkv_kernel[(num_blocks, num_kv_heads, num_chunks)](
-        q, k, v, dout, lse, delta, dk_sum, dv_sum, *layout.arguments(), chunk_rows, num_key, *strides, softmax_scale,
-        layout.size, layout.stride, HQ=num_heads, G=group_size, **blocks, BLOCK_M=tile_dkv.rows, BLOCK_N=tile_dkv.keys,
-        WINDOW=layout.window, KEYS_AS_ROWS=tile_dkv.keys_as_rows, STAGES=tile_dkv.stages,
-        **tile_dkv.launch_options(),
+        row_source(q, tile_dkv), k, v, row_source(dout, tile_dkv), lse, delta, dk_sum, dv_sum, *layout.arguments(), num_q,
+        chunk_rows, num_key, *strides, softmax_scale, layout.size, layout.stride, HQ=num_heads, G=group_size, **blocks,
+        BLOCK_M=tile_dkv.rows, BLOCK_N=tile_dkv.keys, WINDOW=layout.window, KEYS_AS_ROWS=tile_dkv.keys_as_rows,
+        TMA=tile_dkv.tma, STAGES=tile_dkv.stages, EDGE=tile_dkv.edge_stages, **tile_dkv.launch_options(),
     )  # fmt: skip
     if partial:
         range_reduce_kernel[(num_blocks, num_kv_heads)](

@@ -11,6 +11,13 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # Sequences that one step of `find_tile` looks at.
 SEQUENCES = tl.constexpr(128)
 
+# Arguments of kernels that change from call to call. Triton must not look at their values: it would compile a kernel anew
+# where such a number is 1, or a multiple of 16 for the first time.
+VARYING = [
+    "len_q", "len_k", "len_key", "len_x", "len_cmp", "num_sequences", "num_rows", "num_rows_key", "num_tiles", "chunk_rows",
+    "position_offset",
+]  # fmt: skip
+
 
 @triton.jit
 def find_tile(cu_ptr, tile, num_sequences, rows_each, TILE: tl.constexpr):

@@ -1,12 +1,32 @@
-"""Tile sizes of the kernels, by kernel, head size, dtype and compute capability."""
+"""Tile sizes of the kernels, by kernel, head size, dtype and GPU.
+
+Measured tiles lie in ``tables/``, one JSON file for each GPU name, made by ``nsa bench tune``; a GPU without a file takes that
+of its nearest relative, and otherwise defaults by compute capability. Nothing here measures, and a table is read once.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from nsa.errors import UserError, check
+
+TABLES = Path(__file__).with_name("tables")
+
+# Tables for GPUs without one of their own: the same multiprocessors, another memory.
+RELATIVES = {(9, 0): "nvidia-h200"}
+
+# Compute capabilities whose multiprocessors give a program 163 KiB of shared memory or more; all others give 99.
+LARGE_SHARED_MEMORY = {(8, 0), (9, 0), (10, 0), (10, 3)}
 
 
 @dataclass(frozen=True)
@@ -21,6 +41,7 @@ class Tile:
         tma: whether keys are loaded through tensor descriptors.
         keys_as_rows: dK and dV: whether the score tile has keys as rows.
         edge_stages: depth of the pipeline in the masked edges of a range.
+        keep_queries: the choice of blocks: whether the queries of all heads of a group stay on chip.
         max_registers: limit on the registers of a thread, so that more programs share a multiprocessor; None leaves it open.
     """
 
@@ -32,6 +53,7 @@ class Tile:
     keys_as_rows: bool = False
     edge_stages: int = 1
     max_registers: int | None = None
+    keep_queries: bool = False
 
     def launch_options(self) -> dict[str, int]:
         """Keywords of a kernel launch."""
@@ -39,46 +61,171 @@ class Tile:
         return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
 
 
-# Measured on one H200 (see docs/log.md); keyed by kernel and the larger head size, rounded up to a power of two.
-HOPPER = {
-    ("window_attention_fwd", 64): Tile(128, 64, 8, 3, tma=True),
-    ("window_attention_dq", 64): Tile(64, 64, 4, 3, tma=True, edge_stages=3),
-    ("window_attention_dkv", 64): Tile(128, 64, 4, 2, keys_as_rows=True),
-    ("compressed_attention_fwd", 64): Tile(64, 64, 4, 3, tma=True, edge_stages=3),
-    ("compressed_attention_dq", 64): Tile(64, 64, 4, 2, tma=True, edge_stages=2),
-    ("compressed_attention_dkv", 64): Tile(64, 64, 4, 3),
-    ("select_blocks", 64): Tile(64, 16, 4, 3, max_registers=128),
-    ("window_attention_fwd", 128): Tile(64, 64, 4, 3, tma=True, edge_stages=3),
-    ("window_attention_dq", 128): Tile(64, 64, 4, 2, edge_stages=2),
-    ("window_attention_dkv", 128): Tile(64, 64, 4, 2, keys_as_rows=True),
-    ("compressed_attention_fwd", 128): Tile(64, 64, 4, 3, tma=True),
-    ("compressed_attention_dq", 128): Tile(64, 64, 4, 2, edge_stages=2),
-    ("compressed_attention_dkv", 128): Tile(64, 64, 4, 2, keys_as_rows=True),
-    ("select_blocks", 128): Tile(64, 32, 4, 2),
-}
+@dataclass(frozen=True)
+class TileKey:
+    """What a tile is looked up by.
+
+    Attributes:
+        kernel: name of the kernel, for example ``window_attention_fwd``.
+        head_size: the larger of D and Dv, rounded up to a power of two, at least 16.
+        element_size: bytes of an element.
+    """
+
+    kernel: str
+    head_size: int
+    element_size: int
 
 
-@cache
-def default_tile(kernel: str, block_d: int, itemsize: int) -> Tile:
-    """A tile that fits every supported GPU: small enough for 99 KiB of shared memory, without tensor descriptors."""
-    if itemsize == 4:
-        edge = 32 if block_d <= 64 else 16
-        return Tile(edge, 16, 4, 1)
-    if kernel == "select_blocks":
+@dataclass(frozen=True)
+class TileTable:
+    """Measured tiles of one GPU.
+
+    Attributes:
+        gpu: its name, as CUDA gives it.
+        rows: tile by key.
+        notes: what else a row of the file says, by key: ``ms``, ``measured``, versions, date.
+    """
+
+    gpu: str
+    rows: Mapping[TileKey, Tile]
+    notes: Mapping[TileKey, Mapping[str, Any]]
+
+    def find(self, key: TileKey) -> Tile | None:
+        """The tile of ``key``, or of the next larger head size, whose tile fits the smaller one too."""
+        same = (k for k in self.rows if (k.kernel, k.element_size) == (key.kernel, key.element_size))
+        sizes = sorted(k.head_size for k in same if k.head_size >= key.head_size)
+        return self.rows[TileKey(key.kernel, sizes[0], key.element_size)] if sizes else None
+
+
+def table_name(gpu: str) -> str:
+    """File name of a GPU's table, without its suffix: ``NVIDIA H200`` is ``nvidia-h200``."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
+def load_table(path: Path) -> TileTable:
+    """Read a table.
+
+    Args:
+        path: JSON file: ``{"gpu": ..., "rows": [{"kernel": ..., "head_size": ..., "element_size": ..., "tile": {...}, ...}]}``.
+
+    Raises:
+        ValueError: the file is not such a table; the message names the file and the row.
+    """
+    where = f"tuning table {path.name}"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(where, "the file", "be JSON", error, "Make it again with: nsa bench tune") from error
+    sound = isinstance(content, dict) and isinstance(content.get("gpu"), str) and isinstance(content.get("rows"), list)
+    check(sound, where, "the file", 'hold "gpu" and "rows"', type(content).__name__)
+    rows: dict[TileKey, Tile] = {}
+    notes: dict[TileKey, Mapping[str, Any]] = {}
+    for number, row in enumerate(content["rows"], start=1):
+        key = _part(where, f"row {number}", row, TileKey, (str, int))
+        check(key not in rows, where, f"row {number}", "name a kernel and sizes of its own", key)
+        rows[key] = _part(where, f"the tile of row {number}", row.get("tile"), Tile, (int, type(None)))
+        notes[key] = {name: value for name, value in row.items() if name not in ("kernel", "head_size", "element_size", "tile")}
+    return TileTable(content["gpu"], rows, notes)
+
+
+def _part(where: str, argument: str, values: Any, kind: type[Any], types: tuple[type, ...]) -> Any:
+    """A dataclass from a JSON object; a tile refuses unknown fields, so that a misspelt one is not lost."""
+    check(isinstance(values, dict), where, argument, "be an object", values)
+    known = {field.name for field in fields(kind)}
+    needed = {"kernel", "head_size", "element_size"} if kind is TileKey else {"rows", "keys", "warps", "stages"}
+    check(needed <= set(values), where, argument, f"have {', '.join(sorted(needed))}", sorted(values))
+    unknown = sorted(set(values) - known) if kind is Tile else []
+    check(not unknown, where, argument, f"have no other fields than {', '.join(sorted(known))}", unknown)
+    wrong = {name: values[name] for name in known & set(values) if not isinstance(values[name], types)}
+    check(not wrong, where, argument, "hold whole numbers, true or false", wrong)
+    sizes = [values[name] for name in needed - {"kernel"}]
+    check(all(type(size) is int and size > 0 for size in sizes), where, argument, "have positive sizes", sizes)
+    return kind(**{name: values[name] for name in known & set(values)})
+
+
+def table_text(table: TileTable) -> str:
+    """The table as the text of its file, one row a line."""
+    rows = [
+        json.dumps({**asdict(key), "tile": _given(tile), **table.notes.get(key, {})})
+        for key, tile in sorted(table.rows.items(), key=lambda row: (row[0].element_size, row[0].head_size, row[0].kernel))
+    ]
+    return f'{{"gpu": {json.dumps(table.gpu)}, "rows": [\n' + ",\n".join(rows) + "\n]}\n"
+
+
+def _given(tile: Tile) -> dict[str, Any]:
+    """Fields of a tile that differ from their defaults, and its sizes."""
+    plain = Tile(0, 0, 0, 0)
+    return {name: value for name, value in asdict(tile).items() if value != getattr(plain, name)}
+
+
+def find_table(gpu: str, capability: tuple[int, int]) -> TileTable | None:
+    """The table of a GPU, or of its nearest relative; None where both are missing."""
+    for name in (table_name(gpu), RELATIVES.get(capability)):
+        path = TABLES / f"{name}.json"
+        if name is not None and path.is_file():
+            return load_table(path)
+    return None
+
+
+def default_tile(key: TileKey, capability: tuple[int, int] | None) -> Tile:
+    """A tile for a GPU of this compute capability without a measured one.
+
+    Args:
+        key: what is looked for.
+        capability: major and minor; None stands for the smallest GPU.
+    """
+    backward = "_fwd" not in key.kernel
+    if key.element_size == 4:
+        return Tile(32 if key.head_size <= 64 else 16, 16, 4, 1)
+    if key.kernel == "select_blocks":
         return Tile(32, 16, 4, 1)
-    if block_d <= 64:
-        return Tile(64, 64, 4, 2)
-    if block_d <= 128:
-        return Tile(64, 32, 4, 2) if kernel.endswith("fwd") else Tile(32, 32, 4, 1)
+    if key.head_size <= 64:
+        return Tile(64, 64, 4, 3 if capability in LARGE_SHARED_MEMORY and not backward else 2)
+    if key.head_size <= 128:
+        return Tile(32, 32, 4, 1) if backward else Tile(64, 32, 4, 2)
     return Tile(32, 32, 4, 1)
 
 
+@cache
+def device_table(index: int) -> tuple[TileTable | None, tuple[int, int]]:
+    """Table and compute capability of a CUDA device; read once a process."""
+    capability = torch.cuda.get_device_capability(index)
+    return find_table(torch.cuda.get_device_name(index), capability), capability
+
+
+@cache
+def _tile(key: TileKey, cuda_index: int | None) -> Tile:
+    if cuda_index is None:
+        return default_tile(key, None)
+    table, capability = device_table(cuda_index)
+    return (None if table is None else table.find(key)) or default_tile(key, capability)
+
+
+Choose = Callable[[TileKey, Tile], Tile]
+_choose: Choose | None = None
+
+
+@contextmanager
+def tiles_chosen_by(choose: Choose) -> Iterator[None]:
+    """Within, every look-up goes through ``choose(key, tile of the table)``: for the benchmark and for tuning alone.
+
+    It holds for the whole process and not for a thread, because the backward pass runs in threads of autograd.
+    """
+    global _choose
+    assert _choose is None, "choices of tiles do not nest"
+    _choose = choose
+    try:
+        yield
+    finally:
+        _choose = None
+
+
 def tile_for(kernel: str, q: Tensor, v: Tensor) -> Tile:
-    """The tile of ``kernel`` for these inputs: by the tables of the GPU, or the default."""
+    """The tile of ``kernel`` for these inputs: from the table of their GPU, or the default."""
     size = max(q.shape[-1], v.shape[-1])
-    block_d = max(16, 1 << (size - 1).bit_length())
-    if q.device.type == "cuda" and q.element_size() == 2 and torch.cuda.get_device_capability(q.device)[0] == 9:
-        found = HOPPER.get((kernel, max(block_d, 64)))
-        if found is not None:
-            return found
-    return default_tile(kernel, block_d, q.element_size())
+    key = TileKey(kernel, max(16, 1 << (size - 1).bit_length()), q.element_size())
+    index = None
+    if q.device.type == "cuda":
+        index = torch.cuda.current_device() if q.device.index is None else q.device.index
+    tile = _tile(key, index)
+    return tile if _choose is None else _choose(key, tile)

@@ -6,12 +6,21 @@ import torch
 from torch import Tensor
 
 from nsa.errors import check
+from nsa.ops._boundary import choose_backend
+from nsa.ops.combination.ops import combine_op
 from nsa.ops.combination.reference import combine_reference
 
 __all__ = ["combine"]
 
 
-def combine(out_cmp: Tensor | None, out_slc: Tensor | None, out_win: Tensor | None, gates: Tensor) -> Tensor:
+def combine(
+    out_cmp: Tensor | None,
+    out_slc: Tensor | None,
+    out_win: Tensor | None,
+    gates: Tensor,
+    *,
+    backend: str = "auto",
+) -> Tensor:
     """Gated sum of the branches (Eq. 5, arXiv:2502.11089).
 
     Args:
@@ -19,6 +28,7 @@ def combine(out_cmp: Tensor | None, out_slc: Tensor | None, out_win: Tensor | No
         out_slc: of the selected branch, likewise.
         out_win: of the window, likewise.
         gates: activated gates ``[..., Hq, 3]``, order (cmp, slc, win).
+        backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
         ``[..., Hq, Dv]``, summed in fp32 (fp64 for fp64 inputs), in the dtype of the branches.
@@ -35,5 +45,7 @@ def combine(out_cmp: Tensor | None, out_slc: Tensor | None, out_win: Tensor | No
         check(out.shape == shape, "combine", name, f"have shape {tuple(shape)} as the other branches", tuple(out.shape))
     expected = (*shape[:-1], 3)
     check(tuple(gates.shape) == expected, "combine", "gates", f"have shape {expected}", tuple(gates.shape))
+    if choose_backend("combine", backend, outputs[0][1]) == "triton":
+        return combine_op(out_cmp, out_slc, out_win, gates)
     with torch.autocast(gates.device.type, enabled=False):
         return combine_reference((out_cmp, out_slc, out_win), gates)

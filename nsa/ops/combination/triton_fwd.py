@@ -9,12 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.ops._triton.tiles import VARYING
+
 BLOCK_ROWS = 16
 
 Branches = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def combine_fwd_kernel(
     cmp_ptr, slc_ptr, win_ptr, gates_ptr, out_ptr, num_rows, DV: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr
 ):
@@ -50,7 +52,7 @@ def branch_gradient(x_ptr, dx_ptr, dgates_ptr, gates_ptr, dout, row, ok, at, mas
     tl.store(dgates_ptr + row * 3 + BRANCH, dgate.to(dgates_ptr.dtype.element_ty), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def combine_bwd_kernel(
     cmp_ptr, slc_ptr, win_ptr, gates_ptr, dout_ptr, dcmp_ptr, dslc_ptr, dwin_ptr, dgates_ptr, num_rows, DV: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr,

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.errors import check
-from nsa.ops._boundary import check_heads, choose_backend, compressed_key_shape, open_sequences, pack, scale_of
+from nsa.ops._boundary import Sequences, check_heads, choose_backend, compressed_key_shape, open_sequences, pack, scale_of
+from nsa.ops.compressed.ops import compressed_attention_op
 from nsa.ops.compressed.reference import compressed_attention_reference
 
-__all__ = ["compressed_attention"]
+__all__ = ["compressed_attention", "run_compressed_attention"]
 
 
 def compressed_attention(
@@ -50,13 +51,29 @@ def compressed_attention(
         ValueError: shapes, dtypes or offsets do not fit.
     """
     name = "compressed_attention"
-    choose_backend(name, backend)
+    backend = choose_backend(name, backend, q)
     key_shape = compressed_key_shape(name, q, k_cmp, config, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
     if v_cmp is not None:
         check_heads(name, "v_cmp", v_cmp, config.num_kv_heads, config.value_dim, q)
         same = v_cmp.shape[:-2] == k_cmp.shape[:-2]
         check(same, name, "v_cmp", f"have {k_cmp.shape[0]} rows as k_cmp", tuple(v_cmp.shape))
-    sequences = open_sequences(name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    with torch.autocast(q.device.type, enabled=False):
-        out, lse = compressed_attention_reference(pack(q), k_cmp, v_cmp, config, sequences, scale_of(config, softmax_scale))
+    sequences = open_sequences(name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend)
+    scale = scale_of(name, config, softmax_scale)
+    out, lse = run_compressed_attention(pack(q), k_cmp, v_cmp, config, sequences, scale, backend)
     return None if out is None else sequences.restore(out), sequences.restore(lse)
+
+
+def run_compressed_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor | None, config: NSAConfig, sequences: Sequences, softmax_scale: float, backend: str
+) -> tuple[Tensor | None, Tensor]:
+    """See :func:`compressed_attention`; inputs are packed and checked, the backend is chosen."""
+    if backend == "triton":
+        cu_q, cu_k, num_sequences, len_q, len_k = sequences.kernel_arguments()
+        cu_cmp, len_cmp = sequences.kernel_blocks(config)
+        where = (cu_q, cu_k, cu_cmp, num_sequences, len_q, len_k, len_cmp)
+        sizes = (config.compress_block_size, config.compress_stride)
+        # For lse alone the keys stand in for the values: the branch is off then, and speed matters little.
+        out, lse = compressed_attention_op(q, k_cmp, k_cmp if v_cmp is None else v_cmp, *where, *sizes, softmax_scale)
+        return None if v_cmp is None else out, lse
+    with torch.autocast(q.device.type, enabled=False):
+        return compressed_attention_reference(q, k_cmp, v_cmp, config, sequences, softmax_scale)

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.errors import check
-from nsa.ops._boundary import check_cu_seqlens, check_cu_seqlens_contents, check_heads, choose_backend, pack, reads_contents
-from nsa.ops.compression.reference import PhiWeights, compress_reference, compressed_positions_reference
+from nsa.ops._boundary import (
+    Sequences,
+    check_cu_seqlens,
+    check_cu_seqlens_contents,
+    check_heads,
+    choose_backend,
+    pack,
+    reads_contents,
+)
+from nsa.ops._packed import compressed_cu_seqlens
+from nsa.ops.compression.ops import compress_op, gather_blocks_op
+from nsa.ops.compression.reference import PhiWeights, compress_reference, compressed_positions_reference, rotated_place
+from nsa.rope import Rope, apply_rope
 
-__all__ = ["PhiWeights", "check_weights", "compress", "compressed_positions"]
+__all__ = ["PhiWeights", "check_weights", "compress", "compressed_positions", "run_compress"]
 
 
 def compress(
@@ -40,21 +53,70 @@ def compress(
     Raises:
         ValueError: shapes, dtypes or offsets do not fit.
     """
-    choose_backend("compress", backend)
-    check(x.ndim in (3, 4), "compress", "x", "have shape [S, Hkv, D] or [B, S, Hkv, D]", tuple(x.shape))
-    check_heads("compress", "x", x, config.num_kv_heads, x.shape[-1], x)
+    name = "compress"
+    check(x.ndim in (3, 4), name, "x", "have shape [S, Hkv, D] or [B, S, Hkv, D]", tuple(x.shape))
+    backend = choose_backend(name, backend, x)
+    check_heads(name, "x", x, config.num_kv_heads, x.shape[-1], x)
+    sequences = _open_sequences(name, x, cu_seqlens)
+    check_weights(name, "weights", weights, config, x.shape[-1])
+    y = run_compress(pack(x), weights, config, sequences, None, backend)
+    return y, compressed_cu_seqlens(sequences.cu_k, config)
+
+
+def _open_sequences(name: str, x: Tensor, cu_seqlens: Tensor | None) -> Sequences:
     if x.ndim == 4:
-        check(cu_seqlens is None, "compress", "cu_seqlens", "be left out with a dense batch [B, S, H, D]", "a tensor")
-        cu_seqlens = torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[1]
-    elif cu_seqlens is None:
-        cu_seqlens = torch.tensor([0, x.shape[0]], dtype=torch.int32, device=x.device)
-    else:
-        check_cu_seqlens("compress", "cu_seqlens", cu_seqlens, x.device)
-        if reads_contents(cu_seqlens):
-            check_cu_seqlens_contents("compress", "cu_seqlens", cu_seqlens, x.shape[0])
-    check_weights("compress", "weights", weights, config, x.shape[-1])
+        check(cu_seqlens is None, name, "cu_seqlens", "be left out with a dense batch [B, S, H, D]", "a tensor")
+        return Sequences(None, x.shape[0], x.shape[1], x.shape[1], x.device)
+    if cu_seqlens is None:
+        return Sequences(None, 1, x.shape[0], x.shape[0], x.device)
+    check_cu_seqlens(name, "cu_seqlens", cu_seqlens, x.device)
+    if reads_contents(cu_seqlens):
+        check_cu_seqlens_contents(name, "cu_seqlens", cu_seqlens, x.shape[0])
+    return Sequences((cu_seqlens, cu_seqlens), cu_seqlens.shape[0] - 1, x.shape[0], x.shape[0], x.device)
+
+
+def run_compress(
+    x: Tensor, weights: PhiWeights | None, config: NSAConfig, sequences: Sequences, rope: Rope | None, backend: str
+) -> Tensor:
+    """See :func:`compress`; inputs are packed and checked, the backend is chosen. With ``rope`` the result is rotated."""
+    if backend == "triton" and config.phi != "mlp":
+        return compress_op(
+            x, None if weights is None else weights.weight, *_where(config, sequences), *_rotation(config, rope, x)
+        )
     with torch.autocast(x.device.type, enabled=False):
-        return compress_reference(pack(x), weights, config, cu_seqlens)
+        if backend == "triton":
+            assert weights is not None
+            y = _compress_mlp(x, weights, config, sequences)
+        else:
+            y, _ = compress_reference(x, weights, config, sequences.cu_k)
+        return y if rope is None else apply_rope(y, compressed_positions(config, sequences.cu_k, y.shape[0]), rope)
+
+
+def _where(config: NSAConfig, sequences: Sequences) -> tuple[Any, ...]:
+    _, cu_k, num_sequences, _, len_k = sequences.kernel_arguments()
+    cu_cmp, len_cmp = sequences.kernel_blocks(config)
+    return cu_k, cu_cmp, num_sequences, len_k, len_cmp, config.compress_block_size, config.compress_stride
+
+
+def _rotation(config: NSAConfig, rope: Rope | None, x: Tensor) -> tuple[Any, ...]:
+    if rope is None:
+        return None, 0, 1.0, 0
+    return rope.inverse_frequencies(x.device), rotated_place(config), rope.magnitude, rope.position_offset
+
+
+def _compress_mlp(x: Tensor, weights: PhiWeights, config: NSAConfig, sequences: Sequences) -> Tensor:
+    """phi ``mlp`` by matrix products: ``(block + position) W1 = block W1 + position W1``, the second term once a head."""
+    assert weights.position is not None and weights.w1 is not None and weights.w2 is not None
+    where = _where(config, sequences)
+    blocks = gather_blocks_op(x, *where)  # [Hkv, C, l, D]
+    bias = weights.position.flatten(1)[:, None].to(weights.w1.dtype) @ weights.w1  # [Hkv, 1, hidden]
+    hidden = torch.baddbmm(bias.to(x.dtype), blocks.flatten(2), weights.w1.to(x.dtype))
+    update = torch.nn.functional.silu(hidden) @ weights.w2.to(x.dtype)  # [Hkv, C, D]
+    cu_cmp, num_sequences, len_cmp = where[1], where[2], where[4]
+    owned = torch.arange(blocks.shape[1], device=x.device) < (num_sequences * len_cmp if cu_cmp is None else cu_cmp[-1])
+    return compress_op(x, None, *where, *_rotation(config, None, x)) + torch.where(
+        owned[:, None, None], update.transpose(0, 1), 0
+    )
 
 
 def compressed_positions(config: NSAConfig, cu_seqlens: Tensor, num_rows: int) -> Tensor:

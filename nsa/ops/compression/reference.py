@@ -60,8 +60,12 @@ def compress_reference(x: Tensor, weights: PhiWeights | None, config: NSAConfig,
     return y.to(x.dtype), cu_seqlens_cmp
 
 
+def rotated_place(config: NSAConfig) -> int:
+    """Token of a block at whose position the compressed key is rotated."""
+    return (config.compress_block_size - 1) // 2 if config.compress_rope == "middle" else 0
+
+
 def compressed_positions_reference(config: NSAConfig, cu_seqlens: Tensor, num_rows: int) -> Tensor:
     """See :func:`nsa.compressed_positions`."""
     _, block, _ = locate(num_rows, compressed_cu_seqlens(cu_seqlens, config))
-    middle = (config.compress_block_size - 1) // 2 if config.compress_rope == "middle" else 0
-    return block * config.compress_stride + middle
+    return block * config.compress_stride + rotated_place(config)

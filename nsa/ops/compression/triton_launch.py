@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nsa.ops.compression.triton_bwd import compress_dw_kernel, compress_dx_kernel
 from nsa.ops.compression.triton_fwd import compress_fwd_kernel
+from nsa.ops.compression.triton_gather import gather_bwd_kernel, gather_fwd_kernel
 
 BLOCK_ROWS = 16
 WEIGHT_PARTS = 64
@@ -40,7 +41,7 @@ class CompressLayout:
     len_cmp: int
     size: int
     stride: int
-    frequency: Tensor | None
+    frequency: Tensor | None = None
     middle: int = 0
     magnitude: float = 1.0
     position_offset: int = 0
@@ -75,31 +76,52 @@ def compress_forward(x: Tensor, weight: Tensor | None, layout: CompressLayout) -
     return y
 
 
-def compress_backward(x: Tensor, weight: Tensor | None, dy: Tensor, layout: CompressLayout) -> tuple[Tensor, Tensor | None]:
-    """dx, contiguous, and the fp32 gradient of the weights ``[Hkv, l, D]`` (None for the mean)."""
-    num_x, num_heads = x.shape[:2]
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    constants = layout.constants(x)
-    grid = (layout.num_tiles(num_x, layout.len_x, BLOCK_ROWS * layout.stride), num_heads)
-    if grid[0] and num_x:
+def compress_backward(
+    dy: Tensor, x: Tensor | None, weight: Tensor | None, num_tokens: int, layout: CompressLayout
+) -> tuple[Tensor, Tensor | None]:
+    """dx ``[num_tokens, Hkv, D]``, and the fp32 gradient of the weights ``[Hkv, l, D]`` (None for the mean)."""
+    num_heads, size = dy.shape[1:]
+    dx = torch.empty(num_tokens, num_heads, size, dtype=dy.dtype, device=dy.device)
+    constants = layout.constants(dx)
+    rotation = (layout.magnitude, layout.position_offset)
+    grid = (layout.num_tiles(num_tokens, layout.len_x, BLOCK_ROWS * layout.stride), num_heads)
+    if grid[0] and num_tokens:
         compress_dx_kernel[grid](
-            dy,
-            weight,
-            layout.frequency,
-            dx,
-            *layout.arguments(),
-            layout.magnitude,
-            layout.position_offset,
-            **constants,
-            num_warps=4,
-        )
-    if weight is None:
+            dy, weight, layout.frequency, dx, *layout.arguments(), *rotation, **constants, num_warps=4
+        )  # fmt: skip
+    if weight is None or x is None:
         return dx, None
-    num_tiles = layout.num_tiles(num_x // layout.stride, layout.len_cmp, BLOCK_ROWS)
+    num_tiles = layout.num_tiles(num_tokens // layout.stride, layout.len_cmp, BLOCK_ROWS)
     parts = max(1, min(WEIGHT_PARTS, num_tiles))
     dw = torch.empty(parts, *weight.shape, dtype=torch.float32, device=x.device)
     compress_dw_kernel[(parts, num_heads)](
-        dy, x, layout.frequency, dw, *layout.arguments(), num_tiles, x.stride(0), x.stride(1), layout.magnitude,
-        layout.position_offset, **constants, num_warps=4,
+        dy, x, layout.frequency, dw, *layout.arguments(), num_tiles, x.stride(0), x.stride(1), *rotation, **constants,
+        num_warps=4,
     )  # fmt: skip
     return dx, dw.sum(0)
+
+
+def gather_forward(x: Tensor, layout: CompressLayout) -> Tensor:
+    """The tokens of every block, ``[Hkv, S // d, l, D]``; 0 in rows that no block owns."""
+    num_rows, (num_heads, size) = x.shape[0] // layout.stride, x.shape[1:]
+    out = torch.zeros(num_heads, num_rows, layout.size, size, dtype=x.dtype, device=x.device)
+    grid = (layout.num_tiles(num_rows, layout.len_cmp, BLOCK_ROWS), num_heads)
+    if grid[0] and num_rows:
+        gather_fwd_kernel[grid](
+            x, out, *layout.arguments(), num_rows, x.stride(0), x.stride(1), D=size, L=layout.size, STRIDE=layout.stride,
+            BLOCK_C=BLOCK_ROWS, BLOCK_D=triton.next_power_of_2(size), num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def gather_backward(dblocks: Tensor, num_tokens: int, layout: CompressLayout) -> Tensor:
+    """Gradient ``[num_tokens, Hkv, D]`` of what :func:`gather_forward` read."""
+    num_heads, num_rows, _, size = dblocks.shape
+    dx = torch.empty(num_tokens, num_heads, size, dtype=dblocks.dtype, device=dblocks.device)
+    grid = (layout.num_tiles(num_tokens, layout.len_x, BLOCK_ROWS * layout.stride), num_heads)
+    if grid[0] and num_tokens:
+        gather_bwd_kernel[grid](
+            dblocks, dx, *layout.arguments(), num_rows, HKV=num_heads, D=size, L=layout.size, STRIDE=layout.stride,
+            BLOCK_C=BLOCK_ROWS, BLOCK_D=triton.next_power_of_2(size), num_warps=4,
+        )  # fmt: skip
+    return dx

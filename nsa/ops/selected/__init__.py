@@ -7,10 +7,11 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.errors import check
-from nsa.ops._boundary import check_block_indices, check_qkv, choose_backend, open_sequences, pack, scale_of
+from nsa.ops._boundary import Sequences, check_block_indices, check_qkv, choose_backend, open_sequences, pack, scale_of
+from nsa.ops.selected.ops import selected_attention_op
 from nsa.ops.selected.reference import selected_attention_reference
 
-__all__ = ["selected_attention"]
+__all__ = ["run_selected_attention", "selected_attention"]
 
 
 def selected_attention(
@@ -53,14 +54,25 @@ def selected_attention(
         ValueError: shapes, dtypes or offsets do not fit.
     """
     name = "selected_attention"
-    choose_backend(name, backend)
+    backend = choose_backend(name, backend, q)
     check_qkv(name, q, k, v, config)
     check_block_indices(name, block_indices, config)
     same = block_indices.shape[:-2] == q.shape[:-2]
     check(same, name, "block_indices", f"have the queries of q {tuple(q.shape[:-2])}", tuple(block_indices.shape[:-2]))
-    sequences = open_sequences(name, q, tuple(k.shape[:-2]), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    with torch.autocast(q.device.type, enabled=False):
-        out, lse = selected_attention_reference(
-            pack(q), pack(k), pack(v), pack(block_indices), config, sequences, scale_of(config, softmax_scale)
-        )
+    key_shape = tuple(k.shape[:-2])
+    sequences = open_sequences(name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend)
+    scale = scale_of(name, config, softmax_scale)
+    out, lse = run_selected_attention(pack(q), pack(k), pack(v), pack(block_indices), config, sequences, scale, backend)
     return sequences.restore(out), sequences.restore(lse)
+
+
+def run_selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, sequences: Sequences, softmax_scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See :func:`selected_attention`; inputs are packed and checked, the backend is chosen."""
+    if backend == "triton":
+        where = sequences.kernel_arguments()
+        return selected_attention_op(q, k, v, block_indices, *where, config.block_size, softmax_scale)
+    with torch.autocast(q.device.type, enabled=False):
+        return selected_attention_reference(q, k, v, block_indices, config, sequences, softmax_scale)

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.errors import check
-from nsa.ops._boundary import choose_backend, compressed_key_shape, open_sequences, pack, scale_of
+from nsa.ops._boundary import Sequences, choose_backend, compressed_key_shape, open_sequences, pack, scale_of
+from nsa.ops.selection.ops import select_blocks_op
 from nsa.ops.selection.ranges import blocks_to_ranges
-from nsa.ops.selection.reference import select_blocks_reference
+from nsa.ops.selection.reference import coarse_keys, select_blocks_reference
 
-__all__ = ["blocks_to_ranges", "select_blocks"]
+__all__ = ["blocks_to_ranges", "run_select_blocks", "select_blocks"]
 
 
 @torch.no_grad()
@@ -54,11 +55,40 @@ def select_blocks(
         ValueError: shapes, dtypes or offsets do not fit.
     """
     name = "select_blocks"
-    choose_backend(name, backend)
+    backend = choose_backend(name, backend, q)
     key_shape = compressed_key_shape(name, q, k_cmp, config, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
     check(lse.shape == q.shape[:-1], name, "lse", f"have shape {tuple(q.shape[:-1])}", tuple(lse.shape))
-    sequences = open_sequences(name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    sequences = open_sequences(name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend)
     packed_lse = lse.flatten(0, 1) if lse.ndim == 3 else lse
-    with torch.autocast(q.device.type, enabled=False):
-        block_indices = select_blocks_reference(pack(q), k_cmp, packed_lse, config, sequences, scale_of(config, softmax_scale))
-    return sequences.restore(block_indices)
+    scale = scale_of(name, config, softmax_scale)
+    return sequences.restore(run_select_blocks(pack(q), k_cmp, packed_lse, config, sequences, scale, backend))
+
+
+@torch.no_grad()
+def run_select_blocks(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, config: NSAConfig, sequences: Sequences, softmax_scale: float, backend: str
+) -> Tensor:
+    """See :func:`select_blocks`; inputs are packed and checked, the backend is chosen."""
+    if backend == "reference":
+        with torch.autocast(q.device.type, enabled=False):
+            return select_blocks_reference(q, k_cmp, lse, config, sequences, softmax_scale)
+    cu_q, cu_k, num_sequences, len_q, len_k = sequences.kernel_arguments()
+    cu_cmp, len_cmp = sequences.kernel_blocks(config)
+    size, stride = config.compress_block_size, config.compress_stride
+    coarse, factor = None, 0
+    if config.coarse_block_size is not None:
+        means, cu_coarse = coarse_keys(k_cmp, config, sequences)
+        factor = config.coarse_block_size // config.block_size
+        width = config.coarse_block_size
+        # A query sees a coarse block when it sees the last compressed key that starts in it.
+        coarse = select_blocks_op(
+            q, means, lse, None, cu_q, cu_k, None if cu_q is None else cu_coarse, num_sequences, len_q, len_k,
+            len_cmp * stride // width, width + size - stride, width, softmax_scale, 0, width, config.num_coarse_blocks,
+            *config.forced_coarse_blocks, [], "exact",
+        )  # fmt: skip
+    counts = [number for pair in config.block_counts for number in pair]
+    return select_blocks_op(
+        q, k_cmp, lse, coarse, cu_q, cu_k, cu_cmp, num_sequences, len_q, len_k, len_cmp, size, stride, softmax_scale, factor,
+        config.block_size, config.num_selected_blocks, config.num_init_blocks, config.num_local_blocks, counts,
+        config.score_precision,
+    )  # fmt: skip

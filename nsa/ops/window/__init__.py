@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.ops._boundary import check_qkv, choose_backend, open_sequences, pack, scale_of
+from nsa.ops._boundary import Sequences, check_qkv, choose_backend, open_sequences, pack, scale_of
+from nsa.ops.window.ops import window_attention_op
 from nsa.ops.window.reference import window_attention_reference
 
-__all__ = ["window_attention"]
+__all__ = ["run_window_attention", "window_attention"]
 
 
 def window_attention(
@@ -46,9 +47,22 @@ def window_attention(
         ValueError: shapes, dtypes or offsets do not fit.
     """
     name = "window_attention"
-    choose_backend(name, backend)
+    backend = choose_backend(name, backend, q)
     check_qkv(name, q, k, v, config)
-    sequences = open_sequences(name, q, tuple(k.shape[:-2]), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    with torch.autocast(q.device.type, enabled=False):
-        out, lse = window_attention_reference(pack(q), pack(k), pack(v), config, sequences, scale_of(config, softmax_scale))
+    key_shape = tuple(k.shape[:-2])
+    sequences = open_sequences(name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend)
+    scale = scale_of(name, config, softmax_scale)
+    out, lse = run_window_attention(pack(q), pack(k), pack(v), config, sequences, scale, backend)
     return sequences.restore(out), sequences.restore(lse)
+
+
+def run_window_attention(
+    q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, sequences: Sequences, softmax_scale: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    """See :func:`window_attention`; inputs are packed and checked, the backend is chosen."""
+    if backend == "triton":
+        cu_q, cu_k, num_sequences, len_q, len_k = sequences.kernel_arguments()
+        where = (cu_q, cu_k, cu_k, num_sequences, len_q, len_k, len_k)
+        return window_attention_op(q, k, v, *where, config.window_size, 1, softmax_scale)
+    with torch.autocast(q.device.type, enabled=False):
+        return window_attention_reference(q, k, v, config, sequences, softmax_scale)

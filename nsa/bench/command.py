@@ -1,0 +1,165 @@
+"""Words of ``nsa bench``; everything heavy is imported when a command runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from nsa.errors import check, fail
+
+BENCH = """\
+Measure the attention operators of this library beside others, tune the tiles of its kernels for this GPU, and make a report.
+How to repeat the committed figures, and what each field of a row means: docs/benchmarks.md.
+"""
+
+ATTENTION = """\
+Measure whole attention and each operator, forward and forward with backward, beside dense attention and FlexAttention of
+PyTorch and the reference. A result is compared with fp64 on sampled rows before it is timed; a wrong one gets no figure, and
+the exit code is 1. For example
+  nsa bench attention --shape seed --seqs 2048,65536 --out benchmarks/results/mine.jsonl
+  nsa bench attention --case attention.window --variant narrow:window_attention_*.keys=32
+  nsa bench attention --provider reference --seqs 512 --tokens 512      (without a GPU)
+"""
+
+TUNE = """\
+Measure candidate tiles of the kernels on this GPU and write the tuning table that the library reads from then on. Nothing is
+tuned unless this command is run.
+"""
+
+REPORT = """\
+Make a report with plots from rows alone: times over length, ratios to dense attention, memory, fitted exponents, targets.
+"""
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def add_attention(parser: argparse.ArgumentParser) -> None:
+    """Words of ``nsa bench attention``."""
+    _add_where(parser, "2048,65536")
+    parser.add_argument("--choice", default="random", metavar="LIST", help="random, shared4, shared16 (default random)")
+    parser.add_argument("--case", metavar="LIST", help="for example attention,attention.window (default all)")
+    parser.add_argument("--provider", metavar="LIST", help="nsa, dense-cudnn, dense-fa2, flex, reference (default all)")
+    parser.add_argument(
+        "--variant", action="append", default=[], metavar="NAME:KEY=VALUE,...",
+        help="ours with other options (a field of NSAConfig) or tiles (KERNEL.FIELD); may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--recall",
+        action="store_true",
+        help="say how much of the exact choice each provider finds (always, of patterns that approximate)",
+    )
+    parser.add_argument("--out", metavar="FILE", help="JSONL file to append the rows to")
+    parser.add_argument("--commit", metavar="ID", help="commit to record where the checkout has no git")
+    parser.add_argument(
+        "--budget-ms", type=float, default=300.0, metavar="MS", help="time spent on the samples of a figure (default 300)"
+    )
+
+
+def add_tune(parser: argparse.ArgumentParser) -> None:
+    """Words of ``nsa bench tune``."""
+    _add_where(parser, "2048,65536")
+    parser.add_argument("--kernel", default="*", metavar="PATTERN", help="for example window_attention_* (default all)")
+    parser.add_argument("--out", metavar="FILE", help="table to write (default that of this GPU inside the package)")
+    parser.add_argument("--minutes", type=float, metavar="N", help="stop looking after this time; what was found is written")
+    parser.add_argument(
+        "--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 1) // 2)), metavar="N",
+        help="processes that compile candidates ahead (default half of the cores, at most 8)",
+    )  # fmt: skip
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Words of ``nsa bench report``."""
+    parser.add_argument("rows", nargs="+", metavar="ROWS.jsonl", help="files of rows")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for report.md and its plots")
+
+
+def _add_where(parser: argparse.ArgumentParser, seqs: str) -> None:
+    parser.add_argument("--shape", default="seed", metavar="SHAPE", help="seed, wide, paper or HqxHkvxDxDv (default seed)")
+    parser.add_argument("--seqs", default=seqs, metavar="LIST", help=f"lengths S (default {seqs})")
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="tokens of all sequences together (default 65536 for seed, else one sequence)"
+    )
+    parser.add_argument("--dtype", default="bfloat16", metavar="DTYPE", help=f"{', '.join(DTYPES)} (default bfloat16)")
+
+
+def run_attention(args: argparse.Namespace) -> int:
+    """``nsa bench attention``."""
+    from nsa.bench.attention import Plan, bench_attention
+    from nsa.bench.cases import CASES
+    from nsa.bench.points import CHOICES
+    from nsa.bench.providers import PROVIDERS
+    from nsa.bench.variants import parse_variant
+
+    names = list(PROVIDERS)
+    variants = []
+    for text in args.variant:
+        variants.append(parse_variant(text, names))
+        names.append(variants[-1].name)
+    plan = Plan(
+        **_where(args),
+        choices=_words("--choice", args.choice, list(CHOICES)),
+        cases=None if args.case is None else _words("--case", args.case, list(CASES)),
+        providers=None if args.provider is None else _words("--provider", args.provider, names),
+        variants=variants,
+        out=None if args.out is None else Path(args.out),
+        recall=args.recall,
+        commit=args.commit,
+        budget_ms=args.budget_ms,
+    )
+    return 0 if bench_attention(plan, _device()) else 1
+
+
+def run_tune(args: argparse.Namespace) -> int:
+    """``nsa bench tune``."""
+    from nsa.bench.tune import TunePlan, bench_tune
+
+    check(args.jobs >= 0, "nsa bench tune", "--jobs", "be at least 0", args.jobs)
+    out = None if args.out is None else Path(args.out)
+    plan = TunePlan(**_where(args), kernel=args.kernel, out=out, minutes=args.minutes, jobs=args.jobs)
+    return 0 if bench_tune(plan, _device()) else 1
+
+
+def run_report(args: argparse.Namespace) -> int:
+    """``nsa bench report``."""
+    from nsa.bench.report import write_report
+    from nsa.bench.rows import read_rows
+
+    print(write_report(read_rows([Path(path) for path in args.rows]), Path(args.out)))
+    return 0
+
+
+def _where(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from nsa.bench.points import parse_shape
+
+    check(args.dtype in DTYPES, "nsa bench", "--dtype", f"be one of {', '.join(DTYPES)}", repr(args.dtype))
+    check(args.tokens is None or args.tokens > 0, "nsa bench", "--tokens", "be positive", args.tokens)
+    return {
+        "shape": parse_shape(args.shape),
+        "seqs": _lengths(args.seqs),
+        "tokens": args.tokens,
+        "dtype": getattr(torch, args.dtype),
+    }
+
+
+def _lengths(text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.isdigit() and int(word) > 0 for word in words):
+        fail("nsa bench", "--seqs", "be positive lengths with commas between them", repr(text), "For example: 2048,65536")
+    return [int(word) for word in words]
+
+
+def _words(option: str, text: str, known: list[str]) -> list[str]:
+    words = list(dict.fromkeys(text.split(",")))
+    for word in words:
+        check(word in known, "nsa bench", option, f"be among {', '.join(known)}", repr(word))
+    return words
+
+
+def _device() -> Any:
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,0 +1,213 @@
+"""``nsa bench report``: tables and plots from rows alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from nsa.bench.rows import Row, measured
+from nsa.bench.targets import DENSE, Figures, figures, outcome, ratio
+from nsa.errors import check
+from nsa.ops._triton.tuning import table_name
+
+# Lengths from here on are fitted: below, launches and the window dominate.
+FIT_FROM = 2048
+_COLOURS = ("#4477aa", "#cc3311", "#228833", "#aa3377", "#ccbb44", "#66ccee", "#000000")
+_DASHES = {"fwd": "--", "fwd_bwd": "-"}
+_MODES = {"fwd": "forward", "fwd_bwd": "forward + backward"}
+
+Series = dict[tuple[str, str], list[tuple[int, float]]]  # provider and mode -> (S, value)
+
+
+def write_report(rows: Sequence[Row], folder: Path) -> Path:
+    """Write ``report.md`` and its plots.
+
+    Of several rows of one kind the newest counts; a ratio is made only of rows of one run.
+
+    Args:
+        rows: as ``nsa bench attention`` wrote them.
+        folder: made where it is missing.
+
+    Returns:
+        Path of the report.
+
+    Raises:
+        ValueError: no row holds a figure.
+    """
+    by = figures(rows)
+    newest = newest_rows(rows)
+    check(bool(newest), "nsa bench report", "the rows", "hold at least one figure", f"{len(rows)} rows without one")
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = ["# Attention: measured", _origins(newest)]
+    for where in dict.fromkeys(_where(row) for row in newest):
+        chosen = [row for row in newest if _where(row) == where]
+        shape, choice, dtype, gpu = where
+        parts.append(f"## {shape}, choice {choice}, {dtype}, {gpu}")
+        for case in dict.fromkeys(row.case for row in chosen):
+            here = [row for row in chosen if row.case == case]
+            parts += [f"### {case}", _table(here, by)]
+            if case == "attention":
+                parts += _whole(here, by, folder, table_name("-".join(where)))
+    parts += _missed(newest, by)
+    left = dict.fromkeys(
+        f"- {row.case}, {row.provider}, {row.shape}, {row.choice}, S {row.seq_len:,}, {row.mode}: {row.note}"
+        for row in rows
+        if row.ms_p50 is None
+    )
+    if left:
+        parts += ["## Without a figure", "\n".join(left)]
+    path = folder / "report.md"
+    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return path
+
+
+def _where(row: Row) -> tuple[str, str, str, str]:
+    """What one section of the report is about."""
+    return row.shape, row.choice, row.dtype, row.gpu or row.device
+
+
+def newest_rows(rows: Iterable[Row]) -> list[Row]:
+    """The newest row of each kind, in order of length."""
+    best: dict[tuple[object, ...], Row] = {}
+    for row in sorted(measured(rows), key=lambda row: row.date):
+        kind = (row.gpu, row.case, row.provider, row.shape, row.choice, row.seq_len, row.batch, row.dtype, row.mode)
+        best[kind] = row
+    return sorted(best.values(), key=lambda row: (row.case, row.provider, row.mode, row.seq_len))
+
+
+def _origins(rows: Sequence[Row]) -> str:
+    lines = ["| run | GPU | driver | torch | Triton | commit | date |", "|---|---|---|---|---|---|---|"]
+    seen = {row.run_id: row for row in rows}
+    for row in sorted(seen.values(), key=lambda row: row.date):
+        commit = f"{(row.commit or 'unknown')[:12]}{' with changes' * bool(row.dirty)}"
+        lines.append(
+            f"| {row.run_id} | {row.gpu or row.device} | {row.driver or ''} | {row.torch} | {row.triton} "
+            f"| {commit} | {row.date} |"
+        )
+    return "\n".join(lines)
+
+
+def _table(rows: Sequence[Row], by: Figures) -> str:
+    lines = [
+        "| provider | S | B | mode | ms (p20 to p80) | useful TFLOP/s | useful TB/s | peak MiB | of dense | target |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: (row.seq_len, row.mode, row.ms_p50 or 0)):
+        dense = ratio(row, by, case="attention", provider=DENSE, choice=row.choice)
+        reached = outcome(row, by)
+        cells = (
+            row.provider, f"{row.seq_len:,}", str(row.batch), row.mode,
+            f"{row.ms_p50:.4g} ({row.ms_p20:.4g} to {row.ms_p80:.4g})",
+            _cell(row.tflops_useful), _cell(row.tbps_useful), _cell(row.peak_mib, ",.0f"), _cell(dense), str(reached or ""),
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(value: float | None, form: str = ".3g") -> str:
+    return "" if value is None else format(value, form)
+
+
+def _whole(rows: Sequence[Row], by: Figures, folder: Path, name: str) -> list[str]:
+    """Plots, fitted exponents and crossover of whole attention."""
+    times = series(rows, lambda row: row.ms_p50)
+    ratios = series(rows, lambda row: ratio(row, by, case="attention", provider=DENSE, choice=row.choice))
+    memory = series(rows, lambda row: row.peak_mib)
+    token_us = series(rows, lambda row: None if row.ms_p50 is None else 1000 * row.ms_p50 / (row.batch * row.seq_len))
+    parts = []
+    for kind, values, label in (
+        ("time", times, "ms"),
+        ("ratio", ratios, f"time divided by {DENSE}"),
+        ("memory", memory, "peak memory above inputs (MiB)"),
+    ):
+        if values:
+            file = folder / f"{kind}-{name}.png"
+            figure = _plot(values, label, line_at=1.0 if kind == "ratio" else None)
+            figure.savefig(file, dpi=120)
+            parts.append(f"![{label} over length]({file.name})")
+    exponents = [
+        f"| {provider} | {_MODES[mode]} | {exponent:.2f} |"
+        for (provider, mode), points in token_us.items()
+        if (exponent := fitted_exponent(points)) is not None
+    ]
+    if exponents:
+        head = f"Time a token grows as S to the power of (least squares from S = {FIT_FROM:,} on; dense attention: 1):"
+        parts += [head, "\n".join(["| provider | mode | exponent |", "|---|---|---|", *exponents])]
+    for (provider, mode), points in ratios.items():
+        found = crossover(points)
+        if found is not None and provider != DENSE:
+            parts.append(f"{provider} becomes faster than {DENSE} at S = {found:,.0f}, {_MODES[mode]}.")
+    return parts
+
+
+def series(rows: Iterable[Row], value: Callable[[Row], float | None]) -> Series:
+    """Values over length, by provider and mode, in order of length."""
+    found: Series = {}
+    for row in sorted(rows, key=lambda row: (row.provider, row.mode, row.seq_len)):
+        number = value(row)
+        if number is not None:
+            found.setdefault((row.provider, row.mode), []).append((row.seq_len, number))
+    return found
+
+
+def fitted_exponent(points: Sequence[tuple[int, float]]) -> float | None:
+    """Least-squares slope of log value over log length from ``FIT_FROM`` on; None with fewer than two lengths."""
+    logs = [(math.log(seq_len), math.log(value)) for seq_len, value in points if seq_len >= FIT_FROM and value > 0]
+    if len(logs) < 2:
+        return None
+    mean_x, mean_y = (sum(column) / len(logs) for column in zip(*logs, strict=True))
+    return sum((x - mean_x) * (y - mean_y) for x, y in logs) / sum((x - mean_x) ** 2 for x, _ in logs)
+
+
+def crossover(ratios: Sequence[tuple[int, float]]) -> float | None:
+    """Length at which a ratio falls through 1, between two measured ones on logarithmic scales; None where it does not."""
+    for (shorter, above), (longer, below) in itertools.pairwise(ratios):
+        if above > 1 >= below:
+            part = math.log(above) / (math.log(above) - math.log(below))
+            return float(shorter * (longer / shorter) ** part)
+    return None
+
+
+def _missed(rows: Sequence[Row], by: Figures) -> list[str]:
+    outcomes = [(row, reached) for row in rows if (reached := outcome(row, by)) is not None]
+    if not outcomes:
+        return []
+    passed = sum(reached.passed for _, reached in outcomes)
+    lines = [f"{passed} of {len(outcomes)} musts are reached."]
+    lines += [
+        f"- missed: {row.case}, {row.shape}, {row.choice}, S {row.seq_len:,}, {row.mode}: {reached}"
+        for row, reached in outcomes
+        if not reached.passed
+    ]
+    return ["## Targets", "\n".join(lines)]
+
+
+def _plot(values: Series, label: str, line_at: float | None) -> Figure:
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    providers = list(dict.fromkeys(provider for provider, _ in values))
+    for (provider, mode), points in values.items():
+        lengths, numbers = zip(*points, strict=True)
+        colour = _COLOURS[providers.index(provider) % len(_COLOURS)]
+        axes.plot(
+            lengths, numbers, _DASHES[mode], color=colour, marker="o", markersize=3, label=f"{provider}, {_MODES[mode]}"
+        )  # fmt: skip
+    if line_at is not None:
+        axes.axhline(line_at, color="#888888", linewidth=0.8)
+    _scales(axes, [seq_len for points in values.values() for seq_len, _ in points])
+    axes.set_xlabel("length S (tokens)")
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return figure
+
+
+def _scales(axes: Axes, lengths: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sorted(set(lengths)), [f"{seq_len:,}" for seq_len in sorted(set(lengths))], rotation=45)

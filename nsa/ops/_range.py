@@ -1,0 +1,92 @@
+"""Registration with PyTorch of attention in which every query sees one range of keys: the window and the compressed branch.
+
+Triton is loaded when an operator first runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, {extra}Tensor? cu_q, Tensor? cu_k, Tensor? cu_key, SymInt num_sequences, SymInt len_q, "
+    "SymInt len_k, SymInt len_key, int size, int stride, float softmax_scale"
+)
+
+
+def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Register ``nsa::<name>`` and ``nsa::<name>_backward``.
+
+    Args:
+        name: of the operator; kernels look their tiles up by it.
+        window: whether keys are tokens of a window; otherwise they are compressed blocks.
+
+    Returns:
+        The operator: ``(q [T, Hq, D], k [N, Hkv, D], v [N, Hkv, Dv], cu_q, cu_k, cu_key, num_sequences, len_q, len_k, len_key,
+        size, stride, softmax_scale) -> (out [T, Hq, Dv], lse fp32 [T, Hq])``, see ``RangeLayout``; lse has no gradient.
+    """
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        from nsa.ops._triton.range_launch import RangeLayout, range_forward, tile_name
+        from nsa.ops._triton.tuning import tile_for
+
+        *where, softmax_scale = rest
+        q, k, v = (rows(x) for x in (q, k, v))
+        layout = RangeLayout(window, *where)
+        out, lse = range_forward(q, k, v, layout, softmax_scale, tile_for(tile_name(name, "fwd", layout), q, v))
+        return out, lse.t()
+
+    def backward(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from nsa.ops._triton.range_launch import RangeLayout, range_backward, tile_name
+        from nsa.ops._triton.tuning import tile_for
+
+        *where, softmax_scale = rest
+        q, k, v, dout = (rows(x) for x in (q, k, v, dout))
+        layout = RangeLayout(window, *where)
+        tiles = (tile_for(tile_name(name, kind, layout), q, v) for kind in ("dq", "dkv"))
+        return range_backward(q, k, v, out, dout, by_head(lse), layout, softmax_scale, *tiles)
+
+    schema = f"({_ARGUMENTS.format(extra='')}) -> (Tensor, Tensor)"
+    operator = torch.library.custom_op(f"nsa::{name}", forward, mutates_args=(), schema=schema)
+    extra = "Tensor out, Tensor lse, Tensor dout, "
+    schema = f"({_ARGUMENTS.format(extra=extra)}) -> (Tensor, Tensor, Tensor)"
+    operator_backward = torch.library.custom_op(f"nsa::{name}_backward", backward, mutates_args=(), schema=schema)
+
+    @operator.register_fake
+    def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32).t()
+
+    @operator_backward.register_fake
+    def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, cu_q, cu_k, cu_key, *ctx.rest = inputs
+        ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, cu_key)
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        none = (None,) * (3 + len(ctx.rest))
+        if dout is None:
+            return None, None, None, *none
+        q, k, v, out, lse, *offsets = ctx.saved_tensors
+        return *operator_backward(q, k, v, out, lse, dout, *offsets, *ctx.rest), *none
+
+    operator.register_autograd(differentiate, setup_context=setup_context)
+    return operator
+
+
+def rows(x: Tensor) -> Tensor:
+    """``x`` with its last dimension contiguous, as kernels read it."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def by_head(lse: Tensor) -> Tensor:
+    """lse ``[T, Hq]`` as kernels read it, ``[Hq, T]``; that is how they wrote it, so nothing is copied then."""
+    return lse.t().contiguous()

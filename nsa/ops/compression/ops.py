@@ -1,0 +1,107 @@
+"""``nsa::compress`` and ``nsa::gather_blocks``, registered with PyTorch: schema, fake, autograd.
+
+Triton is loaded when an operator first runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_WHERE = "Tensor? cu, Tensor? cu_cmp, SymInt num_sequences, SymInt len_x, SymInt len_cmp, int size, int stride"
+_ROTATION = "Tensor? frequency, int middle, float magnitude, int position_offset"
+
+
+def _compress(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
+    from nsa.ops.compression.triton_launch import CompressLayout, compress_forward
+
+    return compress_forward(_rows(x), None if weight is None else weight.contiguous(), CompressLayout(*rest))
+
+
+def _compress_backward(dy: Tensor, x: Tensor | None, weight: Tensor | None, num_tokens: int, *rest: Any) -> list[Tensor]:
+    from nsa.ops.compression.triton_launch import CompressLayout, compress_backward
+
+    x, weight = None if x is None else _rows(x), None if weight is None else weight.contiguous()
+    dx, dw = compress_backward(dy.contiguous(), x, weight, num_tokens, CompressLayout(*rest))
+    return [dx] if weight is None or dw is None else [dx, dw.to(weight.dtype)]
+
+
+def _gather_blocks(x: Tensor, *rest: Any) -> Tensor:
+    from nsa.ops.compression.triton_launch import CompressLayout, gather_forward
+
+    return gather_forward(_rows(x), CompressLayout(*rest))
+
+
+def _gather_blocks_backward(dblocks: Tensor, num_tokens: int, *rest: Any) -> Tensor:
+    from nsa.ops.compression.triton_launch import CompressLayout, gather_backward
+
+    return gather_backward(dblocks.contiguous(), num_tokens, CompressLayout(*rest))
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _register(name: str, function: Any, schema: str) -> Any:
+    return torch.library.custom_op(f"nsa::{name}", function, mutates_args=(), schema=schema)
+
+
+compress_op = _register("compress", _compress, f"(Tensor x, Tensor? weight, {_WHERE}, {_ROTATION}) -> Tensor")
+compress_backward_op = _register(
+    "compress_backward", _compress_backward,
+    f"(Tensor dy, Tensor? x, Tensor? weight, SymInt num_tokens, {_WHERE}, {_ROTATION}) -> Tensor[]",
+)  # fmt: skip
+gather_blocks_op = _register("gather_blocks", _gather_blocks, f"(Tensor x, {_WHERE}) -> Tensor")
+gather_blocks_backward_op = _register(
+    "gather_blocks_backward", _gather_blocks_backward, f"(Tensor dblocks, SymInt num_tokens, {_WHERE}) -> Tensor"
+)
+
+
+@compress_op.register_fake
+def _(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape[0] // rest[6], *x.shape[1:])
+
+
+@compress_backward_op.register_fake
+def _(dy: Tensor, x: Tensor | None, weight: Tensor | None, num_tokens: int, *rest: Any) -> list[Tensor]:
+    dx = dy.new_empty(num_tokens, *dy.shape[1:])
+    return [dx] if weight is None else [dx, weight.new_empty(weight.shape)]
+
+
+@gather_blocks_op.register_fake
+def _(x: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape[1], x.shape[0] // rest[6], rest[5], x.shape[2])
+
+
+@gather_blocks_backward_op.register_fake
+def _(dblocks: Tensor, num_tokens: int, *rest: Any) -> Tensor:
+    return dblocks.new_empty(num_tokens, dblocks.shape[0], dblocks.shape[3])
+
+
+def _setup_compress(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, cu, cu_cmp, *ctx.lengths, frequency, middle, magnitude, offset = inputs
+    ctx.num_tokens, ctx.rotation = x.shape[0], (middle, magnitude, offset)
+    # The mean's gradient needs no values of x.
+    ctx.save_for_backward(None if weight is None else x, weight, cu, cu_cmp, frequency)
+
+
+def _differentiate_compress(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, cu, cu_cmp, frequency = ctx.saved_tensors
+    grads = compress_backward_op(dy, x, weight, ctx.num_tokens, cu, cu_cmp, *ctx.lengths, frequency, *ctx.rotation)
+    return grads[0], None if weight is None else grads[1], *(None,) * 11
+
+
+def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, cu, cu_cmp, *ctx.lengths = inputs
+    ctx.num_tokens = x.shape[0]
+    ctx.save_for_backward(cu, cu_cmp)
+
+
+def _differentiate_gather(ctx: Any, dblocks: Tensor) -> tuple[Tensor | None, ...]:
+    return gather_blocks_backward_op(dblocks, ctx.num_tokens, *ctx.saved_tensors, *ctx.lengths), *(None,) * 7
+
+
+compress_op.register_autograd(_differentiate_compress, setup_context=_setup_compress)
+gather_blocks_op.register_autograd(_differentiate_gather, setup_context=_setup_gather)

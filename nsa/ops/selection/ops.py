@@ -1,0 +1,43 @@
+"""``nsa::select_blocks``, registered with PyTorch: schema and fake. The choice has no gradient.
+
+Triton is loaded when the operator first runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _select_blocks(
+    q: Tensor, k: Tensor, lse: Tensor, coarse: Tensor | None, *rest: Any
+) -> Tensor:  # fmt: skip
+    from nsa.ops._range import by_head, rows
+    from nsa.ops._triton.range_launch import RangeLayout
+    from nsa.ops._triton.tuning import tile_for
+    from nsa.ops.selection.triton_launch import Choice, select_blocks_forward
+
+    *where, softmax_scale, coarse_factor, block_size, num_blocks, num_init, num_local, counts, precision = rest
+    q, k = rows(q), rows(k)
+    choice = Choice(block_size, num_blocks, num_init, num_local, tuple(counts), precision)
+    layout, tile = RangeLayout(False, *where), tile_for("select_blocks", q, k)
+    return select_blocks_forward(q, k, by_head(lse), layout, softmax_scale, choice, tile, coarse, coarse_factor)
+
+
+select_blocks_op = torch.library.custom_op(
+    "nsa::select_blocks",
+    _select_blocks,
+    mutates_args=(),
+    schema=(
+        "(Tensor q, Tensor k, Tensor lse, Tensor? coarse, Tensor? cu_q, Tensor? cu_k, Tensor? cu_key, SymInt num_sequences, "
+        "SymInt len_q, SymInt len_k, SymInt len_key, int size, int stride, float softmax_scale, int coarse_factor, "
+        "int block_size, int num_blocks, int num_init, int num_local, int[] counts, str precision) -> Tensor"
+    ),
+)
+
+
+@select_blocks_op.register_fake
+def _(q: Tensor, k: Tensor, lse: Tensor, coarse: Tensor | None, *rest: Any) -> Tensor:
+    return q.new_empty(q.shape[0], k.shape[1], rest[-5], dtype=torch.int32)

@@ -1,0 +1,68 @@
+"""Launcher of the kernel of scores and choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa.ops._triton.range_launch import RangeLayout, block_of
+from nsa.ops._triton.tuning import Tile
+from nsa.ops.selection.reference import to_fp8
+from nsa.ops.selection.triton_fwd import select_kernel
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is chosen, and how; see ``NSAConfig``.
+
+    Attributes:
+        block_size: tokens of a selection block.
+        num_blocks: n, the width of the indices.
+        num_init, num_local: forced first and most recent blocks.
+        counts: flat ``(length, n, length, n ..)``: a query at a position below length takes n blocks; the first that fits.
+        precision: ``exact``, ``bf16`` or ``fp8``.
+    """
+
+    block_size: int
+    num_blocks: int
+    num_init: int
+    num_local: int
+    counts: tuple[int, ...] = ()
+    precision: str = "exact"
+
+
+def select_blocks_forward(
+    q: Tensor, k: Tensor, lse: Tensor, layout: RangeLayout, softmax_scale: float, choice: Choice, tile: Tile,
+    coarse: Tensor | None = None, coarse_factor: int = 0,
+) -> Tensor:  # fmt: skip
+    """int32 ``[T, Hkv, n]``; see :func:`nsa.select_blocks`. ``tile.rows`` are queries, ``tile.keys`` blocks of a step.
+
+    lse is ``[Hq, T]``.
+
+    With ``coarse`` int32 ``[T, Hkv, m]``, ascending, only blocks inside these coarse blocks of ``coarse_factor`` blocks each
+    are candidates, beside the forced ones.
+    """
+    num_q, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    out = torch.empty(num_q, num_kv_heads, choice.num_blocks, dtype=torch.int32, device=q.device)
+    width = triton.next_power_of_2(choice.num_blocks)
+    grid = (layout.num_tiles(num_q, tile.rows, layout.len_q), num_kv_heads)
+    q_scale = k_scale = None
+    block_d = block_of(head_dim)
+    if choice.precision == "fp8":
+        (q, q_scale), (k, k_scale) = to_fp8(q), to_fp8(k)
+        block_d = max(block_d, 32)  # the least depth of an fp8 product
+    if num_q:
+        select_kernel[grid](
+            q, k, lse, q_scale, k_scale, coarse, out, *layout.arguments(), num_q, q.stride(0), q.stride(1), k.stride(0),
+            k.stride(1), softmax_scale, choice.num_init, choice.num_local, HQ=num_heads, G=num_heads // num_kv_heads,
+            D=head_dim, N=choice.num_blocks, L=layout.size, STRIDE=layout.stride, BLOCK_SIZE=choice.block_size,
+            COUNTS=choice.counts, NUM_COUNTS=len(choice.counts) // 2, FACTOR=coarse_factor,
+            NUM_COARSE=0 if coarse is None else coarse.shape[-1], BF16=choice.precision == "bf16", BLOCK_Q=tile.rows,
+            BLOCK_J=max(tile.keys, width), BLOCK_N=width, BLOCK_D=block_d, KEEP=tile.keep_queries, STAGES=tile.stages,
+            **tile.launch_options(),
+        )  # fmt: skip
+    return out

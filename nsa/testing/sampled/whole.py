@@ -1,0 +1,134 @@
+"""Sampled rows of the whole of Native Sparse Attention, with a given choice of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from nsa.config import BRANCHES, NSAConfig
+from nsa.ops.combination.reference import combine_reference
+from nsa.ops.compression.reference import PhiWeights
+from nsa.rope import Rope
+from nsa.testing.inputs import AttentionInputs
+from nsa.testing.sampled.attention import SampledAttention, sampled_compressed, sampled_selected, sampled_window
+from nsa.testing.sampled.compression import SampledCompression
+from nsa.testing.sampled.gate import compute_dtype
+
+
+@dataclass(frozen=True)
+class SampledWhole:
+    """``native_sparse_attention`` over packed inputs, whose values can be had row by row.
+
+    Attributes:
+        inputs: in the dtype that they are stored in.
+        config: the sparse pattern.
+        block_indices: ``[T, Hkv, n]``, the choice; None without the selected branch. :class:`SampledChoice` makes one in fp64.
+        phi: parameters of the compression of keys and of values, or None.
+        q_cmp: queries of the compressed branch, or None for those of ``inputs``.
+        rope: rotates the compressed keys, or None.
+        scale: factor on the scores; None means ``D ** -0.5``.
+    """
+
+    inputs: AttentionInputs
+    config: NSAConfig
+    block_indices: Tensor | None
+    phi: tuple[PhiWeights, PhiWeights] | None = None
+    q_cmp: Tensor | None = None
+    rope: Rope | None = None
+    scale: float | None = None
+
+    @torch.no_grad()
+    def at_queries(self, rows: Tensor, dtype: torch.dtype, dout: Tensor | None = None) -> dict[str, Tensor]:
+        """``out`` and, with ``dout``, ``q``, ``gates`` (and ``q_cmp``): their gradients, of the packed queries ``rows``."""
+        found = {branch: self.branch(branch, dtype).at_queries(rows, dtype, dout) for branch in self.config.branches}
+        outs = [found[branch]["out"] if branch in found else None for branch in BRANCHES]
+        gates = self.inputs.gates[rows].to(dtype)
+        result = {"out": combine_reference((outs[0], outs[1], outs[2]), gates)}
+        if dout is None:
+            return result
+        grad = dout[rows].to(dtype)
+        # A branch that is off takes no gate and gives it no gradient.
+        dgates = [
+            torch.zeros_like(gates[..., 0]) if x is None else (x.to(compute_dtype(dtype)) * grad).sum(-1).to(dtype)
+            for x in outs
+        ]
+        result["gates"] = torch.stack(dgates, -1)
+        shares = {branch: x["dq"] for branch, x in found.items()}
+        if self.q_cmp is not None:
+            result["q_cmp"] = shares.pop("cmp", torch.zeros_like(self.q_cmp[rows], dtype=dtype))
+        first, *others = shares.values()
+        result["q"] = sum(others, start=first)
+        return result
+
+    @torch.no_grad()
+    def at_tokens(self, tokens: Tensor, dtype: torch.dtype, dout: Tensor) -> dict[str, Tensor]:
+        """Gradients of the keys and values at the packed ``tokens``, by the names of ``inputs``."""
+        result = {}
+        for branch in self.config.branches:
+            attention = self.branch(branch, dtype)
+            if branch != "cmp":
+                found = attention.at_keys(tokens, dtype, dout)
+                result[f"k_{branch}"], result[f"v_{branch}"] = found["dk"], found["dv"]
+                continue
+            blocks, real = self._compression("k").blocks_of(tokens)
+            blocks = blocks[real].unique()
+            found = attention.at_keys(blocks, dtype, dout)
+            for kind, size in (("k", self.config.head_dim), ("v", self.config.value_dim)):
+                compression = self._compression(kind)
+                dy = torch.zeros(compression.num_blocks, self.config.num_kv_heads, size, dtype=dtype, device=tokens.device)
+                dy[blocks] = found[f"d{kind}"]
+                result[f"{kind}_cmp_raw"] = compression.at_tokens(tokens, dtype, dy)["dx"]
+        return result
+
+    def weight_gradients(self, dtype: torch.dtype, dout: Tensor) -> dict[str, Tensor]:
+        """Gradients of the parameters of phi, ``phi_k.weight`` and so on, from every query: for short sequences."""
+        result: dict[str, Tensor] = {}
+        attention = self.branch("cmp", dtype)
+        grads = attention.at_keys(torch.arange(attention.cu_key[-1], device=dout.device), dtype, dout)
+        for kind in ("k", "v"):
+            found = self._compression(kind).weight_gradients(dtype, grads[f"d{kind}"])
+            result.update({f"phi_{kind}.{name}": grad for name, grad in found.items()})
+        return result
+
+    def _compression(self, kind: str) -> SampledCompression:
+        x, cu = self.inputs, self.inputs.cu_seqlens_k
+        if kind == "k":
+            rope = None if self.config.compress_rope == "none" else self.rope
+            return SampledCompression(x.k_cmp_raw, None if self.phi is None else self.phi[0], self.config, cu, rope)
+        return SampledCompression(x.v_cmp_raw, None if self.phi is None else self.phi[1], self.config, cu)
+
+    @cached_property
+    def _compressed(self) -> dict[tuple[str, torch.dtype], Tensor]:
+        return {}
+
+    def compressed(self, kind: str, dtype: torch.dtype) -> Tensor:
+        """All compressed keys (``k``, rotated) or values (``v``) in ``dtype``, kept once made."""
+        if (kind, dtype) not in self._compressed:
+            compression = self._compression(kind)
+            blocks = torch.arange(compression.num_blocks, device=self.inputs.q.device)
+            self._compressed[kind, dtype] = compression.at_blocks(blocks, dtype)["y"]
+        return self._compressed[kind, dtype]
+
+    def branch(self, branch: str, dtype: torch.dtype) -> SampledAttention:
+        """One branch; the gradient of its output is its gate times that of the whole."""
+        x, config = self.inputs, self.config
+        gate = x.gates[..., BRANCHES.index(branch)]
+        if branch == "cmp":
+            q = x.q if self.q_cmp is None else self.q_cmp
+            k, v = self.compressed("k", dtype), self.compressed("v", dtype)
+            return sampled_compressed(
+                q, k, v, config, cu_seqlens_q=x.cu_seqlens_q, cu_seqlens_k=x.cu_seqlens_k, softmax_scale=self.scale, gate=gate
+            )
+        if branch == "slc":
+            assert self.block_indices is not None
+            return sampled_selected(
+                x.q, x.k_slc, x.v_slc, self.block_indices, config, cu_seqlens_q=x.cu_seqlens_q, cu_seqlens_k=x.cu_seqlens_k,
+                softmax_scale=self.scale, gate=gate,
+            )  # fmt: skip
+        return sampled_window(
+            x.q, x.k_win, x.v_win, config, cu_seqlens_q=x.cu_seqlens_q, cu_seqlens_k=x.cu_seqlens_k, softmax_scale=self.scale,
+            gate=gate,
+        )  # fmt: skip

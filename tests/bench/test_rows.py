@@ -1,0 +1,185 @@
+"""Rows, variants, targets: what is written, what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nsa.bench import targets
+from nsa.bench.rows import Row, RowFile, origin, read_rows
+from nsa.bench.table import result_table
+from nsa.bench.targets import figures, outcome
+from nsa.bench.variants import Variant, parse_variant
+from nsa.errors import UserError
+from nsa.train import environment
+from tests.bench.rows import make_row
+
+# --------------------------------------------------------------------------------------------------------------- rows
+
+FIELDS = {
+    "run_id", "case", "provider", "variant", "shape", "choice", "seq_len", "batch", "dtype", "mode", "ms_p50", "ms_p20",
+    "ms_p80", "tflops_useful", "tbps_useful", "peak_mib", "correct", "errors", "note", "overlap", "recall", "timing", "samples",
+    "kernels", "kernel_us", "device", "gpu", "driver", "torch", "triton", "commit", "dirty", "date",
+}  # fmt: skip
+
+
+def test_fields_are_these_and_each_is_explained() -> None:
+    assert set(asdict(make_row())) == FIELDS
+    page = (Path(__file__).resolve().parents[2] / "docs/benchmarks.md").read_text()
+    missing = [name for name in FIELDS if f"`{name}`" not in page]
+    assert not missing
+
+
+@pytest.mark.parametrize("correct", [False, None])
+def test_no_time_without_a_correct_result(correct: bool | None) -> None:
+    with pytest.raises(AssertionError, match="without a correct result"):
+        make_row(correct=correct, note="wrong")
+    with pytest.raises(AssertionError, match="says why"):
+        make_row(correct=correct, ms_p50=None, ms_p20=None, ms_p80=None)
+    make_row(correct=correct, ms_p50=None, ms_p20=None, ms_p80=None, note="wrong")
+
+
+def test_rows_survive_the_file(tmp_path: Path) -> None:
+    rows = [make_row(), make_row(correct=False, ms_p50=None, ms_p20=None, ms_p80=None, note="wrong", variant={"a": 1})]
+    for path in (tmp_path / "new" / "rows.jsonl", tmp_path / "new" / "rows.jsonl"):  # the second appends
+        file = RowFile(path)
+        for row in rows:
+            file.add(row)
+    assert read_rows([path]) == rows + rows
+    assert len(path.read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{", "be JSON"),
+        ("[1]", "be an object"),
+        (json.dumps({"case": "x"}), "have every field"),
+        (json.dumps({**asdict(make_row()), "speed": 1}), "have no other fields, got speed"),
+        (json.dumps({**asdict(make_row()), "correct": False}), "be one that the benchmark writes"),
+    ],
+)
+def test_what_is_no_row_is_refused_with_its_place(tmp_path: Path, line: str, why: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(asdict(make_row())) + "\n\n" + line + "\n")
+    with pytest.raises(UserError, match=r"rows\.jsonl:3") as caught:
+        read_rows([path])
+    assert why in str(caught.value)
+
+
+def test_a_commit_is_taken_by_hand_only_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(environment, "code_version", lambda: {"commit": None, "dirty": None, "note": "no git"})
+    assert origin(cpu, "abc").commit == "abc"
+    assert origin(cpu).commit is None
+    monkeypatch.setattr(environment, "code_version", lambda: {"commit": "def", "dirty": True, "note": None})
+    here = origin(cpu)
+    assert (here.commit, here.dirty, here.device, here.gpu, here.driver) == ("def", True, "cpu", None, None)
+    assert here.torch
+    assert here.run_id != origin(cpu).run_id
+    with pytest.raises(UserError, match="--commit must be left out"):
+        origin(cpu, "abc")
+
+
+# ----------------------------------------------------------------------------------------------------------- variants
+
+
+def test_variants() -> None:
+    text = "a-1:window_size=256,window_attention_*.rows=64,window_attention_*.tma=true,branches=[cmp, win],phi=mean"
+    expected = Variant(
+        "a-1",
+        {"window_size": 256, "branches": ("cmp", "win"), "phi": "mean"},
+        {"window_attention_*": {"rows": 64, "tma": True}},
+    )
+    assert parse_variant(text) == expected
+    assert expected.settings() == {
+        "window_size": 256, "branches": ("cmp", "win"), "phi": "mean", "window_attention_*.rows": 64,
+        "window_attention_*.tma": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("narrow", "be a name, a colon"),
+        (":a=1", "be a name, a colon"),
+        ("narrow:", "be a name, a colon"),
+        ("narrow:window_size", "each setting must be KEY=VALUE"),
+        ("narrow:window_sise=3", "The nearest is window_size."),
+        ("narrow:select_blocks.row=3", "The nearest is rows."),
+        ("nsa:window_size=3", "the name must be none of nsa, flex"),
+    ],
+)
+def test_variants_that_are_none(text: str, why: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_variant(text, ["nsa", "flex"])
+    assert why in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------------ targets
+
+
+def verdict(rows: list[Row], **given: Any) -> str | None:
+    found = outcome(make_row(gpu="NVIDIA H200", **given), figures(rows))
+    return None if found is None else str(found)
+
+
+def test_targets_in_ms() -> None:
+    window = {"case": "attention.window", "seq_len": 2048, "mode": "fwd"}
+    assert verdict([], **window, ms_p50=0.27) == "0.27: must 0.36 pass, goal 0.28 pass"
+    assert verdict([], **window, ms_p50=0.30) == "0.3: must 0.36 pass, goal 0.28 FAIL"
+    assert verdict([], **window, ms_p50=0.37) == "0.37: must 0.36 FAIL, goal 0.28 FAIL"
+    assert outcome(make_row(**window, gpu="NVIDIA A100"), {}) is None
+    assert outcome(make_row(**window, gpu="NVIDIA H200", provider="flex"), {}) is None
+    assert outcome(make_row(**{**window, "seq_len": 4096}, gpu="NVIDIA H200"), {}) is None
+    assert outcome(make_row(**window, gpu="NVIDIA H200", dtype="float16"), {}) is None
+
+
+def test_targets_beside_dense_attention_hold_within_a_run() -> None:
+    whole = {"case": "attention", "seq_len": 65_536, "mode": "fwd_bwd", "gpu": "NVIDIA H200", "batch": 1}
+    dense = make_row(**whole, provider="dense-cudnn", ms_p50=50.0)
+    ours = make_row(**whole, ms_p50=10.0)
+    found = outcome(ours, figures([dense, ours]))
+    assert found is not None
+    assert (found.value, found.passed) == (0.2, True)
+    assert str(found) == "0.2 of dense-cudnn: must 0.21 pass, goal 0.16 FAIL"
+    assert outcome(ours, figures([replace(dense, run_id="another"), ours])) is None
+    assert outcome(ours, figures([replace(dense, batch=2), ours])) is None
+    assert outcome(ours, figures([ours])) is None
+
+
+def test_a_shared_choice_is_held_against_the_random_one() -> None:
+    selected = {"case": "attention.selected", "seq_len": 8192, "mode": "fwd", "gpu": "NVIDIA H200"}
+    rows = [make_row(**selected, ms_p50=2.0), make_row(**selected, choice="shared16", ms_p50=1.5)]
+    found = outcome(rows[1], figures(rows))
+    assert found is not None
+    assert str(found) == "0.75 of random: must 0.8 pass"
+
+
+def test_the_file_of_targets_is_sound() -> None:
+    gpu, dtype, known = targets.targets()
+    assert (gpu, dtype) == ("NVIDIA H200", "bfloat16")
+    keys = [(t.case, t.shape, t.choice, t.seq_len, t.mode) for t in known]
+    assert len(keys) == len(set(keys))
+    assert all(t.unit in ("ms", "of dense-cudnn", "of random") and (t.goal is None or t.goal < t.must) for t in known)
+
+
+def test_the_table_shows_ratios_verdicts_and_what_is_missing() -> None:
+    whole = {"case": "attention", "seq_len": 65_536, "mode": "fwd_bwd", "gpu": "NVIDIA H200", "batch": 1}
+    red = {"correct": False, "ms_p50": None, "ms_p20": None, "ms_p80": None, "note": "dq is wrong"}
+    rows = [
+        make_row(**whole, provider="dense-cudnn", ms_p50=50.0),
+        make_row(**whole, ms_p50=10.0),
+        make_row(**whole, provider="narrow", **red),
+    ]
+    lines = result_table(rows).splitlines()
+    assert len(lines) == 4
+    assert lines[1].split()[-2:] == ["1.000", "5.000"]
+    assert "0.200" in lines[2]
+    assert lines[2].endswith("must 0.21 pass, goal 0.16 FAIL")
+    assert lines[3] == "without a figure: attention narrow fwd_bwd S 65,536: dq is wrong"
