@@ -7,6 +7,8 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -121,3 +123,49 @@ def rows_of(path: Path) -> int:
     """Rows of metrics so far."""
     file = path / "metrics.jsonl"
     return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+class Ranks:
+    """The processes of one run, started by hand instead of by torchrun, which takes seconds."""
+
+    def __init__(
+        self, *words: str | Path, folder: Path, number: int = 2, fault: tuple[str, ...] = (), env: dict[str, str] | None = None
+    ) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        common = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **(env or {})}
+        self.ranks = [
+            Nsa(
+                *words,
+                said=folder / f"said-rank-{rank}",
+                fault=fault,
+                env={"RANK": str(rank), "LOCAL_RANK": str(rank), **common},
+            )
+            for rank in range(number)
+        ]
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for rank in self.ranks:
+            rank.__exit__(*error)
+
+    def end(self, limit_s: float = 120) -> list[int]:
+        """Exit codes."""
+        return [rank.end(limit_s) for rank in self.ranks]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(rank.text for rank in self.ranks)
+
+
+def torchrun(*words: str | Path, fault: tuple[str, ...] = (), restarts: int = 0) -> subprocess.Popen[str]:
+    """Two processes under torchrun, with a fault planted in each."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", str(restarts), str(ROOT / "tests" / "faults" / "plant.py"), *(fault or ("none",)), "--"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, *map(str, words)], env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )

@@ -1,4 +1,4 @@
-"""Faults planted in the code of a process before it trains; also a program: ``plant.py FAULT [ARGUMENT ...] -- WORDS OF NSA``."""
+"""Faults planted in a process before it trains; also a program: ``plant.py FAULT [ARGUMENT ...] -- WORDS OF NSA``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,8 +38,13 @@ def _at_step(step: str, rank: str, action: Any) -> None:
 
 def _stuck_in_c(step: str) -> None:
     """The main thread calls C code that keeps the interpreter to itself and does not return."""
-    sleep = ctypes.PyDLL(None).sleep  # PyDLL does not release the interpreter
-    _at_step(step, "0", lambda trainer: sleep(3600))
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # PyDLL does not release the interpreter
+
+    def deadlock(trainer: Any) -> None:
+        library.pthread_mutex_lock(mutex)
+        library.pthread_mutex_lock(mutex)
+
+    _at_step(step, "0", deadlock)
 
 
 def _starve(window: str, rank: str = "0", seconds: str = "3600") -> None:
@@ -93,7 +99,7 @@ def _slow(seconds: str) -> None:
     Trainer.train_step = train_step  # type: ignore[method-assign]
 
 
-_FAULTS = {
+_FAULTS: dict[str, Callable[..., None]] = {
     "none": _none,
     "stuck-in-c": _stuck_in_c,
     "starve": _starve,
