@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 2
 TENSORS, META, SUMS = "tensors.safetensors", "meta.json", "SHA256SUMS"
+_SUMS_TEXT = re.compile("".join(rf"([0-9a-f]{{64}})  {re.escape(name)}\n" for name in (TENSORS, META)).encode())
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = ".unfinished-"
 _DTYPES = {
@@ -181,15 +182,14 @@ def _check_same(path: Path, file: Any, tensors: Mapping[str, Tensor]) -> None:
 
 def _verify(path: Path, name: str) -> None:
     """Compare a file with its hash."""
-    expected: dict[str, str] = {}
-    if (path / SUMS).is_file():
-        lines = (path / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
-        expected = {line[66:]: line[:64] for line in lines if line[64:66] == "  "}
+    sums = (path / SUMS).read_bytes() if (path / SUMS).is_file() else b""
+    expected = _SUMS_TEXT.fullmatch(sums)
     hint = "Remove this folder to go on from the checkpoint before it."
-    whole = sorted(expected) == sorted((TENSORS, META))
-    check(whole, "read_meta", "path", "hold an undamaged checkpoint", f"{path / SUMS} missing or changed", hint)
+    found = f"{path / SUMS} missing or changed"
+    check(expected is not None, "read_meta", "path", "hold an undamaged checkpoint", found, hint)
+    assert expected is not None
     file = path / name
-    same = file.is_file() and _sha256(file) == expected[name]
+    same = file.is_file() and _sha256(file) == expected[1 + (TENSORS, META).index(name)].decode()
     check(same, "read_meta", "path", "hold an undamaged checkpoint", f"{file} missing or changed", hint)
 
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.train.launch import Launch
@@ -71,7 +72,7 @@ class Processes:
         if self.world_size == 1:
             return module
         ids = [device.index] if device.type == "cuda" else None
-        return DistributedDataParallel(module, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+        return DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
 
     def accumulating(self, module: object, *, last: bool) -> AbstractContextManager[None]:
         """Context of the backward pass of one micro-batch: only the last one of a step exchanges gradients."""
@@ -101,6 +102,11 @@ def join(launch: Launch, device: torch.device) -> Iterator[Processes]:
         yield Processes()
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+    store, rank, world_size = next(rendezvous("env://"))
+    # torchrun keeps the store over a restart, with the addresses of the processes that are gone.
+    store = dist.PrefixStore(f"restart-{launch.restart}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, device_id=device if device.type == "cuda" else None
+    )
     yield Processes(launch.rank, launch.world_size)
     dist.destroy_process_group()  # after an error it might wait for processes that are gone; leaving ends the group too

@@ -19,7 +19,7 @@ from typing import Any
 
 POLL_S = 0.5
 STACKS_WAIT_S = 3.0
-# Other ranks hang too, a moment later; they get this long to say where before the launcher ends them all.
+# Other ranks hang too, a moment later; they get this long, or the limit, to say where before the launcher ends them all.
 GRACE_S = 6.0
 _LAYOUT = struct.Struct("<qq24sdd")
 BEAT_SIZE = _LAYOUT.size
@@ -159,7 +159,7 @@ def watch(watched: Watched) -> None:
         if beat.limit_s <= 0 or silent_s <= beat.limit_s:
             continue
         say(watched, "hang", beat, describe(watched, beat, silent_s))
-        time.sleep(GRACE_S)
+        time.sleep(min(GRACE_S, beat.limit_s))
         if read_beat(watched.beats) == beat and os.getppid() == parent:
             say(watched, "end", beat, f"watchdog: ending rank {watched.rank} (process {watched.pid}) with SIGKILL\n")
             os.kill(watched.pid, signal.SIGKILL)

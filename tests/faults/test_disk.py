@@ -39,7 +39,7 @@ def fill(path: Path) -> Path:
 
 
 def test_full_disk_is_survived(tmp_path: Path, small_disk: Path, count) -> None:
-    config = write_config(tmp_path, steps=120, keep_checkpoints=1)
+    config = write_config(tmp_path, steps=60, keep_checkpoints=1)
     with Nsa("train", config, "--run-dir", tmp_path / "whole", said=tmp_path / "said") as nsa:
         assert nsa.end() == 0
     path = small_disk / "run"

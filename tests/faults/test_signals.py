@@ -16,12 +16,19 @@ def steps_of(path: Path) -> list[int]:
     return [int(checkpoint.name.removeprefix("step-")) for checkpoint in list_checkpoints(path / "checkpoints")]
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "halt"])
-def test_leaves_with_a_checkpoint_and_resumes_identically(tmp_path: Path, how: str, count) -> None:
-    config = write_config(tmp_path, steps=60, checkpoint_every=1000)
-    with Nsa("train", config, "--run-dir", tmp_path / "whole", said=tmp_path / "said") as nsa:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run, with its configuration beside it."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = write_config(folder, steps=30, checkpoint_every=1000)
+    with Nsa("train", config, "--run-dir", folder / "run", said=folder / "said") as nsa:
         assert nsa.end() == 0
-    path = tmp_path / "run"
+    return folder
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "halt"])
+def test_leaves_with_a_checkpoint_and_resumes_identically(tmp_path: Path, whole: Path, how: str, count) -> None:
+    config, path = whole / "tiny.yaml", tmp_path / "run"
     with Nsa("train", config, "--run-dir", path, said=tmp_path / "said", fault=("slow", "0.05")) as nsa:
         nsa.wait_until(lambda: rows_of(path) > 1)
         begin = time.monotonic()
@@ -33,13 +40,13 @@ def test_leaves_with_a_checkpoint_and_resumes_identically(tmp_path: Path, how: s
         assert time.monotonic() - begin < 30
     assert not (path / "halt").exists()
     (step,) = steps_of(path)
-    assert 0 < step < 60
+    assert 0 < step < 30
     (event,) = [event for event in events(path) if event["kind"] == "stop"]
     assert event["step"] == step
-    assert event["message"].startswith(f"stopped by {'the halt file' if how == 'halt' else how} after step {step} of 60")
+    assert event["message"].startswith(f"stopped by {'the halt file' if how == 'halt' else how} after step {step} of 30")
     with Nsa("train", "--resume", path, said=tmp_path / "said") as nsa:
         assert nsa.end() == 0
-    assert outcome(path) == outcome(tmp_path / "whole")
+    assert outcome(path) == outcome(whole / "run")
     count("stopped by a signal or the halt file, left within 30 s, resumed identically", 1, 1)
 
 
