@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -137,6 +138,7 @@ def _measure(
     common: dict[str, Any],
 ) -> Iterator[Row]:  # fmt: skip
     """One row for each mode."""
+    release_memory(point.device)
     work = None
     try:
         work = provider.work(case, tensors, point, config)
@@ -148,6 +150,7 @@ def _measure(
         if work is None:
             yield _row(here, common, mode, Figure(Verdict(None, {}, f"not run: {reason}")))
             continue
+        release_memory(point.device)
         with work.scope() as unused:
             figure = _figure(plan, provider, case, work, gate, point, mode, unused)
         if figure.timing is not None:
@@ -194,7 +197,8 @@ def _figure(
         if fault is not None:
             return Figure(Verdict(False, verdict.errors, fault), kernel_us=kernel_us)
         peak = peak_mib(call, point.device)
-        return Figure(verdict, time_call(call, point.device, plan.budget_ms), recall, kernel_us, peak)
+        timing = time_call(call, point.device, plan.budget_ms, capture=not isinstance(provider, Reference))
+        return Figure(verdict, timing, recall, kernel_us, peak)
     except refusals() as error:
         return Figure(Verdict(None, {}, f"not run: {_reason(provider, error)}"))
 
@@ -207,6 +211,13 @@ def _reason(provider: Provider, error: Exception) -> str:
     if ours and not (provider.variant is not None and does_not_fit(error)):
         raise error
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what the allocator keeps: a large provider before must not leave the next one, or its graph, without memory."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def judges_kernels(device: torch.device) -> bool:

@@ -44,11 +44,12 @@ def percentiles(samples_ms: list[float], calls: int, method: str) -> Timing:
     return Timing(statistics.median(each), p20, p80, len(each), calls, method)
 
 
-def time_call(call: Callable[[], object], device: torch.device, budget_ms: float = 300.0) -> Timing:
+def time_call(call: Callable[[], object], device: torch.device, budget_ms: float = 300.0, capture: bool = True) -> Timing:
     """Time ``call``, warmed up, for about ``budget_ms``.
 
     On a GPU by CUDA events around replays of a CUDA graph, so that no time of the host is in it; where the call cannot be
-    captured, around plain launches.
+    captured, around plain launches. Without ``capture`` no graph is tried: it holds memory of its own, and one that runs out of
+    it never gives it back.
     """
     if device.type != "cuda":
         return _time_on_host(call, budget_ms)
@@ -57,6 +58,8 @@ def time_call(call: Callable[[], object], device: torch.device, budget_ms: float
     once = _events(call, 2)[-1]
     calls = max(1, min(MAX_CALLS, round(MIN_SAMPLE_MS / max(once, 1e-3))))
     samples = max(MIN_SAMPLES, min(MAX_SAMPLES, round(budget_ms / max(once * calls, 1e-3))))
+    if not capture:
+        return percentiles(_events(call, samples), 1, "launches")
     graph = torch.cuda.CUDAGraph()
     try:
         _capture(graph, call, calls)

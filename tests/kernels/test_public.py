@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from tests.ops import properties
@@ -10,14 +12,16 @@ from tests.ops.public import CHECKS, RUNS, Case
 
 CONFIG = small(num_heads=6, phi="linear")
 CASES = {
-    "packed": Case(CONFIG, (70, 0, 1, 17, 8)),
-    "fewer queries": Case(CONFIG, (70, 3, 64), (20, 0, 7)),
-    "dense": Case(CONFIG, (50, 50), dense=True),
+    "packed": Case(CONFIG, (70, 0, 1, 8)),
+    "fewer queries": Case(CONFIG, (70, 3, 33), (12, 0, 5)),
+    "dense": Case(dataclasses.replace(CONFIG, num_heads=2), (40, 40), dense=True),
 }
 NARROW = small(num_heads=2, num_kv_heads=1, value_dim=16)
-ONE = Case(NARROW, (100,))
+ONE = Case(NARROW, (84,))
 TWO_HEADS = Case(small(num_heads=2, value_dim=16), (100,))
-PACKED = Case(NARROW, (70, 9, 20))
+PACKED = Case(NARROW, (66, 9, 12))
+# The whole is made of the others: what holds for them in turn is tried on a GPU for the whole, too.
+PARTS = [name for name in properties.OPERATORS if name != "whole"]
 
 # NumPy's words inside the interpreter: a maximum over NaN, powers of keys that are masked afterwards.
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered", "ignore:overflow encountered in exp2")
@@ -31,15 +35,15 @@ def test_operator(operator, case):
 
 @pytest.mark.parametrize("operator", properties.OPERATORS)
 def test_causality_bit_for_bit(operator):
-    properties.check_causality(operator, ONE, (79, 90))
+    properties.check_causality(operator, ONE, (79,))
 
 
-@pytest.mark.parametrize("operator", properties.OPERATORS)
+@pytest.mark.parametrize("operator", PARTS)
 def test_same_bits_on_every_run(operator):
     properties.check_same_bits(operator, PACKED, runs=2)
 
 
-@pytest.mark.parametrize("operator", properties.OPERATORS)
+@pytest.mark.parametrize("operator", PARTS)
 def test_nan_reaches_no_other_sequence(operator):
     properties.check_nan_isolation(operator, PACKED, 1)
 
@@ -50,11 +54,11 @@ def test_packed_equals_separate(operator):
 
 
 def test_full_coverage_is_dense_attention():
-    properties.check_full_coverage(Case(NARROW, (60,)))
+    properties.check_full_coverage(Case(NARROW, (52,)))
 
 
 def test_one_hot_gates_are_one_branch():
-    properties.check_one_hot_gates(Case(NARROW, (70,)))
+    properties.check_one_hot_gates(Case(NARROW, (36,)))
 
 
 def test_order_of_indices_does_not_matter():
@@ -66,4 +70,4 @@ def test_unchosen_blocks_have_no_gradient():
 
 
 def test_shifted_positions_change_nothing():
-    properties.check_rope_shift(Case(NARROW, (70,)))
+    properties.check_rope_shift(Case(NARROW, (36,)))

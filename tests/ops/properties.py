@@ -184,9 +184,9 @@ def check_packed_equals_separate(name: str, case: Case) -> None:
     if name == "whole":
         sampled = dataclasses.replace(sampled, block_indices=torch.cat([_choice_of(part) for part in parts]))
     rows, keys = every(packed.dout), torch.arange(packed.num_keys, device=packed.dout.device)
-    check_sampled(lambda d: sampled.at_queries(rows, d, packed.dout), joined, rows, case.dtype, f"separate {name}")
+    check_sampled(lambda d: sampled.at_queries(rows, d, packed.dout), joined, rows, case.dtype, f"separate {name}", case.factor)
     at_keys = sampled.at_tokens if name == "whole" else sampled.at_keys
-    check_sampled(lambda d: at_keys(keys, d, packed.dout), of_keys, keys, case.dtype, f"separate {name}")
+    check_sampled(lambda d: at_keys(keys, d, packed.dout), of_keys, keys, case.dtype, f"separate {name}", case.factor)
 
 
 def check_full_coverage(case: Case) -> None:
@@ -209,7 +209,7 @@ def check_full_coverage(case: Case) -> None:
             values[dtype] = (out.detach(), *grads)
         actual = (results.of_queries["out"], results.of_queries["dq"], results.of_keys["dk"], results.of_keys["dv"])
         for name, found, plain, exact in zip(("out", "dq", "dk", "dv"), actual, *values.values(), strict=True):
-            assert_within_budget(found, plain, exact, f"full coverage: {results.name} {name}")
+            assert_within_budget(found, plain, exact, f"full coverage: {results.name} {name}", case.factor)
 
 
 def check_one_hot_gates(case: Case) -> None:
@@ -222,7 +222,7 @@ def check_one_hot_gates(case: Case) -> None:
         assert isinstance(results.sampled, SampledWhole)
         rows = every(results.dout)
         plain, exact = (results.sampled.branch(branch, d).at_queries(rows, d)["out"] for d in (case.dtype, torch.float64))
-        assert_within_budget(results.of_queries["out"], plain, exact, f"one-hot {branch}")
+        assert_within_budget(results.of_queries["out"], plain, exact, f"one-hot {branch}", case.factor)
         for key, grad in results.of_keys.items():
             assert bool(grad.any()) == (branch in key), f"one-hot {branch}: gradient of {key}"
 

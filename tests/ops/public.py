@@ -28,6 +28,7 @@ from nsa import (
 from nsa.ops.combination.reference import combine_reference
 from nsa.ops.selection import run_select_blocks
 from nsa.testing import AttentionInputs, assert_within_budget, make_inputs
+from nsa.testing.budget import CEILING
 from nsa.testing.sampled import (
     SampledAttention,
     SampledCompression,
@@ -75,6 +76,15 @@ class Case:
     @property
     def queries(self) -> tuple[int, ...]:
         return self.lengths_k if self.lengths_q is None else self.lengths_q
+
+    @property
+    def factor(self) -> float:
+        """How many times the baseline's error is allowed.
+
+        In fp32 only sums are rounded, in another order than the baseline's; the worst of a few rows varies by more than 2 from
+        order to order.
+        """
+        return 4.0 if self.dtype == torch.float32 else 2.0
 
     def normal(self, *shape: int, seed: int = 1) -> Tensor:
         generator = torch.Generator(device=self.device).manual_seed(seed)
@@ -129,24 +139,33 @@ class Results:
 
     def check(self, rows: Tensor | None = None, keys: Tensor | None = None) -> None:
         """Hold everything, or some ``rows`` and ``keys``, against fp64."""
-        name, dtype, sampled, dout = self.name, self.case.dtype, self.sampled, self.dout
+        name, dtype, sampled, dout, factor = self.name, self.case.dtype, self.sampled, self.dout, self.case.factor
         # Rows of compressed keys that no block owns have no gradient; nothing else may stand there.
         for key, grad in self.of_keys.items():
             assert not bool(grad[self.num_keys :].any()), f"{name} {key}: not 0 in rows that no block owns"
         weights = rows is None and keys is None and bool(self.of_weights)
         rows = every(dout) if rows is None else rows
         keys = torch.arange(self.num_keys, device=dout.device) if keys is None else keys
-        check_sampled(lambda d: sampled.at_queries(rows, d, dout), self.of_queries, rows, dtype, name)
         at_keys = sampled.at_tokens if isinstance(sampled, SampledWhole) else sampled.at_keys
-        check_sampled(lambda d: at_keys(keys, d, dout), self.of_keys, keys, dtype, name)
+        queries = {d: sampled.at_queries(rows, d, dout) for d in (dtype, torch.float64)}
+        tokens = {d: at_keys(keys, d, dout) for d in (dtype, torch.float64)}
+        exact = {**queries[torch.float64], **tokens[torch.float64]}
+        size = max(float(exact[key].norm()) for key in (*self.of_queries, *self.of_keys) if key != "lse")
+        for values, actual, index in ((queries, self.of_queries, rows), (tokens, self.of_keys, keys)):
+            zero = [key for key in actual if key != "lse" and float(exact[key].norm()) < 1e-12 * size]
+            # Where no query sees two keys, dQ and dK are 0 but for rounding: no relative error is defined.
+            for key in zero:
+                assert float(actual[key][index].norm()) <= CEILING[dtype] * size, f"{name} {key}: should vanish"
+            others = {key: x for key, x in actual.items() if key not in zero}
+            check_sampled(lambda d, v=values: v[d], others, index, dtype, name, factor)  # type: ignore[misc]
         if isinstance(sampled, SampledWhole):
             if self.scored is not None:
                 choice = sampled_choice(*self.scored, self.case.config, **cu(sampled.inputs))
                 assert sampled.block_indices is not None
                 agree(choice.agreement(rows, sampled.block_indices))
             if weights:
-                plain, exact = (sampled.weight_gradients(d, dout) for d in (dtype, torch.float64))
-                compare(self.of_weights, plain, exact, name)
+                plain, double = (sampled.weight_gradients(d, dout) for d in (dtype, torch.float64))
+                compare(self.of_weights, plain, double, name, factor)
 
 
 def _attention(
@@ -239,17 +258,19 @@ def check_compress(case: Case, seed: int = 4) -> None:
         dy = case.normal(*y.shape)
         dx, *dw = torch.autograd.grad(y, leaves, dy)
         blocks = torch.arange(sampled.num_blocks, device=case.device)
-        both = (case.dtype, "compress")
+        both = (case.dtype, "compress", case.factor)
         check_sampled(lambda dtype, b=blocks, s=sampled: s.at_blocks(b, dtype), {"y": y.detach()}, blocks, *both)  # type: ignore[misc]
         tokens = every(raw)
         check_sampled(lambda dtype, t=tokens, s=sampled, g=dy: s.at_tokens(t, dtype, g), {"dx": dx}, tokens, *both)  # type: ignore[misc]
         found = dict(zip(parameters, dw, strict=True))
-        compare(found, sampled.weight_gradients(case.dtype, dy), sampled.weight_gradients(torch.float64, dy), "compress")
+        compare(found, sampled.weight_gradients(case.dtype, dy), sampled.weight_gradients(torch.float64, dy), *both[1:])
 
 
-def compare(actual: Mapping[str, Tensor], plain: Mapping[str, Tensor], exact: Mapping[str, Tensor], name: str) -> None:
+def compare(
+    actual: Mapping[str, Tensor], plain: Mapping[str, Tensor], exact: Mapping[str, Tensor], name: str, factor: float
+) -> None:
     for key, x in actual.items():
-        assert_within_budget(x, plain[key], exact[key].double(), f"{name} {key}")
+        assert_within_budget(x, plain[key], exact[key].double(), f"{name} {key}", factor)
 
 
 def check_combine(case: Case, branches: Sequence[str] = ("cmp", "slc", "win")) -> None:
@@ -271,7 +292,7 @@ def check_combine(case: Case, branches: Sequence[str] = ("cmp", "slc", "win")) -
         return combine(given[0], given[1], given[2], gate, backend=case.backend)
 
     found = run(case.dtype, tested)
-    compare(found, run(case.dtype, combine_reference), run(torch.float64, combine_reference), "combine")
+    compare(found, run(case.dtype, combine_reference), run(torch.float64, combine_reference), "combine", case.factor)
     off = [i for i, out in enumerate(outs) if out is None]
     assert not bool(found["gates"][..., off].any()), "combine: a branch that is off gives its gate a gradient"
 
@@ -281,18 +302,13 @@ def run_whole(case: Case, x: AttentionInputs | None = None, dout: Tensor | None 
     config = case.config
     x = case.inputs() if x is None else x
     rope = Rope.from_config(config) if rope is None else rope
-    batch = make_batch(config, case.lengths_k, seed=4)
-    parameters = {
-        f"phi_{kind}.{name}": w.to(case.device, case.dtype)
-        for kind, size in (("k", config.head_dim), ("v", config.value_dim))
-        for name, w in phi_parameters(batch, size).items()
-    }
+    parameters = parameters_of(case)
     names = [f.name for f in dataclasses.fields(x) if not f.name.startswith("cu_")]
     q_cmp = case.normal(*x.q.shape, seed=9) if config.compress_rope == "none" else None
     leaves = leaves_of(*(getattr(x, name) for name in names), *parameters.values(), *([] if q_cmp is None else [q_cmp]))
     every_name = [*names, *parameters, *([] if q_cmp is None else ["q_cmp"])]
     named: dict[str, Tensor] = dict(zip(every_name, leaves, strict=True))
-    phi = (phi_of(named, "phi_k."), phi_of(named, "phi_v.")) if parameters else None
+    phi = phi_of(named)
     given: dict[str, Any] = {name: case.shaped(named[name]) for name in names}
     queries = case.shaped(named["q_cmp"]) if q_cmp is not None else None
 
@@ -312,13 +328,28 @@ def run_whole(case: Case, x: AttentionInputs | None = None, dout: Tensor | None 
     of_weights = {name: grads[name] for name in parameters if "cmp" in config.branches}
     of_queries = {"out": out.detach()} | {name: grads[name] for name in ("q", "gates", "q_cmp") if name in grads}
     ids = seen[0][2] if seen else None
-    sampled = SampledWhole(x, config, ids, None if phi is None else phi, q_cmp, rope)
+    sampled = SampledWhole(x, config, ids, phi, q_cmp, rope)
     scored = seen[0][:2] if seen else None
     return Results("whole", case, of_queries, of_keys, dout, sampled, x.k_win.shape[0], of_weights, scored)
 
 
-def phi_of(named: Mapping[str, Tensor], prefix: str) -> PhiWeights:
-    return PhiWeights(**{name.removeprefix(prefix): x for name, x in named.items() if name.startswith(prefix)})
+def parameters_of(case: Case) -> dict[str, Tensor]:
+    """Parameters of phi by name, ``phi_k.weight`` and so on."""
+    batch = make_batch(case.config, (1,), seed=4)
+    sizes = {"phi_k": case.config.head_dim, "phi_v": case.config.value_dim}
+    return {
+        f"{kind}.{name}": w.to(case.device, case.dtype)
+        for kind, size in sizes.items()
+        for name, w in phi_parameters(batch, size).items()
+    }
+
+
+def phi_of(named: Mapping[str, Tensor]) -> tuple[PhiWeights, PhiWeights] | None:
+    """The parameters of phi among named tensors; None where there are none."""
+    both: list[dict[str, Tensor]] = [
+        {name.removeprefix(kind): x for name, x in named.items() if name.startswith(kind)} for kind in ("phi_k.", "phi_v.")
+    ]
+    return (PhiWeights(**both[0]), PhiWeights(**both[1])) if both[0] else None
 
 
 RUNS: dict[str, Callable[..., Results]] = {

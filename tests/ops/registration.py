@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa import NSAConfig, Rope, native_sparse_attention
-from tests.ops.public import CHECKS, Case, leaves_of
+from nsa.testing import measure
+from nsa.testing.budget import FLOOR
+from tests.ops.public import CHECKS, Case, leaves_of, parameters_of, phi_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -73,26 +75,28 @@ def whole_of(config: NSAConfig, backend: str) -> Any:
     rope = Rope.from_config(config)
 
     def run(tensors: dict[str, Tensor], cu_seqlens: Tensor) -> Tensor:
-        given: Any = tensors
+        given: Any = {name: x for name, x in tensors.items() if not name.startswith("phi_")}
         return native_sparse_attention(
-            **given, phi=None, config=config, rope=rope, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, backend=backend
-        )
+            **given, phi=phi_of(tensors), config=config, rope=rope, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+            backend=backend,
+        )  # fmt: skip
 
     return run
 
 
 def tensors_of(case: Case) -> tuple[dict[str, Tensor], Tensor]:
-    """Leaves of the whole by name, and cu_seqlens."""
+    """Leaves of the whole by name, parameters of phi included, and cu_seqlens."""
     x = case.inputs()
-    names = [f.name for f in dataclasses.fields(x) if not f.name.startswith("cu_")]
-    return dict(zip(names, leaves_of(*(getattr(x, name) for name in names)), strict=True)), x.cu_seqlens_q
+    named = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if not f.name.startswith("cu_")} | parameters_of(case)
+    return dict(zip(named, leaves_of(*named.values()), strict=True)), x.cu_seqlens_q
 
 
 def run_with_gradients(function: Any, case: Case, mark: bool = False) -> dict[str, Tensor]:
     tensors, cu_seqlens = tensors_of(case)
     if mark:
-        for leaf in tensors.values():
-            torch._dynamo.mark_dynamic(leaf, 0)
+        for name, leaf in tensors.items():
+            if not name.startswith("phi_"):
+                torch._dynamo.mark_dynamic(leaf, 0)
     out = function(tensors, cu_seqlens)
     out.backward(case.normal(*out.shape, seed=3))
     grads = {name: leaf.grad for name, leaf in tensors.items() if leaf.grad is not None}
@@ -112,4 +116,6 @@ def check_compiled(cases: Sequence[Case], compiler: str) -> None:
         with torch._dynamo.config.patch(error_on_recompile=index > 0):
             found = run_with_gradients(compiled, case, mark=True)
         for name, wanted in run_with_gradients(eager, case).items():
-            assert torch.equal(found[name], wanted), f"{name} of the compiled whole differs at lengths {case.lengths_k}"
+            # A compiler may add up the branches' shares of dQ before it rounds; everything else is made by our operators.
+            close = name == "q" and measure(found[name], wanted.double()).total <= FLOOR[case.dtype]
+            assert close or torch.equal(found[name], wanted), f"compiled: {name} differs at lengths {case.lengths_k}"

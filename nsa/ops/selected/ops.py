@@ -15,12 +15,15 @@ _WHERE = "Tensor? cu_q, Tensor? cu_k, SymInt num_sequences, SymInt len_q, SymInt
 def _forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     from nsa.ops._triton.layout import Layout
     from nsa.ops._triton.tuning import tile_for
-    from nsa.ops.selected.triton_launch import selected_forward
+    from nsa.ops.selected.gather_launch import gather_forward
+    from nsa.ops.selected.triton_launch import choices_scatter, selected_forward
 
     *where, block_size, softmax_scale = rest
     q, k, v = (rows(x) for x in (q, k, v))
-    tile = tile_for("selected_attention_fwd", q, v)
-    return selected_forward(q, k, v, block_indices, Layout(*where), softmax_scale, block_size, tile)
+    layout = Layout(*where)
+    scattered = choices_scatter(q, k, block_indices, layout, block_size)
+    launch, name = (gather_forward, "selected_gather_fwd") if scattered else (selected_forward, "selected_attention_fwd")
+    return launch(q, k, v, block_indices, layout, softmax_scale, block_size, tile_for(name, q, v))
 
 
 def _backward(
@@ -28,12 +31,16 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from nsa.ops._triton.layout import Layout
     from nsa.ops._triton.tuning import tile_for
-    from nsa.ops.selected.triton_launch import selected_backward
+    from nsa.ops.selected.gather_launch import gather_backward
+    from nsa.ops.selected.triton_launch import choices_scatter, selected_backward
 
     *where, block_size, softmax_scale = rest
     q, k, v, dout = (rows(x) for x in (q, k, v, dout))
-    tiles = (tile_for(f"selected_attention_{kind}", q, v) for kind in ("dq", "dkv"))
-    return selected_backward(q, k, v, block_indices, out, dout, lse, Layout(*where), softmax_scale, block_size, *tiles)
+    layout = Layout(*where)
+    inputs = (q, k, v, block_indices, out, dout, lse, layout, softmax_scale, block_size)
+    if choices_scatter(q, k, block_indices, layout, block_size):
+        return gather_backward(*inputs, tile_for("selected_gather_dkv", q, v))
+    return selected_backward(*inputs, tile_for("selected_attention_dq", q, v), tile_for("selected_attention_dkv", q, v))
 
 
 selected_attention_op = torch.library.custom_op(

@@ -11,18 +11,18 @@ import triton.language as tl
 
 from nsa.ops._triton.range_attention import load_keys
 from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile, load_rows, load_tile, sequence_rows, store_rows
-from nsa.ops.selected.triton_fwd import chosen_keys
+from nsa.ops.selected.triton_fwd import chosen_keys, list_entry
 
 
 @triton.jit
 def selected_dq_step(
-    q, dout, lse, delta, k_source, v_source, block_ptr, word_ptr, i, dq, query, t, scale, head, first_key, num_keys,
+    q, dout, lse, delta, k_source, v_source, block, word, i, dq, query, t, scale, head, first_key, num_keys,
     stride_k, stride_kh, stride_v, stride_vh, D: tl.constexpr, DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr, LAST: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the share of one step of the list to dQ ``[BLOCK_M, BLOCK_D]``."""
-    n, seen = chosen_keys(block_ptr, word_ptr, i, query, t, BLOCK_SIZE, BLOCK_N, CAUSAL)
+    n, seen = chosen_keys(block, word, i, query, t, BLOCK_SIZE, BLOCK_N, CAUSAL)
     k = load_keys(k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, LAST, TMA)
     v = load_keys(v_source, head, n, first_key, num_keys, stride_v, stride_vh, DV, BLOCK_N, BLOCK_DV, LAST, TMA)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -72,21 +72,31 @@ def selected_dq_kernel(
         past = tl.load(count_ptr + item * 3) * STEPS
         inside = tl.load(count_ptr + item * 3 + 1) * STEPS
         end = tl.load(count_ptr + item * 3 + 2) * STEPS
+        if end > 0:
+            next_block, next_word = list_entry(block_ptr, word_ptr, 0, end, STEPS)
+        else:
+            next_block, next_word = 0, 0
         for i in tl.range(0, past, num_stages=STAGES):
+            block, word = next_block, next_word
+            next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, STEPS)
             dq = selected_dq_step(
-                q, dout, lse, delta, k_source, v_source, block_ptr, word_ptr, i, dq, query, t, scale, head_kv, first_key,
+                q, dout, lse, delta, k_source, v_source, block, word, i, dq, query, t, scale, head_kv, first_key,
                 num_tokens, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_DV, False,
                 False, TMA,
             )  # fmt: skip
         for i in tl.range(past, inside, num_stages=EDGE):
+            block, word = next_block, next_word
+            next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, STEPS)
             dq = selected_dq_step(
-                q, dout, lse, delta, k_source, v_source, block_ptr, word_ptr, i, dq, query, t, scale, head_kv, first_key,
+                q, dout, lse, delta, k_source, v_source, block, word, i, dq, query, t, scale, head_kv, first_key,
                 num_tokens, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_DV, True,
                 False, TMA,
             )  # fmt: skip
         for i in tl.range(inside, end, num_stages=1):
+            block, word = next_block, next_word
+            next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, STEPS)
             dq = selected_dq_step(
-                q, dout, lse, delta, k_source, v_source, block_ptr, word_ptr, i, dq, query, t, scale, head_kv, first_key,
+                q, dout, lse, delta, k_source, v_source, block, word, i, dq, query, t, scale, head_kv, first_key,
                 num_tokens, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_DV, True,
                 True, TMA,
             )  # fmt: skip

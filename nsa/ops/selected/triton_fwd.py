@@ -16,11 +16,16 @@ from nsa.ops._triton.tiles import LN_2, LOG2_E, VARYING, find_tile, load_rows, s
 
 
 @triton.jit
-def chosen_keys(block_ptr, word_ptr, i, query, t, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
-    """First key of step i of a list, and which keys each row sees, ``[BLOCK_M, 1 or BLOCK_N]``."""
-    STEPS: tl.constexpr = BLOCK_SIZE // BLOCK_N
-    n = tl.load(block_ptr + i // STEPS) * BLOCK_SIZE + i % STEPS * BLOCK_N
-    word = tl.load(word_ptr + i // STEPS)
+def list_entry(block_ptr, word_ptr, i, end, STEPS: tl.constexpr):
+    """Block and word of step i of a list. They are loaded a step ahead: a block's number is needed before its keys can be."""
+    at = tl.minimum(i, end - 1) // STEPS
+    return tl.load(block_ptr + at), tl.load(word_ptr + at)
+
+
+@triton.jit
+def chosen_keys(block, word, i, query, t, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
+    """First key of step i, and which keys each row sees, ``[BLOCK_M, 1 or BLOCK_N]``."""
+    n = block * BLOCK_SIZE + i % (BLOCK_SIZE // BLOCK_N) * BLOCK_N
     seen = (((word >> query) & 1) != 0)[:, None]
     if CAUSAL:
         seen = seen & ((n + tl.arange(0, BLOCK_N))[None, :] <= t[:, None])
@@ -29,13 +34,13 @@ def chosen_keys(block_ptr, word_ptr, i, query, t, BLOCK_SIZE: tl.constexpr, BLOC
 
 @triton.jit
 def selected_step(
-    q, k_source, v_source, block_ptr, word_ptr, i, row_max, total, acc, query, t, scale, head, first_key, num_keys,
+    q, k_source, v_source, block, word, i, row_max, total, acc, query, t, scale, head, first_key, num_keys,
     stride_k, stride_kh, stride_v, stride_vh, D: tl.constexpr, DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr, LAST: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """One step of the forward loop."""
-    n, seen = chosen_keys(block_ptr, word_ptr, i, query, t, BLOCK_SIZE, BLOCK_N, CAUSAL)
+    n, seen = chosen_keys(block, word, i, query, t, BLOCK_SIZE, BLOCK_N, CAUSAL)
     k = load_keys(k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, LAST, TMA)
     v = load_keys(v_source, head, n, first_key, num_keys, stride_v, stride_vh, DV, BLOCK_N, BLOCK_DV, LAST, TMA)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
@@ -77,21 +82,31 @@ def selected_fwd_kernel(
         past = tl.load(count_ptr + item * 3) * STEPS
         inside = tl.load(count_ptr + item * 3 + 1) * STEPS
         end = tl.load(count_ptr + item * 3 + 2) * STEPS
+        if end > 0:
+            next_block, next_word = list_entry(block_ptr, word_ptr, 0, end, STEPS)
+        else:
+            next_block, next_word = 0, 0
         for i in tl.range(0, past, num_stages=STAGES):
+            block, word = next_block, next_word
+            next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, STEPS)
             row_max, total, acc = selected_step(
-                q, k_source, v_source, block_ptr, word_ptr, i, row_max, total, acc, query, t, scale, head_kv, first_key,
+                q, k_source, v_source, block, word, i, row_max, total, acc, query, t, scale, head_kv, first_key,
                 num_tokens, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_DV, False,
                 False, TMA,
             )  # fmt: skip
         for i in tl.range(past, inside, num_stages=EDGE):
+            block, word = next_block, next_word
+            next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, STEPS)
             row_max, total, acc = selected_step(
-                q, k_source, v_source, block_ptr, word_ptr, i, row_max, total, acc, query, t, scale, head_kv, first_key,
+                q, k_source, v_source, block, word, i, row_max, total, acc, query, t, scale, head_kv, first_key,
                 num_tokens, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_DV, True,
                 False, TMA,
             )  # fmt: skip
         for i in tl.range(inside, end, num_stages=1):
+            block, word = next_block, next_word
+            next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, STEPS)
             row_max, total, acc = selected_step(
-                q, k_source, v_source, block_ptr, word_ptr, i, row_max, total, acc, query, t, scale, head_kv, first_key,
+                q, k_source, v_source, block, word, i, row_max, total, acc, query, t, scale, head_kv, first_key,
                 num_tokens, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_DV, True,
                 True, TMA,
             )  # fmt: skip

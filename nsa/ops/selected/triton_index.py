@@ -55,7 +55,8 @@ def list_kernel(
             else:
                 first_block = tl.load(cu_block_ptr + sequence)
             key = tl.where(present, head * num_blocks + first_block + block, HKV * num_blocks)
-            tl.store(key_ptr + (head.to(tl.int64) * num_rows + first_q + row) * N + slot, key, mask=ok)
+            key_at = (head.to(tl.int64) * num_rows + first_q + row) * N + slot
+            tl.store(key_ptr + key_at, key.to(key_ptr.dtype.element_ty), mask=ok)
         NONE: tl.constexpr = 0x7FFFFFFF // SIZE
         ranked = tl.sort(tl.where(present, block, NONE) * SIZE + e)
         block = ranked // SIZE

@@ -19,6 +19,8 @@ from nsa.ops.selected.triton_index import list_kernel
 MAX_QUERIES = 32
 # Queries of one program of dK and dV.
 CHUNK = 1024
+# Blocks in the list of a tile of 64 rows from which on, with choices that differ, going block by block is faster.
+SCATTERED_BLOCKS = 96
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Lists:
         word: the same shape: bit i says that query i of the tile chose the block.
         count: int32 ``[Hkv, tiles, 3]``: blocks wholly in the past of every query, wholly inside the sequence, and all.
         block_q: queries of a tile.
-        key: int32 ``[Hkv, T, n]``, equal where the same block was chosen; None unless asked for.
+        key: int16 or int32 ``[Hkv, T, n]``, equal where the same block was chosen; None unless asked for.
         num_blocks: at least the blocks of all sequences together.
     """
 
@@ -40,6 +42,12 @@ class Lists:
     block_q: int
     key: Tensor | None
     num_blocks: int
+
+
+def choices_scatter(q: Tensor, k: Tensor, block_indices: Tensor, layout: Layout, block_size: int) -> bool:
+    """Whether the gathered design runs: by shapes alone, from the most blocks that the list of a tile can hold."""
+    queries = min(max(64 * k.shape[1] // q.shape[1], 1), MAX_QUERIES)
+    return min(-(-layout.len_k // block_size), queries * block_indices.shape[-1]) > SCATTERED_BLOCKS
 
 
 def tile_of(tile: Tile, group_size: int, block_size: int) -> tuple[Tile, int]:
@@ -59,7 +67,9 @@ def make_lists(block_indices: Tensor, layout: Layout, block_size: int, block_q: 
     num_blocks = layout.num_tiles(num_tokens, block_size, layout.len_k)
     block, word = (torch.empty(num_kv_heads, num_lists, block_q * n, dtype=torch.int32, device=device) for _ in range(2))
     count = torch.empty(num_kv_heads, num_lists, 3, dtype=torch.int32, device=device)
-    key = torch.empty(num_kv_heads, num_q, n, dtype=torch.int32, device=device) if keys else None
+    # Half as many bits are sorted in half the passes.
+    key_type = torch.int16 if num_kv_heads * num_blocks < 2**15 - 1 else torch.int32
+    key = torch.empty(num_kv_heads, num_q, n, dtype=key_type, device=device) if keys else None
     cu_block = None
     if keys and layout.cu_k is not None:
         ends = ((layout.cu_k[1:] - layout.cu_k[:-1] + (block_size - 1)) // block_size).cumsum(0, dtype=torch.int32)
@@ -69,7 +79,7 @@ def make_lists(block_indices: Tensor, layout: Layout, block_size: int, block_q: 
         list_kernel[(num_lists, num_kv_heads)](
             block_indices.contiguous(), block, word, count, key, layout.cu_q, layout.cu_k, cu_block, layout.len_q, layout.len_k,
             layout.num_sequences, num_q, num_lists, num_blocks, HKV=num_kv_heads, N=n, BLOCK_SIZE=block_size, BLOCK_Q=block_q,
-            PAD_Q=triton.next_power_of_2(block_q), PAD_N=pad_n, num_warps=4 if block_q * pad_n <= 512 else 8,
+            PAD_Q=triton.next_power_of_2(block_q), PAD_N=pad_n, num_warps=max(1, min(8, block_q * pad_n // 256)),
         )  # fmt: skip
     return Lists(block, word, count, block_q, key, num_blocks)
 
@@ -157,7 +167,7 @@ def inverse_index(key: Tensor, num_blocks: int) -> tuple[Tensor, Tensor, Tensor,
     num_items = num_kv_heads * num_blocks
     ranked, order = key.flatten().sort(stable=True)
     query = (order // n % num_q).int()
-    items = torch.arange(num_items + 1, dtype=torch.int32, device=key.device)
+    items = torch.arange(num_items + 1, dtype=key.dtype, device=key.device)
     start = torch.searchsorted(ranked, items, out_int32=True)
     counts = (start[1:] - start[:-1] + (CHUNK - 1)) // CHUNK
     chunk_start = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))

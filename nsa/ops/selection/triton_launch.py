@@ -13,6 +13,9 @@ from nsa.ops._triton.tuning import Tile
 from nsa.ops.selection.reference import to_fp8
 from nsa.ops.selection.triton_fwd import select_kernel
 
+# Shared memory for queries that stay on chip.
+KEPT_BYTES = 64 * 1024
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -55,6 +58,8 @@ def select_blocks_forward(
     if choice.precision == "fp8":
         (q, q_scale), (k, k_scale) = to_fp8(q), to_fp8(k)
         block_d = max(block_d, 32)  # the least depth of an fp8 product
+    # All heads of a group at once fit on chip only while they are few.
+    keep = tile.keep_queries and num_heads // num_kv_heads * tile.rows * block_d * q.element_size() <= KEPT_BYTES
     if num_q:
         select_kernel[grid](
             q, k, lse, q_scale, k_scale, coarse, out, *layout.arguments(), num_q, q.stride(0), q.stride(1), k.stride(0),
@@ -62,7 +67,7 @@ def select_blocks_forward(
             D=head_dim, N=choice.num_blocks, L=layout.size, STRIDE=layout.stride, BLOCK_SIZE=choice.block_size,
             COUNTS=choice.counts, NUM_COUNTS=len(choice.counts) // 2, FACTOR=coarse_factor,
             NUM_COARSE=0 if coarse is None else coarse.shape[-1], BF16=choice.precision == "bf16", BLOCK_Q=tile.rows,
-            BLOCK_J=max(tile.keys, width), BLOCK_N=width, BLOCK_D=block_d, KEEP=tile.keep_queries, STAGES=tile.stages,
+            BLOCK_J=max(tile.keys, width), BLOCK_N=width, BLOCK_D=block_d, KEEP=keep, STAGES=tile.stages,
             **tile.launch_options(),
         )  # fmt: skip
     return out

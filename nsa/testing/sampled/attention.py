@@ -6,6 +6,7 @@ them; these are computed, too, a part of the queries at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +20,7 @@ from nsa.testing.sampled.gate import compute_dtype, offsets_on_host
 
 # Elements of all temporaries of one part together: 1 GiB in fp64.
 PART_ELEMENTS = 2**27
+LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)  # softmax in base 2, as kernels take it
 # Queries that are asked at a time whether they see a sampled key.
 SEARCH_ROWS = 2**16
 
@@ -139,21 +141,27 @@ def _attend(
     num_kv_heads = k.shape[1]
     head = torch.arange(num_kv_heads, device=q.device)[:, None]
     keys, values = (x[index, head].to(compute) for x in (k, v))  # [P, Hkv, K, D]
-    scores = _by_head(q.to(compute), num_kv_heads, num_lists) @ keys.mT * scale
+    scores = _by_head(q.to(compute), num_kv_heads, num_lists) @ keys.mT * (scale * LOG2_E)
     scores.masked_fill_(~_mask_by_head(visible, num_heads // num_kv_heads, num_lists), -torch.inf)
     row_max = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(compute).min)
-    weights = scores.sub_(row_max).exp_()
+    weights = torch.exp2(scores - row_max)
     total = weights.sum(-1, keepdim=True)
-    positive = torch.where(total > 0, total, 1.0)
-    out = (weights.to(dtype).to(compute) @ values / positive).to(dtype)
-    found = {"out": _by_row(out, num_rows), "lse": _by_row(row_max + total.log(), num_rows)[..., 0]}
+    out = (weights.to(dtype).to(compute) @ values / torch.where(total > 0, total, 1.0)).to(dtype)
+    lse = (row_max + total.log2()) * LN_2
+    found = {"out": _by_row(out, num_rows), "lse": _by_row(lse, num_rows)[..., 0]}
     if dout is None:
         return found
     rows = _by_head(dout, num_kv_heads, num_lists)
     delta = (out.to(compute) * rows).sum(-1, keepdim=True)
-    weights.div_(positive).mul_((rows @ values.mT).sub_(delta))
+    weights = torch.exp2(scores.sub_(_for_weights(lse) * LOG2_E))
+    weights.mul_((rows @ values.mT).sub_(delta))
     dq = weights.to(dtype).to(compute) @ keys * scale
     return {**found, "delta": _by_row(delta, num_rows)[..., 0], "dq": _by_row(dq, num_rows).to(dtype)}
+
+
+def _for_weights(lse: Tensor) -> Tensor:
+    """lse as the exponent's subtrahend: a row without a visible key has weights 0."""
+    return torch.where(lse.isinf(), torch.inf, lse)
 
 
 # ------------------------------------------------------------------------------------------------------------ branches
@@ -257,7 +265,8 @@ class SampledAttention:
             )
         )  # fmt: skip
         k, v = (x[keys + self.cu_key[sequence]].to(compute).transpose(0, 1) for x in (self.k, self.v))  # [Hkv, m, E]
-        weights = torch.where(visible, torch.exp(q @ k.mT * self.scale - lse), 0.0)
+        scores = q @ k.mT * (self.scale * LOG2_E)
+        weights = torch.where(visible, torch.exp2(scores - _for_weights(lse) * LOG2_E), 0.0)
         dv = weights.to(dtype).to(compute).mT @ grad
         dk = (weights * (grad @ v.mT - delta)).to(dtype).to(compute).mT @ q * self.scale
         return dk.transpose(0, 1), dv.transpose(0, 1)

@@ -1,0 +1,215 @@
+"""Gathered design of the selected branch, fp32 in the interpreter, against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa import NSAConfig, selected_attention
+from nsa.ops._triton.layout import Layout
+from nsa.ops._triton.tuning import Tile
+from nsa.ops.selected import gather_launch
+from nsa.ops.selected.gather_launch import gather_backward, gather_forward
+from nsa.testing import assert_within_budget, make_inputs
+
+BLOCK = 16
+PACKED = [37, 1, 0, 20]
+FEWER = [9, 1, 0, 4]
+TILE = Tile(32, 16, 4, 1)
+
+
+def small(group: int, num_kv_heads: int = 2, n: int = 4, head_dim: int = 16, value_dim: int = 16) -> NSAConfig:
+    return NSAConfig(
+        num_heads=group * num_kv_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim,
+        compress_block_size=8, compress_stride=4, block_size=BLOCK, num_selected_blocks=n, window_size=32,
+    )  # fmt: skip
+
+
+class Case:
+    """Inputs in fp64 with a random choice of blocks, and what the reference makes of them in a given dtype."""
+
+    def __init__(
+        self, config: NSAConfig, lengths_k: Sequence[int], lengths_q: Sequence[int] | None = None, skewed: bool = False
+    ) -> None:
+        x = make_inputs(config, lengths_k, lengths_q)
+        lengths_q = lengths_q or lengths_k
+        self.config, self.scale = config, config.head_dim**-0.5
+        self.offsets: dict[str, Any] = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
+        self.longest = max(lengths_q), max(lengths_k)
+        self.tensors = (x.q, x.k_slc, x.v_slc)
+        generator = torch.Generator().manual_seed(1)
+        self.d_out = torch.randn(x.q.shape[0], config.num_heads, config.value_dim, generator=generator).double()
+        # Any order; some ids are above a query's own block, some are -1: both are absent.
+        rows = []
+        for len_q, len_k in zip(lengths_q, lengths_k, strict=True):
+            candidates = max(-(-len_k // BLOCK) + 1, config.num_selected_blocks)
+            weight = torch.rand(len_q, config.num_kv_heads, candidates, generator=generator)
+            if skewed:
+                weight[..., 1] = 2.0
+                weight[..., 3:] *= 0.1
+            rows.append(weight.argsort(-1, descending=True)[..., : config.num_selected_blocks] - 1)
+        self.indices = torch.cat(rows).int()
+
+    def layout(self, uniform: bool = False) -> Layout:
+        cu_q, cu_k = self.offsets["cu_seqlens_q"], self.offsets["cu_seqlens_k"]
+        return Layout(None if uniform else cu_q, None if uniform else cu_k, cu_q.shape[0] - 1, *self.longest)
+
+    def attend(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        q, k, v = tensors
+        return selected_attention(q, k, v, self.indices, self.config, **self.offsets, backend="reference")
+
+    def reference(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """out, dq, dk, dv."""
+        leaves = [x.detach().to(dtype).requires_grad_() for x in self.tensors]
+        out, _ = self.attend(leaves)
+        return out.detach(), *torch.autograd.grad(out, leaves, self.d_out.to(dtype))
+
+    def forward(self, tile: Tile = TILE, segments: int | None = None, uniform: bool = False) -> tuple[Tensor, Tensor]:
+        """out and lse of the kernels."""
+        q, k, v = (x.float() for x in self.tensors)
+        return gather_forward(q, k, v, self.indices, self.layout(uniform), self.scale, BLOCK, tile, segments)
+
+    def backward(
+        self, out: Tensor, lse: Tensor, tile: Tile = TILE, segments: int | None = None, uniform: bool = False
+    ) -> tuple[Tensor, ...]:
+        """dq, dk, dv of the kernels."""
+        q, k, v = (x.float() for x in self.tensors)
+        rest: Any = (self.layout(uniform), self.scale, BLOCK, tile, segments)
+        return gather_backward(q, k, v, self.indices, out, self.d_out.float(), lse, *rest)
+
+    def run(self, *options: Any) -> tuple[Tensor, ...]:
+        """lse, out, dq, dk, dv of the kernels."""
+        out, lse = self.forward(*options)
+        return lse, out, *self.backward(out, lse, *options)
+
+
+def compare(case: Case, tile: Tile = TILE, segments: int | None = None, uniform: bool = False) -> None:
+    lse, *found = case.run(tile, segments, uniform)
+    exact, plain = case.reference(torch.float64), case.reference(torch.float32)
+    for name, actual, baseline, oracle in zip(("out", "dq", "dk", "dv"), found, plain, exact, strict=True):
+        # Sums in another order than the reference's: rounding, not more, is what the larger factor leaves room for.
+        assert_within_budget(actual, baseline, oracle, name, factor=4.0)
+    torch.testing.assert_close(lse, case.attend(case.tensors)[1].float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch):
+    """Chunks that short sequences fill, too, and merges of several steps; many rows a program, which is quick here."""
+    monkeypatch.setattr(gather_launch, "CHUNK", 12)
+    monkeypatch.setattr(gather_launch, "MERGED", 32)
+    monkeypatch.setattr(gather_launch, "MERGE_ROWS", 64)
+
+
+@pytest.mark.parametrize("group", [1, 6])
+def test_packed_sequences(group):
+    compare(Case(small(group), PACKED), segments=2)
+
+
+def test_a_large_group():
+    compare(Case(small(16, num_kv_heads=1, value_dim=32), [20, 5]))
+
+
+@pytest.mark.parametrize("segments", [1, 7])
+def test_segments(segments):
+    """Segments that end inside a sequence; the last of seven is empty."""
+    compare(Case(small(2), [25, 5]), segments=segments)
+
+
+def test_fewer_queries_than_keys():
+    compare(Case(small(3), PACKED, FEWER), segments=2)
+
+
+def test_sequences_alike():
+    compare(Case(small(2), [20, 20]), segments=3, uniform=True)
+
+
+def test_a_block_that_every_query_chose():
+    compare(Case(small(2, num_kv_heads=1), [70], skewed=True), segments=2)
+
+
+@pytest.mark.parametrize("n", [3, 5, 12])
+def test_numbers_of_slots(n):
+    compare(Case(small(2, num_kv_heads=1, n=n), [50]), segments=2)
+
+
+def test_blocks_in_parts():
+    """A tile of fewer keys than a block has: a row of slots for each part, hidden ones included."""
+    compare(Case(small(3, num_kv_heads=1), [40, 9]), Tile(16, 8, 4, 1), segments=2)
+
+
+def test_one_step_merges_all_slots(monkeypatch):
+    monkeypatch.setattr(gather_launch, "MERGED", 1024)
+    compare(Case(small(2, num_kv_heads=1), [30]))
+
+
+def test_number_of_segments():
+    """By shapes alone: none where the rows of slots are small, otherwise four rows of slots a query head."""
+    assert gather_launch.num_segments(2048, 16, 12 * 64 * 2) == 1
+    assert gather_launch.num_segments(65536, 16, 12 * 64 * 2) == 4
+    assert gather_launch.num_segments(65536, 12, 12 * 64 * 2) == 3
+    assert gather_launch.num_segments(3, 2**10, 2**20) == 3
+
+
+def test_queries_without_a_block():
+    """Output 0, lse -inf, no gradient: every id is above the query's own block, or below 0."""
+    case = Case(small(2), [20, 5])
+    case.indices[::2] = 7
+    case.indices[::3] = -1
+    without = (case.indices == case.indices[:, :1, :1]).all((1, 2))
+    lse, out, dq, *_ = case.run(TILE, 2)
+    assert without.sum() >= 16
+    assert bool(lse[without].isneginf().all())
+    assert not out[without].any()
+    assert not dq[without].any()
+    compare(case, segments=2)
+
+
+def test_a_choice_of_nothing():
+    case = Case(small(2), [20, 5])
+    case.indices.fill_(-1)
+    lse, *rest = case.run()
+    assert bool(lse.isneginf().all())
+    assert not any(x.any() for x in rest)
+
+
+def test_unchosen_blocks_have_no_gradient():
+    case = Case(small(2, num_kv_heads=1), [60], skewed=True)
+    case.indices[case.indices == 1] = -1
+    _, _, _, dk, dv = case.run(TILE, 3)
+    for x in (dk, dv):
+        assert not x[16:32].any()
+        assert bool((x[:16] != 0).all())
+        assert bool((x[32:48] != 0).all())
+
+
+def test_same_bits_on_every_run():
+    case = Case(small(3, num_kv_heads=1), [30])
+    assert all(torch.equal(a, b) for a, b in zip(case.run(TILE, 3), case.run(TILE, 3), strict=True))
+
+
+def test_later_queries_change_no_earlier_bit():
+    """Other choices, queries and values from row 40 on: the same bits before, in the outputs and in dQ."""
+    before = Case(small(3, num_kv_heads=1), [60])
+    after = Case(small(3, num_kv_heads=1), [60])
+    after.indices[40:] = after.indices[40:].roll(1, 0) * 2 - 1
+    for x in (*after.tensors, after.d_out):
+        x[40:] += 1.0
+    first, second = before.run(TILE, 3)[:3], after.run(TILE, 3)[:3]
+    for x, y in zip(first, second, strict=True):
+        assert torch.equal(x[:40], y[:40])
+        assert not torch.equal(x[40:], y[40:])
+
+
+def test_nan_reaches_no_other_sequence():
+    case = Case(small(2, num_kv_heads=1), PACKED)
+    clean = case.run(TILE, 2)
+    for x in (*case.tensors, case.d_out):
+        x[37:38] = torch.nan  # the second sequence, one token, behind a block that is not full
+    for x, y in zip(clean, case.run(TILE, 2), strict=True):
+        assert torch.equal(x[:37], y[:37])
+        assert torch.equal(x[38:], y[38:])
+        assert bool(y[37].isnan().all())
