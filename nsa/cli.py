@@ -1,4 +1,4 @@
-"""The command ``nsa``: train, evaluate, generate, measure, look at the machine.
+"""The command ``nsa``: train, evaluate, generate, check and report runs, measure, look at the machine.
 
 Everything heavy is imported inside the command that needs it. A mistake of the user ends in one line and exit code 2; a bug
 keeps its traceback.
@@ -418,6 +418,53 @@ def _print_texts(prompts: Sequence[str], steps: Any) -> None:
         show(decoders[index].decode(b"", final=True) + "\n")
 
 
+# --- check and report -----------------------------------------------------------------------------------------------------
+_CHECK = """\
+Recompute step counts, tokens and tokens/s of RUN from its records, and compare metrics.jsonl, metrics.csv and TensorBoard value
+by value. Exit code 1, with the first disagreements, if they do not agree.
+"""
+
+
+def _add_check(parser: _Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="run folder, for example runs/cpu-small-1")
+
+
+def _check(args: argparse.Namespace) -> int:
+    from nsa.train.run_check import check_run
+    from nsa.train.run_folder import RunFolder
+
+    folder = RunFolder.open(args.run)
+    summary, found = check_run(folder)
+    for line in summary:
+        print(f"{folder.path}: {line}")
+    for line in found:
+        print(f"  {line}")
+    print(f"{folder.path}: " + (f"{len(found)} records disagree" if found else "everything agrees"))
+    return EXIT_FAILED if found else 0
+
+
+_REPORT = """\
+Write one HTML page about one RUN or several: curves, gates, events, environment, differences of the configurations. It
+holds all that it shows and needs no network.
+"""
+
+
+def _add_report(parser: _Parser) -> None:
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders; several are compared")
+    parser.add_argument("--output", metavar="FILE", help="page to write (default report.html in the first RUN)")
+
+
+def _report(args: argparse.Namespace) -> int:
+    from nsa.train.run_folder import RunFolder, replace_text
+    from nsa.train.run_report import report_page
+
+    folders = [RunFolder.open(run) for run in args.runs]
+    target = Path(args.output) if args.output else folders[0].path / "report.html"
+    replace_text(target, report_page(folders))
+    print(f"report: {target}")
+    return 0
+
+
 # --- doctor ---------------------------------------------------------------------------------------------------------------
 _DOCTOR = """\
 Look at this machine: versions, GPUs and how they are connected, memory, free disk, which implementation of the attention
@@ -447,6 +494,8 @@ _COMMANDS = (
     ("train", _add_train, _train, "train a language model", _TRAIN),
     ("eval", _add_eval, _eval, "measure a trained model on held-out text", _EVAL),
     ("generate", _add_generate, _generate, "let a trained model continue a prompt", _GENERATE),
+    ("check", _add_check, _check, "check that the records of a run agree", _CHECK),
+    ("report", _add_report, _report, "write a page about runs", _REPORT),
     ("bench", None, _BENCH_COMMANDS, "measure this library's speed beside others", bench.BENCH),
     ("doctor", _add_doctor, _doctor, "check this machine and installation", _DOCTOR),
 )
