@@ -380,7 +380,7 @@ def tree_faults(entries: set[str], files: set[str]) -> list[str]:
 def test_readme_tree_is_the_tree() -> None:
     shown = [
         path
-        for folder in ("nsa", "configs", "docs", "tests", "tools", "requirements", ".ci")
+        for folder in ("nsa", "benchmarks", "configs", "docs", "tests", "tools", "requirements", ".ci")
         for path in ROOT.glob(f"{folder}/**/*")
     ]
     shown += [path for path in ROOT.iterdir() if not path.name.startswith(".") or path.name == ".gitignore"]

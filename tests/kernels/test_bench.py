@@ -23,7 +23,7 @@ CASES = ["attention.compress", "attention.compressed", "attention.choice", "atte
 
 
 def test_the_kernels_to_tune_are_those_that_look_tiles_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "time_call", lambda call, *_: (call(), Timing(1.0, 1.0, 1.0, 1, 1, "not timed"))[1])
+    monkeypatch.setattr(tune, "time_call", lambda call, *_, **__: (call(), Timing(1.0, 1.0, 1.0, 1, 1, "not timed"))[1])
     points = [Point(parse_shape("3x1x16x16"), 128, 1, "random", torch.float32, torch.device("cpu"))]
     bench = tune.Bench(cases.CASES["attention.window"], points)
     tasks = bench.tasks()
@@ -42,7 +42,7 @@ def test_the_kernels_to_tune_are_those_that_look_tiles_up(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_pass_the_gate_and_a_variant_is_looked_up(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "time_call", lambda *_: Timing(1.0, 1.0, 1.0, 1, 1, "not timed"))
+    monkeypatch.setattr(attention, "time_call", lambda *_, **__: Timing(1.0, 1.0, 1.0, 1, 1, "not timed"))
     variants = [Variant("small", config=SMALL), Variant("tiles", config=SMALL, tiles={"*": {"rows": 16}})]
     plan = Plan(
         parse_shape("3x1x16x16"), [128], tokens=128, cases=[case], providers=["small"], variants=variants, dtype=torch.float32,

@@ -147,10 +147,10 @@ def test_one_step_merges_all_slots(monkeypatch):
 
 
 def test_number_of_segments():
-    """By shapes alone: none where the rows of slots are small, otherwise four rows of slots a query head."""
+    """By shapes alone: none where the rows of slots are small, otherwise two rows of slots a query head."""
     assert gather_launch.num_segments(2048, 16, 12 * 64 * 2) == 1
-    assert gather_launch.num_segments(65536, 16, 12 * 64 * 2) == 4
-    assert gather_launch.num_segments(65536, 12, 12 * 64 * 2) == 3
+    assert gather_launch.num_segments(65536, 16, 12 * 64 * 2) == 8
+    assert gather_launch.num_segments(65536, 12, 12 * 64 * 2) == 6
     assert gather_launch.num_segments(3, 2**10, 2**20) == 3
 
 

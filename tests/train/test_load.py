@@ -111,7 +111,9 @@ def test_every_setting_can_be_overridden() -> None:
             norm_eps=1e-5, init_std=0.5,
             nsa=NSAConfig(
                 num_heads=8, num_kv_heads=4, head_dim=32, value_dim=16, compress_block_size=8, compress_stride=4, block_size=16,
-                num_selected_blocks=5, num_init_blocks=2, num_local_blocks=3, window_size=7, branches=("cmp", "win"),
+                num_selected_blocks=6, num_init_blocks=2, num_local_blocks=3,
+                num_selected_blocks_table=((0, 30, 5), (-1, 9, 6)), coarse_block_size=32, num_coarse_blocks=6,
+                score_precision="fp8", window_size=7, branches=("cmp", "win"),
                 share_kv=True, phi="mlp", compress_hidden_size=10, compress_rope="none", gate="softmax", gate_hidden_size=4,
                 rope_theta=500.0, rotary_dim=16, rope_scaling=RopeScaling("yarn", 2.0, 64, 16.0, 2.0),
             ),
@@ -133,7 +135,9 @@ def test_every_setting_can_be_overridden() -> None:
                 continue
             assert value != entry.default, f"{prefix}{entry.name} is not changed by this test"
             found[f"{prefix}{entry.name}"] = (
-                ",".join(map(str, value))
+                str([list(row) for row in value])
+                if isinstance(value, tuple) and isinstance(value[0], tuple)
+                else ",".join(map(str, value))
                 if isinstance(value, tuple)
                 else str(value).replace("True", "true").replace("False", "false")
             )

@@ -39,7 +39,7 @@ def combine(
     outputs = [
         (name, out) for name, out in (("out_cmp", out_cmp), ("out_slc", out_slc), ("out_win", out_win)) if out is not None
     ]
-    check(bool(outputs), "combine", "out_cmp, out_slc, out_win", "not all be None", None)
+    check(len(outputs) > 0, "combine", "out_cmp, out_slc, out_win", "not all be None", None)
     shape = outputs[0][1].shape
     for name, out in outputs:
         check(out.shape == shape, "combine", name, f"have shape {tuple(shape)} as the other branches", tuple(out.shape))

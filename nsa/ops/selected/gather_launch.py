@@ -12,17 +12,17 @@ from nsa.ops._triton.layout import Layout
 from nsa.ops._triton.range_launch import block_of
 from nsa.ops._triton.tuning import Tile
 from nsa.ops.selected.triton_gather import (
-    delta_kernel,
-    gather_bwd_kernel,
-    gather_fwd_kernel,
-    gather_reduce_kernel,
-    item_kernel,
-    merge_dq_kernel,
-    merge_out_kernel,
+    selected_delta_kernel,
+    selected_gather_bwd_kernel,
+    selected_gather_fwd_kernel,
+    selected_gather_reduce_kernel,
+    selected_item_kernel,
+    selected_merge_dq_kernel,
+    selected_merge_out_kernel,
 )
 
-# Rows of slots that are held for a query head at once, on average over all queries: so much memory as four more queries.
-HELD_SLOTS = 4
+# Rows of slots that are held for a query head at once, on average over all queries: so much memory as two more queries.
+HELD_SLOTS = 2
 # Rows of slots that need less than this, bytes, are held in one segment.
 SMALL = 1 << 26
 # Queries of one program.
@@ -100,7 +100,7 @@ def gather(block_indices: Tensor, layout: Layout, block_size: int, num_tokens: i
         ends = ((layout.cu_k[1:] - layout.cu_k[:-1] + (block_size - 1)) // block_size).cumsum(0, dtype=torch.int32)
         cu_block = torch.nn.functional.pad(ends, (1, 0))
     block_q = 64
-    item_kernel[(layout.num_tiles(num_q, block_q, layout.len_q),)](
+    selected_item_kernel[(layout.num_tiles(num_q, block_q, layout.len_q),)](
         block_indices.contiguous(), item, layout.cu_q, layout.cu_k, cu_block, layout.len_q, layout.len_k, layout.num_sequences,
         num_blocks, segment_rows, none, HKV=num_kv_heads, N=n, BLOCK_SIZE=block_size, BLOCK_Q=block_q, ENTRIES=1024,
         num_warps=4,
@@ -139,13 +139,13 @@ def gather_forward(
     lse_part = torch.empty(part.shape[0], dtype=torch.float32, device=q.device)
     sizes = {"HQ": num_heads, "G": group_size, "DV": value_dim, "N": n, "BLOCK_DV": block_of(value_dim)}
     for segment in range(segments):
-        gather_fwd_kernel[(index.num_chunks, parts)](
+        selected_gather_fwd_kernel[(index.num_chunks, parts)](
             q, k, v, part, lse_part, *index.index(), *layout.arguments(), index.num_blocks, segment, index.segment_rows,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), softmax_scale, D=head_dim,
             BLOCK_D=block_of(head_dim), BLOCK_SIZE=block_size, CHUNK=CHUNK, BLOCK_M=tile.rows, BLOCK_N=keys,
             STAGES=tile.stages, EDGE=tile.edge_stages, **sizes, **tile.launch_options(),
         )  # fmt: skip
-        merge_out_kernel[(-(-index.segment_rows * num_heads // MERGE_ROWS),)](
+        selected_merge_out_kernel[(-(-index.segment_rows * num_heads // MERGE_ROWS),)](
             part, lse_part, index.item, out, lse, num_q, segment, index.segment_rows, index.none, PARTS=parts,
             BLOCK_M=MERGE_ROWS, BLOCK_S=slots_of_step(n * parts, block_of(value_dim)), **sizes, num_warps=MERGE_WARPS,
         )  # fmt: skip
@@ -170,7 +170,7 @@ def gather_backward(
     segments = segments or num_segments(num_q, n * parts, num_heads * head_dim * q.element_size())
     index = gather(block_indices, layout, block_size, num_tokens, segments)
     delta = torch.empty_like(lse)
-    delta_kernel[(-(-num_q * num_heads // 64),)](
+    selected_delta_kernel[(-(-num_q * num_heads // 64),)](
         out, dout, delta, num_q * num_heads, dout.stride(0), dout.stride(1), HQ=num_heads, DV=value_dim, BLOCK_M=64,
         BLOCK_DV=block_of(value_dim), num_warps=4,
     )  # fmt: skip
@@ -183,19 +183,19 @@ def gather_backward(
     )
     block_k = min(block_size, 16)
     for segment in range(segments):
-        gather_bwd_kernel[(index.num_chunks, parts)](
+        selected_gather_bwd_kernel[(index.num_chunks, parts)](
             q, k, v, dout, lse, delta, part, *chunk_sums, *index.index(), *layout.arguments(), index.num_blocks, segment,
             index.segment_rows, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), dout.stride(0),
             dout.stride(1), softmax_scale, HQ=num_heads, G=group_size, N=n, BLOCK_SIZE=block_size, CHUNK=CHUNK,
             BLOCK_M=tile.rows, BLOCK_N=keys, STAGES=tile.stages, EDGE=tile.edge_stages, **both, **tile.launch_options(),
         )  # fmt: skip
         last = segment == segments - 1
-        gather_reduce_kernel[(index.num_blocks, num_kv_heads, block_size // block_k)](
+        selected_gather_reduce_kernel[(index.num_blocks, num_kv_heads, block_size // block_k)](
             *chunk_sums, *(sums if segment else (None, None)), *((dk, dv) if last else sums), index.chunk_start, layout.cu_k,
             layout.len_k, layout.num_sequences, index.num_blocks, segment, softmax_scale, HKV=num_kv_heads,
             BLOCK_SIZE=block_size, BLOCK_K=block_k, LAST=last, **both, num_warps=4,
         )  # fmt: skip
-        merge_dq_kernel[(-(-index.segment_rows * num_heads // MERGE_ROWS),)](
+        selected_merge_dq_kernel[(-(-index.segment_rows * num_heads // MERGE_ROWS),)](
             part, index.item, dq, num_q, segment, index.segment_rows, index.none, HQ=num_heads, G=group_size, N=n, PARTS=parts,
             BLOCK_M=MERGE_ROWS, BLOCK_S=slots_of_step(n * parts, block_of(head_dim)), **sizes, num_warps=MERGE_WARPS,
         )  # fmt: skip

@@ -25,7 +25,7 @@ SEGMENT = [*VARYING, "num_blocks", "segment", "segment_rows", "none"]
 
 
 @triton.jit(do_not_specialize=SEGMENT)
-def item_kernel(
+def selected_item_kernel(
     indices_ptr, item_ptr, cu_q_ptr, cu_k_ptr, cu_block_ptr, len_q, len_k, num_sequences, num_blocks, segment_rows,
     none, HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +53,7 @@ def item_kernel(
 
 
 @triton.jit(do_not_specialize=VARYING)
-def delta_kernel(
+def selected_delta_kernel(
     out_ptr, dout_ptr, delta_ptr, num_rows, stride_do, stride_doh, HQ: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -145,7 +145,7 @@ def gather_fwd_step(
 
 
 @triton.jit(do_not_specialize=SEGMENT)
-def gather_fwd_kernel(
+def selected_gather_fwd_kernel(
     q_ptr, k_ptr, v_ptr, part_ptr, lse_part_ptr, order_ptr, start_ptr, chunk_item_ptr, chunk_start_ptr, cu_q_ptr, cu_k_ptr,
     len_q, len_k, num_sequences, num_blocks, segment, segment_rows, stride_q, stride_qh, stride_k, stride_kh, stride_v,
     stride_vh, softmax_scale,
@@ -224,7 +224,7 @@ def gather_bwd_step(
 
 
 @triton.jit(do_not_specialize=SEGMENT)
-def gather_bwd_kernel(
+def selected_gather_bwd_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, dk_ptr, dv_ptr, order_ptr, start_ptr, chunk_item_ptr,
     chunk_start_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, num_blocks, segment, segment_rows,
     stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, stride_do, stride_doh, softmax_scale,
@@ -274,7 +274,7 @@ def gather_bwd_kernel(
 
 
 @triton.jit(do_not_specialize=SEGMENT)
-def gather_reduce_kernel(
+def selected_gather_reduce_kernel(
     dk_part_ptr, dv_part_ptr, dk_in_ptr, dv_in_ptr, dk_out_ptr, dv_out_ptr, chunk_start_ptr, cu_k_ptr, len_k, num_sequences,
     num_blocks, segment, softmax_scale, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LAST: tl.constexpr,
@@ -334,7 +334,7 @@ def load_slots(part_ptr, part, ok, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=SEGMENT)
-def merge_out_kernel(
+def selected_merge_out_kernel(
     part_ptr, lse_part_ptr, item_ptr, out_ptr, lse_ptr, num_rows, segment, segment_rows, none, HQ: tl.constexpr,
     G: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_DV: tl.constexpr,
@@ -363,7 +363,7 @@ def merge_out_kernel(
 
 
 @triton.jit(do_not_specialize=SEGMENT)
-def merge_dq_kernel(
+def selected_merge_dq_kernel(
     part_ptr, item_ptr, dq_ptr, num_rows, segment, segment_rows, none, HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     N: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
