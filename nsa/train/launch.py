@@ -50,3 +50,8 @@ def check_launch(config: TrainConfig, launch: Launch) -> None:
         config.world_size == 1,
         "train", "world_size", "be 1", config.world_size, "This version trains on one process.",
     )  # fmt: skip
+
+
+def one_thread_for_tokenizers() -> None:
+    """Keep the ``tokenizers`` library to one thread in this process: processes share the work already."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

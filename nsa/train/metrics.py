@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 from nsa.errors import check, fail
 from nsa.train.run_folder import RunFolder, replace_text
 
-Value = float | int | str
+Value = float | int | bool | str
 Row = dict[str, Value]
 
 
@@ -57,6 +57,7 @@ METRICS = (
     Metric("memory_allocated_mib", "MiB", "largest GPU memory in tensors since the process began; absent on the CPU"),
     Metric("memory_reserved_mib", "MiB", "largest GPU memory held by the allocator since then; absent on the CPU"),
     Metric("gpu_utilisation_percent", "%", "recent share of time with a kernel on the GPU; absent where it cannot be asked"),
+    Metric("data_synthetic", "1", "true where the run trains on random numbers and not on text; absent otherwise"),
     Metric("val_loss_nats", "nats/token", "cross-entropy on the held-out windows, mean over their targets"),
     Metric("val_bits_per_byte", "bits/byte", "the same over the bytes of held-out text that these targets spell"),
 )  # fmt: skip
@@ -117,7 +118,7 @@ class MetricsWriter:
             self._rewrite_csv()
         else:
             with self._csv_path.open("a", encoding="utf-8", newline="") as file:
-                csv.DictWriter(file, self._columns).writerow(row)
+                csv.DictWriter(file, self._columns).writerow(_cells(row))
         self._write_events(row)
 
     def close(self) -> None:
@@ -137,7 +138,7 @@ class MetricsWriter:
         if self._columns:
             writer = csv.DictWriter(text, self._columns)
             writer.writeheader()
-            writer.writerows(read_metrics(self._jsonl_path))
+            writer.writerows(map(_cells, read_metrics(self._jsonl_path)))
         replace_text(self._csv_path, text.getvalue())
 
     def _write_events(self, row: Mapping[str, Value]) -> None:
@@ -154,11 +155,16 @@ def _check_row(row: Mapping[str, Value], last_step: int) -> None:
     for name, value in row.items():
         hint = "Add it there and in docs/metrics.md."
         check(name in _NAMES, "MetricsWriter.write", "names", "be in nsa.train.metrics.METRICS", name, hint)
-        if type(value) not in (int, float, str):
-            raise TypeError(f"MetricsWriter.write: {name} must be an int, float or str, got {type(value).__name__}")
+        if type(value) not in (int, float, bool, str):
+            raise TypeError(f"MetricsWriter.write: {name} must be an int, float, bool or str, got {type(value).__name__}")
     step = row.get("step")
     rises = isinstance(step, int) and step > last_step
     check(rises, "MetricsWriter.write", "step", f"be an integer above {last_step}", step)
+
+
+def _cells(row: Mapping[str, Value]) -> Row:
+    """A row for the CSV, in which truth is spelled as in JSON."""
+    return {name: str(value).lower() if isinstance(value, bool) else value for name, value in row.items()}
 
 
 def _to_line(row: Mapping[str, Value]) -> str:

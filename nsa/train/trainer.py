@@ -23,7 +23,7 @@ from nsa.lm.flops import flops_per_token
 from nsa.lm.model import LanguageModel
 from nsa.train.checkpoint import list_checkpoints, read_meta
 from nsa.train.config import TrainConfig
-from nsa.train.data import Batch, Sampler, collate, open_data, validation_batches
+from nsa.train.data import Batch, collate, open_data, validation_batches
 from nsa.train.late import LateReader
 from nsa.train.launch import check_launch, read_launch
 from nsa.train.loss import NextTokenLoss
@@ -42,9 +42,11 @@ logger = logging.getLogger(__name__)
 SAMPLE_PROMPT_TOKENS = 64
 SAMPLE_TEMPERATURE = 0.8
 
-# Settings that a resumed run may change: none of them alters a single weight.
+# Settings that a resumed run may change: none of them alters a single weight. Where the data lie may change, what they are
+# may not: their description has hashes or, for a stream, the commit and the files' versions.
 RESUME_MAY_CHANGE = frozenset(
     {"log_every", "eval_every", "eval_windows", "checkpoint_every", "keep_checkpoints", "nonfinite_limit", "sample_tokens"}
+    | {"data.path", "data.revision", "data.time_limit_s"}
 )
 
 
@@ -119,7 +121,7 @@ class Trainer:
             "train", "model.vocab_size", f"equal the tokenizer's ({self.data.tokenizer.vocab_size})", config.model.vocab_size,
         )  # fmt: skip
         self.model = LanguageModel(config.model).to(self.device)
-        sampler = Sampler(self.data.train.num_windows(config.seq_len), config.seed)
+        sampler = self.data.sampler(config.seq_len, config.seed)
         self.state = TrainState(self.model, ModelOptimizer(self.model, config.optim), sampler)
         self.loss: Callable[..., Tensor] = NextTokenLoss(self.model, config.loss_chunk)
         if config.compile:
@@ -350,6 +352,8 @@ class Trainer:
             **memory_row(self.device),
             **utilisation_row(self.device),
         }
+        if self.data.description["synthetic"]:
+            row["data_synthetic"] = True
         if self._peak_flops is not None:
             row["mfu"] = tokens_per_s * self._flops_per_token / self._peak_flops
         return row
