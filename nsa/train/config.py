@@ -17,8 +17,8 @@ class DataConfig:
         source: ``corpus`` (embedded plays), ``stdlib`` (the running Python's standard library), ``folder`` (a text file or a
             folder of them), ``shards`` (what ``nsa data prepare`` made), ``stream`` (a data set while it is read), or a
             synthetic task: ``uniform``, ``copy``, ``induction``, ``needle``.
-        path: file or folder of ``folder``, folder of ``shards``; for ``stream`` a data set on the Hugging Face hub, a local
-            file or folder of Parquet, JSON lines or text, or the address of a file.
+        path: file or folder of ``folder``, folder of ``shards``; for ``stream`` a data set on the Hugging Face hub or a
+            local file or folder of Parquet, JSON lines or text.
         pattern: glob of the files of a folder, for example ``*.txt``.
         tokenizer: ``byte``, ``gpt2`` (GPT-2 BPE), ``bpe`` (trained on the training text of this run), or ``file``; for
             ``shards`` the kind that they were made with.

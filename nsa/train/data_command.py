@@ -16,8 +16,8 @@ Prepare text for training, check what was prepared, and measure how fast it is r
 """
 
 PREPARE = """\
-Tokenise a data set once, into memory-mapped shards that training reads by number. SOURCE is a data set on the Hugging Face hub,
-a local file or folder (Parquet, JSON lines, text; maybe compressed), or the address of a file. For example
+Tokenise a data set once, into memory-mapped shards that training reads by number. SOURCE is a data set on the Hugging Face hub
+or a local file or folder: Parquet, JSON lines or text, maybe compressed. For example
   nsa data prepare HuggingFaceFW/fineweb-edu --subset sample-10BT --out data/fineweb-edu-10bt
   nsa data prepare texts/ --tokenizer byte --validation-fraction 0.1 --out data/texts
 Ended at any moment, the same command goes on where it stopped, and the result is bit for bit that of a single run.
@@ -38,7 +38,7 @@ _LINE_S = 10.0  # from one line of progress to the next where there is no termin
 def add_prepare(parser: argparse.ArgumentParser) -> None:
     """Words of ``nsa data prepare``."""
     add = parser.add_argument
-    add("source", metavar="SOURCE", help="owner/name on the hub, file, folder, or address")
+    add("source", metavar="SOURCE", help="owner/name on the hub, or a file or folder")
     add("--out", metavar="FOLDER", required=True, help="folder for the shards")
     add("--subset", metavar="NAME", help="the data set's configuration, for example sample-10BT")
     add("--split", default="train", metavar="NAME", help="its split (default train)")
@@ -118,8 +118,8 @@ class _ProgressLines:
         done, files = report.files
         share = done / files if self._max_tokens is None else min(report.train_tokens / self._max_tokens, 1.0)
         line = (
-            f"file {min(done + 1, files)} of {files} | {report.documents:,} documents | {report.tokens:,} tokens | "
-            f"{report.text_bytes / 1e9:.2f} GB of text | {rate:.1f} MB/s"
+            f"{rate:.1f} MB/s | {report.text_bytes / 1e9:.2f} GB of text | {report.tokens:,} tokens | "
+            f"{report.documents:,} documents | file {min(done + 1, files)} of {files}"
         )
         if self._console.is_terminal:
             self._bar.update(self._bar.task_ids[0], completed=share, description=line)

@@ -141,7 +141,7 @@ def test_every_setting_can_be_overridden() -> None:
             if value == entry.default:
                 continue
             found[f"{prefix}{entry.name}"] = (
-                ",".join(str(list(item) if isinstance(item, tuple) else item) for item in value)
+                (str([list(row) for row in value]) if isinstance(value[0], tuple) else ",".join(map(str, value)))
                 if isinstance(value, tuple)
                 else str(value).replace("True", "true").replace("False", "false")
             )

@@ -17,8 +17,6 @@ import signal
 import threading
 import time
 import traceback
-import urllib.error
-import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -53,15 +51,15 @@ _ATTEMPTS = 4  # a process that is silent for this part of the time limit is end
 _LONGEST_PAUSE_S = 30
 _READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _FORMAT_LIBRARIES = {"datasets", "pyarrow", "zstandard"}
-_NO_CONNECTION = {"ClientConnectorError", "ConnectError", "ConnectTimeout", "ConnectionError", "URLError"}
-_NETWORK_LIBRARIES = {"aiohttp", "fsspec", "httpcore", "httpx", "httpx2", "huggingface_hub", "requests", "urllib3"}
+_BUSY = (408, 425, 429)  # answers of a server that may say something else a little later
+_NO_CONNECTION = {"ConnectError", "ConnectTimeout", "ConnectionError"}
+_NETWORK_LIBRARIES = {"fsspec", "httpcore", "httpx", "httpx2", "huggingface_hub"}
 
 
 class Place(NamedTuple):
-    """The next document to read: number of its file, of the row group in the file (0 for formats without), and of the row."""
+    """The next document to read: the number of its file in the data set, and of its row in the file."""
 
     file: int = 0
-    group: int = 0
     row: int = 0
 
 
@@ -70,7 +68,7 @@ class Origin:
     """What to read.
 
     Attributes:
-        source: a data set on the Hugging Face hub (``owner/name``), a local file or folder, or the address of a file.
+        source: a local file or folder, or a data set on the Hugging Face hub (``owner/name``).
         subset: the data set's configuration, for example ``sample-10BT``.
         split: its split.
         revision: commit, branch or tag on the hub.
@@ -108,7 +106,7 @@ class Batch(Generic[T]):
     """Consecutive documents.
 
     Attributes:
-        runs: place of the first row and number of rows, for each stretch that lies in one row group.
+        runs: place of the first row and number of rows, for each stretch that lies in one file.
         payload: what the reader's ``transform`` made of the texts.
     """
 
@@ -138,6 +136,10 @@ class _Failure:
     error: UserError | None = None  # nothing to try again
     is_unreachable: bool = False  # there is no connection at all
     trace: str = ""  # of a bug
+
+
+class _Alive:
+    """Sent while the reading process finds its way back to where it broke off."""
 
 
 class DocumentReader(Generic[T]):
@@ -209,6 +211,9 @@ class DocumentReader(Generic[T]):
         begin, attempt = time.monotonic(), 0
         while True:
             failure = self._receive(min(self._time_limit_s / _ATTEMPTS, begin + self._time_limit_s - time.monotonic()))
+            if isinstance(failure, _Alive):
+                begin = time.monotonic()
+                continue
             if not isinstance(failure, _Failure):
                 self._reached = True
                 return failure
@@ -271,6 +276,7 @@ class _Reports:
 
     def __init__(self, connection: Connection, origin: Origin) -> None:
         self._connection, self._origin = connection, origin
+        self._told = time.monotonic()
         self.file: str | None = None
 
     def __enter__(self) -> _Reports:
@@ -281,16 +287,24 @@ class _Reports:
             self._connection.send(self._describe(error))
         return True
 
+    def is_alive(self) -> None:
+        """Tell the parent, at most once a second, that nothing hangs."""
+        if time.monotonic() - self._told > 1:
+            self._connection.send(_Alive())
+            self._told = time.monotonic()
+
     def _describe(self, error: BaseException) -> _Failure:
         library = type(error).__module__.partition(".")[0]
         text = _sentence(f"{type(error).__name__}: {error}")
         if isinstance(error, UserError):
             return _Failure(text, error=error)
         is_local = Path(self._origin.source).exists()
-        if not is_local and (isinstance(error, _READ_ERRORS) or library in _NETWORK_LIBRARIES):
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        is_refusal = status is not None and 400 <= status < 500 and status not in _BUSY
+        if not is_local and not is_refusal and (isinstance(error, _READ_ERRORS) or library in _NETWORK_LIBRARIES):
             names = {cls.__name__ for cls in type(error).__mro__}
             return _Failure(text, is_unreachable=bool(names & _NO_CONNECTION))
-        if isinstance(error, (*_READ_ERRORS, ValueError)) or library in _FORMAT_LIBRARIES:
+        if is_refusal or isinstance(error, (*_READ_ERRORS, ValueError)) or library in _FORMAT_LIBRARIES:
             what = f"{self.file} of {self._origin.source}" if self.file else self._origin.source
             return _Failure(text, error=UserError("DocumentReader", "source", "hold documents that can be read", what, text))
         return _Failure(text, trace="".join(traceback.format_exception(error)))
@@ -308,6 +322,7 @@ def _serve(connection: Connection, origin: Origin, start: Place, transform: Call
         import datasets
 
         datasets.disable_progress_bars()
+        datasets.utils.tqdm.set_lock(threading.RLock())  # its own, between processes, would outlive a process that is killed
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is an exception too
         documents, found = open_documents(origin)
         connection.send(found)
@@ -327,12 +342,9 @@ def open_documents(origin: Origin) -> tuple[datasets.IterableDataset, Found]:
 
     path = Path(origin.source)
     revision = licence = None
-    is_hub = not path.exists() and "://" not in origin.source
-    if is_hub:
+    if not path.exists():
         origin, licence = _ask_hub(origin)
         revision = origin.revision
-    elif not path.exists():
-        _ask_server(origin.source)
     try:
         builder = _builder(origin, path)
     except (exceptions.DatasetsError, ValueError) as error:
@@ -352,7 +364,7 @@ def open_documents(origin: Origin) -> tuple[datasets.IterableDataset, Found]:
 def _builder(origin: Origin, path: Path) -> datasets.DatasetBuilder:
     from datasets import load_dataset_builder
 
-    if "://" in origin.source or path.is_file():
+    if path.is_file():
         format_name = _format_of(origin.source)
         check(origin.subset is None, "DocumentReader", "subset", "be left out for a single file", origin.subset)
         how: dict[str, Any] = {"path": format_name, "data_files": {origin.split: [origin.source]}}
@@ -365,7 +377,7 @@ def _builder(origin: Origin, path: Path) -> datasets.DatasetBuilder:
 
 
 def _format_of(source: str) -> str:
-    suffixes = Path(source.partition("?")[0]).suffixes
+    suffixes = Path(source).suffixes
     while suffixes and suffixes[-1] in _COMPRESSED:
         suffixes.pop()
     suffix = suffixes[-1] if suffixes else "none"
@@ -395,31 +407,29 @@ def _ask_hub(origin: Origin) -> tuple[Origin, str | None]:
     return replace(origin, revision=info.sha), None if info.card_data is None else info.card_data.get("license")
 
 
-def _ask_server(address: str) -> None:
-    request = urllib.request.Request(address, method="HEAD")
-    try:
-        urllib.request.urlopen(request, timeout=_CONTACT_S).close()
-    except urllib.error.HTTPError as error:
-        if error.code in (404, 410):
-            raise DataUnavailableError("DocumentReader", "source", "exist", address, f"The server says {error.code}.") from None
-
-
 def _batches(tables: Iterator[tuple[Place, Any]]) -> Iterator[tuple[tuple[tuple[Place, int], ...], Texts]]:
-    """Rows in order, gathered to batches of about 4 MiB."""
+    """Rows in order; a batch ends with the row that brings it to 4 MiB of text or 1,000 rows."""
     runs: list[tuple[Place, int]] = []
     parts: list[bytes] = []
     lengths: list[NDArray[np.int64]] = []
+    size = rows = 0
     for place, column in tables:
-        rows = max(1, column.length() * _BATCH_BYTES // max(column.nbytes, 1))
-        for first in range(0, column.length(), rows):
-            part = column.slice(first, rows)
-            runs.append((place._replace(row=place.row + first), part.length()))
-            for chunk in part.chunks:
-                parts.append(_buffer(chunk))
-                lengths.append(_lengths(chunk))
-            if sum(map(len, parts)) >= _BATCH_BYTES or sum(rows for _, rows in runs) >= _BATCH_ROWS:
-                yield tuple(runs), Texts(b"".join(parts), np.concatenate(lengths))
-                runs, parts, lengths = [], [], []
+        for chunk in column.chunks:
+            of_chunk = np.diff(_offsets(chunk))
+            ends = np.cumsum(of_chunk)
+            first = 0
+            while first < len(of_chunk):
+                full = int(ends[first] - of_chunk[first]) + _BATCH_BYTES - size
+                stop = min(int(np.searchsorted(ends, full)) + 1, first + _BATCH_ROWS - rows, len(of_chunk))
+                runs.append((place, stop - first))
+                parts.append(_buffer(chunk.slice(first, stop - first)))
+                lengths.append(of_chunk[first:stop])
+                size, rows = size + len(parts[-1]), rows + stop - first
+                place = place._replace(row=place.row + stop - first)
+                if size >= _BATCH_BYTES or rows >= _BATCH_ROWS:
+                    yield tuple(runs), Texts(b"".join(parts), np.concatenate(lengths))
+                    runs, parts, lengths, size, rows = [], [], [], 0, 0
+                first = stop
     if runs:
         yield tuple(runs), Texts(b"".join(parts), np.concatenate(lengths))
 
@@ -427,10 +437,6 @@ def _batches(tables: Iterator[tuple[Place, Any]]) -> Iterator[tuple[tuple[tuple[
 def _offsets(array: Any) -> NDArray[np.int64]:
     """Where each text of an Arrow array of type large_binary begins in the array's buffer, and where the last one ends."""
     return np.frombuffer(array.buffers()[1], dtype=np.int64)[array.offset : array.offset + len(array) + 1]
-
-
-def _lengths(array: Any) -> NDArray[np.int64]:
-    return np.diff(_offsets(array))
 
 
 def _buffer(array: Any) -> bytes:
@@ -441,23 +447,22 @@ def _buffer(array: Any) -> bytes:
 def _tables(
     documents: datasets.IterableDataset, origin: Origin, found: Found, start: Place, reports: _Reports
 ) -> Iterator[tuple[Place, Any]]:
-    """Texts with the place of the first row, one row group after the other."""
-    for file, one_file in enumerate(_parts(documents, start.file), start=start.file):
+    """Texts with the place of the first row, one file after the other."""
+    for file, rows in enumerate(_files(documents, start.file), start=start.file):
         reports.file = found.files[file]
-        first_group = start.group if file == start.file else 0
-        groups = one_file.reshard() if found.format == "parquet" else one_file
-        for group, rows in enumerate(_parts(groups, first_group), start=first_group):
-            skip = start.row if (file, group) == start[:2] else 0
-            row = 0
-            for table in rows.with_format("arrow").iter(batch_size=_BATCH_ROWS):
-                begin = max(skip - row, 0)
-                if begin < table.num_rows:
-                    yield Place(file, group, row + begin), _text_column(table, origin, reports.file).slice(begin)
-                row += table.num_rows
+        skip = start.row if file == start.file else 0
+        row = 0
+        for table in rows.with_format("arrow").iter(batch_size=_BATCH_ROWS):
+            begin = max(skip - row, 0)
+            if begin < table.num_rows:
+                yield Place(file, row + begin), _text_column(table, origin, reports.file).slice(begin)
+            else:
+                reports.is_alive()
+            row += table.num_rows
 
 
-def _parts(documents: datasets.IterableDataset, first: int) -> Iterator[datasets.IterableDataset]:
-    """The files (or row groups) of a data set from number ``first`` on, each as a data set.
+def _files(documents: datasets.IterableDataset, first: int) -> Iterator[datasets.IterableDataset]:
+    """The files of a data set from number ``first`` on, each as a data set.
 
     Halving costs n log n in all; asking for each by its number would cost n squared.
     """
@@ -466,7 +471,7 @@ def _parts(documents: datasets.IterableDataset, first: int) -> Iterator[datasets
         return
     for half in (documents.shard(2, 0, contiguous=True), documents.shard(2, 1, contiguous=True)):
         if first < half.num_shards:
-            yield from _parts(half, max(first, 0))
+            yield from _files(half, max(first, 0))
         first -= half.num_shards
 
 

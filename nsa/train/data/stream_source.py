@@ -17,6 +17,7 @@ from nsa.train.data.tokenise import TokenBatch, Tokenise
 from nsa.train.data.tokenizer import Tokenizer, token_dtype
 
 ENDLESS = 1 << 62  # windows of a stream, which begins anew when it ends
+BEGINNING = {"epoch": 0, **Place()._asdict(), "token": 0}
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class StreamSource:
         self._tokenise = Tokenise(tokenizer, validation_fraction, sides=("train",))
         self._chunks: deque[_Chunk] = deque()
         self._batches: Generator[tuple[int, Batch[TokenBatch]], None, None] | None = None
-        self.seek(0, {"epoch": 0, **Place()._asdict(), "token": 0})
+        self.seek(0, BEGINNING)
 
     def num_windows(self, seq_len: int) -> int:
         """See :class:`nsa.train.data.source.TokenSource`: more than anybody can take."""
@@ -92,7 +93,7 @@ class StreamSource:
         return None
 
     def place(self, token: int) -> dict[str, int]:
-        """Where reading begins for a token to come next: ``epoch``, ``file``, ``group``, ``row``, and ``token`` in that row.
+        """Where reading begins for a token to come next: ``epoch``, ``file``, ``row``, and ``token`` in that row.
 
         Args:
             token: its number in the stream, not before the latest window.
@@ -105,7 +106,7 @@ class StreamSource:
         self.close()
         self._next = token - place["token"]
         self._chunks.clear()
-        self._batches = self._read(place["epoch"], Place(place["file"], place["group"], place["row"]))
+        self._batches = self._read(place["epoch"], Place(place["file"], place["row"]))
 
     def close(self) -> None:
         """End the reading process; the next window starts another one."""
@@ -137,8 +138,9 @@ class StreamSource:
 class StreamSampler(Sampler):
     """Windows of a stream one after another, and where in the data set the next one begins.
 
-    The state is six integers: the number of windows drawn, how often the data set has ended, the file, row group and row of the
-    document in which the next window begins, and how many of its tokens the window before has used.
+    The state is five integers: the number of windows drawn, how often the data set has ended, file and row of the document in
+    which the next window begins, and how many of its tokens the windows before have used. Setting it moves nothing: the stream
+    is sought when windows are drawn.
 
     Args:
         source: the stream.
@@ -148,19 +150,28 @@ class StreamSampler(Sampler):
     def __init__(self, source: StreamSource, seq_len: int) -> None:
         super().__init__(ENDLESS, seed=0)
         self._source, self._seq_len = source, seq_len
+        self._place: dict[str, int] | None = BEGINNING  # of the window at ``position``; None: the source knows it
 
     def window_at(self, position: int) -> int:
         """See :class:`Sampler`: the order is the stream's."""
         return position
 
+    def next_windows(self, micro_batch: int, *, rank: int = 0, world_size: int = 1) -> list[int]:
+        """See :class:`Sampler`."""
+        if self._place is not None:
+            self._source.seek(self.position * self._seq_len, self._place)
+            self._place = None
+        return super().next_windows(micro_batch, rank=rank, world_size=world_size)
+
     def state_dict(self) -> dict[str, int]:
         """See above."""
-        return {"position": self.position, **self._source.place(self.position * self._seq_len)}
+        place = self._source.place(self.position * self._seq_len) if self._place is None else self._place
+        return {"position": self.position, **place}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue where ``state_dict`` was taken."""
         self.position = state["position"]
-        self._source.seek(self.position * self._seq_len, state)
+        self._place = {name: state[name] for name in BEGINNING}
 
 
 @dataclass(frozen=True)
