@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nsa.errors import check
 
 if TYPE_CHECKING:
-    from nsa.train.data.prepare import Report
+    from nsa.train.data.preparation import Report
 
 DATA = """\
 Prepare text for training, check what was prepared, and measure how fast it is read. Formats and examples: docs/data.md.
@@ -57,7 +57,7 @@ def add_prepare(parser: argparse.ArgumentParser) -> None:
 
 def run_prepare(args: argparse.Namespace) -> int:
     """``nsa data prepare``."""
-    from nsa.train.data.prepare import PrepareConfig, prepare
+    from nsa.train.data.preparation import PrepareConfig, prepare
     from nsa.train.data.stream import Origin
 
     config = PrepareConfig(

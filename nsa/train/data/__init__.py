@@ -29,7 +29,7 @@ from nsa.train.data.batch import IGNORED_TARGET, Batch, collate, validation_batc
 from nsa.train.data.bigram import bigram_bits_per_byte
 from nsa.train.data.bundle import DataBundle, open_data
 from nsa.train.data.documents import Document, TextFiles, corpus_files, folder_files, stdlib_files
-from nsa.train.data.prepare import PrepareConfig, prepare
+from nsa.train.data.preparation import PrepareConfig, prepare
 from nsa.train.data.sampler import Sampler
 from nsa.train.data.shards import ShardError, ShardFolder, ShardSource, open_shards
 from nsa.train.data.source import DataUnavailableError, TextSource, TokenSource

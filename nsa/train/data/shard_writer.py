@@ -115,14 +115,25 @@ class ShardWriter:
             self._close()
         return self._shards
 
+    def close(self) -> None:
+        """Close the files as they are; what was committed stays."""
+        for file in (self._tokens, self._offsets):
+            if file is not None:
+                file.close()
+        self._tokens = self._offsets = None
+
     @property
     def _name(self) -> str:
         return f"{self._side}-{len(self._shards):05d}"
 
     def _open(self) -> None:
         sizes = (self._open_tokens * self._dtype.itemsize, self._open_documents * OFFSET_DTYPE.itemsize)
-        self._tokens = _AppendedFile(self._folder / f"{self._name}.tokens", sizes[0])
-        self._offsets = _AppendedFile(self._folder / f"{self._name}.offsets", sizes[1])
+        try:
+            self._tokens = _AppendedFile(self._folder / f"{self._name}.tokens", sizes[0])
+            self._offsets = _AppendedFile(self._folder / f"{self._name}.offsets", sizes[1])
+        except (OSError, ShardError):
+            self.close()
+            raise
 
     def _write(self, tokens: NDArray[Any], lengths: NDArray[np.int64]) -> None:
         if self._tokens is None:

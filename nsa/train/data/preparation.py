@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -167,8 +167,8 @@ class _Preparation:
     def run(self, workers: int) -> dict[str, Any]:
         """Read, tokenise and write everything that is left, then the index."""
         place, limit = self._progress.place, self._time_limit_s
-        with DocumentReader(self._origin, _unchanged, start=place, time_limit_s=limit) as reader:
-            self._begin(reader.found)
+        with DocumentReader(self._origin, _unchanged, start=place, time_limit_s=limit) as reader, ExitStack() as files:
+            self._begin(reader.found, files)
             committed = time.monotonic()
             with _pool(workers, Tokenise(self._tokenizer, self._config.validation_fraction)) as pool:
                 for batch, tokens in _in_order(reader, pool, workers * _AHEAD):
@@ -179,10 +179,10 @@ class _Preparation:
                         self._commit()
                         committed = time.monotonic()
                     self._report()
-        return self._finish()
+            return self._finish()
 
-    def _begin(self, found: Found) -> None:
-        """Open everything, now that the source has answered."""
+    def _begin(self, found: Found, files: ExitStack) -> None:
+        """Open everything, now that the source has answered; ``files`` closes what is open when it ends."""
         saved, source = self._saved, self._origin.source
         same = saved is None or saved["found"]["fingerprint"] == found.fingerprint
         rule = "hold the same files as before the interruption"
@@ -192,7 +192,10 @@ class _Preparation:
         dtype = shard_dtype(self._tokenizer.vocab_size)
         before = {side: None if saved is None else saved["sides"][side] for side in SIDES}
         size = self._config.shard_tokens
-        self._writers = {side: ShardWriter(self._folder, side, dtype, size, before[side]) for side in SIDES}
+        self._writers: dict[Side, ShardWriter] = {}
+        for side in SIDES:
+            writer = ShardWriter(self._folder, side, dtype, size, before[side])
+            self._writers[side] = files.enter_context(closing(writer))
         self._commit()
         self._report()
 
