@@ -31,7 +31,7 @@ endif
 
 SOURCES := nsa tests tools
 
-.PHONY: help train test pytest pytest-kernels lint format test-mutants lock wheel device-wheels clean check-python
+.PHONY: help train test pytest pytest-kernels test-gpu lint format test-mutants lock wheel device-wheels clean check-python
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -49,11 +49,15 @@ test: lint pytest-kernels pytest ## formatting, lint, types, then all tests with
 
 pytest: $(ENV) ## the tests alone, without the kernels' (ARGS=)
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
-	$(RUN) -m pytest -n $(JOBS) $(ARGS)
+	$(RUN) -m pytest -n $(JOBS) -m "not gpu" $(ARGS)
 
 pytest-kernels: $(ENV) ## the Triton kernels alone, on the CPU in Triton's interpreter, which is chosen for a whole process
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
 	TRITON_INTERPRET=1 $(RUN) -m pytest -n $(JOBS) tests/kernels
+
+test-gpu: $(ENV) ## what only a CUDA GPU can show; of a million tokens with ARGS="-m slow"
+	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test-gpu
+	$(RUN) -m pytest tests/gpu tests/train/test_gpu.py -m "not slow" $(ARGS)
 
 lint: $(ENV) ## formatting, lint and types
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check lint

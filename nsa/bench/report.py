@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from nsa.bench.rows import Row, measured
 from nsa.bench.targets import DENSE, Figures, figures, outcome, ratio
 from nsa.errors import check
+from nsa.ops._triton.tuning import table_name
 
 # Lengths from here on are fitted: below, launches and the window dominate.
 FIT_FROM = 2048
@@ -43,14 +44,15 @@ def write_report(rows: Sequence[Row], folder: Path) -> Path:
     check(bool(newest), "nsa bench report", "the rows", "hold at least one figure", f"{len(rows)} rows without one")
     folder.mkdir(parents=True, exist_ok=True)
     parts = ["# Attention: measured", _origins(newest)]
-    for gpu, shape, choice in dict.fromkeys((row.gpu or row.device, row.shape, row.choice) for row in newest):
-        chosen = [row for row in newest if (row.gpu or row.device, row.shape, row.choice) == (gpu, shape, choice)]
-        parts.append(f"## {shape}, choice {choice}, {gpu}")
+    for where in dict.fromkeys(_where(row) for row in newest):
+        chosen = [row for row in newest if _where(row) == where]
+        shape, choice, dtype, gpu = where
+        parts.append(f"## {shape}, choice {choice}, {dtype}, {gpu}")
         for case in dict.fromkeys(row.case for row in chosen):
             here = [row for row in chosen if row.case == case]
             parts += [f"### {case}", _table(here, by)]
             if case == "attention":
-                parts += _whole(here, by, folder, f"{shape}-{choice}")
+                parts += _whole(here, by, folder, table_name("-".join(where)))
     parts += _missed(newest, by)
     left = dict.fromkeys(
         f"- {row.case}, {row.provider}, {row.shape}, {row.choice}, S {row.seq_len:,}, {row.mode}: {row.note}"
@@ -62,6 +64,11 @@ def write_report(rows: Sequence[Row], folder: Path) -> Path:
     path = folder / "report.md"
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return path
+
+
+def _where(row: Row) -> tuple[str, str, str, str]:
+    """What one section of the report is about."""
+    return row.shape, row.choice, row.dtype, row.gpu or row.device
 
 
 def newest_rows(rows: Iterable[Row]) -> list[Row]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from nsa.bench.rows import Row
 from nsa.bench.targets import DENSE, figures, outcome, ratio
 
-_HEADER = ("case", "provider", "S", "choice", "mode", "ms", "p20", "p80", "TFLOP/s", "MiB", "of dense", "target")
+_HEADER = ("case", "provider", "S", "choice", "mode", "ms", "p20", "p80", "TFLOP/s", "MiB", "of dense", "of nsa", "target")
 
 
 def progress_line(row: Row) -> str:
@@ -21,18 +21,20 @@ def progress_line(row: Row) -> str:
 
 
 def result_table(rows: Sequence[Row]) -> str:
-    """All rows with a time, their ratio to dense attention of the same run and length, and the targets of this GPU."""
+    """All rows with a time, their ratios to dense attention and to ours in the same run, and the targets of this GPU."""
     by = figures(rows)
     lines = [_HEADER]
     for row in rows:
         if row.ms_p50 is None or row.ms_p20 is None or row.ms_p80 is None:
             continue
         dense = ratio(row, by, case="attention", provider=DENSE, choice=row.choice)
+        ours = None if row.provider == "nsa" else ratio(row, by, case=row.case, provider="nsa", choice=row.choice)
         reached = outcome(row, by)
         lines.append((
             row.case, row.provider, f"{row.seq_len:,}", row.choice, row.mode, f"{row.ms_p50:.4f}", f"{row.ms_p20:.4f}",
             f"{row.ms_p80:.4f}", "" if row.tflops_useful is None else f"{row.tflops_useful:.0f}",
             "" if row.peak_mib is None else f"{row.peak_mib:,.0f}", "" if dense is None else f"{dense:.3f}",
+            "" if ours is None else f"{ours:.3f}",
             "" if reached is None else str(reached),
         ))  # fmt: skip
     left = [f"without a figure: {row.case} {row.provider} {row.mode} S {row.seq_len:,}: {row.note}" for row in rows if row.note]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import multiprocessing
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nsa.bench.cases import CASES, MODES, Case, prepare
+from nsa.bench.cases import CASES, Case, prepare
 from nsa.bench.clock import time_call
 from nsa.bench.gate import Gate
 from nsa.bench.points import Point, Shape, batch_of, make_tensors
-from nsa.bench.providers import PROVIDERS, Work
+from nsa.bench.providers import PROVIDERS, Work, does_not_fit, own_kernels, refusals
 from nsa.bench.rows import Origin, origin
 from nsa.errors import check
 from nsa.ops._triton.tuning import (
@@ -34,7 +37,11 @@ from nsa.ops._triton.tuning import (
 GAIN = 0.985
 BUDGET_MS = 60.0
 
+# A tile whose kernel needs more stack, bytes a thread, is not taken however fast it is.
+MAX_STACK_BYTES = 256
+
 Measure = Callable[[Tile], Mapping[int, float] | None]
+Trials = dict[Tile, Mapping[int, float]]
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ class TunePlan:
         kernel: pattern of kernel names.
         out: table to write; None takes that of this GPU inside the package.
         minutes: stop looking after this time; None looks at everything.
+        jobs: processes that compile candidates ahead.
     """
 
     shape: Shape
@@ -58,16 +66,17 @@ class TunePlan:
     kernel: str = "*"
     out: Path | None = None
     minutes: float | None = None
+    jobs: int = 0
 
 
 @dataclass(frozen=True)
 class Task:
-    """A kernel to tune: what it is looked up by, and the shortest thing that runs it."""
+    """A kernel to tune: what it is looked up by, the shortest thing that runs it, and the lengths at which that does."""
 
     key: TileKey
-    case: Case
     mode: str
     start: Tile
+    seqs: tuple[int, ...]
 
 
 def bench_tune(plan: TunePlan, device: torch.device) -> bool:
@@ -88,25 +97,39 @@ def bench_tune(plan: TunePlan, device: torch.device) -> bool:
         Point(plan.shape, seq_len, batch_of(plan.shape, seq_len, plan.tokens), "random", plan.dtype, device)
         for seq_len in plan.seqs
     ]
-    found, correct = 0, True
-    for case in CASES.values():
-        if case.name == "attention":
-            continue
+    correct = list[bool]()
+    for case in (case for case in CASES.values() if case.name != "attention"):
         bench = Bench(case, points)
-        for task in bench.tasks():
-            if not fnmatch.fnmatch(task.key.kernel, plan.kernel):
-                continue
-            found += 1
-            print(f"\n{task.key.kernel}, head size {task.key.head_size}, by {case.name} {task.mode}: {task.start}", flush=True)
-            best, times = descend(task.key, task.start, bench.measure(task), lambda: time.monotonic() < end)
-            fault = bench.fault(task, best)
-            print(f"  chosen: {best}{f', but WRONG: {fault}' if fault else ''}", flush=True)
-            correct &= fault is None
-            if fault is None:
-                note = {"ms": times, "measured": f"{case.name} {task.mode}, {plan.shape.name} shape, by length"}
-                write_tile(path, here, task.key, best, note)
-    check(found > 0, "nsa bench tune", "--kernel", "fit a kernel that looks up a tile", repr(plan.kernel))
-    return correct
+        tasks = [task for task in bench.tasks() if fnmatch.fnmatch(task.key.kernel, plan.kernel)]
+        with Compilers(case, points, plan.jobs if tasks else 0) as compilers:
+            for task in tasks:
+                found = _tune(bench, task, compilers, lambda: time.monotonic() < end)
+                correct.append(found is not None)
+                if found is not None:
+                    note = {**found[1], "measured": f"{case.name} {task.mode}, {plan.shape.name} shape, by length"}
+                    write_tile(path, here, task.key, found[0], note)
+    check(bool(correct), "nsa bench tune", "--kernel", "fit a kernel that looks up a tile", repr(plan.kernel))
+    return all(correct)
+
+
+def _tune(bench: Bench, task: Task, compilers: Compilers, go_on: Callable[[], bool]) -> tuple[Tile, Mapping[str, Any]] | None:
+    """The best tile of one kernel and what the table says of it; None if its results are wrong."""
+    where = ", ".join(f"{seq_len:,}" for seq_len in task.seqs)
+    print(f"\n{task.key.kernel}, head size {task.key.head_size}, by {bench.case.name} {task.mode} at S {where}", flush=True)
+    print(f"  in use: {task.start}", flush=True)
+    best, trials = descend(task.key, task.start, bench.measure(task), go_on, partial(compilers.compile, task))
+    fault = bench.fault(task, best)
+    print(f"  chosen: {best}{f', but WRONG: {fault}' if fault else ''}", flush=True)
+    return None if fault else (best, {"ms": trials[best], **without_stack(best, trials, bench.stacks(task))})
+
+
+def without_stack(best: Tile, trials: Trials, stacks: Mapping[Tile, int]) -> dict[str, Any]:
+    """What a tile that spills to the stack must show: its bytes a thread, and the best times that need none."""
+    if stacks[best] == 0:
+        return {}
+    plain = [times for tile, times in trials.items() if stacks[tile] == 0]
+    fastest = min(plain, key=lambda times: gain(times, trials[best])) if plain else None
+    return {"stack_bytes": stacks[best], "ms_without_stack": fastest}
 
 
 class Bench:
@@ -116,47 +139,74 @@ class Bench:
         self.case = case
         self.works: dict[int, Work] = {}
         self.gates: dict[int, Gate] = {}
+        for kernel in own_kernels().values():
+            getattr(kernel, "device_caches", {}).clear()  # what is compiled from now on is of this operator
         for point in points:
             config = point.shape.config()
             tensors = prepare(case, make_tensors(point, config), point, config, "triton")
             self.works[point.seq_len] = PROVIDERS["nsa"].work(case, tensors, point, config)
             self.gates[point.seq_len] = Gate(case, tensors, point, config)
         self.device = points[0].device
+        self._of_tile: dict[tuple[TileKey, Tile], set[Compiled]] = {}
+        self._at_first: set[Compiled] = set()
 
     def tasks(self) -> list[Task]:
-        """The kernels that look tiles up, each with the first mode that runs it."""
+        """The kernels that look tiles up, each with the first mode that runs it; a long sequence may run others."""
         tasks: dict[TileKey, Task] = {}
-        for mode in (mode for mode in MODES if mode in self.case.modes):
+        for mode in self.case.modes:
+            for seq_len, work in self.works.items():
 
-            def note(key: TileKey, tile: Tile, mode: str = mode) -> Tile:
-                tasks.setdefault(key, Task(key, self.case, mode, tile))
-                return tile
+                def note(key: TileKey, tile: Tile, mode: str = mode, seq_len: int = seq_len) -> Tile:
+                    task = tasks.setdefault(key, Task(key, mode, tile, ()))
+                    if task.mode == mode and seq_len not in task.seqs:
+                        tasks[key] = replace(task, seqs=(*task.seqs, seq_len))
+                    return tile
 
-            with tiles_chosen_by(note):
-                next(iter(self.works.values())).run(mode)
+                with tiles_chosen_by(note):
+                    work.run(mode)
+        self._at_first = compiled_kernels()
         return list(tasks.values())
 
     def measure(self, task: Task) -> Measure:
         """Milliseconds of the operator by length, with another tile for one kernel; None where the tile does not fit."""
 
         def times(tile: Tile) -> dict[int, float] | None:
+            before = compiled_kernels()
             with tiles_chosen_by(lambda key, usual: tile if key == task.key else usual):
                 try:
+                    for seq_len in task.seqs:
+                        self.works[seq_len].run(task.mode)
+                    fresh = compiled_kernels() - before
+                    self._of_tile.setdefault((task.key, tile), set()).update(fresh)
+                    if max((kernel.stack_bytes for kernel in fresh), default=0) > MAX_STACK_BYTES:
+                        return None
                     return {
-                        seq_len: round(time_call(lambda: work.run(task.mode), self.device, BUDGET_MS).p50, 5)  # noqa: B023
-                        for seq_len, work in self.works.items()
+                        seq_len: round(time_call(partial(self.works[seq_len].run, task.mode), self.device, BUDGET_MS).p50, 5)
+                        for seq_len in task.seqs
                     }
-                except _unfit_errors() as error:
-                    if not _does_not_fit(error):
+                except refusals() as error:
+                    if not _too_large(error):
                         raise
                     return None
 
         return times
 
+    def stacks(self, task: Task) -> dict[Tile, int]:
+        """Bytes of stack a thread of the kernels of each measured tile.
+
+        Those of a tile are the ones compiled when it was first measured; those of the tile in use, which was compiled before,
+        the first ones of the same names.
+        """
+        tiles = {tile: kernels for (key, tile), kernels in self._of_tile.items() if key == task.key}
+        names = {kernel.name for kernels in tiles.values() for kernel in kernels}
+        tiles[task.start] = {kernel for kernel in self._at_first if kernel.name in names} | tiles.get(task.start, set())
+        return {tile: max((kernel.stack_bytes for kernel in kernels), default=0) for tile, kernels in tiles.items()}
+
     def fault(self, task: Task, tile: Tile) -> str | None:
         """Why the results with a tile are wrong, against fp64 at every length; None if they are right."""
         with tiles_chosen_by(lambda key, usual: tile if key == task.key else usual):
-            for seq_len, work in self.works.items():
+            for seq_len in task.seqs:
+                work = self.works[seq_len]
                 results = work.run(task.mode)
                 names = [*self.case.outputs, *(f"d{name}" for name in work.leaves)]
                 verdict = self.gates[seq_len].check(dict(zip(names, results, strict=False)))
@@ -165,16 +215,76 @@ class Bench:
         return None
 
 
-def _unfit_errors() -> tuple[type[Exception], ...]:
-    from triton.compiler.errors import CompilationError
-    from triton.runtime.errors import OutOfResources, PTXASError
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel that was compiled in this process."""
 
-    return OutOfResources, PTXASError, CompilationError, RuntimeError
+    name: str
+    hash: str
+    stack_bytes: int
 
 
-def _does_not_fit(error: Exception) -> bool:
-    """Whether an error is about this tile; a fault of the device or a bug is not."""
-    return not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError) or "PassManager" in str(error)
+def compiled_kernels() -> set[Compiled]:
+    """All kernels of this library that this process has loaded."""
+    return {
+        Compiled(name, kernel.hash, 4 * kernel.n_spills)
+        for name, function in own_kernels().items()
+        for cache in getattr(function, "device_caches", {}).values()
+        for kernel in cache[0].values()
+        if getattr(kernel, "module", None) is not None
+    }
+
+
+class Compilers:
+    """Processes that run candidates once, side by side, ahead of their measurement: Triton keeps on disk what it compiled.
+
+    Args:
+        case: the operator.
+        points: as for :class:`Bench`.
+        count: processes; 0 compiles nothing ahead.
+    """
+
+    def __init__(self, case: Case, points: Sequence[Point], count: int) -> None:
+        self.pool = None
+        if count:
+            context = multiprocessing.get_context("spawn")  # a process with a CUDA context cannot be forked
+            self.pool = ProcessPoolExecutor(count, context, initializer=_open_bench, initargs=(case.name, points))
+
+    def __enter__(self) -> Compilers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+
+    def compile(self, task: Task, tiles: Sequence[Tile]) -> None:
+        """Compile the kernel of a task with each tile; waits for all."""
+        if self.pool is not None and len(tiles) > 1:
+            for _ in self.pool.map(partial(_compile, task), tiles):
+                pass
+
+
+_opened: list[Bench] = []  # of a process of `Compilers`
+
+
+def _open_bench(case: str, points: Sequence[Point]) -> None:
+    torch.cuda.set_device(points[0].device)
+    _opened.append(Bench(CASES[case], points))
+
+
+def _compile(task: Task, tile: Tile) -> None:
+    (bench,) = _opened
+    with tiles_chosen_by(lambda key, usual: tile if key == task.key else usual):
+        try:
+            bench.works[task.seqs[0]].run(task.mode)
+            torch.cuda.synchronize()
+        except refusals() as error:
+            if not _too_large(error):
+                raise
+
+
+def _too_large(error: Exception) -> bool:
+    return does_not_fit(error) or isinstance(error, torch.OutOfMemoryError)
 
 
 def candidates(key: TileKey, tile: Tile) -> Generator[list[Tile], Tile, None]:
@@ -194,7 +304,7 @@ def candidates(key: TileKey, tile: Tile) -> Generator[list[Tile], Tile, None]:
         lambda best: [replace(best, tma=not best.tma)],
         lambda best: [replace(best, keys_as_rows=not best.keys_as_rows), replace(best, keep_queries=not best.keep_queries)],
         lambda best: [replace(best, edge_stages=stages) for stages in (1, 2, 3)],
-        lambda best: [replace(best, max_registers=most) for most in (None, 96, 128, 168)],
+        lambda best: [replace(best, max_registers=most) for most in (None, 96, 128, 168, 200)],
         lambda best: [replace(best, stages=stages) for stages in (1, 2, 3, 4)],
     ]
     best = tile
@@ -203,8 +313,9 @@ def candidates(key: TileKey, tile: Tile) -> Generator[list[Tile], Tile, None]:
 
 
 def descend(
-    key: TileKey, start: Tile, measure: Measure, go_on: Callable[[], bool] = lambda: True
-) -> tuple[Tile, Mapping[int, float]]:
+    key: TileKey, start: Tile, measure: Measure, go_on: Callable[[], bool] = lambda: True,
+    announce: Callable[[Sequence[Tile]], None] = lambda _: None,
+) -> tuple[Tile, Trials]:  # fmt: skip
     """The best tile that a walk over the groups of candidates finds.
 
     Args:
@@ -212,32 +323,39 @@ def descend(
         start: the tile it has now, which must fit.
         measure: milliseconds by length; None where a tile does not fit. The lengths count alike: the mean of the logarithms.
         go_on: whether there is time left.
+        announce: told which tiles will be measured next.
 
     Returns:
-        The tile and its times. A candidate is taken only if a second measurement beside the best one says the same.
+        The tile, and the times of all that fit. A candidate is taken only if a second measurement beside the best one says
+        the same.
     """
-    times = measure(start)
-    assert times is not None, f"the tile in use does not fit: {start}"
-    best, seen = start, {start}
+    first = measure(start)
+    assert first is not None, f"the tile in use does not fit: {start}"
+    best, trials, seen = start, {start: first}, {start}
     walk = candidates(key, start)
     group: list[Tile] | None = next(walk)
     while group is not None:
-        for tile in group:
-            if tile in seen or not go_on():
-                continue
+        fresh = [tile for tile in group if tile not in seen and go_on()]
+        announce(fresh)
+        for tile in fresh:
+            if not go_on():
+                break
             seen.add(tile)
             found = measure(tile)
             print(f"  {_said(found)}  {tile}", flush=True)
-            if found is None or gain(found, times) > GAIN:
+            if found is None:
+                continue
+            trials[tile] = found
+            if gain(found, trials[best]) > GAIN:
                 continue
             again, before = measure(tile), measure(best)
             if again is not None and before is not None and gain(again, before) <= GAIN:
-                best, times = tile, again
+                best, trials[tile] = tile, again
         try:
             group = walk.send(best)
         except StopIteration:
             group = None
-    return best, times
+    return best, trials
 
 
 def gain(found: Mapping[int, float], before: Mapping[int, float]) -> float:

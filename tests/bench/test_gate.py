@@ -44,6 +44,12 @@ def test_right_results_pass(name: str, dtype: torch.dtype) -> None:
     assert gate.check(results) == verdict
 
 
+def test_a_result_that_nothing_is_compared_with_is_held_back() -> None:
+    gate, results, _ = measured("attention.window")
+    verdict = gate.check({**results, "dk_slc": results["dk_win"]})
+    assert (verdict.correct, verdict.note) == (False, "dk_slc: nothing to compare with")
+
+
 def altered(name: str, which: str, change: Callable[[Tensor], Tensor]) -> Verdict:
     gate, results, _ = measured(name)
     return gate.check({**results, which: change(results[which].detach().clone())})

@@ -34,7 +34,7 @@ def rows() -> list[Row]:
 def test_report(tmp_path: Path) -> None:
     path = write_report(rows(), tmp_path / "new")
     text = path.read_text()
-    assert "## seed, choice random, NVIDIA H200" in text
+    assert "## seed, choice random, bfloat16, NVIDIA H200" in text
     assert "| nsa | 65,536 | 1 | fwd | 2 (0.9 to 1.1) | 100 |  | 300 | 0.0625 | 0.0625 of dense-cudnn: must 0.32 pass" in text
     assert "nsa becomes faster than dense-cudnn at S = 4,096, forward." in text
     assert "| dense-cudnn | forward | 1.00 |" in text
@@ -43,7 +43,7 @@ def test_report(tmp_path: Path) -> None:
     assert "- attention.window, nsa, seed, random, S 2,048, fwd_bwd: dq: wrong" in text
     assert "| run | NVIDIA H200 | 1 | 2.11.0 | 3.6.0 | abc | 2026-01-02T03:04:05+00:00 |" in text
     plots = sorted(file.name for file in path.parent.glob("*.png"))
-    assert plots == ["memory-seed-random.png", "ratio-seed-random.png", "time-seed-random.png"]
+    assert plots == [f"{kind}-seed-random-bfloat16-nvidia-h200.png" for kind in ("memory", "ratio", "time")]
     assert all(f"]({name})" in text for name in plots)
     assert all((path.parent / name).read_bytes()[:4] == b"\x89PNG" for name in plots)
 

@@ -179,6 +179,7 @@ def test_the_table_shows_ratios_verdicts_and_what_is_missing() -> None:
     ]
     lines = result_table(rows).splitlines()
     assert len(lines) == 4
+    assert lines[1].split()[-2:] == ["1.000", "5.000"]
     assert "0.200" in lines[2]
     assert lines[2].endswith("must 0.21 pass, goal 0.16 FAIL")
     assert lines[3] == "without a figure: attention narrow fwd_bwd S 65,536: dq is wrong"

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.errors import TritonError
+from triton.runtime.errors import OutOfResources
 
 from nsa import cli
 from nsa.bench import attention, providers
@@ -135,6 +137,32 @@ def test_a_bug_of_ours_is_not_taken_for_something_unsupported(monkeypatch: pytes
         run(tmp_path, "--case", "attention.combine")
 
 
+def test_what_others_do_not_support_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Dense attention that has no kernel here, FlexAttention that does not compile, a tile that does not fit."""
+
+    def refuse(error: Exception) -> Callable[..., Any]:
+        def work(*_: Any) -> Work:
+            raise error
+
+        return work
+
+    monkeypatch.setattr(providers, "kernels_run_on_cpu", lambda: True)
+    monkeypatch.setattr(Dense, "work", refuse(RuntimeError("No available kernel. Aborting execution.\nmore")))
+    monkeypatch.setattr(Flex, "work", refuse(TritonError()))
+    monkeypatch.setattr(Ours, "work", refuse(OutOfResources(300_000, 232_448, "shared memory")))
+    words = [*QUICK, "--shape", "2x1x16x16", "--seqs", "128", "--provider", "dense-cudnn,flex", "--case", "attention"]
+    out = tmp_path / "rows.jsonl"
+    assert cli.main(["bench", "attention", *words, "--variant", "large:*.rows=256", "--out", str(out)]) == 0
+    assert [row.note for row in read_rows([out])[::2]] == [
+        "not run: No available kernel. Aborting execution.",
+        "not run: TritonError",
+        "not run: out of resource: shared memory, Required: 300000, Hardware limit: 232448. Reducing block sizes or "
+        "`num_stages` may help.",
+    ]
+    with pytest.raises(OutOfResources):
+        cli.main(["bench", "attention", *words[:-4], "--provider", "nsa", "--case", "attention"])
+
+
 # ------------------------------------------------------------------------------------------------ mistakes in the words
 
 
@@ -202,10 +230,10 @@ def test_help_explains_every_option(command: str, capsys: pytest.CaptureFixture[
 
 # ---------------------------------------------------------------------------------------------- whose kernels have run
 
-OURS = frozenset({
+OURS = dict.fromkeys((
     "compress_fwd_kernel", "compress_dx_kernel", "range_fwd_kernel", "range_dq_kernel", "range_dkv_kernel", "select_kernel",
     "selected_fwd_kernel", "combine_fwd_kernel", "combine_bwd_kernel",
-})  # fmt: skip
+))  # fmt: skip
 COPY = "at::native::elementwise_kernel"
 
 
@@ -221,7 +249,7 @@ COPY = "at::native::elementwise_kernel"
         ("attention.choice", "fwd", ["select_kernel", "nvjet_hsh_64x8"], "nvjet_hsh_64x8 ran, which is not of this library"),
         ("attention.choice", "fwd", ["select_kernel", "void cutlass::Kernel2"], "void cutlass::Kernel2 ran, which is not"),
         ("attention.choice", "fwd", ["select_kernel", "triton_poi_fused_add_0"], "triton_poi_fused_add_0 ran, which is not"),
-        ("attention", "fwd", sorted(OURS - {"combine_fwd_kernel"}), "no kernel combine_fwd* of this library ran"),
+        ("attention", "fwd", sorted(OURS.keys() - {"combine_fwd_kernel"}), "no kernel combine_fwd* of this library ran"),
         ("attention", "fwd", ["sm80_xmma_gemm_bf16", *OURS], "sm80_xmma_gemm_bf16 ran, which is not of this library"),
         ("attention", "fwd_bwd", sorted(OURS), None),
     ],
@@ -237,7 +265,7 @@ def test_ours_must_have_run_and_nothing_of_a_reference(
 
 def test_own_kernels_are_found() -> None:
     found = providers.own_kernels()
-    assert {"range_fwd_kernel", "range_dkv_kernel", "select_kernel", "compress_fwd_kernel", "combine_bwd_kernel"} <= found
+    assert {"range_fwd_kernel", "range_dkv_kernel", "select_kernel", "compress_fwd_kernel", "combine_bwd_kernel"} <= set(found)
     assert "softmax_step" not in found
     required = {prefix for case in CASES.values() for part in case.kernels for prefix in part} - {"selected_"}
     assert all(any(name.startswith(prefix) for name in found) for prefix in required)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.bench import tune
+from nsa.bench import clock, tune
 from nsa.bench.rows import Origin
 from nsa.errors import UserError
 from nsa.ops._triton import tuning
@@ -163,9 +163,10 @@ def cost(best: Tile) -> tune.Measure:
 
 def test_the_walk_finds_the_best_tile_and_ignores_noise() -> None:
     best = Tile(128, 32, 8, 4, tma=True, edge_stages=3)
-    found, times = tune.descend(KEY, Tile(64, 64, 4, 2), cost(best))
+    found, trials = tune.descend(KEY, Tile(64, 64, 4, 2), cost(best))
     assert found == replace(best, edge_stages=1)
-    assert times == cost(best)(found)
+    assert trials[found] == cost(best)(found)
+    assert not [tile for tile in trials if cost(best)(tile) is None]
 
 
 def test_a_gain_that_does_not_repeat_is_not_taken() -> None:
@@ -178,9 +179,59 @@ def test_a_gain_that_does_not_repeat_is_not_taken() -> None:
     assert tune.descend(KEY, start, measure)[0] == start
 
 
+def test_the_walk_says_what_comes_next_and_repeats_nothing() -> None:
+    told: list[Tile] = []
+    measured: list[Tile] = []
+
+    def measure(tile: Tile) -> Mapping[int, float]:
+        measured.append(tile)
+        return {2048: 1.0}
+
+    start = Tile(64, 64, 4, 2)
+    tune.descend(KEY, start, measure, announce=told.extend)
+    assert measured == [start, *told]
+    assert len(told) == len(set(told)) > 20
+    assert start not in told
+
+
 def test_the_walk_stops_when_time_is_up() -> None:
     best = Tile(128, 32, 8, 3)
     assert tune.descend(KEY, Tile(64, 64, 4, 2), cost(best), lambda: False)[0] == Tile(64, 64, 4, 2)
+
+
+def test_a_tile_with_a_stack_says_what_the_best_one_without_would_take() -> None:
+    fast, plain, slow = Tile(1, 1, 1, 1), Tile(2, 1, 1, 1), Tile(3, 1, 1, 1)
+    trials: tune.Trials = {slow: {2048: 4.0}, plain: {2048: 2.0}, fast: {2048: 1.0}}
+    stacks = {slow: 0, plain: 0, fast: 64}
+    assert tune.without_stack(fast, trials, stacks) == {"stack_bytes": 64, "ms_without_stack": {2048: 2.0}}
+    assert tune.without_stack(plain, trials, stacks) == {}
+    assert tune.without_stack(fast, trials, {**stacks, slow: 8, plain: 8})["ms_without_stack"] is None
+
+
+def compiled(name: str, stack: int, hash: str) -> tune.Compiled:
+    return tune.Compiled(name, hash, stack)
+
+
+def test_stacks_are_told_from_what_a_tile_made_the_compiler_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tile in use is compiled before it is measured; another one brings new kernels, of which one may need too much."""
+    loaded = {compiled("fwd", 8, "a"), compiled("dq", 16, "b")}
+    monkeypatch.setattr(tune, "compiled_kernels", lambda: set(loaded))
+    monkeypatch.setattr(tune, "time_call", lambda *_: clock.Timing(1.0, 1.0, 1.0, 1, 1, ""))
+    start, other, large, large_too = (Tile(rows, 64, 4, 2) for rows in (16, 32, 64, 128))
+    makes = {other: compiled("dq", 0, "c"), large: compiled("dq", 300, "d"), large_too: compiled("dq", 256, "e")}
+    task = tune.Task(KEY, "fwd", start, (2048,))
+
+    class Work:
+        def run(self, mode: str) -> None:
+            tile = tile_for(KEY.kernel, *[torch.zeros(1, 1, 64, dtype=torch.bfloat16)] * 2)
+            loaded.update({makes[tile]} if tile in makes else {})
+
+    bench = object.__new__(tune.Bench)
+    bench.__dict__.update(works={2048: Work()}, device=torch.device("cpu"), _of_tile={}, _at_first=set(loaded))
+    measure = bench.measure(task)
+    assert [measure(tile) for tile in (start, other, large, large_too)] == [{2048: 1.0}, {2048: 1.0}, None, {2048: 1.0}]
+    assert measure(other) == {2048: 1.0}  # a second time nothing is compiled
+    assert bench.stacks(task) == {start: 16, other: 0, large: 300, large_too: 256}
 
 
 def test_a_tile_is_written_beside_the_others(tmp_path: Path) -> None:

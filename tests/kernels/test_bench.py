@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from nsa.bench import attention
+from nsa.bench import attention, cases, tune
 from nsa.bench.attention import Plan, bench_attention
 from nsa.bench.clock import Timing
-from nsa.bench.points import parse_shape
+from nsa.bench.points import Point, parse_shape
+from nsa.bench.providers import Work
 from nsa.bench.rows import read_rows
 from nsa.bench.variants import Variant
 
@@ -18,6 +20,24 @@ SMALL = {
     "compress_block_size": 8, "compress_stride": 4, "block_size": 16, "num_selected_blocks": 4, "window_size": 32,
 }  # fmt: skip
 CASES = ["attention.compress", "attention.compressed", "attention.choice", "attention.window", "attention.combine"]
+
+
+def test_the_kernels_to_tune_are_those_that_look_tiles_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "time_call", lambda call, *_: (call(), Timing(1.0, 1.0, 1.0, 1, 1, "not timed"))[1])
+    points = [Point(parse_shape("3x1x16x16"), 128, 1, "random", torch.float32, torch.device("cpu"))]
+    bench = tune.Bench(cases.CASES["attention.window"], points)
+    tasks = bench.tasks()
+    found = [(task.key.kernel, task.key.head_size, task.key.element_size, task.mode, task.seqs) for task in tasks]
+    assert found == [
+        ("window_attention_fwd", 16, 4, "fwd", (128,)),
+        ("window_attention_dq", 16, 4, "fwd_bwd", (128,)),
+        ("window_attention_dkv", 16, 4, "fwd_bwd", (128,)),
+    ]
+    other = replace(tasks[0].start, rows=16)
+    assert bench.measure(tasks[0])(other) == {128: 1.0}
+    assert bench.fault(tasks[0], other) is None
+    monkeypatch.setattr(Work, "run", lambda self, mode: (torch.zeros(1, 128, 3, 16),))
+    assert str(bench.fault(tasks[0], other)).startswith("S 128: attention.window out: error 1 is above")
 
 
 @pytest.mark.parametrize("case", CASES)

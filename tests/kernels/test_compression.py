@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from nsa import NSAConfig, PhiWeights, Rope, apply_rope, combine, compress, compressed_positions
 from nsa.ops._packed import compressed_cu_seqlens
 from nsa.ops.combination.triton_fwd import combine_backward, combine_forward
+from nsa.ops.compression import triton_launch
+from nsa.ops.compression.triton_fwd import cos_sin
 from nsa.ops.compression.triton_launch import CompressLayout, compress_backward, compress_forward
 from nsa.testing import assert_within_budget, make_inputs
 
@@ -33,10 +37,12 @@ def reference(
         ((8, 4), None, True, [70, 1, 0, 45]),
         ((8, 4), 16, True, [70, 7, 8, 45]),
         ((16, 4), None, True, [70, 33]),
+        ((12, 4), None, True, [70, 33]),
         ((8, 8), None, False, [70]),
     ],
 )
-def test_compression(phi, pattern, rotary_dim, rotated, lengths):
+def test_compression(phi, pattern, rotary_dim, rotated, lengths, monkeypatch):
+    monkeypatch.setattr(triton_launch, "WEIGHT_TILE", 256)  # weights of more than 8 rows take several tiles
     size, stride = pattern
     config = NSAConfig(
         num_heads=2, num_kv_heads=2, head_dim=32, value_dim=32, compress_block_size=size, compress_stride=stride, block_size=16,
@@ -60,6 +66,25 @@ def test_compression(phi, pattern, rotary_dim, rotated, lengths):
     found = [y, dx] if dw is None else [y, dx, dw]
     for name, actual, baseline, oracle in zip(("y", "dx", "dw"), found, plain, exact, strict=False):
         assert_within_budget(actual, baseline, oracle, name, factor=4.0)
+
+
+@triton.jit
+def cos_sin_kernel(angle_ptr, out_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    cosine, sine = cos_sin(tl.load(angle_ptr + at))
+    tl.store(out_ptr + at, cosine)
+    tl.store(out_ptr + SIZE + at, sine)
+
+
+@pytest.mark.parametrize("largest", [4.0, 1e3, 1e6, 1e8])
+def test_cosine_and_sine(largest):
+    generator = torch.Generator().manual_seed(0)
+    angle = (torch.rand(4096, generator=generator) * 2 - 1) * largest
+    angle[:9] = torch.arange(-4, 5) * torch.pi / 4  # where the quadrant changes
+    out = torch.empty(2, 4096)
+    cos_sin_kernel[(1,)](angle, out, SIZE=4096)
+    exact = angle.double()
+    assert (out.double() - torch.stack((exact.cos(), exact.sin()))).abs().max() < 1.1e-7
 
 
 @pytest.mark.parametrize("off", [None, 0, 1, 2])

@@ -75,28 +75,27 @@ def compress_dx_kernel(
 def compress_dw_kernel(
     dy_ptr, x_ptr, frequency_ptr, dw_ptr, cu_ptr, cu_cmp_ptr, len_x, len_cmp, num_sequences, num_tiles, stride_x, stride_xh,
     magnitude, position_offset, HKV: tl.constexpr, D: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, ROTARY: tl.constexpr,
-    MIDDLE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+    MIDDLE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Partial gradient of the weights ``[l, D]`` of one head, from every num_programs-th tile of compressed rows."""
+    """Partial gradient of ``BLOCK_L`` rows of the weights ``[l, D]`` of one head, from every num_programs-th tile of blocks."""
     part = tl.program_id(0)
     head = tl.program_id(1)
+    i = tl.program_id(2) * BLOCK_L + tl.arange(0, BLOCK_L)
     d = tl.arange(0, BLOCK_D)
-    for i in tl.range(0, L):
-        total = tl.zeros([BLOCK_D], tl.float32)
-        for number in tl.range(part, num_tiles, tl.num_programs(0)):
-            sequence, tile = find_tile(cu_cmp_ptr, number, num_sequences, len_cmp, BLOCK_C)
-            if sequence < num_sequences:
-                first_x, _ = sequence_rows(cu_ptr, sequence, len_x)
-                first_y, num_y = sequence_rows(cu_cmp_ptr, sequence, len_cmp)
-                block = tile * BLOCK_C + tl.arange(0, BLOCK_C)
-                ok = block < num_y
+    mask = (i < L)[:, None] & (d < D)[None, :]
+    total = tl.zeros([BLOCK_L, BLOCK_D], tl.float32)
+    for number in tl.range(part, num_tiles, tl.num_programs(0)):
+        sequence, tile = find_tile(cu_cmp_ptr, number, num_sequences, len_cmp, BLOCK_C)
+        if sequence < num_sequences:
+            first_x, _ = sequence_rows(cu_ptr, sequence, len_x)
+            first_y, num_y = sequence_rows(cu_cmp_ptr, sequence, len_cmp)
+            for c in tl.range(tile * BLOCK_C, tl.minimum(tile * BLOCK_C + BLOCK_C, num_y)):
+                block = c + tl.zeros([1], tl.int32)
                 row = ((first_y + block).to(tl.int64) * HKV + head) * D
                 dy = load_unrotated(
-                    dy_ptr, frequency_ptr, row, block, ok, d, magnitude, position_offset, D, STRIDE, ROTARY, MIDDLE
+                    dy_ptr, frequency_ptr, row, block, block >= 0, d, magnitude, position_offset, D, STRIDE, ROTARY, MIDDLE
                 )
-                x_row = (first_x + block * STRIDE + i).to(tl.int64) * stride_x + head * stride_xh
-                mask = ok[:, None] & (d < D)[None, :]
-                x = tl.load(x_ptr + x_row[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
-                total += tl.sum(dy * x, 0)
-        out = ((part.to(tl.int64) * HKV + head) * L + i) * D
-        tl.store(dw_ptr + out + d, total, mask=d < D)
+                x_row = (first_x + c * STRIDE + i).to(tl.int64) * stride_x + head * stride_xh
+                total += dy * tl.load(x_ptr + x_row[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    out = ((part.to(tl.int64) * HKV + head) * L + i) * D
+    tl.store(dw_ptr + out[:, None] + d[None, :], total, mask=mask)

@@ -14,6 +14,10 @@ from nsa.ops.compression.triton_gather import gather_bwd_kernel, gather_fwd_kern
 
 BLOCK_ROWS = 16
 WEIGHT_PARTS = 64
+WEIGHT_TILE = 2048  # elements of a tile of weights, at most
+# Where registers are plentiful, ptxas may still spill a word for the sake of one more program on a multiprocessor; told how
+# many it may use, it does not.
+REGISTERS = 128
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,17 @@ class CompressLayout:
         return {
             "HKV": x.shape[1], "D": x.shape[2], "L": self.size, "STRIDE": self.stride,
             "ROTARY": 0 if self.frequency is None else 2 * self.frequency.shape[0], "MIDDLE": self.middle,
-            "BLOCK_C": BLOCK_ROWS, "BLOCK_D": triton.next_power_of_2(x.shape[2]),
+            "BLOCK_C": BLOCK_ROWS, "BLOCK_D": triton.next_power_of_2(x.shape[2]), "num_warps": warps_of(x.shape[2]),
         }  # fmt: skip
 
     def num_tiles(self, rows: int, each: int, tile: int) -> int:
         """Tiles that cover ``rows`` packed rows."""
         return self.num_sequences * -(-each // tile) if self.cu is None else rows // tile + self.num_sequences
+
+
+def warps_of(size: int) -> int:
+    """Warps a program, by head size: as many as keep its tile in registers."""
+    return 4 if size <= 128 else 8
 
 
 def compress_forward(x: Tensor, weight: Tensor | None, layout: CompressLayout) -> Tensor:
@@ -71,7 +80,7 @@ def compress_forward(x: Tensor, weight: Tensor | None, layout: CompressLayout) -
     if grid[0] and num_rows:
         compress_fwd_kernel[grid](
             x, weight, layout.frequency, y, *layout.arguments(), x.stride(0), x.stride(1), layout.magnitude,
-            layout.position_offset, **layout.constants(x), num_warps=4,
+            layout.position_offset, **layout.constants(x),
         )  # fmt: skip
     return y
 
@@ -87,16 +96,17 @@ def compress_backward(
     grid = (layout.num_tiles(num_tokens, layout.len_x, BLOCK_ROWS * layout.stride), num_heads)
     if grid[0] and num_tokens:
         compress_dx_kernel[grid](
-            dy, weight, layout.frequency, dx, *layout.arguments(), *rotation, **constants, num_warps=4
+            dy, weight, layout.frequency, dx, *layout.arguments(), *rotation, **constants
         )  # fmt: skip
     if weight is None or x is None:
         return dx, None
     num_tiles = layout.num_tiles(num_tokens // layout.stride, layout.len_cmp, BLOCK_ROWS)
     parts = max(1, min(WEIGHT_PARTS, num_tiles))
     dw = torch.empty(parts, *weight.shape, dtype=torch.float32, device=x.device)
-    compress_dw_kernel[(parts, num_heads)](
+    rows = min(triton.next_power_of_2(layout.size), WEIGHT_TILE // constants["BLOCK_D"])
+    compress_dw_kernel[(parts, num_heads, triton.cdiv(layout.size, rows))](
         dy, x, layout.frequency, dw, *layout.arguments(), num_tiles, x.stride(0), x.stride(1), *rotation, **constants,
-        num_warps=4,
+        BLOCK_L=rows, maxnreg=REGISTERS,
     )  # fmt: skip
     return dx, dw.sum(0)
 
@@ -109,7 +119,7 @@ def gather_forward(x: Tensor, layout: CompressLayout) -> Tensor:
     if grid[0] and num_rows:
         gather_fwd_kernel[grid](
             x, out, *layout.arguments(), num_rows, x.stride(0), x.stride(1), D=size, L=layout.size, STRIDE=layout.stride,
-            BLOCK_C=BLOCK_ROWS, BLOCK_D=triton.next_power_of_2(size), num_warps=4,
+            BLOCK_C=BLOCK_ROWS, BLOCK_D=triton.next_power_of_2(size), num_warps=warps_of(size), maxnreg=REGISTERS,
         )  # fmt: skip
     return out
 
@@ -122,6 +132,6 @@ def gather_backward(dblocks: Tensor, num_tokens: int, layout: CompressLayout) ->
     if grid[0] and num_tokens:
         gather_bwd_kernel[grid](
             dblocks, dx, *layout.arguments(), num_rows, HKV=num_heads, D=size, L=layout.size, STRIDE=layout.stride,
-            BLOCK_C=BLOCK_ROWS, BLOCK_D=triton.next_power_of_2(size), num_warps=4,
+            BLOCK_C=BLOCK_ROWS, BLOCK_D=triton.next_power_of_2(size), num_warps=warps_of(size), maxnreg=REGISTERS,
         )  # fmt: skip
     return dx

@@ -8,6 +8,7 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.errors import check
 from nsa.ops._boundary import Sequences, check_block_indices, check_qkv, choose_backend, open_sequences, pack, scale_of
+from nsa.ops.selected.ops import selected_attention_op
 from nsa.ops.selected.reference import selected_attention_reference
 
 __all__ = ["run_selected_attention", "selected_attention"]
@@ -70,5 +71,8 @@ def run_selected_attention(
     backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See :func:`selected_attention`; inputs are packed and checked, the backend is chosen."""
+    if backend == "triton":
+        where = sequences.kernel_arguments()
+        return selected_attention_op(q, k, v, block_indices, *where, config.block_size, softmax_scale)
     with torch.autocast(q.device.type, enabled=False):
         return selected_attention_reference(q, k, v, block_indices, config, sequences, softmax_scale)

@@ -43,7 +43,7 @@ class SampledWhole:
     @torch.no_grad()
     def at_queries(self, rows: Tensor, dtype: torch.dtype, dout: Tensor | None = None) -> dict[str, Tensor]:
         """``out`` and, with ``dout``, ``q``, ``gates`` (and ``q_cmp``): their gradients, of the packed queries ``rows``."""
-        found = {branch: self._branch(branch, dtype).at_queries(rows, dtype, dout) for branch in self.config.branches}
+        found = {branch: self.branch(branch, dtype).at_queries(rows, dtype, dout) for branch in self.config.branches}
         outs = [found[branch]["out"] if branch in found else None for branch in BRANCHES]
         gates = self.inputs.gates[rows].to(dtype)
         result = {"out": combine_reference((outs[0], outs[1], outs[2]), gates)}
@@ -68,7 +68,7 @@ class SampledWhole:
         """Gradients of the keys and values at the packed ``tokens``, by the names of ``inputs``."""
         result = {}
         for branch in self.config.branches:
-            attention = self._branch(branch, dtype)
+            attention = self.branch(branch, dtype)
             if branch != "cmp":
                 found = attention.at_keys(tokens, dtype, dout)
                 result[f"k_{branch}"], result[f"v_{branch}"] = found["dk"], found["dv"]
@@ -81,6 +81,16 @@ class SampledWhole:
                 dy = torch.zeros(compression.num_blocks, self.config.num_kv_heads, size, dtype=dtype, device=tokens.device)
                 dy[blocks] = found[f"d{kind}"]
                 result[f"{kind}_cmp_raw"] = compression.at_tokens(tokens, dtype, dy)["dx"]
+        return result
+
+    def weight_gradients(self, dtype: torch.dtype, dout: Tensor) -> dict[str, Tensor]:
+        """Gradients of the parameters of phi, ``phi_k.weight`` and so on, from every query: for short sequences."""
+        result: dict[str, Tensor] = {}
+        attention = self.branch("cmp", dtype)
+        grads = attention.at_keys(torch.arange(attention.cu_key[-1], device=dout.device), dtype, dout)
+        for kind in ("k", "v"):
+            found = self._compression(kind).weight_gradients(dtype, grads[f"d{kind}"])
+            result.update({f"phi_{kind}.{name}": grad for name, grad in found.items()})
         return result
 
     def _compression(self, kind: str) -> SampledCompression:
@@ -102,7 +112,8 @@ class SampledWhole:
             self._compressed[kind, dtype] = compression.at_blocks(blocks, dtype)["y"]
         return self._compressed[kind, dtype]
 
-    def _branch(self, branch: str, dtype: torch.dtype) -> SampledAttention:
+    def branch(self, branch: str, dtype: torch.dtype) -> SampledAttention:
+        """One branch; the gradient of its output is its gate times that of the whole."""
         x, config = self.inputs, self.config
         gate = x.gates[..., BRANCHES.index(branch)]
         if branch == "cmp":

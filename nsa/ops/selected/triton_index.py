@@ -1,0 +1,79 @@
+"""A choice of blocks in the forms that the kernels of the selected branch want, made on the device.
+
+- **Lists by tile.** A tile is a few consecutive queries of one group. Its list holds every block that one of them chose,
+  ascending, and beside each block a word whose bit i says that query i of the tile chose it.
+- **Keys for the inverse index.** A number for every (query, slot), the same for all that chose the same block of the same
+  sequence; sorting them gives, block by block, the queries that chose it.
+"""
+
+# mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.ops._triton.tiles import VARYING, find_tile, sequence_rows
+
+
+@triton.jit
+def larger(a, b):
+    """Combine function of a running maximum."""
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=[*VARYING, "num_lists", "num_blocks"])
+def list_kernel(
+    indices_ptr, block_ptr, word_ptr, count_ptr, key_ptr, cu_q_ptr, cu_k_ptr, cu_block_ptr, len_q, len_k, num_sequences,
+    num_rows, num_lists, num_blocks,
+    HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, PAD_Q: tl.constexpr,
+    PAD_N: tl.constexpr,
+):  # fmt: skip
+    """The list of one tile of ``BLOCK_Q`` queries, and the keys of its choices (where ``key_ptr`` is given).
+
+    ``count_ptr`` gets, for each tile: blocks wholly in the past of every query, blocks wholly inside the sequence, and all.
+    """
+    number = tl.program_id(0)
+    head = tl.program_id(1)
+    sequence, tile = find_tile(cu_q_ptr, number, num_sequences, len_q, BLOCK_Q)
+    if sequence < num_sequences:
+        first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
+        _, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
+        SIZE: tl.constexpr = PAD_Q * PAD_N
+        e = tl.arange(0, SIZE)
+        query = e // PAD_N
+        slot = e % PAD_N
+        row = tile * BLOCK_Q + query
+        ok = (query < BLOCK_Q) & (row < num_q) & (slot < N)
+        entry = ((first_q + row).to(tl.int64) * HKV + head) * N + slot
+        block = tl.load(indices_ptr + entry, mask=ok, other=-1).to(tl.int32)
+        t = num_tokens - num_q + row
+        present = ok & (block >= 0) & (block <= t // BLOCK_SIZE)
+        if key_ptr is not None:
+            if cu_block_ptr is None:
+                first_block = sequence * ((len_k + BLOCK_SIZE - 1) // BLOCK_SIZE)
+            else:
+                first_block = tl.load(cu_block_ptr + sequence)
+            key = tl.where(present, head * num_blocks + first_block + block, HKV * num_blocks)
+            key_at = (head.to(tl.int64) * num_rows + first_q + row) * N + slot
+            tl.store(key_ptr + key_at, key.to(key_ptr.dtype.element_ty), mask=ok)
+        NONE: tl.constexpr = 0x7FFFFFFF // SIZE
+        ranked = tl.sort(tl.where(present, block, NONE) * SIZE + e)
+        block = ranked // SIZE
+        bit = tl.where(block < NONE, tl.full([SIZE], 1, tl.int64) << ((ranked % SIZE) // PAD_N).to(tl.int64), 0)
+        first = (e == 0) | (block != tl.gather(block, tl.maximum(e - 1, 0), 0))
+        last = (block < NONE) & ((e == SIZE - 1) | (block != tl.gather(block, tl.minimum(e + 1, SIZE - 1), 0)))
+        total = tl.cumsum(bit, 0)
+        # Sums never fall, so the greatest start so far is that of the entry's own block.
+        word = total - tl.associative_scan(tl.where(first, total - bit, 0), 0, larger)
+        place = tl.cumsum(last.to(tl.int32), 0) - 1
+        out = (head.to(tl.int64) * num_lists + number) * (BLOCK_Q * N) + place
+        tl.store(block_ptr + out, block, mask=last)
+        tl.store(word_ptr + out, word.to(tl.int32), mask=last)
+        t_first = num_tokens - num_q + tile * BLOCK_Q
+        past = tl.sum((last & (block * BLOCK_SIZE + (BLOCK_SIZE - 1) <= t_first)).to(tl.int32), 0)
+        inside = tl.sum((last & ((block + 1) * BLOCK_SIZE <= num_tokens)).to(tl.int32), 0)
+        at = (head.to(tl.int64) * num_lists + number) * 3
+        tl.store(count_ptr + at, past)
+        tl.store(count_ptr + at + 1, inside)
+        tl.store(count_ptr + at + 2, tl.sum(last.to(tl.int32), 0))

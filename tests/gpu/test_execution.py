@@ -1,0 +1,140 @@
+"""How kernels run: without waiting for the device, in CUDA graphs, compiled, without a kernel compiled for a new length."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from nsa.testing import packed_offsets
+from tests.gpu.matrix import DEVICE, MATRIX, SEED, seed_case
+from tests.ops.public import Case
+from tests.ops.registration import (
+    check_compiled,
+    check_operator,
+    operator_names,
+    record_calls,
+    run_with_gradients,
+    tensors_of,
+    whole_of,
+)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """An operation that waits for the device fails."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype feature")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Step:
+    """Forward and backward of the whole on fixed tensors."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.function = case, whole_of(case.config, case.backend)
+        self.tensors, self.cu_seqlens = tensors_of(case)
+        self.dout = case.normal(*self.tensors["q"].shape, seed=3)
+
+    def run(self) -> list[Tensor]:
+        out = self.function(self.tensors, self.cu_seqlens)
+        return [out, *torch.autograd.grad(out, list(self.tensors.values()), self.dout)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"phi": "linear"}, {"phi": "mlp"}, {"coarse_block_size": 256, "num_coarse_blocks": 5}, {"score_precision": "fp8"}],
+    ids=["default", "linear", "mlp", "two stages", "fp8"],
+)
+def test_a_step_does_not_wait_for_the_device(changes):
+    """Forward and backward with offsets on the GPU and no hint about lengths."""
+    step = Step(dataclasses.replace(seed_case(1200, 0, 70), config=dataclasses.replace(SEED, **changes)))
+    step.run()
+    with no_waiting():
+        step.run()
+
+
+def test_cuda_graph_with_other_documents():
+    """A captured step, replayed with other data and other offsets, gives the bits of an eager step."""
+    step = Step(seed_case(1000, 200, 48, 0))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step.run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step.run()
+    for lengths in ((1000, 200, 48, 0), (1, 0, 1247, 0), (312, 312, 312, 312)):
+        with torch.no_grad():
+            step.cu_seqlens.copy_(packed_offsets(lengths, DEVICE))
+            for index, tensor in enumerate((*step.tensors.values(), step.dout)):
+                tensor.copy_(step.case.normal(*tensor.shape, seed=100 * sum(lengths[:2]) + index))
+        graph.replay()
+        torch.cuda.synchronize()
+        found = [x.clone() for x in captured]
+        for index, (replayed, eager) in enumerate(zip(found, step.run(), strict=True)):
+            assert torch.equal(replayed, eager), f"result {index} at lengths {lengths}"
+
+
+@pytest.fixture(scope="module")
+def calls():
+    case = dataclasses.replace(MATRIX["bf16 G6 D64"], lengths_k=(300, 70))
+    return record_calls(case, [dataclasses.replace(case, config=dataclasses.replace(case.config, phi="mlp"))])
+
+
+@pytest.mark.parametrize("name", operator_names())
+def test_registration(name, calls):
+    assert name in calls, "no public function calls it"
+    check_operator(name, calls[name])
+
+
+def test_compiled_whole_serves_all_lengths():
+    check_compiled([seed_case(*lengths) for lengths in ((1000, 200), (517, 0), (3000, 2222))], "inductor")
+
+
+@contextmanager
+def compiled_kernels() -> Iterator[list[str]]:
+    """Names of the kernels that Triton compiles, or loads for the first time in this process, meanwhile."""
+    found: list[str] = []
+
+    def note(*, repr: str, **_: Any) -> None:
+        found.append(repr)
+
+    before = triton.knobs.runtime.jit_post_compile_hook
+    triton.knobs.runtime.jit_post_compile_hook = note
+    try:
+        yield found
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = before
+
+
+@pytest.mark.parametrize("name", ["bf16 G6 D64", "fp32 G6 D64"])
+def test_a_new_length_compiles_no_kernel(name):
+    """Neither lengths, nor their number, nor what they divide by make another kernel."""
+    like = MATRIX[name]
+
+    def step(*lengths: int) -> None:
+        case = dataclasses.replace(like, lengths_k=lengths, lengths_q=None)
+        run_with_gradients(whole_of(case.config, case.backend), case)
+
+    with compiled_kernels() as first:
+        step(1000, 24)
+    assert any("kernel" in name for name in first)
+    with compiled_kernels() as later:
+        for lengths in ((1,), (16, 16), (1024,), (999, 1, 0), (7,) * 20, (5000,), (2048, 2048)):
+            step(*lengths)
+    assert not later, later

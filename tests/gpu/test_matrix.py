@@ -1,0 +1,111 @@
+"""Every operator, forward and backward, on every case of the matrix, against fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+from concurrent.futures import Future, ProcessPoolExecutor
+
+import pytest
+import torch
+
+from nsa import compressed_attention, select_blocks
+from tests.gpu.matrix import DEVICE, MATRIX, SEED, seed_case
+from tests.ops.public import CHECKS, RUNS, check_choice, run_selected, run_whole
+
+# Compiling takes most of the time, on one core a kernel: processes share the GPU and the cache of compiled kernels.
+WORKERS = max(1, min(12, (os.cpu_count() or 2) - 2))
+
+
+def run_check(operator: str, name: str) -> None:
+    CHECKS[operator](MATRIX[name])
+
+
+@pytest.fixture(scope="module")
+def verdicts(request):
+    """The checks of all chosen tests of this module, in processes of their own."""
+    with ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
+        chosen = [
+            (item.callspec.params["operator"], item.callspec.params["name"])
+            for item in request.session.items
+            if getattr(item, "originalname", None) == "test_operator" and item.module is request.module
+        ]
+        # Cases take turns, so that the kernels of one are compiled by several processes.
+        found: dict[tuple[str, str], Future[None]] = {key: pool.submit(run_check, *key) for key in chosen}
+        yield found
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize("operator", CHECKS)
+def test_operator(operator, name, verdicts):
+    verdicts[operator, name].result(timeout=600)
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 63, 64, 65, 257, 1100])
+def test_single_sequence(length):
+    """One sequence alone, with and without offsets: no kernel more than for a batch."""
+    for dense in (False, True):
+        for run in RUNS.values():
+            run(seed_case(length, dense=dense)).check()
+
+
+def test_many_sequences():
+    """More sequences than one step of a search for a tile looks at, most of them short or empty."""
+    lengths = [(7 * i) % 41 if i % 9 else 0 for i in range(400)]
+    for run in RUNS.values():
+        run(seed_case(*lengths, 300)).check()
+
+
+def test_one_block_chosen_by_everyone():
+    """Skewed choice: all queries name blocks 0 and 1 and nothing else."""
+    ids = torch.full((3070, 2, 16), -1, dtype=torch.int32, device=DEVICE)
+    ids[..., 3], ids[..., 9] = 0, 1
+    run_selected(seed_case(3000, 70), block_indices=ids).check()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 40])
+def test_lists_of_any_length(num_blocks):
+    """selected_attention takes any n, not that of the config alone; int64 ids too."""
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
+    ids = torch.rand(770, 2, max(num_blocks, 12), generator=generator, device=DEVICE).argsort(-1)[..., :num_blocks]
+    assert ids.dtype == torch.int64
+    run_selected(seed_case(700, 70), block_indices=ids).check()
+
+
+@pytest.mark.parametrize("branches", [("cmp",), ("slc",), ("win",), ("cmp", "slc"), ("slc", "win")])
+def test_some_branches(branches):
+    config = dataclasses.replace(SEED, branches=branches)
+    run_whole(dataclasses.replace(seed_case(300, 1100), config=config)).check()
+
+
+@pytest.mark.parametrize("compress_rope", ["start", "none"])
+def test_place_of_the_rotation(compress_rope):
+    config = dataclasses.replace(SEED, compress_rope=compress_rope)
+    run_whole(dataclasses.replace(seed_case(300, 1100), config=config)).check()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_selected_blocks_table": ((-1, 512, 5), (-1, 1024, 9))},
+        {"coarse_block_size": 256, "num_coarse_blocks": 5},
+        {"score_precision": "bf16"},
+        {"score_precision": "fp8"},
+        {"num_init_blocks": 0, "num_local_blocks": 1},
+    ],
+    ids=["table", "two stages", "bf16", "fp8", "few forced"],
+)
+def test_options_of_the_choice(changes):
+    check_choice(dataclasses.replace(seed_case(3000, 70, 1, 200), config=dataclasses.replace(SEED, **changes)))
+
+
+def test_ties_go_to_the_lower_block():
+    """With q = 0 all compressed keys weigh the same: inner blocks tie exactly, wherever they lie in a tile."""
+    case = seed_case(3000)
+    x = case.inputs()
+    q, k = torch.zeros_like(x.q), x.k_cmp_raw[: 3000 // 16].contiguous()
+    _, lse = compressed_attention(q, k, None, SEED, backend=case.backend)
+    found = select_blocks(q, k, lse, SEED, backend=case.backend)
+    assert torch.equal(found.cpu(), select_blocks(q.cpu(), k.cpu(), lse.cpu(), SEED, backend="reference"))

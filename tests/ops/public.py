@@ -1,0 +1,345 @@
+"""Each public operator on one case, forward and backward, held against the fp64 oracle: for any backend, device and dtype.
+
+Tests of kernels run these in Triton's interpreter on small cases, and on a GPU on large ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from nsa import (
+    NSAConfig,
+    PhiWeights,
+    Rope,
+    combine,
+    compress,
+    compressed_attention,
+    native_sparse_attention,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
+from nsa.ops.combination.reference import combine_reference
+from nsa.ops.selection import run_select_blocks
+from nsa.testing import AttentionInputs, assert_within_budget, make_inputs
+from nsa.testing.sampled import (
+    SampledAttention,
+    SampledCompression,
+    SampledWhole,
+    check_sampled,
+    sampled_choice,
+    sampled_compressed,
+    sampled_selected,
+    sampled_window,
+)
+from tests.ops.cases import make_batch
+from tests.ops.whole import phi_parameters
+
+# Rows that may differ from fp64 within the agreement rule.
+MAX_NEAR = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of an operator.
+
+    Attributes:
+        config: the sparse pattern.
+        lengths_k, lengths_q: tokens of each sequence; queries None for as many as keys.
+        dtype: of everything.
+        device: where it runs.
+        dense: whether sequences, all alike, are given as a dense batch.
+        backend: the one under test.
+        seed: of the inputs.
+    """
+
+    config: NSAConfig
+    lengths_k: tuple[int, ...]
+    lengths_q: tuple[int, ...] | None = None
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    dense: bool = False
+    backend: str = "triton"
+    seed: int = 0
+
+    def inputs(self) -> AttentionInputs:
+        lengths = self.lengths_k, self.lengths_q
+        return make_inputs(self.config, *lengths, seed=self.seed, dtype=self.dtype, device=self.device)
+
+    @property
+    def queries(self) -> tuple[int, ...]:
+        return self.lengths_k if self.lengths_q is None else self.lengths_q
+
+    def normal(self, *shape: int, seed: int = 1) -> Tensor:
+        generator = torch.Generator(device=self.device).manual_seed(seed)
+        return torch.randn(*shape, generator=generator, device=self.device).to(self.dtype)
+
+    def block_indices(self, seed: int = 0) -> Tensor:
+        """Unique ids in any order; about a quarter absent."""
+        return make_batch(self.config, self.lengths_k, self.lengths_q, seed).block_indices().to(self.device)
+
+    def shaped(self, x: Tensor) -> Tensor:
+        """Packed tokens as the operator gets them."""
+        return x.unflatten(0, (len(self.lengths_k), -1)) if self.dense else x
+
+    def flat(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1) if self.dense else x
+
+    def offsets(self, x: AttentionInputs) -> dict[str, Any]:
+        given = {} if self.dense else {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
+        return {**given, "backend": self.backend}
+
+
+def cu(x: AttentionInputs) -> dict[str, Any]:
+    """Offsets for the oracle."""
+    return {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
+
+
+def leaves_of(*tensors: Tensor) -> list[Tensor]:
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+def every(x: Tensor) -> Tensor:
+    """All rows of ``x``."""
+    return torch.arange(x.shape[0], device=x.device)
+
+
+@dataclasses.dataclass
+class Results:
+    """What an operator gave for one case: packed results and gradients by name, and its sampled twin.
+
+    ``scored`` holds the queries and compressed keys that the choice of the whole was made from.
+    """
+
+    name: str
+    case: Case
+    of_queries: dict[str, Tensor]
+    of_keys: dict[str, Tensor]
+    dout: Tensor
+    sampled: SampledAttention | SampledWhole
+    num_keys: int
+    of_weights: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    scored: tuple[Tensor, Tensor] | None = None
+
+    def check(self, rows: Tensor | None = None, keys: Tensor | None = None) -> None:
+        """Hold everything, or some ``rows`` and ``keys``, against fp64."""
+        name, dtype, sampled, dout = self.name, self.case.dtype, self.sampled, self.dout
+        # Rows of compressed keys that no block owns have no gradient; nothing else may stand there.
+        for key, grad in self.of_keys.items():
+            assert not bool(grad[self.num_keys :].any()), f"{name} {key}: not 0 in rows that no block owns"
+        weights = rows is None and keys is None and bool(self.of_weights)
+        rows = every(dout) if rows is None else rows
+        keys = torch.arange(self.num_keys, device=dout.device) if keys is None else keys
+        check_sampled(lambda d: sampled.at_queries(rows, d, dout), self.of_queries, rows, dtype, name)
+        at_keys = sampled.at_tokens if isinstance(sampled, SampledWhole) else sampled.at_keys
+        check_sampled(lambda d: at_keys(keys, d, dout), self.of_keys, keys, dtype, name)
+        if isinstance(sampled, SampledWhole):
+            if self.scored is not None:
+                choice = sampled_choice(*self.scored, self.case.config, **cu(sampled.inputs))
+                assert sampled.block_indices is not None
+                agree(choice.agreement(rows, sampled.block_indices))
+            if weights:
+                plain, exact = (sampled.weight_gradients(d, dout) for d in (dtype, torch.float64))
+                compare(self.of_weights, plain, exact, name)
+
+
+def _attention(
+    name: str, case: Case, run: Callable[..., tuple[Tensor | None, Tensor]], q: Tensor, k: Tensor, v: Tensor,
+    sampled: SampledAttention, dout: Tensor | None,
+) -> Results:  # fmt: skip
+    leaves = leaves_of(q, k, v)
+    out, lse = run(*leaves)
+    assert out is not None
+    out, lse = case.flat(out), case.flat(lse)
+    assert (out.dtype, lse.dtype) == (case.dtype, torch.float32)
+    dout = case.normal(*out.shape) if dout is None else dout
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    assert all(grad.dtype == case.dtype for grad in (dq, dk, dv))
+    of_queries = {"out": out.detach(), "lse": lse, "dq": dq}
+    return Results(name, case, of_queries, {"dk": dk, "dv": dv}, dout, sampled, sampled.cu_key[-1])
+
+
+def run_window(case: Case, x: AttentionInputs | None = None, dout: Tensor | None = None) -> Results:
+    x, config = x or case.inputs(), case.config
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return window_attention(case.shaped(q), case.shaped(k), case.shaped(v), config, **case.offsets(x))
+
+    return _attention("window", case, run, x.q, x.k_win, x.v_win, sampled_window(x.q, x.k_win, x.v_win, config, **cu(x)), dout)
+
+
+def run_selected(
+    case: Case, x: AttentionInputs | None = None, dout: Tensor | None = None, block_indices: Tensor | None = None
+) -> Results:
+    x, config = x or case.inputs(), case.config
+    ids = case.block_indices() if block_indices is None else block_indices
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, indices = (case.shaped(y) for y in (q, k, v, ids))
+        return selected_attention(q, k, v, indices, config, **case.offsets(x))
+
+    sampled = sampled_selected(x.q, x.k_slc, x.v_slc, ids, config, **cu(x))
+    return _attention("selected", case, run, x.q, x.k_slc, x.v_slc, sampled, dout)
+
+
+def compressed_rows(case: Case, raw: Tensor, x: AttentionInputs) -> Tensor:
+    """Compressed ``raw`` as `compress` packs it, made without a kernel; rows that no block owns are NaN: never read."""
+    config = dataclasses.replace(case.config, phi="mean")
+    sampled = SampledCompression(raw, None, config, x.cu_seqlens_k)
+    rows = raw.new_full((raw.shape[0] // config.compress_stride, *raw.shape[1:]), torch.nan)
+    rows[: sampled.num_blocks] = sampled.at_blocks(torch.arange(sampled.num_blocks, device=raw.device), case.dtype)["y"]
+    return rows
+
+
+def run_compressed(case: Case, x: AttentionInputs | None = None, dout: Tensor | None = None) -> Results:
+    x, config = x or case.inputs(), case.config
+    k, v = compressed_rows(case, x.k_cmp_raw, x), compressed_rows(case, x.v_cmp_raw, x)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor | None, Tensor]:
+        return compressed_attention(case.shaped(q), k, v, config, **case.offsets(x))
+
+    return _attention("compressed", case, run, x.q, k, v, sampled_compressed(x.q, k, v, config, **cu(x)), dout)
+
+
+def check_choice(case: Case, rows: Tensor | None = None) -> Tensor:
+    """The choice from compressed keys as stored; returns it."""
+    x, config = case.inputs(), case.config
+    k = compressed_rows(case, x.k_cmp_raw, x)
+    q = case.shaped(x.q)
+    _, lse = compressed_attention(q, k, None, config, **case.offsets(x))
+    chosen = case.flat(select_blocks(q, k, lse, config, **case.offsets(x)))
+    rows = every(x.q) if rows is None else rows
+    agree(sampled_choice(x.q, k, config, **cu(x)).agreement(rows, chosen))
+    return chosen
+
+
+def agree(found: Any) -> None:
+    assert found.against == 0, f"choice: {found.against} of {found.rows} rows differ from fp64 beyond the agreement rule"
+    assert found.near <= max(1, MAX_NEAR * found.rows), f"choice: {found.near} of {found.rows} rows left out"
+
+
+def check_compress(case: Case, seed: int = 4) -> None:
+    x, config = case.inputs(), case.config
+    batch = make_batch(config, case.lengths_k, seed=seed)
+    for raw, size in ((x.k_cmp_raw, config.head_dim), (x.v_cmp_raw, config.value_dim)):
+        parameters = {name: w.to(case.device, case.dtype) for name, w in phi_parameters(batch, size).items()}
+        leaves = leaves_of(raw, *parameters.values())
+        weights = PhiWeights(**dict(zip(parameters, leaves[1:], strict=True))) if parameters else None
+        offsets = None if case.dense else x.cu_seqlens_k
+        y, cu_cmp = compress(case.shaped(leaves[0]), weights, config, offsets, backend=case.backend)
+        sampled = SampledCompression(raw, weights, config, x.cu_seqlens_k)
+        assert int(cu_cmp[-1]) == sampled.num_blocks
+        assert not bool(y[sampled.num_blocks :].any()), "compress: rows that no block owns must be 0"
+        dy = case.normal(*y.shape)
+        dx, *dw = torch.autograd.grad(y, leaves, dy)
+        blocks = torch.arange(sampled.num_blocks, device=case.device)
+        both = (case.dtype, "compress")
+        check_sampled(lambda dtype, b=blocks, s=sampled: s.at_blocks(b, dtype), {"y": y.detach()}, blocks, *both)  # type: ignore[misc]
+        tokens = every(raw)
+        check_sampled(lambda dtype, t=tokens, s=sampled, g=dy: s.at_tokens(t, dtype, g), {"dx": dx}, tokens, *both)  # type: ignore[misc]
+        found = dict(zip(parameters, dw, strict=True))
+        compare(found, sampled.weight_gradients(case.dtype, dy), sampled.weight_gradients(torch.float64, dy), "compress")
+
+
+def compare(actual: Mapping[str, Tensor], plain: Mapping[str, Tensor], exact: Mapping[str, Tensor], name: str) -> None:
+    for key, x in actual.items():
+        assert_within_budget(x, plain[key], exact[key].double(), f"{name} {key}")
+
+
+def check_combine(case: Case, branches: Sequence[str] = ("cmp", "slc", "win")) -> None:
+    config = case.config
+    shape = (sum(case.queries), config.num_heads, config.value_dim)
+    outs = [case.normal(*shape, seed=i) if b in branches else None for i, b in enumerate(("cmp", "slc", "win"))]
+    gates = case.inputs().gates
+    dout = case.normal(*shape, seed=7)
+
+    def run(dtype: torch.dtype, function: Callable[..., Tensor]) -> dict[str, Tensor]:
+        leaves: Any = [None if out is None else leaves_of(out.to(dtype))[0] for out in outs]
+        gate = leaves_of(gates.to(dtype))[0]
+        out = function(tuple(leaves), gate)
+        grads = torch.autograd.grad(out, [*(x for x in leaves if x is not None), gate], dout.to(dtype))
+        names = [*(f"d{b}" for b in ("cmp", "slc", "win") if b in branches), "gates"]
+        return {"out": out.detach(), **dict(zip(names, grads, strict=True))}
+
+    def tested(given: Any, gate: Tensor) -> Tensor:
+        return combine(given[0], given[1], given[2], gate, backend=case.backend)
+
+    found = run(case.dtype, tested)
+    compare(found, run(case.dtype, combine_reference), run(torch.float64, combine_reference), "combine")
+    off = [i for i, out in enumerate(outs) if out is None]
+    assert not bool(found["gates"][..., off].any()), "combine: a branch that is off gives its gate a gradient"
+
+
+def run_whole(case: Case, x: AttentionInputs | None = None, dout: Tensor | None = None, rope: Rope | None = None) -> Results:
+    """The whole, its gradients, and the choice that it made on the way."""
+    config = case.config
+    x = case.inputs() if x is None else x
+    rope = Rope.from_config(config) if rope is None else rope
+    parameters = parameters_of(case)
+    names = [f.name for f in dataclasses.fields(x) if not f.name.startswith("cu_")]
+    q_cmp = case.normal(*x.q.shape, seed=9) if config.compress_rope == "none" else None
+    leaves = leaves_of(*(getattr(x, name) for name in names), *parameters.values(), *([] if q_cmp is None else [q_cmp]))
+    every_name = [*names, *parameters, *([] if q_cmp is None else ["q_cmp"])]
+    named: dict[str, Tensor] = dict(zip(every_name, leaves, strict=True))
+    phi = phi_of(named)
+    given: dict[str, Any] = {name: case.shaped(named[name]) for name in names}
+    queries = case.shaped(named["q_cmp"]) if q_cmp is not None else None
+
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def watched(q: Tensor, k_cmp: Tensor, *rest: Any) -> Tensor:
+        seen.append((q.detach(), k_cmp.detach(), run_select_blocks(q, k_cmp, *rest)))
+        return seen[-1][2]
+
+    with mock.patch("nsa.attention.run_select_blocks", watched):
+        out = case.flat(native_sparse_attention(**given, phi=phi, config=config, q_cmp=queries, rope=rope, **case.offsets(x)))
+    dout = case.normal(*out.shape, seed=11) if dout is None else dout
+    found = torch.autograd.grad(out, leaves, dout, allow_unused=True)
+    grads = {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
+    on = [f"{kind}_{b}{'_raw' if b == 'cmp' else ''}" for b in config.branches for kind in ("k", "v")]
+    of_keys = {name: grads[name] for name in on}
+    of_weights = {name: grads[name] for name in parameters if "cmp" in config.branches}
+    of_queries = {"out": out.detach()} | {name: grads[name] for name in ("q", "gates", "q_cmp") if name in grads}
+    ids = seen[0][2] if seen else None
+    sampled = SampledWhole(x, config, ids, phi, q_cmp, rope)
+    scored = seen[0][:2] if seen else None
+    return Results("whole", case, of_queries, of_keys, dout, sampled, x.k_win.shape[0], of_weights, scored)
+
+
+def parameters_of(case: Case) -> dict[str, Tensor]:
+    """Parameters of phi by name, ``phi_k.weight`` and so on."""
+    batch = make_batch(case.config, (1,), seed=4)
+    sizes = {"phi_k": case.config.head_dim, "phi_v": case.config.value_dim}
+    return {
+        f"{kind}.{name}": w.to(case.device, case.dtype)
+        for kind, size in sizes.items()
+        for name, w in phi_parameters(batch, size).items()
+    }
+
+
+def phi_of(named: Mapping[str, Tensor]) -> tuple[PhiWeights, PhiWeights] | None:
+    """The parameters of phi among named tensors; None where there are none."""
+    both: list[dict[str, Tensor]] = [
+        {name.removeprefix(kind): x for name, x in named.items() if name.startswith(kind)} for kind in ("phi_k.", "phi_v.")
+    ]
+    return (PhiWeights(**both[0]), PhiWeights(**both[1])) if both[0] else None
+
+
+RUNS: dict[str, Callable[..., Results]] = {
+    "compressed": run_compressed,
+    "selected": run_selected,
+    "window": run_window,
+    "whole": run_whole,
+}
+CHECKS: dict[str, Callable[[Case], Any]] = {
+    "compress": check_compress,
+    "choice": check_choice,
+    "combine": check_combine,
+    **{name: lambda case, run=run: run(case).check() for name, run in RUNS.items()},  # type: ignore[misc]
+}

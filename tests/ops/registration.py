@@ -1,0 +1,117 @@
+"""What PyTorch must know of the operators: opcheck of each, torch.compile of the whole. For any device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa import NSAConfig, Rope, native_sparse_attention
+from tests.ops.public import CHECKS, Case, leaves_of, parameters_of, phi_of
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def operator_names() -> list[str]:
+    """Every operator that the library registers; importing it registers all."""
+    return sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("nsa::"))
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the arguments of the first call of each operator of the library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, Call] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.name()
+        if name.startswith("nsa::") and name not in self.calls:
+            # A backward operator is called by autograd, where nothing requires a gradient.
+            differentiable = "backward" not in name
+            self.calls[name] = (
+                tuple(_copy(x, differentiable) for x in args),
+                {key: _copy(x, differentiable) for key, x in kwargs.items()},
+            )
+        return func(*args, **kwargs)
+
+
+def _copy(x: Any, differentiable: bool) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    copy = x.detach().clone()
+    return copy.requires_grad_() if differentiable and copy.dtype.is_floating_point else copy
+
+
+def record_calls(case: Case, more: Sequence[Case] = ()) -> dict[str, Call]:
+    """Arguments of every operator, from the checks of the public functions on ``case`` (and the whole on some ``more``)."""
+    recorder = Recorder()
+    with recorder:
+        for check in CHECKS.values():
+            check(case)
+        for other in more:
+            CHECKS["whole"](other)
+            CHECKS["compress"](other)
+    return recorder.calls
+
+
+def check_operator(name: str, call: Call) -> None:
+    namespace, short = name.split("::")
+    args, kwargs = call
+    torch.library.opcheck(getattr(getattr(torch.ops, namespace), short.split(".")[0]).default, args, kwargs)
+
+
+def whole_of(config: NSAConfig, backend: str) -> Any:
+    """The whole with everything but tensors fixed: what a training step compiles."""
+    rope = Rope.from_config(config)
+
+    def run(tensors: dict[str, Tensor], cu_seqlens: Tensor) -> Tensor:
+        given: Any = {name: x for name, x in tensors.items() if not name.startswith("phi_")}
+        return native_sparse_attention(
+            **given, phi=phi_of(tensors), config=config, rope=rope, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+            backend=backend,
+        )  # fmt: skip
+
+    return run
+
+
+def tensors_of(case: Case) -> tuple[dict[str, Tensor], Tensor]:
+    """Leaves of the whole by name, parameters of phi included, and cu_seqlens."""
+    x = case.inputs()
+    named = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if not f.name.startswith("cu_")} | parameters_of(case)
+    return dict(zip(named, leaves_of(*named.values()), strict=True)), x.cu_seqlens_q
+
+
+def run_with_gradients(function: Any, case: Case, mark: bool = False) -> dict[str, Tensor]:
+    tensors, cu_seqlens = tensors_of(case)
+    if mark:
+        for name, leaf in tensors.items():
+            if not name.startswith("phi_"):
+                torch._dynamo.mark_dynamic(leaf, 0)
+    out = function(tensors, cu_seqlens)
+    out.backward(case.normal(*out.shape, seed=3))
+    grads = {name: leaf.grad for name, leaf in tensors.items() if leaf.grad is not None}
+    assert grads.keys() == tensors.keys()
+    return {"out": out.detach(), **grads}
+
+
+def check_compiled(cases: Sequence[Case], compiler: str) -> None:
+    """One graph without breaks gives the eager result, forward and backward; other lengths use the same graph.
+
+    Cases differ in lengths alone. The number of tokens is marked as varying, so that the first graph already serves all.
+    """
+    torch.compiler.reset()
+    eager = whole_of(cases[0].config, cases[0].backend)
+    compiled = torch.compile(eager, fullgraph=True, backend=compiler)
+    for index, case in enumerate(cases):
+        with torch._dynamo.config.patch(error_on_recompile=index > 0):
+            found = run_with_gradients(compiled, case, mark=True)
+        for name, wanted in run_with_gradients(eager, case).items():
+            assert torch.equal(found[name], wanted), f"{name} of the compiled whole differs at lengths {case.lengths_k}"
