@@ -21,6 +21,7 @@ RECORDED = (
     "triton",
     "numpy",
     "tokenizers",
+    "tiktoken",
     "tensorboard",
     "matplotlib",
     "PyYAML",

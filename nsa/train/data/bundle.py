@@ -151,7 +151,7 @@ def _open_shards(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
     }
     for side in SIDES:
         of_side = index["sides"][side]
-        hashes = "".join(shard["tokens_sha256"] for shard in of_side["shards"])
+        hashes = "".join(shard.tokens_sha256 for shard in folder.shards[side])
         description[f"{side}_documents"] = of_side["documents"]
         description[f"{side}_bytes"] = of_side["text_bytes"]
         description[f"{side}_sha256"] = hashlib.sha256(hashes.encode()).hexdigest()
@@ -167,7 +167,8 @@ def _open_stream(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
     held_out = read_held_out(origin, tokenizer, share, time_limit_s, config.validation_tokens)
     found = held_out.found
     origin = replace(origin, revision=found.revision)
-    named = {"name": origin.source, "subset": origin.subset, "split": origin.split}
+    name = origin.source if found.revision else "Files on this machine"  # which may lie elsewhere when the run is resumed
+    named = {"name": name, "subset": origin.subset, "split": origin.split}
     description = {
         "source": "stream",
         "synthetic": False,

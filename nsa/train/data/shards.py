@@ -49,36 +49,53 @@ def index_digest(index: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """Entry of a shard in the index.
+
+    Attributes:
+        name: of its files, without ``.tokens`` and ``.offsets``.
+        tokens: how many.
+        documents: how many.
+        tokens_sha256: of the file of tokens.
+        offsets_sha256: of the file of offsets.
+    """
+
+    name: str
+    tokens: int
+    documents: int
+    tokens_sha256: str
+    offsets_sha256: str
+
+
+@dataclass(frozen=True)
 class ShardFolder:
     """A folder that ``nsa data prepare`` has completed; :func:`open_shards` makes it.
 
     Attributes:
         path: the folder.
         index: content of ``index.json``.
+        shards: its entries of shards, by side.
         tokenizer: of all shards.
     """
 
     path: Path
     index: dict[str, Any]
+    shards: dict[Side, tuple[Shard, ...]]
     tokenizer: Tokenizer
 
     def files(self) -> dict[str, tuple[int, str]]:
         """Size in bytes and SHA-256 of each shard file, by name, as the index says."""
         found: dict[str, tuple[int, str]] = {}
         token_size = shard_dtype(self.tokenizer.vocab_size).itemsize
-        for side in SIDES:
-            for shard in self.index["sides"][side]["shards"]:
-                found[f"{shard['name']}.tokens"] = (shard["tokens"] * token_size, shard["tokens_sha256"])
-                found[f"{shard['name']}.offsets"] = (shard["documents"] * OFFSET_DTYPE.itemsize, shard["offsets_sha256"])
+        for shards in self.shards.values():
+            for shard in shards:
+                found[f"{shard.name}.tokens"] = (shard.tokens * token_size, shard.tokens_sha256)
+                found[f"{shard.name}.offsets"] = (shard.documents * OFFSET_DTYPE.itemsize, shard.offsets_sha256)
         return found
 
     def source(self, side: Side) -> ShardSource:
         """Windows of one side."""
         return ShardSource(self, side)
-
-    def num_tokens(self, side: Side) -> int:
-        """Tokens of one side, separators included."""
-        return int(self.index["sides"][side]["tokens"])
 
 
 def open_shards(path: str | Path, *, verify: bool = False) -> ShardFolder:
@@ -97,15 +114,16 @@ def open_shards(path: str | Path, *, verify: bool = False) -> ShardFolder:
     """
     folder = Path(path)
     index = _read_index(folder)
+    entries = _entries(folder, index)
     try:
         tokenizer = load_tokenizer(folder / TOKENIZER)
     except UserError as error:
         raise ShardError("open_shards", str(folder / TOKENIZER), error.rule, error.value) from None
-    named = index["tokenizer"]
-    for name, ours in (("fingerprint", tokenizer.fingerprint), ("vocab_size", tokenizer.vocab_size)):
-        if named[name] != ours:
-            raise ShardError("open_shards", str(folder / TOKENIZER), f"have the {name} of {INDEX} ({named[name]})", ours)
-    shards = ShardFolder(folder, index, tokenizer)
+    wanted = index["tokenizer"]["fingerprint"]
+    if tokenizer.fingerprint != wanted:
+        rule = f"have the fingerprint of {INDEX} ({wanted})"
+        raise ShardError("open_shards", str(folder / TOKENIZER), rule, tokenizer.fingerprint)
+    shards = ShardFolder(folder, index, entries, tokenizer)
     _check_sizes(shards)
     state = {name: _state(folder / name) for name in shards.files()}
     if verify or _stamp(folder) != {"index": index["sha256"], "files": state}:
@@ -134,6 +152,23 @@ def _read_index(folder: Path) -> dict[str, Any]:
     if index.get("format") != FORMAT:
         raise ShardError("open_shards", str(path), f"be of format {FORMAT}", index.get("format"))
     return index
+
+
+def _entries(folder: Path, index: dict[str, Any]) -> dict[Side, tuple[Shard, ...]]:
+    """The entries of shards, after a check that the index has the form that it must have."""
+    try:
+        found = {side: tuple(Shard(**entry) for entry in index["sides"][side]["shards"]) for side in SIDES}
+        fits = isinstance(index["tokenizer"]["fingerprint"], str)
+        for side, shards in found.items():
+            fits &= [shard.name for shard in shards] == [f"{side}-{number:05d}" for number in range(len(shards))]
+            fits &= all(type(shard.tokens) is int and 0 < shard.documents <= shard.tokens for shard in shards)
+            for total in ("tokens", "documents"):
+                fits &= index["sides"][side][total] == sum(getattr(shard, total) for shard in shards)
+    except (KeyError, TypeError):
+        fits = False
+    if not fits:
+        raise ShardError("open_shards", str(folder / INDEX), "have the fields that docs/data.md lists", "others")
+    return found
 
 
 def _check_sizes(shards: ShardFolder) -> None:
@@ -192,15 +227,14 @@ class ShardSource:
         tokenizer = folder.tokenizer
         self.separator_id = tokenizer.separator_id
         self.token_bytes = tokenizer.token_bytes
-        self.num_tokens = folder.num_tokens(side)
+        self.num_tokens = 0
         self._starts: list[int] = []
         self._shards: list[NDArray[Any]] = []
-        start = 0
-        for shard in folder.index["sides"][side]["shards"]:
-            self._starts.append(start)
-            mapped = np.memmap(folder.path / f"{shard['name']}.tokens", dtype=shard_dtype(tokenizer.vocab_size), mode="r")
+        for shard in folder.shards[side]:
+            self._starts.append(self.num_tokens)
+            mapped = np.memmap(folder.path / f"{shard.name}.tokens", dtype=shard_dtype(tokenizer.vocab_size), mode="r")
             self._shards.append(mapped.view(np.ndarray))  # slices of a memmap cost three times as much
-            start += shard["tokens"]
+            self.num_tokens += shard.tokens
 
     def num_windows(self, seq_len: int) -> int:
         """See :class:`nsa.train.data.source.TokenSource`."""

@@ -20,6 +20,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -172,6 +173,8 @@ class DocumentReader(Generic[T]):
         time_limit_s: float,
     ) -> None:
         check(time_limit_s > 0, "DocumentReader", "time_limit_s", "be positive", time_limit_s)
+        rule = "be shards prepared elsewhere, where the package datasets is not installed"
+        check(find_spec("datasets") is not None, "DocumentReader", "source", rule, origin.source, "Install datasets.")
         self._origin, self._transform, self._place = origin, transform, start
         self._time_limit_s = time_limit_s
         self._process: BaseProcess | None = None

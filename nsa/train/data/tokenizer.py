@@ -183,6 +183,14 @@ class SubwordTokenizer:
 
     @cached_property
     def _quick_backend(self) -> tiktoken.Encoding:
+        if find_spec("tiktoken") is None:
+            fail(
+                "make_tokenizer",
+                "data.tokenizer",
+                "be byte, bpe or file without the package tiktoken",
+                "gpt2",
+                "Install tiktoken.",
+            )
         import tiktoken
 
         # A token's id is the rank of the merge that made it, which is all that this library wants to know.

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa.train.data import ByteTokenizer, DataUnavailableError, ShardError, ShardFolder, ShardSource, TextSource, open_shards
+from nsa.train.data import ByteTokenizer, DataUnavailableError, ShardError, ShardFolder, TextSource, open_shards
 from nsa.train.data import shards as shards_module
 from nsa.train.data.shard_writer import ShardWriter
-from nsa.train.data.shards import INDEX, OFFSET_DTYPE, PROGRESS, STAMP, TOKENIZER, index_digest, shard_dtype
+from nsa.train.data.shards import INDEX, OFFSET_DTYPE, PROGRESS, STAMP, TOKENIZER, Shard, index_digest, shard_dtype
 from nsa.train.data.tokenise import SIDES
 
 TOKENIZER_USED = ByteTokenizer()
@@ -72,8 +72,9 @@ def test_windows_are_those_of_the_text_however_it_was_written(
         tokens = np.frombuffer(b"".join(text + b"\0" for text in documents[first:last]), np.uint8)
         writer.append(tokens, np.array(lengths[first:last]))
     shards = writer.finish()
-    index = {"sides": {"train": {"tokens": sum(lengths), "shards": shards}}}
-    source, expected = ShardSource(ShardFolder(folder, index, TOKENIZER_USED), "train"), as_text_source(documents)
+    opened = ShardFolder(folder, {}, {"train": tuple(Shard(**shard) for shard in shards)}, TOKENIZER_USED)
+    source, expected = opened.source("train"), as_text_source(documents)
+    assert source.num_tokens == sum(lengths)
     assert source.num_windows(seq_len) == expected.num_windows(seq_len)
     for number in range(source.num_windows(seq_len)):
         window = source.window(seq_len, number)
@@ -150,7 +151,7 @@ def test_contents_are_verified_once_and_after_every_change(tmp_path: Path, monke
     monkeypatch.setattr(shards_module, "_sha256", spy)
     opened = open_shards(folder)
     assert sorted(read) == sorted(opened.files())
-    assert opened.num_tokens("train") == sum(len(text) + 1 for text in DOCUMENTS["train"])
+    assert opened.source("train").num_tokens == sum(len(text) + 1 for text in DOCUMENTS["train"])
     read.clear()
     open_shards(folder)
     assert not read
@@ -207,6 +208,18 @@ def test_wrong_indexes_are_refused(tmp_path: Path) -> None:
     write_index(folder, {**good, "tokenizer": {**good["tokenizer"], "fingerprint": "0"}})
     with pytest.raises(ShardError, match=r"tokenizer\.json must have the fingerprint of index\.json \(0\)"):
         open_shards(folder)
+    shard = good["sides"]["train"]["shards"][0]
+    for change in (
+        {"name": "../elsewhere"},
+        {"tokens": "many"},
+        {"documents": 0},
+        {"more": 1},
+        {"tokens": shard["tokens"] + 1},
+    ):
+        sides = {**good["sides"], "train": {**good["sides"]["train"], "shards": [{**shard, **change}]}}
+        write_index(folder, {**good, "sides": sides})
+        with pytest.raises(ShardError, match=r"index\.json must have the fields that docs/data\.md lists"):
+            open_shards(folder)
     other = write_shards(tmp_path / "other", {**DOCUMENTS, "train": [*DOCUMENTS["train"], b"more"]}, 100)
     shutil.copy(other / INDEX, folder / INDEX)
     with pytest.raises(ShardError, match=r"train-\d+\.tokens must have \d+ bytes, as index\.json says, got \d+"):
