@@ -187,11 +187,10 @@ def _open_stream(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
 
 
 def _provenance(source: Mapping[str, Any]) -> str:
-    parts = [source["name"], source["subset"], f"split {source['split']}"]
-    if source["revision"]:
-        parts.append(f"revision {source['revision']}")
+    subset = f", {source['subset']}" if source["subset"] else ""
+    revision = f", revision {source['revision']}" if source["revision"] else ""
     licence = source["licence"] or "not stated, the user knows it"
-    return f"{', '.join(part for part in parts if part)}. Licence: {licence}."
+    return f"{source['name']}{subset}, split {source['split']}{revision}. Licence: {licence}."
 
 
 def _text_files(config: DataConfig) -> TextFiles:

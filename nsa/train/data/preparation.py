@@ -5,13 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import multiprocessing
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,9 +18,10 @@ import numpy as np
 
 from nsa.errors import check, fail
 from nsa.train.config import DataConfig
+from nsa.train.data.processes import ChildDiedError, Workers
 from nsa.train.data.shard_writer import ShardWriter
 from nsa.train.data.shards import FORMAT, INDEX, PROGRESS, STAMP, TOKENIZER, index_digest, shard_dtype
-from nsa.train.data.stream import Batch, DocumentReader, Found, Origin, Place, begin_child
+from nsa.train.data.stream import Batch, DocumentReader, Found, Origin, Place
 from nsa.train.data.tokenise import SIDES, Side, Texts, TokenBatch, Tokenise, is_text, side_of
 from nsa.train.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 from nsa.train.run_folder import replace_text
@@ -32,7 +30,6 @@ _LOCK = "prepare.lock"
 _OURS = {INDEX, PROGRESS, STAMP, TOKENIZER, _LOCK}
 _COMMIT_S = 5.0  # at most so much work is done twice after an interruption
 _BPE_SAMPLE_BYTES = 64 << 20
-_AHEAD = 2  # batches for each worker on their way
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -170,11 +167,12 @@ class _Preparation:
         with DocumentReader(self._origin, _unchanged, start=place, time_limit_s=limit) as reader, ExitStack() as files:
             self._begin(reader.found, files)
             committed = time.monotonic()
-            with _pool(workers, Tokenise(self._tokenizer, self._config.validation_fraction)) as pool:
-                for batch, tokens in _in_order(reader, pool, workers * _AHEAD):
+            with _workers(workers, Tokenise(self._tokenizer, self._config.validation_fraction)) as tokenisers:
+                ends: deque[Place] = deque()
+                for tokens in tokenisers.map(_payloads(reader, ends)):
                     if self._progress.is_enough:
                         break
-                    self._write(batch, tokens)
+                    self._write(tokens, ends.popleft())
                     if time.monotonic() - committed > _COMMIT_S:
                         self._commit()
                         committed = time.monotonic()
@@ -230,9 +228,9 @@ class _Preparation:
                 if size >= _BPE_SAMPLE_BYTES:
                     return
 
-    def _write(self, batch: Batch[Texts], tokens: TokenBatch) -> None:
+    def _write(self, tokens: TokenBatch, end: Place) -> None:
         progress, limit = self._progress, self._config.max_tokens
-        progress.place = batch.end
+        progress.place = end
         if limit is not None:
             reached = self._writers["train"].num_tokens + np.cumsum(np.where(tokens.held_out, 0, tokens.lengths))
             rows = int(np.searchsorted(reached, limit)) + 1
@@ -392,42 +390,20 @@ def _unchanged(texts: Texts) -> Texts:
     return texts
 
 
-_tokenise: Tokenise | None = None  # in a worker
-
-
-def _begin_worker(tokenise: Tokenise) -> None:
-    global _tokenise
-    begin_child()
-    _tokenise = tokenise
-
-
-def _work(texts: Texts) -> TokenBatch:
-    assert _tokenise is not None, "not a worker"
-    return _tokenise(texts)
+def _payloads(batches: Iterable[Batch[Texts]], ends: deque[Place]) -> Iterator[Texts]:
+    """The texts of batches; the place after each goes to ``ends``."""
+    for batch in batches:
+        ends.append(batch.end)
+        yield batch.payload
 
 
 @contextmanager
-def _pool(workers: int, tokenise: Tokenise) -> Iterator[ProcessPoolExecutor]:
-    context = multiprocessing.get_context("forkserver")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(tokenise,))
+def _workers(number: int, tokenise: Tokenise) -> Iterator[Workers[Texts, TokenBatch]]:
+    workers = Workers[Texts, TokenBatch](number, tokenise)
     try:
-        yield pool
-    except BrokenProcessPool:
+        yield workers
+    except ChildDiedError:
         hint = "Memory may have run out: give fewer --workers. The same command goes on where it stopped."
         fail("prepare", "--workers", "stay alive", "one that died", hint)
     finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _in_order(
-    batches: Iterable[Batch[Texts]], pool: ProcessPoolExecutor, ahead: int
-) -> Iterator[tuple[Batch[Texts], TokenBatch]]:
-    """Each batch with its tokens, in the order of the batches; so many of them are worked on at a time."""
-    pending: deque[tuple[Batch[Texts], Future[TokenBatch]]] = deque()
-    for batch in batches:
-        pending.append((batch, pool.submit(_work, batch.payload)))
-        if len(pending) > ahead:
-            first, future = pending.popleft()
-            yield first, future.result()
-    for first, future in pending:
-        yield first, future.result()
+        workers.close()

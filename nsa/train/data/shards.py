@@ -149,7 +149,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
         raise ShardError("open_shards", str(path), "be JSON", "a damaged file", f"{error}.") from None
     if not isinstance(index, dict) or index.get("sha256") != index_digest(index):
         raise ShardError("open_shards", str(path), "hold what its own SHA-256 says", "other content")
-    if index.get("format") != FORMAT:
+    if str(index.get("format")) != str(FORMAT):
         raise ShardError("open_shards", str(path), f"be of format {FORMAT}", index.get("format"))
     return index
 
@@ -159,12 +159,15 @@ def _entries(folder: Path, index: dict[str, Any]) -> dict[Side, tuple[Shard, ...
     try:
         found = {side: tuple(Shard(**entry) for entry in index["sides"][side]["shards"]) for side in SIDES}
         fits = isinstance(index["tokenizer"]["fingerprint"], str)
+        fits &= index["source"].keys() >= {"name", "subset", "split", "revision", "licence"}
+        fits &= type(index["request"]["validation_fraction"]) is float
         for side, shards in found.items():
             fits &= [shard.name for shard in shards] == [f"{side}-{number:05d}" for number in range(len(shards))]
             fits &= all(type(shard.tokens) is int and 0 < shard.documents <= shard.tokens for shard in shards)
+            fits &= type(index["sides"][side]["text_bytes"]) is int
             for total in ("tokens", "documents"):
                 fits &= index["sides"][side][total] == sum(getattr(shard, total) for shard in shards)
-    except (KeyError, TypeError):
+    except (AttributeError, KeyError, TypeError):
         fits = False
     if not fits:
         raise ShardError("open_shards", str(folder / INDEX), "have the fields that docs/data.md lists", "others")

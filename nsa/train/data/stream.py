@@ -10,10 +10,8 @@ import hashlib
 import json
 import logging
 import lzma
-import multiprocessing
 import os
 import re
-import signal
 import threading
 import time
 import traceback
@@ -22,7 +20,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -31,9 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nsa.errors import UserError, check, fail
+from nsa.train.data.processes import Child, ChildDiedError
 from nsa.train.data.source import DataUnavailableError
 from nsa.train.data.tokenise import Texts
-from nsa.train.launch import one_thread_for_tokenizers
 
 if TYPE_CHECKING:
     import datasets
@@ -47,7 +44,6 @@ _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _BATCH_BYTES = 4 << 20  # of text sent at a time
 _BATCH_ROWS = 1000
 _CONTACT_S = 10  # for one answer of a server that is asked whether it is there
-_CLOSING_S = 2
 _ATTEMPTS = 4  # a process that is silent for this part of the time limit is ended and replaced
 _LONGEST_PAUSE_S = 30
 _READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
@@ -177,8 +173,7 @@ class DocumentReader(Generic[T]):
         check(find_spec("datasets") is not None, "DocumentReader", "source", rule, origin.source, "Install datasets.")
         self._origin, self._transform, self._place = origin, transform, start
         self._time_limit_s = time_limit_s
-        self._process: BaseProcess | None = None
-        self._connection: Connection | None = None
+        self._child: Child | None = None
         self._reached = False
         found = self._next_message()
         assert isinstance(found, Found)
@@ -202,12 +197,9 @@ class DocumentReader(Generic[T]):
 
     def close(self) -> None:
         """End the reading process."""
-        if self._process is not None and self._connection is not None:
-            self._connection.close()  # which ends it, unless it hangs
-            self._process.join(timeout=_CLOSING_S)
-            self._process.kill()
-            self._process.join(timeout=_CLOSING_S)
-        self._process = self._connection = None
+        if self._child is not None:
+            self._child.close()
+        self._child = None
 
     def _next_message(self) -> Any:
         """A message of the reading process, which is started, and replaced after a failure, as need be."""
@@ -239,34 +231,14 @@ class DocumentReader(Generic[T]):
             time.sleep(pause)
 
     def _receive(self, patience_s: float) -> Any:
-        if self._connection is None:
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload([__name__, "datasets"])
-            self._connection, theirs = context.Pipe(duplex=False)
-            arguments = (theirs, self._origin, self._place, self._transform)
-            self._process = context.Process(target=_serve, args=arguments, daemon=True, name="nsa-documents")
-            self._process.start()
-            theirs.close()
-        if not self._connection.poll(max(patience_s, 0)):
+        if self._child is None:
+            self._child = Child("nsa-documents", _serve, self._origin, self._place, self._transform)
+        if not self._child.has_sent(max(patience_s, 0)):
             return _Failure(f"Silent for {patience_s:.1f} s.")
         try:
-            return self._connection.recv()
-        except EOFError:
+            return self._child.receive()
+        except ChildDiedError:
             return _Failure("The reading process died.")
-
-
-def begin_child() -> None:
-    """What a process started by this package does first: ignore Ctrl-C, which the parent handles, and end with the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    one_thread_for_tokenizers()
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "not a child process"
-
-    def leave_with_parent() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=leave_with_parent, daemon=True).start()
 
 
 # --- in the reading process -----------------------------------------------------------------------------------------------
@@ -320,7 +292,6 @@ def _sentence(text: str) -> str:
 
 
 def _serve(connection: Connection, origin: Origin, start: Place, transform: Callable[[Texts], object]) -> None:
-    begin_child()
     with _Reports(connection, origin) as reports:
         import datasets
 

@@ -39,7 +39,9 @@ def write_shards(folder: Path, documents: dict[str, list[bytes]], shard_tokens: 
         }
     TOKENIZER_USED.save(folder / TOKENIZER)
     named = {"kind": "byte", "vocab_size": 256, "separator_id": 0, "fingerprint": TOKENIZER_USED.fingerprint}
-    write_index(folder, {"format": 1, "request": {}, "source": {}, "tokenizer": named, "sides": sides})
+    source = dict.fromkeys(("name", "subset", "split", "revision", "licence"), "x")
+    request = {"validation_fraction": 0.1}
+    write_index(folder, {"format": 1, "request": request, "source": source, "tokenizer": named, "sides": sides})
     return folder
 
 
