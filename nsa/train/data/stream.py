@@ -273,14 +273,15 @@ class _Reports:
         text = _sentence(f"{type(error).__name__}: {error}")
         if isinstance(error, UserError):
             return _Failure(text, error=error)
-        is_local = Path(self._origin.source).exists()
+        source = Path(self._origin.source)
+        is_local = source.exists()
         status = getattr(getattr(error, "response", None), "status_code", None)
         is_refusal = status is not None and 400 <= status < 500 and status not in _BUSY
         if not is_local and not is_refusal and (isinstance(error, _READ_ERRORS) or library in _NETWORK_LIBRARIES):
             names = {cls.__name__ for cls in type(error).__mro__}
             return _Failure(text, is_unreachable=bool(names & _NO_CONNECTION))
         if is_refusal or isinstance(error, (*_READ_ERRORS, ValueError)) or library in _FORMAT_LIBRARIES:
-            what = f"{self.file} of {self._origin.source}" if self.file else self._origin.source
+            what = f"{self.file} of {source}" if self.file and not source.is_file() else self._origin.source
             return _Failure(text, error=UserError("DocumentReader", "source", "hold documents that can be read", what, text))
         return _Failure(text, trace="".join(traceback.format_exception(error)))
 
@@ -321,6 +322,8 @@ def open_documents(origin: Origin) -> tuple[datasets.IterableDataset, Found]:
         revision = origin.revision
     try:
         builder = _builder(origin, path)
+    except UserError:
+        raise
     except (exceptions.DatasetsError, ValueError) as error:
         fail("DocumentReader", "source", "be a data set that datasets can read", origin.source, _sentence(str(error)))
     files = builder.config.data_files or {}
@@ -331,8 +334,11 @@ def open_documents(origin: Origin) -> tuple[datasets.IterableDataset, Found]:
     if path.exists():
         names = [os.path.relpath(name, path if path.is_dir() else path.parent) for name in names]
     digest = hashlib.sha256(json.dumps([names, versions]).encode()).hexdigest()
-    found = Found(builder.name, tuple(names), digest, revision, licence)
-    return builder.as_streaming_dataset(split=origin.split), found
+    try:
+        documents = builder.as_streaming_dataset(split=origin.split)
+    except StopIteration:  # of the JSON reader, which looks at the first rows for the columns
+        fail("DocumentReader", "source", "begin with a file that holds documents", f"the empty {names[0]}")
+    return documents, Found(builder.name, tuple(names), digest, revision, licence)
 
 
 def _builder(origin: Origin, path: Path) -> datasets.DatasetBuilder:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -110,6 +111,40 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         read("a/b/c")
     with pytest.raises(ValueError, match="time_limit_s must be positive, got 0"):
         DocumentReader(Origin(str(path)), as_list, time_limit_s=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "message"),
+    [
+        ("a.parquet", b"PAR1" + 2000 * b"x", "a.parquet. ArrowInvalid: Parquet magic bytes not found"),
+        ("a.parquet", b"", "a.parquet. ArrowInvalid: Parquet file size is 0 bytes."),
+        ("a.jsonl", b'{"text": "fine"}\n{"text": broken\n', "a.jsonl. ArrowInvalid: JSON parse error"),
+        ("a.jsonl", b"", "source must begin with a file that holds documents, got the empty a.jsonl."),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "fine"}\n' * 99)[:-12], "a.jsonl.gz. EOFError: Compressed file ended before"),
+        ("a.txt", b"\xff\xfe", "a.txt. UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position 0"),
+    ],
+)
+def test_damaged_files_are_named(name: str, raw: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(raw)
+    assert message in refusal(tmp_path / name)
+
+
+def test_a_damaged_file_among_others_is_named(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "set", "parquet", make_texts(600), files=3)
+    raw = bytearray((source / "part-00001.parquet").read_bytes())
+    raw[len(raw) // 2 : len(raw) // 2 + 200] = bytes(200)
+    (source / "part-00001.parquet").write_bytes(bytes(raw))
+    assert f"source must hold documents that can be read, got part-00001.parquet of {source}. " in refusal(source)
+
+
+def test_a_clone_from_the_hub_has_its_subsets(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "clone" / "data", "parquet", TEXTS).parent
+    subsets = "- config_name: small\n  data_files: data/part-00000.parquet\n- config_name: all\n  data_files: data/*.parquet\n"
+    (source / "README.md").write_text(f"---\nconfigs:\n{subsets}---\n")
+    assert read(source, subset="all") == TEXTS
+    assert read(source, subset="small") == TEXTS[:67]
+    assert "['small', 'all']" in refusal(source)
+    assert "BuilderConfig 'huge' not found" in refusal(source, subset="huge")
 
 
 def test_a_bug_in_the_reading_process_keeps_its_traceback(tmp_path: Path) -> None:
