@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nsa.bench import command as bench
 from nsa.errors import UserError, check, fail
+from nsa.train import data_command as data
 
 if TYPE_CHECKING:
     from nsa.train.config import TrainConfig
@@ -490,12 +491,19 @@ _BENCH_COMMANDS = (
     ("report", bench.add_report, bench.run_report, "make a report from measured rows", bench.REPORT),
 )
 
+_DATA_COMMANDS = (
+    ("prepare", data.add_prepare, data.run_prepare, "tokenise a data set into shards", data.PREPARE),
+    ("verify", data.add_verify, data.run_verify, "compare shards with their SHA-256", data.VERIFY),
+    ("bench", data.add_bench, data.run_bench, "measure the loader", data.BENCH),
+)
+
 _COMMANDS = (
     ("train", _add_train, _train, "train a language model", _TRAIN),
     ("eval", _add_eval, _eval, "measure a trained model on held-out text", _EVAL),
     ("generate", _add_generate, _generate, "let a trained model continue a prompt", _GENERATE),
     ("check", _add_check, _check, "check that the records of a run agree", _CHECK),
     ("report", _add_report, _report, "write a page about runs", _REPORT),
+    ("data", None, _DATA_COMMANDS, "prepare text for training", data.DATA),
     ("bench", None, _BENCH_COMMANDS, "measure this library's speed beside others", bench.BENCH),
     ("doctor", _add_doctor, _doctor, "check this machine and installation", _DOCTOR),
 )

@@ -22,6 +22,7 @@ RECORDED = (
     "numpy",
     "safetensors",
     "tokenizers",
+    "tiktoken",
     "tensorboard",
     "matplotlib",
     "PyYAML",

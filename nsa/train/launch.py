@@ -53,3 +53,8 @@ def check_launch(config: TrainConfig, launch: Launch) -> None:
         "train", "world_size", f"equal the number of processes launched ({launch.world_size})", config.world_size,
         f"Start it with: torchrun --standalone --nproc-per-node {config.world_size} -m nsa train ...",
     )  # fmt: skip
+
+
+def one_thread_for_tokenizers() -> None:
+    """Keep the ``tokenizers`` library to one thread in this process: processes share the work already."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

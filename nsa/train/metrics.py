@@ -27,7 +27,7 @@ from nsa.train.run_folder import AppendedFile, RunFolder, replace_text
 
 logger = logging.getLogger(__name__)
 
-Value = float | int | str
+Value = float | int | bool | str
 Row = dict[str, Value]
 
 
@@ -64,6 +64,7 @@ METRICS = (
     Metric("memory_allocated_mib", "MiB", "largest GPU memory in tensors since the process began; absent on the CPU"),
     Metric("memory_reserved_mib", "MiB", "largest GPU memory held by the allocator since then; absent on the CPU"),
     Metric("gpu_utilisation_percent", "%", "recent share of time with a kernel on the GPU; absent where it cannot be asked"),
+    Metric("data_synthetic", "1", "true where the run trains on random numbers and not on text; absent otherwise"),
     Metric("val_loss_nats", "nats/token", "cross-entropy on the held-out windows, mean over their targets"),
     Metric("val_bits_per_byte", "bits/byte", "the same over the bytes of held-out text that these targets spell"),
     Metric("gate_cmp_mean", "1", "gate of the compressed branch on the held-out windows, mean over tokens and heads"),
@@ -162,7 +163,7 @@ class MetricsWriter:
             self._rewrite_csv(columns)
             return
         text = io.StringIO()
-        csv.DictWriter(text, columns).writerows(rows)
+        csv.DictWriter(text, columns).writerows(map(_cells, rows))
         self._csv.append(text.getvalue().encode())
 
     def _rewrite_csv(self, columns: list[str]) -> None:
@@ -170,7 +171,7 @@ class MetricsWriter:
         if columns:
             writer = csv.DictWriter(text, columns)
             writer.writeheader()
-            writer.writerows(read_metrics(self._jsonl.path))
+            writer.writerows(map(_cells, read_metrics(self._jsonl.path)))
         replace_text(self._csv.path, text.getvalue())
         self._columns = columns
 
@@ -222,11 +223,16 @@ def _check_row(row: Mapping[str, Value], last_step: int) -> None:
             name,
             hint,
         )
-        if type(value) not in (int, float, str):
-            raise TypeError(f"MetricsWriter.write: {name} must be an int, float or str, got {type(value).__name__}")
+        if type(value) not in (int, float, bool, str):
+            raise TypeError(f"MetricsWriter.write: {name} must be an int, float, bool or str, got {type(value).__name__}")
     step = row.get("step")
     rises = isinstance(step, int) and step > last_step
     check(rises, "MetricsWriter.write", "step", f"be an integer above {last_step}", step)
+
+
+def _cells(row: Mapping[str, Value]) -> Row:
+    """A row for the CSV, in which truth is spelled as in JSON."""
+    return {name: str(value).lower() if isinstance(value, bool) else value for name, value in row.items()}
 
 
 def _to_line(row: Mapping[str, Value]) -> str:

@@ -84,6 +84,7 @@ def describe_row(row: Mapping[str, Value], steps: int) -> str:
 
 
 _FORMS = {
+    "data_synthetic": "SYNTHETIC DATA",
     "loss_nats": "loss {:.4f} nats/token",
     "bits_per_byte": "{:.3f} bits/byte",
     "val_bits_per_byte": "held out {:.4f} bits/byte",
@@ -164,7 +165,7 @@ class _BarHandler(logging.Handler):
         if self._task is None:
             self._task = self._progress.add_task("", total=self._steps)
             self._progress.start()
-        shown = {name: row[name] for name in ("step", "loss_nats", "tokens_per_s", "eta_s") if name in row}
+        shown = {name: row[name] for name in ("step", "data_synthetic", "loss_nats", "tokens_per_s", "eta_s") if name in row}
         self._progress.update(
             self._task, completed=int(row["step"]), description=describe_row(shown, self._steps).partition(" | ")[2]
         )

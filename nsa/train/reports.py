@@ -146,6 +146,8 @@ class Reports:
             **memory_row(self._around.device),
             **utilisation_row(self._around.device),
         }
+        if self._data.description["synthetic"]:
+            row["data_synthetic"] = True
         if self._peak_flops is not None:
             row["mfu"] = tokens_per_s * self._flops_per_token / (self._peak_flops * self._around.processes.world_size)
         return row

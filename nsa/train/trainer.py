@@ -43,10 +43,12 @@ from nsa.train.watchdog import CHECKPOINT_LIMIT_S, STARTING_LIMIT_S
 logger = logging.getLogger(__name__)
 
 # Settings that a resumed run may change. None of them alters a single weight, but for rounding where a global batch is divided
-# into other micro-batches or among other processes.
+# into other micro-batches or among other processes. Where the data lie may change, what they are may not: their description has
+# hashes or, for a stream, the commit and the files' versions.
 RESUME_MAY_CHANGE = frozenset({
     "log_every", "eval_every", "eval_windows", "checkpoint_every", "keep_checkpoints", "nonfinite_limit", "sample_tokens",
     "data_limit_s", "stall_limit_s", "world_size", "micro_batch", "accumulation",
+    "data.path", "data.revision", "data.time_limit_s",
 })  # fmt: skip
 
 Drawn = tuple[list[Batch], dict[str, int]]  # micro-batches, and the place in the data after them
@@ -117,7 +119,7 @@ class Trainer:
         seed_everything(config.seed)
         self._open_data(resume)
         self.model = LanguageModel(config.model).to(self.device)
-        sampler = Sampler(self.data.train.num_windows(config.seq_len), config.seed)
+        sampler = self.data.sampler(config.seq_len, config.seed)
         self.state = TrainState(self.model, ModelOptimizer(self.model, config.optim), sampler)
         loss: nn.Module = NextTokenLoss(self.model, config.loss_chunk)
         if config.compile:
@@ -273,7 +275,7 @@ class Trainer:
         return RunResult(progress.step >= steps, name, progress.step, self._reports.last_row)
 
     def _batches_ahead(self) -> Prefetcher[Drawn]:
-        sampler = Sampler(self.state.sampler.num_windows, self.config.seed)
+        sampler = self.data.sampler(self.config.seq_len, self.config.seed)
         sampler.load_state_dict(self.state.sampler.state_dict())
         return Prefetcher(lambda: (self._draw(sampler), sampler.state_dict()))
 

@@ -96,7 +96,7 @@ def test_rows_that_are_wrong_are_refused_before_anything_is_written(folder: RunF
         writer.write({"loss_nats": 1.0})
     with pytest.raises(ValueError, match=r"names must be in .*, got loss"):
         writer.write({"step": 6, "loss": 1.0})
-    with pytest.raises(TypeError, match="loss_nats must be an int, float or str, got Tensor"):
+    with pytest.raises(TypeError, match="loss_nats must be an int, float, bool or str, got Tensor"):
         writer.write({"step": 6, "loss_nats": torch.tensor(1.0)})  # type: ignore[dict-item]
     writer.close()
     assert [row["step"] for row in jsonl_rows(folder)] == [5]
