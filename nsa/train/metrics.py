@@ -71,10 +71,13 @@ METRICS = (
     Metric("gate_slc_mean", "1", "gate of the selected branch, the same"),
     Metric("gate_win_mean", "1", "gate of the window, the same"),
     Metric("gate_entropy", "1", "entropy of the gates as shares of their sum, mean; 1 means that all branches weigh alike"),
+    Metric("selected_tokens", "tokens", "keys in the chosen blocks that a held-out query sees, mean over queries and KV heads"),
+    Metric("selected_distance_tokens", "tokens", "how far before their query these keys are, mean over the keys"),
+    Metric("selected_overlap", "1", "share of a query's blocks that the query before it chose as well"),
 )  # fmt: skip
 
 _NAMES = frozenset(metric.name for metric in METRICS)
-PER_LAYER = re.compile(r"(gate_\w+)_layer_\d+")  # the means over the layers stand under the name alone
+PER_LAYER = re.compile(r"((?:gate|selected)_\w+)_layer_\d+")  # the means over the layers stand under the name alone
 
 
 class MetricsWriter:

@@ -13,8 +13,8 @@ from nsa.eval.generation import complete
 from nsa.lm.flops import flops_per_token
 from nsa.train.config import TrainConfig
 from nsa.train.data import Batch, DataBundle, validation_batches
-from nsa.train.gates import GateStatistics
 from nsa.train.health import Health
+from nsa.train.layer_statistics import LayerStatistics
 from nsa.train.metrics import MetricsWriter, Row
 from nsa.train.parallel import Processes
 from nsa.train.run_folder import RunFolder
@@ -162,7 +162,7 @@ class Reports:
             document_mask=config.data.document_mask,
         )
         sum_processes = self._around.processes.sum
-        with GateStatistics(model) as gates:
+        with LayerStatistics(model) as layers:
             result = evaluate(
                 model, self._share(batches), compute_dtype=config.compute_dtype, loss_chunk=config.loss_chunk,
                 sum_processes=sum_processes,
@@ -171,7 +171,7 @@ class Reports:
         self.validated = progress.step, figure
         if progress.best_val_bits_per_byte is None or figure < progress.best_val_bits_per_byte:
             progress.best_val_bits_per_byte, progress.best_val_step = figure, progress.step
-        return {"val_loss_nats": result["loss_nats"], "val_bits_per_byte": figure, **gates.row(sum_processes)}
+        return {"val_loss_nats": result["loss_nats"], "val_bits_per_byte": figure, **layers.row(sum_processes)}
 
     def _share(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """This process's part of the batches, which all processes go through together."""

@@ -69,7 +69,11 @@ def report_page(folders: Sequence[RunFolder]) -> str:
         _section("Loss", _curves(runs, _LOSSES, "Training loss (line) and held-out loss (dots) over optimizer steps.")),
         _section("Optimisation", _curves(runs, _OPTIMISATION, "Learning rate and norm of the gradient before clipping.")),
         _section("Throughput", _curves(runs, _THROUGHPUT, "Training speed, and the time of a step with its wait for data.")),
-        _section("Gates", _gates(runs)),
+        _section("Gates", _layers(runs, _GATES, _ON_HELD_OUT + " Entropy 1: all branches weigh alike.", _NO_GATES)),
+        _section(
+            "Selection",
+            _layers(runs, _SELECTION, _ON_HELD_OUT + " Of the blocks that the selected branch attends to.", _NO_SELECTION),
+        ),
         _section("Events", "".join(_events(run) for run in runs)),
         _section("Configuration", _configuration(runs)),
         _section("Environment", _environment(runs)),
@@ -211,6 +215,16 @@ _THROUGHPUT = (
     ("tokens/s", "tokens_per_s", None),
     ("ms a step (line), of it waiting for data (dots)", "step_time_ms", "data_time_ms"),
 )
+_GATES = (*((f"gate_{branch}_mean", f"{title}, mean gate") for branch, title in _BRANCHES), ("gate_entropy", "entropy"))
+_SELECTION = (
+    ("selected_tokens", "keys a query sees"),
+    ("selected_distance_tokens", "their mean distance, tokens"),
+    ("selected_overlap", "share chosen by the query before too"),
+)
+_OF_ANY_SIZE = ("selected_tokens", "selected_distance_tokens")
+_ON_HELD_OUT = "On held-out text, dark to light from the first layer to the last."
+_NO_GATES = "No gates were recorded: dense attention, fixed gates, or no evaluation yet."
+_NO_SELECTION = "No choice of blocks was recorded: dense attention, no selected branch, or no evaluation yet."
 
 
 def _curves(runs: Sequence[_Run], plots: Sequence[tuple[str, str, str | None]], caption: str) -> str:
@@ -230,26 +244,25 @@ def _curves(runs: Sequence[_Run], plots: Sequence[tuple[str, str, str | None]], 
     return _figure(figure, caption)
 
 
-def _gates(runs: Sequence[_Run]) -> str:
-    """A figure for each run: the mean gate of each branch and the entropy, a line for each layer."""
+def _layers(runs: Sequence[_Run], plots: Sequence[tuple[str, str]], caption: str, without: str) -> str:
+    """A figure for each run with a plot for each metric (name, title), a line in it for each layer."""
     parts = []
     for run in runs:
         layers = sorted(
-            {int(m[1]) for row in run.rows for name in row if (m := re.fullmatch(r"gate_entropy_layer_(\d+)", name))}
+            {int(m[1]) for row in run.rows for name in row if (m := re.fullmatch(rf"{plots[-1][0]}_layer_(\d+)", name))}
         )
         if not layers:
             continue
         figure = Figure(figsize=(11, 3.4), layout="constrained")
-        names = [*((f"gate_{branch}_mean", f"{title}, mean gate") for branch, title in _BRANCHES), ("gate_entropy", "entropy")]
-        for axes, (name, title) in zip(figure.subplots(1, len(names)), names, strict=True):
+        for axes, (name, title) in zip(figure.subplots(1, len(plots)), plots, strict=True):
             for layer in layers:
                 share = layer / max(len(layers) - 1, 1)
                 _draw(axes, run.rows, f"{name}_layer_{layer}", mpl.colormaps["viridis"](0.9 * share), label=f"layer {layer}")
-            axes.set_ylim(0, 1.05)
-            _finish(axes, title, legend=name == "gate_entropy" and len(layers) <= 16)
-        what = "On held-out text, dark to light from the first layer to the last. Entropy 1: all branches weigh alike."
-        parts.append(f"<h3>{escape(run.name)}</h3>\n" + _figure(figure, what))
-    return "".join(parts) or "<p>No gates were recorded: dense attention, fixed gates, or no evaluation yet.</p>"
+            if name not in _OF_ANY_SIZE:
+                axes.set_ylim(0, 1.05)
+            _finish(axes, title, legend=(name, title) == plots[-1] and len(layers) <= 16)
+        parts.append(f"<h3>{escape(run.name)}</h3>\n" + _figure(figure, caption))
+    return "".join(parts) or f"<p>{escape(without)}</p>"
 
 
 def _draw(axes: Axes, rows: Sequence[Row], name: str, colour: Any, **style: Any) -> None:

@@ -81,7 +81,7 @@ def test_page_of_two_runs(folders: list[RunFolder]) -> None:
     text = report_page(folders)
     page = Page(text)
     images = [base64.b64decode(link.removeprefix("data:image/svg+xml;base64,")) for link in page.links]
-    assert len(images) == 4  # loss, optimisation, throughput, gates of the one that has some
+    assert len(images) == 5  # loss, optimisation, throughput, gates and selection of the one that has some
     assert all(ElementTree.fromstring(image).tag.endswith("svg") for image in images)
     assert len(page.ids) == len(set(page.ids))
     assert not re.search(r"(?:src|href)=\"(?!data:)|@import|url\(", text)
@@ -89,6 +89,7 @@ def test_page_of_two_runs(folders: list[RunFolder]) -> None:
     for part in ("a <b> & c", "dense", "12 of 12", "agree", "resumed <here>", "model.attention", "optim.lr", "versions.torch"):
         assert part in shown, part
     assert "No gates were recorded" not in shown
+    assert "No choice of blocks" not in shown
 
 
 def test_page_of_one_run_shows_what_differs_from_the_defaults(folders: list[RunFolder]) -> None:
