@@ -193,12 +193,20 @@ class NativeSparseAttention(nn.Module):
         """
         name = "NativeSparseAttention"
         shape = x.shape
-        x, cu_seqlens, max_seqlen = pack_layer_input(name, x, self.width, cu_seqlens, max_seqlen)
+        x, cu_seqlens, max_seqlen = self._pack(name, x, cu_seqlens, max_seqlen)
         if cache is not None:
             check(cache.config == self.config, name, "cache", "be made for the module's config", cache.config)
             with torch.no_grad():
                 return self._attend(x, cu_seqlens, max_seqlen, cache).view(shape)
         return self._attend(x, cu_seqlens, max_seqlen, None).view(shape)
+
+    def _pack(
+        self, name: str, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
+    ) -> tuple[Tensor, Tensor, int | None]:
+        dtype = self.q_proj.weight.dtype
+        fits = x.dtype == dtype or torch.is_autocast_enabled(x.device.type)
+        check(fits, name, "x", f"have the dtype of the module's weights ({dtype}), or run under autocast", x.dtype)
+        return pack_layer_input(name, x, self.width, cu_seqlens, max_seqlen)
 
     @torch.no_grad()
     def choose_blocks(self, x: Tensor, *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
@@ -217,7 +225,7 @@ class NativeSparseAttention(nn.Module):
         """
         name, config = "choose_blocks", self.config
         check("slc" in config.branches, name, "config.branches", "have slc", config.branches)
-        x, cu_seqlens, max_seqlen = pack_layer_input(name, x, self.width, cu_seqlens, max_seqlen)
+        x, cu_seqlens, max_seqlen = self._pack(name, x, cu_seqlens, max_seqlen)
         heads = self._project(x)
         q = heads["q"]
         k_cmp, _ = compress(heads["k_cmp"], self.phi_k.weights(), config, cu_seqlens)

@@ -58,13 +58,16 @@ WRONG_FIELDS: dict[str, list[Any]] = {
 
 @dataclasses.dataclass
 class Case:
-    """One call. ``run`` takes the arguments; ``expected`` is what the oracle gives for them as they were drawn."""
+    """One call. ``run`` takes the arguments, ``expected`` gives what the oracle says.
+
+    Of the arguments ``expected`` looks at ``x`` alone, which may be changed into another one that is as good.
+    """
 
     function: str
     batch: Batch
     arguments: dict[str, Any]
     run: Callable[[dict[str, Any]], Tensor]
-    expected: Callable[[], np.ndarray]
+    expected: Callable[[dict[str, Any]], np.ndarray]
 
     @property
     def is_sparse(self) -> bool:
@@ -134,7 +137,7 @@ def whole_case(batch: Batch) -> Case:
         **batch.kwargs,
     }
     return Case("native_sparse_attention", batch, arguments, call("native_sparse_attention"),
-                lambda: whole.run_oracle(batch, inputs)[0])  # fmt: skip
+                lambda _: whole.run_oracle(batch, inputs)[0])  # fmt: skip
 
 
 def branch_case(batch: Batch, function: str) -> Case:
@@ -150,7 +153,7 @@ def branch_case(batch: Batch, function: str) -> Case:
     if function == "selected_attention":
         arguments["block_indices"] = ids
 
-    def expected() -> np.ndarray:
+    def expected(_: dict[str, Any]) -> np.ndarray:
         def one(rows: slice, tokens: slice, compressed: slice) -> tuple[np.ndarray]:
             num_q, num_k = rows.stop - rows.start, tokens.stop - tokens.start
             visible = {
@@ -178,7 +181,7 @@ def choice_case(batch: Batch) -> Case:
         scores = oracle.block_scores(array(q)[rows], array(k_cmp)[compressed], num_k, *sizes)
         return (oracle.choose(scores, num_k, *chosen),)
 
-    return Case("select_blocks", batch, arguments, call("select_blocks"), lambda: stack(batch, one)[0])
+    return Case("select_blocks", batch, arguments, call("select_blocks"), lambda _: stack(batch, one)[0])
 
 
 def compress_case(batch: Batch) -> Case:
@@ -192,10 +195,14 @@ def compress_case(batch: Batch) -> Case:
         y, cu = nsa.compress(**changed)
         return y[: int(cu[-1])]
 
-    def one(rows: slice, tokens: slice, compressed: slice) -> tuple[np.ndarray]:
-        return (oracle.compress(array(x)[tokens], config.compress_block_size, config.compress_stride, config.phi, weights),)
+    def expected(changed: dict[str, Any]) -> np.ndarray:
+        def one(rows: slice, tokens: slice, compressed: slice) -> tuple[np.ndarray]:
+            part = array(changed["x"].double())[tokens]
+            return (oracle.compress(part, config.compress_block_size, config.compress_stride, config.phi, weights),)
 
-    return Case("compress", batch, arguments, run, lambda: stack(batch, one)[0])
+        return stack(batch, one)[0]
+
+    return Case("compress", batch, arguments, run, expected)
 
 
 def layer_case(batch: Batch, *, cached: bool) -> Case:
@@ -216,10 +223,10 @@ def layer_case(batch: Batch, *, cached: bool) -> Case:
         parts = tokens.split([first, second, *[1] * (tokens.shape[0] - first - second)])
         return torch.cat([module(part, cache=cache) for part in parts])
 
-    def expected() -> np.ndarray:
-        weights = {name: array(value) for name, value in module.state_dict().items()}
-        bounds = cu.tolist()
-        return np.concatenate([oracle.layer(weights, array(x)[a:b], config) for a, b in itertools.pairwise(bounds) if b > a])
+    def expected(changed: dict[str, Any]) -> np.ndarray:
+        weights, tokens = {name: array(value) for name, value in module.state_dict().items()}, array(changed["x"])
+        bounds = [0, len(tokens)] if cached else cu.tolist()
+        return np.concatenate([oracle.layer(weights, tokens[a:b], config) for a, b in itertools.pairwise(bounds) if b > a])
 
     arguments = {"x": x} if cached else {"x": x, "cu_seqlens": cu}
     return Case("NSACache" if cached else "NativeSparseAttention", batch, arguments, run, expected)
@@ -313,10 +320,11 @@ def check_case(data: st.DataObject, counts: Counter[str]) -> None:
         if refuses(lambda: result.append(case.run(case.arguments))):
             counts["refused"] += 1
             return
-        near(result[0], case.expected(), 2e-11)  # the changed argument is one that this call does not read
+        # The changed argument is one that this call does not read, or as good as the one before.
+        near(result[0], case.expected(case.arguments), 2e-11 if result[0].dtype != torch.float32 else 1e-5)
         counts["unread"] += 1
         return
-    near(case.run(case.arguments), case.expected(), 2e-11)
+    near(case.run(case.arguments), case.expected(case.arguments), 2e-11)
     counts["valid"] += 1
     counts["sparse" if case.is_sparse else "covered"] += 1
 
