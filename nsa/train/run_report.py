@@ -36,7 +36,7 @@ figure { margin: 1rem 0; } figcaption { color: #555; } img { max-width: 100%; he
 th, td { text-align: left; padding: 0.2rem 0.8rem 0.2rem 0; vertical-align: top; border-bottom: 1px solid #eee; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; }
 td:first-child { white-space: nowrap; }
-td.text + td.text { white-space: pre-wrap; overflow-wrap: anywhere; }
+td.text:not(:first-child) { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 4.5rem; }
 .bad { color: #b00020; font-weight: 600; } .good { color: #1b6e3a; } .swatch { font-size: 1.2em; }
 """
 
@@ -114,7 +114,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _text(value: object) -> str:
-    return f'<td class="text">{escape(str(value))}</td>'
+    shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else "" if value in (None, {}) else str(value)
+    return f'<td class="text">{escape(shown)}</td>'
 
 
 def _number(value: object, form: str = "{:,}") -> str:
@@ -258,8 +259,7 @@ def _layers(runs: Sequence[_Run], plots: Sequence[tuple[str, str]], caption: str
             for layer in layers:
                 share = layer / max(len(layers) - 1, 1)
                 _draw(axes, run.rows, f"{name}_layer_{layer}", mpl.colormaps["viridis"](0.9 * share), label=f"layer {layer}")
-            if name not in _OF_ANY_SIZE:
-                axes.set_ylim(0, 1.05)
+            axes.set_ylim(0, None if name in _OF_ANY_SIZE else 1.05)
             _finish(axes, title, legend=(name, title) == plots[-1] and len(layers) <= 16)
         parts.append(f"<h3>{escape(run.name)}</h3>\n" + _figure(figure, caption))
     return "".join(parts) or f"<p>{escape(without)}</p>"

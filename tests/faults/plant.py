@@ -86,17 +86,27 @@ def _small_files(num_bytes: str) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(num_bytes), resource.RLIM_INFINITY))
 
 
-def _slow(seconds: str) -> None:
-    """Every step takes at least this long."""
+def _slow(seconds: str, after: str = "0") -> None:
+    """Every step but the first few takes at least this long."""
     from nsa.train.trainer import Trainer
 
     real = Trainer.train_step
 
     def train_step(self: Trainer, *args: Any, **kwargs: Any) -> torch.Tensor:
-        time.sleep(float(seconds))
+        if self.state.progress.step >= int(after):
+            time.sleep(float(seconds))
         return real(self, *args, **kwargs)
 
     Trainer.train_step = train_step  # type: ignore[method-assign]
+
+
+def _dead_gate(step: str) -> None:
+    def close(trainer: Any) -> None:
+        gate = trainer.model.decoder_layers()[0].attention.gate
+        with torch.no_grad():
+            gate.net.bias.view(-1, 3)[:, 1] = -20.0
+
+    _at_step(step, "0", close)
 
 
 _FAULTS: dict[str, Callable[..., None]] = {
@@ -107,6 +117,7 @@ _FAULTS: dict[str, Callable[..., None]] = {
     "die": _die,
     "small-files": _small_files,
     "slow": _slow,
+    "dead-gate": _dead_gate,
 }
 
 if __name__ == "__main__":
