@@ -31,7 +31,7 @@ endif
 
 SOURCES := nsa tests tools
 
-.PHONY: help train test pytest pytest-kernels test-faults test-gpu lint format test-mutants lock wheel device-wheels clean check-python
+.PHONY: help train test pytest pytest-kernels test-compile test-faults test-gpu lint format test-mutants lock wheel device-wheels clean check-python
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -58,6 +58,10 @@ pytest-kernels: $(ENV) ## the Triton kernels alone, on the CPU in Triton's inter
 test-faults: $(ENV) ## every provoked fault in its full count, one line a kind at the end (ARGS=)
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
 	$(RUN) -m pytest -n $(JOBS) tests/faults -m "faults or not faults" $(ARGS)
+
+test-compile: $(ENV) ## compile every kernel for GPUs of six kinds that are not there: stack and shared memory (JOBS=, ARGS=)
+	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
+	$(RUN) -m tools.compile_only --jobs $(JOBS) $(ARGS)
 
 test-gpu: $(ENV) ## what only a CUDA GPU can show; of a million tokens with ARGS="-m slow"
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test-gpu

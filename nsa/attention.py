@@ -8,6 +8,7 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.errors import check, fail
 from nsa.ops._boundary import (
+    Sequences,
     check_block_indices,
     check_cu_seqlens,
     check_cu_seqlens_contents,
@@ -23,7 +24,8 @@ from nsa.ops._packed import query_positions
 from nsa.ops.combination import combine
 from nsa.ops.compressed import run_compressed_attention
 from nsa.ops.compression import PhiWeights, check_weights, run_compress
-from nsa.ops.selected import run_selected_attention
+from nsa.ops.nsa import run_attention
+from nsa.ops.selected import DESIGNS, run_selected_attention
 from nsa.ops.selection import run_select_blocks
 from nsa.ops.window import run_window_attention
 from nsa.rope import Rope
@@ -50,6 +52,7 @@ def native_sparse_attention(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    selected_design: str = "auto",
     backend: str = "auto",
 ) -> Tensor:
     """Native Sparse Attention: the gated sum of three views of the past (Eq. 5, arXiv:2502.11089).
@@ -73,6 +76,7 @@ def native_sparse_attention(
         cu_seqlens_k: int32 ``[B + 1]`` offsets of the keys; None means those of the queries.
         max_seqlen_q: at least the longest sequence in queries; None reads it from the offsets.
         max_seqlen_k: the same in key tokens.
+        selected_design: ``design`` of :func:`nsa.selected_attention`.
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
@@ -83,6 +87,7 @@ def native_sparse_attention(
     """
     name = "native_sparse_attention"
     backend = choose_backend(name, backend, q)
+    check(selected_design in DESIGNS, name, "selected_design", f"be one of {', '.join(DESIGNS)}", selected_design)
     keys = _check_inputs_of_branches(name, config, q, gates, k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win)
     sequences = open_sequences(name, q, keys, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend)
     q_cmp = _compressed_queries(name, q, q_cmp, rope, config)
@@ -91,26 +96,40 @@ def native_sparse_attention(
         check_weights(name, "phi[0]", phi_k, config, config.head_dim)
     if "cmp" in config.branches:
         check_weights(name, "phi[1]", phi_v, config, config.value_dim)
-    run = (config, sequences, scale_of(name, config, softmax_scale), backend)
-    q = pack(q)
-    out_cmp = out_slc = out_win = None
+    scale = scale_of(name, config, softmax_scale)
+    q, gates = pack(q), pack(gates)
+    k_slc, v_slc = (pack(x) if x is not None and "slc" in config.branches else None for x in (k_slc, v_slc))
+    k_win, v_win = (pack(x) if x is not None and "win" in config.branches else None for x in (k_win, v_win))
+    k_cmp = v_cmp = None
     if config.scores_blocks:
         assert k_cmp_raw is not None
         rotation = None if config.compress_rope == "none" else rope
         k_cmp = run_compress(pack(k_cmp_raw), phi_k, config, sequences, rotation, backend)
-        v_cmp = None
         if "cmp" in config.branches:
             assert v_cmp_raw is not None
             v_cmp = run_compress(pack(v_cmp_raw), phi_v, config, sequences, None, backend)
+    branches = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
+    if backend == "triton":
+        return sequences.restore(run_attention(q, q_cmp, *branches, gates, config, sequences, scale, selected_design))
+    return sequences.restore(_reference(q, q_cmp, *branches, gates, config, sequences, scale))
+
+
+def _reference(
+    q: Tensor, q_cmp: Tensor | None, k_cmp: Tensor | None, v_cmp: Tensor | None, k_slc: Tensor | None, v_slc: Tensor | None,
+    k_win: Tensor | None, v_win: Tensor | None, gates: Tensor, config: NSAConfig, sequences: Sequences, softmax_scale: float,
+) -> Tensor:  # fmt: skip
+    """What ``run_attention`` computes, by the references of the branches."""
+    run = (config, sequences, softmax_scale, "reference")
+    out_cmp = out_slc = out_win = None
+    if k_cmp is not None:
+        q_cmp = q if q_cmp is None else q_cmp
         out_cmp, lse = run_compressed_attention(q_cmp, k_cmp, v_cmp, *run)
-    if "slc" in config.branches:
-        assert k_slc is not None and v_slc is not None
-        block_indices = run_select_blocks(q_cmp, k_cmp, lse, *run)
-        out_slc, _ = run_selected_attention(q, pack(k_slc), pack(v_slc), block_indices, *run)
-    if "win" in config.branches:
-        assert k_win is not None and v_win is not None
-        out_win, _ = run_window_attention(q, pack(k_win), pack(v_win), *run)
-    return sequences.restore(combine(out_cmp, out_slc, out_win, pack(gates), backend=backend))
+        if k_slc is not None and v_slc is not None:
+            block_indices = run_select_blocks(q_cmp, k_cmp, lse, *run)
+            out_slc, _ = run_selected_attention(q, k_slc, v_slc, block_indices, *run)
+    if k_win is not None and v_win is not None:
+        out_win, _ = run_window_attention(q, k_win, v_win, *run)
+    return combine(out_cmp, out_slc, out_win, gates, backend="reference")
 
 
 def check_inputs(
@@ -178,12 +197,12 @@ def _check_inputs_of_branches(
     return key_shape
 
 
-def _compressed_queries(name: str, q: Tensor, q_cmp: Tensor | None, rope: Rope | None, config: NSAConfig) -> Tensor:
-    """Packed queries of the compressed branch and the scores."""
+def _compressed_queries(name: str, q: Tensor, q_cmp: Tensor | None, rope: Rope | None, config: NSAConfig) -> Tensor | None:
+    """Packed queries of the compressed branch and the scores; None: those of the other branches."""
     if q_cmp is None:
         rotated = rope is not None and config.compress_rope == "none" and config.scores_blocks
         check(not rotated, name, "q_cmp", "be given (the unrotated queries) with compress_rope none and a rope", None)
-        return pack(q)
+        return None
     check(q_cmp.shape == q.shape, name, "q_cmp", f"have the shape of q {tuple(q.shape)}", tuple(q_cmp.shape))
     check_heads(name, "q_cmp", q_cmp, config.num_heads, config.head_dim, q)
     return pack(q_cmp)

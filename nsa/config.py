@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from nsa.errors import check
 
@@ -105,6 +107,9 @@ class NSAConfig:
     rotary_dim: int | None = None
     rope_scaling: RopeScaling | None = None
 
+    # All fields as JSON: in this form a registered operator can be given the pattern.
+    text: ClassVar[str]
+
     def __post_init__(self) -> None:
         self._check_heads()
         self._check_blocks()
@@ -120,6 +125,7 @@ class NSAConfig:
         )  # fmt: skip
         object.__setattr__(self, "branches", tuple(name for name in BRANCHES if name in branches))
         check(self.rope_theta > 0, "NSAConfig", "rope_theta", "be positive", self.rope_theta)
+        object.__setattr__(self, "text", json.dumps(dataclasses.asdict(self)))
         if self.rotary_dim is not None:
             check(
                 0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0,
@@ -185,6 +191,14 @@ class NSAConfig:
             "NSAConfig", "num_coarse_blocks", f"be at least {init + local}, those that hold forced or incomplete blocks",
             self.num_coarse_blocks,
         )  # fmt: skip
+
+    @classmethod
+    @functools.cache
+    def from_text(cls, text: str) -> NSAConfig:
+        """The pattern whose :attr:`text` this is."""
+        values = json.loads(text)
+        scaling = values.pop("rope_scaling")
+        return cls(**values, rope_scaling=None if scaling is None else RopeScaling(**scaling))
 
     def for_layer(self, layer: int) -> NSAConfig:
         """The same pattern with the rows of ``num_selected_blocks_table`` for one layer, as rows for every layer.

@@ -26,6 +26,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path("tests/mutants/mutants.yaml")
 COPIED = ("nsa", "tests", "configs", "tools", "docs", "pyproject.toml")  # all that a test reads
+INTERPRETED = "tests/kernels/"  # their own conftest collects them only where Triton interprets kernels
 TIME_LIMIT_S = 180
 
 Outcome = Literal["killed", "survived", "timeout", "broken"]
@@ -70,7 +71,7 @@ class Result:
     @property
     def killer(self) -> str:
         """The test that noticed, or nothing."""
-        found = re.search(r"^(?:FAILED|ERROR) (\S+)", self.output, re.MULTILINE)
+        found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", self.output, re.MULTILINE)
         return found[1] if found else ""
 
 
@@ -131,17 +132,28 @@ def copy_tree(source: Path, target: Path) -> None:
 
 
 def run_tests(root: Path, tests: Sequence[str], time_limit_s: float) -> tuple[Outcome, str]:
-    """Run ``tests`` on the tree at ``root`` until the first failure.
+    """Run ``tests`` on the tree at ``root`` until the first failure, those of kernels in Triton's interpreter.
 
     Returns:
         ``survived`` where all passed, ``killed`` where one failed, ``timeout``, or ``broken`` where pytest could not tell
         (exit status above 1: it collected nothing, or a test module does not import); and the end of the output.
     """
+    outcome: Outcome = "survived"
+    output = ""
+    for interpreted in (False, True):
+        chosen = [test for test in tests if test.startswith(INTERPRETED) == interpreted]
+        if chosen and outcome == "survived":
+            outcome, output = _run_pytest(root, chosen, time_limit_s, {"TRITON_INTERPRET": "1"} if interpreted else {})
+    return outcome, output
+
+
+def _run_pytest(root: Path, tests: Sequence[str], time_limit_s: float, settings: dict[str, str]) -> tuple[Outcome, str]:
     environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))},
+        **{name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_", "TRITON_"))},
         "PYTHONPATH": str(root),  # before an editable installation of the tree that was copied
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
+        **settings,
     }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", *tests]
     try:

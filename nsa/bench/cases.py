@@ -96,7 +96,7 @@ CASES = {
         Case(
             "attention", _WHOLE_INPUTS, ("out",), _attention,
             (("compress_fwd", "range_fwd", "select_", "selected_", "combine_fwd"),
-             ("compress_dx", "range_dq", "range_dkv", "selected_", "combine_bwd")),
+             ("compress_dx", "range_dq", "range_dkv", "selected_")),
             ("dense-cudnn", "dense-fa2", "flex"),
         ),
         Case(

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa.ops._triton.layout import Gated
+
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, {extra}Tensor? cu_q, Tensor? cu_k, Tensor? cu_key, SymInt num_sequences, SymInt len_q, "
     "SymInt len_k, SymInt len_key, int size, int stride, float softmax_scale"
@@ -42,14 +44,7 @@ def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Ten
     def backward(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from nsa.ops._triton.range_launch import RangeLayout, range_backward, tile_name
-        from nsa.ops._triton.tuning import tile_for
-
-        *where, softmax_scale = rest
-        q, k, v, dout = (rows(x) for x in (q, k, v, dout))
-        layout = RangeLayout(window, *where)
-        tiles = (tile_for(tile_name(name, kind, layout), q, v) for kind in ("dq", "dkv"))
-        return range_backward(q, k, v, out, dout, by_head(lse), layout, softmax_scale, *tiles)
+        return range_gradients(name, window, q, k, v, out, lse, dout, *rest)
 
     schema = f"({_ARGUMENTS.format(extra='')}) -> (Tensor, Tensor)"
     operator = torch.library.custom_op(f"nsa::{name}", forward, mutates_args=(), schema=schema)
@@ -82,9 +77,28 @@ def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Ten
     return operator
 
 
+def range_gradients(
+    name: str, window: bool, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *rest: Any,
+    gated: Gated | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv of the registered operator ``name``, whose arguments beside tensors are ``rest``; for ``gated`` see there."""
+    from nsa.ops._triton.range_launch import RangeLayout, range_backward, tile_name
+    from nsa.ops._triton.tuning import tile_for
+
+    *where, softmax_scale = rest
+    q, k, v, dout = (rows(x) for x in (q, k, v, dout))
+    layout = RangeLayout(window, *where)
+    tile_dq, tile_dkv = (tile_for(tile_name(name, kind, layout), q, v) for kind in ("dq", "dkv"))
+    return range_backward(q, k, v, out, dout, by_head(lse), layout, softmax_scale, tile_dq, tile_dkv, gated)
+
+
 def rows(x: Tensor) -> Tensor:
-    """``x`` with its last dimension contiguous, as kernels read it."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """``x [N, H, D]`` as kernels read it: the last dimension contiguous, and the heads of a row within 2^31 elements.
+
+    Kernels count rows in 64 bits and heads in 32: heads lie far apart only where they are the outer dimension in memory.
+    """
+    near = (x.shape[1] - 1) * x.stride(1) + x.shape[2] <= 2**31
+    return x if near and x.stride(2) == 1 else x.contiguous()
 
 
 def by_head(lse: Tensor) -> Tensor:

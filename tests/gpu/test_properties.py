@@ -8,7 +8,7 @@ import pytest
 
 from tests.gpu.matrix import MATRIX, seed_case
 from tests.ops import properties
-from tests.ops.public import RUNS, Case
+from tests.ops.public import DESIGNS, RUNS, Case
 
 FP32 = MATRIX["fp32 G6 D64"]
 WIDE = MATRIX["bf16 G16 D128"]
@@ -22,6 +22,10 @@ def case_like(like: Case, *lengths: int, queries: tuple[int, ...] | None = None)
 @pytest.mark.parametrize("operator", properties.OPERATORS)
 def test_causality_bit_for_bit(operator, like):
     properties.check_causality(operator, case_like(like, 1500), (100, 640, 1037, 1151, 1400))
+
+
+def test_causality_of_the_whole_gathered():
+    properties.check_causality("whole", dataclasses.replace(seed_case(1500), design="gathered"), (100, 1037, 1151))
 
 
 @pytest.mark.parametrize("operator", properties.OPERATORS)
@@ -56,12 +60,14 @@ def test_one_hot_gates_are_one_branch():
     properties.check_one_hot_gates(seed_case(1200, 70))
 
 
-def test_order_of_indices_does_not_matter():
-    properties.check_shuffled_indices(seed_case(1200, 70))
+@pytest.mark.parametrize("design", DESIGNS)
+def test_order_of_indices_does_not_matter(design):
+    properties.check_shuffled_indices(design, seed_case(1200, 70))
 
 
-def test_unchosen_blocks_have_no_gradient():
-    properties.check_unchosen_blocks(seed_case(2500))
+@pytest.mark.parametrize("design", DESIGNS)
+def test_unchosen_blocks_have_no_gradient(design):
+    properties.check_unchosen_blocks(design, seed_case(2500))
 
 
 def test_shifted_positions_change_nothing():

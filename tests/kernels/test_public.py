@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
+from nsa.ops.selected import triton_launch
 from tests.ops import properties
 from tests.ops.cases import small
-from tests.ops.public import CHECKS, RUNS, Case
+from tests.ops.public import CHECKS, DESIGNS, RUNS, Case, check_choice, check_combine, check_compress
 
 CONFIG = small(num_heads=6, phi="linear")
 CASES = {
@@ -20,8 +22,10 @@ NARROW = small(num_heads=2, num_kv_heads=1, value_dim=16)
 ONE = Case(NARROW, (84,))
 TWO_HEADS = Case(small(num_heads=2, value_dim=16), (100,))
 PACKED = Case(NARROW, (66, 9, 12))
-# The whole is made of the others: what holds for them in turn is tried on a GPU for the whole, too.
-PARTS = [name for name in properties.OPERATORS if name != "whole"]
+# What these hold is held for the gathered design by test_selected_gather.py, in segments. The whole is made of the others: what
+# holds for them in turn is tried on a GPU for the whole, too.
+ALONE = [name for name in properties.OPERATORS if name != "gathered"]
+PARTS = [name for name in ALONE if name != "whole"]
 
 # NumPy's words inside the interpreter: a maximum over NaN, powers of keys that are masked afterwards.
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered", "ignore:overflow encountered in exp2")
@@ -33,7 +37,45 @@ def test_operator(operator, case):
     CHECKS[operator](CASES[case])
 
 
-@pytest.mark.parametrize("operator", properties.OPERATORS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_selected_blocks_table": ((-1, 130, 3), (-1, 200, 4))},
+        {"coarse_block_size": 32, "num_coarse_blocks": 4},
+        {"score_precision": "fp8"},
+    ],
+    ids=["table", "two stages", "fp8"],
+)
+def test_options_of_the_choice(changes):
+    check_choice(Case(dataclasses.replace(NARROW, **changes), (270, 9)))
+
+
+def test_compression_by_mlp():
+    check_compress(Case(dataclasses.replace(NARROW, phi="mlp"), (45, 9)))
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_queries_without_a_block(design):
+    """Lists of tiles that are empty, and queries without a block beside others."""
+    ids = torch.full((66, 1, 4), -1, dtype=torch.int32)
+    ids[40::3, :, 2] = 1
+    results = RUNS[design](Case(NARROW, (66,)), block_indices=ids)
+    results.check()
+    assert not results.of_queries["out"][:40].any()
+    assert not results.of_queries["dq"][:40].any()
+
+
+@pytest.mark.parametrize("branches", [("slc", "win"), ("cmp",)])
+def test_some_branches(branches):
+    check_combine(Case(NARROW, (20,)), branches)
+    RUNS["whole"](Case(dataclasses.replace(NARROW, branches=branches), (36,))).check()
+
+
+def test_whole_gathered():
+    RUNS["whole"](Case(NARROW, (66, 9), design="gathered")).check()
+
+
+@pytest.mark.parametrize("operator", ALONE)
 def test_causality_bit_for_bit(operator):
     properties.check_causality(operator, ONE, (79,))
 
@@ -53,6 +95,12 @@ def test_packed_equals_separate(operator):
     properties.check_packed_equals_separate(operator, Case(NARROW, (70, 0, 33), (20, 0, 7)))
 
 
+def test_queries_of_a_block_in_chunks(monkeypatch):
+    """dK and dV of a block are added up over several programs."""
+    monkeypatch.setattr(triton_launch, "BACKWARD_CHUNK", {False: 12, True: 12})
+    RUNS["selected"](TWO_HEADS).check()
+
+
 def test_full_coverage_is_dense_attention():
     properties.check_full_coverage(Case(NARROW, (52,)))
 
@@ -61,12 +109,13 @@ def test_one_hot_gates_are_one_branch():
     properties.check_one_hot_gates(Case(NARROW, (36,)))
 
 
-def test_order_of_indices_does_not_matter():
-    properties.check_shuffled_indices(PACKED)
+@pytest.mark.parametrize("design", DESIGNS)
+def test_order_of_indices_does_not_matter(design):
+    properties.check_shuffled_indices(design, PACKED)
 
 
 def test_unchosen_blocks_have_no_gradient():
-    properties.check_unchosen_blocks(TWO_HEADS)
+    properties.check_unchosen_blocks("selected", TWO_HEADS)
 
 
 def test_shifted_positions_change_nothing():

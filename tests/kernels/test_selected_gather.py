@@ -12,8 +12,9 @@ from torch import Tensor
 from nsa import NSAConfig, selected_attention
 from nsa.ops._triton.layout import Layout
 from nsa.ops._triton.tuning import Tile
-from nsa.ops.selected import gather_launch
-from nsa.ops.selected.gather_launch import gather_backward, gather_forward
+from nsa.ops.selected import design as design_rules
+from nsa.ops.selected import triton_launch
+from nsa.ops.selected.triton_launch import Call, selected_backward, selected_forward
 from nsa.testing import assert_within_budget, make_inputs
 
 BLOCK = 16
@@ -54,9 +55,10 @@ class Case:
             rows.append(weight.argsort(-1, descending=True)[..., : config.num_selected_blocks] - 1)
         self.indices = torch.cat(rows).int()
 
-    def layout(self, uniform: bool = False) -> Layout:
+    def call(self, tile: Tile = TILE, segments: int | None = None, uniform: bool = False, design: str = "gathered") -> Call:
         cu_q, cu_k = self.offsets["cu_seqlens_q"], self.offsets["cu_seqlens_k"]
-        return Layout(None if uniform else cu_q, None if uniform else cu_k, cu_q.shape[0] - 1, *self.longest)
+        layout = Layout(None if uniform else cu_q, None if uniform else cu_k, cu_q.shape[0] - 1, *self.longest)
+        return Call(layout, self.scale, BLOCK, lambda kernel: tile, design, segments)
 
     def attend(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         q, k, v = tensors
@@ -68,27 +70,18 @@ class Case:
         out, _ = self.attend(leaves)
         return out.detach(), *torch.autograd.grad(out, leaves, self.d_out.to(dtype))
 
-    def forward(self, tile: Tile = TILE, segments: int | None = None, uniform: bool = False) -> tuple[Tensor, Tensor]:
-        """out and lse of the kernels."""
-        q, k, v = (x.float() for x in self.tensors)
-        return gather_forward(q, k, v, self.indices, self.layout(uniform), self.scale, BLOCK, tile, segments)
-
-    def backward(
-        self, out: Tensor, lse: Tensor, tile: Tile = TILE, segments: int | None = None, uniform: bool = False
-    ) -> tuple[Tensor, ...]:
-        """dq, dk, dv of the kernels."""
-        q, k, v = (x.float() for x in self.tensors)
-        rest: Any = (self.layout(uniform), self.scale, BLOCK, tile, segments)
-        return gather_backward(q, k, v, self.indices, out, self.d_out.float(), lse, *rest)
-
-    def run(self, *options: Any) -> tuple[Tensor, ...]:
+    def run(self, *options: Any, **named: Any) -> tuple[Tensor, ...]:
         """lse, out, dq, dk, dv of the kernels."""
-        out, lse = self.forward(*options)
-        return lse, out, *self.backward(out, lse, *options)
+        q, k, v = (x.float() for x in self.tensors)
+        call = self.call(*options, **named)
+        out, lse, order = selected_forward(q, k, v, self.indices, call)
+        return lse, out, *selected_backward(q, k, v, self.indices, out, self.d_out.float(), lse, call, order)
 
 
-def compare(case: Case, tile: Tile = TILE, segments: int | None = None, uniform: bool = False) -> None:
-    lse, *found = case.run(tile, segments, uniform)
+def compare(
+    case: Case, tile: Tile = TILE, segments: int | None = None, uniform: bool = False, design: str = "gathered"
+) -> None:
+    lse, *found = case.run(tile, segments, uniform, design)
     exact, plain = case.reference(torch.float64), case.reference(torch.float32)
     for name, actual, baseline, oracle in zip(("out", "dq", "dk", "dv"), found, plain, exact, strict=True):
         # Sums in another order than the reference's: rounding, not more, is what the larger factor leaves room for.
@@ -99,9 +92,10 @@ def compare(case: Case, tile: Tile = TILE, segments: int | None = None, uniform:
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
     """Chunks that short sequences fill, too, and merges of several steps; many rows a program, which is quick here."""
-    monkeypatch.setattr(gather_launch, "CHUNK", 12)
-    monkeypatch.setattr(gather_launch, "MERGED", 32)
-    monkeypatch.setattr(gather_launch, "MERGE_ROWS", 64)
+    monkeypatch.setattr(triton_launch, "FORWARD_CHUNK", 12)
+    monkeypatch.setattr(triton_launch, "BACKWARD_CHUNK", {False: 20, True: 12})
+    monkeypatch.setattr(triton_launch, "MERGED", 32)
+    monkeypatch.setattr(triton_launch, "MERGE_ROWS", 64)
 
 
 @pytest.mark.parametrize("group", [1, 6])
@@ -142,16 +136,38 @@ def test_blocks_in_parts():
 
 
 def test_one_step_merges_all_slots(monkeypatch):
-    monkeypatch.setattr(gather_launch, "MERGED", 1024)
+    monkeypatch.setattr(triton_launch, "MERGED", 1024)
     compare(Case(small(2, num_kv_heads=1), [30]))
 
 
 def test_number_of_segments():
-    """By shapes alone: none where the rows of slots are small, otherwise two rows of slots a query head."""
-    assert gather_launch.num_segments(2048, 16, 12 * 64 * 2) == 1
-    assert gather_launch.num_segments(65536, 16, 12 * 64 * 2) == 8
-    assert gather_launch.num_segments(65536, 12, 12 * 64 * 2) == 6
-    assert gather_launch.num_segments(3, 2**10, 2**20) == 3
+    """By shapes alone: none where the rows of slots are small, otherwise four rows of slots a query head."""
+    call = Case(small(1), [20]).call()
+    assert call.num_segments(2048, 16, 12 * 64 * 2) == 1
+    assert call.num_segments(65536, 16, 12 * 64 * 2) == 4
+    assert call.num_segments(65536, 12, 12 * 64 * 2) == 3
+    assert call.num_segments(3, 2**10, 2**20) == 3
+
+
+@pytest.mark.parametrize("design", ["tiled", "auto"])
+def test_other_designs(design):
+    compare(Case(small(3), PACKED, FEWER), segments=2, design=design)
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_the_choice_decides(scattered, monkeypatch):
+    """Long lists by the shapes: what runs follows from the choice; output and dQ are to the bit those of that design alone."""
+    for module in (triton_launch, design_rules):
+        monkeypatch.setattr(module, "LIMIT_4", 5)
+    case = Case(small(2, num_kv_heads=1, n=3), [150])
+    if not scattered:
+        case.indices = torch.tensor([0, 1, -1]).int().expand(150, 1, 3).contiguous()
+    found = case.run(TILE, 2, design="auto")[:3]
+    for x, y in zip(found, case.run(TILE, 2, design="gathered" if scattered else "tiled")[:3], strict=True):
+        assert torch.equal(x, y)
+    other = case.run(TILE, 2, design="tiled" if scattered else "gathered")[:3]
+    assert not all(torch.equal(x, y) for x, y in zip(found, other, strict=True))
+    compare(case, segments=2, design="auto")
 
 
 def test_queries_without_a_block():

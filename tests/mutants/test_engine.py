@@ -86,3 +86,15 @@ def test_killer_is_named(tree: Path) -> None:
     assert result.killer == "tests/test_maths.py::test_half"
     assert "m  killed" in mutants.table([result])
     assert "tests/test_maths.py::test_half" in mutants.table([result])
+
+
+def test_kernels_are_interpreted(tree: Path) -> None:
+    """A test under tests/kernels runs with TRITON_INTERPRET, the others without it, and each can notice."""
+    (tree / "tests/kernels").mkdir()
+    ask = "import os\nfrom nsa.maths import half\n\n\ndef test_it():\n    assert os.environ.get('TRITON_INTERPRET') == {}\n{}"
+    (tree / "tests/kernels/test_kernel.py").write_text(ask.format("'1'", "    assert half(4) == 2\n"))
+    (tree / "tests/test_plain.py").write_text(ask.format("None", ""))
+    tests = ("tests/kernels/test_kernel.py", "tests/test_plain.py")
+    assert mutants.run_baseline(tests, source=tree)[0] == "survived"
+    result = mutants.run_mutant(Mutant("m", "why", "nsa/maths.py", "x / 2", "x / 3", tests), source=tree)
+    assert result.killer == "tests/kernels/test_kernel.py::test_it"

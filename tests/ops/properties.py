@@ -28,7 +28,7 @@ from nsa.testing import AttentionInputs, assert_within_budget
 from nsa.testing.budget import CEILING
 from nsa.testing.sampled import SampledWhole, check_sampled
 from tests.ops.cases import plain_attention
-from tests.ops.public import RUNS, Case, Results, every, leaves_of, run_selected, run_whole, run_window
+from tests.ops.public import DESIGNS, RUNS, Case, Results, every, leaves_of, run_whole, run_window, with_design
 
 OF_QUERIES = ("q", "gates", "block_indices")
 
@@ -63,7 +63,8 @@ def rows_choice(x: Tokens, case: Case) -> list[Tensor]:
 
 
 def rows_slc(x: Tokens, case: Case) -> list[Tensor]:
-    return list(selected_attention(x["q"], x["k_slc"], x["v_slc"], x["block_indices"], case.config, **offsets_of(case)))
+    tensors = (x["q"], x["k_slc"], x["v_slc"], x["block_indices"])
+    return list(selected_attention(*tensors, case.config, design=case.design, **offsets_of(case)))
 
 
 def rows_win(x: Tokens, case: Case) -> list[Tensor]:
@@ -72,23 +73,34 @@ def rows_win(x: Tokens, case: Case) -> list[Tensor]:
 
 def rows_whole(x: Tokens, case: Case) -> list[Tensor]:
     given: Any = {name: tensor for name, tensor in x.items() if name != "block_indices"}
-    rope = Rope.from_config(case.config)
-    return [native_sparse_attention(**given, phi=None, config=case.config, rope=rope, **offsets_of(case))]
+    options: Any = {"rope": Rope.from_config(case.config), "selected_design": case.design, **offsets_of(case)}
+    return [native_sparse_attention(**given, phi=None, config=case.config, **options)]
 
 
 OPERATORS: dict[str, Callable[[Tokens, Case], list[Tensor]]] = {
     "compressed": rows_cmp,
     "choice": rows_choice,
     "selected": rows_slc,
+    "gathered": rows_slc,
     "window": rows_win,
     "whole": rows_whole,
 }
 
 
+def run_rows(name: str, x: Tokens, case: Case) -> list[Tensor]:
+    """Results of an operator."""
+    return OPERATORS[name](x, with_design(name, case))
+
+
+def fixed(case: Case) -> Case:
+    """The case with one design of the selected branch: another choice of blocks may run another one, which rounds otherwise."""
+    return dataclasses.replace(case, design="tiled") if case.design == "auto" else case
+
+
 def with_gradients(name: str, x: Tokens, case: Case) -> Tokens:
     """Results, and the gradient of each token tensor that has one."""
     leaves = {key: tensor if key == "block_indices" else leaves_of(tensor)[0] for key, tensor in x.items()}
-    results = OPERATORS[name](leaves, case)
+    results = run_rows(name, leaves, case)
     found = {f"result {i}": result.detach() for i, result in enumerate(results)}
     if name == "choice":
         return found
@@ -104,8 +116,9 @@ def equal_bits(a: Tensor, b: Tensor) -> bool:
 
 def check_causality(name: str, case: Case, times: Sequence[int]) -> None:
     """Other values for all tokens after t change no result up to t, in any bit. One sequence, queries at its end."""
+    case = fixed(case)
     x, other = tokens_of(case), tokens_of(case, seed=1)
-    expected = OPERATORS[name](x, case)
+    expected = run_rows(name, x, case)
     first = case.lengths_k[0] - case.queries[0]
     changed_later = False
     for t in times:
@@ -113,7 +126,7 @@ def check_causality(name: str, case: Case, times: Sequence[int]) -> None:
         for key, tensor in x.items():
             cut = t + 1 - first if key in OF_QUERIES else t + 1
             mixed[key] = torch.cat((tensor[:cut], (1 if key == "block_indices" else 50) * other[key][cut:]))
-        for actual, wanted in zip(OPERATORS[name](mixed, case), expected, strict=True):
+        for actual, wanted in zip(run_rows(name, mixed, case), expected, strict=True):
             assert equal_bits(actual[: t + 1 - first], wanted[: t + 1 - first]), f"{name}: a result up to {t} changed"
             changed_later |= not equal_bits(actual, wanted)
     assert changed_later
@@ -130,6 +143,7 @@ def check_same_bits(name: str, case: Case, runs: int = 3) -> None:
 
 def check_nan_isolation(name: str, case: Case, poisoned: int) -> None:
     """One sequence is all NaN: results and gradients of the others keep every bit."""
+    case = fixed(case)
     x = tokens_of(case)
     dirty = {key: tensor.clone() for key, tensor in x.items()}
     keep = {}
@@ -175,7 +189,7 @@ def check_packed_equals_separate(name: str, case: Case) -> None:
         alone, inputs = _part(x, case, sequence)
         first = sum(case.queries[:sequence])
         given: dict[str, Any] = {"dout": packed.dout[first : first + length]}
-        if name == "selected":
+        if name in DESIGNS:
             given["block_indices"] = case.block_indices()[first : first + length]
         parts.append(RUNS[name](alone, inputs, **given))
     joined = {key: torch.cat([part.of_queries[key] for part in parts]) for key in packed.of_queries}
@@ -200,7 +214,8 @@ def check_full_coverage(case: Case) -> None:
     visible = (
         torch.ones(length, length, dtype=torch.bool, device=case.device).tril()[:, None].expand(-1, config.num_kv_heads, -1)
     )
-    for results, k, v in ((run_selected(case, block_indices=ids), x.k_slc, x.v_slc), (run_window(wide), x.k_win, x.v_win)):
+    chosen = [(RUNS[name](case, block_indices=ids), x.k_slc, x.v_slc) for name in DESIGNS]
+    for results, k, v in (*chosen, (run_window(wide), x.k_win, x.v_win)):
         values = {}
         for dtype in (case.dtype, torch.float64):
             leaves = leaves_of(x.q.to(dtype), k.to(dtype), v.to(dtype))
@@ -227,20 +242,20 @@ def check_one_hot_gates(case: Case) -> None:
             assert bool(grad.any()) == (branch in key), f"one-hot {branch}: gradient of {key}"
 
 
-def check_shuffled_indices(case: Case) -> None:
+def check_shuffled_indices(name: str, case: Case) -> None:
     """The order of the indices does not matter beyond rounding."""
     ids = case.block_indices()
     generator = torch.Generator(device=ids.device).manual_seed(6)
     order = torch.rand(ids.shape, generator=generator, device=ids.device).argsort(-1)
     shuffled = ids.gather(-1, order)
     assert not torch.equal(ids, shuffled)
-    ascending, other = run_selected(case, block_indices=ids.sort(-1).values), run_selected(case, block_indices=shuffled)
+    ascending, other = (RUNS[name](case, block_indices=indices) for indices in (ids.sort(-1).values, shuffled))
     ascending.check()
     other.sampled = ascending.sampled
     other.check()
 
 
-def check_unchosen_blocks(case: Case) -> None:
+def check_unchosen_blocks(operator: str, case: Case) -> None:
     """dK and dV of a block that no query chose are exactly 0, and of a chosen one are not. One sequence."""
     config, length = case.config, case.lengths_k[0]
     num_blocks = -(-length // config.block_size)
@@ -249,7 +264,7 @@ def check_unchosen_blocks(case: Case) -> None:
     parity = (torch.arange(config.num_kv_heads, device=case.device) > 0).int()
     ids = 2 * torch.arange(config.num_selected_blocks, device=case.device)[None, None] + parity[None, :, None]
     ids = torch.where(ids < (rows // config.block_size)[:, None, None], ids, -1).int().contiguous()
-    results = run_selected(case, block_indices=ids)
+    results = RUNS[operator](case, block_indices=ids)
     results.check()
     chosen = torch.zeros(config.num_kv_heads, num_blocks + 1, dtype=torch.bool, device=case.device)
     for head in range(config.num_kv_heads):

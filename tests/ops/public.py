@@ -42,6 +42,8 @@ from nsa.testing.sampled import (
 from tests.ops.cases import make_batch
 from tests.ops.whole import phi_parameters
 
+# The selected branch with each of its designs.
+DESIGNS = {"selected": "tiled", "gathered": "gathered"}
 # Rows that may differ from fp64 within the agreement rule.
 MAX_NEAR = 1e-3
 
@@ -57,6 +59,7 @@ class Case:
         device: where it runs.
         dense: whether sequences, all alike, are given as a dense batch.
         backend: the one under test.
+        design: of the selected branch.
         seed: of the inputs.
     """
 
@@ -67,6 +70,7 @@ class Case:
     device: str = "cpu"
     dense: bool = False
     backend: str = "triton"
+    design: str = "auto"
     seed: int = 0
 
     def inputs(self) -> AttentionInputs:
@@ -201,7 +205,7 @@ def run_selected(
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v, indices = (case.shaped(y) for y in (q, k, v, ids))
-        return selected_attention(q, k, v, indices, config, **case.offsets(x))
+        return selected_attention(q, k, v, indices, config, design=case.design, **case.offsets(x))
 
     sampled = sampled_selected(x.q, x.k_slc, x.v_slc, ids, config, **cu(x))
     return _attention("selected", case, run, x.q, x.k_slc, x.v_slc, sampled, dout)
@@ -214,6 +218,20 @@ def compressed_rows(case: Case, raw: Tensor, x: AttentionInputs) -> Tensor:
     rows = raw.new_full((raw.shape[0] // config.compress_stride, *raw.shape[1:]), torch.nan)
     rows[: sampled.num_blocks] = sampled.at_blocks(torch.arange(sampled.num_blocks, device=raw.device), case.dtype)["y"]
     return rows
+
+
+def with_design(operator: str, case: Case) -> Case:
+    """The case with the design that ``operator`` names, if any."""
+    return dataclasses.replace(case, design=DESIGNS[operator]) if operator in DESIGNS else case
+
+
+def run_design(operator: str) -> Callable[..., Results]:
+    """`run_selected` with its design fixed."""
+
+    def run(case: Case, *inputs: Any, **given: Any) -> Results:
+        return dataclasses.replace(run_selected(with_design(operator, case), *inputs, **given), name=operator)
+
+    return run
 
 
 def run_compressed(case: Case, x: AttentionInputs | None = None, dout: Tensor | None = None) -> Results:
@@ -318,8 +336,9 @@ def run_whole(case: Case, x: AttentionInputs | None = None, dout: Tensor | None 
         seen.append((q.detach(), k_cmp.detach(), run_select_blocks(q, k_cmp, *rest)))
         return seen[-1][2]
 
-    with mock.patch("nsa.attention.run_select_blocks", watched):
-        out = case.flat(native_sparse_attention(**given, phi=phi, config=config, q_cmp=queries, rope=rope, **case.offsets(x)))
+    options: dict[str, Any] = {"q_cmp": queries, "rope": rope, "selected_design": case.design, **case.offsets(x)}
+    with mock.patch("nsa.attention.run_select_blocks", watched), mock.patch("nsa.ops.nsa.ops.run_select_blocks", watched):
+        out = case.flat(native_sparse_attention(**given, phi=phi, config=config, **options))
     dout = case.normal(*out.shape, seed=11) if dout is None else dout
     found = torch.autograd.grad(out, leaves, dout, allow_unused=True)
     grads = {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
@@ -354,7 +373,8 @@ def phi_of(named: Mapping[str, Tensor]) -> tuple[PhiWeights, PhiWeights] | None:
 
 RUNS: dict[str, Callable[..., Results]] = {
     "compressed": run_compressed,
-    "selected": run_selected,
+    "selected": run_design("selected"),
+    "gathered": run_design("gathered"),
     "window": run_window,
     "whole": run_whole,
 }

@@ -13,7 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa import NSAConfig, Rope, native_sparse_attention
 from nsa.testing import measure
 from nsa.testing.budget import FLOOR
-from tests.ops.public import CHECKS, Case, leaves_of, parameters_of, phi_of
+from tests.ops.public import (
+    RUNS,
+    Case,
+    check_choice,
+    check_combine,
+    check_compress,
+    leaves_of,
+    parameters_of,
+    phi_of,
+)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -53,14 +62,15 @@ def _copy(x: Any, differentiable: bool) -> Any:
 
 
 def record_calls(case: Case, more: Sequence[Case] = ()) -> dict[str, Call]:
-    """Arguments of every operator, from the checks of the public functions on ``case`` (and the whole on some ``more``)."""
+    """Arguments of every operator, from the public functions on ``case`` (and ``compress`` on some ``more``)."""
     recorder = Recorder()
     with recorder:
-        for check in CHECKS.values():
-            check(case)
-        for other in more:
-            CHECKS["whole"](other)
-            CHECKS["compress"](other)
+        for name in ("compressed", "selected", "window", "whole"):
+            RUNS[name](case)
+        check_choice(case)
+        check_combine(case)
+        for other in (case, *more):
+            check_compress(other)
     return recorder.calls
 
 

@@ -46,13 +46,18 @@ class Inputs:
 
 
 def phi_parameters(batch: Batch, size: int) -> dict[str, Tensor]:
+    """Random parameters of phi, scaled by what they sum over: compressed rows are about as large as raw ones at every size.
+
+    Larger keys would make softmax so peaked that in 16 bits the rounding of the scores alone changes the result by several per
+    cent.
+    """
     config = batch.config
     heads, length, hidden = config.num_kv_heads, config.compress_block_size, config.compress_hidden_size or 2 * size
     shapes = {
-        "weight": ((heads, length, size), 0.5),
+        "weight": ((heads, length, size), length**-0.5),
         "position": ((heads, length, size), 0.5),
-        "w1": ((heads, length * size, hidden), 0.2),
-        "w2": ((heads, hidden, size), 0.2),
+        "w1": ((heads, length * size, hidden), (length * size) ** -0.5),
+        "w2": ((heads, hidden, size), hidden**-0.5),
     }
     return {name: batch.normal(*shapes[name][0], scale=shapes[name][1]) for name in PHI_NAMES[config.phi]}
 

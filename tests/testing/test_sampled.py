@@ -60,13 +60,15 @@ def small_parts(monkeypatch):
 
 
 class Case:
-    """One branch: the reference's results and gradients, and its sampled twin."""
+    """One branch: the reference's results and gradients, and its sampled twin. Every ``step``-th query has a gradient."""
 
-    def __init__(self, branch: str, batch: str, dtype: torch.dtype = torch.float64, config: NSAConfig = CONFIG) -> None:
+    def __init__(
+        self, branch: str, batch: str, dtype: torch.dtype = torch.float64, config: NSAConfig = CONFIG, step: int = 1
+    ) -> None:
         x = make_inputs(config, *BATCHES[batch], dtype=dtype)
         self.offsets: dict[str, Any] = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
         self.dout = torch.randn(x.q.shape[0], config.num_heads, config.value_dim, generator=torch.Generator().manual_seed(1))
-        self.dout = self.dout.to(dtype)
+        self.dout = self.dout.to(dtype) * (torch.arange(x.q.shape[0]) % step == 0)[:, None, None]
         self.dtype = dtype
         ids = make_batch(config, *BATCHES[batch]).block_indices()
         tensors: dict[str, Any] = {"slc": (x.q, x.k_slc, x.v_slc), "win": (x.q, x.k_win, x.v_win)}
@@ -118,6 +120,24 @@ def test_branch_equals_the_reference(branch, batch):
     found = case.sampled.at_keys(keys, torch.float64, case.dout)
     near(found["dk"], case.dk[keys].numpy())
     near(found["dv"], case.dv[keys].numpy())
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_only_queries_with_a_gradient_are_asked(branch, monkeypatch):
+    case = Case(branch, "packed", step=50)
+    asked: list[Tensor] = []
+    run = SampledAttention._run
+
+    def watched(self: SampledAttention, sequence: int, rows: Tensor, *rest: Any) -> dict[str, Tensor]:
+        asked.append(rows)
+        return run(self, sequence, rows, *rest)
+
+    monkeypatch.setattr(SampledAttention, "_run", watched)
+    keys = torch.arange(case.num_keys)
+    found = case.sampled.at_keys(keys, torch.float64, case.dout)
+    near(found["dk"], case.dk[keys].numpy())
+    near(found["dv"], case.dv[keys].numpy())
+    assert set(torch.cat(asked).tolist()) <= set(range(0, 338, 50))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

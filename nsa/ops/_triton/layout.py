@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -34,3 +35,27 @@ class Layout:
     def arguments(self) -> tuple[Tensor | int | None, ...]:
         """``cu_q, cu_k, len_q, len_k, num_sequences``: what every kernel takes."""
         return self.cu_q, self.cu_k, self.len_q, self.len_k, self.num_sequences
+
+
+@dataclass(frozen=True)
+class Gated:
+    """A branch's part in the backward of the gated sum; without gates the branch stands alone.
+
+    Attributes:
+        gates: ``[T, Hq, 3]``, contiguous, order (cmp, slc, win).
+        dgates: their gradients, in the same form: each branch writes its own.
+        dq: gradient of the queries from branches before, which this one's is added to in place; None starts a new one.
+    """
+
+    gates: Tensor | None = None
+    dgates: Tensor | None = None
+    dq: Tensor | None = None
+
+    @property
+    def adds(self) -> bool:
+        """Whether there is a dq to add to."""
+        return self.dq is not None
+
+    def start_dq(self, q: Tensor) -> Tensor:
+        """The dq that kernels write: contiguous, in the shape of q."""
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device) if self.dq is None else self.dq

@@ -131,9 +131,10 @@ def range_fwd_kernel(
                 q, k_source, v_source, n, row_max, total, acc, lowest, highest, scale, head_kv, first_key, num_keys,
                 stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, TMA,
             )  # fmt: skip
-        if last < end:
+        # One step at most; as a branch it would cost hundreds of bytes of stack where heads are large.
+        for n in tl.range(last, end, BLOCK_N, num_stages=1):
             row_max, total, acc = range_step(
-                q, k_source, v_source, last, row_max, total, acc, lowest, highest, scale, head_kv, first_key, num_keys,
+                q, k_source, v_source, n, row_max, total, acc, lowest, highest, scale, head_kv, first_key, num_keys,
                 stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, True, TMA,
             )  # fmt: skip
 

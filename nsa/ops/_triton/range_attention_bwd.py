@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops._triton.range_attention import high, key_steps, load_keys, low
-from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile, load_rows, sequence_rows, store_rows
+from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile, gated_lse, load_rows, sequence_rows, store_rows
 
 
 @triton.jit
@@ -34,16 +34,21 @@ def range_dq_step(
 
 @triton.jit(do_not_specialize=VARYING)
 def range_dq_kernel(
-    q_ptr, k_source, v_source, out_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, cu_key_ptr,
-    len_q, len_k, len_key, num_sequences, num_rows, stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, stride_do,
-    stride_doh,
-    softmax_scale, size, stride,
+    q_ptr, k_source, v_source, out_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, gates_ptr, dgates_ptr, gated_lse_ptr, cu_q_ptr,
+    cu_k_ptr, cu_key_ptr, len_q, len_k, len_key, num_sequences, num_rows, stride_q, stride_qh, stride_k, stride_kh, stride_v,
+    stride_vh, stride_do, stride_doh, softmax_scale, size, stride,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
-    EDGE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, ADD: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of queries; writes delta, the row sums of ``out * dout``, for the kernel of dK and dV."""
+    """dQ of one tile of queries, added to what is there if ``ADD``.
+
+    Writes delta, the row sums of ``out * dout``, for the kernel of dK and dV. With gates, ``dout`` is the gradient of the
+    branches' gated sum: delta is then the gradient of this branch's gate. The gate itself goes into lse, which is written anew:
+    lower by the gate's logarithm, it makes every probability the gated one, at no cost in the loops.
+    """
     BLOCK_Q: tl.constexpr = BLOCK_M // G
+    BRANCH: tl.constexpr = 2 if WINDOW else 0
     head_kv = tl.program_id(1)
     sequence, tile = find_tile(cu_q_ptr, tl.num_programs(0) - 1 - tl.program_id(0), num_sequences, len_q, BLOCK_Q)
     if sequence < num_sequences:
@@ -63,7 +68,11 @@ def range_dq_kernel(
         delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
         statistic = head.to(tl.int64) * num_rows + first_q + row
         tl.store(delta_ptr + statistic, delta, mask=ok)
-        lse = tl.load(lse_ptr + statistic, mask=ok, other=float("inf")) * LOG2_E
+        lse = tl.load(lse_ptr + statistic, mask=ok, other=float("inf"))
+        if gates_ptr is not None:
+            lse = gated_lse(lse, gates_ptr, dgates_ptr, out_row * 3 + BRANCH, delta, ok)
+            tl.store(gated_lse_ptr + statistic, lse, mask=ok)
+        lse *= LOG2_E
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         scale = softmax_scale * LOG2_E
 
@@ -88,12 +97,16 @@ def range_dq_kernel(
                 q, dout, lse, delta, k_source, v_source, n, dq, lowest, highest, scale, head_kv, first_key, num_keys,
                 stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, TMA,
             )  # fmt: skip
-        if last < end:
+        # One step at most; as a branch it would cost hundreds of bytes of stack where heads are large.
+        for n in tl.range(last, end, BLOCK_N, num_stages=1):
             dq = range_dq_step(
-                q, dout, lse, delta, k_source, v_source, last, dq, lowest, highest, scale, head_kv, first_key, num_keys,
+                q, dout, lse, delta, k_source, v_source, n, dq, lowest, highest, scale, head_kv, first_key, num_keys,
                 stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, True, TMA,
             )  # fmt: skip
-        store_rows(dq_ptr, out_row, ok, D, dq * softmax_scale, D, BLOCK_D)
+        dq *= softmax_scale
+        if ADD:
+            dq += load_rows(dq_ptr, out_row, ok, D, D, BLOCK_D, True).to(tl.float32)
+        store_rows(dq_ptr, out_row, ok, D, dq, D, BLOCK_D)
 
 
 @triton.jit
@@ -119,8 +132,8 @@ def query_range(n, num_q, num_tokens, size, stride, BLOCK_N: tl.constexpr, WINDO
 
 @triton.jit
 def range_dkv_step(
-    q_source, dout_source, lse_ptr, delta_ptr, k, v, dk, dv, row, row_end, num_q, head, offset, first_q, num_rows, n, size,
-    stride, scale, stride_q, stride_qh, stride_do, stride_doh, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    q_source, dout_source, lse_ptr, delta_ptr, k, v, dk, dv, row, row_end, num_q, head, offset, first_q, num_rows, n,
+    size, stride, scale, stride_q, stride_qh, stride_do, stride_doh, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
     LAST: tl.constexpr, KEYS_AS_ROWS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -170,9 +183,8 @@ def range_dkv_step(
 
 @triton.jit(do_not_specialize=VARYING)
 def range_dkv_kernel(
-    q_source, k_ptr, v_ptr, dout_source, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, cu_key_ptr,
-    len_q, len_k, len_key, num_sequences, num_rows, chunk_rows, num_rows_key, stride_q, stride_qh, stride_k, stride_kh,
-    stride_v,
+    q_source, k_ptr, v_ptr, dout_source, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, cu_key_ptr, len_q,
+    len_k, len_key, num_sequences, num_rows, chunk_rows, num_rows_key, stride_q, stride_qh, stride_k, stride_kh, stride_v,
     stride_vh, stride_do, stride_doh, softmax_scale, size, stride,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, KEYS_AS_ROWS: tl.constexpr, TMA: tl.constexpr,

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa.ops._triton.layout import Layout
+from nsa.ops._triton.layout import Gated, Layout
 from nsa.ops._triton.range_attention import range_fwd_kernel
 from nsa.ops._triton.range_attention_bwd import range_dkv_kernel, range_dq_kernel, range_reduce_kernel
 from nsa.ops._triton.tuning import Tile
@@ -117,13 +117,14 @@ def range_forward(
 
 def range_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, layout: RangeLayout, softmax_scale: float,
-    tile_dq: Tile, tile_dkv: Tile,
+    tile_dq: Tile, tile_dkv: Tile, gated: Gated | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in the shapes of q, k, v, contiguous."""
+    """dq, dk, dv in the shapes of q, k, v, contiguous; with ``gated`` dout is the gradient of the branches' gated sum."""
     num_q, num_heads, head_dim = q.shape
     num_key, num_kv_heads, value_dim = v.shape
     group_size = num_heads // num_kv_heads
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    gated = gated or Gated()
+    dq = gated.start_dq(q)
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     delta = torch.empty_like(lse)
@@ -132,17 +133,18 @@ def range_backward(
         dk.zero_()
         dv.zero_()
     if num_q == 0 or num_key == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        return dq if gated.adds else dq.zero_(), dk.zero_(), dv.zero_()
+    gated_lse = None if gated.gates is None else torch.empty_like(lse)
     strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), dout.stride(0), dout.stride(1))
     blocks = {"D": head_dim, "DV": value_dim, "BLOCK_D": block_of(head_dim), "BLOCK_DV": block_of(value_dim)}
     rows = rows_of_tile(tile_dq, group_size)
     tile_dq = fitting(tile_dq, k, v)
     grid = (layout.num_tiles(num_q, rows // group_size, layout.len_q), num_kv_heads)
     range_dq_kernel[grid](
-        q, key_source(k, tile_dq), key_source(v, tile_dq), out, dout, lse, delta, dq, *layout.arguments(), num_q, *strides,
-        softmax_scale, layout.size, layout.stride, HQ=num_heads, G=group_size, **blocks, BLOCK_M=rows, BLOCK_N=tile_dq.keys,
-        WINDOW=layout.window, TMA=tile_dq.tma, STAGES=tile_dq.stages, EDGE=tile_dq.edge_stages,
-        **tile_dq.launch_options(),
+        q, key_source(k, tile_dq), key_source(v, tile_dq), out, dout, lse, delta, dq, gated.gates, gated.dgates, gated_lse,
+        *layout.arguments(), num_q, *strides, softmax_scale, layout.size, layout.stride, HQ=num_heads, G=group_size, **blocks,
+        BLOCK_M=rows, BLOCK_N=tile_dq.keys, WINDOW=layout.window, ADD=gated.adds, TMA=tile_dq.tma, STAGES=tile_dq.stages,
+        EDGE=tile_dq.edge_stages, **tile_dq.launch_options(),
     )  # fmt: skip
 
     num_blocks = layout.num_tiles(num_key, tile_dkv.keys, layout.len_key)
@@ -156,15 +158,17 @@ def range_backward(
         dv_sum = torch.empty(num_chunks, *v.shape, dtype=torch.float32, device=v.device)
     tile_dkv = fitting(tile_dkv, q, dout)
     range_dkv_kernel[(num_blocks, num_kv_heads, num_chunks)](
-        row_source(q, tile_dkv), k, v, row_source(dout, tile_dkv), lse, delta, dk_sum, dv_sum, *layout.arguments(), num_q,
-        chunk_rows, num_key, *strides, softmax_scale, layout.size, layout.stride, HQ=num_heads, G=group_size, **blocks,
-        BLOCK_M=tile_dkv.rows, BLOCK_N=tile_dkv.keys, WINDOW=layout.window, KEYS_AS_ROWS=tile_dkv.keys_as_rows,
-        TMA=tile_dkv.tma, STAGES=tile_dkv.stages, EDGE=tile_dkv.edge_stages, **tile_dkv.launch_options(),
+        row_source(q, tile_dkv), k, v, row_source(dout, tile_dkv), lse if gated_lse is None else gated_lse, delta, dk_sum,
+        dv_sum, *layout.arguments(), num_q, chunk_rows, num_key, *strides, softmax_scale, layout.size, layout.stride,
+        HQ=num_heads, G=group_size, **blocks, BLOCK_M=tile_dkv.rows, BLOCK_N=tile_dkv.keys, WINDOW=layout.window,
+        KEYS_AS_ROWS=tile_dkv.keys_as_rows, TMA=tile_dkv.tma, STAGES=tile_dkv.stages, EDGE=tile_dkv.edge_stages,
+        **tile_dkv.launch_options(),
     )  # fmt: skip
     if partial:
         range_reduce_kernel[(num_blocks, num_kv_heads)](
             dk_sum, dv_sum, dk, dv, *layout.arguments(), chunk_rows, num_key, layout.size, layout.stride, HKV=num_kv_heads,
-            **blocks, BLOCK_N=tile_dkv.keys, WINDOW=layout.window, num_warps=4,
+            **blocks, BLOCK_N=tile_dkv.keys, WINDOW=layout.window,
+            num_warps=max(4, tile_dkv.keys * block_of(max(head_dim, value_dim)) // 1024),
         )  # fmt: skip
     return dq, dk, dv
 

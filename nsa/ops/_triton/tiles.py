@@ -100,3 +100,13 @@ def softmax_step(s, v, row_max, total, acc, scale):
     alpha = tl.exp2(row_max - new_max)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return new_max, total * alpha + tl.sum(p, 1), acc
+
+
+@triton.jit
+def gated_lse(lse, gates_ptr, dgates_ptr, at, delta, ok):
+    """lse of a branch less the logarithm of its gates, which lie at ``at``; their gradient, ``delta``, is written."""
+    tl.store(dgates_ptr + at, delta.to(dgates_ptr.dtype.element_ty), mask=ok)
+    gate = tl.load(gates_ptr + at, mask=ok, other=0.0).to(tl.float32)
+    off = gate == 0
+    # A negative gate gives NaN, not a wrong gradient.
+    return tl.where(off, float("inf"), lse - tl.log(tl.where(off, 1.0, gate)))

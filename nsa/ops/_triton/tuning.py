@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,11 @@ RELATIVES = {(9, 0): "nvidia-h200"}
 
 # Compute capabilities whose multiprocessors give a program 163 KiB of shared memory or more; all others give 99.
 LARGE_SHARED_MEMORY = {(8, 0), (9, 0), (10, 0), (10, 3)}
+# Those that multiply matrices from shared memory; all others from registers, of which a backward tile then needs more.
+OPERANDS_IN_SHARED_MEMORY = {(9, 0), (10, 0), (10, 3)}
+
+# Of a thread. Told that it may use them, ptxas does not spill a word for the sake of one more program on a multiprocessor.
+MOST_REGISTERS = 255
 
 
 @dataclass(frozen=True)
@@ -174,16 +179,28 @@ def default_tile(key: TileKey, capability: tuple[int, int] | None) -> Tile:
         key: what is looked for.
         capability: major and minor; None stands for the smallest GPU.
     """
-    backward = "_fwd" not in key.kernel
-    if key.element_size == 4:
-        return Tile(32 if key.head_size <= 64 else 16, 16, 4, 1)
+    tile = _default_sizes(key, capability)
+    return tile if key.kernel == "select_blocks" else replace(tile, max_registers=MOST_REGISTERS)
+
+
+def _default_sizes(key: TileKey, capability: tuple[int, int] | None) -> Tile:
+    # Each is the largest tried that needs no stack to head size 128, and for 192 with values of 128; `make test-compile` tells.
+    warps = 4 if key.head_size <= 128 else 8
     if key.kernel == "select_blocks":
-        return Tile(32, 16, 4, 1)
-    if key.head_size <= 64:
-        return Tile(64, 64, 4, 3 if capability in LARGE_SHARED_MEMORY and not backward else 2)
-    if key.head_size <= 128:
-        return Tile(32, 32, 4, 1) if backward else Tile(64, 32, 4, 2)
-    return Tile(32, 32, 4, 1)
+        return Tile(16, 16, 4, 1)
+    if key.element_size == 4:
+        return Tile(32 if key.head_size <= 64 else 16, 16, warps, 1)
+    if key.head_size > 128:
+        return Tile(32, 32, warps, 1)
+    if "_fwd" in key.kernel:
+        if key.head_size <= 64:
+            return Tile(64, 64, warps, 3 if capability in LARGE_SHARED_MEMORY else 2)
+        return Tile(64, 32, warps, 2)
+    if key.head_size > 64:
+        return Tile(32, 32, warps, 1)
+    if capability in OPERANDS_IN_SHARED_MEMORY:
+        return Tile(64, 64, warps, 2)
+    return Tile(32, 64, warps, 2) if key.kernel == "selected_gather_dkv" else Tile(64, 32, warps, 2)
 
 
 @cache

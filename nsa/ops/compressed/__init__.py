@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from nsa.ops._boundary import Sequences, check_heads, choose_backend, compressed
 from nsa.ops.compressed.ops import compressed_attention_op
 from nsa.ops.compressed.reference import compressed_attention_reference
 
-__all__ = ["compressed_attention", "run_compressed_attention"]
+__all__ = ["compressed_attention", "range_arguments", "run_compressed_attention"]
 
 
 def compressed_attention(
@@ -68,12 +70,16 @@ def run_compressed_attention(
 ) -> tuple[Tensor | None, Tensor]:
     """See :func:`compressed_attention`; inputs are packed and checked, the backend is chosen."""
     if backend == "triton":
-        cu_q, cu_k, num_sequences, len_q, len_k = sequences.kernel_arguments()
-        cu_cmp, len_cmp = sequences.kernel_blocks(config)
-        where = (cu_q, cu_k, cu_cmp, num_sequences, len_q, len_k, len_cmp)
-        sizes = (config.compress_block_size, config.compress_stride)
+        where = range_arguments(config, sequences)
         # For lse alone the keys stand in for the values: the branch is off then, and speed matters little.
-        out, lse = compressed_attention_op(q, k_cmp, k_cmp if v_cmp is None else v_cmp, *where, *sizes, softmax_scale)
+        out, lse = compressed_attention_op(q, k_cmp, k_cmp if v_cmp is None else v_cmp, *where, softmax_scale)
         return None if v_cmp is None else out, lse
     with torch.autocast(q.device.type, enabled=False):
         return compressed_attention_reference(q, k_cmp, v_cmp, config, sequences, softmax_scale)
+
+
+def range_arguments(config: NSAConfig, sequences: Sequences) -> tuple[Any, ...]:
+    """What the registered operator is told beside tensors and the scale: ``cu_q`` to ``stride``, see ``RangeLayout``."""
+    cu_q, cu_k, num_sequences, len_q, len_k = sequences.kernel_arguments()
+    cu_cmp, len_cmp = sequences.kernel_blocks(config)
+    return cu_q, cu_k, cu_cmp, num_sequences, len_q, len_k, len_cmp, config.compress_block_size, config.compress_stride

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa.ops._range import rows
+
 _WHERE = "Tensor? cu, Tensor? cu_cmp, SymInt num_sequences, SymInt len_x, SymInt len_cmp, int size, int stride"
 _ROTATION = "Tensor? frequency, int middle, float magnitude, int position_offset"
 
@@ -17,13 +19,13 @@ _ROTATION = "Tensor? frequency, int middle, float magnitude, int position_offset
 def _compress(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
     from nsa.ops.compression.triton_launch import CompressLayout, compress_forward
 
-    return compress_forward(_rows(x), None if weight is None else weight.contiguous(), CompressLayout(*rest))
+    return compress_forward(rows(x), None if weight is None else weight.contiguous(), CompressLayout(*rest))
 
 
 def _compress_backward(dy: Tensor, x: Tensor | None, weight: Tensor | None, num_tokens: int, *rest: Any) -> list[Tensor]:
     from nsa.ops.compression.triton_launch import CompressLayout, compress_backward
 
-    x, weight = None if x is None else _rows(x), None if weight is None else weight.contiguous()
+    x, weight = None if x is None else rows(x), None if weight is None else weight.contiguous()
     dx, dw = compress_backward(dy.contiguous(), x, weight, num_tokens, CompressLayout(*rest))
     return [dx] if weight is None or dw is None else [dx, dw.to(weight.dtype)]
 
@@ -31,17 +33,13 @@ def _compress_backward(dy: Tensor, x: Tensor | None, weight: Tensor | None, num_
 def _gather_blocks(x: Tensor, *rest: Any) -> Tensor:
     from nsa.ops.compression.triton_launch import CompressLayout, gather_forward
 
-    return gather_forward(_rows(x), CompressLayout(*rest))
+    return gather_forward(rows(x), CompressLayout(*rest))
 
 
 def _gather_blocks_backward(dblocks: Tensor, num_tokens: int, *rest: Any) -> Tensor:
     from nsa.ops.compression.triton_launch import CompressLayout, gather_backward
 
     return gather_backward(dblocks.contiguous(), num_tokens, CompressLayout(*rest))
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _register(name: str, function: Any, schema: str) -> Any:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.errors import check
 from nsa.ops._boundary import Sequences, check_block_indices, check_qkv, choose_backend, open_sequences, pack, scale_of
+from nsa.ops.selected.design import DESIGNS
 from nsa.ops.selected.ops import selected_attention_op
 from nsa.ops.selected.reference import selected_attention_reference
 
-__all__ = ["run_selected_attention", "selected_attention"]
+__all__ = ["DESIGNS", "run_selected_attention", "selected_arguments", "selected_attention"]
 
 
 def selected_attention(
@@ -26,6 +29,7 @@ def selected_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     softmax_scale: float | None = None,
+    design: str = "auto",
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Attention over the tokens of chosen blocks, token-causal (Eq. 5, branch slc, arXiv:2502.11089).
@@ -44,6 +48,9 @@ def selected_attention(
         max_seqlen_q: at least the longest sequence in queries; None reads it from the offsets.
         max_seqlen_k: the same in key tokens.
         softmax_scale: factor on the scores; None means ``D ** -0.5``.
+        design: of the kernels. ``tiled``: tiles of neighbouring queries against all blocks that one of them chose;
+            ``gathered``: block by block, the queries that chose it; ``auto``: ``tiled`` for short sequences, and for long ones
+            whichever suits the choice, decided on the device without waiting. Designs differ in rounding.
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
@@ -55,6 +62,7 @@ def selected_attention(
     """
     name = "selected_attention"
     backend = choose_backend(name, backend, q)
+    check(design in DESIGNS, name, "design", f"be one of {', '.join(DESIGNS)}", design)
     check_qkv(name, q, k, v, config)
     check_block_indices(name, block_indices, config)
     same = block_indices.shape[:-2] == q.shape[:-2]
@@ -62,17 +70,23 @@ def selected_attention(
     key_shape = tuple(k.shape[:-2])
     sequences = open_sequences(name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend)
     scale = scale_of(name, config, softmax_scale)
-    out, lse = run_selected_attention(pack(q), pack(k), pack(v), pack(block_indices), config, sequences, scale, backend)
+    out, lse = run_selected_attention(pack(q), pack(k), pack(v), pack(block_indices), config, sequences, scale, backend, design)
     return sequences.restore(out), sequences.restore(lse)
 
 
 def run_selected_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, sequences: Sequences, softmax_scale: float,
-    backend: str,
+    backend: str, design: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See :func:`selected_attention`; inputs are packed and checked, the backend is chosen."""
     if backend == "triton":
-        where = sequences.kernel_arguments()
-        return selected_attention_op(q, k, v, block_indices, *where, config.block_size, softmax_scale)
+        where = selected_arguments(config, sequences)
+        out, lse, _ = selected_attention_op(q, k, v, block_indices, *where, softmax_scale, design)
+        return out, lse
     with torch.autocast(q.device.type, enabled=False):
         return selected_attention_reference(q, k, v, block_indices, config, sequences, softmax_scale)
+
+
+def selected_arguments(config: NSAConfig, sequences: Sequences) -> tuple[Any, ...]:
+    """What the registered operator is told beside tensors, the scale and the design: ``cu_q`` to ``block_size``."""
+    return *sequences.kernel_arguments(), config.block_size

@@ -8,61 +8,80 @@ import torch
 from torch import Tensor
 
 from nsa.ops._range import rows
+from nsa.ops._triton.layout import Gated
+from nsa.ops.selected.design import always_tiled, order_type
 
-_WHERE = "Tensor? cu_q, Tensor? cu_k, SymInt num_sequences, SymInt len_q, SymInt len_k, int block_size, float softmax_scale"
+_WHERE = (
+    "Tensor? cu_q, Tensor? cu_k, SymInt num_sequences, SymInt len_q, SymInt len_k, int block_size, float softmax_scale, "
+    "str design"
+)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def selected_call(q: Tensor, v: Tensor, *where: Any) -> Any:
+    """The ``Call`` of the launchers, from what the registered operator is told beside tensors."""
     from nsa.ops._triton.layout import Layout
     from nsa.ops._triton.tuning import tile_for
-    from nsa.ops.selected.gather_launch import gather_forward
-    from nsa.ops.selected.triton_launch import choices_scatter, selected_forward
+    from nsa.ops.selected.triton_launch import Call
 
-    *where, block_size, softmax_scale = rest
+    *layout, block_size, softmax_scale, design = where
+    return Call(Layout(*layout), softmax_scale, block_size, lambda kernel: tile_for(kernel, q, v), design)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from nsa.ops.selected.triton_launch import selected_forward
+
     q, k, v = (rows(x) for x in (q, k, v))
-    layout = Layout(*where)
-    scattered = choices_scatter(q, k, block_indices, layout, block_size)
-    launch, name = (gather_forward, "selected_gather_fwd") if scattered else (selected_forward, "selected_attention_fwd")
-    return launch(q, k, v, block_indices, layout, softmax_scale, block_size, tile_for(name, q, v))
+    out, lse, order = selected_forward(q, k, v, block_indices, selected_call(q, v, *where))
+    return out, lse, block_indices.new_empty(0, dtype=torch.int32) if order is None else order
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *rest: Any
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, order: Tensor, dout: Tensor, *where: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from nsa.ops._triton.layout import Layout
-    from nsa.ops._triton.tuning import tile_for
-    from nsa.ops.selected.gather_launch import gather_backward
-    from nsa.ops.selected.triton_launch import choices_scatter, selected_backward
+    return selected_gradients(q, k, v, block_indices, out, lse, order, dout, *where)
 
-    *where, block_size, softmax_scale = rest
+
+def selected_gradients(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, order: Tensor, dout: Tensor, *where: Any,
+    gated: Gated | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv of the registered operator, whose arguments beside tensors are ``where``; for ``gated`` see there."""
+    from nsa.ops.selected.triton_launch import selected_backward
+
     q, k, v, dout = (rows(x) for x in (q, k, v, dout))
-    layout = Layout(*where)
-    inputs = (q, k, v, block_indices, out, dout, lse, layout, softmax_scale, block_size)
-    if choices_scatter(q, k, block_indices, layout, block_size):
-        return gather_backward(*inputs, tile_for("selected_gather_dkv", q, v))
-    return selected_backward(*inputs, tile_for("selected_attention_dq", q, v), tile_for("selected_attention_dkv", q, v))
+    given = order if order.numel() else None
+    return selected_backward(q, k, v, block_indices, out, dout, lse, selected_call(q, v, *where), given, gated)
+
+
+def empty_order(group_size: int, block_indices: Tensor, *where: Any) -> Tensor:
+    """The forward's third output, in shape and dtype: the order of the inverse index where the choice decides, or nothing."""
+    _, _, _, len_q, len_k, block_size, _, design = where
+    n = block_indices.shape[-1]
+    count = 0 if always_tiled(design, group_size, n, len_q, len_k, block_size) else block_indices.numel()
+    return block_indices.new_empty(count, dtype=order_type(count))
 
 
 selected_attention_op = torch.library.custom_op(
     "nsa::selected_attention",
     _forward,
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor block_indices, {_WHERE}) -> (Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor block_indices, {_WHERE}) -> (Tensor, Tensor, Tensor)",
 )
 selected_attention_backward_op = torch.library.custom_op(
     "nsa::selected_attention_backward",
     _backward,
     mutates_args=(),
     schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor out, Tensor lse, Tensor dout, "
+        "(Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor out, Tensor lse, Tensor order, Tensor dout, "
         f"{_WHERE}) -> (Tensor, Tensor, Tensor)"
     ),
 )
 
 
 @selected_attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float32)
+def _(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float32)
+    return out, lse, empty_order(q.shape[1] // k.shape[1], block_indices, *where)
 
 
 @selected_attention_backward_op.register_fake
@@ -70,14 +89,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tens
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, block_indices, cu_q, cu_k, *ctx.rest = inputs
     ctx.save_for_backward(q, k, v, block_indices, *output, cu_q, cu_k)
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     none = (None,) * (3 + len(ctx.rest))
     if dout is None:
         return None, None, None, *none

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from nsa.ops._triton.range_attention import load_keys
 from nsa.ops._triton.tiles import LN_2, LOG2_E, VARYING, find_tile, load_rows, sequence_rows, softmax_step, store_rows
+from nsa.ops.selected.triton_index import choices_scatter
 
 
 @triton.jit
@@ -49,16 +50,19 @@ def selected_step(
 
 @triton.jit(do_not_specialize=[*VARYING, "num_lists"])
 def selected_fwd_kernel(
-    q_ptr, k_source, v_source, out_ptr, lse_ptr, block_ptr, word_ptr, count_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k,
-    num_sequences, num_lists, stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, softmax_scale,
+    q_ptr, k_source, v_source, out_ptr, lse_ptr, block_ptr, word_ptr, count_ptr, union_ptr, cu_q_ptr, cu_k_ptr,
+    len_q, len_k, num_sequences, num_lists, stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, softmax_scale,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr, EDGE: tl.constexpr,
+    LIMIT_4: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """out, and lse ``[T, Hq]``, of one tile of queries of one group."""
+    """out, and lse ``[T, Hq]``, of one tile of queries of one group; nothing where choices scatter (by ``union_ptr``)."""
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     head_kv = tl.program_id(1)
     sequence, tile = find_tile(cu_q_ptr, number, num_sequences, len_q, BLOCK_Q)
+    if union_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled)
+        if choices_scatter(union_ptr, N, LIMIT_4):
+            sequence = num_sequences
     if sequence < num_sequences:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
         first_key, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)

@@ -1,17 +1,14 @@
-"""Selected branch, gathered: a block of keys against the queries that chose it, wherever they lie.
+"""Selected branch, gathered: a block of keys against the queries that chose it, wherever they lie; see ``index.py``.
 
 Where neighbouring queries choose differently, a tile of them works mostly on masked rows. Here the rows of a program are the
-queries that chose one block, by heads, so no row is masked. What a query gets from each of its blocks (output and lse, or dQ)
-is written apart, one row for each (query, slot), and a second kernel merges the slots of a query. No atomics: the same bits
-in every run. What is written for a row follows from its query and its block alone, and a merge reads the slots of one query in
-their order: the choices of other queries move a row to another place, where its arithmetic is the same.
+queries that chose one block, by heads, so no row is masked. dK and dV of both designs are made so. What a query gets from each
+of its blocks (output and lse, or dQ) is written apart, one row for each (query, slot), and a second kernel merges the slots of
+a query, segment by segment, so that the rows of slots need little memory. No atomics: the same bits in every run. What is
+written for a row follows from its query and its block alone, and a merge reads the slots of one query in their order: the
+choices of other queries move a row to another place, where its arithmetic is the same.
 
-The queries are cut into **segments**, worked off one after the other, so that the rows of slots need little memory. An *item*
-is a block of one head as seen from one segment: ``(segment * Hkv + head) * num_blocks + block``. An *entry* is a (query, head,
-slot), numbered as in ``block_indices [T, Hkv, n]``; sorted by item, the entries of an item are the queries that chose the
-block, in order. They are cut into *chunks*, one a program.
-
-A block that is too large to be held at once is cut into ``PARTS`` of ``BLOCK_N`` keys, each with rows of its own.
+A block that is too large to be held at once is cut into ``PARTS`` of ``BLOCK_N`` keys, each with rows of its own. Kernels that
+are given ``union_ptr`` do their share of the gathered design only where choices scatter (``choices_scatter``).
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
@@ -20,62 +17,22 @@ import triton
 import triton.language as tl
 
 from nsa.ops._triton.tiles import LN_2, LOG2_E, VARYING, find_tile, load_rows, load_tile, sequence_rows, store_rows
+from nsa.ops.selected.triton_index import choices_scatter
 
-SEGMENT = [*VARYING, "num_blocks", "segment", "segment_rows", "none"]
-
-
-@triton.jit(do_not_specialize=SEGMENT)
-def selected_item_kernel(
-    indices_ptr, item_ptr, cu_q_ptr, cu_k_ptr, cu_block_ptr, len_q, len_k, num_sequences, num_blocks, segment_rows,
-    none, HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, ENTRIES: tl.constexpr,
-):  # fmt: skip
-    """Item of each entry of a tile of queries; ``none`` where the block is absent."""
-    sequence, tile = find_tile(cu_q_ptr, tl.program_id(0), num_sequences, len_q, BLOCK_Q)
-    if sequence < num_sequences:
-        first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
-        _, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
-        if cu_block_ptr is None:
-            first_block = sequence * tl.cdiv(len_k, BLOCK_SIZE)
-        else:
-            first_block = tl.load(cu_block_ptr + sequence)
-        row = tile * BLOCK_Q
-        first = (first_q + row).to(tl.int64) * (HKV * N)
-        count = tl.minimum(num_q - row, BLOCK_Q) * (HKV * N)
-        for begin in tl.range(0, count, ENTRIES):
-            e = begin + tl.arange(0, ENTRIES)
-            block = tl.load(indices_ptr + first + e, mask=e < count, other=-1).to(tl.int32)
-            query = row + e // (HKV * N)
-            present = (block >= 0) & (block <= (num_tokens - num_q + query) // BLOCK_SIZE)
-            head = e // N % HKV
-            item = ((first_q + query) // segment_rows * HKV + head) * num_blocks + first_block + block
-            item = tl.where(present, item, none)
-            tl.store(item_ptr + first + e, item.to(item_ptr.dtype.element_ty), mask=e < count)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def selected_delta_kernel(
-    out_ptr, dout_ptr, delta_ptr, num_rows, stride_do, stride_doh, HQ: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """delta ``[T, Hq]``, the row sums of ``out * dout``."""
-    r = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    ok = r < num_rows
-    out = load_rows(out_ptr, r, ok, DV, DV, BLOCK_DV, True)
-    dout = load_tile(dout_ptr, r // HQ * stride_do + r % HQ * stride_doh, ok, DV, BLOCK_DV, True)
-    tl.store(delta_ptr + r, tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1), mask=ok)
+SEGMENT = [*VARYING, "num_blocks", "segment", "segment_rows", "last_segment", "none"]
 
 
 @triton.jit
 def find_chunk(
-    chunk_item_ptr, chunk_start_ptr, start_ptr, order_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, num_blocks,
-    segment, segment_rows, HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr,
+    order_ptr, begin_ptr, length_ptr, chunk_item_ptr, chunk_start_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences,
+    num_blocks, segment, segment_rows, HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Where the chunk of this program lies.
 
     Returns:
         Its entries: where they begin in ``order_ptr``, how many there are (0: no chunk is left for this program), and the first
         entry of the segment. Its block: head, sequence, number inside the sequence. How many entries, the first ones, can be
-        queries that do not see the whole block.
+        queries that do not see the whole block. Whether it is the only chunk of its item in the segment, and the item.
     """
     items = HKV * num_blocks
     chunk = tl.load(chunk_start_ptr + segment * items) + tl.program_id(0)
@@ -85,12 +42,16 @@ def find_chunk(
     sequence = 0
     block = 0
     hidden = 0
+    alone = False
+    item = 0
     first_entry = segment.to(tl.int64) * segment_rows * (HKV * N)
     if chunk < tl.load(chunk_start_ptr + (segment + 1) * items):
         item = tl.load(chunk_item_ptr + chunk)
         place = (chunk - tl.load(chunk_start_ptr + item)) * CHUNK
-        begin = tl.load(start_ptr + item) + place
-        count = tl.minimum(tl.load(start_ptr + item + 1) - begin, CHUNK)
+        begin = tl.load(begin_ptr + item) + place
+        length = tl.load(length_ptr + item)
+        count = tl.minimum(length - place, CHUNK)
+        alone = length <= CHUNK
         item = item % items
         head_kv = item // num_blocks
         sequence, block = find_tile(cu_k_ptr, item % num_blocks, num_sequences, len_k, BLOCK_SIZE)
@@ -100,33 +61,32 @@ def find_chunk(
         query = (tl.load(order_ptr + begin) // (HKV * N)).to(tl.int32)
         t = num_tokens - num_q - first_q + query
         hidden = tl.minimum(tl.maximum((block + 1) * BLOCK_SIZE - 1 - t, 0), count)
-    return begin, count, first_entry, head_kv, sequence, block, hidden
+    return begin, count, first_entry, head_kv, sequence, block, hidden, alone, item
 
 
 @triton.jit
-def gather_rows(
-    order_ptr, r, num_rows, first_entry, G: tl.constexpr, HKV: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """Rows ``r .. r + BLOCK_M`` of a chunk, a query and head each.
-
-    Returns:
-        Entry, counted from the segment's first, query, counted likewise, head of the group, and whether there is such a row.
-    """
+def load_order(order_ptr, r, num_rows, first_entry, G: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Entries, counted from the segment's first, of the rows ``r .. r + BLOCK_M`` of a chunk: a query and head each."""
     index = r + tl.arange(0, BLOCK_M)
-    ok = index < num_rows
-    entry = (tl.load(order_ptr + index // G, mask=ok, other=0) - first_entry).to(tl.int32)
-    return entry, entry // (HKV * N), index % G, ok
+    return tl.load(order_ptr + index // G, mask=index < num_rows, other=0) - first_entry.to(order_ptr.dtype.element_ty)
+
+
+@triton.jit
+def locate_rows(entry, r, num_rows, G: tl.constexpr, HKV: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Entry and query, counted from the segment's first, head of the group, and whether there is such a row."""
+    index = r + tl.arange(0, BLOCK_M)
+    return entry.to(tl.int32), (entry // (HKV * N)).to(tl.int32), index % G, index < num_rows
 
 
 @triton.jit
 def gather_fwd_step(
-    q_ptr, part_ptr, lse_part_ptr, order_ptr, k, v, r, num_rows, first_entry, first_row, offset, n, scale, head_kv, part,
-    stride_q, stride_qh, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HKV: tl.constexpr, N: tl.constexpr,
+    q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, num_rows, first_row, offset, n, scale, head_kv, part, stride_q,
+    stride_qh, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HKV: tl.constexpr, N: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Output and lse (base 2) of ``BLOCK_M`` rows over the keys of this block alone."""
-    entry, query, head, ok = gather_rows(order_ptr, r, num_rows, first_entry, G, HKV, N, BLOCK_M)
+    entry, query, head, ok = locate_rows(entry, r, num_rows, G, HKV, N, BLOCK_M)
     q_row = (first_row + query) * stride_q + (head_kv * G + head) * stride_qh
     q = load_tile(q_ptr, q_row, ok, D, BLOCK_D, True)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
@@ -146,19 +106,21 @@ def gather_fwd_step(
 
 @triton.jit(do_not_specialize=SEGMENT)
 def selected_gather_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, part_ptr, lse_part_ptr, order_ptr, start_ptr, chunk_item_ptr, chunk_start_ptr, cu_q_ptr, cu_k_ptr,
-    len_q, len_k, num_sequences, num_blocks, segment, segment_rows, stride_q, stride_qh, stride_k, stride_kh, stride_v,
-    stride_vh, softmax_scale,
+    q_ptr, k_ptr, v_ptr, part_ptr, lse_part_ptr, union_ptr, order_ptr, begin_ptr, length_ptr, chunk_item_ptr, chunk_start_ptr,
+    cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, num_blocks, segment, segment_rows, stride_q, stride_qh, stride_k,
+    stride_kh, stride_v, stride_vh, softmax_scale,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    STAGES: tl.constexpr, EDGE: tl.constexpr,
+    LIMIT_4: tl.constexpr, STAGES: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """One chunk: output ``[G, Dv]`` and lse ``[G]`` of every (query, slot)."""
+    if not choices_scatter(union_ptr, N, LIMIT_4):
+        return
     HKV: tl.constexpr = HQ // G
     PARTS: tl.constexpr = BLOCK_SIZE // BLOCK_N
-    begin, count, first_entry, head_kv, sequence, block, hidden = find_chunk(
-        chunk_item_ptr, chunk_start_ptr, start_ptr, order_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, num_blocks,
-        segment, segment_rows, HKV, N, BLOCK_SIZE, CHUNK,
+    begin, count, first_entry, head_kv, sequence, block, hidden, _, _ = find_chunk(
+        order_ptr, begin_ptr, length_ptr, chunk_item_ptr, chunk_start_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences,
+        num_blocks, segment, segment_rows, HKV, N, BLOCK_SIZE, CHUNK,
     )  # fmt: skip
     if count > 0:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
@@ -176,27 +138,33 @@ def selected_gather_fwd_kernel(
         order_ptr += begin
         rows = count * G
         masked = tl.minimum(tl.cdiv(hidden * G, BLOCK_M) * BLOCK_M, rows)
+        # Entries are loaded a step ahead: a row's number is needed before the row can be.
+        next_entry = load_order(order_ptr, 0, rows, first_entry, G, BLOCK_M)
         for r in tl.range(0, masked, BLOCK_M, num_stages=EDGE):
+            entry = next_entry
+            next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M)
             gather_fwd_step(
-                q_ptr, part_ptr, lse_part_ptr, order_ptr, k, v, r, rows, first_entry, first_row, offset, n, scale, head_kv,
-                part, stride_q, stride_qh, G, D, DV, HKV, N, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True,
+                q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, rows, first_row, offset, n, scale, head_kv, part, stride_q,
+                stride_qh, G, D, DV, HKV, N, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True,
             )  # fmt: skip
         for r in tl.range(masked, rows, BLOCK_M, num_stages=STAGES):
+            entry = next_entry
+            next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M)
             gather_fwd_step(
-                q_ptr, part_ptr, lse_part_ptr, order_ptr, k, v, r, rows, first_entry, first_row, offset, n, scale, head_kv,
-                part, stride_q, stride_qh, G, D, DV, HKV, N, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False,
+                q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, rows, first_row, offset, n, scale, head_kv, part, stride_q,
+                stride_qh, G, D, DV, HKV, N, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False,
             )  # fmt: skip
 
 
 @triton.jit
 def gather_bwd_step(
-    q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, order_ptr, k, v, dk, dv, r, num_rows, first_entry, first_row, offset, n,
+    q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r, num_rows, first_row, offset, n,
     softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr, KEYS_AS_ROWS: tl.constexpr, DQ: tl.constexpr,
 ):  # fmt: skip
-    """Add the share of ``BLOCK_M`` rows to dK and dV, and write their dQ of this block."""
-    entry, query, head, ok = gather_rows(order_ptr, r, num_rows, first_entry, G, HQ // G, N, BLOCK_M)
+    """Add the share of ``BLOCK_M`` rows to dK and dV and, if ``DQ``, write their dQ of this block."""
+    entry, query, head, ok = locate_rows(entry, r, num_rows, G, HQ // G, N, BLOCK_M)
     row = first_row + query
     head_q = head_kv * G + head
     at = row * HQ + head_q
@@ -204,40 +172,90 @@ def gather_bwd_step(
     dout = load_tile(dout_ptr, row * stride_do + head_q * stride_doh, ok, DV, BLOCK_DV, True)
     lse = tl.load(lse_ptr + at, mask=ok, other=float("inf")) * LOG2_E
     delta = tl.load(delta_ptr + at, mask=ok, other=0.0)
-    s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
+    scale = softmax_scale * LOG2_E
+    key = n + tl.arange(0, BLOCK_N)
     # Small heads leave registers for both products of inputs at once: the second runs while the first is exponentiated.
     EARLY: tl.constexpr = BLOCK_D + BLOCK_DV <= 128
-    if EARLY:
-        dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
-    p = tl.exp2(s * (softmax_scale * LOG2_E) - lse[:, None])
-    if CAUSAL:
-        key = n + tl.arange(0, BLOCK_N)
-        p = tl.where(key[None, :] <= (offset + query)[:, None], p, 0.0)
-    dv = tl.dot(tl.trans(p.to(dout.dtype)), dout, dv, input_precision="ieee")
-    if not EARLY:
-        dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
-    ds = (p * (dp - delta[:, None])).to(q.dtype)
-    dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
-    dq = tl.dot(ds, k, input_precision="ieee")
-    store_rows(part_ptr, (entry * PARTS + part) * G + head, ok, D, dq * softmax_scale, D, BLOCK_D)
+    if KEYS_AS_ROWS:
+        s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BLOCK_N, BLOCK_M] fp32
+        if EARLY:
+            dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+        p = tl.exp2(s * scale - lse[None, :])
+        if CAUSAL:
+            p = tl.where(key[:, None] <= (offset + query)[None, :], p, 0.0)
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+        if not EARLY:
+            dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+        ds = (p * (dp - delta[None, :])).to(q.dtype)
+        dk = tl.dot(ds, q, dk, input_precision="ieee")
+        if DQ:
+            dq = tl.dot(tl.trans(ds), k, input_precision="ieee")
+    else:
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
+        if EARLY:
+            dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+        p = tl.exp2(s * scale - lse[:, None])
+        if CAUSAL:
+            p = tl.where(key[None, :] <= (offset + query)[:, None], p, 0.0)
+        dv = tl.dot(tl.trans(p.to(dout.dtype)), dout, dv, input_precision="ieee")
+        if not EARLY:
+            dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+        ds = (p * (dp - delta[:, None])).to(q.dtype)
+        dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
+        if DQ:
+            dq = tl.dot(ds, k, input_precision="ieee")
+    if DQ:
+        store_rows(part_ptr, (entry * PARTS + part) * G + head, ok, D, dq * softmax_scale, D, BLOCK_D)
     return dk, dv
+
+
+@triton.jit
+def finish_keys(
+    dk, dv, dk_sum_ptr, dv_sum_ptr, dk_ptr, dv_ptr, begin_ptr, length_ptr, item, items, row, ok, segment, last_segment,
+    softmax_scale, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Add a segment's dK and dV of an item's keys to the sums of segments before; where none come after, that is the result."""
+    final = True
+    if dk_sum_ptr is not None:
+        # The entries of an item follow each other, segment by segment.
+        begin = tl.load(begin_ptr + segment * items + item)
+        end = begin + tl.load(length_ptr + segment * items + item)
+        if begin > tl.load(begin_ptr + item):
+            dk += load_rows(dk_sum_ptr, row, ok, D, D, BLOCK_D, True)
+            dv += load_rows(dv_sum_ptr, row, ok, DV, DV, BLOCK_DV, True)
+        at_last = last_segment * items + item
+        final = end == tl.load(begin_ptr + at_last) + tl.load(length_ptr + at_last)
+        if not final:
+            store_rows(dk_sum_ptr, row, ok, D, dk, D, BLOCK_D)
+            store_rows(dv_sum_ptr, row, ok, DV, dv, DV, BLOCK_DV)
+    if final:
+        store_rows(dk_ptr, row, ok, D, dk * softmax_scale, D, BLOCK_D)
+        store_rows(dv_ptr, row, ok, DV, dv, DV, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=SEGMENT)
 def selected_gather_bwd_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, dk_ptr, dv_ptr, order_ptr, start_ptr, chunk_item_ptr,
-    chunk_start_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, num_blocks, segment, segment_rows,
-    stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, stride_do, stride_doh, softmax_scale,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, dk_part_ptr, dv_part_ptr, dk_sum_ptr, dv_sum_ptr, dk_ptr,
+    dv_ptr, union_ptr, order_ptr, begin_ptr, length_ptr, chunk_item_ptr, chunk_start_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k,
+    num_sequences, num_blocks, segment, segment_rows, last_segment, stride_q, stride_qh, stride_k, stride_kh, stride_v,
+    stride_vh, stride_do, stride_doh, softmax_scale,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    STAGES: tl.constexpr, EDGE: tl.constexpr,
+    KEYS_AS_ROWS: tl.constexpr, DQ: tl.constexpr, LIMIT_4: tl.constexpr, STAGES: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """One chunk: fp32 sums of dK (without the scale) and dV ``[BLOCK_SIZE, D]``, and dQ of every (query, slot) ``[G, D]``."""
+    """dK and dV of a block from one chunk and, if ``DQ``, dQ of every (query, slot) ``[G, D]``.
+
+    A chunk that is the only one of its item goes straight where ``finish_keys`` puts it; others are fp32 sums, without the
+    scale, which ``selected_reduce_kernel`` adds. With ``union_ptr`` it works only where choices scatter as ``DQ`` says.
+    """
+    if union_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled)
+        if choices_scatter(union_ptr, N, LIMIT_4) != DQ:
+            return
     HKV: tl.constexpr = HQ // G
     PARTS: tl.constexpr = BLOCK_SIZE // BLOCK_N
-    begin, count, first_entry, head_kv, sequence, block, hidden = find_chunk(
-        chunk_item_ptr, chunk_start_ptr, start_ptr, order_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, num_blocks,
-        segment, segment_rows, HKV, N, BLOCK_SIZE, CHUNK,
+    begin, count, first_entry, head_kv, sequence, block, hidden, alone, item = find_chunk(
+        order_ptr, begin_ptr, length_ptr, chunk_item_ptr, chunk_start_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences,
+        num_blocks, segment, segment_rows, HKV, N, BLOCK_SIZE, CHUNK,
     )  # fmt: skip
     if count > 0:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
@@ -256,62 +274,82 @@ def selected_gather_bwd_kernel(
         order_ptr += begin
         rows = count * G
         masked = tl.minimum(tl.cdiv(hidden * G, BLOCK_M) * BLOCK_M, rows)
+        # Small heads leave registers to load entries a step ahead: a row's number is needed before the row can be.
+        AHEAD: tl.constexpr = BLOCK_D + BLOCK_DV <= 128
+        next_entry = load_order(order_ptr, 0, rows, first_entry, G, BLOCK_M)
         for r in tl.range(0, masked, BLOCK_M, num_stages=EDGE):
+            entry = next_entry if AHEAD else load_order(order_ptr, r, rows, first_entry, G, BLOCK_M)
+            if AHEAD:
+                next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M)
             dk, dv = gather_bwd_step(
-                q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, order_ptr, k, v, dk, dv, r, rows, first_entry, first_row, offset,
-                n, softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, N, PARTS, BLOCK_M,
-                BLOCK_N, BLOCK_D, BLOCK_DV, True,
+                q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r, rows, first_row, offset, n,
+                softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, N, PARTS, BLOCK_M,
+                BLOCK_N, BLOCK_D, BLOCK_DV, True, KEYS_AS_ROWS, DQ,
             )  # fmt: skip
         for r in tl.range(masked, rows, BLOCK_M, num_stages=STAGES):
+            entry = next_entry if AHEAD else load_order(order_ptr, r, rows, first_entry, G, BLOCK_M)
+            if AHEAD:
+                next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M)
             dk, dv = gather_bwd_step(
-                q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, order_ptr, k, v, dk, dv, r, rows, first_entry, first_row, offset,
-                n, softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, N, PARTS, BLOCK_M,
-                BLOCK_N, BLOCK_D, BLOCK_DV, False,
+                q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r, rows, first_row, offset, n,
+                softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, N, PARTS, BLOCK_M,
+                BLOCK_N, BLOCK_D, BLOCK_DV, False, KEYS_AS_ROWS, DQ,
             )  # fmt: skip
-        out_row = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + (key - block * BLOCK_SIZE)
-        store_rows(dk_ptr, out_row, key_ok, D, dk, D, BLOCK_D)
-        store_rows(dv_ptr, out_row, key_ok, DV, dv, DV, BLOCK_DV)
+        if alone:
+            finish_keys(
+                dk, dv, dk_sum_ptr, dv_sum_ptr, dk_ptr, dv_ptr, begin_ptr, length_ptr, item, HKV * num_blocks,
+                key_row * HKV + head_kv, key_ok, segment, last_segment, softmax_scale, D, DV, BLOCK_D, BLOCK_DV,
+            )  # fmt: skip
+        else:
+            out_row = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + (key - block * BLOCK_SIZE)
+            store_rows(dk_part_ptr, out_row, key_ok, D, dk, D, BLOCK_D)
+            store_rows(dv_part_ptr, out_row, key_ok, DV, dv, DV, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=SEGMENT)
-def selected_gather_reduce_kernel(
-    dk_part_ptr, dv_part_ptr, dk_in_ptr, dv_in_ptr, dk_out_ptr, dv_out_ptr, chunk_start_ptr, cu_k_ptr, len_k, num_sequences,
-    num_blocks, segment, softmax_scale, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LAST: tl.constexpr,
+def selected_reduce_kernel(
+    dk_part_ptr, dv_part_ptr, dk_sum_ptr, dv_sum_ptr, dk_ptr, dv_ptr, union_ptr, begin_ptr, length_ptr, chunk_start_ptr,
+    cu_k_ptr, len_k, num_sequences, num_blocks, segment, last_segment, softmax_scale, HKV: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_C: tl.constexpr, DQ: tl.constexpr, LIMIT_4: tl.constexpr,
 ):  # fmt: skip
-    """Add a segment's chunks of one block, in order, to the sums of the segments before (None: there are none)."""
+    """Add a segment's chunks of one block, in order. An item of one chunk is done already; one that nobody chose becomes 0."""
+    if union_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled)
+        if choices_scatter(union_ptr, N, LIMIT_4) != DQ:
+            return
+    items = HKV * num_blocks
     head = tl.program_id(1)
-    sequence, block = find_tile(cu_k_ptr, tl.program_id(0), num_sequences, len_k, BLOCK_SIZE)
-    if sequence < num_sequences:
-        first_key, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
-        chunk_start_ptr += segment * (HKV * num_blocks)
-        first = tl.load(chunk_start_ptr)
-        item = head * num_blocks + tl.program_id(0)
-        begin = tl.load(chunk_start_ptr + item) - first
-        end = tl.load(chunk_start_ptr + item + 1) - first
-        inside = tl.program_id(2) * BLOCK_K + tl.arange(0, BLOCK_K)
-        ok = block * BLOCK_SIZE + inside < num_tokens
-        row = (first_key + block * BLOCK_SIZE + inside).to(tl.int64) * HKV + head
-        if LAST | (dk_in_ptr is None) | (begin < end):
-            if dk_in_ptr is None:
-                dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-                dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
-            else:
-                dk = load_rows(dk_in_ptr, row, ok, D, D, BLOCK_D, True)
-                dv = load_rows(dv_in_ptr, row, ok, DV, DV, BLOCK_DV, True)
-            for chunk in tl.range(begin, end):
-                part = chunk * BLOCK_SIZE + inside
-                dk += load_rows(dk_part_ptr, part, ok, D, D, BLOCK_D, True)
-                dv += load_rows(dv_part_ptr, part, ok, DV, DV, BLOCK_DV, True)
-            if LAST:
-                dk *= softmax_scale
-            store_rows(dk_out_ptr, row, ok, D, dk, D, BLOCK_D)
-            store_rows(dv_out_ptr, row, ok, DV, dv, DV, BLOCK_DV)
+    item = head * num_blocks + tl.program_id(0)
+    at = segment * items + item
+    first = tl.load(chunk_start_ptr + segment * items)
+    begin = tl.load(chunk_start_ptr + at) - first
+    end = tl.load(chunk_start_ptr + at + 1) - first
+    at_last = last_segment * items + item
+    chosen = tl.load(begin_ptr + item) < tl.load(begin_ptr + at_last) + tl.load(length_ptr + at_last)
+    if (end > begin + 1) | ((segment == last_segment) & (not chosen)):
+        sequence, block = find_tile(cu_k_ptr, tl.program_id(0), num_sequences, len_k, BLOCK_SIZE)
+        if sequence < num_sequences:
+            first_key, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
+            inside = tl.program_id(2) * BLOCK_K + tl.arange(0, BLOCK_K)
+            ok = block * BLOCK_SIZE + inside < num_tokens
+            dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+            dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
+            for chunk in tl.range(begin, end, BLOCK_C):
+                chunks = chunk + tl.arange(0, BLOCK_C)
+                part = chunks[None, :] * BLOCK_SIZE + inside[:, None]
+                there = ok[:, None] & (chunks < end)[None, :]
+                dk += tl.sum(load_slots(dk_part_ptr, part, there, D, BLOCK_D), 1)
+                dv += tl.sum(load_slots(dv_part_ptr, part, there, DV, BLOCK_DV), 1)
+            row = (first_key + block * BLOCK_SIZE + inside).to(tl.int64) * HKV + head
+            finish_keys(
+                dk, dv, dk_sum_ptr, dv_sum_ptr, dk_ptr, dv_ptr, begin_ptr, length_ptr, item, items, row, ok, segment,
+                last_segment, softmax_scale, D, DV, BLOCK_D, BLOCK_DV,
+            )  # fmt: skip
 
 
 @triton.jit
 def slot_rows(
-    item_ptr, r, num_rows, first, first_row, segment_rows, none, HQ: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    key_ptr, r, num_rows, first, first_row, segment_rows, none, HQ: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Slots ``first .. first + BLOCK_S`` of the rows r: which row of slots it is ``[M, S]``, and whether there is one."""
@@ -321,7 +359,7 @@ def slot_rows(
     entry = (r // HQ * HKV + head // G)[:, None] * N + (slot // PARTS)[None, :]
     row_ok = r < tl.minimum(num_rows - first_row, segment_rows) * HQ
     ok = row_ok[:, None] & (slot < N * PARTS)[None, :]
-    ok = ok & (tl.load(item_ptr + first_row * (HKV * N) + entry, mask=ok, other=none) < none)
+    ok = ok & (tl.load(key_ptr + first_row * (HKV * N) + entry, mask=ok, other=none) < none)
     return (entry * PARTS + (slot % PARTS)[None, :]) * G + (head % G)[:, None], ok
 
 
@@ -335,18 +373,32 @@ def load_slots(part_ptr, part, ok, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit(do_not_specialize=SEGMENT)
 def selected_merge_out_kernel(
-    part_ptr, lse_part_ptr, item_ptr, out_ptr, lse_ptr, num_rows, segment, segment_rows, none, HQ: tl.constexpr,
+    part_ptr, lse_part_ptr, key_ptr, out_ptr, lse_ptr, union_ptr, num_rows, segment, segment_rows, none, HQ: tl.constexpr,
+    G: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_DV: tl.constexpr, LIMIT_4: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """out, and lse ``[T, Hq]``, of a segment's queries from the slots of each. A row is a query and head."""
+    if choices_scatter(union_ptr, N, LIMIT_4):
+        for step in tl.range(0, STEPS, num_stages=1):
+            r = (tl.program_id(0) * STEPS + step) * BLOCK_M + tl.arange(0, BLOCK_M)
+            merge_out(
+                part_ptr, lse_part_ptr, key_ptr, out_ptr, lse_ptr, r, num_rows, segment.to(tl.int64) * segment_rows,
+                segment_rows, none, HQ, G, DV, N, PARTS, BLOCK_M, BLOCK_S, BLOCK_DV,
+            )  # fmt: skip
+
+
+@triton.jit
+def merge_out(
+    part_ptr, lse_part_ptr, key_ptr, out_ptr, lse_ptr, r, num_rows, first_row, segment_rows, none, HQ: tl.constexpr,
     G: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """out, and lse ``[T, Hq]``, of a segment's queries from the slots of each. A row is a query and head."""
-    r = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    first_row = segment.to(tl.int64) * segment_rows
+    """out and lse of the rows r of a segment."""
     row_max = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for first in tl.range(0, N * PARTS, BLOCK_S):
-        part, ok = slot_rows(item_ptr, r, num_rows, first, first_row, segment_rows, none, HQ, G, N, PARTS, BLOCK_S)
+        part, ok = slot_rows(key_ptr, r, num_rows, first, first_row, segment_rows, none, HQ, G, N, PARTS, BLOCK_S)
         lse = tl.load(lse_part_ptr + part, mask=ok, other=-float("inf"))
         new_max = tl.maximum(row_max, tl.max(lse, 1))
         weight = tl.exp2(lse - new_max[:, None])
@@ -364,15 +416,32 @@ def selected_merge_out_kernel(
 
 @triton.jit(do_not_specialize=SEGMENT)
 def selected_merge_dq_kernel(
-    part_ptr, item_ptr, dq_ptr, num_rows, segment, segment_rows, none, HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    N: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    part_ptr, key_ptr, dq_ptr, union_ptr, num_rows, segment, segment_rows, none, HQ: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    ADD: tl.constexpr, LIMIT_4: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a segment's queries: the sum over the slots of each, in fp32. A row is a query and head."""
-    r = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    first_row = segment.to(tl.int64) * segment_rows
+    """dQ of a segment's queries, added to what is there if ``ADD``. A row is a query and head."""
+    if choices_scatter(union_ptr, N, LIMIT_4):
+        for step in tl.range(0, STEPS, num_stages=1):
+            r = (tl.program_id(0) * STEPS + step) * BLOCK_M + tl.arange(0, BLOCK_M)
+            merge_dq(
+                part_ptr, key_ptr, dq_ptr, r, num_rows, segment.to(tl.int64) * segment_rows, segment_rows, none, HQ, G, D, N,
+                PARTS, BLOCK_M, BLOCK_S, BLOCK_D, ADD,
+            )  # fmt: skip
+
+
+@triton.jit
+def merge_dq(
+    part_ptr, key_ptr, dq_ptr, r, num_rows, first_row, segment_rows, none, HQ: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    ADD: tl.constexpr,
+):  # fmt: skip
+    """dQ of the rows r of a segment: the sum over the slots of each, in fp32."""
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in tl.range(0, N * PARTS, BLOCK_S):
-        part, ok = slot_rows(item_ptr, r, num_rows, first, first_row, segment_rows, none, HQ, G, N, PARTS, BLOCK_S)
+        part, ok = slot_rows(key_ptr, r, num_rows, first, first_row, segment_rows, none, HQ, G, N, PARTS, BLOCK_S)
         dq += tl.sum(load_slots(part_ptr, part, ok, D, BLOCK_D), 1)
     row_ok = r < tl.minimum(num_rows - first_row, segment_rows) * HQ
+    if ADD:
+        dq += load_rows(dq_ptr, first_row * HQ + r, row_ok, D, D, BLOCK_D, True).to(tl.float32)
     store_rows(dq_ptr, first_row * HQ + r, row_ok, D, dq, D, BLOCK_D)

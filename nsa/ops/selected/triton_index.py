@@ -1,10 +1,4 @@
-"""A choice of blocks in the forms that the kernels of the selected branch want, made on the device.
-
-- **Lists by tile.** A tile is a few consecutive queries of one group. Its list holds every block that one of them chose,
-  ascending, and beside each block a word whose bit i says that query i of the tile chose it.
-- **Keys for the inverse index.** A number for every (query, slot), the same for all that chose the same block of the same
-  sequence; sorting them gives, block by block, the queries that chose it.
-"""
+"""A choice of blocks in the forms that the kernels of the selected branch want, made on the device; see ``index.py``."""
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
@@ -22,16 +16,23 @@ def larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=[*VARYING, "num_lists", "num_blocks"])
+@triton.jit
+def choices_scatter(union_ptr, N: tl.constexpr, LIMIT_4: tl.constexpr):
+    """Whether the mean list of a tile is longer than ``LIMIT_4 / 4 * N`` blocks."""
+    return tl.load(union_ptr) * 4 > tl.load(union_ptr + 1) * (LIMIT_4 * N)
+
+
+@triton.jit(do_not_specialize=[*VARYING, "num_lists"])
 def list_kernel(
-    indices_ptr, block_ptr, word_ptr, count_ptr, key_ptr, cu_q_ptr, cu_k_ptr, cu_block_ptr, len_q, len_k, num_sequences,
-    num_rows, num_lists, num_blocks,
+    indices_ptr, block_ptr, word_ptr, count_ptr, union_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, num_lists,
     HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, PAD_Q: tl.constexpr,
     PAD_N: tl.constexpr,
 ):  # fmt: skip
-    """The list of one tile of ``BLOCK_Q`` queries, and the keys of its choices (where ``key_ptr`` is given).
+    """The list of one tile of ``BLOCK_Q`` queries.
 
-    ``count_ptr`` gets, for each tile: blocks wholly in the past of every query, blocks wholly inside the sequence, and all.
+    ``count_ptr`` gets, for each tile: blocks wholly in the past of every query, blocks wholly inside the sequence, and all. To
+    ``union_ptr`` (None: nobody asks) are added the blocks of the list, and 1 for the tile: whole numbers, whose sum is the same
+    in any order.
     """
     number = tl.program_id(0)
     head = tl.program_id(1)
@@ -49,14 +50,6 @@ def list_kernel(
         block = tl.load(indices_ptr + entry, mask=ok, other=-1).to(tl.int32)
         t = num_tokens - num_q + row
         present = ok & (block >= 0) & (block <= t // BLOCK_SIZE)
-        if key_ptr is not None:
-            if cu_block_ptr is None:
-                first_block = sequence * ((len_k + BLOCK_SIZE - 1) // BLOCK_SIZE)
-            else:
-                first_block = tl.load(cu_block_ptr + sequence)
-            key = tl.where(present, head * num_blocks + first_block + block, HKV * num_blocks)
-            key_at = (head.to(tl.int64) * num_rows + first_q + row) * N + slot
-            tl.store(key_ptr + key_at, key.to(key_ptr.dtype.element_ty), mask=ok)
         NONE: tl.constexpr = 0x7FFFFFFF // SIZE
         ranked = tl.sort(tl.where(present, block, NONE) * SIZE + e)
         block = ranked // SIZE
@@ -76,4 +69,35 @@ def list_kernel(
         at = (head.to(tl.int64) * num_lists + number) * 3
         tl.store(count_ptr + at, past)
         tl.store(count_ptr + at + 1, inside)
-        tl.store(count_ptr + at + 2, tl.sum(last.to(tl.int32), 0))
+        length = tl.sum(last.to(tl.int32), 0)
+        tl.store(count_ptr + at + 2, length)
+        if union_ptr is not None:
+            tl.atomic_add(union_ptr, length.to(tl.int64), sem="relaxed")
+            tl.atomic_add(union_ptr + 1, tl.full([], 1, tl.int64), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=[*VARYING, "num_blocks", "segments", "segment_rows", "none"])
+def key_kernel(
+    indices_ptr, key_ptr, cu_q_ptr, cu_k_ptr, cu_block_ptr, len_q, len_k, num_sequences, num_blocks, segments, segment_rows,
+    none, HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Key of each entry of a tile of queries, see ``InverseIndex``."""
+    sequence, tile = find_tile(cu_q_ptr, tl.program_id(0), num_sequences, len_q, BLOCK_Q)
+    if sequence < num_sequences:
+        first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
+        _, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
+        if cu_block_ptr is None:
+            first_block = sequence * tl.cdiv(len_k, BLOCK_SIZE)
+        else:
+            first_block = tl.load(cu_block_ptr + sequence)
+        row = tile * BLOCK_Q
+        first = (first_q + row).to(tl.int64) * (HKV * N)
+        count = tl.minimum(num_q - row, BLOCK_Q) * (HKV * N)
+        for begin in tl.range(0, count, ENTRIES):
+            e = begin + tl.arange(0, ENTRIES)
+            block = tl.load(indices_ptr + first + e, mask=e < count, other=-1).to(tl.int32)
+            query = row + e // (HKV * N)
+            present = (block >= 0) & (block <= (num_tokens - num_q + query) // BLOCK_SIZE)
+            head = e // N % HKV
+            key = (head * num_blocks + first_block + block) * segments + (first_q + query) // segment_rows
+            tl.store(key_ptr + first + e, tl.where(present, key, none).to(key_ptr.dtype.element_ty), mask=e < count)

@@ -1,53 +1,91 @@
-"""Launchers of the kernels of the selected branch. No autograd, no checks of user input."""
+"""Launchers of the kernels of the selected branch, and the choice of their design. No autograd, no checks of user input."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from nsa.ops._triton.layout import Layout
+from nsa.ops._triton.layout import Gated, Layout
 from nsa.ops._triton.range_launch import block_of, fitting, key_source
 from nsa.ops._triton.tuning import Tile
-from nsa.ops.selected.triton_bwd import selected_dkv_kernel, selected_dq_kernel, selected_reduce_kernel
+from nsa.ops.selected.design import LIMIT_4, MAX_QUERIES, always_tiled
+from nsa.ops.selected.index import Chunks, InverseIndex, Lists, make_index, make_lists
+from nsa.ops.selected.triton_bwd import selected_dq_kernel
 from nsa.ops.selected.triton_fwd import selected_fwd_kernel
-from nsa.ops.selected.triton_index import list_kernel
+from nsa.ops.selected.triton_gather import (
+    selected_gather_bwd_kernel,
+    selected_gather_fwd_kernel,
+    selected_merge_dq_kernel,
+    selected_merge_out_kernel,
+    selected_reduce_kernel,
+)
 
-# Queries of a tile: as many as a word of the lists has bits.
-MAX_QUERIES = 32
-# Queries of one program of dK and dV.
-CHUNK = 1024
-# Blocks in the list of a tile of 64 rows from which on, with choices that differ, going block by block is faster.
-SCATTERED_BLOCKS = 96
+# Rows of slots that are held for a query head at once, on average over all queries: so much memory as so many more queries.
+HELD_SLOTS = 4
+# Rows of slots that need less than this, bytes, are held in one segment.
+SMALL = 1 << 26
+# Entries of a chunk: of the forward, and of the backward without dQ (False) and with it (True).
+FORWARD_CHUNK = 256
+BACKWARD_CHUNK = {False: 1024, True: 512}
+# Elements of the rows of slots that one step of a merge holds for a query head.
+MERGED = 1024
+# Elements of the chunks' dK that one step of their sum holds.
+SUMMED = 4096
+# Rows (queries by heads) of a step of a merge, steps of a program, and its warps.
+MERGE_ROWS = 2
+MERGE_STEPS = 8
+MERGE_WARPS = 1
+
+# The tile of a kernel by its name; see ``tile_for``.
+Tiles = Callable[[str], Tile]
 
 
 @dataclass(frozen=True)
-class Lists:
-    """Blocks that the queries of each tile chose.
+class Call:
+    """What forward and backward are told beside tensors.
 
     Attributes:
-        block: int32 ``[Hkv, tiles, BLOCK_Q * n]``, ascending.
-        word: the same shape: bit i says that query i of the tile chose the block.
-        count: int32 ``[Hkv, tiles, 3]``: blocks wholly in the past of every query, wholly inside the sequence, and all.
-        block_q: queries of a tile.
-        key: int16 or int32 ``[Hkv, T, n]``, equal where the same block was chosen; None unless asked for.
-        num_blocks: at least the blocks of all sequences together.
+        layout: where the sequences lie.
+        softmax_scale: factor on the scores.
+        block_size: tokens of a block.
+        tiles: tile of each kernel.
+        design: ``tiled``, ``gathered``, or ``auto``: tiled where lists are short by the shapes alone, and otherwise what the
+            choice itself asks for, on the device.
+        segments: segments of the gathered design; None: as many as memory wants.
     """
 
-    block: Tensor
-    word: Tensor
-    count: Tensor
-    block_q: int
-    key: Tensor | None
-    num_blocks: int
+    layout: Layout
+    softmax_scale: float
+    block_size: int
+    tiles: Tiles
+    design: str = "auto"
+    segments: int | None = None
 
+    def union(self, q: Tensor, k: Tensor, n: int) -> Tensor | None:
+        """Counters of the lists' blocks and of the lists, 0 yet; None where the tiled design runs whatever the choice is."""
+        lengths = (self.layout.len_q, self.layout.len_k)
+        if always_tiled(self.design, q.shape[1] // k.shape[1], n, *lengths, self.block_size):
+            return None
+        return torch.zeros(2, dtype=torch.int64, device=q.device)
 
-def choices_scatter(q: Tensor, k: Tensor, block_indices: Tensor, layout: Layout, block_size: int) -> bool:
-    """Whether the gathered design runs: by shapes alone, from the most blocks that the list of a tile can hold."""
-    queries = min(max(64 * k.shape[1] // q.shape[1], 1), MAX_QUERIES)
-    return min(-(-layout.len_k // block_size), queries * block_indices.shape[-1]) > SCATTERED_BLOCKS
+    def num_segments(self, num_rows: int, slots: int, row_bytes: int) -> int:
+        """Segments by shapes alone, so that sums never change order.
+
+        The rows of slots then need ``HELD_SLOTS * row_bytes`` a query at most (6 KiB for 12 heads of 64 elements of 2 bytes),
+        or ``SMALL`` in all.
+
+        Args:
+            num_rows: queries.
+            slots: rows of slots for each query head.
+            row_bytes: bytes of one row of slots of all query heads.
+        """
+        least = max(-(-slots // HELD_SLOTS), 1)
+        return self.segments or max(1, min(num_rows, least, -(-num_rows * slots * row_bytes // SMALL)))
 
 
 def tile_of(tile: Tile, group_size: int, block_size: int) -> tuple[Tile, int]:
@@ -59,118 +97,174 @@ def tile_of(tile: Tile, group_size: int, block_size: int) -> tuple[Tile, int]:
     return replace(tile, rows=rows, warps=warps, keys=min(tile.keys, block_size)), min(rows // group_size, MAX_QUERIES)
 
 
-def make_lists(block_indices: Tensor, layout: Layout, block_size: int, block_q: int, num_tokens: int, keys: bool) -> Lists:
-    """Lists of every tile of ``block_q`` queries; with ``keys`` also those of the inverse index."""
-    num_q, num_kv_heads, n = block_indices.shape
-    device = block_indices.device
-    num_lists = layout.num_tiles(num_q, block_q, layout.len_q)
-    num_blocks = layout.num_tiles(num_tokens, block_size, layout.len_k)
-    block, word = (torch.empty(num_kv_heads, num_lists, block_q * n, dtype=torch.int32, device=device) for _ in range(2))
-    count = torch.empty(num_kv_heads, num_lists, 3, dtype=torch.int32, device=device)
-    # Half as many bits are sorted in half the passes.
-    key_type = torch.int16 if num_kv_heads * num_blocks < 2**15 - 1 else torch.int32
-    key = torch.empty(num_kv_heads, num_q, n, dtype=key_type, device=device) if keys else None
-    cu_block = None
-    if keys and layout.cu_k is not None:
-        ends = ((layout.cu_k[1:] - layout.cu_k[:-1] + (block_size - 1)) // block_size).cumsum(0, dtype=torch.int32)
-        cu_block = torch.nn.functional.pad(ends, (1, 0))
-    pad_n = triton.next_power_of_2(n)
-    if num_lists:
-        list_kernel[(num_lists, num_kv_heads)](
-            block_indices.contiguous(), block, word, count, key, layout.cu_q, layout.cu_k, cu_block, layout.len_q, layout.len_k,
-            layout.num_sequences, num_q, num_lists, num_blocks, HKV=num_kv_heads, N=n, BLOCK_SIZE=block_size, BLOCK_Q=block_q,
-            PAD_Q=triton.next_power_of_2(block_q), PAD_N=pad_n, num_warps=max(1, min(8, block_q * pad_n // 256)),
-        )  # fmt: skip
-    return Lists(block, word, count, block_q, key, num_blocks)
+def slots_of_step(slots: int, block: int) -> int:
+    """Slots that one step of a merge holds for a row of ``block`` elements."""
+    return max(1, min(triton.next_power_of_2(slots), MERGED // block))
+
+
+def list_choices(block_indices: Tensor, call: Call, block_q: int, union: Tensor | None) -> Lists:
+    """Lists by tile; they fill ``union``, or, where the design is given, the design does."""
+    if call.design == "gathered" and union is not None:
+        union[0].fill_(1)
+        union = None
+    return make_lists(block_indices, call.layout, call.block_size, block_q, union)
+
+
+def strides_of(*tensors: Tensor) -> list[int]:
+    """Strides of tokens and heads of each tensor."""
+    return [stride for x in tensors for stride in x.stride()[:2]]
 
 
 def selected_forward(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, layout: Layout, softmax_scale: float, block_size: int, tile: Tile
-) -> tuple[Tensor, Tensor]:
-    """out ``[T, Hq, Dv]`` and lse fp32 ``[T, Hq]``."""
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out ``[T, Hq, Dv]``, lse fp32 ``[T, Hq]``, and the order of the inverse index if one was made."""
     num_q, num_heads, head_dim = q.shape
-    num_tokens, num_kv_heads, value_dim = v.shape
+    num_kv_heads, value_dim = v.shape[1:]
     group_size, n = num_heads // num_kv_heads, block_indices.shape[-1]
     out = torch.empty(num_q, num_heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(num_q, num_heads, dtype=torch.float32, device=q.device)
     if num_q == 0 or n == 0:
-        return out.zero_(), lse.fill_(-torch.inf)
-    tile, block_q = tile_of(tile, group_size, block_size)
+        return out.zero_(), lse.fill_(-torch.inf), None
+    tile, block_q = tile_of(call.tiles("selected_attention_fwd"), group_size, call.block_size)
     tile = fitting(tile, k, v)
-    lists = make_lists(block_indices, layout, block_size, block_q, num_tokens, keys=False)
+    union = call.union(q, k, n)
+    lists = list_choices(block_indices, call, block_q, union)
     selected_fwd_kernel[(lists.count.shape[1], num_kv_heads)](
-        q, key_source(k, tile), key_source(v, tile), out, lse, lists.block, lists.word, lists.count, *layout.arguments(),
-        lists.count.shape[1], q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), softmax_scale,
-        HQ=num_heads, G=group_size, D=head_dim, DV=value_dim, N=n, BLOCK_SIZE=block_size, BLOCK_Q=block_q, BLOCK_M=tile.rows,
-        BLOCK_N=tile.keys, BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim), TMA=tile.tma, STAGES=tile.stages,
+        q, key_source(k, tile), key_source(v, tile), out, lse, lists.block, lists.word, lists.count, union,
+        *call.layout.arguments(), lists.count.shape[1], *strides_of(q, k, v), call.softmax_scale, HQ=num_heads, G=group_size,
+        D=head_dim, DV=value_dim, N=n, BLOCK_SIZE=call.block_size, BLOCK_Q=block_q, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
+        BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim), LIMIT_4=LIMIT_4, TMA=tile.tma, STAGES=tile.stages,
         EDGE=tile.edge_stages, **tile.launch_options(),
     )  # fmt: skip
-    return out, lse
+    order = None if union is None else gather_forward(q, k, v, block_indices, call, union, out, lse)
+    return out, lse, order
 
 
-def selected_backward(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, dout: Tensor, lse: Tensor, layout: Layout,
-    softmax_scale: float, block_size: int, tile_dq: Tile, tile_dkv: Tile,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in the shapes of q, k, v, contiguous."""
+def gather_forward(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call, union: Tensor, out: Tensor, lse: Tensor
+) -> Tensor:
+    """The gathered design's share of :func:`selected_forward`: out and lse, where choices scatter; returns the order."""
     num_q, num_heads, head_dim = q.shape
     num_tokens, num_kv_heads, value_dim = v.shape
     group_size, n = num_heads // num_kv_heads, block_indices.shape[-1]
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    if num_q == 0 or n == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    delta = torch.empty_like(lse)
-    tile, block_q = tile_of(tile_dq, group_size, block_size)
-    tile = fitting(tile, k, v)
-    lists = make_lists(block_indices, layout, block_size, block_q, num_tokens, keys=True)
-    strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), dout.stride(0), dout.stride(1))
-    sizes = {"D": head_dim, "DV": value_dim, "BLOCK_D": block_of(head_dim), "BLOCK_DV": block_of(value_dim)}
-    selected_dq_kernel[(lists.count.shape[1], num_kv_heads)](
-        q, key_source(k, tile), key_source(v, tile), out, dout, lse, delta, dq, lists.block, lists.word, lists.count,
-        *layout.arguments(), lists.count.shape[1], *strides, softmax_scale, HQ=num_heads, G=group_size, N=n,
-        BLOCK_SIZE=block_size, BLOCK_Q=block_q, BLOCK_M=tile.rows, BLOCK_N=tile.keys, TMA=tile.tma, STAGES=tile.stages,
-        EDGE=tile.edge_stages, **sizes, **tile.launch_options(),
-    )  # fmt: skip
-    assert lists.key is not None
-    query, start, item, chunk_start = inverse_index(lists.key, lists.num_blocks)
-    dk_part = torch.empty(item.shape[0], block_size, head_dim, dtype=torch.float32, device=k.device)
-    dv_part = torch.empty(item.shape[0], block_size, value_dim, dtype=torch.float32, device=k.device)
-    keys = min(tile_dkv.keys, block_size)
-    selected_dkv_kernel[(item.shape[0], block_size // keys)](
-        q, k, v, dout, lse, delta, dk_part, dv_part, query, start, item, chunk_start, *layout.arguments(), lists.num_blocks,
-        *strides, softmax_scale, HQ=num_heads, G=group_size, BLOCK_SIZE=block_size, CHUNK=CHUNK, BLOCK_M=tile_dkv.rows,
-        BLOCK_N=keys, KEYS_AS_ROWS=tile_dkv.keys_as_rows, STAGES=tile_dkv.stages, EDGE=tile_dkv.edge_stages, **sizes,
-        **tile_dkv.launch_options(),
-    )  # fmt: skip
-    selected_reduce_kernel[(lists.num_blocks, num_kv_heads)](
-        dk_part, dv_part, dk, dv, chunk_start, layout.cu_k, layout.len_k, layout.num_sequences, lists.num_blocks, softmax_scale,
-        HKV=num_kv_heads, BLOCK_SIZE=block_size, **sizes, num_warps=4,
-    )  # fmt: skip
-    return dq, dk, dv
+    tile = call.tiles("selected_gather_fwd")
+    keys = min(tile.keys, call.block_size)
+    parts = call.block_size // keys
+    segments = call.num_segments(num_q, n * parts, num_heads * value_dim * q.element_size())
+    index = make_index(block_indices, call.layout, call.block_size, num_tokens, segments)
+    chunks = index.chunks(segments, FORWARD_CHUNK)
+    part = torch.empty(chunks.segment_rows * num_heads * n * parts, value_dim, dtype=q.dtype, device=q.device)
+    lse_part = torch.empty(part.shape[0], dtype=torch.float32, device=q.device)
+    sizes = {"HQ": num_heads, "G": group_size, "DV": value_dim, "N": n, "BLOCK_DV": block_of(value_dim), "LIMIT_4": LIMIT_4}
+    for segment in range(segments):
+        selected_gather_fwd_kernel[(chunks.limit, parts)](
+            q, k, v, part, lse_part, union, *chunks.arguments(), *call.layout.arguments(), index.num_blocks, segment,
+            chunks.segment_rows, *strides_of(q, k, v), call.softmax_scale, D=head_dim, BLOCK_D=block_of(head_dim),
+            BLOCK_SIZE=call.block_size, CHUNK=chunks.size, BLOCK_M=tile.rows, BLOCK_N=keys, STAGES=tile.stages,
+            EDGE=tile.edge_stages, **sizes, **tile.launch_options(),
+        )  # fmt: skip
+        selected_merge_out_kernel[(-(-chunks.segment_rows * num_heads // (MERGE_ROWS * MERGE_STEPS)),)](
+            part, lse_part, index.key, out, lse, union, num_q, segment, chunks.segment_rows, index.none, PARTS=parts,
+            BLOCK_M=MERGE_ROWS, STEPS=MERGE_STEPS, BLOCK_S=slots_of_step(n * parts, block_of(value_dim)), **sizes,
+            num_warps=MERGE_WARPS,
+        )  # fmt: skip
+    return index.order
 
 
-def inverse_index(key: Tensor, num_blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The queries that chose each block, and the chunks that they are cut into; nothing here waits for the device.
+def selected_backward(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, dout: Tensor, lse: Tensor, call: Call,
+    order: Tensor | None = None, gated: Gated | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv in the shapes of q, k, v, contiguous; with ``gated`` dout is the gradient of the branches' gated sum.
 
-    Args:
-        key: of :class:`Lists`.
-        num_blocks: of :class:`Lists`.
-
-    Returns:
-        The queries (packed rows, int32 ``[Hkv * T * n]``) by block and, within a block, in order; where each block's begin
-        ``[Hkv * num_blocks + 1]``; the block of each chunk (``Hkv * num_blocks`` where there is none); and the first chunk of
-        each block.
+    ``order`` is what the forward gave.
     """
-    num_kv_heads, num_q, n = key.shape
-    num_items = num_kv_heads * num_blocks
-    ranked, order = key.flatten().sort(stable=True)
-    query = (order // n % num_q).int()
-    items = torch.arange(num_items + 1, dtype=key.dtype, device=key.device)
-    start = torch.searchsorted(ranked, items, out_int32=True)
-    counts = (start[1:] - start[:-1] + (CHUNK - 1)) // CHUNK
-    chunk_start = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-    chunks = torch.arange(num_kv_heads * num_q * n // CHUNK + num_items, dtype=torch.int32, device=key.device)
-    item = torch.searchsorted(chunk_start, chunks, right=True, out_int32=True) - 1
-    return query, start, item, chunk_start
+    num_q, num_heads, head_dim = q.shape
+    num_kv_heads, value_dim = v.shape[1:]
+    group_size, n = num_heads // num_kv_heads, block_indices.shape[-1]
+    gated = gated or Gated()
+    dq = gated.start_dq(q)
+    if num_q == 0 or n == 0:
+        return dq if gated.adds else dq.zero_(), torch.zeros_like(k), torch.zeros_like(v)
+    delta = torch.empty_like(lse)
+    gated_lse = None if gated.gates is None else torch.empty_like(lse)
+    tile, block_q = tile_of(call.tiles("selected_attention_dq"), group_size, call.block_size)
+    tile = fitting(tile, k, v)
+    union = call.union(q, k, n)
+    lists = list_choices(block_indices, call, block_q, union)
+    selected_dq_kernel[(lists.count.shape[1], num_kv_heads)](
+        q, key_source(k, tile), key_source(v, tile), out, dout, lse, delta, dq, gated.gates, gated.dgates, gated_lse,
+        lists.block, lists.word, lists.count, union, *call.layout.arguments(), lists.count.shape[1], *strides_of(q, k, v, dout),
+        call.softmax_scale, HQ=num_heads, G=group_size, D=head_dim, DV=value_dim, N=n, BLOCK_SIZE=call.block_size,
+        BLOCK_Q=block_q, BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim),
+        ADD=gated.adds, LIMIT_4=LIMIT_4, TMA=tile.tma, STAGES=tile.stages, EDGE=tile.edge_stages, **tile.launch_options(),
+    )  # fmt: skip
+    lse = lse if gated_lse is None else gated_lse
+    return dq, *gather_backward(q, k, v, block_indices, order, dout, lse, delta, call, union, dq, gated.adds)
+
+
+def gather_backward(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, order: Tensor | None, dout: Tensor, lse: Tensor, delta: Tensor,
+    call: Call, union: Tensor | None, dq: Tensor, add: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dk and dv of :func:`selected_backward` and, where choices scatter, its dq."""
+    num_tokens, n = k.shape[0], block_indices.shape[-1]
+    grads = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    tile = call.tiles("selected_gather_dkv")
+    segments = 1
+    if union is not None:
+        slots = n * (call.block_size // min(tile.keys, call.block_size))
+        segments = call.num_segments(q.shape[0], slots, q.shape[1] * q.shape[2] * q.element_size())
+    index = make_index(block_indices, call.layout, call.block_size, num_tokens, segments, order)
+    inputs = (q, k, v, dout, lse, delta)
+    _gather_gradients(inputs, grads, index, index.chunks(1, BACKWARD_CHUNK[False]), call, union, None, add)
+    if union is not None:
+        _gather_gradients(inputs, grads, index, index.chunks(segments, BACKWARD_CHUNK[True]), call, union, dq, add)
+    return grads
+
+
+def _gather_gradients(
+    inputs: tuple[Tensor, ...], grads: tuple[Tensor, Tensor], index: InverseIndex, chunks: Chunks, call: Call,
+    union: Tensor | None, dq: Tensor | None, add: bool,
+) -> None:  # fmt: skip
+    """Fill dk and dv and, if it is given, dq; with ``union`` only where choices scatter (dq) or do not (no dq)."""
+    q, k, v, dout, *_ = inputs
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads, value_dim = v.shape[1:]
+    n, with_dq, last = index.key.shape[-1], dq is not None, chunks.segments - 1
+    tile = call.tiles("selected_gather_dkv" if with_dq else "selected_attention_dkv")
+    keys = min(tile.keys, call.block_size)
+    parts = call.block_size // keys
+    part = None
+    if with_dq:
+        part = torch.empty(chunks.segment_rows * num_heads * n * parts, head_dim, dtype=q.dtype, device=q.device)
+    partial = [_sums(q, chunks.limit * call.block_size, size) for size in (head_dim, value_dim)]
+    sums = [_sums(q, k.shape[0] * num_kv_heads, size) if last else None for size in (head_dim, value_dim)]
+    block_k = min(call.block_size, 16)
+    chunks_of_step = max(1, SUMMED // (block_k * block_of(head_dim)))
+    sizes: dict[str, Any] = {"D": head_dim, "N": n, "BLOCK_D": block_of(head_dim), "LIMIT_4": LIMIT_4}
+    both = {**sizes, "DV": value_dim, "BLOCK_DV": block_of(value_dim), "BLOCK_SIZE": call.block_size, "DQ": with_dq}
+    groups = {"HQ": num_heads, "G": num_heads // num_kv_heads}
+    for segment in range(chunks.segments):
+        selected_gather_bwd_kernel[(chunks.limit, parts)](
+            *inputs, part, *partial, *sums, *grads, union, *chunks.arguments(), *call.layout.arguments(), index.num_blocks,
+            segment, chunks.segment_rows, last, *strides_of(q, k, v, dout), call.softmax_scale, CHUNK=chunks.size,
+            BLOCK_M=tile.rows, BLOCK_N=keys, KEYS_AS_ROWS=tile.keys_as_rows, STAGES=tile.stages, EDGE=tile.edge_stages,
+            **groups, **both, **tile.launch_options(),
+        )  # fmt: skip
+        selected_reduce_kernel[(index.num_blocks, num_kv_heads, call.block_size // block_k)](
+            *partial, *sums, *grads, union, chunks.begin, chunks.length, chunks.start, call.layout.cu_k, call.layout.len_k,
+            call.layout.num_sequences, index.num_blocks, segment, last, call.softmax_scale, HKV=num_kv_heads,
+            BLOCK_K=block_k, BLOCK_C=chunks_of_step, **both, num_warps=4,
+        )  # fmt: skip
+        if with_dq:
+            selected_merge_dq_kernel[(-(-chunks.segment_rows * num_heads // (MERGE_ROWS * MERGE_STEPS)),)](
+                part, index.key, dq, union, q.shape[0], segment, chunks.segment_rows, index.none, PARTS=parts,
+                BLOCK_M=MERGE_ROWS, STEPS=MERGE_STEPS, BLOCK_S=slots_of_step(n * parts, block_of(head_dim)), ADD=add, **groups,
+                **sizes, num_warps=MERGE_WARPS,
+            )  # fmt: skip
+
+
+def _sums(like: Tensor, rows: int, size: int) -> Tensor:
+    return torch.empty(rows, size, dtype=torch.float32, device=like.device)

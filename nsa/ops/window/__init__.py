@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from nsa.ops._boundary import Sequences, check_qkv, choose_backend, open_sequenc
 from nsa.ops.window.ops import window_attention_op
 from nsa.ops.window.reference import window_attention_reference
 
-__all__ = ["run_window_attention", "window_attention"]
+__all__ = ["range_arguments", "run_window_attention", "window_attention"]
 
 
 def window_attention(
@@ -61,8 +63,12 @@ def run_window_attention(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`window_attention`; inputs are packed and checked, the backend is chosen."""
     if backend == "triton":
-        cu_q, cu_k, num_sequences, len_q, len_k = sequences.kernel_arguments()
-        where = (cu_q, cu_k, cu_k, num_sequences, len_q, len_k, len_k)
-        return window_attention_op(q, k, v, *where, config.window_size, 1, softmax_scale)
+        return window_attention_op(q, k, v, *range_arguments(config, sequences), softmax_scale)
     with torch.autocast(q.device.type, enabled=False):
         return window_attention_reference(q, k, v, config, sequences, softmax_scale)
+
+
+def range_arguments(config: NSAConfig, sequences: Sequences) -> tuple[Any, ...]:
+    """What the registered operator is told beside tensors and the scale: ``cu_q`` to ``stride``, see ``RangeLayout``."""
+    cu_q, cu_k, num_sequences, len_q, len_k = sequences.kernel_arguments()
+    return cu_q, cu_k, cu_k, num_sequences, len_q, len_k, len_k, config.window_size, 1

@@ -201,15 +201,19 @@ class SampledAttention:
 
     @torch.no_grad()
     def at_keys(self, keys: Tensor, dtype: torch.dtype, dout: Tensor) -> dict[str, Tensor]:
-        """``dk`` ``[m, Hkv, D]`` and ``dv`` ``[m, Hkv, Dv]`` of the rows ``keys`` of ``k``, from every query that sees them."""
+        """``dk`` ``[m, Hkv, D]`` and ``dv`` ``[m, Hkv, Dv]`` of the rows ``keys`` of ``k``, from every query that sees them.
+
+        A query whose row of ``dout`` is 0 gives nothing and costs nothing: that keeps long sequences within reach.
+        """
         compute = compute_dtype(dtype)
+        givers = dout.flatten(1).any(1).nonzero()[:, 0]
         dk, dv = (x.new_zeros(keys.numel(), *x.shape[1:], dtype=compute) for x in (self.k, self.v))
         for sequence in range(len(self.cu_q) - 1):
             first, end = self.cu_key[sequence : sequence + 2]
             mine = ((keys >= first) & (keys < end)).nonzero()[:, 0]
             if mine.numel():
                 inside = keys[mine] - first
-                observers = self._observers(sequence, inside)
+                observers = self._observers(sequence, givers, inside)
                 for _, part in self._parts(observers):
                     one_dk, one_dv = self._key_share(sequence, observers[part], inside, dtype, dout)
                     dk[mine] += one_dk
@@ -243,12 +247,12 @@ class SampledAttention:
         grad = None if dout is None else self._grad_of(rows, dout, dtype)
         return _attend(self.q[rows], k, v, grad, index, visible, self.scale, dtype)
 
-    def _observers(self, sequence: int, keys: Tensor) -> Tensor:
-        """Packed queries of a sequence that see at least one of its ``keys``."""
-        every = torch.arange(self.cu_q[sequence], self.cu_q[sequence + 1], device=keys.device)
+    def _observers(self, sequence: int, rows: Tensor, keys: Tensor) -> Tensor:
+        """Those of the packed queries ``rows`` that lie in a sequence and see at least one of its ``keys``."""
+        mine = rows[(rows >= self.cu_q[sequence]) & (rows < self.cu_q[sequence + 1])]
         seen = [
-            rows[self.visibility.sees(rows, self._positions(sequence, rows), keys).flatten(1).any(1)]
-            for rows in every.split(SEARCH_ROWS)
+            some[self.visibility.sees(some, self._positions(sequence, some), keys).flatten(1).any(1)]
+            for some in mine.split(SEARCH_ROWS)
         ]
         return torch.cat(seen)
 

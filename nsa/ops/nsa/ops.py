@@ -1,0 +1,153 @@
+"""``nsa::attention``, registered with PyTorch: schema, fake, autograd.
+
+Its forward is the operators one after the other. Its backward is not: the kernels of each branch take the gradient of the gated
+sum as it is and apply the branch's gate themselves, give the gate's gradient by the way (it is the row sum that a softmax
+gradient needs anyhow), and add their dQ to that of the branch before. So no gradient of a branch's output is ever written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.config import NSAConfig
+from nsa.ops._boundary import Sequences
+from nsa.ops._range import range_gradients, rows
+from nsa.ops._triton.layout import Gated
+from nsa.ops.combination.ops import combine_op
+from nsa.ops.compressed import range_arguments as compressed_arguments
+from nsa.ops.compressed import run_compressed_attention
+from nsa.ops.selected import selected_arguments
+from nsa.ops.selected.ops import empty_order, selected_attention_op, selected_gradients
+from nsa.ops.selection import run_select_blocks
+from nsa.ops.window import range_arguments as window_arguments
+from nsa.ops.window import run_window_attention
+
+_INPUTS = (
+    "Tensor q, Tensor? q_cmp, Tensor? k_cmp, Tensor? v_cmp, Tensor? k_slc, Tensor? v_slc, Tensor? k_win, Tensor? v_win, "
+    "Tensor gates"
+)
+_SAVED = (
+    "Tensor out_cmp, Tensor lse_cmp, Tensor block_indices, Tensor out_slc, Tensor lse_slc, Tensor order, Tensor out_win, "
+    "Tensor lse_win"
+)
+_WHERE = (
+    "Tensor? cu_q, Tensor? cu_k, SymInt num_sequences, SymInt len_q, SymInt len_k, str config, float softmax_scale, str design"
+)
+
+
+def _open(x: Tensor, *where: Any) -> tuple[NSAConfig, Sequences, float, str]:
+    """The pattern, the sequences, the scale and the design of a call."""
+    cu_q, cu_k, num_sequences, len_q, len_k, text, softmax_scale, design = where
+    offsets = None if cu_q is None else (cu_q, cu_k)
+    return NSAConfig.from_text(text), Sequences(offsets, num_sequences, len_q, len_k, x.device), softmax_scale, design
+
+
+def _forward(
+    q: Tensor, q_cmp: Tensor | None, k_cmp: Tensor | None, v_cmp: Tensor | None, k_slc: Tensor | None, v_slc: Tensor | None,
+    k_win: Tensor | None, v_win: Tensor | None, gates: Tensor, *where: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    config, sequences, softmax_scale, design = _open(q, *where)
+    run = (config, sequences, softmax_scale, "triton")
+    out_cmp = lse_cmp = block_indices = out_slc = lse_slc = order = out_win = lse_win = None
+    if k_cmp is not None:
+        q_cmp = q if q_cmp is None else q_cmp
+        out_cmp, lse_cmp = run_compressed_attention(q_cmp, k_cmp, v_cmp, *run)
+    if k_slc is not None and v_slc is not None:
+        assert q_cmp is not None and k_cmp is not None and lse_cmp is not None
+        block_indices = run_select_blocks(q_cmp, k_cmp, lse_cmp, *run)
+        slc = (q, k_slc, v_slc, block_indices)
+        out_slc, lse_slc, order = selected_attention_op(*slc, *selected_arguments(config, sequences), softmax_scale, design)
+    if k_win is not None and v_win is not None:
+        out_win, lse_win = run_window_attention(q, k_win, v_win, *run)
+    out = combine_op(out_cmp, out_slc, out_win, gates)
+    saved = (out_cmp, lse_cmp, block_indices, out_slc, lse_slc, order, out_win, lse_win)
+    return out, *(q.new_empty(0) if x is None else x for x in saved)
+
+
+def _backward(
+    q: Tensor, q_cmp: Tensor | None, k_cmp: Tensor | None, v_cmp: Tensor | None, k_slc: Tensor | None, v_slc: Tensor | None,
+    k_win: Tensor | None, v_win: Tensor | None, gates: Tensor, out_cmp: Tensor, lse_cmp: Tensor, block_indices: Tensor,
+    out_slc: Tensor, lse_slc: Tensor, order: Tensor, out_win: Tensor, lse_win: Tensor, dout: Tensor, *where: Any,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of the inputs that are given, in their order."""
+    config, sequences, softmax_scale, design = _open(q, *where)
+    q, dout, gates = rows(q), rows(dout), gates.contiguous()
+    dgates = torch.zeros_like(gates)
+    dq = dq_cmp = dk_cmp = dv_cmp = dk_slc = dv_slc = dk_win = dv_win = None
+    if k_cmp is not None and v_cmp is not None:
+        rest = (*compressed_arguments(config, sequences), softmax_scale)
+        cmp = (q if q_cmp is None else q_cmp, k_cmp, v_cmp, out_cmp, lse_cmp, dout)
+        dq_cmp, dk_cmp, dv_cmp = range_gradients("compressed_attention", False, *cmp, *rest, gated=Gated(gates, dgates))
+        if q_cmp is None:
+            dq = dq_cmp
+    if k_slc is not None and v_slc is not None:
+        rest = (*selected_arguments(config, sequences), softmax_scale, design)
+        slc = (q, k_slc, v_slc, block_indices, out_slc, lse_slc, order, dout)
+        dq, dk_slc, dv_slc = selected_gradients(*slc, *rest, gated=Gated(gates, dgates, dq))
+    if k_win is not None and v_win is not None:
+        rest = (*window_arguments(config, sequences), softmax_scale)
+        win = (q, k_win, v_win, out_win, lse_win, dout)
+        dq, dk_win, dv_win = range_gradients("window_attention", True, *win, *rest, gated=Gated(gates, dgates, dq))
+    inputs = (q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
+    found = (dq, dq_cmp, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win)
+    # Keys that only score blocks have no gradient through them, and neither have their queries.
+    grads = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(inputs, found, strict=True) if x is not None]
+    return [*grads, dgates]
+
+
+attention_op = torch.library.custom_op(
+    "nsa::attention", _forward, mutates_args=(), schema=f"({_INPUTS}, {_WHERE}) -> (Tensor, {_SAVED})"
+)
+attention_backward_op = torch.library.custom_op(
+    "nsa::attention_backward", _backward, mutates_args=(), schema=f"({_INPUTS}, {_SAVED}, Tensor dout, {_WHERE}) -> Tensor[]"
+)
+
+
+@attention_op.register_fake
+def _(
+    q: Tensor, q_cmp: Tensor | None, k_cmp: Tensor | None, v_cmp: Tensor | None, k_slc: Tensor | None, v_slc: Tensor | None,
+    k_win: Tensor | None, v_win: Tensor | None, gates: Tensor, *where: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    config = NSAConfig.from_text(where[5])
+    num_q, num_heads = q.shape[:2]
+    off = (q.new_empty(0), q.new_empty(0))
+    lse = q.new_empty(num_q, num_heads, dtype=torch.float32)
+    lse_range = q.new_empty(num_heads, num_q, dtype=torch.float32).t()
+    out = q.new_empty(num_q, num_heads, config.value_dim)
+    indices = q.new_empty(num_q, config.num_kv_heads, config.num_selected_blocks, dtype=torch.int32)
+    rest = (*where[:5], config.block_size, *where[6:])
+    order = empty_order(config.group_size, indices, *rest)
+    return (
+        out,
+        off[0] if v_cmp is None else torch.empty_like(out),
+        off[0] if k_cmp is None else lse_range,
+        *((off[0], off[0], *off) if k_slc is None else (indices, torch.empty_like(out), lse, order)),
+        *(off if k_win is None else (torch.empty_like(out), torch.empty_like(lse_range))),
+    )
+
+
+@attention_backward_op.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in arguments[:9] if x is not None]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    cu_q, cu_k, *ctx.rest = inputs[9:]
+    ctx.save_for_backward(*inputs[:9], *output[1:], cu_q, cu_k)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    none = (None,) * (2 + len(ctx.rest))
+    *saved, cu_q, cu_k = ctx.saved_tensors
+    if dout is None:
+        return *((None,) * 9), *none
+    grads = iter(attention_backward_op(*saved, dout, cu_q, cu_k, *ctx.rest))
+    return *(None if x is None else next(grads) for x in saved[:9]), *none
+
+
+attention_op.register_autograd(_differentiate, setup_context=_setup_context)

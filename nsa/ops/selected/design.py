@@ -1,0 +1,36 @@
+"""Which design of the selected branch runs, as far as shapes say it; free of Triton, because shapes of outputs depend on it."""
+
+from __future__ import annotations
+
+import torch
+
+DESIGNS = ("auto", "tiled", "gathered")
+
+# Queries of a tile: as many as a word of its list has bits.
+MAX_QUERIES = 32
+# Choices scatter when the list of a tile holds on average more than so many quarters of n blocks.
+LIMIT_4 = 11
+
+
+def always_tiled(design: str, group_size: int, n: int, len_q: int, len_k: int, block_size: int) -> bool:
+    """Whether the tiled design runs whatever the choice is.
+
+    Args:
+        design: ``tiled``, ``gathered``, or ``auto``: tiled where lists are short by the shapes alone, and otherwise what the
+            choice itself asks for, on the device.
+        group_size: query heads of a KV head.
+        n: slots of a query.
+        len_q: at least the longest sequence in queries.
+        len_k: the same in key tokens.
+        block_size: tokens of a block.
+    """
+    queries = min(max(64 // group_size, 1), MAX_QUERIES)
+    blocks = -(-len_k // block_size)
+    # Queries of all positions see half of the blocks on average.
+    longest = min(queries * n, blocks if len_q < len_k else (blocks + 1) // 2)
+    return design == "tiled" or (design == "auto" and 4 * longest <= LIMIT_4 * n)
+
+
+def order_type(num_entries: int) -> torch.dtype:
+    """Type of the order of an inverse index."""
+    return torch.int32 if num_entries < 2**31 else torch.int64

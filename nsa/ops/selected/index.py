@@ -1,0 +1,159 @@
+"""A choice of blocks in the forms that the kernels of the selected branch want; nothing here waits for the device.
+
+- **Lists by tile.** A tile is a few consecutive queries of one group. Its list holds every block that one of them chose,
+  ascending, and beside each block a word whose bit i says that query i of the tile chose it.
+- **Inverse index.** An *item* is a block of one head, ``head * num_blocks + block``. An *entry* is a (query, head, slot),
+  numbered as in ``block_indices [T, Hkv, n]``; sorted by item, the entries of an item are the queries that chose the block, in
+  order. Kernels that need memory for every entry cut the queries into segments, which are worked off one after the other. The
+  entries of an item in a segment are cut into *chunks*, one a program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa.ops._triton.layout import Layout
+from nsa.ops.selected.design import order_type
+from nsa.ops.selected.triton_index import key_kernel, list_kernel
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Blocks that the queries of each tile chose.
+
+    Attributes:
+        block: int32 ``[Hkv, tiles, BLOCK_Q * n]``, ascending.
+        word: the same shape: bit i says that query i of the tile chose the block.
+        count: int32 ``[Hkv, tiles, 3]``: blocks wholly in the past of every query, wholly inside the sequence, and all.
+        block_q: queries of a tile.
+    """
+
+    block: Tensor
+    word: Tensor
+    count: Tensor
+    block_q: int
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Programs that share the entries of an inverse index.
+
+    Attributes:
+        order: of the index.
+        begin: int32 ``[segments * items]``: where the entries of each item in a segment begin in ``order``.
+        length: the same shape: how many they are.
+        item: int32: ``segment * items + item`` of each chunk.
+        start: int32 ``[segments * items + 1]``: the first chunk of each item in a segment.
+        num_blocks: of the index.
+        segments: segments that the queries are cut into.
+        segment_rows: queries of a segment.
+        size: entries of a chunk.
+        limit: at least the chunks of any segment.
+    """
+
+    order: Tensor
+    begin: Tensor
+    length: Tensor
+    item: Tensor
+    start: Tensor
+    num_blocks: int
+    segments: int
+    segment_rows: int
+    size: int
+    limit: int
+
+    def arguments(self) -> tuple[Tensor, ...]:
+        """What kernels take to find their chunk."""
+        return self.order, self.begin, self.length, self.item, self.start
+
+
+@dataclass(frozen=True)
+class InverseIndex:
+    """The queries that chose each block.
+
+    Attributes:
+        key: int16 or int32 ``[T, Hkv, n]``: ``item * segments + segment`` of each entry, ``none`` where the block is absent.
+        order: int32 or int64 ``[T * Hkv * n]``: entries by key and, for one key, by query.
+        start: int32 ``[items * segments + 1]``: where the entries of each key begin in ``order``.
+        num_blocks: at least the blocks of all sequences together.
+        segments: segments that can be told apart.
+        none: number of keys.
+    """
+
+    key: Tensor
+    order: Tensor
+    start: Tensor
+    num_blocks: int
+    segments: int
+    none: int
+
+    def chunks(self, segments: int, size: int) -> Chunks:
+        """Chunks of ``size`` entries, in all segments of the index or in one."""
+        num_q, num_kv_heads, n = self.key.shape
+        items = num_kv_heads * self.num_blocks
+        # The segments of an item follow each other in the index; kernels run by segment.
+        starts = self.start[:-1].view(items, -1, self.segments // segments)[..., 0].t()
+        ends = self.start[self.segments // segments :: self.segments // segments].view(items, -1).t()
+        begin = starts.flatten().contiguous()
+        length = (ends - starts).flatten()
+        start = torch.nn.functional.pad(((length + (size - 1)) // size).cumsum(0, dtype=torch.int32), (1, 0))
+        numbers = torch.arange(self.order.numel() // size + segments * items, dtype=torch.int32, device=start.device)
+        item = torch.searchsorted(start, numbers, right=True, out_int32=True) - 1
+        rows = -(-num_q // segments)
+        limit = rows * num_kv_heads * n // size + items
+        return Chunks(self.order, begin, length, item, start, self.num_blocks, segments, rows, size, limit)
+
+
+def make_lists(block_indices: Tensor, layout: Layout, block_size: int, block_q: int, union: Tensor | None) -> Lists:
+    """Lists of every tile of ``block_q`` queries; to ``union`` int64 ``[2]`` are added their blocks and their number."""
+    num_q, num_kv_heads, n = block_indices.shape
+    device = block_indices.device
+    num_lists = layout.num_tiles(num_q, block_q, layout.len_q)
+    block, word = (torch.empty(num_kv_heads, num_lists, block_q * n, dtype=torch.int32, device=device) for _ in range(2))
+    count = torch.empty(num_kv_heads, num_lists, 3, dtype=torch.int32, device=device)
+    pad_n = triton.next_power_of_2(n)
+    if num_lists:
+        list_kernel[(num_lists, num_kv_heads)](
+            block_indices.contiguous(), block, word, count, union, *layout.arguments(), num_lists, HKV=num_kv_heads, N=n,
+            BLOCK_SIZE=block_size, BLOCK_Q=block_q, PAD_Q=triton.next_power_of_2(block_q), PAD_N=pad_n,
+            num_warps=max(1, min(8, block_q * pad_n // 256)),
+        )  # fmt: skip
+    return Lists(block, word, count, block_q)
+
+
+def make_index(
+    block_indices: Tensor, layout: Layout, block_size: int, num_tokens: int, segments: int, order: Tensor | None = None
+) -> InverseIndex:
+    """The inverse index of ``block_indices [T, Hkv, n]`` over keys of ``num_tokens`` tokens.
+
+    ``order`` is that of an index of the same choice, in any number of segments; None sorts anew.
+    """
+    num_q, num_kv_heads, n = block_indices.shape
+    device = block_indices.device
+    num_blocks = layout.num_tiles(num_tokens, block_size, layout.len_k)
+    segment_rows = -(-num_q // segments)
+    none = num_kv_heads * num_blocks * segments
+    # Half as many bits are sorted in half the passes. Rows of no sequence are not visited: they keep ``none``.
+    key_type = torch.int16 if none < 2**15 - 1 else torch.int32
+    key = torch.full(block_indices.shape, none, dtype=key_type, device=device)
+    cu_block = None
+    if layout.cu_k is not None:
+        ends = ((layout.cu_k[1:] - layout.cu_k[:-1] + (block_size - 1)) // block_size).cumsum(0, dtype=torch.int32)
+        cu_block = torch.nn.functional.pad(ends, (1, 0))
+    block_q = 64
+    key_kernel[(layout.num_tiles(num_q, block_q, layout.len_q),)](
+        block_indices.contiguous(), key, layout.cu_q, layout.cu_k, cu_block, layout.len_q, layout.len_k, layout.num_sequences,
+        num_blocks, segments, segment_rows, none, HKV=num_kv_heads, N=n, BLOCK_SIZE=block_size, BLOCK_Q=block_q, ENTRIES=1024,
+        num_warps=4,
+    )  # fmt: skip
+    if order is None:
+        ranked, order = key.flatten().sort(stable=True)
+        order = order.to(order_type(order.numel()))
+    else:
+        ranked = key.flatten()[order]
+    start = torch.searchsorted(ranked, torch.arange(none + 1, dtype=key_type, device=device), out_int32=True)
+    return InverseIndex(key, order, start, num_blocks, segments, none)

@@ -1,0 +1,96 @@
+"""Every kernel compiled for GPUs that are not there: what it needs of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa import NSAConfig, window_attention
+from nsa.ops._triton.tuning import Tile, tiles_chosen_by
+from tools.compile_only.driver import SHARED_MEMORY_LIMIT, Usage, absent_gpu
+from tools.compile_only.launches import jitted_functions, launches, reached_from
+from tools.compile_only.survey import ARCHS, MOST_STACK, PART, STACK_THAT_WINS, Case, Record, Tuning, compiled, tunings, whole
+
+
+def launched_by(cases: list[Case]) -> set[str]:
+    with launches() as launched:
+        for case in cases:
+            case.launch()
+    return {kernel.__name__ for kernel in launched}
+
+
+def unlaunched(cases: list[Case]) -> set[str]:
+    with launches() as launched:
+        for case in cases:
+            case.launch()
+    return {function.__name__ for function in jitted_functions() - reached_from(launched)}
+
+
+@pytest.mark.parametrize("sizes", PART, ids=str)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_needs_of_every_kernel(arch, sizes):
+    records = list(compiled([Tuning(arch)], PART[sizes]))
+    faults = [fault for record in records if (fault := record.fault(lenient=False))]
+    assert not faults, "\n".join(faults)
+    assert {record.usage.kernel for record in records} == launched_by(PART[sizes])
+
+
+@pytest.mark.parametrize("sizes", PART, ids=str)
+def test_every_kernel_is_launched(sizes):
+    assert not unlaunched(PART[sizes])
+
+
+def test_kernel_that_nobody_launches_is_seen():
+    assert unlaunched([Case(64, 64, 6)]) >= {"compress_dw_kernel", "gather_fwd_kernel", "selected_gather_fwd_kernel"}
+
+
+def test_whole_matrix_launches():
+    for cases in whole():
+        assert launched_by(cases), cases
+
+
+def test_large_tile_is_seen_to_spill():
+    q, k, v = (torch.zeros(64, heads, 128, dtype=torch.bfloat16) for heads in (12, 2, 2))
+    tile = Tile(64, 64, 4, 5, max_registers=64)
+    with absent_gpu(89) as usages, tiles_chosen_by(lambda key, _: tile):
+        window_attention(q, k, v, NSAConfig(head_dim=128, value_dim=128), backend="triton")
+    (usage,) = usages
+    assert usage.kernel == "range_fwd_kernel"
+    assert usage.stack > MOST_STACK
+    assert usage.shared > SHARED_MEMORY_LIMIT[89]
+
+
+@pytest.mark.parametrize(
+    ("size", "stack", "shared", "strict", "lenient"),
+    [
+        (128, 0, 101_376, None, None),
+        (128, 0, 101_377, "of shared memory", "of shared memory"),
+        (128, 8, 0, "more than 0 bytes of stack", "more than 0 bytes of stack"),
+        (192, 8, 0, "more than 0 bytes of stack", None),
+        (192, 8, 101_377, "of shared memory", "of shared memory"),
+    ],
+)
+def test_faults(size, stack, shared, strict, lenient):
+    record = Record(Tuning(89), Case(size, 64, 6), Usage("some_kernel", 255, stack, shared))
+    for expected, found in ((strict, record.fault(lenient=False)), (lenient, record.fault(lenient=True))):
+        assert (found is None) if expected is None else found and expected in found, found
+
+
+def test_allowed_stack_belongs_to_a_row_of_a_table(monkeypatch):
+    tables = {tuning.name: tuning.table for arch in SHARED_MEMORY_LIMIT for tuning in tunings(arch) if tuning.table}
+    kernels = {function.__name__ for function in jitted_functions()}
+    for (name, kernel, head_size), reason in STACK_THAT_WINS.items():
+        assert kernel in kernels
+        assert any(key.head_size == head_size for key in tables[name].rows)
+        assert reason
+    monkeypatch.setitem(STACK_THAT_WINS, ("nvidia-h200", "some_kernel", 128), "measured")
+    defaults, table = tunings(90)
+    for tuning, size, stack, expected in (
+        (table, 80, 256, None),
+        (table, 128, 256, None),
+        (table, 128, 264, "more than 256 bytes of stack"),
+        (table, 64, 8, "more than 0 bytes of stack"),
+        (defaults, 128, 8, "more than 0 bytes of stack"),
+    ):
+        fault = Record(tuning, Case(size, size, 4), Usage("some_kernel", 255, stack, 0)).fault(lenient=True)
+        assert (fault is None) if expected is None else fault and expected in fault, fault

@@ -1,0 +1,80 @@
+"""Tokens and heads more than 2^31 elements apart: address arithmetic in 32 bits would wrap.
+
+The tensors lie in memory that is reserved and hardly touched. A wrapped address ends the process, so the operators run in one
+of their own.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OPERATORS = ["window", "compressed", "choice", "selected", "gathered", "compress"]
+
+PROGRAM = """
+import mmap, sys
+import torch
+from nsa import compress, compressed_attention, select_blocks, selected_attention, window_attention
+from tests.kernels import quick_interpreter
+from tests.ops.cases import small
+
+quick_interpreter.install()
+TOKENS, HEADS = 12, 4
+axis = sys.argv[1]
+NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
+config = small(num_heads=HEADS, num_kv_heads=HEADS, value_dim=16, num_local_blocks=1)
+torch.manual_seed(0)
+
+
+def far(x):
+    # 2^28 elements from token to token, or 2^30 from head to head.
+    step = (2**28, 16, 1) if axis == "tokens" else (16, 2**30, 1)
+    size = 4 * sum((n - 1) * s for n, s in zip(x.shape, step)) + 64
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
+    y = torch.frombuffer(memory, dtype=torch.float32).as_strided(x.shape, step)
+    with torch.no_grad():
+        y.copy_(x)
+    return y.requires_grad_()
+
+
+def run(operator, q, k, v, dout):
+    ids = torch.zeros(TOKENS, HEADS, 4, dtype=torch.int32)
+    ids[..., 1:] = -1
+    if operator == "compress":
+        out, _ = compress(k, None, config, backend="triton")
+        return [out, *torch.autograd.grad(out, [k], dout[: out.shape[0]])]
+    if operator in ("compressed", "choice"):
+        out, lse = compressed_attention(q, k, v, config, **offsets)
+        if operator == "choice":
+            return [select_blocks(q, k, lse, config, **offsets)]
+    elif operator == "window":
+        out, _ = window_attention(q, k, v, config, backend="triton")
+    else:
+        design = "gathered" if operator == "gathered" else "tiled"
+        out, _ = selected_attention(q, k, v, ids, config, design=design, backend="triton")
+    return [out, *torch.autograd.grad(out, [q, k, v], dout)]
+
+
+# The compressed branch sees as many rows of keys as there are blocks: 12 of 52 tokens.
+total = torch.tensor([0, 52], dtype=torch.int32)
+offsets = {"cu_seqlens_q": torch.tensor([0, TOKENS], dtype=torch.int32), "cu_seqlens_k": total, "backend": "triton"}
+q, k, v, dout = (torch.randn(TOKENS, HEADS, 16) for _ in range(4))
+for operator in sys.argv[2:]:
+    near = run(operator, *(x.clone().requires_grad_() for x in (q, k, v)), dout)
+    wide = run(operator, *(far(x) for x in (q, k, v)), far(dout).detach())
+    assert all(torch.equal(a, b) for a, b in zip(near, wide, strict=True)), operator
+    print(operator, flush=True)
+"""
+
+
+@pytest.mark.parametrize("axis", ["tokens", "heads"])
+def test_addresses_do_not_wrap(axis):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, axis, *OPERATORS], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+    passed = done.stdout.split()
+    assert passed == OPERATORS, f"exit status {done.returncode} after {passed}: {done.stderr[-1500:]}"

@@ -1,0 +1,134 @@
+"""Triton's view of an NVIDIA GPU that is not there: launches compile, are noted, and run nothing."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+# Bytes of shared memory that one program may have, by compute capability (CUDA C++ Programming Guide, technical
+# specifications: maximum amount of shared memory per thread block).
+SHARED_MEMORY_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one compiled kernel needs.
+
+    Attributes:
+        kernel: name of the function.
+        registers: of a thread.
+        stack: bytes of a thread in local memory: spilled registers, and arrays that are indexed.
+        shared: bytes of a program in shared memory.
+    """
+
+    kernel: str
+    registers: int
+    stack: int
+    shared: int
+
+
+class AbsentGPU(DriverBase):
+    """An NVIDIA GPU of one compute capability, as far as Triton asks before it runs a kernel.
+
+    Args:
+        arch: compute capability, major and minor as two digits.
+        usages: where the needs of each kernel are noted when it is loaded.
+    """
+
+    serials = itertools.count()
+
+    def __init__(self, arch: int, usages: list[Usage]) -> None:
+        super().__init__()
+        self.arch, self.usages = arch, usages
+        # Triton keeps compiled kernels by device: with a number of its own, no GPU finds those of another one.
+        self.serial = next(self.serials)
+        self.utils = self
+        self.launcher_cls: Callable[..., Callable[..., None]] = lambda src, metadata: lambda *args, **kwargs: None
+
+    @classmethod
+    def is_active(cls) -> bool:
+        """Yes: nobody needs to look for hardware."""
+        return True
+
+    def get_current_target(self) -> GPUTarget:
+        """What to compile for."""
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        """Number of this GPU."""
+        return self.serial
+
+    def get_current_stream(self, device: int) -> int:
+        """The default stream."""
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        """Where tensors lie."""
+        return torch.device("cpu")
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        """Room without end: a kernel that needs too much is noted like any other, and judged by whoever reads the notes."""
+        return {"max_shared_mem": 1 << 30}
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+        """Note a kernel; for Triton the handles of module and function, registers, spilled words, and most threads."""
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(binary)
+            file.flush()
+            command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found = re.search(r"REG:(\d+) STACK:(\d+) ", text)
+        assert found is not None, f"cuobjdump says nothing about {name} for sm_{self.arch}: {text!r}"
+        self.usages.append(Usage(name, int(found[1]), int(found[2]), shared))
+        return 0, 0, int(found[1]), int(found[2]) // 4, 1024
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        """Not asked for: there is no launcher to build."""
+        raise NotImplementedError
+
+    def get_benchmarker(self) -> Any:
+        """Not asked for: nothing runs."""
+        raise NotImplementedError
+
+
+@contextmanager
+def absent_gpu(arch: int) -> Iterator[list[Usage]]:
+    """Let launchers take CPU tensors: a launch compiles its kernel for ``sm_<arch>`` and runs nothing.
+
+    Outputs hold whatever their memory held.
+
+    Args:
+        arch: a key of ``SHARED_MEMORY_LIMIT``.
+
+    Yields:
+        A list to which a kernel is added whenever a launch has to compile it (or to take it from Triton's cache on disk).
+        Nothing is added where the launch before did.
+    """
+    assert not triton.knobs.runtime.interpret, "kernels compile in a process without TRITON_INTERPRET=1"
+    assert arch in SHARED_MEMORY_LIMIT, arch
+    usages: list[Usage] = []
+    triton.runtime.driver.set_active(AbsentGPU(arch, usages))
+    try:
+        with kernels_take_cpu_tensors():
+            yield usages
+    finally:
+        triton.runtime.driver.set_active(None)
+
+
+@contextmanager
+def kernels_take_cpu_tensors() -> Iterator[None]:
+    """Within, ``backend="triton"`` is not refused where tensors lie on the CPU."""
+    with mock.patch("nsa.ops._boundary.kernels_run_on_cpu", return_value=True):
+        yield

@@ -1,0 +1,197 @@
+"""What each kernel needs in each case, and what it may need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from nsa import NSAConfig
+from nsa.ops._triton.tuning import RELATIVES, TABLES, Tile, TileKey, TileTable, default_tile, load_table, tiles_chosen_by
+from tools.compile_only.driver import SHARED_MEMORY_LIMIT, Usage, absent_gpu
+from tools.compile_only.launches import DENSE, LONG, PARTS, SHORT, Batch, attend
+
+MOST_STACK = 256  # bytes of a thread
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+# Kernels that may need stack, by table, function and head size of the table's row: the measurement that says that it wins.
+STACK_THAT_WINS = {
+    ("nvidia-h200", "range_dkv_kernel", 64): (
+        "at most 168 registers, so that three programs share a multiprocessor: 0.130 and 0.551 ms (compressed, window) against "
+        "0.156 and 0.592 before; see docs/log.md and docs/kernels/range-attention.md"
+    ),
+    (
+        "nvidia-h200",
+        "range_dkv_kernel",
+        128,
+    ): "64 rows by 64 keys, fastest in the wide shape; see docs/kernels/range-attention.md",
+    ("nvidia-h200", "select_kernel", 64): (
+        "at most 168 registers, so that three programs share a multiprocessor: 1.03 ms against 1.14 without a limit; "
+        "see docs/kernels/selection.md"
+    ),
+    ("nvidia-h200", "select_kernel", 128): "32 blocks a step, 7.4 ms against 9.6 with 16; see docs/kernels/selection.md",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of the attention of a layer that is compiled.
+
+    Attributes:
+        head_dim: D.
+        value_dim: Dv.
+        group_size: G.
+        dtype: key of ``DTYPES``.
+        batch: the sequences.
+        changes: further fields of the config that differ from the default.
+    """
+
+    head_dim: int
+    value_dim: int
+    group_size: int
+    dtype: str = "bf16"
+    batch: Batch = PARTS
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        sizes = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
+        changes = "".join(f" {name}={value}" for name, value in self.changes)
+        return f"D {sizes} G {self.group_size} {self.dtype} {self.batch}{changes}"
+
+    def launch(self) -> None:
+        """Launch every kernel of it."""
+        sizes = {"num_heads": 2 * self.group_size, "head_dim": self.head_dim, "value_dim": self.value_dim}
+        # As many blocks as make the choices scatter in groups of any size.
+        blocks = {"num_selected_blocks": max(16, 2 * self.group_size)} if self.batch is LONG else {}
+        config = NSAConfig(num_kv_heads=2, **{**sizes, **blocks, **dict(self.changes)})
+        attend(config, DTYPES[self.dtype], self.batch)
+
+
+def usual(head_dim: int, value_dim: int, group_size: int, dtype: str = "bf16") -> list[Case]:
+    """All kernels at these sizes, with the default pattern."""
+    case = Case(head_dim, value_dim, group_size, dtype)
+    phis = [replace(case, changes=(("phi", phi),)) for phi in ("linear", "mlp")]
+    return [case, replace(case, batch=LONG), *phis]
+
+
+def variations() -> list[Case]:
+    """What a config and a batch can change beside the sizes of heads."""
+    case = Case(64, 64, 6)
+    small = {"compress_block_size": 8, "compress_stride": 4, "num_selected_blocks": 4, "window_size": 32}
+    changes: list[dict[str, Any]] = [
+        {**small, "block_size": 16},
+        {"block_size": 32},
+        {"block_size": 128},
+        {"num_selected_blocks": 5},
+        {"num_selected_blocks_table": ((-1, 4096, 8),)},
+        {"coarse_block_size": 512, "num_coarse_blocks": 8},
+        {"score_precision": "bf16"},
+        {"score_precision": "fp8"},
+        {"window_size": 4096},
+        {"compress_rope": "start", "rotary_dim": 32},
+        {"branches": ("slc", "win")},
+    ]
+    found = [replace(case, batch=SHORT, changes=tuple(change.items())) for change in changes]
+    scattered = [replace(case, batch=LONG, changes=(("block_size", size),)) for size in (32, 128)]
+    return [replace(case, batch=DENSE), replace(case, batch=SHORT), *found, *scattered]
+
+
+# Sizes of heads by the work of one process. What `make test` compiles, for ``ARCHS``; and everything, for all.
+ARCHS = (80, 89, 90, 100)
+PART = {sizes: [case for g in (6, 16) for case in usual(*sizes, g)] for sizes in ((64, 64), (192, 128))}
+GROUP_SIZES = {(64, 64): (1, 3, 4, 6, 8, 16, 64), (128, 128): (4, 16, 64), (192, 128): (6, 16, 64)}
+HEAD_SIZES = ((16, 16), (32, 32), (64, 64), (80, 80), (128, 128), (192, 128), (256, 256))
+
+
+def whole() -> list[list[Case]]:
+    """The whole matrix: cases that share kernels together."""
+    found = [[case for g in GROUP_SIZES.get(sizes, (6, 64)) for case in usual(*sizes, g)] for sizes in HEAD_SIZES]
+    found += [usual(*sizes, 6, "fp16") for sizes in HEAD_SIZES]
+    found += [[case for g in (6, 16) for case in usual(*sizes, g, "fp32")] for sizes in HEAD_SIZES]
+    return [*found, variations()]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Where tiles come from: a committed table with the defaults of its GPU behind it, or the defaults alone.
+
+    Attributes:
+        arch: compute capability as two or three digits.
+        name: of the table; ``defaults`` without one.
+        table: None for the defaults alone.
+    """
+
+    arch: int
+    name: str = "defaults"
+    table: TileTable | None = field(default=None, repr=False)
+
+    def tile(self, key: TileKey) -> Tile:
+        """What a GPU of this kind looks up."""
+        return (None if self.table is None else self.table.find(key)) or default_tile(key, divmod(self.arch, 10))
+
+    def head_size_of_row(self, size: int) -> int | None:
+        """Of the table's rows that serve heads of this size; None where none does."""
+        sizes = () if self.table is None else (key.head_size for key in self.table.rows)
+        return min((row for row in sizes if row >= size), default=None)
+
+
+def tunings(arch: int) -> list[Tuning]:
+    """The defaults of an architecture, and its committed tables."""
+    names = [name for capability, name in RELATIVES.items() if capability == divmod(arch, 10)]
+    return [Tuning(arch), *(Tuning(arch, name, load_table(TABLES / f"{name}.json")) for name in names)]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a kernel needs in a case.
+
+    Attributes:
+        tuning: where its tile comes from.
+        case: the call that compiled it; later ones that want the same kernel have no record of their own.
+        usage: what it needs.
+    """
+
+    tuning: Tuning
+    case: Case
+    usage: Usage
+
+    def __str__(self) -> str:
+        usage = self.usage
+        needs = f"{usage.stack} bytes of stack, {usage.registers} registers, {usage.shared} bytes of shared memory"
+        return f"sm_{self.tuning.arch} {self.tuning.name}: {usage.kernel}: {needs} ({self.case})"
+
+    def fault(self, lenient: bool) -> str | None:
+        """Why the kernel needs too much; None where it does not.
+
+        Args:
+            lenient: whether stack is no fault above head size 128.
+        """
+        limit = SHARED_MEMORY_LIMIT[self.tuning.arch]
+        if self.usage.shared > limit:
+            return f"{self}: more than {limit} bytes of shared memory"
+        size = max(self.case.head_dim, self.case.value_dim)
+        if lenient and size > 128:
+            return None
+        row = (self.tuning.name, self.usage.kernel, self.tuning.head_size_of_row(size))
+        allowed = MOST_STACK if row in STACK_THAT_WINS else 0
+        return f"{self}: more than {allowed} bytes of stack" if self.usage.stack > allowed else None
+
+
+def compiled(some: Iterable[Tuning], cases: Iterable[Case]) -> Iterator[Record]:
+    """Compile every kernel that these cases launch, each once.
+
+    Args:
+        some: tunings of one architecture.
+        cases: what to launch.
+    """
+    some, cases = tuple(some), tuple(cases)
+    (arch,) = {tuning.arch for tuning in some}
+    with absent_gpu(arch) as usages:
+        for tuning in some:
+            with tiles_chosen_by(lambda key, _, tuning=tuning: tuning.tile(key)):  # type: ignore[misc]
+                for case in cases:
+                    before = len(usages)
+                    case.launch()
+                    yield from (Record(tuning, case, usage) for usage in usages[before:])
