@@ -320,8 +320,9 @@ def check_case(data: st.DataObject, counts: Counter[str]) -> None:
         if refuses(lambda: result.append(case.run(case.arguments))):
             counts["refused"] += 1
             return
-        # The changed argument is one that this call does not read, or as good as the one before.
-        near(result[0], case.expected(case.arguments), 2e-11 if result[0].dtype != torch.float32 else 1e-5)
+        # The changed argument is one that this call does not read, or as good as the one before, maybe rounded.
+        rounded = any(isinstance(value, Tensor) and value.dtype == torch.float32 for value in case.arguments.values())
+        near(result[0], case.expected(case.arguments), 1e-5 if rounded else 2e-11)
         counts["unread"] += 1
         return
     near(case.run(case.arguments), case.expected(case.arguments), 2e-11)
