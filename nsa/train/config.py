@@ -154,7 +154,8 @@ class TrainConfig:
             ``stop``.
         nonfinite_limit: consecutive such steps after which the run stops whatever the policy.
         sample_tokens: tokens of the sample written at the end.
-        data_limit_s: longest wait for the next batch, seconds, before the run ends with a checkpoint; 0 means without limit.
+        data_limit_s: longest wait for the next batch, seconds, before the run ends with a checkpoint; 0 means without limit. A
+            stream has ``data.time_limit_s`` instead.
         stall_limit_s: longest silence of a process, seconds, before the watchdog reports where it hangs and ends it; ten times
             the last step's duration where that is more; 0 switches the watchdog off.
     """

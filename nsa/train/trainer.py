@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from nsa.errors import check
+from nsa.errors import UserError, check
 from nsa.lm.model import LanguageModel
 from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpoints, read_meta
 from nsa.train.config import TrainConfig
@@ -310,23 +310,36 @@ class Trainer:
     def _take(self, ahead: Prefetcher[Drawn]) -> tuple[list[Batch], int, int]:
         """This process's micro-batches of the next step, and the targets and bytes of text of all processes'."""
         config, step = self.config, self.state.progress.step
-        self._beat("data", step, 2 * config.data_limit_s)
+        limit_s = STARTING_LIMIT_S if self._step_s == math.inf else max(config.stall_limit_s, 10 * self._step_s)
+        patience_s = self._data_patience_s()
         drawn, starved = None, ""
+        self._beat("data", step, max(limit_s, patience_s + 10) if patience_s else 0)
         try:
-            drawn = ahead.get(config.data_limit_s)
+            drawn = ahead.get(patience_s)
         except StarvedError as error:
+            starved = f"{error} (data_limit_s)"
+        except UserError as error:  # of a source that has given up, or found its data damaged
             starved = str(error)
-        self._beat("step", step, STARTING_LIMIT_S if self._step_s == math.inf else max(config.stall_limit_s, 10 * self._step_s))
         batches, place = drawn or ([], {})
         counted = (sum(batch.num_targets for batch in batches), sum(batch.num_bytes for batch in batches))
+        self._beat("step", step, max(limit_s, patience_s + 10))  # the others may still wait for theirs
         targets, num_bytes, num_starved = self.processes.total(*counted, int(drawn is None))
         if num_starved:
             self._checkpoint()
             self._checkpoints.wait()
-            what = f"data starvation after step {step}: {starved or 'another process got no batch'} (data_limit_s)"
+            what = f"data starvation after step {step}: {starved or 'another process got no batch'}"
             raise TrainingStoppedError(f"{what}; {self._left()}. See why the data do not come, then resume.")
+        self._beat("step", step, limit_s)
         self.state.sampler.load_state_dict(place)
         return batches, targets, num_bytes
+
+    def _data_patience_s(self) -> float:
+        """Longest wait for a batch, 0 without limit. A stream tries again and gives up by itself; this comes after that."""
+        config = self.config
+        if config.data.source != "stream" or config.data_limit_s == 0:
+            return config.data_limit_s
+        # A resumed stream first finds its way back, through most of a large file at worst.
+        return STARTING_LIMIT_S if self._step_s == math.inf else config.data.time_limit_s + 10
 
     def _read_results(self, keep: int) -> None:
         """Take in the figures of all steps but the newest ``keep``."""

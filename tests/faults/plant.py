@@ -48,7 +48,22 @@ def _stuck_in_c(step: str) -> None:
 
 
 def _starve(window: str, rank: str = "0", seconds: str = "3600") -> None:
-    """Reading training text stops after some windows."""
+    """Reading training text stops after some micro-batches."""
+    _after_micro_batches(window, rank, lambda: time.sleep(float(seconds)))
+
+
+def _lose_data(window: str, rank: str = "0") -> None:
+    """The source of the training text gives up after some micro-batches."""
+
+    def give_up() -> None:
+        from nsa.train.data import DataUnavailableError
+
+        raise DataUnavailableError("DocumentReader", "source", "send documents within the time limit of 300 s", "none")
+
+    _after_micro_batches(window, rank, give_up)
+
+
+def _after_micro_batches(number: str, rank: str, action: Callable[[], None]) -> None:
     from nsa.train.data import batch
 
     real, calls = batch.collate, 0
@@ -56,8 +71,8 @@ def _starve(window: str, rank: str = "0", seconds: str = "3600") -> None:
     def collate(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls > int(window) and os.environ.get("RANK", "0") == rank:
-            time.sleep(float(seconds))
+        if calls > int(number) and os.environ.get("RANK", "0") == rank:
+            action()
         return real(*args, **kwargs)
 
     from nsa.train import trainer
@@ -113,6 +128,7 @@ _FAULTS: dict[str, Callable[..., None]] = {
     "none": _none,
     "stuck-in-c": _stuck_in_c,
     "starve": _starve,
+    "lose-data": _lose_data,
     "nan-in-weights": _nan_in_weights,
     "die": _die,
     "small-files": _small_files,

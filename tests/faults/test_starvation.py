@@ -5,19 +5,25 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from nsa.train.checkpoint import list_checkpoints
 from tests.faults.cases import Nsa, Ranks, outcome, write_config
 
 
-def test_starving_run_leaves_a_checkpoint_and_resumes_identically(tmp_path: Path, count) -> None:
+@pytest.mark.parametrize(("fault", "what"), [
+    ("starve", "no batch in 1 s (data_limit_s)"),
+    ("lose-data", "DocumentReader: source must send documents within the time limit of 300 s, got none."),
+])  # fmt: skip
+def test_starving_run_leaves_a_checkpoint_and_resumes_identically(tmp_path: Path, fault: str, what: str, count) -> None:
     config = write_config(tmp_path, steps=20, checkpoint_every=1000, data_limit_s=1.0, stall_limit_s=20.0)
     with Nsa("train", config, "--run-dir", tmp_path / "whole", said=tmp_path / "said") as nsa:
         assert nsa.end() == 0
     path, begin = tmp_path / "run", time.monotonic()
-    with Nsa("train", config, "--run-dir", path, said=tmp_path / "said", fault=("starve", "14")) as nsa:
+    with Nsa("train", config, "--run-dir", path, said=tmp_path / "said", fault=(fault, "14")) as nsa:
         assert nsa.end() == 1
         assert time.monotonic() - begin < 30
-        assert "stopped: data starvation after step 7: no batch in 1 s (data_limit_s); the last checkpoint is" in nsa.text
+        assert f"stopped: data starvation after step 7: {what}; the last checkpoint is" in nsa.text
     assert [path.name for path in list_checkpoints(path / "checkpoints")] == ["step-00000007"]
     with Nsa("train", "--resume", path, said=tmp_path / "said") as nsa:
         assert nsa.end() == 0
