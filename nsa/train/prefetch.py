@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
+
+_CLOSING_S = 2.0
 
 
 class StarvedError(Exception):
@@ -28,7 +31,8 @@ class Prefetcher(Generic[Item]):
         self._ready: queue.Queue[Item | _Failure] = queue.Queue(ahead)
         self._closed = threading.Event()
         # A daemon: a read that never returns must not keep the process from ending.
-        threading.Thread(target=self._work, name="batches", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="batches", daemon=True)
+        self._thread.start()
 
     def get(self, timeout_s: float) -> Item:
         """The next item.
@@ -48,10 +52,16 @@ class Prefetcher(Generic[Item]):
         return item
 
     def close(self) -> None:
-        """Let the thread end; what is ready is dropped."""
+        """End the thread, unless it is stuck; what is ready is dropped.
+
+        A thread that still runs PyTorch's code when the interpreter ends would abort the process.
+        """
         self._closed.set()
-        while not self._ready.empty():
-            self._ready.get_nowait()
+        deadline = time.monotonic() + _CLOSING_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            while not self._ready.empty():  # it may wait for room
+                self._ready.get_nowait()
+            self._thread.join(0.01)
 
     def _work(self) -> None:
         while not self._closed.is_set():

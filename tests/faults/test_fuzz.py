@@ -226,7 +226,8 @@ def layer_case(batch: Batch, *, cached: bool) -> Case:
     def expected(changed: dict[str, Any]) -> np.ndarray:
         weights, tokens = {name: array(value) for name, value in module.state_dict().items()}, array(changed["x"])
         bounds = [0, len(tokens)] if cached else cu.tolist()
-        return np.concatenate([oracle.layer(weights, tokens[a:b], config) for a, b in itertools.pairwise(bounds) if b > a])
+        parts = [oracle.layer(weights, tokens[a:b], config) for a, b in itertools.pairwise(bounds) if b > a]
+        return np.concatenate([np.empty((0, WIDTH)), *parts])
 
     arguments = {"x": x} if cached else {"x": x, "cu_seqlens": cu}
     return Case("NSACache" if cached else "NativeSparseAttention", batch, arguments, run, expected)

@@ -154,28 +154,6 @@ def test_signal_during_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert reproducible_rows(tmp_path / "cut") == reproducible_rows(tmp_path / "whole")
 
 
-def test_process_leaves_on_the_first_signal_and_at_once_on_the_second(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, steps=100_000, log_every=1, eval_every=0)
-    with Process(config, tmp_path, "once") as once, Process(config, tmp_path, "twice") as twice:
-        once.wait_for_step(2)
-        once.popen.send_signal(signal.SIGTERM)
-        twice.wait_for_step(2)
-        twice.popen.send_signal(signal.SIGSTOP)  # so that both signals are there before the step ends
-        twice.popen.send_signal(signal.SIGINT)
-        twice.popen.send_signal(signal.SIGTERM)
-        twice.popen.send_signal(signal.SIGCONT)
-        code, said = once.end()
-        assert code == 0
-        assert "SIGTERM received: finishing this step, then a checkpoint" in said
-        step = int(list_checkpoints(once.path / "checkpoints")[-1].name.removeprefix("step-"))
-        assert f"result False SIGTERM {step}" in said
-        assert step == read_metrics(once.path / "metrics.jsonl")[-1]["step"]
-        code, said = twice.end()
-        assert code in (128 + signal.SIGTERM, 128 + signal.SIGINT)
-        assert "again: leaving at once, without a checkpoint" in said
-        assert "result" not in said
-
-
 # -------------------------------------------------------------------------------------------------------------- the state
 
 
