@@ -51,7 +51,7 @@ def add_prepare(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=int, metavar="N", help="end with the document that reaches N training tokens (default: all)")
     add("--shard-tokens", type=int, default=100_000_000, metavar="N", help="size of a shard (default 100000000)")
     add("--licence", metavar="TEXT", help="of the text, for the index, where the hub does not state it")
-    add("--workers", type=int, metavar="N", help="processes that tokenise (default one for each core)")
+    add("--workers", type=int, metavar="N", help="processes that tokenise (default one for each core; bytes need none)")
     add("--time-limit-s", type=float, default=300.0, metavar="S", help="give up after S seconds without text (default 300)")
 
 

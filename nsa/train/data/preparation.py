@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from nsa.train.data.shard_writer import ShardWriter
 from nsa.train.data.shards import FORMAT, INDEX, PROGRESS, STAMP, TOKENIZER, index_digest, shard_dtype
 from nsa.train.data.stream import Batch, DocumentReader, Found, Origin, Place
 from nsa.train.data.tokenise import SIDES, Side, Texts, TokenBatch, Tokenise, is_text, side_of
-from nsa.train.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
+from nsa.train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
 from nsa.train.run_folder import replace_text
 
 _LOCK = "prepare.lock"
@@ -118,7 +118,7 @@ def prepare(
     Args:
         config: what to prepare.
         out: folder for the shards; new, empty, or that of an interrupted preparation.
-        workers: processes that tokenise; None takes one for each core that this process may use.
+        workers: processes that tokenise; None takes one for each core that this process may use. Bytes need none.
         time_limit_s: seconds without a document after which the source is given up.
         on_progress: called at the beginning and after each batch.
 
@@ -164,20 +164,42 @@ class _Preparation:
     def run(self, workers: int) -> dict[str, Any]:
         """Read, tokenise and write everything that is left, then the index."""
         place, limit = self._progress.place, self._time_limit_s
-        with DocumentReader(self._origin, _unchanged, start=place, time_limit_s=limit) as reader, ExitStack() as files:
+        transform = self._tokenise() if self._is_read_as_tokens else _unchanged
+        with DocumentReader(self._origin, transform, start=place, time_limit_s=limit) as reader, ExitStack() as files:
             self._begin(reader.found, files)
             committed = time.monotonic()
-            with _workers(workers, Tokenise(self._tokenizer, self._config.validation_fraction)) as tokenisers:
-                ends: deque[Place] = deque()
-                for tokens in tokenisers.map(_payloads(reader, ends)):
+            with closing(self._tokenised(reader, workers)) as batches:
+                for tokens, end in batches:
+                    self._write(tokens, end)
                     if self._progress.is_enough:
                         break
-                    self._write(tokens, ends.popleft())
                     if time.monotonic() - committed > _COMMIT_S:
                         self._commit()
                         committed = time.monotonic()
                     self._report()
             return self._finish()
+
+    @property
+    def _is_read_as_tokens(self) -> bool:
+        """Bytes are tokens at once: to send them to another process would take longer."""
+        return self._config.tokenizer == "byte"
+
+    def _tokenise(self) -> Tokenise:
+        tokenizer = ByteTokenizer() if self._is_read_as_tokens else self._tokenizer
+        return Tokenise(tokenizer, self._config.validation_fraction)
+
+    def _tokenised(self, reader: DocumentReader[Any], workers: int) -> Generator[tuple[TokenBatch, Place], None, None]:
+        """Batches of tokens, each with the place after it."""
+        if self._progress.is_enough:
+            return
+        if self._is_read_as_tokens:
+            for batch in reader:
+                yield batch.payload, batch.end
+            return
+        ends: deque[Place] = deque()
+        with _workers(workers, self._tokenise()) as tokenisers:
+            for tokens in tokenisers.map(_payloads(reader, ends)):
+                yield tokens, ends.popleft()
 
     def _begin(self, found: Found, files: ExitStack) -> None:
         """Open everything, now that the source has answered; ``files`` closes what is open when it ends."""

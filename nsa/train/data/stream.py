@@ -17,6 +17,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -31,6 +32,7 @@ from nsa.errors import UserError, check, fail
 from nsa.train.data.processes import Child, ChildDiedError
 from nsa.train.data.source import DataUnavailableError
 from nsa.train.data.tokenise import Texts
+from nsa.train.prefetch import Prefetcher
 
 if TYPE_CHECKING:
     import datasets
@@ -301,8 +303,10 @@ def _serve(connection: Connection, origin: Origin, start: Place, transform: Call
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is an exception too
         documents, found = open_documents(origin)
         connection.send(found)
-        for runs, texts in _batches(_tables(documents, origin, found, start, reports)):
-            connection.send(Batch(runs, transform(texts)))
+        tables = _tables(documents, origin, found, start, reports)
+        with closing(Prefetcher(lambda: next(tables, None))) as ahead:  # decoding goes on while texts are sent
+            for runs, texts in _batches(iter(lambda: ahead.get(0), None)):
+                connection.send(Batch(runs, transform(texts)))
         connection.send(None)
 
 
@@ -352,8 +356,9 @@ def _builder(origin: Origin, path: Path) -> datasets.DatasetBuilder:
         source = str(path.resolve()) if path.exists() else origin.source
         how = {"path": source, "name": origin.subset, "revision": origin.revision}
     builder = load_dataset_builder(**how)
-    # A text file is one document, not one a line.
-    return load_dataset_builder(**how, sample_by="document") if builder.name == "text" else builder
+    # A text file is one document, not one a line. Parquet is decoded in pieces, not by row groups, which may be large.
+    options: dict[str, dict[str, Any]] = {"text": {"sample_by": "document"}, "parquet": {"batch_size": _BATCH_ROWS}}
+    return load_dataset_builder(**how, **options[builder.name]) if builder.name in options else builder
 
 
 def _format_of(source: str) -> str:

@@ -120,7 +120,11 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         ("a.parquet", b"", "a.parquet. ArrowInvalid: Parquet file size is 0 bytes."),
         ("a.jsonl", b'{"text": "fine"}\n{"text": broken\n', "a.jsonl. ArrowInvalid: JSON parse error"),
         ("a.jsonl", b"", "source must begin with a file that holds documents, got the empty a.jsonl."),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "fine"}\n' * 99)[:-12], "a.jsonl.gz. EOFError: Compressed file ended before"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "fine"}\n' * 99, mtime=0)[:-12],
+            "a.jsonl.gz. EOFError: Compressed file ended before",
+        ),
         ("a.txt", b"\xff\xfe", "a.txt. UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position 0"),
     ],
 )
@@ -231,4 +235,4 @@ def test_without_network_the_error_comes_in_seconds(tmp_path: Path) -> None:
     assert refused["error"][0] == "DataUnavailableError"
     assert "source must be reachable, got own/set (there is no such file or folder here)" in refused["error"][1]
     assert "Check the network, or give a copy on this machine." in refused["error"][1]
-    assert refused["seconds"] < 10
+    assert refused["seconds"] < 30  # of 300; a busy machine takes ten to start the process
