@@ -18,6 +18,7 @@ from nsa.ops._boundary import (
     choose_backend,
     open_sequences,
     pack,
+    reads_contents,
     scale_of,
 )
 from nsa.ops._packed import query_positions
@@ -65,7 +66,8 @@ def native_sparse_attention(
         v_slc: values of the selected branch ``[S, Hkv, Dv]``.
         k_win: rotated keys of the window ``[S, Hkv, D]``.
         v_win: values of the window ``[S, Hkv, Dv]``.
-        gates: activated gates ``[T, Hq, 3]``, order (cmp, slc, win).
+        gates: activated gates ``[T, Hq, 3]``, order (cmp, slc, win), none below 0. On a GPU nobody looks (see
+            :func:`check_inputs`); there a gate below 0 makes gradients NaN.
         phi: parameters of the compression of keys and of values; None for phi ``mean``.
         config: the sparse pattern. Inputs of a branch that is off are ignored and may be None.
         q_cmp: queries of the compressed branch and of the scores; None means ``q``. With ``compress_rope="none"`` pass the
@@ -138,6 +140,7 @@ def check_inputs(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = None,
     block_indices: Tensor | None = None,
+    gates: Tensor | None = None,
 ) -> None:
     """Check the contents of index tensors, on any device; on a GPU this waits for the device.
 
@@ -146,10 +149,11 @@ def check_inputs(
         cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries.
         cu_seqlens_k: int32 ``[B + 1]`` offsets of the keys; None means those of the queries.
         block_indices: integer ``[T, Hkv, n]``, packed.
+        gates: ``[T, Hq, 3]``.
 
     Raises:
         ValueError: offsets do not start at 0, fall, or give a sequence more queries than keys; a query names a present block
-            twice.
+            twice; a gate is below 0.
     """
     name = "check_inputs"
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
@@ -159,6 +163,8 @@ def check_inputs(
         check_cu_seqlens_contents(name, argument, offsets, num_tokens)
     check_same_count(name, cu_seqlens_q, cu_seqlens_k)
     check_pair(name, cu_seqlens_q, cu_seqlens_k)
+    if gates is not None:
+        _check_gates(name, gates)
     if block_indices is None:
         return
     check_block_indices(name, block_indices, config)
@@ -180,6 +186,8 @@ def _check_inputs_of_branches(
     check_heads(name, "q", q, config.num_heads, config.head_dim, q)
     gate_shape = (*q.shape[:-2], config.num_heads, 3)
     check(tuple(gates.shape) == gate_shape, name, "gates", f"have shape {gate_shape}", tuple(gates.shape))
+    if reads_contents(gates):
+        _check_gates(name, gates)
     arguments = ("k_cmp_raw", "v_cmp_raw", "k_slc", "v_slc", "k_win", "v_win")
     key_shape: tuple[int, ...] | None = None
     for argument, tensor in zip(arguments, tensors, strict=True):
@@ -195,6 +203,13 @@ def _check_inputs_of_branches(
         check(same, name, argument, f"have as many tokens as the other keys {key_shape}", tuple(tensor.shape[:-2]))
     assert key_shape is not None
     return key_shape
+
+
+def _check_gates(name: str, gates: Tensor) -> None:
+    """Contents of the gates; a NaN is nobody's mistake here."""
+    negative = gates < 0
+    if negative.any():
+        check(False, name, "gates", "be at least 0", float(gates[negative][0]), "Give them activated, as by a sigmoid.")
 
 
 def _compressed_queries(name: str, q: Tensor, q_cmp: Tensor | None, rope: Rope | None, config: NSAConfig) -> Tensor | None:

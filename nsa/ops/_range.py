@@ -6,12 +6,13 @@ Triton is loaded when an operator first runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from nsa.ops._triton.layout import Gated
+if TYPE_CHECKING:
+    from nsa.ops._triton.layout import Gated
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, {extra}Tensor? cu_q, Tensor? cu_k, Tensor? cu_key, SymInt num_sequences, SymInt len_q, "

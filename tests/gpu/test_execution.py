@@ -85,6 +85,7 @@ def test_cuda_graph_with_other_documents():
             step.cu_seqlens.copy_(packed_offsets(lengths, DEVICE))
             for index, tensor in enumerate((*step.tensors.values(), step.dout)):
                 tensor.copy_(step.case.normal(*tensor.shape, seed=100 * sum(lengths[:2]) + index))
+            step.tensors["gates"].abs_()
         graph.replay()
         torch.cuda.synchronize()
         found = [x.clone() for x in captured]

@@ -23,8 +23,8 @@ from tests.kernels import quick_interpreter
 from tests.ops.cases import small
 
 quick_interpreter.install()
-TOKENS, HEADS = 12, 4
 axis = sys.argv[1]
+TOKENS, HEADS = 12, 1 if axis == "tokens" else 3
 NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
 config = small(num_heads=HEADS, num_kv_heads=HEADS, value_dim=16, num_local_blocks=1)
 torch.manual_seed(0)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
+from nsa.ops._triton.tuning import Tile, tiles_chosen_by
 from nsa.ops.selected import triton_launch
 from tests.ops import properties
 from tests.ops.cases import small
@@ -48,6 +50,13 @@ def test_operator(operator, case):
 )
 def test_options_of_the_choice(changes):
     check_choice(Case(dataclasses.replace(NARROW, **changes), (270, 9)))
+
+
+def test_steps_without_a_kept_block():
+    """Most steps of the second stage are left out; the key before a kept block still counts in it."""
+    stages: Any = {"coarse_block_size": 64, "num_coarse_blocks": 5, "num_init_blocks": 0, "num_local_blocks": 1}
+    with tiles_chosen_by(lambda key, tile: Tile(16, 4, 4, 1)):
+        check_choice(Case(dataclasses.replace(NARROW, **stages), (1200,) * 6, (1,) * 6))
 
 
 def test_compression_by_mlp():
@@ -111,7 +120,7 @@ def test_one_hot_gates_are_one_branch():
 
 @pytest.mark.parametrize("design", DESIGNS)
 def test_order_of_indices_does_not_matter(design):
-    properties.check_shuffled_indices(design, PACKED)
+    properties.check_shuffled_indices(design, Case(NARROW, (52, 9)))
 
 
 def test_unchosen_blocks_have_no_gradient():

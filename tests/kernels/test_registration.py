@@ -11,7 +11,7 @@ from tests.ops.public import Case
 from tests.ops.registration import check_compiled, check_operator, operator_names, record_calls
 
 CONFIG = small(num_heads=2, num_kv_heads=1, value_dim=16, phi="linear")
-CASE = Case(CONFIG, (40, 9))
+CASE = Case(CONFIG, (20, 9))
 
 
 @pytest.fixture(scope="module")

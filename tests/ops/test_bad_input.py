@@ -305,3 +305,10 @@ def test_the_message_says_what_was_given():
         nsa.window_attention(**{**good("window_attention"), "q": torch.zeros(20, 4, 32)})
     with pytest.raises(ValueError, match=r"end at the number of tokens \(20\), got 19\."):
         nsa.window_attention(**{**good("window_attention"), "cu_seqlens_q": torch.tensor([0, 19], dtype=torch.int32)})
+
+
+def test_a_gate_below_0():
+    inputs = good("native_sparse_attention")
+    inputs["gates"] = inputs["gates"].clone()
+    inputs["gates"][3, 1, 2] = -0.25
+    refused("native_sparse_attention", inputs, "gates")

@@ -84,3 +84,11 @@ def test_check_inputs_refuses_a_repeated_block():
     ids[100, 1] = torch.tensor([3, 0, 5, 3], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"^check_inputs: block_indices must .*block 3 .*query 100.*head 1"):
         check_inputs(small(), cu_seqlens_q=offsets([257]), block_indices=ids)
+
+
+def test_check_inputs_refuses_a_gate_below_0():
+    gates = torch.rand(1, small().num_heads, 3)
+    check_inputs(small(), cu_seqlens_q=offsets([1]), gates=gates)
+    gates[0, 1, 2] = -0.25
+    with pytest.raises(ValueError, match=r"^check_inputs: gates must be at least 0, got -0\.25"):
+        check_inputs(small(), cu_seqlens_q=offsets([1]), gates=gates)

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 import nsa
-from nsa import NSAConfig, PhiWeights, Rope, native_sparse_attention
+from nsa import NSAConfig, PhiWeights, Rope, combine, native_sparse_attention
 from nsa.testing import packed_offsets
 from tools.compile_only.driver import kernels_take_cpu_tensors
 
@@ -52,7 +52,7 @@ SHORT, PARTS, LONG, DENSE = Batch(96), Batch(4096), Batch(65_536), Batch(None)
 
 
 def attend(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
-    """The attention of one layer, forward and backward."""
+    """The attention of one layer, forward and backward, and the gated sum alone, which has a backward of its own."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     q = batch.tensor(64, heads, config.head_dim, dtype=dtype)
     pair = (config.head_dim, config.value_dim) * 3
@@ -68,6 +68,9 @@ def attend(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
         q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, phi, config, rope=rope, backend="triton", **batch.offsets()
     )
     torch.autograd.grad(out, [q, *keys, gates, *parameters], torch.zeros_like(out), allow_unused=True)
+    branches = [out.detach().requires_grad_() if name in config.branches else None for name in ("cmp", "slc", "win")]
+    total = combine(branches[0], branches[1], branches[2], gates, backend="triton")
+    torch.autograd.grad(total, [gates, *(x for x in branches if x is not None)], torch.zeros_like(total))
 
 
 def phi_weights(config: NSAConfig, size: int, dtype: torch.dtype) -> PhiWeights:

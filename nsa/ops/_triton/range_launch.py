@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa.ops._triton.layout import Gated, Layout
 from nsa.ops._triton.range_attention import range_fwd_kernel
 from nsa.ops._triton.range_attention_bwd import range_dkv_kernel, range_dq_kernel, range_reduce_kernel
-from nsa.ops._triton.tuning import Tile
+from nsa.ops._triton.tuning import MOST_REGISTERS, Tile
 
 # Chunks of queries that the work on one block of keys is cut into, and programs to aim at.
 MAX_CHUNKS = 32
@@ -72,6 +72,12 @@ def rows_of_tile(tile: Tile, group_size: int) -> int:
     return max(tile.rows, triton.next_power_of_2(group_size))
 
 
+def reduction_options(keys: int, head_dim: int, value_dim: int) -> dict[str, int]:
+    """Keywords of the launch of a kernel that sums dK and dV of so many keys: 64 registers of a thread hold the sums."""
+    warps = min(max(keys * block_of(max(head_dim, value_dim)) // 1024, 4), 16)
+    return {"num_warps": warps, "maxnreg": min(MOST_REGISTERS, 2048 // warps)}
+
+
 def fitting(tile: Tile, *sources: Tensor) -> Tile:
     """The tile, without tensor descriptors where these tensors do not lie as descriptors demand: in steps of 16 bytes."""
     steps = [x.data_ptr() for x in sources] + [stride * x.element_size() for x in sources for stride in x.stride()[:-1]]
@@ -104,7 +110,10 @@ def range_forward(
     rows = rows_of_tile(tile, group_size)
     grid = (layout.num_tiles(num_q, rows // group_size, layout.len_q), k.shape[1])
     tile = fitting(tile, k, v)
-    if num_q:
+    if num_q and not k.shape[0]:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    elif num_q:
         range_fwd_kernel[grid](
             q, key_source(k, tile), key_source(v, tile), out, lse, *layout.arguments(),
             num_q, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), softmax_scale, layout.size,
@@ -168,7 +177,7 @@ def range_backward(
         range_reduce_kernel[(num_blocks, num_kv_heads)](
             dk_sum, dv_sum, dk, dv, *layout.arguments(), chunk_rows, num_key, layout.size, layout.stride, HKV=num_kv_heads,
             **blocks, BLOCK_N=tile_dkv.keys, WINDOW=layout.window,
-            num_warps=max(4, tile_dkv.keys * block_of(max(head_dim, value_dim)) // 1024),
+            **reduction_options(tile_dkv.keys, head_dim, value_dim),
         )  # fmt: skip
     return dq, dk, dv
 

@@ -187,9 +187,9 @@ def _default_sizes(key: TileKey, capability: tuple[int, int] | None) -> Tile:
     # Each is the largest tried that needs no stack to head size 128, and for 192 with values of 128; `make test-compile` tells.
     warps = 4 if key.head_size <= 128 else 8
     if key.kernel == "select_blocks":
-        return Tile(16, 16, 4, 1)
+        return Tile(16, 16, 8 if key.head_size <= 128 else 4, 1)
     if key.element_size == 4:
-        return Tile(32 if key.head_size <= 64 else 16, 16, warps, 1)
+        return Tile(32, 16, 4, 1) if key.head_size <= 64 else Tile(16, 16, 8, 1)
     if key.head_size > 128:
         return Tile(32, 32, warps, 1)
     if "_fwd" in key.kernel:

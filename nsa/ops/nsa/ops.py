@@ -15,7 +15,6 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.ops._boundary import Sequences
 from nsa.ops._range import range_gradients, rows
-from nsa.ops._triton.layout import Gated
 from nsa.ops.combination.ops import combine_op
 from nsa.ops.compressed import range_arguments as compressed_arguments
 from nsa.ops.compressed import run_compressed_attention
@@ -73,6 +72,8 @@ def _backward(
     out_slc: Tensor, lse_slc: Tensor, order: Tensor, out_win: Tensor, lse_win: Tensor, dout: Tensor, *where: Any,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of the inputs that are given, in their order."""
+    from nsa.ops._triton.layout import Gated
+
     config, sequences, softmax_scale, design = _open(q, *where)
     q, dout, gates = rows(q), rows(dout), gates.contiguous()
     dgates = torch.zeros_like(gates)

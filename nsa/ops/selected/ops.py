@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from nsa.ops._range import rows
-from nsa.ops._triton.layout import Gated
 from nsa.ops.selected.design import always_tiled, order_type
+
+if TYPE_CHECKING:
+    from nsa.ops._triton.layout import Gated
 
 _WHERE = (
     "Tensor? cu_q, Tensor? cu_k, SymInt num_sequences, SymInt len_q, SymInt len_k, int block_size, float softmax_scale, "
