@@ -196,7 +196,8 @@ def test_killed_preparation_goes_on_40_times(source: Path, tmp_path: Path, count
     count("preparations killed, gone on identically", 10, killed(source, tmp_path, ("byte", "gpt2")[part % 2], 10, 10 + part))
 
 
-def test_a_reader_that_dies_is_replaced(source: Path, tmp_path: Path, count) -> None:
+def test_a_reader_that_dies_is_replaced(tmp_path: Path, count) -> None:
+    source = write_folder(tmp_path / "set", "jsonl", make_texts(12_000, longest=200), files=5)  # more than a pipe holds
     prepare(config_of(source), tmp_path / "whole")
     kills = 0
 

@@ -72,7 +72,7 @@ def test_stacks_and_checkpoint_on_demand(tmp_path: Path, count) -> None:
         nsa.wait_until(lambda: rows_of(path) > 3)
         nsa.kill(signal.SIGUSR1)
         stacks = path / "stacks" / "rank-0.txt"
-        nsa.wait_until(lambda: "_timed_step" in stacks.read_text())
+        nsa.wait_until(lambda: "nsa/train/trainer.py" in stacks.read_text())
         assert steps_of(path) == []
         nsa.kill(signal.SIGUSR2)
         nsa.wait_until(lambda: bool(steps_of(path)))
