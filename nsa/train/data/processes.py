@@ -74,7 +74,7 @@ class Child:
         """
         try:
             return self._connection.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # also in the middle of a message
             raise ChildDiedError(self._process.name) from None
 
     def close(self) -> None:
