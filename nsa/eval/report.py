@@ -7,11 +7,21 @@ from collections.abc import Iterator
 from nsa.errors import check, fail
 from nsa.eval.bits_per_byte import evaluate
 from nsa.train.checkpoint import list_checkpoints, read_meta
-from nsa.train.data import DataBundle, TextSource, bigram_bits_per_byte, open_data, validation_batches
+from nsa.train.data import (
+    DataBundle,
+    ShardSource,
+    StreamSource,
+    TextSource,
+    TokenSource,
+    bigram_bits_per_byte,
+    open_data,
+    validation_batches,
+)
 from nsa.train.inference import load_model
 from nsa.train.precision import choose_device
 from nsa.train.run_folder import RunFolder
 
+_BIGRAM_TOKENS = 1 << 24
 _SAME_DATA = ("train_sha256", "validation_sha256", "tokenizer_fingerprint")
 
 
@@ -48,13 +58,28 @@ def evaluate_run(folder: RunFolder, *, device: str = "auto", num_windows: int | 
     )
     yield f"loss: {result['loss_nats']:.4f} nats per token"
     yield f"bits per byte: {result['bits_per_byte']:.4f}"
-    if not isinstance(data.train, TextSource) or not isinstance(data.validation, TextSource):
+    if data.description["synthetic"]:
         yield f"lowest possible loss: {data.description['ideal_loss_nats']:.4f} nats per token (synthetic task, no text)"
         return
-    bigram = bigram_bits_per_byte(data.train, data.validation, num_targets=windows * config.seq_len)
-    yield f"bigram baseline: {bigram:.4f} bits per byte, counted on the training text, measured on the same held-out text"
+    if isinstance(data.train, StreamSource):
+        yield "no bigram baseline: a stream's training text is not kept (nsa data prepare makes shards of it)"
+        return
+    train, validation = (_text(source) for source in (data.train, data.validation))
+    bigram = bigram_bits_per_byte(train, validation, num_targets=windows * config.seq_len)
+    counted = f"{train.num_tokens:,} tokens of" if train.num_tokens < data.description["train_tokens"] else "the"
+    yield f"bigram baseline: {bigram:.4f} bits per byte, counted on {counted} training text, measured on the same held-out text"
     difference = bigram - result["bits_per_byte"]
     yield f"the model is {abs(difference):.4f} bits per byte {'better' if difference > 0 else 'WORSE'} than the bigram baseline"
+
+
+def _text(source: TokenSource) -> TextSource:
+    """The text of one side in memory, of shards only as much as a bigram model needs."""
+    if isinstance(source, ShardSource):
+        separator_id = source.separator_id
+        assert separator_id is not None, "shards without a separator"
+        return TextSource([source.tokens(0, _BIGRAM_TOKENS)], separator_id, source.token_bytes)
+    assert isinstance(source, TextSource), "neither shards nor text"
+    return source
 
 
 def _check_same_data(folder: RunFolder, data: DataBundle) -> None:

@@ -1,38 +1,52 @@
 """Checkpoints on disk: whole or absent, verified, and loaded without running any code from the file.
 
-A checkpoint is a folder ``step-00001000`` with files of ``torch.distributed.checkpoint`` (tensors alone) and ``meta.json`` (all
-that is not a tensor, and a SHA-256 of every other file). It is written under another name, flushed to the disk and only then
-renamed, so that a folder of this name is complete.
+A checkpoint is a folder ``step-00001000`` with ``tensors.safetensors`` (every tensor), ``meta.json`` (all that is not a tensor)
+and ``SHA256SUMS`` (hashes of the two, as ``sha256sum -c`` reads them). It is written under another name, flushed to the disk
+and only then renamed, so that a folder of this name is complete.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
+import logging
 import os
-import pickle
 import re
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from nsa.errors import check
+from nsa.errors import UserError, check, fail
+from nsa.train.run_folder import flush_folder, write_flushed
 
-FORMAT = 1
+logger = logging.getLogger(__name__)
+
+FORMAT = 2
+TENSORS, META, SUMS = "tensors.safetensors", "meta.json", "SHA256SUMS"
+_SUMS_TEXT = re.compile("".join(rf"([0-9a-f]{{64}})  {re.escape(name)}\n" for name in (TENSORS, META)).encode())
 _NAME = re.compile(r"step-(\d{8,})")
-_META = "meta.json"
 _UNFINISHED = ".unfinished-"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+}
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies or will lie."""
+    return folder / f"step-{step:08d}"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -41,57 +55,90 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
+def best_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint with the lowest held-out figure of its own step; None where no step with one was evaluated."""
+    figures: dict[Path, float] = {}
+    for path in list_checkpoints(folder):
+        try:
+            figure = read_meta(path).get("val_bits_per_byte")
+        except UserError:  # damaged: whoever wants to load it is told
+            continue
+        if figure is not None:
+            figures[path] = figure
+    return min(figures, key=lambda path: figures[path], default=None)
+
+
 def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], *, keep: int) -> Path:
-    """Write a checkpoint, then remove all but the newest ``keep``.
+    """Write a checkpoint, then remove all but the newest ``keep`` and the best.
 
     Args:
         folder: folder of all checkpoints of a run; made if need be.
         step: optimizer steps done, for the name.
         tensors: everything that is a tensor, by name.
-        meta: everything else, as JSON.
-        keep: checkpoints that stay, this one included.
+        meta: everything else, as JSON; ``val_bits_per_byte`` is what :func:`best_checkpoint` compares.
+        keep: newest checkpoints that stay, this one included.
 
     Returns:
         The folder of this checkpoint.
 
     Raises:
         FileExistsError: there is a checkpoint of this step.
+        OSError: it could not be written; what was there before is untouched.
     """
-    target = folder / f"step-{step:08d}"
+    target = checkpoint_path(folder, step)
     if target.exists():
         raise FileExistsError(f"{target} exists already")
     folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(f"{_UNFINISHED}*"):  # of a process that was killed here
-        shutil.rmtree(leftover)
+    _remove_unfinished(folder)  # of a process that was killed here
     unfinished = folder / f"{_UNFINISHED}{target.name}"
-    with _single_process():
-        save(dict(tensors), storage_writer=FileSystemWriter(unfinished, sync_files=True), no_dist=True)
-    files = {path.name: _sha256(path) for path in sorted(unfinished.iterdir())}
-    described = {"format": FORMAT, "torch": torch.__version__, "files": files, **meta}
-    with (unfinished / _META).open("w", encoding="utf-8") as file:
-        json.dump(described, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _flush_folder(unfinished)
+    try:
+        _write_files(unfinished, tensors, meta)
+    except OSError:
+        _remove_unfinished(folder)  # a full disk needs the room
+        raise
     unfinished.rename(target)
-    _flush_folder(folder)
+    flush_folder(folder)
+    best = best_checkpoint(folder)
     for old in list_checkpoints(folder)[:-keep]:
-        doomed = old.rename(folder / f"{_UNFINISHED}{old.name}")  # never half of a checkpoint under a valid name
-        shutil.rmtree(doomed)
+        if old != best:
+            old.rename(folder / f"{_UNFINISHED}{old.name}")  # never half of a checkpoint under a valid name
+    _remove_unfinished(folder)
     return target
+
+
+def _write_files(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    folder.mkdir()
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
+    except SafetensorError as error:  # its form of an OSError
+        raise OSError(f"{folder / TENSORS}: {error}") from error
+    with (folder / TENSORS).open("rb") as file:
+        os.fsync(file.fileno())
+    write_flushed(folder / META, json.dumps({"format": FORMAT, "torch": torch.__version__, **meta}, indent=1))
+    write_flushed(folder / SUMS, "".join(f"{_sha256(folder / name)}  {name}\n" for name in (TENSORS, META)))
+    flush_folder(folder)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    for leftover in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(leftover)
 
 
 def read_meta(path: Path) -> dict[str, Any]:
     """Everything of a checkpoint that is not a tensor.
 
     Raises:
-        ValueError: no complete checkpoint of this format is there.
+        ValueError: no complete, undamaged checkpoint of this format is there; the message names the file.
     """
     check(
-        _NAME.fullmatch(path.name) is not None and (path / _META).is_file(),
-        "read_meta", "path", "be a complete checkpoint, step-... with a meta.json", path,
-    )  # fmt: skip
-    meta: dict[str, Any] = json.loads((path / _META).read_text(encoding="utf-8"))
+        _NAME.fullmatch(path.name) is not None and path.is_dir(),
+        "read_meta",
+        "path",
+        "be the folder of a checkpoint, step-<number>",
+        path,
+    )
+    _verify(path, META)
+    meta: dict[str, Any] = json.loads((path / META).read_text(encoding="utf-8"))
     check(meta.get("format") == FORMAT, "read_meta", "path", f"hold a checkpoint of format {FORMAT}", meta.get("format"))
     return meta
 
@@ -99,84 +146,51 @@ def read_meta(path: Path) -> dict[str, Any]:
 def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Read tensors of a checkpoint into existing ones, on whatever device they are.
 
-    Every file is first compared with its SHA-256. Only tensors are unpickled, by PyTorch's weights-only loader.
-
     Args:
         path: folder of a checkpoint.
-        tensors: destinations by name; the checkpoint may hold more.
+        tensors: destinations by name. Names have groups, the part before the first point; of each group that is read, the
+            checkpoint must hold exactly these names.
 
     Raises:
-        ValueError: the checkpoint is damaged, lacks a name, or has another shape or dtype under it.
+        ValueError: the checkpoint is damaged (the message names the file), or belongs to something else (it names the first
+            difference). Nothing has been loaded then.
     """
-    for name, expected in read_meta(path)["files"].items():
-        file = path / name
-        check(
-            file.is_file() and _sha256(file) == expected,
-            "load_tensors", "path", "hold an undamaged checkpoint", f"{file} missing or changed",
-            "Remove this folder to go on from the checkpoint before it.",
-        )  # fmt: skip
-    reader = _Reader(path)
-    stored = reader.read_metadata().state_dict_metadata
+    read_meta(path)
+    _verify(path, TENSORS)
+    try:
+        with safe_open(path / TENSORS, framework="pt") as file:
+            _check_same(path, file, tensors)
+            for name, tensor in tensors.items():
+                tensor.copy_(file.get_tensor(name))
+    except SafetensorError as error:
+        fail("load_tensors", "path", "hold tensors in the format of safetensors", f"{path / TENSORS} ({error})")
+
+
+def _check_same(path: Path, file: Any, tensors: Mapping[str, Tensor]) -> None:
+    groups = {name.partition(".")[0] for name in tensors}
+    names = [name for name in file.keys() if name.partition(".")[0] in groups]  # noqa: SIM118 (a file, not a dictionary)
     for name, tensor in tensors.items():
-        entry = stored.get(name)
-        found = (entry.size, entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
-        check(
-            found == (tensor.shape, tensor.dtype),
-            "load_tensors", "path", f"hold {name} as {tuple(tensor.shape)} {tensor.dtype}", found,
-        )  # fmt: skip
-    with _single_process():
-        load(dict(tensors), storage_reader=reader, no_dist=True)
+        found = None
+        if name in names:
+            entry = file.get_slice(name)
+            found = f"{tuple(entry.get_shape())} {_DTYPES.get(entry.get_dtype(), entry.get_dtype())}"
+        wanted = f"{tuple(tensor.shape)} {tensor.dtype}"
+        check(found == wanted, "load_tensors", "path", f"hold {name} as {wanted}", found, f"It is {path}.")
+    extra = sorted(set(names) - set(tensors))
+    check(not extra, "load_tensors", "path", f"hold no {extra[0] if extra else ''}", "one", f"It is {path}.")
 
 
-@contextmanager
-def _single_process() -> Iterator[None]:
-    """PyTorch warns that it takes this for a single process even when told so."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
-
-
-_INDEX_RECORDS = {
-    "pathlib": {"PosixPath", "WindowsPath"},
-    "torch": {"Size"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "_MEM_FORMAT_ENCODING",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-    },
-    "torch.serialization": {"_get_layout"},
-}
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Builds nothing but the plain records that DCP's index consists of."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Refuse every global that is not one of the records or a dtype."""
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in _INDEX_RECORDS.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"the index of a checkpoint must not name {module}.{name}")
-
-
-class _Reader(FileSystemReader):
-    """DCP's reader, but for its index, which it would unpickle without restriction."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index of the checkpoint."""
-        content = (Path(self.path) / ".metadata").read_bytes()
-        metadata = _IndexUnpickler(io.BytesIO(content)).load()
-        assert isinstance(metadata, Metadata)
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+def _verify(path: Path, name: str) -> None:
+    """Compare a file with its hash."""
+    sums = (path / SUMS).read_bytes() if (path / SUMS).is_file() else b""
+    expected = _SUMS_TEXT.fullmatch(sums)
+    hint = "Remove this folder to go on from the checkpoint before it."
+    found = f"{path / SUMS} missing or changed"
+    check(expected is not None, "read_meta", "path", "hold an undamaged checkpoint", found, hint)
+    assert expected is not None
+    file = path / name
+    same = file.is_file() and _sha256(file) == expected[1 + (TENSORS, META).index(name)].decode()
+    check(same, "read_meta", "path", "hold an undamaged checkpoint", f"{file} missing or changed", hint)
 
 
 def _sha256(path: Path) -> str:
@@ -184,10 +198,85 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _flush_folder(folder: Path) -> None:
-    """Make renames and new files in ``folder`` survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+class CheckpointWriter:
+    """Writes checkpoints in a thread of its own while training goes on, one at a time.
+
+    A checkpoint that cannot be written, on a full disk for example, is a warning: the older ones stay and training goes on.
+    Any other error is a bug and comes out of the next call.
+
+    Args:
+        folder: folder of all checkpoints of a run.
+        keep: see :func:`save_checkpoint`.
+
+    Attributes:
+        newest_step: step of the newest checkpoint, written or being written; None without one.
+        failure: why the last one could not be written; None if it could.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        found = list_checkpoints(folder)
+        self._written = self.newest_step = int(found[-1].name.removeprefix("step-")) if found else None
+        self.failure: str | None = None
+
+    def submit(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Copy the tensors to main memory and start writing; waits for the checkpoint before it.
+
+        Args:
+            step: optimizer steps done.
+            tensors: as of :func:`save_checkpoint`. Operations that come later on the current stream may change them.
+            meta: as of :func:`save_checkpoint`.
+        """
+        self.wait()
+        copies, copied = _snapshot(tensors)
+        self.newest_step = step
+        self._writing = self._thread.submit(self._write, step, copies, copied, meta)
+
+    def poll(self) -> None:
+        """Take note of a finished checkpoint, without waiting."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def close(self) -> None:
+        """Wait, and end the thread."""
+        self._thread.shutdown()
+        self.wait()
+
+    def _write(
+        self, step: int, tensors: Mapping[str, Tensor], copied: torch.cuda.Event | None, meta: Mapping[str, Any]
+    ) -> None:
+        if copied is not None:
+            copied.synchronize()
+        begin = time.perf_counter()
+        try:
+            path = save_checkpoint(self._folder, step, tensors, meta, keep=self._keep)
+        except OSError as error:
+            self.failure = f"checkpoint of step {step} could not be written ({error})"
+            kept = list_checkpoints(self._folder)
+            left = f"the newest is {kept[-1].name}" if kept else "there is none yet"
+            logger.warning("%s; %s", self.failure, left, extra={"event": "checkpoint failed", "step": step})
+            self.newest_step = self._written
+            return
+        self._written, self.failure = step, None
+        seconds = time.perf_counter() - begin
+        logger.info("checkpoint %s (%.1f s)", path, seconds, extra={"event": "checkpoint", "step": step})
+
+
+def _snapshot(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
+    """Copies in main memory. From a GPU they go through pinned memory, and are complete when the event has happened."""
+    copies = {name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda) for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        copies[name].copy_(tensor, non_blocking=tensor.is_cuda)
+    if not any(tensor.is_cuda for tensor in tensors.values()):
+        return copies, None
+    copied = torch.cuda.Event()
+    copied.record()
+    return copies, copied

@@ -15,17 +15,28 @@ class DataConfig:
 
     Attributes:
         source: ``corpus`` (embedded plays), ``stdlib`` (the running Python's standard library), ``folder`` (a text file or a
-            folder of them), or a synthetic task: ``uniform``, ``copy``, ``induction``, ``needle``.
-        path: file or folder of ``folder``.
+            folder of them), ``shards`` (what ``nsa data prepare`` made), ``stream`` (a data set while it is read), or a
+            synthetic task: ``uniform``, ``copy``, ``induction``, ``needle``.
+        path: file or folder of ``folder``, folder of ``shards``; for ``stream`` a data set on the Hugging Face hub or a
+            local file or folder of Parquet, JSON lines or text.
         pattern: glob of the files of a folder, for example ``*.txt``.
-        tokenizer: ``byte``, ``gpt2`` (GPT-2 BPE), ``bpe`` (trained on the training text of this run), or ``file``.
-        tokenizer_path: a ``tokenizers`` JSON file, for ``file``.
+        tokenizer: ``byte``, ``gpt2`` (GPT-2 BPE), ``bpe`` (trained on the training text of this run), or ``file``; for
+            ``shards`` the kind that they were made with.
+        tokenizer_path: a ``tokenizers`` JSON file, for ``file``; not for ``shards``, which bring theirs.
         bpe_vocab_size: vocabulary of ``bpe``, separator included.
         document_mask: whether documents inside a window are invisible to each other.
-        validation_fraction: share of the text held out, between 0 and 0.5.
+        validation_fraction: share of the text held out, between 0 and 0.5; of ``shards`` it was settled when they were made.
+        subset: configuration of a data set of ``stream``, for example ``sample-10BT``.
+        split: split of a data set of ``stream``.
+        revision: commit, branch or tag on the hub, for ``stream``.
+        text_field: column that holds the text, for ``stream``.
+        time_limit_s: seconds without a document after which a ``stream`` is given up.
+        validation_tokens: tokens of held-out text that a ``stream`` is read for before training begins.
+        synthetic_fallback: synthetic task to train on if ``shards`` or a ``stream`` are not there when the run starts; every
+            row of metrics then says ``data_synthetic``. ``none`` makes that an error.
     """
 
-    source: Literal["corpus", "stdlib", "folder", "uniform", "copy", "induction", "needle"] = "corpus"
+    source: Literal["corpus", "stdlib", "folder", "shards", "stream", "uniform", "copy", "induction", "needle"] = "corpus"
     path: str | None = None
     pattern: str = "*"
     tokenizer: Literal["byte", "gpt2", "bpe", "file"] = "byte"
@@ -33,14 +44,49 @@ class DataConfig:
     bpe_vocab_size: int = 8192
     document_mask: bool = True
     validation_fraction: float = 0.1
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    text_field: str = "text"
+    time_limit_s: float = 300.0
+    validation_tokens: int = 262_144
+    synthetic_fallback: Literal["none", "uniform", "copy", "induction", "needle"] = "none"
 
     def __post_init__(self) -> None:
-        for name, other, value in (("path", "source", "folder"), ("tokenizer_path", "tokenizer", "file")):
+        own_tokenizer = self.tokenizer == "file" and self.source != "shards"
+        for name, rule, is_wanted in (
+            ("path", "source folder, shards or stream", self.source in ("folder", "shards", "stream")),
+            ("tokenizer_path", "tokenizer file (and another source than shards)", own_tokenizer),
+        ):
             given = getattr(self, name)
-            wanted = getattr(self, other) == value
-            check((given is not None) == wanted, "DataConfig", name, f"be given with {other} {value} and only then", given)
+            check((given is not None) == is_wanted, "DataConfig", name, f"be given with {rule} and only then", given)
+        for name, sources in _BELONGS_TO.items():
+            given, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            rule = f"be left at {default} with source {self.source}"
+            check(given == default or self.source in sources, "DataConfig", name, rule, given)
         share = self.validation_fraction
         check(0 < share <= 0.5, "DataConfig", "validation_fraction", "be above 0 and at most 0.5", share)
+        for name in ("time_limit_s", "validation_tokens"):
+            check(getattr(self, name) > 0, "DataConfig", name, "be positive", getattr(self, name))
+        trains = self.tokenizer == "bpe" and self.source == "stream"
+        hint = "A vocabulary is trained by `nsa data prepare`."
+        check(not trains, "DataConfig", "tokenizer", "be byte, gpt2 or file with source stream", "bpe", hint)
+        fits = self.synthetic_fallback == "none" or self.tokenizer in ("byte", "gpt2")
+        check(fits, "DataConfig", "synthetic_fallback", f"be none with tokenizer {self.tokenizer}", self.synthetic_fallback)
+
+
+_STREAM = ("stream",)
+_BELONGS_TO = {
+    "pattern": ("folder",),
+    "subset": _STREAM,
+    "split": _STREAM,
+    "revision": _STREAM,
+    "text_field": _STREAM,
+    "time_limit_s": _STREAM,
+    "validation_tokens": _STREAM,
+    "synthetic_fallback": ("shards", "stream"),
+    "validation_fraction": ("corpus", "stdlib", "folder", "stream"),
+}
 
 
 @dataclass(frozen=True)
@@ -102,11 +148,16 @@ class TrainConfig:
         eval_every: optimizer steps from one evaluation to the next; 0 means only at the end.
         checkpoint_every: optimizer steps from one checkpoint to the next; 0 means only at the end.
         eval_windows: held-out windows of an evaluation, at most what there is.
-        keep_checkpoints: newest checkpoints kept.
+        keep_checkpoints: newest checkpoints kept; the best one stays beside them. It is the one with the lowest held-out figure
+            among those taken at a step that was evaluated, so ``checkpoint_every`` should be a multiple of ``eval_every``.
         nonfinite: what a non-finite loss or gradient leads to: ``skip`` the update, ``rollback`` to the last checkpoint, or
             ``stop``.
         nonfinite_limit: consecutive such steps after which the run stops whatever the policy.
         sample_tokens: tokens of the sample written at the end.
+        data_limit_s: longest wait for the next batch, seconds, before the run ends with a checkpoint; 0 means without limit. A
+            stream has ``data.time_limit_s`` instead.
+        stall_limit_s: longest silence of a process, seconds, before the watchdog reports where it hangs and ends it; ten times
+            the last step's duration where that is more; 0 switches the watchdog off.
     """
 
     model: LMConfig = field(default_factory=LMConfig)
@@ -132,12 +183,17 @@ class TrainConfig:
     nonfinite: Literal["skip", "rollback", "stop"] = "skip"
     nonfinite_limit: int = 10
     sample_tokens: int = 512
+    data_limit_s: float = 30.0
+    stall_limit_s: float = 40.0
 
     def __post_init__(self) -> None:
         for name in ("steps", "seq_len", "micro_batch", "accumulation", "world_size", "keep_checkpoints", "nonfinite_limit"):
             check(getattr(self, name) > 0, "TrainConfig", name, "be positive", getattr(self, name))
-        for name in ("loss_chunk", "log_every", "eval_every", "eval_windows", "checkpoint_every", "sample_tokens"):
+        for name in ("loss_chunk", "log_every", "eval_every", "eval_windows", "checkpoint_every", "sample_tokens",
+                     "data_limit_s", "stall_limit_s"):  # fmt: skip
             check(getattr(self, name) >= 0, "TrainConfig", name, "be at least 0", getattr(self, name))
         product = self.micro_batch * self.accumulation * self.world_size
         rule = f"equal micro_batch * accumulation * world_size ({product})"
         check(self.global_batch == product, "TrainConfig", "global_batch", rule, self.global_batch)
+        below = self.data_limit_s < self.stall_limit_s or 0 in (self.data_limit_s, self.stall_limit_s)
+        check(below, "TrainConfig", "data_limit_s", f"be below stall_limit_s ({self.stall_limit_s:g})", self.data_limit_s)

@@ -17,12 +17,16 @@ class Launch:
         rank: of this process among all.
         local_rank: of this process on its machine.
         world_size: processes of the run.
+        launcher: whether torchrun started this process.
+        restart: how many times torchrun has started the processes anew after one of them died.
         allocator: settings of PyTorch's CUDA allocator, as given in the environment; empty means its defaults.
     """
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    launcher: bool = False
+    restart: int = 0
     allocator: str = ""
 
 
@@ -32,6 +36,8 @@ def read_launch() -> Launch:
         rank=int(os.environ.get("RANK", "0")),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        launcher="RANK" in os.environ,
+        restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         allocator=os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")),
     )
 
@@ -40,13 +46,15 @@ def check_launch(config: TrainConfig, launch: Launch) -> None:
     """Refuse a launch that is not the one that the configuration is meant for.
 
     Raises:
-        ValueError: the number of processes differs from ``world_size``, or is one that this version cannot train on.
+        ValueError: the number of processes differs from ``world_size``.
     """
     check(
         config.world_size == launch.world_size,
         "train", "world_size", f"equal the number of processes launched ({launch.world_size})", config.world_size,
+        f"Start it with: torchrun --standalone --nproc-per-node {config.world_size} -m nsa train ...",
     )  # fmt: skip
-    check(
-        config.world_size == 1,
-        "train", "world_size", "be 1", config.world_size, "This version trains on one process.",
-    )  # fmt: skip
+
+
+def one_thread_for_tokenizers() -> None:
+    """Keep the ``tokenizers`` library to one thread in this process: processes share the work already."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -8,19 +8,26 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import math
+import os
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from nsa.errors import check, fail
-from nsa.train.run_folder import RunFolder, replace_text
+from nsa.train.run_folder import AppendedFile, RunFolder, replace_text
 
-Value = float | int | str
+logger = logging.getLogger(__name__)
+
+Value = float | int | bool | str
 Row = dict[str, Value]
 
 
@@ -57,11 +64,20 @@ METRICS = (
     Metric("memory_allocated_mib", "MiB", "largest GPU memory in tensors since the process began; absent on the CPU"),
     Metric("memory_reserved_mib", "MiB", "largest GPU memory held by the allocator since then; absent on the CPU"),
     Metric("gpu_utilisation_percent", "%", "recent share of time with a kernel on the GPU; absent where it cannot be asked"),
+    Metric("data_synthetic", "1", "true where the run trains on random numbers and not on text; absent otherwise"),
     Metric("val_loss_nats", "nats/token", "cross-entropy on the held-out windows, mean over their targets"),
     Metric("val_bits_per_byte", "bits/byte", "the same over the bytes of held-out text that these targets spell"),
+    Metric("gate_cmp_mean", "1", "gate of the compressed branch on the held-out windows, mean over tokens and heads"),
+    Metric("gate_slc_mean", "1", "gate of the selected branch, the same"),
+    Metric("gate_win_mean", "1", "gate of the window, the same"),
+    Metric("gate_entropy", "1", "entropy of the gates as shares of their sum, mean; 1 means that all branches weigh alike"),
+    Metric("selected_tokens", "tokens", "keys in the chosen blocks that a held-out query sees, mean over queries and KV heads"),
+    Metric("selected_distance_tokens", "tokens", "how far before their query these keys are, mean over the keys"),
+    Metric("selected_overlap", "1", "share of a query's blocks that the query before it chose as well"),
 )  # fmt: skip
 
 _NAMES = frozenset(metric.name for metric in METRICS)
+PER_LAYER = re.compile(r"((?:gate|selected)_\w+)_layer_\d+")  # the means over the layers stand under the name alone
 
 
 class MetricsWriter:
@@ -73,6 +89,8 @@ class MetricsWriter:
     have is absent (no key, an empty cell), never 0. A value that is not finite stands as ``nan``, ``inf`` or ``-inf``, in
     quotes in the JSONL.
 
+    While the disk is full, rows wait in memory, a warning says so, and every later row tries again to write them all.
+
     Args:
         folder: run folder. Rows that are there stay; a last line that a crash tore is set aside as in :meth:`rewind`.
 
@@ -81,10 +99,16 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: RunFolder) -> None:
-        self._jsonl_path, self._csv_path, self._events = folder.metrics_jsonl, folder.metrics_csv, folder.tensorboard
-        self._tensorboard: SummaryWriter | None = None
-        self._last_step, self._columns = -1, list[str]()
-        self._jsonl_path.touch()
+        self._jsonl, self._csv = AppendedFile(folder.metrics_jsonl), AppendedFile(folder.metrics_csv)
+        self._events = folder.tensorboard
+        self._tensorboard: AppendedFile | None = None
+        self._last_step = self._begun_after = -1
+        self._columns: list[str] = []
+        # How rows reach each output, and which rows still have to; the record comes first, since the CSV is made from it.
+        self._outputs: list[tuple[Callable[[Sequence[Row]], None], list[Row]]] = [
+            (write, []) for write in (self._write_jsonl, self._write_csv, self._write_events)
+        ]
+        folder.metrics_jsonl.touch()
         self._start_after(None)
 
     def rewind(self, step: int) -> None:
@@ -109,56 +133,109 @@ class MetricsWriter:
         _check_row(row, self._last_step)
         row = {"step": row["step"], "time_unix_s": round(time.time(), 3), **row}
         self._last_step = int(row["step"])
-        with self._jsonl_path.open("a", encoding="utf-8", newline="") as file:
-            file.write(_to_line(row))
-        new = [name for name in row if name not in self._columns]
-        self._columns += new
-        if new:
-            self._rewrite_csv()
-        else:
-            with self._csv_path.open("a", encoding="utf-8", newline="") as file:
-                csv.DictWriter(file, self._columns).writerow(row)
-        self._write_events(row)
+        for _, rows in self._outputs:
+            rows.append(row)
+        self._write_waiting()
 
     def close(self) -> None:
-        """Close the event file; the writer takes no more rows."""
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        """Try a last time to write what a full disk has kept waiting."""
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        try:
+            for write, rows in self._outputs:
+                if rows:
+                    write(rows)
+                    rows.clear()
+        except OSError as error:
+            waiting = max(len(rows) for _, rows in self._outputs)
+            logger.warning("%d rows of metrics could not be written and wait in memory (%s)", waiting, error)
 
     def _start_after(self, step: int | None) -> None:
-        _set_aside_after(self._jsonl_path, step)
-        rows = read_metrics(self._jsonl_path)
-        self._last_step = int(rows[-1]["step"]) if rows else -1
-        self._columns = list(dict.fromkeys(name for row in rows for name in row))
-        self._rewrite_csv()
+        _set_aside_after(self._jsonl.path, step)
+        rows = read_metrics(self._jsonl.path)
+        self._last_step = self._begun_after = int(rows[-1]["step"]) if rows else -1
+        self._rewrite_csv(_names(rows))
 
-    def _rewrite_csv(self) -> None:
+    def _write_jsonl(self, rows: Sequence[Row]) -> None:
+        self._jsonl.append("".join(_to_line(row) for row in rows).encode())
+
+    def _write_csv(self, rows: Sequence[Row]) -> None:
+        columns = list(dict.fromkeys([*self._columns, *_names(rows)]))
+        if columns != self._columns:
+            self._rewrite_csv(columns)
+            return
         text = io.StringIO()
-        if self._columns:
-            writer = csv.DictWriter(text, self._columns)
-            writer.writeheader()
-            writer.writerows(read_metrics(self._jsonl_path))
-        replace_text(self._csv_path, text.getvalue())
+        csv.DictWriter(text, columns).writerows(map(_cells, rows))
+        self._csv.append(text.getvalue().encode())
 
-    def _write_events(self, row: Mapping[str, Value]) -> None:
-        if self._tensorboard is None:
+    def _rewrite_csv(self, columns: list[str]) -> None:
+        text = io.StringIO()
+        if columns:
+            writer = csv.DictWriter(text, columns)
+            writer.writeheader()
+            writer.writerows(map(_cells, read_metrics(self._jsonl.path)))
+        replace_text(self._csv.path, text.getvalue())
+        self._columns = columns
+
+    def _write_events(self, rows: Sequence[Row]) -> None:
+        content = io.BytesIO()
+        records = RecordWriter(content)
+        file = self._tensorboard
+        if file is None:
+            self._events.mkdir(exist_ok=True)
+            file = AppendedFile(self._events / _event_file_name())
+            wall_time = float(rows[0]["time_unix_s"])
+            records.write(Event(wall_time=wall_time, file_version="brain.Event:2").SerializeToString())
             # TensorBoard hides what earlier processes wrote from this step on: the rows that were set aside.
-            self._tensorboard = SummaryWriter(str(self._events), purge_step=self._last_step)
-        for name, value in row.items():
-            if not isinstance(value, str) and name not in ("step", "time_unix_s"):
-                self._tensorboard.add_scalar(name, value, self._last_step)
-        self._tensorboard.flush()
+            log = SessionLog(status=SessionLog.START)
+            records.write(Event(wall_time=wall_time, step=self._begun_after + 1, session_log=log).SerializeToString())
+        for row in rows:
+            scalars = {
+                name: float(value)
+                for name, value in row.items()
+                if not isinstance(value, str) and name not in ("step", "time_unix_s")
+            }
+            summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()])
+            event = Event(wall_time=float(row["time_unix_s"]), step=int(row["step"]), summary=summary)
+            records.write(event.SerializeToString())
+        file.append(content.getvalue())
+        self._tensorboard = file
+
+
+def _event_file_name() -> str:
+    """TensorBoard reads event files in the order of their names: by time."""
+    now = time.time_ns()
+    return f"events.out.tfevents.{now // 10**9:010d}.{now % 10**9:09d}.{os.getpid()}"
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    """Names of all metrics in the order of their first appearance."""
+    return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def _check_row(row: Mapping[str, Value], last_step: int) -> None:
     for name, value in row.items():
         hint = "Add it there and in docs/metrics.md."
-        check(name in _NAMES, "MetricsWriter.write", "names", "be in nsa.train.metrics.METRICS", name, hint)
-        if type(value) not in (int, float, str):
-            raise TypeError(f"MetricsWriter.write: {name} must be an int, float or str, got {type(value).__name__}")
+        layer = PER_LAYER.fullmatch(name)
+        check(
+            (layer[1] if layer else name) in _NAMES,
+            "MetricsWriter.write",
+            "names",
+            "be in nsa.train.metrics.METRICS",
+            name,
+            hint,
+        )
+        if type(value) not in (int, float, bool, str):
+            raise TypeError(f"MetricsWriter.write: {name} must be an int, float, bool or str, got {type(value).__name__}")
     step = row.get("step")
     rises = isinstance(step, int) and step > last_step
     check(rises, "MetricsWriter.write", "step", f"be an integer above {last_step}", step)
+
+
+def _cells(row: Mapping[str, Value]) -> Row:
+    """A row for the CSV, in which truth is spelled as in JSON."""
+    return {name: str(value).lower() if isinstance(value, bool) else value for name, value in row.items()}
 
 
 def _to_line(row: Mapping[str, Value]) -> str:

@@ -7,21 +7,26 @@ import torch
 from nsa.errors import check
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
     """The device that ``device`` of a configuration means.
 
     Args:
         name: ``auto`` (a CUDA GPU where there is one), ``cpu`` or ``cuda``.
+        local_rank: of this process on its machine; it takes the GPU of that number.
 
     Raises:
-        ValueError: ``cuda`` without a usable GPU.
+        ValueError: ``cuda`` without a usable GPU, or fewer GPUs than processes.
     """
     available = torch.cuda.is_available()
     check(
         name != "cuda" or available,
         "choose_device", "device", "be cpu or auto where PyTorch finds no CUDA GPU", name,
     )  # fmt: skip
-    return torch.device("cuda" if available and name != "cpu" else "cpu")
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    check(local_rank < count, "choose_device", "local_rank", f"be below the number of GPUs ({count})", local_rank)
+    return torch.device("cuda", local_rank)
 
 
 def autocast(device: torch.device, compute_dtype: str) -> torch.autocast:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from nsa.train.metrics import Value
+from nsa.train.run_folder import AppendedFile
 
 _LOGGER = logging.getLogger("nsa")
 
@@ -21,35 +23,43 @@ _LOGGER = logging.getLogger("nsa")
 class RunReport:
     """Context in which everything that the package logs, and each row of metrics, reaches the user and ``log.txt``.
 
+    Records that tell the history of the run, warnings among them, go to ``events.jsonl`` too. A full disk costs lines of these
+    files and nothing else.
+
     Args:
-        log: file that gets every line, with its time; appended to.
+        log: file that gets every line, with its time; appended to. Beside it lies ``events.jsonl``. None in processes that
+            leave reporting to the main one: errors alone are reported then.
         steps: optimizer steps of the run.
         stream: where the user looks; None means standard output. On a terminal a bar shows the newest row and lines are
             printed above it; elsewhere each row is a line.
     """
 
-    def __init__(self, log: str | Path, steps: int, stream: TextIO | None = None) -> None:
-        self._log, self._steps = Path(log), steps
+    def __init__(self, log: Path | None, steps: int, stream: TextIO | None = None) -> None:
+        self._log, self._steps = log, steps
         self._stream = stream or sys.stdout
         self._handlers: list[logging.Handler] = []
         self._level = logging.NOTSET
 
     def __enter__(self) -> RunReport:
-        to_file = logging.FileHandler(self._log, encoding="utf-8")
-        to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._level = _LOGGER.level
+        if self._log is None:
+            _LOGGER.setLevel(logging.ERROR)
+            return self
         console = Console(file=self._stream)
         to_user = _BarHandler(console, self._steps) if console.is_terminal else logging.StreamHandler(self._stream)
-        self._handlers = [to_file, to_user]
+        self._handlers = [_LogHandler(self._log), _EventHandler(self._log.with_name("events.jsonl")), to_user]
         for handler in self._handlers:
             _LOGGER.addHandler(handler)
-        self._level = _LOGGER.level
         _LOGGER.setLevel(logging.INFO)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if kind is not None and error is not None:  # the user sees it anyway; who reads the log later has nothing else
+        if (
+            kind is not None and error is not None and self._handlers
+        ):  # the user sees it anyway; who reads the log later has nothing else
             how = ("ended by %s", (kind.__name__,), (kind, error, traceback))
-            self._handlers[0].handle(_LOGGER.makeRecord(_LOGGER.name, logging.ERROR, __file__, 0, *how))
+            for handler in self._handlers[:2]:
+                handler.handle(_LOGGER.makeRecord(_LOGGER.name, logging.ERROR, __file__, 0, *how))
         _LOGGER.setLevel(self._level)
         for handler in self._handlers:
             _LOGGER.removeHandler(handler)
@@ -59,9 +69,9 @@ class RunReport:
         """Report a row of metrics."""
         _LOGGER.info("%s", describe_row(row, self._steps), extra={"row": row})
 
-    def line(self, text: str) -> None:
-        """Say something else."""
-        _LOGGER.info("%s", text)
+    def line(self, text: str, *, event: str | None = None) -> None:
+        """Say something else; with ``event``, the kind of it, it belongs to the history of the run."""
+        _LOGGER.info("%s", text, extra={} if event is None else {"event": event})
 
 
 def describe_row(row: Mapping[str, Value], steps: int) -> str:
@@ -74,6 +84,7 @@ def describe_row(row: Mapping[str, Value], steps: int) -> str:
 
 
 _FORMS = {
+    "data_synthetic": "SYNTHETIC DATA",
     "loss_nats": "loss {:.4f} nats/token",
     "bits_per_byte": "{:.3f} bits/byte",
     "val_bits_per_byte": "held out {:.4f} bits/byte",
@@ -88,6 +99,45 @@ _FORMS = {
 
 def _duration(seconds: Value) -> str:
     return str(timedelta(seconds=round(float(seconds))))
+
+
+class _LineFile(logging.Handler):
+    """A file that gets lines as long as there is room."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file, self._complained = AppendedFile(path), False
+        path.touch()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._file.append(f"{self.format(record)}\n".encode(errors="replace"))
+        except OSError as error:
+            if not self._complained:
+                print(f"nsa: {self._file.path} could not be written ({error}); lines are lost", file=sys.stderr)
+            self._complained = True
+
+
+class _LogHandler(_LineFile):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+
+
+class _EventHandler(_LineFile):
+    """Records of a kind, and everything from warnings upwards, as JSON: time, kind, step where there is one, message."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return hasattr(record, "event") or record.levelno >= logging.WARNING
+
+    def format(self, record: logging.LogRecord) -> str:
+        event = {
+            "time_unix_s": round(record.created, 3),
+            "kind": getattr(record, "event", record.levelname.lower()),
+            "step": getattr(record, "step", None),
+            "message": record.getMessage(),
+        }
+        return json.dumps(event)
 
 
 class _BarHandler(logging.Handler):
@@ -115,7 +165,7 @@ class _BarHandler(logging.Handler):
         if self._task is None:
             self._task = self._progress.add_task("", total=self._steps)
             self._progress.start()
-        shown = {name: row[name] for name in ("step", "loss_nats", "tokens_per_s", "eta_s") if name in row}
+        shown = {name: row[name] for name in ("step", "data_synthetic", "loss_nats", "tokens_per_s", "eta_s") if name in row}
         self._progress.update(
             self._task, completed=int(row["step"]), description=describe_row(shown, self._steps).partition(" | ")[2]
         )

@@ -31,6 +31,9 @@ class RunFolder:
         loss_png: ``loss.png``.
         sample: ``sample.txt``, text generated at the end.
         log: ``log.txt``, what the run said.
+        events: ``events.jsonl``, what happened to the run: starts, checkpoints, warnings, ends.
+        stacks: ``stacks/``, what each process was doing when it was asked, by rank.
+        halt: ``halt``, a file that somebody makes to end the run with a checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,6 +48,9 @@ class RunFolder:
         self.loss_png = path / "loss.png"
         self.sample = path / "sample.txt"
         self.log = path / "log.txt"
+        self.events = path / "events.jsonl"
+        self.stacks = path / "stacks"
+        self.halt = path / "halt"
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
@@ -63,7 +69,7 @@ class RunFolder:
         Raises:
             UserError: if ``path`` exists already.
         """
-        folder = cls(Path(path))
+        folder, environment = cls(Path(path)), collect()
         folder.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             folder.path.mkdir()
@@ -71,7 +77,7 @@ class RunFolder:
             hint = f"Give another --run-dir, or continue that run with: nsa train --resume {path}"
             fail("run folder", "--run-dir", "not exist yet, because no run writes over another", path, hint)
         folder.checkpoints.mkdir()
-        folder.record_launch()
+        folder._append_launch({"resumed_from_step": None, "overrides": {}, **environment})
         folder.config.write_text(to_yaml(config), encoding="utf-8")  # last: a folder that has it is whole
         return folder
 
@@ -101,11 +107,13 @@ class RunFolder:
             resumed_from_step: optimizer steps done when this launch began; None for the first.
             overrides: settings in which this launch differs from ``config.yaml``.
         """
+        self._append_launch({"resumed_from_step": resumed_from_step, "overrides": dict(overrides or {}), **collect()})
+
+    def _append_launch(self, launch: dict[str, Any]) -> None:
         launches: list[dict[str, Any]] = []
         if self.environment.exists():
             launches = json.loads(self.environment.read_text(encoding="utf-8"))["launches"]
-        launches.append({"resumed_from_step": resumed_from_step, "overrides": dict(overrides or {}), **collect()})
-        replace_text(self.environment, json.dumps({"launches": launches}, indent=2) + "\n")
+        replace_text(self.environment, json.dumps({"launches": [*launches, launch]}, indent=2) + "\n")
 
 
 def next_run_path(config_path: str | Path, root: str | Path = "runs") -> Path:
@@ -127,8 +135,45 @@ def next_run_path(config_path: str | Path, root: str | Path = "runs") -> Path:
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that a reader, or a crash, sees the old text or the new one and nothing between."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8", newline="") as file:
+    write_flushed(temporary, text)
+    temporary.replace(path)
+
+
+def write_flushed(path: Path, text: str) -> None:
+    """Write a file and have it on the disk, not only with the operating system, on return."""
+    with path.open("w", encoding="utf-8", newline="") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
+
+
+def flush_folder(folder: Path) -> None:
+    """Make renames and new files in ``folder`` survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class AppendedFile:
+    """A file that grows by whole pieces: one that cannot be written leaves nothing behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, content: bytes) -> None:
+        """Add ``content`` at the end.
+
+        Raises:
+            OSError: it could not be written, and the file is as it was.
+        """
+        with self.path.open("ab", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            left = memoryview(content)
+            try:
+                while left:  # a disk that fills up takes a part before it refuses the rest
+                    left = left[file.write(left) :]
+            except OSError:
+                file.truncate(size)
+                raise

@@ -1,30 +1,52 @@
-"""SIGTERM and SIGINT: the first asks the run to checkpoint and leave, the second ends it at once."""
+"""What somebody may ask of a run while it goes: by signal, or with a file in the run folder."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+CHECKPOINT_SIGNAL = signal.SIGUSR2
+HALT = 255  # stands beside the numbers of signals, none of which is that high
+_HALT_CHECK_S = 1.0
 
 
-class StopRequest:
-    """While entered, turns the first signal into ``received`` and lets the second end the process.
+class Requests:
+    """While entered, notes what this process is asked to do; the trainer looks between two steps.
 
-    The second one leaves with exit code 128 + its number and saves nothing. Earlier handlers come back on leaving.
+    The first SIGTERM or SIGINT, or the halt file, asks for a checkpoint and the end of the run; a second signal ends the
+    process at once with exit code 128 + its number and saves nothing. SIGUSR2 asks for a checkpoint. Earlier handlers come
+    back on leaving.
+
+    Args:
+        halt_file: file whose appearance ends the run; None for processes that do not look for it.
+
+    Attributes:
+        stop: number of the signal, :data:`HALT` for the file, 0 as long as nobody asked.
+        checkpoint: whether a checkpoint was asked for; whoever makes it sets this to False again.
     """
 
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
+    def __init__(self, halt_file: Path | None = None) -> None:
+        self.stop = 0
+        self.checkpoint = False
+        self._halt_file, self._looked = halt_file, -_HALT_CHECK_S
         self._before: dict[signal.Signals, Any] = {}
 
-    def __bool__(self) -> bool:
-        return self.received is not None
+    def look_for_halt_file(self) -> None:
+        """Once a second at most, since the folder may be on a slow file system."""
+        now = time.monotonic()
+        if self._halt_file is None or self.stop or now - self._looked < _HALT_CHECK_S:
+            return
+        self._looked = now
+        if self._halt_file.exists():
+            self.stop = HALT
 
-    def __enter__(self) -> StopRequest:
-        for number in SIGNALS:
+    def __enter__(self) -> Requests:
+        for number in (*STOP_SIGNALS, CHECKPOINT_SIGNAL):
             self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -34,10 +56,14 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if self.received is not None:
+        if number == CHECKPOINT_SIGNAL:
+            self.checkpoint = True
+            self._say(f"{name} received: a checkpoint after this step")
+            return
+        if self.stop not in (0, HALT):
             self._say(f"{name} again: leaving at once, without a checkpoint")
             os._exit(128 + number)
-        self.received = signal.Signals(number)
+        self.stop = number
         self._say(f"{name} received: finishing this step, then a checkpoint; send it again to leave at once")
 
     @staticmethod

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa.errors import check
 from nsa.lm.model import LanguageModel
-from nsa.train.checkpoint import load_tensors, read_meta, save_checkpoint
+from nsa.train.checkpoint import load_tensors, read_meta
 from nsa.train.data import Sampler
 from nsa.train.optim import ModelOptimizer
 from nsa.train.rng import rng_state, set_rng_state
@@ -109,14 +109,8 @@ class TrainState:
         moments = {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_tensors().items()}
         return {**weights, **moments}
 
-    def save(self, folder: Path, description: Mapping[str, Any], *, keep: int) -> Path:
-        """Write a checkpoint.
-
-        Args:
-            folder: folder of the run's checkpoints.
-            description: what the run is: configuration and data, as JSON.
-            keep: newest checkpoints that stay.
-        """
+    def contents(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What a checkpoint holds: live tensors by name, and the rest as JSON."""
         rng_tensors, rng_numbers = rng_state(self.model.embedding.weight.device)
         tensors = {**self.training_tensors(), **{f"rng.{name}": tensor for name, tensor in rng_tensors.items()}}
         meta = {
@@ -124,9 +118,8 @@ class TrainState:
             "progress": asdict(self.progress),
             "sampler": self.sampler.state_dict(),
             "rng": rng_numbers,
-            **description,
         }
-        return save_checkpoint(folder, self.progress.step, tensors, meta, keep=keep)
+        return tensors, meta
 
     def load(self, path: Path) -> None:
         """Continue exactly where the checkpoint at ``path`` was taken.

@@ -1,4 +1,4 @@
-"""The training loop: optimizer steps, evaluation, checkpoints, what to do about non-finite steps and signals."""
+"""The training loop: optimizer steps, checkpoints, what to do about non-finite steps, missing data and requests to stop."""
 
 from __future__ import annotations
 
@@ -6,50 +6,56 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from nsa.errors import check
-from nsa.eval.bits_per_byte import evaluate
-from nsa.eval.generation import complete
-from nsa.lm.flops import flops_per_token
+from nsa.errors import UserError, check
 from nsa.lm.model import LanguageModel
-from nsa.train.checkpoint import list_checkpoints, read_meta
+from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpoints, read_meta
 from nsa.train.config import TrainConfig
-from nsa.train.data import Batch, Sampler, collate, open_data, validation_batches
+from nsa.train.data import Batch, Sampler, collate, open_data
 from nsa.train.late import LateReader
 from nsa.train.launch import check_launch, read_launch
 from nsa.train.loss import NextTokenLoss
-from nsa.train.metrics import MetricsWriter, Row
+from nsa.train.metrics import Row
 from nsa.train.optim import ModelOptimizer
+from nsa.train.parallel import Processes
 from nsa.train.precision import autocast, choose_device, set_tf32
+from nsa.train.prefetch import Prefetcher, StarvedError
+from nsa.train.reports import Beat, Reports, Surroundings
 from nsa.train.rng import seed_everything
 from nsa.train.run_folder import RunFolder
 from nsa.train.schedule import lr_factor
-from nsa.train.signals import StopRequest
-from nsa.train.state import TrainState, Window
-from nsa.train.throughput import memory_row, peak_flops, utilisation_row
+from nsa.train.signals import HALT, Requests
+from nsa.train.state import TrainState
+from nsa.train.watchdog import CHECKPOINT_LIMIT_S, STARTING_LIMIT_S
 
 logger = logging.getLogger(__name__)
 
-SAMPLE_PROMPT_TOKENS = 64
-SAMPLE_TEMPERATURE = 0.8
+# Settings that a resumed run may change. None of them alters a single weight, but for rounding where a global batch is divided
+# into other micro-batches or among other processes. Where the data lie may change, what they are may not: their description has
+# hashes or, for a stream, the commit and the files' versions.
+RESUME_MAY_CHANGE = frozenset({
+    "log_every", "eval_every", "eval_windows", "checkpoint_every", "keep_checkpoints", "nonfinite_limit", "sample_tokens",
+    "data_limit_s", "stall_limit_s", "world_size", "micro_batch", "accumulation",
+    "data.path", "data.revision", "data.time_limit_s",
+})  # fmt: skip
 
-# Settings that a resumed run may change: none of them alters a single weight.
-RESUME_MAY_CHANGE = frozenset(
-    {"log_every", "eval_every", "eval_windows", "checkpoint_every", "keep_checkpoints", "nonfinite_limit", "sample_tokens"}
-)
+Drawn = tuple[list[Batch], dict[str, int]]  # micro-batches, and the place in the data after them
 
 
 class TrainingStoppedError(RuntimeError):
-    """The run ended itself because of non-finite steps; the message says what happened and what is left."""
+    """The run ended itself; the message says what happened and what is left."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +63,8 @@ class RunResult:
     """How a run ended.
 
     Attributes:
-        finished: whether all steps were done; otherwise a signal asked it to stop.
-        signal: name of that signal.
+        finished: whether all steps were done; otherwise somebody asked it to stop.
+        signal: name of the signal that asked; None for the halt file.
         step: optimizer steps done.
         row: the last row of metrics; empty if this process wrote none.
     """
@@ -79,13 +85,17 @@ class _StepInfo:
 
 
 class Trainer:
-    """A training run on one device.
+    """A training run, or one process's part of it.
+
+    Every process holds the whole state and comes to the same decisions at the same steps; the main one writes.
 
     Args:
         config: the run.
         run_folder: where everything is written.
+        processes: this process among those of the run; None for a run of one.
         resume: continue from the newest checkpoint of ``run_folder`` instead of starting.
         on_row: called with each row of metrics after it was written.
+        beat: called with a sign of life (phase, step, longest duration in seconds) whenever something begins.
 
     Raises:
         ValueError: the configuration does not fit the launch, the device, the tokenizer or the checkpoint.
@@ -96,47 +106,58 @@ class Trainer:
         config: TrainConfig,
         run_folder: RunFolder,
         *,
+        processes: Processes | None = None,
         resume: bool = False,
         on_row: Callable[[Row], None] | None = None,
+        beat: Beat = lambda phase, step, limit_s: None,
     ) -> None:
         launch = read_launch()
         check_launch(config, launch)
-        self.config, self.run_folder = config, run_folder
-        self.on_row = on_row
-        self.device = choose_device(config.device)
+        self.config, self.run_folder, self.processes, self._beat = config, run_folder, processes or Processes(), beat
+        self.device = choose_device(config.device, launch.local_rank)
         set_tf32(config.tf32)
         seed_everything(config.seed)
-        self.data = open_data(
-            config.data,
-            seed=config.seed,
-            seq_len=config.seq_len,
-            run_folder_tokenizer=run_folder.tokenizer if resume else None,
-        )
-        if not resume:
-            self.data.tokenizer.save(run_folder.tokenizer)
+        self._open_data(resume)
+        self.model = LanguageModel(config.model).to(self.device)
+        sampler = self.data.sampler(config.seq_len, config.seed)
+        self.state = TrainState(self.model, ModelOptimizer(self.model, config.optim), sampler)
+        loss: nn.Module = NextTokenLoss(self.model, config.loss_chunk)
+        if config.compile:
+            loss = cast(nn.Module, torch.compile(loss))
+        self.loss: Callable[..., Tensor] = self.processes.replicate(loss, self.device)
+        self._results: LateReader[_StepInfo] = LateReader()
+        self._requests = Requests(run_folder.halt if self.processes.is_main else None)
+        around = Surroundings(config, run_folder, self.device, self.processes, self._requests, on_row, beat)
+        self._reports = Reports(around, self.data, self.state)
+        self._checkpoints = CheckpointWriter(run_folder.checkpoints, config.keep_checkpoints)
+        self._step_s = math.inf
+        if resume:
+            self._resume()
+        self._reports.rewind()
+        self._describe(launch.allocator)
+
+    # --- setting up -------------------------------------------------------------------------------------------------------
+    def _open_data(self, resume: bool) -> None:
+        """The main process makes the tokenizer of a new run; the others and resumed runs take that one."""
+        config, is_made = self.config, resume or not self.processes.is_main
+        with self.processes.main_first():
+            self.data = open_data(
+                config.data,
+                seed=config.seed,
+                seq_len=config.seq_len,
+                run_folder_tokenizer=self.run_folder.tokenizer if is_made else None,
+            )
+            if not is_made:
+                self.data.tokenizer.save(self.run_folder.tokenizer)
         check(
             config.model.vocab_size == self.data.tokenizer.vocab_size,
             "train", "model.vocab_size", f"equal the tokenizer's ({self.data.tokenizer.vocab_size})", config.model.vocab_size,
         )  # fmt: skip
-        self.model = LanguageModel(config.model).to(self.device)
-        sampler = Sampler(self.data.train.num_windows(config.seq_len), config.seed)
-        self.state = TrainState(self.model, ModelOptimizer(self.model, config.optim), sampler)
-        self.loss: Callable[..., Tensor] = NextTokenLoss(self.model, config.loss_chunk)
-        if config.compile:
-            self.loss = torch.compile(self.loss)
-        self._results: LateReader[_StepInfo] = LateReader()
-        self.last_row: Row = {}
-        self._flops_per_token = flops_per_token(self.model, config.seq_len)
-        self._peak_flops = peak_flops(self.device, config.compute_dtype)
-        self._metrics = MetricsWriter(run_folder)
-        if resume:
-            self._resume()
-        self._describe(launch.allocator)
 
-    # --- setting up -------------------------------------------------------------------------------------------------------
     def _describe(self, allocator: str) -> None:
         config = self.config
-        windows = f"{config.micro_batch} windows x {config.accumulation} micro-batches x {config.world_size} process"
+        processes = f"{config.world_size} process{'es' if config.world_size > 1 else ''}"
+        windows = f"{config.micro_batch} windows x {config.accumulation} micro-batches x {processes}"
         logger.info("model: %s", self.model.parameter_summary())
         logger.info(
             "batch: %s = %d windows of %d tokens = %s tokens an optimizer step",
@@ -147,8 +168,6 @@ class Trainer:
             self.device.type, config.compute_dtype, "on" if config.tf32 else "off", "on" if config.compile else "off",
             allocator or "default",
         )  # fmt: skip
-        if self._peak_flops is None:
-            logger.info("mfu: left out, the peak rate of this device and dtype is not known")
 
     def _description(self) -> dict[str, Any]:
         """What a checkpoint says about the run that it belongs to."""
@@ -168,40 +187,54 @@ class Trainer:
                 same = before.get(name) == now.get(name) or (part == "config" and name in RESUME_MAY_CHANGE)
                 check(same, "train", name, f"stay as in the checkpoint ({before.get(name)})", now.get(name), hint)
         self.state.load(found[-1])
-        self._metrics.rewind(self.state.progress.reported_step)
         self._set_lr(self.state.progress.step - 1)  # for a row that this step may still owe
-        logger.info("resumed from %s", found[-1])
+        self._note("resume", f"resumed from {found[-1]}")
+
+    def _note(self, kind: str, text: str, level: int = logging.INFO) -> None:
+        """Say something that belongs to the history of the run."""
+        logger.log(level, "%s", text, extra={"event": kind, "step": self.state.progress.step})
 
     # --- one optimizer step -----------------------------------------------------------------------------------------------
     def next_batches(self) -> list[Batch]:
-        """The micro-batches of one optimizer step, on the host; advances the place in the data."""
-        config = self.config
-        windows = [self.state.sampler.next_windows(config.micro_batch) for _ in range(config.accumulation)]
+        """This process's micro-batches of one optimizer step, on the host; advances the place in the data."""
+        return self._draw(self.state.sampler)
+
+    def _draw(self, sampler: Sampler) -> list[Batch]:
+        config, processes = self.config, self.processes
+        windows = [
+            sampler.next_windows(config.micro_batch, rank=processes.rank, world_size=processes.world_size)
+            for _ in range(config.accumulation)
+        ]
         return [
             collate(self.data.train, indices, config.seq_len, document_mask=config.data.document_mask) for indices in windows
         ]
 
-    def train_step(self, batches: Sequence[Batch]) -> Tensor:
+    def train_step(self, batches: Sequence[Batch], num_targets: int | None = None) -> Tensor:
         """One optimizer step over micro-batches; nothing in it waits for the device.
 
-        The loss is the mean over all targets of the step, however they are spread over the micro-batches.
+        The loss is the mean over all targets of the step, however they are spread over micro-batches and processes.
 
         Args:
-            batches: micro-batches, on the host.
+            batches: this process's micro-batches, on the host.
+            num_targets: targets of the step over all processes; None means those of ``batches``.
 
         Returns:
-            On the device, fp32 ``[3]``: summed loss in nats, gradient norm before clipping, and whether the update was
-            cancelled because one of the two is not finite, 1 or 0.
+            On the device, fp32 ``[3]``, the same on every process: summed loss in nats, gradient norm before clipping, and
+            whether the update was cancelled because one of the two is not finite, 1 or 0.
         """
-        config, optimizer = self.config, self.state.optimizer
-        num_targets = max(sum(batch.num_targets for batch in batches), 1)
+        config, optimizer, processes = self.config, self.state.optimizer, self.processes
+        if num_targets is None:
+            num_targets = sum(batch.num_targets for batch in batches)
+        targets_per_process = max(num_targets, 1) / processes.world_size  # gradients are averaged over the processes
         loss = torch.zeros((), device=self.device)
-        for batch in batches:
+        for number, batch in enumerate(batches, start=1):
             batch = batch.to(self.device)
-            with autocast(self.device, config.compute_dtype):
-                loss_sum = self.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
-            (loss_sum / num_targets).backward()
+            with processes.accumulating(self.loss, last=number == len(batches)):
+                with autocast(self.device, config.compute_dtype):
+                    loss_sum = self.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
+                (loss_sum / targets_per_process).backward()
             loss += loss_sum.detach()
+        processes.sum(loss)
         parameters = optimizer.parameters()
         grad_norm = get_total_norm(_gradients(parameters))
         cancel = 1.0 - (grad_norm.isfinite() & loss.isfinite()).float()
@@ -218,51 +251,95 @@ class Trainer:
 
     # --- the run ----------------------------------------------------------------------------------------------------------
     def run(self) -> RunResult:
-        """Train until all steps are done or a signal asks to stop; either way a checkpoint is left.
+        """Train until all steps are done or somebody asks to stop; either way a checkpoint is left.
 
         Raises:
-            TrainingStoppedError: the policy for non-finite steps ended the run.
+            TrainingStoppedError: the policy for non-finite steps ended the run, no data came, or the last checkpoint could not
+                be written.
         """
         progress, steps = self.state.progress, self.config.steps
-        begun = time.perf_counter() - progress.seconds
-        if self.config.nonfinite == "rollback":
-            self._checkpoint()  # something to go back to
-        with closing(self._metrics), StopRequest() as stop:
-            self._report(stop)  # a signal may have come between a step and its row
-            while progress.step < steps and not stop:
-                self._timed_step()
+        begun, stop = time.perf_counter() - progress.seconds, 0
+        ahead = self._batches_ahead()
+        with self._requests, closing(self._checkpoints), closing(self._reports), closing(ahead):
+            if self.config.nonfinite == "rollback":
+                self._checkpoint()  # something to go back to
+            self._reports.report()  # a signal may have come between a step and its row
+            while progress.step < steps and not (stop := self._attend()):
+                self._timed_step(ahead)
                 progress.seconds = time.perf_counter() - begun
-                self._report(stop)
-                if self._due(self.config.checkpoint_every):
+                self._reports.report()
+                if self._reports.due(self.config.checkpoint_every):
                     self._checkpoint()
-            self._checkpoint()
-            finished = progress.step >= steps
-            if finished:
-                self._write_sample()
-        name = None if stop.received is None else stop.received.name
-        if progress.best_val_step is not None:
-            best = progress.best_val_bits_per_byte
-            logger.info("best held-out figure: %.4f bits per byte at step %d", best, progress.best_val_step)
-        if not finished:
-            logger.info("stopped by %s after step %d of %d; resume to go on", name, progress.step, steps)
-        return RunResult(finished, name, progress.step, self.last_row)
+            self._finish(stop)
+        name = signal.Signals(stop).name if stop not in (0, HALT) else None
+        return RunResult(progress.step >= steps, name, progress.step, self._reports.last_row)
 
-    def _timed_step(self) -> None:
+    def _batches_ahead(self) -> Prefetcher[Drawn]:
+        sampler = self.data.sampler(self.config.seq_len, self.config.seed)
+        sampler.load_state_dict(self.state.sampler.state_dict())
+        return Prefetcher(lambda: (self._draw(sampler), sampler.state_dict()))
+
+    def _attend(self) -> int:
+        """See to what was asked of any process since the last step; returns what asks for the end, as ``Requests.stop``."""
+        requests = self._requests
+        requests.look_for_halt_file()
+        checkpoint, requests.checkpoint = requests.checkpoint, False
+        stop, save = self.processes.largest(requests.stop, int(checkpoint))
+        if save:
+            self._checkpoint()
+        return stop
+
+    def _timed_step(self, ahead: Prefetcher[Drawn]) -> None:
         progress, window = self.state.progress, self.state.progress.window
         begin = time.perf_counter()
-        batches = self.next_batches()
+        batches, targets, num_bytes = self._take(ahead)
         fetched = time.perf_counter()
-        targets, num_bytes = sum(batch.num_targets for batch in batches), sum(batch.num_bytes for batch in batches)
-        self._results.put(_StepInfo(progress.step, targets, num_bytes), self.train_step(batches))
+        self._results.put(_StepInfo(progress.step, targets, num_bytes), self.train_step(batches, targets))
         progress.step += 1
-        tokens = sum(batch.tokens.shape[0] for batch in batches)
+        tokens = self.config.global_batch * self.config.seq_len
         progress.tokens += tokens
         window.tokens += tokens
         window.steps += 1
         # The figures of the step before are read while the device works on this one.
-        self._read_results(keep=0 if self._row_due() else 1)
-        window.seconds += time.perf_counter() - begin
+        self._read_results(keep=0 if self._reports.row_due() else 1)
+        self._checkpoints.poll()
+        self._step_s = time.perf_counter() - begin
+        window.seconds += self._step_s
         window.data_seconds += fetched - begin
+
+    def _take(self, ahead: Prefetcher[Drawn]) -> tuple[list[Batch], int, int]:
+        """This process's micro-batches of the next step, and the targets and bytes of text of all processes'."""
+        config, step = self.config, self.state.progress.step
+        limit_s = STARTING_LIMIT_S if self._step_s == math.inf else max(config.stall_limit_s, 10 * self._step_s)
+        patience_s = self._data_patience_s()
+        drawn, starved = None, ""
+        self._beat("data", step, max(limit_s, patience_s + 10) if patience_s else 0)
+        try:
+            drawn = ahead.get(patience_s)
+        except StarvedError as error:
+            starved = f"{error} (data_limit_s)"
+        except UserError as error:  # of a source that has given up, or found its data damaged
+            starved = str(error)
+        batches, place = drawn or ([], {})
+        counted = (sum(batch.num_targets for batch in batches), sum(batch.num_bytes for batch in batches))
+        self._beat("step", step, max(limit_s, patience_s + 10))  # the others may still wait for theirs
+        targets, num_bytes, num_starved = self.processes.total(*counted, int(drawn is None))
+        if num_starved:
+            self._checkpoint()
+            self._checkpoints.wait()
+            what = f"data starvation after step {step}: {starved or 'another process got no batch'}"
+            raise TrainingStoppedError(f"{what}; {self._left()}. See why the data do not come, then resume.")
+        self._beat("step", step, limit_s)
+        self.state.sampler.load_state_dict(place)
+        return batches, targets, num_bytes
+
+    def _data_patience_s(self) -> float:
+        """Longest wait for a batch, 0 without limit. A stream tries again and gives up by itself; this comes after that."""
+        config = self.config
+        if config.data.source != "stream" or config.data_limit_s == 0:
+            return config.data_limit_s
+        # A resumed stream first finds its way back, through most of a large file at worst.
+        return STARTING_LIMIT_S if self._step_s == math.inf else config.data.time_limit_s + 10
 
     def _read_results(self, keep: int) -> None:
         """Take in the figures of all steps but the newest ``keep``."""
@@ -286,124 +363,66 @@ class Trainer:
         """Follow the policy; the updates of these steps have been cancelled on the device already."""
         config, streak = self.config, self.state.progress.nonfinite_streak
         what = f"loss or gradient not finite in step {', '.join(str(step + 1) for step in steps)}"
-        found = list_checkpoints(self.run_folder.checkpoints)
         if config.nonfinite == "stop" or streak >= config.nonfinite_limit:
             why = (
                 "policy stop" if config.nonfinite == "stop" else f"{streak} in a row, nonfinite_limit {config.nonfinite_limit}"
             )
-            last = f"the last checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
-            raise TrainingStoppedError(f"{what} ({why}); {last}. A lower optim.lr or a longer optim.warmup_steps may help.")
+            self._checkpoints.wait()
+            hint = "A lower optim.lr or a longer optim.warmup_steps may help."
+            raise TrainingStoppedError(f"{what} ({why}); {self._left()}. {hint}")
         if config.nonfinite == "rollback":
             self._results.take(keep=0)  # of steps made with the weights that are given up
-            self.state.load_training_tensors(found[-1])
-            logger.warning("%s: weights and optimizer state are those of %s again, data go on", what, found[-1].name)
+            path = self._newest_checkpoint()
+            self.state.load_training_tensors(path)
+            self._note(
+                "rollback", f"{what}: weights and optimizer state are those of {path.name} again, data go on", logging.WARNING
+            )
         else:
-            logger.warning("%s: update left out", what)
+            self._note("nonfinite", f"{what}: update left out", logging.WARNING)
 
-    def _due(self, every: int) -> bool:
-        step = self.state.progress.step
-        return step == self.config.steps or (every > 0 and step > 0 and step % every == 0)
-
-    def _evaluation_due(self) -> bool:
-        return self.config.eval_windows > 0 and self._due(self.config.eval_every)
-
-    def _row_due(self) -> bool:
-        return self._due(self.config.log_every) or self._evaluation_due()
-
-    # --- reports ----------------------------------------------------------------------------------------------------------
-    def _report(self, stop: StopRequest) -> None:
-        """Evaluate and write a row of metrics, where either is due and not done for this step.
-
-        A signal ends an evaluation; the resumed run then does it in full, so that its rows are those of an undisturbed run.
-        """
-        progress = self.state.progress
-        if not self._row_due() or progress.reported_step == progress.step:
-            return
-        validation: Row = {}
-        if self._evaluation_due():
-            try:
-                validation = self._evaluate(stop)
-            except _InterruptedError:
-                return
-        self.last_row = {**self._training_row(), **validation}
-        progress.window, progress.reported_step = Window(), progress.step
-        self._metrics.write(self.last_row)
-        if self.on_row is not None:
-            self.on_row(self.last_row)
-
-    def _training_row(self) -> Row:
-        progress, window = self.state.progress, self.state.progress.window
-        tokens_per_s = window.tokens / window.seconds
-        row: Row = {
-            "step": progress.step,
-            "tokens": progress.tokens,
-            "loss_nats": window.loss_nats,
-            "bits_per_byte": window.bits_per_byte,
-            "learning_rate": self.state.optimizer.learning_rate,
-            "grad_norm": window.grad_norm,
-            "nonfinite_steps": progress.nonfinite_steps,
-            "step_time_ms": 1000 * window.seconds / window.steps,
-            "data_time_ms": 1000 * window.data_seconds / window.steps,
-            "tokens_per_s": tokens_per_s,
-            "tokens_per_s_total": progress.tokens / progress.seconds,
-            "eta_s": (self.config.steps - progress.step) * progress.seconds / progress.step,
-            **memory_row(self.device),
-            **utilisation_row(self.device),
-        }
-        if self._peak_flops is not None:
-            row["mfu"] = tokens_per_s * self._flops_per_token / self._peak_flops
-        return row
-
-    def _evaluate(self, stop: StopRequest) -> Row:
-        config, progress = self.config, self.state.progress
-        batches = validation_batches(
-            self.data.validation,
-            config.seq_len,
-            config.micro_batch,
-            config.eval_windows,
-            document_mask=config.data.document_mask,
-        )
-        result = evaluate(self.model, _until(stop, batches), compute_dtype=config.compute_dtype, loss_chunk=config.loss_chunk)
-        if progress.best_val_bits_per_byte is None or result["bits_per_byte"] < progress.best_val_bits_per_byte:
-            progress.best_val_bits_per_byte, progress.best_val_step = result["bits_per_byte"], progress.step
-        return {"val_loss_nats": result["loss_nats"], "val_bits_per_byte": result["bits_per_byte"]}
-
+    # --- checkpoints ------------------------------------------------------------------------------------------------------
     def _checkpoint(self) -> None:
-        """Leave a checkpoint of this step, if there is none."""
+        """Begin a checkpoint of this step, if there is none."""
         self._read_results(keep=0)
-        folder, step = self.run_folder.checkpoints, self.state.progress.step
-        newest = list_checkpoints(folder)[-1:]
-        if newest and read_meta(newest[0])["step"] == step:
+        progress, validated = self.state.progress, self._reports.validated
+        if not self.processes.is_main or self._checkpoints.newest_step == progress.step:
             return
-        path = self.state.save(folder, self._description(), keep=self.config.keep_checkpoints)
-        logger.info("checkpoint %s", path)
+        self._beat("checkpoint", progress.step, CHECKPOINT_LIMIT_S)
+        figure = validated[1] if validated is not None and validated[0] == progress.step else None
+        tensors, meta = self.state.contents()
+        self._checkpoints.submit(progress.step, tensors, {**meta, "val_bits_per_byte": figure, **self._description()})
 
-    def _write_sample(self) -> None:
-        """Continue the beginning of the held-out text."""
-        config, tokenizer = self.config, self.data.tokenizer
-        if config.sample_tokens == 0:
-            return
-        prompt = self.data.validation.window(config.seq_len, 0)[: min(SAMPLE_PROMPT_TOKENS, config.seq_len)].tolist()
-        (text,) = complete(
-            self.model, tokenizer, [prompt], max_new_tokens=config.sample_tokens, temperature=SAMPLE_TEMPERATURE,
-            seed=config.seed, compute_dtype=config.compute_dtype,
-        )  # fmt: skip
-        parts = (
-            f"--- prompt, held-out text\n{_shown(tokenizer.decode(prompt))}",
-            f"--- continuation, temperature {SAMPLE_TEMPERATURE}\n{_shown(text)}",
-        )
-        self.run_folder.sample.write_text("\n".join(parts) + "\n", encoding="utf-8")
+    def _newest_checkpoint(self) -> Path:
+        """The same one on every process."""
+        self._checkpoints.wait()
+        (step,) = self.processes.largest(self._checkpoints.newest_step or 0 if self.processes.is_main else 0)
+        return checkpoint_path(self.run_folder.checkpoints, step)
 
+    def _left(self) -> str:
+        """What a run that ends leaves behind."""
+        found = list_checkpoints(self.run_folder.checkpoints)
+        return f"the last checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
 
-class _InterruptedError(Exception):
-    """A signal came during an evaluation."""
-
-
-def _until(stop: StopRequest, batches: Iterator[Batch]) -> Iterator[Batch]:
-    for batch in batches:
-        if stop:
-            raise _InterruptedError
-        yield batch
+    def _finish(self, stop: int) -> None:
+        """The last checkpoint, the sample, and what there is to say at the end."""
+        progress, steps = self.state.progress, self.config.steps
+        self._checkpoints.wait()  # if it has failed, here is another try
+        self._checkpoint()
+        self._checkpoints.wait()
+        self._beat("end", progress.step, 0)
+        if progress.step >= steps and self.processes.is_main:
+            self._reports.write_sample()
+        self.processes.wait_for_all()
+        if progress.best_val_step is not None:
+            best = progress.best_val_bits_per_byte
+            logger.info("best held-out figure: %.4f bits per byte at step %d", best, progress.best_val_step)
+        if progress.step < steps:
+            who = "the halt file" if stop == HALT else signal.Signals(stop).name
+            self._note("stop", f"stopped by {who} after step {progress.step} of {steps}; resume to go on")
+        if stop == HALT and self.processes.is_main:
+            self.run_folder.halt.unlink(missing_ok=True)  # obeyed: it must not end the resumed run as well
+        if self._checkpoints.failure is not None:
+            raise TrainingStoppedError(f"{self._checkpoints.failure}; {self._left()}")
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -419,7 +438,3 @@ def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     gradients = [parameter.grad for parameter in parameters]
     assert all(gradient is not None for gradient in gradients), "a trainable parameter got no gradient"
     return cast(list[Tensor], gradients)
-
-
-def _shown(text: bytes) -> str:
-    return text.decode("utf-8", errors="replace")

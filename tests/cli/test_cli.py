@@ -77,7 +77,7 @@ def test_train_eval_generate_and_resume(tiny: Path, capsys: pytest.CaptureFixtur
     folder = tiny.parent / "runs" / "tiny-1"
     expected = {
         "config.yaml", "environment.json", "metrics.jsonl", "metrics.csv", "tensorboard", "checkpoints", "tokenizer.json",
-        "loss.png", "sample.txt", "log.txt",
+        "loss.png", "sample.txt", "log.txt", "events.jsonl", "stacks",
     }  # fmt: skip
     assert {path.name for path in folder.iterdir()} == expected
     assert load_config(folder / "config.yaml") == load_config(tiny, {"optim.lr": "0.003", "optim.warmup_steps": "2"})

@@ -43,7 +43,7 @@ def state_bytes(config: TrainConfig) -> int:
 
 
 def test_the_configurations_there_must_be() -> None:
-    assert {"cpu-small", "gpu-small", "seed", "seed-gpt2"} <= NAMES
+    assert {"cpu-small", "gpu-small", "seed", "seed-gpt2", "seed-fineweb"} <= NAMES
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
@@ -119,3 +119,13 @@ def test_the_gpt2_seed_is_the_seed_with_another_vocabulary() -> None:
     model = dataclasses.replace(gpt2.model, vocab_size=256, tie_head=False)
     data = dataclasses.replace(gpt2.data, tokenizer="byte")
     assert dataclasses.replace(gpt2, model=model, data=data, loss_chunk=seed.loss_chunk) == seed
+
+
+def test_the_fineweb_seed_is_the_gpt2_seed_on_prepared_text() -> None:
+    gpt2, fineweb = (load_config(ROOT / f"{name}.yaml") for name in ("seed-gpt2", "seed-fineweb"))
+    assert (fineweb.data.source, fineweb.data.path) == ("shards", "data/fineweb-edu")
+    data = dataclasses.replace(fineweb.data, source="stdlib", path=None)
+    assert dataclasses.replace(fineweb, data=data) == gpt2
+    prepared = re.search(r"--max-tokens (\d+) --out data/fineweb-edu", (ROOT / "seed-fineweb.yaml").read_text())
+    assert prepared is not None
+    assert int(prepared[1]) > fineweb.steps * fineweb.global_batch * fineweb.seq_len

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
+import errno
 import json
 import os
 import pickle
+import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
-from nsa.train.checkpoint import list_checkpoints, load_tensors, read_meta, save_checkpoint
+from nsa.train import checkpoint
+from nsa.train.checkpoint import (
+    CheckpointWriter,
+    best_checkpoint,
+    list_checkpoints,
+    load_tensors,
+    read_meta,
+    save_checkpoint,
+)
+from tests.train.cases import rewrite_hashes
 
 
 def tensors(seed: int = 0) -> dict[str, Tensor]:
@@ -28,13 +39,6 @@ def tensors(seed: int = 0) -> dict[str, Tensor]:
         "rng.numpy": torch.arange(4),
         "empty": torch.zeros(0, 3),
     }
-
-
-def rewrite_hash(checkpoint: Path, name: str) -> None:
-    """What someone who changes a file on purpose would do."""
-    meta = json.loads((checkpoint / "meta.json").read_text())
-    meta["files"][name] = hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
-    (checkpoint / "meta.json").write_text(json.dumps(meta))
 
 
 def test_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -53,7 +57,7 @@ def test_loads_in_place_and_in_part(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 1, tensors(), {}, keep=1)
     weight = torch.zeros(3, 5, requires_grad=True)
     address = weight.data_ptr()
-    load_tensors(path, {"model.weight": weight.detach()})
+    load_tensors(path, {"model.weight": weight.detach(), "model.tied": torch.zeros(2, dtype=torch.float64)})
     assert weight.data_ptr() == address
     assert torch.equal(weight.detach(), tensors()["model.weight"])
 
@@ -93,7 +97,7 @@ def test_killed_while_writing_leaves_the_old_or_the_new(tmp_path: Path, monkeypa
             try:
                 save_checkpoint(folder, 3, {"a": torch.full((9,), 3.0)}, {}, keep=1)
                 survived = True
-            except (_Death, CheckpointException):  # PyTorch wraps what ends its own writing
+            except _Death:
                 survived = False
         found = list_checkpoints(folder)
         newest.append(int(found[-1].name[-1]))
@@ -109,25 +113,36 @@ def test_killed_while_writing_leaves_the_old_or_the_new(tmp_path: Path, monkeypa
 
 def test_unfinished_ones_are_never_seen_and_then_removed(tmp_path: Path) -> None:
     (tmp_path / ".unfinished-step-00000009").mkdir(parents=True)
-    (tmp_path / ".unfinished-step-00000009" / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / ".unfinished-step-00000009" / "tensors.safetensors").write_bytes(b"half")
     (tmp_path / "step-x").mkdir()
     assert list_checkpoints(tmp_path) == []
     save_checkpoint(tmp_path, 1, tensors(), {}, keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-x"]
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
-def test_damage_is_noticed(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("name", ["tensors.safetensors", "meta.json", "SHA256SUMS"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "empty"])
+def test_damage_is_noticed(tmp_path: Path, damage: str, name: str) -> None:
     path = save_checkpoint(tmp_path, 1, tensors(), {}, keep=1)
-    file = next(path.glob("*.distcp"))
+    file = path / name
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     if damage == "remove":
         file.unlink()
     else:
-        file.write_bytes(bytes(content) if damage == "flip" else bytes(content[:-1]))
-    with pytest.raises(ValueError, match=r"path must hold an undamaged checkpoint.*Remove this folder"):
-        load_tensors(path, tensors())
+        file.write_bytes({"flip": bytes(content), "truncate": bytes(content[:-1]), "empty": b""}[damage])
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
+    with pytest.raises(
+        ValueError, match=rf"path must hold an undamaged checkpoint, got .*{name} missing or .*Remove this folder"
+    ):
+        load_tensors(path, loaded)
+    assert not any(tensor.any() for tensor in loaded.values())
+
+
+def test_hashes_are_those_of_the_usual_program(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 1, tensors(), {}, keep=1)
+    done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=path, capture_output=True, text=True, check=True)
+    assert done.stdout == "tensors.safetensors: OK\nmeta.json: OK\n"
 
 
 @pytest.mark.parametrize(
@@ -144,9 +159,25 @@ def test_another_model_is_refused(tmp_path: Path, name: str, tensor: Tensor, mes
         load_tensors(path, {name: tensor})
 
 
+def test_a_larger_model_is_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 1, tensors(), {}, keep=1)
+    weight = torch.zeros(3, 5)
+    with pytest.raises(ValueError, match=r"path must hold no model\.tied, got one\. It is .*step-00000001"):
+        load_tensors(path, {"model.weight": weight})
+    assert not weight.any()
+
+
 def test_no_checkpoint_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="be a complete checkpoint"):
+    with pytest.raises(ValueError, match="be the folder of a checkpoint"):
         read_meta(tmp_path / "step-00000001")
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 1, tensors(), {}, keep=1)
+    (path / "meta.json").write_text(json.dumps({**read_meta(path), "format": 99}))
+    rewrite_hashes(path)
+    with pytest.raises(ValueError, match="hold a checkpoint of format 2, got 99"):
+        read_meta(path)
 
 
 class _Harmful:
@@ -157,21 +188,99 @@ class _Harmful:
         return os.system, (self.command,)
 
 
-def test_code_in_the_index_does_not_run(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, 1, tensors(), {}, keep=1)
-    (path / ".metadata").write_bytes(pickle.dumps(_Harmful(f"touch {tmp_path}/ran")))
-    rewrite_hash(path, ".metadata")
-    with pytest.raises(pickle.UnpicklingError, match=r"must not name posix\.system"):
-        load_tensors(path, tensors())
-    assert not (tmp_path / "ran").exists()
-
-
-def test_code_in_a_tensor_file_does_not_run(tmp_path: Path) -> None:
+def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 1, {"a": torch.zeros(4)}, {}, keep=1)
-    file = next(path.glob("*.distcp"))
-    content = pickle.dumps(_Harmful(f"touch {tmp_path}/ran"), protocol=2)
-    file.write_bytes(content.ljust(file.stat().st_size, b"\0"))
-    rewrite_hash(path, file.name)
-    with pytest.raises(CheckpointException, match="Weights only load failed"):
+    (path / "tensors.safetensors").write_bytes(pickle.dumps(_Harmful(f"touch {tmp_path}/ran"), protocol=2))
+    rewrite_hashes(path)
+    with pytest.raises(ValueError, match=r"hold tensors in the format of safetensors, got .*tensors\.safetensors"):
         load_tensors(path, {"a": torch.zeros(4)})
     assert not (tmp_path / "ran").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------------ best
+
+
+def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
+    figures = {1: 3.0, 2: None, 3: 2.0, 4: 2.5, 5: 2.6, 6: None, 7: 1.5, 8: 1.7}
+    kept = {}
+    for step, figure in figures.items():
+        save_checkpoint(tmp_path, step, {"a": torch.zeros(1)}, {"val_bits_per_byte": figure}, keep=2)
+        kept[step] = [int(path.name[-1]) for path in list_checkpoints(tmp_path)]
+    assert kept == {1: [1], 2: [1, 2], 3: [2, 3], 4: [3, 4], 5: [3, 4, 5], 6: [3, 5, 6], 7: [6, 7], 8: [7, 8]}
+    assert best_checkpoint(tmp_path) == tmp_path / "step-00000007"
+
+
+def test_a_damaged_one_is_not_the_best_and_does_not_stop_the_next(tmp_path: Path) -> None:
+    for step, figure in ((1, 2.0), (2, 3.0)):
+        save_checkpoint(tmp_path, step, {"a": torch.zeros(1)}, {"val_bits_per_byte": figure}, keep=2)
+    (tmp_path / "step-00000001" / "meta.json").write_text("{")
+    assert best_checkpoint(tmp_path) == tmp_path / "step-00000002"
+    save_checkpoint(tmp_path, 3, {"a": torch.zeros(1)}, {"val_bits_per_byte": 4.0}, keep=1)
+    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["2", "3"]
+
+
+# ---------------------------------------------------------------------------------------------------- beside training
+
+
+def test_writing_goes_on_beside_training_with_the_tensors_of_the_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, calls = threading.Event(), []
+    real = save_file
+
+    def slow(*args: Any) -> None:
+        calls.append(threading.current_thread().name)
+        assert may_write.wait(20)
+        real(*args)
+
+    monkeypatch.setattr(checkpoint, "save_file", slow)
+    writer = CheckpointWriter(tmp_path, keep=3)
+    live = {"a": torch.ones(1000)}
+    writer.submit(1, live, {})
+    live["a"].zero_()  # the next optimizer step
+    assert list_checkpoints(tmp_path) == []
+    assert writer.newest_step == 1
+    second = threading.Thread(target=writer.submit, args=(2, live, {}))
+    second.start()  # waits for the first: one at a time
+    second.join(0.3)
+    assert second.is_alive()
+    assert len(calls) == 1
+    may_write.set()
+    second.join(20)
+    writer.close()
+    loaded = {"a": torch.full((1000,), 7.0)}
+    load_tensors(tmp_path / "step-00000001", loaded)
+    assert torch.equal(loaded["a"], torch.ones(1000))
+    load_tensors(tmp_path / "step-00000002", loaded)
+    assert torch.equal(loaded["a"], torch.zeros(1000))
+    assert all(name.startswith("checkpoint") for name in calls)
+
+
+def test_a_write_that_fails_is_a_warning_and_a_bug_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = CheckpointWriter(tmp_path, keep=3)
+    writer.submit(1, {"a": torch.ones(9)}, {})
+    writer.wait()
+
+    def fail(error: BaseException) -> Callable[..., None]:
+        def raise_it(*args: Any) -> None:
+            raise error
+
+        return raise_it
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", fail(OSError(errno.ENOSPC, "No space left on device")))
+        writer.submit(2, {"a": torch.ones(9)}, {})
+        writer.wait()
+        assert "checkpoint of step 2 could not be written" in caplog.text
+        assert "the newest is step-00000001" in caplog.text
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+        assert (writer.newest_step, bool(writer.failure)) == (1, True)
+        patch.setattr(checkpoint, "save_file", fail(ZeroDivisionError("a bug")))
+        writer.submit(3, {"a": torch.ones(9)}, {})
+        with pytest.raises(ZeroDivisionError, match="a bug"):
+            writer.wait()
+    writer.submit(4, {"a": torch.ones(9)}, {})
+    writer.close()
+    assert (writer.newest_step, writer.failure) == (4, None)

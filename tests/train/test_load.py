@@ -104,6 +104,13 @@ def test_words_of_yaml_1_1_are_text(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------- overrides
 
 
+FOLDER = DataConfig("folder", "a b", "*.md", "file", "t.json", 300, False, 0.25)
+STREAM = DataConfig(
+    "stream", "owner/name", subset="s", split="test", revision="v1", text_field="body", time_limit_s=7.0, validation_tokens=9,
+    synthetic_fallback="copy",
+)  # fmt: skip
+
+
 def test_every_setting_can_be_overridden() -> None:
     changed = TrainConfig(
         model=LMConfig(
@@ -118,11 +125,12 @@ def test_every_setting_can_be_overridden() -> None:
                 rope_theta=500.0, rotary_dim=16, rope_scaling=RopeScaling("yarn", 2.0, 64, 16.0, 2.0),
             ),
         ),
-        data=DataConfig("folder", "a b", "*.md", "file", "t.json", 300, False, 0.25),
+        data=FOLDER,
         optim=OptimConfig("muon", 1e-3, 0.5, 0.1, 5, (0.8, 0.7), 1e-6, 0.2, 0.0),
         steps=7, seq_len=64, micro_batch=3, accumulation=5, world_size=2, global_batch=30, seed=4, device="cpu",
         compute_dtype="fp32", compile=True, tf32=True, loss_chunk=6, log_every=1, eval_every=2, eval_windows=3,
         checkpoint_every=4, keep_checkpoints=5, nonfinite="stop", nonfinite_limit=6, sample_tokens=0,
+        data_limit_s=9.5, stall_limit_s=19.5,
     )  # fmt: skip
 
     def words(section: Any, prefix: str = "") -> dict[str, str]:
@@ -132,7 +140,8 @@ def test_every_setting_can_be_overridden() -> None:
             if dataclasses.is_dataclass(value):
                 found |= words(value, f"{prefix}{entry.name}.")
                 continue
-            assert value != entry.default, f"{prefix}{entry.name} is not changed by this test"
+            if value == entry.default:
+                continue
             found[f"{prefix}{entry.name}"] = (
                 str([list(row) for row in value])
                 if isinstance(value, tuple) and isinstance(value[0], tuple)
@@ -142,9 +151,13 @@ def test_every_setting_can_be_overridden() -> None:
             )
         return found
 
-    overrides = words(changed)
-    assert set(overrides) == {setting.name for setting in load.settings()} - {"model.nsa.rope_scaling"}
-    assert load_config(None, overrides) == changed
+    seen = set()
+    for data in (FOLDER, STREAM):  # no source takes all settings of data
+        config = dataclasses.replace(changed, data=data)
+        overrides = words(config)
+        assert load_config(None, overrides) == config
+        seen |= set(overrides)
+    assert {setting.name for setting in load.settings()} - seen == {"model.nsa.rope_scaling"}, "not changed by this test"
 
 
 def test_overrides_win_over_the_file_and_come_before_its_checks(tmp_path: Path) -> None:

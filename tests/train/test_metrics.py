@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nsa.errors import UserError
 from nsa.train.config import TrainConfig
@@ -96,7 +96,7 @@ def test_rows_that_are_wrong_are_refused_before_anything_is_written(folder: RunF
         writer.write({"loss_nats": 1.0})
     with pytest.raises(ValueError, match=r"names must be in .*, got loss"):
         writer.write({"step": 6, "loss": 1.0})
-    with pytest.raises(TypeError, match="loss_nats must be an int, float or str, got Tensor"):
+    with pytest.raises(TypeError, match="loss_nats must be an int, float, bool or str, got Tensor"):
         writer.write({"step": 6, "loss_nats": torch.tensor(1.0)})  # type: ignore[dict-item]
     writer.close()
     assert [row["step"] for row in jsonl_rows(folder)] == [5]
@@ -119,7 +119,6 @@ def test_a_resumed_run_has_each_step_once_and_loses_nothing(folder: RunFolder) -
 def test_tensorboard_hides_what_was_set_aside(folder: RunFolder) -> None:
     first: list[Row] = [{"step": step, "loss_nats": float(step)} for step in (1, 2, 3, 4)]
     write(folder, *first)
-    time.sleep(1.1)  # event files are put in order by the second in which they were begun
     write(folder, {"step": 3, "loss_nats": 30.0}, after=2)
     assert scalars(folder, "loss_nats") == [(1, 1.0), (2, 2.0), (3, 30.0)]
 

@@ -7,7 +7,7 @@ The path of a training run::
     data.train, data.validation                                                  # TokenSource each
     data.description                                                             # JSON-able: counts, hashes, source and licence
 
-    sampler = Sampler(data.train.num_windows(seq_len), seed)                     # state_dict(): three integers
+    sampler = data.sampler(seq_len, seed)                                        # state_dict(): integers
     indices = sampler.next_windows(micro_batch, rank=0, world_size=1)            # advances by micro_batch * world_size
     batch = collate(data.train, indices, seq_len, document_mask=True).to(device)
 
@@ -15,6 +15,9 @@ The path of a training run::
         ...                                                                      # windows 0 .. num_windows - 1 in order
 
     bigram_bits_per_byte(data.train, data.validation)                            # text sources; the baseline to beat
+
+:func:`prepare` turns a data set into shards, :func:`open_shards` checks and opens them. Neither ``datasets`` nor ``tiktoken``
+is imported before it is needed, and ``datasets`` never in the process that trains.
 
 A :class:`Batch` has ``tokens`` int64 ``[T]``, ``targets`` int64 ``[T]`` (-100 where nothing is predicted), ``cu_seqlens``
 int32 ``[N + 1]``, ``max_seqlen`` int (``seq_len``: an upper bound), ``num_bytes`` int (bytes of text that the counted targets
@@ -26,9 +29,13 @@ from nsa.train.data.batch import IGNORED_TARGET, Batch, collate, validation_batc
 from nsa.train.data.bigram import bigram_bits_per_byte
 from nsa.train.data.bundle import DataBundle, open_data
 from nsa.train.data.documents import Document, TextFiles, corpus_files, folder_files, stdlib_files
+from nsa.train.data.preparation import PrepareConfig, prepare
 from nsa.train.data.sampler import Sampler
-from nsa.train.data.source import TextSource, TokenSource
+from nsa.train.data.shards import ShardError, ShardFolder, ShardSource, open_shards
+from nsa.train.data.source import DataUnavailableError, TextSource, TokenSource
 from nsa.train.data.split import Piece, Split, check_disjoint, split_documents
+from nsa.train.data.stream import DocumentReader, Origin
+from nsa.train.data.stream_source import StreamSampler, StreamSource
 from nsa.train.data.synthetic import SyntheticSource
 from nsa.train.data.tokenizer import ByteTokenizer, SubwordTokenizer, Tokenizer, load_tokenizer, make_tokenizer
 
@@ -37,10 +44,19 @@ __all__ = [
     "Batch",
     "ByteTokenizer",
     "DataBundle",
+    "DataUnavailableError",
     "Document",
+    "DocumentReader",
+    "Origin",
     "Piece",
+    "PrepareConfig",
     "Sampler",
+    "ShardError",
+    "ShardFolder",
+    "ShardSource",
     "Split",
+    "StreamSampler",
+    "StreamSource",
     "SubwordTokenizer",
     "SyntheticSource",
     "TextFiles",
@@ -55,6 +71,8 @@ __all__ = [
     "load_tokenizer",
     "make_tokenizer",
     "open_data",
+    "open_shards",
+    "prepare",
     "split_documents",
     "stdlib_files",
     "validation_batches",

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nsa.errors import check, fail
+from nsa.errors import UserError, check, fail
+from nsa.train.data.tokenizer import token_dtype
+
+
+class DataUnavailableError(UserError):
+    """The data are not there, cannot be reached, or do not come any more."""
 
 
 class TokenSource(Protocol):
@@ -49,15 +55,20 @@ class TextSource:
         token_bytes: int64 ``[vocab_size]``.
     """
 
-    def __init__(self, documents: list[NDArray[np.int64]], separator_id: int, token_bytes: NDArray[np.int64]) -> None:
-        dtype = np.min_scalar_type(len(token_bytes) - 1)
-        self.tokens = np.full(sum(len(document) + 1 for document in documents), separator_id, dtype=dtype)
+    def __init__(self, documents: Sequence[NDArray[np.integer]], separator_id: int, token_bytes: NDArray[np.int64]) -> None:
+        num_tokens = sum(len(document) + 1 for document in documents)
+        self.tokens = np.full(num_tokens, separator_id, dtype=token_dtype(len(token_bytes)))
         start = 0
         for document in documents:
             self.tokens[start : start + len(document)] = document
             start += len(document) + 1
         self.separator_id: int | None = separator_id
         self.token_bytes = token_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, separators included."""
+        return len(self.tokens)
 
     def num_windows(self, seq_len: int) -> int:
         """See :class:`TokenSource`; 0 when there are fewer than ``seq_len + 1`` tokens."""

@@ -40,21 +40,22 @@ class SyntheticSource:
     Attributes:
         task: name of the task.
         separator_id: None: windows hold no documents.
-        token_bytes: 1 for each of the 256 ids.
+        token_bytes: 1 for each id.
 
     Args:
         task: see above.
         side: ``train`` or ``validation``.
         seed: of all windows.
+        vocab_size: of the model that trains on them; ids from 256 on do not occur.
     """
 
-    def __init__(self, task: str, side: str, seed: int) -> None:
+    def __init__(self, task: str, side: str, seed: int, vocab_size: int = 256) -> None:
         check(task in TASKS, "SyntheticSource", "task", f"be one of {', '.join(TASKS)}", task)
         check(side in _SIDES, "SyntheticSource", "side", f"be one of {', '.join(_SIDES)}", side)
         check(seed >= 0, "SyntheticSource", "seed", "be at least 0", seed)
         self.task = task
         self.separator_id: int | None = None
-        self.token_bytes: NDArray[np.int64] = np.ones(256, dtype=np.int64)
+        self.token_bytes: NDArray[np.int64] = np.ones(vocab_size, dtype=np.int64)
         self._num_windows = TRAIN_WINDOWS if side == "train" else VALIDATION_WINDOWS
         self._key = (seed, _SIDES.index(side), TASKS.index(task))
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 from nsa.errors import check, fail
 
 if TYPE_CHECKING:
+    import tiktoken
     import tokenizers
 
     from nsa.train.config import DataConfig
@@ -36,6 +39,8 @@ _PROBES = (
     "0\u200b\ufeff\x7f\x01",
     *_KNOWN_SEPARATORS,
 )
+_GPT2_WORD = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+_LONG_BLANK = re.compile(r"\s{50000}")
 _BATCH_BYTES = 1 << 20  # text encoded at a time: the library's results take about 130 times its memory
 
 
@@ -60,8 +65,8 @@ class Tokenizer(Protocol):
         """Ids of a text, without separator. Raises ``ValueError`` for text that is not valid UTF-8."""
         ...
 
-    def encode_batch(self, texts: Sequence[bytes]) -> list[NDArray[np.int64]]:
-        """Ids of each text, as arrays; quicker than one call for each."""
+    def encode_batch(self, texts: Sequence[bytes]) -> list[NDArray[Any]]:
+        """Ids of each text, as arrays of :func:`token_dtype`; quicker than one call for each."""
         ...
 
     def decode(self, ids: Iterable[int]) -> bytes:
@@ -96,11 +101,11 @@ class ByteTokenizer:
         self._refuse_separator(raw)
         return list(raw)
 
-    def encode_batch(self, texts: Sequence[bytes]) -> list[NDArray[np.int64]]:
+    def encode_batch(self, texts: Sequence[bytes]) -> list[NDArray[Any]]:
         """See :class:`Tokenizer`."""
         for text in texts:
             self._refuse_separator(text)
-        return [np.frombuffer(text, dtype=np.uint8).astype(np.int64) for text in texts]
+        return [np.frombuffer(text, dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> bytes:
         """See :class:`Tokenizer`."""
@@ -151,20 +156,46 @@ class SubwordTokenizer:
         """See :class:`Tokenizer`."""
         return self._backend.encode(_checked_str(text), add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[bytes]) -> list[NDArray[np.int64]]:
-        """See :class:`Tokenizer`. Uses all cores; each result has been checked to decode to its text.
+    def encode_batch(self, texts: Sequence[bytes]) -> list[NDArray[Any]]:
+        """See :class:`Tokenizer`. Each result has been checked to decode to its text.
 
-        Memory peaks at about 130 times the largest document.
+        GPT-2's goes through ``tiktoken``, four times as quick as ``tokenizers`` and with the same ids. The others use all
+        cores, and their memory peaks at about 130 times the largest document.
         """
-        encoded: list[NDArray[np.int64]] = []
-        for batch in _batches(texts):
-            results = self._backend.encode_batch_fast([_checked_str(text) for text in batch], add_special_tokens=False)
-            encoded += [np.array(result.ids, dtype=np.int64) for result in results]
+        if self.kind == "gpt2":
+            encoded = [self._encode_gpt2(_checked_str(text)) for text in texts]
+        else:
+            encoded = []
+            for batch in _batches(texts):
+                results = self._backend.encode_batch_fast([_checked_str(text) for text in batch], add_special_tokens=False)
+                encoded += [np.array(result.ids, dtype=token_dtype(self.vocab_size)) for result in results]
         for text, ids in zip(texts, encoded, strict=True):
             if self.decode(ids) != text:
                 rule = "come back byte for byte from this tokenizer"
                 fail("SubwordTokenizer", "text", rule, _shown(text), "Take the byte tokenizer.")
         return encoded
+
+    def _encode_gpt2(self, text: str) -> NDArray[Any]:
+        dtype = token_dtype(self.vocab_size)
+        if _LONG_BLANK.search(text):  # tiktoken's search for the end of a word overflows its stack there
+            return np.array(self.encode(text), dtype=dtype)
+        return self._quick_backend.encode_to_numpy(text).astype(dtype)
+
+    @cached_property
+    def _quick_backend(self) -> tiktoken.Encoding:
+        if find_spec("tiktoken") is None:
+            fail(
+                "make_tokenizer",
+                "data.tokenizer",
+                "be byte, bpe or file without the package tiktoken",
+                "gpt2",
+                "Install tiktoken.",
+            )
+        import tiktoken
+
+        # A token's id is the rank of the merge that made it, which is all that this library wants to know.
+        ranks = {spelled: token_id for token_id, spelled in enumerate(self._spelling) if token_id != self.separator_id}
+        return tiktoken.Encoding(self.kind, pat_str=_GPT2_WORD, mergeable_ranks=ranks, special_tokens={})
 
     def decode(self, ids: Iterable[int]) -> bytes:
         """See :class:`Tokenizer`."""
@@ -189,6 +220,11 @@ class SubwordTokenizer:
                     f"{self.decode(ids)!r} for {probe.encode()!r}",
                     "Byte-level BPE without normalizer and add_prefix_space does, and byte fallback with prepend_scheme never.",
                 )  # fmt: skip
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smallest unsigned type that holds every id of a vocabulary."""
+    return np.min_scalar_type(vocab_size - 1)
 
 
 def make_tokenizer(config: DataConfig, training_texts: Iterable[bytes]) -> Tokenizer:

@@ -89,6 +89,18 @@ def test_round_trip_is_exact_for_any_text(kind: str, text: str) -> None:
     assert made_here.token_bytes[ids].sum() == len(raw)
 
 
+def test_gpt2_has_the_same_ids_from_both_of_its_engines() -> None:
+    """On prose, on code, on every character, and where the quick one would overflow its stack."""
+    with open(__file__, "rb") as file:
+        texts = [play(), file.read()]
+    texts += ["".join(f"a{chr(code)}b {chr(code)}" for code in range(start, start + 4096)).encode() for start in CHARACTERS]
+    texts += [b" " * 49_999 + b"a", b" " * 50_000 + b"a", b"a" + b"\n " * 60_000 + b"a", b"a" * 5_000]
+    assert all(ids.tolist() == gpt2().encode(text) for text, ids in zip(texts, gpt2().encode_batch(texts), strict=True))
+
+
+CHARACTERS = [start for start in range(4096, 0x20000, 12288) if not 0xC001 <= start < 0xE000]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 def test_any_ids_decode_to_as_many_bytes_as_token_bytes_says(kind: str, data: st.DataObject) -> None:

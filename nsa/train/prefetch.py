@@ -1,0 +1,95 @@
+"""Batches made ahead in a thread, with a limit on how long the run waits for the next one."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+Item = TypeVar("Item")
+
+_CLOSING_S = 2.0
+
+
+class StarvedError(Exception):
+    """No batch came within the time limit."""
+
+
+class Prefetcher(Generic[Item]):
+    """Calls a function over and over in a thread and hands its results out in order.
+
+    Args:
+        make: makes the next item; an error in it comes out of :meth:`get`.
+        ahead: items made before they are asked for.
+    """
+
+    def __init__(self, make: Callable[[], Item], ahead: int = 2) -> None:
+        self._make = make
+        self._ready: queue.Queue[Item | _Failure] = queue.Queue(ahead)
+        self._closed = threading.Event()
+        # A daemon: a read that never returns must not keep the process from ending.
+        self._thread = threading.Thread(target=self._work, name="batches", daemon=True)
+        self._thread.start()
+
+    def get(self, timeout_s: float) -> Item:
+        """The next item.
+
+        Args:
+            timeout_s: longest wait in seconds; 0 waits for ever.
+
+        Raises:
+            StarvedError: the time is over.
+        """
+        try:
+            item = self._ready.get(timeout=timeout_s or None)
+        except queue.Empty:
+            raise StarvedError(f"no batch in {timeout_s:g} s") from None
+        if isinstance(item, _Failure):
+            raise item.error
+        return item
+
+    def close(self) -> None:
+        """End the thread, unless it is stuck; what is ready is dropped.
+
+        A thread that still runs PyTorch's code when the interpreter ends would abort the process.
+        """
+        self._closed.set()
+        deadline = time.monotonic() + _CLOSING_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            while not self._ready.empty():  # it may wait for room
+                self._ready.get_nowait()
+            self._thread.join(0.01)
+
+    def _work(self) -> None:
+        while not self._closed.is_set():
+            with _Handover(self._ready) as failed:
+                self._ready.put(self._make())
+            if failed:
+                return
+
+
+class _Failure:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class _Handover:
+    """Hands whatever goes wrong inside over to the thread that waits, where it is raised."""
+
+    def __init__(self, ready: queue.Queue[Any]) -> None:
+        self._ready, self._failed = ready, False
+
+    def __bool__(self) -> bool:
+        return self._failed
+
+    def __enter__(self) -> _Handover:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        if error is not None:
+            self._failed = True
+            self._ready.put(_Failure(error))
+        return self._failed

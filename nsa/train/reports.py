@@ -1,0 +1,213 @@
+"""What a run reports while it trains: evaluations, rows of metrics, warnings about them, and the sample at the end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from nsa.eval.bits_per_byte import evaluate
+from nsa.eval.generation import complete
+from nsa.lm.flops import flops_per_token
+from nsa.train.config import TrainConfig
+from nsa.train.data import Batch, DataBundle, validation_batches
+from nsa.train.health import Health
+from nsa.train.layer_statistics import LayerStatistics
+from nsa.train.metrics import MetricsWriter, Row
+from nsa.train.parallel import Processes
+from nsa.train.run_folder import RunFolder
+from nsa.train.signals import Requests
+from nsa.train.state import TrainState, Window
+from nsa.train.throughput import memory_row, peak_flops, utilisation_row
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_PROMPT_TOKENS = 64
+SAMPLE_TEMPERATURE = 0.8
+
+Beat = Callable[[str, int, float], None]  # phase, step, longest duration in seconds
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the parts of a trainer share.
+
+    Attributes:
+        config: the run.
+        run_folder: where everything is written.
+        device: where this process computes.
+        processes: this process among those of the run.
+        requests: what somebody asks of the run.
+        on_row: called with each row of metrics after it was written.
+        beat: called with a sign of life whenever something begins.
+    """
+
+    config: TrainConfig
+    run_folder: RunFolder
+    device: torch.device
+    processes: Processes = field(default_factory=Processes)
+    requests: Requests = field(default_factory=Requests)
+    on_row: Callable[[Row], None] | None = None
+    beat: Beat = lambda phase, step, limit_s: None
+
+
+class Reports:
+    """Evaluates and writes the rows of metrics of a run.
+
+    Every process goes through it at the same steps, for evaluations are shared; the main one writes.
+
+    Args:
+        around: the run.
+        data: what it trains and validates on.
+        state: how far it is.
+
+    Attributes:
+        last_row: the newest row; empty before the first of this process.
+        validated: step and bits per byte of the newest evaluation; None before the first of this process.
+    """
+
+    def __init__(self, around: Surroundings, data: DataBundle, state: TrainState) -> None:
+        self._around, self._config, self._data, self._state = around, around.config, data, state
+        self.last_row: Row = {}
+        self.validated: tuple[int, float] | None = None
+        self._flops_per_token = flops_per_token(state.model, around.config.seq_len)
+        self._peak_flops = peak_flops(around.device, around.config.compute_dtype)
+        self._health = Health(around.config.optim.warmup_steps)
+        self._metrics = MetricsWriter(around.run_folder) if around.processes.is_main else None
+        if self._peak_flops is None:
+            logger.info("mfu: left out, the peak rate of this device and dtype is not known")
+
+    def rewind(self) -> None:
+        """Set aside rows of steps that will be done again; to be called once the state is the one to go on from."""
+        if self._metrics is not None:
+            self._metrics.rewind(self._state.progress.reported_step)
+
+    def close(self) -> None:
+        """Write what a full disk may have kept waiting."""
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def due(self, every: int) -> bool:
+        """Whether the step just done is a multiple of ``every`` (0: none is), or the last one."""
+        step = self._state.progress.step
+        return step == self._config.steps or (every > 0 and step > 0 and step % every == 0)
+
+    def row_due(self) -> bool:
+        """Whether a row belongs to the step just done."""
+        return self.due(self._config.log_every) or self._evaluation_due()
+
+    def _evaluation_due(self) -> bool:
+        return self._config.eval_windows > 0 and self.due(self._config.eval_every)
+
+    def report(self) -> None:
+        """Evaluate and write a row of metrics, where either is due and not done for this step.
+
+        A request to stop ends an evaluation; the resumed run then does it in full, so that its rows are those of an undisturbed
+        run.
+        """
+        progress = self._state.progress
+        if not self.row_due() or progress.reported_step == progress.step:
+            return
+        validation: Row = {}
+        if self._evaluation_due():
+            try:
+                validation = self._evaluate()
+            except _InterruptedError:
+                return
+        row = {**self._training_row(), **validation}
+        progress.window, progress.reported_step = Window(), progress.step
+        if self._metrics is None:
+            return
+        self.last_row = row
+        self._metrics.write(row)
+        if self._around.on_row is not None:
+            self._around.on_row(row)
+        for kind, text in self._health.look(row):
+            logger.warning("step %d: %s", progress.step, text, extra={"event": kind, "step": progress.step})
+
+    def _training_row(self) -> Row:
+        progress, window = self._state.progress, self._state.progress.window
+        tokens_per_s = window.tokens / window.seconds
+        row: Row = {
+            "step": progress.step,
+            "tokens": progress.tokens,
+            "loss_nats": window.loss_nats,
+            "bits_per_byte": window.bits_per_byte,
+            "learning_rate": self._state.optimizer.learning_rate,
+            "grad_norm": window.grad_norm,
+            "nonfinite_steps": progress.nonfinite_steps,
+            "step_time_ms": 1000 * window.seconds / window.steps,
+            "data_time_ms": 1000 * window.data_seconds / window.steps,
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_total": progress.tokens / progress.seconds,
+            "eta_s": (self._config.steps - progress.step) * progress.seconds / progress.step,
+            **memory_row(self._around.device),
+            **utilisation_row(self._around.device),
+        }
+        if self._data.description["synthetic"]:
+            row["data_synthetic"] = True
+        if self._peak_flops is not None:
+            row["mfu"] = tokens_per_s * self._flops_per_token / (self._peak_flops * self._around.processes.world_size)
+        return row
+
+    def _evaluate(self) -> Row:
+        config, progress, model = self._config, self._state.progress, self._state.model
+        batches = validation_batches(
+            self._data.validation,
+            config.seq_len,
+            config.micro_batch,
+            config.eval_windows,
+            document_mask=config.data.document_mask,
+        )
+        sum_processes = self._around.processes.sum
+        with LayerStatistics(model) as layers:
+            result = evaluate(
+                model, self._share(batches), compute_dtype=config.compute_dtype, loss_chunk=config.loss_chunk,
+                sum_processes=sum_processes,
+            )  # fmt: skip
+        figure = result["bits_per_byte"]
+        self.validated = progress.step, figure
+        if progress.best_val_bits_per_byte is None or figure < progress.best_val_bits_per_byte:
+            progress.best_val_bits_per_byte, progress.best_val_step = figure, progress.step
+        return {"val_loss_nats": result["loss_nats"], "val_bits_per_byte": figure, **layers.row(sum_processes)}
+
+    def _share(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """This process's part of the batches, which all processes go through together."""
+        around = self._around
+        limit_s = max(self._config.stall_limit_s, 300.0)  # the first one may compile
+        for number, batch in enumerate(batches):
+            if number % around.processes.world_size == 0:
+                around.beat("evaluation", self._state.progress.step, limit_s if number == 0 else self._config.stall_limit_s)
+                if around.processes.largest(around.requests.stop)[0]:
+                    raise _InterruptedError
+            if number % around.processes.world_size == around.processes.rank:
+                yield batch
+
+    def write_sample(self) -> None:
+        """Let the model continue the beginning of the held-out text."""
+        config, tokenizer = self._config, self._data.tokenizer
+        if config.sample_tokens == 0:
+            return
+        prompt = self._data.validation.window(config.seq_len, 0)[: min(SAMPLE_PROMPT_TOKENS, config.seq_len)].tolist()
+        (text,) = complete(
+            self._state.model, tokenizer, [prompt], max_new_tokens=config.sample_tokens, temperature=SAMPLE_TEMPERATURE,
+            seed=config.seed, compute_dtype=config.compute_dtype,
+        )  # fmt: skip
+        parts = (
+            f"--- prompt, held-out text\n{_shown(tokenizer.decode(prompt))}",
+            f"--- continuation, temperature {SAMPLE_TEMPERATURE}\n{_shown(text)}",
+        )
+        try:
+            self._around.run_folder.sample.write_text("\n".join(parts) + "\n", encoding="utf-8")
+        except OSError as error:
+            logger.warning("sample.txt could not be written (%s)", error)
+
+
+class _InterruptedError(Exception):
+    """Somebody asked for the end during an evaluation."""
+
+
+def _shown(text: bytes) -> str:
+    return text.decode("utf-8", errors="replace")

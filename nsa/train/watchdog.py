@@ -1,0 +1,88 @@
+"""The training process's side of the watchdog: signs of life, and stacks on demand."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from nsa.train import watchdog_process
+from nsa.train.run_folder import RunFolder
+from nsa.train.watchdog_process import BEAT_SIZE, Beat, Watched
+
+# A first step compiles, reads data for the first time and sets up communication.
+STARTING_LIMIT_S = 1800.0
+CHECKPOINT_LIMIT_S = 600.0
+
+
+class Watchdog:
+    """While entered, a second process ends this one when it gives no sign of life for too long; it first says what it sees.
+
+    SIGUSR1 makes this process write the stacks of all its threads to ``stacks/rank-<rank>.txt`` in the run folder, also while
+    the main thread is in C code.
+
+    Args:
+        folder: run folder.
+        rank: of this process.
+        stall_s: longest silence inside a step, seconds; 0 starts no second process.
+    """
+
+    def __init__(self, folder: RunFolder, rank: int, stall_s: float) -> None:
+        self._folder, self._rank, self._stall_s = folder, rank, stall_s
+        self._count = 0
+        self._memory: mmap.mmap | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stacks: BinaryIO | None = None
+        self._before: Any = None
+
+    def __enter__(self) -> Watchdog:
+        self._folder.stacks.mkdir(exist_ok=True)
+        path = self._folder.stacks / f"rank-{self._rank}.txt"
+        self._stacks = path.open("ab", buffering=0)
+        faulthandler.register(signal.SIGUSR1, self._stacks, all_threads=True)
+        self._before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it would end a run that is not yet ready for it
+        if self._stall_s > 0:
+            with tempfile.TemporaryFile() as file:
+                file.write(b"\0" * BEAT_SIZE)  # its page exists from now on, whatever happens to the disk
+                file.flush()
+                self._memory = mmap.mmap(file.fileno(), BEAT_SIZE)
+                self.beat("start", 0, STARTING_LIMIT_S)
+                watched = Watched(
+                    os.getpid(), self._rank, file.fileno(), str(path), str(self._folder.log), str(self._folder.events)
+                )
+                words = [sys.executable, "-I", "-S", watchdog_process.__file__, json.dumps(dataclasses.asdict(watched))]
+                self._process = subprocess.Popen(words, pass_fds=[file.fileno()], stdin=subprocess.DEVNULL)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        faulthandler.unregister(signal.SIGUSR1)
+        signal.signal(signal.SIGUSR2, self._before)
+        if self._stacks is not None:
+            self._stacks.close()
+
+    def beat(self, phase: str, step: int, limit_s: float) -> None:
+        """Give a sign of life.
+
+        Args:
+            phase: what begins now, a word.
+            step: optimizer steps done.
+            limit_s: how long it may take; 0 means without limit.
+        """
+        if self._memory is not None:
+            self._count += 1
+            self._memory[:] = Beat(self._count, step, phase, limit_s, time.time()).to_bytes()

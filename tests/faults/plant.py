@@ -1,0 +1,145 @@
+"""Faults planted in a process before it trains; also a program: ``plant.py FAULT [ARGUMENT ...] -- WORDS OF NSA``."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def fault(name: str = "none", *arguments: str) -> None:
+    """Change this process so that the named fault will happen in it."""
+    _FAULTS[name](*arguments)
+
+
+def _none() -> None:
+    pass
+
+
+def _at_step(step: str, rank: str, action: Any) -> None:
+    """Do something at the beginning of an optimizer step of one rank."""
+    from nsa.train.trainer import Trainer
+
+    real = Trainer.train_step
+
+    def train_step(self: Trainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.state.progress.step == int(step) and self.processes.rank == int(rank):
+            action(self)
+        return real(self, *args, **kwargs)
+
+    Trainer.train_step = train_step  # type: ignore[method-assign]
+
+
+def _stuck_in_c(step: str) -> None:
+    """The main thread calls C code that keeps the interpreter to itself and does not return."""
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # PyDLL does not release the interpreter
+
+    def deadlock(trainer: Any) -> None:
+        library.pthread_mutex_lock(mutex)
+        library.pthread_mutex_lock(mutex)
+
+    _at_step(step, "0", deadlock)
+
+
+def _starve(window: str, rank: str = "0", seconds: str = "3600") -> None:
+    """Reading training text stops after some micro-batches."""
+    _after_micro_batches(window, rank, lambda: time.sleep(float(seconds)))
+
+
+def _lose_data(window: str, rank: str = "0") -> None:
+    """The source of the training text gives up after some micro-batches."""
+
+    def give_up() -> None:
+        from nsa.train.data import DataUnavailableError
+
+        raise DataUnavailableError("DocumentReader", "source", "send documents within the time limit of 300 s", "none")
+
+    _after_micro_batches(window, rank, give_up)
+
+
+def _after_micro_batches(number: str, rank: str, action: Callable[[], None]) -> None:
+    from nsa.train.data import batch
+
+    real, calls = batch.collate, 0
+
+    def collate(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > int(number) and os.environ.get("RANK", "0") == rank:
+            action()
+        return real(*args, **kwargs)
+
+    from nsa.train import trainer
+
+    trainer.collate = collate  # type: ignore[attr-defined]
+
+
+def _nan_in_weights(step: str, rank: str = "0") -> None:
+    def poison(trainer: Any) -> None:
+        with torch.no_grad():
+            trainer.model.norm.weight[3] = math.nan
+
+    _at_step(step, rank, poison)
+
+
+def _die(step: str, rank: str, number: str) -> None:
+    """The process kills itself, the first time that torchrun started it."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        _at_step(step, rank, lambda trainer: os.kill(os.getpid(), int(number)))
+
+
+def _small_files(num_bytes: str) -> None:
+    """Files beyond this size cannot be written, as on a full disk."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(num_bytes), resource.RLIM_INFINITY))
+
+
+def _slow(seconds: str, after: str = "0") -> None:
+    """Every step but the first few takes at least this long."""
+    from nsa.train.trainer import Trainer
+
+    real = Trainer.train_step
+
+    def train_step(self: Trainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.state.progress.step >= int(after):
+            time.sleep(float(seconds))
+        return real(self, *args, **kwargs)
+
+    Trainer.train_step = train_step  # type: ignore[method-assign]
+
+
+def _dead_gate(step: str) -> None:
+    def close(trainer: Any) -> None:
+        gate = trainer.model.decoder_layers()[0].attention.gate
+        with torch.no_grad():
+            gate.net.bias.view(-1, 3)[:, 1] = -20.0
+
+    _at_step(step, "0", close)
+
+
+_FAULTS: dict[str, Callable[..., None]] = {
+    "none": _none,
+    "stuck-in-c": _stuck_in_c,
+    "starve": _starve,
+    "lose-data": _lose_data,
+    "nan-in-weights": _nan_in_weights,
+    "die": _die,
+    "small-files": _small_files,
+    "slow": _slow,
+    "dead-gate": _dead_gate,
+}
+
+if __name__ == "__main__":
+    end = sys.argv.index("--")
+    torch.set_num_threads(1)
+    fault(*sys.argv[1:end])
+    from nsa.cli import main
+
+    sys.exit(main(sys.argv[end + 1 :]))

@@ -1,0 +1,97 @@
+"""What a person can ask of a run from outside: stop, checkpoint, stacks; and how fast it answers."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from nsa.train.checkpoint import list_checkpoints
+from tests.faults.cases import Nsa, Ranks, events, outcome, rows_of, write_config
+
+
+def steps_of(path: Path) -> list[int]:
+    return [int(checkpoint.name.removeprefix("step-")) for checkpoint in list_checkpoints(path / "checkpoints")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run, with its configuration beside it."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = write_config(folder, steps=30, checkpoint_every=1000)
+    with Nsa("train", config, "--run-dir", folder / "run", said=folder / "said") as nsa:
+        assert nsa.end() == 0
+    return folder
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "halt"])
+def test_leaves_with_a_checkpoint_and_resumes_identically(tmp_path: Path, whole: Path, how: str, count) -> None:
+    config, path = whole / "tiny.yaml", tmp_path / "run"
+    with Nsa("train", config, "--run-dir", path, said=tmp_path / "said", fault=("slow", "0.05")) as nsa:
+        nsa.wait_until(lambda: rows_of(path) > 1)
+        begin = time.monotonic()
+        if how == "halt":
+            (path / "halt").touch()
+        else:
+            nsa.kill(signal.Signals[how])
+        assert nsa.end() == (0 if how == "halt" else 128 + signal.Signals[how])
+        assert time.monotonic() - begin < 30
+    assert not (path / "halt").exists()
+    (step,) = steps_of(path)
+    assert 0 < step < 30
+    (event,) = [event for event in events(path) if event["kind"] == "stop"]
+    assert event["step"] == step
+    assert event["message"].startswith(f"stopped by {'the halt file' if how == 'halt' else how} after step {step} of 30")
+    with Nsa("train", "--resume", path, said=tmp_path / "said") as nsa:
+        assert nsa.end() == 0
+    assert outcome(path) == outcome(whole / "run")
+    count("stopped by a signal or the halt file, left within 30 s, resumed identically", 1, 1)
+
+
+def test_a_second_signal_ends_the_run_at_once(tmp_path: Path, count) -> None:
+    config = write_config(tmp_path, checkpoint_every=1000)
+    with Nsa("train", config, "--run-dir", tmp_path / "run", said=tmp_path / "said", fault=("slow", "8")) as nsa:
+        nsa.wait_until(lambda: "device:" in nsa.text)
+        time.sleep(1)
+        begin = time.monotonic()
+        nsa.kill(signal.SIGTERM)
+        nsa.wait_until(lambda: "finishing this step" in nsa.text)
+        nsa.kill(signal.SIGTERM)
+        assert nsa.end() == 128 + signal.SIGTERM
+        assert time.monotonic() - begin < 6
+    assert steps_of(tmp_path / "run") == []
+    count("second signal, left at once", 1, 1)
+
+
+def test_stacks_and_checkpoint_on_demand(tmp_path: Path, count) -> None:
+    config = write_config(tmp_path, steps=10_000, checkpoint_every=0, log_every=1, eval_every=0)
+    path = tmp_path / "run"
+    with Nsa("train", config, "--run-dir", path, said=tmp_path / "said") as nsa:
+        nsa.wait_until(lambda: rows_of(path) > 3)
+        nsa.kill(signal.SIGUSR1)
+        stacks = path / "stacks" / "rank-0.txt"
+        nsa.wait_until(lambda: "nsa/train/trainer.py" in stacks.read_text())
+        assert steps_of(path) == []
+        nsa.kill(signal.SIGUSR2)
+        nsa.wait_until(lambda: bool(steps_of(path)))
+        before = rows_of(path)
+        nsa.wait_until(lambda: rows_of(path) > before + 3)  # neither ends the run
+        nsa.kill(signal.SIGTERM)
+        nsa.end()
+        assert "SIGUSR2 received: a checkpoint after this step" in nsa.text
+    count("stacks (SIGUSR1) and checkpoint (SIGUSR2) on demand", 2, 2)
+
+
+def test_a_signal_to_one_rank_stops_both_at_the_same_step(tmp_path: Path, count) -> None:
+    config = write_config(tmp_path, steps=100_000, checkpoint_every=100_000, eval_every=0)
+    words = ("train", config, "--run-dir", tmp_path / "run", "--world-size", "2", "--accumulation", "1")
+    with Ranks(*words, folder=tmp_path) as run:
+        run.ranks[0].wait_until(lambda: rows_of(tmp_path / "run") > 1)
+        run.ranks[1].kill(signal.SIGUSR2)
+        run.ranks[0].wait_until(lambda: len(steps_of(tmp_path / "run")) == 1)
+        run.ranks[1].kill(signal.SIGTERM)
+        assert run.end(30) == [128 + signal.SIGTERM] * 2
+    assert len(steps_of(tmp_path / "run")) == 2
+    count("stop and checkpoint asked of one rank of two, done by both", 2, 2)

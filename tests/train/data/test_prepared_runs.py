@@ -1,0 +1,256 @@
+"""Runs on prepared shards, straight from a stream, and on synthetic data where somebody asked for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa import cli
+from nsa.eval.report import evaluate_run
+from nsa.train.config import DataConfig, TrainConfig
+from nsa.train.data import (
+    DataUnavailableError,
+    Origin,
+    PrepareConfig,
+    Sampler,
+    ShardSource,
+    StreamSampler,
+    StreamSource,
+    TextSource,
+    open_data,
+    prepare,
+)
+from nsa.train.metrics import read_metrics
+from nsa.train.run_folder import RunFolder
+from tests.train.cases import make_trainer, reproducible_rows, tiny_config
+from tests.train.data.data_sets import make_texts, write_folder
+
+ROOT = Path(__file__).resolve().parents[3]
+TEXTS = make_texts(400, longest=40)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("source") / "set", "jsonl", TEXTS)
+
+
+@pytest.fixture(scope="module")
+def shards(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("shards") / "out"
+    origin = Origin(str(source))
+    prepare(PrepareConfig(origin, "byte", validation_fraction=0.1, shard_tokens=9_000, licence="CC0"), out)
+    return out
+
+
+def stream_config(source: Path, **changes: Any) -> DataConfig:
+    return DataConfig(source="stream", path=str(source), validation_tokens=2000, time_limit_s=60, **changes)
+
+
+def run_config(tmp_path: Path, data: DataConfig, **changes: Any) -> TrainConfig:
+    return dataclasses.replace(tiny_config(tmp_path, **changes), data=data)
+
+
+# ------------------------------------------------------------------------------------------------------ opening the data
+
+
+def test_shards_open_with_their_description(shards: Path) -> None:
+    data = open_data(DataConfig(source="shards", path=str(shards)), seed=1, seq_len=64)
+    assert isinstance(data.train, ShardSource)
+    assert isinstance(data.validation, ShardSource)
+    index = json.loads((shards / "index.json").read_text())
+    described = data.description
+    for side, opened in (("train", data.train), ("validation", data.validation)):
+        assert described[f"{side}_tokens"] == opened.num_tokens == index["sides"][side]["tokens"]
+        assert described[f"{side}_windows"] == opened.num_windows(64)
+        assert described[f"{side}_bytes"] == int(opened.token_bytes[opened.tokens(0, 10**9)].sum())
+    assert described["synthetic"] is False
+    assert described["provenance"].endswith("split train. Licence: CC0.")
+    assert json.loads(json.dumps(described)) == described
+    sampler = data.sampler(64, 7)
+    assert type(sampler) is Sampler
+    assert (sampler.num_windows, sampler.seed) == (data.train.num_windows(64), 7)
+
+
+def test_shards_and_stream_hold_the_same_text(shards: Path, source: Path) -> None:
+    prepared = open_data(DataConfig(source="shards", path=str(shards)), seed=1, seq_len=64)
+    streamed = open_data(stream_config(source), seed=1, seq_len=64)
+    assert isinstance(streamed.train, StreamSource)
+    assert isinstance(streamed.validation, TextSource)
+    assert isinstance(prepared.train, ShardSource)
+    assert isinstance(prepared.validation, ShardSource)
+    for index in range(prepared.train.num_windows(64)):
+        assert (prepared.train.window(64, index) == streamed.train.window(64, index)).all()
+    held_out = streamed.validation.tokens
+    assert 2000 <= len(held_out) < 3000
+    assert (prepared.validation.tokens(0, len(held_out)) == held_out).all()
+    assert isinstance(streamed.sampler(64, 7), StreamSampler)
+    assert json.loads(json.dumps(streamed.description)) == streamed.description
+    assert "train_windows" not in streamed.description
+    streamed.train.close()
+
+
+def test_mistakes_in_what_is_opened_are_named(shards: Path, source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.tokenizer must be byte, as the shards are, got gpt2"):
+        open_data(DataConfig(source="shards", path=str(shards), tokenizer="gpt2"), seed=1, seq_len=64)
+    for config, side in (
+        (DataConfig(source="shards", path=str(shards)), r"\d+ tokens of the training text"),
+        (stream_config(source), r"\d+ tokens of the validation text"),
+    ):
+        with pytest.raises(ValueError, match=f"seq_len must be below the {side}"):
+            open_data(config, seed=1, seq_len=1_000_000)
+    path = tmp_path / "tokenizer.json"
+    data = open_data(DataConfig(source="corpus", tokenizer="bpe", bpe_vocab_size=300), seed=1, seq_len=64)
+    data.tokenizer.save(path)
+    prepare(PrepareConfig(Origin(str(source)), "bpe", bpe_vocab_size=301, validation_fraction=0.1), tmp_path / "bpe")
+    config = DataConfig(source="shards", path=str(tmp_path / "bpe"), tokenizer="bpe")
+    assert open_data(config, seed=1, seq_len=64).tokenizer.vocab_size == 301
+    with pytest.raises(ValueError, match=r"data\.path must hold shards of the run's tokenizer"):
+        open_data(config, seed=1, seq_len=64, run_folder_tokenizer=path)
+
+
+def test_nothing_stands_in_for_data_that_are_not_there(tmp_path: Path) -> None:
+    for config in (DataConfig(source="shards", path=str(tmp_path / "gone")), stream_config(tmp_path / "not" / "there")):
+        with pytest.raises(DataUnavailableError):
+            open_data(config, seed=1, seq_len=64)
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
+@pytest.mark.parametrize("kind", ["shards", "stream"])
+def test_synthetic_data_stand_in_when_asked_for_by_name(tmp_path: Path, kind: Any, tokenizer: Any, caplog) -> None:
+    path = str(tmp_path / "not" / "there")
+    config = DataConfig(source=kind, path=path, tokenizer=tokenizer, synthetic_fallback="copy")
+    data = open_data(config, seed=1, seq_len=64)
+    assert (data.description["synthetic"], data.description["source"]) == (True, "copy")
+    assert data.tokenizer.kind == tokenizer
+    assert data.train.token_bytes.shape == (data.tokenizer.vocab_size,)
+    assert "SYNTHETIC DATA (copy) instead, as data.synthetic_fallback says: " in caplog.text
+    assert path in caplog.text
+
+
+def test_damaged_data_are_not_replaced_by_synthetic_ones(shards: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(shards, broken)
+    (broken / "train-00001.tokens").unlink()
+    config = DataConfig(source="shards", path=str(broken), synthetic_fallback="uniform")
+    with pytest.raises(ValueError, match=r"train-00001\.tokens must exist"):
+        open_data(config, seed=1, seq_len=64)
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("kind", ["shards", "stream"])
+def test_a_run_that_was_cut_is_the_run_that_was_not(kind: str, tmp_path: Path) -> None:
+    """Resumed after half the steps, in the second pass through the data, which lie elsewhere by then."""
+    source = write_folder(tmp_path / "source", "jsonl", TEXTS[:30])
+    data = stream_config(source, validation_fraction=0.4)
+    if kind == "shards":
+        prepare(PrepareConfig(Origin(str(source)), "byte", validation_fraction=0.4), tmp_path / "shards")
+        data = DataConfig(source="shards", path=str(tmp_path / "shards"))
+    config = run_config(tmp_path, data, steps=16, checkpoint_every=8, log_every=1)
+    make_trainer(config, tmp_path / "whole").run()
+    cut = tmp_path / "cut"
+    shutil.copytree(tmp_path / "whole", cut)
+    shutil.rmtree(next((cut / "checkpoints").glob("step-*16")))
+    moved = Path(str(data.path)).rename(tmp_path / "moved")
+    elsewhere = dataclasses.replace(config, data=dataclasses.replace(data, path=str(moved)))
+    resumed = make_trainer(elsewhere, cut, resume=True)
+    place = resumed.state.sampler.state_dict()
+    assert resumed.state.progress.step == 8
+    assert place["epoch"] == 1 if kind == "stream" else resumed.state.sampler.epoch == 1
+    resumed.run()
+    assert reproducible_rows(cut) == reproducible_rows(tmp_path / "whole")
+    assert all("data_synthetic" not in row for row in read_metrics(cut / "metrics.jsonl"))
+
+
+def test_another_text_is_noticed_on_resume(shards: Path, source: Path, tmp_path: Path) -> None:
+    config = run_config(tmp_path, DataConfig(source="shards", path=str(shards)), steps=2)
+    make_trainer(config, tmp_path / "run").run()
+    prepare(PrepareConfig(Origin(str(source)), "byte", validation_fraction=0.1, max_tokens=20_000), tmp_path / "less")
+    less = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(tmp_path / "less")))
+    with pytest.raises(ValueError, match=r"must stay as in the checkpoint .* The text has changed since\."):
+        make_trainer(less, tmp_path / "run", resume=True)
+
+
+def test_every_row_says_that_the_data_are_synthetic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = DataConfig(source="shards", path=str(tmp_path / "gone"), synthetic_fallback="uniform")
+    config = run_config(tmp_path, data, steps=3, log_every=1)
+    make_trainer(config, tmp_path / "run").run()
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert len(rows) == 3
+    assert all(json.loads(row)["data_synthetic"] is True for row in rows)
+    header, *cells = [line.split(",") for line in (tmp_path / "run" / "metrics.csv").read_text().splitlines()]
+    assert [row[header.index("data_synthetic")] for row in cells] == ["true"] * 3
+    said = list(evaluate_run(RunFolder.open(tmp_path / "run"), num_windows=2))
+    assert any("synthetic task, no text" in line for line in said)
+
+
+def test_evaluation_of_runs_on_shards_and_streams(shards: Path, source: Path, tmp_path: Path) -> None:
+    for data, last in (
+        (DataConfig(source="shards", path=str(shards)), "than the bigram baseline"),
+        (stream_config(source), "no bigram baseline: a stream's training text is not kept"),
+    ):
+        path = tmp_path / data.source
+        make_trainer(run_config(tmp_path, data, steps=1), path).run()
+        said = list(evaluate_run(RunFolder.open(path), num_windows=2))
+        assert last in said[-1]
+        assert any(line.startswith("bits per byte: ") for line in said)
+
+
+WITHOUT = """
+import sys
+for name in ("datasets", "huggingface_hub", "pyarrow", "tiktoken"):
+    sys.modules[name] = None  # as if it were not installed
+import nsa.train.trainer
+from nsa.train.config import DataConfig
+from nsa.train.data import collate, open_data
+data = open_data(DataConfig(source="shards", path=sys.argv[1], tokenizer="gpt2"), seed=1, seq_len=64)
+batch = collate(data.train, data.sampler(64, 1).next_windows(2), 64, document_mask=True)
+print(len(data.tokenizer.decode(batch.tokens.tolist())), len(data.tokenizer.encode("a prompt")))
+"""
+
+
+def test_training_from_shards_needs_none_of_the_packages_that_made_them(source: Path, tmp_path: Path) -> None:
+    prepare(PrepareConfig(Origin(str(source)), "gpt2", validation_fraction=0.1), tmp_path / "out")
+    command = [sys.executable, "-c", WITHOUT, str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1] == "2"
+
+
+# ------------------------------------------------------------------------------------------------------------- commands
+
+
+def test_the_commands(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["data", "prepare", str(source), "--out", "out", "--tokenizer", "byte", "--validation-fraction", "0.1"]
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert "train: " in said
+    assert "NOTHING" not in said
+    assert said.endswith("train on it with: --data.source shards --data.path out --data.tokenizer byte\n")
+    assert cli.main(["data", "verify", "out"]) == 0
+    assert "4 files, " in capsys.readouterr().out
+    assert cli.main(["data", "bench", "out", "--seq-len", "64", "--seconds", "0.1"]) == 0
+    assert "tokens/s, batches of 8 windows of 64 tokens" in capsys.readouterr().out
+    raw = (tmp_path / "out" / "train-00000.tokens").read_bytes()
+    (tmp_path / "out" / "train-00000.tokens").write_bytes(raw[:-1] + b"\1")
+    assert cli.main(["data", "verify", "out"]) == 2
+    assert "out/train-00000.tokens must have the SHA-256 of index.json" in capsys.readouterr().err
+    assert cli.main(["data", "bench", "out", "--seconds", "0"]) == 2
+    assert "--seconds must be positive" in capsys.readouterr().err
+
+
+def test_nothing_held_out_is_said_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_folder(tmp_path / "set", "txt", TEXTS[:3])
+    assert cli.main(["data", "prepare", str(folder), "--out", str(tmp_path / "out"), "--validation-fraction", "1e-9"]) == 0
+    assert "NOTHING IS HELD OUT" in capsys.readouterr().out
