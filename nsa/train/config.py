@@ -141,7 +141,9 @@ class TrainConfig:
         seed: of initialisation and data order.
         device: ``auto`` takes a CUDA GPU where there is one.
         compute_dtype: ``bf16`` runs matrix products under autocast, master weights stay fp32; ``fp32`` runs none.
-        compile: whether the model goes through ``torch.compile``.
+        compile: whether model and loss go through ``torch.compile``, as one graph.
+        cuda_graphs: whether what was compiled is replayed from CUDA graphs, which spares the host its work in steps of few
+            tokens. Needs ``compile`` and a GPU.
         tf32: whether fp32 matrix products may use TF32.
         loss_chunk: positions whose logits exist at a time; 0 means all.
         log_every: optimizer steps from one row of metrics to the next; 0 means only at the end.
@@ -173,6 +175,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compute_dtype: Literal["bf16", "fp32"] = "bf16"
     compile: bool = False
+    cuda_graphs: bool = False
     tf32: bool = False
     loss_chunk: int = 0
     log_every: int = 20
@@ -192,6 +195,7 @@ class TrainConfig:
         for name in ("loss_chunk", "log_every", "eval_every", "eval_windows", "checkpoint_every", "sample_tokens",
                      "data_limit_s", "stall_limit_s"):  # fmt: skip
             check(getattr(self, name) >= 0, "TrainConfig", name, "be at least 0", getattr(self, name))
+        check(self.compile or not self.cuda_graphs, "TrainConfig", "cuda_graphs", "be false without compile", self.cuda_graphs)
         product = self.micro_batch * self.accumulation * self.world_size
         rule = f"equal micro_batch * accumulation * world_size ({product})"
         check(self.global_batch == product, "TrainConfig", "global_batch", rule, self.global_batch)

@@ -123,7 +123,7 @@ class Trainer:
         self.state = TrainState(self.model, ModelOptimizer(self.model, config.optim), sampler)
         loss: nn.Module = NextTokenLoss(self.model, config.loss_chunk)
         if config.compile:
-            loss = cast(nn.Module, torch.compile(loss))
+            loss = self._compiled(loss)
         self.loss: Callable[..., Tensor] = self.processes.replicate(loss, self.device)
         self._results: LateReader[_StepInfo] = LateReader()
         self._requests = Requests(run_folder.halt if self.processes.is_main else None)
@@ -154,6 +154,12 @@ class Trainer:
             "train", "model.vocab_size", f"equal the tokenizer's ({self.data.tokenizer.vocab_size})", config.model.vocab_size,
         )  # fmt: skip
 
+    def _compiled(self, loss: nn.Module) -> nn.Module:
+        graphs = self.config.cuda_graphs
+        rule, hint = "be false on a CPU", "Give --cuda-graphs false."
+        check(not graphs or self.device.type == "cuda", "train", "cuda_graphs", rule, graphs, hint)
+        return cast(nn.Module, torch.compile(loss, fullgraph=True, mode="reduce-overhead" if graphs else "default"))
+
     def _describe(self, allocator: str) -> None:
         config = self.config
         processes = f"{config.world_size} process{'es' if config.world_size > 1 else ''}"
@@ -164,8 +170,8 @@ class Trainer:
             windows, config.global_batch, config.seq_len, f"{config.global_batch * config.seq_len:,}",
         )  # fmt: skip
         logger.info(
-            "device: %s, compute %s over fp32 master weights, TF32 %s, compile %s, allocator settings %s",
-            self.device.type, config.compute_dtype, "on" if config.tf32 else "off", "on" if config.compile else "off",
+            "device: %s, compute %s over fp32 master weights, TF32 %s, compile %s, CUDA graphs %s, allocator settings %s",
+            self.device.type, config.compute_dtype, *_on_or_off(config.tf32, config.compile, config.cuda_graphs),
             allocator or "default",
         )  # fmt: skip
 
@@ -205,9 +211,10 @@ class Trainer:
             sampler.next_windows(config.micro_batch, rank=processes.rank, world_size=processes.world_size)
             for _ in range(config.accumulation)
         ]
-        return [
+        batches = [
             collate(self.data.train, indices, config.seq_len, document_mask=config.data.document_mask) for indices in windows
         ]
+        return [batch.with_few_shapes() for batch in batches] if config.compile else batches
 
     def train_step(self, batches: Sequence[Batch], num_targets: int | None = None) -> Tensor:
         """One optimizer step over micro-batches; nothing in it waits for the device.
@@ -229,6 +236,8 @@ class Trainer:
         loss = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
             batch = batch.to(self.device)
+            if config.compile:
+                torch._dynamo.maybe_mark_dynamic(batch.cu_seqlens, 0)
             with processes.accumulating(self.loss, last=number == len(batches)):
                 with autocast(self.device, config.compute_dtype):
                     loss_sum = self.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
@@ -423,6 +432,10 @@ class Trainer:
             self.run_folder.halt.unlink(missing_ok=True)  # obeyed: it must not end the resumed run as well
         if self._checkpoints.failure is not None:
             raise TrainingStoppedError(f"{self._checkpoints.failure}; {self._left()}")
+
+
+def _on_or_off(*switches: bool) -> list[str]:
+    return ["on" if on else "off" for on in switches]
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
