@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -113,22 +114,13 @@ def _measure(
             yield _row(here, common, mode, verdict)
         return
     trainer: Trainer | None = None
-    failure = None
-    try:
+    with suppress(torch.OutOfMemoryError):
         training, trainer = measure_steps(config, device, plan.warmup, plan.steps)
-    except torch.OutOfMemoryError:
-        failure = Verdict(None, verdict.errors, "not run: out of GPU memory")
-    except RuntimeError as error:
-        # What PyTorch says where cuDNN has no attention for these heads; anything else is a bug.
-        if config.model.attention != "dense" or "No available kernel" not in str(error):
-            raise
-        failure = Verdict(False, verdict.errors, "cuDNN has no attention for this model")
     for mode in MODES[::-1]:
         if mode not in plan.modes:
             continue
         if trainer is None:
-            assert failure is not None
-            yield _row(here, common, mode, failure)
+            yield _row(here, common, mode, Verdict(None, verdict.errors, "not run: out of GPU memory"))
             continue
         found = training if mode == "fwd_bwd" else measure_forward(trainer, device, plan.steps)
         yield _judged_row(here, {**common, "settings": _settings(config, trainer)}, mode, verdict, found, trainer, device)

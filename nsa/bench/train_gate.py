@@ -59,7 +59,9 @@ def check_model(config: TrainConfig, device: torch.device) -> Verdict:
     subject = NextTokenLoss(deepcopy(model).to(device), config.loss_chunk)
     oracle = _results(NextTokenLoss(deepcopy(model).double()), stream, config.seq_len, nullcontext())
     baseline = _results(NextTokenLoss(model), stream, config.seq_len, on_cpu)
-    found = _results(subject, stream, config.seq_len, here, torch.compile(subject) if config.compile else subject)
+    found = _results(
+        subject, stream, config.seq_len, here, torch.compile(subject, fullgraph=True) if config.compile else subject
+    )
     # TF32 has a mantissa between the two.
     dtype = torch.bfloat16 if config.compute_dtype == "bf16" or config.tf32 else torch.float32
     errors: dict[str, float] = {}

@@ -5,13 +5,12 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.bench.clock import Timing, kernel_sums, kernel_times, peak_mib, percentiles
 from nsa.train.config import TrainConfig
@@ -132,13 +131,6 @@ class StepClock:
         )  # fmt: skip
 
 
-def attention_backend(config: TrainConfig, device: torch.device) -> AbstractContextManager[object]:
-    """The dense twin takes cuDNN's attention, the fastest there is, or none."""
-    if config.model.attention == "dense" and device.type == "cuda":
-        return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
-    return nullcontext()
-
-
 def measure_steps(config: TrainConfig, device: torch.device, warmup: int, steps: int) -> tuple[Measured, Trainer]:
     """Train in a folder of its own and time the steps.
 
@@ -155,7 +147,7 @@ def measure_steps(config: TrainConfig, device: torch.device, warmup: int, steps:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     clock, rows = StepClock(device, warmup, steps), list[MetricsRow]()
-    with tempfile.TemporaryDirectory() as folder, attention_backend(config, device):
+    with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(config, RunFolder.create(Path(folder) / "run", config), on_row=rows.append, beat=clock.beat)
         try:
             trainer.run()
@@ -184,18 +176,15 @@ def measure_forward(trainer: Trainer, device: torch.device, calls: int) -> Measu
             for batch in batches:
                 trainer.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
 
-    with attention_backend(config, device):
-        for _ in range(3):
+    for _ in range(3):
+        forward()
+    kernel_us = kernel_times(forward, device)
+    above = peak_mib(forward, device)
+    clock = StepClock(device, -1, calls)
+    with suppress(_MeasuredError):
+        for number in range(calls + 1):
+            clock.beat("forward", number, 0)
             forward()
-        kernel_us = kernel_times(forward, device)
-        above = peak_mib(forward, device)
-        clock = StepClock(device, -1, calls)
-        try:
-            for number in range(calls + 1):
-                clock.beat("forward", number, 0)
-                forward()
-        except _MeasuredError:
-            pass
     found = clock.measured([])
     weights = sum(parameter.nbytes for parameter in trainer.model.parameters()) / MIB
     return Measured(found.timing, found.seconds, kernel_us, None if above is None else above + weights)
