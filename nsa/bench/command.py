@@ -209,13 +209,18 @@ def run_guard(args: argparse.Namespace) -> int:
 
     check(args.tolerance >= 0, "nsa bench guard", "--tolerance", "be at least 0", args.tolerance)
     new = [Path(path) for path in args.rows]
-    known = []
-    for path in (Path(text) for text in args.baseline):
-        known += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    known = [path for path in known if path.resolve() not in {other.resolve() for other in new}]
+    known = [path for path in row_files(args.baseline) if path.resolve() not in {other.resolve() for other in new}]
     lines, passed = guard(read_rows(new), read_rows(known), args.tolerance)
     print("\n".join(lines))
     return 0 if passed else 1
+
+
+def row_files(paths: list[str]) -> list[Path]:
+    """Files of rows: those named, and all of the folders named."""
+    found: list[Path] = []
+    for path in map(Path, paths):
+        found += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    return found
 
 
 def run_tune(args: argparse.Namespace) -> int:

@@ -15,6 +15,8 @@ from nsa.train.config import TrainConfig
 from nsa.train.load import load_config
 
 PROVIDERS = ("nsa", "dense", "dense-matched")
+# Precisions by the name that rows have for them.
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 # Steps from one row of metrics to the next, or fewer where fewer are timed.
 LOG_EVERY = 20
 _WHERE = "nsa bench train"

@@ -15,7 +15,7 @@ from nsa.bench.cases import CASES, MODES
 from nsa.bench.gate import Verdict
 from nsa.bench.providers import own_kernels
 from nsa.bench.rows import Origin, Row, RowFile, origin, row_of
-from nsa.bench.subjects import Batching, Subject, differences
+from nsa.bench.subjects import DTYPES, Batching, Subject, differences
 from nsa.bench.table import progress_line, train_table
 from nsa.bench.train_gate import check_model, gate_config
 from nsa.bench.train_run import Measured, measure_forward, measure_steps
@@ -26,7 +26,6 @@ from nsa.train.launch import read_launch
 from nsa.train.throughput import peak_flops
 from nsa.train.trainer import Trainer
 
-DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 # Cases of whose kernels each branch has to run one.
 _BRANCH_CASES = {
     "cmp": ("attention.compressed",),
@@ -165,12 +164,12 @@ def _row(here: Origin, values: dict[str, Any], mode: str, verdict: Verdict) -> R
 
 def _settings(config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
     """What a reader of a row wants to know of the run besides its configuration's name."""
-    data = trainer.data.description
     return {
-        "parameters": trainer.model.num_parameters()["total"], "mlp_hidden_size": config.model.mlp_hidden_size,
+        "attention": config.model.attention, "parameters": trainer.model.num_parameters()["total"],
+        "mlp_hidden_size": config.model.mlp_hidden_size, "vocab_size": config.model.vocab_size,
         "micro_batch": config.micro_batch, "accumulation": config.accumulation, "compile": config.compile,
-        "loss_chunk": config.loss_chunk, "optimizer": config.optim.name, "data": data["source"],
-        "vocab_size": config.model.vocab_size,
+        "cuda_graphs": config.cuda_graphs, "loss_chunk": config.loss_chunk, "optimizer": config.optim.name,
+        "data": trainer.data.description["source"],
     }  # fmt: skip
 
 

@@ -55,7 +55,7 @@ class CompiledStep:
         torch.compiler.reset()
         moments = [*GraphMemory(self._graphs["forward"], self._scratch).moments(CHOSEN)]
         moments += GraphMemory(self._graphs["backward"], self._scratch).moments(GRADIENTS)
-        most = dict(max(moments, key=lambda held: sum(held.values())))
+        most = max(moments, key=_total)
         if gradients_before:
             most[GRADIENTS] = most.get(GRADIENTS, 0) + sum(p.nbytes for p in self._module.parameters() if p.requires_grad)
         return {label: size for label, size in most.items() if size}
@@ -146,6 +146,10 @@ class GraphMemory:
             yield {**totals, SCRATCH: needed}
             if kernel:
                 drop(at)
+
+
+def _total(held: dict[str, int]) -> int:
+    return sum(held.values())
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:

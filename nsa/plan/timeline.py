@@ -1,8 +1,8 @@
 """Memory over a training step that is followed with fake tensors: what is held, and when it is most.
 
-A fake tensor has shape, dtype and lifetime of the real one and no data. PyTorch runs the step's own code with them, forward and
-backward, so that what autograd saves is saved here too, and what Python or autograd drops is dropped. What a kernel needs inside
-an operator is not seen; ``nsa.plan.scratch`` says it.
+A fake tensor has shape, dtype and lifetime of the real one and no data. PyTorch runs the step's own code with them, forward
+and backward, so that what autograd saves is saved here too, and what Python or autograd drops is dropped. What a kernel needs
+inside an operator is not seen; ``nsa.plan.scratch`` says it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 GRANULARITY = 512
 
 WEIGHTS, OPTIMIZER, GRADIENTS = "weights", "optimizer", "gradients"
-SAVED, PASSING, SCRATCH = "saved for backward", "passing", "kernels' scratch"
+SAVED, PASSING, SCRATCH = "saved for backward", "temporary", "kernels' scratch"
 
 Scratch = Callable[[str, Sequence[Any]], int]  # name of an operator and its arguments -> bytes beyond its results
 
