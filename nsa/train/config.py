@@ -142,8 +142,8 @@ class TrainConfig:
         device: ``auto`` takes a CUDA GPU where there is one.
         compute_dtype: ``bf16`` runs matrix products under autocast, master weights stay fp32; ``fp32`` runs none.
         compile: whether model and loss go through ``torch.compile``, as one graph.
-        cuda_graphs: whether what was compiled is replayed from CUDA graphs, which spares the host its work in steps of few
-            tokens. Needs ``compile`` and a GPU.
+        cuda_graphs: whether forward and backward of a micro-batch are replayed from a CUDA graph, which spares the host its
+            work: for micro-batches of few tokens. Needs a GPU, and one process.
         tf32: whether fp32 matrix products may use TF32.
         loss_chunk: positions whose logits exist at a time; 0 means all.
         log_every: optimizer steps from one row of metrics to the next; 0 means only at the end.
@@ -195,7 +195,6 @@ class TrainConfig:
         for name in ("loss_chunk", "log_every", "eval_every", "eval_windows", "checkpoint_every", "sample_tokens",
                      "data_limit_s", "stall_limit_s"):  # fmt: skip
             check(getattr(self, name) >= 0, "TrainConfig", name, "be at least 0", getattr(self, name))
-        check(self.compile or not self.cuda_graphs, "TrainConfig", "cuda_graphs", "be false without compile", self.cuda_graphs)
         product = self.micro_batch * self.accumulation * self.world_size
         rule = f"equal micro_batch * accumulation * world_size ({product})"
         check(self.global_batch == product, "TrainConfig", "global_batch", rule, self.global_batch)

@@ -23,6 +23,7 @@ from nsa.errors import UserError, check
 from nsa.lm.model import LanguageModel
 from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpoints, read_meta
 from nsa.train.config import TrainConfig
+from nsa.train.cuda_graphs import Replay
 from nsa.train.data import Batch, Sampler, collate, open_data
 from nsa.train.late import LateReader
 from nsa.train.launch import check_launch, read_launch
@@ -123,8 +124,12 @@ class Trainer:
         self.state = TrainState(self.model, ModelOptimizer(self.model, config.optim), sampler)
         loss: nn.Module = NextTokenLoss(self.model, config.loss_chunk)
         if config.compile:
-            loss = self._compiled(loss)
+            loss = cast(nn.Module, torch.compile(loss, fullgraph=True))
         self.loss: Callable[..., Tensor] = self.processes.replicate(loss, self.device)
+        one_gpu = self.device.type == "cuda" and config.world_size == 1
+        rule, hint = "be false on a CPU or with several processes", "Give --cuda-graphs false."
+        check(one_gpu or not config.cuda_graphs, "train", "cuda_graphs", rule, True, hint)
+        self._micro_batch = Replay(self._forward_backward) if config.cuda_graphs else self._forward_backward
         self._results: LateReader[_StepInfo] = LateReader()
         self._requests = Requests(run_folder.halt if self.processes.is_main else None)
         around = Surroundings(config, run_folder, self.device, self.processes, self._requests, on_row, beat)
@@ -153,12 +158,6 @@ class Trainer:
             config.model.vocab_size == self.data.tokenizer.vocab_size,
             "train", "model.vocab_size", f"equal the tokenizer's ({self.data.tokenizer.vocab_size})", config.model.vocab_size,
         )  # fmt: skip
-
-    def _compiled(self, loss: nn.Module) -> nn.Module:
-        graphs = self.config.cuda_graphs
-        rule, hint = "be false on a CPU", "Give --cuda-graphs false."
-        check(not graphs or self.device.type == "cuda", "train", "cuda_graphs", rule, graphs, hint)
-        return cast(nn.Module, torch.compile(loss, fullgraph=True, mode="reduce-overhead" if graphs else "default"))
 
     def _describe(self, allocator: str) -> None:
         config = self.config
@@ -214,7 +213,7 @@ class Trainer:
         batches = [
             collate(self.data.train, indices, config.seq_len, document_mask=config.data.document_mask) for indices in windows
         ]
-        return [batch.with_few_shapes() for batch in batches] if config.compile else batches
+        return [batch.with_few_shapes() for batch in batches] if config.compile or config.cuda_graphs else batches
 
     def train_step(self, batches: Sequence[Batch], num_targets: int | None = None) -> Tensor:
         """One optimizer step over micro-batches; nothing in it waits for the device.
@@ -232,17 +231,12 @@ class Trainer:
         config, optimizer, processes = self.config, self.state.optimizer, self.processes
         if num_targets is None:
             num_targets = sum(batch.num_targets for batch in batches)
-        targets_per_process = max(num_targets, 1) / processes.world_size  # gradients are averaged over the processes
+        # Gradients are averaged over the processes.
+        divisor = torch.full((), max(num_targets, 1) / processes.world_size, device=self.device)
         loss = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
-            batch = batch.to(self.device)
-            if config.compile:
-                torch._dynamo.maybe_mark_dynamic(batch.cu_seqlens, 0)
             with processes.accumulating(self.loss, last=number == len(batches)):
-                with autocast(self.device, config.compute_dtype):
-                    loss_sum = self.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
-                (loss_sum / targets_per_process).backward()
-            loss += loss_sum.detach()
+                loss += self._micro_batch(batch, divisor)
         processes.sum(loss)
         parameters = optimizer.parameters()
         grad_norm = get_total_norm(_gradients(parameters))
@@ -251,8 +245,18 @@ class Trainer:
             clip_grads_with_norm_(parameters, config.optim.grad_clip, grad_norm)
         self._set_lr(self.state.progress.step)
         optimizer.step(cancel)
-        optimizer.zero_grad()
+        optimizer.zero_grad(drop=not config.cuda_graphs)
         return torch.stack((loss, grad_norm, cancel))
+
+    def _forward_backward(self, batch: Batch, divisor: Tensor) -> Tensor:
+        """Add the gradient of a micro-batch's summed loss over ``divisor``; returns that sum."""
+        batch = batch.to(self.device)
+        if self.config.compile:
+            torch._dynamo.maybe_mark_dynamic(batch.cu_seqlens, 0)
+        with autocast(self.device, self.config.compute_dtype):
+            loss_sum = self.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
+        (loss_sum / divisor).backward()
+        return loss_sum.detach()
 
     def _set_lr(self, step: int) -> None:
         optim = self.config.optim

@@ -45,6 +45,12 @@ class Batch:
 
         return replace(self, tokens=move(self.tokens), targets=move(self.targets), cu_seqlens=move(self.cu_seqlens))
 
+    def copy_(self, other: Batch) -> None:
+        """Take over the tensors of a batch of the same shapes, from any device, without waiting."""
+        for mine, theirs in ((self.tokens, other.tokens), (self.targets, other.targets), (self.cu_seqlens, other.cu_seqlens)):
+            pin = mine.is_cuda and not theirs.is_cuda
+            mine.copy_(theirs.pin_memory() if pin else theirs, non_blocking=True)
+
     def with_few_shapes(self) -> Batch:
         """Empty sequences behind the others bring their number to a power of two, so that batches have few different shapes.
 
