@@ -35,7 +35,8 @@ class Measured:
         timing: of a step, or of the forward passes of as many tokens.
         seconds: all timed steps together, by the host's clock, everything between them included.
         kernel_us: kernels of one step.
-        peak_mib: most memory in tensors at any moment of the timed steps, weights and optimizer included, MiB; None on a CPU.
+        peak_mib: most memory in tensors since the run began, weights and optimizer included, MiB; None on a CPU. A step that is
+            replayed from a CUDA graph asks the allocator for nothing: its memory was counted when it was captured.
         reserved_mib: most that the allocator held since the run began.
         loss_nats: mean over the targets of the last steps for which the run wrote a row; None without a row.
         nonfinite: steps whose loss or gradient was not finite.
@@ -101,7 +102,6 @@ class StepClock:
     def _start(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats(self._device)
         if self._profile is not None:
             self._profile.stop()
             self.kernel_us = kernel_sums(self._profile)

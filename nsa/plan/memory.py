@@ -12,6 +12,7 @@ from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
 from nsa.ops._boundary import as_on_gpu
 from nsa.plan.compiled import CompiledStep
+from nsa.plan.gpu_operators import gpu_operators
 from nsa.plan.scratch import scratch_bytes
 from nsa.plan.timeline import GRADIENTS, OPTIMIZER, SAVED, WEIGHTS, Timeline, fake_parameters
 from nsa.train.config import TrainConfig
@@ -63,7 +64,7 @@ def _with_layers(config: TrainConfig, layers: int) -> TrainConfig:
 
 def _eager(config: TrainConfig) -> Footprint:
     model = _empty_model(config.model)
-    with FakeTensorMode(), as_on_gpu():
+    with FakeTensorMode(), gpu_operators():
         fake_parameters(model)
         loss = NextTokenLoss(model, config.loss_chunk)
         timeline = Timeline(scratch_bytes)
@@ -74,7 +75,7 @@ def _eager(config: TrainConfig) -> Footprint:
             optimizer = ModelOptimizer(model, config.optim)
             for state in optimizer.state_tensors().values():
                 timeline.relabel(state, OPTIMIZER)
-            for _ in range(min(config.accumulation, 2)):  # from the second micro-batch on gradients are there already
+            for _ in range(2 if _has_gradients_before(config) else 1):
                 inputs = _fake_batch(config)
                 with autocast(torch.device("cpu"), config.compute_dtype):
                     total = loss(*inputs, config.seq_len)
@@ -91,10 +92,15 @@ def _compiled(config: TrainConfig) -> Footprint:
         fake_parameters(model)
         step = CompiledStep(NextTokenLoss(model, config.loss_chunk), scratch_bytes)
         with autocast(torch.device("cpu"), config.compute_dtype):
-            parts = step.memory(*_fake_batch(config), config.seq_len, gradients_before=config.accumulation > 1)
+            parts = step.memory(*_fake_batch(config), config.seq_len, gradients_before=_has_gradients_before(config))
         weights = sum(parameter.nbytes for parameter in model.parameters())
         state = sum(tensor.nbytes for tensor in ModelOptimizer(model, config.optim).state_tensors().values())
     return Footprint({WEIGHTS: weights, OPTIMIZER: state, **parts, LIBRARIES: LIBRARY_BYTES})
+
+
+def _has_gradients_before(config: TrainConfig) -> bool:
+    """Whether gradients exist when a micro-batch begins: those of the ones before, or what a CUDA graph adds to."""
+    return config.accumulation > 1 or config.cuda_graphs
 
 
 def _label_gradient(timeline: Timeline, parameter: Tensor) -> None:

@@ -78,9 +78,9 @@ def _place(part: str) -> int:
 
 def duration(seconds: float) -> str:
     """``2 d 3 h``, ``3 h 20 min``, ``12 min``, ``40 s``."""
-    minutes = round(seconds / 60)
-    if minutes < 1:
+    if seconds < 60:
         return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
     hours, days = minutes // 60, minutes // 1440
     if days:
         return f"{days} d {hours % 24} h"

@@ -155,7 +155,7 @@ def test_the_command_outside_this_process(tiny: Path) -> None:
 
 def test_help_imports_nothing_heavy_beyond_the_package() -> None:
     code = (
-        "import sys, nsa; before = set(sys.modules); from nsa import cli; cli._parsers(complete="train");"
+        "import sys, nsa; before = set(sys.modules); from nsa import cli; cli._parsers(complete='train');"
         "print(*set(sys.modules) - before)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
