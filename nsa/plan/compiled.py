@@ -7,7 +7,7 @@ reads it. Operations element by element are not written where the compiler can c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -53,8 +53,9 @@ class CompiledStep:
         compiled = torch.compile(self._module, backend=backend, fullgraph=True, dynamic=False)
         compiled(*inputs).backward()
         torch.compiler.reset()
-        moments = [*GraphMemory(self._graphs["forward"], self._scratch).moments(CHOSEN)]
-        moments += GraphMemory(self._graphs["backward"], self._scratch).moments(GRADIENTS)
+        forward = GraphMemory(self._graphs["forward"], self._scratch)
+        backward = GraphMemory(self._graphs["backward"], self._scratch, forward.origins())
+        moments = [*forward.moments(CHOSEN), *backward.moments(GRADIENTS)]
         most = max(moments, key=_total)
         if gradients_before:
             most[GRADIENTS] = most.get(GRADIENTS, 0) + sum(p.nbytes for p in self._module.parameters() if p.requires_grad)
@@ -81,10 +82,14 @@ class GraphMemory:
     Args:
         graph: forward or backward, with example values.
         scratch: what operators need beside their results.
+        origins: of inputs by name, the tensor of another graph that they are or are a view of; inputs of one origin are one.
     """
 
-    def __init__(self, graph: fx.Graph, scratch: Scratch) -> None:
+    def __init__(self, graph: fx.Graph, scratch: Scratch, origins: Mapping[str, str] | None = None) -> None:
         self._nodes, self._scratch = list(graph.nodes), scratch
+        first: dict[str, fx.Node] = {}
+        inputs = [node for node in self._nodes if node.op == "placeholder"]
+        self._same = {node: first.setdefault((origins or {}).get(node.name, node.name), node) for node in inputs}
         self._kernels_before: dict[fx.Node, int] = {}
         kernels = 0
         for node in self._nodes:
@@ -96,7 +101,9 @@ class GraphMemory:
         """Whether a tensor of its own has to exist: for a kernel, for the end, or for an operation that runs much later."""
         if _is_view(node):
             return False
-        if node.op == "placeholder" or _is_kernel(node) or _name(node) in _REDUCTIONS or _name(node) == "getitem":
+        if node.op == "placeholder":
+            return self._same[node] is node
+        if _is_kernel(node) or _name(node) in _REDUCTIONS or _name(node) == "getitem":
             return True
         readers = list(_readers(node))
         if any(_is_kernel(reader) or reader.op == "output" for reader in readers):
@@ -107,8 +114,15 @@ class GraphMemory:
     def _reads(self, node: fx.Node) -> set[fx.Node]:
         """Tensors that are read where ``node`` is computed."""
         found: set[fx.Node] = set()
-        for used in node.all_input_nodes:
+        for used in (self._same.get(used, used) for used in node.all_input_nodes):
             found |= {used} if used in self._written else self._reads(used)
+        return found
+
+    def origins(self) -> dict[str, str]:
+        """Of each node by name, the tensor that it is or is a view of."""
+        found: dict[str, str] = {}
+        for node in self._nodes:
+            found[node.name] = found[node.all_input_nodes[0].name] if _is_view(node) else node.name
         return found
 
     def moments(self, output_label: str) -> Iterator[dict[str, int]]:

@@ -98,6 +98,11 @@ def _compiled(config: TrainConfig) -> Footprint:
     return Footprint({WEIGHTS: weights, OPTIMIZER: state, **parts, LIBRARIES: LIBRARY_BYTES})
 
 
+def has_masked_documents(config: TrainConfig) -> bool:
+    """Whether documents inside a window are sequences of their own."""
+    return config.data.document_mask and config.data.source not in TASKS
+
+
 def _has_gradients_before(config: TrainConfig) -> bool:
     """Whether gradients exist when a micro-batch begins: those of the ones before, or what a CUDA graph adds to."""
     return config.accumulation > 1 or config.cuda_graphs
@@ -127,7 +132,7 @@ def _parts(model: LanguageModel) -> list[tuple[str, nn.Module]]:
 
 def _fake_batch(config: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
     """A micro-batch; with masked documents it has one sequence more than windows, so that it is not taken for a dense one."""
-    masked = config.data.document_mask and config.data.source not in TASKS
+    masked = has_masked_documents(config)
     tokens = torch.empty(config.micro_batch * config.seq_len, dtype=torch.int64)
     cu_seqlens = torch.empty(config.micro_batch + 1 + masked, dtype=torch.int32)
     return tokens, torch.empty_like(tokens), cu_seqlens

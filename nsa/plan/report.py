@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nsa.plan.gpus import GIB
-from nsa.plan.plan import RunPlan, needed_bytes
+from nsa.plan.plan import RunPlan
 from nsa.plan.timeline import GRADIENTS, OPTIMIZER, SAVED, WEIGHTS
 
 # Parts below this share of the whole are not shown one by one.
@@ -32,9 +32,7 @@ def plan_lines(name: str, plan: RunPlan, price_per_gpu_hour: float | None) -> It
     yield _line("tokens", f"{plan.tokens:,} = {windows}")
     total = plan.flops_per_token * plan.tokens
     yield _line("operations", f"{plan.flops_per_token / 1e9:.4g} GFLOP a training token, {total / 1e18:.4g} EFLOP in all")
-    yield _line(
-        "memory", f"{needed_bytes(plan.footprint) / GIB:.2f} GiB for each process, {plan.footprint.peak / GIB:.2f} in tensors"
-    )
+    yield _line("memory", f"{plan.needed_bytes / GIB:.2f} GiB for each process, {plan.footprint.peak / GIB:.2f} in tensors")
     for part, size in shown_parts(plan.footprint.parts).items():
         yield f"  {part:44}{size / GIB:9.3f} GiB"
     if plan.speed is None or plan.seconds is None:

@@ -70,23 +70,24 @@ def test_the_formulas_follow_the_launchers(name: str, monkeypatch: pytest.Monkey
     q, out = rows(tokens, heads, pattern.head_dim), rows(tokens, heads, pattern.value_dim)
     inputs: tuple[Any, ...] = (q, None, *compressed, *branches, torch.zeros(tokens, heads, 3))
     lse = torch.zeros(tokens, heads)
-    order = torch.zeros(0, dtype=torch.int32)
+    order: Tensor | None = torch.zeros(0, dtype=torch.int32)
+    union: Tensor | None = torch.zeros(0, dtype=torch.int64)
     chosen = torch.zeros(tokens, kv, pattern.num_selected_blocks, dtype=torch.int32)
     if "slc" in on:
         call = selected_call(q, value, cu, cu, number, length, length, pattern.block_size, 0.125, "auto")
         forward = follow([*inputs, chosen, cu])
         with forward:
             results = selected_forward(q, key, value, chosen, call)
-        order = order if results[2] is None else results[2]
+        order, union = (order, union) if results[2] is None else results[2:]
         later = (1 + ("win" in on)) * out.nbytes + ("win" in on) * lse.nbytes  # what the whole has not made yet
         found = scratch_bytes("nsa.attention.default", (*inputs, *where))
         assert found == pytest.approx(max(0, beyond_results(forward) - later), rel=WITHIN, abs=100_000)
-    saved = (out, lse, chosen, out.clone(), lse, order, out.clone(), lse, torch.zeros_like(out))
+    saved: tuple[Any, ...] = (out, lse, chosen, out.clone(), lse, order, union, out.clone(), lse, torch.zeros_like(out))
     backward = follow([*inputs, *saved, cu])
     with backward:
         grads = _backward(*inputs, *saved, *where)
     assert len(grads) == sum(x is not None for x in inputs)
-    found = scratch_bytes("nsa.attention_backward.default", (*inputs, *([None] * 9), *where))
+    found = scratch_bytes("nsa.attention_backward.default", (*inputs, *([None] * len(saved)), *where))
     assert found == pytest.approx(beyond_results(backward), rel=WITHIN, abs=100_000)
 
 
