@@ -127,7 +127,17 @@ def test_steps_that_are_not_finite_get_no_figure(tmp_path: Path, monkeypatch: py
     ]
 
 
-def test_kernels_are_judged_by_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_counts_the_time_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*arguments: Any) -> Any:
+        found, trainer = measure_steps(*arguments)
+        return replace(found, seconds=4.0), trainer
+
+    monkeypatch.setattr(train, "measure_steps", slow)
+    _, (row,) = run(tmp_path, "--config", str(write_config(tmp_path)), "--provider", "dense", "--mode", "fwd_bwd")
+    assert row.tokens_per_s == 2 * 128 / 4.0
+
+
+def test_kernels_are_judged_by_the_model() -> None:
     sparse = TrainConfig()
     dense = replace(sparse, model=twin(sparse.model, "dense"))
     forward = ["range_fwd_kernel", "select_kernel", "selected_fwd_kernel", "nvjet_gemm"]
