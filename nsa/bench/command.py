@@ -208,17 +208,23 @@ def run_guard(args: argparse.Namespace) -> int:
     from nsa.bench.rows import read_rows
 
     check(args.tolerance >= 0, "nsa bench guard", "--tolerance", "be at least 0", args.tolerance)
-    new = [Path(path) for path in args.rows]
-    known = [path for path in row_files(args.baseline) if path.resolve() not in {other.resolve() for other in new}]
+    new = row_files("nsa bench guard", "ROWS.jsonl", args.rows)
+    known = row_files("nsa bench guard", "--baseline", args.baseline)
+    known = [path for path in known if path.resolve() not in {other.resolve() for other in new}]
     lines, passed = guard(read_rows(new), read_rows(known), args.tolerance)
     print("\n".join(lines))
     return 0 if passed else 1
 
 
-def row_files(paths: list[str]) -> list[Path]:
-    """Files of rows: those named, and all of the folders named."""
+def row_files(function: str, option: str, paths: list[str]) -> list[Path]:
+    """Files of rows: those named, and all of the folders named.
+
+    Raises:
+        ValueError: one does not exist.
+    """
     found: list[Path] = []
     for path in map(Path, paths):
+        check(path.exists(), function, option, "be a file or folder of rows that exists", path)
         found += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     return found
 

@@ -145,6 +145,7 @@ def measure_steps(config: TrainConfig, device: torch.device, warmup: int, steps:
     """
     torch.compiler.reset()  # what was compiled for another length would make this one's shapes dynamic
     if device.type == "cuda":
+        kernel_times(lambda: None, device)  # the profiler sees kernels of those graphs alone that are made after its first use
         torch.cuda.reset_peak_memory_stats(device)
     clock, rows = StepClock(device, warmup, steps), list[MetricsRow]()
     with tempfile.TemporaryDirectory() as folder:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from nsa.errors import check
 
+ROWS = "benchmarks/results"
+
 PLAN = """\
 Say what a run will need before it runs: parameters, operations of a token, memory of a step by part, time and cost. The step is
 followed without data, so that no GPU is needed. A run that does not fit into the GPU is refused (exit code 2), with a change
@@ -27,8 +29,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--price-per-gpu-hour", type=float, metavar="X", help="gives the cost, in the same currency")
     parser.add_argument("--mfu", type=float, metavar="X", help="share of the GPU's peak to reckon with, between 0 and 1")
     parser.add_argument(
-        "--rows", nargs="+", default=["benchmarks/results"], metavar="PATH",
-        help="files or folders of measured rows (default benchmarks/results)",
+        "--rows", nargs="+", metavar="PATH", help=f"files or folders of measured rows (default {ROWS}, where there is such)"
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="a JSON object a line")
     parser.add_argument("--measure", action="store_true", help="run a few steps and compare their memory with the plan's")
@@ -53,7 +54,8 @@ def run_plan(args: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     from nsa.plan.plan import make_plan, refuse_what_does_not_fit
     from nsa.plan.report import plan_json, plan_lines
 
-    gpu, rows = find_gpu(args.gpu, args.memory_gib), read_rows(row_files(args.rows))
+    given = args.rows or [ROWS] * Path(ROWS).is_dir()
+    gpu, rows = find_gpu(args.gpu, args.memory_gib), read_rows(row_files("nsa plan", "--rows", given))
     for path, config in configs.items():
         plan = make_plan(config, gpu, rows, args.mfu)
         if args.json:

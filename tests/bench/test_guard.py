@@ -91,3 +91,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(words) == 1
     assert "+50.0%" in capsys.readouterr().out
     assert cli.main([*words, "--tolerance", "0.6"]) == 0
+    assert cli.main(["bench", "guard", str(paths[1]), "--baseline", str(tmp_path / "gone")]) == 2
+    assert "--baseline must be a file or folder of rows that exists" in capsys.readouterr().err

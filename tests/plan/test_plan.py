@@ -217,7 +217,11 @@ def test_refusal_and_bad_configurations_end_as_in_training(tmp_path: Path, capsy
 
 @pytest.mark.parametrize(
     ("words", "why"),
-    [(["--mfu", "2"], "--mfu must be at most 1"), (["--price-per-gpu-hour", "0"], "--price-per-gpu-hour must be positive")],
+    [
+        (["--rows", "nowhere"], "--rows must be a file or folder of rows that exists, got nowhere"),
+        (["--mfu", "2"], "--mfu must be at most 1"),
+        (["--price-per-gpu-hour", "0"], "--price-per-gpu-hour must be positive"),
+    ],
 )
 def test_bad_words(tmp_path: Path, words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", str(write_config(tmp_path)), *words]) == 2

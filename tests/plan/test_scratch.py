@@ -1,9 +1,8 @@
-"""What kernels need inside an operator: the formulas against the launchers, and against what was measured on a GPU."""
+"""What kernels need inside an operator: the formulas against the launchers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,18 +10,14 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
-from nsa.bench.points import parse_shape
-from nsa.bench.rows import Row, read_rows
 from nsa.config import NSAConfig
 from nsa.ops.nsa.ops import _backward
 from nsa.ops.selected.ops import selected_call
 from nsa.ops.selected.triton_launch import selected_forward
-from nsa.plan.scratch import _Attention, _dense_backward, scratch_bytes
+from nsa.plan.scratch import scratch_bytes
 from nsa.plan.timeline import Timeline
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 SEED = NSAConfig(num_heads=12, num_kv_heads=2, head_dim=64, value_dim=64)
-MIB = 2**20
 # Tiles of other GPUs hold other numbers of keys than the formulas take for granted.
 WITHIN = 0.05
 
@@ -89,31 +84,3 @@ def test_the_formulas_follow_the_launchers(name: str, monkeypatch: pytest.Monkey
     assert len(grads) == sum(x is not None for x in inputs)
     found = scratch_bytes("nsa.attention_backward.default", (*inputs, *([None] * len(saved)), *where))
     assert found == pytest.approx(beyond_results(backward), rel=WITHIN, abs=100_000)
-
-
-def whole_attention(row: Row) -> float:
-    """Peak memory of a row of whole attention, MiB, above its inputs: results, saved tensors, gradients and scratch."""
-    pattern, tokens = parse_shape(row.shape).config(), row.batch * row.seq_len
-    call = _Attention(pattern, tokens, row.batch, row.seq_len, row.seq_len, 2, False, "auto")
-    out, statistics, backward = call.queries(pattern.value_dim), call.statistics(), row.mode == "fwd_bwd"
-    dq = call.queries(pattern.head_dim)
-    if row.provider == "dense-cudnn":
-        q = torch.empty(row.batch, pattern.num_heads, row.seq_len, pattern.head_dim, dtype=torch.bfloat16, device="meta")
-        k = q[:, : pattern.num_kv_heads]
-        return (out + statistics + backward * (dq + call.keys() + _dense_backward(q, k, k))) / MIB
-    kept = 4 * out + 3 * statistics + 4 * call.entries * (1 if call.tiled else 2) + call.keys() // pattern.compress_stride
-    if not backward:
-        return (kept + call.forward()) / MIB
-    gates = tokens * pattern.num_heads * 3 * 2
-    # The gradient of the keys before compression comes last, when scratch is gone.
-    return (
-        kept + dq + gates + 2 * call.keys() + max(call.keys() // pattern.compress_stride + call.backward(), call.keys())
-    ) / MIB
-
-
-def test_the_formulas_agree_with_what_was_measured() -> None:
-    rows = [row for row in read_rows(sorted(RESULTS.glob("h200-*.jsonl"))) if row.case == "attention" and row.peak_mib]
-    rows = [row for row in rows if row.provider in ("nsa", "dense-cudnn") and row.seq_len <= 2**20]
-    assert len(rows) >= 50
-    for row in rows:
-        assert whole_attention(row) == pytest.approx(row.peak_mib, rel=0.04), (row.shape, row.provider, row.mode, row.seq_len)
