@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -299,10 +300,13 @@ def _run(config: TrainConfig, folder: RunFolder, processes: Processes, *, is_new
             plotted = time.monotonic()
 
     with (
+        folder.in_use() if processes.is_main else nullcontext("") as remark,
         RunReport(folder.log if processes.is_main else None, config.steps) as report,
         Watchdog(folder, processes.rank, config.stall_limit_s) as watchdog,
     ):
         report.line(f"run folder: {folder.path}", event="start")
+        if remark:
+            report.line(remark, event="warning")
         trainer = Trainer(config, folder, processes=processes, resume=not is_new, on_row=on_row, beat=watchdog.beat)
         if not is_new and processes.is_main:
             folder.record_launch(resumed_from_step=trainer.state.progress.step, overrides=overrides)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -68,4 +69,5 @@ class Requests:
 
     @staticmethod
     def _say(line: str) -> None:
-        os.write(2, f"{line}\n".encode())  # printing through Python's buffers inside a handler may raise
+        with suppress(OSError):  # of a terminal that has gone
+            os.write(2, f"{line}\n".encode())  # printing through Python's buffers inside a handler may raise

@@ -13,6 +13,7 @@ import signal
 import struct
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,12 +140,10 @@ def say(watched: Watched, kind: str, beat: Beat, text: str) -> None:
     event = {"time_unix_s": round(time.time(), 3), "kind": kind, "step": beat.step, "message": text.rstrip()}
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     for path, content in ((watched.log, f"{stamp} ERROR {text}"), (watched.events, json.dumps(event) + "\n")):
-        try:
-            with open(path, "ab", buffering=0) as file:
-                file.write(content.encode())
-        except OSError:
-            pass
-    os.write(2, text.encode())
+        with suppress(OSError), open(path, "ab", buffering=0) as file:
+            file.write(content.encode())
+    with suppress(OSError):  # of a terminal that has gone
+        os.write(2, text.encode())
 
 
 def watch(watched: Watched) -> None:
