@@ -35,6 +35,7 @@ class RunFolder:
         log: ``log.txt``, what the run said.
         events: ``events.jsonl``, what happened to the run: starts, checkpoints, warnings, ends.
         stacks: ``stacks/``, what each process was doing when it was asked, by rank.
+        tracking: ``tracking.json``, how far ``nsa track`` has come with each tracker.
         halt: ``halt``, a file that somebody makes to end the run with a checkpoint.
     """
 
@@ -52,6 +53,7 @@ class RunFolder:
         self.log = path / "log.txt"
         self.events = path / "events.jsonl"
         self.stacks = path / "stacks"
+        self.tracking = path / "tracking.json"
         self.halt = path / "halt"
 
     def __repr__(self) -> str:
