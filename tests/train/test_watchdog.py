@@ -1,14 +1,19 @@
-"""What must come even when nobody can be told about it."""
+"""The watchdog's limits, and what must come even when nobody can be told about it."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from nsa.train.run_folder import RunFolder
 from nsa.train.signals import Requests
+from nsa.train.watchdog import STARTING_LIMIT_S, Watchdog
 from nsa.train.watchdog_process import Beat, Watched, say
 
 
@@ -40,3 +45,23 @@ def test_a_signal_is_obeyed_without_a_terminal() -> None:
         with terminal_gone():
             os.kill(os.getpid(), signal.SIGTERM)
         assert requests.stop == signal.SIGTERM
+
+
+def test_compilation_in_the_middle_of_a_run_has_time(tmp_path: Path) -> None:
+    """A shape that is new to torch.compile can come in any step, and takes longer than a step may."""
+    seen: list[Beat] = []
+
+    def slow(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        assert watchdog._memory is not None
+        seen.append(Beat.from_bytes(watchdog._memory[:]))
+        return module.forward
+
+    with Watchdog(RunFolder(tmp_path), 0, 40.0) as watchdog:
+        watchdog.beat("step", 7, 40.0)
+        torch.compile(lambda x: x + 1, backend=slow)(torch.ones(3))
+        assert watchdog._memory is not None
+        after = Beat.from_bytes(watchdog._memory[:])
+    assert [(beat.phase, beat.step, beat.limit_s) for beat in (*seen, after)] == [
+        ("compile", 7, STARTING_LIMIT_S), ("step", 7, 40.0),
+    ]  # fmt: skip
+    assert after.count == seen[0].count + 1
