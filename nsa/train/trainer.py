@@ -134,7 +134,7 @@ class Trainer:
         check(one_gpu or not config.cuda_graphs, "train", "cuda_graphs", rule, True, hint)
         self._micro_batch = Replay(self._forward_backward) if config.cuda_graphs else self._forward_backward
         self._results: LateReader[_StepInfo] = LateReader()
-        self._requests = Requests(run_folder.halt if self.processes.is_main else None)
+        self._requests = Requests(run_folder.halt if self.processes.is_main else None, launched=launch.launcher)
         around = Surroundings(config, run_folder, self.device, self.processes, self._requests, on_row, beat)
         self._reports = Reports(around, self.data, self.state)
         self._checkpoints = CheckpointWriter(run_folder.checkpoints, config.keep_checkpoints)

@@ -118,6 +118,22 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path, count) -> None:
     count("second signal, left at once", 1, 1)
 
 
+def test_a_signal_that_a_launcher_passes_on_is_the_same_one(tmp_path: Path, count) -> None:
+    """A cluster signals torchrun and the processes below it, to which torchrun then sends it again."""
+    config = write_config(tmp_path, checkpoint_every=1000)
+    words = ("train", config, "--run-dir", tmp_path / "run", "--world-size", "2", "--accumulation", "1")
+    with Ranks(*words, folder=tmp_path, fault=("slow", "1")) as run:
+        run.ranks[0].wait_until(lambda: rows_of(tmp_path / "run") > 0)
+        for _ in range(2):
+            for rank in run.ranks:
+                rank.kill(signal.SIGTERM)
+            time.sleep(0.1)
+        assert run.end(30) == [128 + signal.SIGTERM] * 2
+        assert "leaving at once" not in run.text
+    assert len(steps_of(tmp_path / "run")) == 1
+    count("signal that came twice through a launcher, left with a checkpoint", 1, 1)
+
+
 def test_stacks_and_checkpoint_on_demand(tmp_path: Path, count) -> None:
     config = write_config(tmp_path, steps=10_000, checkpoint_every=0, log_every=1, eval_every=0)
     path = tmp_path / "run"
