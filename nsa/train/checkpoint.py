@@ -115,6 +115,7 @@ def _write_files(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str,
     with (folder / TENSORS).open("rb") as file:
         os.fsync(file.fileno())
     write_flushed(folder / META, json.dumps({"format": FORMAT, "torch": torch.__version__, **meta}, indent=1))
+    shutil.copymode(folder / META, folder / TENSORS)  # which safetensors lets nobody but its owner read
     write_flushed(folder / SUMS, "".join(f"{_sha256(folder / name)}  {name}\n" for name in (TENSORS, META)))
     flush_folder(folder)
 

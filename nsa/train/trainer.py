@@ -44,10 +44,12 @@ from nsa.train.watchdog import CHECKPOINT_LIMIT_S, STARTING_LIMIT_S
 logger = logging.getLogger(__name__)
 
 # Settings that a resumed run may change. None of them alters a single weight, but for rounding where a global batch is divided
-# into other micro-batches or among other processes. Where the data lie may change, what they are may not: their description has
-# hashes or, for a stream, the commit and the files' versions.
+# into other micro-batches or among other processes, and for what follows a step that is not finite: an exact resumption meets
+# that step again, and with policy stop it would never get beyond it. Where the data lie may change, what they are may not:
+# their description has hashes or, for a stream, the commit and the files' versions.
 RESUME_MAY_CHANGE = frozenset({
-    "log_every", "eval_every", "eval_windows", "checkpoint_every", "keep_checkpoints", "nonfinite_limit", "sample_tokens",
+    "log_every", "eval_every", "eval_windows", "checkpoint_every", "keep_checkpoints", "nonfinite", "nonfinite_limit",
+    "sample_tokens",
     "data_limit_s", "stall_limit_s", "world_size", "micro_batch", "accumulation",
     "data.path", "data.revision", "data.time_limit_s",
 })  # fmt: skip
