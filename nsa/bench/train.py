@@ -24,7 +24,7 @@ from nsa.lm.flops import flops_per_token
 from nsa.train.config import TrainConfig
 from nsa.train.launch import read_launch
 from nsa.train.throughput import peak_flops
-from nsa.train.trainer import Trainer
+from nsa.train.trainer import Trainer, TrainingStoppedError
 
 # Cases of whose kernels each branch has to run one.
 _BRANCH_CASES = {
@@ -113,13 +113,17 @@ def _measure(
             yield _row(here, common, mode, verdict)
         return
     trainer: Trainer | None = None
+    failure = Verdict(None, verdict.errors, "not run: out of GPU memory")
     with suppress(torch.OutOfMemoryError):
-        training, trainer = measure_steps(config, device, plan.warmup, plan.steps)
+        try:
+            training, trainer = measure_steps(config, device, plan.warmup, plan.steps)
+        except TrainingStoppedError as error:
+            failure = Verdict(False, verdict.errors, str(error))
     for mode in MODES[::-1]:
         if mode not in plan.modes:
             continue
         if trainer is None:
-            yield _row(here, common, mode, Verdict(None, verdict.errors, "not run: out of GPU memory"))
+            yield _row(here, common, mode, failure)
             continue
         found = training if mode == "fwd_bwd" else measure_forward(trainer, device, plan.steps)
         yield _judged_row(here, {**common, "settings": _settings(config, trainer)}, mode, verdict, found, trainer, device)

@@ -22,6 +22,7 @@ from nsa.lm.model import LanguageModel
 from nsa.lm.twins import MATCHED_WITHIN, dense_matched, parameters_by_part, twin
 from nsa.train.config import TrainConfig
 from nsa.train.load import load_config
+from nsa.train.trainer import TrainingStoppedError
 from tests.train.cases import MODEL, write_text
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -158,6 +159,16 @@ def test_a_model_that_does_not_fit_is_no_failure(tmp_path: Path, monkeypatch: py
     code, rows = run(tmp_path, "--config", str(write_config(tmp_path)), "--provider", "dense")
     assert code == 0
     assert [(row.correct, row.note) for row in rows] == [(None, "not run: out of GPU memory")] * 2
+
+
+def test_a_run_that_stops_itself_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any) -> Any:
+        raise TrainingStoppedError("loss not finite in step 3")
+
+    monkeypatch.setattr(train, "measure_steps", stop)
+    code, rows = run(tmp_path, "--config", str(write_config(tmp_path)), "--provider", "dense", "--mode", "fwd")
+    assert code == 1
+    assert [(row.correct, row.ms_p50, row.note) for row in rows] == [(False, None, "loss not finite in step 3")]
 
 
 # ----------------------------------------------------------------------------------------------------------- what is run
