@@ -217,7 +217,7 @@ def run_guard(args: argparse.Namespace) -> int:
 
 
 def row_files(function: str, option: str, paths: list[str]) -> list[Path]:
-    """Files of rows: those named, and all of the folders named.
+    """Files of rows: those named, and those in the folders named; a folder may hold files of another kind beside them.
 
     Raises:
         ValueError: one does not exist.
@@ -225,8 +225,14 @@ def row_files(function: str, option: str, paths: list[str]) -> list[Path]:
     found: list[Path] = []
     for path in map(Path, paths):
         check(path.exists(), function, option, "be a file or folder of rows that exists", path)
-        found += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        found += sorted(file for file in path.glob("*.jsonl") if _holds_rows(file)) if path.is_dir() else [path]
     return found
+
+
+def _holds_rows(path: Path) -> bool:
+    """Whether the first line has a field that only rows of measured cases have."""
+    with path.open(encoding="utf-8") as file:
+        return '"case":' in file.readline()
 
 
 def run_tune(args: argparse.Namespace) -> int:

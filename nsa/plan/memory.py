@@ -125,8 +125,7 @@ def _empty_model(config: LMConfig) -> LanguageModel:
 def _parts(model: LanguageModel) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = [("embedding", model.embedding), ("residual stream and norms", model.norm)]
     for layer in model.decoder_layers():
-        found += [("residual stream and norms", norm) for norm in (layer.attention_norm, layer.mlp_norm)]
-        found += [("attention", layer.attention), ("MLP", layer.mlp)]
+        found += [("residual stream and norms", layer), ("attention", layer.attention), ("MLP", layer.mlp)]
     return found
 
 

@@ -17,6 +17,7 @@ from nsa.lm.model import LanguageModel
 from nsa.lm.twins import twin
 from nsa.plan import memory
 from nsa.plan.compiled import CHOSEN, CompiledStep, GraphMemory
+from nsa.plan.gpu_operators import gpu_operators
 from nsa.plan.memory import LIBRARIES, step_memory
 from nsa.plan.timeline import GRADIENTS, OPTIMIZER, PASSING, SAVED, SCRATCH, WEIGHTS, Timeline, fake_parameters
 from nsa.train.config import DataConfig, OptimConfig, TrainConfig
@@ -188,3 +189,19 @@ def test_tied_parameters_stay_tied() -> None:
         fake_parameters(model)
         assert model.head.weight is model.embedding.weight
         assert model.head.weight.device.type == "cpu"
+
+
+def test_normalisation_is_that_of_a_gpu_only_where_a_step_is_followed() -> None:
+    x, weight = torch.randn(3, 4), torch.ones(4)
+    before = nn.functional.rms_norm(x, (4,), weight)
+    timeline = Timeline()
+    with FakeTensorMode(), gpu_operators(), timeline, timeline.by_part([], otherwise="norm"):
+        fake, scale = torch.empty(1024, 64, requires_grad=True), nn.Parameter(torch.empty(64))
+        result = nn.functional.rms_norm(fake, (64,), scale)
+        timeline.relabel(fake, "given")
+        timeline.relabel(scale, "given")
+        assert timeline.held[f"{SAVED}: norm"] == 4 * KIB  # a number a row; the result is a tensor of its own
+        assert timeline.held[PASSING] == 256 * KIB
+        torch.autograd.backward(result, torch.empty_like(result))
+        assert fake.grad is not None
+    assert torch.equal(nn.functional.rms_norm(x, (4,), weight), before)
