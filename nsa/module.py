@@ -18,6 +18,7 @@ from nsa.ops.compressed import compressed_attention
 from nsa.ops.compression import PhiWeights, compress, compressed_positions
 from nsa.ops.selection import select_blocks
 from nsa.rope import Rope, apply_rope
+from nsa.stages import GATES, PROJECTION, in_stage, stage
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class Gate(nn.Module):
         else:
             self.net = last
 
+    @in_stage(GATES)
     def forward(self, x: Tensor) -> Tensor:
         """Gates ``[T, Hq, 3]``, order (cmp, slc, win), for ``x`` ``[T, width]``; 0 for a branch that is off."""
         shape = (x.shape[0], self.config.num_heads, self.config.num_branches)
@@ -132,6 +134,8 @@ class NativeSparseAttention(nn.Module):
             self.phi_v = Compression(config, config.value_dim)
         self.gate = Gate(width, config)
         self.o_proj = self._linear(config.num_heads * config.value_dim, width)
+        # Of `nsa.ops.observation`, where somebody watches. No buffer: it belongs to no state, and DDP would send it around.
+        self.sums: Tensor | None = None
         self._freeze_scoring()
 
     @staticmethod
@@ -239,25 +243,27 @@ class NativeSparseAttention(nn.Module):
         """The layer's output ``[T, width]`` for packed and checked tokens."""
         sequence, row, _ = locate(x.shape[0], cu_seqlens)
         positions = row if cache is None else row + cache.lengths(cu_seqlens)[sequence]
-        heads = self._project(x)
         config = self.config
-        q = apply_rope(heads["q"], positions, self.rope)
+        with stage(PROJECTION):
+            heads = self._project(x)
+            q = apply_rope(heads["q"], positions, self.rope)
+            k_slc, k_win = (
+                apply_rope(heads[f"k_{branch}"], positions, self.rope) if branch in config.branches else None
+                for branch in ("slc", "win")
+            )
         k_cmp = heads["k_cmp"] if config.scores_blocks else None
         v_cmp = heads["v_cmp"] if "cmp" in config.branches else None
-        k_slc, k_win = (
-            apply_rope(heads[f"k_{branch}"], positions, self.rope) if branch in config.branches else None
-            for branch in ("slc", "win")
-        )
         v_slc, v_win = heads.get("v_slc"), heads.get("v_win")
         q_cmp = heads["q"] if config.compress_rope == "none" else None
         inputs = (q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, self.gate(x), self._phi())
         if cache is None:
             out = native_sparse_attention(
-                *inputs, config, q_cmp=q_cmp, rope=self.rope, cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen
+                *inputs, config, q_cmp=q_cmp, rope=self.rope, cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen, sums=self.sums
             )
         else:
             out = cache.attend(*inputs, q_cmp=q_cmp, rope=self.rope, cu_seqlens_q=cu_seqlens)
-        return self.o_proj(out.flatten(-2))
+        with stage(PROJECTION):
+            return self.o_proj(out.flatten(-2))
 
     def _phi(self) -> Phi | None:
         if not self.config.scores_blocks:

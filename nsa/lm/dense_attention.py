@@ -11,6 +11,7 @@ from nsa.errors import check
 from nsa.ops._boundary import pack_layer_input
 from nsa.ops._packed import lengths, locate, pad, query_positions, unpad
 from nsa.rope import Rope, apply_rope
+from nsa.stages import DENSE, PROJECTION, in_stage, stage
 
 
 class DenseLayerCache:
@@ -101,13 +102,16 @@ class DenseAttention(nn.Module):
         if cache is not None:
             positions = positions + cache.lengths(cu_seqlens)[sequence]
         config = self.config
-        q = apply_rope(self.q_proj(x).unflatten(-1, (config.num_heads, config.head_dim)), positions, self.rope)
-        k = apply_rope(self.k_proj(x).unflatten(-1, (config.num_kv_heads, config.head_dim)), positions, self.rope)
-        v = self.v_proj(x).unflatten(-1, (config.num_kv_heads, config.value_dim))
+        with stage(PROJECTION):
+            q = apply_rope(self.q_proj(x).unflatten(-1, (config.num_heads, config.head_dim)), positions, self.rope)
+            k = apply_rope(self.k_proj(x).unflatten(-1, (config.num_kv_heads, config.head_dim)), positions, self.rope)
+            v = self.v_proj(x).unflatten(-1, (config.num_kv_heads, config.value_dim))
         out = causal_attention(q, k, v, cu_seqlens, max_seqlen) if cache is None else cache.attend(q, k, v, cu_seqlens)
-        return self.o_proj(out.flatten(-2)).view(shape)
+        with stage(PROJECTION):
+            return self.o_proj(out.flatten(-2)).view(shape)
 
 
+@in_stage(DENSE)
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None) -> Tensor:
     """Causal softmax attention inside each packed sequence, through SDPA and without reading the lengths.
 

@@ -144,6 +144,7 @@ class TrainConfig:
         compile: whether the model goes through ``torch.compile``.
         tf32: whether fp32 matrix products may use TF32.
         loss_chunk: positions whose logits exist at a time; 0 means all.
+        telemetry: whether gates and choices of every layer are summed up in the steps that have a row.
         log_every: optimizer steps from one row of metrics to the next; 0 means only at the end.
         eval_every: optimizer steps from one evaluation to the next; 0 means only at the end.
         checkpoint_every: optimizer steps from one checkpoint to the next; 0 means only at the end.
@@ -175,6 +176,7 @@ class TrainConfig:
     compile: bool = False
     tf32: bool = False
     loss_chunk: int = 0
+    telemetry: bool = True
     log_every: int = 20
     eval_every: int = 1000
     eval_windows: int = 64

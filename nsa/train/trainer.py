@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 # hashes or, for a stream, the commit and the files' versions.
 RESUME_MAY_CHANGE = frozenset({
     "log_every", "eval_every", "eval_windows", "checkpoint_every", "keep_checkpoints", "nonfinite_limit", "sample_tokens",
-    "data_limit_s", "stall_limit_s", "world_size", "micro_batch", "accumulation",
+    "telemetry", "data_limit_s", "stall_limit_s", "world_size", "micro_batch", "accumulation",
     "data.path", "data.revision", "data.time_limit_s",
 })  # fmt: skip
 
@@ -294,7 +294,9 @@ class Trainer:
         begin = time.perf_counter()
         batches, targets, num_bytes = self._take(ahead)
         fetched = time.perf_counter()
-        self._results.put(_StepInfo(progress.step, targets, num_bytes), self.train_step(batches, targets))
+        with self._reports.observed():
+            results = self.train_step(batches, targets)
+        self._results.put(_StepInfo(progress.step, targets, num_bytes), results)
         progress.step += 1
         tokens = self.config.global_batch * self.config.seq_len
         progress.tokens += tokens

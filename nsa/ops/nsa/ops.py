@@ -19,10 +19,11 @@ from nsa.ops.combination.ops import combine_op
 from nsa.ops.compressed import range_arguments as compressed_arguments
 from nsa.ops.compressed import run_compressed_attention
 from nsa.ops.selected import selected_arguments
-from nsa.ops.selected.ops import empty_order, selected_attention_op, selected_gradients
+from nsa.ops.selected.ops import empty_index, selected_attention_op, selected_gradients
 from nsa.ops.selection import run_select_blocks
 from nsa.ops.window import range_arguments as window_arguments
 from nsa.ops.window import run_window_attention
+from nsa.stages import COMPRESSED, SELECTED, WINDOW, stage
 
 _INPUTS = (
     "Tensor q, Tensor? q_cmp, Tensor? k_cmp, Tensor? v_cmp, Tensor? k_slc, Tensor? v_slc, Tensor? k_win, Tensor? v_win, "
@@ -50,7 +51,7 @@ def _forward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     config, sequences, softmax_scale, design = _open(q, *where)
     run = (config, sequences, softmax_scale, "triton")
-    out_cmp = lse_cmp = block_indices = out_slc = lse_slc = order = out_win = lse_win = None
+    out_cmp = lse_cmp = block_indices = out_slc = lse_slc = order = out_win = lse_win = union = None
     if k_cmp is not None:
         q_cmp = q if q_cmp is None else q_cmp
         out_cmp, lse_cmp = run_compressed_attention(q_cmp, k_cmp, v_cmp, *run)
@@ -58,12 +59,13 @@ def _forward(
         assert q_cmp is not None and k_cmp is not None and lse_cmp is not None
         block_indices = run_select_blocks(q_cmp, k_cmp, lse_cmp, *run)
         slc = (q, k_slc, v_slc, block_indices)
-        out_slc, lse_slc, order = selected_attention_op(*slc, *selected_arguments(config, sequences), softmax_scale, design)
+        rest = (*selected_arguments(config, sequences), softmax_scale, design)
+        out_slc, lse_slc, order, union = selected_attention_op(*slc, *rest)
     if k_win is not None and v_win is not None:
         out_win, lse_win = run_window_attention(q, k_win, v_win, *run)
     out = combine_op(out_cmp, out_slc, out_win, gates)
-    saved = (out_cmp, lse_cmp, block_indices, out_slc, lse_slc, order, out_win, lse_win)
-    return out, *(q.new_empty(0) if x is None else x for x in saved)
+    more = (out_cmp, lse_cmp, block_indices, out_slc, lse_slc, order, out_win, lse_win, union)
+    return out, *(q.new_empty(0) if x is None else x for x in more)
 
 
 def _backward(
@@ -81,17 +83,20 @@ def _backward(
     if k_cmp is not None and v_cmp is not None:
         rest = (*compressed_arguments(config, sequences), softmax_scale)
         cmp = (q if q_cmp is None else q_cmp, k_cmp, v_cmp, out_cmp, lse_cmp, dout)
-        dq_cmp, dk_cmp, dv_cmp = range_gradients("compressed_attention", False, *cmp, *rest, gated=Gated(gates, dgates))
+        with stage(COMPRESSED):
+            dq_cmp, dk_cmp, dv_cmp = range_gradients("compressed_attention", False, *cmp, *rest, gated=Gated(gates, dgates))
         if q_cmp is None:
             dq = dq_cmp
     if k_slc is not None and v_slc is not None:
         rest = (*selected_arguments(config, sequences), softmax_scale, design)
         slc = (q, k_slc, v_slc, block_indices, out_slc, lse_slc, order, dout)
-        dq, dk_slc, dv_slc = selected_gradients(*slc, *rest, gated=Gated(gates, dgates, dq))
+        with stage(SELECTED):
+            dq, dk_slc, dv_slc = selected_gradients(*slc, *rest, gated=Gated(gates, dgates, dq))
     if k_win is not None and v_win is not None:
         rest = (*window_arguments(config, sequences), softmax_scale)
         win = (q, k_win, v_win, out_win, lse_win, dout)
-        dq, dk_win, dv_win = range_gradients("window_attention", True, *win, *rest, gated=Gated(gates, dgates, dq))
+        with stage(WINDOW):
+            dq, dk_win, dv_win = range_gradients("window_attention", True, *win, *rest, gated=Gated(gates, dgates, dq))
     inputs = (q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
     found = (dq, dq_cmp, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win)
     # Keys that only score blocks have no gradient through them, and neither have their queries.
@@ -100,7 +105,7 @@ def _backward(
 
 
 attention_op = torch.library.custom_op(
-    "nsa::attention", _forward, mutates_args=(), schema=f"({_INPUTS}, {_WHERE}) -> (Tensor, {_SAVED})"
+    "nsa::attention", _forward, mutates_args=(), schema=f"({_INPUTS}, {_WHERE}) -> (Tensor, {_SAVED}, Tensor union)"
 )
 attention_backward_op = torch.library.custom_op(
     "nsa::attention_backward", _backward, mutates_args=(), schema=f"({_INPUTS}, {_SAVED}, Tensor dout, {_WHERE}) -> Tensor[]"
@@ -120,13 +125,14 @@ def _(
     out = q.new_empty(num_q, num_heads, config.value_dim)
     indices = q.new_empty(num_q, config.num_kv_heads, config.num_selected_blocks, dtype=torch.int32)
     rest = (*where[:5], config.block_size, *where[6:])
-    order = empty_order(config.group_size, indices, *rest)
+    order, union = empty_index(config.group_size, indices, *rest)
     return (
         out,
         off[0] if v_cmp is None else torch.empty_like(out),
         off[0] if k_cmp is None else lse_range,
         *((off[0], off[0], *off) if k_slc is None else (indices, torch.empty_like(out), lse, order)),
         *(off if k_win is None else (torch.empty_like(out), torch.empty_like(lse_range))),
+        off[0] if k_slc is None else union,
     )
 
 
@@ -137,7 +143,7 @@ def _(*arguments: Any) -> list[Tensor]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     cu_q, cu_k, *ctx.rest = inputs[9:]
-    ctx.save_for_backward(*inputs[:9], *output[1:], cu_q, cu_k)
+    ctx.save_for_backward(*inputs[:9], *output[1:-1], cu_q, cu_k)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 

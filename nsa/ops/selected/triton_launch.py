@@ -117,18 +117,18 @@ def strides_of(*tensors: Tensor) -> list[int]:
 
 def selected_forward(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """out ``[T, Hq, Dv]``, lse fp32 ``[T, Hq]``, and the order of the inverse index if one was made."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """out ``[T, Hq, Dv]``, lse fp32 ``[T, Hq]``, the order of the inverse index if one was made, and ``Call.union``, filled."""
     num_q, num_heads, head_dim = q.shape
     num_kv_heads, value_dim = v.shape[1:]
     group_size, n = num_heads // num_kv_heads, block_indices.shape[-1]
     out = torch.empty(num_q, num_heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(num_q, num_heads, dtype=torch.float32, device=q.device)
+    union = call.union(q, k, n)
     if num_q == 0 or n == 0:
-        return out.zero_(), lse.fill_(-torch.inf), None
+        return out.zero_(), lse.fill_(-torch.inf), None, union
     tile, block_q = tile_of(call.tiles("selected_attention_fwd"), group_size, call.block_size)
     tile = fitting(tile, k, v)
-    union = call.union(q, k, n)
     lists = list_choices(block_indices, call, block_q, union)
     selected_fwd_kernel[(lists.count.shape[1], num_kv_heads)](
         q, key_source(k, tile), key_source(v, tile), out, lse, lists.block, lists.word, lists.count, union,
@@ -138,7 +138,7 @@ def selected_forward(
         EDGE=tile.edge_stages, **tile.launch_options(),
     )  # fmt: skip
     order = None if union is None else gather_forward(q, k, v, block_indices, call, union, out, lse)
-    return out, lse, order
+    return out, lse, order, union
 
 
 def gather_forward(
