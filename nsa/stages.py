@@ -32,6 +32,7 @@ MODEL_STAGES = (
 DATA = "data"
 FORWARD = "forward"
 BACKWARD = "backward"
+GRADIENTS = "sums of gradients"
 OPTIMIZER = "optimizer"
 COMMUNICATION = "communication"
 TELEMETRY = "telemetry"

@@ -11,6 +11,7 @@ from nsa.config import NSAConfig
 from nsa.lm.model import LanguageModel
 from nsa.module import NativeSparseAttention
 from nsa.ops.observation import SUMS, UNIT, new_sums
+from nsa.stages import TELEMETRY, in_stage
 from nsa.train.late import LateReader
 
 DEAD = 0.02  # of the sum of the gates
@@ -43,11 +44,13 @@ class LayerStatistics:
         self._on = [off.clone().index_fill_(0, torch.zeros(1, dtype=torch.int64, device=device), 1)] * len(self._sums)
         self._late: LateReader[None] = LateReader()
 
+    @in_stage(TELEMETRY)
     def start(self) -> None:
         """From here on, passes count; what was counted before is forgotten."""
         if self._sums:
             torch._foreach_copy_(self._sums, self._on)
 
+    @in_stage(TELEMETRY)
     def stop(self, sum_processes: Callable[[Tensor], Tensor]) -> None:
         """No pass counts any more; what was counted is on its way to the host.
 

@@ -10,7 +10,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,8 +21,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from nsa.errors import UserError, check
 from nsa.lm.model import LanguageModel
+from nsa.stages import BACKWARD, DATA, FORWARD, OPTIMIZER, in_stage, stage
 from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpoints, read_meta
 from nsa.train.config import TrainConfig
+from nsa.train.cuda_graphs import Replay
 from nsa.train.data import Batch, Sampler, collate, open_data
 from nsa.train.late import LateReader
 from nsa.train.launch import check_launch, read_launch
@@ -95,6 +97,7 @@ class Trainer:
         processes: this process among those of the run; None for a run of one.
         resume: continue from the newest checkpoint of ``run_folder`` instead of starting.
         on_row: called with each row of metrics after it was written.
+        on_step: called after each optimizer step, before the next one begins.
         beat: called with a sign of life (phase, step, longest duration in seconds) whenever something begins.
 
     Raises:
@@ -109,11 +112,13 @@ class Trainer:
         processes: Processes | None = None,
         resume: bool = False,
         on_row: Callable[[Row], None] | None = None,
+        on_step: Callable[[], None] = lambda: None,
         beat: Beat = lambda phase, step, limit_s: None,
     ) -> None:
         launch = read_launch()
         check_launch(config, launch)
-        self.config, self.run_folder, self.processes, self._beat = config, run_folder, processes or Processes(), beat
+        self.config, self.run_folder, self.processes = config, run_folder, processes or Processes()
+        self._beat, self._on_step = beat, on_step
         self.device = choose_device(config.device, launch.local_rank)
         set_tf32(config.tf32)
         seed_everything(config.seed)
@@ -123,8 +128,11 @@ class Trainer:
         self.state = TrainState(self.model, ModelOptimizer(self.model, config.optim), sampler)
         loss: nn.Module = NextTokenLoss(self.model, config.loss_chunk)
         if config.compile:
-            loss = cast(nn.Module, torch.compile(loss))
+            loss = cast(nn.Module, torch.compile(loss, fullgraph=True))
         self.loss: Callable[..., Tensor] = self.processes.replicate(loss, self.device)
+        one_gpu = self.device.type == "cuda" and config.world_size == 1
+        check(one_gpu or not config.cuda_graphs, "train", "cuda_graphs", "be false on a CPU or with several processes", True)
+        self._micro_batch = Replay(self._forward_backward) if config.cuda_graphs else self._forward_backward
         self._results: LateReader[_StepInfo] = LateReader()
         self._requests = Requests(run_folder.halt if self.processes.is_main else None)
         around = Surroundings(config, run_folder, self.device, self.processes, self._requests, on_row, beat)
@@ -164,8 +172,8 @@ class Trainer:
             windows, config.global_batch, config.seq_len, f"{config.global_batch * config.seq_len:,}",
         )  # fmt: skip
         logger.info(
-            "device: %s, compute %s over fp32 master weights, TF32 %s, compile %s, allocator settings %s",
-            self.device.type, config.compute_dtype, "on" if config.tf32 else "off", "on" if config.compile else "off",
+            "device: %s, compute %s over fp32 master weights, TF32 %s, compile %s, CUDA graphs %s, allocator settings %s",
+            self.device.type, config.compute_dtype, *_on_or_off(config.tf32, config.compile, config.cuda_graphs),
             allocator or "default",
         )  # fmt: skip
 
@@ -205,9 +213,10 @@ class Trainer:
             sampler.next_windows(config.micro_batch, rank=processes.rank, world_size=processes.world_size)
             for _ in range(config.accumulation)
         ]
-        return [
+        batches = [
             collate(self.data.train, indices, config.seq_len, document_mask=config.data.document_mask) for indices in windows
         ]
+        return [batch.with_few_shapes() for batch in batches] if config.compile or config.cuda_graphs else batches
 
     def train_step(self, batches: Sequence[Batch], num_targets: int | None = None) -> Tensor:
         """One optimizer step over micro-batches; nothing in it waits for the device.
@@ -222,19 +231,22 @@ class Trainer:
             On the device, fp32 ``[3]``, the same on every process: summed loss in nats, gradient norm before clipping, and
             whether the update was cancelled because one of the two is not finite, 1 or 0.
         """
-        config, optimizer, processes = self.config, self.state.optimizer, self.processes
+        processes = self.processes
         if num_targets is None:
             num_targets = sum(batch.num_targets for batch in batches)
-        targets_per_process = max(num_targets, 1) / processes.world_size  # gradients are averaged over the processes
+        # Gradients are averaged over the processes.
+        divisor = torch.full((), max(num_targets, 1) / processes.world_size, device=self.device)
         loss = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
-            batch = batch.to(self.device)
             with processes.accumulating(self.loss, last=number == len(batches)):
-                with autocast(self.device, config.compute_dtype):
-                    loss_sum = self.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
-                (loss_sum / targets_per_process).backward()
-            loss += loss_sum.detach()
+                loss += self._micro_batch(batch, divisor)
         processes.sum(loss)
+        with stage(OPTIMIZER):
+            return self._update(loss)
+
+    def _update(self, loss: Tensor) -> Tensor:
+        """Clip, update and drop the gradients; returns what :meth:`train_step` returns."""
+        config, optimizer = self.config, self.state.optimizer
         parameters = optimizer.parameters()
         grad_norm = get_total_norm(_gradients(parameters))
         cancel = 1.0 - (grad_norm.isfinite() & loss.isfinite()).float()
@@ -242,8 +254,30 @@ class Trainer:
             clip_grads_with_norm_(parameters, config.optim.grad_clip, grad_norm)
         self._set_lr(self.state.progress.step)
         optimizer.step(cancel)
-        optimizer.zero_grad()
+        optimizer.zero_grad(drop=not config.cuda_graphs)
         return torch.stack((loss, grad_norm, cancel))
+
+    def _forward_backward(self, batch: Batch, divisor: Tensor) -> Tensor:
+        """Add the gradient of a micro-batch's summed loss over ``divisor``; returns that sum."""
+        batch = batch.to(self.device)
+        if self.config.compile:
+            torch._dynamo.maybe_mark_dynamic(batch.cu_seqlens, 0)
+        with stage(FORWARD):
+            with autocast(self.device, self.config.compute_dtype):
+                loss_sum = self.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
+            scaled = loss_sum / divisor
+        with stage(BACKWARD):
+            scaled.backward()
+        return loss_sum.detach()
+
+    @contextmanager
+    def launched_singly(self) -> Iterator[None]:
+        """Within, no CUDA graph is replayed: the host launches the same kernels one by one."""
+        replay, self._micro_batch = self._micro_batch, self._forward_backward
+        try:
+            yield
+        finally:
+            self._micro_batch = replay
 
     def _set_lr(self, step: int) -> None:
         optim = self.config.optim
@@ -270,6 +304,7 @@ class Trainer:
                 self._reports.report()
                 if self._reports.due(self.config.checkpoint_every):
                     self._checkpoint()
+                self._on_step()
             self._finish(stop)
         name = signal.Signals(stop).name if stop not in (0, HALT) else None
         return RunResult(progress.step >= steps, name, progress.step, self._reports.last_row)
@@ -309,6 +344,7 @@ class Trainer:
         window.seconds += self._step_s
         window.data_seconds += fetched - begin
 
+    @in_stage(DATA)
     def _take(self, ahead: Prefetcher[Drawn]) -> tuple[list[Batch], int, int]:
         """This process's micro-batches of the next step, and the targets and bytes of text of all processes'."""
         config, step = self.config, self.state.progress.step
@@ -425,6 +461,10 @@ class Trainer:
             self.run_folder.halt.unlink(missing_ok=True)  # obeyed: it must not end the resumed run as well
         if self._checkpoints.failure is not None:
             raise TrainingStoppedError(f"{self._checkpoints.failure}; {self._left()}")
+
+
+def _on_or_off(*switches: bool) -> list[str]:
+    return ["on" if on else "off" for on in switches]
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

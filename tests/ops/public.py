@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,8 @@ from nsa import (
 )
 from nsa.ops._boundary import Sequences
 from nsa.ops.combination.reference import combine_reference
+from nsa.ops.heads import Heads, split_heads
+from nsa.ops.heads.reference import split_heads_reference
 from nsa.ops.observation import SUMS, new_sums, observe
 from nsa.ops.selection import run_select_blocks
 from nsa.testing import AttentionInputs, assert_within_budget, make_inputs
@@ -340,6 +343,30 @@ def check_observe(case: Case) -> None:
         assert actual == expected
 
 
+def check_split(case: Case) -> None:
+    """Heads of a projection whose values are not rotated, and another part whose columns are."""
+    config = case.config
+    rope = Rope.from_config(config)
+    shapes = [(config.num_heads, config.head_dim, True), (config.num_kv_heads, config.value_dim, False)]
+    shapes.append((config.num_kv_heads, config.head_dim, True))
+    parts = [Heads(*shape) for shape in shapes]
+    num_tokens = sum(case.lengths_k)
+    x = case.normal(num_tokens, sum(number * size for number, size, _ in shapes), seed=1)
+    douts = [case.normal(num_tokens, number, size, seed=i) for i, (number, size, _) in enumerate(shapes, start=2)]
+    positions = torch.arange(num_tokens, device=case.device).flip(0)
+
+    def run(dtype: torch.dtype, function: Callable[..., list[Tensor]], *arguments: Any) -> dict[str, Tensor]:
+        leaf = leaves_of(x.to(dtype))[0]
+        out = function(leaf, *arguments, positions, rope)
+        (dx,) = torch.autograd.grad(out, [leaf], [dout.to(dtype) for dout in douts])
+        return {"q": out[0].detach(), "v": out[1].detach(), "k": out[2].detach(), "dx": dx}
+
+    found = run(case.dtype, partial(split_heads, backend=case.backend), parts)
+    plain, exact = (run(dtype, split_heads_reference, shapes) for dtype in (case.dtype, torch.float64))
+    compare(found, plain, exact, "split", case.factor)
+    assert torch.equal(found["v"], plain["v"]), "split: columns that are not rotated are copied"
+
+
 def run_whole(case: Case, x: AttentionInputs | None = None, dout: Tensor | None = None, rope: Rope | None = None) -> Results:
     """The whole, its gradients, and the choice that it made on the way."""
     config = case.config
@@ -408,5 +435,6 @@ CHECKS: dict[str, Callable[[Case], Any]] = {
     "choice": check_choice,
     "combine": check_combine,
     "observe": check_observe,
+    "split": check_split,
     **{name: lambda case, run=run: run(case).check() for name, run in RUNS.items()},  # type: ignore[misc]
 }

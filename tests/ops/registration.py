@@ -20,6 +20,7 @@ from tests.ops.public import (
     check_combine,
     check_compress,
     check_observe,
+    check_split,
     leaves_of,
     parameters_of,
     phi_of,
@@ -71,6 +72,7 @@ def record_calls(case: Case, more: Sequence[Case] = ()) -> dict[str, Call]:
         check_choice(case)
         check_combine(case)
         check_observe(case)
+        check_split(case)
         for other in (case, *more):
             check_compress(other)
     return recorder.calls
