@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nsa.bench import command as bench
 from nsa.errors import UserError, check, fail
 from nsa.train import data_command as data
+from nsa.train.profiler import command as profiler
 
 if TYPE_CHECKING:
     from nsa.train.config import TrainConfig
@@ -86,7 +87,7 @@ def _say(line: str) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    parser = _parsers(complete=words[:1] == ["train"])
+    parser = _parsers(complete=words[0] if words[:1] in (["train"], ["profile"]) else None)
     chosen, rest = parser, words
     while chosen.commands and rest and not rest[0].startswith("-"):
         if rest[0] not in chosen.commands:
@@ -169,8 +170,8 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def _parsers(*, complete: bool) -> _Parser:
-    """The parser, with those of the commands; with ``complete`` that of ``train`` knows the settings of the configuration."""
+def _parsers(*, complete: str | None) -> _Parser:
+    """The parser, with those of the commands; that of ``complete`` knows the settings of the configuration."""
     parser = _Parser(
         prog="nsa",
         description="Native Sparse Attention: train a language model, measure it, let it write.",
@@ -178,8 +179,8 @@ def _parsers(*, complete: bool) -> _Parser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and leave")
     parser.add_commands(_COMMANDS)
-    if complete:
-        _add_settings(parser.commands["train"])
+    if complete is not None:
+        _add_settings(parser.commands[complete])
     return parser
 
 
@@ -504,6 +505,7 @@ _COMMANDS = (
     ("check", _add_check, _check, "check that the records of a run agree", _CHECK),
     ("report", _add_report, _report, "write a page about runs", _REPORT),
     ("data", None, _DATA_COMMANDS, "prepare text for training", data.DATA),
+    ("profile", profiler.add_profile, profiler.run_profile, "record where the time of training goes", profiler.PROFILE),
     ("bench", None, _BENCH_COMMANDS, "measure this library's speed beside others", bench.BENCH),
     ("doctor", _add_doctor, _doctor, "check this machine and installation", _DOCTOR),
 )

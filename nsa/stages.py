@@ -24,8 +24,9 @@ GATES = "gates"
 MLP = "MLP"
 LOSS = "head + loss"
 REST = "embedding + norms + residual"
+CASTS = "casts in compiled code"
 MODEL_STAGES = (
-    PROJECTION, COMPRESSION, COMPRESSED, CHOICE, SELECTED, WINDOW, DENSE, GATES, MLP, LOSS, REST,
+    PROJECTION, COMPRESSION, COMPRESSED, CHOICE, SELECTED, WINDOW, DENSE, GATES, MLP, LOSS, REST, CASTS,
 )  # fmt: skip
 
 # Parts of the step.
@@ -36,6 +37,7 @@ GRADIENTS = "sums of gradients"
 OPTIMIZER = "optimizer"
 COMMUNICATION = "communication"
 TELEMETRY = "telemetry"
+STEP_STAGES = (DATA, GRADIENTS, OPTIMIZER, COMMUNICATION, TELEMETRY)
 
 Listener = Callable[[str], AbstractContextManager[Any]]
 

@@ -126,7 +126,8 @@ class Trainer:
         self.model = LanguageModel(config.model).to(self.device)
         sampler = self.data.sampler(config.seq_len, config.seed)
         self.state = TrainState(self.model, ModelOptimizer(self.model, config.optim), sampler)
-        loss: nn.Module = NextTokenLoss(self.model, config.loss_chunk)
+        self.eager_loss = NextTokenLoss(self.model, config.loss_chunk)
+        loss: nn.Module = self.eager_loss
         if config.compile:
             loss = cast(nn.Module, torch.compile(loss, fullgraph=True))
         self.loss: Callable[..., Tensor] = self.processes.replicate(loss, self.device)
@@ -278,6 +279,10 @@ class Trainer:
             yield
         finally:
             self._micro_batch = replay
+
+    def beat(self, phase: str, limit_s: float) -> None:
+        """Give a sign of life before something that may take up to ``limit_s`` seconds."""
+        self._beat(phase, self.state.progress.step, limit_s)
 
     def _set_lr(self, step: int) -> None:
         optim = self.config.optim
