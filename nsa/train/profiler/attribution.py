@@ -141,7 +141,7 @@ class Attribution:
             if event.name in (PREFIX + stages.FORWARD, PREFIX + stages.BACKWARD)
         )
         self._of_host: dict[int, str | None] = {}
-        self._of_device: dict[int, Place] = {}
+        self._places: dict[int, Place] = {}
         replayed: dict[int, list[Event]] = {}
         for event in trace.device:
             if event.launch is not None and "GraphLaunch" in event.launch.name:
@@ -151,12 +151,15 @@ class Attribution:
             names = tuple(event.name for event in events)
             if names not in aligned:
                 aligned[names] = align(names, reference)
-            self._of_device |= {id(event): place for event, place in zip(events, aligned[names], strict=True)}
+            self._places |= {id(event): place for event, place in zip(events, aligned[names], strict=True)}
 
     def place(self, event: Event) -> Place:
         """Where an event of the host or of the device belongs."""
-        if id(event) in self._of_device:
-            return self._of_device[id(event)]
+        if id(event) not in self._places:
+            self._places[id(event)] = self._find_place(event)
+        return self._places[id(event)]
+
+    def _find_place(self, event: Event) -> Place:
         host: Event | None = event
         if event.category in DEVICE:
             host = event.launch

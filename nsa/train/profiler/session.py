@@ -135,7 +135,7 @@ class Session:
             profiler = stack.enter_context(
                 profile(
                     activities=self._activities(), schedule=schedule(wait=0, warmup=warmup, active=active, repeat=1),
-                    record_shapes=True, on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
+                    record_shapes=self._trainer.config.compile, on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
                 )
             )  # fmt: skip
             for number in range(warmup + active):

@@ -14,6 +14,7 @@ from nsa.train.profiler.trace import Event, Trace
 IDLE = "idle"
 UNATTRIBUTED = "unattributed"
 MAX_UNATTRIBUTED = 0.05  # of a step
+MOST_KERNELS = 200  # in the table as JSON
 
 # A stretch of time in which something ran: from, to, in microseconds, what, and where it belongs.
 Stretch = tuple[float, float, str, Place]
@@ -86,7 +87,7 @@ class StageTable:
         kernels = [
             {"name": k.name, "stage": k.place.stage, "backward": k.place.backward, "calls_per_step": k.calls / self.steps,
              "ms_per_step": k.time_us / 1000 / self.steps}
-            for k in self.kernels
+            for k in self.kernels[:MOST_KERNELS]
         ]  # fmt: skip
         return {
             "device": self.device, "steps": self.steps, "step_ms": self.step_ms, "unprofiled_step_ms": self.unprofiled_step_ms,
@@ -198,8 +199,9 @@ def _own_time(trace: Trace, attribution: Attribution) -> list[Stretch]:
 
 
 def _is_work(event: Event) -> bool:
-    """Whether a host event computes; others only name what is inside them, in Python."""
-    return event.category == "cpu_op" or event.name.startswith("## Call CompiledFxGraph")
+    """Whether a host event computes, or names a stage inside of one that does; others are Python."""
+    around = next((e for e in event.around() if not e.name.startswith(PREFIX)), event)
+    return around.category == "cpu_op" or around.name.startswith("## Call CompiledFxGraph")
 
 
 def _sweep(
