@@ -243,7 +243,7 @@ def _gpus_or_tables() -> Iterator[tuple[str, tuple[int, int] | None, TileTable |
 
 def _tile_line(kernel: str, question: Question, capability: tuple[int, int] | None, table: TileTable | None) -> str:
     size = max(question.shape.head_dim, question.shape.value_dim)
-    key = TileKey(kernel, max(16, 1 << (size - 1).bit_length()), 4 if question.dtype == "fp32" else 2)
+    key = TileKey(kernel, size, 4 if question.dtype == "fp32" else 2)
     found = None if table is None else table.find(key)
     tile = found or default_tile(key, capability)
     loads = ", loads by TMA where tensors are aligned to 16 bytes" if tile.tma else ""

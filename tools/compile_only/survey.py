@@ -26,6 +26,10 @@ STACK_THAT_WINS = {
         "64 rows by 64 keys, 4 warps: 10.9 and 30.6 ms of backward (window and compressed, wide, 65,536 tokens) against 12.4 "
         "and 36.0 with 128 rows, 15.9 and 48.7 with 8 warps; see docs/log.md"
     ),
+    ("nvidia-h200", "range_dkv_kernel", 112): (
+        "heads that do not fill 128 columns, 64 rows by 64 keys: 2.0 and 6.68 ms of backward (window, compressed, D 80) "
+        "against 2.34 and 7.58 with 128 rows; see docs/log.md"
+    ),
     ("nvidia-h200", "selected_gather_bwd_kernel", 64): (
         "64 rows by 64 keys, entries a step ahead: 1.84 ms of backward against 1.94 to 2.4 with other tiles; see docs/log.md"
     ),

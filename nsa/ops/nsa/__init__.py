@@ -48,7 +48,7 @@ def run_attention(
         design was chosen (see :func:`nsa.ops.observation.observe`), None where shapes alone chose it.
     """
     given = (q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
-    out, _, _, block_indices, *_, union = attention_op(
+    out, _, _, block_indices, _, _, _, union, _, _ = attention_op(
         *given, *sequences.kernel_arguments(), config.text, softmax_scale, design
     )
     return out, None if k_slc is None else block_indices, union if union.numel() else None

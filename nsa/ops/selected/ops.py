@@ -34,34 +34,32 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any
 
     q, k, v = (rows(x) for x in (q, k, v))
     out, lse, order, union = selected_forward(q, k, v, block_indices, selected_call(q, v, *where))
-    none = block_indices.new_empty(0, dtype=torch.int64)
-    return out, lse, none.int() if order is None else order, none if union is None else union
+    order = block_indices.new_empty(0, dtype=torch.int32) if order is None else order
+    return out, lse, order, block_indices.new_empty(0, dtype=torch.int64) if union is None else union
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, order: Tensor, dout: Tensor, *where: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return selected_gradients(q, k, v, block_indices, out, lse, order, dout, *where)
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, order: Tensor, union: Tensor,
+    dout: Tensor, *where: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return selected_gradients(q, k, v, block_indices, out, lse, order, union, dout, *where)
 
 
 def selected_gradients(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, order: Tensor, dout: Tensor, *where: Any,
-    gated: Gated | None = None,
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, order: Tensor, union: Tensor,
+    dout: Tensor, *where: Any, gated: Gated | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv of the registered operator, whose arguments beside tensors are ``where``; for ``gated`` see there."""
     from nsa.ops.selected.triton_launch import selected_backward
 
     q, k, v, dout = (rows(x) for x in (q, k, v, dout))
-    given = order if order.numel() else None
-    return selected_backward(q, k, v, block_indices, out, dout, lse, selected_call(q, v, *where), given, gated)
+    order_or_none, union_or_none = (order, union) if union.numel() else (None, None)
+    call = selected_call(q, v, *where)
+    return selected_backward(q, k, v, block_indices, out, dout, lse, call, order_or_none, union_or_none, gated)
 
 
 def empty_index(group_size: int, block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
-    """The forward's third and fourth output, in shape and dtype; both are empty where nothing depends on the choice.
-
-    They are the order of the inverse index, and the counters by which the design was chosen: int64, blocks of the tiles' lists
-    and number of lists.
-    """
+    """The forward's last outputs, in shape and dtype: order and union, empty where no choice decides."""
     _, _, _, len_q, len_k, block_size, _, design = where
     tiled = always_tiled(design, group_size, block_indices.shape[-1], len_q, len_k, block_size)
     count = 0 if tiled else block_indices.numel()
@@ -80,14 +78,14 @@ selected_attention_backward_op = torch.library.custom_op(
     _backward,
     mutates_args=(),
     schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor out, Tensor lse, Tensor order, Tensor dout, "
+        "(Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor out, Tensor lse, Tensor order, Tensor union, Tensor dout, "
         f"{_WHERE}) -> (Tensor, Tensor, Tensor)"
     ),
 )
 
 
 @selected_attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> tuple[Tensor, ...]:
     out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float32)
     return out, lse, *empty_index(q.shape[1] // k.shape[1], block_indices, *where)
 
@@ -99,7 +97,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tens
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, block_indices, cu_q, cu_k, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, block_indices, *output[:3], cu_q, cu_k)
+    ctx.save_for_backward(q, k, v, block_indices, *output, cu_q, cu_k)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
