@@ -63,7 +63,7 @@ METRICS = (
     Metric("mfu", "1", "model FLOPs utilisation, a share of the device's peak; absent where that peak is not known"),
     Metric("memory_allocated_mib", "MiB", "largest GPU memory in tensors since the process began; absent on the CPU"),
     Metric("memory_reserved_mib", "MiB", "largest GPU memory held by the allocator since then; absent on the CPU"),
-    Metric("gpu_step_time_ms", "ms", "the part of it from a step's first kernel on the GPU to its last; absent on the CPU"),
+    Metric("gpu_step_time_ms", "ms", "time from a step's first kernel on the GPU to its last, mean; absent on the CPU"),
     Metric("gpu_utilisation_percent", "%", "recent share of time with a kernel on the GPU; absent where it cannot be asked"),
     Metric("data_synthetic", "1", "true where the run trains on random numbers and not on text; absent otherwise"),
     Metric("val_loss_nats", "nats/token", "cross-entropy on the held-out windows, mean over their targets"),
