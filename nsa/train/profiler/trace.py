@@ -134,7 +134,7 @@ def _link_backward(trace: Trace, flows: dict[str, dict[Any, tuple[Thread, float]
         backward, forward = starts.get(place), None if origin is None else starts.get(origin)
         if backward is None or forward is None:
             continue
-        backward.forward = forward
         # Around it, autograd adds up gradients of a tensor that several operators read.
-        if backward.parent is not None and backward.parent.name.startswith("autograd::engine::evaluate_function"):
-            backward.parent.forward = forward
+        around = backward.parent
+        evaluated = around is not None and around.name.startswith("autograd::engine::evaluate_function")
+        (around if around is not None and evaluated else backward).forward = forward
