@@ -143,10 +143,11 @@ class Tuning:
         """What a GPU of this kind looks up."""
         return (None if self.table is None else self.table.find(key)) or default_tile(key, divmod(self.arch, 10))
 
-    def head_size_of_row(self, size: int) -> int | None:
-        """Of the table's rows that serve heads of this size; None where none does."""
-        sizes = () if self.table is None else (key.head_size for key in self.table.rows)
-        return min((row for row in sizes if row >= size), default=None)
+    def head_size_of_row(self, kernel: str, size: int) -> int | None:
+        """Of the table's rows that serve this kernel with heads of this size; None where none does."""
+        names = {"range": ("compressed", "window")}.get(family := kernel.split("_")[0], (family,))
+        keys = () if self.table is None else self.table.rows
+        return min((key.head_size for key in keys if key.kernel.split("_")[0] in names and key.head_size >= size), default=None)
 
 
 def tunings(arch: int) -> list[Tuning]:
@@ -186,7 +187,7 @@ class Record:
         size = max(self.case.head_dim, self.case.value_dim)
         if lenient and size > 128:
             return None
-        row = (self.tuning.name, self.usage.kernel, self.tuning.head_size_of_row(size))
+        row = (self.tuning.name, self.usage.kernel, self.tuning.head_size_of_row(self.usage.kernel, size))
         allowed = MOST_STACK if row in STACK_THAT_WINS else 0
         return f"{self}: more than {allowed} bytes of stack" if self.usage.stack > allowed else None
 
