@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from nsa.errors import check
 
 if TYPE_CHECKING:
     from nsa.train.profiler.session import Session
+
+EXIT_FAILED = 1
 
 PROFILE = """\
 Train as CONFIG says for a few steps and record where their time goes. CONFIG and its settings are those of `nsa train`, and so
@@ -42,7 +45,7 @@ def run_profile(args: argparse.Namespace) -> int:
     from nsa.train.profiler.session import EndOfProfileError, Plan, Session
     from nsa.train.progress import RunReport
     from nsa.train.run_folder import RunFolder, next_run_path
-    from nsa.train.trainer import Trainer
+    from nsa.train.trainer import Trainer, TrainingStoppedError
     from nsa.train.watchdog import Watchdog
 
     given = {setting.name: getattr(args, setting.name) for setting in settings()}
@@ -64,6 +67,7 @@ def run_profile(args: argparse.Namespace) -> int:
         with (
             RunReport(folder.log if processes.is_main else None, needed) as report,
             Watchdog(folder, processes.rank, config.stall_limit_s) as watchdog,
+            closing(session),
         ):
             trainer = Trainer(
                 config, folder, processes=processes, on_row=report.row, on_step=session.on_step, beat=watchdog.beat
@@ -71,10 +75,13 @@ def run_profile(args: argparse.Namespace) -> int:
             session.attach(trainer)
             try:
                 trainer.run()
+            except TrainingStoppedError as error:
+                report.line(f"stopped: {error}", event="stop")
             except EndOfProfileError:
                 report.line("recorded; reading the trace")
-        processes.wait_for_all()
-        return _show(session) if processes.is_main else 0
+        if not processes.is_main:
+            return 0
+        return _show(session) if session.trace.exists() else EXIT_FAILED
 
 
 def _show(session: Session) -> int:

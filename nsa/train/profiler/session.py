@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 import time
-import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ from nsa.train.profiler.memory import memory_text, module_memory, modules_marked
 from nsa.train.profiler.table import StageTable, stage_table
 from nsa.train.profiler.trace import read_trace
 from nsa.train.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 PROFILE_LIMIT_S = 900.0  # for writing a trace
 SNAPSHOT_STEPS = 2
@@ -72,12 +74,12 @@ class Session:
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan, self.folder = plan, folder
         self._step_times: list[float] = []
-        self._steps: Iterator[None] | None = None
-        self._with_graphs = False
+        self._steps: Generator[None] | None = None
+        self._fitted = True
 
     @property
     def trace(self) -> Path:
-        """The recorded steps."""
+        """The recorded steps; there once all are."""
         return self.folder / "trace.json.gz"
 
     @property
@@ -107,7 +109,12 @@ class Session:
         except StopIteration:
             raise EndOfProfileError from None
 
-    def _record_run(self) -> Iterator[None]:
+    def close(self) -> None:
+        """Stop recording, wherever the run is."""
+        if self._steps is not None:
+            self._steps.close()
+
+    def _record_run(self) -> Generator[None]:
         """Everything, with a pause for each step."""
         plan, trainer = self.plan, self._trainer
         graphs = trainer.config.cuda_graphs
@@ -131,7 +138,7 @@ class Session:
 
     def _record(self, path: Path, warmup: int, active: int) -> Iterator[None]:
         is_main_record = path == self.trace
-        with ExitStack() as stack, _quiet():
+        with ExitStack() as stack:
             profiler = stack.enter_context(
                 profile(
                     activities=self._activities(), schedule=schedule(wait=0, warmup=warmup, active=active, repeat=1),
@@ -174,23 +181,27 @@ class Session:
             self._allocated = torch.cuda.memory_allocated() if on_gpu else 0
             with stages_seen_by(self._range):
                 self._run_modules()
-        profiler.export_chrome_trace(str(self._modules))
+        if self._fitted:
+            profiler.export_chrome_trace(str(self._modules))
 
     def _run_modules(self) -> None:
         """Forward and backward of one micro-batch through the modules themselves."""
         trainer = self._trainer
         batch = trainer.next_batches()[0].to(trainer.device)
-        loss = trainer.eager_loss
-        with stage(FORWARD), autocast(trainer.device, trainer.config.compute_dtype):
-            total = loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
-        with stage(BACKWARD):
-            total.backward()
+        try:
+            with stage(FORWARD), autocast(trainer.device, trainer.config.compute_dtype):
+                total = trainer.eager_loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
+            with stage(BACKWARD):
+                total.backward()
+        except torch.OutOfMemoryError:
+            self._fitted = False
+            logger.warning("memory of modules: left out, the micro-batch does not fit when nothing is compiled")
 
     # --- afterwards -------------------------------------------------------------------------------------------------------
     def write(self) -> StageTable | None:
         """Read what was recorded and write the tables; None where another tool took the GPU's records away."""
-        trainer, plan = self._trainer, self.plan
-        if plan.memory:
+        trainer = self._trainer
+        if self._modules.exists():
             modules = module_memory(read_trace(self._modules), trainer.device.type, self._allocated)
             tokens = trainer.config.micro_batch * trainer.config.seq_len
             self._write_text("memory.txt", memory_text(modules, tokens))
@@ -203,7 +214,6 @@ class Session:
         if self._reference.exists():
             single = read_trace(self._reference)
             reference = Attribution(single, products).micro_batch(single)
-            self._reference.unlink()
         table = stage_table(trace, Attribution(trace, products, reference))
         # Of the waiting steps the first compile; those of the second half do not.
         gaps = [after - before for before, after in zip(self._step_times, self._step_times[1:], strict=False)]
@@ -219,11 +229,3 @@ class Session:
 
     def _write_json(self, name: str, content: object) -> None:
         self._write_text(name, json.dumps(content, indent=1) + "\n")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The profiler warns of what is meant: that it keeps the events of one cycle."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle.*")
-        yield

@@ -115,12 +115,12 @@ class StageTable:
     def kernels_text(self, limit: int = 40) -> str:
         """The kernels that take most time, as text."""
         what = "operator, its own time" if self.device == "cpu" else "kernel"
-        lines = [f"{'ms a step':>10}{'share':>8}{'calls':>9}  {'stage':<38}{what}"]
+        lines = [f"{'ms a step':>10}{'share':>8}{'calls':>9}  {'stage':<40}{what}"]
         for kernel in self.kernels[:limit]:
             time_ms = kernel.time_us / 1000 / self.steps
             where = f"{kernel.place.stage or UNATTRIBUTED}{', backward' if kernel.place.backward else ''}"
             calls = kernel.calls / self.steps
-            lines.append(f"{time_ms:>10.3f}{time_ms / self.step_ms:>8.1%}{calls:>9.1f}  {where:<38}{kernel.name[:120]}")
+            lines.append(f"{time_ms:>10.3f}{time_ms / self.step_ms:>8.1%}{calls:>9.1f}  {where:<40}{kernel.name[:120]}")
         return "\n".join(lines) + "\n"
 
 
@@ -209,7 +209,8 @@ def _sweep(
 ) -> tuple[dict[tuple[str, bool], float], float]:
     """Microseconds by (stage, backward), and those of communication behind other work.
 
-    Where several stretches overlap, the moment is shared among them; communication counts only where nothing else runs.
+    Where several stretches overlap, the moment is shared among them; communication and copies of data count only where
+    nothing else runs.
     """
     points: list[tuple[float, int, tuple[str, bool]]] = []
     waiting = ("waiting", False)
@@ -222,17 +223,17 @@ def _sweep(
     times: dict[tuple[str, bool], float] = defaultdict(float)
     active: dict[tuple[str, bool], int] = defaultdict(int)
     communication, hidden, at = (stages.COMMUNICATION, False), 0.0, begin
+    behind = {communication, (stages.DATA, False)}
     for time, change, key in [*points, (end, 0, waiting)]:
         span = time - at
         if span > 0:
-            working = {k: n for k, n in active.items() if n > 0 and k not in (waiting, communication)}
+            running = {k: n for k, n in active.items() if n > 0 and k != waiting}
+            working = {k: n for k, n in running.items() if k not in behind} or running
             for k, n in working.items():
                 times[k] += span * n / sum(working.values())
-            if active[communication] > 0 and working:
+            if communication in running and communication not in working:
                 hidden += span
-            elif active[communication] > 0:
-                times[communication] += span
-            elif not working:
+            if not running:
                 times[(stages.DATA if active[waiting] > 0 else IDLE, False)] += span
             at = time
         active[key] += change

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from nsa import cli, stages
 from nsa.train.load import to_yaml
 from nsa.train.profiler.attribution import PREFIX
 from nsa.train.profiler.memory import MODULE, module_memory
-from nsa.train.profiler.session import Plan
+from nsa.train.profiler.session import Plan, Session
 from nsa.train.profiler.trace import read_trace
 from tests.train.cases import tiny_config
 from tests.train.profiler.hand_made import AUTOGRAD, HandMade
@@ -69,6 +71,22 @@ def test_what_cannot_be_recorded(tmp_path: Path, words: list[str], message: str,
     assert code == 2
     assert message in capsys.readouterr().err
     assert not run.exists()
+
+
+def test_a_run_that_is_stopped_has_no_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = Session.on_step
+
+    def on_step(session: Session) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        real(session)
+
+    monkeypatch.setattr(Session, "on_step", on_step)
+    code, run = profile(tmp_path, "--wait", "2", "--warmup", "1", "--active", "3")
+    assert code == 1
+    assert "stopped by SIGTERM after step 1" in capsys.readouterr().out
+    assert not list((run / "profile").iterdir())
 
 
 def test_steps_of_a_plan() -> None:
