@@ -10,6 +10,7 @@ import torch
 
 import nsa
 from nsa import NSAConfig, PhiWeights
+from nsa.ops.selection.ops import check_fp8
 from tests.ops.cases import make_batch, offsets, small
 
 CONFIG = small()
@@ -312,3 +313,10 @@ def test_a_gate_below_0():
     inputs["gates"] = inputs["gates"].clone()
     inputs["gates"][3, 1, 2] = -0.25
     refused("native_sparse_attention", inputs, "gates")
+
+
+def test_fp8_scores_need_a_gpu_that_has_them():
+    check_fp8((8, 9))
+    check_fp8((9, 0))
+    with pytest.raises(ValueError, match=r"select_blocks: config.score_precision must be exact or bf16 .* got fp8 on 8.6"):
+        check_fp8((8, 6))
