@@ -133,7 +133,7 @@ class Attribution:
     """
 
     def __init__(self, trace: Trace, products: Mapping[tuple[int, int], str], reference: Sequence[Label] = ()) -> None:
-        self._products, self._reference = products, reference
+        self._products = products
         self.thread, self.steps = _steps(trace)
         self._phases = sorted(
             (event.begin, event.end, event.name.removeprefix(PREFIX))
@@ -236,7 +236,7 @@ class Attribution:
 
 
 def align(names: Sequence[str], reference: Sequence[Label]) -> list[Place]:
-    """Places of kernels by their names, from those of a reference in the same order; None's place where it has no such kernel.
+    """Places of kernels by name and order, from those of a reference; without a stage where it has no such kernel.
 
     Args:
         names: of the kernels, in the order in which they ran.
