@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -301,10 +302,13 @@ def _run(config: TrainConfig, folder: RunFolder, processes: Processes, *, is_new
             plotted = time.monotonic()
 
     with (
+        folder.in_use() if processes.is_main else nullcontext("") as remark,
         RunReport(folder.log if processes.is_main else None, config.steps) as report,
         Watchdog(folder, processes.rank, config.stall_limit_s) as watchdog,
     ):
         report.line(f"run folder: {folder.path}", event="start")
+        if remark:
+            report.line(remark, event="warning")
         trainer = Trainer(config, folder, processes=processes, resume=not is_new, on_row=on_row, beat=watchdog.beat)
         if not is_new and processes.is_main:
             folder.record_launch(resumed_from_step=trainer.state.progress.step, overrides=overrides)
@@ -468,6 +472,28 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
+_TRACK = """\
+Send the rows of RUN to a tracker: trackio, which keeps them on this machine, or Weights & Biases (wandb). The run itself never
+waits for a tracker; this command reads its metrics.jsonl, beside it or afterwards, and goes on where it stopped.
+"""
+
+
+def _add_track(parser: _Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="run folder, for example runs/cpu-small-1")
+    parser.add_argument("--to", required=True, metavar="NAME", help="trackio or wandb; the package must be installed")
+    parser.add_argument("--project", default="nsa", metavar="NAME", help="project of the tracker (default nsa)")
+    parser.add_argument("--follow", action="store_true", help="go on with new rows until the run has done all its steps")
+
+
+def _track(args: argparse.Namespace) -> int:
+    from nsa.train.run_folder import RunFolder
+    from nsa.train.tracking import track
+
+    for line in track(RunFolder.open(args.run), args.to, project=args.project, follow=args.follow):
+        print(line, flush=True)
+    return 0
+
+
 # --- doctor ---------------------------------------------------------------------------------------------------------------
 _DOCTOR = """\
 Look at this machine: versions, GPUs and how they are connected, memory, free disk, which implementation of the attention
@@ -513,6 +539,7 @@ _COMMANDS = (
     ("generate", _add_generate, _generate, "let a trained model continue a prompt", _GENERATE),
     ("check", _add_check, _check, "check that the records of a run agree", _CHECK),
     ("report", _add_report, _report, "write a page about runs", _REPORT),
+    ("track", _add_track, _track, "send the rows of a run to a tracker", _TRACK),
     ("data", None, _DATA_COMMANDS, "prepare text for training", data.DATA),
     ("profile", profiler.add_profile, profiler.run_profile, "record where the time of training goes", profiler.PROFILE),
     ("bench", None, _BENCH_COMMANDS, "measure this library's speed beside others", bench.BENCH),

@@ -45,11 +45,12 @@ from nsa.train.watchdog import CHECKPOINT_LIMIT_S, STARTING_LIMIT_S
 logger = logging.getLogger(__name__)
 
 # Settings that a resumed run may change. None of them alters a single weight, but for rounding where a global batch is divided
-# into other micro-batches or among other processes. Where the data lie may change, what they are may not: their description has
-# hashes or, for a stream, the commit and the files' versions.
+# into other micro-batches or among other processes, and for what follows a step that is not finite: an exact resumption meets
+# that step again, and with policy stop it would never get beyond it. Where the data lie may change, what they are may not:
+# their description has hashes or, for a stream, the commit and the files' versions.
 RESUME_MAY_CHANGE = frozenset({
-    "log_every", "eval_every", "eval_windows", "checkpoint_every", "keep_checkpoints", "nonfinite_limit", "sample_tokens",
-    "telemetry", "data_limit_s", "stall_limit_s", "world_size", "micro_batch", "accumulation",
+    "log_every", "eval_every", "eval_windows", "checkpoint_every", "keep_checkpoints", "nonfinite", "nonfinite_limit",
+    "sample_tokens", "telemetry", "data_limit_s", "stall_limit_s", "world_size", "micro_batch", "accumulation",
     "data.path", "data.revision", "data.time_limit_s",
 })  # fmt: skip
 
@@ -122,6 +123,9 @@ class Trainer:
         self.device = choose_device(config.device, launch.local_rank)
         set_tf32(config.tf32)
         seed_everything(config.seed)
+        found = list_checkpoints(run_folder.checkpoints) if resume else []
+        hint = "It stopped before its first one; start it anew."
+        check(bool(found) or not resume, "train", "--resume", "name a run with a checkpoint", run_folder.path, hint)
         self._open_data(resume)
         self.model = LanguageModel(config.model).to(self.device)
         sampler = self.data.sampler(config.seq_len, config.seed)
@@ -136,13 +140,13 @@ class Trainer:
         check(one_gpu or not config.cuda_graphs, "train", "cuda_graphs", rule, True, hint)
         self._micro_batch = Replay(self._forward_backward) if config.cuda_graphs else self._forward_backward
         self._results: LateReader[_StepInfo] = LateReader()
-        self._requests = Requests(run_folder.halt if self.processes.is_main else None)
+        self._requests = Requests(run_folder.halt if self.processes.is_main else None, launched=launch.launcher)
         around = Surroundings(config, run_folder, self.device, self.processes, self._requests, on_row, beat)
         self._reports = Reports(around, self.data, self.state)
         self._checkpoints = CheckpointWriter(run_folder.checkpoints, config.keep_checkpoints)
         self._step_s = math.inf
         if resume:
-            self._resume()
+            self._resume(found[-1])
         self._reports.rewind()
         self._describe(launch.allocator)
 
@@ -185,20 +189,17 @@ class Trainer:
         digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
         return {"config": config, "config_sha256": digest, "data": self.data.description}
 
-    def _resume(self) -> None:
-        found = list_checkpoints(self.run_folder.checkpoints)
-        hint = "It stopped before its first one; start it anew."
-        check(bool(found), "train", "--resume", "name a run with a checkpoint", self.run_folder.path, hint)
-        saved = read_meta(found[-1])
+    def _resume(self, path: Path) -> None:
+        saved = read_meta(path)
         ours = json.loads(json.dumps(self._description()))
         for part, hint in (("config", "Only a new run can change it."), ("data", "The text has changed since.")):
             before, now = (dict(_flat(description[part])) for description in (saved, ours))
             for name in sorted(before.keys() | now.keys()):
                 same = before.get(name) == now.get(name) or (part == "config" and name in RESUME_MAY_CHANGE)
                 check(same, "train", name, f"stay as in the checkpoint ({before.get(name)})", now.get(name), hint)
-        self.state.load(found[-1])
+        self.state.load(path)
         self._set_lr(self.state.progress.step - 1)  # for a row that this step may still owe
-        self._note("resume", f"resumed from {found[-1]}")
+        self._note("resume", f"resumed from {path}")
 
     def _note(self, kind: str, text: str, level: int = logging.INFO) -> None:
         """Say something that belongs to the history of the run."""
@@ -305,7 +306,8 @@ class Trainer:
                 self._checkpoint()  # something to go back to
             self._reports.report()  # a signal may have come between a step and its row
             while progress.step < steps and not (stop := self._attend()):
-                self._timed_step(ahead)
+                if not self._timed_step(ahead):
+                    continue
                 progress.seconds = time.perf_counter() - begun
                 self._reports.report()
                 if self._reports.due(self.config.checkpoint_every):
@@ -330,10 +332,19 @@ class Trainer:
             self._checkpoint()
         return stop
 
-    def _timed_step(self, ahead: Prefetcher[Drawn]) -> None:
+    def _is_asked_to_stop(self) -> bool:
+        """Whether anybody has asked this process for the end."""
+        self._requests.look_for_halt_file()
+        return self._requests.stop != 0
+
+    def _timed_step(self, ahead: Prefetcher[Drawn]) -> bool:
+        """A step with its bookkeeping; False if none was done because somebody asked for the end while no batch came."""
         progress, window = self.state.progress, self.state.progress.window
         begin = time.perf_counter()
-        batches, targets, num_bytes = self._take(ahead)
+        taken = self._take(ahead)
+        if taken is None:
+            return False
+        batches, targets, num_bytes = taken
         fetched = time.perf_counter()
         with self._reports.observed():
             results = self.train_step(batches, targets)
@@ -349,17 +360,21 @@ class Trainer:
         self._step_s = time.perf_counter() - begin
         window.seconds += self._step_s
         window.data_seconds += fetched - begin
+        return True
 
     @in_stage(DATA)
-    def _take(self, ahead: Prefetcher[Drawn]) -> tuple[list[Batch], int, int]:
-        """This process's micro-batches of the next step, and the targets and bytes of text of all processes'."""
+    def _take(self, ahead: Prefetcher[Drawn]) -> tuple[list[Batch], int, int] | None:
+        """This process's micro-batches of the next step, and the targets and bytes of text of all processes'.
+
+        None if some process has no batch and was asked for the end while it waited.
+        """
         config, step = self.config, self.state.progress.step
         limit_s = STARTING_LIMIT_S if self._step_s == math.inf else max(config.stall_limit_s, 10 * self._step_s)
         patience_s = self._data_patience_s()
         drawn, starved = None, ""
         self._beat("data", step, max(limit_s, patience_s + 10) if patience_s else 0)
         try:
-            drawn = ahead.get(patience_s)
+            drawn = ahead.get(patience_s, self._is_asked_to_stop)
         except StarvedError as error:
             starved = f"{error} (data_limit_s)"
         except UserError as error:  # of a source that has given up, or found its data damaged
@@ -367,12 +382,14 @@ class Trainer:
         batches, place = drawn or ([], {})
         counted = (sum(batch.num_targets for batch in batches), sum(batch.num_bytes for batch in batches))
         self._beat("step", step, max(limit_s, patience_s + 10))  # the others may still wait for theirs
-        targets, num_bytes, num_starved = self.processes.total(*counted, int(drawn is None))
+        targets, num_bytes, num_without, num_starved = self.processes.total(*counted, int(drawn is None), int(bool(starved)))
         if num_starved:
             self._checkpoint()
             self._checkpoints.wait()
             what = f"data starvation after step {step}: {starved or 'another process got no batch'}"
             raise TrainingStoppedError(f"{what}; {self._left()}. See why the data do not come, then resume.")
+        if num_without:
+            return None
         self._beat("step", step, limit_s)
         self.state.sampler.load_state_dict(place)
         return batches, targets, num_bytes

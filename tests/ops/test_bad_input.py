@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,12 @@ def test_offsets_of_keys_alone(function):
 @pytest.mark.parametrize("argument", ["max_seqlen_q", "max_seqlen_k"])
 def test_length_hint_below_the_longest_sequence(function, hint, argument):
     refused(function, {**good(function), argument: hint}, argument)
+
+
+@pytest.mark.parametrize("function", OPERATORS)
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
+def test_softmax_scale_that_is_none(function, scale):
+    refused(function, {**good(function), "softmax_scale": scale}, "softmax_scale")
 
 
 @pytest.mark.parametrize("function", ["compress", *OPERATORS])
