@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nsa.bench import command as bench
 from nsa.errors import UserError, check, fail
+from nsa.plan import command as plan
 from nsa.train import data_command as data
 from nsa.train.profiler import command as profiler
 
@@ -88,7 +89,7 @@ def _say(line: str) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    parser = _parsers(complete=words[:1] in (["train"], ["profile"]))
+    parser = _parsers(complete=words[0] if words[:1] in (["train"], ["plan"], ["profile"]) else None)
     chosen, rest = parser, words
     while chosen.commands and rest and not rest[0].startswith("-"):
         if rest[0] not in chosen.commands:
@@ -171,8 +172,8 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def _parsers(*, complete: bool) -> _Parser:
-    """The parser, with those of the commands; with ``complete`` those that train know the settings of the configuration."""
+def _parsers(*, complete: str | None) -> _Parser:
+    """The parser, with those of the commands; that of the command ``complete`` knows the settings of the configuration."""
     parser = _Parser(
         prog="nsa",
         description="Native Sparse Attention: train a language model, measure it, let it write.",
@@ -180,9 +181,8 @@ def _parsers(*, complete: bool) -> _Parser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and leave")
     parser.add_commands(_COMMANDS)
-    if complete:
-        for name in ("train", "profile"):
-            _add_settings(parser.commands[name])
+    if complete is not None:
+        _add_settings(parser.commands[complete])
     return parser
 
 
@@ -234,15 +234,22 @@ def _add_settings(parser: _Parser) -> None:
         )  # fmt: skip
 
 
+def _given_settings(args: argparse.Namespace) -> dict[str, str]:
+    """Settings of the configuration that stand on the command line."""
+    from nsa.train.load import settings
+
+    given = {setting.name: getattr(args, setting.name) for setting in settings()}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def _train(args: argparse.Namespace) -> int:
     from nsa.train.launch import check_launch, read_launch
-    from nsa.train.load import load_config, settings
+    from nsa.train.load import load_config
     from nsa.train.parallel import join
     from nsa.train.precision import choose_device
     from nsa.train.run_folder import RunFolder
 
-    given = {setting.name: getattr(args, setting.name) for setting in settings()}
-    overrides = {name: value for name, value in given.items() if value is not None}
+    overrides = _given_settings(args)
     launch = read_launch()
     if args.resume is not None:
         check(args.config is None, "train", "CONFIG", "be left out with --resume, the run has its own", args.config)
@@ -327,6 +334,11 @@ def _run(config: TrainConfig, folder: RunFolder, processes: Processes, *, is_new
             event="finish",
         )
     return 0
+
+
+# --- plan -----------------------------------------------------------------------------------------------------------------
+def _plan(args: argparse.Namespace) -> int:
+    return plan.run_plan(args, _given_settings(args))
 
 
 # --- eval -----------------------------------------------------------------------------------------------------------------
@@ -523,7 +535,9 @@ def _doctor(args: argparse.Namespace) -> int:
 
 _BENCH_COMMANDS = (
     ("attention", bench.add_attention, bench.run_attention, "measure the attention operators", bench.ATTENTION),
+    ("train", bench.add_train, bench.run_train, "measure training steps", bench.TRAIN),
     ("tune", bench.add_tune, bench.run_tune, "choose the tiles of the kernels for this GPU", bench.TUNE),
+    ("guard", bench.add_guard, bench.run_guard, "compare ratios with committed rows", bench.GUARD),
     ("report", bench.add_report, bench.run_report, "make a report from measured rows", bench.REPORT),
 )
 
@@ -535,6 +549,7 @@ _DATA_COMMANDS = (
 
 _COMMANDS = (
     ("train", _add_train, _train, "train a language model", _TRAIN),
+    ("plan", plan.add_plan, _plan, "say what a run will need", plan.PLAN),
     ("eval", _add_eval, _eval, "measure a trained model on held-out text", _EVAL),
     ("generate", _add_generate, _generate, "let a trained model continue a prompt", _GENERATE),
     ("check", _add_check, _check, "check that the records of a run agree", _CHECK),

@@ -52,6 +52,7 @@ LAYERS = (
     r"nsa\.lm",
     r"nsa\.(train|eval)",
     r"nsa\.bench",
+    r"nsa\.plan",
     r"nsa\.doctor",
     r"nsa\.(cli|__main__)",
 )

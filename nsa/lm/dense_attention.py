@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa.cache import PackedRows
 from nsa.config import NSAConfig
 from nsa.errors import check
-from nsa.ops._boundary import pack_layer_input
+from nsa.ops._boundary import on_gpu, pack_layer_input
 from nsa.ops._packed import lengths, locate, pad, query_positions, unpad
 from nsa.ops.heads import Heads, split_heads
 from nsa.rope import Rope
@@ -164,7 +164,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     """SDPA over ``[B, T, H, D]``; causal when ``visible`` (bool ``[B, T, S]``) is None."""
     group_size = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if q.is_cuda and visible is None:
+    if on_gpu(q) and visible is None:
         with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
             out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group_size > 1)
         return out.transpose(1, 2)

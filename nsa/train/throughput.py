@@ -33,8 +33,12 @@ def peak_flops(device: torch.device, compute_dtype: str) -> float | None:
     """
     if device.type != "cuda" or compute_dtype != "bf16":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _BF16_PEAKS if part in name), None)
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(gpu: str) -> float | None:
+    """Peak rate of bf16 matrix products of the GPU of this name, operations a second; None where it is not known."""
+    return next((peak for part, peak in _BF16_PEAKS if part in gpu), None)
 
 
 def memory_row(device: torch.device) -> dict[str, float]:
