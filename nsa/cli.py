@@ -23,6 +23,7 @@ from nsa.bench import command as bench
 from nsa.errors import UserError, check, fail
 from nsa.plan import command as plan
 from nsa.train import data_command as data
+from nsa.train.profiler import command as profiler
 
 if TYPE_CHECKING:
     from nsa.train.config import TrainConfig
@@ -88,7 +89,7 @@ def _say(line: str) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    parser = _parsers(complete=words[0] if words[:1] in (["train"], ["plan"]) else None)
+    parser = _parsers(complete=words[0] if words[:1] in (["train"], ["plan"], ["profile"]) else None)
     chosen, rest = parser, words
     while chosen.commands and rest and not rest[0].startswith("-"):
         if rest[0] not in chosen.commands:
@@ -508,7 +509,9 @@ def _track(args: argparse.Namespace) -> int:
 # --- doctor ---------------------------------------------------------------------------------------------------------------
 _DOCTOR = """\
 Look at this machine: versions, GPUs and how they are connected, memory, free disk, which implementation of the attention
-operators runs on which device and why, and whether the configurations load. Exit code 1 if something will not work.
+operators runs on which device and why, and whether the configurations load. Exit code 1 if something will not work. For one
+shape it says which kernels run, with which tiles, and why:
+  nsa doctor --shape seed --seq 65536
 """
 
 
@@ -516,12 +519,18 @@ def _add_doctor(parser: _Parser) -> None:
     parser.add_argument(
         "--configs", metavar="DIR", help="folder of configurations to check (default configs, where there is one)"
     )
+    parser.add_argument("--shape", metavar="SHAPE", help="seed, wide, paper or HqxHkvxDxDv: say what runs for it; with --seq")
+    parser.add_argument("--seq", type=int, metavar="N", help="tokens of the longest sequence, with --shape")
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"), help="with --shape (default bf16)")
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from nsa.doctor import diagnose
+    from nsa.doctor import Question, diagnose
 
-    return EXIT_FAILED if diagnose(None if args.configs is None else Path(args.configs)) else 0
+    given = args.shape is not None, args.seq is not None
+    check(all(given) or not any(given), "nsa doctor", "--shape and --seq", "be given together", (args.shape, args.seq))
+    question = Question.of(args.shape, args.seq, args.dtype) if all(given) else None
+    return EXIT_FAILED if diagnose(None if args.configs is None else Path(args.configs), question) else 0
 
 
 _BENCH_COMMANDS = (
@@ -547,6 +556,7 @@ _COMMANDS = (
     ("report", _add_report, _report, "write a page about runs", _REPORT),
     ("track", _add_track, _track, "send the rows of a run to a tracker", _TRACK),
     ("data", None, _DATA_COMMANDS, "prepare text for training", data.DATA),
+    ("profile", profiler.add_profile, profiler.run_profile, "record where the time of training goes", profiler.PROFILE),
     ("bench", None, _BENCH_COMMANDS, "measure this library's speed beside others", bench.BENCH),
     ("doctor", _add_doctor, _doctor, "check this machine and installation", _DOCTOR),
 )

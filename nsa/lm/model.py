@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from nsa import stages
 from nsa.cache import LayerCache, NSACache
 from nsa.lm.config import LMConfig
 from nsa.lm.dense_attention import DenseAttention, DenseCache, DenseLayerCache
@@ -29,6 +30,7 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.width, config.mlp_hidden_size, bias=False) if config.mlp == "swiglu" else None
         self.down_proj = nn.Linear(config.mlp_hidden_size, config.width, bias=False)
 
+    @stages.in_stage(stages.MLP)
     def forward(self, x: Tensor) -> Tensor:
         """``[..., width]`` to the same shape."""
         if self.gate_proj is None:

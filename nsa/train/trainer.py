@@ -10,7 +10,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from nsa.errors import UserError, check
 from nsa.lm.model import LanguageModel
+from nsa.stages import BACKWARD, DATA, FORWARD, OPTIMIZER, in_stage, stage
 from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpoints, read_meta
 from nsa.train.config import TrainConfig
 from nsa.train.cuda_graphs import Replay
@@ -49,8 +50,7 @@ logger = logging.getLogger(__name__)
 # their description has hashes or, for a stream, the commit and the files' versions.
 RESUME_MAY_CHANGE = frozenset({
     "log_every", "eval_every", "eval_windows", "checkpoint_every", "keep_checkpoints", "nonfinite", "nonfinite_limit",
-    "sample_tokens",
-    "data_limit_s", "stall_limit_s", "world_size", "micro_batch", "accumulation",
+    "sample_tokens", "telemetry", "data_limit_s", "stall_limit_s", "world_size", "micro_batch", "accumulation",
     "data.path", "data.revision", "data.time_limit_s",
 })  # fmt: skip
 
@@ -98,6 +98,7 @@ class Trainer:
         processes: this process among those of the run; None for a run of one.
         resume: continue from the newest checkpoint of ``run_folder`` instead of starting.
         on_row: called with each row of metrics after it was written.
+        on_step: called after each optimizer step, before the next one begins.
         beat: called with a sign of life (phase, step, longest duration in seconds) whenever something begins.
 
     Raises:
@@ -112,11 +113,13 @@ class Trainer:
         processes: Processes | None = None,
         resume: bool = False,
         on_row: Callable[[Row], None] | None = None,
+        on_step: Callable[[], None] = lambda: None,
         beat: Beat = lambda phase, step, limit_s: None,
     ) -> None:
         launch = read_launch()
         check_launch(config, launch)
-        self.config, self.run_folder, self.processes, self._beat = config, run_folder, processes or Processes(), beat
+        self.config, self.run_folder, self.processes = config, run_folder, processes or Processes()
+        self._beat, self._on_step = beat, on_step
         self.device = choose_device(config.device, launch.local_rank)
         set_tf32(config.tf32)
         seed_everything(config.seed)
@@ -127,7 +130,8 @@ class Trainer:
         self.model = LanguageModel(config.model).to(self.device)
         sampler = self.data.sampler(config.seq_len, config.seed)
         self.state = TrainState(self.model, ModelOptimizer(self.model, config.optim), sampler)
-        loss: nn.Module = NextTokenLoss(self.model, config.loss_chunk)
+        self.eager_loss = NextTokenLoss(self.model, config.loss_chunk)
+        loss: nn.Module = self.eager_loss
         if config.compile:
             loss = cast(nn.Module, torch.compile(loss, fullgraph=True))
         self.loss: Callable[..., Tensor] = self.processes.replicate(loss, self.device)
@@ -230,7 +234,7 @@ class Trainer:
             On the device, fp32 ``[3]``, the same on every process: summed loss in nats, gradient norm before clipping, and
             whether the update was cancelled because one of the two is not finite, 1 or 0.
         """
-        config, optimizer, processes = self.config, self.state.optimizer, self.processes
+        processes = self.processes
         if num_targets is None:
             num_targets = sum(batch.num_targets for batch in batches)
         # Gradients are averaged over the processes.
@@ -240,6 +244,12 @@ class Trainer:
             with processes.accumulating(self.loss, last=number == len(batches)):
                 loss += self._micro_batch(batch, divisor)
         processes.sum(loss)
+        with stage(OPTIMIZER):
+            return self._update(loss)
+
+    def _update(self, loss: Tensor) -> Tensor:
+        """Clip, update and drop the gradients; returns what :meth:`train_step` returns."""
+        config, optimizer = self.config, self.state.optimizer
         parameters = optimizer.parameters()
         grad_norm = get_total_norm(_gradients(parameters))
         cancel = 1.0 - (grad_norm.isfinite() & loss.isfinite()).float()
@@ -255,10 +265,26 @@ class Trainer:
         batch = batch.to(self.device)
         if self.config.compile:
             torch._dynamo.maybe_mark_dynamic(batch.cu_seqlens, 0)
-        with autocast(self.device, self.config.compute_dtype):
-            loss_sum = self.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
-        (loss_sum / divisor).backward()
+        with stage(FORWARD):
+            with autocast(self.device, self.config.compute_dtype):
+                loss_sum = self.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
+            scaled = loss_sum / divisor
+        with stage(BACKWARD):
+            scaled.backward()
         return loss_sum.detach()
+
+    @contextmanager
+    def launched_singly(self) -> Iterator[None]:
+        """Within, no CUDA graph is replayed: the host launches the same kernels one by one."""
+        replay, self._micro_batch = self._micro_batch, self._forward_backward
+        try:
+            yield
+        finally:
+            self._micro_batch = replay
+
+    def beat(self, phase: str, limit_s: float) -> None:
+        """Give a sign of life before something that may take up to ``limit_s`` seconds."""
+        self._beat(phase, self.state.progress.step, limit_s)
 
     def _set_lr(self, step: int) -> None:
         optim = self.config.optim
@@ -286,6 +312,7 @@ class Trainer:
                 self._reports.report()
                 if self._reports.due(self.config.checkpoint_every):
                     self._checkpoint()
+                self._on_step()
             self._finish(stop)
         name = signal.Signals(stop).name if stop not in (0, HALT) else None
         return RunResult(progress.step >= steps, name, progress.step, self._reports.last_row)
@@ -319,7 +346,9 @@ class Trainer:
             return False
         batches, targets, num_bytes = taken
         fetched = time.perf_counter()
-        self._results.put(_StepInfo(progress.step, targets, num_bytes), self.train_step(batches, targets))
+        with self._reports.observed():
+            results = self.train_step(batches, targets)
+        self._results.put(_StepInfo(progress.step, targets, num_bytes), results)
         progress.step += 1
         tokens = self.config.global_batch * self.config.seq_len
         progress.tokens += tokens
@@ -333,6 +362,7 @@ class Trainer:
         window.data_seconds += fetched - begin
         return True
 
+    @in_stage(DATA)
     def _take(self, ahead: Prefetcher[Drawn]) -> tuple[list[Batch], int, int] | None:
         """This process's micro-batches of the next step, and the targets and bytes of text of all processes'.
 
