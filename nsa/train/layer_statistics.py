@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -71,6 +72,14 @@ class LayerStatistics:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._hooks.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Forward passes inside leave no trace."""
+        self.__exit__(None, None, None)
+        yield
+        self.__enter__()
 
     def row(self, sum_processes: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Metrics of each layer and their means over the layers; this waits for the device.

@@ -17,12 +17,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from nsa.errors import UserError, check
 from nsa.lm.model import LanguageModel
+from nsa.train.activations import checkpoint_activations
 from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpoints, read_meta
-from nsa.train.config import TrainConfig
+from nsa.train.config import CheckpointingConfig, ParallelConfig, TrainConfig
 from nsa.train.data import Batch, Sampler, collate, open_data
 from nsa.train.late import LateReader
 from nsa.train.launch import check_launch, read_launch
@@ -38,17 +39,20 @@ from nsa.train.run_folder import RunFolder
 from nsa.train.schedule import lr_factor
 from nsa.train.signals import HALT, Requests
 from nsa.train.state import TrainState
+from nsa.train.strategy import distribute
 from nsa.train.watchdog import CHECKPOINT_LIMIT_S, STARTING_LIMIT_S
 
 logger = logging.getLogger(__name__)
 
 # Settings that a resumed run may change. None of them alters a single weight, but for rounding where a global batch is divided
-# into other micro-batches or among other processes. Where the data lie may change, what they are may not: their description has
-# hashes or, for a stream, the commit and the files' versions.
+# into other micro-batches or among other processes, or what these send each other is bf16. Where the data lie may change, what
+# they are may not: their description has hashes or, for a stream, the commit and the files' versions.
 RESUME_MAY_CHANGE = frozenset({
     "log_every", "eval_every", "eval_windows", "checkpoint_every", "keep_checkpoints", "nonfinite_limit", "sample_tokens",
     "data_limit_s", "stall_limit_s", "world_size", "micro_batch", "accumulation",
     "data.path", "data.revision", "data.time_limit_s",
+    *(f"parallel.{entry.name}" for entry in dataclasses.fields(ParallelConfig)),
+    *(f"checkpointing.{entry.name}" for entry in dataclasses.fields(CheckpointingConfig)),
 })  # fmt: skip
 
 Drawn = tuple[list[Batch], dict[str, int]]  # micro-batches, and the place in the data after them
@@ -119,17 +123,17 @@ class Trainer:
         seed_everything(config.seed)
         self._open_data(resume)
         self.model = LanguageModel(config.model).to(self.device)
+        checkpoint_activations(self.model, config.checkpointing)
+        loss = NextTokenLoss(self.model, config.loss_chunk)
+        self.strategy = distribute(loss, config.parallel, self.processes, self.device)
         sampler = self.data.sampler(config.seq_len, config.seed)
         self.state = TrainState(self.model, ModelOptimizer(self.model, config.optim), sampler)
-        loss: nn.Module = NextTokenLoss(self.model, config.loss_chunk)
-        if config.compile:
-            loss = cast(nn.Module, torch.compile(loss))
-        self.loss: Callable[..., Tensor] = self.processes.replicate(loss, self.device)
+        self.loss: Callable[..., Tensor] = self.strategy.training_module(torch.compile if config.compile else None)
         self._results: LateReader[_StepInfo] = LateReader()
         self._requests = Requests(run_folder.halt if self.processes.is_main else None)
-        around = Surroundings(config, run_folder, self.device, self.processes, self._requests, on_row, beat)
+        around = Surroundings(config, run_folder, self.device, self.strategy, self.processes, self._requests, on_row, beat)
         self._reports = Reports(around, self.data, self.state)
-        self._checkpoints = CheckpointWriter(run_folder.checkpoints, config.keep_checkpoints)
+        self._checkpoints = CheckpointWriter(run_folder.checkpoints, config.keep_checkpoints, writes=self.processes.is_main)
         self._step_s = math.inf
         if resume:
             self._resume()
@@ -229,14 +233,14 @@ class Trainer:
         loss = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
             batch = batch.to(self.device)
-            with processes.accumulating(self.loss, last=number == len(batches)):
+            with self.strategy.accumulating(last=number == len(batches)):
                 with autocast(self.device, config.compute_dtype):
                     loss_sum = self.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
                 (loss_sum / targets_per_process).backward()
             loss += loss_sum.detach()
         processes.sum(loss)
         parameters = optimizer.parameters()
-        grad_norm = get_total_norm(_gradients(parameters))
+        grad_norm = self.strategy.norm(_gradients(parameters))
         cancel = 1.0 - (grad_norm.isfinite() & loss.isfinite()).float()
         if config.optim.grad_clip > 0:
             clip_grads_with_norm_(parameters, config.optim.grad_clip, grad_norm)
@@ -385,7 +389,8 @@ class Trainer:
         """Begin a checkpoint of this step, if there is none."""
         self._read_results(keep=0)
         progress, validated = self.state.progress, self._reports.validated
-        if not self.processes.is_main or self._checkpoints.newest_step == progress.step:
+        (is_wanted,) = self.processes.largest(int(self.processes.is_main and self._checkpoints.newest_step != progress.step))
+        if not is_wanted:
             return
         self._beat("checkpoint", progress.step, CHECKPOINT_LIMIT_S)
         figure = validated[1] if validated is not None and validated[0] == progress.step else None
@@ -410,7 +415,7 @@ class Trainer:
         self._checkpoint()
         self._checkpoints.wait()
         self._beat("end", progress.step, 0)
-        if progress.step >= steps and self.processes.is_main:
+        if progress.step >= steps:
             self._reports.write_sample()
         self.processes.wait_for_all()
         if progress.best_val_step is not None:
