@@ -16,6 +16,7 @@ from nsa.ops._boundary import pack_layer_input
 from nsa.ops._packed import locate
 from nsa.ops.compressed import compressed_attention
 from nsa.ops.compression import PhiWeights, compress, compressed_positions
+from nsa.ops.heads import Heads, split_heads
 from nsa.ops.selection import select_blocks
 from nsa.rope import Rope, apply_rope
 
@@ -153,20 +154,30 @@ class NativeSparseAttention(nn.Module):
         names = ("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win")
         return {name: getattr(self, f"{name}_proj") for name in names if hasattr(self, f"{name}_proj")}
 
-    def _project(self, x: Tensor) -> dict[str, Tensor]:
-        """Queries, keys and values of every branch by one matrix product, ``[T, H, size]`` each."""
-        projections = self._projections()
+    def _project(self, x: Tensor, positions: Tensor) -> dict[str, Tensor]:
+        """Queries, keys and values of every branch by one matrix product, ``[T, H, size]`` each, rotated where they have to be.
+
+        ``q_cmp`` is among them where the compressed branch has queries of its own.
+        """
+        config, projections = self.config, self._projections()
         weight = torch.cat([linear.weight for linear in projections.values()])
-        parts = nn.functional.linear(x, weight).split([linear.out_features for linear in projections.values()], dim=-1)
-        sizes = {"v": self.config.value_dim}
-        heads = {
-            name: part.unflatten(-1, (-1, sizes.get(name[0], self.config.head_dim)))
-            for name, part in zip(projections, parts, strict=True)
-        }
-        if self.config.share_kv:
-            for branch in BRANCHES:
-                heads[f"k_{branch}"], heads[f"v_{branch}"] = heads["k"], heads["v"]
+        rotated = {"k_slc", "k_win"} if config.compress_rope == "none" else {"q", "k_slc", "k_win"}
+        sizes = {"q": (config.num_heads, config.head_dim), "k": (config.num_kv_heads, config.head_dim)}
+        sizes["v"] = (config.num_kv_heads, config.value_dim)
+        parts = [Heads(*sizes[name[0]], name in rotated) for name in projections]
+        split = split_heads(nn.functional.linear(x, weight), parts, positions, self.rope)
+        heads = dict(zip(projections, split, strict=True))
+        if config.compress_rope == "none":
+            heads["q_cmp"], heads["q"] = heads["q"], self._rotate(heads["q"], positions)
+        if config.share_kv:
+            key = self._rotate(heads["k"], positions)
+            heads |= {"k_cmp": heads["k"], "k_slc": key, "k_win": key}
+            heads |= {f"v_{branch}": heads["v"] for branch in BRANCHES}
         return heads
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """All heads of ``x [T, H, D]`` rotated."""
+        return split_heads(x.flatten(-2), [Heads(x.shape[1], x.shape[2], rotated=True)], positions, self.rope)[0]
 
     def forward(
         self,
@@ -226,11 +237,10 @@ class NativeSparseAttention(nn.Module):
         name, config = "choose_blocks", self.config
         check("slc" in config.branches, name, "config.branches", "have slc", config.branches)
         x, cu_seqlens, max_seqlen = self._pack(name, x, cu_seqlens, max_seqlen)
-        heads = self._project(x)
-        q = heads["q"]
+        heads = self._project(x, locate(x.shape[0], cu_seqlens)[1])
+        q = heads.get("q_cmp", heads["q"])
         k_cmp, _ = compress(heads["k_cmp"], self.phi_k.weights(), config, cu_seqlens)
         if config.compress_rope != "none":
-            q = apply_rope(q, locate(x.shape[0], cu_seqlens)[1], self.rope)
             k_cmp = apply_rope(k_cmp, compressed_positions(config, cu_seqlens, k_cmp.shape[0]), self.rope)
         _, lse = compressed_attention(q, k_cmp, None, config, cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen)
         return select_blocks(q, k_cmp, lse, config, cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen)
@@ -239,18 +249,14 @@ class NativeSparseAttention(nn.Module):
         """The layer's output ``[T, width]`` for packed and checked tokens."""
         sequence, row, _ = locate(x.shape[0], cu_seqlens)
         positions = row if cache is None else row + cache.lengths(cu_seqlens)[sequence]
-        heads = self._project(x)
-        config = self.config
-        q = apply_rope(heads["q"], positions, self.rope)
+        heads, config = self._project(x, positions), self.config
         k_cmp = heads["k_cmp"] if config.scores_blocks else None
         v_cmp = heads["v_cmp"] if "cmp" in config.branches else None
-        k_slc, k_win = (
-            apply_rope(heads[f"k_{branch}"], positions, self.rope) if branch in config.branches else None
-            for branch in ("slc", "win")
+        k_slc, k_win, v_slc, v_win = (
+            heads[f"{kind}_{branch}"] if branch in config.branches else None for kind in "kv" for branch in ("slc", "win")
         )
-        v_slc, v_win = heads.get("v_slc"), heads.get("v_win")
-        q_cmp = heads["q"] if config.compress_rope == "none" else None
-        inputs = (q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, self.gate(x), self._phi())
+        q_cmp = heads.get("q_cmp")
+        inputs = (heads["q"], k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, self.gate(x), self._phi())
         if cache is None:
             out = native_sparse_attention(
                 *inputs, config, q_cmp=q_cmp, rope=self.rope, cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen

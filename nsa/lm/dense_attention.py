@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.cache import PackedRows
 from nsa.config import NSAConfig
 from nsa.errors import check
 from nsa.ops._boundary import pack_layer_input
 from nsa.ops._packed import lengths, locate, pad, query_positions, unpad
-from nsa.rope import Rope, apply_rope
+from nsa.ops.heads import Heads, split_heads
+from nsa.rope import Rope
+
+# Causal attention without a mask on a GPU; the last is for fp32.
+_FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class DenseLayerCache:
@@ -101,9 +106,13 @@ class DenseAttention(nn.Module):
         if cache is not None:
             positions = positions + cache.lengths(cu_seqlens)[sequence]
         config = self.config
-        q = apply_rope(self.q_proj(x).unflatten(-1, (config.num_heads, config.head_dim)), positions, self.rope)
-        k = apply_rope(self.k_proj(x).unflatten(-1, (config.num_kv_heads, config.head_dim)), positions, self.rope)
-        v = self.v_proj(x).unflatten(-1, (config.num_kv_heads, config.value_dim))
+        weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+        parts = [
+            Heads(config.num_heads, config.head_dim, rotated=True),
+            Heads(config.num_kv_heads, config.head_dim, rotated=True),
+            Heads(config.num_kv_heads, config.value_dim),
+        ]
+        q, k, v = split_heads(nn.functional.linear(x, weight), parts, positions, self.rope)
         out = causal_attention(q, k, v, cu_seqlens, max_seqlen) if cache is None else cache.attend(q, k, v, cu_seqlens)
         return self.o_proj(out.flatten(-2)).view(shape)
 
@@ -150,10 +159,13 @@ def _with_previous(x: Tensor, fill: int) -> Tensor:
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     """SDPA over ``[B, T, H, D]``; causal when ``visible`` (bool ``[B, T, S]``) is None."""
     group_size = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if q.is_cuda and visible is None:
+        with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
+            out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group_size > 1)
+        return out.transpose(1, 2)
     if group_size > 1:  # not every SDPA kernel groups heads itself
-        k, v = (x.repeat_interleave(group_size, dim=2) for x in (k, v))
+        k, v = (x.repeat_interleave(group_size, dim=1) for x in (k, v))
     mask = None if visible is None else visible[:, None]
-    out = nn.functional.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=visible is None
-    )
+    out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=visible is None)
     return out.transpose(1, 2)

@@ -217,7 +217,9 @@ class TrainConfig:
         seed: of initialisation and data order.
         device: ``auto`` takes a CUDA GPU where there is one.
         compute_dtype: ``bf16`` runs matrix products under autocast, master weights stay fp32; ``fp32`` runs none.
-        compile: whether the model goes through ``torch.compile``.
+        compile: whether model and loss go through ``torch.compile``, as one graph.
+        cuda_graphs: whether forward and backward of a micro-batch are replayed from a CUDA graph, which spares the host its
+            work: for micro-batches of few tokens. Needs a GPU, and one process.
         tf32: whether fp32 matrix products may use TF32.
         loss_chunk: positions whose logits exist at a time; 0 means all.
         log_every: optimizer steps from one row of metrics to the next; 0 means only at the end.
@@ -251,6 +253,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compute_dtype: Literal["bf16", "fp32"] = "bf16"
     compile: bool = False
+    cuda_graphs: bool = False
     tf32: bool = False
     loss_chunk: int = 0
     log_every: int = 20

@@ -144,10 +144,10 @@ class ModelOptimizer:
         for tensor, old in zip(changed, before, strict=True):
             torch.where(cancel.bool(), old, tensor, out=tensor)
 
-    def zero_grad(self) -> None:
-        """Drop all gradients."""
+    def zero_grad(self, *, drop: bool = True) -> None:
+        """Drop all gradients, or make them zero where they are."""
         for optimizer in self._optimizers():
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=drop)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The live state by ``<parameter>.<state>``: to be saved, and to be loaded into."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -24,6 +25,7 @@ from nsa.lm.model import LanguageModel
 from nsa.train.activations import checkpoint_activations
 from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpoints, read_meta
 from nsa.train.config import CheckpointingConfig, ParallelConfig, TrainConfig
+from nsa.train.cuda_graphs import Replay
 from nsa.train.data import Batch, Sampler, collate, open_data
 from nsa.train.late import LateReader
 from nsa.train.launch import check_launch, read_launch
@@ -128,7 +130,11 @@ class Trainer:
         self.strategy = distribute(loss, config.parallel, self.processes, self.device)
         sampler = self.data.sampler(config.seq_len, config.seed)
         self.state = TrainState(self.model, ModelOptimizer(self.model, config.optim), sampler)
-        self.loss: Callable[..., Tensor] = self.strategy.training_module(torch.compile if config.compile else None)
+        compiler = functools.partial(torch.compile, fullgraph=True) if config.compile else None
+        self.loss: Callable[..., Tensor] = self.strategy.training_module(compiler)
+        one_gpu = self.device.type == "cuda" and config.world_size == 1
+        check(one_gpu or not config.cuda_graphs, "train", "cuda_graphs", "be false on a CPU or with several processes", True)
+        self._micro_batch = Replay(self._forward_backward) if config.cuda_graphs else self._forward_backward
         self._results: LateReader[_StepInfo] = LateReader()
         self._requests = Requests(run_folder.halt if self.processes.is_main else None)
         around = Surroundings(config, run_folder, self.device, self.strategy, self.processes, self._requests, on_row, beat)
@@ -168,8 +174,8 @@ class Trainer:
             windows, config.global_batch, config.seq_len, f"{config.global_batch * config.seq_len:,}",
         )  # fmt: skip
         logger.info(
-            "device: %s, compute %s over fp32 master weights, TF32 %s, compile %s, allocator settings %s",
-            self.device.type, config.compute_dtype, "on" if config.tf32 else "off", "on" if config.compile else "off",
+            "device: %s, compute %s over fp32 master weights, TF32 %s, compile %s, CUDA graphs %s, allocator settings %s",
+            self.device.type, config.compute_dtype, *_on_or_off(config.tf32, config.compile, config.cuda_graphs),
             allocator or "default",
         )  # fmt: skip
 
@@ -209,9 +215,10 @@ class Trainer:
             sampler.next_windows(config.micro_batch, rank=processes.rank, world_size=processes.world_size)
             for _ in range(config.accumulation)
         ]
-        return [
+        batches = [
             collate(self.data.train, indices, config.seq_len, document_mask=config.data.document_mask) for indices in windows
         ]
+        return [batch.with_few_shapes() for batch in batches] if config.compile or config.cuda_graphs else batches
 
     def train_step(self, batches: Sequence[Batch], num_targets: int | None = None) -> Tensor:
         """One optimizer step over micro-batches; nothing in it waits for the device.
@@ -229,15 +236,12 @@ class Trainer:
         config, optimizer, processes = self.config, self.state.optimizer, self.processes
         if num_targets is None:
             num_targets = sum(batch.num_targets for batch in batches)
-        targets_per_process = max(num_targets, 1) / processes.world_size  # gradients are averaged over the processes
+        # Gradients are averaged over the processes.
+        divisor = torch.full((), max(num_targets, 1) / processes.world_size, device=self.device)
         loss = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
-            batch = batch.to(self.device)
             with self.strategy.accumulating(last=number == len(batches)):
-                with autocast(self.device, config.compute_dtype):
-                    loss_sum = self.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
-                (loss_sum / targets_per_process).backward()
-            loss += loss_sum.detach()
+                loss += self._micro_batch(batch, divisor)
         processes.sum(loss)
         parameters = optimizer.parameters()
         grad_norm = self.strategy.norm(_gradients(parameters))
@@ -246,8 +250,18 @@ class Trainer:
             clip_grads_with_norm_(parameters, config.optim.grad_clip, grad_norm)
         self._set_lr(self.state.progress.step)
         optimizer.step(cancel)
-        optimizer.zero_grad()
+        optimizer.zero_grad(drop=not config.cuda_graphs)
         return torch.stack((loss, grad_norm, cancel))
+
+    def _forward_backward(self, batch: Batch, divisor: Tensor) -> Tensor:
+        """Add the gradient of a micro-batch's summed loss over ``divisor``; returns that sum."""
+        batch = batch.to(self.device)
+        if self.config.compile:
+            torch._dynamo.maybe_mark_dynamic(batch.cu_seqlens, 0)
+        with autocast(self.device, self.config.compute_dtype):
+            loss_sum = self.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
+        (loss_sum / divisor).backward()
+        return loss_sum.detach()
 
     def _set_lr(self, step: int) -> None:
         optim = self.config.optim
@@ -428,6 +442,10 @@ class Trainer:
             self.run_folder.halt.unlink(missing_ok=True)  # obeyed: it must not end the resumed run as well
         if self._checkpoints.failure is not None:
             raise TrainingStoppedError(f"{self._checkpoints.failure}; {self._left()}")
+
+
+def _on_or_off(*switches: bool) -> list[str]:
+    return ["on" if on else "off" for on in switches]
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from tests.gpu.matrix import MATRIX
-from tests.ops.public import RUNS, check_choice, check_combine, check_compress
+from tests.ops.public import RUNS, check_choice, check_combine, check_compress, check_split
 
 
 def main() -> None:
@@ -16,7 +16,7 @@ def main() -> None:
         case = dataclasses.replace(MATRIX[name], lengths_k=(130, 1, 0, 77))
         for run in RUNS.values():
             run(case)
-        for check in (check_choice, check_compress, check_combine):
+        for check in (check_choice, check_compress, check_combine, check_split):
             check(case)
     torch.cuda.synchronize()
     print("all ran")

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from nsa import NSAConfig, PhiWeights, Rope, apply_rope, combine, compress, compressed_positions
 from nsa.ops._packed import compressed_cu_seqlens
+from nsa.ops._triton.rotation import cos_sin
 from nsa.ops.combination.triton_fwd import combine_backward, combine_forward
 from nsa.ops.compression import triton_launch
-from nsa.ops.compression.triton_fwd import cos_sin
 from nsa.ops.compression.triton_launch import CompressLayout, compress_backward, compress_forward
 from nsa.testing import assert_within_budget, make_inputs
 

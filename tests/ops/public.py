@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -26,6 +27,8 @@ from nsa import (
     window_attention,
 )
 from nsa.ops.combination.reference import combine_reference
+from nsa.ops.heads import Heads, split_heads
+from nsa.ops.heads.reference import split_heads_reference
 from nsa.ops.selection import run_select_blocks
 from nsa.testing import AttentionInputs, assert_within_budget, make_inputs
 from nsa.testing.budget import CEILING
@@ -315,6 +318,30 @@ def check_combine(case: Case, branches: Sequence[str] = ("cmp", "slc", "win")) -
     assert not bool(found["gates"][..., off].any()), "combine: a branch that is off gives its gate a gradient"
 
 
+def check_split(case: Case) -> None:
+    """Heads of a projection whose values are not rotated, and another part whose columns are."""
+    config = case.config
+    rope = Rope.from_config(config)
+    shapes = [(config.num_heads, config.head_dim, True), (config.num_kv_heads, config.value_dim, False)]
+    shapes.append((config.num_kv_heads, config.head_dim, True))
+    parts = [Heads(*shape) for shape in shapes]
+    num_tokens = sum(case.lengths_k)
+    x = case.normal(num_tokens, sum(number * size for number, size, _ in shapes), seed=1)
+    douts = [case.normal(num_tokens, number, size, seed=i) for i, (number, size, _) in enumerate(shapes, start=2)]
+    positions = torch.arange(num_tokens, device=case.device).flip(0)
+
+    def run(dtype: torch.dtype, function: Callable[..., list[Tensor]], *arguments: Any) -> dict[str, Tensor]:
+        leaf = leaves_of(x.to(dtype))[0]
+        out = function(leaf, *arguments, positions, rope)
+        (dx,) = torch.autograd.grad(out, [leaf], [dout.to(dtype) for dout in douts])
+        return {"q": out[0].detach(), "v": out[1].detach(), "k": out[2].detach(), "dx": dx}
+
+    found = run(case.dtype, partial(split_heads, backend=case.backend), parts)
+    plain, exact = (run(dtype, split_heads_reference, shapes) for dtype in (case.dtype, torch.float64))
+    compare(found, plain, exact, "split", case.factor)
+    assert torch.equal(found["v"], plain["v"]), "split: columns that are not rotated are copied"
+
+
 def run_whole(case: Case, x: AttentionInputs | None = None, dout: Tensor | None = None, rope: Rope | None = None) -> Results:
     """The whole, its gradients, and the choice that it made on the way."""
     config = case.config
@@ -382,5 +409,6 @@ CHECKS: dict[str, Callable[[Case], Any]] = {
     "compress": check_compress,
     "choice": check_choice,
     "combine": check_combine,
+    "split": check_split,
     **{name: lambda case, run=run: run(case).check() for name, run in RUNS.items()},  # type: ignore[misc]
 }

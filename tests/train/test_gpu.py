@@ -7,12 +7,14 @@ import os
 import signal
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from nsa.train.config import DataConfig
 from nsa.train.metrics import Row
-from tests.train.cases import make_trainer, reproducible_rows, tiny_config
+from tests.train.cases import make_trainer, reproducible_rows, tiny_config, write_text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -22,13 +24,14 @@ OPTIMIZER = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 
 @ATTENTION
 @OPTIMIZER
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_step_does_not_wait_for_the_device(tmp_path: Path, attention: str, optimizer: str, dtype: str) -> None:
+@pytest.mark.parametrize("how", [{"compute_dtype": "bf16"}, {"compute_dtype": "fp32"}, {"cuda_graphs": True}], ids=str)
+def test_a_step_does_not_wait_for_the_device(tmp_path: Path, attention: str, optimizer: str, how: dict[str, Any]) -> None:
     config = tiny_config(
-        tmp_path, device="cuda", compute_dtype=dtype, loss_chunk=50, model={"attention": attention}, optim={"name": optimizer}
+        tmp_path, device="cuda", loss_chunk=50, model={"attention": attention}, optim={"name": optimizer}, **how
     )
     trainer = make_trainer(config, tmp_path / "run")
-    trainer.train_step(trainer.next_batches())
+    for _ in range(3):  # with CUDA graphs the first runs as it is, the second is captured
+        trainer.train_step(trainer.next_batches())
     batches = trainer.next_batches()
     torch.cuda.synchronize()
     with warnings.catch_warnings():
@@ -59,6 +62,40 @@ def test_gpu_and_cpu_agree(tmp_path: Path) -> None:
         trainer = make_trainer(tiny_config(tmp_path, device=device), tmp_path / device)
         losses.append([trainer.train_step(trainer.next_batches())[:2].tolist() for _ in range(3)])
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-3, atol=1e-4)
+
+
+@ATTENTION
+def test_replayed_steps_are_the_steps(tmp_path: Path, attention: str) -> None:
+    figures = []
+    for graphs in (False, True):
+        model = {"attention": attention}
+        config = tiny_config(tmp_path, device="cuda", compute_dtype="bf16", model=model, cuda_graphs=graphs)
+        trainer = make_trainer(config, tmp_path / f"run{graphs}")
+        figures.append(torch.stack([trainer.train_step(trainer.next_batches()) for _ in range(8)]))
+    assert torch.equal(figures[0], figures[1])
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_nothing_is_allocated_after_the_fifth_step(tmp_path: Path, graphs: bool) -> None:
+    """By the driver: PyTorch's own allocator has all that it needs by then."""
+    data = DataConfig(source="folder", path=str(write_text(tmp_path / "text")), document_mask=False)
+    config = tiny_config(tmp_path, device="cuda", compute_dtype="bf16", data=data, cuda_graphs=graphs)
+    trainer = make_trainer(config, tmp_path / "run")
+    counts = []
+    for _ in range(20):
+        trainer.train_step(trainer.next_batches())
+        counts.append(torch.cuda.memory_stats()["num_device_alloc"])
+    assert counts[4] == counts[-1]
+
+
+@ATTENTION
+def test_compiled_equals_eager(tmp_path: Path, attention: str) -> None:
+    figures = []
+    for compiled in (False, True):
+        config = tiny_config(tmp_path, device="cuda", model={"attention": attention}, compile=compiled, cuda_graphs=compiled)
+        trainer = make_trainer(config, tmp_path / f"run{compiled}")
+        figures.append(torch.stack([trainer.train_step(trainer.next_batches()) for _ in range(4)]))
+    torch.testing.assert_close(figures[0], figures[1], rtol=1e-4, atol=1e-4)
 
 
 @ATTENTION

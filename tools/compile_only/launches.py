@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 
 import nsa
 from nsa import NSAConfig, PhiWeights, Rope, combine, native_sparse_attention
+from nsa.ops.heads import Heads, split_heads
 from nsa.testing import packed_offsets
 from tools.compile_only.driver import kernels_take_cpu_tensors
 
@@ -52,7 +53,7 @@ SHORT, PARTS, LONG, DENSE = Batch(96), Batch(4096), Batch(65_536), Batch(None)
 
 
 def attend(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
-    """The attention of one layer, forward and backward, and the gated sum alone, which has a backward of its own."""
+    """The attention of one layer, forward and backward, its projection's heads, and the gated sum alone."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     q = batch.tensor(64, heads, config.head_dim, dtype=dtype)
     pair = (config.head_dim, config.value_dim) * 3
@@ -71,6 +72,10 @@ def attend(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
     branches = [out.detach().requires_grad_() if name in config.branches else None for name in ("cmp", "slc", "win")]
     total = combine(branches[0], branches[1], branches[2], gates, backend="triton")
     torch.autograd.grad(total, [gates, *(x for x in branches if x is not None)], torch.zeros_like(total))
+    parts = [Heads(heads, config.head_dim, rotated=True), Heads(kv_heads, config.value_dim)]
+    x = torch.zeros(64, sum(part.number * part.size for part in parts), dtype=dtype, requires_grad=True)
+    split = split_heads(x, parts, torch.arange(64), rope, backend="triton")
+    torch.autograd.grad(split, [x], [torch.zeros_like(y) for y in split])
 
 
 def phi_weights(config: NSAConfig, size: int, dtype: torch.dtype) -> PhiWeights:

@@ -22,16 +22,18 @@ STACK_THAT_WINS = {
         "at most 168 registers, so that three programs share a multiprocessor: 0.130 and 0.551 ms (compressed, window) against "
         "0.156 and 0.592 before; see docs/log.md and docs/kernels/range-attention.md"
     ),
-    (
-        "nvidia-h200",
-        "range_dkv_kernel",
-        128,
-    ): "64 rows by 64 keys, fastest in the wide shape; see docs/kernels/range-attention.md",
+    ("nvidia-h200", "range_dkv_kernel", 128): (
+        "64 rows by 64 keys, 4 warps: 10.9 and 30.6 ms of backward (window and compressed, wide, 65,536 tokens) against 12.4 "
+        "and 36.0 with 128 rows, 15.9 and 48.7 with 8 warps; see docs/log.md"
+    ),
     ("nvidia-h200", "selected_gather_bwd_kernel", 64): (
         "64 rows by 64 keys, entries a step ahead: 1.84 ms of backward against 1.94 to 2.4 with other tiles; see docs/log.md"
     ),
     ("nvidia-h200", "selected_gather_bwd_kernel", 128): (
-        "64 rows by 64 keys: 27.2 ms of backward against 30.5 with 8 warps and 128 rows, 57 with 32 keys; see docs/log.md"
+        "dK and dV alone, 64 rows by 64 keys: 3.26 ms of tiled backward against 3.85 with 128 rows; see docs/log.md"
+    ),
+    ("nvidia-h200", "selected_gather_fwd_kernel", 128): (
+        "at most 128 registers, so that four programs share a multiprocessor: 14.2 ms of forward against 14.9; see docs/log.md"
     ),
     ("nvidia-h200", "select_kernel", 64): (
         "at most 168 registers, so that three programs share a multiprocessor: 1.03 ms against 1.14 without a limit; "

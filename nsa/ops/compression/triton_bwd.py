@@ -7,8 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa.ops._triton.rotation import partner_column, rotation
 from nsa.ops._triton.tiles import VARYING, find_tile, sequence_rows
-from nsa.ops.compression.triton_fwd import partner_column, rotation
 
 
 @triton.jit

@@ -49,6 +49,23 @@ class Batch:
         """The same tokens, of which nothing counts."""
         return replace(self, targets=torch.full_like(self.targets, IGNORED_TARGET), num_bytes=0, num_targets=0)
 
+    def copy_(self, other: Batch) -> None:
+        """Take over the tensors of a batch of the same shapes, from any device, without waiting."""
+        for mine, theirs in ((self.tokens, other.tokens), (self.targets, other.targets), (self.cu_seqlens, other.cu_seqlens)):
+            pin = mine.is_cuda and not theirs.is_cuda
+            mine.copy_(theirs.pin_memory() if pin else theirs, non_blocking=True)
+
+    def with_few_shapes(self) -> Batch:
+        """Empty sequences behind the others bring their number to a power of two, so that batches have few different shapes.
+
+        A batch whose sequences all have ``max_seqlen`` tokens stays as it is.
+        """
+        number, num_tokens = self.cu_seqlens.shape[0] - 1, self.tokens.shape[0]
+        if number * self.max_seqlen == num_tokens:
+            return self
+        empty = self.cu_seqlens.new_full(((1 << (number - 1).bit_length()) - number,), num_tokens)
+        return replace(self, cu_seqlens=torch.cat((self.cu_seqlens, empty)))
+
 
 def collate(source: TokenSource, indices: Sequence[int], seq_len: int, *, document_mask: bool) -> Batch:
     """Pack windows into a batch.

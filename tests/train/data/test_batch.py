@@ -124,6 +124,23 @@ def test_copy_to_the_gpu_does_not_wait() -> None:
     assert moved.cu_seqlens.cpu().equal(batch.cu_seqlens)
 
 
+def test_numbers_of_sequences_are_powers_of_two() -> None:
+    batch = collate(source_of("abc", "defgh", "hi"), [1, 0], 5, document_mask=True)
+    assert batch.cu_seqlens.tolist() == [0, 5, 9, 10]
+    assert batch.with_few_shapes().cu_seqlens.tolist() == [0, 5, 9, 10, 10]
+    windows = collate(source_of("abcdefghijklmno"), [0, 1, 2], 5, document_mask=True)
+    assert windows.with_few_shapes() is windows
+
+
+def test_a_batch_takes_over_another() -> None:
+    mine, theirs = (collate(source_of("abc", "defg", "hi"), [index], 5, document_mask=True) for index in (0, 1))
+    tokens = mine.tokens
+    mine.copy_(theirs)
+    assert tokens.equal(theirs.tokens)
+    assert mine.targets.equal(theirs.targets)
+    assert mine.cu_seqlens.equal(theirs.cu_seqlens)
+
+
 def test_empty_batch_is_an_error() -> None:
     with pytest.raises(ValueError, match="indices must name at least one window"):
         collate(source_of("abc"), [], 2, document_mask=True)
