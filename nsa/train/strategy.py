@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -14,10 +15,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
+from nsa.errors import check
 from nsa.train.config import ParallelConfig
 from nsa.train.loss import NextTokenLoss
 from nsa.train.parallel import Processes
 from nsa.train.sharding import own_part
+
+logger = logging.getLogger(__name__)
 
 Compiler = Callable[[Any], Any]
 
@@ -142,6 +146,18 @@ def distribute(loss: NextTokenLoss, config: ParallelConfig, processes: Processes
         config: which strategy, and its settings.
         processes: this process among those of the run.
         device: where this process computes.
+
+    Raises:
+        ValueError: ``ddp`` on CPUs cannot send bf16.
     """
-    strategy = Sharded if config.strategy == "fsdp" and processes.world_size > 1 else Replicated
-    return strategy(loss, config, processes, device)
+    if processes.world_size == 1:
+        return Replicated(loss, config, processes, device)
+    check(
+        config.strategy == "fsdp" or config.gradient_compression == "none" or device.type == "cuda",
+        "train", "parallel.gradient_compression", "be none with parallel.strategy ddp on CPUs", config.gradient_compression,
+    )  # fmt: skip
+    logger.info(
+        "parallel: %s over %d processes, gradients sent in %s",
+        config.strategy, processes.world_size, "bf16" if config.gradient_compression == "bf16" else "fp32",
+    )  # fmt: skip
+    return (Sharded if config.strategy == "fsdp" else Replicated)(loss, config, processes, device)
