@@ -29,8 +29,10 @@ from nsa.testing.sampled import (
 from nsa.testing.sampled.attention import CompressedKeys
 
 SAMPLED_QUERIES, SAMPLED_KEYS, SAMPLED_CHOICES = 64, 12, 256
-# Dense attention is not ours: the gradients of its keys are taken where few queries see them.
-_DENSE_TAIL = 1024
+# Gradients of keys are taken where few queries see them: of dense attention, which is not ours, and of sequences so long that
+# the softmax of all queries behind a key would take the oracle minutes.
+_TAIL = 1024
+_LONGEST_WHOLE = 262_144
 
 Values = Callable[[torch.dtype], Mapping[str, Tensor]]
 
@@ -66,6 +68,8 @@ class Gate:
         edges = [*range(config.block_size + 1), config.num_selected_blocks * config.block_size, config.window_size]
         self.queries = self._sample([*edges, point.seq_len - 1], SAMPLED_QUERIES, seed=7)
         self.keys = self._sample([0, config.block_size, point.seq_len - 1], SAMPLED_KEYS, seed=8)
+        if point.seq_len > _LONGEST_WHOLE:
+            self.keys = (point.seq_len - 1 - self.keys % _TAIL).unique() + (point.batch - 1) * point.seq_len
         self._known: dict[str, dict[torch.dtype, Mapping[str, Tensor]]] = {}
         self._choice_known: Tensor | None = None
 
@@ -134,7 +138,7 @@ class Gate:
         offsets = self._offsets.tolist()
         every = CompressedKeys(size=1, stride=1)  # blocks of one token: all up to the query's own
         branch = SampledAttention(x["q"], x["k_slc"], x["v_slc"], every, offsets, offsets, offsets, config.head_dim**-0.5)
-        tail = keys[keys % self.point.seq_len >= self.point.seq_len - _DENSE_TAIL]
+        tail = keys[keys % self.point.seq_len >= self.point.seq_len - _TAIL]
         return self._branch(branch, ("k_slc", "v_slc"), tail)
 
     def _branch(

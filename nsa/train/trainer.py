@@ -133,7 +133,8 @@ class Trainer:
         compiler = functools.partial(torch.compile, fullgraph=True) if config.compile else None
         self.loss: Callable[..., Tensor] = self.strategy.training_module(compiler)
         one_gpu = self.device.type == "cuda" and config.world_size == 1
-        check(one_gpu or not config.cuda_graphs, "train", "cuda_graphs", "be false on a CPU or with several processes", True)
+        rule, hint = "be false on a CPU or with several processes", "Give --cuda-graphs false."
+        check(one_gpu or not config.cuda_graphs, "train", "cuda_graphs", rule, True, hint)
         self._micro_batch = Replay(self._forward_backward) if config.cuda_graphs else self._forward_backward
         self._results: LateReader[_StepInfo] = LateReader()
         self._requests = Requests(run_folder.halt if self.processes.is_main else None)

@@ -106,7 +106,7 @@ def test_packed_equals_separate(operator):
 
 def test_queries_of_a_block_in_chunks(monkeypatch):
     """dK and dV of a block are added up over several programs."""
-    monkeypatch.setattr(triton_launch, "BACKWARD_CHUNK", {False: 12, True: 12})
+    monkeypatch.setattr(triton_launch, "BACKWARD_CHUNK", 12)
     RUNS["selected"](TWO_HEADS).check()
 
 

@@ -74,8 +74,8 @@ class Case:
         """lse, out, dq, dk, dv of the kernels."""
         q, k, v = (x.float() for x in self.tensors)
         call = self.call(*options, **named)
-        out, lse, order = selected_forward(q, k, v, self.indices, call)
-        return lse, out, *selected_backward(q, k, v, self.indices, out, self.d_out.float(), lse, call, order)
+        out, lse, order, union = selected_forward(q, k, v, self.indices, call)
+        return lse, out, *selected_backward(q, k, v, self.indices, out, self.d_out.float(), lse, call, order, union)
 
 
 def compare(
@@ -93,7 +93,8 @@ def compare(
 def short_chunks(monkeypatch):
     """Chunks that short sequences fill, too, and merges of several steps; many rows a program, which is quick here."""
     monkeypatch.setattr(triton_launch, "FORWARD_CHUNK", 12)
-    monkeypatch.setattr(triton_launch, "BACKWARD_CHUNK", {False: 20, True: 12})
+    monkeypatch.setattr(triton_launch, "BACKWARD_CHUNK", 20)
+    monkeypatch.setattr(triton_launch, "DQ_CHUNK", 12)
     monkeypatch.setattr(triton_launch, "MERGED", 32)
     monkeypatch.setattr(triton_launch, "MERGE_ROWS", 64)
 

@@ -88,6 +88,7 @@ def test_nothing_is_allocated_after_the_fifth_step(tmp_path: Path, graphs: bool)
     assert counts[4] == counts[-1]
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The .grad attribute of a Tensor that is not a leaf")
 @ATTENTION
 def test_compiled_equals_eager(tmp_path: Path, attention: str) -> None:
     figures = []

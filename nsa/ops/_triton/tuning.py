@@ -72,7 +72,7 @@ class TileKey:
 
     Attributes:
         kernel: name of the kernel, for example ``window_attention_fwd``.
-        head_size: the larger of D and Dv, rounded up to a power of two, at least 16.
+        head_size: the larger of D and Dv.
         element_size: bytes of an element.
     """
 
@@ -239,8 +239,7 @@ def tiles_chosen_by(choose: Choose) -> Iterator[None]:
 
 def tile_for(kernel: str, q: Tensor, v: Tensor) -> Tile:
     """The tile of ``kernel`` for these inputs: from the table of their GPU, or the default."""
-    size = max(q.shape[-1], v.shape[-1])
-    key = TileKey(kernel, max(16, 1 << (size - 1).bit_length()), q.element_size())
+    key = TileKey(kernel, max(q.shape[-1], v.shape[-1]), q.element_size())
     index = None
     if q.device.type == "cuda":
         index = torch.cuda.current_device() if q.device.index is None else q.device.index

@@ -19,7 +19,7 @@ from nsa.ops.combination.ops import combine_op
 from nsa.ops.compressed import range_arguments as compressed_arguments
 from nsa.ops.compressed import run_compressed_attention
 from nsa.ops.selected import selected_arguments
-from nsa.ops.selected.ops import empty_order, selected_attention_op, selected_gradients
+from nsa.ops.selected.ops import empty_index, selected_attention_op, selected_gradients
 from nsa.ops.selection import run_select_blocks
 from nsa.ops.window import range_arguments as window_arguments
 from nsa.ops.window import run_window_attention
@@ -29,7 +29,8 @@ _INPUTS = (
     "Tensor gates"
 )
 _SAVED = (
-    "Tensor out_cmp, Tensor lse_cmp, Tensor block_indices, Tensor out_slc, Tensor lse_slc, Tensor order, Tensor out_win, "
+    "Tensor out_cmp, Tensor lse_cmp, Tensor block_indices, Tensor out_slc, Tensor lse_slc, Tensor order, Tensor union, "
+    "Tensor out_win, "
     "Tensor lse_win"
 )
 _WHERE = (
@@ -50,7 +51,7 @@ def _forward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     config, sequences, softmax_scale, design = _open(q, *where)
     run = (config, sequences, softmax_scale, "triton")
-    out_cmp = lse_cmp = block_indices = out_slc = lse_slc = order = out_win = lse_win = None
+    out_cmp = lse_cmp = block_indices = out_slc = lse_slc = order = union = out_win = lse_win = None
     if k_cmp is not None:
         q_cmp = q if q_cmp is None else q_cmp
         out_cmp, lse_cmp = run_compressed_attention(q_cmp, k_cmp, v_cmp, *run)
@@ -58,18 +59,20 @@ def _forward(
         assert q_cmp is not None and k_cmp is not None and lse_cmp is not None
         block_indices = run_select_blocks(q_cmp, k_cmp, lse_cmp, *run)
         slc = (q, k_slc, v_slc, block_indices)
-        out_slc, lse_slc, order = selected_attention_op(*slc, *selected_arguments(config, sequences), softmax_scale, design)
+        out_slc, lse_slc, order, union = selected_attention_op(
+            *slc, *selected_arguments(config, sequences), softmax_scale, design
+        )
     if k_win is not None and v_win is not None:
         out_win, lse_win = run_window_attention(q, k_win, v_win, *run)
     out = combine_op(out_cmp, out_slc, out_win, gates)
-    saved = (out_cmp, lse_cmp, block_indices, out_slc, lse_slc, order, out_win, lse_win)
+    saved = (out_cmp, lse_cmp, block_indices, out_slc, lse_slc, order, union, out_win, lse_win)
     return out, *(q.new_empty(0) if x is None else x for x in saved)
 
 
 def _backward(
     q: Tensor, q_cmp: Tensor | None, k_cmp: Tensor | None, v_cmp: Tensor | None, k_slc: Tensor | None, v_slc: Tensor | None,
     k_win: Tensor | None, v_win: Tensor | None, gates: Tensor, out_cmp: Tensor, lse_cmp: Tensor, block_indices: Tensor,
-    out_slc: Tensor, lse_slc: Tensor, order: Tensor, out_win: Tensor, lse_win: Tensor, dout: Tensor, *where: Any,
+    out_slc: Tensor, lse_slc: Tensor, order: Tensor, union: Tensor, out_win: Tensor, lse_win: Tensor, dout: Tensor, *where: Any,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of the inputs that are given, in their order."""
     from nsa.ops._triton.layout import Gated
@@ -86,7 +89,7 @@ def _backward(
             dq = dq_cmp
     if k_slc is not None and v_slc is not None:
         rest = (*selected_arguments(config, sequences), softmax_scale, design)
-        slc = (q, k_slc, v_slc, block_indices, out_slc, lse_slc, order, dout)
+        slc = (q, k_slc, v_slc, block_indices, out_slc, lse_slc, order, union, dout)
         dq, dk_slc, dv_slc = selected_gradients(*slc, *rest, gated=Gated(gates, dgates, dq))
     if k_win is not None and v_win is not None:
         rest = (*window_arguments(config, sequences), softmax_scale)
@@ -120,12 +123,12 @@ def _(
     out = q.new_empty(num_q, num_heads, config.value_dim)
     indices = q.new_empty(num_q, config.num_kv_heads, config.num_selected_blocks, dtype=torch.int32)
     rest = (*where[:5], config.block_size, *where[6:])
-    order = empty_order(config.group_size, indices, *rest)
+    index = empty_index(config.group_size, indices, *rest)
     return (
         out,
         off[0] if v_cmp is None else torch.empty_like(out),
         off[0] if k_cmp is None else lse_range,
-        *((off[0], off[0], *off) if k_slc is None else (indices, torch.empty_like(out), lse, order)),
+        *((off[0], off[0], off[0], *off) if k_slc is None else (indices, torch.empty_like(out), lse, *index)),
         *(off if k_win is None else (torch.empty_like(out), torch.empty_like(lse_range))),
     )
 

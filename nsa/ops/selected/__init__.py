@@ -81,7 +81,7 @@ def run_selected_attention(
     """See :func:`selected_attention`; inputs are packed and checked, the backend is chosen."""
     if backend == "triton":
         where = selected_arguments(config, sequences)
-        out, lse, _ = selected_attention_op(q, k, v, block_indices, *where, softmax_scale, design)
+        out, lse, *_ = selected_attention_op(q, k, v, block_indices, *where, softmax_scale, design)
         return out, lse
     with torch.autocast(q.device.type, enabled=False):
         return selected_attention_reference(q, k, v, block_indices, config, sequences, softmax_scale)

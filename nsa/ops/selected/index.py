@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from nsa.ops._triton.layout import Layout
-from nsa.ops.selected.design import order_type
+from nsa.ops.selected.design import LIMIT_4, order_type
 from nsa.ops.selected.triton_index import key_kernel, list_kernel
 
 
@@ -108,8 +108,13 @@ class InverseIndex:
         return Chunks(self.order, begin, length, item, start, self.num_blocks, segments, rows, size, limit)
 
 
-def make_lists(block_indices: Tensor, layout: Layout, block_size: int, block_q: int, union: Tensor | None) -> Lists:
-    """Lists of every tile of ``block_q`` queries; to ``union`` int64 ``[2]`` are added their blocks and their number."""
+def make_lists(
+    block_indices: Tensor, layout: Layout, block_size: int, block_q: int, union: Tensor | None, *, counted: bool
+) -> Lists:
+    """Lists of every tile of ``block_q`` queries; to ``union`` int64 ``[2]`` are added their blocks and their number.
+
+    If the choice is ``counted`` in it already, lists that nobody reads are left empty.
+    """
     num_q, num_kv_heads, n = block_indices.shape
     device = block_indices.device
     num_lists = layout.num_tiles(num_q, block_q, layout.len_q)
@@ -119,8 +124,8 @@ def make_lists(block_indices: Tensor, layout: Layout, block_size: int, block_q: 
     if num_lists:
         list_kernel[(num_lists, num_kv_heads)](
             block_indices.contiguous(), block, word, count, union, *layout.arguments(), num_lists, HKV=num_kv_heads, N=n,
-            BLOCK_SIZE=block_size, BLOCK_Q=block_q, PAD_Q=triton.next_power_of_2(block_q), PAD_N=pad_n,
-            num_warps=max(1, min(8, block_q * pad_n // 256)),
+            BLOCK_SIZE=block_size, BLOCK_Q=block_q, PAD_Q=triton.next_power_of_2(block_q), PAD_N=pad_n, COUNTED=counted,
+            LIMIT_4=LIMIT_4, num_warps=max(1, min(8, block_q * pad_n // 256)),
         )  # fmt: skip
     return Lists(block, word, count, block_q)
 

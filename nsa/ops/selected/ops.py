@@ -29,61 +29,65 @@ def selected_call(q: Tensor, v: Tensor, *where: Any) -> Any:
     return Call(Layout(*layout), softmax_scale, block_size, lambda kernel: tile_for(kernel, q, v), design)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from nsa.ops.selected.triton_launch import selected_forward
 
     q, k, v = (rows(x) for x in (q, k, v))
-    out, lse, order = selected_forward(q, k, v, block_indices, selected_call(q, v, *where))
-    return out, lse, block_indices.new_empty(0, dtype=torch.int32) if order is None else order
+    out, lse, order, union = selected_forward(q, k, v, block_indices, selected_call(q, v, *where))
+    order = block_indices.new_empty(0, dtype=torch.int32) if order is None else order
+    return out, lse, order, block_indices.new_empty(0, dtype=torch.int64) if union is None else union
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, order: Tensor, dout: Tensor, *where: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return selected_gradients(q, k, v, block_indices, out, lse, order, dout, *where)
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, order: Tensor, union: Tensor,
+    dout: Tensor, *where: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return selected_gradients(q, k, v, block_indices, out, lse, order, union, dout, *where)
 
 
 def selected_gradients(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, order: Tensor, dout: Tensor, *where: Any,
-    gated: Gated | None = None,
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, order: Tensor, union: Tensor,
+    dout: Tensor, *where: Any, gated: Gated | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv of the registered operator, whose arguments beside tensors are ``where``; for ``gated`` see there."""
     from nsa.ops.selected.triton_launch import selected_backward
 
     q, k, v, dout = (rows(x) for x in (q, k, v, dout))
-    given = order if order.numel() else None
-    return selected_backward(q, k, v, block_indices, out, dout, lse, selected_call(q, v, *where), given, gated)
+    order_or_none, union_or_none = (order, union) if union.numel() else (None, None)
+    call = selected_call(q, v, *where)
+    return selected_backward(q, k, v, block_indices, out, dout, lse, call, order_or_none, union_or_none, gated)
 
 
-def empty_order(group_size: int, block_indices: Tensor, *where: Any) -> Tensor:
-    """The forward's third output, in shape and dtype: the order of the inverse index where the choice decides, or nothing."""
+def empty_index(group_size: int, block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
+    """The forward's last outputs, in shape and dtype: order and union, empty where no choice decides."""
     _, _, _, len_q, len_k, block_size, _, design = where
-    n = block_indices.shape[-1]
-    count = 0 if always_tiled(design, group_size, n, len_q, len_k, block_size) else block_indices.numel()
-    return block_indices.new_empty(count, dtype=order_type(count))
+    tiled = always_tiled(design, group_size, block_indices.shape[-1], len_q, len_k, block_size)
+    count = 0 if tiled else block_indices.numel()
+    order = block_indices.new_empty(count, dtype=order_type(count))
+    return order, block_indices.new_empty(0 if tiled else 2, dtype=torch.int64)
 
 
 selected_attention_op = torch.library.custom_op(
     "nsa::selected_attention",
     _forward,
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor block_indices, {_WHERE}) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor block_indices, {_WHERE}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 selected_attention_backward_op = torch.library.custom_op(
     "nsa::selected_attention_backward",
     _backward,
     mutates_args=(),
     schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor out, Tensor lse, Tensor order, Tensor dout, "
+        "(Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor out, Tensor lse, Tensor order, Tensor union, Tensor dout, "
         f"{_WHERE}) -> (Tensor, Tensor, Tensor)"
     ),
 )
 
 
 @selected_attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> tuple[Tensor, ...]:
     out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float32)
-    return out, lse, empty_order(q.shape[1] // k.shape[1], block_indices, *where)
+    return out, lse, *empty_index(q.shape[1] // k.shape[1], block_indices, *where)
 
 
 @selected_attention_backward_op.register_fake
@@ -91,7 +95,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tens
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, block_indices, cu_q, cu_k, *ctx.rest = inputs
     ctx.save_for_backward(q, k, v, block_indices, *output, cu_q, cu_k)
     ctx.mark_non_differentiable(*output[1:])

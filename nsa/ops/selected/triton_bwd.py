@@ -38,11 +38,14 @@ def selected_dq_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ADD: tl.constexpr, LIMIT_4: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of queries, added to what is there if ``ADD``; left to others where choices scatter.
+    """dQ of one tile of queries, added to what is there if ``ADD``; nothing where choices scatter.
 
     Writes delta ``[T, Hq]``, the row sums of ``out * dout``, for the kernels after it. With gates, ``dout`` is the gradient of
     the branches' gated sum; see ``range_dq_kernel``.
     """
+    if union_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled)
+        if choices_scatter(union_ptr, N, LIMIT_4):
+            return
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     head_kv = tl.program_id(1)
     sequence, tile = find_tile(cu_q_ptr, number, num_sequences, len_q, BLOCK_Q)
@@ -66,9 +69,6 @@ def selected_dq_kernel(
         if gates_ptr is not None:
             lse = gated_lse(lse, gates_ptr, dgates_ptr, out_row * 3 + 1, delta, ok)
             tl.store(gated_lse_ptr + out_row, lse, mask=ok)
-        if union_ptr is not None:
-            # Nothing is left to do where choices scatter, and nothing more is loaded.
-            ok = ok & (not choices_scatter(union_ptr, N, LIMIT_4))
         lse *= LOG2_E
         q = load_rows(q_ptr, token * stride_q + head * stride_qh, ok, 1, D, BLOCK_D, True)
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -80,11 +80,6 @@ def selected_dq_kernel(
         past = tl.load(count_ptr + item * 3) * STEPS
         inside = tl.load(count_ptr + item * 3 + 1) * STEPS
         end = tl.load(count_ptr + item * 3 + 2) * STEPS
-        if union_ptr is not None:
-            scattered = choices_scatter(union_ptr, N, LIMIT_4)
-            past = tl.where(scattered, 0, past)
-            inside = tl.where(scattered, 0, inside)
-            end = tl.where(scattered, 0, end)
         if end > 0:
             next_block, next_word = list_entry(block_ptr, word_ptr, 0, end, STEPS)
         else:
@@ -117,3 +112,28 @@ def selected_dq_kernel(
         if ADD:
             dq += load_rows(dq_ptr, out_row, ok, D, D, BLOCK_D, True).to(tl.float32)
         store_rows(dq_ptr, out_row, ok, D, dq, D, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def selected_delta_kernel(
+    out_ptr, dout_ptr, lse_ptr, delta_ptr, gates_ptr, dgates_ptr, gated_lse_ptr, union_ptr, cu_q_ptr, len_q, num_sequences,
+    stride_do, stride_doh, HQ: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr,
+    LIMIT_4: tl.constexpr,
+):  # fmt: skip
+    """What ``selected_dq_kernel`` writes beside dQ, where choices scatter: delta and, with gates, their gradient and lse."""
+    if not choices_scatter(union_ptr, N, LIMIT_4):
+        return
+    num_q = len_q * num_sequences if cu_q_ptr is None else tl.load(cu_q_ptr + num_sequences)
+    num_tiles = tl.cdiv(num_q.to(tl.int64) * HQ, BLOCK_R)
+    for tile in tl.range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
+        r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+        token = r // HQ
+        head = (r % HQ).to(tl.int32)
+        ok = token < num_q
+        dout = load_rows(dout_ptr, token * stride_do + head * stride_doh, ok, 1, DV, BLOCK_DV, True)
+        out = load_rows(out_ptr, r, ok, DV, DV, BLOCK_DV, True)
+        delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+        tl.store(delta_ptr + r, delta, mask=ok)
+        if gates_ptr is not None:
+            lse = tl.load(lse_ptr + r, mask=ok, other=float("inf"))
+            tl.store(gated_lse_ptr + r, gated_lse(lse, gates_ptr, dgates_ptr, r * 3 + 1, delta, ok), mask=ok)

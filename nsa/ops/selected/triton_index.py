@@ -26,14 +26,17 @@ def choices_scatter(union_ptr, N: tl.constexpr, LIMIT_4: tl.constexpr):
 def list_kernel(
     indices_ptr, block_ptr, word_ptr, count_ptr, union_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, num_lists,
     HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, PAD_Q: tl.constexpr,
-    PAD_N: tl.constexpr,
+    PAD_N: tl.constexpr, COUNTED: tl.constexpr, LIMIT_4: tl.constexpr,
 ):  # fmt: skip
     """The list of one tile of ``BLOCK_Q`` queries.
 
     ``count_ptr`` gets, for each tile: blocks wholly in the past of every query, blocks wholly inside the sequence, and all. To
     ``union_ptr`` (None: nobody asks) are added the blocks of the list, and 1 for the tile: whole numbers, whose sum is the same
-    in any order.
+    in any order. If they are ``COUNTED`` already, lists are made only where they are read.
     """
+    if COUNTED:  # noqa: SIM102 (known when the kernel is compiled)
+        if choices_scatter(union_ptr, N, LIMIT_4):
+            return
     number = tl.program_id(0)
     head = tl.program_id(1)
     sequence, tile = find_tile(cu_q_ptr, number, num_sequences, len_q, BLOCK_Q)
@@ -71,7 +74,7 @@ def list_kernel(
         tl.store(count_ptr + at + 1, inside)
         length = tl.sum(last.to(tl.int32), 0)
         tl.store(count_ptr + at + 2, length)
-        if union_ptr is not None:
+        if union_ptr is not None and not COUNTED:
             tl.atomic_add(union_ptr, length.to(tl.int64), sem="relaxed")
             tl.atomic_add(union_ptr + 1, tl.full([], 1, tl.int64), sem="relaxed")
 

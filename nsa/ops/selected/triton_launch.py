@@ -14,8 +14,8 @@ from nsa.ops._triton.layout import Gated, Layout
 from nsa.ops._triton.range_launch import block_of, fitting, key_source
 from nsa.ops._triton.tuning import Tile
 from nsa.ops.selected.design import LIMIT_4, MAX_QUERIES, always_tiled
-from nsa.ops.selected.index import Chunks, InverseIndex, Lists, make_index, make_lists
-from nsa.ops.selected.triton_bwd import selected_dq_kernel
+from nsa.ops.selected.index import Chunks, InverseIndex, make_index, make_lists
+from nsa.ops.selected.triton_bwd import selected_delta_kernel, selected_dq_kernel
 from nsa.ops.selected.triton_fwd import selected_fwd_kernel
 from nsa.ops.selected.triton_gather import (
     selected_gather_bwd_kernel,
@@ -29,9 +29,11 @@ from nsa.ops.selected.triton_gather import (
 HELD_SLOTS = 4
 # Rows of slots that need less than this, bytes, are held in one segment.
 SMALL = 1 << 26
-# Entries of a chunk: of the forward, and of the backward without dQ (False) and with it (True).
-FORWARD_CHUNK = 256
-BACKWARD_CHUNK = {False: 1024, True: 512}
+# Entries of a chunk: of the forward, of the backward, and of that with dQ where no sequence has more than ``LONG`` tokens.
+FORWARD_CHUNK, BACKWARD_CHUNK, DQ_CHUNK = 256, 1024, 512
+LONG = 16_384
+# Rows (queries by heads) of a step of delta, and the programs that share them.
+DELTA_ROWS, DELTA_PROGRAMS = 32, 1024
 # Elements of the rows of slots that one step of a merge holds for a query head.
 MERGED = 1024
 # Elements of the chunks' dK that one step of their sum holds.
@@ -67,11 +69,17 @@ class Call:
     segments: int | None = None
 
     def union(self, q: Tensor, k: Tensor, n: int) -> Tensor | None:
-        """Counters of the lists' blocks and of the lists, 0 yet; None where the tiled design runs whatever the choice is."""
+        """Counters of the lists' blocks and of the lists, 0 yet; None where the tiled design runs whatever the choice is.
+
+        With the gathered design they are 1 and 0 from the start: no lists are made, and choices count as scattered.
+        """
         lengths = (self.layout.len_q, self.layout.len_k)
         if always_tiled(self.design, q.shape[1] // k.shape[1], n, *lengths, self.block_size):
             return None
-        return torch.zeros(2, dtype=torch.int64, device=q.device)
+        union = torch.zeros(2, dtype=torch.int64, device=q.device)
+        if self.design == "gathered":
+            union[0].fill_(1)
+        return union
 
     def num_segments(self, num_rows: int, slots: int, row_bytes: int) -> int:
         """Segments by shapes alone, so that sums never change order.
@@ -102,14 +110,6 @@ def slots_of_step(slots: int, block: int) -> int:
     return max(1, min(triton.next_power_of_2(slots), MERGED // block))
 
 
-def list_choices(block_indices: Tensor, call: Call, block_q: int, union: Tensor | None) -> Lists:
-    """Lists by tile; they fill ``union``, or, where the design is given, the design does."""
-    if call.design == "gathered" and union is not None:
-        union[0].fill_(1)
-        union = None
-    return make_lists(block_indices, call.layout, call.block_size, block_q, union)
-
-
 def strides_of(*tensors: Tensor) -> list[int]:
     """Strides of tokens and heads of each tensor."""
     return [stride for x in tensors for stride in x.stride()[:2]]
@@ -117,19 +117,19 @@ def strides_of(*tensors: Tensor) -> list[int]:
 
 def selected_forward(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """out ``[T, Hq, Dv]``, lse fp32 ``[T, Hq]``, and the order of the inverse index if one was made."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """out ``[T, Hq, Dv]``, lse fp32 ``[T, Hq]`` and, unless the tiled design is fixed, order of the inverse index and union."""
     num_q, num_heads, head_dim = q.shape
     num_kv_heads, value_dim = v.shape[1:]
     group_size, n = num_heads // num_kv_heads, block_indices.shape[-1]
     out = torch.empty(num_q, num_heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(num_q, num_heads, dtype=torch.float32, device=q.device)
+    union = call.union(q, k, n)
     if num_q == 0 or n == 0:
-        return out.zero_(), lse.fill_(-torch.inf), None
+        return out.zero_(), lse.fill_(-torch.inf), None, union
     tile, block_q = tile_of(call.tiles("selected_attention_fwd"), group_size, call.block_size)
     tile = fitting(tile, k, v)
-    union = call.union(q, k, n)
-    lists = list_choices(block_indices, call, block_q, union)
+    lists = make_lists(block_indices, call.layout, call.block_size, block_q, union, counted=call.design == "gathered")
     selected_fwd_kernel[(lists.count.shape[1], num_kv_heads)](
         q, key_source(k, tile), key_source(v, tile), out, lse, lists.block, lists.word, lists.count, union,
         *call.layout.arguments(), lists.count.shape[1], *strides_of(q, k, v), call.softmax_scale, HQ=num_heads, G=group_size,
@@ -138,7 +138,7 @@ def selected_forward(
         EDGE=tile.edge_stages, **tile.launch_options(),
     )  # fmt: skip
     order = None if union is None else gather_forward(q, k, v, block_indices, call, union, out, lse)
-    return out, lse, order
+    return out, lse, order, union
 
 
 def gather_forward(
@@ -174,11 +174,11 @@ def gather_forward(
 
 def selected_backward(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, dout: Tensor, lse: Tensor, call: Call,
-    order: Tensor | None = None, gated: Gated | None = None,
+    order: Tensor | None, union: Tensor | None, gated: Gated | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv in the shapes of q, k, v, contiguous; with ``gated`` dout is the gradient of the branches' gated sum.
 
-    ``order`` is what the forward gave.
+    ``order`` and ``union`` are what the forward gave.
     """
     num_q, num_heads, head_dim = q.shape
     num_kv_heads, value_dim = v.shape[1:]
@@ -191,8 +191,7 @@ def selected_backward(
     gated_lse = None if gated.gates is None else torch.empty_like(lse)
     tile, block_q = tile_of(call.tiles("selected_attention_dq"), group_size, call.block_size)
     tile = fitting(tile, k, v)
-    union = call.union(q, k, n)
-    lists = list_choices(block_indices, call, block_q, union)
+    lists = make_lists(block_indices, call.layout, call.block_size, block_q, union, counted=union is not None)
     selected_dq_kernel[(lists.count.shape[1], num_kv_heads)](
         q, key_source(k, tile), key_source(v, tile), out, dout, lse, delta, dq, gated.gates, gated.dgates, gated_lse,
         lists.block, lists.word, lists.count, union, *call.layout.arguments(), lists.count.shape[1], *strides_of(q, k, v, dout),
@@ -200,6 +199,12 @@ def selected_backward(
         BLOCK_Q=block_q, BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim),
         ADD=gated.adds, LIMIT_4=LIMIT_4, TMA=tile.tma, STAGES=tile.stages, EDGE=tile.edge_stages, **tile.launch_options(),
     )  # fmt: skip
+    if union is not None:
+        selected_delta_kernel[(DELTA_PROGRAMS,)](
+            out, dout, lse, delta, gated.gates, gated.dgates, gated_lse, union, call.layout.cu_q, call.layout.len_q,
+            call.layout.num_sequences, *strides_of(dout), HQ=num_heads, DV=value_dim, N=n, BLOCK_R=DELTA_ROWS,
+            BLOCK_DV=block_of(value_dim), LIMIT_4=LIMIT_4, num_warps=4,
+        )  # fmt: skip
     lse = lse if gated_lse is None else gated_lse
     return dq, *gather_backward(q, k, v, block_indices, order, dout, lse, delta, call, union, dq, gated.adds)
 
@@ -218,9 +223,10 @@ def gather_backward(
         segments = call.num_segments(q.shape[0], slots, q.shape[1] * q.shape[2] * q.element_size())
     index = make_index(block_indices, call.layout, call.block_size, num_tokens, segments, order)
     inputs = (q, k, v, dout, lse, delta)
-    _gather_gradients(inputs, grads, index, index.chunks(1, BACKWARD_CHUNK[False]), call, union, None, add)
+    _gather_gradients(inputs, grads, index, index.chunks(1, BACKWARD_CHUNK), call, union, None, add)
     if union is not None:
-        _gather_gradients(inputs, grads, index, index.chunks(segments, BACKWARD_CHUNK[True]), call, union, dq, add)
+        size = DQ_CHUNK if call.layout.len_k <= LONG else BACKWARD_CHUNK
+        _gather_gradients(inputs, grads, index, index.chunks(segments, size), call, union, dq, add)
     return grads
 
 
