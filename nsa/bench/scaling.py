@@ -72,7 +72,7 @@ class ScalingPlan:
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """One setting on one number of processes; ``docs/benchmarks.md`` explains the fields."""
+    """One setting on one number of processes; ``docs/parallel.md`` explains the fields."""
 
     config: str
     processes: int

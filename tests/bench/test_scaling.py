@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
-from nsa.bench.scaling import divided, read_scaling_rows, scaling_table
+from nsa.bench.scaling import ScalingRow, divided, read_scaling_rows, scaling_table
 from nsa.train.config import TrainConfig
 from tests.faults.cases import Nsa, Ranks, write_config
 
@@ -18,6 +20,13 @@ def test_the_global_batch_is_divided() -> None:
     assert {divided(config, n).global_batch for n in (1, 2, 4, 8)} == {8}
     with pytest.raises(ValueError, match=r"global_batch must be a multiple of the number of processes \(3\), .* got 8"):
         divided(config, 3)
+
+
+def test_fields_are_explained() -> None:
+    table = (Path(__file__).resolve().parents[2] / "docs" / "parallel.md").read_text().partition("| field of a row |")[2]
+    lines = [line for line in table.splitlines() if line.startswith("| `")]
+    explained = [name for line in lines for name in re.findall(r"`(\w+)`", line.split("|")[1])]
+    assert sorted(explained) == sorted(field.name for field in dataclasses.fields(ScalingRow))
 
 
 def test_one_process_and_two(tmp_path: Path) -> None:
