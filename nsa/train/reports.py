@@ -167,10 +167,12 @@ class Reports:
             document_mask=config.data.document_mask,
         )
         strategy, sum_processes = self._around.strategy, self._around.processes.sum
-        with LayerStatistics(model) as layers:
-            shared = self._share(batches, layers)
-            result = evaluate(strategy.loss, shared, compute_dtype=config.compute_dtype, sum_processes=sum_processes)
-        strategy.rest()
+        try:
+            with LayerStatistics(model) as layers:
+                shared = self._share(batches, layers)
+                result = evaluate(strategy.loss, shared, compute_dtype=config.compute_dtype, sum_processes=sum_processes)
+        finally:
+            strategy.rest()
         figure = result["bits_per_byte"]
         self.validated = progress.step, figure
         if progress.best_val_bits_per_byte is None or figure < progress.best_val_bits_per_byte:
@@ -219,17 +221,19 @@ class Reports:
             logger.warning("sample.txt could not be written (%s)", error)
 
     def _whole_model(self) -> LanguageModel:
-        """A model that this process can run alone, holding the weights if it is the main one."""
-        model = self._state.model
-        if not self._around.strategy.in_step:
+        """A model that the main process can run alone; all processes have to ask for it."""
+        model, around = self._state.model, self._around
+        if not around.strategy.in_step:
             return model
-        is_main = self._around.processes.is_main
-        copy = LanguageModel(model.config).to(self._around.device if is_main else "meta")
-        for weight, target in zip(model.parameters(), copy.parameters(), strict=True):
-            whole = gather(weight)
-            if is_main:
-                put(target.detach(), whole)
-        return copy
+        whole = None
+        if around.processes.is_main:
+            with around.device:
+                whole = LanguageModel(model.config)
+        for name, weight in model.named_parameters():
+            gathered = gather(weight)
+            if whole is not None:
+                put(whole.get_parameter(name).detach(), gathered)
+        return model if whole is None else whole
 
 
 class _InterruptedError(Exception):

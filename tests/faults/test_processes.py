@@ -83,15 +83,17 @@ def test_processes_train_like_one(tmp_path: Path, whole: Path, number: int, accu
     near(reproducible_rows(tmp_path / "run"), reproducible_rows(whole / "run"))
 
 
-def test_muon_on_shards_is_muon(tmp_path: Path, whole: Path) -> None:
+def test_muon_and_a_tied_head_on_shards(tmp_path: Path, whole: Path) -> None:
     """Without clipping, whose factor is rounded otherwise, nothing is: the matrices are whole when they are orthogonalised."""
-    words = ("train", whole / "tiny.yaml", "--optim.name", "muon", "--optim.grad-clip", "0", "--loss-chunk", "50")
+    words: tuple[str | Path, ...] = ("train", whole / "tiny.yaml", "--optim.name", "muon", "--optim.grad-clip", "0")
+    words = (*words, "--loss-chunk", "50", "--model.tie-head", "true", "--sample-tokens", "5")
     with Nsa(*words, "--run-dir", tmp_path / "one", said=tmp_path / "said") as nsa:
         assert nsa.end() == 0
     more = (*TWO, "--checkpointing.policy", "full", *FSDP)
     with Ranks(*words, "--run-dir", tmp_path / "run", *more, folder=tmp_path) as run:
         assert run.end() == [0, 0], run.text
     near(reproducible_rows(tmp_path / "run"), reproducible_rows(tmp_path / "one"))
+    assert (tmp_path / "run" / "sample.txt").exists()
 
 
 def halted(words: tuple[str | Path, ...], folder: Path, number: int) -> None:
