@@ -81,6 +81,7 @@ class ScalingRow:
     gather_dtype: str
     bucket_mib: float
     static_graph: bool
+    compile_layers: bool
     checkpointing: str
     compile: bool
     compute_dtype: str
@@ -244,7 +245,8 @@ def _measure(plan: ScalingPlan, config: TrainConfig, processes: Processes, devic
     row = ScalingRow(
         config=plan.name, processes=processes.world_size, strategy=parallel.strategy,
         gradient_compression=parallel.gradient_compression, gather_dtype=parallel.gather_dtype, bucket_mib=parallel.bucket_mib,
-        static_graph=parallel.static_graph, checkpointing=config.checkpointing.policy, compile=config.compile,
+        static_graph=parallel.static_graph, compile_layers=parallel.compile_layers,
+        checkpointing=config.checkpointing.policy, compile=config.compile,
         compute_dtype=config.compute_dtype, seq_len=config.seq_len, global_batch=config.global_batch,
         micro_batch=config.micro_batch, accumulation=config.accumulation,
         parameters=trainer.model.num_parameters()["total"], step_ms=round(1000 * clock.seconds / plan.steps, 4),

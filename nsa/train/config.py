@@ -182,6 +182,8 @@ class ParallelConfig:
             too (matrix products round their weights anyway), and needs ``compute_dtype`` bf16.
         bucket_mib: gradients that ``ddp`` sends at a time, MiB.
         static_graph: tells ``ddp`` that every step is like the first.
+        compile_layers: with ``compile``, whether each layer is a graph of its own, whose gradients are sent while those of the
+            layers before it are computed; ``ddp`` may also have the whole model as one graph, which gives all of them at the end.
     """
 
     strategy: Literal["ddp", "fsdp"] = "ddp"
@@ -189,10 +191,16 @@ class ParallelConfig:
     gather_dtype: Literal["fp32", "bf16"] = "fp32"
     bucket_mib: float = 25.0
     static_graph: bool = False
+    compile_layers: bool = True
 
     def __post_init__(self) -> None:
         check(self.bucket_mib > 0, "ParallelConfig", "bucket_mib", "be positive", self.bucket_mib)
-        for name, strategy in (("gather_dtype", "fsdp"), ("bucket_mib", "ddp"), ("static_graph", "ddp")):
+        for name, strategy in (
+            ("gather_dtype", "fsdp"),
+            ("bucket_mib", "ddp"),
+            ("static_graph", "ddp"),
+            ("compile_layers", "ddp"),
+        ):
             given, default = getattr(self, name), type(self).__dataclass_fields__[name].default
             rule = f"be left at {default} with strategy {self.strategy}"
             check(given == default or self.strategy == strategy, "ParallelConfig", name, rule, given)

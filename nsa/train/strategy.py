@@ -55,7 +55,10 @@ class Replicated:
         Args:
             compiler: from a module or function to its compiled form; None leaves it as it is.
         """
-        loss = self.loss if compiler is None else cast(nn.Module, compiler(self.loss))
+        by_layer = self._processes.world_size > 1 and self._config.compile_layers
+        loss: nn.Module = self.loss
+        if compiler is not None:
+            loss = _with_compiled_layers(self.loss, compiler) if by_layer else cast(nn.Module, compiler(self.loss))
         if self._processes.world_size == 1:
             return loss
         self._replica = DistributedDataParallel(
@@ -107,10 +110,7 @@ class Sharded(Replicated):
 
     def training_module(self, compiler: Compiler | None) -> nn.Module:
         """What is called in training; compiled is each layer, since gathering and scattering stand between them."""
-        if compiler is not None:
-            for layer in self.loss.model.decoder_layers():
-                layer.forward = _in_training(compiler(layer.forward), layer.forward)  # type: ignore[method-assign]
-        return self.loss
+        return self.loss if compiler is None else _with_compiled_layers(self.loss, compiler)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         """Sets it for all modules until the next call; gradients wait unsharded for the last micro-batch."""
@@ -127,6 +127,13 @@ class Sharded(Replicated):
     def rest(self) -> None:
         """After a backward pass the outermost unit is sharded again by itself."""
         cast(FSDPModule, self.loss).reshard()
+
+
+def _with_compiled_layers(loss: NextTokenLoss, compiler: Compiler) -> NextTokenLoss:
+    """``loss`` itself, each of whose layers is now a graph of its own in passes that record gradients."""
+    for layer in loss.model.decoder_layers():
+        layer.forward = _in_training(compiler(layer.forward), layer.forward)  # type: ignore[method-assign]
+    return loss
 
 
 def _in_training(compiled: Callable[..., Tensor], eager: Callable[..., Tensor]) -> Callable[..., Tensor]:

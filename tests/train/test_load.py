@@ -109,7 +109,7 @@ STREAM = DataConfig(
     "stream", "owner/name", subset="s", split="test", revision="v1", text_field="body", time_limit_s=7.0, validation_tokens=9,
     synthetic_fallback="copy",
 )  # fmt: skip
-DDP = ParallelConfig("ddp", "bf16", bucket_mib=3.5, static_graph=True)
+DDP = ParallelConfig("ddp", "bf16", bucket_mib=3.5, static_graph=True, compile_layers=False)
 FSDP = ParallelConfig("fsdp", gather_dtype="bf16")
 
 

@@ -27,6 +27,7 @@ from tests.train.test_activations import Count
 CPU = torch.device("cpu")
 TOKENS, CU_SEQLENS = torch.arange(60), torch.tensor([0, 25, 60], dtype=torch.int32)
 LAYERS = 3
+COMPILER = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
 
 
 def make_loss() -> NextTokenLoss:
@@ -149,7 +150,7 @@ def test_shards_compile_by_layer_and_evaluate_as_they_are(alone: Processes) -> N
     strategy = Sharded(make_loss(), ParallelConfig("fsdp"), alone, CPU)
     backward(strategy.loss)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients(strategy.loss), wanted, strict=True))
-    module = strategy.training_module(functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
+    module = strategy.training_module(COMPILER)
     backward(module)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients(strategy.loss), wanted, strict=True))
     watched = []
@@ -157,6 +158,20 @@ def test_shards_compile_by_layer_and_evaluate_as_they_are(alone: Processes) -> N
     with torch.no_grad():
         strategy.loss(TOKENS, TOKENS, CU_SEQLENS, 35)
     assert watched
+
+
+def test_replicas_compile_by_layer_or_as_one_graph(alone: Processes) -> None:
+    alone.world_size = 2  # it believes
+    for by_layer in (True, False):
+        loss, seen = make_loss(), list[Any]()
+        wanted = [layer.forward for layer in loss.model.decoder_layers()] if by_layer else [loss]
+
+        def note(function: Any, seen: list[Any] = seen) -> Any:
+            seen.append(function)
+            return function
+
+        backward(distribute(loss, ParallelConfig(compile_layers=by_layer), alone, CPU).training_module(note))
+        assert seen == wanted
 
 
 def test_shards_go_through_checkpoints_whole(tmp_path: Path, alone: Processes) -> None:
