@@ -183,7 +183,7 @@ class ParallelConfig:
         bucket_mib: gradients that ``ddp`` sends at a time, MiB.
         static_graph: tells ``ddp`` that every step is like the first.
         compile_layers: with ``compile``, whether each layer is a graph of its own, whose gradients are sent while those of the
-            layers before it are computed; ``ddp`` may also have the whole model as one graph, which gives all of them at the end.
+            layers before are computed; ``ddp`` may also have the whole model as one graph, which gives all of them at the end.
     """
 
     strategy: Literal["ddp", "fsdp"] = "ddp"
