@@ -166,6 +166,9 @@ def range_backward(
         dk_sum = torch.empty(num_chunks, *k.shape, dtype=torch.float32, device=k.device)
         dv_sum = torch.empty(num_chunks, *v.shape, dtype=torch.float32, device=v.device)
     tile_dkv = fitting(tile_dkv, q, dout)
+    if group_size == 1 and tile_dkv.max_registers is not None:
+        # Addresses that rise evenly are kept in registers: none are left for pipelined edges.
+        tile_dkv = replace(tile_dkv, edge_stages=1)
     range_dkv_kernel[(num_blocks, num_kv_heads, num_chunks)](
         row_source(q, tile_dkv), k, v, row_source(dout, tile_dkv), lse if gated_lse is None else gated_lse, delta, dk_sum,
         dv_sum, *layout.arguments(), num_q, chunk_rows, num_key, *strides, softmax_scale, layout.size, layout.stride,

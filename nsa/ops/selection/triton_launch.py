@@ -13,6 +13,8 @@ from nsa.ops._triton.tuning import Tile
 from nsa.ops.selection.reference import to_fp8
 from nsa.ops.selection.triton_fwd import select_kernel
 
+# Compressed keys of a block where tiles were measured: 64 tokens, one key every 16.
+USUAL_KEYS = 4
 # Shared memory for queries that stay on chip.
 KEPT_BYTES = 64 * 1024
 
@@ -54,8 +56,12 @@ def select_blocks_forward(
     width = triton.next_power_of_2(choice.num_blocks)
     step = max(tile.keys, width)
     # A step must hold as many blocks as are chosen. Fewer queries, then more warps, keep its scores in registers.
-    rows = max(16, tile.rows * tile.keys // step)
-    tile = replace(tile, warps=max(tile.warps, min(8, tile.warps * rows * step // (tile.rows * tile.keys))))
+    scores = step * -(-choice.block_size // layout.stride)  # of a query; a tile is made for USUAL_KEYS compressed keys a block
+    if coarse is not None:
+        scores *= 2  # the list of coarse blocks needs registers, too
+    usual = tile.keys * USUAL_KEYS
+    rows = max(16, min(tile.rows, tile.rows * usual // scores))
+    tile = replace(tile, warps=max(tile.warps, min(8, tile.warps * rows * scores // (tile.rows * usual))))
     grid = (layout.num_tiles(num_q, rows, layout.len_q), num_kv_heads)
     q_scale = k_scale = None
     block_d = block_of(head_dim)
