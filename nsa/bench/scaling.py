@@ -84,6 +84,7 @@ class ScalingRow:
     compile_layers: bool
     checkpointing: str
     compile: bool
+    cuda_graphs: bool
     compute_dtype: str
     seq_len: int
     global_batch: int
@@ -111,7 +112,7 @@ class ScalingRow:
 
 
 def divided(config: TrainConfig, world_size: int) -> TrainConfig:
-    """The same global batch on another number of processes: each takes its part, in as many micro-batches if that can be.
+    """The same global batch on another number of processes, in micro-batches of at most as many windows as before.
 
     Raises:
         ValueError: it cannot be divided.
@@ -119,8 +120,8 @@ def divided(config: TrainConfig, world_size: int) -> TrainConfig:
     windows, rest = divmod(config.global_batch, world_size)
     rule = f"be a multiple of the number of processes ({world_size}), so that none is without work"
     check(rest == 0, "nsa bench scaling", "global_batch", rule, config.global_batch)
-    accumulation = config.accumulation if windows % config.accumulation == 0 else 1
-    return replace(config, world_size=world_size, micro_batch=windows // accumulation, accumulation=accumulation)
+    micro_batch = max(size for size in range(1, config.micro_batch + 1) if windows % size == 0)
+    return replace(config, world_size=world_size, micro_batch=micro_batch, accumulation=windows // micro_batch)
 
 
 def bench_scaling(plan: ScalingPlan, launch: Launch) -> None:
@@ -246,7 +247,7 @@ def _measure(plan: ScalingPlan, config: TrainConfig, processes: Processes, devic
         config=plan.name, processes=processes.world_size, strategy=parallel.strategy,
         gradient_compression=parallel.gradient_compression, gather_dtype=parallel.gather_dtype, bucket_mib=parallel.bucket_mib,
         static_graph=parallel.static_graph, compile_layers=parallel.compile_layers,
-        checkpointing=config.checkpointing.policy, compile=config.compile,
+        checkpointing=config.checkpointing.policy, compile=config.compile, cuda_graphs=config.cuda_graphs,
         compute_dtype=config.compute_dtype, seq_len=config.seq_len, global_batch=config.global_batch,
         micro_batch=config.micro_batch, accumulation=config.accumulation,
         parameters=trainer.model.num_parameters()["total"], step_ms=round(1000 * clock.seconds / plan.steps, 4),

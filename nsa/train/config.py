@@ -227,7 +227,7 @@ class TrainConfig:
         compute_dtype: ``bf16`` runs matrix products under autocast, master weights stay fp32; ``fp32`` runs none.
         compile: whether model and loss go through ``torch.compile``, as one graph.
         cuda_graphs: whether forward and backward of a micro-batch are replayed from a CUDA graph, which spares the host its
-            work: for micro-batches of few tokens. Needs a GPU, and one process.
+            work: for micro-batches of few tokens. Needs a GPU; several processes need ``parallel.strategy`` ddp.
         tf32: whether fp32 matrix products may use TF32.
         loss_chunk: positions whose logits exist at a time; 0 means all.
         log_every: optimizer steps from one row of metrics to the next; 0 means only at the end.

@@ -20,6 +20,7 @@ from nsa.train.config import ParallelConfig
 from nsa.train.loss import NextTokenLoss
 from nsa.train.parallel import Processes
 from nsa.train.sharding import own_part
+from nsa.train.throughput import MIB
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ class Replicated:
         config: what the processes send each other, and when.
         processes: this process among those of the run.
         device: where this process computes.
+        captured: whether backward passes are replayed from CUDA graphs, in which DDP cannot send anything; gradients are then
+            averaged after the last of them.
 
     Attributes:
         loss: the module without what training wraps around it, for evaluations.
@@ -44,8 +47,11 @@ class Replicated:
 
     in_step = False
 
-    def __init__(self, loss: NextTokenLoss, config: ParallelConfig, processes: Processes, device: torch.device) -> None:
+    def __init__(
+        self, loss: NextTokenLoss, config: ParallelConfig, processes: Processes, device: torch.device, *, captured: bool = False
+    ) -> None:
         self.loss, self._config, self._processes, self._device = loss, config, processes, device
+        self._captured = captured
         self._replica: DistributedDataParallel | None = None
         self._is_first = True
 
@@ -55,11 +61,12 @@ class Replicated:
         Args:
             compiler: from a module or function to its compiled form; None leaves it as it is.
         """
-        by_layer = self._processes.world_size > 1 and self._config.compile_layers
+        is_alone = self._processes.world_size == 1
+        by_layer = self._config.compile_layers and not (is_alone or self._captured)
         loss: nn.Module = self.loss
         if compiler is not None:
             loss = _with_compiled_layers(self.loss, compiler) if by_layer else cast(nn.Module, compiler(self.loss))
-        if self._processes.world_size == 1:
+        if is_alone or self._captured:
             return loss
         self._replica = DistributedDataParallel(
             loss,
@@ -79,6 +86,17 @@ class Replicated:
         if self._replica is None or last or (first and self._config.static_graph):
             return nullcontext()
         return self._replica.no_sync()
+
+    def exchange(self, gradients: Sequence[Tensor]) -> None:
+        """Average gradients over the processes in place, after the last micro-batch, where no backward pass has done it."""
+        if not self._captured or self._processes.world_size == 1:
+            return
+        dtype = torch.bfloat16 if self._config.gradient_compression == "bf16" else torch.float32
+        for bucket in _buckets(gradients, self._config.bucket_mib):
+            sent = torch.cat([gradient.flatten().to(dtype) for gradient in bucket])
+            self._processes.sum(sent.div_(self._processes.world_size))
+            parts = sent.split([gradient.numel() for gradient in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)])
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Euclidean norm over all gradients, fp32 scalar, the same on every process; nothing waits for the device."""
@@ -129,6 +147,18 @@ class Sharded(Replicated):
         cast(FSDPModule, self.loss).reshard()
 
 
+def _buckets(gradients: Sequence[Tensor], bucket_mib: float) -> list[list[Tensor]]:
+    """Gradients in their order, together as many as fit into a bucket, at least one."""
+    buckets, size = list[list[Tensor]](), 0
+    for gradient in gradients:
+        if not buckets or size + gradient.nbytes > bucket_mib * MIB:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(gradient)
+        size += gradient.nbytes
+    return buckets
+
+
 def _with_compiled_layers(loss: NextTokenLoss, compiler: Compiler) -> NextTokenLoss:
     """``loss`` itself, each of whose layers is now a graph of its own in passes that record gradients."""
     for layer in loss.model.decoder_layers():
@@ -145,7 +175,9 @@ def _in_training(compiled: Callable[..., Tensor], eager: Callable[..., Tensor]) 
     return forward
 
 
-def distribute(loss: NextTokenLoss, config: ParallelConfig, processes: Processes, device: torch.device) -> Replicated:
+def distribute(
+    loss: NextTokenLoss, config: ParallelConfig, processes: Processes, device: torch.device, *, captured: bool = False
+) -> Replicated:
     """The strategy of a run; a single process has nothing to share, whatever the configuration says.
 
     Args:
@@ -153,12 +185,14 @@ def distribute(loss: NextTokenLoss, config: ParallelConfig, processes: Processes
         config: which strategy, and its settings.
         processes: this process among those of the run.
         device: where this process computes.
+        captured: whether backward passes are replayed from CUDA graphs.
 
     Raises:
-        ValueError: ``ddp`` on CPUs cannot send bf16.
+        ValueError: ``ddp`` on CPUs cannot send bf16, and what ``fsdp`` sends cannot be captured.
     """
     if processes.world_size == 1:
-        return Replicated(loss, config, processes, device)
+        return Replicated(loss, config, processes, device, captured=captured)
+    check(config.strategy == "ddp" or not captured, "train", "cuda_graphs", "be false with parallel.strategy fsdp", captured)
     check(
         config.strategy == "fsdp" or config.gradient_compression == "none" or device.type == "cuda",
         "train", "parallel.gradient_compression", "be none with parallel.strategy ddp on CPUs", config.gradient_compression,
@@ -167,4 +201,6 @@ def distribute(loss: NextTokenLoss, config: ParallelConfig, processes: Processes
         "parallel: %s over %d processes, gradients sent in %s",
         config.strategy, processes.world_size, "bf16" if config.gradient_compression == "bf16" else "fp32",
     )  # fmt: skip
-    return (Sharded if config.strategy == "fsdp" else Replicated)(loss, config, processes, device)
+    if config.strategy == "fsdp":
+        return Sharded(loss, config, processes, device)
+    return Replicated(loss, config, processes, device, captured=captured)

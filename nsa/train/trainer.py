@@ -127,14 +127,13 @@ class Trainer:
         self.model = LanguageModel(config.model).to(self.device)
         checkpoint_activations(self.model, config.checkpointing)
         loss = NextTokenLoss(self.model, config.loss_chunk)
-        self.strategy = distribute(loss, config.parallel, self.processes, self.device)
+        hint = "Give --cuda-graphs false."
+        check(not config.cuda_graphs or self.device.type == "cuda", "train", "cuda_graphs", "be false on a CPU", True, hint)
+        self.strategy = distribute(loss, config.parallel, self.processes, self.device, captured=config.cuda_graphs)
         sampler = self.data.sampler(config.seq_len, config.seed)
         self.state = TrainState(self.model, ModelOptimizer(self.model, config.optim), sampler)
         compiler = functools.partial(torch.compile, fullgraph=True) if config.compile else None
         self.loss: Callable[..., Tensor] = self.strategy.training_module(compiler)
-        one_gpu = self.device.type == "cuda" and config.world_size == 1
-        rule, hint = "be false on a CPU or with several processes", "Give --cuda-graphs false."
-        check(one_gpu or not config.cuda_graphs, "train", "cuda_graphs", rule, True, hint)
         self._micro_batch = Replay(self._forward_backward) if config.cuda_graphs else self._forward_backward
         self._results: LateReader[_StepInfo] = LateReader()
         self._requests = Requests(run_folder.halt if self.processes.is_main else None)
@@ -245,7 +244,9 @@ class Trainer:
                 loss += self._micro_batch(batch, divisor)
         processes.sum(loss)
         parameters = optimizer.parameters()
-        grad_norm = self.strategy.norm(_gradients(parameters))
+        gradients = _gradients(parameters)
+        self.strategy.exchange(gradients)
+        grad_norm = self.strategy.norm(gradients)
         cancel = 1.0 - (grad_norm.isfinite() & loss.isfinite()).float()
         if config.optim.grad_clip > 0:
             clip_grads_with_norm_(parameters, config.optim.grad_clip, grad_norm)

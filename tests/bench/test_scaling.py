@@ -16,7 +16,7 @@ from tests.faults.cases import Nsa, Ranks, write_config
 def test_the_global_batch_is_divided() -> None:
     config = TrainConfig(micro_batch=4, accumulation=2, global_batch=8)
     found = [(part.micro_batch, part.accumulation) for part in (divided(config, number) for number in (1, 2, 4, 8))]
-    assert found == [(4, 2), (2, 2), (1, 2), (1, 1)]
+    assert found == [(4, 2), (4, 1), (2, 1), (1, 1)]
     assert {divided(config, n).global_batch for n in (1, 2, 4, 8)} == {8}
     with pytest.raises(ValueError, match=r"global_batch must be a multiple of the number of processes \(3\), .* got 8"):
         divided(config, 3)
@@ -39,7 +39,7 @@ def test_one_process_and_two(tmp_path: Path) -> None:
         assert run.ranks[1].text == ""
     rows = read_scaling_rows(out)
     assert [(row.processes, row.bucket_mib, row.micro_batch, row.accumulation) for row in rows] == [
-        (1, 25.0, 2, 2), (2, 0.01, 1, 2), (2, 25.0, 1, 2),
+        (1, 25.0, 2, 2), (2, 0.01, 2, 1), (2, 25.0, 2, 1),
     ]  # fmt: skip
     assert [row.loss_nats for row in rows] == pytest.approx([rows[0].loss_nats] * 3, rel=1e-5)
     for row in rows:

@@ -174,6 +174,27 @@ def test_replicas_compile_by_layer_or_as_one_graph(alone: Processes) -> None:
         assert seen == wanted
 
 
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+def test_gradients_of_replayed_passes_are_averaged_afterwards(alone: Processes, compression: Any) -> None:
+    """The sum over this one process is what it has; it believes to be one of two, so half of it must come out."""
+    alone.world_size = 2
+    config = ParallelConfig(gradient_compression=compression, bucket_mib=0.02)
+    strategy = Replicated(make_loss(), config, alone, CPU, captured=True)
+    module = strategy.training_module(None)
+    assert module is strategy.loss  # nothing around it
+    with Count() as silent, strategy.accumulating(last=True):
+        backward(module)
+    parameters = [parameter.grad for parameter in strategy.loss.parameters() if parameter.grad is not None]
+    wanted = [(gradient / 2).bfloat16().float() if compression == "bf16" else gradient / 2 for gradient in parameters]
+    with Count() as count:
+        strategy.exchange(parameters)
+    messages = [sum(n for name, n in mode.runs.items() if str(name).startswith("c10d")) for mode in (silent, count)]
+    assert messages[0] == 0
+    assert 3 < messages[1] < len(parameters)
+    for gradient, expected in zip(parameters, wanted, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-2 if compression == "bf16" else 0, atol=0)
+
+
 def test_shards_go_through_checkpoints_whole(tmp_path: Path, alone: Processes) -> None:
     shards = dict(Sharded(make_loss(), ParallelConfig("fsdp"), alone, CPU).loss.named_parameters())
     wanted = {name: parameter.detach().clone() for name, parameter in make_loss().named_parameters()}
@@ -203,6 +224,11 @@ def test_settings_of_the_other_strategy_are_refused() -> None:
         ParallelConfig(gather_dtype="bf16")
     with pytest.raises(ValueError, match=r"parallel\.gather_dtype must be fp32 with compute_dtype fp32, got bf16"):
         TrainConfig(parallel=ParallelConfig("fsdp", gather_dtype="bf16"), compute_dtype="fp32")
+
+
+def test_what_shards_send_cannot_be_captured(four: Processes) -> None:
+    with pytest.raises(ValueError, match=r"cuda_graphs must be false with parallel\.strategy fsdp, got True"):
+        distribute(make_loss(), ParallelConfig("fsdp"), four, CPU, captured=True)
 
 
 def test_one_process_shares_nothing() -> None:
