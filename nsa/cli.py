@@ -15,12 +15,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nsa.bench import command as bench
 from nsa.errors import UserError, check, fail
 from nsa.train import data_command as data
+from nsa.train.profiler import command as profiler
 
 if TYPE_CHECKING:
     from nsa.train.config import TrainConfig
@@ -86,7 +88,7 @@ def _say(line: str) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    parser = _parsers(complete=words[:1] == ["train"])
+    parser = _parsers(complete=words[:1] in (["train"], ["profile"]))
     chosen, rest = parser, words
     while chosen.commands and rest and not rest[0].startswith("-"):
         if rest[0] not in chosen.commands:
@@ -170,7 +172,7 @@ class _Once(argparse.Action):
 
 
 def _parsers(*, complete: bool) -> _Parser:
-    """The parser, with those of the commands; with ``complete`` that of ``train`` knows the settings of the configuration."""
+    """The parser, with those of the commands; with ``complete`` those that train know the settings of the configuration."""
     parser = _Parser(
         prog="nsa",
         description="Native Sparse Attention: train a language model, measure it, let it write.",
@@ -179,7 +181,8 @@ def _parsers(*, complete: bool) -> _Parser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and leave")
     parser.add_commands(_COMMANDS)
     if complete:
-        _add_settings(parser.commands["train"])
+        for name in ("train", "profile"):
+            _add_settings(parser.commands[name])
     return parser
 
 
@@ -299,10 +302,13 @@ def _run(config: TrainConfig, folder: RunFolder, processes: Processes, *, is_new
             plotted = time.monotonic()
 
     with (
+        folder.in_use() if processes.is_main else nullcontext("") as remark,
         RunReport(folder.log if processes.is_main else None, config.steps) as report,
         Watchdog(folder, processes.rank, config.stall_limit_s) as watchdog,
     ):
         report.line(f"run folder: {folder.path}", event="start")
+        if remark:
+            report.line(remark, event="warning")
         trainer = Trainer(config, folder, processes=processes, resume=not is_new, on_row=on_row, beat=watchdog.beat)
         if not is_new and processes.is_main:
             folder.record_launch(resumed_from_step=trainer.state.progress.step, overrides=overrides)
@@ -466,10 +472,34 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
+_TRACK = """\
+Send the rows of RUN to a tracker: trackio, which keeps them on this machine, or Weights & Biases (wandb). The run itself never
+waits for a tracker; this command reads its metrics.jsonl, beside it or afterwards, and goes on where it stopped.
+"""
+
+
+def _add_track(parser: _Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="run folder, for example runs/cpu-small-1")
+    parser.add_argument("--to", required=True, metavar="NAME", help="trackio or wandb; the package must be installed")
+    parser.add_argument("--project", default="nsa", metavar="NAME", help="project of the tracker (default nsa)")
+    parser.add_argument("--follow", action="store_true", help="go on with new rows until the run has done all its steps")
+
+
+def _track(args: argparse.Namespace) -> int:
+    from nsa.train.run_folder import RunFolder
+    from nsa.train.tracking import track
+
+    for line in track(RunFolder.open(args.run), args.to, project=args.project, follow=args.follow):
+        print(line, flush=True)
+    return 0
+
+
 # --- doctor ---------------------------------------------------------------------------------------------------------------
 _DOCTOR = """\
 Look at this machine: versions, GPUs and how they are connected, memory, free disk, which implementation of the attention
-operators runs on which device and why, and whether the configurations load. Exit code 1 if something will not work.
+operators runs on which device and why, and whether the configurations load. Exit code 1 if something will not work. For one
+shape it says which kernels run, with which tiles, and why:
+  nsa doctor --shape seed --seq 65536
 """
 
 
@@ -477,12 +507,18 @@ def _add_doctor(parser: _Parser) -> None:
     parser.add_argument(
         "--configs", metavar="DIR", help="folder of configurations to check (default configs, where there is one)"
     )
+    parser.add_argument("--shape", metavar="SHAPE", help="seed, wide, paper or HqxHkvxDxDv: say what runs for it; with --seq")
+    parser.add_argument("--seq", type=int, metavar="N", help="tokens of the longest sequence, with --shape")
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"), help="with --shape (default bf16)")
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from nsa.doctor import diagnose
+    from nsa.doctor import Question, diagnose
 
-    return EXIT_FAILED if diagnose(None if args.configs is None else Path(args.configs)) else 0
+    given = args.shape is not None, args.seq is not None
+    check(all(given) or not any(given), "nsa doctor", "--shape and --seq", "be given together", (args.shape, args.seq))
+    question = Question.of(args.shape, args.seq, args.dtype) if all(given) else None
+    return EXIT_FAILED if diagnose(None if args.configs is None else Path(args.configs), question) else 0
 
 
 _BENCH_COMMANDS = (
@@ -504,7 +540,9 @@ _COMMANDS = (
     ("generate", _add_generate, _generate, "let a trained model continue a prompt", _GENERATE),
     ("check", _add_check, _check, "check that the records of a run agree", _CHECK),
     ("report", _add_report, _report, "write a page about runs", _REPORT),
+    ("track", _add_track, _track, "send the rows of a run to a tracker", _TRACK),
     ("data", None, _DATA_COMMANDS, "prepare text for training", data.DATA),
+    ("profile", profiler.add_profile, profiler.run_profile, "record where the time of training goes", profiler.PROFILE),
     ("bench", None, _BENCH_COMMANDS, "measure this library's speed beside others", bench.BENCH),
     ("doctor", _add_doctor, _doctor, "check this machine and installation", _DOCTOR),
 )

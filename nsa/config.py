@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -35,7 +36,9 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         _one_of(self, "kind", ("linear", "yarn"))
-        check(self.factor >= 1, "RopeScaling", "factor", "be at least 1", self.factor)
+        check(1 <= self.factor < math.inf, "RopeScaling", "factor", "be at least 1 and finite", self.factor)
+        fits = 0 < self.beta_slow < self.beta_fast < math.inf
+        check(fits, "RopeScaling", "beta_slow", f"be positive and below beta_fast ({self.beta_fast})", self.beta_slow)
         _positive(self, "original_max_position")
 
 
@@ -124,7 +127,7 @@ class NSAConfig:
             "NSAConfig", "branches", f"be a non-empty subset of {BRANCHES} without repeats", branches,
         )  # fmt: skip
         object.__setattr__(self, "branches", tuple(name for name in BRANCHES if name in branches))
-        check(self.rope_theta > 0, "NSAConfig", "rope_theta", "be positive", self.rope_theta)
+        check(1 < self.rope_theta < math.inf, "NSAConfig", "rope_theta", "be above 1 and finite", self.rope_theta)
         object.__setattr__(self, "text", json.dumps(dataclasses.asdict(self)))
         if self.rotary_dim is not None:
             check(

@@ -28,6 +28,9 @@ class Rope:
     scaling: RopeScaling | None = None
     position_offset: int = 0
 
+    def __post_init__(self) -> None:
+        check(1 < self.theta < math.inf, "Rope", "theta", "be above 1 and finite", self.theta)
+
     @classmethod
     def from_config(cls, config: NSAConfig) -> Rope:
         """The rotation that a layer of ``config`` uses."""

@@ -1,10 +1,13 @@
-"""What holds for every test: one thread, fixed examples."""
+"""What holds for every test: one thread, fixed examples; counts of what was provoked, one line for each kind at the end."""
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from collections.abc import Callable
 
 import hypothesis
+import pytest
 import torch
 
 # Two test processes share the machine; the programs that tests start inherit the setting.
@@ -14,3 +17,33 @@ torch.set_num_threads(1)
 # The same examples in every run: a red test stays red until it is mended. Deadlines measure the machine, not the code.
 hypothesis.settings.register_profile("nsa", derandomize=True, database=None, deadline=None, max_examples=50)
 hypothesis.settings.load_profile("nsa")
+
+Count = Callable[..., None]
+
+
+@pytest.fixture
+def count(record_property: Callable[[str, object], None]) -> Count:
+    """Call it with a kind, how many there were, how many went well, and remarks with numbers that are summed up."""
+
+    def record(kind: str, number: int, well: int, **remarks: int) -> None:
+        record_property("fault", [kind, number, well, remarks])
+
+    return record
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    totals: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    remarks: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, value in report.user_properties:
+            if name == "fault" and report.when == "call":
+                kind, number, well, more = value
+                totals[kind][0] += number
+                totals[kind][1] += well
+                for remark, amount in more.items():
+                    remarks[kind][remark] += amount
+    if totals:
+        terminalreporter.section("provoked faults")
+    for kind, (number, well) in sorted(totals.items()):
+        more = "".join(f", {remark.replace('_', ' ')} {amount}" for remark, amount in remarks[kind].items())
+        terminalreporter.line(f"{kind}: {well} of {number}{more}")

@@ -55,19 +55,39 @@ def compress(x: Array, l: int, d: int, phi: str = "mean", weights: dict[str, Arr
 # -------------------------------------------------------------------------------------------------------------- RoPE
 
 
-def rotate(x: Array, positions: Iterable[int], rotary_dim: int | None = None, theta: float = 10_000.0) -> Array:
-    """[T, H, D] -> [T, H, D]: half-split layout, pairs (m, m + rotary_dim / 2), angle position * theta^(-2m / rotary_dim).
+def frequency(m: int, dim: int, theta: float, scaling: Any = None) -> float:
+    """Radians a position of pair m: theta^(-2m / dim), stretched by ``scaling`` (linear, or YaRN's ramp over pairs)."""
+    plain = theta ** (-2.0 * m / dim)
+    if scaling is None:
+        return plain
+    if scaling.kind == "linear":
+        return plain / scaling.factor
 
-    The angle is rounded to fp32, as the page asks.
+    def pair(turns: float) -> float:
+        """The pair, not rounded, that turns so often within the original length."""
+        return dim * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = max(math.floor(pair(scaling.beta_fast)), 0), math.ceil(pair(scaling.beta_slow))
+    interpolated = min(max((m - first) / max(last - first, 1), 0.0), 1.0)
+    return plain * (1 - interpolated) + plain / scaling.factor * interpolated
+
+
+def rotate(
+    x: Array, positions: Iterable[int], rotary_dim: int | None = None, theta: float = 10_000.0, scaling: Any = None
+) -> Array:
+    """[T, H, D] -> [T, H, D]: half-split layout, pairs (m, m + rotary_dim / 2), angle position * frequency of the pair.
+
+    The angle is rounded to fp32, as the page asks. YaRN multiplies cosine and sine by 0.1 ln(factor) + 1.
     """
     dim = x.shape[-1] if rotary_dim is None else rotary_dim
     half = dim // 2
+    size = 0.1 * math.log(scaling.factor) + 1.0 if scaling is not None and scaling.kind == "yarn" else 1.0
     out = np.array(x, dtype=np.float64)
     for r, position in enumerate(positions):
         for h in range(x.shape[1]):
             for m in range(half):
-                angle = float(np.float32(position) * np.float32(theta ** (-2.0 * m / dim)))
-                first, second = x[r, h, m], x[r, h, m + half]
+                angle = float(np.float32(position) * np.float32(frequency(m, dim, theta, scaling)))
+                first, second = x[r, h, m] * size, x[r, h, m + half] * size
                 out[r, h, m] = first * math.cos(angle) - second * math.sin(angle)
                 out[r, h, m + half] = second * math.cos(angle) + first * math.sin(angle)
     return out
@@ -202,13 +222,17 @@ def choose_row(scores: Array, t: int, n: int, num_init: int, num_local: int, l_s
     return sorted(chosen) + [-1] * (n - len(chosen))
 
 
-def choose(scores: Array, num_keys: int, n: int, num_init: int, num_local: int, l_sel: int) -> Array:
-    """[T, Hkv, M] scores -> block_indices [T, Hkv, n]."""
+def choose(
+    scores: Array, num_keys: int, n: int, num_init: int, num_local: int, l_sel: int, table: Iterable[tuple[int, int]] = ()
+) -> Array:
+    """[T, Hkv, M] scores -> block_indices [T, Hkv, n]; rows (length, m) of ``table`` give queries below a length m blocks."""
     num_rows, num_kv_heads, _ = scores.shape
     out = np.full((num_rows, num_kv_heads, n), -1, dtype=np.int64)
     for r in range(num_rows):
+        t = num_keys - num_rows + r
+        m = next((m for length, m in table if t < length), n)
         for g in range(num_kv_heads):
-            out[r, g] = choose_row(scores[r, g], num_keys - num_rows + r, n, num_init, num_local, l_sel)
+            out[r, g, :m] = choose_row(scores[r, g], t, m, num_init, num_local, l_sel)
     return out
 
 
@@ -279,7 +303,8 @@ def native_sparse_attention(
         outputs[0], _ = attention(scoring_q, k_cmp, v_cmp, visible_cmp(num_rows, num_keys, l, d), scale)
     if "slc" in config.branches:
         scores = block_scores(scoring_q, k_cmp, num_keys, l, d, l_sel, scale)
-        indices = choose(scores, num_keys, n, num_init, num_local, l_sel)
+        table = [(length, m) for _, length, m in config.num_selected_blocks_table]
+        indices = choose(scores, num_keys, n, num_init, num_local, l_sel, table)
         outputs[1], _ = attention(q, k_slc, v_slc, visible_slc(num_rows, num_keys, indices, l_sel), scale)
     if "win" in config.branches:
         outputs[2], _ = attention(q, k_win, v_win, visible_win(num_rows, num_keys, config.window_size), scale)
@@ -295,7 +320,7 @@ def layer(weights: dict[str, Array], x: Array, config: Any) -> Array:
         return (x @ weight.T).reshape(num_tokens, num_heads, weight.shape[0] // num_heads)
 
     def rotated(heads: Array, positions: Iterable[int]) -> Array:
-        return rotate(heads, positions, config.rotary_dim, config.rope_theta)
+        return rotate(heads, positions, config.rotary_dim, config.rope_theta, config.rope_scaling)
 
     def phi(name: str) -> dict[str, Array]:
         return {key.removeprefix(f"{name}."): value for key, value in weights.items() if key.startswith(f"{name}.")}

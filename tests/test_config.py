@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pickle
 
 import pytest
@@ -65,7 +66,9 @@ def test_small_pattern_is_allowed():
         ({"compress_rope": "end"}, "compress_rope", "end"),
         ({"gate": "relu"}, "gate", "relu"),
         ({"gate_hidden_size": -1}, "gate_hidden_size", "-1"),
-        ({"rope_theta": 0.0}, "rope_theta", "0.0"),
+        ({"rope_theta": 1.0}, "rope_theta", "1.0"),
+        ({"rope_theta": math.inf}, "rope_theta", "inf"),
+        ({"rope_theta": math.nan}, "rope_theta", "nan"),
         ({"rotary_dim": 7}, "rotary_dim", "7"),
         ({"rotary_dim": 0}, "rotary_dim", "0"),
         ({"rotary_dim": 66}, "rotary_dim", "66"),
@@ -81,6 +84,9 @@ def test_refused(changes, argument, value):
     [
         ({"kind": "ntk"}, "kind"),
         ({"factor": 0.5}, "factor"),
+        ({"factor": math.inf}, "factor"),
+        ({"beta_slow": 0.0}, "beta_slow"),
+        ({"beta_fast": 0.5}, "beta_slow"),
         ({"original_max_position": 0}, "original_max_position"),
     ],
 )

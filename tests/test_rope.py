@@ -146,6 +146,12 @@ def test_yarn_of_factor_one_is_no_scaling():
     near(apply_rope(x, torch.arange(130), Rope(16, scaling=RopeScaling("yarn", 1.0))), array(plain), 1e-6)
 
 
+@pytest.mark.parametrize("theta", [0.0, 1.0, -10_000.0, math.inf, math.nan])
+def test_base_that_is_none(theta):
+    with pytest.raises(ValueError, match=r"^Rope: theta must be above 1 and finite, got .*\.$"):
+        Rope(16, theta)
+
+
 def test_from_config():
     scaling = RopeScaling("linear", 2.0)
     assert Rope.from_config(small()) == Rope(16, 256.0)

@@ -42,8 +42,8 @@ def evaluate_run(folder: RunFolder, *, device: str = "auto", num_windows: int | 
     """
     config = folder.load_config()
     check(num_windows is None or num_windows > 0, "eval", "--windows", "be positive", num_windows)
+    model, step = load_model(config.model, folder, choose_device(device))  # first: without one there is nothing to measure
     data = open_data(config.data, seed=config.seed, seq_len=config.seq_len, run_folder_tokenizer=folder.tokenizer)
-    model, step = load_model(config.model, folder, choose_device(device))
     _check_same_data(folder, data)
     available = data.validation.num_windows(config.seq_len)
     windows = min(num_windows or available, available)

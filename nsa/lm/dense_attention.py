@@ -13,6 +13,7 @@ from nsa.ops._boundary import pack_layer_input
 from nsa.ops._packed import lengths, locate, pad, query_positions, unpad
 from nsa.ops.heads import Heads, split_heads
 from nsa.rope import Rope
+from nsa.stages import DENSE, PROJECTION, in_stage, stage
 
 # Causal attention without a mask on a GPU; the last is for fp32.
 _FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -112,11 +113,14 @@ class DenseAttention(nn.Module):
             Heads(config.num_kv_heads, config.head_dim, rotated=True),
             Heads(config.num_kv_heads, config.value_dim),
         ]
-        q, k, v = split_heads(nn.functional.linear(x, weight), parts, positions, self.rope)
+        with stage(PROJECTION):
+            q, k, v = split_heads(nn.functional.linear(x, weight), parts, positions, self.rope)
         out = causal_attention(q, k, v, cu_seqlens, max_seqlen) if cache is None else cache.attend(q, k, v, cu_seqlens)
-        return self.o_proj(out.flatten(-2)).view(shape)
+        with stage(PROJECTION):
+            return self.o_proj(out.flatten(-2)).view(shape)
 
 
+@in_stage(DENSE)
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None) -> Tensor:
     """Causal softmax attention inside each packed sequence, through SDPA and without reading the lengths.
 

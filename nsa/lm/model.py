@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from nsa import stages
 from nsa.cache import LayerCache, NSACache
 from nsa.lm.config import LMConfig
 from nsa.lm.dense_attention import DenseAttention, DenseCache, DenseLayerCache
@@ -40,6 +41,7 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.width, config.mlp_hidden_size, bias=False) if config.mlp == "swiglu" else None
         self.down_proj = nn.Linear(config.mlp_hidden_size, config.width, bias=False)
 
+    @stages.in_stage(stages.MLP)
     def forward(self, x: Tensor) -> Tensor:
         """``[..., width]`` to the same shape."""
         if self.gate_proj is None:

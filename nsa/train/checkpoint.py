@@ -116,6 +116,7 @@ def _write_files(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str,
     with (folder / TENSORS).open("rb") as file:
         os.fsync(file.fileno())
     write_flushed(folder / META, json.dumps({"format": FORMAT, "torch": torch.__version__, **meta}, indent=1))
+    shutil.copymode(folder / META, folder / TENSORS)  # which safetensors lets nobody but its owner read
     write_flushed(folder / SUMS, "".join(f"{_sha256(folder / name)}  {name}\n" for name in (TENSORS, META)))
     flush_folder(folder)
 
@@ -202,8 +203,9 @@ def _sha256(path: Path) -> str:
 class CheckpointWriter:
     """Writes checkpoints in a thread of its own while training goes on, one at a time.
 
-    A checkpoint that cannot be written, on a full disk for example, is a warning: the older ones stay and training goes on.
-    Any other error is a bug and comes out of the next call.
+    A checkpoint that cannot be written, on a full disk for example, is a warning: the older ones stay and training goes on. So
+    is one that nobody could go on from, with a weight or moment that is not finite: it must not push out the older ones. Any
+    other error is a bug and comes out of the next call.
 
     Args:
         folder: folder of all checkpoints of a run.
@@ -264,18 +266,25 @@ class CheckpointWriter:
         if copied is not None:
             copied.synchronize()
         begin = time.perf_counter()
+        broken = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+        if broken:
+            self._fail(step, f"{broken[0]} is not finite")
+            return
         try:
             path = save_checkpoint(self._folder, step, tensors, meta, keep=self._keep)
         except OSError as error:
-            self.failure = f"checkpoint of step {step} could not be written ({error})"
-            kept = list_checkpoints(self._folder)
-            left = f"the newest is {kept[-1].name}" if kept else "there is none yet"
-            logger.warning("%s; %s", self.failure, left, extra={"event": "checkpoint failed", "step": step})
-            self.newest_step = self._written
+            self._fail(step, str(error))
             return
         self._written, self.failure = step, None
         seconds = time.perf_counter() - begin
         logger.info("checkpoint %s (%.1f s)", path, seconds, extra={"event": "checkpoint", "step": step})
+
+    def _fail(self, step: int, why: str) -> None:
+        self.failure = f"checkpoint of step {step} could not be written ({why})"
+        kept = list_checkpoints(self._folder)
+        left = f"the newest is {kept[-1].name}" if kept else "there is none yet"
+        logger.warning("%s; %s", self.failure, left, extra={"event": "checkpoint failed", "step": step})
+        self.newest_step = self._written
 
 
 def _snapshot(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:

@@ -230,6 +230,7 @@ class TrainConfig:
             work: for micro-batches of few tokens. Needs a GPU; several processes need ``parallel.strategy`` ddp.
         tf32: whether fp32 matrix products may use TF32.
         loss_chunk: positions whose logits exist at a time; 0 means all.
+        telemetry: whether gates and choices of every layer are summed up in the steps that have a row.
         log_every: optimizer steps from one row of metrics to the next; 0 means only at the end.
         eval_every: optimizer steps from one evaluation to the next; 0 means only at the end.
         checkpoint_every: optimizer steps from one checkpoint to the next; 0 means only at the end.
@@ -264,6 +265,7 @@ class TrainConfig:
     cuda_graphs: bool = False
     tf32: bool = False
     loss_chunk: int = 0
+    telemetry: bool = True
     log_every: int = 20
     eval_every: int = 1000
     eval_windows: int = 64

@@ -131,6 +131,32 @@ def nvidia_topology() -> str | None:
     return None if answer is None else re.sub(r"\x1b\[[0-9;]*m", "", answer)  # it underlines its header even for a file
 
 
+def gpu_links(topology: str) -> dict[tuple[int, int], str]:
+    """Entries of the matrix of :func:`nvidia_topology` for pairs of GPUs: ``NV18`` is NVLink with 18 links, others are PCIe.
+
+    Args:
+        topology: the matrix as text.
+    """
+    lines = [line.split() for line in topology.splitlines()]
+    header = next((words for words in lines if words[:1] == ["GPU0"] and "X" not in words), [])
+    columns = [int(word[3:]) for word in header if re.fullmatch(r"GPU\d+", word)]
+    found: dict[tuple[int, int], str] = {}
+    for words in lines:
+        if words and re.fullmatch(r"GPU\d+", words[0]) and "X" in words:
+            row = int(words[0][3:])
+            found |= {(row, column): code for column, code in zip(columns, words[1:], strict=False) if row < column}
+    return found
+
+
+def pcie_links() -> list[tuple[str, str]] | None:
+    """Generation and lanes of each GPU's PCIe link, the most that both ends can do; None without the program."""
+    answer = _run("nvidia-smi", "--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader")
+    if answer is None:
+        return None
+    links = [line.partition(",") for line in answer.splitlines()]
+    return [(generation.strip(), width.strip()) for generation, _, width in links]
+
+
 def _run(*command: str) -> str | None:
     """Output of a program; None where it is missing, fails or does not end."""
     if shutil.which(command[0]) is None:

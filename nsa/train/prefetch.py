@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any, Generic, TypeVar
 Item = TypeVar("Item")
 
 _CLOSING_S = 2.0
+_POLL_S = 0.5
 
 
 class StarvedError(Exception):
@@ -34,19 +36,29 @@ class Prefetcher(Generic[Item]):
         self._thread = threading.Thread(target=self._work, name="batches", daemon=True)
         self._thread.start()
 
-    def get(self, timeout_s: float) -> Item:
+    def get(self, timeout_s: float, give_up: Callable[[], bool] = lambda: False) -> Item | None:
         """The next item.
 
         Args:
             timeout_s: longest wait in seconds; 0 waits for ever.
+            give_up: asked twice a second while nothing is ready; True ends the wait.
+
+        Returns:
+            The item; None if the wait was given up.
 
         Raises:
             StarvedError: the time is over.
         """
-        try:
-            item = self._ready.get(timeout=timeout_s or None)
-        except queue.Empty:
-            raise StarvedError(f"no batch in {timeout_s:g} s") from None
+        deadline = time.monotonic() + (timeout_s or math.inf)
+        while True:
+            try:
+                item = self._ready.get(timeout=max(min(_POLL_S, deadline - time.monotonic()), 0))
+                break
+            except queue.Empty:
+                if give_up():
+                    return None
+                if time.monotonic() >= deadline:
+                    raise StarvedError(f"no batch in {timeout_s:g} s") from None
         if isinstance(item, _Failure):
             raise item.error
         return item

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +24,7 @@ from nsa.train.sharding import gather, put
 from nsa.train.signals import Requests
 from nsa.train.state import TrainState, Window
 from nsa.train.strategy import Replicated
-from nsa.train.throughput import memory_row, peak_flops, utilisation_row
+from nsa.train.throughput import DeviceClock, memory_row, peak_flops, utilisation_row
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,8 @@ class Reports:
         self._flops_per_token = flops_per_token(state.model, around.config.seq_len)
         self._peak_flops = peak_flops(around.device, around.config.compute_dtype)
         self._health = Health(around.config.optim.warmup_steps)
+        self._clock = DeviceClock(around.device)
+        self._layers = LayerStatistics(state.model) if around.config.telemetry else None
         self._metrics = MetricsWriter(around.run_folder) if around.processes.is_main else None
         if self._peak_flops is None:
             logger.info("mfu: left out, the peak rate of this device and dtype is not known")
@@ -94,17 +97,28 @@ class Reports:
         if self._metrics is not None:
             self._metrics.close()
 
-    def due(self, every: int) -> bool:
-        """Whether the step just done is a multiple of ``every`` (0: none is), or the last one."""
-        step = self._state.progress.step
+    def due(self, every: int, ahead: int = 0) -> bool:
+        """Whether the step just done, or the one so many ahead, is a multiple of ``every`` (0: none is), or the last one."""
+        step = self._state.progress.step + ahead
         return step == self._config.steps or (every > 0 and step > 0 and step % every == 0)
 
-    def row_due(self) -> bool:
-        """Whether a row belongs to the step just done."""
-        return self.due(self._config.log_every) or self._evaluation_due()
+    def row_due(self, ahead: int = 0) -> bool:
+        """Whether a row belongs to the step just done, or to the one so many ahead."""
+        return self.due(self._config.log_every, ahead) or self._evaluation_due(ahead)
 
-    def _evaluation_due(self) -> bool:
-        return self._config.eval_windows > 0 and self.due(self._config.eval_every)
+    def _evaluation_due(self, ahead: int = 0) -> bool:
+        return self._config.eval_windows > 0 and self.due(self._config.eval_every, ahead)
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """Around what the next step queues on the device: its time there and, if it has a row, what its layers do."""
+        layers = self._layers if self.row_due(ahead=1) else None
+        if layers is not None:
+            layers.start()
+        with self._clock.step():
+            yield
+        if layers is not None:
+            layers.stop(self._around.processes.sum)
 
     def report(self) -> None:
         """Evaluate and write a row of metrics, where either is due and not done for this step.
@@ -115,6 +129,8 @@ class Reports:
         progress = self._state.progress
         if not self.row_due() or progress.reported_step == progress.step:
             return
+        if self._layers is not None:
+            progress.window.layers |= self._layers.row()
         validation: Row = {}
         if self._evaluation_due():
             try:
@@ -149,8 +165,10 @@ class Reports:
             "tokens_per_s_total": progress.tokens / progress.seconds,
             "eta_s": (self._config.steps - progress.step) * progress.seconds / progress.step,
             **memory_row(self._around.device),
+            **self._clock.row(),
             **utilisation_row(self._around.device),
         }
+        row |= window.layers
         if self._data.description["synthetic"]:
             row["data_synthetic"] = True
         if self._peak_flops is not None:
@@ -158,7 +176,7 @@ class Reports:
         return row
 
     def _evaluate(self) -> Row:
-        config, progress, model = self._config, self._state.progress, self._state.model
+        config, progress = self._config, self._state.progress
         batches = validation_batches(
             self._data.validation,
             config.seq_len,
@@ -166,20 +184,21 @@ class Reports:
             config.eval_windows,
             document_mask=config.data.document_mask,
         )
-        strategy, sum_processes = self._around.strategy, self._around.processes.sum
+        strategy = self._around.strategy
         try:
-            with LayerStatistics(model) as layers:
-                shared = self._share(batches, layers)
-                result = evaluate(strategy.loss, shared, compute_dtype=config.compute_dtype, sum_processes=sum_processes)
+            result = evaluate(
+                strategy.loss, self._share(batches), compute_dtype=config.compute_dtype,
+                sum_processes=self._around.processes.sum,
+            )  # fmt: skip
         finally:
             strategy.rest()
         figure = result["bits_per_byte"]
         self.validated = progress.step, figure
         if progress.best_val_bits_per_byte is None or figure < progress.best_val_bits_per_byte:
             progress.best_val_bits_per_byte, progress.best_val_step = figure, progress.step
-        return {"val_loss_nats": result["loss_nats"], "val_bits_per_byte": figure, **layers.row(sum_processes)}
+        return {"val_loss_nats": result["loss_nats"], "val_bits_per_byte": figure}
 
-    def _share(self, batches: Iterator[Batch], layers: LayerStatistics) -> Iterator[Batch]:
+    def _share(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """This process's part of the batches, which all processes go through together.
 
         Where no process can run the model alone, one that has no batch in the last round takes part with one that counts for
@@ -195,8 +214,7 @@ class Reports:
             if number % around.processes.world_size == around.processes.rank:
                 yield batch
         if around.strategy.in_step and batch is not None and number % around.processes.world_size < around.processes.rank:
-            with layers.paused():
-                yield batch.without_targets()
+            yield batch.without_targets()
 
     def write_sample(self) -> None:
         """Let the model continue the beginning of the held-out text; all processes come here, the main one writes."""

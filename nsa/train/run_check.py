@@ -32,7 +32,8 @@ def check_run(folder: RunFolder) -> tuple[list[str], list[str]]:
     Raises:
         UserError: the record cannot be read.
     """
-    config, rows = folder.load_config(), read_metrics(folder.metrics_jsonl)
+    config = folder.load_config()
+    rows = read_metrics(folder.metrics_jsonl) if folder.metrics_jsonl.exists() else []
     if not rows:
         return [], ["metrics.jsonl: no rows"]
     found = [
@@ -114,6 +115,9 @@ def _speed(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _csv(folder: RunFolder, rows: Sequence[Row]) -> Iterator[str]:
+    if not folder.metrics_csv.exists():
+        yield "metrics.csv: missing"
+        return
     with folder.metrics_csv.open(newline="", encoding="utf-8") as file:
         cells = [{name: cell for name, cell in row.items() if cell} for row in csv.DictReader(file)]
     if len(cells) != len(rows):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import fcntl
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ class RunFolder:
         log: ``log.txt``, what the run said.
         events: ``events.jsonl``, what happened to the run: starts, checkpoints, warnings, ends.
         stacks: ``stacks/``, what each process was doing when it was asked, by rank.
+        tracking: ``tracking.json``, how far ``nsa track`` has come with each tracker.
         halt: ``halt``, a file that somebody makes to end the run with a checkpoint.
     """
 
@@ -50,6 +53,7 @@ class RunFolder:
         self.log = path / "log.txt"
         self.events = path / "events.jsonl"
         self.stacks = path / "stacks"
+        self.tracking = path / "tracking.json"
         self.halt = path / "halt"
 
     def __repr__(self) -> str:
@@ -78,7 +82,7 @@ class RunFolder:
             fail("run folder", "--run-dir", "not exist yet, because no run writes over another", path, hint)
         folder.checkpoints.mkdir()
         folder._append_launch({"resumed_from_step": None, "overrides": {}, **environment})
-        folder.config.write_text(to_yaml(config), encoding="utf-8")  # last: a folder that has it is whole
+        replace_text(folder.config, to_yaml(config))  # last: a folder that has it is whole
         return folder
 
     @classmethod
@@ -108,6 +112,27 @@ class RunFolder:
             overrides: settings in which this launch differs from ``config.yaml``.
         """
         self._append_launch({"resumed_from_step": resumed_from_step, "overrides": dict(overrides or {}), **collect()})
+
+    @contextmanager
+    def in_use(self) -> Iterator[str]:
+        """Keep a second process from going on with the same run; ends with this process, however that ends.
+
+        Yields:
+            A remark for the user where the file system has no locks, otherwise nothing.
+
+        Raises:
+            UserError: another process works on the run.
+        """
+        with self.config.open("r+b") as file:
+            remark = ""
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                hint = "Stop that process first, or touch the file halt in the run folder."
+                fail("run folder", "RUN", "be a run that no other process works on", self.path, hint)
+            except OSError as error:
+                remark = f"{self.path} cannot be locked ({error.strerror}): nothing keeps a second process from this run"
+            yield remark
 
     def _append_launch(self, launch: dict[str, Any]) -> None:
         launches: list[dict[str, Any]] = []

@@ -26,6 +26,7 @@ from nsa.train.run_folder import RunFolder
 _COLOURS = ("#4477aa", "#cc3311", "#228833", "#aa3377", "#ccbb44", "#66ccee", "#777777")  # apart for colour-blind readers too
 _BRANCHES = (("cmp", "compressed"), ("slc", "selected"), ("win", "window"))
 _EVENTS_SHOWN = 200
+_MARKED = ("nonfinite", "rollback", "resume", "gates", "throughput", "data", "hang", "checkpoint failed")
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 2rem auto; }
@@ -37,7 +38,7 @@ th, td { text-align: left; padding: 0.2rem 0.8rem 0.2rem 0; vertical-align: top;
 td.number { text-align: right; font-variant-numeric: tabular-nums; }
 td:first-child { white-space: nowrap; }
 td.text:not(:first-child) { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 4.5rem; }
-.bad { color: #b00020; font-weight: 600; } .good { color: #1b6e3a; } .swatch { font-size: 1.2em; }
+.bad { color: #b00020; font-weight: 600; } .good { color: #1b6e3a; }
 """
 
 
@@ -66,13 +67,14 @@ def report_page(folders: Sequence[RunFolder]) -> str:
     parts = [
         f"<h1>{escape(title)}</h1>\n<p>Made {made}.</p>",
         _section("Summary", _summary(runs)),
-        _section("Loss", _curves(runs, _LOSSES, "Training loss (line) and held-out loss (dots) over optimizer steps.")),
+        _section("Loss", _curves(runs, _LOSSES, "Training loss (line) and held-out loss (dots).")),
         _section("Optimisation", _curves(runs, _OPTIMISATION, "Learning rate and norm of the gradient before clipping.")),
         _section("Throughput", _curves(runs, _THROUGHPUT, "Training speed, and the time of a step with its wait for data.")),
-        _section("Gates", _layers(runs, _GATES, _ON_HELD_OUT + " Entropy 1: all branches weigh alike.", _NO_GATES)),
+        _section("Device", _curves(runs, _DEVICE, "Use of the GPU.") or "<p>Nothing was recorded: no GPU.</p>"),
+        _section("Gates", _layers(runs, _GATES, _IN_TRAINING + " Entropy 1: all branches weigh alike.", _NO_GATES)),
         _section(
             "Selection",
-            _layers(runs, _SELECTION, _ON_HELD_OUT + " Of the blocks that the selected branch attends to.", _NO_SELECTION),
+            _layers(runs, _SELECTION, _IN_TRAINING + " Of the blocks that the selected branch attends to.", _NO_SELECTION),
         ),
         _section("Events", "".join(_events(run) for run in runs)),
         _section("Configuration", _configuration(runs)),
@@ -185,7 +187,7 @@ def _configuration(runs: Sequence[_Run]) -> str:
         for name in names
         if len({repr(column.get(name)) for column in columns}) > 1
     ]
-    told = "Settings that differ." if rows else "No setting differs."
+    told = f"Settings that differ{' from the defaults' if len(runs) == 1 else ''}." if rows else "No setting differs."
     return f"<p>{told}</p>" + (_table(["setting", *map(escape, heads)], rows) if rows else "")
 
 
@@ -216,6 +218,10 @@ _THROUGHPUT = (
     ("tokens/s", "tokens_per_s", None),
     ("ms a step (line), of it waiting for data (dots)", "step_time_ms", "data_time_ms"),
 )
+_DEVICE = (
+    ("MFU", "mfu", None),
+    ("memory, MiB: reserved (line), in tensors (dots)", "memory_reserved_mib", "memory_allocated_mib"),
+)
 _GATES = (*((f"gate_{branch}_mean", f"{title}, mean gate") for branch, title in _BRANCHES), ("gate_entropy", "entropy"))
 _SELECTION = (
     ("selected_tokens", "keys a query sees"),
@@ -223,25 +229,28 @@ _SELECTION = (
     ("selected_overlap", "share chosen by the query before too"),
 )
 _OF_ANY_SIZE = ("selected_tokens", "selected_distance_tokens")
-_ON_HELD_OUT = "On held-out text, dark to light from the first layer to the last."
-_NO_GATES = "No gates were recorded: dense attention, fixed gates, or no evaluation yet."
+_IN_TRAINING = "In the step of the row, dark to light from the first layer to the last."
+_NO_GATES = "No gates were recorded: dense attention, fixed gates, or telemetry switched off."
 _NO_SELECTION = "No choice of blocks was recorded: dense attention, no selected branch, or no evaluation yet."
 
 
 def _curves(runs: Sequence[_Run], plots: Sequence[tuple[str, str, str | None]], caption: str) -> str:
-    if not any(run.rows for run in runs):
+    plots = [plot for plot in plots if any(plot[1] in row for run in runs for row in run.rows)]
+    if not plots:
         return ""
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    for axes, (label, line, dots) in zip(figure.subplots(1, len(plots)), plots, strict=True):
-        for run in runs:
-            _draw(axes, run.rows, line, run.colour, label=run.name)
+    # Steps of different sizes say nothing beside each other, tokens do.
+    sizes = [run.config.global_batch * run.config.seq_len for run in runs]
+    scales, unit = ([1] * len(runs), "optimizer steps") if len(set(sizes)) == 1 else (sizes, "tokens")
+    figure = Figure(figsize=(5.5 * len(plots), 3.6), layout="constrained")
+    for axes, (label, line, dots) in zip(figure.subplots(1, len(plots), squeeze=False)[0], plots, strict=True):
+        for run, scale in zip(runs, scales, strict=True):
+            _draw(axes, run.rows, line, run.colour, scale, label=run.name)
             if dots is not None:
-                _draw(axes, run.rows, dots, run.colour, marker="o", linestyle="none", markersize=3, alpha=0.7)
-            for event in run.events:
-                if event["step"] is not None and event["kind"] in ("nonfinite", "rollback", "resume", "gates", "throughput"):
-                    axes.axvline(event["step"], color=run.colour, linewidth=0.6, linestyle=":")
-        _finish(axes, label, legend=len(runs) > 1)
-    caption += " Dotted lines: resumptions, rollbacks, non-finite steps, warnings."
+                _draw(axes, run.rows, dots, run.colour, scale, marker="o", linestyle="none", markersize=3, alpha=0.7)
+            for step in sorted({event["step"] for event in run.events if event["kind"] in _MARKED} - {None}):
+                axes.axvline(step * scale, color=run.colour, linewidth=0.6, linestyle=":")
+        _finish(axes, label, unit, legend=len(runs) > 1)
+    caption += " Dotted lines: resumptions, rollbacks, hangs, warnings."
     return _figure(figure, caption)
 
 
@@ -265,17 +274,17 @@ def _layers(runs: Sequence[_Run], plots: Sequence[tuple[str, str]], caption: str
     return "".join(parts) or f"<p>{escape(without)}</p>"
 
 
-def _draw(axes: Axes, rows: Sequence[Row], name: str, colour: Any, **style: Any) -> None:
-    points = [(int(row["step"]), float(row[name])) for row in rows if name in row]
+def _draw(axes: Axes, rows: Sequence[Row], name: str, colour: Any, scale: int = 1, **style: Any) -> None:
+    points = [(int(row["step"]) * scale, float(row[name])) for row in rows if name in row]
     if points:
         steps, values = zip(*points, strict=True)
         lone = {"marker": "."} if len(points) == 1 else {}  # a line through one point is invisible
         axes.plot(steps, values, color=colour, linewidth=1.2, **{**lone, **style})
 
 
-def _finish(axes: Axes, title: str, *, legend: bool) -> None:
+def _finish(axes: Axes, title: str, unit: str = "optimizer steps", *, legend: bool) -> None:
     axes.set_title(title, fontsize=10)
-    axes.set_xlabel("optimizer steps")
+    axes.set_xlabel(unit)
     axes.grid(alpha=0.3)
     if legend and axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=7)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -13,6 +14,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CHECKPOINT_SIGNAL = signal.SIGUSR2
 HALT = 255  # stands beside the numbers of signals, none of which is that high
 _HALT_CHECK_S = 1.0
+_PASSED_ON_S = 5.0
 
 
 class Requests:
@@ -24,16 +26,19 @@ class Requests:
 
     Args:
         halt_file: file whose appearance ends the run; None for processes that do not look for it.
+        launched: whether a launcher started this process. A cluster or a service manager signals both, and the launcher passes
+            its signal on: what comes within seconds of the first one is the same request.
 
     Attributes:
         stop: number of the signal, :data:`HALT` for the file, 0 as long as nobody asked.
         checkpoint: whether a checkpoint was asked for; whoever makes it sets this to False again.
     """
 
-    def __init__(self, halt_file: Path | None = None) -> None:
+    def __init__(self, halt_file: Path | None = None, *, launched: bool = False) -> None:
         self.stop = 0
         self.checkpoint = False
         self._halt_file, self._looked = halt_file, -_HALT_CHECK_S
+        self._same_s, self._stopped = _PASSED_ON_S if launched else 0.0, 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     def look_for_halt_file(self) -> None:
@@ -61,11 +66,14 @@ class Requests:
             self._say(f"{name} received: a checkpoint after this step")
             return
         if self.stop not in (0, HALT):
+            if time.monotonic() - self._stopped < self._same_s:
+                return
             self._say(f"{name} again: leaving at once, without a checkpoint")
             os._exit(128 + number)
-        self.stop = number
+        self.stop, self._stopped = number, time.monotonic()
         self._say(f"{name} received: finishing this step, then a checkpoint; send it again to leave at once")
 
     @staticmethod
     def _say(line: str) -> None:
-        os.write(2, f"{line}\n".encode())  # printing through Python's buffers inside a handler may raise
+        with suppress(OSError):  # of a terminal that has gone
+            os.write(2, f"{line}\n".encode())  # printing through Python's buffers inside a handler may raise

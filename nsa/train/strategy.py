@@ -167,7 +167,7 @@ def _with_compiled_layers(loss: NextTokenLoss, compiler: Compiler) -> NextTokenL
 
 
 def _in_training(compiled: Callable[..., Tensor], eager: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Evaluations watch the modules inside a layer, of which a compiled layer knows nothing."""
+    """Evaluations run the layer as it is: they would need a graph of their own."""
 
     def forward(*args: Any) -> Tensor:
         return (compiled if torch.is_grad_enabled() else eager)(*args)

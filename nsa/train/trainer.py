@@ -11,7 +11,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from nsa.errors import UserError, check
 from nsa.lm.model import LanguageModel
+from nsa.stages import BACKWARD, DATA, FORWARD, OPTIMIZER, in_stage, stage
 from nsa.train.activations import checkpoint_activations
 from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpoints, read_meta
 from nsa.train.config import CheckpointingConfig, ParallelConfig, TrainConfig
@@ -47,11 +48,12 @@ from nsa.train.watchdog import CHECKPOINT_LIMIT_S, STARTING_LIMIT_S
 logger = logging.getLogger(__name__)
 
 # Settings that a resumed run may change. None of them alters a single weight, but for rounding where a global batch is divided
-# into other micro-batches or among other processes, or what these send each other is bf16. Where the data lie may change, what
-# they are may not: their description has hashes or, for a stream, the commit and the files' versions.
+# into other micro-batches or among other processes, or what these send each other is bf16, and for what follows a step that is
+# not finite: an exact resumption meets that step again, and with policy stop it would never get beyond it. Where the data lie
+# may change, what they are may not: their description has hashes or, for a stream, the commit and the files' versions.
 RESUME_MAY_CHANGE = frozenset({
-    "log_every", "eval_every", "eval_windows", "checkpoint_every", "keep_checkpoints", "nonfinite_limit", "sample_tokens",
-    "data_limit_s", "stall_limit_s", "world_size", "micro_batch", "accumulation",
+    "log_every", "eval_every", "eval_windows", "checkpoint_every", "keep_checkpoints", "nonfinite", "nonfinite_limit",
+    "sample_tokens", "telemetry", "data_limit_s", "stall_limit_s", "world_size", "micro_batch", "accumulation",
     "data.path", "data.revision", "data.time_limit_s",
     *(f"parallel.{entry.name}" for entry in dataclasses.fields(ParallelConfig)),
     *(f"checkpointing.{entry.name}" for entry in dataclasses.fields(CheckpointingConfig)),
@@ -101,6 +103,7 @@ class Trainer:
         processes: this process among those of the run; None for a run of one.
         resume: continue from the newest checkpoint of ``run_folder`` instead of starting.
         on_row: called with each row of metrics after it was written.
+        on_step: called after each optimizer step, before the next one begins.
         beat: called with a sign of life (phase, step, longest duration in seconds) whenever something begins.
 
     Raises:
@@ -115,14 +118,19 @@ class Trainer:
         processes: Processes | None = None,
         resume: bool = False,
         on_row: Callable[[Row], None] | None = None,
+        on_step: Callable[[], None] = lambda: None,
         beat: Beat = lambda phase, step, limit_s: None,
     ) -> None:
         launch = read_launch()
         check_launch(config, launch)
-        self.config, self.run_folder, self.processes, self._beat = config, run_folder, processes or Processes(), beat
+        self.config, self.run_folder, self.processes = config, run_folder, processes or Processes()
+        self._beat, self._on_step = beat, on_step
         self.device = choose_device(config.device, launch.local_rank)
         set_tf32(config.tf32)
         seed_everything(config.seed)
+        found = list_checkpoints(run_folder.checkpoints) if resume else []
+        hint = "It stopped before its first one; start it anew."
+        check(bool(found) or not resume, "train", "--resume", "name a run with a checkpoint", run_folder.path, hint)
         self._open_data(resume)
         self.model = LanguageModel(config.model).to(self.device)
         checkpoint_activations(self.model, config.checkpointing)
@@ -132,17 +140,18 @@ class Trainer:
         self.strategy = distribute(loss, config.parallel, self.processes, self.device, captured=config.cuda_graphs)
         sampler = self.data.sampler(config.seq_len, config.seed)
         self.state = TrainState(self.model, ModelOptimizer(self.model, config.optim), sampler)
+        self.eager_loss = loss
         compiler = functools.partial(torch.compile, fullgraph=True) if config.compile else None
         self.loss: Callable[..., Tensor] = self.strategy.training_module(compiler)
         self._micro_batch = Replay(self._forward_backward) if config.cuda_graphs else self._forward_backward
         self._results: LateReader[_StepInfo] = LateReader()
-        self._requests = Requests(run_folder.halt if self.processes.is_main else None)
+        self._requests = Requests(run_folder.halt if self.processes.is_main else None, launched=launch.launcher)
         around = Surroundings(config, run_folder, self.device, self.strategy, self.processes, self._requests, on_row, beat)
         self._reports = Reports(around, self.data, self.state)
         self._checkpoints = CheckpointWriter(run_folder.checkpoints, config.keep_checkpoints, writes=self.processes.is_main)
         self._step_s = math.inf
         if resume:
-            self._resume()
+            self._resume(found[-1])
         self._reports.rewind()
         self._describe(launch.allocator)
 
@@ -185,20 +194,17 @@ class Trainer:
         digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
         return {"config": config, "config_sha256": digest, "data": self.data.description}
 
-    def _resume(self) -> None:
-        found = list_checkpoints(self.run_folder.checkpoints)
-        hint = "It stopped before its first one; start it anew."
-        check(bool(found), "train", "--resume", "name a run with a checkpoint", self.run_folder.path, hint)
-        saved = read_meta(found[-1])
+    def _resume(self, path: Path) -> None:
+        saved = read_meta(path)
         ours = json.loads(json.dumps(self._description()))
         for part, hint in (("config", "Only a new run can change it."), ("data", "The text has changed since.")):
             before, now = (dict(_flat(description[part])) for description in (saved, ours))
             for name in sorted(before.keys() | now.keys()):
                 same = before.get(name) == now.get(name) or (part == "config" and name in RESUME_MAY_CHANGE)
                 check(same, "train", name, f"stay as in the checkpoint ({before.get(name)})", now.get(name), hint)
-        self.state.load(found[-1])
+        self.state.load(path)
         self._set_lr(self.state.progress.step - 1)  # for a row that this step may still owe
-        self._note("resume", f"resumed from {found[-1]}")
+        self._note("resume", f"resumed from {path}")
 
     def _note(self, kind: str, text: str, level: int = logging.INFO) -> None:
         """Say something that belongs to the history of the run."""
@@ -233,7 +239,7 @@ class Trainer:
             On the device, fp32 ``[3]``, the same on every process: summed loss in nats, gradient norm before clipping, and
             whether the update was cancelled because one of the two is not finite, 1 or 0.
         """
-        config, optimizer, processes = self.config, self.state.optimizer, self.processes
+        processes = self.processes
         if num_targets is None:
             num_targets = sum(batch.num_targets for batch in batches)
         # Gradients are averaged over the processes.
@@ -243,10 +249,15 @@ class Trainer:
             with self.strategy.accumulating(last=number == len(batches)):
                 loss += self._micro_batch(batch, divisor)
         processes.sum(loss)
+        self.strategy.exchange(_gradients(self.state.optimizer.parameters()))
+        with stage(OPTIMIZER):
+            return self._update(loss)
+
+    def _update(self, loss: Tensor) -> Tensor:
+        """Clip, update and drop the gradients; returns what :meth:`train_step` returns."""
+        config, optimizer = self.config, self.state.optimizer
         parameters = optimizer.parameters()
-        gradients = _gradients(parameters)
-        self.strategy.exchange(gradients)
-        grad_norm = self.strategy.norm(gradients)
+        grad_norm = self.strategy.norm(_gradients(parameters))
         cancel = 1.0 - (grad_norm.isfinite() & loss.isfinite()).float()
         if config.optim.grad_clip > 0:
             clip_grads_with_norm_(parameters, config.optim.grad_clip, grad_norm)
@@ -260,10 +271,26 @@ class Trainer:
         batch = batch.to(self.device)
         if self.config.compile:
             torch._dynamo.maybe_mark_dynamic(batch.cu_seqlens, 0)
-        with autocast(self.device, self.config.compute_dtype):
-            loss_sum = self.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
-        (loss_sum / divisor).backward()
+        with stage(FORWARD):
+            with autocast(self.device, self.config.compute_dtype):
+                loss_sum = self.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
+            scaled = loss_sum / divisor
+        with stage(BACKWARD):
+            scaled.backward()
         return loss_sum.detach()
+
+    @contextmanager
+    def launched_singly(self) -> Iterator[None]:
+        """Within, no CUDA graph is replayed: the host launches the same kernels one by one."""
+        replay, self._micro_batch = self._micro_batch, self._forward_backward
+        try:
+            yield
+        finally:
+            self._micro_batch = replay
+
+    def beat(self, phase: str, limit_s: float) -> None:
+        """Give a sign of life before something that may take up to ``limit_s`` seconds."""
+        self._beat(phase, self.state.progress.step, limit_s)
 
     def _set_lr(self, step: int) -> None:
         optim = self.config.optim
@@ -285,11 +312,13 @@ class Trainer:
                 self._checkpoint()  # something to go back to
             self._reports.report()  # a signal may have come between a step and its row
             while progress.step < steps and not (stop := self._attend()):
-                self._timed_step(ahead)
+                if not self._timed_step(ahead):
+                    continue
                 progress.seconds = time.perf_counter() - begun
                 self._reports.report()
                 if self._reports.due(self.config.checkpoint_every):
                     self._checkpoint()
+                self._on_step()
             self._finish(stop)
         name = signal.Signals(stop).name if stop not in (0, HALT) else None
         return RunResult(progress.step >= steps, name, progress.step, self._reports.last_row)
@@ -309,12 +338,23 @@ class Trainer:
             self._checkpoint()
         return stop
 
-    def _timed_step(self, ahead: Prefetcher[Drawn]) -> None:
+    def _is_asked_to_stop(self) -> bool:
+        """Whether anybody has asked this process for the end."""
+        self._requests.look_for_halt_file()
+        return self._requests.stop != 0
+
+    def _timed_step(self, ahead: Prefetcher[Drawn]) -> bool:
+        """A step with its bookkeeping; False if none was done because somebody asked for the end while no batch came."""
         progress, window = self.state.progress, self.state.progress.window
         begin = time.perf_counter()
-        batches, targets, num_bytes = self._take(ahead)
+        taken = self._take(ahead)
+        if taken is None:
+            return False
+        batches, targets, num_bytes = taken
         fetched = time.perf_counter()
-        self._results.put(_StepInfo(progress.step, targets, num_bytes), self.train_step(batches, targets))
+        with self._reports.observed():
+            results = self.train_step(batches, targets)
+        self._results.put(_StepInfo(progress.step, targets, num_bytes), results)
         progress.step += 1
         tokens = self.config.global_batch * self.config.seq_len
         progress.tokens += tokens
@@ -326,16 +366,21 @@ class Trainer:
         self._step_s = time.perf_counter() - begin
         window.seconds += self._step_s
         window.data_seconds += fetched - begin
+        return True
 
-    def _take(self, ahead: Prefetcher[Drawn]) -> tuple[list[Batch], int, int]:
-        """This process's micro-batches of the next step, and the targets and bytes of text of all processes'."""
+    @in_stage(DATA)
+    def _take(self, ahead: Prefetcher[Drawn]) -> tuple[list[Batch], int, int] | None:
+        """This process's micro-batches of the next step, and the targets and bytes of text of all processes'.
+
+        None if some process has no batch and was asked for the end while it waited.
+        """
         config, step = self.config, self.state.progress.step
         limit_s = STARTING_LIMIT_S if self._step_s == math.inf else max(config.stall_limit_s, 10 * self._step_s)
         patience_s = self._data_patience_s()
         drawn, starved = None, ""
         self._beat("data", step, max(limit_s, patience_s + 10) if patience_s else 0)
         try:
-            drawn = ahead.get(patience_s)
+            drawn = ahead.get(patience_s, self._is_asked_to_stop)
         except StarvedError as error:
             starved = f"{error} (data_limit_s)"
         except UserError as error:  # of a source that has given up, or found its data damaged
@@ -343,12 +388,14 @@ class Trainer:
         batches, place = drawn or ([], {})
         counted = (sum(batch.num_targets for batch in batches), sum(batch.num_bytes for batch in batches))
         self._beat("step", step, max(limit_s, patience_s + 10))  # the others may still wait for theirs
-        targets, num_bytes, num_starved = self.processes.total(*counted, int(drawn is None))
+        targets, num_bytes, num_without, num_starved = self.processes.total(*counted, int(drawn is None), int(bool(starved)))
         if num_starved:
             self._checkpoint()
             self._checkpoints.wait()
             what = f"data starvation after step {step}: {starved or 'another process got no batch'}"
             raise TrainingStoppedError(f"{what}; {self._left()}. See why the data do not come, then resume.")
+        if num_without:
+            return None
         self._beat("step", step, limit_s)
         self.state.sampler.load_state_dict(place)
         return batches, targets, num_bytes

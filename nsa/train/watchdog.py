@@ -15,6 +15,8 @@ import time
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from torch._dynamo.callback import callback_handler
+
 from nsa.train import watchdog_process
 from nsa.train.run_folder import RunFolder
 from nsa.train.watchdog_process import BEAT_SIZE, Beat, Watched
@@ -43,6 +45,8 @@ class Watchdog:
         self._process: subprocess.Popen[bytes] | None = None
         self._stacks: BinaryIO | None = None
         self._before: Any = None
+        self._last: tuple[str, int, float] = ("start", 0, STARTING_LIMIT_S)
+        self._compiling: tuple[str, int, float] | None = None
 
     def __enter__(self) -> Watchdog:
         self._folder.stacks.mkdir(exist_ok=True)
@@ -61,10 +65,14 @@ class Watchdog:
                 )
                 words = [sys.executable, "-I", "-S", watchdog_process.__file__, json.dumps(dataclasses.asdict(watched))]
                 self._process = subprocess.Popen(words, pass_fds=[file.fileno()], stdin=subprocess.DEVNULL)
+            callback_handler.register_start_callback(self._compilation_begins)
+            callback_handler.register_end_callback(self._compilation_ends)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if self._process is not None:
+            for callbacks in (callback_handler.start_callbacks, callback_handler.end_callbacks):
+                callbacks[:] = [one for one in callbacks if getattr(one, "__self__", None) is not self]
             self._process.kill()
             self._process.wait()
         if self._memory is not None:
@@ -83,6 +91,16 @@ class Watchdog:
             step: optimizer steps done.
             limit_s: how long it may take; 0 means without limit.
         """
+        self._last = (phase, step, limit_s)
         if self._memory is not None:
             self._count += 1
             self._memory[:] = Beat(self._count, step, phase, limit_s, time.time()).to_bytes()
+
+    def _compilation_begins(self, _: object) -> None:
+        """``torch.compile`` may have to work in any step: when a shape is new to it."""
+        self._compiling = self._last
+        self.beat("compile", self._last[1], STARTING_LIMIT_S)
+
+    def _compilation_ends(self, _: object) -> None:
+        if self._compiling is not None:
+            self.beat(*self._compiling)

@@ -13,6 +13,7 @@ import signal
 import struct
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,14 +120,15 @@ def describe(watched: Watched, beat: Beat, silent_s: float) -> str:
     """What is known about a process that hangs."""
     what = "data starvation" if beat.phase == "data" else "stall, zero throughput"
     clock = time.strftime("%H:%M:%S", time.gmtime(beat.time_unix_s))
-    state = ", ".join(f"{name} {value}" for name, value in proc_state(watched.pid).items()) or "unknown, no /proc here"
+    found = proc_state(watched.pid)
+    state = ", ".join(f"{name} {value}" for name, value in found.items()) or "unknown, no /proc here"
     lines = [
         f"watchdog: rank {watched.rank} (process {watched.pid}): {what}: no sign of life for {silent_s:.0f} s "
         f"(limit {beat.limit_s:.0f} s)",
         f"  last heartbeat: number {beat.count}, step {beat.step}, phase {beat.phase}, at {clock} UTC",
         f"  state: {state}",
     ]
-    stacks = stacks_of(watched)
+    stacks = "" if found.get("state", "").startswith("T") else stacks_of(watched)  # a stopped process answers nothing
     if stacks:
         lines += [f"  stacks (also in {watched.stacks}):", *(f"    {line}" for line in stacks.splitlines())]
     else:
@@ -139,12 +141,10 @@ def say(watched: Watched, kind: str, beat: Beat, text: str) -> None:
     event = {"time_unix_s": round(time.time(), 3), "kind": kind, "step": beat.step, "message": text.rstrip()}
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     for path, content in ((watched.log, f"{stamp} ERROR {text}"), (watched.events, json.dumps(event) + "\n")):
-        try:
-            with open(path, "ab", buffering=0) as file:
-                file.write(content.encode())
-        except OSError:
-            pass
-    os.write(2, text.encode())
+        with suppress(OSError), open(path, "ab", buffering=0) as file:
+            file.write(content.encode())
+    with suppress(OSError):  # of a terminal that has gone
+        os.write(2, text.encode())
 
 
 def watch(watched: Watched) -> None:

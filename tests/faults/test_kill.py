@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,9 +39,9 @@ def _newest(path: Path) -> int:
     )
 
 
-def _kills(tmp_path: Path, number: int, seed: int) -> tuple[int, int, int]:
+def kills(tmp_path: Path, number: int, seed: int, **changes: Any) -> tuple[int, int, int]:
     """Kill and resume runs; returns how many resumed identically, were writing a checkpoint, had none yet."""
-    rng, config = random.Random(seed), write_config(tmp_path, steps=STEPS, checkpoint_every=EVERY)
+    rng, config = random.Random(seed), write_config(tmp_path, steps=STEPS, checkpoint_every=EVERY, **changes)
     with Nsa("train", config, "--run-dir", tmp_path / "whole", said=tmp_path / "said") as nsa:
         assert nsa.end() == 0, nsa.text
     expected = outcome(tmp_path / "whole")
@@ -69,12 +70,12 @@ def _kills(tmp_path: Path, number: int, seed: int) -> tuple[int, int, int]:
 
 
 def test_killed_at_random_moments(tmp_path: Path, count) -> None:
-    identical, writing, without = _kills(tmp_path, 3, seed=1)
+    identical, writing, without = kills(tmp_path, 3, seed=1)
     count("killed at random moments", 3, identical, while_writing_a_checkpoint=writing, before_the_first=without)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("part", range(10))
 def test_killed_at_random_moments_100_times(tmp_path: Path, count, part: int) -> None:
-    identical, writing, without = _kills(tmp_path, KILLS, seed=100 + part)
+    identical, writing, without = kills(tmp_path, KILLS, seed=100 + part)
     count("killed at random moments", KILLS, identical, while_writing_a_checkpoint=writing, before_the_first=without)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from nsa.train.checkpoint import list_checkpoints
 from nsa.train.metrics import read_metrics
-from tests.faults.cases import Ranks, events, write_config
+from tests.faults.cases import Nsa, Ranks, events, outcome, write_config
 
 CASES = [
     ("rollback", "ddp"),
@@ -38,3 +39,20 @@ def test_policy_is_coherent_on_all_ranks(tmp_path: Path, policy: str, strategy: 
         assert kinds[-1] == "stop"
     assert "Traceback" not in text
     count("NaN in the weights of one rank of two, policy followed by both", 1, 1)
+
+
+def test_weights_that_are_not_finite_never_become_a_checkpoint(tmp_path: Path, count) -> None:
+    """Those that are lost must not push out the last sound ones: the run resumes from these, identically."""
+    config = write_config(tmp_path, steps=20, checkpoint_every=2, keep_checkpoints=1, nonfinite="skip", nonfinite_limit=6)
+    with Nsa("train", config, "--run-dir", tmp_path / "whole", said=tmp_path / "said") as nsa:
+        assert nsa.end() == 0
+    path = tmp_path / "run"
+    with Nsa("train", config, "--run-dir", path, said=tmp_path / "said", fault=("nan-in-weights", "9")) as nsa:
+        assert nsa.end() == 1
+        assert "checkpoint of step 10 could not be written (model.norm.weight is not finite); the newest is" in nsa.text
+        assert "6 in a row, nonfinite_limit 6" in nsa.text
+    assert list_checkpoints(path / "checkpoints")[-1].name == "step-00000008"
+    with Nsa("train", "--resume", path, said=tmp_path / "said") as nsa:
+        assert nsa.end() == 0
+    assert outcome(path) == outcome(tmp_path / "whole")
+    count("NaN in the weights, no checkpoint of it, resumed identically", 1, 1)

@@ -50,6 +50,59 @@ def test_leaves_with_a_checkpoint_and_resumes_identically(tmp_path: Path, whole:
     count("stopped by a signal or the halt file, left within 30 s, resumed identically", 1, 1)
 
 
+@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("halt", marks=pytest.mark.faults)])
+def test_leaves_at_once_while_no_data_come(tmp_path: Path, how: str, count) -> None:
+    """A wait of minutes for a stream must not stand in the way."""
+    config = write_config(tmp_path, steps=20, checkpoint_every=1000, data_limit_s=300.0, stall_limit_s=400.0)
+    with Nsa("train", config, "--run-dir", tmp_path / "whole", said=tmp_path / "said") as nsa:
+        assert nsa.end() == 0
+    path = tmp_path / "run"
+    with Nsa("train", config, "--run-dir", path, said=tmp_path / "said", fault=("starve", "14")) as nsa:
+        nsa.wait_until(lambda: rows_of(path) == 2)  # of steps 3 and 6
+        time.sleep(0.5)  # and step 7 is done: it waits
+        begin = time.monotonic()
+        if how == "halt":
+            (path / "halt").touch()
+        else:
+            nsa.kill(signal.SIGTERM)
+        assert nsa.end() == (0 if how == "halt" else 128 + signal.SIGTERM)
+        assert time.monotonic() - begin < 15
+    assert steps_of(path) == [7]
+    with Nsa("train", "--resume", path, said=tmp_path / "said") as nsa:
+        assert nsa.end() == 0
+    assert outcome(path) == outcome(tmp_path / "whole")
+    count("stopped while no data came, left at once with a checkpoint, resumed identically", 1, 1)
+
+
+@pytest.mark.faults
+def test_both_ranks_leave_at_once_while_one_gets_no_data(tmp_path: Path, count) -> None:
+    config = write_config(tmp_path, steps=20, checkpoint_every=1000, data_limit_s=300.0, stall_limit_s=400.0)
+    words = ("train", config, "--run-dir", tmp_path / "run", "--world-size", "2", "--accumulation", "1")
+    with Ranks(*words, folder=tmp_path, fault=("starve", "7", "1")) as run:
+        run.ranks[0].wait_until(lambda: rows_of(tmp_path / "run") == 2)
+        time.sleep(0.5)
+        for rank in run.ranks:  # as torchrun does
+            rank.kill(signal.SIGTERM)
+        assert run.end(30) == [128 + signal.SIGTERM] * 2, run.text
+    assert steps_of(tmp_path / "run") == [7]
+    count("stopped while no data came, left at once with a checkpoint, resumed identically", 1, 1)
+
+
+def test_a_second_process_is_kept_from_a_run(tmp_path: Path, count) -> None:
+    config, path = write_config(tmp_path, steps=10_000, checkpoint_every=5), tmp_path / "run"
+    with Nsa("train", config, "--run-dir", path, said=tmp_path / "said") as nsa:
+        nsa.wait_until(lambda: bool(steps_of(path)))
+        with Nsa("train", "--resume", path, said=tmp_path / "second") as second:
+            assert second.end() == 2
+            assert f"RUN must be a run that no other process works on, got {path}. Stop that process first" in second.text
+        before = rows_of(path)
+        nsa.wait_until(lambda: rows_of(path) > before + 2)
+        nsa.kill(signal.SIGTERM)
+        assert nsa.end() == 128 + signal.SIGTERM
+    assert [event["kind"] for event in events(path) if event["kind"] in ("start", "error")] == ["start"]
+    count("a second process kept from a run", 1, 1)
+
+
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path, count) -> None:
     config = write_config(tmp_path, checkpoint_every=1000)
     with Nsa("train", config, "--run-dir", tmp_path / "run", said=tmp_path / "said", fault=("slow", "8")) as nsa:
@@ -63,6 +116,22 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path, count) -> None:
         assert time.monotonic() - begin < 6
     assert steps_of(tmp_path / "run") == []
     count("second signal, left at once", 1, 1)
+
+
+def test_a_signal_that_a_launcher_passes_on_is_the_same_one(tmp_path: Path, count) -> None:
+    """A cluster signals torchrun and the processes below it, to which torchrun then sends it again."""
+    config = write_config(tmp_path, checkpoint_every=1000)
+    words = ("train", config, "--run-dir", tmp_path / "run", "--world-size", "2", "--accumulation", "1")
+    with Ranks(*words, folder=tmp_path, fault=("slow", "1")) as run:
+        run.ranks[0].wait_until(lambda: rows_of(tmp_path / "run") > 0)
+        for _ in range(2):
+            for rank in run.ranks:
+                rank.kill(signal.SIGTERM)
+            time.sleep(0.1)
+        assert run.end(30) == [128 + signal.SIGTERM] * 2
+        assert "leaving at once" not in run.text
+    assert len(steps_of(tmp_path / "run")) == 1
+    count("signal that came twice through a launcher, left with a checkpoint", 1, 1)
 
 
 def test_stacks_and_checkpoint_on_demand(tmp_path: Path, count) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import nsa
 from nsa import NSAConfig, PhiWeights
+from nsa.ops.selection.ops import check_fp8
 from tests.ops.cases import make_batch, offsets, small
 
 CONFIG = small()
@@ -126,6 +128,12 @@ def test_offsets_of_keys_alone(function):
 @pytest.mark.parametrize("argument", ["max_seqlen_q", "max_seqlen_k"])
 def test_length_hint_below_the_longest_sequence(function, hint, argument):
     refused(function, {**good(function), argument: hint}, argument)
+
+
+@pytest.mark.parametrize("function", OPERATORS)
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
+def test_softmax_scale_that_is_none(function, scale):
+    refused(function, {**good(function), "softmax_scale": scale}, "softmax_scale")
 
 
 @pytest.mark.parametrize("function", ["compress", *OPERATORS])
@@ -312,3 +320,10 @@ def test_a_gate_below_0():
     inputs["gates"] = inputs["gates"].clone()
     inputs["gates"][3, 1, 2] = -0.25
     refused("native_sparse_attention", inputs, "gates")
+
+
+def test_fp8_scores_need_a_gpu_that_has_them():
+    check_fp8((8, 9))
+    check_fp8((9, 0))
+    with pytest.raises(ValueError, match=r"select_blocks: config.score_precision must be exact or bf16 .* got fp8 on 8.6"):
+        check_fp8((8, 6))

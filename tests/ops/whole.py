@@ -84,7 +84,7 @@ def run_oracle(batch: Batch, inputs: Inputs, rope: bool = True, scale: float | N
     config = batch.config
 
     def rotated(keys: np.ndarray, positions: list[int]) -> np.ndarray:
-        return oracle.rotate(keys, positions, config.rotary_dim, config.rope_theta)
+        return oracle.rotate(keys, positions, config.rotary_dim, config.rope_theta, config.rope_scaling)
 
     def one(rows: slice, tokens: slice, _: slice) -> tuple[np.ndarray, np.ndarray]:
         arrays = {name: array(x) for name, x in inputs.tensors.items()}

@@ -46,6 +46,7 @@ def test_comes_back_bit_for_bit(tmp_path: Path) -> None:
     values = {"step": 3, "loss": 0.1 + 0.2, "none": None, "nested": {"list": [1, 2]}}
     path = save_checkpoint(tmp_path / "checkpoints", 3, saved, values, keep=2)
     assert path.name == "step-00000003"
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1  # whoever may read one may read all
     loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
     load_tensors(path, loaded)
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)

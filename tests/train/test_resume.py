@@ -241,7 +241,8 @@ def test_text_that_changed_is_noticed(tmp_path: Path) -> None:
 
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
-    make_trainer(config, tmp_path / "run")
+    folder = make_trainer(config, tmp_path / "run").run_folder
+    folder.tokenizer.unlink()  # as of a run that ended while it prepared its data
     with pytest.raises(ValueError, match=r"--resume must name a run with a checkpoint, got .*run\. It stopped before"):
         make_trainer(config, tmp_path / "run", resume=True)
 

@@ -15,6 +15,7 @@ from nsa import cli
 from nsa.train.metrics import Row
 from nsa.train.run_check import check_run, read_scalars
 from nsa.train.run_folder import RunFolder
+from nsa.train.run_report import report_page
 from tests.train.cases import make_trainer, tiny_config
 
 
@@ -91,6 +92,7 @@ def drop_events(folder: RunFolder) -> None:
         (change_row(8, step=7), "metrics.jsonl: a row for step 7, where none is due"),
         (change_row(8, step=5), "metrics.jsonl: step 5 follows step 6"),
         (drop_line("metrics.csv", 2), "metrics.csv: 6 rows, metrics.jsonl has 7"),
+        (lambda folder: folder.metrics_csv.unlink(), "metrics.csv: missing"),
         (change_csv, "step 4: tokens is 1025 in metrics.csv, 1024 in metrics.jsonl"),
         (drop_events, "in TensorBoard, "),
     ],
@@ -108,4 +110,8 @@ def test_disagreement_is_found(
 
 def test_run_without_rows(tmp_path: Path) -> None:
     make_trainer(tiny_config(tmp_path), tmp_path / "run")
-    assert check_run(RunFolder.open(tmp_path / "run")) == ([], ["metrics.jsonl: no rows"])
+    folder = RunFolder.open(tmp_path / "run")
+    assert check_run(folder) == ([], ["metrics.jsonl: no rows"])
+    folder.metrics_jsonl.unlink()  # as of a run that ended while it prepared its data
+    assert check_run(folder) == ([], ["metrics.jsonl: no rows"])
+    assert "no rows" in report_page([folder])

@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import re
+import shutil
 import signal
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from nsa import cli
-from nsa.train.metrics import Row
+from nsa.train.metrics import Row, read_metrics
 from nsa.train.run_folder import RunFolder
 from nsa.train.run_report import report_page
 from tests.train.cases import make_trainer, tiny_config
@@ -97,6 +98,26 @@ def test_page_of_one_run_shows_what_differs_from_the_defaults(folders: list[RunF
     assert "model.width" in shown
     assert "default" in shown
     assert "optim.betas" not in shown
+
+
+def test_runs_with_steps_of_different_sizes_lie_over_tokens(folders: list[RunFolder], tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, steps=6, micro_batch=4)
+    make_trainer(config, tmp_path / "larger").run()
+
+    def loss_curve(*runs: RunFolder) -> bytes:
+        link = Page(report_page(runs)).links[0]
+        return base64.b64decode(link.removeprefix("data:image/svg+xml;base64,"))
+
+    assert b"<!-- optimizer steps -->" in loss_curve(*folders)
+    assert b"<!-- tokens -->" in loss_curve(folders[0], RunFolder.open(tmp_path / "larger"))
+
+
+def test_use_of_a_gpu_is_shown(folders: list[RunFolder], tmp_path: Path) -> None:
+    path = shutil.copytree(folders[1].path, tmp_path / "gpu")
+    assert "Nothing was recorded: no GPU." in report_page(folders)
+    rows = [{**row, "mfu": 0.3, "memory_reserved_mib": 9.0} for row in read_metrics(path / "metrics.jsonl")]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "no GPU" not in report_page([RunFolder.open(path)])
 
 
 def test_records_that_disagree_are_said(folders: list[RunFolder], tmp_path: Path) -> None:

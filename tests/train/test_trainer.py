@@ -308,6 +308,10 @@ def test_stop_ends_the_run_at_the_first(tmp_path: Path) -> None:
     with poisoned(trainer, {5}, "loss"), pytest.raises(TrainingStoppedError, match=message):
         trainer.run()
     assert trainer.state.progress.step in (6, 7)
+    # The resumed run meets that step again; another policy takes it beyond.
+    resumed = make_trainer(tiny_config(tmp_path, nonfinite="skip"), tmp_path / "run", resume=True)
+    with poisoned(resumed, {5}, "loss"):
+        assert resumed.run().row["nonfinite_steps"] == 1
 
 
 def test_rollback_takes_back_weights_and_moments(tmp_path: Path) -> None:

@@ -10,10 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa.errors import check
 
-def _select_blocks(
-    q: Tensor, k: Tensor, lse: Tensor, coarse: Tensor | None, *rest: Any
-) -> Tensor:  # fmt: skip
+
+def check_fp8(capability: tuple[int, int]) -> None:
+    """Scores in fp8 need a GPU that multiplies it."""
+    rule = "be exact or bf16 on a GPU of compute capability below 8.9"
+    check(capability >= (8, 9), "select_blocks", "config.score_precision", rule, f"fp8 on {capability[0]}.{capability[1]}")
+
+
+def _select_blocks(q: Tensor, k: Tensor, lse: Tensor, coarse: Tensor | None, *rest: Any) -> Tensor:
     from nsa.ops._range import by_head, rows
     from nsa.ops._triton.range_launch import RangeLayout
     from nsa.ops._triton.tuning import tile_for
@@ -21,6 +27,8 @@ def _select_blocks(
 
     *where, softmax_scale, coarse_factor, block_size, num_blocks, num_init, num_local, counts, precision = rest
     q, k = rows(q), rows(k)
+    if precision == "fp8" and q.is_cuda:
+        check_fp8(torch.cuda.get_device_capability(q.device))
     choice = Choice(block_size, num_blocks, num_init, num_local, tuple(counts), precision)
     layout, tile = RangeLayout(False, *where), tile_for("select_blocks", q, k)
     return select_blocks_forward(q, k, by_head(lse), layout, softmax_scale, choice, tile, coarse, coarse_factor)
