@@ -18,6 +18,7 @@ from nsa.lm.model import LanguageModel
 from nsa.lm.recomputation import ATTENTION_OPERATORS
 from nsa.train.activations import checkpoint_activations, kept_bytes
 from nsa.train.config import CheckpointingConfig, TrainConfig
+from nsa.train.layer_statistics import LayerStatistics
 from nsa.train.loss import NextTokenLoss
 from tests.train.cases import MODEL, make_trainer, tiny_config
 
@@ -87,9 +88,18 @@ def test_gradients_are_equal_bit_for_bit(attention: str, policy: str) -> None:
 def test_compiled_as_one_graph(attention: str, policy: str) -> None:
     """The tracer's own backend stands in for a C++ compiler, which takes minutes."""
     compiler = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
-    wanted = gradients(make_loss(attention, None, num_layers=1))
-    found = gradients(compiler(make_loss(attention, POLICIES[policy], num_layers=1)))
+    plain, loss = make_loss(attention, None, num_layers=1), make_loss(attention, POLICIES[policy], num_layers=1)
+    statistics = [LayerStatistics(module.model) for module in (plain, loss)]
+    for layers in statistics:
+        layers.start()
+    wanted, found = gradients(plain), gradients(compiler(loss))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
+    rows = []
+    for layers in statistics:
+        layers.stop(lambda sums: sums)
+        rows.append({name: value for name, value in layers.row().items() if "calls" not in name})
+    assert rows[0] == rows[1]
+    assert (len(rows[0]) > 0) == (attention == "nsa")
 
 
 def test_nothing_is_computed_twice_without_gradients() -> None:
