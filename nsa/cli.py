@@ -536,6 +536,7 @@ def _doctor(args: argparse.Namespace) -> int:
 _BENCH_COMMANDS = (
     ("attention", bench.add_attention, bench.run_attention, "measure the attention operators", bench.ATTENTION),
     ("train", bench.add_train, bench.run_train, "measure training steps", bench.TRAIN),
+    ("scaling", bench.add_scaling, bench.run_scaling, "measure training on several processes", bench.SCALING),
     ("tune", bench.add_tune, bench.run_tune, "choose the tiles of the kernels for this GPU", bench.TUNE),
     ("guard", bench.add_guard, bench.run_guard, "compare ratios with committed rows", bench.GUARD),
     ("report", bench.add_report, bench.run_report, "make a report from measured rows", bench.REPORT),

@@ -39,6 +39,15 @@ Compare ratios to dense attention, of time and of memory, with those of committe
 one is worse by more than the tolerance, or if a row is wrong.
 """
 
+SCALING = """\
+Measure training steps of CONFIG on the processes that there are, by the trainer itself; the global batch stays that of CONFIG
+and is divided among them. On GPUs the time of NCCL's kernels is told too, and the part of it in which nothing else runs. To be
+started by torchrun, or alone for the speed of one process; rows of one file are compared. For example
+  for n in 1 2 4; do torchrun --standalone --nproc-per-node $n -m nsa bench scaling configs/seed.yaml --out rows.jsonl; done
+  torchrun --standalone --nproc-per-node 2 -m nsa bench scaling configs/seed.yaml --buckets 10 25 50 100
+  torchrun --standalone --nproc-per-node 2 -m nsa bench scaling configs/seed.yaml --set parallel.strategy=fsdp
+"""
+
 TUNE = """\
 Measure candidate tiles of the kernels on this GPU and write the tuning table that the library reads from then on. Nothing is
 tuned unless this command is run.
@@ -116,6 +125,19 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", default="fwd,fwd_bwd", metavar="LIST", help="fwd, fwd_bwd (default both)")
     parser.add_argument("--warmup", type=int, default=20, metavar="N", help="steps before the timed ones (default 20)")
     parser.add_argument("--steps", type=int, default=40, metavar="N", help="timed steps (default 40)")
+    parser.add_argument("--out", metavar="FILE", help="JSONL file to append the rows to")
+    parser.add_argument("--commit", metavar="ID", help="commit to record where the checkout has no git")
+
+
+def add_scaling(parser: argparse.ArgumentParser) -> None:
+    """Words of ``nsa bench scaling``."""
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/seed.yaml")
+    parser.add_argument("--buckets", nargs="+", type=float, default=[], metavar="MIB", help="sizes of DDP's buckets to try")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of CONFIG, for example compile=true"
+    )
+    parser.add_argument("--warmup", type=int, default=10, metavar="N", help="steps before the timed ones (default 10)")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed steps (default 20)")
     parser.add_argument("--out", metavar="FILE", help="JSONL file to append the rows to")
     parser.add_argument("--commit", metavar="ID", help="commit to record where the checkout has no git")
 
@@ -243,6 +265,28 @@ def run_tune(args: argparse.Namespace) -> int:
     out = None if args.out is None else Path(args.out)
     plan = TunePlan(**_where(args), kernel=args.kernel, out=out, minutes=args.minutes, jobs=args.jobs)
     return 0 if bench_tune(plan, _device()) else 1
+
+
+def run_scaling(args: argparse.Namespace) -> int:
+    """``nsa bench scaling``."""
+    from nsa.bench.scaling import ScalingPlan, bench_scaling
+    from nsa.train.launch import read_launch
+    from nsa.train.load import load_config
+
+    for option, least in (("warmup", 0), ("steps", 1)):
+        value = getattr(args, option)
+        check(value >= least, "nsa bench scaling", f"--{option}", f"be at least {least}", value)
+    settings = dict(_key_and_value(text) for text in args.set)
+    path, out = Path(args.config), None if args.out is None else Path(args.out)
+    config = load_config(path, settings)
+    bench_scaling(ScalingPlan(path.stem, config, args.buckets, args.warmup, args.steps, out, args.commit), read_launch())
+    return 0
+
+
+def _key_and_value(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    check(bool(key and equals), "nsa bench", "--set", "be KEY=VALUE", repr(text), "For example: compile=true")
+    return key.replace("-", "_"), value
 
 
 def run_report(args: argparse.Namespace) -> int:

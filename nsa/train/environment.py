@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from nsa.train.launch import communication_settings
+
 PACKAGE = Path(__file__).resolve().parents[1]
 RECORDED = (
     "nsa",
@@ -35,7 +37,8 @@ def collect() -> dict[str, Any]:
     """Everything a reader needs to judge or repeat a run.
 
     Returns:
-        JSON-ready values: start time in UTC, command line, versions, commit, CPU and GPUs. What is absent is None.
+        JSON-ready values: start time in UTC, command line, versions, commit, CPU and GPUs, settings of the libraries by which
+        processes exchange tensors. What is absent is None.
     """
     return {
         "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -46,6 +49,7 @@ def collect() -> dict[str, Any]:
         "code": code_version(),
         "cpu": cpu(),
         "cuda": cuda(),
+        "communication": {"nccl": nccl(), "settings": communication_settings()},
     }
 
 
@@ -102,7 +106,17 @@ def cuda() -> dict[str, Any] | None:
         "cudnn": torch.backends.cudnn.version(),
         "driver": nvidia_driver(),
         "gpus": gpus,
+        "topology": nvidia_topology() if len(gpus) > 1 else None,
     }
+
+
+def nccl() -> str | None:
+    """Version of NCCL; None where torch was built without it."""
+    import torch
+
+    if not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def nvidia_driver() -> str | None:

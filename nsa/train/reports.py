@@ -12,6 +12,7 @@ import torch
 from nsa.eval.bits_per_byte import evaluate
 from nsa.eval.generation import complete
 from nsa.lm.flops import flops_per_token
+from nsa.lm.model import LanguageModel
 from nsa.train.config import TrainConfig
 from nsa.train.data import Batch, DataBundle, validation_batches
 from nsa.train.health import Health
@@ -19,8 +20,10 @@ from nsa.train.layer_statistics import LayerStatistics
 from nsa.train.metrics import MetricsWriter, Row
 from nsa.train.parallel import Processes
 from nsa.train.run_folder import RunFolder
+from nsa.train.sharding import gather, put
 from nsa.train.signals import Requests
 from nsa.train.state import TrainState, Window
+from nsa.train.strategy import Replicated
 from nsa.train.throughput import DeviceClock, memory_row, peak_flops, utilisation_row
 
 logger = logging.getLogger(__name__)
@@ -39,6 +42,7 @@ class Surroundings:
         config: the run.
         run_folder: where everything is written.
         device: where this process computes.
+        strategy: how the processes share the model.
         processes: this process among those of the run.
         requests: what somebody asks of the run.
         on_row: called with each row of metrics after it was written.
@@ -48,6 +52,7 @@ class Surroundings:
     config: TrainConfig
     run_folder: RunFolder
     device: torch.device
+    strategy: Replicated
     processes: Processes = field(default_factory=Processes)
     requests: Requests = field(default_factory=Requests)
     on_row: Callable[[Row], None] | None = None
@@ -171,7 +176,7 @@ class Reports:
         return row
 
     def _evaluate(self) -> Row:
-        config, progress, model = self._config, self._state.progress, self._state.model
+        config, progress = self._config, self._state.progress
         batches = validation_batches(
             self._data.validation,
             config.seq_len,
@@ -179,11 +184,14 @@ class Reports:
             config.eval_windows,
             document_mask=config.data.document_mask,
         )
-        sum_processes = self._around.processes.sum
-        result = evaluate(
-            model, self._share(batches), compute_dtype=config.compute_dtype, loss_chunk=config.loss_chunk,
-            sum_processes=sum_processes,
-        )  # fmt: skip
+        strategy = self._around.strategy
+        try:
+            result = evaluate(
+                strategy.loss, self._share(batches), compute_dtype=config.compute_dtype,
+                sum_processes=self._around.processes.sum,
+            )  # fmt: skip
+        finally:
+            strategy.rest()
         figure = result["bits_per_byte"]
         self.validated = progress.step, figure
         if progress.best_val_bits_per_byte is None or figure < progress.best_val_bits_per_byte:
@@ -191,8 +199,12 @@ class Reports:
         return {"val_loss_nats": result["loss_nats"], "val_bits_per_byte": figure}
 
     def _share(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """This process's part of the batches, which all processes go through together."""
-        around = self._around
+        """This process's part of the batches, which all processes go through together.
+
+        Where no process can run the model alone, one that has no batch in the last round takes part with one that counts for
+        nothing.
+        """
+        around, number, batch = self._around, -1, None
         limit_s = max(self._config.stall_limit_s, 300.0)  # the first one may compile
         for number, batch in enumerate(batches):
             if number % around.processes.world_size == 0:
@@ -201,15 +213,20 @@ class Reports:
                     raise _InterruptedError
             if number % around.processes.world_size == around.processes.rank:
                 yield batch
+        if around.strategy.in_step and batch is not None and number % around.processes.world_size < around.processes.rank:
+            yield batch.without_targets()
 
     def write_sample(self) -> None:
-        """Let the model continue the beginning of the held-out text."""
+        """Let the model continue the beginning of the held-out text; all processes come here, the main one writes."""
         config, tokenizer = self._config, self._data.tokenizer
         if config.sample_tokens == 0:
             return
+        model = self._whole_model()
+        if not self._around.processes.is_main:
+            return
         prompt = self._data.validation.window(config.seq_len, 0)[: min(SAMPLE_PROMPT_TOKENS, config.seq_len)].tolist()
         (text,) = complete(
-            self._state.model, tokenizer, [prompt], max_new_tokens=config.sample_tokens, temperature=SAMPLE_TEMPERATURE,
+            model, tokenizer, [prompt], max_new_tokens=config.sample_tokens, temperature=SAMPLE_TEMPERATURE,
             seed=config.seed, compute_dtype=config.compute_dtype,
         )  # fmt: skip
         parts = (
@@ -220,6 +237,21 @@ class Reports:
             self._around.run_folder.sample.write_text("\n".join(parts) + "\n", encoding="utf-8")
         except OSError as error:
             logger.warning("sample.txt could not be written (%s)", error)
+
+    def _whole_model(self) -> LanguageModel:
+        """A model that the main process can run alone; all processes have to ask for it."""
+        model, around = self._state.model, self._around
+        if not around.strategy.in_step:
+            return model
+        whole = None
+        if around.processes.is_main:
+            with around.device:
+                whole = LanguageModel(model.config)
+        for name, weight in model.named_parameters():
+            gathered = gather(weight)
+            if whole is not None:
+                put(whole.get_parameter(name).detach(), gathered)
+        return model if whole is None else whole
 
 
 class _InterruptedError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -17,13 +18,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from nsa.errors import UserError, check
 from nsa.lm.model import LanguageModel
 from nsa.stages import BACKWARD, DATA, FORWARD, OPTIMIZER, in_stage, stage
+from nsa.train.activations import checkpoint_activations
 from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpoints, read_meta
-from nsa.train.config import TrainConfig
+from nsa.train.config import CheckpointingConfig, ParallelConfig, TrainConfig
 from nsa.train.cuda_graphs import Replay
 from nsa.train.data import Batch, Sampler, collate, open_data
 from nsa.train.late import LateReader
@@ -40,18 +42,21 @@ from nsa.train.run_folder import RunFolder
 from nsa.train.schedule import lr_factor
 from nsa.train.signals import HALT, Requests
 from nsa.train.state import TrainState
+from nsa.train.strategy import distribute
 from nsa.train.watchdog import CHECKPOINT_LIMIT_S, STARTING_LIMIT_S
 
 logger = logging.getLogger(__name__)
 
 # Settings that a resumed run may change. None of them alters a single weight, but for rounding where a global batch is divided
-# into other micro-batches or among other processes, and for what follows a step that is not finite: an exact resumption meets
-# that step again, and with policy stop it would never get beyond it. Where the data lie may change, what they are may not:
-# their description has hashes or, for a stream, the commit and the files' versions.
+# into other micro-batches or among other processes, or what these send each other is bf16, and for what follows a step that is
+# not finite: an exact resumption meets that step again, and with policy stop it would never get beyond it. Where the data lie
+# may change, what they are may not: their description has hashes or, for a stream, the commit and the files' versions.
 RESUME_MAY_CHANGE = frozenset({
     "log_every", "eval_every", "eval_windows", "checkpoint_every", "keep_checkpoints", "nonfinite", "nonfinite_limit",
     "sample_tokens", "telemetry", "data_limit_s", "stall_limit_s", "world_size", "micro_batch", "accumulation",
     "data.path", "data.revision", "data.time_limit_s",
+    *(f"parallel.{entry.name}" for entry in dataclasses.fields(ParallelConfig)),
+    *(f"checkpointing.{entry.name}" for entry in dataclasses.fields(CheckpointingConfig)),
 })  # fmt: skip
 
 Drawn = tuple[list[Batch], dict[str, int]]  # micro-batches, and the place in the data after them
@@ -128,22 +133,22 @@ class Trainer:
         check(bool(found) or not resume, "train", "--resume", "name a run with a checkpoint", run_folder.path, hint)
         self._open_data(resume)
         self.model = LanguageModel(config.model).to(self.device)
+        checkpoint_activations(self.model, config.checkpointing)
+        loss = NextTokenLoss(self.model, config.loss_chunk)
+        hint = "Give --cuda-graphs false."
+        check(not config.cuda_graphs or self.device.type == "cuda", "train", "cuda_graphs", "be false on a CPU", True, hint)
+        self.strategy = distribute(loss, config.parallel, self.processes, self.device, captured=config.cuda_graphs)
         sampler = self.data.sampler(config.seq_len, config.seed)
         self.state = TrainState(self.model, ModelOptimizer(self.model, config.optim), sampler)
-        self.eager_loss = NextTokenLoss(self.model, config.loss_chunk)
-        loss: nn.Module = self.eager_loss
-        if config.compile:
-            loss = cast(nn.Module, torch.compile(loss, fullgraph=True))
-        self.loss: Callable[..., Tensor] = self.processes.replicate(loss, self.device)
-        one_gpu = self.device.type == "cuda" and config.world_size == 1
-        rule, hint = "be false on a CPU or with several processes", "Give --cuda-graphs false."
-        check(one_gpu or not config.cuda_graphs, "train", "cuda_graphs", rule, True, hint)
+        self.eager_loss = loss
+        compiler = functools.partial(torch.compile, fullgraph=True) if config.compile else None
+        self.loss: Callable[..., Tensor] = self.strategy.training_module(compiler)
         self._micro_batch = Replay(self._forward_backward) if config.cuda_graphs else self._forward_backward
         self._results: LateReader[_StepInfo] = LateReader()
         self._requests = Requests(run_folder.halt if self.processes.is_main else None, launched=launch.launcher)
-        around = Surroundings(config, run_folder, self.device, self.processes, self._requests, on_row, beat)
+        around = Surroundings(config, run_folder, self.device, self.strategy, self.processes, self._requests, on_row, beat)
         self._reports = Reports(around, self.data, self.state)
-        self._checkpoints = CheckpointWriter(run_folder.checkpoints, config.keep_checkpoints)
+        self._checkpoints = CheckpointWriter(run_folder.checkpoints, config.keep_checkpoints, writes=self.processes.is_main)
         self._step_s = math.inf
         if resume:
             self._resume(found[-1])
@@ -241,9 +246,10 @@ class Trainer:
         divisor = torch.full((), max(num_targets, 1) / processes.world_size, device=self.device)
         loss = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
-            with processes.accumulating(self.loss, last=number == len(batches)):
+            with self.strategy.accumulating(last=number == len(batches)):
                 loss += self._micro_batch(batch, divisor)
         processes.sum(loss)
+        self.strategy.exchange(_gradients(self.state.optimizer.parameters()))
         with stage(OPTIMIZER):
             return self._update(loss)
 
@@ -251,7 +257,7 @@ class Trainer:
         """Clip, update and drop the gradients; returns what :meth:`train_step` returns."""
         config, optimizer = self.config, self.state.optimizer
         parameters = optimizer.parameters()
-        grad_norm = get_total_norm(_gradients(parameters))
+        grad_norm = self.strategy.norm(_gradients(parameters))
         cancel = 1.0 - (grad_norm.isfinite() & loss.isfinite()).float()
         if config.optim.grad_clip > 0:
             clip_grads_with_norm_(parameters, config.optim.grad_clip, grad_norm)
@@ -446,7 +452,8 @@ class Trainer:
         """Begin a checkpoint of this step, if there is none."""
         self._read_results(keep=0)
         progress, validated = self.state.progress, self._reports.validated
-        if not self.processes.is_main or self._checkpoints.newest_step == progress.step:
+        (is_wanted,) = self.processes.largest(int(self.processes.is_main and self._checkpoints.newest_step != progress.step))
+        if not is_wanted:
             return
         self._beat("checkpoint", progress.step, CHECKPOINT_LIMIT_S)
         figure = validated[1] if validated is not None and validated[0] == progress.step else None
@@ -471,7 +478,7 @@ class Trainer:
         self._checkpoint()
         self._checkpoints.wait()
         self._beat("end", progress.step, 0)
-        if progress.step >= steps and self.processes.is_main:
+        if progress.step >= steps:
             self._reports.write_sample()
         self.processes.wait_for_all()
         if progress.best_val_step is not None:

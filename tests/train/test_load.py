@@ -15,7 +15,7 @@ from nsa.config import NSAConfig, RopeScaling
 from nsa.errors import UserError
 from nsa.lm.config import LMConfig
 from nsa.train import load
-from nsa.train.config import DataConfig, OptimConfig, TrainConfig
+from nsa.train.config import CheckpointingConfig, DataConfig, OptimConfig, ParallelConfig, TrainConfig
 from nsa.train.load import load_config, nearest, to_yaml
 
 
@@ -109,6 +109,8 @@ STREAM = DataConfig(
     "stream", "owner/name", subset="s", split="test", revision="v1", text_field="body", time_limit_s=7.0, validation_tokens=9,
     synthetic_fallback="copy",
 )  # fmt: skip
+DDP = ParallelConfig("ddp", "bf16", bucket_mib=3.5, static_graph=True, compile_layers=False)
+FSDP = ParallelConfig("fsdp", gather_dtype="bf16")
 
 
 def test_every_setting_can_be_overridden() -> None:
@@ -152,8 +154,12 @@ def test_every_setting_can_be_overridden() -> None:
         return found
 
     seen = set()
-    for data in (FOLDER, STREAM):  # no source takes all settings of data
-        config = dataclasses.replace(changed, data=data)
+    variants: tuple[dict[str, Any], ...] = (
+        {"data": FOLDER, "parallel": DDP, "checkpointing": CheckpointingConfig("range", first=1, last=2)},
+        {"data": STREAM, "parallel": FSDP, "checkpointing": CheckpointingConfig("every", every=3), "compute_dtype": "bf16"},
+    )  # no source takes all settings of data, no strategy all of parallel, no policy all of checkpointing
+    for parts in variants:
+        config = dataclasses.replace(changed, **parts)
         overrides = words(config)
         assert load_config(None, overrides) == config
         seen |= set(overrides)
