@@ -212,7 +212,7 @@ def run_train(args: argparse.Namespace) -> int:
     check(len(variants) == len(args.variant), "nsa bench train", "--variant", "have names of their own", args.variant)
     plan = TrainPlan(
         shape=paths[0].stem,
-        subjects=find_subjects(paths, parse_settings("--set", args.set), variants, names),
+        subjects=find_subjects(paths, parse_settings("nsa bench train", "--set", args.set), variants, names),
         seqs=[0] if args.as_configured else _lengths(args.seqs),
         batching=Batching(args.tokens, args.micro_batch, args.as_configured),
         modes=_words("--mode", args.mode, list(MODES)),
@@ -270,23 +270,18 @@ def run_tune(args: argparse.Namespace) -> int:
 def run_scaling(args: argparse.Namespace) -> int:
     """``nsa bench scaling``."""
     from nsa.bench.scaling import ScalingPlan, bench_scaling
+    from nsa.bench.subjects import parse_settings
     from nsa.train.launch import read_launch
     from nsa.train.load import load_config
 
     for option, least in (("warmup", 0), ("steps", 1)):
         value = getattr(args, option)
         check(value >= least, "nsa bench scaling", f"--{option}", f"be at least {least}", value)
-    settings = dict(_key_and_value(text) for text in args.set)
+    settings = parse_settings("nsa bench scaling", "--set", args.set)
     path, out = Path(args.config), None if args.out is None else Path(args.out)
     config = load_config(path, settings)
     bench_scaling(ScalingPlan(path.stem, config, args.buckets, args.warmup, args.steps, out, args.commit), read_launch())
     return 0
-
-
-def _key_and_value(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    check(bool(key and equals), "nsa bench", "--set", "be KEY=VALUE", repr(text), "For example: compile=true")
-    return key.replace("-", "_"), value
 
 
 def run_report(args: argparse.Namespace) -> int:
