@@ -264,23 +264,17 @@ def run_tune(args: argparse.Namespace) -> int:
 def run_scaling(args: argparse.Namespace) -> int:
     """``nsa bench scaling``."""
     from nsa.bench.scaling import ScalingPlan, bench_scaling
+    from nsa.bench.subjects import parse_settings
     from nsa.train.launch import read_launch
     from nsa.train.load import load_config
 
     for option, least in (("warmup", 0), ("steps", 1)):
         value = getattr(args, option)
         check(value >= least, "nsa bench scaling", f"--{option}", f"be at least {least}", value)
-    settings = dict(_key_and_value(text) for text in args.set)
     path, out = Path(args.config), None if args.out is None else Path(args.out)
-    config = load_config(path, settings)
+    config = load_config(path, parse_settings("--set", args.set))
     bench_scaling(ScalingPlan(path.stem, config, args.buckets, args.warmup, args.steps, out, args.commit), read_launch())
     return 0
-
-
-def _key_and_value(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    check(bool(key and equals), "nsa bench", "--set", "be KEY=VALUE", repr(text), "For example: compile=true")
-    return key.replace("-", "_"), value
 
 
 def run_report(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nsa.bench.gate import Verdict
 from nsa.lm.model import LanguageModel
 from nsa.testing import assert_within_budget
-from nsa.train.config import TrainConfig
+from nsa.train.config import CheckpointingConfig, TrainConfig
 from nsa.train.loss import NextTokenLoss
 from nsa.train.precision import autocast
 
@@ -34,7 +34,7 @@ def gate_config(config: TrainConfig) -> TrainConfig:
     seq_len = min(config.seq_len, pattern.num_selected_blocks * pattern.block_size)
     return replace(
         config, model=model, seq_len=seq_len, steps=1, micro_batch=SEQUENCES, accumulation=1, world_size=1,
-        global_batch=SEQUENCES,
+        global_batch=SEQUENCES, checkpointing=CheckpointingConfig(),
     )  # fmt: skip
 
 
