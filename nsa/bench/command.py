@@ -212,7 +212,7 @@ def run_train(args: argparse.Namespace) -> int:
     check(len(variants) == len(args.variant), "nsa bench train", "--variant", "have names of their own", args.variant)
     plan = TrainPlan(
         shape=paths[0].stem,
-        subjects=find_subjects(paths, parse_settings("--set", args.set), variants, names),
+        subjects=find_subjects(paths, parse_settings("nsa bench train", "--set", args.set), variants, names),
         seqs=[0] if args.as_configured else _lengths(args.seqs),
         batching=Batching(args.tokens, args.micro_batch, args.as_configured),
         modes=_words("--mode", args.mode, list(MODES)),
@@ -239,7 +239,7 @@ def run_guard(args: argparse.Namespace) -> int:
 
 
 def row_files(function: str, option: str, paths: list[str]) -> list[Path]:
-    """Files of rows: those named, and all of the folders named.
+    """Files of rows: those named, and those in the folders named; a folder may hold files of another kind beside them.
 
     Raises:
         ValueError: one does not exist.
@@ -247,8 +247,14 @@ def row_files(function: str, option: str, paths: list[str]) -> list[Path]:
     found: list[Path] = []
     for path in map(Path, paths):
         check(path.exists(), function, option, "be a file or folder of rows that exists", path)
-        found += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        found += sorted(file for file in path.glob("*.jsonl") if _holds_rows(file)) if path.is_dir() else [path]
     return found
+
+
+def _holds_rows(path: Path) -> bool:
+    """Whether the first line has a field that only rows of measured cases have."""
+    with path.open(encoding="utf-8") as file:
+        return '"case":' in file.readline()
 
 
 def run_tune(args: argparse.Namespace) -> int:
@@ -271,8 +277,9 @@ def run_scaling(args: argparse.Namespace) -> int:
     for option, least in (("warmup", 0), ("steps", 1)):
         value = getattr(args, option)
         check(value >= least, "nsa bench scaling", f"--{option}", f"be at least {least}", value)
+    settings = parse_settings("nsa bench scaling", "--set", args.set)
     path, out = Path(args.config), None if args.out is None else Path(args.out)
-    config = load_config(path, parse_settings("--set", args.set))
+    config = load_config(path, settings)
     bench_scaling(ScalingPlan(path.stem, config, args.buckets, args.warmup, args.steps, out, args.commit), read_launch())
     return 0
 

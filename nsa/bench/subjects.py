@@ -120,7 +120,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return found
 
 
-def parse_settings(option: str, texts: Sequence[str]) -> dict[str, str]:
+def parse_settings(function: str, option: str, texts: Sequence[str]) -> dict[str, str]:
     """``KEY=VALUE`` texts as names and values; the configuration checks both.
 
     Raises:
@@ -129,8 +129,8 @@ def parse_settings(option: str, texts: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.partition("=")
-        check(bool(equals) and bool(key), _WHERE, option, "be KEY=VALUE", repr(text), "For example: compile=true")
-        check(key not in found, _WHERE, option, "name a setting once", key)
+        check(bool(equals) and bool(key), function, option, "be KEY=VALUE", repr(text), "For example: compile=true")
+        check(key not in found, function, option, "name a setting once", key)
         found[key.replace("-", "_")] = value
     return found
 
@@ -144,4 +144,4 @@ def parse_train_variant(text: str) -> tuple[str, dict[str, str]]:
     name, colon, rest = text.partition(":")
     if not (re.fullmatch(r"[\w.-]+", name) and colon and rest):
         fail(_WHERE, "--variant", "be a name, a colon and KEY=VALUE pairs", repr(text))
-    return name, parse_settings("--variant", re.split(r",(?![^\[(]*[\])])", rest))
+    return name, parse_settings(_WHERE, "--variant", re.split(r",(?![^\[(]*[\])])", rest))

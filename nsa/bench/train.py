@@ -172,8 +172,8 @@ def _settings(config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
         "attention": config.model.attention, "parameters": trainer.model.num_parameters()["total"],
         "mlp_hidden_size": config.model.mlp_hidden_size, "vocab_size": config.model.vocab_size,
         "micro_batch": config.micro_batch, "accumulation": config.accumulation, "compile": config.compile,
-        "cuda_graphs": config.cuda_graphs, "loss_chunk": config.loss_chunk, "optimizer": config.optim.name,
-        "data": trainer.data.description["source"],
+        "cuda_graphs": config.cuda_graphs, "checkpointing": config.checkpointing.policy, "loss_chunk": config.loss_chunk,
+        "optimizer": config.optim.name, "data": trainer.data.description["source"],
     }  # fmt: skip
 
 

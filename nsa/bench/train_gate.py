@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from nsa.bench.gate import Verdict
 from nsa.lm.model import LanguageModel
 from nsa.testing import assert_within_budget
+from nsa.train.activations import checkpoint_activations
 from nsa.train.config import CheckpointingConfig, TrainConfig
 from nsa.train.loss import NextTokenLoss
 from nsa.train.precision import autocast
@@ -32,17 +33,19 @@ def gate_config(config: TrainConfig) -> TrainConfig:
     pattern = config.model.nsa
     model = replace(config.model, num_layers=min(config.model.num_layers, LAYERS))
     seq_len = min(config.seq_len, pattern.num_selected_blocks * pattern.block_size)
+    # All layers of a range, of which the two may have none.
+    checkpointing = CheckpointingConfig("full") if config.checkpointing.policy == "range" else config.checkpointing
     return replace(
-        config, model=model, seq_len=seq_len, steps=1, micro_batch=SEQUENCES, accumulation=1, world_size=1,
-        global_batch=SEQUENCES, checkpointing=CheckpointingConfig(),
+        config, model=model, seq_len=seq_len, checkpointing=checkpointing, steps=1, micro_batch=SEQUENCES, accumulation=1,
+        world_size=1, global_batch=SEQUENCES,
     )  # fmt: skip
 
 
 def check_model(config: TrainConfig, device: torch.device) -> Verdict:
     """Compare loss and gradients of a fresh model, by part of the model.
 
-    The model runs as the trainer runs it: same loss, compiled or not, in the run's precision. The oracle is the reference in
-    fp64 on the CPU, the budget what the reference loses in the run's precision there.
+    The model runs as the trainer runs it: same loss, compiled or not, activations checkpointed or not, in the run's precision.
+    The oracle is the reference in fp64 on the CPU, the budget what the reference loses in the run's precision there.
 
     Args:
         config: the run.
@@ -57,6 +60,7 @@ def check_model(config: TrainConfig, device: torch.device) -> Verdict:
         model = LanguageModel(config.model)
     on_cpu, here = (autocast(place, config.compute_dtype) for place in (torch.device("cpu"), device))
     subject = NextTokenLoss(deepcopy(model).to(device), config.loss_chunk)
+    checkpoint_activations(subject.model, config.checkpointing)
     oracle = _results(NextTokenLoss(deepcopy(model).double()), stream, config.seq_len, nullcontext())
     baseline = _results(NextTokenLoss(model), stream, config.seq_len, on_cpu)
     found = _results(

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from nsa.ops._boundary import as_on_gpu
 
@@ -27,18 +26,19 @@ class _FusedRMSNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-class _GpuOperators(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.nn.functional.rms_norm:
-            assert kwargs is not None
-            return _FusedRMSNorm.apply(args[0], kwargs["weight"])
-        return func(*args, **(kwargs or {}))
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor, eps: float | None = None) -> Tensor:
+    result = _FusedRMSNorm.apply(x, weight)
+    assert isinstance(result, Tensor)
+    return result
 
 
 @contextmanager
 def gpu_operators() -> Iterator[None]:
-    """Within, fake tensors on the CPU are treated as those of a GPU, by our operators and by PyTorch's."""
-    with as_on_gpu(), _GpuOperators():
-        yield
+    """Within, tensors on the CPU, which have to be fake, are treated as those of a GPU, by our operators and by PyTorch's."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("rms_norm", _rms_norm, "AutogradCPU")
+    try:
+        with as_on_gpu():
+            yield
+    finally:
+        library._destroy()

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from nsa.bench.rows import Row
-from nsa.bench.subjects import DTYPES
+from nsa.bench.subjects import DTYPES, differences
 from nsa.errors import UserError
 from nsa.lm.flops import flops_per_token
 from nsa.lm.model import LanguageModel
 from nsa.plan.gpus import GIB, Gpu
 from nsa.plan.memory import LIBRARIES, Footprint, has_masked_documents, step_memory
 from nsa.plan.timeline import GRADIENTS, OPTIMIZER, WEIGHTS
-from nsa.train.config import TrainConfig
+from nsa.train.config import CheckpointingConfig, ParallelConfig, TrainConfig
 
 # What a process takes beside its tensors: the driver's context and the libraries' kernels; and what the allocator cannot use.
 CONTEXT_BYTES = GIB
@@ -24,6 +25,11 @@ FRAGMENTATION = 0.05
 # Share of a GPU's peak that training is taken to reach where nothing like it was measured.
 ASSUMED_MFU = 0.25
 LOGITS_CHUNK = 1024
+# Policies that keep less than each one, the least costly first.
+_COSTLIER: dict[str, tuple[Literal["operators", "full"], ...]] = {
+    "none": ("operators", "full"), "range": ("operators", "full"), "every": ("operators", "full"), "operators": ("full",),
+    "full": (),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -182,23 +188,37 @@ def refuse_what_does_not_fit(plan: RunPlan) -> None:
 
 def suggestion(config: TrainConfig, gpu: Gpu) -> str:
     """The smallest change under which the run fits, as words of the command line."""
-    for words, changed in alternatives(config):
+    for changed in alternatives(config):
         needed = needed_bytes(changed, step_memory(changed))
         if needed <= gpu.memory_gib * GIB:
-            return f"It takes {needed / GIB:.1f} GiB with {words}."
-    return "No smaller micro-batch makes it fit; take a smaller model, shorter windows or a GPU with more memory."
+            words = (f"--{name.replace('_', '-')} {_word(value)}" for name, value in differences(config, changed).items())
+            return f"It takes {needed / GIB:.1f} GiB with {' '.join(words)}."
+    return "Nothing that trains the same makes it fit; take a smaller model, shorter windows or a GPU with more memory."
 
 
-def alternatives(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
-    """Changes that need less memory and train the same, the least costly first."""
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def alternatives(config: TrainConfig) -> Iterator[TrainConfig]:
+    """Changes that need less memory and train the same, the least costly first; all but the first build on each other."""
     if not config.compile:
-        yield "--compile true", replace(config, compile=True)
-    words = ""
+        yield replace(config, compile=True)
     if config.loss_chunk == 0 and config.model.vocab_size > config.model.width:
-        config, words = replace(config, loss_chunk=LOGITS_CHUNK), f"--loss-chunk {LOGITS_CHUNK} "
-        yield words.strip(), config
+        config = replace(config, loss_chunk=LOGITS_CHUNK)
+        yield config
     while config.micro_batch > 1:
         smaller = max(part for part in range(1, config.micro_batch) if config.micro_batch % part == 0)
         factor = config.micro_batch // smaller
         config = replace(config, micro_batch=smaller, accumulation=config.accumulation * factor)
-        yield f"{words}--micro-batch {config.micro_batch} --accumulation {config.accumulation}", config
+        yield config
+    for policy in _COSTLIER[config.checkpointing.policy]:
+        config = replace(config, checkpointing=CheckpointingConfig(policy=policy))
+        yield config
+    if config.world_size > 1 and config.parallel.strategy == "ddp":
+        yield replace(config, cuda_graphs=False, parallel=ParallelConfig(strategy="fsdp"))
+    for world_size in (2, 4, 8):
+        if world_size > config.world_size and config.global_batch % world_size == 0:
+            accumulation = config.global_batch // world_size
+            shared = ParallelConfig(strategy="fsdp")
+            yield replace(config, cuda_graphs=False, world_size=world_size, accumulation=accumulation, parallel=shared)

@@ -90,6 +90,13 @@ class Timeline(TorchDispatchMode):
             self.held[label] = self.held.get(label, 0) + block.size
             block.label = label
 
+    def relabel_all(self, label: str, now: str) -> None:
+        """Count everything with one label under another."""
+        for block in self._blocks.values():
+            if block.label == label:
+                block.label = now
+        self.held[now] = self.held.get(now, 0) + self.held.pop(label, 0)
+
     def _release(self, key: int) -> None:
         block = self._blocks.pop(key)
         self.held[block.label] -= block.size

@@ -87,6 +87,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         file = RowFile(path)
         for row in pair(ms):
             file.add(row)
+    (tmp_path / "results" / "of-another-kind.jsonl").write_text('{"processes": 2}\n', encoding="utf-8")
     words = ["bench", "guard", str(paths[1]), "--baseline", str(tmp_path / "results")]  # the new rows lie there too
     assert cli.main(words) == 1
     assert "+50.0%" in capsys.readouterr().out

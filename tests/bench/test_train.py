@@ -15,12 +15,12 @@ from nsa.bench import train
 from nsa.bench.rows import Row, read_rows
 from nsa.bench.subjects import Batching, differences, find_subjects
 from nsa.bench.train import fault_of
-from nsa.bench.train_gate import check_model
+from nsa.bench.train_gate import check_model, gate_config
 from nsa.bench.train_run import StepClock, _MeasuredError, measure_steps
 from nsa.errors import UserError
 from nsa.lm.model import LanguageModel
 from nsa.lm.twins import MATCHED_WITHIN, dense_matched, parameters_by_part, twin
-from nsa.train.config import TrainConfig
+from nsa.train.config import CheckpointingConfig, TrainConfig
 from nsa.train.load import load_config
 from nsa.train.trainer import TrainingStoppedError
 from tests.train.cases import MODEL, write_text
@@ -113,6 +113,15 @@ def test_a_gradient_that_is_wrong_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
     assert verdict.correct is False
     assert verdict.note is not None
     assert verdict.note.startswith("train d")
+
+
+def test_the_gate_of_a_deep_model(tmp_path: Path) -> None:
+    """Two layers of it, with what its policy drops computed again."""
+    config = load_config(write_config(tmp_path))
+    config = replace(config, model=replace(config.model, num_layers=6), checkpointing=CheckpointingConfig("range", 3, 5))
+    small = gate_config(config)
+    assert (small.model.num_layers, small.checkpointing.policy, small.seq_len) == (2, "full", 64)
+    assert check_model(config, torch.device("cpu")).correct is True
 
 
 def test_steps_that_are_not_finite_get_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,11 @@ from nsa.lm.model import LanguageModel
 from nsa.lm.twins import twin
 from nsa.plan import memory
 from nsa.plan.compiled import CHOSEN, CompiledStep, GraphMemory
-from nsa.plan.memory import LIBRARIES, step_memory
+from nsa.plan.gpu_operators import gpu_operators
+from nsa.plan.memory import KEPT, LIBRARIES, step_memory
 from nsa.plan.timeline import GRADIENTS, OPTIMIZER, PASSING, SAVED, SCRATCH, WEIGHTS, Timeline, fake_parameters
-from nsa.train.config import DataConfig, OptimConfig, TrainConfig
+from nsa.train.activations import kept_bytes
+from nsa.train.config import CheckpointingConfig, DataConfig, OptimConfig, ParallelConfig, TrainConfig
 from nsa.train.load import load_config
 from nsa.train.loss import NextTokenLoss
 from nsa.train.optim import ModelOptimizer
@@ -36,7 +38,8 @@ def config_of(**changes: Any) -> TrainConfig:
         "accumulation": 2, "compute_dtype": "fp32",
     }  # fmt: skip
     given |= changes
-    return TrainConfig(**{**given, "global_batch": given["micro_batch"] * given["accumulation"]})
+    product = given["micro_batch"] * given["accumulation"] * given.get("world_size", 1)
+    return TrainConfig(**{**given, "global_batch": product})
 
 
 def real_step(config: TrainConfig) -> Timeline:
@@ -93,6 +96,48 @@ def test_parts_of_a_sparse_step() -> None:
     assert parts[f"{SAVED}: attention"] == pytest.approx(attention, rel=0.02)
     assert parts[f"{SAVED}: MLP"] == pytest.approx((2 * 768 + 2 * 2 * 3072) * tokens, rel=0.02)
     assert parts[f"{SAVED}: residual stream and norms"] == pytest.approx(2 * 4 * 768 * tokens, rel=0.02)
+
+
+@pytest.mark.parametrize("policy", ["full", "operators"])
+def test_what_a_checkpointing_policy_keeps(policy: Any) -> None:
+    model = replace(load_config(CONFIGS / "seed.yaml").model, num_layers=4)
+    config = config_of(
+        model=model,
+        seq_len=2048,
+        micro_batch=32,
+        accumulation=1,
+        compute_dtype="bf16",
+        checkpointing=CheckpointingConfig(policy),
+    )
+    kept = kept_bytes(model, config.checkpointing.keeps(0), config.seq_len)
+    parts = step_memory(config).parts
+    tokens = 65_536
+    assert parts[f"{SAVED}: residual stream and norms"] == pytest.approx(4 * kept.pop("input") * tokens, rel=0.01)
+    assert parts.get(KEPT, 0) == pytest.approx(4 * sum(kept.values()) * tokens, rel=0.01)
+    assert sum(parts.values()) < 0.6 * step_memory(replace(config, checkpointing=CheckpointingConfig())).peak
+
+
+def test_every_second_layer_saves_little() -> None:
+    model = replace(load_config(CONFIGS / "seed.yaml").model, num_layers=4)
+    config = config_of(model=model, seq_len=2048, micro_batch=32, accumulation=1, compute_dtype="bf16")
+    whole, half = (
+        step_memory(replace(config, checkpointing=policy)).parts
+        for policy in (CheckpointingConfig(), CheckpointingConfig("every"))
+    )
+    assert half[f"{SAVED}: MLP"] == pytest.approx(whole[f"{SAVED}: MLP"] / 2, rel=0.01)
+
+
+def test_a_process_of_fsdp_holds_its_part() -> None:
+    config = config_of(accumulation=1, world_size=4)
+    whole = step_memory(config).parts
+    sharded = step_memory(replace(config, parallel=ParallelConfig("fsdp"))).parts
+    for part in (WEIGHTS, OPTIMIZER, GRADIENTS):
+        assert sharded.get(part, 0) == pytest.approx(whole.get(part, 0) / 4, abs=1)
+    layer = 32 * 96 * 2 + 32 * 64 * 2 + 2 * 32  # attention, MLP, norms
+    outer = 2 * 256 * 32 + 32
+    assert sharded[memory.GATHERED] == pytest.approx(4 * (outer + 2 * layer), rel=0.35)
+    waiting = step_memory(replace(config, parallel=ParallelConfig("fsdp"), accumulation=2, global_batch=16)).parts
+    assert waiting[GRADIENTS] == pytest.approx(step_memory(replace(config, accumulation=2, global_batch=16)).parts[GRADIENTS])
 
 
 def test_a_compiled_step_saves_less_and_grows_by_the_layer() -> None:
@@ -188,3 +233,19 @@ def test_tied_parameters_stay_tied() -> None:
         fake_parameters(model)
         assert model.head.weight is model.embedding.weight
         assert model.head.weight.device.type == "cpu"
+
+
+def test_normalisation_is_that_of_a_gpu_only_where_a_step_is_followed() -> None:
+    x, weight = torch.randn(3, 4), torch.ones(4)
+    before = nn.functional.rms_norm(x, (4,), weight)
+    timeline = Timeline()
+    with FakeTensorMode(), gpu_operators(), timeline, timeline.by_part([], otherwise="norm"):
+        fake, scale = torch.empty(1024, 64, requires_grad=True), nn.Parameter(torch.empty(64))
+        result = nn.functional.rms_norm(fake, (64,), scale)
+        timeline.relabel(fake, "given")
+        timeline.relabel(scale, "given")
+        assert timeline.held[f"{SAVED}: norm"] == 4 * KIB  # a number a row; the result is a tensor of its own
+        assert timeline.held[PASSING] == 256 * KIB
+        torch.autograd.backward(result, torch.empty_like(result))
+        assert fake.grad is not None
+    assert torch.equal(nn.functional.rms_norm(x, (4,), weight), before)

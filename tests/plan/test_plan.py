@@ -11,6 +11,7 @@ import pytest
 
 from nsa import cli
 from nsa.bench.rows import Row, RowFile
+from nsa.bench.subjects import differences
 from nsa.errors import UserError
 from nsa.plan import measure
 from nsa.plan import plan as planning
@@ -19,7 +20,7 @@ from nsa.plan.measure import Comparison, comparison_lines
 from nsa.plan.memory import Footprint
 from nsa.plan.plan import ASSUMED_MFU, alternatives, expected_speed, make_plan, suggestion
 from nsa.plan.report import duration, shown_parts
-from nsa.train.config import TrainConfig
+from nsa.train.config import CheckpointingConfig, TrainConfig
 from nsa.train.load import load_config
 from nsa.train.throughput import peak_of
 from tests.bench.rows import make_row
@@ -146,19 +147,28 @@ def test_a_run_that_does_not_fit_is_refused_with_a_way_out(quick: None) -> None:
     planning.refuse_what_does_not_fit(make_plan(config, None))
     smallest = find_gpu(None, 4.0)
     assert smallest is not None
-    assert suggestion(config, smallest).startswith("No smaller micro-batch makes it fit")
+    assert suggestion(config, smallest).startswith("Nothing that trains the same makes it fit")
 
 
 def test_changes_that_need_less_train_the_same() -> None:
     config = seed(compile=False, cuda_graphs=False, micro_batch=6, accumulation=1, global_batch=6)
     large = replace(config, model=replace(config.model, vocab_size=50_257))
-    words = [text for text, _ in alternatives(large)]
-    assert words == [
-        "--compile true", "--loss-chunk 1024", "--loss-chunk 1024 --micro-batch 3 --accumulation 2",
-        "--loss-chunk 1024 --micro-batch 1 --accumulation 6",
-    ]  # fmt: skip
-    assert all(changed.global_batch == 6 for _, changed in alternatives(large))
-    assert [text for text, _ in alternatives(config)][1] == "--micro-batch 3 --accumulation 2"
+    changes = [differences(large, changed) for changed in alternatives(large)]
+    pieces, halved, single = {"loss_chunk": 1024}, {"micro_batch": 3, "accumulation": 2}, {"micro_batch": 1, "accumulation": 6}
+    full = {**single, **pieces, "checkpointing.policy": "full"}
+    assert changes == [
+        {"compile": True},
+        pieces,
+        {**halved, **pieces},
+        {**single, **pieces},
+        {**single, **pieces, "checkpointing.policy": "operators"},
+        full,
+        {**full, "accumulation": 3, "world_size": 2, "parallel.strategy": "fsdp"},
+    ]
+    assert all(changed.global_batch == 6 for changed in alternatives(large))
+    several = replace(config, world_size=2, global_batch=12, compile=True, checkpointing=CheckpointingConfig("full"))
+    assert [*alternatives(several)][-2].parallel.strategy == "fsdp"
+    assert [*alternatives(several)][-1].world_size == 4
 
 
 @pytest.mark.parametrize(("name", "gib", "why"), [("h300", None, "--gpu must be one of"), (None, -1.0, "--memory-gib must be")])
