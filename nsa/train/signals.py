@@ -22,7 +22,7 @@ class Requests:
 
     The first SIGTERM or SIGINT, or the halt file, asks for a checkpoint and the end of the run; a second signal ends the
     process at once with exit code 128 + its number and saves nothing. SIGUSR2 asks for a checkpoint. Earlier handlers come
-    back on leaving.
+    back on leaving, but not in a launched process that was asked for its end.
 
     Args:
         halt_file: file whose appearance ends the run; None for processes that do not look for it.
@@ -56,8 +56,9 @@ class Requests:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        is_leaving = self._same_s > 0 and self.stop not in (0, HALT)  # the signal may still be passed on
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if is_leaving else handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name

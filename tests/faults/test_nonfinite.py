@@ -22,7 +22,7 @@ def test_policy_is_coherent_on_all_ranks(tmp_path: Path, policy: str, strategy: 
     config = write_config(tmp_path, steps=16, nonfinite=policy, nonfinite_limit=3, checkpoint_every=4)
     words = ("train", config, "--run-dir", tmp_path / "run", "--world-size", "2", "--accumulation", "1")
     with Ranks(*words, "--parallel.strategy", strategy, folder=tmp_path, fault=("nan-in-weights", "9", "1")) as run:
-        codes = run.end(60)
+        codes = run.end()
         text = run.text
     kinds = [event["kind"] for event in events(tmp_path / "run")]
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")

@@ -21,7 +21,8 @@ FSDP = ("--parallel.strategy", "fsdp")
 
 
 def near(rows: list[Row], expected: list[Row]) -> None:
-    """Equal but for the rounding of sums in another order."""
+    """Equal but for the rounding of sums in another order, and for the number of calls that a step is divided into."""
+    rows, expected = ([{k: v for k, v in row.items() if "_calls" not in k} for row in each] for each in (rows, expected))
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
     for row, wanted in zip(rows, expected, strict=True):
         assert row == pytest.approx(wanted, rel=1e-4, abs=1e-6)

@@ -43,7 +43,7 @@ patterns = st.builds(
     branches=st.sets(st.sampled_from(["cmp", "slc", "win"]), min_size=1).map(tuple),
     share_kv=st.booleans(),
     compress_hidden_size=st.none() | st.integers(1, 9),
-    rope_theta=positive,
+    rope_theta=st.floats(1, 1e12, exclude_min=True),
     rope_scaling=rope_scalings,
 )
 runs = st.builds(
