@@ -80,7 +80,8 @@ def _eager(config: TrainConfig) -> Footprint:
         with timeline, timeline.by_part(_parts(model), otherwise="head and loss"):
             for parameter in model.parameters():
                 timeline.hold(parameter, WEIGHTS)
-                parameter.register_post_accumulate_grad_hook(lambda p: _label_gradient(timeline, p))
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(lambda p: _label_gradient(timeline, p))
             optimizer = ModelOptimizer(model, config.optim)
             for state in optimizer.state_tensors().values():
                 timeline.relabel(state, OPTIMIZER)

@@ -125,7 +125,7 @@ def expected_speed(
 
     Several GPUs are taken to be as fast as one, times their number.
     """
-    peak = gpu.peak_flops
+    peak = gpu.peak_flops if config.compute_dtype == "bf16" else None  # that of fp32 products is another
     if mfu is None:
         like = [row for row in rows if _is_like(row, config, gpu)]
         same = [

@@ -117,6 +117,18 @@ def test_what_a_checkpointing_policy_keeps(policy: Any) -> None:
     assert sum(parts.values()) < 0.6 * step_memory(replace(config, checkpointing=CheckpointingConfig())).peak
 
 
+def test_frozen_parameters_have_no_gradients() -> None:
+    """Those that only score blocks."""
+    pattern = replace(MODEL.nsa, branches=("slc", "win"))
+    config = config_of(model=replace(MODEL, nsa=pattern), accumulation=2, optim=OptimConfig(name="muon"))
+    with torch.device("meta"):
+        model = LanguageModel(config.model)
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    parts = step_memory(config).parts
+    assert trained < parts[WEIGHTS]
+    assert parts[GRADIENTS] <= trained + 512 * len([*model.parameters()])
+
+
 def test_every_second_layer_saves_little() -> None:
     model = replace(load_config(CONFIGS / "seed.yaml").model, num_layers=4)
     config = config_of(model=model, seq_len=2048, micro_batch=32, accumulation=1, compute_dtype="bf16")

@@ -112,6 +112,10 @@ def test_time_and_cost(quick: None) -> None:
     assert (unknown.speed, unknown.seconds, unknown.cost(1.0)) == (None, None, None)
 
 
+def test_the_peak_of_fp32_is_not_that_of_bf16(quick: None) -> None:
+    assert make_plan(seed(compute_dtype="fp32"), H200).speed is None
+
+
 def test_operations_of_a_token(quick: None) -> None:
     """6 operations a parameter in a product; 12 layers x 12 heads x 128 elements x 6 for each key."""
     model = replace(seed().model, attention="dense")
@@ -187,6 +191,7 @@ def test_every_gpu_has_a_peak() -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(write_config(tmp_path))
     words = ["plan", path, "--gpu", "h100", "--price-per-gpu-hour", "2", "--steps", "1000", "--rows", str(tmp_path)]
+    words += ["--compute-dtype", "bf16"]
     assert cli.main(words) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"{path}, on 1 x NVIDIA H100 80GB HBM3 of 79.2 GiB\n")
@@ -198,7 +203,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "GPU hours x 2",
     ):
         assert line in said
-    RowFile(tmp_path / "rows.jsonl").add(step(gpu=KNOWN["h100"].name, dtype="float32", mfu=0.5))
+    RowFile(tmp_path / "rows.jsonl").add(step(gpu=KNOWN["h100"].name, mfu=0.5))
     assert cli.main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["speed_from"].startswith("MFU 0.50 as of seed")
