@@ -26,7 +26,8 @@ from nsa.ops.combination import combine
 from nsa.ops.compressed import run_compressed_attention
 from nsa.ops.compression import PhiWeights, check_weights, run_compress
 from nsa.ops.nsa import run_attention
-from nsa.ops.selected import DESIGNS, run_selected_attention
+from nsa.ops.observation import check_sums, observe
+from nsa.ops.selected import DESIGNS, LIMIT_4, run_selected_attention
 from nsa.ops.selection import run_select_blocks
 from nsa.ops.window import run_window_attention
 from nsa.rope import Rope
@@ -54,6 +55,7 @@ def native_sparse_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     selected_design: str = "auto",
+    sums: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Native Sparse Attention: the gated sum of three views of the past (Eq. 5, arXiv:2502.11089).
@@ -79,6 +81,7 @@ def native_sparse_attention(
         max_seqlen_q: at least the longest sequence in queries; None reads it from the offsets.
         max_seqlen_k: the same in key tokens.
         selected_design: ``design`` of :func:`nsa.selected_attention`.
+        sums: of :func:`nsa.ops.observation.new_sums`; what gates and choice do is added to them on the device.
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
@@ -111,18 +114,24 @@ def native_sparse_attention(
             assert v_cmp_raw is not None
             v_cmp = run_compress(pack(v_cmp_raw), phi_v, config, sequences, None, backend)
     branches = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
+    union = None
     if backend == "triton":
-        return sequences.restore(run_attention(q, q_cmp, *branches, gates, config, sequences, scale, selected_design))
-    return sequences.restore(_reference(q, q_cmp, *branches, gates, config, sequences, scale))
+        out, chosen, union = run_attention(q, q_cmp, *branches, gates, config, sequences, scale, selected_design)
+    else:
+        out, chosen = _reference(q, q_cmp, *branches, gates, config, sequences, scale)
+    if sums is not None:
+        check_sums(name, sums, q)
+        observe(gates, chosen, union, sums, config, sequences, LIMIT_4 * config.num_selected_blocks, backend)
+    return sequences.restore(out)
 
 
 def _reference(
     q: Tensor, q_cmp: Tensor | None, k_cmp: Tensor | None, v_cmp: Tensor | None, k_slc: Tensor | None, v_slc: Tensor | None,
     k_win: Tensor | None, v_win: Tensor | None, gates: Tensor, config: NSAConfig, sequences: Sequences, softmax_scale: float,
-) -> Tensor:  # fmt: skip
-    """What ``run_attention`` computes, by the references of the branches."""
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Output and choice of ``run_attention``, by the references of the branches."""
     run = (config, sequences, softmax_scale, "reference")
-    out_cmp = out_slc = out_win = None
+    out_cmp = out_slc = out_win = block_indices = None
     if k_cmp is not None:
         q_cmp = q if q_cmp is None else q_cmp
         out_cmp, lse = run_compressed_attention(q_cmp, k_cmp, v_cmp, *run)
@@ -131,7 +140,7 @@ def _reference(
             out_slc, _ = run_selected_attention(q, k_slc, v_slc, block_indices, *run)
     if k_win is not None and v_win is not None:
         out_win, _ = run_window_attention(q, k_win, v_win, *run)
-    return combine(out_cmp, out_slc, out_win, gates, backend="reference")
+    return combine(out_cmp, out_slc, out_win, gates, backend="reference"), block_indices
 
 
 def check_inputs(

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nsa.bench import command as bench
 from nsa.errors import UserError, check, fail
+from nsa.plan import command as plan
 from nsa.train import data_command as data
+from nsa.train.profiler import command as profiler
 
 if TYPE_CHECKING:
     from nsa.train.config import TrainConfig
@@ -87,7 +89,7 @@ def _say(line: str) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    parser = _parsers(complete=words[:1] == ["train"])
+    parser = _parsers(complete=words[0] if words[:1] in (["train"], ["plan"], ["profile"]) else None)
     chosen, rest = parser, words
     while chosen.commands and rest and not rest[0].startswith("-"):
         if rest[0] not in chosen.commands:
@@ -170,8 +172,8 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def _parsers(*, complete: bool) -> _Parser:
-    """The parser, with those of the commands; with ``complete`` that of ``train`` knows the settings of the configuration."""
+def _parsers(*, complete: str | None) -> _Parser:
+    """The parser, with those of the commands; that of the command ``complete`` knows the settings of the configuration."""
     parser = _Parser(
         prog="nsa",
         description="Native Sparse Attention: train a language model, measure it, let it write.",
@@ -179,8 +181,8 @@ def _parsers(*, complete: bool) -> _Parser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and leave")
     parser.add_commands(_COMMANDS)
-    if complete:
-        _add_settings(parser.commands["train"])
+    if complete is not None:
+        _add_settings(parser.commands[complete])
     return parser
 
 
@@ -232,15 +234,22 @@ def _add_settings(parser: _Parser) -> None:
         )  # fmt: skip
 
 
+def _given_settings(args: argparse.Namespace) -> dict[str, str]:
+    """Settings of the configuration that stand on the command line."""
+    from nsa.train.load import settings
+
+    given = {setting.name: getattr(args, setting.name) for setting in settings()}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def _train(args: argparse.Namespace) -> int:
     from nsa.train.launch import check_launch, read_launch
-    from nsa.train.load import load_config, settings
+    from nsa.train.load import load_config
     from nsa.train.parallel import join
     from nsa.train.precision import choose_device
     from nsa.train.run_folder import RunFolder
 
-    given = {setting.name: getattr(args, setting.name) for setting in settings()}
-    overrides = {name: value for name, value in given.items() if value is not None}
+    overrides = _given_settings(args)
     launch = read_launch()
     if args.resume is not None:
         check(args.config is None, "train", "CONFIG", "be left out with --resume, the run has its own", args.config)
@@ -325,6 +334,11 @@ def _run(config: TrainConfig, folder: RunFolder, processes: Processes, *, is_new
             event="finish",
         )
     return 0
+
+
+# --- plan -----------------------------------------------------------------------------------------------------------------
+def _plan(args: argparse.Namespace) -> int:
+    return plan.run_plan(args, _given_settings(args))
 
 
 # --- eval -----------------------------------------------------------------------------------------------------------------
@@ -495,7 +509,9 @@ def _track(args: argparse.Namespace) -> int:
 # --- doctor ---------------------------------------------------------------------------------------------------------------
 _DOCTOR = """\
 Look at this machine: versions, GPUs and how they are connected, memory, free disk, which implementation of the attention
-operators runs on which device and why, and whether the configurations load. Exit code 1 if something will not work.
+operators runs on which device and why, and whether the configurations load. Exit code 1 if something will not work. For one
+shape it says which kernels run, with which tiles, and why:
+  nsa doctor --shape seed --seq 65536
 """
 
 
@@ -503,17 +519,26 @@ def _add_doctor(parser: _Parser) -> None:
     parser.add_argument(
         "--configs", metavar="DIR", help="folder of configurations to check (default configs, where there is one)"
     )
+    parser.add_argument("--shape", metavar="SHAPE", help="seed, wide, paper or HqxHkvxDxDv: say what runs for it; with --seq")
+    parser.add_argument("--seq", type=int, metavar="N", help="tokens of the longest sequence, with --shape")
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"), help="with --shape (default bf16)")
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from nsa.doctor import diagnose
+    from nsa.doctor import Question, diagnose
 
-    return EXIT_FAILED if diagnose(None if args.configs is None else Path(args.configs)) else 0
+    given = args.shape is not None, args.seq is not None
+    check(all(given) or not any(given), "nsa doctor", "--shape and --seq", "be given together", (args.shape, args.seq))
+    question = Question.of(args.shape, args.seq, args.dtype) if all(given) else None
+    return EXIT_FAILED if diagnose(None if args.configs is None else Path(args.configs), question) else 0
 
 
 _BENCH_COMMANDS = (
     ("attention", bench.add_attention, bench.run_attention, "measure the attention operators", bench.ATTENTION),
+    ("train", bench.add_train, bench.run_train, "measure training steps", bench.TRAIN),
+    ("scaling", bench.add_scaling, bench.run_scaling, "measure training on several processes", bench.SCALING),
     ("tune", bench.add_tune, bench.run_tune, "choose the tiles of the kernels for this GPU", bench.TUNE),
+    ("guard", bench.add_guard, bench.run_guard, "compare ratios with committed rows", bench.GUARD),
     ("report", bench.add_report, bench.run_report, "make a report from measured rows", bench.REPORT),
 )
 
@@ -525,12 +550,14 @@ _DATA_COMMANDS = (
 
 _COMMANDS = (
     ("train", _add_train, _train, "train a language model", _TRAIN),
+    ("plan", plan.add_plan, _plan, "say what a run will need", plan.PLAN),
     ("eval", _add_eval, _eval, "measure a trained model on held-out text", _EVAL),
     ("generate", _add_generate, _generate, "let a trained model continue a prompt", _GENERATE),
     ("check", _add_check, _check, "check that the records of a run agree", _CHECK),
     ("report", _add_report, _report, "write a page about runs", _REPORT),
     ("track", _add_track, _track, "send the rows of a run to a tracker", _TRACK),
     ("data", None, _DATA_COMMANDS, "prepare text for training", data.DATA),
+    ("profile", profiler.add_profile, profiler.run_profile, "record where the time of training goes", profiler.PROFILE),
     ("bench", None, _BENCH_COMMANDS, "measure this library's speed beside others", bench.BENCH),
     ("doctor", _add_doctor, _doctor, "check this machine and installation", _DOCTOR),
 )

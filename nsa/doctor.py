@@ -6,15 +6,18 @@ import platform
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from nsa.bench.points import Shape, parse_shape
 from nsa.config import NSAConfig
-from nsa.errors import UserError
+from nsa.errors import UserError, check
 from nsa.module import NativeSparseAttention
 from nsa.ops._boundary import choose_backend
-from nsa.ops._triton.tuning import device_table
+from nsa.ops._triton.tuning import LONG_KEYS, TABLES, TileKey, TileTable, default_tile, device_table, load_table
+from nsa.ops.selected.design import LIMIT_4, always_tiled
 from nsa.train import environment
 from nsa.train.load import load_config
 
@@ -30,17 +33,43 @@ class Problem(str):
     """A line about something that will not work."""
 
 
-def diagnose(configs: Path | None = None) -> int:
+@dataclass(frozen=True)
+class Question:
+    """What would run for a shape?
+
+    Attributes:
+        shape: heads and their sizes.
+        seq_len: tokens of the longest sequence.
+        dtype: ``bf16``, ``fp16`` or ``fp32``.
+    """
+
+    shape: Shape
+    seq_len: int
+    dtype: str = "bf16"
+
+    @classmethod
+    def of(cls, shape: str, seq_len: int, dtype: str) -> Question:
+        """From the words of a command line.
+
+        Raises:
+            UserError: no such shape, or no tokens.
+        """
+        check(seq_len > 0, "nsa doctor", "--seq", "be positive", seq_len)
+        return cls(parse_shape(shape), seq_len, dtype)
+
+
+def diagnose(configs: Path | None = None, question: Question | None = None) -> int:
     """Print what there is.
 
     Args:
         configs: folder of configurations to check; None takes ``configs`` where there is one.
+        question: a shape to answer for, too.
 
     Returns:
         Number of problems.
     """
     problems: list[str] = []
-    for title, lines in _sections(configs):
+    for title, lines in _sections(configs, question):
         print(title)
         for line in lines:
             is_problem = isinstance(line, Problem)
@@ -50,12 +79,16 @@ def diagnose(configs: Path | None = None) -> int:
     return len(problems)
 
 
-def _sections(configs: Path | None) -> Iterator[tuple[str, Iterator[str]]]:
+def _sections(configs: Path | None, question: Question | None) -> Iterator[tuple[str, Iterator[str]]]:
     yield "versions", _versions()
     yield "machine", _machine()
     yield "GPUs", _gpus()
     yield "attention operators", _operators()
     yield "tiles of the kernels", _tiles()
+    if question is not None:
+        heads = f"{question.shape.num_heads} heads in {question.shape.num_kv_heads} groups"
+        sizes = f"D {question.shape.head_dim}, Dv {question.shape.value_dim}"
+        yield f"{heads}, {sizes}, {question.dtype}, sequences of up to {question.seq_len:,} tokens", _kernels(question)
     yield "configurations", _configs(configs)
 
 
@@ -105,9 +138,34 @@ def _gpus() -> Iterator[str]:
         )
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         yield Problem("no bf16 arithmetic on this GPU. Train with: --compute-dtype fp32")
-    if len(found["gpus"]) > 1:
-        topology = environment.nvidia_topology()
-        yield from topology.splitlines() if topology else ["topology unknown: nvidia-smi topo -m gave nothing"]
+    yield from _connections(len(found["gpus"]))
+
+
+def _connections(num_gpus: int) -> Iterator[str]:
+    """How GPUs are connected to the host and to each other."""
+    for index, (generation, width) in enumerate(environment.pcie_links() or []):
+        yield f"{index}: PCIe generation {generation}, {width} lanes"
+    if num_gpus < 2:
+        return
+    topology = environment.nvidia_topology()
+    if topology is None:
+        yield "connections unknown: nvidia-smi topo -m gave nothing"
+        return
+    for (first, second), code in environment.gpu_links(topology).items():
+        peers = torch.cuda.can_device_access_peer(first, second)
+        yield f"GPU {first} to GPU {second}: {_link_meaning(code)}; direct access {'yes' if peers else 'no'}"
+    yield from topology.splitlines()
+
+
+def _link_meaning(code: str) -> str:
+    """An entry of the driver's matrix in words."""
+    if code.startswith("NV"):
+        return f"NVLink, {code[2:]} links"
+    ways = {
+        "PIX": "PCIe, one switch", "PXB": "PCIe, several switches", "PHB": "PCIe through the CPU's bridge",
+        "NODE": "PCIe through the bridges of one NUMA node", "SYS": "PCIe and the link between CPUs",
+    }  # fmt: skip
+    return ways.get(code, code)
 
 
 def _operators() -> Iterator[str]:
@@ -137,6 +195,64 @@ def _tiles() -> Iterator[str]:
         yield f"GPU {index}, {torch.cuda.get_device_name(index)}: {where}"
     if not torch.cuda.device_count():
         yield "none: no GPU"
+
+
+def _kernels(question: Question) -> Iterator[str]:
+    """Which kernels and designs run for a shape, with which tiles, and why."""
+    config = question.shape.config()
+    yield "on a CPU: eager PyTorch"
+    lengths = (question.seq_len, question.seq_len, config.block_size)
+    tiled = always_tiled("auto", config.group_size, config.num_selected_blocks, *lengths)
+    limit = f"{LIMIT_4 * config.num_selected_blocks / 4:g} blocks or fewer, the mean over tiles of neighbouring queries"
+    if tiled:
+        yield f"selected branch: the tiled design, because in sequences so short a tile chooses {limit}"
+    else:
+        yield f"selected branch: decided on the GPU in each call: tiled while a tile chooses {limit}; otherwise gathered"
+        yield "  (in training the metrics selected_tiled_calls and selected_gathered_calls say what ran)"
+    for gpu, capability, table in _gpus_or_tables():
+        yield f"{gpu}:"
+        for kernel in kernel_names(question.seq_len, tiled, config):
+            yield f"  {kernel}: {_tile_line(kernel, question, capability, table)}"
+
+
+def kernel_names(seq_len: int, tiled: bool, config: NSAConfig) -> list[str]:
+    """Kernels of whole attention that have tiles, forward and backward, as tiles are looked up.
+
+    Args:
+        seq_len: tokens of the longest sequence.
+        tiled: whether the tiled design of the selected branch runs whatever is chosen.
+        config: the sparse pattern.
+    """
+    num_compressed = max((seq_len - config.compress_block_size) // config.compress_stride + 1, 0)
+    long = "_long" if num_compressed >= LONG_KEYS else ""
+    names = [f"compressed_attention_{kind}{long}" for kind in ("fwd", "dq", "dkv")]
+    names += ["select_blocks", "selected_attention_fwd", "selected_attention_dq", "selected_attention_dkv"]
+    names += [] if tiled else ["selected_gather_fwd", "selected_gather_dkv"]
+    return [*names, *(f"window_attention_{kind}" for kind in ("fwd", "dq", "dkv"))]
+
+
+def _gpus_or_tables() -> Iterator[tuple[str, tuple[int, int] | None, TileTable | None]]:
+    """The GPUs of this machine with their tables; without one, the GPUs that have a table."""
+    for index in range(torch.cuda.device_count()):
+        table, capability = device_table(index)
+        yield f"on GPU {index}, {torch.cuda.get_device_name(index)}", capability, table
+    if not torch.cuda.device_count():
+        for table in map(load_table, sorted(TABLES.glob("*.json"))):
+            yield f"no GPU is here; on the {table.gpu}", None, table
+
+
+def _tile_line(kernel: str, question: Question, capability: tuple[int, int] | None, table: TileTable | None) -> str:
+    size = max(question.shape.head_dim, question.shape.value_dim)
+    key = TileKey(kernel, size, 4 if question.dtype == "fp32" else 2)
+    found = None if table is None else table.find(key)
+    tile = found or default_tile(key, capability)
+    loads = ", loads by TMA where tensors are aligned to 16 bytes" if tile.tma else ""
+    if found is None or table is None:
+        version = "the smallest GPU" if capability is None else f"compute capability {'.'.join(map(str, capability))}"
+        why = f"default of {version}"
+    else:
+        why = f"measured on {table.gpu}" if key in table.rows else f"measured on {table.gpu} for larger heads"
+    return f"{tile.rows} rows, {tile.keys} keys, {tile.warps} warps, {tile.stages} stages{loads} ({why})"
 
 
 def _configs(folder: Path | None) -> Iterator[str]:

@@ -19,6 +19,7 @@ from nsa.ops.compression import PhiWeights, compress, compressed_positions
 from nsa.ops.heads import Heads, split_heads
 from nsa.ops.selection import select_blocks
 from nsa.rope import Rope, apply_rope
+from nsa.stages import GATES, PROJECTION, in_stage, stage
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class Gate(nn.Module):
         else:
             self.net = last
 
+    @in_stage(GATES)
     def forward(self, x: Tensor) -> Tensor:
         """Gates ``[T, Hq, 3]``, order (cmp, slc, win), for ``x`` ``[T, width]``; 0 for a branch that is off."""
         shape = (x.shape[0], self.config.num_heads, self.config.num_branches)
@@ -133,6 +135,8 @@ class NativeSparseAttention(nn.Module):
             self.phi_v = Compression(config, config.value_dim)
         self.gate = Gate(width, config)
         self.o_proj = self._linear(config.num_heads * config.value_dim, width)
+        # Of `nsa.ops.observation`, where somebody watches. No buffer: it belongs to no state, and DDP would send it around.
+        self.sums: Tensor | None = None
         self._freeze_scoring()
 
     @staticmethod
@@ -154,6 +158,7 @@ class NativeSparseAttention(nn.Module):
         names = ("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win")
         return {name: getattr(self, f"{name}_proj") for name in names if hasattr(self, f"{name}_proj")}
 
+    @in_stage(PROJECTION)
     def _project(self, x: Tensor, positions: Tensor) -> dict[str, Tensor]:
         """Queries, keys and values of every branch by one matrix product, ``[T, H, size]`` each, rotated where they have to be.
 
@@ -175,6 +180,7 @@ class NativeSparseAttention(nn.Module):
             heads |= {f"v_{branch}": heads["v"] for branch in BRANCHES}
         return heads
 
+    @in_stage(PROJECTION)
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """All heads of ``x [T, H, D]`` rotated."""
         return split_heads(x.flatten(-2), [Heads(x.shape[1], x.shape[2], rotated=True)], positions, self.rope)[0]
@@ -259,11 +265,12 @@ class NativeSparseAttention(nn.Module):
         inputs = (heads["q"], k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, self.gate(x), self._phi())
         if cache is None:
             out = native_sparse_attention(
-                *inputs, config, q_cmp=q_cmp, rope=self.rope, cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen
+                *inputs, config, q_cmp=q_cmp, rope=self.rope, cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen, sums=self.sums
             )
         else:
             out = cache.attend(*inputs, q_cmp=q_cmp, rope=self.rope, cu_seqlens_q=cu_seqlens)
-        return self.o_proj(out.flatten(-2))
+        with stage(PROJECTION):
+            return self.o_proj(out.flatten(-2))
 
     def _phi(self) -> Phi | None:
         if not self.config.scores_blocks:

@@ -41,7 +41,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 # Lowest first, as in docs/design.md; a module may import its own layer and those below it.
 LAYERS = (
-    r"nsa\.errors",
+    r"nsa\.(errors|stages)",
     r"nsa\.config",
     r"nsa\.rope",
     r"nsa\.ops\._\w+",
@@ -52,6 +52,7 @@ LAYERS = (
     r"nsa\.lm",
     r"nsa\.(train|eval)",
     r"nsa\.bench",
+    r"nsa\.plan",
     r"nsa\.doctor",
     r"nsa\.(cli|__main__)",
 )

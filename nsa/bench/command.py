@@ -23,6 +23,31 @@ the exit code is 1. For example
   nsa bench attention --provider reference --seqs 512 --tokens 512      (without a GPU)
 """
 
+TRAIN = """\
+Measure training steps of a configuration by the trainer itself, on the text that the configuration names, with everything on:
+tokens/s, step time, MFU, memory; and the forward pass alone. Beside it its dense twin, and a dense model whose MLP is widened
+to as many parameters. Loss and gradients are compared with the fp64 reference first; a wrong model gets no figure, and the exit
+code is 1. For example
+  nsa bench train --config configs/seed.yaml --set compile=true --seqs 2048,8192,65536 --out benchmarks/results/mine.jsonl
+  nsa bench train --config configs/seed.yaml --as-configured --provider nsa
+  nsa bench train --config configs/seed.yaml other.yaml --seqs 2048        (A/B of two configurations)
+  nsa bench train --variant compiled:compile=true --provider nsa           (A/B of a setting)
+"""
+
+GUARD = """\
+Compare ratios to dense attention, of time and of memory, with those of committed rows from the same kind of GPU. Exit code 1 if
+one is worse by more than the tolerance, or if a row is wrong.
+"""
+
+SCALING = """\
+Measure training steps of CONFIG on the processes that there are, by the trainer itself; the global batch stays that of CONFIG
+and is divided among them. On GPUs the time of NCCL's kernels is told too, and the part of it in which nothing else runs. To be
+started by torchrun, or alone for the speed of one process; rows of one file are compared. For example
+  for n in 1 2 4; do torchrun --standalone --nproc-per-node $n -m nsa bench scaling configs/seed.yaml --out rows.jsonl; done
+  torchrun --standalone --nproc-per-node 2 -m nsa bench scaling configs/seed.yaml --buckets 10 25 50 100
+  torchrun --standalone --nproc-per-node 2 -m nsa bench scaling configs/seed.yaml --set parallel.strategy=fsdp
+"""
+
 TUNE = """\
 Measure candidate tiles of the kernels on this GPU and write the tuning table that the library reads from then on. Nothing is
 tuned unless this command is run.
@@ -69,6 +94,66 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def add_train(parser: argparse.ArgumentParser) -> None:
+    """Words of ``nsa bench train``."""
+    parser.add_argument(
+        "--config", nargs="+", default=["configs/seed.yaml"], metavar="FILE",
+        help="configuration; of several, the others are compared with the first (default configs/seed.yaml)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting for all configurations, for example compile=true",
+    )
+    parser.add_argument(
+        "--variant", action="append", default=[], metavar="NAME:KEY=VALUE,...",
+        help="the first configuration with other settings; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--provider",
+        metavar="LIST",
+        help="nsa, dense, dense-matched (default all; with several configurations the first's own)",
+    )
+    parser.add_argument("--seqs", default="2048,8192,65536", metavar="LIST", help="lengths S (default 2048,8192,65536)")
+    parser.add_argument("--tokens", type=int, default=65_536, metavar="N", help="tokens of an optimizer step (default 65536)")
+    parser.add_argument("--micro-batch", type=int, metavar="N", help="windows of one forward and backward (default all)")
+    parser.add_argument(
+        "--as-configured", action="store_true", help="length, micro-batch and accumulation of each configuration, not the above"
+    )
+    parser.add_argument("--mode", default="fwd,fwd_bwd", metavar="LIST", help="fwd, fwd_bwd (default both)")
+    parser.add_argument("--warmup", type=int, default=20, metavar="N", help="steps before the timed ones (default 20)")
+    parser.add_argument("--steps", type=int, default=40, metavar="N", help="timed steps (default 40)")
+    parser.add_argument("--out", metavar="FILE", help="JSONL file to append the rows to")
+    parser.add_argument("--commit", metavar="ID", help="commit to record where the checkout has no git")
+
+
+def add_scaling(parser: argparse.ArgumentParser) -> None:
+    """Words of ``nsa bench scaling``."""
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/seed.yaml")
+    parser.add_argument("--buckets", nargs="+", type=float, default=[], metavar="MIB", help="sizes of DDP's buckets to try")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of CONFIG, for example compile=true"
+    )
+    parser.add_argument("--warmup", type=int, default=10, metavar="N", help="steps before the timed ones (default 10)")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed steps (default 20)")
+    parser.add_argument("--out", metavar="FILE", help="JSONL file to append the rows to")
+    parser.add_argument("--commit", metavar="ID", help="commit to record where the checkout has no git")
+
+
+def add_guard(parser: argparse.ArgumentParser) -> None:
+    """Words of ``nsa bench guard``."""
+    parser.add_argument("rows", nargs="+", metavar="ROWS.jsonl", help="files of new rows")
+    parser.add_argument(
+        "--baseline", nargs="+", default=["benchmarks/results"], metavar="PATH",
+        help="files or folders of rows to hold them against (default benchmarks/results)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tolerance", type=float, default=0.05, metavar="X", help="share by which a ratio may be worse (default 0.05)"
+    )
+
+
 def add_report(parser: argparse.ArgumentParser) -> None:
     """Words of ``nsa bench report``."""
     parser.add_argument("rows", nargs="+", metavar="ROWS.jsonl", help="files of rows")
@@ -111,6 +196,67 @@ def run_attention(args: argparse.Namespace) -> int:
     return 0 if bench_attention(plan, _device()) else 1
 
 
+def run_train(args: argparse.Namespace) -> int:
+    """``nsa bench train``."""
+    from nsa.bench.cases import MODES
+    from nsa.bench.subjects import PROVIDERS, Batching, find_subjects, parse_settings, parse_train_variant
+    from nsa.bench.train import TrainPlan, bench_train
+
+    for option in ("tokens", "micro_batch", "steps", "warmup"):
+        value, least = getattr(args, option), 0 if option == "warmup" else 1
+        name = f"--{option.replace('_', '-')}"
+        check(value is None or value >= least, "nsa bench train", name, f"be at least {least}", value)
+    paths = [Path(path) for path in args.config]
+    names = None if args.provider is None else _words("--provider", args.provider, list(PROVIDERS))
+    variants = dict(parse_train_variant(text) for text in args.variant)
+    check(len(variants) == len(args.variant), "nsa bench train", "--variant", "have names of their own", args.variant)
+    plan = TrainPlan(
+        shape=paths[0].stem,
+        subjects=find_subjects(paths, parse_settings("nsa bench train", "--set", args.set), variants, names),
+        seqs=[0] if args.as_configured else _lengths(args.seqs),
+        batching=Batching(args.tokens, args.micro_batch, args.as_configured),
+        modes=_words("--mode", args.mode, list(MODES)),
+        warmup=args.warmup,
+        steps=args.steps,
+        out=None if args.out is None else Path(args.out),
+        commit=args.commit,
+    )
+    return 0 if bench_train(plan, _device()) else 1
+
+
+def run_guard(args: argparse.Namespace) -> int:
+    """``nsa bench guard``."""
+    from nsa.bench.guard import guard
+    from nsa.bench.rows import read_rows
+
+    check(args.tolerance >= 0, "nsa bench guard", "--tolerance", "be at least 0", args.tolerance)
+    new = row_files("nsa bench guard", "ROWS.jsonl", args.rows)
+    known = row_files("nsa bench guard", "--baseline", args.baseline)
+    known = [path for path in known if path.resolve() not in {other.resolve() for other in new}]
+    lines, passed = guard(read_rows(new), read_rows(known), args.tolerance)
+    print("\n".join(lines))
+    return 0 if passed else 1
+
+
+def row_files(function: str, option: str, paths: list[str]) -> list[Path]:
+    """Files of rows: those named, and those in the folders named; a folder may hold files of another kind beside them.
+
+    Raises:
+        ValueError: one does not exist.
+    """
+    found: list[Path] = []
+    for path in map(Path, paths):
+        check(path.exists(), function, option, "be a file or folder of rows that exists", path)
+        found += sorted(file for file in path.glob("*.jsonl") if _holds_rows(file)) if path.is_dir() else [path]
+    return found
+
+
+def _holds_rows(path: Path) -> bool:
+    """Whether the first line has a field that only rows of measured cases have."""
+    with path.open(encoding="utf-8") as file:
+        return '"case":' in file.readline()
+
+
 def run_tune(args: argparse.Namespace) -> int:
     """``nsa bench tune``."""
     from nsa.bench.tune import TunePlan, bench_tune
@@ -119,6 +265,23 @@ def run_tune(args: argparse.Namespace) -> int:
     out = None if args.out is None else Path(args.out)
     plan = TunePlan(**_where(args), kernel=args.kernel, out=out, minutes=args.minutes, jobs=args.jobs)
     return 0 if bench_tune(plan, _device()) else 1
+
+
+def run_scaling(args: argparse.Namespace) -> int:
+    """``nsa bench scaling``."""
+    from nsa.bench.scaling import ScalingPlan, bench_scaling
+    from nsa.bench.subjects import parse_settings
+    from nsa.train.launch import read_launch
+    from nsa.train.load import load_config
+
+    for option, least in (("warmup", 0), ("steps", 1)):
+        value = getattr(args, option)
+        check(value >= least, "nsa bench scaling", f"--{option}", f"be at least {least}", value)
+    settings = parse_settings("nsa bench scaling", "--set", args.set)
+    path, out = Path(args.config), None if args.out is None else Path(args.out)
+    config = load_config(path, settings)
+    bench_scaling(ScalingPlan(path.stem, config, args.buckets, args.warmup, args.steps, out, args.commit), read_launch())
+    return 0
 
 
 def run_report(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nsa.bench.rows import Row, measured
-from nsa.bench.targets import DENSE, Figures, figures, outcome, ratio
+from nsa.bench.table import number, verdicts
+from nsa.bench.targets import DENSE, Figures, figures, is_void, of_dense, outcomes
 from nsa.errors import check
 from nsa.ops._triton.tuning import table_name
 
@@ -43,16 +45,18 @@ def write_report(rows: Sequence[Row], folder: Path) -> Path:
     newest = newest_rows(rows)
     check(bool(newest), "nsa bench report", "the rows", "hold at least one figure", f"{len(rows)} rows without one")
     folder.mkdir(parents=True, exist_ok=True)
-    parts = ["# Attention: measured", _origins(newest)]
+    parts = ["# Measured", _origins(newest)]
     for where in dict.fromkeys(_where(row) for row in newest):
         chosen = [row for row in newest if _where(row) == where]
         shape, choice, dtype, gpu = where
         parts.append(f"## {shape}, choice {choice}, {dtype}, {gpu}")
         for case in dict.fromkeys(row.case for row in chosen):
             here = [row for row in chosen if row.case == case]
-            parts += [f"### {case}", _table(here, by)]
+            parts += [f"### {case}", _train_table(here, by) if case == "train" else _table(here, by)]
+            if case in _PLOTS:
+                parts += _plots(_PLOTS[case], here, by, folder, table_name("-".join(where)))
             if case == "attention":
-                parts += _whole(here, by, folder, table_name("-".join(where)))
+                parts += _growth(here, by)
     parts += _missed(newest, by)
     left = dict.fromkeys(
         f"- {row.case}, {row.provider}, {row.shape}, {row.choice}, S {row.seq_len:,}, {row.mode}: {row.note}"
@@ -98,38 +102,76 @@ def _table(rows: Sequence[Row], by: Figures) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: (row.seq_len, row.mode, row.ms_p50 or 0)):
-        dense = ratio(row, by, case="attention", provider=DENSE, choice=row.choice)
-        reached = outcome(row, by)
         cells = (
-            row.provider, f"{row.seq_len:,}", str(row.batch), row.mode,
-            f"{row.ms_p50:.4g} ({row.ms_p20:.4g} to {row.ms_p80:.4g})",
-            _cell(row.tflops_useful), _cell(row.tbps_useful), _cell(row.peak_mib, ",.0f"), _cell(dense), str(reached or ""),
+            row.provider, f"{row.seq_len:,}", str(row.batch), row.mode, _time(row), number(row.tflops_useful),
+            number(row.tbps_useful), number(row.peak_mib, ",.0f"), number(of_dense(row, by)), verdicts(row, by),
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _cell(value: float | None, form: str = ".3g") -> str:
-    return "" if value is None else format(value, form)
+def _train_table(rows: Sequence[Row], by: Figures) -> str:
+    lines = [
+        "| provider | S | B | mode | step ms (p20 to p80) | tokens/s | MFU | allocated MiB | reserved MiB | time of dense "
+        "| MiB of dense | loss | differs | target |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: (row.mode, row.seq_len, row.batch, row.provider)):
+        time = of_dense(row, by)
+        cells = (
+            row.provider, f"{row.seq_len:,}", str(row.batch), row.mode, _time(row), number(row.tokens_per_s, ",.0f"),
+            number(row.mfu), number(row.peak_mib, ",.0f"), number(row.reserved_mib, ",.0f"),
+            number(time) + " void" * (time is not None and is_void(row, by)), number(of_dense(row, by, "peak_mib")),
+            number(row.loss_nats, ".3f"), ", ".join(f"{name} {value}" for name, value in (row.variant or {}).items()),
+            verdicts(row, by),
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
-def _whole(rows: Sequence[Row], by: Figures, folder: Path, name: str) -> list[str]:
-    """Plots, fitted exponents and crossover of whole attention."""
-    times = series(rows, lambda row: row.ms_p50)
-    ratios = series(rows, lambda row: ratio(row, by, case="attention", provider=DENSE, choice=row.choice))
-    memory = series(rows, lambda row: row.peak_mib)
-    token_us = series(rows, lambda row: None if row.ms_p50 is None else 1000 * row.ms_p50 / (row.batch * row.seq_len))
+def _time(row: Row) -> str:
+    return f"{row.ms_p50:.4g} ({row.ms_p20:.4g} to {row.ms_p80:.4g})"
+
+
+# Plots over length of a case: name of the file, value, label, and where a line is drawn.
+_PLOTS: dict[str, tuple[tuple[str, Callable[[Row, Figures], float | None], str, float | None], ...]] = {
+    "attention": (
+        ("time", lambda row, by: row.ms_p50, "ms", None),
+        ("ratio", of_dense, f"time divided by {DENSE}", 1.0),
+        ("memory", lambda row, by: row.peak_mib, "peak memory above inputs (MiB)", None),
+    ),
+    "train": (
+        ("train-speed", lambda row, by: row.tokens_per_s, "tokens/s", None),
+        ("train-ratio", of_dense, "time divided by the dense twin's", 1.0),
+        ("train-memory", lambda row, by: row.peak_mib, "peak memory (MiB)", None),
+        ("train-mfu", lambda row, by: row.mfu, "model FLOPs utilisation", None),
+    ),
+}
+
+
+def _plots(
+    wanted: Sequence[tuple[str, Callable[[Row, Figures], float | None], str, float | None]], rows: Sequence[Row], by: Figures,
+    folder: Path, name: str,
+) -> list[str]:  # fmt: skip
     parts = []
-    for kind, values, label in (
-        ("time", times, "ms"),
-        ("ratio", ratios, f"time divided by {DENSE}"),
-        ("memory", memory, "peak memory above inputs (MiB)"),
-    ):
+    for kind, value, label, line_at in wanted:
+        values = series(rows, functools.partial(_with, value, by))
         if values:
             file = folder / f"{kind}-{name}.png"
-            figure = _plot(values, label, line_at=1.0 if kind == "ratio" else None)
-            figure.savefig(file, dpi=120)
+            _plot(values, label, line_at).savefig(file, dpi=120)
             parts.append(f"![{label} over length]({file.name})")
+    return parts
+
+
+def _with(value: Callable[[Row, Figures], float | None], by: Figures, row: Row) -> float | None:
+    return value(row, by)
+
+
+def _growth(rows: Sequence[Row], by: Figures) -> list[str]:
+    """Fitted exponents and crossover of whole attention."""
+    ratios = series(rows, lambda row: of_dense(row, by))
+    token_us = series(rows, lambda row: None if row.ms_p50 is None else 1000 * row.ms_p50 / (row.batch * row.seq_len))
+    parts = []
     exponents = [
         f"| {provider} | {_MODES[mode]} | {exponent:.2f} |"
         for (provider, mode), points in token_us.items()
@@ -174,14 +216,14 @@ def crossover(ratios: Sequence[tuple[int, float]]) -> float | None:
 
 
 def _missed(rows: Sequence[Row], by: Figures) -> list[str]:
-    outcomes = [(row, reached) for row in rows if (reached := outcome(row, by)) is not None]
-    if not outcomes:
+    found = [(row, reached) for row in rows for reached in outcomes(row, by)]
+    if not found:
         return []
-    passed = sum(reached.passed for _, reached in outcomes)
-    lines = [f"{passed} of {len(outcomes)} musts are reached."]
+    passed = sum(reached.passed for _, reached in found)
+    lines = [f"{passed} of {len(found)} musts are reached."]
     lines += [
-        f"- missed: {row.case}, {row.shape}, {row.choice}, S {row.seq_len:,}, {row.mode}: {reached}"
-        for row, reached in outcomes
+        f"- missed: {row.case}, {row.provider}, {row.shape}, {row.choice}, S {row.seq_len:,}, {row.mode}: {reached}"
+        for row, reached in found
         if not reached.passed
     ]
     return ["## Targets", "\n".join(lines)]

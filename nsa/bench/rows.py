@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -68,11 +68,17 @@ class Row:
     commit: str | None
     dirty: bool | None
     date: str
+    # Of training alone.
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    reserved_mib: float | None = None
+    loss_nats: float | None = None
+    settings: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """A row never holds a time without a correct result."""
-        timed = [self.ms_p50, self.ms_p20, self.ms_p80]
-        assert self.correct is True or timed == [None] * 3, "a time without a correct result"
+        timed = [self.ms_p50, self.ms_p20, self.ms_p80, self.tokens_per_s, self.mfu]
+        assert self.correct is True or timed == [None] * 5, "a time without a correct result"
         assert self.correct is True or self.note, "a row without a time says why"
 
 
@@ -146,7 +152,8 @@ def _parse(line: str, where: str) -> Row:
         raise UserError(where, "the line", "be JSON", error) from error
     check(isinstance(values, dict), where, "the line", "be an object", type(values).__name__)
     known = {entry.name for entry in fields(Row)}
-    missing, unknown = sorted(known - set(values)), sorted(set(values) - known)
+    required = {entry.name for entry in fields(Row) if entry.default is MISSING}
+    missing, unknown = sorted(required - set(values)), sorted(set(values) - known)
     check(not missing, where, "the row", "have every field", f"none of {', '.join(missing)}")
     check(not unknown, where, "the row", "have no other fields", ", ".join(unknown))
     try:

@@ -7,23 +7,30 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from nsa.bench.rows import Row
 
 FILE = Path(__file__).with_name("targets.json")
 DENSE = "dense-cudnn"
+# What a row of a case is divided by: case and provider.
+_DENSE_OF_TRAINING = ("train", "dense")
+_DENSE_OF_ATTENTION = ("attention", DENSE)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A bound on one figure of ours.
+    """A bound on one figure.
 
     Attributes:
         case, shape, choice, seq_len, mode: which figure.
         unit: ``ms``; ``of dense-cudnn``: divided by dense attention in the same run; ``of random``: divided by the same case
-            with random choice in the same run.
-        must: largest value that passes.
+            with random choice in the same run; ``tokens/s``; ``MiB of dense``: peak memory divided by the dense twin's in the
+            same run.
+        must: largest value that passes, of ``tokens/s`` the smallest.
         goal: what it should come to; None where there is no separate one.
+        provider: whose figure; ours, or the dense twin, which a ratio is void without.
+        batch: sequences of the point; None means any number.
     """
 
     case: str
@@ -34,6 +41,12 @@ class Target:
     unit: str
     must: float
     goal: float | None
+    provider: str = "nsa"
+    batch: int | None = None
+
+    def reached(self, bound: float, value: float) -> bool:
+        """Whether ``value`` is on the right side of ``bound``."""
+        return value >= bound if self.unit == "tokens/s" else value <= bound
 
 
 @dataclass(frozen=True)
@@ -51,16 +64,21 @@ class Outcome:
     @property
     def passed(self) -> bool:
         """Whether the must is reached."""
-        return self.value <= self.target.must
+        return self.target.reached(self.target.must, self.value)
 
     def __str__(self) -> str:
         """Measured value, must, goal and verdict."""
-        goal = "" if self.target.goal is None else f", goal {self.target.goal:g} {self._verdict(self.target.goal)}"
-        unit = "" if self.target.unit == "ms" else f" {self.target.unit}"
-        return f"{self.value:.3g}{unit}: must {self.target.must:g} {self._verdict(self.target.must)}{goal}"
+        target = self.target
+        goal = "" if target.goal is None else f", goal {self._bound(target.goal)}"
+        unit = "" if target.unit == "ms" else f" {target.unit}"
+        return f"{self._number(self.value)}{unit}: must {self._bound(target.must)}{goal}"
 
-    def _verdict(self, bound: float) -> str:
-        return "pass" if self.value <= bound else "FAIL"
+    def _bound(self, bound: float) -> str:
+        shown = self._number(bound) if self.target.unit == "tokens/s" else f"{bound:g}"
+        return f"{shown} {'pass' if self.target.reached(bound, self.value) else 'FAIL'}"
+
+    def _number(self, value: float) -> str:
+        return f"{value:,.0f}" if self.target.unit == "tokens/s" else f"{value:.3g}"
 
 
 @cache
@@ -82,26 +100,52 @@ def figures(rows: Iterable[Row]) -> Figures:
     }
 
 
-def ratio(row: Row, by: Figures, *, case: str, provider: str, choice: str) -> float | None:
-    """Time of a row over that of another one of the same run, shape, length, batch and mode; None without it."""
+def ratio(
+    row: Row, by: Figures, *, case: str, provider: str, choice: str, field: Literal["ms_p50", "peak_mib"] = "ms_p50"
+) -> float | None:
+    """Time (or memory) of a row over that of another one of the same run, shape, length, batch and mode; None without it."""
     other = by.get((row.run_id, case, provider, row.shape, choice, row.seq_len, row.mode))
-    if other is None or other.ms_p50 is None or row.ms_p50 is None or other.batch != row.batch:
+    if other is None or other.batch != row.batch:
         return None
-    return row.ms_p50 / other.ms_p50
+    ours, theirs = getattr(row, field), getattr(other, field)
+    return ours / theirs if ours is not None and theirs else None
 
 
-def outcome(row: Row, by: Figures) -> Outcome | None:
-    """How a row of ours stands to its target; None without one, on another GPU, or without what it is divided by."""
+def of_dense(row: Row, by: Figures, field: Literal["ms_p50", "peak_mib"] = "ms_p50") -> float | None:
+    """The row divided by dense attention, or by the dense twin, in the same run; None without it."""
+    case, provider = _dense_of(row)
+    return ratio(row, by, case=case, provider=provider, choice=row.choice, field=field)
+
+
+def _dense_of(row: Row) -> tuple[str, str]:
+    return _DENSE_OF_TRAINING if row.case == "train" else _DENSE_OF_ATTENTION
+
+
+def is_void(row: Row, by: Figures) -> bool:
+    """Whether what the row is divided by is slower than it must be, so that the ratio says nothing."""
+    dense = by.get((row.run_id, *_dense_of(row), row.shape, row.choice, row.seq_len, row.mode))
+    return dense is not None and not all(found.passed for found in outcomes(dense, by))
+
+
+def outcomes(row: Row, by: Figures) -> list[Outcome]:
+    """How a row stands to its targets; none on another GPU, or without what it is divided by."""
     gpu, dtype, known = targets()
-    if row.provider != "nsa" or row.gpu != gpu or row.dtype != dtype or row.ms_p50 is None:
-        return None
-    key = (row.case, row.shape, row.choice, row.seq_len, row.mode)
+    if row.gpu != gpu or row.dtype != dtype or row.ms_p50 is None:
+        return []
+    key = (row.provider, row.case, row.shape, row.choice, row.seq_len, row.mode)
+    found = []
     for target in known:
-        if (target.case, target.shape, target.choice, target.seq_len, target.mode) == key:
-            value: float | None = row.ms_p50
-            if target.unit == f"of {DENSE}":
-                value = ratio(row, by, case="attention", provider=DENSE, choice=row.choice)
-            elif target.unit == "of random":
-                value = ratio(row, by, case=row.case, provider=row.provider, choice="random")
-            return None if value is None else Outcome(target, value)
-    return None
+        same = (target.provider, target.case, target.shape, target.choice, target.seq_len, target.mode) == key
+        if same and target.batch in (None, row.batch) and (value := _value(row, target.unit, by)) is not None:
+            found.append(Outcome(target, value))
+    return found
+
+
+def _value(row: Row, unit: str, by: Figures) -> float | None:
+    if unit == "ms":
+        return row.ms_p50
+    if unit == "tokens/s":
+        return row.tokens_per_s
+    if unit == "of random":
+        return ratio(row, by, case=row.case, provider=row.provider, choice="random")
+    return of_dense(row, by, "peak_mib" if unit == "MiB of dense" else "ms_p50")

@@ -18,6 +18,7 @@ from nsa.train.data import (
     validation_batches,
 )
 from nsa.train.inference import load_model
+from nsa.train.loss import NextTokenLoss
 from nsa.train.precision import choose_device
 from nsa.train.run_folder import RunFolder
 
@@ -51,7 +52,7 @@ def evaluate_run(folder: RunFolder, *, device: str = "auto", num_windows: int | 
     batches = validation_batches(
         data.validation, config.seq_len, config.micro_batch, windows, document_mask=config.data.document_mask
     )
-    result = evaluate(model, batches, compute_dtype=config.compute_dtype, loss_chunk=config.loss_chunk)
+    result = evaluate(NextTokenLoss(model, config.loss_chunk), batches, compute_dtype=config.compute_dtype)
     yield (
         f"held out: {windows} of {available} windows of {config.seq_len} tokens, {result['num_targets']:,.0f} targets that "
         f"spell {result['num_bytes']:,.0f} bytes of {config.data.source}"

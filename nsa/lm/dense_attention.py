@@ -9,10 +9,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa.cache import PackedRows
 from nsa.config import NSAConfig
 from nsa.errors import check
-from nsa.ops._boundary import pack_layer_input
+from nsa.ops._boundary import on_gpu, pack_layer_input
 from nsa.ops._packed import lengths, locate, pad, query_positions, unpad
 from nsa.ops.heads import Heads, split_heads
 from nsa.rope import Rope
+from nsa.stages import DENSE, PROJECTION, in_stage, stage
 
 # Causal attention without a mask on a GPU; the last is for fp32.
 _FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -112,11 +113,14 @@ class DenseAttention(nn.Module):
             Heads(config.num_kv_heads, config.head_dim, rotated=True),
             Heads(config.num_kv_heads, config.value_dim),
         ]
-        q, k, v = split_heads(nn.functional.linear(x, weight), parts, positions, self.rope)
+        with stage(PROJECTION):
+            q, k, v = split_heads(nn.functional.linear(x, weight), parts, positions, self.rope)
         out = causal_attention(q, k, v, cu_seqlens, max_seqlen) if cache is None else cache.attend(q, k, v, cu_seqlens)
-        return self.o_proj(out.flatten(-2)).view(shape)
+        with stage(PROJECTION):
+            return self.o_proj(out.flatten(-2)).view(shape)
 
 
+@in_stage(DENSE)
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None) -> Tensor:
     """Causal softmax attention inside each packed sequence, through SDPA and without reading the lengths.
 
@@ -160,7 +164,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     """SDPA over ``[B, T, H, D]``; causal when ``visible`` (bool ``[B, T, S]``) is None."""
     group_size = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if q.is_cuda and visible is None:
+    if on_gpu(q) and visible is None:
         with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
             out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group_size > 1)
         return out.transpose(1, 2)

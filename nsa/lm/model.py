@@ -6,14 +6,26 @@ import math
 from collections.abc import Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from nsa import stages
 from nsa.cache import LayerCache, NSACache
 from nsa.lm.config import LMConfig
 from nsa.lm.dense_attention import DenseAttention, DenseCache, DenseLayerCache
+from nsa.lm.recomputation import Keeps, keep_attention
 from nsa.module import Compression, Gate, NativeSparseAttention
 
 Cache = NSACache | DenseCache
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root mean square normalisation; a weight of less precision than the input, as shards may be gathered, is no obstacle."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., width]`` to the same shape, in the dtype of ``x``."""
+        return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class MLP(nn.Module):
@@ -29,6 +41,7 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.width, config.mlp_hidden_size, bias=False) if config.mlp == "swiglu" else None
         self.down_proj = nn.Linear(config.mlp_hidden_size, config.width, bias=False)
 
+    @stages.in_stage(stages.MLP)
     def forward(self, x: Tensor) -> Tensor:
         """``[..., width]`` to the same shape."""
         if self.gate_proj is None:
@@ -42,20 +55,36 @@ class DecoderLayer(nn.Module):
     Args:
         config: the model.
         layer: index of the layer, from 0.
+
+    Attributes:
+        keeps: what stays in memory from a forward pass to its backward pass. ``everything`` that the gradient needs; of what
+            ``attention`` computed everything, beside the layer's input; or the ``input`` alone. The rest is computed again.
     """
 
     def __init__(self, config: LMConfig, layer: int) -> None:
         super().__init__()
+        self.keeps: Keeps = "everything"
         attention = NativeSparseAttention if config.attention == "nsa" else DenseAttention
-        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.attention_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.attention = attention(config.width, config.nsa.for_layer(layer))
-        self.mlp_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.mlp_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = MLP(config)
 
     def forward(
         self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, cache: LayerCache | DenseLayerCache | None
     ) -> Tensor:
         """``[T, width]`` packed or ``[B, T, width]`` to the same shape."""
+        if self.keeps == "everything" or cache is not None or not torch.is_grad_enabled():
+            return self._run(x, cu_seqlens, max_seqlen, cache)
+        inputs = (x, cu_seqlens, max_seqlen, None)
+        if self.keeps == "input":
+            return cast(Tensor, checkpoint(self._run, *inputs, use_reentrant=False, preserve_rng_state=False))
+        out = checkpoint(self._run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=keep_attention)
+        return cast(Tensor, out)
+
+    def _run(
+        self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, cache: LayerCache | DenseLayerCache | None
+    ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, cache=cache)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -75,7 +104,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         self._initialise()
         if config.tie_head:

@@ -6,6 +6,8 @@ Contents of index tensors are read on the CPU alone; on a GPU that would wait fo
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -23,15 +25,37 @@ def choose_backend(function: str, backend: str, x: Tensor) -> str:
     """The backend that runs for inputs like ``x``: ``auto`` looks at the device only, an explicit request never falls back."""
     check(backend in BACKENDS, function, "backend", f"be one of {', '.join(BACKENDS)}", backend)
     if backend == "auto":
-        backend = "triton" if x.device.type == "cuda" else "reference"
+        backend = "triton" if on_gpu(x) else "reference"
     if backend == "triton":
         check(
             x.dtype in KERNEL_DTYPES,
             function, "q", "be bfloat16, float16 or float32 for the Triton kernels", x.dtype, 'Or ask for backend="reference".',
         )  # fmt: skip
-        if x.device.type != "cuda" and not torch.compiler.is_compiling():
+        if not on_gpu(x) and not torch.compiler.is_compiling():
             check(kernels_run_on_cpu(), function, "q", 'lie on a CUDA GPU for backend="triton"', x.device)
     return backend
+
+
+_as_on_gpu = False
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether ``x`` lies on a CUDA GPU, or counts as if it did."""
+    return x.device.type == "cuda" or _as_on_gpu
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Within, tensors count as if they lay on a GPU, for fake tensors: kernels are chosen, and no contents are read.
+
+    A fake tensor has a shape and no data, so that no kernel runs. ``nsa plan`` follows a training step so on any machine.
+    """
+    global _as_on_gpu
+    before, _as_on_gpu = _as_on_gpu, True
+    try:
+        yield
+    finally:
+        _as_on_gpu = before
 
 
 def kernels_run_on_cpu() -> bool:
@@ -194,7 +218,7 @@ def compressed_key_shape(
 
 def reads_contents(index: Tensor) -> bool:
     """Whether the values of an index tensor may be looked at without waiting for a device."""
-    return index.device.type == "cpu" and not torch.compiler.is_compiling()
+    return index.device.type == "cpu" and not on_gpu(index) and not torch.compiler.is_compiling()
 
 
 def longest(function: str, argument: str, cu_seqlens: Tensor, hint: int | None, upper: int | None) -> int:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from nsa.errors import UserError, check, fail
 from nsa.train.run_folder import flush_folder, write_flushed
+from nsa.train.sharding import gather, put
 
 logger = logging.getLogger(__name__)
 
@@ -149,8 +150,8 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
     Args:
         path: folder of a checkpoint.
-        tensors: destinations by name. Names have groups, the part before the first point; of each group that is read, the
-            checkpoint must hold exactly these names.
+        tensors: destinations by name, sharded or whole. Names have groups, the part before the first point; of each group that
+            is read, the checkpoint must hold exactly these names.
 
     Raises:
         ValueError: the checkpoint is damaged (the message names the file), or belongs to something else (it names the first
@@ -162,7 +163,7 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         with safe_open(path / TENSORS, framework="pt") as file:
             _check_same(path, file, tensors)
             for name, tensor in tensors.items():
-                tensor.copy_(file.get_tensor(name))
+                put(tensor, file.get_tensor(name))
     except SafetensorError as error:
         fail("load_tensors", "path", "hold tensors in the format of safetensors", f"{path / TENSORS} ({error})")
 
@@ -209,14 +210,15 @@ class CheckpointWriter:
     Args:
         folder: folder of all checkpoints of a run.
         keep: see :func:`save_checkpoint`.
+        writes: whether this process is the one that writes; the others only hand over their parts of sharded tensors.
 
     Attributes:
         newest_step: step of the newest checkpoint, written or being written; None without one.
         failure: why the last one could not be written; None if it could.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self._folder, self._keep = folder, keep
+    def __init__(self, folder: Path, keep: int, *, writes: bool = True) -> None:
+        self._folder, self._keep, self._writes = folder, keep, writes
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         found = list_checkpoints(folder)
@@ -226,11 +228,17 @@ class CheckpointWriter:
     def submit(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Copy the tensors to main memory and start writing; waits for the checkpoint before it.
 
+        Sharded tensors are gathered one at a time; for these all processes must come here together.
+
         Args:
             step: optimizer steps done.
             tensors: as of :func:`save_checkpoint`. Operations that come later on the current stream may change them.
             meta: as of :func:`save_checkpoint`.
         """
+        if not self._writes:
+            for tensor in tensors.values():
+                gather(tensor)
+            return
         self.wait()
         copies, copied = _snapshot(tensors)
         self.newest_step = step
@@ -281,9 +289,11 @@ class CheckpointWriter:
 
 def _snapshot(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
     """Copies in main memory. From a GPU they go through pinned memory, and are complete when the event has happened."""
-    copies = {name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda) for name, tensor in tensors.items()}
+    copies = {}
     for name, tensor in tensors.items():
-        copies[name].copy_(tensor, non_blocking=tensor.is_cuda)
+        whole = gather(tensor)
+        copies[name] = torch.empty_like(whole, device="cpu", pin_memory=whole.is_cuda)
+        copies[name].copy_(whole, non_blocking=whole.is_cuda)
     if not any(tensor.is_cuda for tensor in tensors.values()):
         return copies, None
     copied = torch.cuda.Event()

@@ -7,6 +7,7 @@ from typing import Literal
 
 from nsa.errors import check
 from nsa.lm.config import LMConfig
+from nsa.lm.recomputation import Keeps
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,87 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointingConfig:
+    """Activation checkpointing: what is dropped after the forward pass and computed again in the backward pass.
+
+    It trades time for memory and leaves every gradient as it is. ``docs/memory.md`` has the figures.
+
+    Attributes:
+        policy: ``none``; ``full``, every layer keeps its input alone; ``range``, the layers from ``first`` to ``last`` do;
+            ``every``, each ``every``-th layer does; ``operators``, every layer also keeps what its attention computed, the
+            costliest part to repeat (with ``model.attention`` nsa on a GPU alone).
+        first: first layer of a ``range``, counted from 0.
+        last: last layer of a ``range``, itself included.
+        every: 2 means the layers 1, 3, 5 and so on.
+    """
+
+    policy: Literal["none", "full", "range", "every", "operators"] = "none"
+    first: int = 0
+    last: int = 0
+    every: int = 2
+
+    def __post_init__(self) -> None:
+        for name, policy, default in (("first", "range", 0), ("last", "range", 0), ("every", "every", 2)):
+            given, rule = getattr(self, name), f"be left at {default} with policy {self.policy}"
+            check(self.policy == policy or given == default, "CheckpointingConfig", name, rule, given)
+        check(self.every > 0, "CheckpointingConfig", "every", "be positive", self.every)
+        check(self.first >= 0, "CheckpointingConfig", "first", "be at least 0", self.first)
+        check(self.last >= self.first, "CheckpointingConfig", "last", f"be at least first ({self.first})", self.last)
+
+    def keeps(self, layer: int) -> Keeps:
+        """What a layer keeps; see :class:`nsa.lm.model.DecoderLayer`.
+
+        Args:
+            layer: counted from 0.
+        """
+        if self.policy == "operators":
+            return "attention"
+        chosen = {
+            "none": False,
+            "full": True,
+            "range": self.first <= layer <= self.last,
+            "every": layer % self.every == self.every - 1,
+        }
+        return "input" if chosen[self.policy] else "everything"
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How several processes share a run; of no effect with one.
+
+    Attributes:
+        strategy: ``ddp``, equal replicas of the model that average their gradients; ``fsdp``, every process holds a part of all
+            weights, gradients and moments (FSDP2).
+        gradient_compression: ``bf16`` sends gradients rounded, half the bytes; ``none`` sends fp32.
+        gather_dtype: of the layers' weights where ``fsdp`` gathers them; ``bf16`` halves the bytes and rounds norms and biases
+            too (matrix products round their weights anyway), and needs ``compute_dtype`` bf16.
+        bucket_mib: gradients that ``ddp`` sends at a time, MiB.
+        static_graph: tells ``ddp`` that every step is like the first.
+        compile_layers: with ``compile``, whether each layer is a graph of its own, whose gradients are sent while those of the
+            layers before are computed; ``ddp`` may also have the whole model as one graph, which gives all of them at the end.
+    """
+
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    gradient_compression: Literal["none", "bf16"] = "none"
+    gather_dtype: Literal["fp32", "bf16"] = "fp32"
+    bucket_mib: float = 25.0
+    static_graph: bool = False
+    compile_layers: bool = True
+
+    def __post_init__(self) -> None:
+        check(self.bucket_mib > 0, "ParallelConfig", "bucket_mib", "be positive", self.bucket_mib)
+        for name, strategy in (
+            ("gather_dtype", "fsdp"),
+            ("bucket_mib", "ddp"),
+            ("static_graph", "ddp"),
+            ("compile_layers", "ddp"),
+        ):
+            given, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            rule = f"be left at {default} with strategy {self.strategy}"
+            check(given == default or self.strategy == strategy, "ParallelConfig", name, rule, given)
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """A training run.
 
@@ -132,6 +214,8 @@ class TrainConfig:
         model: the language model; its ``vocab_size`` must equal the tokenizer's.
         data: where tokens come from.
         optim: optimizer and schedule.
+        parallel: how several processes share the run.
+        checkpointing: which activations are computed twice.
         steps: optimizer steps.
         seq_len: tokens of a window.
         micro_batch: windows of one forward and backward on one process.
@@ -143,9 +227,10 @@ class TrainConfig:
         compute_dtype: ``bf16`` runs matrix products under autocast, master weights stay fp32; ``fp32`` runs none.
         compile: whether model and loss go through ``torch.compile``, as one graph.
         cuda_graphs: whether forward and backward of a micro-batch are replayed from a CUDA graph, which spares the host its
-            work: for micro-batches of few tokens. Needs a GPU, and one process.
+            work: for micro-batches of few tokens. Needs a GPU; several processes need ``parallel.strategy`` ddp.
         tf32: whether fp32 matrix products may use TF32.
         loss_chunk: positions whose logits exist at a time; 0 means all.
+        telemetry: whether gates and choices of every layer are summed up in the steps that have a row.
         log_every: optimizer steps from one row of metrics to the next; 0 means only at the end.
         eval_every: optimizer steps from one evaluation to the next; 0 means only at the end.
         checkpoint_every: optimizer steps from one checkpoint to the next; 0 means only at the end.
@@ -165,6 +250,8 @@ class TrainConfig:
     model: LMConfig = field(default_factory=LMConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     steps: int = 50_000
     seq_len: int = 2048
     micro_batch: int = 2
@@ -178,6 +265,7 @@ class TrainConfig:
     cuda_graphs: bool = False
     tf32: bool = False
     loss_chunk: int = 0
+    telemetry: bool = True
     log_every: int = 20
     eval_every: int = 1000
     eval_windows: int = 64
@@ -198,5 +286,10 @@ class TrainConfig:
         product = self.micro_batch * self.accumulation * self.world_size
         rule = f"equal micro_batch * accumulation * world_size ({product})"
         check(self.global_batch == product, "TrainConfig", "global_batch", rule, self.global_batch)
+        layers, last = self.model.num_layers, self.checkpointing.last
+        check(last < layers, "TrainConfig", "checkpointing.last", f"be below model.num_layers ({layers})", last)
+        fits = self.parallel.gather_dtype == "fp32" or self.compute_dtype == "bf16"
+        rule = f"be fp32 with compute_dtype {self.compute_dtype}"
+        check(fits, "TrainConfig", "parallel.gather_dtype", rule, self.parallel.gather_dtype)
         below = self.data_limit_s < self.stall_limit_s or 0 in (self.data_limit_s, self.stall_limit_s)
         check(below, "TrainConfig", "data_limit_s", f"be below stall_limit_s ({self.stall_limit_s:g})", self.data_limit_s)

@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from nsa.train.launch import communication_settings
+
 PACKAGE = Path(__file__).resolve().parents[1]
 RECORDED = (
     "nsa",
@@ -35,7 +37,8 @@ def collect() -> dict[str, Any]:
     """Everything a reader needs to judge or repeat a run.
 
     Returns:
-        JSON-ready values: start time in UTC, command line, versions, commit, CPU and GPUs. What is absent is None.
+        JSON-ready values: start time in UTC, command line, versions, commit, CPU and GPUs, settings of the libraries by which
+        processes exchange tensors. What is absent is None.
     """
     return {
         "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -46,6 +49,7 @@ def collect() -> dict[str, Any]:
         "code": code_version(),
         "cpu": cpu(),
         "cuda": cuda(),
+        "communication": {"nccl": nccl(), "settings": communication_settings()},
     }
 
 
@@ -102,7 +106,17 @@ def cuda() -> dict[str, Any] | None:
         "cudnn": torch.backends.cudnn.version(),
         "driver": nvidia_driver(),
         "gpus": gpus,
+        "topology": nvidia_topology() if len(gpus) > 1 else None,
     }
+
+
+def nccl() -> str | None:
+    """Version of NCCL; None where torch was built without it."""
+    import torch
+
+    if not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def nvidia_driver() -> str | None:
@@ -115,6 +129,32 @@ def nvidia_topology() -> str | None:
     """How GPUs, network cards and CPUs are connected, as ``nvidia-smi topo -m`` prints it; None without the program."""
     answer = _run("nvidia-smi", "topo", "-m")
     return None if answer is None else re.sub(r"\x1b\[[0-9;]*m", "", answer)  # it underlines its header even for a file
+
+
+def gpu_links(topology: str) -> dict[tuple[int, int], str]:
+    """Entries of the matrix of :func:`nvidia_topology` for pairs of GPUs: ``NV18`` is NVLink with 18 links, others are PCIe.
+
+    Args:
+        topology: the matrix as text.
+    """
+    lines = [line.split() for line in topology.splitlines()]
+    header = next((words for words in lines if words[:1] == ["GPU0"] and "X" not in words), [])
+    columns = [int(word[3:]) for word in header if re.fullmatch(r"GPU\d+", word)]
+    found: dict[tuple[int, int], str] = {}
+    for words in lines:
+        if words and re.fullmatch(r"GPU\d+", words[0]) and "X" in words:
+            row = int(words[0][3:])
+            found |= {(row, column): code for column, code in zip(columns, words[1:], strict=False) if row < column}
+    return found
+
+
+def pcie_links() -> list[tuple[str, str]] | None:
+    """Generation and lanes of each GPU's PCIe link, the most that both ends can do; None without the program."""
+    answer = _run("nvidia-smi", "--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader")
+    if answer is None:
+        return None
+    links = [line.partition(",") for line in answer.splitlines()]
+    return [(generation.strip(), width.strip()) for generation, _, width in links]
 
 
 def _run(*command: str) -> str | None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import statistics
 
+from nsa.train.layer_statistics import DEAD, UNIFORM
 from nsa.train.metrics import Row
 
 SLOW = 0.2  # of the median speed so far
 MIN_ROWS = 5  # before there is a median to speak of
 WAITING = 0.5  # of the step spent waiting for data
-DEAD = 0.02  # of the sum of the gates
-UNIFORM = 0.999  # entropy, as a share of the largest there can be
+IDLE = 0.5  # of the time with a kernel on the GPU, or of the step from its first kernel to its last
 
 
 class Health:
@@ -45,6 +45,13 @@ class Health:
         wait, step = float(row["data_time_ms"]), float(row["step_time_ms"])
         if len(self._speeds) > 1 and wait > WAITING * step:
             found["data"] = f"the device waits for data: {wait:.0f} of {step:.0f} ms a step"
+        elif len(self._speeds) > 1:
+            busy = float(row.get("gpu_utilisation_percent", 100.0))
+            span = float(row.get("gpu_step_time_ms", step))
+            if busy < 100 * IDLE:
+                found["gpu"] = f"the GPU is idle: busy {busy:.0f}% of the time"
+            elif span < IDLE * step:
+                found["gpu"] = f"the GPU is idle: its part of a step takes {span:.0f} of {step:.0f} ms"
         return found
 
     def _gates(self, row: Row) -> dict[str, str]:

@@ -55,6 +55,12 @@ def check_launch(config: TrainConfig, launch: Launch) -> None:
     )  # fmt: skip
 
 
+def communication_settings() -> dict[str, str]:
+    """What the environment tells the libraries through which processes exchange tensors, NCCL and gloo."""
+    prefixes = ("NCCL_", "TORCH_NCCL_", "GLOO_")
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
+
+
 def one_thread_for_tokenizers() -> None:
     """Keep the ``tokenizers`` library to one thread in this process: processes share the work already."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

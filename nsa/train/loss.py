@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa.errors import check
 from nsa.lm.model import LanguageModel
+from nsa.stages import LOSS, in_stage
 
 IGNORED = -100  # target of a position that predicts nothing
 
@@ -71,6 +72,7 @@ def cross_entropy_sum(hidden: Tensor, head: Tensor, targets: Tensor, chunk: int 
     return total
 
 
+@in_stage(LOSS)
 def _cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     logits = nn.functional.linear(hidden, head)
     logits = logits if logits.dtype == torch.float64 else logits.float()

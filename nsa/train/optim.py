@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from nsa.errors import check
 from nsa.lm.model import LanguageModel
 from nsa.module import Compression
 from nsa.train.config import OptimConfig
+from nsa.train.sharding import gather, own_part, put
 
 
 @dataclass(frozen=True)
@@ -129,9 +132,14 @@ class ModelOptimizer:
     @torch.no_grad()
     def _muon_step(self, muon: torch.optim.Muon, cancel: Tensor) -> None:
         """Muon cannot be told to skip: keep copies of what it changes, and put them back on the device if need be."""
-        changed = [p.detach() for group in muon.param_groups for p in group["params"]]
-        changed += [state["momentum_buffer"] for state in muon.state.values()]
+        changed = [own_part(p.detach()) for group in muon.param_groups for p in group["params"]]
+        changed += [own_part(state["momentum_buffer"]) for state in muon.state.values()]
         before = [tensor.clone() for tensor in changed]
+        for group in muon.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, DTensor):
+                    _muon_step_gathered(muon, group, parameter)
+                    parameter.grad = None  # done
         muon.step()
         for tensor, old in zip(changed, before, strict=True):
             torch.where(cancel.bool(), old, tensor, out=tensor)
@@ -148,3 +156,16 @@ class ModelOptimizer:
             for optimizer in self._optimizers():
                 found |= {f"{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
         return found
+
+
+def _muon_step_gathered(muon: torch.optim.Muon, group: dict[str, Any], parameter: Tensor) -> None:
+    """Muon orthogonalises whole matrices: a sharded one is gathered, updated by every process alike and sharded again."""
+    assert parameter.grad is not None
+    momentum = muon.state[parameter]["momentum_buffer"]
+    whole, whole_momentum = nn.Parameter(gather(parameter)), gather(momentum)
+    whole.grad = gather(parameter.grad)
+    alone = torch.optim.Muon([whole], **{name: value for name, value in group.items() if name != "params"})
+    alone.state[whole] = {"momentum_buffer": whole_momentum}
+    alone.step()
+    put(parameter.detach(), whole.detach())
+    put(momentum, whole_momentum)

@@ -1,20 +1,16 @@
-"""The processes of a run: one, or several that hold equal replicas of the model (DDP)."""
+"""The processes of a run: one, or several, and what they agree on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TypeVar
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
-from torch.nn.parallel import DistributedDataParallel
 
 from nsa.train.launch import Launch
-
-Module = TypeVar("Module", bound=nn.Module)
 
 
 class Processes:
@@ -63,22 +59,6 @@ class Processes:
         yield
         if self.is_main:
             self.wait_for_all()
-
-    def replicate(self, module: nn.Module, device: torch.device) -> nn.Module:
-        """Wrap a module so that its gradients are averaged over the processes in the backward pass; one process: unchanged.
-
-        Every trainable parameter must take part in every backward pass.
-        """
-        if self.world_size == 1:
-            return module
-        ids = [device.index] if device.type == "cuda" else None
-        return DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
-
-    def accumulating(self, module: object, *, last: bool) -> AbstractContextManager[None]:
-        """Context of the backward pass of one micro-batch: only the last one of a step exchanges gradients."""
-        if isinstance(module, DistributedDataParallel) and not last:
-            return module.no_sync()
-        return nullcontext()
 
     def _exchange(self, numbers: tuple[int, ...], operation: dist.ReduceOp.RedOpType) -> list[int]:
         if self.world_size == 1:

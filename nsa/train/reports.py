@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from nsa.eval.bits_per_byte import evaluate
 from nsa.eval.generation import complete
 from nsa.lm.flops import flops_per_token
+from nsa.lm.model import LanguageModel
 from nsa.train.config import TrainConfig
 from nsa.train.data import Batch, DataBundle, validation_batches
 from nsa.train.health import Health
@@ -18,9 +20,11 @@ from nsa.train.layer_statistics import LayerStatistics
 from nsa.train.metrics import MetricsWriter, Row
 from nsa.train.parallel import Processes
 from nsa.train.run_folder import RunFolder
+from nsa.train.sharding import gather, put
 from nsa.train.signals import Requests
 from nsa.train.state import TrainState, Window
-from nsa.train.throughput import memory_row, peak_flops, utilisation_row
+from nsa.train.strategy import Replicated
+from nsa.train.throughput import DeviceClock, memory_row, peak_flops, utilisation_row
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +42,7 @@ class Surroundings:
         config: the run.
         run_folder: where everything is written.
         device: where this process computes.
+        strategy: how the processes share the model.
         processes: this process among those of the run.
         requests: what somebody asks of the run.
         on_row: called with each row of metrics after it was written.
@@ -47,6 +52,7 @@ class Surroundings:
     config: TrainConfig
     run_folder: RunFolder
     device: torch.device
+    strategy: Replicated
     processes: Processes = field(default_factory=Processes)
     requests: Requests = field(default_factory=Requests)
     on_row: Callable[[Row], None] | None = None
@@ -75,6 +81,8 @@ class Reports:
         self._flops_per_token = flops_per_token(state.model, around.config.seq_len)
         self._peak_flops = peak_flops(around.device, around.config.compute_dtype)
         self._health = Health(around.config.optim.warmup_steps)
+        self._clock = DeviceClock(around.device)
+        self._layers = LayerStatistics(state.model) if around.config.telemetry else None
         self._metrics = MetricsWriter(around.run_folder) if around.processes.is_main else None
         if self._peak_flops is None:
             logger.info("mfu: left out, the peak rate of this device and dtype is not known")
@@ -89,17 +97,28 @@ class Reports:
         if self._metrics is not None:
             self._metrics.close()
 
-    def due(self, every: int) -> bool:
-        """Whether the step just done is a multiple of ``every`` (0: none is), or the last one."""
-        step = self._state.progress.step
+    def due(self, every: int, ahead: int = 0) -> bool:
+        """Whether the step just done, or the one so many ahead, is a multiple of ``every`` (0: none is), or the last one."""
+        step = self._state.progress.step + ahead
         return step == self._config.steps or (every > 0 and step > 0 and step % every == 0)
 
-    def row_due(self) -> bool:
-        """Whether a row belongs to the step just done."""
-        return self.due(self._config.log_every) or self._evaluation_due()
+    def row_due(self, ahead: int = 0) -> bool:
+        """Whether a row belongs to the step just done, or to the one so many ahead."""
+        return self.due(self._config.log_every, ahead) or self._evaluation_due(ahead)
 
-    def _evaluation_due(self) -> bool:
-        return self._config.eval_windows > 0 and self.due(self._config.eval_every)
+    def _evaluation_due(self, ahead: int = 0) -> bool:
+        return self._config.eval_windows > 0 and self.due(self._config.eval_every, ahead)
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """Around what the next step queues on the device: its time there and, if it has a row, what its layers do."""
+        layers = self._layers if self.row_due(ahead=1) else None
+        if layers is not None:
+            layers.start()
+        with self._clock.step():
+            yield
+        if layers is not None:
+            layers.stop(self._around.processes.sum)
 
     def report(self) -> None:
         """Evaluate and write a row of metrics, where either is due and not done for this step.
@@ -110,6 +129,8 @@ class Reports:
         progress = self._state.progress
         if not self.row_due() or progress.reported_step == progress.step:
             return
+        if self._layers is not None:
+            progress.window.layers |= self._layers.row()
         validation: Row = {}
         if self._evaluation_due():
             try:
@@ -144,8 +165,10 @@ class Reports:
             "tokens_per_s_total": progress.tokens / progress.seconds,
             "eta_s": (self._config.steps - progress.step) * progress.seconds / progress.step,
             **memory_row(self._around.device),
+            **self._clock.row(),
             **utilisation_row(self._around.device),
         }
+        row |= window.layers
         if self._data.description["synthetic"]:
             row["data_synthetic"] = True
         if self._peak_flops is not None:
@@ -153,7 +176,7 @@ class Reports:
         return row
 
     def _evaluate(self) -> Row:
-        config, progress, model = self._config, self._state.progress, self._state.model
+        config, progress = self._config, self._state.progress
         batches = validation_batches(
             self._data.validation,
             config.seq_len,
@@ -161,21 +184,27 @@ class Reports:
             config.eval_windows,
             document_mask=config.data.document_mask,
         )
-        sum_processes = self._around.processes.sum
-        with LayerStatistics(model) as layers:
+        strategy = self._around.strategy
+        try:
             result = evaluate(
-                model, self._share(batches), compute_dtype=config.compute_dtype, loss_chunk=config.loss_chunk,
-                sum_processes=sum_processes,
+                strategy.loss, self._share(batches), compute_dtype=config.compute_dtype,
+                sum_processes=self._around.processes.sum,
             )  # fmt: skip
+        finally:
+            strategy.rest()
         figure = result["bits_per_byte"]
         self.validated = progress.step, figure
         if progress.best_val_bits_per_byte is None or figure < progress.best_val_bits_per_byte:
             progress.best_val_bits_per_byte, progress.best_val_step = figure, progress.step
-        return {"val_loss_nats": result["loss_nats"], "val_bits_per_byte": figure, **layers.row(sum_processes)}
+        return {"val_loss_nats": result["loss_nats"], "val_bits_per_byte": figure}
 
     def _share(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """This process's part of the batches, which all processes go through together."""
-        around = self._around
+        """This process's part of the batches, which all processes go through together.
+
+        Where no process can run the model alone, one that has no batch in the last round takes part with one that counts for
+        nothing.
+        """
+        around, number, batch = self._around, -1, None
         limit_s = max(self._config.stall_limit_s, 300.0)  # the first one may compile
         for number, batch in enumerate(batches):
             if number % around.processes.world_size == 0:
@@ -184,15 +213,20 @@ class Reports:
                     raise _InterruptedError
             if number % around.processes.world_size == around.processes.rank:
                 yield batch
+        if around.strategy.in_step and batch is not None and number % around.processes.world_size < around.processes.rank:
+            yield batch.without_targets()
 
     def write_sample(self) -> None:
-        """Let the model continue the beginning of the held-out text."""
+        """Let the model continue the beginning of the held-out text; all processes come here, the main one writes."""
         config, tokenizer = self._config, self._data.tokenizer
         if config.sample_tokens == 0:
             return
+        model = self._whole_model()
+        if not self._around.processes.is_main:
+            return
         prompt = self._data.validation.window(config.seq_len, 0)[: min(SAMPLE_PROMPT_TOKENS, config.seq_len)].tolist()
         (text,) = complete(
-            self._state.model, tokenizer, [prompt], max_new_tokens=config.sample_tokens, temperature=SAMPLE_TEMPERATURE,
+            model, tokenizer, [prompt], max_new_tokens=config.sample_tokens, temperature=SAMPLE_TEMPERATURE,
             seed=config.seed, compute_dtype=config.compute_dtype,
         )  # fmt: skip
         parts = (
@@ -203,6 +237,21 @@ class Reports:
             self._around.run_folder.sample.write_text("\n".join(parts) + "\n", encoding="utf-8")
         except OSError as error:
             logger.warning("sample.txt could not be written (%s)", error)
+
+    def _whole_model(self) -> LanguageModel:
+        """A model that the main process can run alone; all processes have to ask for it."""
+        model, around = self._state.model, self._around
+        if not around.strategy.in_step:
+            return model
+        whole = None
+        if around.processes.is_main:
+            with around.device:
+                whole = LanguageModel(model.config)
+        for name, weight in model.named_parameters():
+            gathered = gather(weight)
+            if whole is not None:
+                put(whole.get_parameter(name).detach(), gathered)
+        return model if whole is None else whole
 
 
 class _InterruptedError(Exception):

@@ -71,10 +71,10 @@ def report_page(folders: Sequence[RunFolder]) -> str:
         _section("Optimisation", _curves(runs, _OPTIMISATION, "Learning rate and norm of the gradient before clipping.")),
         _section("Throughput", _curves(runs, _THROUGHPUT, "Training speed, and the time of a step with its wait for data.")),
         _section("Device", _curves(runs, _DEVICE, "Use of the GPU.") or "<p>Nothing was recorded: no GPU.</p>"),
-        _section("Gates", _layers(runs, _GATES, _ON_HELD_OUT + " Entropy 1: all branches weigh alike.", _NO_GATES)),
+        _section("Gates", _layers(runs, _GATES, _IN_TRAINING + " Entropy 1: all branches weigh alike.", _NO_GATES)),
         _section(
             "Selection",
-            _layers(runs, _SELECTION, _ON_HELD_OUT + " Of the blocks that the selected branch attends to.", _NO_SELECTION),
+            _layers(runs, _SELECTION, _IN_TRAINING + " Of the blocks that the selected branch attends to.", _NO_SELECTION),
         ),
         _section("Events", "".join(_events(run) for run in runs)),
         _section("Configuration", _configuration(runs)),
@@ -229,8 +229,8 @@ _SELECTION = (
     ("selected_overlap", "share chosen by the query before too"),
 )
 _OF_ANY_SIZE = ("selected_tokens", "selected_distance_tokens")
-_ON_HELD_OUT = "On held-out text, dark to light from the first layer to the last."
-_NO_GATES = "No gates were recorded: dense attention, fixed gates, or no evaluation yet."
+_IN_TRAINING = "In the step of the row, dark to light from the first layer to the last."
+_NO_GATES = "No gates were recorded: dense attention, fixed gates, or telemetry switched off."
 _NO_SELECTION = "No choice of blocks was recorded: dense attention, no selected branch, or no evaluation yet."
 
 

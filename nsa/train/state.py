@@ -31,6 +31,7 @@ class Window:
         seconds: spent in steps.
         data_seconds: of these, spent waiting for batches.
         grad_norm: of the newest finite step, before clipping.
+        layers: metrics of the layers in the step that has the row, once they have been read.
     """
 
     steps: int = 0
@@ -41,6 +42,7 @@ class Window:
     seconds: float = 0.0
     data_seconds: float = 0.0
     grad_norm: float = math.nan
+    layers: dict[str, float] = field(default_factory=dict)
 
     @property
     def loss_nats(self) -> float:

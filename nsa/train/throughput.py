@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -30,8 +33,12 @@ def peak_flops(device: torch.device, compute_dtype: str) -> float | None:
     """
     if device.type != "cuda" or compute_dtype != "bf16":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _BF16_PEAKS if part in name), None)
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(gpu: str) -> float | None:
+    """Peak rate of bf16 matrix products of the GPU of this name, operations a second; None where it is not known."""
+    return next((peak for part, peak in _BF16_PEAKS if part in gpu), None)
 
 
 def memory_row(device: torch.device) -> dict[str, float]:
@@ -63,3 +70,35 @@ def utilisation_row(device: torch.device) -> dict[str, float]:
         return {"gpu_utilisation_percent": float(torch.cuda.utilization(device))}
     except (RuntimeError, nvml_error):  # no access to the driver, or a slice of a GPU, for which it keeps no figure
         return {}
+
+
+class DeviceClock:
+    """Measures how long a GPU takes from the first to the last kernel of a step; nothing waits for it.
+
+    Args:
+        device: where the run computes; on a CPU nothing is measured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._waiting: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around what a step queues on the device."""
+        if self._device.type != "cuda":
+            yield
+            return
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        yield
+        end.record()
+        self._waiting.append((begin, end))
+
+    def row(self) -> dict[str, float]:
+        """The mean over the steps since the last call that the device is done with, by the name of the metric; or nothing."""
+        times = []
+        while self._waiting and self._waiting[0][1].query():
+            begin, end = self._waiting.popleft()
+            times.append(begin.elapsed_time(end))
+        return {"gpu_step_time_ms": sum(times) / len(times)} if times else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -10,19 +11,21 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from nsa.errors import UserError, check
 from nsa.lm.model import LanguageModel
+from nsa.stages import BACKWARD, DATA, FORWARD, OPTIMIZER, in_stage, stage
+from nsa.train.activations import checkpoint_activations
 from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpoints, read_meta
-from nsa.train.config import TrainConfig
+from nsa.train.config import CheckpointingConfig, ParallelConfig, TrainConfig
 from nsa.train.cuda_graphs import Replay
 from nsa.train.data import Batch, Sampler, collate, open_data
 from nsa.train.late import LateReader
@@ -39,19 +42,21 @@ from nsa.train.run_folder import RunFolder
 from nsa.train.schedule import lr_factor
 from nsa.train.signals import HALT, Requests
 from nsa.train.state import TrainState
+from nsa.train.strategy import distribute
 from nsa.train.watchdog import CHECKPOINT_LIMIT_S, STARTING_LIMIT_S
 
 logger = logging.getLogger(__name__)
 
 # Settings that a resumed run may change. None of them alters a single weight, but for rounding where a global batch is divided
-# into other micro-batches or among other processes, and for what follows a step that is not finite: an exact resumption meets
-# that step again, and with policy stop it would never get beyond it. Where the data lie may change, what they are may not:
-# their description has hashes or, for a stream, the commit and the files' versions.
+# into other micro-batches or among other processes, or what these send each other is bf16, and for what follows a step that is
+# not finite: an exact resumption meets that step again, and with policy stop it would never get beyond it. Where the data lie
+# may change, what they are may not: their description has hashes or, for a stream, the commit and the files' versions.
 RESUME_MAY_CHANGE = frozenset({
     "log_every", "eval_every", "eval_windows", "checkpoint_every", "keep_checkpoints", "nonfinite", "nonfinite_limit",
-    "sample_tokens",
-    "data_limit_s", "stall_limit_s", "world_size", "micro_batch", "accumulation",
+    "sample_tokens", "telemetry", "data_limit_s", "stall_limit_s", "world_size", "micro_batch", "accumulation",
     "data.path", "data.revision", "data.time_limit_s",
+    *(f"parallel.{entry.name}" for entry in dataclasses.fields(ParallelConfig)),
+    *(f"checkpointing.{entry.name}" for entry in dataclasses.fields(CheckpointingConfig)),
 })  # fmt: skip
 
 Drawn = tuple[list[Batch], dict[str, int]]  # micro-batches, and the place in the data after them
@@ -98,6 +103,7 @@ class Trainer:
         processes: this process among those of the run; None for a run of one.
         resume: continue from the newest checkpoint of ``run_folder`` instead of starting.
         on_row: called with each row of metrics after it was written.
+        on_step: called after each optimizer step, before the next one begins.
         beat: called with a sign of life (phase, step, longest duration in seconds) whenever something begins.
 
     Raises:
@@ -112,11 +118,13 @@ class Trainer:
         processes: Processes | None = None,
         resume: bool = False,
         on_row: Callable[[Row], None] | None = None,
+        on_step: Callable[[], None] = lambda: None,
         beat: Beat = lambda phase, step, limit_s: None,
     ) -> None:
         launch = read_launch()
         check_launch(config, launch)
-        self.config, self.run_folder, self.processes, self._beat = config, run_folder, processes or Processes(), beat
+        self.config, self.run_folder, self.processes = config, run_folder, processes or Processes()
+        self._beat, self._on_step = beat, on_step
         self.device = choose_device(config.device, launch.local_rank)
         set_tf32(config.tf32)
         seed_everything(config.seed)
@@ -125,21 +133,22 @@ class Trainer:
         check(bool(found) or not resume, "train", "--resume", "name a run with a checkpoint", run_folder.path, hint)
         self._open_data(resume)
         self.model = LanguageModel(config.model).to(self.device)
+        checkpoint_activations(self.model, config.checkpointing)
+        loss = NextTokenLoss(self.model, config.loss_chunk)
+        hint = "Give --cuda-graphs false."
+        check(not config.cuda_graphs or self.device.type == "cuda", "train", "cuda_graphs", "be false on a CPU", True, hint)
+        self.strategy = distribute(loss, config.parallel, self.processes, self.device, captured=config.cuda_graphs)
         sampler = self.data.sampler(config.seq_len, config.seed)
         self.state = TrainState(self.model, ModelOptimizer(self.model, config.optim), sampler)
-        loss: nn.Module = NextTokenLoss(self.model, config.loss_chunk)
-        if config.compile:
-            loss = cast(nn.Module, torch.compile(loss, fullgraph=True))
-        self.loss: Callable[..., Tensor] = self.processes.replicate(loss, self.device)
-        one_gpu = self.device.type == "cuda" and config.world_size == 1
-        rule, hint = "be false on a CPU or with several processes", "Give --cuda-graphs false."
-        check(one_gpu or not config.cuda_graphs, "train", "cuda_graphs", rule, True, hint)
+        self.eager_loss = loss
+        compiler = functools.partial(torch.compile, fullgraph=True) if config.compile else None
+        self.loss: Callable[..., Tensor] = self.strategy.training_module(compiler)
         self._micro_batch = Replay(self._forward_backward) if config.cuda_graphs else self._forward_backward
         self._results: LateReader[_StepInfo] = LateReader()
         self._requests = Requests(run_folder.halt if self.processes.is_main else None, launched=launch.launcher)
-        around = Surroundings(config, run_folder, self.device, self.processes, self._requests, on_row, beat)
+        around = Surroundings(config, run_folder, self.device, self.strategy, self.processes, self._requests, on_row, beat)
         self._reports = Reports(around, self.data, self.state)
-        self._checkpoints = CheckpointWriter(run_folder.checkpoints, config.keep_checkpoints)
+        self._checkpoints = CheckpointWriter(run_folder.checkpoints, config.keep_checkpoints, writes=self.processes.is_main)
         self._step_s = math.inf
         if resume:
             self._resume(found[-1])
@@ -230,18 +239,25 @@ class Trainer:
             On the device, fp32 ``[3]``, the same on every process: summed loss in nats, gradient norm before clipping, and
             whether the update was cancelled because one of the two is not finite, 1 or 0.
         """
-        config, optimizer, processes = self.config, self.state.optimizer, self.processes
+        processes = self.processes
         if num_targets is None:
             num_targets = sum(batch.num_targets for batch in batches)
         # Gradients are averaged over the processes.
         divisor = torch.full((), max(num_targets, 1) / processes.world_size, device=self.device)
         loss = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
-            with processes.accumulating(self.loss, last=number == len(batches)):
+            with self.strategy.accumulating(last=number == len(batches)):
                 loss += self._micro_batch(batch, divisor)
         processes.sum(loss)
+        self.strategy.exchange(_gradients(self.state.optimizer.parameters()))
+        with stage(OPTIMIZER):
+            return self._update(loss)
+
+    def _update(self, loss: Tensor) -> Tensor:
+        """Clip, update and drop the gradients; returns what :meth:`train_step` returns."""
+        config, optimizer = self.config, self.state.optimizer
         parameters = optimizer.parameters()
-        grad_norm = get_total_norm(_gradients(parameters))
+        grad_norm = self.strategy.norm(_gradients(parameters))
         cancel = 1.0 - (grad_norm.isfinite() & loss.isfinite()).float()
         if config.optim.grad_clip > 0:
             clip_grads_with_norm_(parameters, config.optim.grad_clip, grad_norm)
@@ -255,10 +271,26 @@ class Trainer:
         batch = batch.to(self.device)
         if self.config.compile:
             torch._dynamo.maybe_mark_dynamic(batch.cu_seqlens, 0)
-        with autocast(self.device, self.config.compute_dtype):
-            loss_sum = self.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
-        (loss_sum / divisor).backward()
+        with stage(FORWARD):
+            with autocast(self.device, self.config.compute_dtype):
+                loss_sum = self.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
+            scaled = loss_sum / divisor
+        with stage(BACKWARD):
+            scaled.backward()
         return loss_sum.detach()
+
+    @contextmanager
+    def launched_singly(self) -> Iterator[None]:
+        """Within, no CUDA graph is replayed: the host launches the same kernels one by one."""
+        replay, self._micro_batch = self._micro_batch, self._forward_backward
+        try:
+            yield
+        finally:
+            self._micro_batch = replay
+
+    def beat(self, phase: str, limit_s: float) -> None:
+        """Give a sign of life before something that may take up to ``limit_s`` seconds."""
+        self._beat(phase, self.state.progress.step, limit_s)
 
     def _set_lr(self, step: int) -> None:
         optim = self.config.optim
@@ -286,6 +318,7 @@ class Trainer:
                 self._reports.report()
                 if self._reports.due(self.config.checkpoint_every):
                     self._checkpoint()
+                self._on_step()
             self._finish(stop)
         name = signal.Signals(stop).name if stop not in (0, HALT) else None
         return RunResult(progress.step >= steps, name, progress.step, self._reports.last_row)
@@ -319,7 +352,9 @@ class Trainer:
             return False
         batches, targets, num_bytes = taken
         fetched = time.perf_counter()
-        self._results.put(_StepInfo(progress.step, targets, num_bytes), self.train_step(batches, targets))
+        with self._reports.observed():
+            results = self.train_step(batches, targets)
+        self._results.put(_StepInfo(progress.step, targets, num_bytes), results)
         progress.step += 1
         tokens = self.config.global_batch * self.config.seq_len
         progress.tokens += tokens
@@ -333,6 +368,7 @@ class Trainer:
         window.data_seconds += fetched - begin
         return True
 
+    @in_stage(DATA)
     def _take(self, ahead: Prefetcher[Drawn]) -> tuple[list[Batch], int, int] | None:
         """This process's micro-batches of the next step, and the targets and bytes of text of all processes'.
 
@@ -416,7 +452,8 @@ class Trainer:
         """Begin a checkpoint of this step, if there is none."""
         self._read_results(keep=0)
         progress, validated = self.state.progress, self._reports.validated
-        if not self.processes.is_main or self._checkpoints.newest_step == progress.step:
+        (is_wanted,) = self.processes.largest(int(self.processes.is_main and self._checkpoints.newest_step != progress.step))
+        if not is_wanted:
             return
         self._beat("checkpoint", progress.step, CHECKPOINT_LIMIT_S)
         figure = validated[1] if validated is not None and validated[0] == progress.step else None
@@ -441,7 +478,7 @@ class Trainer:
         self._checkpoint()
         self._checkpoints.wait()
         self._beat("end", progress.step, 0)
-        if progress.step >= steps and self.processes.is_main:
+        if progress.step >= steps:
             self._reports.write_sample()
         self.processes.wait_for_all()
         if progress.best_val_step is not None:

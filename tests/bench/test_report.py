@@ -39,13 +39,37 @@ def test_report(tmp_path: Path) -> None:
     assert "nsa becomes faster than dense-cudnn at S = 4,096, forward." in text
     assert "| dense-cudnn | forward | 1.00 |" in text
     assert "| nsa | forward + backward | 0.00 |" in text
-    assert "attention.window, seed, random, S 2,048, fwd: 0.5: must 0.36 FAIL, goal 0.28 FAIL" in text
+    assert "attention.window, nsa, seed, random, S 2,048, fwd: 0.5: must 0.36 FAIL, goal 0.28 FAIL" in text
     assert "- attention.window, nsa, seed, random, S 2,048, fwd_bwd: dq: wrong" in text
     assert "| run | NVIDIA H200 | 1 | 2.11.0 | 3.6.0 | abc | 2026-01-02T03:04:05+00:00 |" in text
     plots = sorted(file.name for file in path.parent.glob("*.png"))
     assert plots == [f"{kind}-seed-random-bfloat16-nvidia-h200.png" for kind in ("memory", "ratio", "time")]
     assert all(f"]({name})" in text for name in plots)
     assert all((path.parent / name).read_bytes()[:4] == b"\x89PNG" for name in plots)
+
+
+def test_report_of_training(tmp_path: Path) -> None:
+    made = []
+    for seq_len, dense, ours in ((2048, 100.0, 150.0), (65_536, 700.0, 200.0)):
+        point = {"case": "train", "choice": "model", "seq_len": seq_len, "batch": 65_536 // seq_len, "mode": "fwd_bwd", **H200}
+        for provider, ms in (("dense", dense), ("nsa", ours)):
+            speed = 65_536_000 / ms
+            memory = {"peak_mib": 3 * ms, "reserved_mib": 4 * ms, "loss_nats": 2.5}
+            made.append(make_row(**point, provider=provider, ms_p50=ms, tokens_per_s=speed, mfu=speed / 1e6, **memory))
+    made.append(make_row(**point, provider="late", ms_p50=400.0, tokens_per_s=163_840.0, variant={"optim.lr": 0.1}))
+    text = write_report(made, tmp_path).read_text()
+    assert "## seed, choice model, bfloat16, NVIDIA H200" in text
+    assert (
+        "| nsa | 2,048 | 32 | fwd_bwd | 150 (0.9 to 1.1) | 436,907 | 0.437 | 450 | 600 | 1.5 void | 1.5 | 2.500 |  "
+        "| 436,907 tokens/s: must 430,000 pass, goal 550,000 FAIL; 1.5 MiB of dense: must 1.5 pass |"
+    ) in text
+    assert (
+        "| late | 65,536 | 1 | fwd_bwd | 400 (0.9 to 1.1) | 163,840 |  | 64 |  | 0.571 | 0.0305 |  | optim.lr 0.1 |  |" in text
+    )
+    plots = sorted(file.name for file in tmp_path.glob("*.png"))
+    assert plots == [f"train-{kind}-seed-model-bfloat16-nvidia-h200.png" for kind in ("memory", "mfu", "ratio", "speed")]
+    assert all(f"]({name})" in text for name in plots)
+    assert "- missed: train, dense, seed, model, S 2,048, fwd_bwd: 655,360 tokens/s: must 660,000 FAIL" in text
 
 
 def test_report_from_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from nsa.bench import targets
 from nsa.bench.rows import Row, RowFile, origin, read_rows
-from nsa.bench.table import result_table
-from nsa.bench.targets import figures, outcome
+from nsa.bench.table import result_table, train_table
+from nsa.bench.targets import figures, is_void, outcomes
 from nsa.bench.variants import Variant, parse_variant
 from nsa.errors import UserError
 from nsa.train import environment
@@ -25,6 +25,7 @@ FIELDS = {
     "run_id", "case", "provider", "variant", "shape", "choice", "seq_len", "batch", "dtype", "mode", "ms_p50", "ms_p20",
     "ms_p80", "tflops_useful", "tbps_useful", "peak_mib", "correct", "errors", "note", "overlap", "recall", "timing", "samples",
     "kernels", "kernel_us", "device", "gpu", "driver", "torch", "triton", "commit", "dirty", "date",
+    "tokens_per_s", "mfu", "reserved_mib", "loss_nats", "settings",
 }  # fmt: skip
 
 
@@ -125,8 +126,8 @@ def test_variants_that_are_none(text: str, why: str) -> None:
 
 
 def verdict(rows: list[Row], **given: Any) -> str | None:
-    found = outcome(make_row(gpu="NVIDIA H200", **given), figures(rows))
-    return None if found is None else str(found)
+    found = outcomes(make_row(gpu="NVIDIA H200", **given), figures(rows))
+    return str(found[0]) if found else None
 
 
 def test_targets_in_ms() -> None:
@@ -134,39 +135,65 @@ def test_targets_in_ms() -> None:
     assert verdict([], **window, ms_p50=0.27) == "0.27: must 0.36 pass, goal 0.28 pass"
     assert verdict([], **window, ms_p50=0.30) == "0.3: must 0.36 pass, goal 0.28 FAIL"
     assert verdict([], **window, ms_p50=0.37) == "0.37: must 0.36 FAIL, goal 0.28 FAIL"
-    assert outcome(make_row(**window, gpu="NVIDIA A100"), {}) is None
-    assert outcome(make_row(**window, gpu="NVIDIA H200", provider="flex"), {}) is None
-    assert outcome(make_row(**{**window, "seq_len": 4096}, gpu="NVIDIA H200"), {}) is None
-    assert outcome(make_row(**window, gpu="NVIDIA H200", dtype="float16"), {}) is None
+    assert outcomes(make_row(**window, gpu="NVIDIA A100"), {}) == []
+    assert outcomes(make_row(**window, gpu="NVIDIA H200", provider="flex"), {}) == []
+    assert outcomes(make_row(**{**window, "seq_len": 4096}, gpu="NVIDIA H200"), {}) == []
+    assert outcomes(make_row(**window, gpu="NVIDIA H200", dtype="float16"), {}) == []
 
 
 def test_targets_beside_dense_attention_hold_within_a_run() -> None:
     whole = {"case": "attention", "seq_len": 65_536, "mode": "fwd_bwd", "gpu": "NVIDIA H200", "batch": 1}
     dense = make_row(**whole, provider="dense-cudnn", ms_p50=50.0)
     ours = make_row(**whole, ms_p50=10.0)
-    found = outcome(ours, figures([dense, ours]))
-    assert found is not None
+    (found,) = outcomes(ours, figures([dense, ours]))
     assert (found.value, found.passed) == (0.2, True)
     assert str(found) == "0.2 of dense-cudnn: must 0.21 pass, goal 0.16 FAIL"
-    assert outcome(ours, figures([replace(dense, run_id="another"), ours])) is None
-    assert outcome(ours, figures([replace(dense, batch=2), ours])) is None
-    assert outcome(ours, figures([ours])) is None
+    assert outcomes(ours, figures([replace(dense, run_id="another"), ours])) == []
+    assert outcomes(ours, figures([replace(dense, batch=2), ours])) == []
+    assert outcomes(ours, figures([ours])) == []
 
 
 def test_a_shared_choice_is_held_against_the_random_one() -> None:
     selected = {"case": "attention.selected", "seq_len": 8192, "mode": "fwd", "gpu": "NVIDIA H200"}
     rows = [make_row(**selected, ms_p50=2.0), make_row(**selected, choice="shared16", ms_p50=1.5)]
-    found = outcome(rows[1], figures(rows))
-    assert found is not None
+    (found,) = outcomes(rows[1], figures(rows))
     assert str(found) == "0.75 of random: must 0.8 pass"
 
 
 def test_the_file_of_targets_is_sound() -> None:
     gpu, dtype, known = targets.targets()
     assert (gpu, dtype) == ("NVIDIA H200", "bfloat16")
-    keys = [(t.case, t.shape, t.choice, t.seq_len, t.mode) for t in known]
+    keys = [(t.case, t.provider, t.shape, t.choice, t.seq_len, t.batch, t.mode, t.unit) for t in known]
     assert len(keys) == len(set(keys))
-    assert all(t.unit in ("ms", "of dense-cudnn", "of random") and (t.goal is None or t.goal < t.must) for t in known)
+    assert {t.unit for t in known} == {"ms", "of dense-cudnn", "of random", "tokens/s", "MiB of dense"}
+    assert all(t.goal is None or (t.goal != t.must and t.reached(t.must, t.goal)) for t in known)
+
+
+def training(provider: str, tokens_per_s: float, **values: Any) -> Row:
+    """A row of a training step of 65,536 tokens at S 2,048."""
+    given = {"ms_p50": 65_536_000 / tokens_per_s, "tokens_per_s": tokens_per_s, "mode": "fwd_bwd", "gpu": "NVIDIA H200"}
+    return make_row(**{"case": "train", "choice": "model", "provider": provider, **given, **values})
+
+
+def test_targets_of_training() -> None:
+    dense, ours = training("dense", 700e3, peak_mib=1000.0), training("nsa", 500e3, peak_mib=1600.0)
+    by = figures([dense, ours])
+    assert [str(found) for found in outcomes(ours, by)] == [
+        "500,000 tokens/s: must 430,000 pass, goal 550,000 FAIL",
+        "1.6 MiB of dense: must 1.5 FAIL",
+    ]
+    assert [str(found) for found in outcomes(dense, by)] == ["700,000 tokens/s: must 660,000 pass"]
+    assert not outcomes(training("dense-matched", 1.0), by)
+    (small,) = outcomes(training("nsa", 249e3, batch=4), by)
+    assert str(small) == "249,000 tokens/s: must 250,000 FAIL"
+
+
+def test_a_ratio_to_a_slow_twin_is_void() -> None:
+    slow, ours = training("dense", 600e3), training("nsa", 500e3)
+    by = figures([slow, ours])
+    assert is_void(ours, by)
+    assert not is_void(ours, figures([training("dense", 661e3), ours]))
+    assert "1.200 void" in train_table([slow, ours])
 
 
 def test_the_table_shows_ratios_verdicts_and_what_is_missing() -> None:

@@ -223,7 +223,7 @@ def test_help_explains_every_option(command: str, capsys: pytest.CaptureFixture[
         cli.main(["bench", command, "--help"])
     assert left.value.code == 0
     said = capsys.readouterr().out
-    for action in cli._parsers(complete=False).commands["bench"].commands[command]._actions:
+    for action in cli._parsers(complete=None).commands["bench"].commands[command]._actions:
         assert action.help, action.dest
         assert (action.option_strings[-1] if action.option_strings else str(action.metavar)) in said
 

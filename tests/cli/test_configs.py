@@ -43,14 +43,14 @@ def state_bytes(config: TrainConfig) -> int:
 
 
 def test_the_configurations_there_must_be() -> None:
-    assert {"cpu-small", "gpu-small", "seed", "seed-gpt2", "seed-fineweb"} <= NAMES
+    assert {"1b", "cpu-small", "gpu-small", "seed", "seed-gpt2", "seed-fineweb"} <= NAMES
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_each_loads_and_fits_its_tokenizer(path: Path) -> None:
     config = load_config(path)
     assert config.model.vocab_size == make_tokenizer(config.data, ()).vocab_size
-    assert config.world_size == 1
+    assert config.world_size == (2 if config.parallel.strategy == "fsdp" else 1)
     assert config.optim.warmup_steps < config.steps
 
 
@@ -111,6 +111,14 @@ def test_the_seed_configuration_is_the_one_that_is_specified() -> None:
 
 def num_gate_parameters(config: TrainConfig) -> int:
     return 3 * config.model.nsa.num_heads * (config.model.width + 1)  # of a layer: weight and bias
+
+
+def test_the_1b_configuration_is_what_its_name_says() -> None:
+    config = load_config(ROOT / "1b.yaml")
+    assert 0.9e9 < num_parameters(config) < 1.3e9
+    assert (config.parallel.strategy, config.checkpointing.policy, config.model.attention) == ("fsdp", "operators", "nsa")
+    for world_size, accumulation in ((2, 4), (4, 2)):
+        load_config(ROOT / "1b.yaml", {"world_size": str(world_size), "accumulation": str(accumulation)})
 
 
 def test_the_gpt2_seed_is_the_seed_with_another_vocabulary() -> None:

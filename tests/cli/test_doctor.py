@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from nsa import cli, doctor
+from nsa import NSAConfig, cli, doctor
+from nsa.ops._triton.tuning import Tile, TileKey, tiles_chosen_by
 from nsa.train import environment
+from tools.compile_only.launches import Batch, attend, launches
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -56,3 +60,65 @@ def test_a_driver_without_a_cuda_build_of_torch_is_a_problem(monkeypatch: pytest
     monkeypatch.setattr(environment, "nvidia_driver", lambda: None)
     (line,) = doctor._gpus()
     assert not isinstance(line, doctor.Problem)
+
+
+TOPOLOGY = """\
+	GPU0	GPU1	GPU2	NIC0	CPU Affinity	NUMA Affinity	GPU NUMA ID
+GPU0	 X 	NV18	PHB	PXB	0-31	0		N/A
+GPU1	NV18	 X 	SYS	PXB	0-31	0		N/A
+GPU2	PHB	SYS	 X 	NODE	32-63	1		N/A
+NIC0	PXB	PXB	NODE	 X
+
+Legend:
+
+  X    = Self
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+
+
+def test_connections_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.gpu_links(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "PHB", (1, 2): "SYS"}
+    monkeypatch.setattr(environment, "nvidia_topology", lambda: TOPOLOGY)
+    monkeypatch.setattr(environment, "pcie_links", lambda: [("5", "16"), ("5", "16"), ("4", "8")])
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda first, second: (first, second) == (0, 1))
+    said = list(doctor._connections(3))
+    assert said[2] == "2: PCIe generation 4, 8 lanes"
+    assert said[3:6] == [
+        "GPU 0 to GPU 1: NVLink, 18 links; direct access yes",
+        "GPU 0 to GPU 2: PCIe through the CPU's bridge; direct access no",
+        "GPU 1 to GPU 2: PCIe and the link between CPUs; direct access no",
+    ]
+    monkeypatch.setattr(environment, "nvidia_topology", lambda: None)
+    assert list(doctor._connections(2))[-1].startswith("connections unknown")
+    assert len(list(doctor._connections(1))) == 3
+
+
+def test_what_runs_for_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--shape", "seed", "--seq", "2048"]) == 0
+    short = capsys.readouterr().out
+    assert "12 heads in 2 groups, D 64, Dv 64, bf16, sequences of up to 2,048 tokens" in short
+    assert "selected branch: the tiled design, because in sequences so short a tile chooses 44 blocks or fewer" in short
+    assert re.search(r"on the NVIDIA H200:\n.*compressed_attention_fwd: \d+ rows, .*\(measured on NVIDIA H200\)", short)
+    assert "gather_fwd" not in short
+    long = "\n".join(doctor._kernels(doctor.Question.of("64x4x256x128", 65_536, "fp32")))
+    assert "decided on the GPU in each call" in long
+    assert re.search(r"selected_gather_fwd: 16 rows, 16 keys, 8 warps, 1 stages \(default of", long)
+    assert cli.main(["doctor", "--shape", "seed"]) == 2
+    assert "--shape and --seq must be given together" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("longest", [1024, 65_536])
+def test_the_kernels_it_names_are_those_that_tiles_are_looked_up_for(longest: int) -> None:
+    looked_up: set[str] = set()
+
+    def note(key: TileKey, tile: Tile) -> Tile:
+        looked_up.add(key.kernel)
+        return tile
+
+    config = NSAConfig(num_heads=12, num_kv_heads=2, head_dim=64, value_dim=64)
+    with launches(), tiles_chosen_by(note):
+        attend(config, torch.bfloat16, Batch(longest))
+    is_short = longest == 1024
+    named = set(doctor.kernel_names(longest, is_short, config))
+    assert looked_up - named == ({"selected_gather_dkv"} if is_short else set())  # looked up for its sizes, not launched
+    assert named <= looked_up

@@ -83,14 +83,17 @@ def test_allowed_stack_belongs_to_a_row_of_a_table(monkeypatch):
         assert kernel in kernels
         assert any(key.head_size == head_size for key in tables[name].rows)
         assert reason
-    monkeypatch.setitem(STACK_THAT_WINS, ("nvidia-h200", "some_kernel", 128), "measured")
+    monkeypatch.setitem(STACK_THAT_WINS, ("nvidia-h200", "selected_some_kernel", 128), "measured")
+    monkeypatch.setitem(STACK_THAT_WINS, ("nvidia-h200", "range_some_kernel", 112), "measured")
     defaults, table = tunings(90)
-    for tuning, size, stack, expected in (
-        (table, 80, 256, None),
-        (table, 128, 256, None),
-        (table, 128, 264, "more than 256 bytes of stack"),
-        (table, 64, 8, "more than 0 bytes of stack"),
-        (defaults, 128, 8, "more than 0 bytes of stack"),
+    for tuning, kernel, size, stack, expected in (
+        (table, "selected_some_kernel", 80, 256, None),
+        (table, "selected_some_kernel", 128, 256, None),
+        (table, "selected_some_kernel", 128, 264, "more than 256 bytes of stack"),
+        (table, "selected_some_kernel", 64, 8, "more than 0 bytes of stack"),
+        (defaults, "selected_some_kernel", 128, 8, "more than 0 bytes of stack"),
+        (table, "range_some_kernel", 80, 256, None),
+        (table, "range_some_kernel", 128, 8, "more than 0 bytes of stack"),
     ):
-        fault = Record(tuning, Case(size, size, 4), Usage("some_kernel", 255, stack, 0)).fault(lenient=True)
+        fault = Record(tuning, Case(size, size, 4), Usage(kernel, 255, stack, 0)).fault(lenient=True)
         assert (fault is None) if expected is None else fault and expected in fault, fault

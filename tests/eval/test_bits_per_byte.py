@@ -13,6 +13,7 @@ import torch
 from nsa.eval.bits_per_byte import evaluate
 from nsa.lm.model import LanguageModel
 from nsa.train.data import Batch, TextSource, validation_batches
+from nsa.train.loss import NextTokenLoss
 from tests.train.cases import MODEL
 
 
@@ -33,7 +34,7 @@ def test_uniform_model_needs_eight_bits() -> None:
     model = make_model()
     with torch.no_grad():
         model.head.weight.zero_()
-    result = evaluate(model, validation_batches(source(), 64, 2, 5, document_mask=False))
+    result = evaluate(NextTokenLoss(model), validation_batches(source(), 64, 2, 5, document_mask=False))
     assert result["num_targets"] == 320
     assert result["loss_nats"] == pytest.approx(math.log(256), rel=1e-6)
     # Separators have to be predicted but spell nothing.
@@ -42,7 +43,9 @@ def test_uniform_model_needs_eight_bits() -> None:
 
 
 def test_bytes_count_and_not_tokens() -> None:
-    one, three = (evaluate(make_model(), validation_batches(source(size), 64, 2, 5, document_mask=True)) for size in (1, 3))
+    one, three = (
+        evaluate(NextTokenLoss(make_model()), validation_batches(source(size), 64, 2, 5, document_mask=True)) for size in (1, 3)
+    )
     assert three["loss_nats"] == one["loss_nats"]
     assert three["bits_per_byte"] == pytest.approx(one["bits_per_byte"] / 3, rel=1e-12)
 
@@ -54,16 +57,16 @@ def test_batching_and_chunks_change_nothing(attention: str) -> None:
     def batches(micro_batch: int) -> Iterator[Batch]:
         return validation_batches(source(), 64, micro_batch, 5, document_mask=True)
 
-    expected = evaluate(model, batches(1))
-    assert evaluate(model, batches(5)) == pytest.approx(expected, rel=1e-9)
-    assert evaluate(model, batches(2), loss_chunk=10) == pytest.approx(expected, rel=1e-9)
+    expected = evaluate(NextTokenLoss(model), batches(1))
+    assert evaluate(NextTokenLoss(model), batches(5)) == pytest.approx(expected, rel=1e-9)
+    assert evaluate(NextTokenLoss(model, 10), batches(2)) == pytest.approx(expected, rel=1e-9)
 
 
 def test_leaves_no_trace() -> None:
     model = make_model().train()
     modes = []
     model.norm.register_forward_hook(lambda module, *_: modes.append(module.training))
-    evaluate(model, validation_batches(source(), 64, 2, 4, document_mask=True))
+    evaluate(NextTokenLoss(model), validation_batches(source(), 64, 2, 4, document_mask=True))
     assert modes == [False, False]
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -76,13 +79,13 @@ def test_mode_comes_back_after_an_error() -> None:
 
     model = make_model().train()
     with pytest.raises(RuntimeError, match="no more"):
-        evaluate(model, failing())
+        evaluate(NextTokenLoss(model), failing())
     assert model.training
 
 
 def test_bf16_compute_is_near() -> None:
     low, exact = (
-        evaluate(make_model(), validation_batches(source(), 64, 2, 5, document_mask=True), compute_dtype=dtype)
+        evaluate(NextTokenLoss(make_model()), validation_batches(source(), 64, 2, 5, document_mask=True), compute_dtype=dtype)
         for dtype in ("bf16", "fp32")
     )
     assert low["loss_nats"] != exact["loss_nats"]
@@ -91,4 +94,4 @@ def test_bf16_compute_is_near() -> None:
 
 def test_nothing_to_evaluate() -> None:
     with pytest.raises(ValueError, match="evaluate: batches must hold at least one target, got 0"):
-        evaluate(make_model(), [])
+        evaluate(NextTokenLoss(make_model()), [])

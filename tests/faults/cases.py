@@ -161,9 +161,14 @@ class Ranks:
         return "\n".join(rank.text for rank in self.ranks)
 
 
-def torchrun(*words: str | Path, fault: tuple[str, ...] = (), restarts: int = 0) -> subprocess.Popen[str]:
-    """Two processes under torchrun, with a fault planted in each."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ONE_NODE = ("--standalone", "--nproc-per-node", "2")
+
+
+def torchrun(
+    *words: str | Path, fault: tuple[str, ...] = (), restarts: int = 0, place: tuple[str, ...] = ONE_NODE
+) -> subprocess.Popen[str]:
+    """An agent of torchrun, by default with two processes, with a fault planted in each process."""
+    command = [sys.executable, "-m", "torch.distributed.run", *place]
     command += ["--max-restarts", str(restarts), str(ROOT / "tests" / "faults" / "plant.py"), *(fault or ("none",)), "--"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(

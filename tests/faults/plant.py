@@ -81,9 +81,11 @@ def _after_micro_batches(number: str, rank: str, action: Callable[[], None]) -> 
 
 
 def _nan_in_weights(step: str, rank: str = "0") -> None:
+    from nsa.train.sharding import own_part
+
     def poison(trainer: Any) -> None:
         with torch.no_grad():
-            trainer.model.norm.weight[3] = math.nan
+            own_part(trainer.model.norm.weight.detach())[3] = math.nan
 
     _at_step(step, rank, poison)
 

@@ -10,14 +10,18 @@ from nsa.train.checkpoint import list_checkpoints
 from nsa.train.metrics import read_metrics
 from tests.faults.cases import Nsa, Ranks, events, outcome, write_config
 
-POLICIES = ["rollback", pytest.param("skip", marks=pytest.mark.faults), pytest.param("stop", marks=pytest.mark.faults)]
+CASES = [
+    ("rollback", "ddp"),
+    ("rollback", "fsdp"),
+    *(pytest.param(policy, "ddp", marks=pytest.mark.faults) for policy in ("skip", "stop")),
+]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_policy_is_coherent_on_all_ranks(tmp_path: Path, policy: str, count) -> None:
+@pytest.mark.parametrize(("policy", "strategy"), CASES)
+def test_policy_is_coherent_on_all_ranks(tmp_path: Path, policy: str, strategy: str, count) -> None:
     config = write_config(tmp_path, steps=16, nonfinite=policy, nonfinite_limit=3, checkpoint_every=4)
     words = ("train", config, "--run-dir", tmp_path / "run", "--world-size", "2", "--accumulation", "1")
-    with Ranks(*words, folder=tmp_path, fault=("nan-in-weights", "9", "1")) as run:
+    with Ranks(*words, "--parallel.strategy", strategy, folder=tmp_path, fault=("nan-in-weights", "9", "1")) as run:
         codes = run.end()
         text = run.text
     kinds = [event["kind"] for event in events(tmp_path / "run")]

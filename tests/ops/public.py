@@ -26,9 +26,11 @@ from nsa import (
     selected_attention,
     window_attention,
 )
+from nsa.ops._boundary import Sequences
 from nsa.ops.combination.reference import combine_reference
 from nsa.ops.heads import Heads, split_heads
 from nsa.ops.heads.reference import split_heads_reference
+from nsa.ops.observation import SUMS, new_sums, observe
 from nsa.ops.selection import run_select_blocks
 from nsa.testing import AttentionInputs, assert_within_budget, make_inputs
 from nsa.testing.budget import CEILING
@@ -318,6 +320,29 @@ def check_combine(case: Case, branches: Sequence[str] = ("cmp", "slc", "win")) -
     assert not bool(found["gates"][..., off].any()), "combine: a branch that is off gives its gate a gradient"
 
 
+def check_observe(case: Case) -> None:
+    """Sums over gates and a choice: those of eager PyTorch, but for the rounding of a logarithm; none while switched off."""
+    x, config = case.inputs(), case.config
+    indices = case.block_indices() if "slc" in config.branches else None
+    offsets = None if case.dense else (x.cu_seqlens_q, x.cu_seqlens_k)
+    sequences = Sequences(offsets, len(case.queries), max(case.queries), max(case.lengths_k), x.q.device)
+    for design, blocks in (("tiled", 24), ("gathered", 25)):
+        union = torch.tensor([blocks, 2], device=case.device)
+        found = []
+        for backend in ("reference", case.backend):
+            sums = new_sums(case.device)
+            observe(x.gates, indices, union, sums, config, sequences, 48, backend)
+            assert not sums.any()
+            sums[0] = 1
+            observe(x.gates, indices, union, sums, config, sequences, 48, backend)
+            found.append(dict(zip(SUMS, sums.tolist(), strict=True)))
+        expected, actual = found
+        if case.backend == "triton":
+            expected |= {design: 1, "reference": 0}
+        assert abs(actual.pop("entropy") - expected.pop("entropy")) <= 1e-5 * 2**30 * max(expected["gates"], 1)
+        assert actual == expected
+
+
 def check_split(case: Case) -> None:
     """Heads of a projection whose values are not rotated, and another part whose columns are."""
     config = case.config
@@ -409,6 +434,7 @@ CHECKS: dict[str, Callable[[Case], Any]] = {
     "compress": check_compress,
     "choice": check_choice,
     "combine": check_combine,
+    "observe": check_observe,
     "split": check_split,
     **{name: lambda case, run=run: run(case).check() for name, run in RUNS.items()},  # type: ignore[misc]
 }

@@ -19,6 +19,7 @@ from tests.ops.public import (
     check_choice,
     check_combine,
     check_compress,
+    check_observe,
     check_split,
     leaves_of,
     parameters_of,
@@ -70,6 +71,7 @@ def record_calls(case: Case, more: Sequence[Case] = ()) -> dict[str, Call]:
             RUNS[name](case)
         check_choice(case)
         check_combine(case)
+        check_observe(case)
         check_split(case)
         for other in (case, *more):
             check_compress(other)

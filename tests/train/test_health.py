@@ -47,3 +47,15 @@ def test_gates_that_collapse() -> None:
     assert Health(10).look(gates(10, 0.5, 0.5, 0.5, 1.0)) == []  # all start alike
     # A row without an evaluation says nothing about gates: the collapse is not over.
     assert kinds(Health(10), dead, row(13), dead, sound, dead) == [["gates"], [], [], [], ["gates"]]
+
+
+def test_an_idle_gpu() -> None:
+    usual, idle = row(1, gpu_utilisation_percent=97.0, gpu_step_time_ms=9.5), row(2, gpu_utilisation_percent=40.0)
+    health = Health(0)
+    assert kinds(health, usual, usual, idle, idle) == [[], [], ["gpu"], []]
+    late = row(3, gpu_utilisation_percent=60.0, gpu_step_time_ms=4.0)
+    assert Health(0).look(late) == []  # the first step always waits
+    health = Health(0)
+    health.look(usual)
+    assert health.look(late) == [("gpu", "the GPU is idle: its part of a step takes 4 of 10 ms")]
+    assert kinds(health, row(4, data_time_ms=6.0, gpu_step_time_ms=4.0)) == [["data"]]  # the cause is known

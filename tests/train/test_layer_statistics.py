@@ -1,4 +1,4 @@
-"""What evaluations say about gates and choices: equal to what a slow count finds, and to what the layers really did."""
+"""What rows say about gates and choices: equal to what a slow count finds, and to what the layers really did."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import nsa
 from nsa import NativeSparseAttention
@@ -41,10 +42,23 @@ def run(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str
     with monkeypatch.context() as patched:
         patched.setattr("nsa.attention.run_select_blocks", note)
         tokens = torch.randint(256, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
-        with LayerStatistics(model) as statistics:
-            model.hidden_states(tokens, CU, max(LENGTHS))
-        model.hidden_states(tokens, CU, max(LENGTHS))  # not counted
-    return statistics.row(lambda sums: sums), chosen[: len(chosen) // 2], gates[: len(gates) // 2]
+        statistics = LayerStatistics(model)
+        model.hidden_states(tokens, CU, max(LENGTHS))  # not counted, nor is the last one
+        statistics.start()
+        model.hidden_states(tokens, CU, max(LENGTHS))
+        statistics.stop(lambda sums: sums)
+        model.hidden_states(tokens, CU, max(LENGTHS))
+    row = statistics.row()
+    assert statistics.row() == {}
+    return row, chosen[: len(chosen) // 3], gates[: len(gates) // 3]
+
+
+def observe(model: LanguageModel) -> dict[str, float]:
+    statistics = LayerStatistics(model)
+    statistics.start()
+    model.hidden_states(torch.arange(sum(LENGTHS)), CU, max(LENGTHS))
+    statistics.stop(lambda sums: sums)
+    return statistics.row()
 
 
 def slow_choice(blocks: Tensor, size: int) -> tuple[float, float, float]:
@@ -90,9 +104,27 @@ def test_statistics_are_those_of_what_the_layers_did(changes: dict[str, Any], mo
         expected["gate_win_mean"] = float(values[..., 2].double().mean())
         for name, value in expected.items():
             assert row[f"{name}_layer_{layer}"] == pytest.approx(value, rel=1e-6), name
+        assert row[f"selected_reference_calls_layer_{layer}"] == 1
     for name in ("selected_tokens", "gate_slc_mean"):
         assert row[name] == pytest.approx((row[f"{name}_layer_0"] + row[f"{name}_layer_1"]) / 2)
+    assert row["selected_reference_calls"] == 2
     assert ("gate_cmp_mean" in row) == ("cmp" in model.config.nsa.branches)
+
+
+def test_layers_that_collapsed() -> None:
+    model = model_of(gate="sigmoid")
+    biases = []
+    for layer in model.decoder_layers():
+        last = layer.attention.get_submodule("gate.net")
+        assert isinstance(last, torch.nn.Linear)
+        torch.nn.init.zeros_(last.weight)
+        biases.append(torch.nn.init.zeros_(last.bias).detach().view(-1, 3))
+    biases[0][:] = torch.tensor([1.0, 0.0, -6.0])
+    row = observe(model)
+    assert (row["gate_collapsed_layer_0"], row["gate_collapsed_layer_1"], row["gate_collapsed"]) == (1, 1, 1)
+    biases[0][:, 2] = -2.0
+    row = observe(model)
+    assert (row["gate_collapsed_layer_0"], row["gate_collapsed_layer_1"], row["gate_collapsed"]) == (0, 1, 0.5)
 
 
 @pytest.mark.parametrize("config", [
@@ -121,10 +153,45 @@ def test_no_choice_without_the_branch() -> None:
         module.choose_blocks(torch.zeros(4, 32))
 
 
-def test_evaluations_record_them(tmp_path: Path) -> None:
-    make_trainer(tiny_config(tmp_path, steps=4, eval_every=2), tmp_path / "run").run()
+def test_rows_record_them(tmp_path: Path) -> None:
+    make_trainer(tiny_config(tmp_path, steps=4, eval_every=3), tmp_path / "run").run()
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [2, 3, 4]
     for row in rows:
+        assert row["selected_reference_calls"] == 2  # one layer, two micro-batches: the step of the row and no other
         assert 0 < float(row["selected_tokens_layer_0"]) == float(row["selected_tokens"]) <= 64
         assert 0 < float(row["selected_overlap"]) <= 1
         assert 0 < float(row["gate_slc_mean_layer_0"]) < 1
+
+
+def test_the_switch(tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_config(tmp_path, steps=2, telemetry=False), tmp_path / "run")
+    assert trainer.model.decoder_layers()[0].attention.sums is None
+    trainer.run()
+    assert not [name for row in read_metrics(tmp_path / "run" / "metrics.jsonl") for name in row if "selected" in name]
+
+
+class Checkpointed(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any) -> Tensor:
+        return checkpoint(self.layer, *args, use_reentrant=False)
+
+
+def test_compiled_and_checkpointed_layers_count_as_well() -> None:
+    """One graph serves steps that count and steps that do not."""
+    model = LanguageModel(dataclasses.replace(MODEL, num_layers=1))
+    expected, statistics = observe(model), LayerStatistics(model)
+    model.layers = torch.nn.ModuleList([Checkpointed(model.layers[0])])
+    compiled = torch.compile(model.hidden_states, fullgraph=True, backend="aot_eager")
+    tokens = torch.arange(sum(LENGTHS))
+    for _ in range(2):
+        compiled(tokens, CU, max(LENGTHS)).sum().backward()  # not counted
+        statistics.start()
+        compiled(tokens, CU, max(LENGTHS)).sum().backward()
+        statistics.stop(lambda sums: sums)
+        found = statistics.row()
+        for name, value in expected.items():
+            assert "calls" in name or found[name] == pytest.approx(value, rel=1e-5), name

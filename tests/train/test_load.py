@@ -15,7 +15,7 @@ from nsa.config import NSAConfig, RopeScaling
 from nsa.errors import UserError
 from nsa.lm.config import LMConfig
 from nsa.train import load
-from nsa.train.config import DataConfig, OptimConfig, TrainConfig
+from nsa.train.config import CheckpointingConfig, DataConfig, OptimConfig, ParallelConfig, TrainConfig
 from nsa.train.load import load_config, nearest, to_yaml
 
 
@@ -43,7 +43,7 @@ patterns = st.builds(
     branches=st.sets(st.sampled_from(["cmp", "slc", "win"]), min_size=1).map(tuple),
     share_kv=st.booleans(),
     compress_hidden_size=st.none() | st.integers(1, 9),
-    rope_theta=positive,
+    rope_theta=st.floats(1, 1e12, exclude_min=True),
     rope_scaling=rope_scalings,
 )
 runs = st.builds(
@@ -109,6 +109,8 @@ STREAM = DataConfig(
     "stream", "owner/name", subset="s", split="test", revision="v1", text_field="body", time_limit_s=7.0, validation_tokens=9,
     synthetic_fallback="copy",
 )  # fmt: skip
+DDP = ParallelConfig("ddp", "bf16", bucket_mib=3.5, static_graph=True, compile_layers=False)
+FSDP = ParallelConfig("fsdp", gather_dtype="bf16")
 
 
 def test_every_setting_can_be_overridden() -> None:
@@ -128,9 +130,9 @@ def test_every_setting_can_be_overridden() -> None:
         data=FOLDER,
         optim=OptimConfig("muon", 1e-3, 0.5, 0.1, 5, (0.8, 0.7), 1e-6, 0.2, 0.0),
         steps=7, seq_len=64, micro_batch=3, accumulation=5, world_size=2, global_batch=30, seed=4, device="cpu",
-        compute_dtype="fp32", compile=True, cuda_graphs=True, tf32=True, loss_chunk=6, log_every=1, eval_every=2,
-        eval_windows=3, checkpoint_every=4, keep_checkpoints=5, nonfinite="stop", nonfinite_limit=6, sample_tokens=0,
-        data_limit_s=9.5, stall_limit_s=19.5,
+        compute_dtype="fp32", compile=True, cuda_graphs=True, tf32=True, loss_chunk=6, telemetry=False, log_every=1,
+        eval_every=2, eval_windows=3, checkpoint_every=4, keep_checkpoints=5, nonfinite="stop", nonfinite_limit=6,
+        sample_tokens=0, data_limit_s=9.5, stall_limit_s=19.5,
     )  # fmt: skip
 
     def words(section: Any, prefix: str = "") -> dict[str, str]:
@@ -152,8 +154,12 @@ def test_every_setting_can_be_overridden() -> None:
         return found
 
     seen = set()
-    for data in (FOLDER, STREAM):  # no source takes all settings of data
-        config = dataclasses.replace(changed, data=data)
+    variants: tuple[dict[str, Any], ...] = (
+        {"data": FOLDER, "parallel": DDP, "checkpointing": CheckpointingConfig("range", first=1, last=2)},
+        {"data": STREAM, "parallel": FSDP, "checkpointing": CheckpointingConfig("every", every=3), "compute_dtype": "bf16"},
+    )  # no source takes all settings of data, no strategy all of parallel, no policy all of checkpointing
+    for parts in variants:
+        config = dataclasses.replace(changed, **parts)
         overrides = words(config)
         assert load_config(None, overrides) == config
         seen |= set(overrides)

@@ -160,6 +160,7 @@ def test_names_carry_their_unit() -> None:
     suffixes: dict[str, str | tuple[str, ...]] = {
         "1": "", "s": "_s", "ms": "_ms", "MiB": "_mib", "%": "_percent", "steps": ("step", "_steps"), "tokens": "tokens",
         "tokens/s": ("tokens_per_s", "tokens_per_s_total"), "nats/token": "_nats", "bits/byte": "bits_per_byte",
+        "calls": "_calls",
     }  # fmt: skip
     for metric in METRICS:
         assert metric.name.endswith(suffixes[metric.unit]), metric

@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 import nsa
 from nsa import NSAConfig, PhiWeights, Rope, combine, native_sparse_attention
 from nsa.ops.heads import Heads, split_heads
+from nsa.ops.observation import new_sums
 from nsa.testing import packed_offsets
 from tools.compile_only.driver import kernels_take_cpu_tensors
 
@@ -66,8 +67,9 @@ def attend(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
     rope = Rope.from_config(config)
     k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = keys
     out = native_sparse_attention(
-        q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, phi, config, rope=rope, backend="triton", **batch.offsets()
-    )
+        q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, phi, config, rope=rope, sums=new_sums("cpu"), backend="triton",
+        **batch.offsets(),
+    )  # fmt: skip
     torch.autograd.grad(out, [q, *keys, gates, *parameters], torch.zeros_like(out), allow_unused=True)
     branches = [out.detach().requires_grad_() if name in config.branches else None for name in ("cmp", "slc", "win")]
     total = combine(branches[0], branches[1], branches[2], gates, backend="triton")

@@ -12,15 +12,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa.ops._triton.layout import Gated, Layout
 from nsa.ops._triton.range_attention import range_fwd_kernel
 from nsa.ops._triton.range_attention_bwd import range_dkv_kernel, range_dq_kernel, range_reduce_kernel
-from nsa.ops._triton.tuning import MOST_REGISTERS, Tile
+from nsa.ops._triton.tuning import LONG_KEYS, MOST_REGISTERS, Tile
 
 # Chunks of queries that the work on one block of keys is cut into, and programs to aim at.
 MAX_CHUNKS = 32
 MIN_CHUNK_ROWS = 512
 TARGET_PROGRAMS = 4096
-
-# Compressed keys of a sequence from which on its kernels have tiles of their own.
-LONG_KEYS = 1024
 
 
 @dataclass(frozen=True)

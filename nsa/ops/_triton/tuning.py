@@ -30,6 +30,9 @@ LARGE_SHARED_MEMORY = {(8, 0), (9, 0), (10, 0), (10, 3)}
 # Those that multiply matrices from shared memory; all others from registers, of which a backward tile then needs more.
 OPERANDS_IN_SHARED_MEMORY = {(9, 0), (10, 0), (10, 3)}
 
+# Compressed keys of a sequence from which on its kernels have tiles of their own.
+LONG_KEYS = 1024
+
 # Of a thread. Told that it may use them, ptxas does not spill a word for the sake of one more program on a multiprocessor.
 MOST_REGISTERS = 255
 

@@ -9,10 +9,12 @@ from nsa.errors import check
 from nsa.ops._boundary import choose_backend
 from nsa.ops.combination.ops import combine_op
 from nsa.ops.combination.reference import combine_reference
+from nsa.stages import GATES, in_stage
 
 __all__ = ["combine"]
 
 
+@in_stage(GATES)
 def combine(
     out_cmp: Tensor | None,
     out_slc: Tensor | None,

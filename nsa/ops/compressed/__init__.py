@@ -12,6 +12,7 @@ from nsa.errors import check
 from nsa.ops._boundary import Sequences, check_heads, choose_backend, compressed_key_shape, open_sequences, pack, scale_of
 from nsa.ops.compressed.ops import compressed_attention_op
 from nsa.ops.compressed.reference import compressed_attention_reference
+from nsa.stages import COMPRESSED, in_stage
 
 __all__ = ["compressed_attention", "range_arguments", "run_compressed_attention"]
 
@@ -65,6 +66,7 @@ def compressed_attention(
     return None if out is None else sequences.restore(out), sequences.restore(lse)
 
 
+@in_stage(COMPRESSED)
 def run_compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor | None, config: NSAConfig, sequences: Sequences, softmax_scale: float, backend: str
 ) -> tuple[Tensor | None, Tensor]:

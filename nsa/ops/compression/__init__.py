@@ -22,6 +22,7 @@ from nsa.ops._packed import compressed_cu_seqlens
 from nsa.ops.compression.ops import compress_op, gather_blocks_op
 from nsa.ops.compression.reference import PhiWeights, compress_reference, compressed_positions_reference, rotated_place
 from nsa.rope import Rope, apply_rope
+from nsa.stages import COMPRESSION, in_stage
 
 __all__ = ["PhiWeights", "check_weights", "compress", "compressed_positions", "run_compress"]
 
@@ -75,6 +76,7 @@ def _open_sequences(name: str, x: Tensor, cu_seqlens: Tensor | None) -> Sequence
     return Sequences((cu_seqlens, cu_seqlens), cu_seqlens.shape[0] - 1, x.shape[0], x.shape[0], x.device)
 
 
+@in_stage(COMPRESSION)
 def run_compress(
     x: Tensor, weights: PhiWeights | None, config: NSAConfig, sequences: Sequences, rope: Rope | None, backend: str
 ) -> Tensor:

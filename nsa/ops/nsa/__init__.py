@@ -25,7 +25,7 @@ def run_attention(
     sequences: Sequences,
     softmax_scale: float,
     design: str,
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Whole attention by kernels; inputs are packed and checked.
 
     Args:
@@ -44,8 +44,11 @@ def run_attention(
         design: of the selected branch, see :func:`nsa.selected_attention`.
 
     Returns:
-        ``[T, Hq, Dv]``.
+        out ``[T, Hq, Dv]``; the choice int32 ``[T, Hkv, n]``, None without the selected branch; and the counters by which its
+        design was chosen (see :func:`nsa.ops.observation.observe`), None where shapes alone chose it.
     """
     given = (q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
-    out, *_ = attention_op(*given, *sequences.kernel_arguments(), config.text, softmax_scale, design)
-    return out
+    out, _, _, block_indices, _, _, _, union, _, _ = attention_op(
+        *given, *sequences.kernel_arguments(), config.text, softmax_scale, design
+    )
+    return out, None if k_slc is None else block_indices, union if union.numel() else None

@@ -23,6 +23,7 @@ from nsa.ops.selected.ops import empty_index, selected_attention_op, selected_gr
 from nsa.ops.selection import run_select_blocks
 from nsa.ops.window import range_arguments as window_arguments
 from nsa.ops.window import run_window_attention
+from nsa.stages import COMPRESSED, SELECTED, WINDOW, stage
 
 _INPUTS = (
     "Tensor q, Tensor? q_cmp, Tensor? k_cmp, Tensor? v_cmp, Tensor? k_slc, Tensor? v_slc, Tensor? k_win, Tensor? v_win, "
@@ -84,17 +85,20 @@ def _backward(
     if k_cmp is not None and v_cmp is not None:
         rest = (*compressed_arguments(config, sequences), softmax_scale)
         cmp = (q if q_cmp is None else q_cmp, k_cmp, v_cmp, out_cmp, lse_cmp, dout)
-        dq_cmp, dk_cmp, dv_cmp = range_gradients("compressed_attention", False, *cmp, *rest, gated=Gated(gates, dgates))
+        with stage(COMPRESSED):
+            dq_cmp, dk_cmp, dv_cmp = range_gradients("compressed_attention", False, *cmp, *rest, gated=Gated(gates, dgates))
         if q_cmp is None:
             dq = dq_cmp
     if k_slc is not None and v_slc is not None:
         rest = (*selected_arguments(config, sequences), softmax_scale, design)
         slc = (q, k_slc, v_slc, block_indices, out_slc, lse_slc, order, union, dout)
-        dq, dk_slc, dv_slc = selected_gradients(*slc, *rest, gated=Gated(gates, dgates, dq))
+        with stage(SELECTED):
+            dq, dk_slc, dv_slc = selected_gradients(*slc, *rest, gated=Gated(gates, dgates, dq))
     if k_win is not None and v_win is not None:
         rest = (*window_arguments(config, sequences), softmax_scale)
         win = (q, k_win, v_win, out_win, lse_win, dout)
-        dq, dk_win, dv_win = range_gradients("window_attention", True, *win, *rest, gated=Gated(gates, dgates, dq))
+        with stage(WINDOW):
+            dq, dk_win, dv_win = range_gradients("window_attention", True, *win, *rest, gated=Gated(gates, dgates, dq))
     inputs = (q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
     found = (dq, dq_cmp, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win)
     # Keys that only score blocks have no gradient through them, and neither have their queries.

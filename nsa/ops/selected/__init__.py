@@ -10,11 +10,12 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.errors import check
 from nsa.ops._boundary import Sequences, check_block_indices, check_qkv, choose_backend, open_sequences, pack, scale_of
-from nsa.ops.selected.design import DESIGNS
+from nsa.ops.selected.design import DESIGNS, LIMIT_4
 from nsa.ops.selected.ops import selected_attention_op
 from nsa.ops.selected.reference import selected_attention_reference
+from nsa.stages import SELECTED, in_stage
 
-__all__ = ["DESIGNS", "run_selected_attention", "selected_arguments", "selected_attention"]
+__all__ = ["DESIGNS", "LIMIT_4", "run_selected_attention", "selected_arguments", "selected_attention"]
 
 
 def selected_attention(
@@ -74,6 +75,7 @@ def selected_attention(
     return sequences.restore(out), sequences.restore(lse)
 
 
+@in_stage(SELECTED)
 def run_selected_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, sequences: Sequences, softmax_scale: float,
     backend: str, design: str = "auto",

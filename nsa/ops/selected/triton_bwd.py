@@ -126,7 +126,7 @@ def selected_delta_kernel(
     num_q = len_q * num_sequences if cu_q_ptr is None else tl.load(cu_q_ptr + num_sequences)
     num_tiles = tl.cdiv(num_q.to(tl.int64) * HQ, BLOCK_R)
     for tile in tl.range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
-        r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+        r = tile * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
         token = r // HQ
         head = (r % HQ).to(tl.int32)
         ok = token < num_q

@@ -11,6 +11,7 @@ from nsa.ops._boundary import Sequences, choose_backend, compressed_key_shape, o
 from nsa.ops.selection.ops import select_blocks_op
 from nsa.ops.selection.ranges import blocks_to_ranges
 from nsa.ops.selection.reference import coarse_keys, select_blocks_reference
+from nsa.stages import CHOICE, in_stage
 
 __all__ = ["blocks_to_ranges", "run_select_blocks", "select_blocks"]
 
@@ -64,6 +65,7 @@ def select_blocks(
     return sequences.restore(run_select_blocks(pack(q), k_cmp, packed_lse, config, sequences, scale, backend))
 
 
+@in_stage(CHOICE)
 @torch.no_grad()
 def run_select_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor, config: NSAConfig, sequences: Sequences, softmax_scale: float, backend: str

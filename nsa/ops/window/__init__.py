@@ -11,6 +11,7 @@ from nsa.config import NSAConfig
 from nsa.ops._boundary import Sequences, check_qkv, choose_backend, open_sequences, pack, scale_of
 from nsa.ops.window.ops import window_attention_op
 from nsa.ops.window.reference import window_attention_reference
+from nsa.stages import WINDOW, in_stage
 
 __all__ = ["range_arguments", "run_window_attention", "window_attention"]
 
@@ -58,6 +59,7 @@ def window_attention(
     return sequences.restore(out), sequences.restore(lse)
 
 
+@in_stage(WINDOW)
 def run_window_attention(
     q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, sequences: Sequences, softmax_scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:

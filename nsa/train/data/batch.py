@@ -45,6 +45,10 @@ class Batch:
 
         return replace(self, tokens=move(self.tokens), targets=move(self.targets), cu_seqlens=move(self.cu_seqlens))
 
+    def without_targets(self) -> Batch:
+        """The same tokens, of which nothing counts."""
+        return replace(self, targets=torch.full_like(self.targets, IGNORED_TARGET), num_bytes=0, num_targets=0)
+
     def copy_(self, other: Batch) -> None:
         """Take over the tensors of a batch of the same shapes, from any device, without waiting."""
         for mine, theirs in ((self.tokens, other.tokens), (self.targets, other.targets), (self.cu_seqlens, other.cu_seqlens)):

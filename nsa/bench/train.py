@@ -1,0 +1,190 @@
+"""``nsa bench train``: the whole training step, by the trainer itself, of NSA and dense models in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nsa.bench.attention import judges_kernels, release_memory
+from nsa.bench.cases import CASES, MODES
+from nsa.bench.gate import Verdict
+from nsa.bench.providers import own_kernels
+from nsa.bench.rows import Origin, Row, RowFile, origin, row_of
+from nsa.bench.subjects import DTYPES, Batching, Subject, differences
+from nsa.bench.table import progress_line, train_table
+from nsa.bench.train_gate import check_model, gate_config
+from nsa.bench.train_run import Measured, measure_forward, measure_steps
+from nsa.errors import check
+from nsa.lm.flops import flops_per_token
+from nsa.train.config import TrainConfig
+from nsa.train.launch import read_launch
+from nsa.train.throughput import peak_flops
+from nsa.train.trainer import Trainer, TrainingStoppedError
+
+# Cases of whose kernels each branch has to run one.
+_BRANCH_CASES = {
+    "cmp": ("attention.compressed",),
+    "slc": ("attention.choice", "attention.selected"),
+    "win": ("attention.window",),
+}
+# Attention that is not ours. Matrix products are libraries' in any model.
+_FOREIGN_ATTENTION = ("flash", "fmha", "sdpa")
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """What ``nsa bench train`` is asked to measure.
+
+    Attributes:
+        shape: name of the model, the first configuration's.
+        subjects: runs to be compared.
+        seqs: lengths S; without effect where the batching is as configured.
+        batching: windows of a step.
+        modes: ``fwd``, ``fwd_bwd``.
+        warmup: steps before anything is looked at.
+        steps: timed steps.
+        out: JSONL file to append to; None keeps the rows to itself.
+        commit: to record where the checkout has no git.
+    """
+
+    shape: str
+    subjects: Sequence[Subject]
+    seqs: Sequence[int]
+    batching: Batching
+    modes: Sequence[str] = MODES
+    warmup: int = 20
+    steps: int = 40
+    out: Path | None = None
+    commit: str | None = None
+
+
+def bench_train(plan: TrainPlan, device: torch.device) -> bool:
+    """Measure, print and write rows.
+
+    Returns:
+        Whether every row that was tried is correct; those that do not fit into memory do not count.
+
+    Raises:
+        ValueError: the plan does not fit this machine, or a configuration its data.
+    """
+    launcher = read_launch().launcher
+    check(not launcher, "nsa bench train", "the command", "be started as one process", launcher)
+    file, here = RowFile(plan.out), origin(device, plan.commit)
+    verdicts: dict[TrainConfig, Verdict] = {}
+    print(
+        f"run {here.run_id} on {here.gpu or here.device}, commit {here.commit}{' with changes' * bool(here.dirty)}", flush=True
+    )
+    for seq_len in plan.seqs:
+        for subject in plan.subjects:
+            config = plan.batching.apply(subject.config, seq_len, plan.warmup, plan.steps)
+            base = None if subject.base is None else plan.batching.apply(subject.base, seq_len, plan.warmup, plan.steps)
+            variant = None if base is None else differences(base, config)
+            print(f"\n{plan.shape}, {subject.name}, S {config.seq_len:,} x {config.global_batch}", flush=True)
+            for row in _measure(plan, replace(subject, config=config), variant, device, here, verdicts):
+                file.add(row)
+                print(progress_line(row), flush=True)
+    print("\n" + train_table(file.rows), flush=True)
+    return all(row.correct is not False for row in file.rows)
+
+
+def _measure(
+    plan: TrainPlan, subject: Subject, variant: dict[str, Any] | None, device: torch.device, here: Origin,
+    verdicts: dict[TrainConfig, Verdict],
+) -> Iterator[Row]:  # fmt: skip
+    """A row for each mode."""
+    config = subject.config
+    common: dict[str, Any] = {
+        "case": "train", "provider": subject.name, "variant": variant, "shape": plan.shape, "choice": "model",
+        "seq_len": config.seq_len, "batch": config.global_batch, "dtype": DTYPES[config.compute_dtype], "tbps_useful": None,
+        "overlap": None, "recall": None,
+    }  # fmt: skip
+    small = gate_config(config)
+    if small not in verdicts:
+        verdicts[small] = check_model(config, device)
+    verdict = verdicts[small]
+    release_memory(device)
+    if not verdict.correct:
+        for mode in plan.modes:
+            yield _row(here, common, mode, verdict)
+        return
+    trainer: Trainer | None = None
+    failure = Verdict(None, verdict.errors, "not run: out of GPU memory")
+    with suppress(torch.OutOfMemoryError):
+        try:
+            training, trainer = measure_steps(config, device, plan.warmup, plan.steps)
+        except TrainingStoppedError as error:
+            failure = Verdict(False, verdict.errors, str(error))
+    for mode in MODES[::-1]:
+        if mode not in plan.modes:
+            continue
+        if trainer is None:
+            yield _row(here, common, mode, failure)
+            continue
+        found = training if mode == "fwd_bwd" else measure_forward(trainer, device, plan.steps)
+        yield _judged_row(here, {**common, "settings": _settings(config, trainer)}, mode, verdict, found, trainer, device)
+    del trainer
+    release_memory(device)
+
+
+def _judged_row(
+    here: Origin, common: dict[str, Any], mode: str, verdict: Verdict, found: Measured, trainer: Trainer, device: torch.device
+) -> Row:
+    """The row with its figures, unless what ran was not what should have."""
+    config = trainer.config
+    fault = fault_of(config, list(found.kernel_us), mode) if judges_kernels(device) else None
+    if fault is None and found.nonfinite:
+        fault = f"loss or gradient was not finite in {found.nonfinite} steps"
+    kernels = {"kernels": sorted(found.kernel_us), "kernel_us": found.kernel_us}
+    if fault is not None:
+        return _row(here, {**common, **kernels}, mode, Verdict(False, verdict.errors, fault))
+    per_step = config.global_batch * config.seq_len
+    tokens_per_s = found.timing.samples * per_step / found.seconds
+    flops = tokens_per_s * flops_per_token(trainer.model, config.seq_len) / (1 if mode == "fwd_bwd" else 3)
+    peak = peak_flops(device, config.compute_dtype)
+    figures = {
+        **{f"ms_{name}": round(getattr(found.timing, name), 4) for name in ("p50", "p20", "p80")},
+        "tflops_useful": round(flops / 1e12, 4), "tokens_per_s": round(tokens_per_s, 1),
+        "mfu": None if peak is None else round(flops / peak, 4),
+        "peak_mib": None if found.peak_mib is None else round(found.peak_mib, 1),
+        "reserved_mib": None if found.reserved_mib is None else round(found.reserved_mib, 1),
+        "loss_nats": None if found.loss_nats is None else round(found.loss_nats, 4),
+        "timing": found.timing.method, "samples": found.timing.samples,
+    }  # fmt: skip
+    return _row(here, {**common, **kernels, **figures}, mode, verdict)
+
+
+def _row(here: Origin, values: dict[str, Any], mode: str, verdict: Verdict) -> Row:
+    empty: dict[str, Any] = {
+        **dict.fromkeys(("ms_p50", "ms_p20", "ms_p80", "tflops_useful", "peak_mib", "timing", "samples")),
+        "kernels": [], "kernel_us": {},
+    }  # fmt: skip
+    return row_of(here, **{**empty, **values}, mode=mode, correct=verdict.correct, errors=verdict.errors, note=verdict.note)
+
+
+def _settings(config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
+    """What a reader of a row wants to know of the run besides its configuration's name."""
+    return {
+        "attention": config.model.attention, "parameters": trainer.model.num_parameters()["total"],
+        "mlp_hidden_size": config.model.mlp_hidden_size, "vocab_size": config.model.vocab_size,
+        "micro_batch": config.micro_batch, "accumulation": config.accumulation, "compile": config.compile,
+        "cuda_graphs": config.cuda_graphs, "checkpointing": config.checkpointing.policy, "loss_chunk": config.loss_chunk,
+        "optimizer": config.optim.name, "data": trainer.data.description["source"],
+    }  # fmt: skip
+
+
+def fault_of(config: TrainConfig, kernels: Sequence[str], mode: str) -> str | None:
+    """Why the kernels that ran are not those of this model's attention; None if they are."""
+    if config.model.attention == "dense":
+        return None if any("cudnn" in name.lower() for name in kernels) else "no kernel with cudnn in its name ran"
+    ours = [name for name in kernels if name in own_kernels()]
+    for case in (CASES[name] for branch in config.model.nsa.branches for name in _BRANCH_CASES[branch]):
+        for prefix in case.kernels[0] + (case.kernels[1] if mode == "fwd_bwd" else ()):
+            if not any(name.startswith(prefix) for name in ours):
+                return f"no kernel {prefix}* of this library ran"
+    foreign = [name for name in kernels if any(part in name.lower() for part in _FOREIGN_ATTENTION)]
+    return f"{foreign[0]} ran, which is attention of another library" if foreign else None

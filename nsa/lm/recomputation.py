@@ -1,0 +1,36 @@
+"""What a layer keeps for its backward pass, and what it computes a second time there."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+
+import nsa.ops.nsa.ops  # noqa: F401 (registers the operator)
+
+Keeps = Literal["everything", "attention", "input"]
+
+_ATEN = torch.ops.aten
+# What attention is on a GPU, and dense attention on a CPU. The sparse reference on the CPU is no single operator.
+ATTENTION_OPERATORS = frozenset({
+    torch.ops.nsa.attention.default,
+    _ATEN._scaled_dot_product_cudnn_attention.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+})  # fmt: skip
+
+
+def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts of a forward pass and of its repetition: outputs of attention operators are kept, all else is computed again.
+
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; selective by operator as in Korthikanti et
+    al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198.
+    """
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(ctx: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in ATTENTION_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE

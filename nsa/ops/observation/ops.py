@@ -1,0 +1,42 @@
+"""``nsa::observe``, registered with PyTorch: it adds to its sums and gives nothing back. Triton is loaded when it runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa.ops._boundary import Sequences
+from nsa.ops.observation.reference import ON, observe_reference
+
+
+def _observe(
+    gates: Tensor, block_indices: Tensor | None, union: Tensor | None, sums: Tensor, cu_q: Tensor | None, cu_k: Tensor | None,
+    num_sequences: int, len_q: int, len_k: int, block_size: int, limit_4: int, columns: list[int], backend: str,
+) -> None:  # fmt: skip
+    if backend == "triton":
+        from nsa.ops._triton.layout import Layout
+        from nsa.ops.observation.triton_fwd import observe_kernels
+
+        layout = Layout(cu_q, cu_k, num_sequences, len_q, len_k)
+        observe_kernels(gates, block_indices, union, sums, layout, block_size, limit_4, columns)
+    elif sums.device.type != "cpu" or sums[ON] != 0:  # a look at the CPU's memory waits for nothing
+        offsets = None if cu_q is None or cu_k is None else (cu_q, cu_k)
+        sequences = Sequences(offsets, num_sequences, len_q, len_k, gates.device)
+        observe_reference(gates, block_indices, sums, sequences, block_size, columns)
+
+
+# Opaque to compilers on both backends: what is switched off most of the time is not to be fused into what always runs.
+observe_op = torch.library.custom_op(
+    "nsa::observe",
+    _observe,
+    mutates_args=("sums",),
+    schema=(
+        "(Tensor gates, Tensor? block_indices, Tensor? union, Tensor(a!) sums, Tensor? cu_q, Tensor? cu_k, "
+        "SymInt num_sequences, SymInt len_q, SymInt len_k, int block_size, SymInt limit_4, int[] columns, str backend) -> ()"
+    ),
+)
+
+
+@observe_op.register_fake
+def _(gates: Tensor, *_: object) -> None:
+    return None

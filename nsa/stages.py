@@ -1,0 +1,82 @@
+"""Names for the stages of a training step, so that a profiler can tell them apart; nothing happens unless one listens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Parts of the model; their backward has the name of the forward.
+PROJECTION = "projection + RoPE"
+COMPRESSION = "compression"
+COMPRESSED = "compressed attention"
+CHOICE = "scores + choice"
+SELECTED = "selected attention"
+WINDOW = "window"
+DENSE = "dense attention"
+GATES = "gates"
+MLP = "MLP"
+LOSS = "head + loss"
+REST = "embedding + norms + residual"
+CASTS = "casts in compiled code"
+MODEL_STAGES = (
+    PROJECTION, COMPRESSION, COMPRESSED, CHOICE, SELECTED, WINDOW, DENSE, GATES, MLP, LOSS, REST, CASTS,
+)  # fmt: skip
+
+# Parts of the step.
+DATA = "data"
+FORWARD = "forward"
+BACKWARD = "backward"
+GRADIENTS = "sums of gradients"
+OPTIMIZER = "optimizer"
+COMMUNICATION = "communication"
+TELEMETRY = "telemetry"
+STEP_STAGES = (DATA, GRADIENTS, OPTIMIZER, COMMUNICATION, TELEMETRY)
+
+Listener = Callable[[str], AbstractContextManager[Any]]
+
+_NOTHING = nullcontext()
+_listener: Listener | None = None
+
+
+def stage(name: str) -> AbstractContextManager[Any]:
+    """Context of a stage: what the listener makes of the name, or nothing. Compiled code has no stages inside.
+
+    Args:
+        name: one of the names above.
+    """
+    if torch.compiler.is_compiling() or _listener is None:
+        return _NOTHING
+    return _listener(name)
+
+
+def in_stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator: every call of the function is a :func:`stage`."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            with stage(name):
+                return function(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+@contextmanager
+def stages_seen_by(listener: Listener) -> Iterator[None]:
+    """Within, every stage of this process is entered through ``listener(name)``, in whichever thread it runs."""
+    global _listener
+    assert _listener is None, "listeners do not nest"
+    _listener = listener
+    try:
+        yield
+    finally:
+        _listener = None

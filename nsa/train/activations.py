@@ -1,0 +1,56 @@
+"""Activation checkpointing: which layers compute what twice, and what they keep meanwhile."""
+
+from __future__ import annotations
+
+from nsa.errors import check
+from nsa.lm.config import LMConfig
+from nsa.lm.model import LanguageModel
+from nsa.lm.recomputation import Keeps
+from nsa.ops.selected.design import always_tiled
+from nsa.train.config import CheckpointingConfig
+
+
+def checkpoint_activations(model: LanguageModel, config: CheckpointingConfig) -> None:
+    """Let the layers of ``model`` keep what the policy says.
+
+    Raises:
+        ValueError: the policy ``operators`` for sparse attention on a CPU, where it is the reference and no single operator.
+    """
+    device = model.embedding.weight.device.type
+    check(
+        config.policy != "operators" or model.config.attention == "dense" or device == "cuda",
+        "train", "checkpointing.policy", "not be operators with attention nsa on a CPU", config.policy,
+        "On a CPU attention is no single operator; take full.",
+    )  # fmt: skip
+    for index, layer in enumerate(model.decoder_layers()):
+        layer.keeps = config.keeps(index)
+
+
+def kept_bytes(config: LMConfig, keeps: Keeps, seq_len: int, activation_bytes: int = 2) -> dict[str, int]:
+    """What a layer that computes something twice keeps from its forward pass to its backward pass, bytes a token by tensor.
+
+    While the layer runs backward, all that it computes again is there too, of one layer at a time.
+
+    Args:
+        config: the model.
+        keeps: ``attention`` or ``input``; of ``everything``, what is kept is up to PyTorch and its compiler.
+        seq_len: longest sequence, tokens.
+        activation_bytes: of an element of what matrix products give: 2 for bf16 compute, 4 for fp32.
+    """
+    check(keeps != "everything", "kept_bytes", "keeps", "be attention or input", keeps)
+    kept = {"input": 4 * config.width}  # the residual stream is fp32
+    if keeps == "input":
+        return kept
+    pattern = config.nsa
+    output, statistics = activation_bytes * pattern.num_heads * pattern.value_dim, 4 * pattern.num_heads
+    if config.attention == "dense":
+        return {**kept, "out": output, "lse": statistics}
+    kept["out"] = output
+    for branch in pattern.branches:
+        kept |= {f"out_{branch}": output, f"lse_{branch}": statistics}
+    if "slc" in pattern.branches:
+        kept["block_indices"] = 4 * pattern.num_kv_heads * pattern.num_selected_blocks
+        kept["lse_cmp"] = statistics
+        shape = (pattern.group_size, pattern.num_selected_blocks, seq_len, seq_len, pattern.block_size)
+        kept["order"] = 0 if always_tiled("auto", *shape) else kept["block_indices"]
+    return kept
