@@ -182,6 +182,7 @@ def attempt(name, limit, **origin):
     return dict(seconds=time.monotonic() - begin, found=found, texts=texts, error=error)
 
 if __name__ == "__main__":
+    attempt("own/nothing", 60)  # starts the process that the others are forked from, which takes long on a busy machine
     print(json.dumps([attempt(name, limit, **origin) for name, limit, origin in json.loads(sys.argv[1])]))
 """
 
@@ -235,4 +236,4 @@ def test_without_network_the_error_comes_in_seconds(tmp_path: Path) -> None:
     assert refused["error"][0] == "DataUnavailableError"
     assert "source must be reachable, got own/set (there is no such file or folder here)" in refused["error"][1]
     assert "Check the network, or give a copy on this machine." in refused["error"][1]
-    assert refused["seconds"] < 30  # of 300; a busy machine takes ten to start the process
+    assert refused["seconds"] < 15  # of 300
