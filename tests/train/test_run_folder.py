@@ -34,7 +34,7 @@ def test_a_new_folder_holds_the_configuration_and_the_environment(tmp_path: Path
 
 def test_every_path_lies_in_the_folder_under_its_own_name(tmp_path: Path) -> None:
     paths = [value for name, value in vars(RunFolder(tmp_path)).items() if name != "path"]
-    assert len(paths) == len(set(paths)) == 13
+    assert len(paths) == len(set(paths)) == 14
     assert all(path.parent == tmp_path for path in paths)
 
 
