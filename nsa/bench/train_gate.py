@@ -89,7 +89,7 @@ def _results(
     stream = stream.to(device)
     offsets = torch.arange(0, stream.shape[0], seq_len, dtype=torch.int32, device=device)
     with precision:
-        value: Tensor = (run or loss)(stream[:-1], stream[1:], offsets, seq_len)
+        value: Tensor = (loss if run is None else run)(stream[:-1], stream[1:], offsets, seq_len)
     value.backward()
     rows: dict[str, list[Tensor]] = {}
     for name, parameter in loss.named_parameters():
