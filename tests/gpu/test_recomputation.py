@@ -61,11 +61,15 @@ def test_gradients_are_equal_bit_for_bit() -> None:
     for keeps in ("everything", "attention", "input"):
         model = make_model("nsa", keeps, 2)
         hidden_states(model).square().mean().backward()
-        found[keeps] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        # PyTorch adds up the gradient of the embedding in an order that changes from run to run.
+        found[keeps] = {name: parameter.grad for name, parameter in model.layers.named_parameters()}
     for gradients in found.values():
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients, found["everything"], strict=True))
+        for name, gradient in gradients.items():
+            assert gradient is not None
+            assert torch.equal(gradient, found["everything"][name]), name
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("policy", ["full", "operators"])
 def test_compiled_steps_are_near(tmp_path: Path, policy: Any) -> None:
     results = []
