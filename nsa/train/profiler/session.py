@@ -141,8 +141,9 @@ class Session:
         with ExitStack() as stack:
             profiler = stack.enter_context(
                 profile(
-                    activities=self._activities(), schedule=schedule(wait=0, warmup=warmup, active=active, repeat=1), acc_events=True,
-                    record_shapes=self._trainer.config.compile, on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
+                    activities=self._activities(), schedule=schedule(wait=0, warmup=warmup, active=active, repeat=1),
+                    record_shapes=self._trainer.config.compile, acc_events=True,
+                    on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
                 )
             )  # fmt: skip
             for number in range(warmup + active):
