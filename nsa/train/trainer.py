@@ -34,7 +34,7 @@ from nsa.train.loss import NextTokenLoss
 from nsa.train.metrics import Row
 from nsa.train.optim import ModelOptimizer
 from nsa.train.parallel import Processes
-from nsa.train.precision import autocast, choose_device, set_tf32
+from nsa.train.precision import autocast, choose_device, grow_segments, set_tf32
 from nsa.train.prefetch import Prefetcher, StarvedError
 from nsa.train.reports import Beat, Reports, Surroundings
 from nsa.train.rng import seed_everything
@@ -127,6 +127,15 @@ class Trainer:
         self._beat, self._on_step = beat, on_step
         self.device = choose_device(config.device, launch.local_rank)
         set_tf32(config.tf32)
+        check(
+            config.allocator == "default" or self.device.type == "cuda",
+            "train",
+            "allocator",
+            "be default on a CPU",
+            config.allocator,
+        )
+        if config.allocator == "expandable_segments":
+            grow_segments()
         seed_everything(config.seed)
         found = list_checkpoints(run_folder.checkpoints) if resume else []
         hint = "It stopped before its first one; start it anew."
@@ -185,7 +194,7 @@ class Trainer:
         logger.info(
             "device: %s, compute %s over fp32 master weights, TF32 %s, compile %s, CUDA graphs %s, allocator settings %s",
             self.device.type, config.compute_dtype, *_on_or_off(config.tf32, config.compile, config.cuda_graphs),
-            allocator or "default",
+            ", ".join(filter(None, (allocator, config.allocator.removeprefix("default")))) or "default",
         )  # fmt: skip
 
     def _description(self) -> dict[str, Any]:

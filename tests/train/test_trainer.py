@@ -368,6 +368,19 @@ def test_gpu_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         make_trainer(tiny_config(tmp_path, device="cuda"), tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"cuda_graphs": True}, "train: cuda_graphs must be false on a CPU, got True"),
+        ({"allocator": "expandable_segments"}, "train: allocator must be default on a CPU, got expandable_segments"),
+    ],
+    ids=str,
+)
+def test_settings_of_a_gpu_are_refused_on_a_cpu(tmp_path: Path, setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tiny_config(tmp_path, **setting), tmp_path / "run")
+
+
 def test_batch_and_model_are_said_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="nsa")
     make_trainer(tiny_config(tmp_path), tmp_path / "run")
