@@ -26,7 +26,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "halt"])
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "SIGHUP", "halt"])
 def test_leaves_with_a_checkpoint_and_resumes_identically(tmp_path: Path, whole: Path, how: str, count) -> None:
     config, path = whole / "tiny.yaml", tmp_path / "run"
     with Nsa("train", config, "--run-dir", path, said=tmp_path / "said", fault=("slow", "0.05")) as nsa:

@@ -47,6 +47,27 @@ def test_a_signal_is_obeyed_without_a_terminal() -> None:
         assert requests.stop == signal.SIGTERM
 
 
+def test_a_closed_terminal_asks_once_however_often_it_signals() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
+    try:
+        with Requests() as requests:
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGHUP)
+            assert requests.stop == signal.SIGHUP
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_under_nohup_a_closed_terminal_asks_for_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Requests() as requests:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert requests.stop == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_compilation_in_the_middle_of_a_run_has_time(tmp_path: Path) -> None:
     """A shape that is new to torch.compile can come in any step, and takes longer than a step may."""
     seen: list[Beat] = []
