@@ -477,7 +477,7 @@ class Trainer:
         self._checkpoints.wait()  # if it has failed, here is another try
         self._checkpoint()
         self._checkpoints.wait()
-        self._beat("end", progress.step, 0)
+        self._beat("end", progress.step, STARTING_LIMIT_S)  # for the main process writes a sample
         if progress.step >= steps:
             self._reports.write_sample()
         self.processes.wait_for_all()
@@ -487,7 +487,7 @@ class Trainer:
         if progress.step < steps:
             who = "the halt file" if stop == HALT else signal.Signals(stop).name
             self._note("stop", f"stopped by {who} after step {progress.step} of {steps}; resume to go on")
-        if stop == HALT and self.processes.is_main:
+        if HALT in (stop, self._requests.stop) and self.processes.is_main:
             self.run_folder.halt.unlink(missing_ok=True)  # obeyed: it must not end the resumed run as well
         if self._checkpoints.failure is not None:
             raise TrainingStoppedError(f"{self._checkpoints.failure}; {self._left()}")

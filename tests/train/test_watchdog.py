@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from nsa.train.run_folder import RunFolder
@@ -38,6 +39,22 @@ def test_the_watchdog_goes_on_without_a_terminal(tmp_path: Path) -> None:
     with terminal_gone():
         say(watched, "hang", Beat(1, 2, "step", 3.0, 4.0), "watchdog: it hangs\n")
     assert (tmp_path / "log.txt").read_text().endswith("ERROR watchdog: it hangs\n")
+
+
+def test_a_watchdog_that_was_killed_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Watchdog(RunFolder(tmp_path), 0, 40.0) as watchdog:
+        first = watchdog._process
+        assert first is not None
+        first.kill()
+        first.wait()
+        for step in (7, 8):
+            watchdog.beat("step", step, 40.0)
+        second = watchdog._process
+        assert second is not None
+        assert second.pid != first.pid
+        assert second.poll() is None
+    assert second.poll() is not None  # it ends with the run
+    assert caplog.text.count("the watchdog process has ended, another one is started") == 1
 
 
 def test_a_signal_is_obeyed_without_a_terminal() -> None:
