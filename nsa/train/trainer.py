@@ -129,7 +129,7 @@ class Trainer:
         set_tf32(config.tf32)
         seed_everything(config.seed)
         found = list_checkpoints(run_folder.checkpoints) if resume else []
-        hint = "It stopped before its first one; start it anew."
+        hint = "It stopped before its first one; remove the folder and start the run anew."
         check(bool(found) or not resume, "train", "--resume", "name a run with a checkpoint", run_folder.path, hint)
         self._open_data(resume)
         self.model = LanguageModel(config.model).to(self.device)
@@ -168,10 +168,9 @@ class Trainer:
             )
             if not is_made:
                 self.data.tokenizer.save(self.run_folder.tokenizer)
-        check(
-            config.model.vocab_size == self.data.tokenizer.vocab_size,
-            "train", "model.vocab_size", f"equal the tokenizer's ({self.data.tokenizer.vocab_size})", config.model.vocab_size,
-        )  # fmt: skip
+        ours, size = config.model.vocab_size, self.data.tokenizer.vocab_size
+        hint = f"Give --model.vocab-size {size}."
+        check(ours == size, "train", "model.vocab_size", f"equal the tokenizer's ({size})", ours, hint)
 
     def _describe(self, allocator: str) -> None:
         config = self.config
