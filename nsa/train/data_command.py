@@ -102,8 +102,10 @@ class _ProgressLines:
     def __enter__(self) -> _ProgressLines:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._bar.task_ids:
+            if kind is None:
+                self._bar.update(self._bar.task_ids[0], completed=1.0)
             self._bar.stop()
 
     def report(self, report: Report) -> None:
