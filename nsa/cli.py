@@ -89,6 +89,19 @@ def _say(line: str) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
+    args = parse(words)
+    if args is None:
+        return EXIT_USER_ERROR
+    command: Callable[[argparse.Namespace], int] = args.command
+    return command(args)
+
+
+def parse(words: list[str]) -> argparse.Namespace | None:
+    """The words of a command line, what runs among them as ``command``; None where a command below is missing, after help.
+
+    Raises:
+        UserError: a word is not known or does not fit.
+    """
     parser = _parsers(complete=words[0] if words[:1] in (["train"], ["plan"], ["profile"]) else None)
     chosen, rest = parser, words
     while chosen.commands and rest and not rest[0].startswith("-"):
@@ -97,12 +110,10 @@ def _dispatch(words: list[str]) -> int:
         chosen, rest = chosen.commands[rest[0]], rest[1:]
     if chosen.commands and not rest:
         chosen.print_help()
-        return EXIT_USER_ERROR
+        return None
     words = [_with_dashes(word) for word in words]
     _check_options(words, chosen)
-    args = parser.parse_args(words)
-    command: Callable[[argparse.Namespace], int] = args.command
-    return command(args)
+    return parser.parse_args(words)
 
 
 # --- Words ----------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from nsa.lm.config import LMConfig
 from nsa.lm.dense_attention import DenseAttention, DenseCache, DenseLayerCache
 from nsa.lm.recomputation import Keeps, keep_attention
 from nsa.module import Compression, Gate, NativeSparseAttention
+from nsa.ops.embedding import embed
 
 Cache = NSACache | DenseCache
 
@@ -89,6 +90,14 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+class Embedding(nn.Embedding):
+    """``torch.nn.Embedding`` whose gradient has the same bits in every run, on a GPU too."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[*tokens.shape, width]``."""
+        return embed(tokens, self.weight)
+
+
 class LanguageModel(nn.Module):
     """A causal language model.
 
@@ -102,7 +111,7 @@ class LanguageModel(nn.Module):
     def __init__(self, config: LMConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.embedding = Embedding(config.vocab_size, config.width)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)

@@ -28,6 +28,8 @@ from nsa import (
 )
 from nsa.ops._boundary import Sequences
 from nsa.ops.combination.reference import combine_reference
+from nsa.ops.embedding import embed
+from nsa.ops.embedding.reference import embed_reference
 from nsa.ops.heads import Heads, split_heads
 from nsa.ops.heads.reference import split_heads_reference
 from nsa.ops.observation import SUMS, new_sums, observe
@@ -367,6 +369,29 @@ def check_split(case: Case) -> None:
     assert torch.equal(found["v"], plain["v"]), "split: columns that are not rotated are copied"
 
 
+def check_embed(case: Case) -> None:
+    """Tokens of which one is frequent, some never occur, and the others' places are cut into pieces or not."""
+    num_tokens, num_rows, width = 6 * max(case.lengths_k), 40, 3 * case.config.head_dim
+    often = torch.arange(num_tokens) % 3 == 0
+    rare = torch.randint(0, num_rows - 5, (num_tokens,), generator=torch.Generator().manual_seed(1))
+    tokens = torch.where(often, 7, rare).to(case.device)
+    weight, dout = case.normal(num_rows, width, seed=2), case.normal(num_tokens, width, seed=3)
+
+    def run(dtype: torch.dtype, function: Callable[..., Tensor]) -> dict[str, Tensor]:
+        leaf = leaves_of(weight.to(dtype))[0]
+        out = function(tokens, leaf)
+        (dweight,) = torch.autograd.grad(out, [leaf], [dout.to(dtype)])
+        return {"out": out.detach(), "dweight": dweight}
+
+    found = run(case.dtype, partial(embed, backend=case.backend))
+    plain, exact = (run(dtype, embed_reference) for dtype in (case.dtype, torch.float64))
+    compare(found, plain, exact, "embed", case.factor)
+    assert torch.equal(found["out"], plain["out"]), "embed: rows of the table are copied"
+    assert not found["dweight"][-5:].any(), "embed: a token that does not occur has no gradient"
+    again = run(case.dtype, partial(embed, backend=case.backend))
+    assert torch.equal(found["dweight"], again["dweight"]), "embed: the same bits again"
+
+
 def run_whole(case: Case, x: AttentionInputs | None = None, dout: Tensor | None = None, rope: Rope | None = None) -> Results:
     """The whole, its gradients, and the choice that it made on the way."""
     config = case.config
@@ -436,5 +461,6 @@ CHECKS: dict[str, Callable[[Case], Any]] = {
     "combine": check_combine,
     "observe": check_observe,
     "split": check_split,
+    "embed": check_embed,
     **{name: lambda case, run=run: run(case).check() for name, run in RUNS.items()},  # type: ignore[misc]
 }

@@ -19,6 +19,7 @@ from tests.ops.public import (
     check_choice,
     check_combine,
     check_compress,
+    check_embed,
     check_observe,
     check_split,
     leaves_of,
@@ -73,6 +74,7 @@ def record_calls(case: Case, more: Sequence[Case] = ()) -> dict[str, Call]:
         check_combine(case)
         check_observe(case)
         check_split(case)
+        check_embed(case)
         for other in (case, *more):
             check_compress(other)
     return recorder.calls

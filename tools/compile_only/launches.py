@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 
 import nsa
 from nsa import NSAConfig, PhiWeights, Rope, combine, native_sparse_attention
+from nsa.ops.embedding import embed
 from nsa.ops.heads import Heads, split_heads
 from nsa.ops.observation import new_sums
 from nsa.testing import packed_offsets
@@ -54,7 +55,7 @@ SHORT, PARTS, LONG, DENSE = Batch(96), Batch(4096), Batch(65_536), Batch(None)
 
 
 def attend(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
-    """The attention of one layer, forward and backward, its projection's heads, and the gated sum alone."""
+    """The attention of one layer, forward and backward, its projection's heads, the gated sum alone, and an embedding."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     q = batch.tensor(64, heads, config.head_dim, dtype=dtype)
     pair = (config.head_dim, config.value_dim) * 3
@@ -78,6 +79,9 @@ def attend(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
     x = torch.zeros(64, sum(part.number * part.size for part in parts), dtype=dtype, requires_grad=True)
     split = split_heads(x, parts, torch.arange(64), rope, backend="triton")
     torch.autograd.grad(split, [x], [torch.zeros_like(y) for y in split])
+    table = torch.zeros(40, heads * config.head_dim, dtype=dtype, requires_grad=True)
+    embedded = embed(torch.zeros(64, dtype=torch.int64), table, backend="triton")
+    torch.autograd.grad(embedded, [table], torch.zeros_like(embedded))
 
 
 def phi_weights(config: NSAConfig, size: int, dtype: torch.dtype) -> PhiWeights:
