@@ -64,7 +64,11 @@ def test_a_signal_is_obeyed_without_a_terminal() -> None:
         assert requests.stop == signal.SIGTERM
 
 
-def test_a_closed_terminal_asks_once_however_often_it_signals() -> None:
+def test_a_closed_terminal_asks_once_however_often_it_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(code: int) -> None:
+        raise AssertionError(f"left with code {code}")
+
+    monkeypatch.setattr(os, "_exit", leave)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
     try:
         with Requests() as requests:
