@@ -138,7 +138,7 @@ class Trainer:
             grow_segments()
         seed_everything(config.seed)
         found = list_checkpoints(run_folder.checkpoints) if resume else []
-        hint = "It stopped before its first one; start it anew."
+        hint = "It stopped before its first one; remove the folder and start the run anew."
         check(bool(found) or not resume, "train", "--resume", "name a run with a checkpoint", run_folder.path, hint)
         self._open_data(resume)
         self.model = LanguageModel(config.model).to(self.device)
@@ -177,10 +177,9 @@ class Trainer:
             )
             if not is_made:
                 self.data.tokenizer.save(self.run_folder.tokenizer)
-        check(
-            config.model.vocab_size == self.data.tokenizer.vocab_size,
-            "train", "model.vocab_size", f"equal the tokenizer's ({self.data.tokenizer.vocab_size})", config.model.vocab_size,
-        )  # fmt: skip
+        ours, size = config.model.vocab_size, self.data.tokenizer.vocab_size
+        hint = f"Give --model.vocab-size {size}."
+        check(ours == size, "train", "model.vocab_size", f"equal the tokenizer's ({size})", ours, hint)
 
     def _describe(self, allocator: str) -> None:
         config = self.config
@@ -486,7 +485,7 @@ class Trainer:
         self._checkpoints.wait()  # if it has failed, here is another try
         self._checkpoint()
         self._checkpoints.wait()
-        self._beat("end", progress.step, 0)
+        self._beat("end", progress.step, STARTING_LIMIT_S)  # for the main process writes a sample
         if progress.step >= steps:
             self._reports.write_sample()
         self.processes.wait_for_all()
@@ -496,7 +495,7 @@ class Trainer:
         if progress.step < steps:
             who = "the halt file" if stop == HALT else signal.Signals(stop).name
             self._note("stop", f"stopped by {who} after step {progress.step} of {steps}; resume to go on")
-        if stop == HALT and self.processes.is_main:
+        if HALT in (stop, self._requests.stop) and self.processes.is_main:
             self.run_folder.halt.unlink(missing_ok=True)  # obeyed: it must not end the resumed run as well
         if self._checkpoints.failure is not None:
             raise TrainingStoppedError(f"{self._checkpoints.failure}; {self._left()}")
