@@ -14,7 +14,8 @@ MAKEFLAGS += --no-builtin-rules
 VENV := .venv
 made := $(patsubst $(VENV)/installed-%,%,$(wildcard $(VENV)/installed-*))
 KIND := $(or $(KIND),$(made),$(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu))
-JOBS := 2
+# Processes of the tests, for two cores: many tests wait for what they have provoked.
+JOBS := 3
 
 # May be given on the command line:
 TORCH_INDEX =# a further package index for torch, for example that of the CPU builds named on PyTorch's installation page
