@@ -32,10 +32,9 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Origin):
     """One provider at one point in one mode; every field is explained in ``docs/benchmarks.md``."""
 
-    run_id: str
     case: str
     provider: str
     variant: dict[str, Any] | None
@@ -60,14 +59,6 @@ class Row:
     samples: int | None
     kernels: list[str]
     kernel_us: dict[str, float]
-    device: str
-    gpu: str | None
-    driver: str | None
-    torch: str | None
-    triton: str | None
-    commit: str | None
-    dirty: bool | None
-    date: str
     # Of training alone.
     tokens_per_s: float | None = None
     mfu: float | None = None

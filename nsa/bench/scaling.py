@@ -72,7 +72,7 @@ class ScalingPlan:
 
 
 @dataclass(frozen=True)
-class ScalingRow:
+class ScalingRow(Origin):
     """One setting on one number of processes; ``docs/parallel.md`` explains the fields."""
 
     config: str
@@ -101,15 +101,6 @@ class ScalingRow:
     loss_nats: float
     nccl: str | None
     nccl_settings: dict[str, str]
-    run_id: str
-    device: str
-    gpu: str | None
-    driver: str | None
-    torch: str | None
-    triton: str | None
-    commit: str | None
-    dirty: bool | None
-    date: str
     idle_ms: float | None = None  # rows of 2026-11-21 and before have none
 
 

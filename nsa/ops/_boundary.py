@@ -21,18 +21,21 @@ BACKENDS = ("auto", "reference", "triton")
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def choose_backend(function: str, backend: str, x: Tensor) -> str:
-    """The backend that runs for inputs like ``x``: ``auto`` looks at the device only, an explicit request never falls back."""
+def choose_backend(function: str, backend: str, x: Tensor, argument: str = "q") -> str:
+    """The backend that runs for inputs like ``x``: ``auto`` looks at the device only, an explicit request never falls back.
+
+    Errors call ``x`` by the name of the function's ``argument``.
+    """
     check(backend in BACKENDS, function, "backend", f"be one of {', '.join(BACKENDS)}", backend)
     if backend == "auto":
         backend = "triton" if on_gpu(x) else "reference"
     if backend == "triton":
         check(
-            x.dtype in KERNEL_DTYPES,
-            function, "q", "be bfloat16, float16 or float32 for the Triton kernels", x.dtype, 'Or ask for backend="reference".',
+            x.dtype in KERNEL_DTYPES, function, argument, "be bfloat16, float16 or float32 for the Triton kernels", x.dtype,
+            'Or ask for backend="reference".',
         )  # fmt: skip
         if not on_gpu(x) and not torch.compiler.is_compiling():
-            check(kernels_run_on_cpu(), function, "q", 'lie on a CUDA GPU for backend="triton"', x.device)
+            check(kernels_run_on_cpu(), function, argument, 'lie on a CUDA GPU for backend="triton"', x.device)
     return backend
 
 

@@ -11,6 +11,7 @@ import torch
 
 import nsa
 from nsa import NSAConfig, PhiWeights
+from nsa.ops.embedding import embed
 from nsa.ops.selection.ops import check_fp8
 from tests.ops.cases import make_batch, offsets, small
 
@@ -140,6 +141,28 @@ def test_softmax_scale_that_is_none(function, scale):
 @pytest.mark.parametrize("backend", ["cuda", "AUTO", ""])
 def test_unknown_backend(function, backend):
     refused(function, {**good(function), "backend": backend}, "backend")
+
+
+@pytest.mark.parametrize("function", ["compress", *OPERATORS, "combine"])
+def test_kernels_for_what_they_cannot_take(function):
+    """They are refused by the name that the caller knows: fp64, and what lies on the CPU."""
+    argument = {"compress": "x", "combine": "out_cmp"}.get(function, "q")
+    refused(function, {**good(function), "backend": "triton"}, argument)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "weight", "backend", "message"),
+    [
+        (torch.zeros(3), torch.zeros(4, 2), "auto", "embed: tokens must be int64 or int32, got torch.float32"),
+        (torch.zeros(3).long(), torch.zeros(4), "auto", r"embed: weight must have shape \[V, width\], got \(4,\)"),
+        (torch.zeros(3).long(), torch.zeros(4, 2), "triton", "embed: weight must lie on a CUDA GPU"),
+        (torch.zeros(3).long(), torch.zeros(4, 2).double(), "triton", "embed: weight must be bfloat16, float16 or float32"),
+    ],
+    ids=["tokens", "shape", "device", "dtype"],
+)
+def test_embedding(tokens, weight, backend, message):
+    with pytest.raises(ValueError, match=message):
+        embed(tokens, weight, backend=backend)
 
 
 @pytest.mark.parametrize("function", OPERATORS)

@@ -47,7 +47,7 @@ def combine(
         check(out.shape == shape, "combine", name, f"have shape {tuple(shape)} as the other branches", tuple(out.shape))
     expected = (*shape[:-1], 3)
     check(tuple(gates.shape) == expected, "combine", "gates", f"have shape {expected}", tuple(gates.shape))
-    if choose_backend("combine", backend, outputs[0][1]) == "triton":
+    if choose_backend("combine", backend, outputs[0][1], outputs[0][0]) == "triton":
         return combine_op(out_cmp, out_slc, out_win, gates)
     with torch.autocast(gates.device.type, enabled=False):
         return combine_reference((out_cmp, out_slc, out_win), gates)

@@ -56,7 +56,7 @@ def compress(
     """
     name = "compress"
     check(x.ndim in (3, 4), name, "x", "have shape [S, Hkv, D] or [B, S, Hkv, D]", tuple(x.shape))
-    backend = choose_backend(name, backend, x)
+    backend = choose_backend(name, backend, x, "x")
     check_heads(name, "x", x, config.num_kv_heads, x.shape[-1], x)
     sequences = _open_sequences(name, x, cu_seqlens)
     check_weights(name, "weights", weights, config, x.shape[-1])

@@ -31,6 +31,6 @@ def embed(tokens: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
     """
     check(weight.ndim == 2, "embed", "weight", "have shape [V, width]", tuple(weight.shape))
     check(tokens.dtype in (torch.int64, torch.int32), "embed", "tokens", "be int64 or int32", tokens.dtype)
-    if choose_backend("embed", backend, weight) == "reference":
+    if choose_backend("embed", backend, weight, "weight") == "reference":
         return embed_reference(tokens, weight)
     return embed_op(tokens, weight)

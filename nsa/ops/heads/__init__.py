@@ -55,7 +55,7 @@ def split_heads(x: Tensor, parts: Sequence[Heads], positions: Tensor, rope: Rope
     for part in parts:
         fits = not part.rotated or (rope.dim <= part.size and rope.dim % 2 == 0)
         check(fits, name, "rope", f"have an even dim of at most the head size ({part.size})", rope.dim)
-    if choose_backend(name, backend, x) == "reference":
+    if choose_backend(name, backend, x, "x") == "reference":
         return split_heads_reference(x, [(part.number, part.size, part.rotated) for part in parts], positions, rope)
     shapes = ([part.number for part in parts], [part.size for part in parts], [part.rotated for part in parts])
     frequency = rope.inverse_frequencies(x.device)
