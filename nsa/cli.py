@@ -212,8 +212,9 @@ Train a language model as CONFIG, a YAML file, says.
 Every setting of the file can be given here too and then wins, for example
   nsa train configs/cpu-small.yaml --optim.lr 3e-4 --model.nsa.window-size 64
 The run leaves a folder with its configuration, environment, metrics, checkpoints, plot, sample and log; no run writes over
-another. Ctrl-C or SIGTERM ends it after the step at hand, with a checkpoint; a second one ends it at once. So does a file
-named halt in the run folder. SIGUSR2 asks for a checkpoint, SIGUSR1 for the stacks of all threads.
+another. Ctrl-C or SIGTERM ends it after the step at hand, with a checkpoint; a second one ends it at once. A file named halt in
+the run folder and a closed terminal end it with a checkpoint, too. SIGUSR2 asks for a checkpoint, SIGUSR1 for the stacks of
+all threads.
   nsa train --resume runs/cpu-small-1
 goes on exactly where the newest checkpoint was taken. Several processes, one on each GPU or several on the CPU:
   torchrun --standalone --nproc-per-node 2 --max-restarts 3 -m nsa train CONFIG --run-dir runs/a \\
