@@ -100,7 +100,7 @@ def gather_fwd_step(
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     slot = (entry * PARTS + part) * G + head
-    store_rows(part_ptr, slot, ok, DV, out / total[:, None], DV, BLOCK_DV)
+    store_rows(part_ptr, slot, ok, DV, out * (1.0 / total)[:, None], DV, BLOCK_DV)
     tl.store(lse_part_ptr + slot, tl.where(empty, -float("inf"), row_max + tl.log2(total)), mask=ok)
 
 
@@ -111,7 +111,7 @@ def selected_gather_fwd_kernel(
     stride_kh, stride_v, stride_vh, softmax_scale,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    LIMIT_4: tl.constexpr, STAGES: tl.constexpr, EDGE: tl.constexpr,
+    LIMIT_4: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """One chunk: output ``[G, Dv]`` and lse ``[G]`` of every (query, slot)."""
     if not choices_scatter(union_ptr, N, LIMIT_4):
@@ -138,7 +138,8 @@ def selected_gather_fwd_kernel(
         order_ptr += begin
         rows = count * G
         masked = tl.minimum(tl.cdiv(hidden * G, BLOCK_M) * BLOCK_M, rows)
-        # Entries are loaded a step ahead: a row's number is needed before the row can be.
+        # Entries are loaded a step ahead: a row's number is needed before the row can be. The pipeline's depth is that of the
+        # launch: given by the loop, it would take in the loads of entries too, which a step ahead leaves no room for.
         next_entry = load_order(order_ptr, 0, rows, first_entry, G, BLOCK_M)
         for r in tl.range(0, masked, BLOCK_M, num_stages=EDGE):
             entry = next_entry
@@ -147,7 +148,7 @@ def selected_gather_fwd_kernel(
                 q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, rows, first_row, offset, n, scale, head_kv, part, stride_q,
                 stride_qh, G, D, DV, HKV, N, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True,
             )  # fmt: skip
-        for r in tl.range(masked, rows, BLOCK_M, num_stages=STAGES):
+        for r in tl.range(masked, rows, BLOCK_M):
             entry = next_entry
             next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M)
             gather_fwd_step(
@@ -189,7 +190,10 @@ def gather_bwd_step(
         ds = (p * (dp - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision="ieee")
         if DQ:
-            dq = tl.dot(tl.trans(ds), k, input_precision="ieee")
+            if BLOCK_M < 64:  # Tensor cores of sm_90 take 64 rows at least: the columns of dQ are more.
+                dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision="ieee"))
+            else:
+                dq = tl.dot(tl.trans(ds), k, input_precision="ieee")
     else:
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
         if EARLY:
@@ -241,7 +245,7 @@ def selected_gather_bwd_kernel(
     stride_vh, stride_do, stride_doh, softmax_scale,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    KEYS_AS_ROWS: tl.constexpr, DQ: tl.constexpr, LIMIT_4: tl.constexpr, STAGES: tl.constexpr, EDGE: tl.constexpr,
+    KEYS_AS_ROWS: tl.constexpr, DQ: tl.constexpr, LIMIT_4: tl.constexpr, AHEAD: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a block from one chunk and, if ``DQ``, dQ of every (query, slot) ``[G, D]``.
 
@@ -274,8 +278,7 @@ def selected_gather_bwd_kernel(
         order_ptr += begin
         rows = count * G
         masked = tl.minimum(tl.cdiv(hidden * G, BLOCK_M) * BLOCK_M, rows)
-        # Small heads leave registers to load entries a step ahead: a row's number is needed before the row can be.
-        AHEAD: tl.constexpr = BLOCK_D + BLOCK_DV <= 128
+        # See the forward: entries ``AHEAD`` of their rows.
         next_entry = load_order(order_ptr, 0, rows, first_entry, G, BLOCK_M)
         for r in tl.range(0, masked, BLOCK_M, num_stages=EDGE):
             entry = next_entry if AHEAD else load_order(order_ptr, r, rows, first_entry, G, BLOCK_M)
@@ -286,7 +289,7 @@ def selected_gather_bwd_kernel(
                 softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, N, PARTS, BLOCK_M,
                 BLOCK_N, BLOCK_D, BLOCK_DV, True, KEYS_AS_ROWS, DQ,
             )  # fmt: skip
-        for r in tl.range(masked, rows, BLOCK_M, num_stages=STAGES):
+        for r in tl.range(masked, rows, BLOCK_M):
             entry = next_entry if AHEAD else load_order(order_ptr, r, rows, first_entry, G, BLOCK_M)
             if AHEAD:
                 next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M)
