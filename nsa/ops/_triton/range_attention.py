@@ -67,15 +67,15 @@ def key_steps(t_first, t_last, num_keys, size, stride, BLOCK_N: tl.constexpr, WI
 
 @triton.jit
 def range_step(
-    q, k_source, v_source, n, row_max, total, acc, lowest, highest, scale, head, first_key, num_keys,
+    q, k_source, v_source, n, row_max, total, acc, edge, lowest, highest, scale, head, first_key, num_keys,
     stride_k, stride_kh, stride_v, stride_vh, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One step of the forward loop: ``BLOCK_N`` keys from n on."""
+    """One step of the forward loop: ``BLOCK_N`` keys from n on, masked at an ``edge``."""
     k = load_keys(k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, LAST, TMA)
     v = load_keys(v_source, head, n, first_key, num_keys, stride_v, stride_vh, DV, BLOCK_N, BLOCK_DV, LAST, TMA)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
-    if MASKED:
+    if edge:
         key = n + tl.arange(0, BLOCK_N)[None, :]
         s = tl.where((key >= lowest[:, None]) & (key < highest[:, None]), s, -float("inf"))
     return softmax_step(s, v, row_max, total, acc, scale)
@@ -87,7 +87,6 @@ def range_fwd_kernel(
     num_rows, stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, softmax_scale, size, stride,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
-    EDGE: tl.constexpr,
 ):  # fmt: skip
     """out, and lse ``[Hq, T]``, of one tile of ``BLOCK_M // G`` queries of one group."""
     BLOCK_Q: tl.constexpr = BLOCK_M // G
@@ -115,32 +114,21 @@ def range_fwd_kernel(
         lowest = low(t, size, WINDOW)
         highest = high(t, size, stride, WINDOW)
         start, middle, tail, last, end = key_steps(t_first, t_last, num_keys, size, stride, BLOCK_N, WINDOW)
-        if WINDOW:
-            for n in tl.range(start, middle, BLOCK_N, num_stages=EDGE):
-                row_max, total, acc = range_step(
-                    q, k_source, v_source, n, row_max, total, acc, lowest, highest, scale, head_kv, first_key, num_keys,
-                    stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, TMA,
-                )  # fmt: skip
-        for n in tl.range(middle, tail, BLOCK_N, num_stages=STAGES):
+        for n in tl.range(start, last, BLOCK_N, num_stages=STAGES):
             row_max, total, acc = range_step(
-                q, k_source, v_source, n, row_max, total, acc, lowest, highest, scale, head_kv, first_key, num_keys,
-                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, False, False, TMA,
-            )  # fmt: skip
-        for n in tl.range(tail, last, BLOCK_N, num_stages=EDGE):
-            row_max, total, acc = range_step(
-                q, k_source, v_source, n, row_max, total, acc, lowest, highest, scale, head_kv, first_key, num_keys,
-                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, TMA,
+                q, k_source, v_source, n, row_max, total, acc, (n < middle) | (n >= tail), lowest, highest, scale, head_kv,
+                first_key, num_keys, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, False, TMA,
             )  # fmt: skip
         # One step at most; as a branch it would cost hundreds of bytes of stack where heads are large.
         for n in tl.range(last, end, BLOCK_N, num_stages=1):
             row_max, total, acc = range_step(
-                q, k_source, v_source, n, row_max, total, acc, lowest, highest, scale, head_kv, first_key, num_keys,
-                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, True, TMA,
+                q, k_source, v_source, n, row_max, total, acc, True, lowest, highest, scale, head_kv, first_key, num_keys,
+                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, TMA,
             )  # fmt: skip
 
         empty = total == 0
         out_row = (first_q + row).to(tl.int64) * HQ + head
-        out = tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, total)[:, None])
+        out = tl.where(empty[:, None], 0.0, acc * (1.0 / tl.where(empty, 1.0, total))[:, None])
         store_rows(out_ptr, out_row, ok, DV, out, DV, BLOCK_DV)
         lse = tl.where(empty, -float("inf"), (row_max + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
         tl.store(lse_ptr + head.to(tl.int64) * num_rows + first_q + row, lse, mask=ok)

@@ -15,17 +15,17 @@ from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile, gated_lse, load_ro
 
 @triton.jit
 def range_dq_step(
-    q, dout, lse, delta, k_source, v_source, n, dq, lowest, highest, scale, head, first_key, num_keys,
+    q, dout, lse, delta, k_source, v_source, n, dq, edge, lowest, highest, scale, head, first_key, num_keys,
     stride_k, stride_kh, stride_v, stride_vh, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Add the share of ``BLOCK_N`` keys from n on to dQ ``[BLOCK_M, BLOCK_D]``."""
+    """Add the share of ``BLOCK_N`` keys from n on, masked at an ``edge``, to dQ ``[BLOCK_M, BLOCK_D]``."""
     k = load_keys(k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, LAST, TMA)
     v = load_keys(v_source, head, n, first_key, num_keys, stride_v, stride_vh, DV, BLOCK_N, BLOCK_DV, LAST, TMA)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
     p = tl.exp2(s * scale - lse[:, None])
-    if MASKED:
+    if edge:
         key = n + tl.arange(0, BLOCK_N)[None, :]
         p = tl.where((key >= lowest[:, None]) & (key < highest[:, None]), p, 0.0)
     ds = (p * (dp - delta[:, None])).to(k.dtype)
@@ -39,7 +39,7 @@ def range_dq_kernel(
     stride_vh, stride_do, stride_doh, softmax_scale, size, stride,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, ADD: tl.constexpr, TMA: tl.constexpr,
-    STAGES: tl.constexpr, EDGE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries, added to what is there if ``ADD``.
 
@@ -81,27 +81,16 @@ def range_dq_kernel(
         lowest = low(t, size, WINDOW)
         highest = high(t, size, stride, WINDOW)
         start, middle, tail, last, end = key_steps(t_first, t_last, num_keys, size, stride, BLOCK_N, WINDOW)
-        if WINDOW:
-            for n in tl.range(start, middle, BLOCK_N, num_stages=EDGE):
-                dq = range_dq_step(
-                    q, dout, lse, delta, k_source, v_source, n, dq, lowest, highest, scale, head_kv, first_key, num_keys,
-                    stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, TMA,
-                )  # fmt: skip
-        for n in tl.range(middle, tail, BLOCK_N, num_stages=STAGES):
+        for n in tl.range(start, last, BLOCK_N, num_stages=STAGES):
             dq = range_dq_step(
-                q, dout, lse, delta, k_source, v_source, n, dq, lowest, highest, scale, head_kv, first_key, num_keys,
-                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, False, False, TMA,
-            )  # fmt: skip
-        for n in tl.range(tail, last, BLOCK_N, num_stages=EDGE):
-            dq = range_dq_step(
-                q, dout, lse, delta, k_source, v_source, n, dq, lowest, highest, scale, head_kv, first_key, num_keys,
-                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, TMA,
+                q, dout, lse, delta, k_source, v_source, n, dq, (n < middle) | (n >= tail), lowest, highest, scale, head_kv,
+                first_key, num_keys, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, False, TMA,
             )  # fmt: skip
         # One step at most; as a branch it would cost hundreds of bytes of stack where heads are large.
         for n in tl.range(last, end, BLOCK_N, num_stages=1):
             dq = range_dq_step(
-                q, dout, lse, delta, k_source, v_source, n, dq, lowest, highest, scale, head_kv, first_key, num_keys,
-                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, True, TMA,
+                q, dout, lse, delta, k_source, v_source, n, dq, True, lowest, highest, scale, head_kv, first_key, num_keys,
+                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, TMA,
             )  # fmt: skip
         dq *= softmax_scale
         if ADD:

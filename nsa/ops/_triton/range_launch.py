@@ -116,7 +116,7 @@ def range_forward(
             num_q, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), softmax_scale, layout.size,
             layout.stride, HQ=num_heads, G=group_size, D=head_dim, DV=value_dim, BLOCK_M=rows, BLOCK_N=tile.keys,
             BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim), WINDOW=layout.window, TMA=tile.tma, STAGES=tile.stages,
-            EDGE=tile.edge_stages, **tile.launch_options(),
+            **tile.launch_options(),
         )  # fmt: skip
     return out, lse
 
@@ -150,7 +150,7 @@ def range_backward(
         q, key_source(k, tile_dq), key_source(v, tile_dq), out, dout, lse, delta, dq, gated.gates, gated.dgates, gated_lse,
         *layout.arguments(), num_q, *strides, softmax_scale, layout.size, layout.stride, HQ=num_heads, G=group_size, **blocks,
         BLOCK_M=rows, BLOCK_N=tile_dq.keys, WINDOW=layout.window, ADD=gated.adds, TMA=tile_dq.tma, STAGES=tile_dq.stages,
-        EDGE=tile_dq.edge_stages, **tile_dq.launch_options(),
+        **tile_dq.launch_options(),
     )  # fmt: skip
 
     num_blocks = layout.num_tiles(num_key, tile_dkv.keys, layout.len_key)

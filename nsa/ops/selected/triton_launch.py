@@ -135,7 +135,7 @@ def selected_forward(
         *call.layout.arguments(), lists.count.shape[1], *strides_of(q, k, v), call.softmax_scale, HQ=num_heads, G=group_size,
         D=head_dim, DV=value_dim, N=n, BLOCK_SIZE=call.block_size, BLOCK_Q=block_q, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
         BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim), LIMIT_4=LIMIT_4, TMA=tile.tma, STAGES=tile.stages,
-        EDGE=tile.edge_stages, **tile.launch_options(),
+        **tile.launch_options(),
     )  # fmt: skip
     order = None if union is None else gather_forward(q, k, v, block_indices, call, union, out, lse)
     return out, lse, order, union
@@ -197,7 +197,7 @@ def selected_backward(
         lists.block, lists.word, lists.count, union, *call.layout.arguments(), lists.count.shape[1], *strides_of(q, k, v, dout),
         call.softmax_scale, HQ=num_heads, G=group_size, D=head_dim, DV=value_dim, N=n, BLOCK_SIZE=call.block_size,
         BLOCK_Q=block_q, BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim),
-        ADD=gated.adds, LIMIT_4=LIMIT_4, TMA=tile.tma, STAGES=tile.stages, EDGE=tile.edge_stages, **tile.launch_options(),
+        ADD=gated.adds, LIMIT_4=LIMIT_4, TMA=tile.tma, STAGES=tile.stages, **tile.launch_options(),
     )  # fmt: skip
     if union is not None:
         selected_delta_kernel[(DELTA_PROGRAMS,)](
