@@ -80,17 +80,16 @@ def locate_rows(entry, r, num_rows, G: tl.constexpr, HKV: tl.constexpr, N: tl.co
 
 @triton.jit
 def gather_fwd_step(
-    q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, num_rows, first_row, offset, n, scale, head_kv, part, stride_q,
+    q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, causal, num_rows, first_row, offset, n, scale, head_kv, part, stride_q,
     stride_qh, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HKV: tl.constexpr, N: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Output and lse (base 2) of ``BLOCK_M`` rows over the keys of this block alone."""
     entry, query, head, ok = locate_rows(entry, r, num_rows, G, HKV, N, BLOCK_M)
     q_row = (first_row + query) * stride_q + (head_kv * G + head) * stride_qh
     q = load_tile(q_ptr, q_row, ok, D, BLOCK_D, True)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
-    if CAUSAL:
+    if causal:
         key = n + tl.arange(0, BLOCK_N)
         s = tl.where(key[None, :] <= (offset + query)[:, None], s, -float("inf"))
     row_max = tl.maximum(tl.max(s, 1) * scale, -1e30)
@@ -111,7 +110,7 @@ def selected_gather_fwd_kernel(
     stride_kh, stride_v, stride_vh, softmax_scale,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    LIMIT_4: tl.constexpr, EDGE: tl.constexpr,
+    LIMIT_4: tl.constexpr,
 ):  # fmt: skip
     """One chunk: output ``[G, Dv]`` and lse ``[G]`` of every (query, slot)."""
     if not choices_scatter(union_ptr, N, LIMIT_4):
@@ -137,32 +136,24 @@ def selected_gather_fwd_kernel(
         scale = softmax_scale * LOG2_E
         order_ptr += begin
         rows = count * G
-        masked = tl.minimum(tl.cdiv(hidden * G, BLOCK_M) * BLOCK_M, rows)
         # Entries are loaded a step ahead: a row's number is needed before the row can be. The pipeline's depth is that of the
         # launch: given by the loop, it would take in the loads of entries too, which a step ahead leaves no room for.
         next_entry = load_order(order_ptr, 0, rows, first_entry, G, BLOCK_M)
-        for r in tl.range(0, masked, BLOCK_M, num_stages=EDGE):
+        for r in tl.range(0, rows, BLOCK_M):
             entry = next_entry
             next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M)
             gather_fwd_step(
-                q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, rows, first_row, offset, n, scale, head_kv, part, stride_q,
-                stride_qh, G, D, DV, HKV, N, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True,
-            )  # fmt: skip
-        for r in tl.range(masked, rows, BLOCK_M):
-            entry = next_entry
-            next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M)
-            gather_fwd_step(
-                q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, rows, first_row, offset, n, scale, head_kv, part, stride_q,
-                stride_qh, G, D, DV, HKV, N, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False,
+                q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, r < hidden * G, rows, first_row, offset, n, scale, head_kv, part,
+                stride_q, stride_qh, G, D, DV, HKV, N, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
 
 
 @triton.jit
 def gather_bwd_step(
-    q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r, num_rows, first_row, offset, n,
+    q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r, causal, num_rows, first_row, offset, n,
     softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr, KEYS_AS_ROWS: tl.constexpr, DQ: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, KEYS_AS_ROWS: tl.constexpr, DQ: tl.constexpr,
 ):  # fmt: skip
     """Add the share of ``BLOCK_M`` rows to dK and dV and, if ``DQ``, write their dQ of this block."""
     entry, query, head, ok = locate_rows(entry, r, num_rows, G, HQ // G, N, BLOCK_M)
@@ -182,7 +173,7 @@ def gather_bwd_step(
         if EARLY:
             dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
         p = tl.exp2(s * scale - lse[None, :])
-        if CAUSAL:
+        if causal:
             p = tl.where(key[:, None] <= (offset + query)[None, :], p, 0.0)
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
         if not EARLY:
@@ -199,7 +190,7 @@ def gather_bwd_step(
         if EARLY:
             dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
         p = tl.exp2(s * scale - lse[:, None])
-        if CAUSAL:
+        if causal:
             p = tl.where(key[None, :] <= (offset + query)[:, None], p, 0.0)
         dv = tl.dot(tl.trans(p.to(dout.dtype)), dout, dv, input_precision="ieee")
         if not EARLY:
@@ -245,7 +236,7 @@ def selected_gather_bwd_kernel(
     stride_vh, stride_do, stride_doh, softmax_scale,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    KEYS_AS_ROWS: tl.constexpr, DQ: tl.constexpr, LIMIT_4: tl.constexpr, AHEAD: tl.constexpr, EDGE: tl.constexpr,
+    KEYS_AS_ROWS: tl.constexpr, DQ: tl.constexpr, LIMIT_4: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a block from one chunk and, if ``DQ``, dQ of every (query, slot) ``[G, D]``.
 
@@ -277,26 +268,16 @@ def selected_gather_bwd_kernel(
         offset = (num_tokens - num_q - first_q + first_row).to(tl.int32)
         order_ptr += begin
         rows = count * G
-        masked = tl.minimum(tl.cdiv(hidden * G, BLOCK_M) * BLOCK_M, rows)
         # See the forward: entries ``AHEAD`` of their rows.
         next_entry = load_order(order_ptr, 0, rows, first_entry, G, BLOCK_M)
-        for r in tl.range(0, masked, BLOCK_M, num_stages=EDGE):
+        for r in tl.range(0, rows, BLOCK_M):
             entry = next_entry if AHEAD else load_order(order_ptr, r, rows, first_entry, G, BLOCK_M)
             if AHEAD:
                 next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M)
             dk, dv = gather_bwd_step(
-                q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r, rows, first_row, offset, n,
-                softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, N, PARTS, BLOCK_M,
-                BLOCK_N, BLOCK_D, BLOCK_DV, True, KEYS_AS_ROWS, DQ,
-            )  # fmt: skip
-        for r in tl.range(masked, rows, BLOCK_M):
-            entry = next_entry if AHEAD else load_order(order_ptr, r, rows, first_entry, G, BLOCK_M)
-            if AHEAD:
-                next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M)
-            dk, dv = gather_bwd_step(
-                q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r, rows, first_row, offset, n,
-                softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, N, PARTS, BLOCK_M,
-                BLOCK_N, BLOCK_D, BLOCK_DV, False, KEYS_AS_ROWS, DQ,
+                q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r, r < hidden * G, rows, first_row, offset,
+                n, softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, N, PARTS, BLOCK_M,
+                BLOCK_N, BLOCK_D, BLOCK_DV, KEYS_AS_ROWS, DQ,
             )  # fmt: skip
         if alone:
             finish_keys(

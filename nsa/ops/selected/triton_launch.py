@@ -162,7 +162,7 @@ def gather_forward(
             q, k, v, part, lse_part, union, *chunks.arguments(), *call.layout.arguments(), index.num_blocks, segment,
             chunks.segment_rows, *strides_of(q, k, v), call.softmax_scale, D=head_dim, BLOCK_D=block_of(head_dim),
             BLOCK_SIZE=call.block_size, CHUNK=chunks.size, BLOCK_M=tile.rows, BLOCK_N=keys,
-            EDGE=tile.edge_stages, **sizes, num_stages=tile.stages, **tile.launch_options(),
+            **sizes, num_stages=tile.stages, **tile.launch_options(),
         )  # fmt: skip
         selected_merge_out_kernel[(-(-chunks.segment_rows * num_heads // (MERGE_ROWS * MERGE_STEPS)),)](
             part, lse_part, index.key, out, lse, union, num_q, segment, chunks.segment_rows, index.none, PARTS=parts,
@@ -258,7 +258,7 @@ def _gather_gradients(
         selected_gather_bwd_kernel[(chunks.limit, parts)](
             *inputs, part, *partial, *sums, *grads, union, *chunks.arguments(), *call.layout.arguments(), index.num_blocks,
             segment, chunks.segment_rows, last, *strides_of(q, k, v, dout), call.softmax_scale, CHUNK=chunks.size,
-            BLOCK_M=tile.rows, BLOCK_N=keys, KEYS_AS_ROWS=tile.keys_as_rows, AHEAD=ahead, EDGE=tile.edge_stages,
+            BLOCK_M=tile.rows, BLOCK_N=keys, KEYS_AS_ROWS=tile.keys_as_rows, AHEAD=ahead,
             **groups, **both, num_stages=tile.stages, **tile.launch_options(),
         )  # fmt: skip
         selected_reduce_kernel[(index.num_blocks, num_kv_heads, call.block_size // block_k)](
