@@ -1,8 +1,8 @@
 """Attention in which every query sees one range of keys: the window branch and the compressed branch.
 
 A query at position t sees the keys ``[low(t), high(t))`` of its sequence. ``WINDOW``: tokens ``[max(0, t - w + 1), t + 1)``;
-otherwise the compressed blocks ``[0, num_cmp(t))``. All heads of a group are rows of one tile and share the loads: row r is
-query ``r // G``, head ``r % G``. The loop over keys is cut into edges, which are masked, and a middle, which is not.
+otherwise the compressed blocks ``[0, num_cmp(t))``. All heads of a group are rows of one tile and share the loads: row r of a
+sequence is query ``r // G``, head ``r % G``, and a tile may end between the heads of a query. The loop over keys is cut into edges, which are masked, and a middle, which is not.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
@@ -88,18 +88,17 @@ def range_fwd_kernel(
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out, and lse ``[Hq, T]``, of one tile of ``BLOCK_M // G`` queries of one group."""
-    BLOCK_Q: tl.constexpr = BLOCK_M // G
+    """out, and lse ``[Hq, T]``, of one tile of ``BLOCK_M`` rows, queries by heads of one group."""
     head_kv = tl.program_id(1)
     # The last tiles see the most keys: they start first.
-    sequence, tile = find_tile(cu_q_ptr, tl.num_programs(0) - 1 - tl.program_id(0), num_sequences, len_q, BLOCK_Q)
+    sequence, tile = find_tile(cu_q_ptr, tl.num_programs(0) - 1 - tl.program_id(0), num_sequences, len_q, BLOCK_M, G)
     if sequence < num_sequences:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
         _, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
         first_key, num_keys = sequence_rows(cu_key_ptr, sequence, len_key)
-        r = tl.arange(0, BLOCK_M)
-        row = tile * BLOCK_Q + r // G
-        ok = (r // G < BLOCK_Q) & (row < num_q)
+        r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        row = r // G
+        ok = row < num_q
         t = num_tokens - num_q + row
         head = head_kv * G + r % G
         q_row = (first_q + row).to(tl.int64) * stride_q + head * stride_qh
@@ -109,8 +108,8 @@ def range_fwd_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         scale = softmax_scale * LOG2_E
 
-        t_first = num_tokens - num_q + tile * BLOCK_Q
-        t_last = tl.minimum(t_first + BLOCK_Q, num_tokens) - 1
+        t_first = num_tokens - num_q + tile * BLOCK_M // G
+        t_last = num_tokens - num_q + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // G, num_q - 1)
         lowest = low(t, size, WINDOW)
         highest = high(t, size, stride, WINDOW)
         start, middle, tail, last, end = key_steps(t_first, t_last, num_keys, size, stride, BLOCK_N, WINDOW)

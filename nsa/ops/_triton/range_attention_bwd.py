@@ -41,23 +41,22 @@ def range_dq_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, ADD: tl.constexpr, TMA: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of queries, added to what is there if ``ADD``.
+    """dQ of one tile of rows, queries by heads of one group, added to what is there if ``ADD``.
 
     Writes delta, the row sums of ``out * dout``, for the kernel of dK and dV. With gates, ``dout`` is the gradient of the
     branches' gated sum: delta is then the gradient of this branch's gate. The gate itself goes into lse, which is written anew:
     lower by the gate's logarithm, it makes every probability the gated one, at no cost in the loops.
     """
-    BLOCK_Q: tl.constexpr = BLOCK_M // G
     BRANCH: tl.constexpr = 2 if WINDOW else 0
     head_kv = tl.program_id(1)
-    sequence, tile = find_tile(cu_q_ptr, tl.num_programs(0) - 1 - tl.program_id(0), num_sequences, len_q, BLOCK_Q)
+    sequence, tile = find_tile(cu_q_ptr, tl.num_programs(0) - 1 - tl.program_id(0), num_sequences, len_q, BLOCK_M, G)
     if sequence < num_sequences:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
         _, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
         first_key, num_keys = sequence_rows(cu_key_ptr, sequence, len_key)
-        r = tl.arange(0, BLOCK_M)
-        row = tile * BLOCK_Q + r // G
-        ok = (r // G < BLOCK_Q) & (row < num_q)
+        r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        row = r // G
+        ok = row < num_q
         t = num_tokens - num_q + row
         head = head_kv * G + r % G
         token = (first_q + row).to(tl.int64)
@@ -76,8 +75,8 @@ def range_dq_kernel(
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         scale = softmax_scale * LOG2_E
 
-        t_first = num_tokens - num_q + tile * BLOCK_Q
-        t_last = tl.minimum(t_first + BLOCK_Q, num_tokens) - 1
+        t_first = num_tokens - num_q + tile * BLOCK_M // G
+        t_last = num_tokens - num_q + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // G, num_q - 1)
         lowest = low(t, size, WINDOW)
         highest = high(t, size, stride, WINDOW)
         start, middle, tail, last, end = key_steps(t_first, t_last, num_keys, size, stride, BLOCK_N, WINDOW)
