@@ -2,7 +2,8 @@
 
 A query at position t sees the keys ``[low(t), high(t))`` of its sequence. ``WINDOW``: tokens ``[max(0, t - w + 1), t + 1)``;
 otherwise the compressed blocks ``[0, num_cmp(t))``. All heads of a group are rows of one tile and share the loads: row r of a
-sequence is query ``r // G``, head ``r % G``, and a tile may end between the heads of a query. The loop over keys is cut into edges, which are masked, and a middle, which is not.
+sequence is query ``r // G``, head ``r % G``, and a tile may end between the heads of a query. Keys at the edges of a tile's
+range are masked, those in the middle are not.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
@@ -30,6 +31,15 @@ def high(t, size, stride, WINDOW: tl.constexpr):
         return t + 1
     else:
         return tl.maximum(t + 1 - size + stride, 0) // stride
+
+
+@triton.jit
+def visible(end, key, size, WINDOW: tl.constexpr):
+    """Whether a query that sees keys up to ``end``, see ``high``, sees a key; for tensors of both that broadcast."""
+    if WINDOW:
+        return (end - 1 - key).to(tl.uint32, bitcast=True) < size  # one comparison: keys from end on give very large numbers
+    else:
+        return key < end
 
 
 @triton.jit
@@ -67,9 +77,9 @@ def key_steps(t_first, t_last, num_keys, size, stride, BLOCK_N: tl.constexpr, WI
 
 @triton.jit
 def range_step(
-    q, k_source, v_source, n, row_max, total, acc, edge, lowest, highest, scale, head, first_key, num_keys,
+    q, k_source, v_source, n, row_max, total, acc, edge, visible_end, size, scale, head, first_key, num_keys,
     stride_k, stride_kh, stride_v, stride_vh, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One step of the forward loop: ``BLOCK_N`` keys from n on, masked at an ``edge``."""
     k = load_keys(k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, LAST, TMA)
@@ -77,7 +87,7 @@ def range_step(
     s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
     if edge:
         key = n + tl.arange(0, BLOCK_N)[None, :]
-        s = tl.where((key >= lowest[:, None]) & (key < highest[:, None]), s, -float("inf"))
+        s = tl.where(visible(visible_end[:, None], key, size, WINDOW), s, -float("inf"))
     return softmax_step(s, v, row_max, total, acc, scale)
 
 
@@ -110,19 +120,19 @@ def range_fwd_kernel(
 
         t_first = num_tokens - num_q + tile * BLOCK_M // G
         t_last = num_tokens - num_q + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // G, num_q - 1)
-        lowest = low(t, size, WINDOW)
-        highest = high(t, size, stride, WINDOW)
+        visible_end = high(t, size, stride, WINDOW)
         start, middle, tail, last, end = key_steps(t_first, t_last, num_keys, size, stride, BLOCK_N, WINDOW)
         for n in tl.range(start, last, BLOCK_N, num_stages=STAGES):
             row_max, total, acc = range_step(
-                q, k_source, v_source, n, row_max, total, acc, (n < middle) | (n >= tail), lowest, highest, scale, head_kv,
-                first_key, num_keys, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, False, TMA,
+                q, k_source, v_source, n, row_max, total, acc, (n < middle) | (n >= tail), visible_end, size, scale, head_kv,
+                first_key, num_keys, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, WINDOW, False,
+                TMA,
             )  # fmt: skip
         # One step at most; as a branch it would cost hundreds of bytes of stack where heads are large.
         for n in tl.range(last, end, BLOCK_N, num_stages=1):
             row_max, total, acc = range_step(
-                q, k_source, v_source, n, row_max, total, acc, True, lowest, highest, scale, head_kv, first_key, num_keys,
-                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, TMA,
+                q, k_source, v_source, n, row_max, total, acc, True, visible_end, size, scale, head_kv, first_key, num_keys,
+                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, WINDOW, True, TMA,
             )  # fmt: skip
 
         empty = total == 0

@@ -9,15 +9,15 @@ order.
 import triton
 import triton.language as tl
 
-from nsa.ops._triton.range_attention import high, key_steps, load_keys, low
+from nsa.ops._triton.range_attention import high, key_steps, load_keys, visible
 from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile, gated_lse, load_rows, sequence_rows, store_rows
 
 
 @triton.jit
 def range_dq_step(
-    q, dout, lse, delta, k_source, v_source, n, dq, edge, lowest, highest, scale, head, first_key, num_keys,
+    q, dout, lse, delta, k_source, v_source, n, dq, edge, visible_end, size, scale, head, first_key, num_keys,
     stride_k, stride_kh, stride_v, stride_vh, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the share of ``BLOCK_N`` keys from n on, masked at an ``edge``, to dQ ``[BLOCK_M, BLOCK_D]``."""
     k = load_keys(k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, LAST, TMA)
@@ -27,7 +27,7 @@ def range_dq_step(
     p = tl.exp2(s * scale - lse[:, None])
     if edge:
         key = n + tl.arange(0, BLOCK_N)[None, :]
-        p = tl.where((key >= lowest[:, None]) & (key < highest[:, None]), p, 0.0)
+        p = tl.where(visible(visible_end[:, None], key, size, WINDOW), p, 0.0)
     ds = (p * (dp - delta[:, None])).to(k.dtype)
     return tl.dot(ds, k, dq, input_precision="ieee")
 
@@ -77,19 +77,19 @@ def range_dq_kernel(
 
         t_first = num_tokens - num_q + tile * BLOCK_M // G
         t_last = num_tokens - num_q + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // G, num_q - 1)
-        lowest = low(t, size, WINDOW)
-        highest = high(t, size, stride, WINDOW)
+        visible_end = high(t, size, stride, WINDOW)
         start, middle, tail, last, end = key_steps(t_first, t_last, num_keys, size, stride, BLOCK_N, WINDOW)
         for n in tl.range(start, last, BLOCK_N, num_stages=STAGES):
             dq = range_dq_step(
-                q, dout, lse, delta, k_source, v_source, n, dq, (n < middle) | (n >= tail), lowest, highest, scale, head_kv,
-                first_key, num_keys, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, False, TMA,
+                q, dout, lse, delta, k_source, v_source, n, dq, (n < middle) | (n >= tail), visible_end, size, scale, head_kv,
+                first_key, num_keys, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, WINDOW, False,
+                TMA,
             )  # fmt: skip
         # One step at most; as a branch it would cost hundreds of bytes of stack where heads are large.
         for n in tl.range(last, end, BLOCK_N, num_stages=1):
             dq = range_dq_step(
-                q, dout, lse, delta, k_source, v_source, n, dq, True, lowest, highest, scale, head_kv, first_key, num_keys,
-                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, TMA,
+                q, dout, lse, delta, k_source, v_source, n, dq, True, visible_end, size, scale, head_kv, first_key, num_keys,
+                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, WINDOW, True, TMA,
             )  # fmt: skip
         dq *= softmax_scale
         if ADD:
@@ -146,8 +146,7 @@ def range_dkv_step(
             dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
         p = tl.exp2(s * scale - lse[None, :])
         if MASKED:
-            seen = (key[:, None] >= low(t, size, WINDOW)[None, :]) & (key[:, None] < high(t, size, stride, WINDOW)[None, :])
-            p = tl.where(seen, p, 0.0)
+            p = tl.where(visible(high(t, size, stride, WINDOW)[None, :], key[:, None], size, WINDOW), p, 0.0)
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
         if not EARLY:
             dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
@@ -159,8 +158,7 @@ def range_dkv_step(
             dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
         p = tl.exp2(s * scale - lse[:, None])
         if MASKED:
-            seen = (key[None, :] >= low(t, size, WINDOW)[:, None]) & (key[None, :] < high(t, size, stride, WINDOW)[:, None])
-            p = tl.where(seen, p, 0.0)
+            p = tl.where(visible(high(t, size, stride, WINDOW)[:, None], key[None, :], size, WINDOW), p, 0.0)
         dv = tl.dot(tl.trans(p.to(dout.dtype)), dout, dv, input_precision="ieee")
         if not EARLY:
             dp = tl.dot(dout, tl.trans(v), input_precision="ieee")

@@ -142,8 +142,8 @@ def range_backward(
     range_dq_kernel[grid](
         q, key_source(k, tile_dq), key_source(v, tile_dq), out, dout, lse, delta, dq, gated.gates, gated.dgates, gated_lse,
         *layout.arguments(), num_q, *strides, softmax_scale, layout.size, layout.stride, HQ=num_heads, G=group_size, **blocks,
-        BLOCK_M=tile_dq.rows, BLOCK_N=tile_dq.keys, WINDOW=layout.window, ADD=gated.adds, TMA=tile_dq.tma, STAGES=tile_dq.stages,
-        **tile_dq.launch_options(),
+        BLOCK_M=tile_dq.rows, BLOCK_N=tile_dq.keys, WINDOW=layout.window, ADD=gated.adds, TMA=tile_dq.tma,
+        STAGES=tile_dq.stages, **tile_dq.launch_options(),
     )  # fmt: skip
 
     num_blocks = layout.num_tiles(num_key, tile_dkv.keys, layout.len_key)
