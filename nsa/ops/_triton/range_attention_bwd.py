@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops._triton.range_attention import high, key_steps, load_keys, visible
-from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile, gated_lse, load_rows, sequence_rows, store_rows
+from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile, gated_lse, load_column, load_rows, sequence_rows, store_rows
 
 
 @triton.jit
@@ -130,12 +130,9 @@ def range_dkv_step(
     dout = load_keys(dout_source, head, row, first_q, num_q, stride_do, stride_doh, DV, BLOCK_M, BLOCK_DV, LAST, TMA)
     m = tl.arange(0, BLOCK_M)
     statistic = head.to(tl.int64) * num_rows + first_q + row
-    if MASKED:
-        lse = tl.load(lse_ptr + statistic + m, mask=row + m < row_end, other=float("inf")) * LOG2_E
-        delta = tl.load(delta_ptr + statistic + m, mask=row + m < row_end, other=0.0)
-    else:
-        lse = tl.load(lse_ptr + statistic + m) * LOG2_E
-        delta = tl.load(delta_ptr + statistic + m)
+    inside = row + m < row_end if MASKED else None
+    lse = load_column(lse_ptr + statistic + m, inside, float("inf")) * LOG2_E
+    delta = load_column(delta_ptr + statistic + m, inside, 0.0)
     t = offset + row + m
     key = n + tl.arange(0, BLOCK_N)
     # Small heads leave registers for both products of inputs at once: the second runs while the first is exponentiated.
@@ -147,9 +144,9 @@ def range_dkv_step(
         p = tl.exp2(s * scale - lse[None, :])
         if MASKED:
             p = tl.where(visible(high(t, size, stride, WINDOW)[None, :], key[:, None], size, WINDOW), p, 0.0)
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
         if not EARLY:
             dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
         ds = (p * (dp - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision="ieee")
     else:
@@ -159,9 +156,9 @@ def range_dkv_step(
         p = tl.exp2(s * scale - lse[:, None])
         if MASKED:
             p = tl.where(visible(high(t, size, stride, WINDOW)[:, None], key[None, :], size, WINDOW), p, 0.0)
-        dv = tl.dot(tl.trans(p.to(dout.dtype)), dout, dv, input_precision="ieee")
         if not EARLY:
             dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+        dv = tl.dot(tl.trans(p.to(dout.dtype)), dout, dv, input_precision="ieee")
         ds = (p * (dp - delta[:, None])).to(q.dtype)
         dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
     return dk, dv

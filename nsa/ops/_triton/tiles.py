@@ -82,6 +82,18 @@ def load_rows(ptr, row, ok, stride_row, D: tl.constexpr, BLOCK_D: tl.constexpr, 
 
 
 @triton.jit
+def load_column(pointers, mask, other):
+    """``tl.load`` of a vector, as a column: each number once.
+
+    A vector that belongs to the columns of a score tile would be loaded by each thread that needs it: 16 numbers of 64.
+    """
+    if mask is None:
+        return tl.sum(tl.load(pointers[:, None]), 1)
+    else:
+        return tl.sum(tl.load(pointers[:, None], mask=mask[:, None], other=other), 1)
+
+
+@triton.jit
 def store_rows(ptr, row, ok, stride_row, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Write the columns below D of the rows ``[N, BLOCK_D]`` for which ``ok`` holds."""
     d = tl.arange(0, BLOCK_D)

@@ -16,7 +16,7 @@ are given ``union_ptr`` do their share of the gathered design only where choices
 import triton
 import triton.language as tl
 
-from nsa.ops._triton.tiles import LN_2, LOG2_E, VARYING, find_tile, load_rows, load_tile, sequence_rows, store_rows
+from nsa.ops._triton.tiles import LN_2, LOG2_E, VARYING, find_tile, load_column, load_rows, load_tile, sequence_rows, store_rows
 from nsa.ops.selected.triton_index import choices_scatter
 
 SEGMENT = [*VARYING, "num_blocks", "segment", "segment_rows", "last_segment", "none"]
@@ -68,7 +68,7 @@ def find_chunk(
 def load_order(order_ptr, r, num_rows, first_entry, G: tl.constexpr, BLOCK_M: tl.constexpr):
     """Entries, counted from the segment's first, of the rows ``r .. r + BLOCK_M`` of a chunk: a query and head each."""
     index = r + tl.arange(0, BLOCK_M)
-    return tl.load(order_ptr + index // G, mask=index < num_rows, other=0) - first_entry.to(order_ptr.dtype.element_ty)
+    return load_column(order_ptr + index // G, index < num_rows, 0) - first_entry.to(order_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -162,12 +162,12 @@ def gather_bwd_step(
     at = row * HQ + head_q
     q = load_tile(q_ptr, row * stride_q + head_q * stride_qh, ok, D, BLOCK_D, True)
     dout = load_tile(dout_ptr, row * stride_do + head_q * stride_doh, ok, DV, BLOCK_DV, True)
-    lse = tl.load(lse_ptr + at, mask=ok, other=float("inf")) * LOG2_E
-    delta = tl.load(delta_ptr + at, mask=ok, other=0.0)
+    lse = load_column(lse_ptr + at, ok, float("inf")) * LOG2_E
+    delta = load_column(delta_ptr + at, ok, 0.0)
     scale = softmax_scale * LOG2_E
     key = n + tl.arange(0, BLOCK_N)
-    # Small heads leave registers for both products of inputs at once: the second runs while the first is exponentiated.
-    EARLY: tl.constexpr = BLOCK_D + BLOCK_DV <= 128
+    # Small heads or tiles leave registers for both products of inputs at once: the second runs while the first is exponentiated.
+    EARLY: tl.constexpr = BLOCK_M * (BLOCK_D + BLOCK_DV) <= 64 * 128 or BLOCK_D + BLOCK_DV <= 128
     if KEYS_AS_ROWS:
         s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BLOCK_N, BLOCK_M] fp32
         if EARLY:
