@@ -166,8 +166,8 @@ def gather_bwd_step(
     delta = load_column(delta_ptr + at, ok, 0.0)
     scale = softmax_scale * LOG2_E
     key = n + tl.arange(0, BLOCK_N)
-    # Small heads or tiles leave registers for both products of inputs at once: the second runs while the first is exponentiated.
-    EARLY: tl.constexpr = BLOCK_M * (BLOCK_D + BLOCK_DV) <= 64 * 128 or BLOCK_D + BLOCK_DV <= 128
+    # Small tiles leave registers for both products of inputs at once: the second runs while the first is exponentiated.
+    EARLY: tl.constexpr = BLOCK_D + BLOCK_DV <= 128 or BLOCK_M * (BLOCK_D + BLOCK_DV) <= 64 * 128
     if KEYS_AS_ROWS:
         s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BLOCK_N, BLOCK_M] fp32
         if EARLY:
