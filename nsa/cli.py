@@ -89,6 +89,19 @@ def _say(line: str) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
+    args = parse(words)
+    if args is None:
+        return EXIT_USER_ERROR
+    command: Callable[[argparse.Namespace], int] = args.command
+    return command(args)
+
+
+def parse(words: list[str]) -> argparse.Namespace | None:
+    """The words of a command line, what runs among them as ``command``; None where a command below is missing, after help.
+
+    Raises:
+        UserError: a word is not known or does not fit.
+    """
     parser = _parsers(complete=words[0] if words[:1] in (["train"], ["plan"], ["profile"]) else None)
     chosen, rest = parser, words
     while chosen.commands and rest and not rest[0].startswith("-"):
@@ -97,12 +110,10 @@ def _dispatch(words: list[str]) -> int:
         chosen, rest = chosen.commands[rest[0]], rest[1:]
     if chosen.commands and not rest:
         chosen.print_help()
-        return EXIT_USER_ERROR
+        return None
     words = [_with_dashes(word) for word in words]
     _check_options(words, chosen)
-    args = parser.parse_args(words)
-    command: Callable[[argparse.Namespace], int] = args.command
-    return command(args)
+    return parser.parse_args(words)
 
 
 # --- Words ----------------------------------------------------------------------------------------------------------------
@@ -201,8 +212,9 @@ Train a language model as CONFIG, a YAML file, says.
 Every setting of the file can be given here too and then wins, for example
   nsa train configs/cpu-small.yaml --optim.lr 3e-4 --model.nsa.window-size 64
 The run leaves a folder with its configuration, environment, metrics, checkpoints, plot, sample and log; no run writes over
-another. Ctrl-C or SIGTERM ends it after the step at hand, with a checkpoint; a second one ends it at once. So does a file
-named halt in the run folder. SIGUSR2 asks for a checkpoint, SIGUSR1 for the stacks of all threads.
+another. Ctrl-C or SIGTERM ends it after the step at hand, with a checkpoint; a second one ends it at once. A file named halt in
+the run folder and a closed terminal end it with a checkpoint, too. SIGUSR2 asks for a checkpoint, SIGUSR1 for the stacks of
+all threads.
   nsa train --resume runs/cpu-small-1
 goes on exactly where the newest checkpoint was taken. Several processes, one on each GPU or several on the CPU:
   torchrun --standalone --nproc-per-node 2 --max-restarts 3 -m nsa train CONFIG --run-dir runs/a \\

@@ -108,7 +108,10 @@ CASES = {
             (("range_fwd",), ("range_dq", "range_dkv")),
         ),
         Case("attention.choice", (), ("block_indices",), _choice, (("select_",), ())),
-        Case("attention.selected", ("q", "k_slc", "v_slc"), ("out",), _selected, (("selected_",), ("selected_",))),
+        Case(
+            "attention.selected", ("q", "k_slc", "v_slc"), ("out",), _selected, (("selected_",), ("selected_",)),
+            ("mask", "ranges", "gather"),
+        ),
         Case(
             "attention.window", ("q", "k_win", "v_win"), ("out",), _window, (("range_fwd",), ("range_dq", "range_dkv")),
             ("flex",),

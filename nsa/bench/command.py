@@ -65,7 +65,9 @@ def add_attention(parser: argparse.ArgumentParser) -> None:
     _add_where(parser, "2048,65536")
     parser.add_argument("--choice", default="random", metavar="LIST", help="random, shared4, shared16 (default random)")
     parser.add_argument("--case", metavar="LIST", help="for example attention,attention.window (default all)")
-    parser.add_argument("--provider", metavar="LIST", help="nsa, dense-cudnn, dense-fa2, flex, reference (default all)")
+    parser.add_argument(
+        "--provider", metavar="LIST", help="nsa, dense-cudnn, dense-fa2, flex, reference (default all); mask, ranges, gather"
+    )
     parser.add_argument(
         "--variant", action="append", default=[], metavar="NAME:KEY=VALUE,...",
         help="ours with other options (a field of NSAConfig) or tiles (KERNEL.FIELD); may be given several times",

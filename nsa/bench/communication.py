@@ -20,12 +20,12 @@ class Communication:
     Attributes:
         total_us: time in which a kernel of NCCL ran, waiting for slower processes included.
         exposed_us: the part of it in which nothing else ran on the GPU.
-        busy_us: time in which anything ran.
+        idle_us: time between the first and the last of what ran in which nothing did: the GPU waited for its host.
     """
 
     total_us: float
     exposed_us: float
-    busy_us: float
+    idle_us: float
 
 
 def communication(events: Iterable[Mapping[str, Any]]) -> Communication:
@@ -41,8 +41,9 @@ def communication(events: Iterable[Mapping[str, Any]]) -> Communication:
             begin = float(event["ts"])
             found["nccl" in str(event["name"]).lower()].append((begin, begin + float(event["dur"])))
     sent, computed = _union(found[True]), _union(found[False])
-    total, busy = _length(sent), _length(_union([*sent, *computed]))
-    return Communication(total, busy - _length(computed), busy)
+    ran = _union([*sent, *computed])
+    span = ran[-1][1] - ran[0][0] if ran else 0.0
+    return Communication(_length(sent), _length(ran) - _length(computed), span - _length(ran))
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import nsa.ops
+from nsa.bench import consumers
 from nsa.bench.cases import Case, Tensors
 from nsa.bench.points import Point
 from nsa.bench.variants import TileOverrides, Variant
@@ -258,6 +259,33 @@ class Flex(Provider):
         return None if len(seen) >= (2 if mode == "fwd_bwd" else 1) else "no template kernel triton_tem* ran"
 
 
+@dataclass(frozen=True)
+class Consumer(Provider):
+    """The selected branch alone, by another way to consume its choice.
+
+    Attributes:
+        way: makes what is timed.
+        own: what names of its own kernels begin with, forward and backward; empty where they are a library's of any name.
+    """
+
+    way: consumers.Consumer = consumers.by_gather
+    own: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+
+    def work(self, case: Case, tensors: Tensors, point: Point, config: NSAConfig) -> Work:
+        """See :class:`Provider`."""
+        leaves = leaves_of(tensors, case.inputs)
+        q, k, v = leaves.values()
+        run = self.way(q, k, v, tensors["block_indices"], config)
+        return Work(lambda: (run(),), leaves, _douts(case, tensors))
+
+    def fault(self, kernels: Sequence[str], case: Case, mode: str) -> str | None:
+        """Its own kernels must have run, and none of this library's operators."""
+        ours = [name for name in kernels if name in own_kernels()]
+        if ours:
+            return f"{ours[0]} of this library ran"
+        return _missing(kernels, [*self.own[0], *(self.own[1] if mode == "fwd_bwd" else ())])
+
+
 def refusals() -> tuple[type[Exception], ...]:
     """What is raised by a computation that cannot run here, among it what Triton says of a kernel that it cannot compile."""
     from triton.errors import TritonError
@@ -277,19 +305,22 @@ PROVIDERS: dict[str, Provider] = {
         Dense("dense-cudnn", dense=True, sdpa=SDPBackend.CUDNN_ATTENTION),
         Dense("dense-fa2", dense=True, sdpa=SDPBackend.FLASH_ATTENTION),
         Flex("flex"),
+        Consumer("mask", way=consumers.by_mask, own=(("triton_tem",), ())),
+        Consumer("ranges", way=consumers.by_ranges, own=(("ranges_fwd",), ("ranges_bwd",))),
+        Consumer("gather", way=consumers.by_gather),
         Reference("reference"),
     )
 }
 
 
 def choose_providers(names: list[str] | None, variants: list[Variant], device: torch.device) -> list[Provider]:
-    """The providers to measure: those named and all variants; by default all, on a CPU the reference alone.
+    """The providers to measure: those named and all variants; by default all but other ways to consume a choice.
 
     Raises:
         ValueError: a name is unknown.
     """
     known = {**PROVIDERS, **{variant.name: Ours(variant.name, variant=variant) for variant in variants}}
-    names = list(known) if names is None else names
+    names = [name for name in known if not isinstance(known[name], Consumer)] if names is None else names
     unknown = [name for name in names if name not in known]
     if unknown:
         fail("nsa bench", "--provider", f"be among {', '.join(known)}", unknown[0])

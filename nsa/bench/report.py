@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -52,9 +53,9 @@ def write_report(rows: Sequence[Row], folder: Path) -> Path:
         parts.append(f"## {shape}, choice {choice}, {dtype}, {gpu}")
         for case in dict.fromkeys(row.case for row in chosen):
             here = [row for row in chosen if row.case == case]
-            parts += [f"### {case}", _train_table(here, by) if case == "train" else _table(here, by)]
+            parts += [f"### {case}", *([_train_table(here, by), *_kinds(here)] if case == "train" else [_table(here, by)])]
             if case in _PLOTS:
-                parts += _plots(_PLOTS[case], here, by, folder, table_name("-".join(where)))
+                parts += _plots(_PLOTS[case], largest_batches(here), by, folder, table_name("-".join(where)))
             if case == "attention":
                 parts += _growth(here, by)
     parts += _missed(newest, by)
@@ -127,6 +128,49 @@ def _train_table(rows: Sequence[Row], by: Figures) -> str:
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+# Kernels of a training step by name, the first that fits. Those of this library are called `.._kernel`, and nothing else is.
+_KINDS = {
+    "selected branch": r"(selected_\w+|list|key)_kernel",
+    "window and compressed branch": r"range_\w+_kernel",
+    "scores and choice": r"select_kernel",
+    "other kernels of this library": r"[a-z]\w*_kernel",
+    "cuDNN attention": r".*cudnn.*",
+    "matrix products": r".*(nvjet|gemm|cutlass|cublas).*",
+    "made by the compiler": r"triton_.*",
+    "the rest": r".*",
+}
+
+
+def _kinds(rows: Sequence[Row]) -> list[str]:
+    """Where the kernels' time of a training step goes."""
+    steps = [row for row in rows if row.mode == "fwd_bwd" and row.kernel_us]
+    steps.sort(key=lambda row: (row.seq_len, row.batch, row.provider))
+    if not steps:
+        return []
+    lines = [f"| provider | S | B | {' | '.join(_KINDS)} | all |", f"|{'---|' * (4 + len(_KINDS))}"]
+    for row in steps:
+        times = kernel_kinds(row.kernel_us)
+        cells = (f"{time:.1f}" if time else "" for time in (*times.values(), sum(times.values())))
+        lines.append(f"| {row.provider} | {row.seq_len:,} | {row.batch} | {' | '.join(cells)} |")
+    return ["Kernels of one step under the profiler, ms:", "\n".join(lines)]
+
+
+def kernel_kinds(kernel_us: Mapping[str, float]) -> dict[str, float]:
+    """Milliseconds of kernels by kind."""
+    found = dict.fromkeys(_KINDS, 0.0)
+    for name, time in kernel_us.items():
+        found[next(kind for kind, pattern in _KINDS.items() if re.fullmatch(pattern, name, re.IGNORECASE))] += time / 1000
+    return found
+
+
+def largest_batches(rows: Sequence[Row]) -> list[Row]:
+    """Of each length the rows with most sequences: a plot over length shows one batch."""
+    most = {row.seq_len: 0 for row in rows}
+    for row in rows:
+        most[row.seq_len] = max(most[row.seq_len], row.batch)
+    return [row for row in rows if row.batch == most[row.seq_len]]
 
 
 def _time(row: Row) -> str:

@@ -42,6 +42,7 @@ _HEADER = (
     "of one",
     "sent ms",
     "exposed ms",
+    "idle ms",
     "MiB",
     "loss",
 )
@@ -109,6 +110,7 @@ class ScalingRow:
     commit: str | None
     dirty: bool | None
     date: str
+    idle_ms: float | None = None  # rows of 2026-11-21 and before have none
 
 
 def divided(config: TrainConfig, world_size: int) -> TrainConfig:
@@ -170,7 +172,7 @@ def scaling_table(rows: Sequence[ScalingRow]) -> str:
     alone = {of(row): row.tokens_per_s for row in rows if row.processes == 1}
     lines: list[tuple[str, ...]] = [_HEADER]
     for row in rows:
-        optional = (row.communication_ms, row.exposed_ms)
+        optional = (row.communication_ms, row.exposed_ms, row.idle_ms)
         speed_up = row.tokens_per_s / alone[of(row)] if of(row) in alone else None
         lines.append((
             row.strategy, "bf16" if row.gradient_compression == "bf16" else "fp32", f"{row.bucket_mib:g}", str(row.processes),
@@ -239,8 +241,8 @@ def _measure(plan: ScalingPlan, config: TrainConfig, processes: Processes, devic
         with suppress(_MeasuredError):
             trainer.run()
     cuda = device.type == "cuda"
-    sent = [clock.communication.total_us, clock.communication.exposed_us]
-    mean_ms = [total / processes.world_size / PROFILED_STEPS / 1000 for total in processes.total(*map(round, sent))]
+    sums = processes.total(*map(round, dataclasses.astuple(clock.communication)))
+    sent_ms, exposed_ms, idle_ms = (total / processes.world_size / PROFILED_STEPS / 1000 for total in sums)
     (peak,) = processes.largest(torch.cuda.max_memory_allocated(device) if cuda else 0)
     parallel, tokens = config.parallel, plan.steps * config.global_batch * config.seq_len
     row = ScalingRow(
@@ -251,8 +253,9 @@ def _measure(plan: ScalingPlan, config: TrainConfig, processes: Processes, devic
         compute_dtype=config.compute_dtype, seq_len=config.seq_len, global_batch=config.global_batch,
         micro_batch=config.micro_batch, accumulation=config.accumulation,
         parameters=trainer.model.num_parameters()["total"], step_ms=round(1000 * clock.seconds / plan.steps, 4),
-        tokens_per_s=round(tokens / clock.seconds, 1), communication_ms=round(mean_ms[0], 4) if cuda else None,
-        exposed_ms=round(mean_ms[1], 4) if cuda else None, exchange_us=round(_exchange_us(processes), 1),
+        tokens_per_s=round(tokens / clock.seconds, 1), communication_ms=round(sent_ms, 4) if cuda else None,
+        exposed_ms=round(exposed_ms, 4) if cuda else None, idle_ms=round(idle_ms, 4) if cuda else None,
+        exchange_us=round(_exchange_us(processes), 1),
         peak_mib=round(peak / MIB, 1) if cuda else None, loss_nats=round(trainer.state.progress.window.loss_nats, 6),
         nccl=environment.nccl(), nccl_settings=communication_settings(), **dataclasses.asdict(here),
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -116,8 +116,12 @@ def complete(
     top_p: float = 1.0,
     seed: int = 0,
     compute_dtype: str = "fp32",
+    until: Callable[[], bool] = lambda: False,
 ) -> list[bytes]:
-    """What :func:`generate` gives, joined: the continuation of each prompt, without the prompt."""
+    """What :func:`generate` gives, joined: the continuation of each prompt, without the prompt.
+
+    ``until`` is asked after each token; True ends the texts there.
+    """
     steps = generate(
         model, tokenizer, prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         seed=seed, compute_dtype=compute_dtype,
@@ -125,6 +129,8 @@ def complete(
     texts = [b""] * len(prompts)
     for pieces in steps:
         texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
+        if until():
+            break
     return texts
 
 

@@ -155,11 +155,12 @@ def _is_like(row: Row, config: TrainConfig, gpu: Gpu) -> bool:
     return (row.gpu, row.dtype, row.settings["attention"]) == kind
 
 
-def _apart(row: Row, config: TrainConfig) -> tuple[bool, float]:
-    """Compiled differently, and the factor between the tokens of a micro-batch."""
+def _apart(row: Row, config: TrainConfig) -> tuple[bool, bool, float, bool]:
+    """Compiled or recomputed differently, the factor between the tokens of a micro-batch, with CUDA graphs or without."""
     assert row.settings is not None
     factor = math.log(row.settings["micro_batch"] * row.seq_len / (config.micro_batch * config.seq_len))
-    return row.settings["compile"] != config.compile, abs(factor)
+    recomputed = row.settings["checkpointing"] != config.checkpointing.policy
+    return row.settings["compile"] != config.compile, recomputed, abs(factor), row.settings["cuda_graphs"] != config.cuda_graphs
 
 
 def _negative_date(row: Row) -> tuple[int, ...]:
@@ -170,7 +171,8 @@ def _negative_date(row: Row) -> tuple[int, ...]:
 def _describe(row: Row) -> str:
     assert row.settings is not None
     how = "compiled" if row.settings["compile"] else "not compiled"
-    return f"{row.shape}, {row.provider}, S {row.seq_len:,} x {row.settings['micro_batch']}, {how}, {row.date[:10]}"
+    policy = f"checkpointing {row.settings['checkpointing']}"
+    return f"{row.shape}, {row.provider}, S {row.seq_len:,} x {row.settings['micro_batch']}, {how}, {policy}, {row.date[:10]}"
 
 
 def refuse_what_does_not_fit(plan: RunPlan) -> None:

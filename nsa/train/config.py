@@ -229,6 +229,8 @@ class TrainConfig:
         cuda_graphs: whether forward and backward of a micro-batch are replayed from a CUDA graph, which spares the host its
             work: for micro-batches of few tokens. Needs a GPU; several processes need ``parallel.strategy`` ddp.
         tf32: whether fp32 matrix products may use TF32.
+        allocator: ``expandable_segments`` lets PyTorch's CUDA allocator grow its segments, so that sizes that change from step
+            to step leave less memory in pieces; ``default`` leaves it as it is, or as PYTORCH_ALLOC_CONF says. Needs a GPU.
         loss_chunk: positions whose logits exist at a time; 0 means all.
         telemetry: whether gates and choices of every layer are summed up in the steps that have a row.
         log_every: optimizer steps from one row of metrics to the next; 0 means only at the end.
@@ -264,6 +266,7 @@ class TrainConfig:
     compile: bool = False
     cuda_graphs: bool = False
     tf32: bool = False
+    allocator: Literal["default", "expandable_segments"] = "default"
     loss_chunk: int = 0
     telemetry: bool = True
     log_every: int = 20

@@ -79,7 +79,9 @@ def run_prepare(args: argparse.Namespace) -> int:
         print(f"left out: {left_out['empty']:,} rows without text, {left_out['unreadable']:,} not UTF-8 or with a NUL byte")
     if not index["sides"]["validation"]["documents"]:
         print("NOTHING IS HELD OUT: training needs validation text. Prepare more documents or a larger --validation-fraction.")
-    print(f"train on it with: --data.source shards --data.path {args.out} --data.tokenizer {index['tokenizer']['kind']}")
+    tokenizer = index["tokenizer"]
+    words = f"--data.source shards --data.path {args.out} --data.tokenizer {tokenizer['kind']}"
+    print(f"train on it with: {words} --model.vocab-size {tokenizer['vocab_size']}")
     return 0
 
 
@@ -92,7 +94,7 @@ class _ProgressLines:
 
         self._max_tokens = max_tokens
         self._console = Console()
-        columns = (BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TextColumn("{task.description}"))
+        columns = (BarColumn(bar_width=16), TextColumn("{task.percentage:>3.0f}%"), TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=self._console, refresh_per_second=2)
         self._begin: tuple[float, int] | None = None
         self._said = 0.0
@@ -100,8 +102,10 @@ class _ProgressLines:
     def __enter__(self) -> _ProgressLines:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._bar.task_ids:
+            if kind is None:
+                self._bar.update(self._bar.task_ids[0], completed=1.0)
             self._bar.stop()
 
     def report(self, report: Report) -> None:
@@ -117,15 +121,13 @@ class _ProgressLines:
         rate = (report.text_bytes - self._begin[1]) / 1e6 / max(now - self._begin[0], 1e-9)
         done, files = report.files
         share = done / files if self._max_tokens is None else min(report.train_tokens / self._max_tokens, 1.0)
-        line = (
-            f"{rate:.1f} MB/s | {report.text_bytes / 1e9:.2f} GB of text | {report.tokens:,} tokens | "
-            f"{report.documents:,} documents | file {min(done + 1, files)} of {files}"
-        )
-        if self._console.is_terminal:
-            self._bar.update(self._bar.task_ids[0], completed=share, description=line)
+        speed, size, file = f"{rate:.1f} MB/s", f"{report.text_bytes / 1e9:.2f} GB", f"file {min(done + 1, files)} of {files}"
+        if self._console.is_terminal:  # all of it fits into 80 columns
+            short = f"{speed} | {size} | {report.tokens / 1e9:.2f}G tokens | {file}"
+            self._bar.update(self._bar.task_ids[0], completed=share, description=short)
         elif now - self._said >= _LINE_S:
             self._said = now
-            print(line, flush=True)
+            print(f"{speed} | {size} of text | {report.tokens:,} tokens | {report.documents:,} documents | {file}", flush=True)
 
 
 def add_verify(parser: argparse.ArgumentParser) -> None:

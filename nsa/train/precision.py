@@ -42,3 +42,8 @@ def autocast(device: torch.device, compute_dtype: str) -> torch.autocast:
 def set_tf32(enabled: bool) -> None:
     """Whether fp32 matrix products may round their inputs to TF32 on NVIDIA GPUs; holds for the whole process."""
     torch.set_float32_matmul_precision("high" if enabled else "highest")
+
+
+def grow_segments() -> None:
+    """Let PyTorch's CUDA allocator grow its segments from now on; holds for the whole process."""
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

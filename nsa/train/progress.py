@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -36,7 +39,7 @@ class RunReport:
 
     def __init__(self, log: Path | None, steps: int, stream: TextIO | None = None) -> None:
         self._log, self._steps = log, steps
-        self._stream = stream or sys.stdout
+        self._stream = cast(TextIO, _UntilNobodyReads(stream or sys.stdout))
         self._handlers: list[logging.Handler] = []
         self._level = logging.NOTSET
 
@@ -57,7 +60,7 @@ class RunReport:
         if (
             kind is not None and error is not None and self._handlers
         ):  # the user sees it anyway; who reads the log later has nothing else
-            how = ("ended by %s", (kind.__name__,), (kind, error, traceback))
+            how = ("ended by %s: %s", (kind.__name__, error), (kind, error, traceback))
             for handler in self._handlers[:2]:
                 handler.handle(_LOGGER.makeRecord(_LOGGER.name, logging.ERROR, __file__, 0, *how))
         _LOGGER.setLevel(self._level)
@@ -101,6 +104,35 @@ def _duration(seconds: Value) -> str:
     return str(timedelta(seconds=round(float(seconds))))
 
 
+class _UntilNobodyReads:
+    """A stream of text whose terminal or pipe may go away: from then on it leads nowhere, and the run goes on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._if_it_fails():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._if_it_fails():
+            self._stream.flush()
+
+    @contextmanager
+    def _if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EIO):  # and not a full disk, where there may be room again
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())  # or what waits in buffers would fail at the end of the process
+                os.close(nowhere)
+
+
 class _LineFile(logging.Handler):
     """A file that gets lines as long as there is room."""
 
@@ -114,7 +146,8 @@ class _LineFile(logging.Handler):
             self._file.append(f"{self.format(record)}\n".encode(errors="replace"))
         except OSError as error:
             if not self._complained:
-                print(f"nsa: {self._file.path} could not be written ({error}); lines are lost", file=sys.stderr)
+                with suppress(OSError):  # of a terminal that has gone
+                    print(f"nsa: {self._file.path} could not be written ({error}); lines are lost", file=sys.stderr)
             self._complained = True
 
 

@@ -205,10 +205,10 @@ class Reports:
         nothing.
         """
         around, number, batch = self._around, -1, None
-        limit_s = max(self._config.stall_limit_s, 300.0)  # the first one may compile
         for number, batch in enumerate(batches):
             if number % around.processes.world_size == 0:
-                around.beat("evaluation", self._state.progress.step, limit_s if number == 0 else self._config.stall_limit_s)
+                limit_s = self._slow_step_s if number == 0 else self._config.stall_limit_s
+                around.beat("evaluation", self._state.progress.step, limit_s)
                 if around.processes.largest(around.requests.stop)[0]:
                     raise _InterruptedError
             if number % around.processes.world_size == around.processes.rank:
@@ -225,9 +225,10 @@ class Reports:
         if not self._around.processes.is_main:
             return
         prompt = self._data.validation.window(config.seq_len, 0)[: min(SAMPLE_PROMPT_TOKENS, config.seq_len)].tolist()
+        self._in_sample()
         (text,) = complete(
             model, tokenizer, [prompt], max_new_tokens=config.sample_tokens, temperature=SAMPLE_TEMPERATURE,
-            seed=config.seed, compute_dtype=config.compute_dtype,
+            seed=config.seed, compute_dtype=config.compute_dtype, until=self._in_sample,
         )  # fmt: skip
         parts = (
             f"--- prompt, held-out text\n{_shown(tokenizer.decode(prompt))}",
@@ -237,6 +238,18 @@ class Reports:
             self._around.run_folder.sample.write_text("\n".join(parts) + "\n", encoding="utf-8")
         except OSError as error:
             logger.warning("sample.txt could not be written (%s)", error)
+
+    def _in_sample(self) -> bool:
+        """Give a sign of life between two tokens; whether somebody wants the end."""
+        around = self._around
+        around.beat("sample", self._state.progress.step, self._slow_step_s)
+        around.requests.look_for_halt_file()
+        return around.requests.stop != 0
+
+    @property
+    def _slow_step_s(self) -> float:
+        """Longest silence where something runs for the first time, which may compile."""
+        return max(self._config.stall_limit_s, 300.0)
 
     def _whole_model(self) -> LanguageModel:
         """A model that the main process can run alone; all processes have to ask for it."""

@@ -38,6 +38,8 @@ th, td { text-align: left; padding: 0.2rem 0.8rem 0.2rem 0; vertical-align: top;
 td.number { text-align: right; font-variant-numeric: tabular-nums; }
 td:first-child { white-space: nowrap; }
 td.text:not(:first-child) { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 4.5rem; }
+td.text:not(:first-child):last-child { min-width: 11rem; }
+@media (max-width: 40rem) { td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 6.5rem; } }
 .bad { color: #b00020; font-weight: 600; } .good { color: #1b6e3a; }
 """
 

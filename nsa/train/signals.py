@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one comes from a terminal that is closed
 CHECKPOINT_SIGNAL = signal.SIGUSR2
 HALT = 255  # stands beside the numbers of signals, none of which is that high
 _HALT_CHECK_S = 1.0
@@ -20,9 +20,10 @@ _PASSED_ON_S = 5.0
 class Requests:
     """While entered, notes what this process is asked to do; the trainer looks between two steps.
 
-    The first SIGTERM or SIGINT, or the halt file, asks for a checkpoint and the end of the run; a second signal ends the
-    process at once with exit code 128 + its number and saves nothing. SIGUSR2 asks for a checkpoint. Earlier handlers come
-    back on leaving, but not in a launched process that was asked for its end.
+    The first SIGTERM, SIGINT or SIGHUP, or the halt file, asks for a checkpoint and the end of the run; a second SIGTERM or
+    SIGINT ends the process at once with exit code 128 + its number and saves nothing. SIGHUP stays ignored under ``nohup``.
+    SIGUSR2 asks for a checkpoint. Earlier handlers come back on leaving, but not in a launched process that was asked for its
+    end.
 
     Args:
         halt_file: file whose appearance ends the run; None for processes that do not look for it.
@@ -52,7 +53,8 @@ class Requests:
 
     def __enter__(self) -> Requests:
         for number in (*STOP_SIGNALS, CHECKPOINT_SIGNAL):
-            self._before[number] = signal.signal(number, self._handle)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -68,6 +70,8 @@ class Requests:
             return
         if self.stop not in (0, HALT):
             if time.monotonic() - self._stopped < self._same_s:
+                return
+            if number == signal.SIGHUP:  # a closed terminal sends it, and so does the shell in it
                 return
             self._say(f"{name} again: leaving at once, without a checkpoint")
             os._exit(128 + number)

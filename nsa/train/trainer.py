@@ -34,7 +34,7 @@ from nsa.train.loss import NextTokenLoss
 from nsa.train.metrics import Row
 from nsa.train.optim import ModelOptimizer
 from nsa.train.parallel import Processes
-from nsa.train.precision import autocast, choose_device, set_tf32
+from nsa.train.precision import autocast, choose_device, grow_segments, set_tf32
 from nsa.train.prefetch import Prefetcher, StarvedError
 from nsa.train.reports import Beat, Reports, Surroundings
 from nsa.train.rng import seed_everything
@@ -127,9 +127,18 @@ class Trainer:
         self._beat, self._on_step = beat, on_step
         self.device = choose_device(config.device, launch.local_rank)
         set_tf32(config.tf32)
+        check(
+            config.allocator == "default" or self.device.type == "cuda",
+            "train",
+            "allocator",
+            "be default on a CPU",
+            config.allocator,
+        )
+        if config.allocator == "expandable_segments":
+            grow_segments()
         seed_everything(config.seed)
         found = list_checkpoints(run_folder.checkpoints) if resume else []
-        hint = "It stopped before its first one; start it anew."
+        hint = "It stopped before its first one; remove the folder and start the run anew."
         check(bool(found) or not resume, "train", "--resume", "name a run with a checkpoint", run_folder.path, hint)
         self._open_data(resume)
         self.model = LanguageModel(config.model).to(self.device)
@@ -168,10 +177,9 @@ class Trainer:
             )
             if not is_made:
                 self.data.tokenizer.save(self.run_folder.tokenizer)
-        check(
-            config.model.vocab_size == self.data.tokenizer.vocab_size,
-            "train", "model.vocab_size", f"equal the tokenizer's ({self.data.tokenizer.vocab_size})", config.model.vocab_size,
-        )  # fmt: skip
+        ours, size = config.model.vocab_size, self.data.tokenizer.vocab_size
+        hint = f"Give --model.vocab-size {size}."
+        check(ours == size, "train", "model.vocab_size", f"equal the tokenizer's ({size})", ours, hint)
 
     def _describe(self, allocator: str) -> None:
         config = self.config
@@ -185,7 +193,7 @@ class Trainer:
         logger.info(
             "device: %s, compute %s over fp32 master weights, TF32 %s, compile %s, CUDA graphs %s, allocator settings %s",
             self.device.type, config.compute_dtype, *_on_or_off(config.tf32, config.compile, config.cuda_graphs),
-            allocator or "default",
+            ", ".join(filter(None, (allocator, config.allocator.removeprefix("default")))) or "default",
         )  # fmt: skip
 
     def _description(self) -> dict[str, Any]:
@@ -477,7 +485,7 @@ class Trainer:
         self._checkpoints.wait()  # if it has failed, here is another try
         self._checkpoint()
         self._checkpoints.wait()
-        self._beat("end", progress.step, 0)
+        self._beat("end", progress.step, STARTING_LIMIT_S)  # for the main process writes a sample
         if progress.step >= steps:
             self._reports.write_sample()
         self.processes.wait_for_all()
@@ -487,7 +495,7 @@ class Trainer:
         if progress.step < steps:
             who = "the halt file" if stop == HALT else signal.Signals(stop).name
             self._note("stop", f"stopped by {who} after step {progress.step} of {steps}; resume to go on")
-        if stop == HALT and self.processes.is_main:
+        if HALT in (stop, self._requests.stop) and self.processes.is_main:
             self.run_folder.halt.unlink(missing_ok=True)  # obeyed: it must not end the resumed run as well
         if self._checkpoints.failure is not None:
             raise TrainingStoppedError(f"{self._checkpoints.failure}; {self._left()}")

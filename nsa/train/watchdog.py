@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import json
+import logging
 import mmap
 import os
 import signal
@@ -13,13 +14,15 @@ import sys
 import tempfile
 import time
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from torch._dynamo.callback import callback_handler
 
 from nsa.train import watchdog_process
 from nsa.train.run_folder import RunFolder
 from nsa.train.watchdog_process import BEAT_SIZE, Beat, Watched
+
+logger = logging.getLogger(__name__)
 
 # A first step compiles, reads data for the first time and sets up communication.
 STARTING_LIMIT_S = 1800.0
@@ -40,8 +43,10 @@ class Watchdog:
 
     def __init__(self, folder: RunFolder, rank: int, stall_s: float) -> None:
         self._folder, self._rank, self._stall_s = folder, rank, stall_s
+        self._path = folder.stacks / f"rank-{rank}.txt"
         self._count = 0
         self._memory: mmap.mmap | None = None
+        self._beats: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._stacks: BinaryIO | None = None
         self._before: Any = None
@@ -50,21 +55,16 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._folder.stacks.mkdir(exist_ok=True)
-        path = self._folder.stacks / f"rank-{self._rank}.txt"
-        self._stacks = path.open("ab", buffering=0)
+        self._stacks = self._path.open("ab", buffering=0)
         faulthandler.register(signal.SIGUSR1, self._stacks, all_threads=True)
         self._before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it would end a run that is not yet ready for it
         if self._stall_s > 0:
-            with tempfile.TemporaryFile() as file:
-                file.write(b"\0" * BEAT_SIZE)  # its page exists from now on, whatever happens to the disk
-                file.flush()
-                self._memory = mmap.mmap(file.fileno(), BEAT_SIZE)
-                self.beat("start", 0, STARTING_LIMIT_S)
-                watched = Watched(
-                    os.getpid(), self._rank, file.fileno(), str(path), str(self._folder.log), str(self._folder.events)
-                )
-                words = [sys.executable, "-I", "-S", watchdog_process.__file__, json.dumps(dataclasses.asdict(watched))]
-                self._process = subprocess.Popen(words, pass_fds=[file.fileno()], stdin=subprocess.DEVNULL)
+            self._beats = tempfile.TemporaryFile()
+            self._beats.write(b"\0" * BEAT_SIZE)  # its page exists from now on, whatever happens to the disk
+            self._beats.flush()
+            self._memory = mmap.mmap(self._beats.fileno(), BEAT_SIZE)
+            self.beat("start", 0, STARTING_LIMIT_S)
+            self._process = self._start()
             callback_handler.register_start_callback(self._compilation_begins)
             callback_handler.register_end_callback(self._compilation_ends)
         return self
@@ -78,13 +78,22 @@ class Watchdog:
         if self._memory is not None:
             self._memory.close()
             self._memory = None
+        if self._beats is not None:
+            self._beats.close()
         faulthandler.unregister(signal.SIGUSR1)
         signal.signal(signal.SIGUSR2, self._before)
         if self._stacks is not None:
             self._stacks.close()
 
+    def _start(self) -> subprocess.Popen[bytes]:
+        assert self._beats is not None, "not entered"
+        beats, folder = self._beats.fileno(), self._folder
+        watched = Watched(os.getpid(), self._rank, beats, str(self._path), str(folder.log), str(folder.events))
+        words = [sys.executable, "-I", "-S", watchdog_process.__file__, json.dumps(dataclasses.asdict(watched))]
+        return subprocess.Popen(words, pass_fds=[beats], stdin=subprocess.DEVNULL)
+
     def beat(self, phase: str, step: int, limit_s: float) -> None:
-        """Give a sign of life.
+        """Give a sign of life, and see to it that somebody notices when there is none: a watchdog that was killed is replaced.
 
         Args:
             phase: what begins now, a word.
@@ -95,6 +104,11 @@ class Watchdog:
         if self._memory is not None:
             self._count += 1
             self._memory[:] = Beat(self._count, step, phase, limit_s, time.time()).to_bytes()
+            if self._process is not None and self._process.poll() is not None:
+                logger.warning(
+                    "the watchdog process has ended, another one is started", extra={"event": "warning", "step": step}
+                )
+                self._process = self._start()
 
     def _compilation_begins(self, _: object) -> None:
         """``torch.compile`` may have to work in any step: when a shape is new to it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nsa import cli
-from nsa.bench.report import crossover, fitted_exponent, newest_rows, series, write_report
+from nsa.bench.report import crossover, fitted_exponent, kernel_kinds, largest_batches, newest_rows, series, write_report
 from nsa.bench.rows import Row, RowFile
 from nsa.errors import UserError
 from tests.bench.rows import make_row
@@ -70,6 +70,27 @@ def test_report_of_training(tmp_path: Path) -> None:
     assert plots == [f"train-{kind}-seed-model-bfloat16-nvidia-h200.png" for kind in ("memory", "mfu", "ratio", "speed")]
     assert all(f"]({name})" in text for name in plots)
     assert "- missed: train, dense, seed, model, S 2,048, fwd_bwd: 655,360 tokens/s: must 660,000 FAIL" in text
+    assert "| late | 65,536 | 1 |  |  |  | 0.0 |  |  |  |  | 0.0 |" in text
+
+
+def test_kernels_of_a_step_have_kinds() -> None:
+    names = {
+        "selected branch": ["selected_gather_bwd_kernel", "list_kernel", "key_kernel"],
+        "window and compressed branch": ["range_dq_kernel"],
+        "scores and choice": ["select_kernel"],
+        "other kernels of this library": ["rotate_heads_kernel", "compress_fwd_kernel", "observe_kernel"],
+        "cuDNN attention": ["cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "cudnn::fusion::convert_dq_to_16bits"],
+        "matrix products": ["nvjet_sm90_tst_192x192_64x3", "cutlass::Kernel2", "cublasLt::splitKreduce_kernel"],
+        "made by the compiler": ["triton_poi_fused_silu_12"],
+        "the rest": ["at::native::reduce_kernel", "DeviceRadixSortOnesweepKernel"],
+    }
+    found = kernel_kinds({name: 1000.0 for kind in names.values() for name in kind})
+    assert found == {kind: float(len(each)) for kind, each in names.items()}
+
+
+def test_a_plot_over_length_shows_one_batch() -> None:
+    rows = [make_row(seq_len=seq_len, batch=batch) for seq_len, batch in ((2048, 32), (2048, 4), (65_536, 1))]
+    assert [(row.seq_len, row.batch) for row in largest_batches(rows)] == [(2048, 32), (65_536, 1)]
 
 
 def test_report_from_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,7 +177,10 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ([], "this machine must have a CUDA GPU for nsa, dense-cudnn, dense-fa2, flex, reference, got none."),
         (["--provider", "reference,flex"], "must have a CUDA GPU for reference, flex, got none."),
         (["--provider", "reference", "--variant", "a:phi=mean"], "must have a CUDA GPU for reference, a, got none."),
-        (["--provider", "fa3"], "--provider must be among nsa, dense-cudnn, dense-fa2, flex, reference, got 'fa3'."),
+        (
+            ["--provider", "fa3"],
+            "--provider must be among nsa, dense-cudnn, dense-fa2, flex, mask, ranges, gather, reference, got 'fa3'.",
+        ),
         (["--case", "attention.windows"], "--case must be among attention, "),
         (["--choice", "shared8"], "--choice must be among random, shared4, shared16, got 'shared8'."),
         (["--seqs", "2k"], "--seqs must be positive lengths"),
@@ -306,6 +309,9 @@ def test_providers_take_part_where_they_can() -> None:
     assert who("attention", True) == ["nsa", "dense-cudnn", "dense-fa2", "flex", "reference"]
     assert who("attention.window", False) == ["nsa", "flex", "reference"]
     assert who("attention.choice", False) == ["nsa", "reference"]
+    assert who("attention.selected", True) == ["nsa", "mask", "ranges", "gather", "reference"]
+    default = providers.choose_providers(None, [], torch.device("cuda"))
+    assert [each.name for each in default] == ["nsa", "dense-cudnn", "dense-fa2", "flex", "reference"]
     assert isinstance(CUDNN, Dense)
     assert isinstance(FLASH, Dense)
     assert CUDNN.sdpa != FLASH.sdpa

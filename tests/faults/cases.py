@@ -99,6 +99,7 @@ def _main(words: list[str], said: str, env: dict[str, str], fault: tuple[str, ..
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 (as long as the process)
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     os.environ.update(env)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
     torch.set_num_threads(1)
     plant.fault(*fault)
     from nsa.cli import main

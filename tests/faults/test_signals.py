@@ -26,7 +26,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "halt"])
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "SIGHUP", "halt"])
 def test_leaves_with_a_checkpoint_and_resumes_identically(tmp_path: Path, whole: Path, how: str, count) -> None:
     config, path = whole / "tiny.yaml", tmp_path / "run"
     with Nsa("train", config, "--run-dir", path, said=tmp_path / "said", fault=("slow", "0.05")) as nsa:
@@ -118,10 +118,11 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path, count) -> None:
 
 def test_a_signal_that_a_launcher_passes_on_is_the_same_one(tmp_path: Path, count) -> None:
     """A cluster signals torchrun and the processes below it, to which torchrun then sends it again."""
-    config = write_config(tmp_path, checkpoint_every=1000)
+    config = write_config(tmp_path, log_every=1, checkpoint_every=1000)
     words = ("train", config, "--run-dir", tmp_path / "run", "--world-size", "2", "--accumulation", "1")
-    with Ranks(*words, folder=tmp_path, fault=("slow", "1")) as run:
+    with Ranks(*words, folder=tmp_path, fault=("slow", "2")) as run:
         run.ranks[0].wait_until(lambda: rows_of(tmp_path / "run") > 0)
+        time.sleep(0.5)  # in the middle of the next step, which both signals meet
         for _ in range(2):
             for rank in run.ranks:
                 rank.kill(signal.SIGTERM)

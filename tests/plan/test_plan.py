@@ -49,7 +49,10 @@ def seed(**changes: Any) -> TrainConfig:
 
 def step(**values: Any) -> Row:
     """A measured training step of the seed configuration's model on an H200."""
-    settings = {"attention": "nsa", "parameters": 78_601_392, "micro_batch": 32, "compile": True, **values.pop("settings", {})}
+    settings = {
+        "attention": "nsa", "parameters": 78_601_392, "micro_batch": 32, "compile": True, "cuda_graphs": True,
+        "checkpointing": "none", **values.pop("settings", {}),
+    }  # fmt: skip
     given = {"case": "train", "choice": "model", "mode": "fwd_bwd", "gpu": "NVIDIA H200", "tokens_per_s": 400e3, "mfu": 0.4}
     return make_row(**{**given, **values}, settings=settings)
 
@@ -65,10 +68,17 @@ def test_a_measured_speed_counts_first() -> None:
     same, slow = step(), step(settings={"micro_batch": 2}, tokens_per_s=250e3)
     found = speed([slow, same])
     assert found.tokens_per_s == 400e3
-    assert found.why == "measured: seed, nsa, S 2,048 x 32, compiled, 2026-01-02"
+    assert found.why == "measured: seed, nsa, S 2,048 x 32, compiled, checkpointing none, 2026-01-02"
     assert speed([same, step(tokens_per_s=410e3, date="2026-02-01T00:00:00+00:00")]).tokens_per_s == 410e3
     assert speed([same, step(settings={"compile": False}, tokens_per_s=100e3)]).tokens_per_s == 400e3
     assert speed([same], compile=False).tokens_per_s == 400e3  # better than nothing, and it says so
+    full = CheckpointingConfig(policy="full")
+    recomputed = step(settings={"checkpointing": "full", "micro_batch": 2}, tokens_per_s=300e3)
+    assert speed([same, recomputed]).tokens_per_s == 400e3
+    assert speed([same, recomputed], checkpointing=full).tokens_per_s == 300e3
+    assert speed([same], checkpointing=full).why.count("checkpointing none") == 1
+    launched = step(settings={"cuda_graphs": False}, tokens_per_s=390e3, date="2026-02-01T00:00:00+00:00")
+    assert speed([same, launched]).tokens_per_s == 400e3
     assert speed([same, slow], mfu=0.1).why == "MFU 0.10, given"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import signal
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,19 @@ import pytest
 import torch
 
 from nsa.train.config import DataConfig
+from nsa.train.load import to_yaml
 from nsa.train.metrics import Row
 from tests.train.cases import make_trainer, reproducible_rows, tiny_config, write_text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
+# The command of a run, and then whether any of the memory that it left is of the kind that grows.
+_EXPANDABLE = """
+import sys, torch
+from nsa.cli import main
+assert main(sys.argv[1:]) == 0
+print(any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))
+"""
 ATTENTION = pytest.mark.parametrize("attention", ["nsa", "dense"])
 OPTIMIZER = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 
@@ -62,6 +72,17 @@ def test_gpu_and_cpu_agree(tmp_path: Path) -> None:
         trainer = make_trainer(tiny_config(tmp_path, device=device), tmp_path / device)
         losses.append([trainer.train_step(trainer.next_batches())[:2].tolist() for _ in range(3)])
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-3, atol=1e-4)
+
+
+def test_the_allocator_is_what_the_run_says(tmp_path: Path) -> None:
+    """In a process of its own: the setting stays."""
+    config = tmp_path / "run.yaml"
+    config.write_text(to_yaml(tiny_config(tmp_path, device="cuda", steps=2, allocator="expandable_segments")))
+    command = [sys.executable, "-c", _EXPANDABLE, "train", str(config), "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "allocator settings expandable_segments" in done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "True"
 
 
 @ATTENTION

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
+import os
+import pty
 import re
 from pathlib import Path
 
@@ -55,7 +57,7 @@ def test_the_log_goes_on_and_nothing_is_said_twice(tmp_path: Path) -> None:
         _ = 1 // 0
     first, second, ending, *traceback = (tmp_path / "log.txt").read_text().splitlines()
     assert [line.split()[-1] for line in (first, second)] == ["first", "second"]
-    assert ending.endswith("ERROR ended by ZeroDivisionError")
+    assert ending.endswith("ERROR ended by ZeroDivisionError: integer division or modulo by zero")
     assert traceback[0].startswith("Traceback")
     assert traceback[-1].startswith("ZeroDivisionError")
     assert logging.getLogger("nsa").handlers == before
@@ -74,3 +76,17 @@ def test_a_bar_on_a_terminal_with_lines_above_it(tmp_path: Path) -> None:
     assert LINE not in said  # a row without an evaluation only moves the bar
     assert "held out 2.2500 bits/byte" in said
     assert LINE in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "pipe"])
+def test_a_run_outlives_whoever_reads_what_it_says(tmp_path: Path, is_terminal: bool) -> None:
+    """A terminal that was closed, or `| head`: the rows still reach the log, and nothing is raised, now or at the end."""
+    reads, writes = pty.openpty() if is_terminal else os.pipe()
+    with open(writes, "w", encoding="utf-8") as stream, RunReport(tmp_path / "log.txt", 500, stream) as report:
+        assert stream.isatty() == is_terminal
+        report.row(ROW)
+        os.close(reads)
+        for step in (40, 60):
+            report.line(f"line {step}")
+            report.row({**ROW, "step": step, "val_bits_per_byte": 2.25})
+    assert (tmp_path / "log.txt").read_text().count("nats/token") == 3

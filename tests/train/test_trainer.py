@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import hashlib
 import math
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from nsa.train.config import DataConfig, OptimConfig, TrainConfig
 from nsa.train.data import collate
 from nsa.train.launch import Launch, check_launch
 from nsa.train.metrics import Row, read_metrics
+from nsa.train.run_folder import RunFolder
 from nsa.train.schedule import lr_factor
 from nsa.train.trainer import Trainer, TrainingStoppedError
 from tests.train.cases import make_trainer, reproducible_rows, tiny_config
@@ -226,6 +229,24 @@ def test_sample_continues_held_out_text(tmp_path: Path) -> None:
     assert "--- continuation" in text
 
 
+def test_the_sample_ends_when_somebody_wants_the_end_and_gives_signs_of_life(tmp_path: Path) -> None:
+    """It comes after the last checkpoint, and on a slow machine it takes minutes."""
+    config = tiny_config(tmp_path, steps=2, sample_tokens=50)
+    beats: list[tuple[str, float]] = []
+
+    def beat(phase: str, step: int, limit_s: float) -> None:
+        beats.append((phase, limit_s))
+        if sum(phase == "sample" for phase, _ in beats) == 4:  # before the prompt and after three tokens
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = Trainer(config, RunFolder.create(tmp_path / "run", config), beat=beat)
+    assert trainer.run().finished
+    continuation = (tmp_path / "run" / "sample.txt").read_text(encoding="utf-8").partition("temperature 0.8\n")[2]
+    assert 0 < len(continuation.removesuffix("\n")) <= 3
+    assert [phase for phase, _ in beats].count("sample") == 4
+    assert all(limit_s > 0 for _, limit_s in beats)
+
+
 def test_checkpoints_while_running_and_at_the_end(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, steps=10, checkpoint_every=4, keep_checkpoints=2)
     make_trainer(config, tmp_path / "run").run()
@@ -366,6 +387,19 @@ def test_gpu_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="device must be cpu or auto where PyTorch finds no CUDA GPU, got cuda"):
         make_trainer(tiny_config(tmp_path, device="cuda"), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"cuda_graphs": True}, "train: cuda_graphs must be false on a CPU, got True"),
+        ({"allocator": "expandable_segments"}, "train: allocator must be default on a CPU, got expandable_segments"),
+    ],
+    ids=str,
+)
+def test_settings_of_a_gpu_are_refused_on_a_cpu(tmp_path: Path, setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tiny_config(tmp_path, **setting), tmp_path / "run")
 
 
 def test_batch_and_model_are_said_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from nsa.train.run_folder import RunFolder
@@ -40,11 +41,52 @@ def test_the_watchdog_goes_on_without_a_terminal(tmp_path: Path) -> None:
     assert (tmp_path / "log.txt").read_text().endswith("ERROR watchdog: it hangs\n")
 
 
+def test_a_watchdog_that_was_killed_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Watchdog(RunFolder(tmp_path), 0, 40.0) as watchdog:
+        first = watchdog._process
+        assert first is not None
+        first.kill()
+        first.wait()
+        for step in (7, 8):
+            watchdog.beat("step", step, 40.0)
+        second = watchdog._process
+        assert second is not None
+        assert second.pid != first.pid
+        assert second.poll() is None
+    assert second.poll() is not None  # it ends with the run
+    assert caplog.text.count("the watchdog process has ended, another one is started") == 1
+
+
 def test_a_signal_is_obeyed_without_a_terminal() -> None:
     with Requests() as requests:
         with terminal_gone():
             os.kill(os.getpid(), signal.SIGTERM)
         assert requests.stop == signal.SIGTERM
+
+
+def test_a_closed_terminal_asks_once_however_often_it_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(code: int) -> None:
+        raise AssertionError(f"left with code {code}")
+
+    monkeypatch.setattr(os, "_exit", leave)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
+    try:
+        with Requests() as requests:
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGHUP)
+            assert requests.stop == signal.SIGHUP
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_under_nohup_a_closed_terminal_asks_for_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Requests() as requests:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert requests.stop == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_compilation_in_the_middle_of_a_run_has_time(tmp_path: Path) -> None:

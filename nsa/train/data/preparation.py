@@ -136,6 +136,9 @@ def prepare(
         with _only_one(folder):
             done = _read(folder / INDEX)
             saved = _read(folder / PROGRESS)
+            if done is None and saved is not None and _nothing_read(saved) and saved["request"] != asdict(config):
+                saved = None  # a first try that was mistaken, for example in the name of the column
+                _remove_ours(folder)
             _check_folder(folder, config, done or saved)
             if done is None:
                 done = _Preparation(config, folder, saved, time_limit_s, on_progress).run(workers or _num_cores())
@@ -381,6 +384,15 @@ def _check_folder(folder: Path, config: PrepareConfig, saved: dict[str, Any] | N
     for name, value in now.items():
         hint = "Give another --out, or remove this one."
         check(before.get(name) == value, "prepare", name, f"be {before.get(name)} as in {folder} so far", value, hint)
+
+
+def _nothing_read(saved: dict[str, Any]) -> bool:
+    return Place(*saved["progress"]["place"]) == Place()
+
+
+def _remove_ours(folder: Path) -> None:
+    for path in (folder / PROGRESS, folder / TOKENIZER, *(path for side in SIDES for path in folder.glob(f"{side}-*"))):
+        path.unlink(missing_ok=True)
 
 
 def _flat(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -31,6 +31,7 @@ FORMAT = 1
 INDEX, PROGRESS, TOKENIZER, STAMP = "index.json", "progress.json", "tokenizer.json", "verified.json"
 OFFSET_DTYPE = np.dtype("<u8")
 _SHOWN = 3
+_REPAIR = "Copy the folder again, or remove it and prepare the data again."
 
 
 class ShardError(UserError):
@@ -178,10 +179,10 @@ def _check_sizes(shards: ShardFolder) -> None:
     for name, (size, _) in shards.files().items():
         path = shards.path / name
         if not path.is_file():
-            raise ShardError("open_shards", str(path), "exist", "nothing")
+            raise ShardError("open_shards", str(path), "exist", "nothing", _REPAIR)
         found = path.stat().st_size
         if found != size:
-            raise ShardError("open_shards", str(path), f"have {size} bytes, as {INDEX} says", found)
+            raise ShardError("open_shards", str(path), f"have {size} bytes, as {INDEX} says", found, _REPAIR)
 
 
 def _check_contents(shards: ShardFolder) -> None:
@@ -194,9 +195,7 @@ def _check_contents(shards: ShardFolder) -> None:
     if damaged:
         more = f" and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else ""
         names = ", ".join(str(shards.path / name) for name in damaged[:_SHOWN])
-        raise ShardError(
-            "open_shards", names + more, f"have the SHA-256 of {INDEX}", "other content", "Prepare the data again."
-        )
+        raise ShardError("open_shards", names + more, f"have the SHA-256 of {INDEX}", "other content", _REPAIR)
 
 
 def _sha256(path: Path) -> str:

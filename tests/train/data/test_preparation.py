@@ -164,6 +164,17 @@ def test_a_failed_start_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_mistaken_start_is_corrected_in_the_same_folder(source: Path, tmp_path: Path) -> None:
+    """Nothing had been read for it, so there is nothing to protect."""
+    mistaken = dataclasses.replace(config_of(source), origin=Origin(str(source), text_field="body"))
+    with pytest.raises(UserError, match="text_field must be one of the columns"):
+        prepare(mistaken, tmp_path / "out")
+    (tmp_path / "out" / "train-00000.tokens").write_bytes(b"not committed")
+    prepare(config_of(source), tmp_path / "out")
+    prepare(config_of(source), tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
 def test_a_second_preparation_in_the_same_folder_is_refused(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with (tmp_path / "out" / "prepare.lock").open("w") as lock:

@@ -237,7 +237,9 @@ def test_the_commands(
     said = capsys.readouterr().out
     assert "train: " in said
     assert "NOTHING" not in said
-    assert said.endswith("train on it with: --data.source shards --data.path out --data.tokenizer byte\n")
+    assert said.endswith(
+        "train on it with: --data.source shards --data.path out --data.tokenizer byte --model.vocab-size 256\n"
+    )
     assert cli.main(["data", "verify", "out"]) == 0
     assert "4 files, " in capsys.readouterr().out
     assert cli.main(["data", "bench", "out", "--seq-len", "64", "--seconds", "0.1"]) == 0

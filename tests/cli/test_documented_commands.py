@@ -1,0 +1,93 @@
+"""Every command line of the documents is one that `nsa` takes, with settings that its configuration takes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa import cli
+from nsa.bench.subjects import parse_settings, parse_train_variant
+from nsa.errors import UserError
+from nsa.train.load import load_config, settings
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Words after ``nsa`` of every line behind a ``$`` in a console fence, with the document's arrays filled in."""
+    arrays: dict[str, list[str]] = {}
+    for fence in re.findall(r"^```console\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+        for line in re.sub(r"\\\n", " ", fence).splitlines():
+            if not line.startswith("$ "):
+                continue
+            if found := re.fullmatch(r"\$ (\w+)=\((.*)\)", line):
+                arrays[found[1]] = shlex.split(found[2])
+                continue
+            line = re.sub(r"; done\b|(>.*)?&$|\| .*", "", line[2:])
+            words = [
+                part
+                for word in shlex.split(line, comments=True)
+                for part in (arrays[word[2:-4]] if re.fullmatch(r"\$\{\w+\[@\]\}", word) else [word])
+            ]
+            if "nsa" in words:
+                yield words[words.index("nsa") + 1 :]
+
+
+def check_command(words: list[str]) -> None:
+    """Words, and the settings of a configuration that exists."""
+    args = cli.parse(words)
+    assert args is not None, words
+    for paths, given in loaded(words, vars(args)):
+        for path in paths:
+            if (ROOT / path).is_file():
+                load_config(ROOT / path, given)
+
+
+def loaded(words: list[str], args: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """Configurations that a command loads, each with settings on top."""
+    if words[0] in ("train", "plan", "profile"):
+        given = {setting.name: args[setting.name] for setting in settings() if args.get(setting.name) is not None}
+        configs = args["config"] or []
+        yield [configs] if isinstance(configs, str) else configs, given
+    elif words[:2] in (["bench", "train"], ["bench", "scaling"]):
+        given = parse_settings("the document", "--set", args["set"])
+        configs = args["config"]
+        yield [configs] if isinstance(configs, str) else configs, given
+        for text in args.get("variant", []):
+            yield configs[:1], {**given, **parse_train_variant(text)[1]}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_are_taken(path: Path) -> None:
+    for words in commands(path.read_text(encoding="utf-8")):
+        try:
+            check_command(words)
+        except UserError as error:
+            pytest.fail(f"{path.name}: nsa {shlex.join(words)}\n{error}")
+
+
+def test_there_are_commands() -> None:
+    assert sum(1 for path in DOCUMENTS for _ in commands(path.read_text(encoding="utf-8"))) > 60
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "nsa trian configs/seed.yaml",
+        "nsa train configs/seed.yaml --world-siez 2",
+        "nsa train configs/seed.yaml --world-size 2",  # its global batch is another
+        "torchrun --nproc-per-node 2 -m nsa bench scaling configs/seed.yaml --set paralel.strategy=fsdp",
+        "nsa bench train --variant eager:compiled=false",
+        'nsa bench train "${set[@]}"  # remark',
+    ],
+)
+def test_a_stale_command_is_seen(line: str) -> None:
+    (words,) = commands(f"```console\n$ set=(--set no.such=1)\n$ {line}\n```\n")
+    with pytest.raises(UserError):
+        check_command(words)
