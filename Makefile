@@ -14,7 +14,10 @@ MAKEFLAGS += --no-builtin-rules
 VENV := .venv
 made := $(patsubst $(VENV)/installed-%,%,$(wildcard $(VENV)/installed-*))
 KIND := $(or $(KIND),$(made),$(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu))
-JOBS := 2
+# Processes of the tests, for two cores: many tests wait for what they have provoked.
+JOBS := 3
+# Long tests stand side by side: each process takes one at a time.
+SPREAD = -n $(JOBS) --maxschedchunk 1
 
 # May be given on the command line:
 TORCH_INDEX =# a further package index for torch, for example that of the CPU builds named on PyTorch's installation page
@@ -49,15 +52,15 @@ test: lint pytest-kernels pytest ## formatting, lint, types, then all tests with
 
 pytest: $(ENV) ## the tests alone, without the kernels' (ARGS=)
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
-	$(RUN) -m pytest -n $(JOBS) -m "not gpu and not faults" $(ARGS)
+	$(RUN) -m pytest $(SPREAD) -m "not gpu and not faults" $(ARGS)
 
 pytest-kernels: $(ENV) ## the Triton kernels alone, on the CPU in Triton's interpreter, which is chosen for a whole process
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
-	TRITON_INTERPRET=1 $(RUN) -m pytest -n $(JOBS) tests/kernels
+	TRITON_INTERPRET=1 $(RUN) -m pytest $(SPREAD) tests/kernels
 
 test-faults: $(ENV) ## every provoked fault in its full count, one line a kind at the end (ARGS=)
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
-	$(RUN) -m pytest -n $(JOBS) tests/faults -m "faults or not faults" $(ARGS)
+	$(RUN) -m pytest $(SPREAD) tests/faults -m "faults or not faults" $(ARGS)
 
 test-compile: $(ENV) ## compile every kernel for GPUs of six kinds that are not there: stack and shared memory (JOBS=, ARGS=)
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
