@@ -1,8 +1,9 @@
 """Attention in which every query sees one range of keys: the window branch and the compressed branch.
 
 A query at position t sees the keys ``[low(t), high(t))`` of its sequence. ``WINDOW``: tokens ``[max(0, t - w + 1), t + 1)``;
-otherwise the compressed blocks ``[0, num_cmp(t))``. All heads of a group are rows of one tile and share the loads: row r is
-query ``r // G``, head ``r % G``. The loop over keys is cut into edges, which are masked, and a middle, which is not.
+otherwise the compressed blocks ``[0, num_cmp(t))``. All heads of a group are rows of one tile and share the loads: row r of a
+sequence is query ``r // G``, head ``r % G``, and a tile may end between the heads of a query. Keys at the edges of a tile's
+range are masked, those in the middle are not.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
@@ -30,6 +31,15 @@ def high(t, size, stride, WINDOW: tl.constexpr):
         return t + 1
     else:
         return tl.maximum(t + 1 - size + stride, 0) // stride
+
+
+@triton.jit
+def visible(end, key, size, WINDOW: tl.constexpr):
+    """Whether a query that sees keys up to ``end``, see ``high``, sees a key; for tensors of both that broadcast."""
+    if WINDOW:
+        return (end - 1 - key).to(tl.uint32, bitcast=True) < size  # one comparison: keys from end on give very large numbers
+    else:
+        return key < end
 
 
 @triton.jit
@@ -67,17 +77,17 @@ def key_steps(t_first, t_last, num_keys, size, stride, BLOCK_N: tl.constexpr, WI
 
 @triton.jit
 def range_step(
-    q, k_source, v_source, n, row_max, total, acc, lowest, highest, scale, head, first_key, num_keys,
+    q, k_source, v_source, n, row_max, total, acc, edge, visible_end, size, scale, head, first_key, num_keys,
     stride_k, stride_kh, stride_v, stride_vh, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One step of the forward loop: ``BLOCK_N`` keys from n on."""
+    """One step of the forward loop: ``BLOCK_N`` keys from n on, masked at an ``edge``."""
     k = load_keys(k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, LAST, TMA)
     v = load_keys(v_source, head, n, first_key, num_keys, stride_v, stride_vh, DV, BLOCK_N, BLOCK_DV, LAST, TMA)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
-    if MASKED:
+    if edge:
         key = n + tl.arange(0, BLOCK_N)[None, :]
-        s = tl.where((key >= lowest[:, None]) & (key < highest[:, None]), s, -float("inf"))
+        s = tl.where(visible(visible_end[:, None], key, size, WINDOW), s, -float("inf"))
     return softmax_step(s, v, row_max, total, acc, scale)
 
 
@@ -87,20 +97,18 @@ def range_fwd_kernel(
     num_rows, stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, softmax_scale, size, stride,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
-    EDGE: tl.constexpr,
 ):  # fmt: skip
-    """out, and lse ``[Hq, T]``, of one tile of ``BLOCK_M // G`` queries of one group."""
-    BLOCK_Q: tl.constexpr = BLOCK_M // G
+    """out, and lse ``[Hq, T]``, of one tile of ``BLOCK_M`` rows, queries by heads of one group."""
     head_kv = tl.program_id(1)
     # The last tiles see the most keys: they start first.
-    sequence, tile = find_tile(cu_q_ptr, tl.num_programs(0) - 1 - tl.program_id(0), num_sequences, len_q, BLOCK_Q)
+    sequence, tile = find_tile(cu_q_ptr, tl.num_programs(0) - 1 - tl.program_id(0), num_sequences, len_q, BLOCK_M, G)
     if sequence < num_sequences:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
         _, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
         first_key, num_keys = sequence_rows(cu_key_ptr, sequence, len_key)
-        r = tl.arange(0, BLOCK_M)
-        row = tile * BLOCK_Q + r // G
-        ok = (r // G < BLOCK_Q) & (row < num_q)
+        r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        row = r // G
+        ok = row < num_q
         t = num_tokens - num_q + row
         head = head_kv * G + r % G
         q_row = (first_q + row).to(tl.int64) * stride_q + head * stride_qh
@@ -110,37 +118,26 @@ def range_fwd_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         scale = softmax_scale * LOG2_E
 
-        t_first = num_tokens - num_q + tile * BLOCK_Q
-        t_last = tl.minimum(t_first + BLOCK_Q, num_tokens) - 1
-        lowest = low(t, size, WINDOW)
-        highest = high(t, size, stride, WINDOW)
+        t_first = num_tokens - num_q + tile * BLOCK_M // G
+        t_last = num_tokens - num_q + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // G, num_q - 1)
+        visible_end = high(t, size, stride, WINDOW)
         start, middle, tail, last, end = key_steps(t_first, t_last, num_keys, size, stride, BLOCK_N, WINDOW)
-        if WINDOW:
-            for n in tl.range(start, middle, BLOCK_N, num_stages=EDGE):
-                row_max, total, acc = range_step(
-                    q, k_source, v_source, n, row_max, total, acc, lowest, highest, scale, head_kv, first_key, num_keys,
-                    stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, TMA,
-                )  # fmt: skip
-        for n in tl.range(middle, tail, BLOCK_N, num_stages=STAGES):
+        for n in tl.range(start, last, BLOCK_N, num_stages=STAGES):
             row_max, total, acc = range_step(
-                q, k_source, v_source, n, row_max, total, acc, lowest, highest, scale, head_kv, first_key, num_keys,
-                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, False, False, TMA,
-            )  # fmt: skip
-        for n in tl.range(tail, last, BLOCK_N, num_stages=EDGE):
-            row_max, total, acc = range_step(
-                q, k_source, v_source, n, row_max, total, acc, lowest, highest, scale, head_kv, first_key, num_keys,
-                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, TMA,
+                q, k_source, v_source, n, row_max, total, acc, (n < middle) | (n >= tail), visible_end, size, scale, head_kv,
+                first_key, num_keys, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, WINDOW, False,
+                TMA,
             )  # fmt: skip
         # One step at most; as a branch it would cost hundreds of bytes of stack where heads are large.
         for n in tl.range(last, end, BLOCK_N, num_stages=1):
             row_max, total, acc = range_step(
-                q, k_source, v_source, n, row_max, total, acc, lowest, highest, scale, head_kv, first_key, num_keys,
-                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, True, TMA,
+                q, k_source, v_source, n, row_max, total, acc, True, visible_end, size, scale, head_kv, first_key, num_keys,
+                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, WINDOW, True, TMA,
             )  # fmt: skip
 
         empty = total == 0
         out_row = (first_q + row).to(tl.int64) * HQ + head
-        out = tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, total)[:, None])
+        out = tl.where(empty[:, None], 0.0, acc * (1.0 / tl.where(empty, 1.0, total))[:, None])
         store_rows(out_ptr, out_row, ok, DV, out, DV, BLOCK_DV)
         lse = tl.where(empty, -float("inf"), (row_max + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
         tl.store(lse_ptr + head.to(tl.int64) * num_rows + first_q + row, lse, mask=ok)

@@ -9,25 +9,25 @@ order.
 import triton
 import triton.language as tl
 
-from nsa.ops._triton.range_attention import high, key_steps, load_keys, low
-from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile, gated_lse, load_rows, sequence_rows, store_rows
+from nsa.ops._triton.range_attention import high, key_steps, load_keys, visible
+from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile, gated_lse, load_column, load_rows, sequence_rows, store_rows
 
 
 @triton.jit
 def range_dq_step(
-    q, dout, lse, delta, k_source, v_source, n, dq, lowest, highest, scale, head, first_key, num_keys,
+    q, dout, lse, delta, k_source, v_source, n, dq, edge, visible_end, size, scale, head, first_key, num_keys,
     stride_k, stride_kh, stride_v, stride_vh, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Add the share of ``BLOCK_N`` keys from n on to dQ ``[BLOCK_M, BLOCK_D]``."""
+    """Add the share of ``BLOCK_N`` keys from n on, masked at an ``edge``, to dQ ``[BLOCK_M, BLOCK_D]``."""
     k = load_keys(k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, LAST, TMA)
     v = load_keys(v_source, head, n, first_key, num_keys, stride_v, stride_vh, DV, BLOCK_N, BLOCK_DV, LAST, TMA)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
     p = tl.exp2(s * scale - lse[:, None])
-    if MASKED:
+    if edge:
         key = n + tl.arange(0, BLOCK_N)[None, :]
-        p = tl.where((key >= lowest[:, None]) & (key < highest[:, None]), p, 0.0)
+        p = tl.where(visible(visible_end[:, None], key, size, WINDOW), p, 0.0)
     ds = (p * (dp - delta[:, None])).to(k.dtype)
     return tl.dot(ds, k, dq, input_precision="ieee")
 
@@ -39,25 +39,24 @@ def range_dq_kernel(
     stride_vh, stride_do, stride_doh, softmax_scale, size, stride,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, ADD: tl.constexpr, TMA: tl.constexpr,
-    STAGES: tl.constexpr, EDGE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of queries, added to what is there if ``ADD``.
+    """dQ of one tile of rows, queries by heads of one group, added to what is there if ``ADD``.
 
     Writes delta, the row sums of ``out * dout``, for the kernel of dK and dV. With gates, ``dout`` is the gradient of the
     branches' gated sum: delta is then the gradient of this branch's gate. The gate itself goes into lse, which is written anew:
     lower by the gate's logarithm, it makes every probability the gated one, at no cost in the loops.
     """
-    BLOCK_Q: tl.constexpr = BLOCK_M // G
     BRANCH: tl.constexpr = 2 if WINDOW else 0
     head_kv = tl.program_id(1)
-    sequence, tile = find_tile(cu_q_ptr, tl.num_programs(0) - 1 - tl.program_id(0), num_sequences, len_q, BLOCK_Q)
+    sequence, tile = find_tile(cu_q_ptr, tl.num_programs(0) - 1 - tl.program_id(0), num_sequences, len_q, BLOCK_M, G)
     if sequence < num_sequences:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
         _, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
         first_key, num_keys = sequence_rows(cu_key_ptr, sequence, len_key)
-        r = tl.arange(0, BLOCK_M)
-        row = tile * BLOCK_Q + r // G
-        ok = (r // G < BLOCK_Q) & (row < num_q)
+        r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        row = r // G
+        ok = row < num_q
         t = num_tokens - num_q + row
         head = head_kv * G + r % G
         token = (first_q + row).to(tl.int64)
@@ -76,32 +75,21 @@ def range_dq_kernel(
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         scale = softmax_scale * LOG2_E
 
-        t_first = num_tokens - num_q + tile * BLOCK_Q
-        t_last = tl.minimum(t_first + BLOCK_Q, num_tokens) - 1
-        lowest = low(t, size, WINDOW)
-        highest = high(t, size, stride, WINDOW)
+        t_first = num_tokens - num_q + tile * BLOCK_M // G
+        t_last = num_tokens - num_q + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // G, num_q - 1)
+        visible_end = high(t, size, stride, WINDOW)
         start, middle, tail, last, end = key_steps(t_first, t_last, num_keys, size, stride, BLOCK_N, WINDOW)
-        if WINDOW:
-            for n in tl.range(start, middle, BLOCK_N, num_stages=EDGE):
-                dq = range_dq_step(
-                    q, dout, lse, delta, k_source, v_source, n, dq, lowest, highest, scale, head_kv, first_key, num_keys,
-                    stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, TMA,
-                )  # fmt: skip
-        for n in tl.range(middle, tail, BLOCK_N, num_stages=STAGES):
+        for n in tl.range(start, last, BLOCK_N, num_stages=STAGES):
             dq = range_dq_step(
-                q, dout, lse, delta, k_source, v_source, n, dq, lowest, highest, scale, head_kv, first_key, num_keys,
-                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, False, False, TMA,
-            )  # fmt: skip
-        for n in tl.range(tail, last, BLOCK_N, num_stages=EDGE):
-            dq = range_dq_step(
-                q, dout, lse, delta, k_source, v_source, n, dq, lowest, highest, scale, head_kv, first_key, num_keys,
-                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, TMA,
+                q, dout, lse, delta, k_source, v_source, n, dq, (n < middle) | (n >= tail), visible_end, size, scale, head_kv,
+                first_key, num_keys, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, WINDOW, False,
+                TMA,
             )  # fmt: skip
         # One step at most; as a branch it would cost hundreds of bytes of stack where heads are large.
         for n in tl.range(last, end, BLOCK_N, num_stages=1):
             dq = range_dq_step(
-                q, dout, lse, delta, k_source, v_source, n, dq, lowest, highest, scale, head_kv, first_key, num_keys,
-                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, True, TMA,
+                q, dout, lse, delta, k_source, v_source, n, dq, True, visible_end, size, scale, head_kv, first_key, num_keys,
+                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, WINDOW, True, TMA,
             )  # fmt: skip
         dq *= softmax_scale
         if ADD:
@@ -142,12 +130,9 @@ def range_dkv_step(
     dout = load_keys(dout_source, head, row, first_q, num_q, stride_do, stride_doh, DV, BLOCK_M, BLOCK_DV, LAST, TMA)
     m = tl.arange(0, BLOCK_M)
     statistic = head.to(tl.int64) * num_rows + first_q + row
-    if MASKED:
-        lse = tl.load(lse_ptr + statistic + m, mask=row + m < row_end, other=float("inf")) * LOG2_E
-        delta = tl.load(delta_ptr + statistic + m, mask=row + m < row_end, other=0.0)
-    else:
-        lse = tl.load(lse_ptr + statistic + m) * LOG2_E
-        delta = tl.load(delta_ptr + statistic + m)
+    inside = row + m < row_end if MASKED else None
+    lse = load_column(lse_ptr + statistic + m, inside, float("inf")) * LOG2_E
+    delta = load_column(delta_ptr + statistic + m, inside, 0.0)
     t = offset + row + m
     key = n + tl.arange(0, BLOCK_N)
     # Small heads leave registers for both products of inputs at once: the second runs while the first is exponentiated.
@@ -158,11 +143,10 @@ def range_dkv_step(
             dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
         p = tl.exp2(s * scale - lse[None, :])
         if MASKED:
-            seen = (key[:, None] >= low(t, size, WINDOW)[None, :]) & (key[:, None] < high(t, size, stride, WINDOW)[None, :])
-            p = tl.where(seen, p, 0.0)
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+            p = tl.where(visible(high(t, size, stride, WINDOW)[None, :], key[:, None], size, WINDOW), p, 0.0)
         if not EARLY:
             dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
         ds = (p * (dp - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision="ieee")
     else:
@@ -171,11 +155,10 @@ def range_dkv_step(
             dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
         p = tl.exp2(s * scale - lse[:, None])
         if MASKED:
-            seen = (key[None, :] >= low(t, size, WINDOW)[:, None]) & (key[None, :] < high(t, size, stride, WINDOW)[:, None])
-            p = tl.where(seen, p, 0.0)
-        dv = tl.dot(tl.trans(p.to(dout.dtype)), dout, dv, input_precision="ieee")
+            p = tl.where(visible(high(t, size, stride, WINDOW)[:, None], key[None, :], size, WINDOW), p, 0.0)
         if not EARLY:
             dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+        dv = tl.dot(tl.trans(p.to(dout.dtype)), dout, dv, input_precision="ieee")
         ds = (p * (dp - delta[:, None])).to(q.dtype)
         dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
     return dk, dv

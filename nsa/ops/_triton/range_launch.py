@@ -64,11 +64,6 @@ def block_of(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def rows_of_tile(tile: Tile, group_size: int) -> int:
-    """Rows of a tile of queries: at least one query with all heads of its group."""
-    return max(tile.rows, triton.next_power_of_2(group_size))
-
-
 def reduction_options(keys: int, head_dim: int, value_dim: int) -> dict[str, int]:
     """Keywords of the launch of a kernel that sums dK and dV of so many keys: 64 registers of a thread hold the sums."""
     warps = min(max(keys * block_of(max(head_dim, value_dim)) // 1024, 4), 16)
@@ -104,8 +99,7 @@ def range_forward(
     group_size, value_dim = num_heads // k.shape[1], v.shape[-1]
     out = torch.empty(num_q, num_heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(num_heads, num_q, dtype=torch.float32, device=q.device)
-    rows = rows_of_tile(tile, group_size)
-    grid = (layout.num_tiles(num_q, rows // group_size, layout.len_q), k.shape[1])
+    grid = (layout.num_tiles(num_q * group_size, tile.rows, layout.len_q * group_size), k.shape[1])
     tile = fitting(tile, k, v)
     if num_q and not k.shape[0]:
         out.zero_()
@@ -114,9 +108,9 @@ def range_forward(
         range_fwd_kernel[grid](
             q, key_source(k, tile), key_source(v, tile), out, lse, *layout.arguments(),
             num_q, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), softmax_scale, layout.size,
-            layout.stride, HQ=num_heads, G=group_size, D=head_dim, DV=value_dim, BLOCK_M=rows, BLOCK_N=tile.keys,
+            layout.stride, HQ=num_heads, G=group_size, D=head_dim, DV=value_dim, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
             BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim), WINDOW=layout.window, TMA=tile.tma, STAGES=tile.stages,
-            EDGE=tile.edge_stages, **tile.launch_options(),
+            **tile.launch_options(),
         )  # fmt: skip
     return out, lse
 
@@ -143,14 +137,13 @@ def range_backward(
     gated_lse = None if gated.gates is None else torch.empty_like(lse)
     strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), dout.stride(0), dout.stride(1))
     blocks = {"D": head_dim, "DV": value_dim, "BLOCK_D": block_of(head_dim), "BLOCK_DV": block_of(value_dim)}
-    rows = rows_of_tile(tile_dq, group_size)
     tile_dq = fitting(tile_dq, k, v)
-    grid = (layout.num_tiles(num_q, rows // group_size, layout.len_q), num_kv_heads)
+    grid = (layout.num_tiles(num_q * group_size, tile_dq.rows, layout.len_q * group_size), num_kv_heads)
     range_dq_kernel[grid](
         q, key_source(k, tile_dq), key_source(v, tile_dq), out, dout, lse, delta, dq, gated.gates, gated.dgates, gated_lse,
         *layout.arguments(), num_q, *strides, softmax_scale, layout.size, layout.stride, HQ=num_heads, G=group_size, **blocks,
-        BLOCK_M=rows, BLOCK_N=tile_dq.keys, WINDOW=layout.window, ADD=gated.adds, TMA=tile_dq.tma, STAGES=tile_dq.stages,
-        EDGE=tile_dq.edge_stages, **tile_dq.launch_options(),
+        BLOCK_M=tile_dq.rows, BLOCK_N=tile_dq.keys, WINDOW=layout.window, ADD=gated.adds, TMA=tile_dq.tma,
+        STAGES=tile_dq.stages, **tile_dq.launch_options(),
     )  # fmt: skip
 
     num_blocks = layout.num_tiles(num_key, tile_dkv.keys, layout.len_key)

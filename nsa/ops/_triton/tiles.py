@@ -20,13 +20,13 @@ VARYING = [
 
 
 @triton.jit
-def find_tile(cu_ptr, tile, num_sequences, rows_each, TILE: tl.constexpr):
+def find_tile(cu_ptr, tile, num_sequences, rows_each, TILE: tl.constexpr, HEADS: tl.constexpr = 1):
     """Sequence and tile inside it of the tile-th tile of ``TILE`` rows; the sequence is ``num_sequences`` past the last.
 
-    ``cu_ptr`` None means that every sequence has ``rows_each`` rows.
+    ``cu_ptr`` None means that every sequence has ``rows_each`` rows. Each counts as ``HEADS`` rows of tiles.
     """
     if cu_ptr is None:
-        tiles_each = tl.cdiv(rows_each, TILE)
+        tiles_each = tl.cdiv(rows_each * HEADS, TILE)
         sequence = tile // tiles_each
         inside = tile % tiles_each
     else:
@@ -37,7 +37,7 @@ def find_tile(cu_ptr, tile, num_sequences, rows_each, TILE: tl.constexpr):
             b = first + tl.arange(0, SEQUENCES)
             start = tl.load(cu_ptr + b, mask=b < num_sequences, other=0)
             end = tl.load(cu_ptr + b + 1, mask=b < num_sequences, other=0)
-            tiles = (end - start + TILE - 1) // TILE
+            tiles = ((end - start) * HEADS + TILE - 1) // TILE
             last = before + tl.cumsum(tiles, 0)
             here = (tile < last) & (tile >= last - tiles)
             sequence += tl.sum(tl.where(here, b - num_sequences, 0), 0)
@@ -79,6 +79,18 @@ def load_tile(base, offset, ok, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: 
 def load_rows(ptr, row, ok, stride_row, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
     """Rows ``[N, BLOCK_D]`` at ``ptr + row * stride_row`` with 64-bit addresses; see ``load_tile``."""
     return load_tile(ptr, row.to(tl.int64) * stride_row, ok, D, BLOCK_D, MASKED)
+
+
+@triton.jit
+def load_column(pointers, mask, other):
+    """``tl.load`` of a vector, as a column: each number once.
+
+    A vector that belongs to the columns of a score tile would be loaded by each thread that needs it: 16 numbers of 64.
+    """
+    if mask is None:
+        return tl.sum(tl.load(pointers[:, None]), 1)
+    else:
+        return tl.sum(tl.load(pointers[:, None], mask=mask[:, None], other=other), 1)
 
 
 @triton.jit

@@ -48,7 +48,7 @@ class Tile:
         stages: depth of the software pipeline.
         tma: whether keys are loaded through tensor descriptors.
         keys_as_rows: dK and dV: whether the score tile has keys as rows.
-        edge_stages: depth of the pipeline in the masked edges of a range.
+        edge_stages: dK and dV of a range: depth of the pipeline in its masked edges.
         keep_queries: the choice of blocks: whether the queries of all heads of a group stay on chip.
         max_registers: limit on the registers of a thread, so that more programs share a multiprocessor; None leaves it open.
     """

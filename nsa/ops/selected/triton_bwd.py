@@ -7,24 +7,22 @@ import triton.language as tl
 
 from nsa.ops._triton.range_attention import load_keys
 from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile, gated_lse, load_rows, sequence_rows, store_rows
-from nsa.ops.selected.triton_fwd import chosen_keys, list_entry
+from nsa.ops.selected.triton_fwd import hide_keys, list_entry
 from nsa.ops.selected.triton_index import choices_scatter
 
 
 @triton.jit
 def selected_dq_step(
-    q, dout, lse, delta, k_source, v_source, block, word, i, dq, query, t, scale, head, first_key, num_keys,
-    stride_k, stride_kh, stride_v, stride_vh, D: tl.constexpr, DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr, LAST: tl.constexpr,
-    TMA: tl.constexpr,
+    q, dout, lse, delta, k_source, v_source, n, word, causal, dq, query, t, scale, head, first_key, num_keys,
+    stride_k, stride_kh, stride_v, stride_vh, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Add the share of one step of the list to dQ ``[BLOCK_M, BLOCK_D]``."""
-    n, seen = chosen_keys(block, word, i, query, t, BLOCK_SIZE, BLOCK_N, CAUSAL)
+    """Add the share of ``BLOCK_N`` keys from n on to dQ ``[BLOCK_M, BLOCK_D]``."""
     k = load_keys(k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, LAST, TMA)
     v = load_keys(v_source, head, n, first_key, num_keys, stride_v, stride_vh, DV, BLOCK_N, BLOCK_DV, LAST, TMA)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
-    p = tl.where(seen, tl.exp2(s * scale - lse[:, None]), 0.0)
+    p = hide_keys(tl.exp2(s * scale - lse[:, None]), word, query, t, n, causal, 0.0)
     ds = (p * (dp - delta[:, None])).to(k.dtype)
     return tl.dot(ds, k, dq, input_precision="ieee")
 
@@ -36,7 +34,7 @@ def selected_dq_kernel(
     stride_kh, stride_v, stride_vh, stride_do, stride_doh, softmax_scale,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ADD: tl.constexpr, LIMIT_4: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, EDGE: tl.constexpr,
+    ADD: tl.constexpr, LIMIT_4: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries, added to what is there if ``ADD``; nothing where choices scatter.
 
@@ -84,29 +82,19 @@ def selected_dq_kernel(
             next_block, next_word = list_entry(block_ptr, word_ptr, 0, end, STEPS)
         else:
             next_block, next_word = 0, 0
-        for i in tl.range(0, past, num_stages=STAGES):
-            block, word = next_block, next_word
+        for i in tl.range(0, inside, num_stages=STAGES):
+            n, word = next_block * BLOCK_SIZE + i % STEPS * BLOCK_N, next_word
             next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, STEPS)
             dq = selected_dq_step(
-                q, dout, lse, delta, k_source, v_source, block, word, i, dq, query, t, scale, head_kv, first_key,
-                num_tokens, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_DV, False,
-                False, TMA,
-            )  # fmt: skip
-        for i in tl.range(past, inside, num_stages=EDGE):
-            block, word = next_block, next_word
-            next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, STEPS)
-            dq = selected_dq_step(
-                q, dout, lse, delta, k_source, v_source, block, word, i, dq, query, t, scale, head_kv, first_key,
-                num_tokens, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_DV, True,
-                False, TMA,
+                q, dout, lse, delta, k_source, v_source, n, word, i >= past, dq, query, t, scale, head_kv, first_key,
+                num_tokens, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, False, TMA,
             )  # fmt: skip
         for i in tl.range(inside, end, num_stages=1):
-            block, word = next_block, next_word
+            n, word = next_block * BLOCK_SIZE + i % STEPS * BLOCK_N, next_word
             next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, STEPS)
             dq = selected_dq_step(
-                q, dout, lse, delta, k_source, v_source, block, word, i, dq, query, t, scale, head_kv, first_key,
-                num_tokens, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_DV, True,
-                True, TMA,
+                q, dout, lse, delta, k_source, v_source, n, word, True, dq, query, t, scale, head_kv, first_key,
+                num_tokens, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, TMA,
             )  # fmt: skip
         dq *= softmax_scale
         if ADD:

@@ -24,28 +24,25 @@ def list_entry(block_ptr, word_ptr, i, end, STEPS: tl.constexpr):
 
 
 @triton.jit
-def chosen_keys(block, word, i, query, t, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
-    """First key of step i, and which keys each row sees, ``[BLOCK_M, 1 or BLOCK_N]``."""
-    n = block * BLOCK_SIZE + i % (BLOCK_SIZE // BLOCK_N) * BLOCK_N
-    seen = (((word >> query) & 1) != 0)[:, None]
-    if CAUSAL:
-        seen = seen & ((n + tl.arange(0, BLOCK_N))[None, :] <= t[:, None])
-    return n, seen
+def hide_keys(x, word, query, t, n, causal, hidden):
+    """``x [BLOCK_M, BLOCK_N]`` with ``hidden`` where a row's query did not choose the block and, if ``causal``, after it."""
+    x = tl.where((((word >> query) & 1) != 0)[:, None], x, hidden)
+    if causal:
+        x = tl.where((n + tl.arange(0, x.shape[1]))[None, :] <= t[:, None], x, hidden)
+    return x
 
 
 @triton.jit
 def selected_step(
-    q, k_source, v_source, block, word, i, row_max, total, acc, query, t, scale, head, first_key, num_keys,
-    stride_k, stride_kh, stride_v, stride_vh, D: tl.constexpr, DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr, LAST: tl.constexpr,
-    TMA: tl.constexpr,
+    q, k_source, v_source, n, word, causal, row_max, total, acc, query, t, scale, head, first_key, num_keys,
+    stride_k, stride_kh, stride_v, stride_vh, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One step of the forward loop."""
-    n, seen = chosen_keys(block, word, i, query, t, BLOCK_SIZE, BLOCK_N, CAUSAL)
+    """One step of the forward loop: ``BLOCK_N`` keys from n on."""
     k = load_keys(k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, LAST, TMA)
     v = load_keys(v_source, head, n, first_key, num_keys, stride_v, stride_vh, DV, BLOCK_N, BLOCK_DV, LAST, TMA)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
-    return softmax_step(tl.where(seen, s, -float("inf")), v, row_max, total, acc, scale)
+    return softmax_step(hide_keys(s, word, query, t, n, causal, -float("inf")), v, row_max, total, acc, scale)
 
 
 @triton.jit(do_not_specialize=[*VARYING, "num_lists"])
@@ -54,7 +51,7 @@ def selected_fwd_kernel(
     len_q, len_k, num_sequences, num_lists, stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, softmax_scale,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    LIMIT_4: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, EDGE: tl.constexpr,
+    LIMIT_4: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out, and lse ``[T, Hq]``, of one tile of queries of one group; nothing where choices scatter (by ``union_ptr``)."""
     number = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -90,33 +87,23 @@ def selected_fwd_kernel(
             next_block, next_word = list_entry(block_ptr, word_ptr, 0, end, STEPS)
         else:
             next_block, next_word = 0, 0
-        for i in tl.range(0, past, num_stages=STAGES):
-            block, word = next_block, next_word
+        for i in tl.range(0, inside, num_stages=STAGES):
+            n, word = next_block * BLOCK_SIZE + i % STEPS * BLOCK_N, next_word
             next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, STEPS)
             row_max, total, acc = selected_step(
-                q, k_source, v_source, block, word, i, row_max, total, acc, query, t, scale, head_kv, first_key,
-                num_tokens, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_DV, False,
-                False, TMA,
-            )  # fmt: skip
-        for i in tl.range(past, inside, num_stages=EDGE):
-            block, word = next_block, next_word
-            next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, STEPS)
-            row_max, total, acc = selected_step(
-                q, k_source, v_source, block, word, i, row_max, total, acc, query, t, scale, head_kv, first_key,
-                num_tokens, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_DV, True,
-                False, TMA,
+                q, k_source, v_source, n, word, i >= past, row_max, total, acc, query, t, scale, head_kv, first_key, num_tokens,
+                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, False, TMA,
             )  # fmt: skip
         for i in tl.range(inside, end, num_stages=1):
-            block, word = next_block, next_word
+            n, word = next_block * BLOCK_SIZE + i % STEPS * BLOCK_N, next_word
             next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, STEPS)
             row_max, total, acc = selected_step(
-                q, k_source, v_source, block, word, i, row_max, total, acc, query, t, scale, head_kv, first_key,
-                num_tokens, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_DV, True,
-                True, TMA,
+                q, k_source, v_source, n, word, True, row_max, total, acc, query, t, scale, head_kv, first_key, num_tokens,
+                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, TMA,
             )  # fmt: skip
         empty = total == 0
         out_row = token * HQ + head
-        out = tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, total)[:, None])
+        out = tl.where(empty[:, None], 0.0, acc * (1.0 / tl.where(empty, 1.0, total))[:, None])
         store_rows(out_ptr, out_row, ok, DV, out, DV, BLOCK_DV)
         lse = tl.where(empty, -float("inf"), (row_max + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
         tl.store(lse_ptr + out_row, lse, mask=ok)

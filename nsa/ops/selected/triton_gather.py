@@ -16,7 +16,7 @@ are given ``union_ptr`` do their share of the gathered design only where choices
 import triton
 import triton.language as tl
 
-from nsa.ops._triton.tiles import LN_2, LOG2_E, VARYING, find_tile, load_rows, load_tile, sequence_rows, store_rows
+from nsa.ops._triton.tiles import LN_2, LOG2_E, VARYING, find_tile, load_column, load_rows, load_tile, sequence_rows, store_rows
 from nsa.ops.selected.triton_index import choices_scatter
 
 SEGMENT = [*VARYING, "num_blocks", "segment", "segment_rows", "last_segment", "none"]
@@ -68,7 +68,7 @@ def find_chunk(
 def load_order(order_ptr, r, num_rows, first_entry, G: tl.constexpr, BLOCK_M: tl.constexpr):
     """Entries, counted from the segment's first, of the rows ``r .. r + BLOCK_M`` of a chunk: a query and head each."""
     index = r + tl.arange(0, BLOCK_M)
-    return tl.load(order_ptr + index // G, mask=index < num_rows, other=0) - first_entry.to(order_ptr.dtype.element_ty)
+    return load_column(order_ptr + index // G, index < num_rows, 0) - first_entry.to(order_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -80,17 +80,16 @@ def locate_rows(entry, r, num_rows, G: tl.constexpr, HKV: tl.constexpr, N: tl.co
 
 @triton.jit
 def gather_fwd_step(
-    q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, num_rows, first_row, offset, n, scale, head_kv, part, stride_q,
+    q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, causal, num_rows, first_row, offset, n, scale, head_kv, part, stride_q,
     stride_qh, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HKV: tl.constexpr, N: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Output and lse (base 2) of ``BLOCK_M`` rows over the keys of this block alone."""
     entry, query, head, ok = locate_rows(entry, r, num_rows, G, HKV, N, BLOCK_M)
     q_row = (first_row + query) * stride_q + (head_kv * G + head) * stride_qh
     q = load_tile(q_ptr, q_row, ok, D, BLOCK_D, True)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
-    if CAUSAL:
+    if causal:
         key = n + tl.arange(0, BLOCK_N)
         s = tl.where(key[None, :] <= (offset + query)[:, None], s, -float("inf"))
     row_max = tl.maximum(tl.max(s, 1) * scale, -1e30)
@@ -100,7 +99,7 @@ def gather_fwd_step(
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     slot = (entry * PARTS + part) * G + head
-    store_rows(part_ptr, slot, ok, DV, out / total[:, None], DV, BLOCK_DV)
+    store_rows(part_ptr, slot, ok, DV, out * (1.0 / total)[:, None], DV, BLOCK_DV)
     tl.store(lse_part_ptr + slot, tl.where(empty, -float("inf"), row_max + tl.log2(total)), mask=ok)
 
 
@@ -111,7 +110,7 @@ def selected_gather_fwd_kernel(
     stride_kh, stride_v, stride_vh, softmax_scale,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    LIMIT_4: tl.constexpr, STAGES: tl.constexpr, EDGE: tl.constexpr,
+    LIMIT_4: tl.constexpr,
 ):  # fmt: skip
     """One chunk: output ``[G, Dv]`` and lse ``[G]`` of every (query, slot)."""
     if not choices_scatter(union_ptr, N, LIMIT_4):
@@ -137,31 +136,24 @@ def selected_gather_fwd_kernel(
         scale = softmax_scale * LOG2_E
         order_ptr += begin
         rows = count * G
-        masked = tl.minimum(tl.cdiv(hidden * G, BLOCK_M) * BLOCK_M, rows)
-        # Entries are loaded a step ahead: a row's number is needed before the row can be.
+        # Entries are loaded a step ahead: a row's number is needed before the row can be. The pipeline's depth is that of the
+        # launch: given by the loop, it would take in the loads of entries too, which a step ahead leaves no room for.
         next_entry = load_order(order_ptr, 0, rows, first_entry, G, BLOCK_M)
-        for r in tl.range(0, masked, BLOCK_M, num_stages=EDGE):
+        for r in tl.range(0, rows, BLOCK_M):
             entry = next_entry
             next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M)
             gather_fwd_step(
-                q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, rows, first_row, offset, n, scale, head_kv, part, stride_q,
-                stride_qh, G, D, DV, HKV, N, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True,
-            )  # fmt: skip
-        for r in tl.range(masked, rows, BLOCK_M, num_stages=STAGES):
-            entry = next_entry
-            next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M)
-            gather_fwd_step(
-                q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, rows, first_row, offset, n, scale, head_kv, part, stride_q,
-                stride_qh, G, D, DV, HKV, N, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False,
+                q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, r < hidden * G, rows, first_row, offset, n, scale, head_kv, part,
+                stride_q, stride_qh, G, D, DV, HKV, N, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
 
 
 @triton.jit
 def gather_bwd_step(
-    q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r, num_rows, first_row, offset, n,
+    q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r, causal, num_rows, first_row, offset, n,
     softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr, KEYS_AS_ROWS: tl.constexpr, DQ: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, KEYS_AS_ROWS: tl.constexpr, DQ: tl.constexpr,
 ):  # fmt: skip
     """Add the share of ``BLOCK_M`` rows to dK and dV and, if ``DQ``, write their dQ of this block."""
     entry, query, head, ok = locate_rows(entry, r, num_rows, G, HQ // G, N, BLOCK_M)
@@ -170,18 +162,18 @@ def gather_bwd_step(
     at = row * HQ + head_q
     q = load_tile(q_ptr, row * stride_q + head_q * stride_qh, ok, D, BLOCK_D, True)
     dout = load_tile(dout_ptr, row * stride_do + head_q * stride_doh, ok, DV, BLOCK_DV, True)
-    lse = tl.load(lse_ptr + at, mask=ok, other=float("inf")) * LOG2_E
-    delta = tl.load(delta_ptr + at, mask=ok, other=0.0)
+    lse = load_column(lse_ptr + at, ok, float("inf")) * LOG2_E
+    delta = load_column(delta_ptr + at, ok, 0.0)
     scale = softmax_scale * LOG2_E
     key = n + tl.arange(0, BLOCK_N)
-    # Small heads leave registers for both products of inputs at once: the second runs while the first is exponentiated.
-    EARLY: tl.constexpr = BLOCK_D + BLOCK_DV <= 128
+    # Small tiles leave registers for both products of inputs at once: the second runs while the first is exponentiated.
+    EARLY: tl.constexpr = BLOCK_D + BLOCK_DV <= 128 or BLOCK_M * (BLOCK_D + BLOCK_DV) <= 64 * 128
     if KEYS_AS_ROWS:
         s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BLOCK_N, BLOCK_M] fp32
         if EARLY:
             dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
         p = tl.exp2(s * scale - lse[None, :])
-        if CAUSAL:
+        if causal:
             p = tl.where(key[:, None] <= (offset + query)[None, :], p, 0.0)
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
         if not EARLY:
@@ -189,13 +181,16 @@ def gather_bwd_step(
         ds = (p * (dp - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision="ieee")
         if DQ:
-            dq = tl.dot(tl.trans(ds), k, input_precision="ieee")
+            if BLOCK_M < 64:  # Tensor cores of sm_90 take 64 rows at least: the columns of dQ are more.
+                dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision="ieee"))
+            else:
+                dq = tl.dot(tl.trans(ds), k, input_precision="ieee")
     else:
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
         if EARLY:
             dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
         p = tl.exp2(s * scale - lse[:, None])
-        if CAUSAL:
+        if causal:
             p = tl.where(key[None, :] <= (offset + query)[:, None], p, 0.0)
         dv = tl.dot(tl.trans(p.to(dout.dtype)), dout, dv, input_precision="ieee")
         if not EARLY:
@@ -241,7 +236,7 @@ def selected_gather_bwd_kernel(
     stride_vh, stride_do, stride_doh, softmax_scale,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    KEYS_AS_ROWS: tl.constexpr, DQ: tl.constexpr, LIMIT_4: tl.constexpr, STAGES: tl.constexpr, EDGE: tl.constexpr,
+    KEYS_AS_ROWS: tl.constexpr, DQ: tl.constexpr, LIMIT_4: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a block from one chunk and, if ``DQ``, dQ of every (query, slot) ``[G, D]``.
 
@@ -273,27 +268,16 @@ def selected_gather_bwd_kernel(
         offset = (num_tokens - num_q - first_q + first_row).to(tl.int32)
         order_ptr += begin
         rows = count * G
-        masked = tl.minimum(tl.cdiv(hidden * G, BLOCK_M) * BLOCK_M, rows)
-        # Small heads leave registers to load entries a step ahead: a row's number is needed before the row can be.
-        AHEAD: tl.constexpr = BLOCK_D + BLOCK_DV <= 128
+        # See the forward: entries ``AHEAD`` of their rows.
         next_entry = load_order(order_ptr, 0, rows, first_entry, G, BLOCK_M)
-        for r in tl.range(0, masked, BLOCK_M, num_stages=EDGE):
+        for r in tl.range(0, rows, BLOCK_M):
             entry = next_entry if AHEAD else load_order(order_ptr, r, rows, first_entry, G, BLOCK_M)
             if AHEAD:
                 next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M)
             dk, dv = gather_bwd_step(
-                q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r, rows, first_row, offset, n,
-                softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, N, PARTS, BLOCK_M,
-                BLOCK_N, BLOCK_D, BLOCK_DV, True, KEYS_AS_ROWS, DQ,
-            )  # fmt: skip
-        for r in tl.range(masked, rows, BLOCK_M, num_stages=STAGES):
-            entry = next_entry if AHEAD else load_order(order_ptr, r, rows, first_entry, G, BLOCK_M)
-            if AHEAD:
-                next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M)
-            dk, dv = gather_bwd_step(
-                q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r, rows, first_row, offset, n,
-                softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, N, PARTS, BLOCK_M,
-                BLOCK_N, BLOCK_D, BLOCK_DV, False, KEYS_AS_ROWS, DQ,
+                q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r, r < hidden * G, rows, first_row, offset,
+                n, softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, N, PARTS, BLOCK_M,
+                BLOCK_N, BLOCK_D, BLOCK_DV, KEYS_AS_ROWS, DQ,
             )  # fmt: skip
         if alone:
             finish_keys(

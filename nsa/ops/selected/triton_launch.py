@@ -135,7 +135,7 @@ def selected_forward(
         *call.layout.arguments(), lists.count.shape[1], *strides_of(q, k, v), call.softmax_scale, HQ=num_heads, G=group_size,
         D=head_dim, DV=value_dim, N=n, BLOCK_SIZE=call.block_size, BLOCK_Q=block_q, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
         BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim), LIMIT_4=LIMIT_4, TMA=tile.tma, STAGES=tile.stages,
-        EDGE=tile.edge_stages, **tile.launch_options(),
+        **tile.launch_options(),
     )  # fmt: skip
     order = None if union is None else gather_forward(q, k, v, block_indices, call, union, out, lse)
     return out, lse, order, union
@@ -161,8 +161,8 @@ def gather_forward(
         selected_gather_fwd_kernel[(chunks.limit, parts)](
             q, k, v, part, lse_part, union, *chunks.arguments(), *call.layout.arguments(), index.num_blocks, segment,
             chunks.segment_rows, *strides_of(q, k, v), call.softmax_scale, D=head_dim, BLOCK_D=block_of(head_dim),
-            BLOCK_SIZE=call.block_size, CHUNK=chunks.size, BLOCK_M=tile.rows, BLOCK_N=keys, STAGES=tile.stages,
-            EDGE=tile.edge_stages, **sizes, **tile.launch_options(),
+            BLOCK_SIZE=call.block_size, CHUNK=chunks.size, BLOCK_M=tile.rows, BLOCK_N=keys,
+            **sizes, num_stages=tile.stages, **tile.launch_options(),
         )  # fmt: skip
         selected_merge_out_kernel[(-(-chunks.segment_rows * num_heads // (MERGE_ROWS * MERGE_STEPS)),)](
             part, lse_part, index.key, out, lse, union, num_q, segment, chunks.segment_rows, index.none, PARTS=parts,
@@ -197,7 +197,7 @@ def selected_backward(
         lists.block, lists.word, lists.count, union, *call.layout.arguments(), lists.count.shape[1], *strides_of(q, k, v, dout),
         call.softmax_scale, HQ=num_heads, G=group_size, D=head_dim, DV=value_dim, N=n, BLOCK_SIZE=call.block_size,
         BLOCK_Q=block_q, BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim),
-        ADD=gated.adds, LIMIT_4=LIMIT_4, TMA=tile.tma, STAGES=tile.stages, EDGE=tile.edge_stages, **tile.launch_options(),
+        ADD=gated.adds, LIMIT_4=LIMIT_4, TMA=tile.tma, STAGES=tile.stages, **tile.launch_options(),
     )  # fmt: skip
     if union is not None:
         selected_delta_kernel[(DELTA_PROGRAMS,)](
@@ -252,12 +252,14 @@ def _gather_gradients(
     sizes: dict[str, Any] = {"D": head_dim, "N": n, "BLOCK_D": block_of(head_dim), "LIMIT_4": LIMIT_4}
     both = {**sizes, "DV": value_dim, "BLOCK_DV": block_of(value_dim), "BLOCK_SIZE": call.block_size, "DQ": with_dq}
     groups = {"HQ": num_heads, "G": num_heads // num_kv_heads}
+    # Large heads leave no registers for entries ahead of their rows, but a deep pipeline is none without.
+    ahead = block_of(head_dim) + block_of(value_dim) <= 128 or tile.stages > 2
     for segment in range(chunks.segments):
         selected_gather_bwd_kernel[(chunks.limit, parts)](
             *inputs, part, *partial, *sums, *grads, union, *chunks.arguments(), *call.layout.arguments(), index.num_blocks,
             segment, chunks.segment_rows, last, *strides_of(q, k, v, dout), call.softmax_scale, CHUNK=chunks.size,
-            BLOCK_M=tile.rows, BLOCK_N=keys, KEYS_AS_ROWS=tile.keys_as_rows, STAGES=tile.stages, EDGE=tile.edge_stages,
-            **groups, **both, **tile.launch_options(),
+            BLOCK_M=tile.rows, BLOCK_N=keys, KEYS_AS_ROWS=tile.keys_as_rows, AHEAD=ahead,
+            **groups, **both, num_stages=tile.stages, **tile.launch_options(),
         )  # fmt: skip
         selected_reduce_kernel[(index.num_blocks, num_kv_heads, call.block_size // block_k)](
             *partial, *sums, *grads, union, chunks.begin, chunks.length, chunks.start, call.layout.cu_k, call.layout.len_k,
