@@ -177,7 +177,8 @@ class Session:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def _record_modules(self) -> None:
-        with profile(activities=self._activities(), profile_memory=True) as profiler, modules_marked(self._trainer.model):
+        recorded = profile(activities=self._activities(), profile_memory=True, acc_events=True)
+        with recorded as profiler, modules_marked(self._trainer.model):
             on_gpu = self._trainer.device.type == "cuda"
             self._allocated = torch.cuda.memory_allocated() if on_gpu else 0
             with stages_seen_by(self._range):
