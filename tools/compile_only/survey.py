@@ -20,22 +20,21 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Kernels that may need stack, by table, function and head size of the table's row: the measurement that says that it wins.
 STACK_THAT_WINS = {
     ("nvidia-h200", "range_dkv_kernel", 64): (
-        "at most 168 registers, so that three programs share a multiprocessor: 0.130 and 0.551 ms (compressed, window) against "
-        "0.156 and 0.592 before; see docs/log.md and docs/kernels/range-attention.md"
+        "compressed, at most 168 registers, so that three programs share a multiprocessor: 0.127 ms against 0.153; see docs/log.md"
     ),
+    ("nvidia-h200", "range_dq_kernel", 64): "window, at most 128 registers: 0.345 ms against 0.363 without stack; see docs/log.md",
+    ("nvidia-h200", "range_fwd_kernel", 64): "window, at most 128 registers: 0.315 ms against 0.336; see docs/log.md",
     ("nvidia-h200", "range_dkv_kernel", 128): (
-        "64 rows by 64 keys, 4 warps: 10.9 and 30.6 ms of backward (window and compressed, wide, 65,536 tokens) against 12.4 "
-        "and 36.0 with 128 rows, 15.9 and 48.7 with 8 warps; see docs/log.md"
+        "4 warps, 32 rows by 64 keys (window) and 64 by 64 (compressed): 10.1 and 28.1 ms of backward (wide, 65,536 tokens) "
+        "against 12.4 and 36.0 with 128 rows, 15.9 and 48.7 with 8 warps; see docs/log.md"
     ),
     ("nvidia-h200", "range_dkv_kernel", 112): (
         "heads that do not fill 128 columns, 64 rows by 64 keys: 2.0 and 6.68 ms of backward (window, compressed, D 80) "
         "against 2.34 and 7.58 with 128 rows; see docs/log.md"
     ),
-    ("nvidia-h200", "selected_gather_bwd_kernel", 64): (
-        "64 rows by 64 keys, entries a step ahead: 1.84 ms of backward against 1.94 to 2.4 with other tiles; see docs/log.md"
-    ),
     ("nvidia-h200", "selected_gather_bwd_kernel", 128): (
-        "dK and dV alone, 64 rows by 64 keys: 3.26 ms of tiled backward against 3.85 with 128 rows; see docs/log.md"
+        "32 rows by 64 keys with a deep pipeline: 1.39 ms (dK and dV alone) and 20.1 ms (with dQ) against 1.55 and 25.8 with other "
+        "tiles; see docs/log.md"
     ),
     ("nvidia-h200", "selected_gather_fwd_kernel", 128): (
         "at most 128 registers, so that four programs share a multiprocessor: 14.2 ms of forward against 14.9; see docs/log.md"
