@@ -20,9 +20,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Kernels that may need stack, by table, function and head size of the table's row: the measurement that says that it wins.
 STACK_THAT_WINS = {
     ("nvidia-h200", "range_dkv_kernel", 64): (
-        "compressed, at most 168 registers, so that three programs share a multiprocessor: 0.127 ms against 0.153; see docs/log.md"
+        "compressed, at most 168 registers, so that three programs share a multiprocessor: 0.127 ms against 0.153"
     ),
-    ("nvidia-h200", "range_dq_kernel", 64): "window, at most 128 registers: 0.345 ms against 0.363 without stack; see docs/log.md",
+    ("nvidia-h200", "range_dq_kernel", 64): "window, at most 128 registers: 0.345 ms against 0.363; see docs/log.md",
     ("nvidia-h200", "range_fwd_kernel", 64): "window, at most 128 registers: 0.315 ms against 0.336; see docs/log.md",
     ("nvidia-h200", "range_dkv_kernel", 128): (
         "4 warps, 32 rows by 64 keys (window) and 64 by 64 (compressed): 10.1 and 28.1 ms of backward (wide, 65,536 tokens) "
@@ -32,9 +32,10 @@ STACK_THAT_WINS = {
         "heads that do not fill 128 columns, 64 rows by 64 keys: 2.0 and 6.68 ms of backward (window, compressed, D 80) "
         "against 2.34 and 7.58 with 128 rows; see docs/log.md"
     ),
+    ("nvidia-h200", "selected_gather_bwd_kernel", 64): "dK and dV alone: 0.98 ms against 1.07; see docs/log.md",
     ("nvidia-h200", "selected_gather_bwd_kernel", 128): (
-        "32 rows by 64 keys with a deep pipeline: 1.39 ms (dK and dV alone) and 20.1 ms (with dQ) against 1.55 and 25.8 with other "
-        "tiles; see docs/log.md"
+        "32 rows by 64 keys with a deep pipeline: 1.39 ms (dK and dV alone) and 20.1 ms (with dQ) against 1.55 and 25.8 "
+        "with other tiles; see docs/log.md"
     ),
     ("nvidia-h200", "selected_gather_fwd_kernel", 128): (
         "at most 128 registers, so that four programs share a multiprocessor: 14.2 ms of forward against 14.9; see docs/log.md"

@@ -65,10 +65,19 @@ def find_chunk(
 
 
 @triton.jit
-def load_order(order_ptr, r, num_rows, first_entry, G: tl.constexpr, BLOCK_M: tl.constexpr):
+def load_vector(pointers, mask, other, SPLIT: tl.constexpr):
+    """``load_column``, but in a ``SPLIT`` loop ``tl.load``: its pipeline takes in every load, and takes that one better."""
+    if SPLIT:
+        return tl.load(pointers, mask=mask, other=other)
+    else:
+        return load_column(pointers, mask, other)
+
+
+@triton.jit
+def load_order(order_ptr, r, num_rows, first_entry, G: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr = False):
     """Entries, counted from the segment's first, of the rows ``r .. r + BLOCK_M`` of a chunk: a query and head each."""
     index = r + tl.arange(0, BLOCK_M)
-    return load_column(order_ptr + index // G, index < num_rows, 0) - first_entry.to(order_ptr.dtype.element_ty)
+    return load_vector(order_ptr + index // G, index < num_rows, 0, SPLIT) - first_entry.to(order_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -153,7 +162,7 @@ def gather_bwd_step(
     q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r, causal, num_rows, first_row, offset, n,
     softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, KEYS_AS_ROWS: tl.constexpr, DQ: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, KEYS_AS_ROWS: tl.constexpr, DQ: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Add the share of ``BLOCK_M`` rows to dK and dV and, if ``DQ``, write their dQ of this block."""
     entry, query, head, ok = locate_rows(entry, r, num_rows, G, HQ // G, N, BLOCK_M)
@@ -162,8 +171,8 @@ def gather_bwd_step(
     at = row * HQ + head_q
     q = load_tile(q_ptr, row * stride_q + head_q * stride_qh, ok, D, BLOCK_D, True)
     dout = load_tile(dout_ptr, row * stride_do + head_q * stride_doh, ok, DV, BLOCK_DV, True)
-    lse = load_column(lse_ptr + at, ok, float("inf")) * LOG2_E
-    delta = load_column(delta_ptr + at, ok, 0.0)
+    lse = load_vector(lse_ptr + at, ok, float("inf"), SPLIT) * LOG2_E
+    delta = load_vector(delta_ptr + at, ok, 0.0, SPLIT)
     scale = softmax_scale * LOG2_E
     key = n + tl.arange(0, BLOCK_N)
     # Small tiles leave registers for both products of inputs at once: the second runs while the first is exponentiated.
@@ -236,7 +245,7 @@ def selected_gather_bwd_kernel(
     stride_vh, stride_do, stride_doh, softmax_scale,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    KEYS_AS_ROWS: tl.constexpr, DQ: tl.constexpr, LIMIT_4: tl.constexpr, AHEAD: tl.constexpr,
+    KEYS_AS_ROWS: tl.constexpr, DQ: tl.constexpr, LIMIT_4: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a block from one chunk and, if ``DQ``, dQ of every (query, slot) ``[G, D]``.
 
@@ -268,16 +277,30 @@ def selected_gather_bwd_kernel(
         offset = (num_tokens - num_q - first_q + first_row).to(tl.int32)
         order_ptr += begin
         rows = count * G
-        # See the forward: entries ``AHEAD`` of their rows.
-        next_entry = load_order(order_ptr, 0, rows, first_entry, G, BLOCK_M)
-        for r in tl.range(0, rows, BLOCK_M):
-            entry = next_entry if AHEAD else load_order(order_ptr, r, rows, first_entry, G, BLOCK_M)
+        # See the forward: entries ``AHEAD`` of their rows. With ``STAGES`` the pipeline's depth is given by the loop instead,
+        # which is split where the mask ends.
+        SPLIT: tl.constexpr = STAGES is not None
+        next_entry = load_order(order_ptr, 0, rows, first_entry, G, BLOCK_M, SPLIT)
+        split = 0
+        if SPLIT:
+            split = tl.minimum(tl.cdiv(hidden * G, BLOCK_M) * BLOCK_M, rows)
+            for r in tl.range(0, split, BLOCK_M, num_stages=STAGES):
+                entry = next_entry if AHEAD else load_order(order_ptr, r, rows, first_entry, G, BLOCK_M, SPLIT)
+                if AHEAD:
+                    next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M, SPLIT)
+                dk, dv = gather_bwd_step(
+                    q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r, True, rows, first_row, offset, n,
+                    softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, N, PARTS, BLOCK_M,
+                    BLOCK_N, BLOCK_D, BLOCK_DV, KEYS_AS_ROWS, DQ, SPLIT,
+                )  # fmt: skip
+        for r in tl.range(split, rows, BLOCK_M, num_stages=STAGES):
+            entry = next_entry if AHEAD else load_order(order_ptr, r, rows, first_entry, G, BLOCK_M, SPLIT)
             if AHEAD:
-                next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M)
+                next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M, SPLIT)
             dk, dv = gather_bwd_step(
-                q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r, r < hidden * G, rows, first_row, offset,
-                n, softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, N, PARTS, BLOCK_M,
-                BLOCK_N, BLOCK_D, BLOCK_DV, KEYS_AS_ROWS, DQ,
+                q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r, False if SPLIT else r < hidden * G, rows,
+                first_row, offset, n, softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, N,
+                PARTS, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, KEYS_AS_ROWS, DQ, SPLIT,
             )  # fmt: skip
         if alone:
             finish_keys(
