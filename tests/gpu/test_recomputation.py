@@ -52,7 +52,7 @@ def held_after_forward(attention: Any, keeps: Any, num_layers: int) -> int:
 def test_a_layer_keeps_what_is_promised(attention: Any, keeps: Any) -> None:
     held_after_forward(attention, keeps, 1)  # what libraries keep for themselves
     two, four = (held_after_forward(attention, keeps, number) for number in (2, 4))
-    promised = sum(kept_bytes(LMConfig(attention=attention), keeps, SEQ_LEN).values())
+    promised = sum(kept_bytes(LMConfig(attention=attention), keeps).values())
     assert (four - two) / 2 / TOKENS == pytest.approx(promised, rel=0.05)
 
 
