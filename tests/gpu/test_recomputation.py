@@ -57,7 +57,7 @@ def held_after_forward(attention: Any, policy: CheckpointingConfig, num_layers: 
 def test_a_layer_keeps_what_is_promised(attention: Any, policy: str) -> None:
     held_after_forward(attention, POLICIES[policy], 1)  # what libraries keep for themselves
     two, four = (held_after_forward(attention, POLICIES[policy], number) for number in (2, 4))
-    promised = sum(kept_bytes(LMConfig(attention=attention), POLICIES[policy].keeps(0), SEQ_LEN).values())
+    promised = sum(kept_bytes(LMConfig(attention=attention), POLICIES[policy].keeps(0)).values())
     assert (four - two) / 2 / TOKENS == pytest.approx(promised, rel=0.05)
 
 

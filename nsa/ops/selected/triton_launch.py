@@ -68,13 +68,16 @@ class Call:
     design: str = "auto"
     segments: int | None = None
 
+    def always_tiled(self, q: Tensor, k: Tensor, n: int) -> bool:
+        """Whether the tiled design runs whatever the choice is."""
+        return always_tiled(self.design, q.shape[1] // k.shape[1], n, self.layout.len_q, self.layout.len_k, self.block_size)
+
     def union(self, q: Tensor, k: Tensor, n: int) -> Tensor | None:
         """Counters of the lists' blocks and of the lists, 0 yet; None where the tiled design runs whatever the choice is.
 
         With the gathered design they are 1 and 0 from the start: no lists are made, and choices count as scattered.
         """
-        lengths = (self.layout.len_q, self.layout.len_k)
-        if always_tiled(self.design, q.shape[1] // k.shape[1], n, *lengths, self.block_size):
+        if self.always_tiled(q, k, n):
             return None
         union = torch.zeros(2, dtype=torch.int64, device=q.device)
         if self.design == "gathered":
