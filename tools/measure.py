@@ -47,6 +47,10 @@ MEASUREMENTS: tuple[tuple[str, str, str], ...] = (
     ("results", "train", f"{TRAIN} --seqs 2048,8192,65536"),
     ("results", "train", f"{TRAIN} --as-configured --mode fwd_bwd --provider nsa,dense"),
     ("results", "train", f"{TRAIN} --seqs 128,512 --mode fwd_bwd --provider nsa,dense"),
+    ("results", "designs", f"{ATTENTION} --case attention.selected --seqs 2048,4096,8192,65536 --choice random,shared16 "
+     "--provider nsa,tiled,gathered"),
+    ("results", "designs", f"{ATTENTION} --case attention.selected --shape wide --seqs 8192,65536 --choice random,shared16 "
+     "--provider nsa,tiled,gathered"),
     ("consumers", "", f"{ATTENTION} --case attention.selected --seqs 2048,8192 --provider nsa,mask,ranges,gather"),
     ("memory", "", f"{TRAIN} --set cuda_graphs=false --seqs 2048 --mode fwd_bwd --provider nsa {POLICIES}"),
     ("switches", "", f"{TRAIN} --seqs 2048 --mode fwd_bwd --provider nsa {SWITCHES}"),
