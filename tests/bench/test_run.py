@@ -179,7 +179,8 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--provider", "reference", "--variant", "a:phi=mean"], "must have a CUDA GPU for reference, a, got none."),
         (
             ["--provider", "fa3"],
-            "--provider must be among nsa, dense-cudnn, dense-fa2, flex, mask, ranges, gather, tiled, gathered, reference, got 'fa3'.",
+            "--provider must be among nsa, dense-cudnn, dense-fa2, flex, mask, ranges, gather, tiled, gathered, reference, "
+            "got 'fa3'.",
         ),
         (["--case", "attention.windows"], "--case must be among attention, "),
         (["--choice", "shared8"], "--choice must be among random, shared4, shared16, got 'shared8'."),
