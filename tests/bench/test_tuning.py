@@ -139,8 +139,8 @@ def test_names_of_gpus_as_file_names() -> None:
 )
 def test_only_options_that_a_kernel_has_are_tried(kernel: str, fields: set[str]) -> None:
     start = Tile(64, 64, 4, 2, edge_stages=2)
-    tried = [tile for group in tune.candidates(TileKey(kernel, 64, 2), start) for tile in group]
-    differ = {name for tile in tried for name, value in vars(tile).items() if value != getattr(start, name)}
+    _, trials = tune.descend(TileKey(kernel, 64, 2), start, lambda _: {2048: 1.0})
+    differ = {name for tile in trials for name, value in vars(tile).items() if value != getattr(start, name)}
     assert differ == {"rows", "keys", "warps", "stages", "max_registers"} | fields
 
 
@@ -206,7 +206,7 @@ def test_the_walk_says_what_comes_next_and_repeats_nothing() -> None:
     start = Tile(64, 64, 4, 2)
     tune.descend(KEY, start, measure, announce=told.extend)
     assert measured == [start, *told]
-    assert len(told) == len(set(told)) > 20
+    assert len(told) == len(set(told)) > 15
     assert start not in told
 
 
