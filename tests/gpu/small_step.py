@@ -45,9 +45,9 @@ def main() -> None:
         for phi in ("linear", "mlp"):
             check_compress(dataclasses.replace(seed, config=dataclasses.replace(seed.config, phi=phi)))
         # More than 512 queries see a compressed key: sums of chunks.
-        longer = dataclasses.replace(seed, lengths_k=(600,))
+        longer = dataclasses.replace(seed, lengths_k=(1100,))
         RUNS["compressed"](longer)
-        two_stages = {"coarse_block_size": 256, "num_coarse_blocks": 2, "num_local_blocks": 1}
+        two_stages = {"coarse_block_size": 256, "num_coarse_blocks": 3, "num_local_blocks": 1}
         for changes in (two_stages, {"score_precision": "fp8"}):
             check_choice(dataclasses.replace(longer, config=dataclasses.replace(seed.config, **changes)))
         torch.cuda.synchronize()
