@@ -66,7 +66,7 @@ def find_chunk(
 
 @triton.jit
 def load_vector(pointers, mask, other, SPLIT: tl.constexpr):
-    """``load_column``, but in a ``SPLIT`` loop ``tl.load``: its pipeline takes in every load, and takes that one better."""
+    """As a column, see ``load_column``; in loops that are ``SPLIT`` as it comes, which is faster there."""
     if SPLIT:
         return tl.load(pointers, mask=mask, other=other)
     else:
