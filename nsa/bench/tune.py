@@ -6,7 +6,7 @@ import fnmatch
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,7 +58,7 @@ class TunePlan:
         dtype: of the inputs.
         kernel: pattern of kernel names.
         out: table to write; None takes that of this GPU inside the package.
-        minutes: stop looking after this time; None looks at everything.
+        minutes: stop looking after this time, which the kernels share; None looks at everything.
         jobs: processes that compile candidates ahead.
     """
 
@@ -101,12 +101,13 @@ def bench_tune(plan: TunePlan, device: torch.device) -> bool:
         for seq_len in plan.seqs
     ]
     correct = list[bool]()
-    for case in (case for case in CASES.values() if case.name != "attention"):
-        bench = Bench(case, points)
-        tasks = [task for task in bench.tasks() if fnmatch.fnmatch(task.key.kernel, plan.kernel)]
-        with Compilers(case, points, plan.jobs if tasks else 0) as compilers:
-            for task in tasks:
-                found = _tune(bench, task, compilers, lambda: time.monotonic() < end)
+    cases = [case for case in CASES.values() if case.name != "attention"]
+    with Compilers(points, plan.jobs) as compilers:
+        for case, case_end in zip(cases, shares(end, len(cases)), strict=True):
+            bench = Bench(case, points)
+            tasks = [task for task in bench.tasks() if fnmatch.fnmatch(task.key.kernel, plan.kernel)]
+            for task, task_end in zip(tasks, shares(case_end, len(tasks)), strict=True):
+                found = _tune(bench, task, compilers, lambda until=task_end: time.monotonic() < until)
                 correct.append(found is not None)
                 if found is not None:
                     note = {**found[1], "measured": f"{case.name} {task.mode}, {plan.shape.name} shape, by length"}
@@ -115,12 +116,19 @@ def bench_tune(plan: TunePlan, device: torch.device) -> bool:
     return all(correct)
 
 
+def shares(end: float, number: int) -> Iterator[float]:
+    """When each of some things that are done one after the other must end, for all to get the same of the time that is left."""
+    for left in range(number, 0, -1):
+        now = time.monotonic()
+        yield now + max(0.0, end - now) / left
+
+
 def _tune(bench: Bench, task: Task, compilers: Compilers, go_on: Callable[[], bool]) -> tuple[Tile, Mapping[str, Any]] | None:
     """The best tile of one kernel and what the table says of it; None if its results are wrong."""
     where = ", ".join(f"{seq_len:,}" for seq_len in task.seqs)
     print(f"\n{task.key.kernel}, head size {task.key.head_size}, by {bench.case.name} {task.mode} at S {where}", flush=True)
     print(f"  in use: {task.start}", flush=True)
-    best, trials = descend(task.key, task.start, bench.measure(task), go_on, partial(compilers.compile, task))
+    best, trials = descend(task.key, task.start, bench.measure(task), go_on, partial(compilers.compile, bench.case, task))
     fault = bench.fault(task, best)
     print(f"  chosen: {best}{f', but WRONG: {fault}' if fault else ''}", flush=True)
     return None if fault else (best, {"ms": trials[best], **without_stack(best, trials, bench.stacks(task))})
@@ -242,16 +250,15 @@ class Compilers:
     """Processes that run candidates once, side by side, ahead of their measurement: Triton keeps on disk what it compiled.
 
     Args:
-        case: the operator.
         points: as for :class:`Bench`.
         count: processes; 0 compiles nothing ahead.
     """
 
-    def __init__(self, case: Case, points: Sequence[Point], count: int) -> None:
+    def __init__(self, points: Sequence[Point], count: int) -> None:
         self.pool = None
         if count:
             context = multiprocessing.get_context("spawn")  # a process with a CUDA context cannot be forked
-            self.pool = ProcessPoolExecutor(count, context, initializer=_open_bench, initargs=(case.name, points))
+            self.pool = ProcessPoolExecutor(count, context, initializer=_begin, initargs=(points,))
 
     def __enter__(self) -> Compilers:
         return self
@@ -260,23 +267,27 @@ class Compilers:
         if self.pool is not None:
             self.pool.shutdown(cancel_futures=True)
 
-    def compile(self, task: Task, tiles: Sequence[Tile]) -> None:
+    def compile(self, case: Case, task: Task, tiles: Sequence[Tile]) -> None:
         """Compile the kernel of a task with each tile; waits for all."""
         if self.pool is not None and len(tiles) > 1:
-            for _ in self.pool.map(partial(_compile, task), tiles):
+            for _ in self.pool.map(partial(_compile, case.name, task), tiles):
                 pass
 
 
-_opened: list[Bench] = []  # of a process of `Compilers`
+_points: list[Point] = []  # of a process of `Compilers`
+_benches: dict[str, Bench] = {}
 
 
-def _open_bench(case: str, points: Sequence[Point]) -> None:
+def _begin(points: Sequence[Point]) -> None:
     torch.cuda.set_device(points[0].device)
-    _opened.append(Bench(CASES[case], points))
+    _points.extend(points)
 
 
-def _compile(task: Task, tile: Tile) -> None:
-    (bench,) = _opened
+def _compile(case: str, task: Task, tile: Tile) -> None:
+    if case not in _benches:
+        _benches.clear()  # one at a time: their tensors are large
+        _benches[case] = Bench(CASES[case], _points)
+    bench = _benches[case]
     with tiles_chosen_by(lambda key, usual: tile if key == task.key else usual):
         try:
             bench.works[task.seqs[0]].run(task.mode)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
 import json
 import logging
 import mmap
@@ -14,12 +13,13 @@ import sys
 import tempfile
 import time
 from types import TracebackType
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 from torch._dynamo.callback import callback_handler
 
 from nsa.train import watchdog_process
 from nsa.train.run_folder import RunFolder
+from nsa.train.stacks import StacksOnDemand
 from nsa.train.watchdog_process import BEAT_SIZE, Beat, Watched
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ CHECKPOINT_LIMIT_S = 600.0
 class Watchdog:
     """While entered, a second process ends this one when it gives no sign of life for too long; it first says what it sees.
 
-    SIGUSR1 makes this process write the stacks of all its threads to ``stacks/rank-<rank>.txt`` in the run folder, also while
-    the main thread is in C code.
+    SIGUSR1 makes this process write the stacks of all its threads to ``stacks/rank-<rank>.txt`` in the run folder, see
+    :class:`StacksOnDemand`.
 
     Args:
         folder: run folder.
@@ -48,15 +48,14 @@ class Watchdog:
         self._memory: mmap.mmap | None = None
         self._beats: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._stacks: BinaryIO | None = None
+        self._stacks = StacksOnDemand(self._path)
         self._before: Any = None
         self._last: tuple[str, int, float] = ("start", 0, STARTING_LIMIT_S)
         self._compiling: tuple[str, int, float] | None = None
 
     def __enter__(self) -> Watchdog:
         self._folder.stacks.mkdir(exist_ok=True)
-        self._stacks = self._path.open("ab", buffering=0)
-        faulthandler.register(signal.SIGUSR1, self._stacks, all_threads=True)
+        self._stacks.__enter__()
         self._before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it would end a run that is not yet ready for it
         if self._stall_s > 0:
             self._beats = tempfile.TemporaryFile()
@@ -80,15 +79,14 @@ class Watchdog:
             self._memory = None
         if self._beats is not None:
             self._beats.close()
-        faulthandler.unregister(signal.SIGUSR1)
         signal.signal(signal.SIGUSR2, self._before)
-        if self._stacks is not None:
-            self._stacks.close()
+        self._stacks.__exit__(kind, error, traceback)
 
     def _start(self) -> subprocess.Popen[bytes]:
         assert self._beats is not None, "not entered"
         beats, folder = self._beats.fileno(), self._folder
-        watched = Watched(os.getpid(), self._rank, beats, str(self._path), str(folder.log), str(folder.events))
+        files = (self._path, folder.log, folder.events, folder.stacks / "alarm")
+        watched = Watched(os.getpid(), self._rank, beats, *map(str, files))
         words = [sys.executable, "-I", "-S", watchdog_process.__file__, json.dumps(dataclasses.asdict(watched))]
         return subprocess.Popen(words, pass_fds=[beats], stdin=subprocess.DEVNULL)
 

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 POLL_S = 0.5
-STACKS_WAIT_S = 3.0
-# Other ranks hang too, a moment later; they get this long, or the limit, to say where before the launcher ends them all.
+STACKS_WAIT_S = 2.5
+# Has the stacks written by a handler in C, which may crash a process whose threads run: for one that answers nothing else.
+STACKS_AT_ANY_PRICE = signal.SIGVTALRM
+# Its end breaks the connections of the other ranks, which end by that: they get this long to say first where they stand.
 GRACE_S = 6.0
 _LAYOUT = struct.Struct("<qq24sdd")
 BEAT_SIZE = _LAYOUT.size
@@ -66,6 +68,7 @@ class Watched:
         stacks: file to which SIGUSR1 makes it write its stacks.
         log: ``log.txt`` of the run.
         events: ``events.jsonl`` of the run.
+        alarm: file of the run that grows when a rank hangs: all others then say where they stand, whatever their limits.
     """
 
     pid: int
@@ -74,6 +77,7 @@ class Watched:
     stacks: str
     log: str
     events: str
+    alarm: str
 
 
 def read_beat(descriptor: int) -> Beat:
@@ -99,32 +103,45 @@ def proc_state(pid: int) -> dict[str, str]:
     return found
 
 
+def size_of(path: str) -> int:
+    """Bytes of a file, 0 if there is none."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
 def stacks_of(watched: Watched, wait_s: float = STACKS_WAIT_S) -> str:
     """Stacks of all threads of the process; empty if it cannot write them."""
-    path = Path(watched.stacks)
-    before = path.stat().st_size if path.exists() else 0
-    os.kill(watched.pid, signal.SIGUSR1)
-    size, deadline = before, time.monotonic() + wait_s
-    while time.monotonic() < deadline:
-        time.sleep(0.2)
-        now = path.stat().st_size if path.exists() else 0
-        if now > before and now == size:  # it has stopped growing
+    before = size = size_of(watched.stacks)
+    for number in (signal.SIGUSR1, STACKS_AT_ANY_PRICE):
+        if size > before:
             break
-        size = now
-    with path.open("rb") as file:
+        os.kill(watched.pid, number)
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline:
+            time.sleep(0.2)
+            now = size_of(watched.stacks)
+            if now > before and now == size:  # it has stopped growing
+                break
+            size = now
+    with open(watched.stacks, "rb") as file:
         file.seek(before)
         return file.read().decode(errors="replace")
 
 
 def describe(watched: Watched, beat: Beat, silent_s: float) -> str:
-    """What is known about a process that hangs."""
-    what = "data starvation" if beat.phase == "data" else "stall, zero throughput"
+    """What is known about a process that hangs, or is asked because another rank does."""
+    if silent_s <= beat.limit_s or beat.limit_s <= 0:
+        what = "another rank hangs"
+    else:
+        what = "data starvation" if beat.phase == "data" else "stall, zero throughput"
+    limit = f"limit {beat.limit_s:.0f} s" if beat.limit_s > 0 else "no limit"
     clock = time.strftime("%H:%M:%S", time.gmtime(beat.time_unix_s))
     found = proc_state(watched.pid)
     state = ", ".join(f"{name} {value}" for name, value in found.items()) or "unknown, no /proc here"
     lines = [
-        f"watchdog: rank {watched.rank} (process {watched.pid}): {what}: no sign of life for {silent_s:.0f} s "
-        f"(limit {beat.limit_s:.0f} s)",
+        f"watchdog: rank {watched.rank} (process {watched.pid}): {what}: no sign of life for {silent_s:.0f} s ({limit})",
         f"  last heartbeat: number {beat.count}, step {beat.step}, phase {beat.phase}, at {clock} UTC",
         f"  state: {state}",
     ]
@@ -150,22 +167,29 @@ def say(watched: Watched, kind: str, beat: Beat, text: str) -> None:
 def watch(watched: Watched) -> None:
     """Until the process has ended, or until it hangs and has been ended."""
     parent, last, silent_s = os.getppid(), read_beat(watched.beats), 0.0
+    heard, described = size_of(watched.alarm), None
     while os.getppid() == parent:
         time.sleep(POLL_S)
         beat = read_beat(watched.beats)
         # Counted in polls and not by the clock: time in which this program was stopped as well is nobody's stall.
         silent_s = silent_s + POLL_S if beat == last else 0.0
         last = beat
-        if beat.limit_s <= 0 or silent_s <= beat.limit_s:
-            continue
-        say(watched, "hang", beat, describe(watched, beat, silent_s))
-        time.sleep(min(GRACE_S, beat.limit_s))
-        if read_beat(watched.beats) == beat and os.getppid() == parent:
-            say(watched, "end", beat, f"watchdog: ending rank {watched.rank} (process {watched.pid}) with SIGKILL\n")
-            os.kill(watched.pid, signal.SIGKILL)
-            return
-        say(watched, "recovery", beat, f"watchdog: rank {watched.rank} goes on\n")
-        silent_s = 0.0
+        hangs, size = 0 < beat.limit_s < silent_s, size_of(watched.alarm)
+        if hangs:
+            with suppress(OSError), open(watched.alarm, "ab", buffering=0) as file:
+                file.write(b"%d\n" % watched.rank)
+        if (hangs or size > heard) and beat != described:
+            say(watched, "hang", beat, describe(watched, beat, silent_s))
+            described = beat
+        if hangs:
+            time.sleep(GRACE_S)
+            if read_beat(watched.beats) == beat and os.getppid() == parent:
+                say(watched, "end", beat, f"watchdog: ending rank {watched.rank} (process {watched.pid}) with SIGKILL\n")
+                os.kill(watched.pid, signal.SIGKILL)
+                return
+            say(watched, "recovery", beat, f"watchdog: rank {watched.rank} goes on\n")
+            silent_s, size = 0.0, size_of(watched.alarm)
+        heard = size
 
 
 def main(words: list[str]) -> int:

@@ -215,6 +215,17 @@ def test_the_walk_stops_when_time_is_up() -> None:
     assert tune.descend(KEY, Tile(64, 64, 4, 2), cost(best), lambda: False)[0] == Tile(64, 64, 4, 2)
 
 
+def test_kernels_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(tune.time, "monotonic", lambda: now[0])
+    ends = []
+    for end, spent in zip(tune.shares(160.0, 4), (15.0, 5.0, 60.0, 0.0), strict=True):
+        ends.append(end)
+        now[0] += spent
+    assert ends == [115.0, 130.0, 140.0, 180.0]  # what the second leaves goes to the others; the third takes the fourth's
+    assert list(tune.shares(math.inf, 2)) == [math.inf] * 2
+
+
 def test_a_tile_with_a_stack_says_what_the_best_one_without_would_take() -> None:
     fast, plain, slow = Tile(1, 1, 1, 1), Tile(2, 1, 1, 1), Tile(3, 1, 1, 1)
     trials: tune.Trials = {slow: {2048: 4.0}, plain: {2048: 2.0}, fast: {2048: 1.0}}

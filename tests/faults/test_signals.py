@@ -142,6 +142,9 @@ def test_stacks_and_checkpoint_on_demand(tmp_path: Path, count) -> None:
         stacks = path / "stacks" / "rank-0.txt"
         nsa.wait_until(lambda: "nsa/train/trainer.py" in stacks.read_text())
         assert steps_of(path) == []
+        for _ in range(400):  # reading the stacks of running threads in a signal handler would have ended it by now
+            nsa.kill(signal.SIGUSR1)
+            time.sleep(0.005)
         nsa.kill(signal.SIGUSR2)
         nsa.wait_until(lambda: bool(steps_of(path)))
         before = rows_of(path)

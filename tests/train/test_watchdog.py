@@ -35,7 +35,7 @@ def terminal_gone() -> Iterator[None]:
 
 def test_the_watchdog_goes_on_without_a_terminal(tmp_path: Path) -> None:
     """Otherwise a hanging run would never be ended once its terminal has gone."""
-    watched = Watched(1, 0, 0, "", str(tmp_path / "log.txt"), str(tmp_path / "events.jsonl"))
+    watched = Watched(1, 0, 0, "", str(tmp_path / "log.txt"), str(tmp_path / "events.jsonl"), str(tmp_path / "alarm"))
     with terminal_gone():
         say(watched, "hang", Beat(1, 2, "step", 3.0, 4.0), "watchdog: it hangs\n")
     assert (tmp_path / "log.txt").read_text().endswith("ERROR watchdog: it hangs\n")
