@@ -25,9 +25,10 @@ class Replay:
     """Runs micro-batches from graphs, one for each shape.
 
     The very first micro-batch runs as it is, which compiles what has to be compiled and makes the gradients; later ones are
-    captured where their shape is new. Gradients are added to the ``.grad`` that exists then: it must stay where it is, so it is
-    set to zero and never dropped. Graphs share their memory, since one runs at a time. A new shape may come at any step: run
-    as it is, it would need as much memory again beside that of the graphs.
+    captured where their shape is new. A new shape may come at any step: run as it is, it would need as much memory again beside
+    that of the graphs. So it must be computed by the code that the first one compiled, see ``Batch.with_few_shapes``. Gradients
+    are added to the ``.grad`` that exists then: it must stay where it is, so it is set to zero and never dropped. Graphs share
+    their memory, since one runs at a time.
 
     Args:
         run: forward and backward of a micro-batch on the device, its loss divided by a scalar before the backward pass; gives
