@@ -34,7 +34,7 @@ endif
 
 SOURCES := nsa tests tools
 
-.PHONY: help train test pytest pytest-kernels test-compile test-faults test-gpu lint format test-mutants lock wheel device-wheels clean check-python
+.PHONY: help train bench test pytest pytest-kernels test-compile test-faults test-gpu lint format test-mutants lock wheel device-wheels clean check-python
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -69,6 +69,10 @@ test-compile: $(ENV) ## compile every kernel for GPUs of six kinds that are not 
 test-gpu: $(ENV) ## what only a CUDA GPU can show; of a million tokens with ARGS="-m slow"
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test-gpu
 	$(RUN) -m pytest tests/gpu tests/train/test_gpu.py -m "not slow" $(ARGS)
+
+bench: $(ENV) ## on a GPU: every measurement behind the committed rows, into benchmarks/ (ARGS="--list", "--only seed wide", "--shards DATA")
+	$(RUN) -m tools.measure $(ARGS)
+	$(RUN) -m nsa bench report benchmarks/results/*.jsonl --out benchmarks/report
 
 lint: $(ENV) ## formatting, lint and types
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check lint

@@ -20,6 +20,7 @@ from nsa.ops._triton.tuning import LONG_KEYS, TABLES, TileKey, TileTable, defaul
 from nsa.ops.selected.design import LIMIT_4, always_tiled
 from nsa.train import environment
 from nsa.train.load import load_config
+from nsa.train.throughput import utilisation_row
 
 _MIN_FREE_GIB = 2.0  # three checkpoints of a small model, metrics and plots
 _PROBE = NSAConfig(
@@ -138,7 +139,20 @@ def _gpus() -> Iterator[str]:
         )
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         yield Problem("no bf16 arithmetic on this GPU. Train with: --compute-dtype fp32")
+    yield from _utilisation(len(found["gpus"]))
     yield from _connections(len(found["gpus"]))
+
+
+def _utilisation(num_gpus: int) -> Iterator[str]:
+    """Whether rows of metrics will say how busy the GPUs are."""
+    version = environment.version("nvidia-ml-py")
+    if version is None:
+        yield "runs will not record gpu_utilisation_percent: no nvidia-ml-py. Install it with: pip install nvidia-ml-py"
+        return
+    for index in range(num_gpus):
+        row = utilisation_row(torch.device("cuda", index))
+        said = f"{row['gpu_utilisation_percent']:.0f}% busy" if row else "the driver keeps no gpu_utilisation_percent"
+        yield f"{index}: {said} (nvidia-ml-py {version})"
 
 
 def _connections(num_gpus: int) -> Iterator[str]:

@@ -3,6 +3,7 @@
 ``cpu.lock`` and ``gpu.lock`` pin what the library imports, ``dev.lock`` what only the checks need. The GPU lock holds the
 versions of torch and Triton that the GPU results of this project were measured with. CUDA's packages stand in neither file:
 the CUDA build of torch names each of them in one version, the CPU build none, so that one file serves both builds.
+nvidia-ml-py is none of them: the library itself asks for it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PINNED = {
         "numpy<2.4",
     ),  # the interpreter of Triton 3.6 has no run-time loop bounds from NumPy 2.4 on
 }
-CUDA = re.compile(r"(cuda|nvidia)-")
+CUDA = re.compile(r"(cuda|nvidia)-(?!ml-py)")
 HEADER = "# Made by `make lock` from pyproject.toml; do not edit.\n"
 
 Pins = dict[str, str]  # normalised name -> version

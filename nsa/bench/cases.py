@@ -76,8 +76,14 @@ def _choice(x: Tensors, config: NSAConfig, backend: str) -> tuple[Tensor, ...]:
     return (select_blocks(x["q"], x["k_cmp"], x["lse"], config, backend=backend),)
 
 
-def _selected(x: Tensors, config: NSAConfig, backend: str) -> tuple[Tensor, ...]:
-    return (selected_attention(x["q"], x["k_slc"], x["v_slc"], x["block_indices"], config, backend=backend)[0],)
+def selected_by(design: str) -> Callable[[Tensors, NSAConfig, str], tuple[Tensor, ...]]:
+    """The selected branch with its design, see :func:`nsa.selected_attention`."""
+
+    def call(x: Tensors, config: NSAConfig, backend: str) -> tuple[Tensor, ...]:
+        inputs = (x["q"], x["k_slc"], x["v_slc"], x["block_indices"])
+        return (selected_attention(*inputs, config, design=design, backend=backend)[0],)
+
+    return call
 
 
 def _window(x: Tensors, config: NSAConfig, backend: str) -> tuple[Tensor, ...]:
@@ -109,8 +115,8 @@ CASES = {
         ),
         Case("attention.choice", (), ("block_indices",), _choice, (("select_",), ())),
         Case(
-            "attention.selected", ("q", "k_slc", "v_slc"), ("out",), _selected, (("selected_",), ("selected_",)),
-            ("mask", "ranges", "gather"),
+            "attention.selected", ("q", "k_slc", "v_slc"), ("out",), selected_by("auto"), (("selected_",), ("selected_",)),
+            ("mask", "ranges", "gather", "tiled", "gathered"),
         ),
         Case(
             "attention.window", ("q", "k_win", "v_win"), ("out",), _window, (("range_fwd",), ("range_dq", "range_dkv")),

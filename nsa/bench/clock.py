@@ -61,13 +61,16 @@ def time_call(call: Callable[[], object], device: torch.device, budget_ms: float
     samples = max(MIN_SAMPLES, min(MAX_SAMPLES, round(budget_ms / max(once * calls, 1e-3))))
     if not capture:
         return percentiles(_events(call, samples), 1, "launches")
-    graph = torch.cuda.CUDAGraph()
     try:
-        _capture(graph, call, calls)
-    except RuntimeError as error:
+        graph = _capture(call, calls)
+    except RuntimeError:
         torch.cuda.synchronize()
-        reason = str(error).splitlines()[0]
-        return percentiles(_events(call, samples), 1, f"launches: no graph, {reason}")
+        try:  # the first capture of cuDNN's backward in a process fails, later ones do not
+            graph = _capture(call, calls)
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            reason = str(error).splitlines()[0]
+            return percentiles(_events(call, samples), 1, f"launches: no graph, {reason}")
     replay = graph.replay
     replay()
     timing = percentiles(_events(replay, samples), calls, "cuda graph")
@@ -75,17 +78,19 @@ def time_call(call: Callable[[], object], device: torch.device, budget_ms: float
     return timing
 
 
-def _capture(graph: torch.cuda.CUDAGraph, call: Callable[[], object], calls: int) -> None:
-    """Record ``calls`` calls; a side stream first, as capture demands of anything that allocates lazily."""
+def _capture(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+    """A graph of ``calls`` calls; a side stream first, as capture demands of anything that allocates lazily."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         call()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(calls):
             call()
+    return graph
 
 
 def _events(call: Callable[[], object], samples: int) -> list[float]:

@@ -66,7 +66,9 @@ def add_attention(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--choice", default="random", metavar="LIST", help="random, shared4, shared16 (default random)")
     parser.add_argument("--case", metavar="LIST", help="for example attention,attention.window (default all)")
     parser.add_argument(
-        "--provider", metavar="LIST", help="nsa, dense-cudnn, dense-fa2, flex, reference (default all); mask, ranges, gather"
+        "--provider",
+        metavar="LIST",
+        help="nsa, dense-cudnn, dense-fa2, flex, reference (default all); mask, ranges, gather, tiled, gathered",
     )
     parser.add_argument(
         "--variant", action="append", default=[], metavar="NAME:KEY=VALUE,...",

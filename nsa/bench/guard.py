@@ -12,6 +12,8 @@ from nsa.bench.targets import DENSE, figures, is_void, of_dense
 from nsa.errors import check
 
 Key = tuple[object, ...]
+# Settings of a training step on which its ratio to the dense twin depends.
+_SETTINGS = ("micro_batch", "compile", "cuda_graphs", "checkpointing")
 _FIELDS: tuple[tuple[str, Literal["ms_p50", "peak_mib"]], ...] = (("time", "ms_p50"), ("memory", "peak_mib"))
 _HEADER = ("case", "provider", "shape", "choice", "mode", "S", "B", "what", "of dense", "baseline", "change", "")
 
@@ -34,8 +36,10 @@ class Ratio:
     def key(self) -> Key:
         """What has to be equal in the baseline."""
         row = self.row
+        settings = None if row.settings is None else tuple(row.settings.get(name) for name in _SETTINGS)  # of attention none
         return (
-            self.what, row.gpu, row.case, row.provider, row.shape, row.choice, row.seq_len, row.batch, row.dtype, row.mode
+            self.what, row.gpu, row.case, row.provider, row.shape, row.choice, row.seq_len, row.batch, row.dtype, row.mode,
+            settings,
         )  # fmt: skip
 
 

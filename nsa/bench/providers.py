@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import nsa.ops
 from nsa.bench import consumers
-from nsa.bench.cases import Case, Tensors
+from nsa.bench.cases import Case, Tensors, selected_by
 from nsa.bench.points import Point
 from nsa.bench.variants import TileOverrides, Variant
 from nsa.config import NSAConfig
@@ -122,6 +122,21 @@ class Ours(Provider):
                 return f"no kernel {prefix}* of this library ran"
         foreign = [name for name in kernels if name not in ours and _FOREIGN.search(name)]
         return f"{foreign[0]} ran, which is not of this library" if foreign else None
+
+
+@dataclass(frozen=True)
+class Design(Ours):
+    """The selected branch alone, by one of its designs whatever the choice is.
+
+    Attributes:
+        design: see :func:`nsa.selected_attention`.
+    """
+
+    design: str = "tiled"
+
+    def work(self, case: Case, tensors: Tensors, point: Point, config: NSAConfig) -> Work:
+        """See :class:`Provider`."""
+        return super().work(replace(case, call=selected_by(self.design)), tensors, point, config)
 
 
 @cache
@@ -308,19 +323,21 @@ PROVIDERS: dict[str, Provider] = {
         Consumer("mask", way=consumers.by_mask, own=(("triton_tem",), ())),
         Consumer("ranges", way=consumers.by_ranges, own=(("ranges_fwd",), ("ranges_bwd",))),
         Consumer("gather", way=consumers.by_gather),
+        Design("tiled", design="tiled"),
+        Design("gathered", design="gathered"),
         Reference("reference"),
     )
 }
 
 
 def choose_providers(names: list[str] | None, variants: list[Variant], device: torch.device) -> list[Provider]:
-    """The providers to measure: those named and all variants; by default all but other ways to consume a choice.
+    """The providers to measure: those named and all variants; by default all but ways to consume a choice.
 
     Raises:
         ValueError: a name is unknown.
     """
     known = {**PROVIDERS, **{variant.name: Ours(variant.name, variant=variant) for variant in variants}}
-    names = [name for name in known if not isinstance(known[name], Consumer)] if names is None else names
+    names = [name for name in known if not isinstance(known[name], (Consumer, Design))] if names is None else names
     unknown = [name for name in names if name not in known]
     if unknown:
         fail("nsa bench", "--provider", f"be among {', '.join(known)}", unknown[0])
@@ -333,7 +350,7 @@ def choose_providers(names: list[str] | None, variants: list[Variant], device: t
 
 def takes_part(provider: Provider, case: Case, named: bool) -> bool:
     """Whether a provider is measured in a case; FlexAttention as dense attention only where it was named."""
-    if isinstance(provider, (Ours, Reference)):
+    if isinstance(provider, (Ours, Reference)) and not isinstance(provider, Design):
         return True
     if provider.name == "flex" and case.name == "attention":
         return named

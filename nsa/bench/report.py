@@ -98,17 +98,23 @@ def _origins(rows: Sequence[Row]) -> str:
 
 
 def _table(rows: Sequence[Row], by: Figures) -> str:
-    lines = [
-        "| provider | S | B | mode | ms (p20 to p80) | useful TFLOP/s | useful TB/s | peak MiB | of dense | target |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    approximate = any(row.recall is not None for row in rows)  # how much of the exact choice is found
+    head = ["provider", "S", "B", "mode", "ms (p20 to p80)", "useful TFLOP/s", "useful TB/s", "peak MiB", "of dense"]
+    varied = any(row.variant for row in rows)
+    head += ["recall"] * approximate + ["differs"] * varied + ["target"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in sorted(rows, key=lambda row: (row.seq_len, row.mode, row.ms_p50 or 0)):
         cells = (
             row.provider, f"{row.seq_len:,}", str(row.batch), row.mode, _time(row), number(row.tflops_useful),
-            number(row.tbps_useful), number(row.peak_mib, ",.0f"), number(of_dense(row, by)), verdicts(row, by),
+            number(row.tbps_useful), number(row.peak_mib, ",.0f"), number(of_dense(row, by)),
+            *[number(row.recall, ".3f")] * approximate, *[_differs(row)] * varied, verdicts(row, by),
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _differs(row: Row) -> str:
+    return ", ".join(f"{name} {value}" for name, value in (row.variant or {}).items())
 
 
 def _train_table(rows: Sequence[Row], by: Figures) -> str:
@@ -123,8 +129,7 @@ def _train_table(rows: Sequence[Row], by: Figures) -> str:
             row.provider, f"{row.seq_len:,}", str(row.batch), row.mode, _time(row), number(row.tokens_per_s, ",.0f"),
             number(row.mfu), number(row.peak_mib, ",.0f"), number(row.reserved_mib, ",.0f"),
             number(time) + " void" * (time is not None and is_void(row, by)), number(of_dense(row, by, "peak_mib")),
-            number(row.loss_nats, ".3f"), ", ".join(f"{name} {value}" for name, value in (row.variant or {}).items()),
-            verdicts(row, by),
+            number(row.loss_nats, ".3f"), _differs(row), verdicts(row, by),
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

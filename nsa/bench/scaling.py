@@ -155,10 +155,14 @@ def read_scaling_rows(path: Path) -> list[ScalingRow]:
 
 
 def scaling_table(rows: Sequence[ScalingRow]) -> str:
-    """Rows as text; ``of one`` is the speed over that of one process with the same configuration and global batch."""
+    """Rows as text.
+
+    ``of one`` is the speed over that of one process with the same code, configuration, global batch and way to run a step.
+    """
 
     def of(row: ScalingRow) -> tuple[Any, ...]:
-        return row.config, row.global_batch, row.seq_len, row.compile, row.compute_dtype, row.checkpointing, row.gpu
+        step = (row.compile, row.cuda_graphs, row.compute_dtype, row.checkpointing)
+        return row.config, row.global_batch, row.seq_len, *step, row.gpu, row.commit
 
     alone = {of(row): row.tokens_per_s for row in rows if row.processes == 1}
     lines: list[tuple[str, ...]] = [_HEADER]

@@ -173,7 +173,9 @@ def _settings(config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
         "mlp_hidden_size": config.model.mlp_hidden_size, "vocab_size": config.model.vocab_size,
         "micro_batch": config.micro_batch, "accumulation": config.accumulation, "compile": config.compile,
         "cuda_graphs": config.cuda_graphs, "checkpointing": config.checkpointing.policy, "loss_chunk": config.loss_chunk,
-        "optimizer": config.optim.name, "data": trainer.data.description["source"],
+        "optimizer": config.optim.name, "grad_clip": config.optim.grad_clip, "telemetry": config.telemetry,
+        "log_every": config.log_every, "data": trainer.data.description["source"],
+        "document_mask": config.data.document_mask,
     }  # fmt: skip
 
 

@@ -40,6 +40,9 @@ BUDGET_MS = 60.0
 # A tile whose kernel needs more stack, bytes a thread, is not taken however fast it is.
 MAX_STACK_BYTES = 256
 
+# Kernels whose rows lie all over: descriptors cannot load them, and their loops have no masked edges of their own.
+GATHERING = ("selected_attention_dkv", "selected_gather_fwd", "selected_gather_dkv")
+
 Measure = Callable[[Tile], Mapping[int, float] | None]
 Trials = dict[Tile, Mapping[int, float]]
 
@@ -293,7 +296,9 @@ def candidates(key: TileKey, tile: Tile) -> Generator[list[Tile], Tile, None]:
     Yields:
         Tiles other than the best one.
     """
-    choice = key.kernel == "select_blocks"
+    choice, gathers = key.kernel == "select_blocks", key.kernel in GATHERING
+    keys_own = "_dkv" in key.kernel  # a program owns keys: dK and dV
+    flags = ["tma"] * (not choice and not gathers) + ["keys_as_rows"] * keys_own + ["keep_queries"] * choice
     all_rows, all_keys = (32, 64, 128), ((8, 16, 32, 64) if choice else (32, 64, 128))
     sizes = [
         (rows, keys, warps) for rows in all_rows for keys in all_keys for warps in (4, 8) if rows >= 16 * warps or warps == 4
@@ -301,9 +306,8 @@ def candidates(key: TileKey, tile: Tile) -> Generator[list[Tile], Tile, None]:
     groups: list[Callable[[Tile], list[Tile]]] = [
         lambda best: [replace(best, rows=rows, keys=keys, warps=warps) for rows, keys, warps in sizes],
         lambda best: [replace(best, stages=stages) for stages in (1, 2, 3, 4)],
-        lambda best: [replace(best, tma=not best.tma)],
-        lambda best: [replace(best, keys_as_rows=not best.keys_as_rows), replace(best, keep_queries=not best.keep_queries)],
-        lambda best: [replace(best, edge_stages=stages) for stages in (1, 2, 3)],
+        *(lambda best, flag=flag: [replace(best, **{flag: not getattr(best, flag)})] for flag in flags),
+        lambda best: [replace(best, edge_stages=stages) for stages in (1, 2, 3) if keys_own and not gathers],
         lambda best: [replace(best, max_registers=most) for most in (None, 96, 128, 168, 200)],
         lambda best: [replace(best, stages=stages) for stages in (1, 2, 3, 4)],
     ]

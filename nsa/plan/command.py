@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nsa.errors import check
 
-ROWS = "benchmarks/results"
+ROWS = ("benchmarks/results", "benchmarks/memory")
 
 PLAN = """\
 Say what a run will need before it runs: parameters, operations of a token, memory of a step by part, time and cost. The step is
@@ -28,9 +28,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-gib", type=float, metavar="X", help="memory of the GPU (default that of --gpu)")
     parser.add_argument("--price-per-gpu-hour", type=float, metavar="X", help="gives the cost, in the same currency")
     parser.add_argument("--mfu", type=float, metavar="X", help="share of the GPU's peak to reckon with, between 0 and 1")
-    parser.add_argument(
-        "--rows", nargs="+", metavar="PATH", help=f"files or folders of measured rows (default {ROWS}, where there is such)"
-    )  # fmt: skip
+    rows = f"files or folders of measured rows (default {' and '.join(ROWS)}, where they are)"
+    parser.add_argument("--rows", nargs="+", metavar="PATH", help=rows)
     parser.add_argument("--json", action="store_true", help="a JSON object a line")
     parser.add_argument("--measure", action="store_true", help="run a few steps and compare their memory with the plan's")
 
@@ -54,7 +53,7 @@ def run_plan(args: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     from nsa.plan.plan import make_plan, refuse_what_does_not_fit
     from nsa.plan.report import plan_json, plan_lines
 
-    given = args.rows or [ROWS] * Path(ROWS).is_dir()
+    given = args.rows or [folder for folder in ROWS if Path(folder).is_dir()]
     gpu, rows = find_gpu(args.gpu, args.memory_gib), read_rows(row_files("nsa plan", "--rows", given))
     for path, config in configs.items():
         plan = make_plan(config, gpu, rows, args.mfu)

@@ -6,7 +6,6 @@ from nsa.errors import check
 from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
 from nsa.lm.recomputation import Keeps
-from nsa.ops.selected.design import always_tiled
 from nsa.train.config import CheckpointingConfig
 
 
@@ -26,7 +25,7 @@ def checkpoint_activations(model: LanguageModel, config: CheckpointingConfig) ->
         layer.keeps = config.keeps(index)
 
 
-def kept_bytes(config: LMConfig, keeps: Keeps, seq_len: int, activation_bytes: int = 2) -> dict[str, int]:
+def kept_bytes(config: LMConfig, keeps: Keeps, activation_bytes: int = 2) -> dict[str, int]:
     """What a layer that computes something twice keeps from its forward pass to its backward pass, bytes a token by tensor.
 
     While the layer runs backward, all that it computes again is there too, of one layer at a time.
@@ -34,7 +33,6 @@ def kept_bytes(config: LMConfig, keeps: Keeps, seq_len: int, activation_bytes: i
     Args:
         config: the model.
         keeps: ``attention`` or ``input``; of ``everything``, what is kept is up to PyTorch and its compiler.
-        seq_len: longest sequence, tokens.
         activation_bytes: of an element of what matrix products give: 2 for bf16 compute, 4 for fp32.
     """
     check(keeps != "everything", "kept_bytes", "keeps", "be attention or input", keeps)
@@ -51,6 +49,5 @@ def kept_bytes(config: LMConfig, keeps: Keeps, seq_len: int, activation_bytes: i
     if "slc" in pattern.branches:
         kept["block_indices"] = 4 * pattern.num_kv_heads * pattern.num_selected_blocks
         kept["lse_cmp"] = statistics
-        shape = (pattern.group_size, pattern.num_selected_blocks, seq_len, seq_len, pattern.block_size)
-        kept["order"] = 0 if always_tiled("auto", *shape) else kept["block_indices"]
+        kept["order"] = kept["block_indices"]
     return kept

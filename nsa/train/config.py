@@ -181,7 +181,7 @@ class ParallelConfig:
         gather_dtype: of the layers' weights where ``fsdp`` gathers them; ``bf16`` halves the bytes and rounds norms and biases
             too (matrix products round their weights anyway), and needs ``compute_dtype`` bf16.
         bucket_mib: gradients that ``ddp`` sends at a time, MiB.
-        static_graph: tells ``ddp`` that every step is like the first.
+        static_graph: tells ``ddp`` that every step is like the first; not with ``cuda_graphs``, where it sends nothing itself.
         compile_layers: with ``compile``, whether each layer is a graph of its own, whose gradients are sent while those of the
             layers before are computed; ``ddp`` may also have the whole model as one graph, which gives all of them at the end.
     """

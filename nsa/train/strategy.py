@@ -188,11 +188,19 @@ def distribute(
         captured: whether backward passes are replayed from CUDA graphs.
 
     Raises:
-        ValueError: ``ddp`` on CPUs cannot send bf16, and what ``fsdp`` sends cannot be captured.
+        ValueError: ``ddp`` on CPUs cannot send bf16; what ``fsdp`` sends cannot be captured, and in captured passes ``ddp`` has
+            no static graph.
     """
     if processes.world_size == 1:
         return Replicated(loss, config, processes, device, captured=captured)
-    check(config.strategy == "ddp" or not captured, "train", "cuda_graphs", "be false with parallel.strategy fsdp", captured)
+    hint = "Give --cuda-graphs false."
+    check(
+        config.strategy == "ddp" or not captured, "train", "cuda_graphs", "be false with parallel.strategy fsdp", captured, hint
+    )
+    check(
+        not (config.static_graph and captured), "train", "parallel.static_graph", "be false with cuda_graphs", True,
+        "Give --parallel.static-graph false: captured passes send nothing; or --cuda-graphs false.",
+    )  # fmt: skip
     check(
         config.strategy == "fsdp" or config.gradient_compression == "none" or device.type == "cuda",
         "train", "parallel.gradient_compression", "be none with parallel.strategy ddp on CPUs", config.gradient_compression,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -58,17 +57,18 @@ def memory_row(device: torch.device) -> dict[str, float]:
 def utilisation_row(device: torch.device) -> dict[str, float]:
     """How busy the driver reports a GPU to be, by the name of the metric; empty on a CPU and where it cannot be asked.
 
-    NVML, the driver's library, answers through the package ``pynvml``, which is no dependency.
+    NVML, the driver's library, answers through nvidia-ml-py. A run does without it; ``nsa doctor`` says whether it answers.
 
     Args:
         device: where the run computes; nothing waits for it.
     """
     if device.type != "cuda" or find_spec("pynvml") is None:
         return {}
-    nvml_error = import_module("pynvml").NVMLError
+    from pynvml import NVMLError
+
     try:
         return {"gpu_utilisation_percent": float(torch.cuda.utilization(device))}
-    except (RuntimeError, nvml_error):  # no access to the driver, or a slice of a GPU, for which it keeps no figure
+    except (RuntimeError, NVMLError):  # no access to the driver, or a slice of a GPU, for which it keeps no figure
         return {}
 
 

@@ -55,6 +55,24 @@ def test_only_the_same_kind_is_compared(field: str) -> None:
     assert "2 without a baseline" in lines[-1]
 
 
+SETTINGS = {"micro_batch": 32, "compile": True, "cuda_graphs": True, "checkpointing": "none"}
+
+
+@pytest.mark.parametrize(
+    "other", [{"micro_batch": 2}, {"compile": False}, {"cuda_graphs": False}, {"checkpointing": "full"}], ids=str
+)
+def test_steps_of_other_settings_are_not_compared(other: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="have a ratio with a baseline"):
+        guard(training(3.0, settings={**SETTINGS, **other}), training(2.0, settings=SETTINGS), 0.05)
+    beside = {**SETTINGS, **other, "loss_chunk": 1024}
+    newer = training(1.0, settings=beside, run_id="newer", date="2026-02-01T00:00:00+00:00")
+    lines, passed = guard(
+        training(2.0, settings={**SETTINGS, "telemetry": True}), [*training(2.0, settings=SETTINGS), *newer], 0.05
+    )
+    assert passed
+    assert lines[-1].startswith("2 ratios compared, 0 worse")
+
+
 def test_the_newest_baseline_counts() -> None:
     newer = pair(4.0, run_id="newer", date="2026-02-01T00:00:00+00:00")
     assert guard(pair(4.0), [*newer, *pair(2.0)], 0.05)[1]

@@ -48,6 +48,14 @@ def test_report(tmp_path: Path) -> None:
     assert all((path.parent / name).read_bytes()[:4] == b"\x89PNG" for name in plots)
 
 
+def test_what_approximate_patterns_find(tmp_path: Path) -> None:
+    exact = make_row(**H200, case="attention.choice", provider="nsa", recall=1.0)
+    two_stages = make_row(**H200, case="attention.choice", provider="coarse", recall=0.73, variant={"coarse_block_size": 256})
+    text = write_report([exact, two_stages], tmp_path).read_text()
+    assert "| of dense | recall | differs | target |" in text
+    assert "|  | 0.730 | coarse_block_size 256 |  |" in text
+
+
 def test_report_of_training(tmp_path: Path) -> None:
     made = []
     for seq_len, dense, ours in ((2048, 100.0, 150.0), (65_536, 700.0, 200.0)):

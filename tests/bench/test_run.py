@@ -179,7 +179,8 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--provider", "reference", "--variant", "a:phi=mean"], "must have a CUDA GPU for reference, a, got none."),
         (
             ["--provider", "fa3"],
-            "--provider must be among nsa, dense-cudnn, dense-fa2, flex, mask, ranges, gather, reference, got 'fa3'.",
+            "--provider must be among nsa, dense-cudnn, dense-fa2, flex, mask, ranges, gather, tiled, gathered, reference, "
+            "got 'fa3'.",
         ),
         (["--case", "attention.windows"], "--case must be among attention, "),
         (["--choice", "shared8"], "--choice must be among random, shared4, shared16, got 'shared8'."),
@@ -309,7 +310,7 @@ def test_providers_take_part_where_they_can() -> None:
     assert who("attention", True) == ["nsa", "dense-cudnn", "dense-fa2", "flex", "reference"]
     assert who("attention.window", False) == ["nsa", "flex", "reference"]
     assert who("attention.choice", False) == ["nsa", "reference"]
-    assert who("attention.selected", True) == ["nsa", "mask", "ranges", "gather", "reference"]
+    assert who("attention.selected", True) == ["nsa", "mask", "ranges", "gather", "tiled", "gathered", "reference"]
     default = providers.choose_providers(None, [], torch.device("cuda"))
     assert [each.name for each in default] == ["nsa", "dense-cudnn", "dense-fa2", "flex", "reference"]
     assert isinstance(CUDNN, Dense)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,21 @@ def test_fields_are_explained() -> None:
     lines = [line for line in table.splitlines() if line.startswith("| `")]
     explained = [name for line in lines for name in re.findall(r"`(\w+)`", line.split("|")[1])]
     assert sorted(explained) == sorted(field.name for field in dataclasses.fields(ScalingRow))
+
+
+def scaling_row(**values: Any) -> ScalingRow:
+    given: dict[str, Any] = {field.name: None for field in dataclasses.fields(ScalingRow)}
+    given |= {"strategy": "ddp", "bucket_mib": 25.0, "processes": 1, "step_ms": 100.0, "tokens_per_s": 1e3, "loss_nats": 5.0}
+    return ScalingRow(**{**given, **values})
+
+
+@pytest.mark.parametrize(
+    "other", [{"cuda_graphs": True}, {"compile": True}, {"checkpointing": "full"}, {"commit": "b"}], ids=str
+)
+def test_a_speed_is_divided_by_that_of_the_same_step_on_one_process(other: dict[str, Any]) -> None:
+    two = scaling_row(processes=2, tokens_per_s=1800.0)
+    assert scaling_table([scaling_row(), scaling_row(**other, tokens_per_s=1200.0), two]).splitlines()[3].split()[6] == "1.80"
+    assert "1.80" not in scaling_table([scaling_row(**other), two])
 
 
 def test_one_process_and_two(tmp_path: Path) -> None:

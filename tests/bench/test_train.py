@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from nsa.train.load import load_config
 from nsa.train.trainer import TrainingStoppedError
 from tests.train.cases import MODEL, write_text
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
 QUICK = ["--seqs", "64", "--tokens", "128", "--steps", "2", "--warmup", "1"]
 
 
@@ -49,10 +51,14 @@ def run(tmp_path: Path, *words: str) -> tuple[int, list[Row]]:
     return code, read_rows([out])
 
 
+def documented_settings() -> set[str]:
+    (line,) = [line for line in (ROOT / "docs/benchmarks.md").read_text().splitlines() if line.startswith("| `settings` |")]
+    return set(re.findall(r"`(\w+)`", line.partition("|")[2].partition("|")[2]))
+
+
 def test_sparse_and_dense_models_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, rows = run(
-        tmp_path, "--config", str(write_config(tmp_path)), "--variant", "split:loss_chunk=32,optim.betas=[0.9,0.95]"
-    )
+    path = write_config(tmp_path, optim={"grad_clip": 0.5})
+    code, rows = run(tmp_path, "--config", str(path), "--variant", "split:loss_chunk=32,optim.betas=[0.9,0.95]")
     assert code == 0
     names = ("nsa", "dense", "dense-matched", "split")
     assert [(row.provider, row.mode) for row in rows] == [(name, mode) for name in names for mode in ("fwd_bwd", "fwd")]
@@ -77,6 +83,9 @@ def test_sparse_and_dense_models_in_one_run(tmp_path: Path, capsys: pytest.Captu
     assert matched.settings is not None
     assert matched.settings["parameters"] == pytest.approx(ours.settings["parameters"], rel=MATCHED_WITHIN)
     assert matched.settings["mlp_hidden_size"] > ours.settings["mlp_hidden_size"]
+    assert documented_settings() == set(ours.settings)
+    expected = {"telemetry": True, "grad_clip": 0.5, "log_every": 2, "document_mask": False}  # as measured, not as in the file
+    assert {name: ours.settings[name] for name in expected} == expected
     assert [row.variant for row in rows[::2]] == [None, None, None, {"loss_chunk": 32, "optim.betas": [0.9, 0.95]}]
     assert "time of dense" in capsys.readouterr().out
 

@@ -62,6 +62,22 @@ def test_a_driver_without_a_cuda_build_of_torch_is_a_problem(monkeypatch: pytest
     assert not isinstance(line, doctor.Problem)
 
 
+def test_whether_utilisation_will_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "version", lambda name: None)
+    (line,) = doctor._utilisation(2)
+    assert line.startswith("runs will not record gpu_utilisation_percent")
+    assert line.endswith("pip install nvidia-ml-py")
+    monkeypatch.setattr(environment, "version", lambda name: "13.1")
+    slice_of_a_gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(
+        doctor, "utilisation_row", lambda gpu: {} if gpu == slice_of_a_gpu else {"gpu_utilisation_percent": 37.0}
+    )
+    assert list(doctor._utilisation(2)) == [
+        "0: 37% busy (nvidia-ml-py 13.1)",
+        "1: the driver keeps no gpu_utilisation_percent (nvidia-ml-py 13.1)",
+    ]
+
+
 TOPOLOGY = """\
 	GPU0	GPU1	GPU2	NIC0	CPU Affinity	NUMA Affinity	GPU NUMA ID
 GPU0	 X 	NV18	PHB	PXB	0-31	0		N/A

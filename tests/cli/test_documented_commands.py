@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 from collections.abc import Iterator
@@ -12,10 +13,14 @@ import pytest
 
 from nsa import cli
 from nsa.bench.subjects import parse_settings, parse_train_variant
+from nsa.bench.variants import parse_variant
+from nsa.config import NSAConfig
 from nsa.errors import UserError
 from nsa.train.load import load_config, settings
+from tools.measure import MEASUREMENTS
 
 ROOT = Path(__file__).resolve().parents[2]
+SEED = NSAConfig()
 DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 
 
@@ -70,6 +75,15 @@ def test_commands_are_taken(path: Path) -> None:
             check_command(words)
         except UserError as error:
             pytest.fail(f"{path.name}: nsa {shlex.join(words)}\n{error}")
+
+
+def test_commands_of_the_measurements_are_taken() -> None:
+    for _, _, text in MEASUREMENTS:
+        words = text.split()
+        check_command(words)
+        if words[:2] == ["bench", "attention"]:
+            for variant in vars(cli.parse(words))["variant"]:
+                assert dataclasses.replace(SEED, **parse_variant(variant).config) != SEED
 
 
 def test_there_are_commands() -> None:

@@ -74,8 +74,8 @@ FEW_WINDOWS = ("--micro-batch", "1")
 
 @pytest.mark.parametrize(
     ("number", "accumulation", "words"),
-    [(2, 1, ()), (2, 2, (*FEW_WINDOWS, *DDP_OPTIONS)), (4, 1, (*FEW_WINDOWS, *FSDP))],
-    ids=["replicas", "options of replicas", "four shards"],
+    [(2, 1, ()), (2, 2, (*FEW_WINDOWS, *DDP_OPTIONS)), (4, 1, FEW_WINDOWS), (4, 1, (*FEW_WINDOWS, *FSDP))],
+    ids=["replicas", "options of replicas", "four replicas", "four shards"],
 )
 def test_processes_train_like_one(tmp_path: Path, whole: Path, number: int, accumulation: int, words: tuple[str, ...]) -> None:
     divided = ("--world-size", str(number), "--accumulation", str(accumulation), *words)

@@ -1,24 +1,58 @@
-"""Every operator once, forward and backward, on a small batch: what compute-sanitizer watches."""
+"""Every kernel, forward and backward, on small batches: what compute-sanitizer watches."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
+from triton import JITFunction
 
 from tests.gpu.matrix import MATRIX
-from tests.ops.public import RUNS, check_choice, check_combine, check_compress, check_split
+from tests.ops.public import CHECKS, RUNS, check_choice, check_compress
+from tools.compile_only.launches import jitted_functions, reached_from
+
+
+@contextmanager
+def noted_launches() -> Iterator[set[JITFunction[Any]]]:
+    """Kernels that are launched meanwhile."""
+    launched: set[JITFunction[Any]] = set()
+    real = JITFunction.run
+
+    def note(kernel: JITFunction[Any], *arguments: Any, **options: Any) -> Any:
+        launched.add(kernel)
+        return real(kernel, *arguments, **options)
+
+    with mock.patch.object(JITFunction, "run", note):
+        yield launched
 
 
 def main() -> None:
-    """Run the case of the seed shape, and one in fp32 whose heads fill no tile."""
-    for name in ("bf16 G6 D64", "fp32 G3 D16 l'=32"):
-        case = dataclasses.replace(MATRIX[name], lengths_k=(130, 1, 0, 77))
-        for run in RUNS.values():
-            run(case)
-        for check in (check_choice, check_compress, check_combine, check_split):
-            check(case)
-    torch.cuda.synchronize()
+    """Run the case of the seed shape, and one in fp32 whose heads fill no tile; what else has kernels of its own once.
+
+    Raises:
+        AssertionError: a kernel was left out.
+    """
+    short = (130, 1, 0, 77)
+    seed = dataclasses.replace(MATRIX["bf16 G6 D64"], lengths_k=short)
+    with noted_launches() as launched:
+        for case in (seed, dataclasses.replace(MATRIX["fp32 G3 D16 l'=32"], lengths_k=short)):
+            for name, check in CHECKS.items():
+                RUNS[name](case) if name in RUNS else check(case)
+        for phi in ("linear", "mlp"):
+            check_compress(dataclasses.replace(seed, config=dataclasses.replace(seed.config, phi=phi)))
+        # More than 512 queries see a compressed key: sums of chunks.
+        longer = dataclasses.replace(seed, lengths_k=(1100,))
+        RUNS["compressed"](longer)
+        two_stages = {"coarse_block_size": 256, "num_coarse_blocks": 3, "num_local_blocks": 1}
+        for changes in (two_stages, {"score_precision": "fp8"}):
+            check_choice(dataclasses.replace(longer, config=dataclasses.replace(seed.config, **changes)))
+        torch.cuda.synchronize()
+    left_out = {function.__name__ for function in jitted_functions() - reached_from(launched)}
+    assert not left_out, left_out
     print("all ran")
 
 

@@ -55,22 +55,24 @@ class Step:
         return [out.detach(), *grads]
 
 
+@pytest.mark.parametrize("lengths", [(1200, 0, 70), (20_000, 0, 70)], ids=["short", "long"])
 @pytest.mark.parametrize(
     "changes",
     [{}, {"phi": "linear"}, {"phi": "mlp"}, {"coarse_block_size": 256, "num_coarse_blocks": 5}, {"score_precision": "fp8"}],
     ids=["default", "linear", "mlp", "two stages", "fp8"],
 )
-def test_a_step_does_not_wait_for_the_device(changes):
+def test_a_step_does_not_wait_for_the_device(changes, lengths):
     """Forward and backward with offsets on the GPU and no hint about lengths."""
-    step = Step(dataclasses.replace(seed_case(1200, 0, 70), config=dataclasses.replace(SEED, **changes)))
+    step = Step(dataclasses.replace(seed_case(*lengths), config=dataclasses.replace(SEED, **changes)))
     step.run()
     with no_waiting():
         step.run()
 
 
-def test_cuda_graph_with_other_documents():
+@pytest.mark.parametrize("times", [1, 16], ids=["short", "long"])
+def test_cuda_graph_with_other_documents(times):
     """A captured step, replayed with other data and other offsets, gives the bits of an eager step."""
-    step = Step(seed_case(1000, 200, 48, 0))
+    step = Step(seed_case(*(times * length for length in (1000, 200, 48, 0))))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -80,7 +82,8 @@ def test_cuda_graph_with_other_documents():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step.run()
-    for lengths in ((1000, 200, 48, 0), (1, 0, 1247, 0), (312, 312, 312, 312)):
+    for shares in ((1000, 200, 48, 0), (1, 0, 1247, 0), (312, 312, 312, 312)):
+        lengths = [times * share for share in shares]
         with torch.no_grad():
             step.cu_seqlens.copy_(packed_offsets(lengths, DEVICE))
             for index, tensor in enumerate((*step.tensors.values(), step.dout)):
@@ -107,7 +110,7 @@ def test_registration(name, calls):
 
 @pytest.mark.filterwarnings("default")  # the compiler's words about itself
 def test_compiled_whole_serves_all_lengths():
-    check_compiled([seed_case(*lengths) for lengths in ((1000, 200), (517, 0), (3000, 2222))], "inductor")
+    check_compiled([seed_case(*lengths) for lengths in ((1000, 200), (517, 0), (3000, 2222), (20_000, 70))], "inductor")
 
 
 @contextmanager

@@ -62,7 +62,11 @@ def test_choice_among_a_million_tokens():
     x = case.inputs()
     k, _ = compress(x.k_cmp_raw, None, SEED, x.cu_seqlens_k, backend=case.backend)
     _, lse = compressed_attention(x.q, k, None, SEED, backend=case.backend)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
     chosen = select_blocks(x.q, k, lse, SEED, backend=case.backend)
+    beyond = torch.cuda.max_memory_allocated() - before - chosen.numel() * chosen.element_size()
+    assert beyond <= 12 * 1024 * 2**20  # bytes a token, beyond inputs and the choice
     agree(sampled_choice(x.q, k, SEED).agreement(sample_rows(x.cu_seqlens_q, 256), chosen))
 
 

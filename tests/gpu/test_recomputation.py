@@ -12,19 +12,24 @@ from torch import Tensor
 
 from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
-from nsa.train.activations import kept_bytes
+from nsa.train.activations import checkpoint_activations, kept_bytes
 from nsa.train.config import CheckpointingConfig
 from tests.train.cases import make_trainer, tiny_config
 
+POLICIES = {
+    "full": CheckpointingConfig("full"),
+    "operators": CheckpointingConfig("operators"),
+    "every": CheckpointingConfig("every"),
+    "range": CheckpointingConfig("range", first=1, last=2),
+}
 SEQ_LEN, SEQUENCES = 2048, 8
 TOKENS = SEQ_LEN * SEQUENCES
 
 
-def make_model(attention: Any, keeps: Any, num_layers: int) -> LanguageModel:
+def make_model(attention: Any, policy: CheckpointingConfig, num_layers: int) -> LanguageModel:
     torch.manual_seed(0)
     model = LanguageModel(LMConfig(attention=attention, num_layers=num_layers)).cuda()
-    for layer in model.decoder_layers():
-        layer.keeps = keeps
+    checkpoint_activations(model, policy)
     return model
 
 
@@ -35,9 +40,9 @@ def hidden_states(model: LanguageModel) -> Tensor:
         return model.hidden_states(tokens, cu_seqlens, SEQ_LEN)
 
 
-def held_after_forward(attention: Any, keeps: Any, num_layers: int) -> int:
+def held_after_forward(attention: Any, policy: CheckpointingConfig, num_layers: int) -> int:
     """Bytes in tensors after a forward pass, without what was there before."""
-    model = make_model(attention, keeps, num_layers)
+    model = make_model(attention, policy, num_layers)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     hidden = hidden_states(model)
@@ -47,26 +52,28 @@ def held_after_forward(attention: Any, keeps: Any, num_layers: int) -> int:
     return held
 
 
-@pytest.mark.parametrize("keeps", ["input", "attention"])
+@pytest.mark.parametrize("policy", ["full", "operators"])
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_a_layer_keeps_what_is_promised(attention: Any, keeps: Any) -> None:
-    held_after_forward(attention, keeps, 1)  # what libraries keep for themselves
-    two, four = (held_after_forward(attention, keeps, number) for number in (2, 4))
-    promised = sum(kept_bytes(LMConfig(attention=attention), keeps, SEQ_LEN).values())
+def test_a_layer_keeps_what_is_promised(attention: Any, policy: str) -> None:
+    held_after_forward(attention, POLICIES[policy], 1)  # what libraries keep for themselves
+    two, four = (held_after_forward(attention, POLICIES[policy], number) for number in (2, 4))
+    promised = sum(kept_bytes(LMConfig(attention=attention), POLICIES[policy].keeps(0)).values())
     assert (four - two) / 2 / TOKENS == pytest.approx(promised, rel=0.05)
 
 
-def test_gradients_are_equal_bit_for_bit() -> None:
-    found = {}
-    for keeps in ("everything", "attention", "input"):
-        model = make_model("nsa", keeps, 2)
-        hidden_states(model).square().mean().backward()
-        found[keeps] = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    expected = found["everything"]
-    assert len(expected) == sum(name != "head.weight" for name, _ in model.named_parameters())
-    for gradients in found.values():
-        assert gradients.keys() == expected.keys()
-        assert [name for name in expected if not torch.equal(gradients[name], expected[name])] == []
+def gradients(policy: CheckpointingConfig) -> dict[str, Tensor]:
+    model = make_model("nsa", policy, 4)
+    hidden_states(model).square().mean().backward()
+    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    assert len(found) == sum(name != "head.weight" for name, _ in model.named_parameters())
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_are_equal_bit_for_bit(policy: str) -> None:
+    expected, found = gradients(CheckpointingConfig()), gradients(POLICIES[policy])
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")

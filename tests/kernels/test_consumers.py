@@ -27,7 +27,9 @@ def test_runs_of_blocks_become_ranges() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize(("way", "mode"), [("mask", "fwd"), ("ranges", "fwd_bwd"), ("gather", "fwd_bwd")])
+@pytest.mark.parametrize(
+    ("way", "mode"), [("mask", "fwd"), *((way, "fwd_bwd") for way in ("ranges", "gather", "tiled", "gathered"))]
+)
 def test_every_way_gives_what_the_reference_gives(way: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(consumers, "_QUERIES", 100)  # more than one call
     tensors = prepare(CASE, make_tensors(POINT, CONFIG), POINT, CONFIG, "reference")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.ops._triton.tuning import Tile, tiles_chosen_by
+from nsa.ops._triton.tuning import Tile, TileKey, default_tile, tiles_chosen_by
 from nsa.ops.selected import triton_launch
 from tests.ops import properties
 from tests.ops.cases import small
@@ -72,6 +72,14 @@ def test_queries_without_a_block(design):
     results.check()
     assert not results.of_queries["out"][:40].any()
     assert not results.of_queries["dq"][:40].any()
+
+
+@pytest.mark.parametrize("group_size", [11, 24, 33, 40])
+def test_tiles_that_end_between_the_heads_of_a_query(group_size):
+    """Whole queries would leave more than an eighth of a tile's rows out, or do not fit into it."""
+    tile, used = triton_launch.tile_of(default_tile(TileKey("selected_attention_fwd", 32, 4), (9, 0)), group_size, 16)
+    assert used == tile.rows
+    RUNS["selected"](Case(small(num_heads=group_size, num_kv_heads=1, value_dim=16), (37, 0, 9), (21, 0, 9))).check()
 
 
 @pytest.mark.parametrize("branches", [("slc", "win"), ("cmp",)])

@@ -109,7 +109,7 @@ def test_what_a_checkpointing_policy_keeps(policy: Any) -> None:
         compute_dtype="bf16",
         checkpointing=CheckpointingConfig(policy),
     )
-    kept = kept_bytes(model, config.checkpointing.keeps(0), config.seq_len)
+    kept = kept_bytes(model, config.checkpointing.keeps(0))
     parts = step_memory(config).parts
     tokens = 65_536
     assert parts[f"{SAVED}: residual stream and norms"] == pytest.approx(4 * kept.pop("input") * tokens, rel=0.01)

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from nsa import cli
-from nsa.bench.rows import Row, RowFile
+from nsa.bench.command import row_files
+from nsa.bench.rows import Row, RowFile, read_rows
 from nsa.bench.subjects import differences
 from nsa.errors import UserError
 from nsa.plan import measure
 from nsa.plan import plan as planning
+from nsa.plan.command import ROWS
 from nsa.plan.gpus import GIB, KNOWN, find_gpu
 from nsa.plan.measure import Comparison, comparison_lines
 from nsa.plan.memory import Footprint
@@ -26,7 +28,8 @@ from nsa.train.throughput import peak_of
 from tests.bench.rows import make_row
 from tests.bench.test_train import write_config
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
 H200 = KNOWN["h200"]
 
 
@@ -216,6 +219,35 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     parts = found["memory_bytes"]
     assert parts["peak"] == sum(size for part, size in parts.items() if part not in ("peak", "needed"))
     assert found["cost"] == pytest.approx(found["seconds"] / 1800)
+
+
+def test_rows_of_every_policy_are_found(
+    quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["plan", str(CONFIGS / "seed.yaml"), "--gpu", "h200", "--json"]
+    operators = [*words, "--checkpointing.policy", "operators"]
+
+    def found(words: list[str]) -> float:
+        assert cli.main(words) == 0
+        return float(json.loads(capsys.readouterr().out)["tokens_per_s"])
+
+    guess = found(words)
+    RowFile(tmp_path / "benchmarks/results/a.jsonl").add(step())
+    assert (found(words), found(operators)) == (400e3, 400e3)
+    RowFile(tmp_path / "benchmarks/memory/a.jsonl").add(step(settings={"checkpointing": "operators"}, tokens_per_s=350e3))
+    assert (found(words), found(operators)) == (400e3, 350e3)
+    assert found([*operators, "--rows", "benchmarks/results"]) == 400e3
+    assert guess != 400e3
+
+
+def test_committed_rows_give_the_speed_of_a_policy() -> None:
+    rows = read_rows(row_files("nsa plan", "--rows", [str(ROOT / folder) for folder in ROWS]))
+    found = {
+        policy: speed(rows, checkpointing=CheckpointingConfig(policy)) for policy in ("none", "every", "operators", "full")
+    }
+    assert all(f"checkpointing {policy}" in one.why for policy, one in found.items())
+    assert found["none"].tokens_per_s > found["operators"].tokens_per_s > found["full"].tokens_per_s
 
 
 def test_refusal_and_bad_configurations_end_as_in_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

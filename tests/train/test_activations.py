@@ -136,12 +136,11 @@ def test_bad_policies_are_refused(tmp_path: Path) -> None:
 
 def test_kept_bytes_of_the_seed_layer() -> None:
     seed = LMConfig()
-    assert kept_bytes(seed, "input", 2048) == {"input": 4 * 768}
-    kept = kept_bytes(seed, "attention", 2048)
+    assert kept_bytes(seed, "input") == {"input": 4 * 768}
+    kept = kept_bytes(seed, "attention")
     assert kept["out"] == kept["out_cmp"] == kept["out_slc"] == kept["out_win"] == 2 * 768
     assert kept["lse_cmp"] == kept["lse_slc"] == kept["lse_win"] == 4 * 12
-    assert (kept["block_indices"], kept["order"]) == (4 * 2 * 16, 0)
-    assert sum(kept.values()) == 9488  # as docs/memory.md says
-    assert kept_bytes(seed, "attention", 65_536)["order"] == kept["block_indices"]
+    assert kept["block_indices"] == kept["order"] == 4 * 2 * 16
+    assert sum(kept.values()) == 9616  # as docs/memory.md says
     dense = dataclasses.replace(seed, attention="dense")
-    assert kept_bytes(dense, "attention", 2048, activation_bytes=4) == {"input": 3072, "out": 3072, "lse": 48}
+    assert kept_bytes(dense, "attention", activation_bytes=4) == {"input": 3072, "out": 3072, "lse": 48}

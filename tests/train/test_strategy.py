@@ -227,8 +227,18 @@ def test_settings_of_the_other_strategy_are_refused() -> None:
 
 
 def test_what_shards_send_cannot_be_captured(four: Processes) -> None:
-    with pytest.raises(ValueError, match=r"cuda_graphs must be false with parallel\.strategy fsdp, got True"):
+    why = r"cuda_graphs must be false with parallel\.strategy fsdp, got True\. Give --cuda-graphs false\.$"
+    with pytest.raises(ValueError, match=why):
         distribute(make_loss(), ParallelConfig("fsdp"), four, CPU, captured=True)
+
+
+def test_captured_passes_have_no_static_graph(four: Processes) -> None:
+    config = ParallelConfig(static_graph=True)
+    why = r"parallel\.static_graph must be false with cuda_graphs, got True\. Give --parallel\.static-graph false"
+    with pytest.raises(ValueError, match=why):
+        distribute(make_loss(), config, four, CPU, captured=True)
+    distribute(make_loss(), config, four, CPU)
+    distribute(make_loss(), config, Processes(), CPU, captured=True)  # one process shares nothing
 
 
 def test_one_process_shares_nothing() -> None:

@@ -45,7 +45,7 @@ def run_attention(
 
     Returns:
         out ``[T, Hq, Dv]``; the choice int32 ``[T, Hkv, n]``, None without the selected branch; and the counters by which its
-        design was chosen (see :func:`nsa.ops.observation.observe`), None where shapes alone chose it.
+        design was chosen (see :func:`nsa.ops.observation.observe`): 0 where shapes alone chose it, None without the branch.
     """
     given = (q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
     out, _, _, block_indices, _, _, _, union, _, _ = attention_op(

@@ -19,7 +19,7 @@ from nsa.ops.combination.ops import combine_op
 from nsa.ops.compressed import range_arguments as compressed_arguments
 from nsa.ops.compressed import run_compressed_attention
 from nsa.ops.selected import selected_arguments
-from nsa.ops.selected.ops import empty_index, selected_attention_op, selected_gradients
+from nsa.ops.selected.ops import no_index, selected_attention_op, selected_gradients
 from nsa.ops.selection import run_select_blocks
 from nsa.ops.window import range_arguments as window_arguments
 from nsa.ops.window import run_window_attention
@@ -127,7 +127,7 @@ def _(
     out = q.new_empty(num_q, num_heads, config.value_dim)
     indices = q.new_empty(num_q, config.num_kv_heads, config.num_selected_blocks, dtype=torch.int32)
     rest = (*where[:5], config.block_size, *where[6:])
-    index = empty_index(config.group_size, indices, *rest)
+    index = no_index(indices, *rest)
     return (
         out,
         off[0] if v_cmp is None else torch.empty_like(out),

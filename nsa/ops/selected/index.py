@@ -29,13 +29,13 @@ class Lists:
         block: int32 ``[Hkv, tiles, BLOCK_Q * n]``, ascending.
         word: the same shape: bit i says that query i of the tile chose the block.
         count: int32 ``[Hkv, tiles, 3]``: blocks wholly in the past of every query, wholly inside the sequence, and all.
-        block_q: queries of a tile.
+        queries: at most so many queries of a tile.
     """
 
     block: Tensor
     word: Tensor
     count: Tensor
-    block_q: int
+    queries: int
 
 
 @dataclass(frozen=True)
@@ -109,23 +109,25 @@ class InverseIndex:
 
 
 def make_lists(
-    block_indices: Tensor, layout: Layout, block_size: int, block_q: int, union: Tensor | None, *, counted: bool
+    block_indices: Tensor, layout: Layout, group_size: int, block_size: int, rows: int, union: Tensor | None, *, counted: bool
 ) -> Lists:
-    """Lists of every tile of ``block_q`` queries; to ``union`` int64 ``[2]`` are added their blocks and their number.
+    """Lists of every tile of ``rows`` rows, queries by heads; ``union`` int64 ``[2]`` gets their blocks and their number added.
 
     If the choice is ``counted`` in it already, lists that nobody reads are left empty.
     """
     num_q, num_kv_heads, n = block_indices.shape
     device = block_indices.device
-    num_lists = layout.num_tiles(num_q, block_q, layout.len_q)
+    num_lists = layout.num_tiles(num_q * group_size, rows, layout.len_q * group_size)
+    # A tile of whole queries, or one that begins and ends between the heads of two.
+    block_q = rows // group_size if rows % group_size == 0 else (rows - 2) // group_size + 2
     block, word = (torch.empty(num_kv_heads, num_lists, block_q * n, dtype=torch.int32, device=device) for _ in range(2))
     count = torch.empty(num_kv_heads, num_lists, 3, dtype=torch.int32, device=device)
     pad_n = triton.next_power_of_2(n)
     if num_lists:
         list_kernel[(num_lists, num_kv_heads)](
-            block_indices.contiguous(), block, word, count, union, *layout.arguments(), num_lists, HKV=num_kv_heads, N=n,
-            BLOCK_SIZE=block_size, BLOCK_Q=block_q, PAD_Q=triton.next_power_of_2(block_q), PAD_N=pad_n, COUNTED=counted,
-            LIMIT_4=LIMIT_4, num_warps=max(1, min(8, block_q * pad_n // 256)),
+            block_indices.contiguous(), block, word, count, union, *layout.arguments(), num_lists, G=group_size,
+            HKV=num_kv_heads, N=n, BLOCK_SIZE=block_size, BLOCK_Q=block_q, ROWS=rows, PAD_Q=triton.next_power_of_2(block_q),
+            PAD_N=pad_n, COUNTED=counted, LIMIT_4=LIMIT_4, num_warps=max(1, min(8, block_q * pad_n // 256)),
         )  # fmt: skip
     return Lists(block, word, count, block_q)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops._range import rows
-from nsa.ops.selected.design import always_tiled, order_type
+from nsa.ops.selected.design import order_type
 
 if TYPE_CHECKING:
     from nsa.ops._triton.layout import Gated
@@ -34,8 +34,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any
 
     q, k, v = (rows(x) for x in (q, k, v))
     out, lse, order, union = selected_forward(q, k, v, block_indices, selected_call(q, v, *where))
-    order = block_indices.new_empty(0, dtype=torch.int32) if order is None else order
-    return out, lse, order, block_indices.new_empty(0, dtype=torch.int64) if union is None else union
+    if order is None or union is None:
+        order, union = no_index(block_indices, *where)
+    return out, lse, order, union
 
 
 def _backward(
@@ -53,18 +54,19 @@ def selected_gradients(
     from nsa.ops.selected.triton_launch import selected_backward
 
     q, k, v, dout = (rows(x) for x in (q, k, v, dout))
-    order_or_none, union_or_none = (order, union) if union.numel() else (None, None)
     call = selected_call(q, v, *where)
+    tiled = call.always_tiled(q, k, block_indices.shape[-1])
+    order_or_none, union_or_none = (None, None) if tiled else (order, union)
     return selected_backward(q, k, v, block_indices, out, dout, lse, call, order_or_none, union_or_none, gated)
 
 
-def empty_index(group_size: int, block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
-    """The forward's last outputs, in shape and dtype: order and union, empty where no choice decides."""
-    _, _, _, len_q, len_k, block_size, _, design = where
-    tiled = always_tiled(design, group_size, block_indices.shape[-1], len_q, len_k, block_size)
-    count = 0 if tiled else block_indices.numel()
-    order = block_indices.new_empty(count, dtype=order_type(count))
-    return order, block_indices.new_empty(0 if tiled else 2, dtype=torch.int64)
+def no_index(block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
+    """The forward's last outputs, order and union, where nobody reads them.
+
+    Whether they are read depends on the lengths too, their shapes do not: what is compiled for one length serves all.
+    """
+    count = 0 if where[-1] == "tiled" else block_indices.numel()
+    return block_indices.new_zeros(count, dtype=order_type(count)), block_indices.new_zeros(2, dtype=torch.int64)
 
 
 selected_attention_op = torch.library.custom_op(
@@ -87,7 +89,7 @@ selected_attention_backward_op = torch.library.custom_op(
 @selected_attention_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> tuple[Tensor, ...]:
     out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float32)
-    return out, lse, *empty_index(q.shape[1] // k.shape[1], block_indices, *where)
+    return out, lse, *no_index(block_indices, *where)
 
 
 @selected_attention_backward_op.register_fake

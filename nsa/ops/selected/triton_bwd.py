@@ -33,10 +33,10 @@ def selected_dq_kernel(
     word_ptr, count_ptr, union_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, num_lists, stride_q, stride_qh, stride_k,
     stride_kh, stride_v, stride_vh, stride_do, stride_doh, softmax_scale,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ADD: tl.constexpr, LIMIT_4: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_Q: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, ADD: tl.constexpr, LIMIT_4: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of queries, added to what is there if ``ADD``; nothing where choices scatter.
+    """dQ of one tile of ``ROWS`` rows, see the forward, added to what is there if ``ADD``; nothing where choices scatter.
 
     Writes delta ``[T, Hq]``, the row sums of ``out * dout``, for the kernels after it. With gates, ``dout`` is the gradient of
     the branches' gated sum; see ``range_dq_kernel``.
@@ -46,15 +46,15 @@ def selected_dq_kernel(
             return
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     head_kv = tl.program_id(1)
-    sequence, tile = find_tile(cu_q_ptr, number, num_sequences, len_q, BLOCK_Q)
+    sequence, tile = find_tile(cu_q_ptr, number, num_sequences, len_q, ROWS, G)
     if sequence < num_sequences:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
         first_key, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
-        r = tl.arange(0, BLOCK_M)
-        query = r // G
-        row = tile * BLOCK_Q + query
-        ok = (query < BLOCK_Q) & (row < num_q)
-        query = tl.minimum(query, 31)
+        m = tl.arange(0, BLOCK_M)
+        r = tile * ROWS + m
+        row = r // G
+        ok = (m < ROWS) & (row < num_q)
+        query = tl.minimum(row - tile * ROWS // G, 31)
         t = num_tokens - num_q + row
         head = head_kv * G + r % G
         token = (first_q + row).to(tl.int64)

@@ -74,7 +74,7 @@ def load_vector(pointers, mask, other, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def load_order(order_ptr, r, num_rows, first_entry, G: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr = False):
+def load_order(order_ptr, r, num_rows, first_entry, G: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr):
     """Entries, counted from the segment's first, of the rows ``r .. r + BLOCK_M`` of a chunk: a query and head each."""
     index = r + tl.arange(0, BLOCK_M)
     return load_vector(order_ptr + index // G, index < num_rows, 0, SPLIT) - first_entry.to(order_ptr.dtype.element_ty)
@@ -147,12 +147,20 @@ def selected_gather_fwd_kernel(
         rows = count * G
         # Entries are loaded a step ahead: a row's number is needed before the row can be. The pipeline's depth is that of the
         # launch: given by the loop, it would take in the loads of entries too, which a step ahead leaves no room for.
-        next_entry = load_order(order_ptr, 0, rows, first_entry, G, BLOCK_M)
-        for r in tl.range(0, rows, BLOCK_M):
+        masked = tl.minimum(tl.cdiv(hidden * G, BLOCK_M) * BLOCK_M, rows)
+        next_entry = load_order(order_ptr, 0, rows, first_entry, G, BLOCK_M, True)
+        for r in tl.range(0, masked, BLOCK_M):
             entry = next_entry
-            next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M)
+            next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M, True)
             gather_fwd_step(
-                q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, r < hidden * G, rows, first_row, offset, n, scale, head_kv, part,
+                q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, True, rows, first_row, offset, n, scale, head_kv, part,
+                stride_q, stride_qh, G, D, DV, HKV, N, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+            )  # fmt: skip
+        for r in tl.range(masked, rows, BLOCK_M):
+            entry = next_entry
+            next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M, True)
+            gather_fwd_step(
+                q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, False, rows, first_row, offset, n, scale, head_kv, part,
                 stride_q, stride_qh, G, D, DV, HKV, N, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
 

@@ -25,10 +25,10 @@ def choices_scatter(union_ptr, N: tl.constexpr, LIMIT_4: tl.constexpr):
 @triton.jit(do_not_specialize=[*VARYING, "num_lists"])
 def list_kernel(
     indices_ptr, block_ptr, word_ptr, count_ptr, union_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, num_lists,
-    HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, PAD_Q: tl.constexpr,
-    PAD_N: tl.constexpr, COUNTED: tl.constexpr, LIMIT_4: tl.constexpr,
+    G: tl.constexpr, HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr,
+    ROWS: tl.constexpr, PAD_Q: tl.constexpr, PAD_N: tl.constexpr, COUNTED: tl.constexpr, LIMIT_4: tl.constexpr,
 ):  # fmt: skip
-    """The list of one tile of ``BLOCK_Q`` queries.
+    """The list of one tile of ``ROWS`` rows, queries by ``G`` heads: of at most ``BLOCK_Q`` queries.
 
     ``count_ptr`` gets, for each tile: blocks wholly in the past of every query, blocks wholly inside the sequence, and all. To
     ``union_ptr`` (None: nobody asks) are added the blocks of the list, and 1 for the tile: whole numbers, whose sum is the same
@@ -39,16 +39,18 @@ def list_kernel(
             return
     number = tl.program_id(0)
     head = tl.program_id(1)
-    sequence, tile = find_tile(cu_q_ptr, number, num_sequences, len_q, BLOCK_Q)
+    sequence, tile = find_tile(cu_q_ptr, number, num_sequences, len_q, ROWS, G)
     if sequence < num_sequences:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
         _, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
+        tile_q = tile * ROWS // G
+        end_q = tl.minimum((tile * ROWS + ROWS - 1) // G + 1, num_q)
         SIZE: tl.constexpr = PAD_Q * PAD_N
         e = tl.arange(0, SIZE)
         query = e // PAD_N
         slot = e % PAD_N
-        row = tile * BLOCK_Q + query
-        ok = (query < BLOCK_Q) & (row < num_q) & (slot < N)
+        row = tile_q + query
+        ok = (row < end_q) & (slot < N)
         entry = ((first_q + row).to(tl.int64) * HKV + head) * N + slot
         block = tl.load(indices_ptr + entry, mask=ok, other=-1).to(tl.int32)
         t = num_tokens - num_q + row
@@ -66,7 +68,7 @@ def list_kernel(
         out = (head.to(tl.int64) * num_lists + number) * (BLOCK_Q * N) + place
         tl.store(block_ptr + out, block, mask=last)
         tl.store(word_ptr + out, word.to(tl.int32), mask=last)
-        t_first = num_tokens - num_q + tile * BLOCK_Q
+        t_first = num_tokens - num_q + tile_q
         past = tl.sum((last & (block * BLOCK_SIZE + (BLOCK_SIZE - 1) <= t_first)).to(tl.int32), 0)
         inside = tl.sum((last & ((block + 1) * BLOCK_SIZE <= num_tokens)).to(tl.int32), 0)
         at = (head.to(tl.int64) * num_lists + number) * 3

@@ -68,13 +68,16 @@ class Call:
     design: str = "auto"
     segments: int | None = None
 
+    def always_tiled(self, q: Tensor, k: Tensor, n: int) -> bool:
+        """Whether the tiled design runs whatever the choice is."""
+        return always_tiled(self.design, q.shape[1] // k.shape[1], n, self.layout.len_q, self.layout.len_k, self.block_size)
+
     def union(self, q: Tensor, k: Tensor, n: int) -> Tensor | None:
         """Counters of the lists' blocks and of the lists, 0 yet; None where the tiled design runs whatever the choice is.
 
         With the gathered design they are 1 and 0 from the start: no lists are made, and choices count as scattered.
         """
-        lengths = (self.layout.len_q, self.layout.len_k)
-        if always_tiled(self.design, q.shape[1] // k.shape[1], n, *lengths, self.block_size):
+        if self.always_tiled(q, k, n):
             return None
         union = torch.zeros(2, dtype=torch.int64, device=q.device)
         if self.design == "gathered":
@@ -97,12 +100,15 @@ class Call:
 
 
 def tile_of(tile: Tile, group_size: int, block_size: int) -> tuple[Tile, int]:
-    """The tile with rows and keys that fit group and block, and the queries it holds."""
-    rows = max(tile.rows, triton.next_power_of_2(group_size))
+    """The tile with rows and keys that fit group and block, and how many of its rows are used.
+
+    Those of whole queries, unless that would leave more than an eighth of them out.
+    """
     most = max(triton.next_power_of_2(MAX_QUERIES * group_size), 16)
-    warps = max(1, tile.warps * min(rows, most) // rows)
-    rows = min(rows, most)
-    return replace(tile, rows=rows, warps=warps, keys=min(tile.keys, block_size)), min(rows // group_size, MAX_QUERIES)
+    rows = min(tile.rows, most)
+    warps = max(1, tile.warps * rows // tile.rows)
+    whole = min(rows // group_size, MAX_QUERIES) * group_size
+    return replace(tile, rows=rows, warps=warps, keys=min(tile.keys, block_size)), whole if 8 * (rows - whole) <= rows else rows
 
 
 def slots_of_step(slots: int, block: int) -> int:
@@ -127,14 +133,15 @@ def selected_forward(
     union = call.union(q, k, n)
     if num_q == 0 or n == 0:
         return out.zero_(), lse.fill_(-torch.inf), None, union
-    tile, block_q = tile_of(call.tiles("selected_attention_fwd"), group_size, call.block_size)
-    tile = fitting(tile, k, v)
-    lists = make_lists(block_indices, call.layout, call.block_size, block_q, union, counted=call.design == "gathered")
+    tile, used = tile_of(call.tiles("selected_attention_fwd"), group_size, call.block_size)
+    tile, counted = fitting(tile, k, v), call.design == "gathered"
+    lists = make_lists(block_indices, call.layout, group_size, call.block_size, used, union, counted=counted)
     selected_fwd_kernel[(lists.count.shape[1], num_kv_heads)](
         q, key_source(k, tile), key_source(v, tile), out, lse, lists.block, lists.word, lists.count, union,
         *call.layout.arguments(), lists.count.shape[1], *strides_of(q, k, v), call.softmax_scale, HQ=num_heads, G=group_size,
-        D=head_dim, DV=value_dim, N=n, BLOCK_SIZE=call.block_size, BLOCK_Q=block_q, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
-        BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim), LIMIT_4=LIMIT_4, TMA=tile.tma, STAGES=tile.stages,
+        D=head_dim, DV=value_dim, N=n, BLOCK_SIZE=call.block_size, BLOCK_Q=lists.queries, ROWS=used, BLOCK_M=tile.rows,
+        BLOCK_N=tile.keys, BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim), LIMIT_4=LIMIT_4, TMA=tile.tma,
+        STAGES=tile.stages,
         **tile.launch_options(),
     )  # fmt: skip
     order = None if union is None else gather_forward(q, k, v, block_indices, call, union, out, lse)
@@ -189,15 +196,16 @@ def selected_backward(
         return dq if gated.adds else dq.zero_(), torch.zeros_like(k), torch.zeros_like(v)
     delta = torch.empty_like(lse)
     gated_lse = None if gated.gates is None else torch.empty_like(lse)
-    tile, block_q = tile_of(call.tiles("selected_attention_dq"), group_size, call.block_size)
-    tile = fitting(tile, k, v)
-    lists = make_lists(block_indices, call.layout, call.block_size, block_q, union, counted=union is not None)
+    tile, used = tile_of(call.tiles("selected_attention_dq"), group_size, call.block_size)
+    tile, counted = fitting(tile, k, v), union is not None
+    lists = make_lists(block_indices, call.layout, group_size, call.block_size, used, union, counted=counted)
     selected_dq_kernel[(lists.count.shape[1], num_kv_heads)](
         q, key_source(k, tile), key_source(v, tile), out, dout, lse, delta, dq, gated.gates, gated.dgates, gated_lse,
         lists.block, lists.word, lists.count, union, *call.layout.arguments(), lists.count.shape[1], *strides_of(q, k, v, dout),
         call.softmax_scale, HQ=num_heads, G=group_size, D=head_dim, DV=value_dim, N=n, BLOCK_SIZE=call.block_size,
-        BLOCK_Q=block_q, BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim),
-        ADD=gated.adds, LIMIT_4=LIMIT_4, TMA=tile.tma, STAGES=tile.stages, **tile.launch_options(),
+        BLOCK_Q=lists.queries, ROWS=used, BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=block_of(head_dim),
+        BLOCK_DV=block_of(value_dim), ADD=gated.adds, LIMIT_4=LIMIT_4, TMA=tile.tma, STAGES=tile.stages,
+        **tile.launch_options(),
     )  # fmt: skip
     if union is not None:
         selected_delta_kernel[(DELTA_PROGRAMS,)](
