@@ -71,6 +71,7 @@ test-gpu: $(ENV) ## what only a CUDA GPU can show; of a million tokens with ARGS
 	$(RUN) -m pytest tests/gpu tests/train/test_gpu.py -m "not slow" $(ARGS)
 
 bench: $(ENV) ## on a GPU: every measurement behind the committed rows, into benchmarks/ (ARGS="--list", "--only seed wide", "--shards DATA")
+	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check train
 	$(RUN) -m tools.measure $(ARGS)
 	$(RUN) -m nsa bench report benchmarks/results/*.jsonl --out benchmarks/report
 

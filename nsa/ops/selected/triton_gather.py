@@ -66,7 +66,7 @@ def find_chunk(
 
 @triton.jit
 def load_vector(pointers, mask, other, SPLIT: tl.constexpr):
-    """``load_column``, but in a ``SPLIT`` loop ``tl.load``: its pipeline takes in every load, and takes that one better."""
+    """As a column, see ``load_column``; in loops that are ``SPLIT`` as it comes, which is faster there."""
     if SPLIT:
         return tl.load(pointers, mask=mask, other=other)
     else:
@@ -149,20 +149,14 @@ def selected_gather_fwd_kernel(
         # launch: given by the loop, it would take in the loads of entries too, which a step ahead leaves no room for.
         masked = tl.minimum(tl.cdiv(hidden * G, BLOCK_M) * BLOCK_M, rows)
         next_entry = load_order(order_ptr, 0, rows, first_entry, G, BLOCK_M, True)
-        for r in tl.range(0, masked, BLOCK_M):
-            entry = next_entry
-            next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M, True)
-            gather_fwd_step(
-                q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, True, rows, first_row, offset, n, scale, head_kv, part,
-                stride_q, stride_qh, G, D, DV, HKV, N, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-            )  # fmt: skip
-        for r in tl.range(masked, rows, BLOCK_M):
-            entry = next_entry
-            next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M, True)
-            gather_fwd_step(
-                q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, False, rows, first_row, offset, n, scale, head_kv, part,
-                stride_q, stride_qh, G, D, DV, HKV, N, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-            )  # fmt: skip
+        for past in tl.static_range(2):
+            for r in tl.range(masked if past else 0, rows if past else masked, BLOCK_M):
+                entry = next_entry
+                next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M, True)
+                gather_fwd_step(
+                    q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, past == 0, rows, first_row, offset, n, scale, head_kv, part,
+                    stride_q, stride_qh, G, D, DV, HKV, N, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -286,30 +280,21 @@ def selected_gather_bwd_kernel(
         order_ptr += begin
         rows = count * G
         # See the forward: entries ``AHEAD`` of their rows. With ``STAGES`` the pipeline's depth is given by the loop instead,
-        # which is split where the mask ends.
+        # which is split where the mask ends; without, one loop has the mask under a condition.
         SPLIT: tl.constexpr = STAGES is not None
         next_entry = load_order(order_ptr, 0, rows, first_entry, G, BLOCK_M, SPLIT)
-        split = 0
-        if SPLIT:
-            split = tl.minimum(tl.cdiv(hidden * G, BLOCK_M) * BLOCK_M, rows)
-            for r in tl.range(0, split, BLOCK_M, num_stages=STAGES):
+        masked = tl.minimum(tl.cdiv(hidden * G, BLOCK_M) * BLOCK_M, rows) if SPLIT else 0
+        for past in tl.static_range(0 if SPLIT else 1, 2):
+            for r in tl.range(masked if past else 0, rows if past else masked, BLOCK_M, num_stages=STAGES):
                 entry = next_entry if AHEAD else load_order(order_ptr, r, rows, first_entry, G, BLOCK_M, SPLIT)
                 if AHEAD:
                     next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M, SPLIT)
                 dk, dv = gather_bwd_step(
-                    q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r, True, rows, first_row, offset, n,
-                    softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, N, PARTS, BLOCK_M,
-                    BLOCK_N, BLOCK_D, BLOCK_DV, KEYS_AS_ROWS, DQ, SPLIT,
+                    q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r,
+                    past == 0 if SPLIT else r < hidden * G, rows, first_row, offset, n, softmax_scale, head_kv, part, stride_q,
+                    stride_qh, stride_do, stride_doh, HQ, G, D, DV, N, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, KEYS_AS_ROWS,
+                    DQ, SPLIT,
                 )  # fmt: skip
-        for r in tl.range(split, rows, BLOCK_M, num_stages=STAGES):
-            entry = next_entry if AHEAD else load_order(order_ptr, r, rows, first_entry, G, BLOCK_M, SPLIT)
-            if AHEAD:
-                next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M, SPLIT)
-            dk, dv = gather_bwd_step(
-                q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r, False if SPLIT else r < hidden * G, rows,
-                first_row, offset, n, softmax_scale, head_kv, part, stride_q, stride_qh, stride_do, stride_doh, HQ, G, D, DV, N,
-                PARTS, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, KEYS_AS_ROWS, DQ, SPLIT,
-            )  # fmt: skip
         if alone:
             finish_keys(
                 dk, dv, dk_sum_ptr, dv_sum_ptr, dk_ptr, dv_ptr, begin_ptr, length_ptr, item, HKV * num_blocks,

@@ -257,6 +257,8 @@ def _gather_gradients(
     sums = [_sums(q, k.shape[0] * num_kv_heads, size) if last else None for size in (head_dim, value_dim)]
     block_k = min(call.block_size, 16)
     chunks_of_step = max(1, SUMMED // (block_k * block_of(head_dim)))
+    # Masks of columns take registers.
+    reducing_warps = 4 if (head_dim, value_dim) == (block_of(head_dim), block_of(value_dim)) else 8
     sizes: dict[str, Any] = {"D": head_dim, "N": n, "BLOCK_D": block_of(head_dim), "LIMIT_4": LIMIT_4}
     both = {**sizes, "DV": value_dim, "BLOCK_DV": block_of(value_dim), "BLOCK_SIZE": call.block_size, "DQ": with_dq}
     groups = {"HQ": num_heads, "G": num_heads // num_kv_heads}
@@ -274,7 +276,7 @@ def _gather_gradients(
         selected_reduce_kernel[(index.num_blocks, num_kv_heads, call.block_size // block_k)](
             *partial, *sums, *grads, union, chunks.begin, chunks.length, chunks.start, call.layout.cu_k, call.layout.len_k,
             call.layout.num_sequences, index.num_blocks, segment, last, call.softmax_scale, HKV=num_kv_heads,
-            BLOCK_K=block_k, BLOCK_C=chunks_of_step, **both, num_warps=4,
+            BLOCK_K=block_k, BLOCK_C=chunks_of_step, **both, num_warps=reducing_warps,
         )  # fmt: skip
         if with_dq:
             selected_merge_dq_kernel[(-(-chunks.segment_rows * num_heads // (MERGE_ROWS * MERGE_STEPS)),)](
