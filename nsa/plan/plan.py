@@ -15,8 +15,7 @@ from nsa.errors import UserError
 from nsa.lm.flops import flops_per_token
 from nsa.lm.model import LanguageModel
 from nsa.plan.gpus import GIB, Gpu
-from nsa.plan.memory import LIBRARIES, Footprint, has_masked_documents, step_memory
-from nsa.plan.timeline import GRADIENTS, OPTIMIZER, WEIGHTS
+from nsa.plan.memory import Footprint, step_memory
 from nsa.train.config import CheckpointingConfig, ParallelConfig, TrainConfig
 
 # What a process takes beside its tensors: the driver's context and the libraries' kernels; and what the allocator cannot use.
@@ -73,7 +72,7 @@ class RunPlan:
     @property
     def needed_bytes(self) -> int:
         """Memory that a GPU must have."""
-        return needed_bytes(self.config, self.footprint)
+        return needed_bytes(self.footprint)
 
     @property
     def seconds(self) -> float | None:
@@ -90,16 +89,9 @@ class RunPlan:
         return None if self.seconds is None else self.seconds / 3600 * self.config.world_size * price_per_gpu_hour
 
 
-def needed_bytes(config: TrainConfig, footprint: Footprint) -> int:
-    """Memory that a GPU must have for a step.
-
-    A CUDA graph keeps what its step passes through. Batches of masked documents come in several shapes, and the first of a
-    shape runs beside the graphs.
-    """
-    beside = 0
-    if config.cuda_graphs and has_masked_documents(config):
-        beside = footprint.peak - sum(footprint.parts.get(part, 0) for part in (WEIGHTS, OPTIMIZER, GRADIENTS, LIBRARIES))
-    return math.ceil((footprint.peak + beside) * (1 + FRAGMENTATION)) + CONTEXT_BYTES
+def needed_bytes(footprint: Footprint) -> int:
+    """Memory that a GPU must have for a step."""
+    return math.ceil(footprint.peak * (1 + FRAGMENTATION)) + CONTEXT_BYTES
 
 
 def make_plan(config: TrainConfig, gpu: Gpu | None, rows: Iterable[Row] = (), mfu: float | None = None) -> RunPlan:
@@ -191,7 +183,7 @@ def refuse_what_does_not_fit(plan: RunPlan) -> None:
 def suggestion(config: TrainConfig, gpu: Gpu) -> str:
     """The smallest change under which the run fits, as words of the command line."""
     for changed in alternatives(config):
-        needed = needed_bytes(changed, step_memory(changed))
+        needed = needed_bytes(step_memory(changed))
         if needed <= gpu.memory_gib * GIB:
             words = (f"--{name.replace('_', '-')} {_word(value)}" for name, value in differences(config, changed).items())
             return f"It takes {needed / GIB:.1f} GiB with {' '.join(words)}."

@@ -22,11 +22,13 @@ class _Captured:
 
 
 class Replay:
-    """Runs micro-batches, those of a shape seen before from a graph.
+    """Runs micro-batches from graphs, one for each shape.
 
-    The first micro-batch of a shape runs as it is, which compiles what has to be compiled; the second is captured. Gradients
-    are added to the ``.grad`` that exists then: it must stay where it is, so it is set to zero and never dropped. Graphs
-    share their memory, since one runs at a time.
+    The very first micro-batch runs as it is, which compiles what has to be compiled and makes the gradients; later ones are
+    captured where their shape is new. A new shape may come at any step: run as it is, it would need as much memory again beside
+    that of the graphs. So it must be computed by the code that the first one compiled, see ``Batch.with_few_shapes``. Gradients
+    are added to the ``.grad`` that exists then: it must stay where it is, so it is set to zero and never dropped. Graphs share
+    their memory, since one runs at a time.
 
     Args:
         run: forward and backward of a micro-batch on the device, its loss divided by a scalar before the backward pass; gives
@@ -35,14 +37,14 @@ class Replay:
 
     def __init__(self, run: Callable[[Batch, Tensor], Tensor]) -> None:
         self._run = run
-        self._seen: set[tuple[int, int]] = set()
+        self._is_first = True
         self._captured: dict[tuple[int, int], _Captured] = {}
 
     def __call__(self, batch: Batch, divisor: Tensor) -> Tensor:
         """The loss of ``batch``, from the host or the device; gradients are added."""
         shape = (batch.tokens.shape[0], batch.cu_seqlens.shape[0])
-        if shape not in self._seen:
-            self._seen.add(shape)
+        if self._is_first:
+            self._is_first = False
             return self._run(batch.to(divisor.device), divisor)
         if shape not in self._captured:
             self._captured[shape] = self._capture(batch.to(divisor.device), divisor.clone())

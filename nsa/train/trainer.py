@@ -232,7 +232,9 @@ class Trainer:
         batches = [
             collate(self.data.train, indices, config.seq_len, document_mask=config.data.document_mask) for indices in windows
         ]
-        return [batch.with_few_shapes() for batch in batches] if config.compile or config.cuda_graphs else batches
+        documents = config.data.document_mask and self.data.train.separator_id is not None
+        few_shapes = documents and (config.compile or config.cuda_graphs)
+        return [batch.with_few_shapes() for batch in batches] if few_shapes else batches
 
     def train_step(self, batches: Sequence[Batch], num_targets: int | None = None) -> Tensor:
         """One optimizer step over micro-batches; nothing in it waits for the device.

@@ -96,11 +96,13 @@ def test_replayed_steps_are_the_steps(tmp_path: Path, attention: str) -> None:
     assert torch.equal(figures[0], figures[1])
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_nothing_is_allocated_after_the_fifth_step(tmp_path: Path, graphs: bool) -> None:
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("masked", [False, True], ids=["windows", "documents"])
+@pytest.mark.parametrize("how", [{}, {"cuda_graphs": True}, {"compile": True, "cuda_graphs": True}], ids=str)
+def test_nothing_is_allocated_after_the_fifth_step(tmp_path: Path, how: dict[str, Any], masked: bool) -> None:
     """By the driver: PyTorch's own allocator has all that it needs by then."""
-    data = DataConfig(source="folder", path=str(write_text(tmp_path / "text")), document_mask=False)
-    config = tiny_config(tmp_path, device="cuda", compute_dtype="bf16", data=data, cuda_graphs=graphs)
+    data = DataConfig(source="folder", path=str(write_text(tmp_path / "text")), document_mask=masked)
+    config = tiny_config(tmp_path, device="cuda", compute_dtype="bf16", data=data, **how)
     trainer = make_trainer(config, tmp_path / "run")
     counts = []
     for _ in range(20):

@@ -58,12 +58,12 @@ class Batch:
     def with_few_shapes(self) -> Batch:
         """Empty sequences behind the others bring their number to a power of two, so that batches have few different shapes.
 
-        A batch whose sequences all have ``max_seqlen`` tokens stays as it is.
+        It is more than the number of windows: a batch of whole windows alone would be computed by other code, which would have to
+        be compiled at whatever step it comes.
         """
         number, num_tokens = self.cu_seqlens.shape[0] - 1, self.tokens.shape[0]
-        if number * self.max_seqlen == num_tokens:
-            return self
-        empty = self.cu_seqlens.new_full(((1 << (number - 1).bit_length()) - number,), num_tokens)
+        most = max(number, num_tokens // self.max_seqlen + 1)
+        empty = self.cu_seqlens.new_full(((1 << (most - 1).bit_length()) - number,), num_tokens)
         return replace(self, cu_seqlens=torch.cat((self.cu_seqlens, empty)))
 
 

@@ -129,7 +129,10 @@ def test_numbers_of_sequences_are_powers_of_two() -> None:
     assert batch.cu_seqlens.tolist() == [0, 5, 9, 10]
     assert batch.with_few_shapes().cu_seqlens.tolist() == [0, 5, 9, 10, 10]
     windows = collate(source_of("abcdefghijklmno"), [0, 1, 2], 5, document_mask=True)
-    assert windows.with_few_shapes() is windows
+    assert windows.with_few_shapes().cu_seqlens.tolist() == [0, 5, 10, 15, 15]
+    # As many sequences as windows would be another shape, and other code.
+    windows = collate(source_of("abcdefghijklmnopqrst"), [0, 1], 5, document_mask=True)
+    assert windows.with_few_shapes().cu_seqlens.tolist() == [0, 5, 10, 10, 10]
 
 
 def test_a_batch_takes_over_another() -> None:
