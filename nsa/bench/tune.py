@@ -107,7 +107,7 @@ def bench_tune(plan: TunePlan, device: torch.device) -> bool:
             bench = Bench(case, points)
             tasks = [task for task in bench.tasks() if fnmatch.fnmatch(task.key.kernel, plan.kernel)]
             for task, task_end in zip(tasks, shares(case_end, len(tasks)), strict=True):
-                found = _tune(bench, task, compilers, lambda until=task_end: time.monotonic() < until)
+                found = _tune(bench, task, compilers, task_end)
                 correct.append(found is not None)
                 if found is not None:
                     note = {**found[1], "measured": f"{case.name} {task.mode}, {plan.shape.name} shape, by length"}
@@ -123,12 +123,14 @@ def shares(end: float, number: int) -> Iterator[float]:
         yield now + max(0.0, end - now) / left
 
 
-def _tune(bench: Bench, task: Task, compilers: Compilers, go_on: Callable[[], bool]) -> tuple[Tile, Mapping[str, Any]] | None:
+def _tune(bench: Bench, task: Task, compilers: Compilers, end: float) -> tuple[Tile, Mapping[str, Any]] | None:
     """The best tile of one kernel and what the table says of it; None if its results are wrong."""
     where = ", ".join(f"{seq_len:,}" for seq_len in task.seqs)
     print(f"\n{task.key.kernel}, head size {task.key.head_size}, by {bench.case.name} {task.mode} at S {where}", flush=True)
     print(f"  in use: {task.start}", flush=True)
-    best, trials = descend(task.key, task.start, bench.measure(task), go_on, partial(compilers.compile, bench.case, task))
+    best, trials = descend(
+        task.key, task.start, bench.measure(task), lambda: time.monotonic() < end, partial(compilers.compile, bench.case, task)
+    )
     fault = bench.fault(task, best)
     print(f"  chosen: {best}{f', but WRONG: {fault}' if fault else ''}", flush=True)
     return None if fault else (best, {"ms": trials[best], **without_stack(best, trials, bench.stacks(task))})

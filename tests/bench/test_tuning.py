@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -217,7 +218,7 @@ def test_the_walk_stops_when_time_is_up() -> None:
 
 def test_kernels_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(tune.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     ends = []
     for end, spent in zip(tune.shares(160.0, 4), (15.0, 5.0, 60.0, 0.0), strict=True):
         ends.append(end)

@@ -12,6 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TIME_LIMIT_S = 420
+RACE = "Race reported"
+CUBLAS = "nvjet_"  # its products, in whose loads and barriers racecheck sees races
 
 
 def tool() -> str:
@@ -24,7 +26,7 @@ def tool() -> str:
 def sanitize(kind: str, program: list[str]) -> subprocess.CompletedProcess[str]:
     # Without the caching allocator every tensor has borders of its own.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
-    command = [tool(), "--tool", kind, "--error-exitcode", "9", "--print-limit", "5", sys.executable, *program]
+    command = [tool(), "--tool", kind, "--error-exitcode", "9", "--print-limit", "1000", sys.executable, *program]
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False
@@ -56,5 +58,7 @@ def test_the_tool_sees_a_store_out_of_bounds(tmp_path):
 @pytest.mark.parametrize("kind", ["memcheck", "racecheck"])
 def test_kernels(kind):
     done = sanitize(kind, ["-m", "tests.gpu.small_step"])
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    races = [line for line in done.stdout.splitlines() if RACE in line]
+    known = kind == "racecheck" and bool(races) and all(CUBLAS in line for line in races)
+    assert done.returncode == 0 or known, done.stdout[-6000:] + done.stderr[-2000:]
     assert "all ran" in done.stdout

@@ -58,8 +58,8 @@ class Batch:
     def with_few_shapes(self) -> Batch:
         """Empty sequences behind the others bring their number to a power of two, so that batches have few different shapes.
 
-        It is more than the number of windows: a batch of whole windows alone would be computed by other code, which would have to
-        be compiled at whatever step it comes.
+        It is more than the number of windows: a batch of whole windows alone would be computed by other code, which would have
+        to be compiled at whatever step it comes.
         """
         number, num_tokens = self.cu_seqlens.shape[0] - 1, self.tokens.shape[0]
         most = max(number, num_tokens // self.max_seqlen + 1)
