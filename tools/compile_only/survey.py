@@ -23,8 +23,8 @@ STACK_THAT_WINS = {
         "compressed, at most 168 registers, so that three programs share a multiprocessor: 0.127 ms against 0.153"
     ),
     ("nvidia-h200", "range_dq_kernel", 64): (
-        "window, 2 stages: 0.345 ms against 0.363 with 3 and no limit; compressed, at most 96 registers: 0.408 ms of forward and "
-        "backward against 0.409"
+        "window, 2 stages: 0.345 ms against 0.363 with 3 and no limit; compressed, at most 96 registers: 0.408 ms of forward "
+        "and backward against 0.409"
     ),
     ("nvidia-h200", "range_fwd_kernel", 64): "window, 2 stages: 0.315 ms against 0.336 with 3, 0.360 with 128 rows",
     ("nvidia-h200", "range_dkv_kernel", 128): (
