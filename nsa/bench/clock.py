@@ -61,16 +61,16 @@ def time_call(call: Callable[[], object], device: torch.device, budget_ms: float
     samples = max(MIN_SAMPLES, min(MAX_SAMPLES, round(budget_ms / max(once * calls, 1e-3))))
     if not capture:
         return percentiles(_events(call, samples), 1, "launches")
-    try:
-        graph = _capture(call, calls)
-    except RuntimeError:
-        torch.cuda.synchronize()
-        try:  # the first capture of cuDNN's backward in a process fails, later ones do not
+    graph, reason = None, ""
+    for _ in range(2):  # the first capture of cuDNN's backward in a process fails, later ones do not
+        try:
             graph = _capture(call, calls)
-        except RuntimeError as error:
-            torch.cuda.synchronize()
-            reason = str(error).splitlines()[0]
-            return percentiles(_events(call, samples), 1, f"launches: no graph, {reason}")
+            break
+        except RuntimeError as error:  # of the end of the capture, after what made it fail
+            reason = str(error.__context__ or error).partition("\n")[0]
+        torch.cuda.synchronize()  # outside: the error holds what was captured
+    if graph is None:
+        return percentiles(_events(call, samples), 1, f"launches: no graph, {reason}")
     replay = graph.replay
     replay()
     timing = percentiles(_events(replay, samples), calls, "cuda graph")

@@ -84,7 +84,8 @@ def test_a_process_says_where_it_stands_when_another_rank_hangs(tmp_path: Path) 
         nsa.kill(signal.SIGTERM)
         assert nsa.end() == 128 + signal.SIGTERM
         said = nsa.text
-    assert "another rank hangs: no sign of life for 0 s (limit 110 s)" in said or "(limit 300 s)" in said
+    assert "watchdog: rank 0" in said
+    assert ": another rank hangs: no sign of life for" in said
     assert 'nsa/train/trainer.py", line' in said
     assert said.count("watchdog:") == 1
 
