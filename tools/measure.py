@@ -36,7 +36,7 @@ MEASUREMENTS: tuple[tuple[str, str, str], ...] = (
     ("results", "wide", f"{ATTENTION} --shape wide --seqs 8192,65536 --choice random,shared16 {DENSE}"),
     ("results", "paper", f"{WHOLE} --shape paper --seqs 8192 {DENSE}"),
     ("results", "others", f"{WHOLE},attention.window --seqs 2048,65536 --provider nsa,dense-cudnn,dense-fa2,flex"),
-    ("results", "reference", f"{ATTENTION} --seqs 512 --tokens 512 --provider nsa,reference,dense-cudnn"),
+    ("results", "reference", f"{ATTENTION} --seqs 512 --tokens 512 --provider nsa,reference"),
     ("results", "shared4", f"{ATTENTION} --case attention.selected --seqs 8192 --choice shared4,random --provider nsa"),
     ("results", "lengths", f"{WHOLE} --seqs 128,256,512,1024,4096,16384,131072 {DENSE}"),
     ("results", "lengths", f"{WHOLE} --seqs 262144,524288,1048576 --provider nsa"),
