@@ -24,7 +24,7 @@ def whole_attention(row: Row) -> float:
     if row.provider == "dense-cudnn":
         q = torch.empty(row.batch, pattern.num_heads, row.seq_len, pattern.head_dim, dtype=torch.bfloat16, device="meta")
         k = q[:, : pattern.num_kv_heads]
-        return (out + statistics + backward * (dq + call.keys() + _dense_backward(q, k, k))) / MIB
+        return (out + statistics + backward * (dq + call.keys() + _dense_backward(q, k, k[..., : pattern.value_dim]))) / MIB
     kept = 4 * out + 3 * statistics + 4 * call.entries * (1 if call.tiled else 2) + call.keys() // pattern.compress_stride
     if not backward:
         return (kept + call.forward()) / MIB
