@@ -14,6 +14,10 @@ import torch
 
 ATTENTION = "bench attention"
 WHOLE = f"{ATTENTION} --case attention"
+CHOSEN = f"{WHOLE},attention.selected"
+OPERATORS = f"{ATTENTION} --case " + ",".join(
+    f"attention.{name}" for name in ("compress", "compressed", "choice", "window", "combine")
+)
 TRAIN = "bench train --config configs/seed.yaml"
 DENSE = "--provider nsa,dense-cudnn"
 OPTIONS = " ".join(
@@ -32,8 +36,10 @@ SWITCHES = (
 )
 # Folder and name of the file, and words of `nsa`. What makes a ratio is of one command: ratios are of one run.
 MEASUREMENTS: tuple[tuple[str, str, str], ...] = (
-    ("results", "seed", f"{ATTENTION} --seqs 2048,8192,32768,65536 --choice random,shared16 {DENSE}"),
-    ("results", "wide", f"{ATTENTION} --shape wide --seqs 8192,65536 --choice random,shared16 {DENSE}"),
+    ("results", "seed", f"{CHOSEN} --seqs 2048,8192,32768,65536 --choice random,shared16 {DENSE}"),
+    ("results", "wide", f"{CHOSEN} --shape wide --seqs 8192,65536 --choice random,shared16 {DENSE}"),
+    ("results", "seed-operators", f"{OPERATORS} --seqs 2048,8192,32768,65536 --provider nsa"),
+    ("results", "wide-operators", f"{OPERATORS} --shape wide --seqs 8192,65536 --provider nsa"),
     ("results", "paper", f"{WHOLE} --shape paper --seqs 8192 {DENSE}"),
     ("results", "others", f"{WHOLE},attention.window --seqs 2048,65536 --provider nsa,dense-cudnn,dense-fa2,flex"),
     ("results", "reference", f"{ATTENTION} --seqs 512 --tokens 512 --provider nsa,reference"),
