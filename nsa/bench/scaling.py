@@ -20,6 +20,7 @@ from nsa.bench.attention import release_memory
 from nsa.bench.communication import Communication, communication
 from nsa.bench.rows import Origin, origin
 from nsa.bench.table import align
+from nsa.bench.targets import speed_up_target
 from nsa.errors import check
 from nsa.train import environment
 from nsa.train.config import TrainConfig
@@ -40,6 +41,7 @@ _HEADER = (
     "step ms",
     "tokens/s",
     "of one",
+    "must",
     "sent ms",
     "exposed ms",
     "idle ms",
@@ -157,7 +159,8 @@ def read_scaling_rows(path: Path) -> list[ScalingRow]:
 def scaling_table(rows: Sequence[ScalingRow]) -> str:
     """Rows as text.
 
-    ``of one`` is the speed over that of one process with the same code, configuration, global batch and way to run a step.
+    ``of one`` is the speed over that of one process with the same code, configuration, global batch and way to run a step;
+    ``must`` what it should be at least, where there is a target.
     """
 
     def of(row: ScalingRow) -> tuple[Any, ...]:
@@ -172,10 +175,18 @@ def scaling_table(rows: Sequence[ScalingRow]) -> str:
         lines.append((
             row.strategy, "bf16" if row.gradient_compression == "bf16" else "fp32", f"{row.bucket_mib:g}", str(row.processes),
             f"{row.step_ms:.2f}", f"{row.tokens_per_s:,.0f}", "" if speed_up is None else f"{speed_up:.2f}",
+            _verdict(row, speed_up),
             *("" if value is None else f"{value:.2f}" for value in optional),
             "" if row.peak_mib is None else f"{row.peak_mib:,.0f}", f"{row.loss_nats:.4f}",
         ))  # fmt: skip
     return "\n".join(align(lines))
+
+
+def _verdict(row: ScalingRow, speed_up: float | None) -> str:
+    must = speed_up_target(row.gpu, row.config, row.processes)
+    if must is None or speed_up is None:
+        return ""
+    return f"{must:g} {'pass' if speed_up >= must else 'FAIL'}"
 
 
 class _MeasuredError(Exception):

@@ -88,6 +88,13 @@ def targets() -> tuple[str, str, tuple[Target, ...]]:
     return content["gpu"], content["dtype"], tuple(Target(**row) for row in content["rows"])
 
 
+def speed_up_target(gpu: str | None, config: str, processes: int) -> float | None:
+    """How many times as fast as one process so many must be on GPUs of this name; None where there is no such target."""
+    content = json.loads(FILE.read_text(encoding="utf-8"))
+    found: float | None = content["speed_up"].get(config, {}).get(str(processes)) if gpu == content["gpu"] else None
+    return found
+
+
 Figures = Mapping[tuple[str, str, str, str, str, int, str], Row]
 
 

@@ -45,6 +45,15 @@ def test_a_speed_is_divided_by_that_of_the_same_step_on_one_process(other: dict[
     assert "1.80" not in scaling_table([scaling_row(**other), two])
 
 
+def test_a_speed_up_is_held_against_its_target() -> None:
+    here = {"gpu": "NVIDIA H200", "config": "seed"}
+    one, *more = (scaling_row(**here, processes=n, tokens_per_s=speed) for n, speed in ((1, 1e3), (2, 1.86e3), (4, 3.5e3)))
+    lines = scaling_table([one, *more]).splitlines()[-2:]
+    assert [line.split()[7:9] for line in lines] == [["1.85", "pass"], ["3.6", "FAIL"]]
+    for other in ({"gpu": "another"}, {"config": "1b"}):
+        assert "pass" not in scaling_table([dataclasses.replace(row, **other) for row in (one, *more)])
+
+
 def test_one_process_and_two(tmp_path: Path) -> None:
     config, out = write_config(tmp_path), tmp_path / "rows.jsonl"
     words = ("bench", "scaling", config, "--warmup", "1", "--steps", "2", "--out", out)
