@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from nsa.bench.rows import Row
 
@@ -82,16 +82,21 @@ class Outcome:
 
 
 @cache
+def _content() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return content
+
+
+@cache
 def targets() -> tuple[str, str, tuple[Target, ...]]:
     """GPU and dtype that the targets are for, and the targets."""
-    content = json.loads(FILE.read_text(encoding="utf-8"))
+    content = _content()
     return content["gpu"], content["dtype"], tuple(Target(**row) for row in content["rows"])
 
 
 def speed_up_target(gpu: str | None, config: str, processes: int) -> float | None:
     """How many times as fast as one process so many must be on GPUs of this name; None where there is no such target."""
-    content = json.loads(FILE.read_text(encoding="utf-8"))
-    found: float | None = content["speed_up"].get(config, {}).get(str(processes)) if gpu == content["gpu"] else None
+    found: float | None = _content()["speed_up"].get(config, {}).get(str(processes)) if gpu == _content()["gpu"] else None
     return found
 
 
