@@ -137,7 +137,7 @@ def _train_table(rows: Sequence[Row], by: Figures) -> str:
 
 # Kernels of a training step by name, the first that fits. Those of this library are called `.._kernel`, and nothing else is.
 _KINDS = {
-    "selected branch": r"(selected_\w+|list|key)_kernel",
+    "selected branch": r"(selected_\w+|list|key|item|chunk)_kernel",
     "window and compressed branch": r"range_\w+_kernel",
     "scores and choice": r"select_kernel",
     "other kernels of this library": r"[a-z]\w*_kernel",

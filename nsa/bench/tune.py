@@ -8,8 +8,10 @@ import multiprocessing
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +140,9 @@ def _tune(bench: Bench, task: Task, compilers: Compilers, end: float) -> tuple[T
 
 def without_stack(best: Tile, trials: Trials, stacks: Mapping[Tile, int]) -> dict[str, Any]:
     """What a tile that spills to the stack must show: its bytes a thread, and the best times that need none."""
-    if stacks[best] == 0:
+    if not stacks.get(best):
         return {}
-    plain = [times for tile, times in trials.items() if stacks[tile] == 0]
+    plain = [times for tile, times in trials.items() if stacks.get(tile) == 0]
     fastest = min(plain, key=lambda times: gain(times, trials[best])) if plain else None
     return {"stack_bytes": stacks[best], "ms_without_stack": fastest}
 
@@ -187,8 +189,9 @@ class Bench:
             before = compiled_kernels()
             with tiles_chosen_by(lambda key, usual: tile if key == task.key else usual):
                 try:
-                    for seq_len in task.seqs:
-                        self.works[seq_len].run(task.mode)
+                    with without_dumps():
+                        for seq_len in task.seqs:
+                            self.works[seq_len].run(task.mode)
                     fresh = compiled_kernels() - before
                     self._of_tile.setdefault((task.key, tile), set()).update(fresh)
                     if max((kernel.stack_bytes for kernel in fresh), default=0) > MAX_STACK_BYTES:
@@ -208,12 +211,12 @@ class Bench:
         """Bytes of stack a thread of the kernels of each measured tile.
 
         Those of a tile are the ones compiled when it was first measured; those of the tile in use, which was compiled before,
-        the first ones of the same names.
+        the first ones of the same names. A tile for which nothing was compiled runs the kernels of another one: left out.
         """
         tiles = {tile: kernels for (key, tile), kernels in self._of_tile.items() if key == task.key}
         names = {kernel.name for kernels in tiles.values() for kernel in kernels}
         tiles[task.start] = {kernel for kernel in self._at_first if kernel.name in names} | tiles.get(task.start, set())
-        return {tile: max((kernel.stack_bytes for kernel in kernels), default=0) for tile, kernels in tiles.items()}
+        return {tile: max(kernel.stack_bytes for kernel in kernels) for tile, kernels in tiles.items() if kernels}
 
     def fault(self, task: Task, tile: Tile) -> str | None:
         """Why the results with a tile are wrong, against fp64 at every length; None if they are right."""
@@ -269,11 +272,13 @@ class Compilers:
         if self.pool is not None:
             self.pool.shutdown(cancel_futures=True)
 
-    def compile(self, case: Case, task: Task, tiles: Sequence[Tile]) -> None:
-        """Compile the kernel of a task with each tile; waits for all."""
-        if self.pool is not None and len(tiles) > 1:
-            for _ in self.pool.map(partial(_compile, case.name, task), tiles):
-                pass
+    def compile(self, case: Case, task: Task, tiles: Sequence[Tile]) -> bool:
+        """Compile the kernel of a task with each tile and wait for all; whether that was done."""
+        if self.pool is None or len(tiles) < 2:
+            return False
+        for _ in self.pool.map(partial(_compile, case.name, task), tiles):
+            pass
+        return True
 
 
 _points: list[Point] = []  # of a process of `Compilers`
@@ -292,11 +297,17 @@ def _compile(case: str, task: Task, tile: Tile) -> None:
     bench = _benches[case]
     with tiles_chosen_by(lambda key, usual: tile if key == task.key else usual):
         try:
-            bench.works[task.seqs[0]].run(task.mode)
+            with without_dumps():
+                bench.works[task.seqs[0]].run(task.mode)
             torch.cuda.synchronize()
         except refusals() as error:
             if not _too_large(error):
                 raise
+
+
+def without_dumps() -> AbstractContextManager[object]:
+    """Within, Triton does not print the code of a kernel that needs more registers than it may have; the error says it."""
+    return redirect_stdout(StringIO())
 
 
 def _too_large(error: Exception) -> bool:
@@ -314,7 +325,11 @@ def candidates(key: TileKey, tile: Tile) -> Generator[list[Tile], Tile, None]:
     flags = ["tma"] * (not choice and not gathers) + ["keys_as_rows"] * keys_own + ["keep_queries"] * choice
     all_rows, all_keys = (32, 64, 128), ((8, 16, 32, 64) if choice else (32, 64, 128))
     sizes = [
-        (rows, keys, warps) for rows in all_rows for keys in all_keys for warps in (4, 8) if rows >= 16 * warps or warps == 4
+        (rows, keys, warps)
+        for rows in all_rows
+        for keys in all_keys
+        for warps in (4, 8)
+        if (rows >= 16 * warps or warps == 4 or key.head_size > 128) and (choice or fits_registers(key, rows, keys, warps))
     ]
     groups: list[Callable[[Tile], list[Tile]]] = [
         lambda best: [replace(best, rows=rows, keys=keys, warps=warps) for rows, keys, warps in sizes],
@@ -329,9 +344,19 @@ def candidates(key: TileKey, tile: Tile) -> Generator[list[Tile], Tile, None]:
         best = yield [other for other in group(best) if other != best]
 
 
+def fits_registers(key: TileKey, rows: int, keys: int, warps: int) -> bool:
+    """Whether sums and score tiles (fp32) of a kernel of attention leave a thread any registers at all."""
+    size = 1 << (key.head_size - 1).bit_length()
+    if "_dkv" in key.kernel:
+        numbers = keys * 2 * size + 2 * rows * keys
+    else:
+        numbers = rows * size + (2 if "_dq" in key.kernel else 1) * rows * keys
+    return numbers < 255 * 32 * warps
+
+
 def descend(
     key: TileKey, start: Tile, measure: Measure, go_on: Callable[[], bool] = lambda: True,
-    announce: Callable[[Sequence[Tile]], None] = lambda _: None,
+    make_ready: Callable[[Sequence[Tile]], bool] = lambda _: False,
 ) -> tuple[Tile, Trials]:  # fmt: skip
     """The best tile that a walk over the groups of candidates finds.
 
@@ -340,7 +365,7 @@ def descend(
         start: the tile it has now, which must fit.
         measure: milliseconds by length; None where a tile does not fit. The lengths count alike: the mean of the logarithms.
         go_on: whether there is time left.
-        announce: told which tiles will be measured next.
+        make_ready: told which tiles will be measured next; whether they take no long time any more, so that all are measured.
 
     Returns:
         The tile, and the times of all that fit. A candidate is taken only if a second measurement beside the best one says
@@ -353,9 +378,9 @@ def descend(
     group: list[Tile] | None = next(walk)
     while group is not None:
         fresh = [tile for tile in group if tile not in seen and go_on()]
-        announce(fresh)
+        ready = make_ready(fresh)
         for tile in fresh:
-            if not go_on():
+            if not ready and not go_on():
                 break
             seen.add(tile)
             found = measure(tile)

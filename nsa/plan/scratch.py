@@ -87,9 +87,8 @@ class _Attention:
         needed = 8 * self.entries  # lists by tile
         if not self.tiled:
             rows = -(-self.tokens // self.segments(pattern.value_dim))
-            needed += self.key_bytes(pattern.value_dim) + rows * pattern.num_heads * self.slots * (
-                pattern.value_dim * self.element + 4
-            )
+            needed += 2 * self.key_bytes(pattern.value_dim)  # of all entries, and of those that are not near
+            needed += rows * pattern.num_heads * self.slots * (pattern.value_dim * self.element + 4)
         later = self.queries(pattern.value_dim)
         if "win" in pattern.branches:
             later += self.queries(pattern.value_dim) + self.statistics()
@@ -106,17 +105,18 @@ class _Attention:
 
     def selected_backward(self) -> int:
         """Lists, index and chunks' sums; where choices may scatter, rows of slots for dQ."""
-        from nsa.ops.selected.triton_launch import BACKWARD_CHUNK, DQ_CHUNK, LONG
+        from nsa.ops.selected.triton_launch import BACKWARD_CHUNK, DQ_CHUNK, LONG, chunk_size
 
         pattern = self.config
         needed = 8 * self.entries + self.key_bytes(pattern.head_dim) + (4 * self.entries if self.tiled else 0)
-        needed_without_dq = self.sums(self.chunk_limit(1, BACKWARD_CHUNK) * pattern.block_size)
+        needed_without_dq = self.sums(self.chunk_limit(1, chunk_size(self.entries)) * pattern.block_size)
         if self.tiled:
             return needed + needed_without_dq
         segments = self.segments(pattern.head_dim)
         rows = -(-self.tokens // segments)
         slots = rows * pattern.num_heads * self.slots * pattern.head_dim * self.element
-        partial = self.sums(self.chunk_limit(segments, DQ_CHUNK if self.len_k <= LONG else BACKWARD_CHUNK) * pattern.block_size)
+        size = DQ_CHUNK if self.len_k <= LONG else BACKWARD_CHUNK
+        partial = self.sums(self.chunk_limit(segments, size) * pattern.block_size)
         whole = self.sums(self.tokens * pattern.num_kv_heads) if segments > 1 else 0
         return needed + max(needed_without_dq, slots + partial + whole)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -204,8 +204,12 @@ def test_the_walk_says_what_comes_next_and_repeats_nothing() -> None:
         measured.append(tile)
         return {2048: 1.0}
 
+    def tell(tiles: Sequence[Tile]) -> bool:
+        told.extend(tiles)
+        return False
+
     start = Tile(64, 64, 4, 2)
-    tune.descend(KEY, start, measure, announce=told.extend)
+    tune.descend(KEY, start, measure, make_ready=tell)
     assert measured == [start, *told]
     assert len(told) == len(set(told)) > 15
     assert start not in told
@@ -214,6 +218,31 @@ def test_the_walk_says_what_comes_next_and_repeats_nothing() -> None:
 def test_the_walk_stops_when_time_is_up() -> None:
     best = Tile(128, 32, 8, 3)
     assert tune.descend(KEY, Tile(64, 64, 4, 2), cost(best), lambda: False)[0] == Tile(64, 64, 4, 2)
+
+
+def test_what_has_been_compiled_is_measured_even_then() -> None:
+    """Compiling took the time that there was."""
+    best, told = Tile(64, 32, 4, 2), list[Tile]()
+
+    def compiled(tiles: Sequence[Tile]) -> bool:
+        told.extend(tiles)
+        return bool(tiles)
+
+    found, trials = tune.descend(KEY, Tile(64, 64, 4, 2), cost(best), lambda: not told, compiled)
+    assert found == best
+    assert set(trials) == {Tile(64, 64, 4, 2), *(tile for tile in told if cost(best)(tile) is not None)}
+
+
+def test_tiles_whose_sums_fill_the_registers_are_not_tried() -> None:
+    def fits(kernel: str, head_size: int, *sizes: int) -> bool:
+        return tune.fits_registers(TileKey(kernel, head_size, 2), *sizes)
+
+    assert fits("window_attention_fwd", 192, 64, 64, 4)  # 160 registers of a thread
+    assert not fits("window_attention_fwd", 192, 128, 64, 4)
+    assert fits("window_attention_fwd", 192, 128, 64, 8)
+    assert not fits("window_attention_dkv", 128, 64, 128, 4)
+    assert fits("window_attention_dkv", 128, 64, 64, 4)
+    assert not fits("window_attention_dq", 128, 128, 64, 4)
 
 
 def test_kernels_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,6 +263,9 @@ def test_a_tile_with_a_stack_says_what_the_best_one_without_would_take() -> None
     assert tune.without_stack(fast, trials, stacks) == {"stack_bytes": 64, "ms_without_stack": {2048: 2.0}}
     assert tune.without_stack(plain, trials, stacks) == {}
     assert tune.without_stack(fast, trials, {**stacks, slow: 8, plain: 8})["ms_without_stack"] is None
+    assert tune.without_stack(fast, trials, {slow: 0, fast: 64})["ms_without_stack"] == {
+        2048: 4.0
+    }  # plain runs another's kernels
 
 
 def compiled(name: str, stack: int, hash: str) -> tune.Compiled:
@@ -245,7 +277,7 @@ def test_stacks_are_told_from_what_a_tile_made_the_compiler_do(monkeypatch: pyte
     loaded = {compiled("fwd", 8, "a"), compiled("dq", 16, "b")}
     monkeypatch.setattr(tune, "compiled_kernels", lambda: set(loaded))
     monkeypatch.setattr(tune, "time_call", lambda *_: clock.Timing(1.0, 1.0, 1.0, 1, 1, ""))
-    start, other, large, large_too = (Tile(rows, 64, 4, 2) for rows in (16, 32, 64, 128))
+    start, other, large, large_too, same = (Tile(rows, 64, 4, 2) for rows in (16, 32, 64, 128, 256))
     makes = {other: compiled("dq", 0, "c"), large: compiled("dq", 300, "d"), large_too: compiled("dq", 256, "e")}
     task = tune.Task(KEY, "fwd", start, (2048,))
 
@@ -257,9 +289,14 @@ def test_stacks_are_told_from_what_a_tile_made_the_compiler_do(monkeypatch: pyte
     bench = object.__new__(tune.Bench)
     bench.__dict__.update(works={2048: Work()}, device=torch.device("cpu"), _of_tile={}, _at_first=set(loaded))
     measure = bench.measure(task)
-    assert [measure(tile) for tile in (start, other, large, large_too)] == [{2048: 1.0}, {2048: 1.0}, None, {2048: 1.0}]
+    assert [measure(tile) for tile in (start, other, large, large_too, same)] == [
+        {2048: 1.0},
+        {2048: 1.0},
+        None,
+        *[{2048: 1.0}] * 2,
+    ]
     assert measure(other) == {2048: 1.0}  # a second time nothing is compiled
-    assert bench.stacks(task) == {start: 16, other: 0, large: 300, large_too: 256}
+    assert bench.stacks(task) == {start: 16, other: 0, large: 300, large_too: 256}  # of the last one nothing is known
 
 
 def test_a_tile_is_written_beside_the_others(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ def far(x):
 def run(operator, q, k, v, dout):
     ids = torch.zeros(TOKENS, HEADS, 4, dtype=torch.int32)
     ids[..., 1:] = -1
+    if operator == "gathered":
+        ids[..., 1] = 1  # two blocks before the last queries' own: no near block of theirs
     if operator == "compress":
         out, _ = compress(k, None, config, backend="triton")
         return [out, *torch.autograd.grad(out, [k], dout[: out.shape[0]])]
@@ -54,16 +56,17 @@ def run(operator, q, k, v, dout):
     elif operator == "window":
         out, _ = window_attention(q, k, v, config, backend="triton")
     else:
-        design = "gathered" if operator == "gathered" else "tiled"
-        out, _ = selected_attention(q, k, v, ids, config, design=design, backend="triton")
+        more = {"design": "gathered", **offsets} if operator == "gathered" else {"design": "tiled", "backend": "triton"}
+        out, _ = selected_attention(q, k, v, ids, config, **more)
     return [out, *torch.autograd.grad(out, [q, k, v], dout)]
 
 
 # The compressed branch sees as many rows of keys as there are blocks: 12 of 52 tokens.
 total = torch.tensor([0, 52], dtype=torch.int32)
 offsets = {"cu_seqlens_q": torch.tensor([0, TOKENS], dtype=torch.int32), "cu_seqlens_k": total, "backend": "triton"}
-q, k, v, dout = (torch.randn(TOKENS, HEADS, 16) for _ in range(4))
+q, dout, *keys = (torch.randn(tokens, HEADS, 16) for tokens in (TOKENS, TOKENS, 52, 52))
 for operator in sys.argv[2:]:
+    k, v = keys if operator == "gathered" else (x[:TOKENS] for x in keys)
     near = run(operator, *(x.clone().requires_grad_() for x in (q, k, v)), dout)
     wide = run(operator, *(far(x) for x in (q, k, v)), far(dout).detach())
     assert all(torch.equal(a, b) for a, b in zip(near, wide, strict=True)), operator

@@ -18,8 +18,8 @@ from nsa.ops.selected.triton_launch import Call, selected_backward, selected_for
 from nsa.testing import assert_within_budget, make_inputs
 
 BLOCK = 16
-PACKED = [37, 1, 0, 20]
-FEWER = [9, 1, 0, 4]
+PACKED = [84, 1, 0, 37]
+FEWER = [21, 1, 0, 4]
 TILE = Tile(32, 16, 4, 1)
 
 
@@ -102,6 +102,13 @@ def short_chunks(monkeypatch):
 @pytest.mark.parametrize("group", [1, 6])
 def test_packed_sequences(group):
     compare(Case(small(group), PACKED), segments=2)
+
+
+def test_fewer_entries_make_smaller_chunks(monkeypatch):
+    """By shapes alone, and a power of two; 131,072 entries are two sequences of 2,048 tokens of the seed shape."""
+    monkeypatch.setattr(triton_launch, "BACKWARD_CHUNK", 1024)
+    expected = {0: 128, 1: 128, 65_535: 128, 131_072: 256, 300_000: 512, 524_288: 1024, 2**21: 1024}
+    assert {entries: triton_launch.chunk_size(entries) for entries in expected} == expected
 
 
 def test_a_large_group():
@@ -225,8 +232,8 @@ def test_nan_reaches_no_other_sequence():
     case = Case(small(2, num_kv_heads=1), PACKED)
     clean = case.run(TILE, 2)
     for x in (*case.tensors, case.d_out):
-        x[37:38] = torch.nan  # the second sequence, one token, behind a block that is not full
+        x[84:85] = torch.nan  # the second sequence, one token, behind a block that is not full
     for x, y in zip(clean, case.run(TILE, 2), strict=True):
-        assert torch.equal(x[:37], y[:37])
-        assert torch.equal(x[38:], y[38:])
-        assert bool(y[37].isnan().all())
+        assert torch.equal(x[:84], y[:84])
+        assert torch.equal(x[85:], y[85:])
+        assert bool(y[84].isnan().all())

@@ -249,7 +249,7 @@ def range_reduce_kernel(
     chunk_rows, num_rows_key, size, stride, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums of one block of keys, in the order of the chunks; chunks without a query wrote none."""
+    """Add the partial sums of one block of keys, dK or dV, in the order of the chunks; chunks without a query wrote none."""
     head_kv = tl.program_id(1)
     sequence, tile = find_tile(cu_key_ptr, tl.program_id(0), num_sequences, len_key, BLOCK_N)
     if sequence < num_sequences:
@@ -261,13 +261,22 @@ def range_reduce_kernel(
         key = n + tl.arange(0, BLOCK_N)
         key_ok = key < num_keys
         row = (first_key + key).to(tl.int64) * HKV + head_kv
-        dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-        if first < end:
-            part = row + (first // chunk_rows).to(tl.int64) * num_rows_key * HKV
-            for _ in tl.range(first // chunk_rows, (end - 1) // chunk_rows + 1):
-                dk += load_rows(dk_part_ptr, part, key_ok, D, D, BLOCK_D, True)
-                dv += load_rows(dv_part_ptr, part, key_ok, DV, DV, BLOCK_DV, True)
-                part += num_rows_key * HKV
-        store_rows(dk_ptr, row, key_ok, D, dk, D, BLOCK_D)
-        store_rows(dv_ptr, row, key_ok, DV, dv, DV, BLOCK_DV)
+        if tl.program_id(2) == 0:
+            sum_parts(dk_part_ptr, dk_ptr, row, key_ok, first, end, chunk_rows, num_rows_key * HKV, D, BLOCK_N, BLOCK_D)
+        else:
+            sum_parts(dv_part_ptr, dv_ptr, row, key_ok, first, end, chunk_rows, num_rows_key * HKV, DV, BLOCK_N, BLOCK_DV)
+
+
+@triton.jit
+def sum_parts(
+    part_ptr, out_ptr, row, row_ok, first, end, chunk_rows, rows_of_chunk, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write the sum of the rows of the chunks that have queries from ``first`` to ``end``; 0 where there is none."""
+    total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    if first < end:
+        part = row + (first // chunk_rows).to(tl.int64) * rows_of_chunk
+        for _ in tl.range(first // chunk_rows, (end - 1) // chunk_rows + 1):
+            total += load_rows(part_ptr, part, row_ok, D, D, BLOCK_D, True)
+            part += rows_of_chunk
+    store_rows(out_ptr, row, row_ok, D, total, D, BLOCK_D)

@@ -167,7 +167,7 @@ def range_backward(
         **tile_dkv.launch_options(),
     )  # fmt: skip
     if partial:
-        range_reduce_kernel[(num_blocks, num_kv_heads)](
+        range_reduce_kernel[(num_blocks, num_kv_heads, 2)](
             dk_sum, dv_sum, dk, dv, *layout.arguments(), chunk_rows, num_key, layout.size, layout.stride, HKV=num_kv_heads,
             **blocks, BLOCK_N=tile_dkv.keys, WINDOW=layout.window,
             **reduction_options(tile_dkv.keys, head_dim, value_dim),

@@ -47,6 +47,21 @@ def find_tile(cu_ptr, tile, num_sequences, rows_each, TILE: tl.constexpr, HEADS:
 
 
 @triton.jit
+def tiles_before(cu_ptr, sequence, rows_each, TILE: tl.constexpr):
+    """Tiles of ``TILE`` rows of all sequences before this one, as ``find_tile`` counts them."""
+    if cu_ptr is None:
+        before = sequence * tl.cdiv(rows_each, TILE)
+    else:
+        before = 0
+        for first in tl.range(0, sequence, SEQUENCES):
+            b = first + tl.arange(0, SEQUENCES)
+            start = tl.load(cu_ptr + b, mask=b < sequence, other=0)
+            end = tl.load(cu_ptr + b + 1, mask=b < sequence, other=0)
+            before += tl.sum((end - start + TILE - 1) // TILE, 0)
+    return before
+
+
+@triton.jit
 def sequence_rows(cu_ptr, sequence, rows_each):
     """First packed row of a sequence, and its number of rows."""
     if cu_ptr is None:

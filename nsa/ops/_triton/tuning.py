@@ -183,7 +183,9 @@ def default_tile(key: TileKey, capability: tuple[int, int] | None) -> Tile:
         capability: major and minor; None stands for the smallest GPU.
     """
     tile = _default_sizes(key, capability)
-    return tile if key.kernel == "select_blocks" else replace(tile, max_registers=MOST_REGISTERS)
+    # The choice among blocks, of two bytes an element, needs stack with the limit and none without it.
+    limited = key.kernel != "select_blocks" or key.element_size != 2
+    return replace(tile, max_registers=MOST_REGISTERS) if limited else tile
 
 
 def _default_sizes(key: TileKey, capability: tuple[int, int] | None) -> Tile:
@@ -194,11 +196,15 @@ def _default_sizes(key: TileKey, capability: tuple[int, int] | None) -> Tile:
     if key.element_size == 4:
         return Tile(32, 16, 4, 1) if key.head_size <= 64 else Tile(16, 16, 8, 1)
     if key.head_size > 128:
+        if capability in OPERANDS_IN_SHARED_MEMORY and "_fwd" in key.kernel:
+            return Tile(64, 64, warps, 2)
+        if capability in OPERANDS_IN_SHARED_MEMORY and "_dq" in key.kernel:
+            return Tile(64, 32, warps, 2, tma=True)
         return Tile(32, 32, warps, 1)
     if "_fwd" in key.kernel:
         if key.head_size <= 64:
             return Tile(64, 64, warps, 3 if capability in LARGE_SHARED_MEMORY else 2)
-        return Tile(64, 32, warps, 2)
+        return Tile(64, 32, 8 if key.kernel == "selected_attention_fwd" else warps, 2)
     if key.head_size > 64:
         return Tile(32, 32, warps, 1)
     if capability in OPERANDS_IN_SHARED_MEMORY:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nsa.ops._triton.layout import Layout
 from nsa.ops._triton.tiles import VARYING, find_tile, sequence_rows
+from nsa.ops._triton.tuning import MOST_REGISTERS
 from nsa.ops.observation import reference
 
 ON = tl.constexpr(reference.ON)
@@ -137,4 +138,5 @@ def observe_kernels(
         gates.contiguous(), indices, union, sums, *layout.arguments(), limit_4, HQ=num_heads, HKV=num_kv_heads, N=n,
         BLOCK_SIZE=block_size, CMP=0 in columns, SLC=1 in columns, WIN=2 in columns, MOST=LOG2_OF[len(columns)],
         BLOCK_Q=block_q, PAD_N=pad_n, BLOCK_G=triton.next_power_of_2(block_q * num_heads), num_warps=4,
+        maxnreg=MOST_REGISTERS,
     )  # fmt: skip

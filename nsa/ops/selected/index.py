@@ -18,7 +18,10 @@ from torch import Tensor
 
 from nsa.ops._triton.layout import Layout
 from nsa.ops.selected.design import LIMIT_4, order_type
-from nsa.ops.selected.triton_index import key_kernel, list_kernel
+from nsa.ops.selected.triton_index import chunk_kernel, item_kernel, key_kernel, list_kernel
+
+# Items, or chunks, of a program that looks for their places.
+BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class Lists:
     Attributes:
         block: int32 ``[Hkv, tiles, BLOCK_Q * n]``, ascending.
         word: the same shape: bit i says that query i of the tile chose the block.
-        count: int32 ``[Hkv, tiles, 3]``: blocks wholly in the past of every query, wholly inside the sequence, and all.
+        count: int32 ``[Hkv, tiles, 4]``: blocks wholly in the past of every query, wholly inside the sequence, all, and those
+            before the near ones of every query.
         queries: at most so many queries of a tile.
     """
 
@@ -77,16 +81,18 @@ class InverseIndex:
 
     Attributes:
         key: int16 or int32 ``[T, Hkv, n]``: ``item * segments + segment`` of each entry, ``none`` where the block is absent.
+        far: the same with ``none`` where the block is near, see ``triton_fwd.py``; None where nobody asked for it.
         order: int32 or int64 ``[T * Hkv * n]``: entries by key and, for one key, by query.
-        start: int32 ``[items * segments + 1]``: where the entries of each key begin in ``order``.
+        ranked: keys in this order.
         num_blocks: at least the blocks of all sequences together.
         segments: segments that can be told apart.
         none: number of keys.
     """
 
     key: Tensor
+    far: Tensor | None
     order: Tensor
-    start: Tensor
+    ranked: Tensor
     num_blocks: int
     segments: int
     none: int
@@ -94,15 +100,17 @@ class InverseIndex:
     def chunks(self, segments: int, size: int) -> Chunks:
         """Chunks of ``size`` entries, in all segments of the index or in one."""
         num_q, num_kv_heads, n = self.key.shape
-        items = num_kv_heads * self.num_blocks
-        # The segments of an item follow each other in the index; kernels run by segment.
-        starts = self.start[:-1].view(items, -1, self.segments // segments)[..., 0].t()
-        ends = self.start[self.segments // segments :: self.segments // segments].view(items, -1).t()
-        begin = starts.flatten().contiguous()
-        length = (ends - starts).flatten()
-        start = torch.nn.functional.pad(((length + (size - 1)) // size).cumsum(0, dtype=torch.int32), (1, 0))
-        numbers = torch.arange(self.order.numel() // size + segments * items, dtype=torch.int32, device=start.device)
-        item = torch.searchsorted(start, numbers, right=True, out_int32=True) - 1
+        items, entries = num_kv_heads * self.num_blocks, self.order.numel()
+        total = segments * items
+        most = entries // size + total
+        sizes = (total, total, total + 1, most)
+        begin, length, count, item = (torch.empty(number, dtype=torch.int32, device=self.order.device) for number in sizes)
+        item_kernel[(triton.cdiv(total, BLOCK),)](
+            self.ranked, begin, length, count, entries, entries.bit_length(), items, segments, self.segments // segments,
+            size, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+        start = count.cumsum(0, dtype=torch.int32)
+        chunk_kernel[(triton.cdiv(most, BLOCK),)](start, item, total, most, (total + 1).bit_length(), BLOCK=BLOCK, num_warps=4)
         rows = -(-num_q // segments)
         limit = rows * num_kv_heads * n // size + items
         return Chunks(self.order, begin, length, item, start, self.num_blocks, segments, rows, size, limit)
@@ -121,7 +129,7 @@ def make_lists(
     # A tile of whole queries, or one that begins and ends between the heads of two.
     block_q = rows // group_size if rows % group_size == 0 else (rows - 2) // group_size + 2
     block, word = (torch.empty(num_kv_heads, num_lists, block_q * n, dtype=torch.int32, device=device) for _ in range(2))
-    count = torch.empty(num_kv_heads, num_lists, 3, dtype=torch.int32, device=device)
+    count = torch.empty(num_kv_heads, num_lists, 4, dtype=torch.int32, device=device)
     pad_n = triton.next_power_of_2(n)
     if num_lists:
         list_kernel[(num_lists, num_kv_heads)](
@@ -133,8 +141,9 @@ def make_lists(
 
 
 def make_index(
-    block_indices: Tensor, layout: Layout, block_size: int, num_tokens: int, segments: int, order: Tensor | None = None
-) -> InverseIndex:
+    block_indices: Tensor, layout: Layout, block_size: int, num_tokens: int, segments: int, order: Tensor | None = None,
+    *, with_far: bool = False,
+) -> InverseIndex:  # fmt: skip
     """The inverse index of ``block_indices [T, Hkv, n]`` over keys of ``num_tokens`` tokens.
 
     ``order`` is that of an index of the same choice, in any number of segments; None sorts anew.
@@ -144,23 +153,21 @@ def make_index(
     num_blocks = layout.num_tiles(num_tokens, block_size, layout.len_k)
     segment_rows = -(-num_q // segments)
     none = num_kv_heads * num_blocks * segments
-    # Half as many bits are sorted in half the passes. Rows of no sequence are not visited: they keep ``none``.
-    key_type = torch.int16 if none < 2**15 - 1 else torch.int32
-    key = torch.full(block_indices.shape, none, dtype=key_type, device=device)
-    cu_block = None
-    if layout.cu_k is not None:
-        ends = ((layout.cu_k[1:] - layout.cu_k[:-1] + (block_size - 1)) // block_size).cumsum(0, dtype=torch.int32)
-        cu_block = torch.nn.functional.pad(ends, (1, 0))
+    # Half as many bits are sorted in half the passes.
+    key = torch.empty(block_indices.shape, dtype=torch.int16 if none < 2**15 - 1 else torch.int32, device=device)
+    far = torch.empty_like(key) if with_far else None
+    if layout.cu_q is not None:  # rows of no sequence are not visited
+        key.fill_(none)
+        if far is not None:
+            far.fill_(none)
     block_q = 64
     key_kernel[(layout.num_tiles(num_q, block_q, layout.len_q),)](
-        block_indices.contiguous(), key, layout.cu_q, layout.cu_k, cu_block, layout.len_q, layout.len_k, layout.num_sequences,
-        num_blocks, segments, segment_rows, none, HKV=num_kv_heads, N=n, BLOCK_SIZE=block_size, BLOCK_Q=block_q, ENTRIES=1024,
-        num_warps=4,
+        block_indices.contiguous(), key, far, *layout.arguments(), num_blocks, segments, segment_rows, none, HKV=num_kv_heads,
+        N=n, BLOCK_SIZE=block_size, BLOCK_Q=block_q, ENTRIES=1024, num_warps=4,
     )  # fmt: skip
     if order is None:
         ranked, order = key.flatten().sort(stable=True)
         order = order.to(order_type(order.numel()))
     else:
         ranked = key.flatten()[order]
-    start = torch.searchsorted(ranked, torch.arange(none + 1, dtype=key_type, device=device), out_int32=True)
-    return InverseIndex(key, order, start, num_blocks, segments, none)
+    return InverseIndex(key, far, order, ranked, num_blocks, segments, none)

@@ -22,7 +22,7 @@ def selected_dq_step(
     v = load_keys(v_source, head, n, first_key, num_keys, stride_v, stride_vh, DV, BLOCK_N, BLOCK_DV, LAST, TMA)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
-    p = hide_keys(tl.exp2(s * scale - lse[:, None]), word, query, t, n, causal, 0.0)
+    p = hide_keys(tl.exp2(s * scale - lse[:, None]), ((word >> query) & 1) != 0, t, n, causal, 0.0)
     ds = (p * (dp - delta[:, None])).to(k.dtype)
     return tl.dot(ds, k, dq, input_precision="ieee")
 
@@ -75,23 +75,23 @@ def selected_dq_kernel(
         item = head_kv.to(tl.int64) * num_lists + number
         block_ptr += item * (BLOCK_Q * N)
         word_ptr += item * (BLOCK_Q * N)
-        past = tl.load(count_ptr + item * 3) * STEPS
-        inside = tl.load(count_ptr + item * 3 + 1) * STEPS
-        end = tl.load(count_ptr + item * 3 + 2) * STEPS
+        past = tl.load(count_ptr + item * 4) * STEPS
+        inside = tl.load(count_ptr + item * 4 + 1) * STEPS
+        end = tl.load(count_ptr + item * 4 + 2) * STEPS
         if end > 0:
-            next_block, next_word = list_entry(block_ptr, word_ptr, 0, end, STEPS)
+            next_block, next_word = list_entry(block_ptr, word_ptr, 0, end, 0, STEPS)
         else:
             next_block, next_word = 0, 0
         for i in tl.range(0, inside, num_stages=STAGES):
             n, word = next_block * BLOCK_SIZE + i % STEPS * BLOCK_N, next_word
-            next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, STEPS)
+            next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, 0, STEPS)
             dq = selected_dq_step(
                 q, dout, lse, delta, k_source, v_source, n, word, i >= past, dq, query, t, scale, head_kv, first_key,
                 num_tokens, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, False, TMA,
             )  # fmt: skip
         for i in tl.range(inside, end, num_stages=1):
             n, word = next_block * BLOCK_SIZE + i % STEPS * BLOCK_N, next_word
-            next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, STEPS)
+            next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, 0, STEPS)
             dq = selected_dq_step(
                 q, dout, lse, delta, k_source, v_source, n, word, True, dq, query, t, scale, head_kv, first_key,
                 num_tokens, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, TMA,

@@ -4,6 +4,9 @@ Row r of a tile is query ``r // G``, head ``r % G``. The loop visits the blocks 
 says which queries chose it, and the rows of the others are masked: for them the step changes nothing, so a row's arithmetic
 does not depend on what its neighbours chose. Blocks wholly in the past need no causal test; a block that reaches past the
 sequence is the last of the list and is handled apart.
+
+Where choices scatter, most blocks of a list are wanted by one query each, and ``triton_gather.py`` works on those. What stays
+here are a query's *near* blocks: the first of its sequence, its own and the one before. Neighbours share them.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
@@ -17,16 +20,20 @@ from nsa.ops.selected.triton_index import choices_scatter
 
 
 @triton.jit
-def list_entry(block_ptr, word_ptr, i, end, STEPS: tl.constexpr):
-    """Block and word of step i of a list. They are loaded a step ahead: a block's number is needed before its keys can be."""
+def list_entry(block_ptr, word_ptr, i, end, skipped, STEPS: tl.constexpr):
+    """Block and word of step i of a list. They are loaded a step ahead: a block's number is needed before its keys can be.
+
+    The last of the ``skipped`` blocks stands for the first.
+    """
     at = tl.minimum(i, end - 1) // STEPS
+    at = tl.where(at < skipped, 0, at)
     return tl.load(block_ptr + at), tl.load(word_ptr + at)
 
 
 @triton.jit
-def hide_keys(x, word, query, t, n, causal, hidden):
+def hide_keys(x, chosen, t, n, causal, hidden):
     """``x [BLOCK_M, BLOCK_N]`` with ``hidden`` where a row's query did not choose the block and, if ``causal``, after it."""
-    x = tl.where((((word >> query) & 1) != 0)[:, None], x, hidden)
+    x = tl.where(chosen[:, None], x, hidden)
     if causal:
         x = tl.where((n + tl.arange(0, x.shape[1]))[None, :] <= t[:, None], x, hidden)
     return x
@@ -34,15 +41,18 @@ def hide_keys(x, word, query, t, n, causal, hidden):
 
 @triton.jit
 def selected_step(
-    q, k_source, v_source, n, word, causal, row_max, total, acc, query, t, scale, head, first_key, num_keys,
-    stride_k, stride_kh, stride_v, stride_vh, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
+    q, k_source, v_source, n, word, causal, row_max, total, acc, query, t, near, scale, head, first_key, num_keys,
+    stride_k, stride_kh, stride_v, stride_vh, D: tl.constexpr, DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One step of the forward loop: ``BLOCK_N`` keys from n on."""
     k = load_keys(k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, LAST, TMA)
     v = load_keys(v_source, head, n, first_key, num_keys, stride_v, stride_vh, DV, BLOCK_N, BLOCK_DV, LAST, TMA)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
-    return softmax_step(hide_keys(s, word, query, t, n, causal, -float("inf")), v, row_max, total, acc, scale)
+    chosen = ((word >> query) & 1) != 0
+    if near is not None:
+        chosen = chosen & ((n >= near) | (n < BLOCK_SIZE))
+    return softmax_step(hide_keys(s, chosen, t, n, causal, -float("inf")), v, row_max, total, acc, scale)
 
 
 @triton.jit(do_not_specialize=[*VARYING, "num_lists"])
@@ -55,14 +65,11 @@ def selected_fwd_kernel(
 ):  # fmt: skip
     """out, and lse ``[T, Hq]``, of one tile of ``ROWS`` rows, queries by heads of a group.
 
-    It has a list of at most ``BLOCK_Q * N`` blocks. Nothing is done where choices scatter, by ``union_ptr``.
+    It has a list of at most ``BLOCK_Q * N`` blocks. Where choices scatter, by ``union_ptr``, of the near blocks alone.
     """
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     head_kv = tl.program_id(1)
     sequence, tile = find_tile(cu_q_ptr, number, num_sequences, len_q, ROWS, G)
-    if union_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled)
-        if choices_scatter(union_ptr, N, LIMIT_4):
-            sequence = num_sequences
     if sequence < num_sequences:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
         first_key, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
@@ -83,26 +90,36 @@ def selected_fwd_kernel(
         item = head_kv.to(tl.int64) * num_lists + number
         block_ptr += item * (BLOCK_Q * N)
         word_ptr += item * (BLOCK_Q * N)
-        past = tl.load(count_ptr + item * 3) * STEPS
-        inside = tl.load(count_ptr + item * 3 + 1) * STEPS
-        end = tl.load(count_ptr + item * 3 + 2) * STEPS
+        past = tl.load(count_ptr + item * 4) * STEPS
+        inside = tl.load(count_ptr + item * 4 + 1) * STEPS
+        end = tl.load(count_ptr + item * 4 + 2) * STEPS
+        begin, skipped, near = 0, 0, None
+        if union_ptr is not None:
+            near = tl.zeros([BLOCK_M], tl.int32)
+            if choices_scatter(union_ptr, N, LIMIT_4):
+                near = (t // BLOCK_SIZE - 1) * BLOCK_SIZE
+                skipped = tl.load(count_ptr + item * 4 + 3)
+                begin = skipped * STEPS
+                if skipped > 0:  # noqa: SIM102 (the list may be empty)
+                    if tl.load(block_ptr) == 0:
+                        begin -= STEPS
         if end > 0:
-            next_block, next_word = list_entry(block_ptr, word_ptr, 0, end, STEPS)
+            next_block, next_word = list_entry(block_ptr, word_ptr, begin, end, skipped, STEPS)
         else:
             next_block, next_word = 0, 0
-        for i in tl.range(0, inside, num_stages=STAGES):
+        for i in tl.range(begin, inside, num_stages=STAGES):
             n, word = next_block * BLOCK_SIZE + i % STEPS * BLOCK_N, next_word
-            next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, STEPS)
+            next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, skipped, STEPS)
             row_max, total, acc = selected_step(
-                q, k_source, v_source, n, word, i >= past, row_max, total, acc, query, t, scale, head_kv, first_key, num_tokens,
-                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, False, TMA,
+                q, k_source, v_source, n, word, i >= past, row_max, total, acc, query, t, near, scale, head_kv, first_key,
+                num_tokens, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_DV, False, TMA,
             )  # fmt: skip
         for i in tl.range(inside, end, num_stages=1):
             n, word = next_block * BLOCK_SIZE + i % STEPS * BLOCK_N, next_word
-            next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, STEPS)
+            next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, skipped, STEPS)
             row_max, total, acc = selected_step(
-                q, k_source, v_source, n, word, True, row_max, total, acc, query, t, scale, head_kv, first_key, num_tokens,
-                stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, TMA,
+                q, k_source, v_source, n, word, True, row_max, total, acc, query, t, near, scale, head_kv, first_key,
+                num_tokens, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_DV, True, TMA,
             )  # fmt: skip
         empty = total == 0
         out_row = token * HQ + head

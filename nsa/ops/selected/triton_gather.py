@@ -19,20 +19,20 @@ import triton.language as tl
 from nsa.ops._triton.tiles import LN_2, LOG2_E, VARYING, find_tile, load_column, load_rows, load_tile, sequence_rows, store_rows
 from nsa.ops.selected.triton_index import choices_scatter
 
-SEGMENT = [*VARYING, "num_blocks", "segment", "segment_rows", "last_segment", "none"]
+SEGMENT = [*VARYING, "num_blocks", "segment", "segment_rows", "chunk_size", "last_segment", "none"]
 
 
 @triton.jit
 def find_chunk(
     order_ptr, begin_ptr, length_ptr, chunk_item_ptr, chunk_start_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences,
-    num_blocks, segment, segment_rows, HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr,
+    num_blocks, segment, segment_rows, chunk_size, HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Where the chunk of this program lies.
 
     Returns:
         Its entries: where they begin in ``order_ptr``, how many there are (0: no chunk is left for this program), and the first
-        entry of the segment. Its block: head, sequence, number inside the sequence. How many entries, the first ones, can be
-        queries that do not see the whole block. Whether it is the only chunk of its item in the segment, and the item.
+        entry of the segment. Its block: head, sequence, number inside the sequence. The position of its first query. Whether it
+        is the only chunk of its item in the segment, and the item.
     """
     items = HKV * num_blocks
     chunk = tl.load(chunk_start_ptr + segment * items) + tl.program_id(0)
@@ -41,27 +41,40 @@ def find_chunk(
     head_kv = 0
     sequence = 0
     block = 0
-    hidden = 0
+    t = 0
     alone = False
     item = 0
     first_entry = segment.to(tl.int64) * segment_rows * (HKV * N)
     if chunk < tl.load(chunk_start_ptr + (segment + 1) * items):
         item = tl.load(chunk_item_ptr + chunk)
-        place = (chunk - tl.load(chunk_start_ptr + item)) * CHUNK
+        place = (chunk - tl.load(chunk_start_ptr + item)) * chunk_size
         begin = tl.load(begin_ptr + item) + place
         length = tl.load(length_ptr + item)
-        count = tl.minimum(length - place, CHUNK)
-        alone = length <= CHUNK
+        count = tl.minimum(length - place, chunk_size)
+        alone = length <= chunk_size
         item = item % items
         head_kv = item // num_blocks
         sequence, block = find_tile(cu_k_ptr, item % num_blocks, num_sequences, len_k, BLOCK_SIZE)
-        # Queries come in order, one at a position: from the first one's position follows how many can lie inside the block.
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
         _, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
         query = (tl.load(order_ptr + begin) // (HKV * N)).to(tl.int32)
         t = num_tokens - num_q - first_q + query
-        hidden = tl.minimum(tl.maximum((block + 1) * BLOCK_SIZE - 1 - t, 0), count)
-    return begin, count, first_entry, head_kv, sequence, block, hidden, alone, item
+    return begin, count, first_entry, head_kv, sequence, block, t, alone, item
+
+
+@triton.jit
+def near_entries(order_ptr, count, t, block, HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """How many of the ``count`` entries are of queries to which the block is near, see ``triton_fwd.py``: the first ones."""
+    near = 0
+    if block == 0:
+        near = count
+    elif t < (block + 2) * BLOCK_SIZE:
+        # Queries come in order, one at a position.
+        index = tl.arange(0, 2 * BLOCK_SIZE)
+        query = tl.load(order_ptr + index, mask=index < count, other=0) // (HKV * N)
+        later = (query - tl.load(order_ptr) // (HKV * N)).to(tl.int32)
+        near = tl.sum(((index < count) & (t + later < (block + 2) * BLOCK_SIZE)).to(tl.int32), 0)
+    return near
 
 
 @triton.jit
@@ -89,74 +102,65 @@ def locate_rows(entry, r, num_rows, G: tl.constexpr, HKV: tl.constexpr, N: tl.co
 
 @triton.jit
 def gather_fwd_step(
-    q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, causal, num_rows, first_row, offset, n, scale, head_kv, part, stride_q,
-    stride_qh, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HKV: tl.constexpr, N: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, num_rows, first_row, scale, head_kv, part, stride_q, stride_qh,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HKV: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Output and lse (base 2) of ``BLOCK_M`` rows over the keys of this block alone."""
+    """Output and lse (base 2) of ``BLOCK_M`` rows over the keys of this block alone, all of which they see."""
     entry, query, head, ok = locate_rows(entry, r, num_rows, G, HKV, N, BLOCK_M)
     q_row = (first_row + query) * stride_q + (head_kv * G + head) * stride_qh
     q = load_tile(q_ptr, q_row, ok, D, BLOCK_D, True)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
-    if causal:
-        key = n + tl.arange(0, BLOCK_N)
-        s = tl.where(key[None, :] <= (offset + query)[:, None], s, -float("inf"))
-    row_max = tl.maximum(tl.max(s, 1) * scale, -1e30)
+    row_max = tl.max(s, 1) * scale
     p = tl.exp2(s * scale - row_max[:, None])
     total = tl.sum(p, 1)
     out = tl.dot(p.to(v.dtype), v, input_precision="ieee")
-    empty = total == 0
-    total = tl.where(empty, 1.0, total)
     slot = (entry * PARTS + part) * G + head
     store_rows(part_ptr, slot, ok, DV, out * (1.0 / total)[:, None], DV, BLOCK_DV)
-    tl.store(lse_part_ptr + slot, tl.where(empty, -float("inf"), row_max + tl.log2(total)), mask=ok)
+    tl.store(lse_part_ptr + slot, row_max + tl.log2(total), mask=ok)
 
 
 @triton.jit(do_not_specialize=SEGMENT)
 def selected_gather_fwd_kernel(
     q_ptr, k_ptr, v_ptr, part_ptr, lse_part_ptr, union_ptr, order_ptr, begin_ptr, length_ptr, chunk_item_ptr, chunk_start_ptr,
-    cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, num_blocks, segment, segment_rows, stride_q, stride_qh, stride_k,
-    stride_kh, stride_v, stride_vh, softmax_scale,
+    cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, num_blocks, segment, segment_rows, chunk_size, stride_q, stride_qh,
+    stride_k, stride_kh, stride_v, stride_vh, softmax_scale,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     LIMIT_4: tl.constexpr,
 ):  # fmt: skip
-    """One chunk: output ``[G, Dv]`` and lse ``[G]`` of every (query, slot)."""
+    """One chunk: output ``[G, Dv]`` and lse ``[G]`` of every (query, slot) whose block is not near."""
     if not choices_scatter(union_ptr, N, LIMIT_4):
         return
     HKV: tl.constexpr = HQ // G
     PARTS: tl.constexpr = BLOCK_SIZE // BLOCK_N
-    begin, count, first_entry, head_kv, sequence, block, hidden, _, _ = find_chunk(
+    begin, count, first_entry, head_kv, sequence, block, t, _, _ = find_chunk(
         order_ptr, begin_ptr, length_ptr, chunk_item_ptr, chunk_start_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences,
-        num_blocks, segment, segment_rows, HKV, N, BLOCK_SIZE, CHUNK,
+        num_blocks, segment, segment_rows, chunk_size, HKV, N, BLOCK_SIZE,
     )  # fmt: skip
-    if count > 0:
-        first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
+    order_ptr += begin
+    near = near_entries(order_ptr, count, t, block, HKV, N, BLOCK_SIZE)
+    if count > near:
         first_key, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
         part = tl.program_id(1)
-        n = block * BLOCK_SIZE + part * BLOCK_N
-        key = n + tl.arange(0, BLOCK_N)
-        key_ok = key < num_tokens
+        key = block * BLOCK_SIZE + part * BLOCK_N + tl.arange(0, BLOCK_N)
         key_row = (first_key + key).to(tl.int64)
-        k = load_rows(k_ptr + head_kv * stride_kh, key_row, key_ok, stride_k, D, BLOCK_D, True)
-        v = load_rows(v_ptr + head_kv * stride_vh, key_row, key_ok, stride_v, DV, BLOCK_DV, True)
+        k = load_rows(k_ptr + head_kv * stride_kh, key_row, key < num_tokens, stride_k, D, BLOCK_D, True)
+        v = load_rows(v_ptr + head_kv * stride_vh, key_row, key < num_tokens, stride_v, DV, BLOCK_DV, True)
         first_row = segment.to(tl.int64) * segment_rows
-        offset = (num_tokens - num_q - first_q + first_row).to(tl.int32)
         scale = softmax_scale * LOG2_E
-        order_ptr += begin
-        rows = count * G
+        order_ptr += near
+        rows = (count - near) * G
         # Entries are loaded a step ahead: a row's number is needed before the row can be. The pipeline's depth is that of the
         # launch: given by the loop, it would take in the loads of entries too, which a step ahead leaves no room for.
-        masked = tl.minimum(tl.cdiv(hidden * G, BLOCK_M) * BLOCK_M, rows)
         next_entry = load_order(order_ptr, 0, rows, first_entry, G, BLOCK_M, True)
-        for past in tl.static_range(2):
-            for r in tl.range(masked if past else 0, rows if past else masked, BLOCK_M):
-                entry = next_entry
-                next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M, True)
-                gather_fwd_step(
-                    q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, past == 0, rows, first_row, offset, n, scale, head_kv, part,
-                    stride_q, stride_qh, G, D, DV, HKV, N, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                )  # fmt: skip
+        for r in tl.range(0, rows, BLOCK_M):
+            entry = next_entry
+            next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M, True)
+            gather_fwd_step(
+                q_ptr, part_ptr, lse_part_ptr, entry, k, v, r, rows, first_row, scale, head_kv, part, stride_q, stride_qh, G, D,
+                DV, HKV, N, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -243,10 +247,10 @@ def finish_keys(
 def selected_gather_bwd_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, dk_part_ptr, dv_part_ptr, dk_sum_ptr, dv_sum_ptr, dk_ptr,
     dv_ptr, union_ptr, order_ptr, begin_ptr, length_ptr, chunk_item_ptr, chunk_start_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k,
-    num_sequences, num_blocks, segment, segment_rows, last_segment, stride_q, stride_qh, stride_k, stride_kh, stride_v,
-    stride_vh, stride_do, stride_doh, softmax_scale,
+    num_sequences, num_blocks, segment, segment_rows, chunk_size, last_segment, stride_q, stride_qh, stride_k, stride_kh,
+    stride_v, stride_vh, stride_do, stride_doh, softmax_scale,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     KEYS_AS_ROWS: tl.constexpr, DQ: tl.constexpr, LIMIT_4: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a block from one chunk and, if ``DQ``, dQ of every (query, slot) ``[G, D]``.
@@ -259,9 +263,9 @@ def selected_gather_bwd_kernel(
             return
     HKV: tl.constexpr = HQ // G
     PARTS: tl.constexpr = BLOCK_SIZE // BLOCK_N
-    begin, count, first_entry, head_kv, sequence, block, hidden, alone, item = find_chunk(
+    begin, count, first_entry, head_kv, sequence, block, t, alone, item = find_chunk(
         order_ptr, begin_ptr, length_ptr, chunk_item_ptr, chunk_start_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences,
-        num_blocks, segment, segment_rows, HKV, N, BLOCK_SIZE, CHUNK,
+        num_blocks, segment, segment_rows, chunk_size, HKV, N, BLOCK_SIZE,
     )  # fmt: skip
     if count > 0:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
@@ -279,6 +283,8 @@ def selected_gather_bwd_kernel(
         offset = (num_tokens - num_q - first_q + first_row).to(tl.int32)
         order_ptr += begin
         rows = count * G
+        # Queries come in order, one at a position: so many of the first may not see the whole block.
+        hidden = tl.minimum(tl.maximum((block + 1) * BLOCK_SIZE - 1 - t, 0), count)
         # See the forward: entries ``AHEAD`` of their rows. With ``STAGES`` the pipeline's depth is given by the loop instead,
         # which is split where the mask ends; without, one loop has the mask under a condition.
         SPLIT: tl.constexpr = STAGES is not None
@@ -377,7 +383,10 @@ def selected_merge_out_kernel(
     G: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_DV: tl.constexpr, LIMIT_4: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """out, and lse ``[T, Hq]``, of a segment's queries from the slots of each. A row is a query and head."""
+    """out, and lse ``[T, Hq]``, of a segment's queries: what they are over near blocks, merged with the slots of the others.
+
+    A row is a query and head.
+    """
     if choices_scatter(union_ptr, N, LIMIT_4):
         for step in tl.range(0, STEPS, num_stages=1):
             r = (tl.program_id(0) * STEPS + step) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -394,9 +403,12 @@ def merge_out(
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """out and lse of the rows r of a segment."""
-    row_max = tl.full([BLOCK_M], -1e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    row = first_row * HQ + r
+    row_ok = r < tl.minimum(num_rows - first_row, segment_rows) * HQ
+    near_lse = tl.load(lse_ptr + row, mask=row_ok, other=-float("inf")) * LOG2_E
+    row_max = tl.maximum(near_lse, -1e30)
+    total = tl.exp2(near_lse - row_max)
+    acc = load_rows(out_ptr, row, row_ok, DV, DV, BLOCK_DV, True).to(tl.float32) * total[:, None]
     for first in tl.range(0, N * PARTS, BLOCK_S):
         part, ok = slot_rows(key_ptr, r, num_rows, first, first_row, segment_rows, none, HQ, G, N, PARTS, BLOCK_S)
         lse = tl.load(lse_part_ptr + part, mask=ok, other=-float("inf"))
@@ -408,10 +420,8 @@ def merge_out(
         row_max = new_max
     empty = total == 0
     total = tl.where(empty, 1.0, total)
-    row_ok = r < tl.minimum(num_rows - first_row, segment_rows) * HQ
-    store_rows(out_ptr, first_row * HQ + r, row_ok, DV, acc / total[:, None], DV, BLOCK_DV)
-    lse = tl.where(empty, -float("inf"), (row_max + tl.log2(total)) * LN_2)
-    tl.store(lse_ptr + first_row * HQ + r, lse, mask=row_ok)
+    store_rows(out_ptr, row, row_ok, DV, acc / total[:, None], DV, BLOCK_DV)
+    tl.store(lse_ptr + row, tl.where(empty, -float("inf"), (row_max + tl.log2(total)) * LN_2), mask=row_ok)
 
 
 @triton.jit(do_not_specialize=SEGMENT)

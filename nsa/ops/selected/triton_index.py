@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.ops._triton.tiles import VARYING, find_tile, sequence_rows
+from nsa.ops._triton.tiles import VARYING, find_tile, sequence_rows, tiles_before
 
 
 @triton.jit
@@ -30,9 +30,10 @@ def list_kernel(
 ):  # fmt: skip
     """The list of one tile of ``ROWS`` rows, queries by ``G`` heads: of at most ``BLOCK_Q`` queries.
 
-    ``count_ptr`` gets, for each tile: blocks wholly in the past of every query, blocks wholly inside the sequence, and all. To
-    ``union_ptr`` (None: nobody asks) are added the blocks of the list, and 1 for the tile: whole numbers, whose sum is the same
-    in any order. If they are ``COUNTED`` already, lists are made only where they are read.
+    ``count_ptr`` gets, for each tile: blocks wholly in the past of every query, blocks wholly inside the sequence, all, and
+    those before the own block of the first query and the one before it. To ``union_ptr`` (None: nobody asks) are added the
+    blocks of the list, and 1 for the tile: whole numbers, whose sum is the same in any order. If they are ``COUNTED`` already,
+    lists are made only where they are read.
     """
     if COUNTED:  # noqa: SIM102 (known when the kernel is compiled)
         if choices_scatter(union_ptr, N, LIMIT_4):
@@ -69,13 +70,16 @@ def list_kernel(
         tl.store(block_ptr + out, block, mask=last)
         tl.store(word_ptr + out, word.to(tl.int32), mask=last)
         t_first = num_tokens - num_q + tile_q
-        past = tl.sum((last & (block * BLOCK_SIZE + (BLOCK_SIZE - 1) <= t_first)).to(tl.int32), 0)
+        # Two counts by one sum: a list has less than 2^16 blocks.
+        in_past = (last & (block < (t_first + 1) // BLOCK_SIZE)).to(tl.int32)
+        counts = tl.sum(in_past + ((last & (block < t_first // BLOCK_SIZE - 1)).to(tl.int32) << 16), 0)
         inside = tl.sum((last & ((block + 1) * BLOCK_SIZE <= num_tokens)).to(tl.int32), 0)
-        at = (head.to(tl.int64) * num_lists + number) * 3
-        tl.store(count_ptr + at, past)
+        at = (head.to(tl.int64) * num_lists + number) * 4
+        tl.store(count_ptr + at, counts & 0xFFFF)
         tl.store(count_ptr + at + 1, inside)
         length = tl.sum(last.to(tl.int32), 0)
         tl.store(count_ptr + at + 2, length)
+        tl.store(count_ptr + at + 3, counts >> 16)
         if union_ptr is not None and not COUNTED:
             tl.atomic_add(union_ptr, length.to(tl.int64), sem="relaxed")
             tl.atomic_add(union_ptr + 1, tl.full([], 1, tl.int64), sem="relaxed")
@@ -83,18 +87,15 @@ def list_kernel(
 
 @triton.jit(do_not_specialize=[*VARYING, "num_blocks", "segments", "segment_rows", "none"])
 def key_kernel(
-    indices_ptr, key_ptr, cu_q_ptr, cu_k_ptr, cu_block_ptr, len_q, len_k, num_sequences, num_blocks, segments, segment_rows,
-    none, HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, ENTRIES: tl.constexpr,
+    indices_ptr, key_ptr, far_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, num_blocks, segments, segment_rows, none,
+    HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Key of each entry of a tile of queries, see ``InverseIndex``."""
+    """Key of each entry of a tile of queries, and the same without near blocks, see ``InverseIndex``."""
     sequence, tile = find_tile(cu_q_ptr, tl.program_id(0), num_sequences, len_q, BLOCK_Q)
     if sequence < num_sequences:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
         _, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
-        if cu_block_ptr is None:
-            first_block = sequence * tl.cdiv(len_k, BLOCK_SIZE)
-        else:
-            first_block = tl.load(cu_block_ptr + sequence)
+        first_block = tiles_before(cu_k_ptr, sequence, len_k, BLOCK_SIZE)
         row = tile * BLOCK_Q
         first = (first_q + row).to(tl.int64) * (HKV * N)
         count = tl.minimum(num_q - row, BLOCK_Q) * (HKV * N)
@@ -102,7 +103,52 @@ def key_kernel(
             e = begin + tl.arange(0, ENTRIES)
             block = tl.load(indices_ptr + first + e, mask=e < count, other=-1).to(tl.int32)
             query = row + e // (HKV * N)
-            present = (block >= 0) & (block <= (num_tokens - num_q + query) // BLOCK_SIZE)
+            own = (num_tokens - num_q + query) // BLOCK_SIZE
             head = e // N % HKV
             key = (head * num_blocks + first_block + block) * segments + (first_q + query) // segment_rows
-            tl.store(key_ptr + first + e, tl.where(present, key, none).to(key_ptr.dtype.element_ty), mask=e < count)
+            key = tl.where((block >= 0) & (block <= own), key, none).to(key_ptr.dtype.element_ty)
+            tl.store(key_ptr + first + e, key, mask=e < count)
+            if far_ptr is not None:
+                tl.store(far_ptr + first + e, tl.where((block > 0) & (block < own - 1), key, none), mask=e < count)
+
+
+@triton.jit
+def first_at_least(sorted_ptr, x, length, steps):
+    """Where the first of ``length`` ascending numbers that is at least x lies, for every x of a tensor; ``steps`` halvings."""
+    low = tl.zeros(x.shape, tl.int32)
+    high = low + length
+    for _ in range(steps):
+        middle = low + (high - low) // 2
+        searching = low < high
+        less = tl.load(sorted_ptr + middle, mask=searching, other=0).to(tl.int32) < x
+        low = tl.where(searching & less, middle + 1, low)
+        high = tl.where(searching & (less == 0), middle, high)
+    return low
+
+
+@triton.jit(do_not_specialize=["num_entries", "steps", "items", "segments", "own_segments", "size"])
+def item_kernel(
+    ranked_ptr, begin_ptr, length_ptr, chunks_ptr, num_entries, steps, items, segments, own_segments, size, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Where the entries of items begin in the inverse index, how many there are and their chunks; see ``Chunks``.
+
+    There are ``segments`` of each item, in the index ``own_segments`` times as many. Chunks are written one place further on,
+    after a 0, so that their running sums are where the chunks of each item begin.
+    """
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = number < segments * items
+    key = (number % items * segments + number // items) * own_segments
+    keys = key[:, None] + (tl.arange(0, 2) * own_segments)[None, :]
+    begin, end = tl.split(first_at_least(ranked_ptr, keys, num_entries, steps))
+    tl.store(begin_ptr + number, begin, mask=ok)
+    tl.store(length_ptr + number, end - begin, mask=ok)
+    tl.store(chunks_ptr + 1 + number, (end - begin + size - 1) // size, mask=ok)
+    tl.store(chunks_ptr + number, 0, mask=number == 0)
+
+
+@triton.jit(do_not_specialize=["num_items", "num_chunks", "steps"])
+def chunk_kernel(start_ptr, item_ptr, num_items, num_chunks, steps, BLOCK: tl.constexpr):
+    """The item of each chunk: the last one that begins at the chunk or before it. Beyond the last chunk, any number."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    item = first_at_least(start_ptr, number + 1, num_items + 1, steps) - 1
+    tl.store(item_ptr + number, item, mask=number < num_chunks)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa.ops._triton.layout import Gated, Layout
 from nsa.ops._triton.range_launch import block_of, fitting, key_source
-from nsa.ops._triton.tuning import Tile
+from nsa.ops._triton.tuning import MOST_REGISTERS, Tile
 from nsa.ops.selected.design import LIMIT_4, MAX_QUERIES, always_tiled
 from nsa.ops.selected.index import Chunks, InverseIndex, make_index, make_lists
 from nsa.ops.selected.triton_bwd import selected_delta_kernel, selected_dq_kernel
@@ -32,6 +32,8 @@ SMALL = 1 << 26
 # Entries of a chunk: of the forward, of the backward, and of that with dQ where no sequence has more than ``LONG`` tokens.
 FORWARD_CHUNK, BACKWARD_CHUNK, DQ_CHUNK = 256, 1024, 512
 LONG = 16_384
+# Without dQ chunks are smaller where they would be fewer: a GPU runs some 400 programs at once.
+PROGRAMS, LEAST_CHUNK = 512, 128
 # Rows (queries by heads) of a step of delta, and the programs that share them.
 DELTA_ROWS, DELTA_PROGRAMS = 32, 1024
 # Elements of the rows of slots that one step of a merge holds for a query head.
@@ -75,7 +77,7 @@ class Call:
     def union(self, q: Tensor, k: Tensor, n: int) -> Tensor | None:
         """Counters of the lists' blocks and of the lists, 0 yet; None where the tiled design runs whatever the choice is.
 
-        With the gathered design they are 1 and 0 from the start: no lists are made, and choices count as scattered.
+        With the gathered design they are 1 and 0 from the start and stay so: choices count as scattered.
         """
         if self.always_tiled(q, k, n):
             return None
@@ -108,7 +110,15 @@ def tile_of(tile: Tile, group_size: int, block_size: int) -> tuple[Tile, int]:
     rows = min(tile.rows, most)
     warps = max(1, tile.warps * rows // tile.rows)
     whole = min(rows // group_size, MAX_QUERIES) * group_size
-    return replace(tile, rows=rows, warps=warps, keys=min(tile.keys, block_size)), whole if 8 * (rows - whole) <= rows else rows
+    # A limit of registers was measured with all rows.
+    limit = tile.max_registers if rows == tile.rows else MOST_REGISTERS
+    tile = replace(tile, rows=rows, warps=warps, keys=min(tile.keys, block_size), max_registers=limit)
+    return tile, whole if 8 * (rows - whole) <= rows else rows
+
+
+def chunk_size(num_entries: int) -> int:
+    """Entries of a chunk of the backward without dQ, by shapes alone: sums never change order."""
+    return min(BACKWARD_CHUNK, max(LEAST_CHUNK, 1 << (max(num_entries // PROGRAMS, 1).bit_length() - 1)))
 
 
 def slots_of_step(slots: int, block: int) -> int:
@@ -134,8 +144,8 @@ def selected_forward(
     if num_q == 0 or n == 0:
         return out.zero_(), lse.fill_(-torch.inf), None, union
     tile, used = tile_of(call.tiles("selected_attention_fwd"), group_size, call.block_size)
-    tile, counted = fitting(tile, k, v), call.design == "gathered"
-    lists = make_lists(block_indices, call.layout, group_size, call.block_size, used, union, counted=counted)
+    tile, counter = fitting(tile, k, v), None if call.design == "gathered" else union
+    lists = make_lists(block_indices, call.layout, group_size, call.block_size, used, counter, counted=False)
     selected_fwd_kernel[(lists.count.shape[1], num_kv_heads)](
         q, key_source(k, tile), key_source(v, tile), out, lse, lists.block, lists.word, lists.count, union,
         *call.layout.arguments(), lists.count.shape[1], *strides_of(q, k, v), call.softmax_scale, HQ=num_heads, G=group_size,
@@ -151,7 +161,10 @@ def selected_forward(
 def gather_forward(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call, union: Tensor, out: Tensor, lse: Tensor
 ) -> Tensor:
-    """The gathered design's share of :func:`selected_forward`: out and lse, where choices scatter; returns the order."""
+    """The gathered design's share of :func:`selected_forward`, where choices scatter; returns the order.
+
+    It merges what comes of blocks that are not near into ``out`` and ``lse``.
+    """
     num_q, num_heads, head_dim = q.shape
     num_tokens, num_kv_heads, value_dim = v.shape
     group_size, n = num_heads // num_kv_heads, block_indices.shape[-1]
@@ -159,7 +172,7 @@ def gather_forward(
     keys = min(tile.keys, call.block_size)
     parts = call.block_size // keys
     segments = call.num_segments(num_q, n * parts, num_heads * value_dim * q.element_size())
-    index = make_index(block_indices, call.layout, call.block_size, num_tokens, segments)
+    index = make_index(block_indices, call.layout, call.block_size, num_tokens, segments, with_far=True)
     chunks = index.chunks(segments, FORWARD_CHUNK)
     part = torch.empty(chunks.segment_rows * num_heads * n * parts, value_dim, dtype=q.dtype, device=q.device)
     lse_part = torch.empty(part.shape[0], dtype=torch.float32, device=q.device)
@@ -167,12 +180,12 @@ def gather_forward(
     for segment in range(segments):
         selected_gather_fwd_kernel[(chunks.limit, parts)](
             q, k, v, part, lse_part, union, *chunks.arguments(), *call.layout.arguments(), index.num_blocks, segment,
-            chunks.segment_rows, *strides_of(q, k, v), call.softmax_scale, D=head_dim, BLOCK_D=block_of(head_dim),
-            BLOCK_SIZE=call.block_size, CHUNK=chunks.size, BLOCK_M=tile.rows, BLOCK_N=keys,
+            chunks.segment_rows, chunks.size, *strides_of(q, k, v), call.softmax_scale, D=head_dim, BLOCK_D=block_of(head_dim),
+            BLOCK_SIZE=call.block_size, BLOCK_M=tile.rows, BLOCK_N=keys,
             **sizes, num_stages=tile.stages, **tile.launch_options(),
         )  # fmt: skip
         selected_merge_out_kernel[(-(-chunks.segment_rows * num_heads // (MERGE_ROWS * MERGE_STEPS)),)](
-            part, lse_part, index.key, out, lse, union, num_q, segment, chunks.segment_rows, index.none, PARTS=parts,
+            part, lse_part, index.far, out, lse, union, num_q, segment, chunks.segment_rows, index.none, PARTS=parts,
             BLOCK_M=MERGE_ROWS, STEPS=MERGE_STEPS, BLOCK_S=slots_of_step(n * parts, block_of(value_dim)), **sizes,
             num_warps=MERGE_WARPS,
         )  # fmt: skip
@@ -231,7 +244,8 @@ def gather_backward(
         segments = call.num_segments(q.shape[0], slots, q.shape[1] * q.shape[2] * q.element_size())
     index = make_index(block_indices, call.layout, call.block_size, num_tokens, segments, order)
     inputs = (q, k, v, dout, lse, delta)
-    _gather_gradients(inputs, grads, index, index.chunks(1, BACKWARD_CHUNK), call, union, None, add)
+    size = chunk_size(block_indices.numel())
+    _gather_gradients(inputs, grads, index, index.chunks(1, size), call, union, None, add)
     if union is not None:
         size = DQ_CHUNK if call.layout.len_k <= LONG else BACKWARD_CHUNK
         _gather_gradients(inputs, grads, index, index.chunks(segments, size), call, union, dq, add)
@@ -269,7 +283,7 @@ def _gather_gradients(
     for segment in range(chunks.segments):
         selected_gather_bwd_kernel[(chunks.limit, parts)](
             *inputs, part, *partial, *sums, *grads, union, *chunks.arguments(), *call.layout.arguments(), index.num_blocks,
-            segment, chunks.segment_rows, last, *strides_of(q, k, v, dout), call.softmax_scale, CHUNK=chunks.size,
+            segment, chunks.segment_rows, chunks.size, last, *strides_of(q, k, v, dout), call.softmax_scale,
             BLOCK_M=tile.rows, BLOCK_N=keys, KEYS_AS_ROWS=tile.keys_as_rows, **loop,
             **groups, **both, num_stages=tile.stages, **tile.launch_options(),
         )  # fmt: skip
