@@ -13,6 +13,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from nsa.ops._triton.layout import Gated
+    from nsa.ops._triton.range_launch import RangeBackward
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, {extra}Tensor? cu_q, Tensor? cu_k, Tensor? cu_key, SymInt num_sequences, SymInt len_q, "
@@ -45,7 +46,8 @@ def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Ten
     def backward(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return range_gradients(name, window, q, k, v, out, lse, dout, *rest)
+        begun = begin_range_gradients(name, window, q, k, v, out, lse, dout, *rest)
+        return begun.dq, *finish_range_gradients(name, begun)
 
     schema = f"({_ARGUMENTS.format(extra='')}) -> (Tensor, Tensor)"
     operator = torch.library.custom_op(f"nsa::{name}", forward, mutates_args=(), schema=schema)
@@ -78,19 +80,28 @@ def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Ten
     return operator
 
 
-def range_gradients(
+def begin_range_gradients(
     name: str, window: bool, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *rest: Any,
     gated: Gated | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv of the registered operator ``name``, whose arguments beside tensors are ``rest``; for ``gated`` see there."""
-    from nsa.ops._triton.range_launch import RangeLayout, range_backward, tile_name
+) -> RangeBackward:  # fmt: skip
+    """dq of the registered operator ``name``, whose arguments beside tensors are ``rest``; for ``gated`` see there."""
+    from nsa.ops._triton.range_launch import RangeLayout, range_dq, tile_name
     from nsa.ops._triton.tuning import tile_for
 
     *where, softmax_scale = rest
     q, k, v, dout = (rows(x) for x in (q, k, v, dout))
     layout = RangeLayout(window, *where)
-    tile_dq, tile_dkv = (tile_for(tile_name(name, kind, layout), q, v) for kind in ("dq", "dkv"))
-    return range_backward(q, k, v, out, dout, by_head(lse), layout, softmax_scale, tile_dq, tile_dkv, gated)
+    return range_dq(
+        q, k, v, out, dout, by_head(lse), layout, softmax_scale, tile_for(tile_name(name, "dq", layout), q, v), gated
+    )
+
+
+def finish_range_gradients(name: str, begun: RangeBackward) -> tuple[Tensor, Tensor]:
+    """dk and dv, once dq is begun."""
+    from nsa.ops._triton.range_launch import range_dkv, tile_name
+    from nsa.ops._triton.tuning import tile_for
+
+    return range_dkv(begun, tile_for(tile_name(name, "dkv", begun.layout), begun.q, begun.v))
 
 
 def rows(x: Tensor) -> Tensor:

@@ -95,12 +95,19 @@ class _Attention:
         return max(0, needed - later)
 
     def backward(self) -> int:
-        """The branch that needs most when it runs; gradients of later branches are still to come."""
-        pattern, most = self.config, 0
-        for number, branch in enumerate(pattern.branches):
-            later = self.keys() * (len(pattern.branches) - number - 1)
-            needed = self.selected_backward() if branch == "slc" else self.range_backward(branch == "win")
-            most = max(most, 2 * self.statistics() + needed - later)
+        """The branch that needs most when its keys' turn comes; gradients of the keys of later ones are still to come."""
+        branches, most = self.config.branches, 0
+        left = {"slc": self.keys(), "cmp": self.keys() // self.config.compress_stride, "win": self.keys()}
+        ranges = 2 * self.statistics() * sum(branch != "slc" for branch in branches)  # kept to the end
+        for branch in [name for name in tuple(left) if name in branches]:
+            del left[branch]
+            later = sum(size for name, size in left.items() if name in branches)
+            needed = ranges - later
+            if branch == "slc":
+                needed += 2 * self.statistics() + self.selected_backward()
+            else:
+                needed += self.range_backward(branch == "win")
+            most = max(most, needed)
         return most
 
     def selected_backward(self) -> int:

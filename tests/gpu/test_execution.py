@@ -69,6 +69,22 @@ def test_a_step_does_not_wait_for_the_device(changes, lengths):
         step.run()
 
 
+def test_streams_do_not_take_each_others_memory():
+    """Steps on two streams at once, each of which lets go of its results, give the bits of a step alone."""
+    steps = [Step(dataclasses.replace(seed_case(*lengths), seed=i)) for i, lengths in enumerate([(1200, 0, 70), (6000, 300)])]
+    expected = [step.run() for step in steps]
+    wrong = torch.zeros(len(steps), dtype=torch.int64, device=DEVICE)
+    streams = [torch.cuda.Stream() for _ in steps]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                for found, like in zip(steps[i].run(), expected[i], strict=True):
+                    wrong[i] += (found != like).sum()
+    torch.cuda.synchronize()
+    assert wrong.tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("times", [1, 16], ids=["short", "long"])
 def test_cuda_graph_with_other_documents(times):
     """A captured step, replayed with other data and other offsets, gives the bits of an eager step."""

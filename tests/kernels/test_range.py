@@ -12,7 +12,7 @@ from torch import Tensor
 from nsa import NSAConfig, compress, compressed_attention, window_attention
 from nsa.ops._packed import compressed_cu_seqlens
 from nsa.ops._triton import range_launch
-from nsa.ops._triton.range_launch import RangeLayout, range_backward, range_forward
+from nsa.ops._triton.range_launch import RangeLayout, range_dkv, range_dq, range_forward
 from nsa.ops._triton.tuning import Tile
 from nsa.testing import assert_within_budget, make_inputs
 
@@ -69,7 +69,8 @@ def compare(case: Case, tile: Tile, keys_as_rows: bool, uniform: bool = False) -
     layout, scale = case.layout(uniform), case.config.head_dim**-0.5
     out, lse = range_forward(q, k, v, layout, scale, tile)
     tile_dkv = Tile(tile.rows, tile.keys, 4, 1, keys_as_rows=keys_as_rows)
-    grads = range_backward(q, k, v, out, case.d_out.float(), lse, layout, scale, tile, tile_dkv)
+    begun = range_dq(q, k, v, out, case.d_out.float(), lse, layout, scale, tile)
+    grads = begun.dq, *range_dkv(begun, tile_dkv)
     exact, plain = case.reference(torch.float64), case.reference(torch.float32)
     for name, actual, baseline, oracle in zip(("out", "dq", "dk", "dv"), (out, *grads), plain, exact, strict=True):
         # Sums in another order than the reference's: rounding, not more, is what the larger factor leaves room for.
@@ -122,7 +123,8 @@ def test_nan_of_one_sequence_reaches_no_other(window):
     out, lse = range_forward(q, k, v, case.layout(False), 0.25, Tile(16, 16, 4, 1))
     assert torch.equal(out[:30], clean)
     d_out = case.d_out.float()
-    dq, dk, dv = range_backward(q, k, v, out, d_out, lse, case.layout(False), 0.25, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))
+    begun = range_dq(q, k, v, out, d_out, lse, case.layout(False), 0.25, Tile(16, 16, 4, 1))
+    dq, (dk, dv) = begun.dq, range_dkv(begun, Tile(16, 16, 4, 1))
     assert dq[:30].isfinite().all()
     assert dk[:own].isfinite().all()
     assert dv[:own].isfinite().all()

@@ -115,64 +115,103 @@ def range_forward(
     return out, lse
 
 
-def range_backward(
+@dataclass(frozen=True)
+class RangeBackward:
+    """A backward whose dQ is queued: what the kernel of dK and dV needs of it.
+
+    Attributes:
+        q, k, v, dout: as given.
+        lse: with gates, that of the gated branch.
+        delta: row sums.
+        dq: gradient of q.
+        layout, softmax_scale: as given.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+    dq: Tensor
+    layout: RangeLayout
+    softmax_scale: float
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes that both kernels take."""
+        num_heads, head_dim = self.q.shape[1:]
+        num_kv_heads, value_dim = self.v.shape[1:]
+        return {
+            "HQ": num_heads, "G": num_heads // num_kv_heads, "D": head_dim, "DV": value_dim, "BLOCK_D": block_of(head_dim),
+            "BLOCK_DV": block_of(value_dim), "WINDOW": self.layout.window,
+        }  # fmt: skip
+
+    @property
+    def rest(self) -> tuple[int | float, ...]:
+        """Strides, scale and pattern, as both kernels take them."""
+        strides = [stride for x in (self.q, self.k, self.v, self.dout) for stride in x.stride()[:2]]
+        return *strides, self.softmax_scale, self.layout.size, self.layout.stride
+
+
+def range_dq(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, layout: RangeLayout, softmax_scale: float,
-    tile_dq: Tile, tile_dkv: Tile, gated: Gated | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in the shapes of q, k, v, contiguous; with ``gated`` dout is the gradient of the branches' gated sum."""
-    num_q, num_heads, head_dim = q.shape
-    num_key, num_kv_heads, value_dim = v.shape
-    group_size = num_heads // num_kv_heads
+    tile: Tile, gated: Gated | None = None,
+) -> RangeBackward:  # fmt: skip
+    """First half of the backward; with ``gated`` dout is the gradient of the branches' gated sum."""
     gated = gated or Gated()
-    dq = gated.start_dq(q)
+    gated_lse = lse if gated.gates is None else torch.empty_like(lse)
+    begun = RangeBackward(q, k, v, dout, gated_lse, torch.empty_like(lse), gated.start_dq(q), layout, softmax_scale)
+    num_q, num_kv_heads, sizes = q.shape[0], v.shape[1], begun.sizes
+    if num_q == 0 or k.shape[0] == 0:
+        if not gated.adds:
+            begun.dq.zero_()
+        return begun
+    tile = fitting(tile, k, v)
+    grid = (layout.num_tiles(num_q * sizes["G"], tile.rows, layout.len_q * sizes["G"]), num_kv_heads)
+    range_dq_kernel[grid](
+        q, key_source(k, tile), key_source(v, tile), out, dout, lse, begun.delta, begun.dq, gated.gates, gated.dgates,
+        None if gated.gates is None else gated_lse, *layout.arguments(), num_q, *begun.rest, **sizes, BLOCK_M=tile.rows,
+        BLOCK_N=tile.keys, ADD=gated.adds, TMA=tile.tma, STAGES=tile.stages, **tile.launch_options(),
+    )  # fmt: skip
+    return begun
+
+
+def range_dkv(begun: RangeBackward, tile: Tile) -> tuple[Tensor, Tensor]:
+    """Second half of the backward: dk, dv in the shapes of k, v, contiguous."""
+    q, k, v, dout, layout, sizes = begun.q, begun.k, begun.v, begun.dout, begun.layout, begun.sizes
+    num_q, num_key, num_kv_heads = q.shape[0], k.shape[0], k.shape[1]
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    delta = torch.empty_like(lse)
-    if not layout.window:
+    num_blocks = layout.num_tiles(num_key, tile.keys, layout.len_key)
+    if not layout.window or num_q == 0:
         # Rows that no block owns are not visited.
         dk.zero_()
         dv.zero_()
-    if num_q == 0 or num_key == 0:
-        return dq if gated.adds else dq.zero_(), dk.zero_(), dv.zero_()
-    gated_lse = None if gated.gates is None else torch.empty_like(lse)
-    strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), dout.stride(0), dout.stride(1))
-    blocks = {"D": head_dim, "DV": value_dim, "BLOCK_D": block_of(head_dim), "BLOCK_DV": block_of(value_dim)}
-    tile_dq = fitting(tile_dq, k, v)
-    grid = (layout.num_tiles(num_q * group_size, tile_dq.rows, layout.len_q * group_size), num_kv_heads)
-    range_dq_kernel[grid](
-        q, key_source(k, tile_dq), key_source(v, tile_dq), out, dout, lse, delta, dq, gated.gates, gated.dgates, gated_lse,
-        *layout.arguments(), num_q, *strides, softmax_scale, layout.size, layout.stride, HQ=num_heads, G=group_size, **blocks,
-        BLOCK_M=tile_dq.rows, BLOCK_N=tile_dq.keys, WINDOW=layout.window, ADD=gated.adds, TMA=tile_dq.tma,
-        STAGES=tile_dq.stages, **tile_dq.launch_options(),
-    )  # fmt: skip
-
-    num_blocks = layout.num_tiles(num_key, tile_dkv.keys, layout.len_key)
-    if num_blocks == 0:
-        return dq, dk, dv
+    if num_q == 0 or num_blocks == 0:
+        return dk, dv
     num_chunks, chunk_rows = chunks(layout, num_blocks * num_kv_heads)
     partial = num_chunks > 1
     dk_sum, dv_sum = dk, dv
     if partial:
         dk_sum = torch.empty(num_chunks, *k.shape, dtype=torch.float32, device=k.device)
         dv_sum = torch.empty(num_chunks, *v.shape, dtype=torch.float32, device=v.device)
-    tile_dkv = fitting(tile_dkv, q, dout)
-    if group_size == 1 and tile_dkv.max_registers is not None:
+    tile = fitting(tile, q, dout)
+    if sizes["G"] == 1 and tile.max_registers is not None:
         # Addresses that rise evenly are kept in registers: none are left for pipelined edges.
-        tile_dkv = replace(tile_dkv, edge_stages=1)
+        tile = replace(tile, edge_stages=1)
     range_dkv_kernel[(num_blocks, num_kv_heads, num_chunks)](
-        row_source(q, tile_dkv), k, v, row_source(dout, tile_dkv), lse if gated_lse is None else gated_lse, delta, dk_sum,
-        dv_sum, *layout.arguments(), num_q, chunk_rows, num_key, *strides, softmax_scale, layout.size, layout.stride,
-        HQ=num_heads, G=group_size, **blocks, BLOCK_M=tile_dkv.rows, BLOCK_N=tile_dkv.keys, WINDOW=layout.window,
-        KEYS_AS_ROWS=tile_dkv.keys_as_rows, TMA=tile_dkv.tma, STAGES=tile_dkv.stages, EDGE=tile_dkv.edge_stages,
-        **tile_dkv.launch_options(),
+        row_source(q, tile), k, v, row_source(dout, tile), begun.lse, begun.delta, dk_sum, dv_sum, *layout.arguments(), num_q,
+        chunk_rows, num_key, *begun.rest, **sizes, BLOCK_M=tile.rows, BLOCK_N=tile.keys, KEYS_AS_ROWS=tile.keys_as_rows,
+        TMA=tile.tma, STAGES=tile.stages, EDGE=tile.edge_stages, **tile.launch_options(),
     )  # fmt: skip
     if partial:
+        sizes = {name: size for name, size in sizes.items() if name not in ("HQ", "G")}
         range_reduce_kernel[(num_blocks, num_kv_heads, 2)](
             dk_sum, dv_sum, dk, dv, *layout.arguments(), chunk_rows, num_key, layout.size, layout.stride, HKV=num_kv_heads,
-            **blocks, BLOCK_N=tile_dkv.keys, WINDOW=layout.window,
-            **reduction_options(tile_dkv.keys, head_dim, value_dim),
+            **sizes, BLOCK_N=tile.keys, **reduction_options(tile.keys, k.shape[2], v.shape[2]),
         )  # fmt: skip
-    return dq, dk, dv
+    return dk, dv
 
 
 def chunks(layout: RangeLayout, num_programs: int) -> tuple[int, int]:

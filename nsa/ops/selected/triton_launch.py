@@ -221,10 +221,12 @@ def selected_backward(
         **tile.launch_options(),
     )  # fmt: skip
     if union is not None:
+        # Masks of columns take registers.
+        limit = {} if value_dim == block_of(value_dim) else {"maxnreg": MOST_REGISTERS}
         selected_delta_kernel[(DELTA_PROGRAMS,)](
             out, dout, lse, delta, gated.gates, gated.dgates, gated_lse, union, call.layout.cu_q, call.layout.len_q,
             call.layout.num_sequences, *strides_of(dout), HQ=num_heads, DV=value_dim, N=n, BLOCK_R=DELTA_ROWS,
-            BLOCK_DV=block_of(value_dim), LIMIT_4=LIMIT_4, num_warps=4,
+            BLOCK_DV=block_of(value_dim), LIMIT_4=LIMIT_4, num_warps=4, **limit,
         )  # fmt: skip
     lse = lse if gated_lse is None else gated_lse
     return dq, *gather_backward(q, k, v, block_indices, order, dout, lse, delta, call, union, dq, gated.adds)
