@@ -2,53 +2,70 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 Wait = Callable[[], None]
 
+_handed_out: set[int] = set()
+
 
 @cache
-def _side(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """The one beside ``stream``: what it frees is taken again by nothing but itself. Its kernels go first.
+def _side(stream: torch.cuda.Stream, thread: int) -> torch.cuda.Stream:
+    """The one beside ``stream`` for a thread of Python; its kernels go first.
 
-    PyTorch hands out 32 streams of a priority in turn, so it is not its own alone where more are in use.
+    It must be of its own: PyTorch gives memory that a stream frees to what the same stream makes next, and only ``stream``, as
+    this thread uses it, is known to be done with it by then. PyTorch hands out 32 streams of a priority in turn; once they come
+    again there is none, and the stream itself is given: one after the other.
     """
-    return torch.cuda.Stream(stream.device, priority=-1)
+    side = torch.cuda.Stream(stream.device, priority=-1)
+    if side.cuda_stream in _handed_out:
+        return stream
+    _handed_out.update((stream.cuda_stream, side.cuda_stream))
+    return side
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The stream that calls and the one beside it; both None on a CPU, where nothing is different."""
+
+    around: torch.cuda.Stream | None
+    side: torch.cuda.Stream | None
+
+    def beside(self) -> AbstractContextManager[object]:
+        """What is queued within runs beside what is queued outside, and first where both want a multiprocessor."""
+        return nullcontext() if self.side is None else torch.cuda.stream(self.side)
+
+    def queued(self) -> Wait:
+        """What lets the stream around wait for all that was queued beside it up to now."""
+        if self.around is None or self.side is None:
+            return lambda: None
+        around, event = self.around, self.side.record_event()
+        return lambda: around.wait_event(event)
 
 
 @contextmanager
-def beside(device: torch.device) -> Iterator[Callable[[], Wait]]:
-    """What is queued in the block runs after all that was queued before, but beside what is queued after the block.
+def two_streams(device: torch.device) -> Iterator[Streams]:
+    """Two streams for one operator: both begin after all that was queued before, and what is queued later waits for both.
 
-    Kernels of the block go first where both want a multiprocessor: it is the place for the longer chain. PyTorch gives memory
-    of a tensor that is freed to what the same stream makes next, so one that is made on either side must live until the other
-    has waited for its last use.
+    A tensor that is made on one of them must live until the other has waited for its last use.
 
     Args:
-        device: where the tensors lie; on a CPU nothing is different from no block at all.
-
-    Yields:
-        A function for use inside the block; what it returns is called after the block, and lets what is queued from then on
-        wait for all that the block had queued when the function was called.
+        device: where the tensors lie.
     """
     if device.type != "cuda":
-        yield lambda: lambda: None
+        yield Streams(None, None)
         return
     around = torch.cuda.current_stream(device)
-    side = _side(around)
+    side = _side(around, threading.get_ident())
     side.wait_stream(around)
-
-    def queued() -> Wait:
-        event = side.record_event()
-        return lambda: around.wait_event(event)
-
-    with ExitStack() as after_a_failure:
-        # Before anything takes the memory that this operator lets go.
-        after_a_failure.callback(around.wait_stream, side)
-        with torch.cuda.stream(side):
-            yield queued
-        after_a_failure.pop_all()
+    try:
+        yield Streams(around, side)
+    finally:
+        # Also after an error: before anything takes the memory that the operator lets go.
+        around.wait_stream(side)

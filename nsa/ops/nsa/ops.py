@@ -16,7 +16,7 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.ops._boundary import Sequences
 from nsa.ops._range import begin_range_gradients, finish_range_gradients, rows
-from nsa.ops._side_stream import beside
+from nsa.ops._side_stream import two_streams
 from nsa.ops.combination.ops import combine_op
 from nsa.ops.compressed import range_arguments as compressed_arguments
 from nsa.ops.compressed import run_compressed_attention
@@ -55,21 +55,20 @@ def _forward(
     config, sequences, softmax_scale, design = _open(q, *where)
     run = (config, sequences, softmax_scale, "triton")
     out_cmp = lse_cmp = block_indices = out_slc = lse_slc = order = union = out_win = lse_win = None
-    with beside(q.device) as queued:
-        if k_cmp is not None:
-            q_cmp = q if q_cmp is None else q_cmp
-            out_cmp, lse_cmp = run_compressed_attention(q_cmp, k_cmp, v_cmp, *run)
-        if k_slc is not None and v_slc is not None:
-            assert q_cmp is not None and k_cmp is not None and lse_cmp is not None
-            block_indices = run_select_blocks(q_cmp, k_cmp, lse_cmp, *run)
-            slc = (q, k_slc, v_slc, block_indices)
-            out_slc, lse_slc, order, union = selected_attention_op(
-                *slc, *selected_arguments(config, sequences), softmax_scale, design
-            )
-        wait = queued()
-    if k_win is not None and v_win is not None:
-        out_win, lse_win = run_window_attention(q, k_win, v_win, *run)
-    wait()
+    with two_streams(q.device) as streams:
+        with streams.beside():
+            if k_cmp is not None:
+                q_cmp = q if q_cmp is None else q_cmp
+                out_cmp, lse_cmp = run_compressed_attention(q_cmp, k_cmp, v_cmp, *run)
+            if k_slc is not None and v_slc is not None:
+                assert q_cmp is not None and k_cmp is not None and lse_cmp is not None
+                block_indices = run_select_blocks(q_cmp, k_cmp, lse_cmp, *run)
+                slc = (q, k_slc, v_slc, block_indices)
+                out_slc, lse_slc, order, union = selected_attention_op(
+                    *slc, *selected_arguments(config, sequences), softmax_scale, design
+                )
+        if k_win is not None and v_win is not None:
+            out_win, lse_win = run_window_attention(q, k_win, v_win, *run)
     out = combine_op(out_cmp, out_slc, out_win, gates)
     saved = (out_cmp, lse_cmp, block_indices, out_slc, lse_slc, order, union, out_win, lse_win)
     return out, *(q.new_empty(0) if x is None else x for x in saved)
@@ -89,37 +88,36 @@ def _backward(
     dq = dq_cmp = dk_cmp = dv_cmp = dk_slc = dv_slc = dk_win = dv_win = None
     cmp = win = None
     # All dQ, and what the choice needs, one after the other; beside them dK and dV of the ranges.
-    with beside(q.device) as queued:
-        if k_cmp is not None and v_cmp is not None:
-            rest = (*compressed_arguments(config, sequences), softmax_scale)
-            given = (q if q_cmp is None else q_cmp, k_cmp, v_cmp, out_cmp, lse_cmp, dout)
+    with two_streams(q.device) as streams:
+        with streams.beside():
+            if k_cmp is not None and v_cmp is not None:
+                rest = (*compressed_arguments(config, sequences), softmax_scale)
+                given = (q if q_cmp is None else q_cmp, k_cmp, v_cmp, out_cmp, lse_cmp, dout)
+                with stage(COMPRESSED):
+                    cmp = begin_range_gradients("compressed_attention", False, *given, *rest, gated=Gated(gates, dgates))
+                dq_cmp = cmp.dq
+                dq = dq_cmp if q_cmp is None else None
+            wait_cmp = streams.queued()
+            if k_win is not None and v_win is not None:
+                rest = (*window_arguments(config, sequences), softmax_scale)
+                given = (q, k_win, v_win, out_win, lse_win, dout)
+                with stage(WINDOW):
+                    win = begin_range_gradients("window_attention", True, *given, *rest, gated=Gated(gates, dgates, dq))
+                dq = win.dq
+            wait_win = streams.queued()
+            if k_slc is not None and v_slc is not None:
+                rest = (*selected_arguments(config, sequences), softmax_scale, design)
+                slc = (q, k_slc, v_slc, block_indices, out_slc, lse_slc, order, union, dout)
+                with stage(SELECTED):
+                    dq, dk_slc, dv_slc = selected_gradients(*slc, *rest, gated=Gated(gates, dgates, dq))
+        wait_cmp()
+        if cmp is not None:
             with stage(COMPRESSED):
-                cmp = begin_range_gradients("compressed_attention", False, *given, *rest, gated=Gated(gates, dgates))
-            dq_cmp = cmp.dq
-            dq = dq_cmp if q_cmp is None else None
-        wait_cmp = queued()
-        if k_win is not None and v_win is not None:
-            rest = (*window_arguments(config, sequences), softmax_scale)
-            given = (q, k_win, v_win, out_win, lse_win, dout)
+                dk_cmp, dv_cmp = finish_range_gradients("compressed_attention", cmp)
+        wait_win()
+        if win is not None:
             with stage(WINDOW):
-                win = begin_range_gradients("window_attention", True, *given, *rest, gated=Gated(gates, dgates, dq))
-            dq = win.dq
-        wait_win = queued()
-        if k_slc is not None and v_slc is not None:
-            rest = (*selected_arguments(config, sequences), softmax_scale, design)
-            slc = (q, k_slc, v_slc, block_indices, out_slc, lse_slc, order, union, dout)
-            with stage(SELECTED):
-                dq, dk_slc, dv_slc = selected_gradients(*slc, *rest, gated=Gated(gates, dgates, dq))
-        wait = queued()
-    wait_cmp()
-    if cmp is not None:
-        with stage(COMPRESSED):
-            dk_cmp, dv_cmp = finish_range_gradients("compressed_attention", cmp)
-    wait_win()
-    if win is not None:
-        with stage(WINDOW):
-            dk_win, dv_win = finish_range_gradients("window_attention", win)
-    wait()
+                dk_win, dv_win = finish_range_gradients("window_attention", win)
     inputs = (q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
     found = (dq, dq_cmp, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win)
     # Keys that only score blocks have no gradient through them, and neither have their queries.
