@@ -13,6 +13,7 @@ import torch
 Wait = Callable[[], None]
 
 _handed_out: set[int] = set()
+_handing_out = threading.Lock()
 
 
 @cache
@@ -23,10 +24,11 @@ def _side(stream: torch.cuda.Stream, thread: int) -> torch.cuda.Stream:
     this thread uses it, is known to be done with it by then. PyTorch hands out 32 streams of a priority in turn; once they come
     again there is none, and the stream itself is given: one after the other.
     """
-    side = torch.cuda.Stream(stream.device, priority=-1)
-    if side.cuda_stream in _handed_out:
-        return stream
-    _handed_out.update((stream.cuda_stream, side.cuda_stream))
+    with _handing_out:
+        side = torch.cuda.Stream(stream.device, priority=-1)
+        if side.cuda_stream in _handed_out:
+            return stream
+        _handed_out.update((stream.cuda_stream, side.cuda_stream))
     return side
 
 

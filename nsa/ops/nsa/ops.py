@@ -87,7 +87,7 @@ def _backward(
     dgates = torch.zeros_like(gates)
     dq = dq_cmp = dk_cmp = dv_cmp = dk_slc = dv_slc = dk_win = dv_win = None
     cmp = win = None
-    # All dQ, and what the choice needs, one after the other; beside them dK and dV of the ranges.
+    # All dQ and the selected branch, one after the other; beside them dK and dV of the ranges.
     with two_streams(q.device) as streams:
         with streams.beside():
             if k_cmp is not None and v_cmp is not None:
