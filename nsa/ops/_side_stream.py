@@ -43,6 +43,11 @@ class Streams:
         """What is queued within runs beside what is queued outside, and first where both want a multiprocessor."""
         return nullcontext() if self.side is None else torch.cuda.stream(self.side)
 
+    def fork(self) -> None:
+        """Let what is queued beside later wait for all that was queued around up to now."""
+        if self.side is not None and self.around is not None:
+            self.side.wait_stream(self.around)
+
     def queued(self) -> Wait:
         """What lets the stream around wait for all that was queued beside it up to now."""
         if self.around is None or self.side is None:

@@ -16,8 +16,8 @@ from nsa.config import NSAConfig
 from nsa.ops.selected.design import always_tiled
 
 _NUM_INPUTS, _NUM_WHERE = 9, 8  # of nsa::attention and its backward: the tensors first, the layout last
-# Keys of a tile, as the tuned tables have them; only the number of chunks depends on it.
-TILE_KEYS = 64
+# Rows and keys of a tile, as the tuned tables have them; only the number of chunks depends on them.
+TILE_ROWS = TILE_KEYS = 64
 
 
 def scratch_bytes(name: str, arguments: Sequence[Any]) -> int:
@@ -125,20 +125,18 @@ class _Attention:
         size = DQ_CHUNK if self.len_k <= LONG else BACKWARD_CHUNK
         partial = self.sums(self.chunk_limit(segments, size) * pattern.block_size)
         whole = self.sums(self.tokens * pattern.num_kv_heads) if segments > 1 else 0
-        return needed + max(needed_without_dq, slots + partial + whole)
+        return needed + slots + whole + max(needed_without_dq, partial)  # both ways to dK and dV share the chunks' sums
 
     def range_backward(self, window: bool) -> int:
         """Sums of dK and dV over chunks of queries."""
-        from nsa.ops._triton.range_launch import MAX_CHUNKS, MIN_CHUNK_ROWS, TARGET_PROGRAMS
+        from nsa.ops._triton.range_launch import chunks_of
 
         pattern = self.config
         stride, most = (1, min(self.len_q, pattern.window_size)) if window else (pattern.compress_stride, self.len_q)
         num_keys = self.tokens // stride
         programs = max(1, num_keys // TILE_KEYS) * pattern.num_kv_heads
-        chunks = max(1, min(-(-most // MIN_CHUNK_ROWS), MAX_CHUNKS, TARGET_PROGRAMS // programs))
-        if chunks == 1 or (window and most <= 2 * MIN_CHUNK_ROWS):
-            return 0
-        return self.sums(chunks * num_keys * pattern.num_kv_heads)
+        chunks, _ = chunks_of(self.len_q, most, window, programs, TILE_ROWS)
+        return self.sums(chunks * num_keys * pattern.num_kv_heads) if chunks > 1 else 0
 
     @property
     def slots(self) -> int:

@@ -106,8 +106,25 @@ def test_group_sizes(window, group):
 @pytest.mark.parametrize("window", [True, False], ids=["win", "cmp"])
 def test_partial_sums_of_chunks(window, monkeypatch):
     """Queries cut into chunks give the same sums, also where some chunks see no key of a block."""
-    monkeypatch.setattr(range_launch, "chunks", lambda layout, num_programs: (-(-layout.len_q // 16), 16))
+    monkeypatch.setattr(range_launch, "chunks_of", lambda len_q, *rest: (-(-len_q // 16), 16))
     compare(Case(small(6, 2), window, PACKED), Tile(16, 16, 4, 1), keys_as_rows=True)
+
+
+@pytest.mark.parametrize("rows", [16, 64, 128])
+@pytest.mark.parametrize("num_programs", [1, 128, 256, 100_000])
+@pytest.mark.parametrize("len_q", [1, 512, 513, 8_192, 30_000, 65_536, 1_048_576])
+def test_chunks_are_of_whole_tiles_and_hold_all_queries(len_q, num_programs, rows):
+    count, queries = range_launch.chunks_of(len_q, len_q, False, num_programs, rows)
+    assert (count - 1) * queries < len_q <= count * queries
+    assert count == 1 or (queries % rows == 0 and queries > 256)
+    assert count <= 40
+    assert count == 1 or count * num_programs <= 10_240
+
+
+def test_chunks_of_the_seed_shape():
+    """As measured: docs/kernels/range-attention.md."""
+    assert [range_launch.chunks_of(s, s, False, 128, 64)[0] for s in (2_048, 8_192, 32_768, 65_536)] == [4, 16, 40, 40]
+    assert range_launch.chunks_of(65_536, 512, True, 2_048, 64)[0] == 1
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # NumPy's word, inside the interpreter

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -109,6 +110,51 @@ def test_fewer_entries_make_smaller_chunks(monkeypatch):
     monkeypatch.setattr(triton_launch, "BACKWARD_CHUNK", 1024)
     expected = {0: 128, 1: 128, 65_535: 128, 131_072: 256, 300_000: 512, 524_288: 1024, 2**21: 1024}
     assert {entries: triton_launch.chunk_size(entries) for entries in expected} == expected
+
+
+class Noted:
+    """Stands for the second stream and notes what is asked of it, and which of the launchers' steps come when."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+        self.said = said
+        monkeypatch.setattr(triton_launch, "two_streams", self.open)
+        for name in ("gathered_queries", "backward_index", "make_lists", "gather_forward", "_gather_gradients"):
+            monkeypatch.setattr(triton_launch, name, self.noting(name, getattr(triton_launch, name)))
+
+    @contextmanager
+    def open(self, device: torch.device) -> Iterator[Noted]:
+        yield self
+
+    def noting(self, name: str, function: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.said.append(name)
+            return function(*arguments, **named)
+
+        return call
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        self.said.append("beside")
+        yield
+        self.said.append("around")
+
+    def queued(self) -> Any:
+        return lambda: self.said.append("wait")
+
+    def fork(self) -> None:
+        self.said.append("fork")
+
+
+def test_nothing_is_read_before_the_other_stream_has_made_it(monkeypatch):
+    """Index beside the lists; the gathered kernels wait for both, and what leaves at once stands beside the others."""
+    said: list[str] = []
+    Noted(monkeypatch, said)
+    compare(Case(small(2), [25, 5]))
+    assert said == [
+        "beside", "gathered_queries", "around", "make_lists", "wait", "gather_forward",
+        "beside", "backward_index", "around", "make_lists", "wait",
+        "fork", "beside", "_gather_gradients", "around", "_gather_gradients",
+    ]  # fmt: skip
 
 
 def test_a_large_group():

@@ -68,6 +68,15 @@ def test_both_begin_and_end_together(said: list[str]) -> None:
     assert said == ["1 waits for 0", "on 1", "event of 1", "off 1", "0 waits for the event of 1", "0 waits for 1"]
 
 
+def test_a_fork_lets_the_side_wait_again(said: list[str]) -> None:
+    with two_streams(DEVICE) as streams:
+        said.clear()
+        streams.fork()
+        with streams.beside():
+            pass
+    assert said == ["1 waits for 0", "on 1", "off 1", "0 waits for 1"]
+
+
 def test_an_error_leaves_nothing_behind_on_the_side(said: list[str]) -> None:
     def fail() -> None:
         with two_streams(DEVICE) as streams, streams.beside():

@@ -14,10 +14,10 @@ from nsa.ops._triton.range_attention import range_fwd_kernel
 from nsa.ops._triton.range_attention_bwd import range_dkv_kernel, range_dq_kernel, range_reduce_kernel
 from nsa.ops._triton.tuning import LONG_KEYS, MOST_REGISTERS, Tile
 
-# Chunks of queries that the work on one block of keys is cut into, and programs to aim at.
-MAX_CHUNKS = 32
+# Chunks of queries that the work on one block of keys is cut into: most of them, queries of the least, and programs to aim at.
+MAX_CHUNKS = 40
 MIN_CHUNK_ROWS = 512
-TARGET_PROGRAMS = 4096
+TARGET_PROGRAMS = 10_240
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,8 @@ def range_dkv(begun: RangeBackward, tile: Tile) -> tuple[Tensor, Tensor]:
         dv.zero_()
     if num_q == 0 or num_blocks == 0:
         return dk, dv
-    num_chunks, chunk_rows = chunks(layout, num_blocks * num_kv_heads)
+    most = min(layout.len_q, layout.size) if layout.window else layout.len_q
+    num_chunks, chunk_rows = chunks_of(layout.len_q, most, layout.window, num_blocks * num_kv_heads, tile.rows)
     partial = num_chunks > 1
     dk_sum, dv_sum = dk, dv
     if partial:
@@ -214,12 +215,18 @@ def range_dkv(begun: RangeBackward, tile: Tile) -> tuple[Tensor, Tensor]:
     return dk, dv
 
 
-def chunks(layout: RangeLayout, num_programs: int) -> tuple[int, int]:
-    """Chunks that the queries of a key block are cut into, and their rows: by shapes alone, so that sums never change order."""
-    longest = layout.len_q
-    most = longest if not layout.window else min(longest, layout.size)
-    num_chunks = max(1, min(-(-most // MIN_CHUNK_ROWS), MAX_CHUNKS, TARGET_PROGRAMS // max(num_programs, 1)))
-    if layout.window and most <= 2 * MIN_CHUNK_ROWS:
-        num_chunks = 1
-    chunk_rows = -(-longest // num_chunks)
-    return num_chunks, chunk_rows
+def chunks_of(len_q: int, most: int, window: bool, num_programs: int, rows: int) -> tuple[int, int]:
+    """Chunks that the queries of a key block are cut into, and their queries: by shapes alone, so that sums never change order.
+
+    Args:
+        len_q: queries of the longest sequence.
+        most: at most so many of them see a key.
+        window: whether keys are tokens of a window.
+        num_programs: programs of one chunk.
+        rows: queries of a tile; chunks are of whole tiles, or every one would have a masked one more.
+    """
+    num_chunks = max(1, min(triton.cdiv(most, MIN_CHUNK_ROWS), MAX_CHUNKS, TARGET_PROGRAMS // max(num_programs, 1)))
+    if num_chunks == 1 or (window and most <= 2 * MIN_CHUNK_ROWS):
+        return 1, len_q
+    chunk_rows = triton.cdiv(triton.cdiv(len_q, num_chunks), rows) * rows
+    return triton.cdiv(len_q, chunk_rows), chunk_rows

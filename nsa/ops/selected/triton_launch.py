@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from nsa.ops._side_stream import two_streams
 from nsa.ops._triton.layout import Gated, Layout
 from nsa.ops._triton.range_launch import block_of, fitting, key_source
 from nsa.ops._triton.tuning import MOST_REGISTERS, Tile
@@ -145,39 +146,53 @@ def selected_forward(
         return out.zero_(), lse.fill_(-torch.inf), None, union
     tile, used = tile_of(call.tiles("selected_attention_fwd"), group_size, call.block_size)
     tile, counter = fitting(tile, k, v), None if call.design == "gathered" else union
-    lists = make_lists(block_indices, call.layout, group_size, call.block_size, used, counter, counted=False)
-    selected_fwd_kernel[(lists.count.shape[1], num_kv_heads)](
-        q, key_source(k, tile), key_source(v, tile), out, lse, lists.block, lists.word, lists.count, union,
-        *call.layout.arguments(), lists.count.shape[1], *strides_of(q, k, v), call.softmax_scale, HQ=num_heads, G=group_size,
-        D=head_dim, DV=value_dim, N=n, BLOCK_SIZE=call.block_size, BLOCK_Q=lists.queries, ROWS=used, BLOCK_M=tile.rows,
-        BLOCK_N=tile.keys, BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim), LIMIT_4=LIMIT_4, TMA=tile.tma,
-        STAGES=tile.stages,
-        **tile.launch_options(),
-    )  # fmt: skip
-    order = None if union is None else gather_forward(q, k, v, block_indices, call, union, out, lse)
-    return out, lse, order, union
+    gathered = None
+    with two_streams(q.device) as streams:
+        if union is not None:
+            with streams.beside():
+                gathered = gathered_queries(q, k, v, block_indices, call)
+        wait = streams.queued()
+        lists = make_lists(block_indices, call.layout, group_size, call.block_size, used, counter, counted=False)
+        selected_fwd_kernel[(lists.count.shape[1], num_kv_heads)](
+            q, key_source(k, tile), key_source(v, tile), out, lse, lists.block, lists.word, lists.count, union,
+            *call.layout.arguments(), lists.count.shape[1], *strides_of(q, k, v), call.softmax_scale, HQ=num_heads,
+            G=group_size, D=head_dim, DV=value_dim, N=n, BLOCK_SIZE=call.block_size, BLOCK_Q=lists.queries, ROWS=used,
+            BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim), LIMIT_4=LIMIT_4,
+            TMA=tile.tma, STAGES=tile.stages,
+            **tile.launch_options(),
+        )  # fmt: skip
+        wait()
+        if gathered is not None and union is not None:
+            gather_forward(q, k, v, n, call, union, *gathered, out, lse)
+    return out, lse, None if gathered is None else gathered[0].order, union
+
+
+def gathered_queries(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> tuple[InverseIndex, Chunks]:
+    """The inverse index of :func:`gather_forward` and its chunks: of the choice alone."""
+    slots = block_indices.shape[-1] * (call.block_size // min(call.tiles("selected_gather_fwd").keys, call.block_size))
+    segments = call.num_segments(q.shape[0], slots, q.shape[1] * v.shape[2] * q.element_size())
+    index = make_index(block_indices, call.layout, call.block_size, k.shape[0], segments, with_far=True)
+    return index, index.chunks(segments, FORWARD_CHUNK)
 
 
 def gather_forward(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call, union: Tensor, out: Tensor, lse: Tensor
-) -> Tensor:
-    """The gathered design's share of :func:`selected_forward`, where choices scatter; returns the order.
+    q: Tensor, k: Tensor, v: Tensor, n: int, call: Call, union: Tensor, index: InverseIndex, chunks: Chunks, out: Tensor,
+    lse: Tensor,
+) -> None:  # fmt: skip
+    """The gathered design's share of :func:`selected_forward`, where choices scatter.
 
     It merges what comes of blocks that are not near into ``out`` and ``lse``.
     """
     num_q, num_heads, head_dim = q.shape
-    num_tokens, num_kv_heads, value_dim = v.shape
-    group_size, n = num_heads // num_kv_heads, block_indices.shape[-1]
+    num_kv_heads, value_dim = v.shape[1:]
+    group_size = num_heads // num_kv_heads
     tile = call.tiles("selected_gather_fwd")
     keys = min(tile.keys, call.block_size)
     parts = call.block_size // keys
-    segments = call.num_segments(num_q, n * parts, num_heads * value_dim * q.element_size())
-    index = make_index(block_indices, call.layout, call.block_size, num_tokens, segments, with_far=True)
-    chunks = index.chunks(segments, FORWARD_CHUNK)
     part = torch.empty(chunks.segment_rows * num_heads * n * parts, value_dim, dtype=q.dtype, device=q.device)
     lse_part = torch.empty(part.shape[0], dtype=torch.float32, device=q.device)
     sizes = {"HQ": num_heads, "G": group_size, "DV": value_dim, "N": n, "BLOCK_DV": block_of(value_dim), "LIMIT_4": LIMIT_4}
-    for segment in range(segments):
+    for segment in range(chunks.segments):
         selected_gather_fwd_kernel[(chunks.limit, parts)](
             q, k, v, part, lse_part, union, *chunks.arguments(), *call.layout.arguments(), index.num_blocks, segment,
             chunks.segment_rows, chunks.size, *strides_of(q, k, v), call.softmax_scale, D=head_dim, BLOCK_D=block_of(head_dim),
@@ -189,7 +204,6 @@ def gather_forward(
             BLOCK_M=MERGE_ROWS, STEPS=MERGE_STEPS, BLOCK_S=slots_of_step(n * parts, block_of(value_dim)), **sizes,
             num_warps=MERGE_WARPS,
         )  # fmt: skip
-    return index.order
 
 
 def selected_backward(
@@ -211,52 +225,60 @@ def selected_backward(
     gated_lse = None if gated.gates is None else torch.empty_like(lse)
     tile, used = tile_of(call.tiles("selected_attention_dq"), group_size, call.block_size)
     tile, counted = fitting(tile, k, v), union is not None
-    lists = make_lists(block_indices, call.layout, group_size, call.block_size, used, union, counted=counted)
-    selected_dq_kernel[(lists.count.shape[1], num_kv_heads)](
-        q, key_source(k, tile), key_source(v, tile), out, dout, lse, delta, dq, gated.gates, gated.dgates, gated_lse,
-        lists.block, lists.word, lists.count, union, *call.layout.arguments(), lists.count.shape[1], *strides_of(q, k, v, dout),
-        call.softmax_scale, HQ=num_heads, G=group_size, D=head_dim, DV=value_dim, N=n, BLOCK_SIZE=call.block_size,
-        BLOCK_Q=lists.queries, ROWS=used, BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=block_of(head_dim),
-        BLOCK_DV=block_of(value_dim), ADD=gated.adds, LIMIT_4=LIMIT_4, TMA=tile.tma, STAGES=tile.stages,
-        **tile.launch_options(),
-    )  # fmt: skip
-    if union is not None:
-        # Masks of columns take registers.
-        limit = {} if value_dim == block_of(value_dim) else {"maxnreg": MOST_REGISTERS}
-        selected_delta_kernel[(DELTA_PROGRAMS,)](
-            out, dout, lse, delta, gated.gates, gated.dgates, gated_lse, union, call.layout.cu_q, call.layout.len_q,
-            call.layout.num_sequences, *strides_of(dout), HQ=num_heads, DV=value_dim, N=n, BLOCK_R=DELTA_ROWS,
-            BLOCK_DV=block_of(value_dim), LIMIT_4=LIMIT_4, num_warps=4, **limit,
+    with two_streams(q.device) as streams:
+        with streams.beside():
+            index, chunks, chunks_with_dq = backward_index(q, k, block_indices, order, call, union)
+        wait = streams.queued()
+        lists = make_lists(block_indices, call.layout, group_size, call.block_size, used, union, counted=counted)
+        selected_dq_kernel[(lists.count.shape[1], num_kv_heads)](
+            q, key_source(k, tile), key_source(v, tile), out, dout, lse, delta, dq, gated.gates, gated.dgates, gated_lse,
+            lists.block, lists.word, lists.count, union, *call.layout.arguments(), lists.count.shape[1],
+            *strides_of(q, k, v, dout), call.softmax_scale, HQ=num_heads, G=group_size, D=head_dim, DV=value_dim, N=n,
+            BLOCK_SIZE=call.block_size, BLOCK_Q=lists.queries, ROWS=used, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
+            BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim), ADD=gated.adds, LIMIT_4=LIMIT_4, TMA=tile.tma,
+            STAGES=tile.stages,
+            **tile.launch_options(),
         )  # fmt: skip
-    lse = lse if gated_lse is None else gated_lse
-    return dq, *gather_backward(q, k, v, block_indices, order, dout, lse, delta, call, union, dq, gated.adds)
+        if union is not None:
+            # Masks of columns take registers.
+            limit = {} if value_dim == block_of(value_dim) else {"maxnreg": MOST_REGISTERS}
+            selected_delta_kernel[(DELTA_PROGRAMS,)](
+                out, dout, lse, delta, gated.gates, gated.dgates, gated_lse, union, call.layout.cu_q, call.layout.len_q,
+                call.layout.num_sequences, *strides_of(dout), HQ=num_heads, DV=value_dim, N=n, BLOCK_R=DELTA_ROWS,
+                BLOCK_DV=block_of(value_dim), LIMIT_4=LIMIT_4, num_warps=4, **limit,
+            )  # fmt: skip
+        wait()
+        inputs = (q, k, v, dout, lse if gated_lse is None else gated_lse, delta)
+        grads = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        # The device runs one of both ways, which share their sums; the other's kernels leave at once, beside it.
+        most = max(chunks.limit, 0 if chunks_with_dq is None else chunks_with_dq.limit)
+        partial = [_sums(q, most * call.block_size, size) for size in (head_dim, value_dim)]
+        if chunks_with_dq is not None:
+            streams.fork()
+            with streams.beside():
+                _gather_gradients(inputs, grads, partial, index, chunks_with_dq, call, union, dq, gated.adds)
+        _gather_gradients(inputs, grads, partial, index, chunks, call, union, None, gated.adds)
+    return dq, *grads
 
 
-def gather_backward(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, order: Tensor | None, dout: Tensor, lse: Tensor, delta: Tensor,
-    call: Call, union: Tensor | None, dq: Tensor, add: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dk and dv of :func:`selected_backward` and, where choices scatter, its dq."""
-    num_tokens, n = k.shape[0], block_indices.shape[-1]
-    grads = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    tile = call.tiles("selected_gather_dkv")
-    segments = 1
+def backward_index(
+    q: Tensor, k: Tensor, block_indices: Tensor, order: Tensor | None, call: Call, union: Tensor | None
+) -> tuple[InverseIndex, Chunks, Chunks | None]:
+    """The inverse index of the backward and its chunks without dQ and, with ``union``, with dQ."""
+    n, segments = block_indices.shape[-1], 1
     if union is not None:
-        slots = n * (call.block_size // min(tile.keys, call.block_size))
+        slots = n * (call.block_size // min(call.tiles("selected_gather_dkv").keys, call.block_size))
         segments = call.num_segments(q.shape[0], slots, q.shape[1] * q.shape[2] * q.element_size())
-    index = make_index(block_indices, call.layout, call.block_size, num_tokens, segments, order)
-    inputs = (q, k, v, dout, lse, delta)
-    size = chunk_size(block_indices.numel())
-    _gather_gradients(inputs, grads, index, index.chunks(1, size), call, union, None, add)
-    if union is not None:
-        size = DQ_CHUNK if call.layout.len_k <= LONG else BACKWARD_CHUNK
-        _gather_gradients(inputs, grads, index, index.chunks(segments, size), call, union, dq, add)
-    return grads
+    index = make_index(block_indices, call.layout, call.block_size, k.shape[0], segments, order)
+    chunks = index.chunks(1, chunk_size(block_indices.numel()))
+    if union is None:
+        return index, chunks, None
+    return index, chunks, index.chunks(segments, DQ_CHUNK if call.layout.len_k <= LONG else BACKWARD_CHUNK)
 
 
 def _gather_gradients(
-    inputs: tuple[Tensor, ...], grads: tuple[Tensor, Tensor], index: InverseIndex, chunks: Chunks, call: Call,
-    union: Tensor | None, dq: Tensor | None, add: bool,
+    inputs: tuple[Tensor, ...], grads: tuple[Tensor, Tensor], partial: list[Tensor], index: InverseIndex, chunks: Chunks,
+    call: Call, union: Tensor | None, dq: Tensor | None, add: bool,
 ) -> None:  # fmt: skip
     """Fill dk and dv and, if it is given, dq; with ``union`` only where choices scatter (dq) or do not (no dq)."""
     q, k, v, dout, *_ = inputs
@@ -269,7 +291,6 @@ def _gather_gradients(
     part = None
     if with_dq:
         part = torch.empty(chunks.segment_rows * num_heads * n * parts, head_dim, dtype=q.dtype, device=q.device)
-    partial = [_sums(q, chunks.limit * call.block_size, size) for size in (head_dim, value_dim)]
     sums = [_sums(q, k.shape[0] * num_kv_heads, size) if last else None for size in (head_dim, value_dim)]
     block_k = min(call.block_size, 16)
     chunks_of_step = max(1, SUMMED // (block_k * block_of(head_dim)))
