@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -116,7 +116,7 @@ class Ours(Provider):
 
     def fault(self, kernels: Sequence[str], case: Case, mode: str) -> str | None:
         """Every operator's own kernel must have run, and nothing that only a reference path starts."""
-        ours = [name for name in kernels if name in own_kernels()]
+        ours = own(kernels)
         for prefix in case.kernels[0] + (case.kernels[1] if mode == "fwd_bwd" else ()):
             if not any(name.startswith(prefix) for name in ours):
                 return f"no kernel {prefix}* of this library ran"
@@ -152,6 +152,11 @@ def own_kernels() -> Mapping[str, Any]:
     return kernels
 
 
+def own(kernels: Iterable[str]) -> list[str]:
+    """Those of this library; what follows ``_kernel`` in a name says for which branch it was compiled."""
+    return [name for name in kernels if "".join(name.partition("_kernel")[:2]) in own_kernels()]
+
+
 @contextmanager
 def override_tiles(overrides: TileOverrides) -> Iterator[set[str]]:
     """Within, fields of tiles are replaced; gives the patterns that no look-up has met yet."""
@@ -185,7 +190,7 @@ class Reference(Provider):
 
     def fault(self, kernels: Sequence[str], case: Case, mode: str) -> str | None:
         """No kernel of ours may have run."""
-        ours = [name for name in kernels if name in own_kernels()]
+        ours = own(kernels)
         return f"{ours[0]} of this library ran in the reference" if ours else None
 
 
@@ -295,7 +300,7 @@ class Consumer(Provider):
 
     def fault(self, kernels: Sequence[str], case: Case, mode: str) -> str | None:
         """Its own kernels must have run, and none of this library's operators."""
-        ours = [name for name in kernels if name in own_kernels()]
+        ours = own(kernels)
         if ours:
             return f"{ours[0]} of this library ran"
         return _missing(kernels, [*self.own[0], *(self.own[1] if mode == "fwd_bwd" else ())])

@@ -135,10 +135,10 @@ def _train_table(rows: Sequence[Row], by: Figures) -> str:
     return "\n".join(lines)
 
 
-# Kernels of a training step by name, the first that fits. Those of this library are called `.._kernel`, and nothing else is.
+# Kernels of a training step by name, the first that fits. Those of this library are called `.._kernel`, some with a branch.
 _KINDS = {
     "selected branch": r"(selected_\w+|list|key|item|chunk)_kernel",
-    "window and compressed branch": r"range_\w+_kernel",
+    "window and compressed branch": r"range_\w+_kernel\w*",
     "scores and choice": r"select_kernel",
     "other kernels of this library": r"[a-z]\w*_kernel",
     "cuDNN attention": r".*cudnn.*",

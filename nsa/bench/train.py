@@ -13,7 +13,7 @@ import torch
 from nsa.bench.attention import judges_kernels, release_memory
 from nsa.bench.cases import CASES, MODES
 from nsa.bench.gate import Verdict
-from nsa.bench.providers import own_kernels
+from nsa.bench.providers import own
 from nsa.bench.rows import Origin, Row, RowFile, origin, row_of
 from nsa.bench.subjects import DTYPES, Batching, Subject, differences
 from nsa.bench.table import progress_line, train_table
@@ -183,7 +183,7 @@ def fault_of(config: TrainConfig, kernels: Sequence[str], mode: str) -> str | No
     """Why the kernels that ran are not those of this model's attention; None if they are."""
     if config.model.attention == "dense":
         return None if any("cudnn" in name.lower() for name in kernels) else "no kernel with cudnn in its name ran"
-    ours = [name for name in kernels if name in own_kernels()]
+    ours = own(kernels)
     for case in (CASES[name] for branch in config.model.nsa.branches for name in _BRANCH_CASES[branch]):
         for prefix in case.kernels[0] + (case.kernels[1] if mode == "fwd_bwd" else ()):
             if not any(name.startswith(prefix) for name in ours):

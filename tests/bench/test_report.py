@@ -84,7 +84,7 @@ def test_report_of_training(tmp_path: Path) -> None:
 def test_kernels_of_a_step_have_kinds() -> None:
     names = {
         "selected branch": ["selected_gather_bwd_kernel", "list_kernel", "key_kernel"],
-        "window and compressed branch": ["range_dq_kernel"],
+        "window and compressed branch": ["range_dq_kernel", "range_fwd_kernel_window"],
         "scores and choice": ["select_kernel"],
         "other kernels of this library": ["rotate_heads_kernel", "compress_fwd_kernel", "observe_kernel"],
         "cuDNN attention": ["cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "cudnn::fusion::convert_dq_to_16bits"],

@@ -245,6 +245,7 @@ COPY = "at::native::elementwise_kernel"
     ("case", "mode", "kernels", "fault"),
     [
         ("attention.window", "fwd", ["range_fwd_kernel", COPY], None),
+        ("attention.window", "fwd", ["range_fwd_kernel_window", COPY], None),
         ("attention.window", "fwd", [COPY], "no kernel range_fwd* of this library ran"),
         ("attention.window", "fwd", ["triton_tem_range_fwd"], "no kernel range_fwd* of this library ran"),
         ("attention.window", "fwd_bwd", ["range_fwd_kernel", "range_dq_kernel"], "no kernel range_dkv* of this library ran"),
@@ -296,6 +297,7 @@ FPROP = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16"
         (Flex("flex"), "fwd_bwd", ["triton_tem_fused_0", "triton_tem_fused_zeros_1"], True),
         (Reference("reference"), "fwd", ["nvjet_gemm"], True),
         (Reference("reference"), "fwd", ["nvjet_gemm", "range_fwd_kernel"], False),
+        (Reference("reference"), "fwd", ["nvjet_gemm", "range_fwd_kernel_compressed"], False),
     ],
 )
 def test_others_must_have_run(provider: Any, mode: str, kernels: list[str], runs: bool) -> None:

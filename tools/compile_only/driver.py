@@ -91,7 +91,8 @@ class AbsentGPU(DriverBase):
             text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         found = re.search(r"REG:(\d+) STACK:(\d+) ", text)
         assert found is not None, f"cuobjdump says nothing about {name} for sm_{self.arch}: {text!r}"
-        self.usages.append(Usage(name, int(found[1]), int(found[2]), shared))
+        kernel = "".join(name.partition("_kernel")[:2])  # without the branch that it was compiled for
+        self.usages.append(Usage(kernel, int(found[1]), int(found[2]), shared))
         return 0, 0, int(found[1]), int(found[2]) // 4, 1024
 
     def map_python_to_cpp_type(self, ty: str) -> str:

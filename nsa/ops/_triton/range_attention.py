@@ -8,10 +8,18 @@ range are masked, those in the middle are not.
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
+from collections.abc import Callable
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from nsa.ops._triton.tiles import LN_2, LOG2_E, VARYING, find_tile, load_rows, sequence_rows, softmax_step, store_rows
+
+
+def name_of(kernel: str) -> Callable[[Any], str]:
+    """How a compiled kernel is called: with its branch at the end, so that a profile tells them apart."""
+    return lambda given: f"{kernel}_{'window' if given.constants['WINDOW'] else 'compressed'}"
 
 
 @triton.jit
@@ -91,7 +99,7 @@ def range_step(
     return softmax_step(s, v, row_max, total, acc, scale)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=VARYING, repr=name_of("range_fwd_kernel"))
 def range_fwd_kernel(
     q_ptr, k_source, v_source, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, cu_key_ptr, len_q, len_k, len_key, num_sequences,
     num_rows, stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, softmax_scale, size, stride,

@@ -239,17 +239,23 @@ class Attribution:
 def align(names: Sequence[str], reference: Sequence[Label]) -> list[Place]:
     """Places of kernels by name and order, from those of a reference; without a stage where it has no such kernel.
 
+    What runs on two streams has no fixed order between them. So a kernel that ran as often as in the reference is that of its
+    name and turn; others are found by what stands around them.
+
     Args:
         names: of the kernels, in the order in which they ran.
         reference: kernels whose places are known, in theirs.
     """
     places = [Place(None)] * len(names)
     known = [label.name for label in reference]
-    if known == list(names):
-        return [label.place for label in reference]
     for first, second, size in difflib.SequenceMatcher(None, names, known, autojunk=False).get_matching_blocks():
         places[first : first + size] = [label.place for label in reference[second : second + size]]
-    return places
+    turns: dict[str, list[Place]] = {}
+    for label in reference:
+        turns.setdefault(label.name, []).append(label.place)
+    often = Counter(names)
+    alike = {name: iter(found) for name, found in turns.items() if len(found) == often[name]}
+    return [next(alike[name]) if name in alike else place for name, place in zip(names, places, strict=True)]
 
 
 def _steps(trace: Trace) -> tuple[Thread, list[tuple[float, float]]]:

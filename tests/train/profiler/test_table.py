@@ -170,6 +170,12 @@ def test_kernels_that_the_reference_does_not_have_belong_nowhere() -> None:
     assert [place.stage for place in align("bcab", known)] == list("BCAB")
 
 
+def test_kernels_of_two_streams_have_no_fixed_order() -> None:
+    known = [Label(name, Place(name.upper() + turn)) for name, turn in zip("abcdab", "111122", strict=True)]
+    found = [place.stage for place in align("dbacba", known)]
+    assert found == ["D1", "B1", "A1", "C1", "B2", "A2"]
+
+
 def test_shares_and_sum_in_text_and_json() -> None:
     hand = HandMade()
     for number in range(2):
