@@ -134,7 +134,4 @@ def test_the_kernels_it_names_are_those_that_tiles_are_looked_up_for(longest: in
     config = NSAConfig(num_heads=12, num_kv_heads=2, head_dim=64, value_dim=64)
     with launches(), tiles_chosen_by(note):
         attend(config, torch.bfloat16, Batch(longest))
-    is_short = longest == 1024
-    named = set(doctor.kernel_names(longest, is_short, config))
-    assert looked_up - named == ({"selected_gather_dkv"} if is_short else set())  # looked up for its sizes, not launched
-    assert named <= looked_up
+    assert looked_up == set(doctor.kernel_names(longest, longest == 1024, config))
