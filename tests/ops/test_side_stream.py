@@ -77,6 +77,15 @@ def test_a_fork_lets_the_side_wait_again(said: list[str]) -> None:
     assert said == ["1 waits for 0", "on 1", "off 1", "0 waits for 1"]
 
 
+def test_one_within_another_has_a_side_of_its_own(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the selected branch within whole attention."""
+    with two_streams(DEVICE) as outer, outer.beside():
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: outer.side)
+        with two_streams(DEVICE) as inner, inner.beside():
+            pass
+    assert said == ["1 waits for 0", "on 1", "2 waits for 1", "on 2", "off 2", "1 waits for 2", "off 1", "0 waits for 1"]
+
+
 def test_an_error_leaves_nothing_behind_on_the_side(said: list[str]) -> None:
     def fail() -> None:
         with two_streams(DEVICE) as streams, streams.beside():
