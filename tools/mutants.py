@@ -25,7 +25,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path("tests/mutants/mutants.yaml")
-COPIED = ("nsa", "tests", "configs", "tools", "docs", "pyproject.toml")  # all that a test reads
+COPIED = ("nsa", "tests", "configs", "tools", "docs", "benchmarks", "pyproject.toml")  # all that a test reads
 INTERPRETED = "tests/kernels/"  # their own conftest collects them only where Triton interprets kernels
 TIME_LIMIT_S = 180
 
@@ -126,7 +126,7 @@ def copy_tree(source: Path, target: Path) -> None:
     """Copy what tests need. Byte code stays behind: a stale file of equal size and second would hide a break."""
     for name in COPIED:
         if (source / name).is_dir():
-            shutil.copytree(source / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+            shutil.copytree(source / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc", "*.png"))
         elif (source / name).is_file():
             shutil.copy2(source / name, target / name)
 
