@@ -56,6 +56,12 @@ STACK_THAT_WINS = {
     ("nvidia-h200", "selected_gather_bwd_kernel", 192): "dK and dV alone, 128 by 64: 13.6 ms against 14.8",
 }
 
+# Bytes of stack that are let be, by architecture and function, where this project has measured nothing.
+STACK_LET_BE = {
+    # Heads of 128. A limit of registers avoids it, and then fewer programs are there at once than the kernel has.
+    (120, "selected_delta_kernel"): 8,
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -198,7 +204,7 @@ class Record:
         if lenient and size > 128:
             return None
         row = (self.tuning.name, self.usage.kernel, self.tuning.head_size_of_row(self.usage.kernel, size))
-        allowed = MOST_STACK if row in STACK_THAT_WINS else 0
+        allowed = MOST_STACK if row in STACK_THAT_WINS else STACK_LET_BE.get((self.tuning.arch, self.usage.kernel), 0)
         return f"{self}: more than {allowed} bytes of stack" if self.usage.stack > allowed else None
 
 

@@ -183,8 +183,8 @@ def default_tile(key: TileKey, capability: tuple[int, int] | None) -> Tile:
         capability: major and minor; None stands for the smallest GPU.
     """
     tile = _default_sizes(key, capability)
-    # The choice among blocks, of two bytes an element, needs stack with the limit and none without it.
-    limited = key.kernel != "select_blocks" or key.element_size != 2
+    # The choice among blocks, of two bytes an element, needs stack with the limit and none without; on 12.x the reverse.
+    limited = key.kernel != "select_blocks" or key.element_size != 2 or (capability or (0, 0))[0] == 12
     return replace(tile, max_registers=MOST_REGISTERS) if limited else tile
 
 
