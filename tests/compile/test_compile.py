@@ -9,7 +9,19 @@ from nsa import NSAConfig, window_attention
 from nsa.ops._triton.tuning import Tile, tiles_chosen_by
 from tools.compile_only.driver import SHARED_MEMORY_LIMIT, Usage, absent_gpu
 from tools.compile_only.launches import jitted_functions, launches, reached_from
-from tools.compile_only.survey import ARCHS, MOST_STACK, PART, STACK_THAT_WINS, Case, Record, Tuning, compiled, tunings, whole
+from tools.compile_only.survey import (
+    ARCHS,
+    MOST_STACK,
+    PART,
+    STACK_LET_BE,
+    STACK_THAT_WINS,
+    Case,
+    Record,
+    Tuning,
+    compiled,
+    tunings,
+    whole,
+)
 
 
 def launched_by(cases: list[Case]) -> set[str]:
@@ -83,6 +95,8 @@ def test_allowed_stack_belongs_to_a_row_of_a_table(monkeypatch):
         assert kernel in kernels
         assert any(key.head_size == head_size for key in tables[name].rows)
         assert reason
+    assert {kernel for _, kernel in STACK_LET_BE} <= kernels
+    assert not {arch for arch, _ in STACK_LET_BE} & set(ARCHS)  # of GPUs for which `make test` compiles
     monkeypatch.setitem(STACK_THAT_WINS, ("nvidia-h200", "selected_some_kernel", 128), "measured")
     monkeypatch.setitem(STACK_THAT_WINS, ("nvidia-h200", "range_some_kernel", 112), "measured")
     defaults, table = tunings(90)
