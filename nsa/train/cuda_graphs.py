@@ -11,6 +11,23 @@ from torch import Tensor
 from nsa.train.data import Batch
 
 
+class CaptureError(RuntimeError):
+    """A micro-batch that could not be captured as a CUDA graph; the message says what to do.
+
+    Args:
+        batch: the micro-batch.
+        error: what PyTorch said.
+    """
+
+    def __init__(self, batch: Batch, error: RuntimeError) -> None:
+        shape = f"{batch.tokens.shape[0]} tokens in {batch.num_sequences} sequences"
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        super().__init__(
+            f"cuda_graphs: a micro-batch of {shape} could not be captured ({first}). "
+            "Give --cuda-graphs false to run without CUDA graphs."
+        )
+
+
 @dataclass(frozen=True)
 class _Captured:
     """A graph with the tensors that it reads and writes."""
@@ -25,10 +42,10 @@ class Replay:
     """Runs micro-batches from graphs, one for each shape.
 
     The very first micro-batch runs as it is, which compiles what has to be compiled and makes the gradients; later ones are
-    captured where their shape is new. A new shape may come at any step: run as it is, it would need as much memory again beside
-    that of the graphs. So it must be computed by the code that the first one compiled, see ``Batch.with_few_shapes``. Gradients
-    are added to the ``.grad`` that exists then: it must stay where it is, so it is set to zero and never dropped. Graphs share
-    their memory, since one runs at a time.
+    captured where their shape is new. The trainer pads them to one number of sequences, so there is one shape until a batch
+    exceeds it. Run as it is, a new shape would need as much memory again beside that of the graphs, so it is captured at once,
+    and the code that the first one compiled must compute it. Gradients are added to the ``.grad`` that exists then: it must
+    stay where it is, so it is set to zero and never dropped. Graphs share their memory, since one runs at a time.
 
     Args:
         run: forward and backward of a micro-batch on the device, its loss divided by a scalar before the backward pass; gives
@@ -60,6 +77,15 @@ class Replay:
         batch = replace(batch, num_bytes=0, num_targets=0)
         graph = torch.cuda.CUDAGraph()
         # Other threads fetch data and write checkpoints meanwhile; what they ask of CUDA is none of the capture's business.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            loss = self._run(batch, divisor)
+        # Compilation copies to the device, which would spoil the capture: the stance makes it an error of its own.
+        try:
+            with (
+                torch.compiler.set_stance("fail_on_recompile"),
+                torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            ):
+                loss = self._run(batch, divisor)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise CaptureError(batch, error) from error
         return _Captured(graph, batch, divisor, loss)

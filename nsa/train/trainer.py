@@ -26,7 +26,7 @@ from nsa.stages import BACKWARD, DATA, FORWARD, OPTIMIZER, in_stage, stage
 from nsa.train.activations import checkpoint_activations
 from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpoints, read_meta
 from nsa.train.config import CheckpointingConfig, ParallelConfig, TrainConfig
-from nsa.train.cuda_graphs import Replay
+from nsa.train.cuda_graphs import CaptureError, Replay
 from nsa.train.data import Batch, Sampler, collate, open_data
 from nsa.train.late import LateReader
 from nsa.train.launch import check_launch, read_launch
@@ -58,6 +58,9 @@ RESUME_MAY_CHANGE = frozenset({
     *(f"parallel.{entry.name}" for entry in dataclasses.fields(ParallelConfig)),
     *(f"checkpointing.{entry.name}" for entry in dataclasses.fields(CheckpointingConfig)),
 })  # fmt: skip
+
+# Average length of documents, tokens, that is taken for short where there is no index of them.
+SHORT_DOCUMENT = 64
 
 Drawn = tuple[list[Batch], dict[str, int]]  # micro-batches, and the place in the data after them
 
@@ -161,6 +164,8 @@ class Trainer:
         self._step_s = math.inf
         if resume:
             self._resume(found[-1])
+        progress = self.state.progress
+        progress.sequence_capacity = max(progress.sequence_capacity, self._sequence_capacity())
         self._reports.rewind()
         self._describe(launch.allocator)
 
@@ -221,7 +226,10 @@ class Trainer:
     # --- one optimizer step -----------------------------------------------------------------------------------------------
     def next_batches(self) -> list[Batch]:
         """This process's micro-batches of one optimizer step, on the host; advances the place in the data."""
-        return self._draw(self.state.sampler)
+        batches = self._draw(self.state.sampler)
+        if needed := self._needed_capacity(batches):
+            self._grow(needed)
+        return self._padded(batches)
 
     def _draw(self, sampler: Sampler) -> list[Batch]:
         config, processes = self.config, self.processes
@@ -229,12 +237,46 @@ class Trainer:
             sampler.next_windows(config.micro_batch, rank=processes.rank, world_size=processes.world_size)
             for _ in range(config.accumulation)
         ]
-        batches = [
+        return [
             collate(self.data.train, indices, config.seq_len, document_mask=config.data.document_mask) for indices in windows
         ]
-        documents = config.data.document_mask and self.data.train.separator_id is not None
-        few_shapes = documents and (config.compile or config.cuda_graphs)
-        return [batch.with_few_shapes() for batch in batches] if few_shapes else batches
+
+    # --- one shape for all micro-batches --------------------------------------------------------
+    def _sequence_capacity(self) -> int:
+        """Sequences of every micro-batch, empty ones included; 0 where their number may vary.
+
+        Code that was compiled or captured serves one number. No batch of different windows has
+        more sequences than the index of the data says; of a stream there is none, and documents
+        of 64 tokens on average are taken for short.
+        """
+        config, source = self.config, self.data.train
+        documents = config.data.document_mask and source.separator_id is not None
+        if not documents or not (config.compile or config.cuda_graphs):
+            return 0
+        most = source.most_sequences(config.seq_len, config.micro_batch)
+        if most is None:
+            most = config.micro_batch * config.seq_len // SHORT_DOCUMENT
+        # More than the windows: as many whole windows as sequences would be computed by other code.
+        return max(most, config.micro_batch + 1)
+
+    def _needed_capacity(self, batches: Sequence[Batch]) -> int:
+        """Sequences of the fullest of these micro-batches if they exceed the capacity, else 0."""
+        most = max((batch.num_sequences for batch in batches), default=0)
+        capacity = self.state.progress.sequence_capacity
+        return most if 0 < capacity < most else 0
+
+    def _grow(self, needed: int) -> None:
+        """Raise the capacity on all processes together, which has the next step captured anew."""
+        progress = self.state.progress
+        (needed,) = self.processes.largest(needed)
+        before, progress.sequence_capacity = progress.sequence_capacity, 1 << (needed - 1).bit_length()
+        text = f"a micro-batch of {needed} sequences exceeds the capacity of {before}, which is now "
+        text += f"{progress.sequence_capacity}: the step is captured anew"
+        self._note("sequence_capacity", text, logging.WARNING)
+
+    def _padded(self, batches: Sequence[Batch]) -> list[Batch]:
+        capacity = self.state.progress.sequence_capacity
+        return [batch.padded(capacity) if capacity else batch for batch in batches]
 
     def train_step(self, batches: Sequence[Batch], num_targets: int | None = None) -> Tensor:
         """One optimizer step over micro-batches; nothing in it waits for the device.
@@ -362,8 +404,11 @@ class Trainer:
             return False
         batches, targets, num_bytes = taken
         fetched = time.perf_counter()
-        with self._reports.observed():
-            results = self.train_step(batches, targets)
+        try:
+            with self._reports.observed():
+                results = self.train_step(batches, targets)
+        except CaptureError as error:
+            raise TrainingStoppedError(f"{error} In this run {self._left()}.") from error
         self._results.put(_StepInfo(progress.step, targets, num_bytes), results)
         progress.step += 1
         tokens = self.config.global_batch * self.config.seq_len
@@ -398,7 +443,10 @@ class Trainer:
         batches, place = drawn or ([], {})
         counted = (sum(batch.num_targets for batch in batches), sum(batch.num_bytes for batch in batches))
         self._beat("step", step, max(limit_s, patience_s + 10))  # the others may still wait for theirs
-        targets, num_bytes, num_without, num_starved = self.processes.total(*counted, int(drawn is None), int(bool(starved)))
+        needed = self._needed_capacity(batches)
+        targets, num_bytes, num_without, num_starved, num_larger = self.processes.total(
+            *counted, int(drawn is None), int(bool(starved)), int(needed > 0)
+        )
         if num_starved:
             self._checkpoint()
             self._checkpoints.wait()
@@ -406,9 +454,11 @@ class Trainer:
             raise TrainingStoppedError(f"{what}; {self._left()}. See why the data do not come, then resume.")
         if num_without:
             return None
+        if num_larger:
+            self._grow(needed)
         self._beat("step", step, limit_s)
         self.state.sampler.load_state_dict(place)
-        return batches, targets, num_bytes
+        return self._padded(batches), targets, num_bytes
 
     def _data_patience_s(self) -> float:
         """Longest wait for a batch, 0 without limit. A stream tries again and gives up by itself; this comes after that."""
