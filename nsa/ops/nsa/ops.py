@@ -16,6 +16,7 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.ops._boundary import Sequences
 from nsa.ops._range import begin_range_gradients, finish_range_gradients, rows
+from nsa.ops._register import register
 from nsa.ops._side_stream import two_streams
 from nsa.ops.combination.ops import combine_op
 from nsa.ops.compressed import range_arguments as compressed_arguments
@@ -125,12 +126,8 @@ def _backward(
     return [*grads, dgates]
 
 
-attention_op = torch.library.custom_op(
-    "nsa::attention", _forward, mutates_args=(), schema=f"({_INPUTS}, {_WHERE}) -> (Tensor, {_SAVED})"
-)
-attention_backward_op = torch.library.custom_op(
-    "nsa::attention_backward", _backward, mutates_args=(), schema=f"({_INPUTS}, {_SAVED}, Tensor dout, {_WHERE}) -> Tensor[]"
-)
+attention_op = register("attention", _forward, f"({_INPUTS}, {_WHERE}) -> (Tensor, {_SAVED})")
+attention_backward_op = register("attention_backward", _backward, f"({_INPUTS}, {_SAVED}, Tensor dout, {_WHERE}) -> Tensor[]")
 
 
 @attention_op.register_fake
