@@ -108,6 +108,7 @@ def native_sparse_attention(
     k_cmp = v_cmp = None
     if config.scores_blocks:
         assert k_cmp_raw is not None
+        sequences = sequences.with_blocks(config)
         rotation = None if config.compress_rope == "none" else rope
         k_cmp = run_compress(pack(k_cmp_raw), phi_k, config, sequences, rotation, backend)
         if "cmp" in config.branches:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -78,6 +78,8 @@ class Sequences:
         len_q, len_k: tokens of each sequence when ``offsets`` is None, otherwise at least the longest.
         device: of the tokens.
         dense: whether the caller gave a dense batch.
+        cu_cmp: int32 ``[B + 1]`` offsets of the compressed blocks, once :meth:`with_blocks` has
+            computed them; None before, and when all sequences are alike.
     """
 
     offsets: tuple[Tensor, Tensor] | None
@@ -86,6 +88,7 @@ class Sequences:
     len_k: int
     device: torch.device
     dense: bool = False
+    cu_cmp: Tensor | None = None
 
     @property
     def max_q(self) -> int:
@@ -118,7 +121,13 @@ class Sequences:
     def kernel_blocks(self, config: NSAConfig) -> tuple[Tensor | None, int]:
         """Offsets of the compressed blocks (None when all sequences are alike), and at least the most blocks of a sequence."""
         most = max((self.len_k - config.compress_block_size) // config.compress_stride + 1, 0)
-        return None if self.offsets is None else compressed_cu_seqlens(self.offsets[1], config), most
+        return self.with_blocks(config).cu_cmp, most
+
+    def with_blocks(self, config: NSAConfig) -> Sequences:
+        """The same with the offsets of the compressed blocks, for several operators to share."""
+        if self.offsets is None or self.cu_cmp is not None:
+            return self
+        return replace(self, cu_cmp=compressed_cu_seqlens(self.offsets[1], config))
 
     def restore(self, x: Tensor) -> Tensor:
         """Packed rows in the layout that the caller used."""

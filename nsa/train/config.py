@@ -172,7 +172,7 @@ class CheckpointingConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How several processes share a run; of no effect with one.
+    """How several processes share a run; with one, only ``compile_layers`` has an effect.
 
     Attributes:
         strategy: ``ddp``, equal replicas of the model that average their gradients; ``fsdp``, every process holds a part of all
@@ -182,8 +182,9 @@ class ParallelConfig:
             too (matrix products round their weights anyway), and needs ``compute_dtype`` bf16.
         bucket_mib: gradients that ``ddp`` sends at a time, MiB.
         static_graph: tells ``ddp`` that every step is like the first; not with ``cuda_graphs``, where it sends nothing itself.
-        compile_layers: with ``compile``, whether each layer is a graph of its own, whose gradients are sent while those of the
-            layers before are computed; ``ddp`` may also have the whole model as one graph, which gives all of them at the end.
+        compile_layers: with ``compile``, whether each layer is a graph of its own: compiled once for all layers, which shortens
+            the start, and with several processes gradients are sent while those of the layers before are computed. One process
+            and ``ddp`` may also have the whole model as one graph.
     """
 
     strategy: Literal["ddp", "fsdp"] = "ddp"

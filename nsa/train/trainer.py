@@ -155,7 +155,10 @@ class Trainer:
         self.eager_loss = loss
         compiler = functools.partial(torch.compile, fullgraph=True) if config.compile else None
         self.loss: Callable[..., Tensor] = self.strategy.training_module(compiler)
-        self._micro_batch = Replay(self._forward_backward) if config.cuda_graphs else self._forward_backward
+        self._replay = None
+        if config.cuda_graphs:
+            self._replay = Replay(self._forward_backward, self.state.optimizer.parameters())
+        self._launches_singly = self._replay is None
         self._results: LateReader[_StepInfo] = LateReader()
         self._requests = Requests(run_folder.halt if self.processes.is_main else None, launched=launch.launcher)
         around = Surroundings(config, run_folder, self.device, self.strategy, self.processes, self._requests, on_row, beat)
@@ -299,14 +302,17 @@ class Trainer:
         loss = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
             with self.strategy.accumulating(last=number == len(batches)):
-                loss += self._micro_batch(batch, divisor)
+                if self._launches_singly or self._replay is None:
+                    loss += self._forward_backward(batch, divisor)
+                else:
+                    loss += self._replay(batch, divisor, number == 1)
         processes.sum(loss)
         self.strategy.exchange(_gradients(self.state.optimizer.parameters()))
         with stage(OPTIMIZER):
             return self._update(loss)
 
     def _update(self, loss: Tensor) -> Tensor:
-        """Clip, update and drop the gradients; returns what :meth:`train_step` returns."""
+        """Clip, update and drop the gradients, unless a replay overwrites them; returns what :meth:`train_step` returns."""
         config, optimizer = self.config, self.state.optimizer
         parameters = optimizer.parameters()
         grad_norm = self.strategy.norm(_gradients(parameters))
@@ -315,7 +321,8 @@ class Trainer:
             clip_grads_with_norm_(parameters, config.optim.grad_clip, grad_norm)
         self._set_lr(self.state.progress.step)
         optimizer.step(cancel)
-        optimizer.zero_grad(drop=not config.cuda_graphs)
+        if self._launches_singly:
+            optimizer.zero_grad(drop=self._replay is None)
         return torch.stack((loss, grad_norm, cancel))
 
     def _forward_backward(self, batch: Batch, divisor: Tensor) -> Tensor:
@@ -334,11 +341,12 @@ class Trainer:
     @contextmanager
     def launched_singly(self) -> Iterator[None]:
         """Within, no CUDA graph is replayed: the host launches the same kernels one by one."""
-        replay, self._micro_batch = self._micro_batch, self._forward_backward
+        before, self._launches_singly = self._launches_singly, True
+        self.state.optimizer.zero_grad(drop=self._replay is None)  # a replay leaves its gradients
         try:
             yield
         finally:
-            self._micro_batch = replay
+            self._launches_singly = before
 
     def beat(self, phase: str, limit_s: float) -> None:
         """Give a sign of life before something that may take up to ``limit_s`` seconds."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import logging
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.train.config import DataConfig, OptimConfig, TrainConfig
-from nsa.train.data import collate
+from nsa.train.config import DataConfig, OptimConfig, ParallelConfig, TrainConfig
+from nsa.train.data import Batch, Sampler, TextSource, collate
 from nsa.train.launch import Launch, check_launch
 from nsa.train.metrics import Row, read_metrics
 from nsa.train.run_folder import RunFolder
@@ -136,19 +138,92 @@ def test_optimizers_and_chunks_and_attention_all_learn(tmp_path: Path) -> None:
         assert float(rows[0]["loss_nats"]) > float(rows[-1]["loss_nats"]) + 1, changes
 
 
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tracer's own backend stands in for a C++ compiler, which takes minutes."""
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch's tracer looks at it
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_compiled_equals_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str) -> None:
-    """Traced whole, forward and backward; the tracer's own backend stands in for a C++ compiler, which takes minutes."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.usefixtures("traced")
+def test_compiled_equals_eager(tmp_path: Path, attention: str, by_layer: bool) -> None:
+    """Traced whole or layer by layer, forward and backward."""
     results = []
     for compiled in (False, True):
-        config = tiny_config(tmp_path, model={"attention": attention}, compile=compiled)
+        config = tiny_config(
+            tmp_path, model={"attention": attention}, compile=compiled, parallel=ParallelConfig(compile_layers=by_layer)
+        )
         trainer = make_trainer(config, tmp_path / f"run{compiled}")
         assert isinstance(trainer.loss, nn.Module)
-        assert hasattr(trainer.loss, "_orig_mod") is compiled
+        assert hasattr(trainer.loss, "_orig_mod") is (compiled and not by_layer)
+        before = counters["stats"]["unique_graphs"]
         results.append(torch.stack([trainer.train_step(trainer.next_batches()) for _ in range(2)]))
+        assert (counters["stats"]["unique_graphs"] > before) is compiled
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.usefixtures("traced")
+def test_nothing_is_compiled_after_the_first_step(tmp_path: Path, attention: str, by_layer: bool) -> None:
+    """Whatever documents a batch holds: of one token, of whole windows, dozens a window; with evaluations and a sample."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "long.txt").write_text("the sea and the old stones of it " * 60)
+    for index in range(200):
+        (folder / f"short{index:03d}.txt").write_text("x" * (index % 5) + f"{index}")
+    config = tiny_config(
+        tmp_path, model={"attention": attention, "num_layers": 2}, compile=True, sample_tokens=3, steps=16,
+        data=DataConfig(source="folder", path=str(folder)), parallel=ParallelConfig(compile_layers=by_layer),
+    )  # fmt: skip
+    trainer = make_trainer(config, tmp_path / "run")
+    numbers: set[int] = set()
+    step, drawn = trainer.train_step, trainer._draw
+
+    def watched(batches: Sequence[Batch], num_targets: int | None = None) -> Tensor:
+        assert {batch.num_sequences for batch in batches} == {trainer.state.progress.sequence_capacity}
+        stance = "default" if trainer.state.progress.step == 0 else "fail_on_recompile"
+        with torch.compiler.set_stance(stance):
+            return step(batches, num_targets)
+
+    def counted(sampler: Sampler) -> list[Batch]:
+        batches = drawn(sampler)
+        numbers.update(batch.num_sequences for batch in batches)
+        return batches
+
+    trainer.train_step, trainer._draw = watched, counted  # type: ignore[method-assign]
+    trainer.run()
+    assert len(numbers) >= 3, numbers
+    assert max(numbers) <= trainer.state.progress.sequence_capacity
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_fuller_batch_raises_the_capacity_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the data have no index, as a stream; the resumed run begins with what the checkpoint says."""
+    monkeypatch.setattr(TextSource, "most_sequences", lambda *_: None)
+    monkeypatch.setattr("nsa.train.trainer.SHORT_DOCUMENT", 10**6)
+    config = tiny_config(tmp_path, compile=True, steps=3, checkpoint_every=2)
+    with caplog.at_level(logging.WARNING):
+        trainer = make_trainer(config, tmp_path / "run")
+        assert trainer.state.progress.sequence_capacity == config.micro_batch + 1
+        trainer.run()
+    grown = trainer.state.progress.sequence_capacity
+    assert grown in (4, 8)
+    assert f"exceeds the capacity of 3, which is now {grown}" in caplog.text
+    resumed = make_trainer(config, tmp_path / "run", resume=True)
+    assert resumed.state.progress.sequence_capacity == grown
+
+
+def test_batches_are_not_padded_where_nothing_is_compiled(tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_config(tmp_path), tmp_path / "run")
+    assert trainer.state.progress.sequence_capacity == 0
+    assert all(int(batch.cu_seqlens.diff().min()) > 0 for _ in range(3) for batch in trainer.next_batches())
 
 
 # -------------------------------------------------------------------------------------------------------------- the run
