@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from nsa.train.compilation import compilations
 from nsa.train.data import Batch
 
 
@@ -60,6 +61,7 @@ class Replay:
         batch = replace(batch, num_bytes=0, num_targets=0)
         graph = torch.cuda.CUDAGraph()
         # Other threads fetch data and write checkpoints meanwhile; what they ask of CUDA is none of the capture's business.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        mode = "thread_local"
+        with compilations.capturing(), torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
             loss = self._run(batch, divisor)
         return _Captured(graph, batch, divisor, loss)
