@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -258,14 +259,26 @@ class Reports:
             return
         prompt = self._data.validation.window(config.seq_len, 0)[: min(SAMPLE_PROMPT_TOKENS, config.seq_len)].tolist()
         self._in_sample()
+        begin, drawn, limit_s = time.monotonic(), 0, config.sample_limit_s
+        is_late = False
+
+        def is_over() -> bool:
+            nonlocal drawn, is_late
+            drawn += 1
+            is_late = 0 < limit_s < time.monotonic() - begin and drawn < config.sample_tokens
+            return self._in_sample() or is_late
+
         (text,) = complete(
             model, tokenizer, [prompt], max_new_tokens=config.sample_tokens, temperature=SAMPLE_TEMPERATURE,
-            seed=config.seed, compute_dtype=config.compute_dtype, until=self._in_sample,
+            seed=config.seed, compute_dtype=config.compute_dtype, until=is_over,
         )  # fmt: skip
-        parts = (
+        parts = [
             f"--- prompt, held-out text\n{_shown(tokenizer.decode(prompt))}",
             f"--- continuation, temperature {SAMPLE_TEMPERATURE}\n{_shown(text)}",
-        )
+        ]
+        if is_late:
+            tokens = f"{drawn} of {config.sample_tokens} tokens"
+            parts.append(f"--- ended after {tokens} by sample_limit_s ({limit_s:g} s)")
         try:
             self._around.run_folder.sample.write_text("\n".join(parts) + "\n", encoding="utf-8")
         except OSError as error:
