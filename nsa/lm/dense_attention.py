@@ -154,7 +154,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_se
         queries, keys, values = (x.unflatten(0, (-1, size)) for x in (q, k, v))
         return _sdpa(queries, keys, values, None).flatten(0, 1)
     if on_gpu(q) and q.dtype in _VARLEN_DTYPES and k.shape[-1] == v.shape[-1]:
-        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, size, size, **_VARLEN_OPTIONS)
+        out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, size, size, **_VARLEN_OPTIONS)
+        assert isinstance(out, Tensor)  # statistics would come beside it if they were asked for
+        return out
     return _banded_attention(q, k, v, cu_seqlens, size)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from nsa.train.compilation import compilations
 from nsa.train.data import Batch
 
 
@@ -93,10 +94,12 @@ class Replay:
         graph = torch.cuda.CUDAGraph()
         # Other threads fetch data and write checkpoints meanwhile; what they ask of CUDA is none of the capture's business.
         # Compilation copies to the device, which would spoil the capture: the stance makes it an error of its own.
+        mode = "thread_local"
         try:
             with (
                 torch.compiler.set_stance("fail_on_recompile"),
-                torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+                compilations.capturing(),
+                torch.cuda.graph(graph, pool=pool, capture_error_mode=mode),
             ):
                 loss = self._run(batch, divisor)
         except torch.OutOfMemoryError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,7 +74,7 @@ def utilisation_row(device: torch.device) -> dict[str, float]:
 
 
 class DeviceClock:
-    """Measures how long a GPU takes from the first to the last kernel of a step; nothing waits for it.
+    """Measures a step on a GPU, from its first kernel to its last, and on the host; nothing waits.
 
     Args:
         device: where the run computes; on a CPU nothing is measured.
@@ -82,6 +83,7 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._waiting: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._host_ms: list[float] = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -90,15 +92,22 @@ class DeviceClock:
             yield
             return
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        issued = time.perf_counter()
         begin.record()
         yield
         end.record()
+        self._host_ms.append(1000 * (time.perf_counter() - issued))
         self._waiting.append((begin, end))
 
     def row(self) -> dict[str, float]:
-        """The mean over the steps since the last call that the device is done with, by the name of the metric; or nothing."""
-        times = []
+        """Means since the last call, by the names of the metrics; empty without a GPU.
+
+        The device's is of the steps that it is done with.
+        """
+        times, host_ms = [], self._host_ms
+        self._host_ms = []
         while self._waiting and self._waiting[0][1].query():
             begin, end = self._waiting.popleft()
             times.append(begin.elapsed_time(end))
-        return {"gpu_step_time_ms": sum(times) / len(times)} if times else {}
+        row = {"gpu_step_time_ms": sum(times) / len(times)} if times else {}
+        return {**row, "host_time_ms": sum(host_ms) / len(host_ms)} if host_ms else row

@@ -41,6 +41,7 @@ from nsa.train.rng import seed_everything
 from nsa.train.run_folder import RunFolder
 from nsa.train.schedule import lr_factor
 from nsa.train.signals import HALT, Requests
+from nsa.train.startup import Startup
 from nsa.train.state import TrainState
 from nsa.train.strategy import distribute
 from nsa.train.watchdog import CHECKPOINT_LIMIT_S, STARTING_LIMIT_S
@@ -53,7 +54,8 @@ logger = logging.getLogger(__name__)
 # may change, what they are may not: their description has hashes or, for a stream, the commit and the files' versions.
 RESUME_MAY_CHANGE = frozenset({
     "log_every", "eval_every", "eval_windows", "checkpoint_every", "keep_checkpoints", "nonfinite", "nonfinite_limit",
-    "sample_tokens", "telemetry", "data_limit_s", "stall_limit_s", "world_size", "micro_batch", "accumulation",
+    "sample_tokens", "sample_limit_s", "telemetry", "data_limit_s", "stall_limit_s", "world_size",
+    "micro_batch", "accumulation",
     "data.path", "data.revision", "data.time_limit_s",
     *(f"parallel.{entry.name}" for entry in dataclasses.fields(ParallelConfig)),
     *(f"checkpointing.{entry.name}" for entry in dataclasses.fields(CheckpointingConfig)),
@@ -109,6 +111,9 @@ class Trainer:
         on_step: called after each optimizer step, before the next one begins.
         beat: called with a sign of life (phase, step, longest duration in seconds) whenever something begins.
 
+    Attributes:
+        startup: the clock of the start, until the end of the first step.
+
     Raises:
         ValueError: the configuration does not fit the launch, the device, the tokenizer or the checkpoint.
     """
@@ -124,6 +129,7 @@ class Trainer:
         on_step: Callable[[], None] = lambda: None,
         beat: Beat = lambda phase, step, limit_s: None,
     ) -> None:
+        self.startup = Startup()
         launch = read_launch()
         check_launch(config, launch)
         self.config, self.run_folder, self.processes = config, run_folder, processes or Processes()
@@ -143,7 +149,9 @@ class Trainer:
         found = list_checkpoints(run_folder.checkpoints) if resume else []
         hint = "It stopped before its first one; remove the folder and start the run anew."
         check(bool(found) or not resume, "train", "--resume", "name a run with a checkpoint", run_folder.path, hint)
+        self.startup.begin("data")
         self._open_data(resume)
+        self.startup.begin("model")
         self.model = LanguageModel(config.model).to(self.device)
         checkpoint_activations(self.model, config.checkpointing)
         loss = NextTokenLoss(self.model, config.loss_chunk)
@@ -162,15 +170,18 @@ class Trainer:
         self._results: LateReader[_StepInfo] = LateReader()
         self._requests = Requests(run_folder.halt if self.processes.is_main else None, launched=launch.launcher)
         around = Surroundings(config, run_folder, self.device, self.strategy, self.processes, self._requests, on_row, beat)
+        around = dataclasses.replace(around, startup=self.startup)
         self._reports = Reports(around, self.data, self.state)
         self._checkpoints = CheckpointWriter(run_folder.checkpoints, config.keep_checkpoints, writes=self.processes.is_main)
         self._step_s = math.inf
         if resume:
+            self.startup.begin("checkpoint")
             self._resume(found[-1])
         progress = self.state.progress
         progress.sequence_capacity = max(progress.sequence_capacity, self._sequence_capacity())
         self._reports.rewind()
         self._describe(launch.allocator)
+        self.startup.begin("first batch")
 
     # --- setting up -------------------------------------------------------------------------------------------------------
     def _open_data(self, resume: bool) -> None:

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nsa.eval.generation import complete
+from nsa.train import reports
 from nsa.train.config import DataConfig, OptimConfig, ParallelConfig, TrainConfig
 from nsa.train.data import Batch, Sampler, TextSource, collate
 from nsa.train.launch import Launch, check_launch
@@ -201,6 +204,7 @@ def test_nothing_is_compiled_after_the_first_step(tmp_path: Path, attention: str
     assert max(numbers) <= trainer.state.progress.sequence_capacity
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("traced")
 def test_a_fuller_batch_raises_the_capacity_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -302,6 +306,37 @@ def test_sample_continues_held_out_text(tmp_path: Path) -> None:
     prompt = bytes(trainer.data.validation.window(64, 0)[:64].astype("uint8")).replace(b"\0", b"").decode()
     assert prompt in text
     assert "--- continuation" in text
+
+
+@pytest.mark.parametrize(("limit_s", "drawn"), [(2.5, 3), (0.0, 6), (5.5, 6)])
+def test_the_sample_does_not_hold_up_the_end(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limit_s: float,
+    drawn: int,
+) -> None:
+    """A token takes a second here; the file holds the beginning of the whole sample."""
+    config = tiny_config(tmp_path, steps=2, sample_tokens=6, sample_limit_s=limit_s)
+    trainer = make_trainer(config, tmp_path / "run")
+    now, whole = [0.0], []
+
+    def slowly(*args: Any, until: Callable[[], bool], **given: Any) -> list[bytes]:
+        whole.extend(complete(*args, **given))
+        while now[0] < 6:
+            now[0] += 1.0
+            if until():
+                break
+        return [whole[0][: int(now[0])]]
+
+    monkeypatch.setattr(reports, "complete", slowly)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    trainer._reports.write_sample()
+    text = (tmp_path / "run" / "sample.txt").read_text(encoding="utf-8", errors="replace")
+    said = "--- ended after 3 of 6 tokens by sample_limit_s (2.5 s)\n"
+    assert text.endswith(said) == (drawn == 3)
+    assert ("sample_limit_s" in text) == (drawn == 3)
+    continuation = text.partition("temperature 0.8\n")[2].removesuffix(said).removesuffix("\n")
+    assert continuation == whole[0][:drawn].decode(errors="replace")
 
 
 def test_the_sample_ends_when_somebody_wants_the_end_and_gives_signs_of_life(tmp_path: Path) -> None:
