@@ -21,6 +21,7 @@ from torch._dynamo.utils import counters
 
 from nsa.train import trainer
 from nsa.train.compilation import CompilationCounter, Compiled, compilations
+from nsa.train.config import ParallelConfig
 from nsa.train.cuda_graphs import Replay
 from nsa.train.data import open_data
 from nsa.train.metrics import read_metrics
@@ -191,17 +192,23 @@ def test_the_first_evaluation_may_compile(
 
 
 def test_captures_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One a shape, where the graph is made; the graph itself is a stand-in."""
+    """Where a graph is made; the graph itself is a stand-in."""
     graph = SimpleNamespace(replay=lambda: None, pool=lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: nullcontext())
     made = make_trainer(tiny_config(tmp_path, accumulation=1), tmp_path / "run")
-    made._micro_batch = Replay(made._forward_backward)
+    replay = Replay(made._forward_backward, made.state.optimizer.parameters())
     before = compilations.now.captures
     batches = made.next_batches()
-    for _ in range(4):
-        made._micro_batch(batches[0], torch.ones(()))
-    assert compilations.now.captures - before == 1
+    counts = []
+    for _ in range(3):
+        for is_first in (True, False, False):
+            replay(batches[0], torch.ones(()), is_first)
+        counts.append(compilations.now.captures - before)
+    # The first step runs as it is; the second captures the graph that makes gradients and the one that adds to them.
+    assert counts == [0, 2, 2]
+    replay(batches[0].padded(9), torch.ones(()), True)
+    assert compilations.now.captures - before == 3
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -210,7 +217,8 @@ def test_the_start_is_told_while_it_happens(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = tiny_config(tmp_path, steps=2, compile=True)
+    whole = ParallelConfig(compile_layers=False)
+    config = tiny_config(tmp_path, steps=2, compile=True, parallel=whole)
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         time.sleep(0.3)
