@@ -36,7 +36,7 @@ def locate(num_rows: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     row = torch.arange(num_rows, device=cu_seqlens.device)
     ends = cu_seqlens[1:].long()
     sequence = torch.searchsorted(ends, row, right=True).clamp(max=ends.shape[0] - 1)
-    return sequence, row - cu_seqlens.long()[sequence], row < ends[-1]
+    return sequence, row - cu_seqlens.long()[sequence], row < cu_seqlens[-1]
 
 
 def query_positions(num_rows: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
