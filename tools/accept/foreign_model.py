@@ -223,7 +223,8 @@ def train(
             loss.backward()
         except RecompileError as error:
             assert refused is not None
-            refused.append(f"{list(tokens.shape)}: {str(error).strip().splitlines()[-1]}")
+            reasons = [line.strip("- ") for line in str(error).splitlines() if "  - " in line]
+            refused.append(f"{list(tokens.shape)}: {(reasons or [str(error)])[0]}")
             losses.append(math.nan)
             continue
         finally:
