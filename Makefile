@@ -22,7 +22,9 @@ SPREAD = -n $(JOBS) --maxschedchunk 1
 # May be given on the command line:
 TORCH_INDEX =# a further package index for torch, for example that of the CPU builds named on PyTorch's installation page
 CONFIG =# what make train trains; without it the small config for this machine
-ARGS =# appended to the command of train, pytest and test-mutants
+ARGS =# appended to the command of train, accept, pytest and test-mutants
+QUICK =# 1: make accept runs the quick leg
+LEG =# number of the one leg that make accept runs
 
 ifdef PYTHON
 RUN := $(PYTHON)
@@ -34,7 +36,7 @@ endif
 
 SOURCES := nsa tests tools
 
-.PHONY: help train bench test pytest pytest-kernels test-compile test-faults test-gpu lint format test-mutants lock wheel device-wheels clean check-python
+.PHONY: help train bench accept test pytest pytest-kernels test-compile test-faults test-gpu lint format test-mutants lock wheel device-wheels clean check-python
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -74,6 +76,10 @@ bench: $(ENV) ## on a GPU: every measurement behind the committed rows, into ben
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check train
 	$(RUN) -m tools.measure $(ARGS)
 	$(RUN) -m nsa bench report benchmarks/results/*.jsonl --out benchmarks/report
+
+accept: $(ENV) ## on a GPU: the acceptance run, the product as a user starts it (QUICK=1, LEG=2, ARGS="--list")
+	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check train
+	$(RUN) -m tools.accept $(if $(QUICK),--quick) $(if $(LEG),--leg $(LEG)) $(ARGS)
 
 lint: $(ENV) ## formatting, lint and types
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check lint

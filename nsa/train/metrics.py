@@ -56,6 +56,7 @@ METRICS = (
     Metric("grad_norm", "1", "Euclidean norm of the gradient of the last finite step, before clipping"),
     Metric("nonfinite_steps", "steps", "steps whose loss or gradient was not finite, since the beginning of the run"),
     Metric("step_time_ms", "ms", "time of an optimizer step, mean since the row before"),
+    Metric("step_time_max_ms", "ms", "longest step by the device's clock; absent in the first 5 steps of a process"),
     Metric("data_time_ms", "ms", "the part of it spent waiting for the batches"),
     Metric("tokens_per_s", "tokens/s", "training speed since the row before, without evaluations and checkpoints"),
     Metric("tokens_per_s_total", "tokens/s", "training speed since the beginning of the run, everything included"),

@@ -127,7 +127,8 @@ class Reports:
             startup.begin_step()
         if layers is not None:
             layers.start()
-        with self._clock.step():
+        pause_follows = self.row_due(ahead=1) or self.due(self._config.checkpoint_every, ahead=1)
+        with self._clock.step(pause_follows=pause_follows):
             yield
         if layers is not None:
             layers.stop(self._around.processes.sum)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
@@ -22,6 +24,9 @@ _BF16_PEAKS = (
     ("RTX 4090", 165.2e12),
 )
 MIB = 2**20
+# Steps at the beginning of a process, which compile and capture CUDA graphs: the longest step is one after
+# them.
+WARMUP_STEPS = 5
 
 
 def peak_flops(device: torch.device, compute_dtype: str) -> float | None:
@@ -73,41 +78,94 @@ def utilisation_row(device: torch.device) -> dict[str, float]:
         return {}
 
 
+@dataclass
+class _TimedStep:
+    """Marks of one step.
+
+    Attributes:
+        begin: before its first kernel.
+        end: after its last kernel.
+        until: where the next step begins; ``end`` where something else comes first.
+        host_ms: time in which the host queued it.
+        is_warm: whether the first steps of the process are over.
+    """
+
+    begin: float | torch.cuda.Event
+    end: float | torch.cuda.Event
+    until: float | torch.cuda.Event
+    host_ms: float
+    is_warm: bool
+
+
 class DeviceClock:
-    """Measures a step on a GPU, from its first kernel to its last, and on the host; nothing waits.
+    """Times optimizer steps by the clock of the device that computes them; nothing waits for it.
+
+    On a GPU that clock is events in its stream; on a CPU it is the clock of the host.
 
     Args:
-        device: where the run computes; on a CPU nothing is measured.
+        device: where the run computes.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._waiting: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._host_ms: list[float] = []
+        self._on_gpu = device.type == "cuda"
+        self._waiting: deque[_TimedStep] = deque()
+        self._previous: _TimedStep | None = None
+        self._num_steps = 0
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around what a step queues on the device."""
-        if self._device.type != "cuda":
-            yield
-            return
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        issued = time.perf_counter()
-        begin.record()
+    def step(self, *, pause_follows: bool = False) -> Iterator[None]:
+        """Around what a step queues on the device.
+
+        Args:
+            pause_follows: whether something else than a step comes next, an evaluation for example;
+                its time belongs to no step.
+        """
+        begin, issued = self._mark(), time.perf_counter()
+        if self._previous is not None:
+            self._previous.until = begin
         yield
-        end.record()
-        self._host_ms.append(1000 * (time.perf_counter() - issued))
-        self._waiting.append((begin, end))
+        host_ms, end = 1000 * (time.perf_counter() - issued), self._mark()
+        step = _TimedStep(begin, end, end, host_ms, self._num_steps >= WARMUP_STEPS)
+        self._num_steps += 1
+        self._previous = None if pause_follows else step
+        self._waiting.append(step)
 
     def row(self) -> dict[str, float]:
-        """Means since the last call, by the names of the metrics; empty without a GPU.
+        """Figures of the steps since the last call that the device is done with.
 
-        The device's is of the steps that it is done with.
+        Returns:
+            By the names of the metrics: ``step_time_max_ms`` where one of these steps came after
+            the first ``WARMUP_STEPS`` of the process; on a GPU ``gpu_step_time_ms`` and
+            ``host_time_ms``, means over the steps. Empty without a step.
         """
-        times, host_ms = [], self._host_ms
-        self._host_ms = []
-        while self._waiting and self._waiting[0][1].query():
-            begin, end = self._waiting.popleft()
-            times.append(begin.elapsed_time(end))
-        row = {"gpu_step_time_ms": sum(times) / len(times)} if times else {}
-        return {**row, "host_time_ms": sum(host_ms) / len(host_ms)} if host_ms else row
+        done = []
+        while self._waiting and _is_past(self._waiting[0].until):
+            done.append(self._waiting.popleft())
+        found = {}
+        warm = [_ms_between(step.begin, step.until) for step in done if step.is_warm]
+        if warm:
+            found["step_time_max_ms"] = max(warm)
+        if done and self._on_gpu:
+            spans = [_ms_between(step.begin, step.end) for step in done]
+            found["gpu_step_time_ms"] = statistics.fmean(spans)
+            found["host_time_ms"] = statistics.fmean(step.host_ms for step in done)
+        return found
+
+    def _mark(self) -> float | torch.cuda.Event:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _is_past(mark: float | torch.cuda.Event) -> bool:
+    return isinstance(mark, float) or bool(mark.query())
+
+
+def _ms_between(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    if isinstance(begin, float):
+        assert isinstance(end, float)
+        return 1000 * (end - begin)
+    assert not isinstance(end, float)
+    return float(begin.elapsed_time(end))

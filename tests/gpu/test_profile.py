@@ -64,3 +64,6 @@ def test_rows_of_layers_do_not_depend_on_how_a_step_is_launched(tmp_path: Path, 
             if name.startswith(("gate_", "selected_")) and not re.search("collapsed|calls", name):  # these may be on the brink
                 assert float(row[name]) == pytest.approx(float(value), rel=0.05), name
         assert 0 < float(row["gpu_step_time_ms"]) <= 1.5 * float(row["step_time_ms"])
+        assert 0 < float(row["host_time_ms"]) <= 1.1 * float(row["step_time_ms"])
+    longest, usual = (float(rows[-1][name]) for name in ("step_time_max_ms", "gpu_step_time_ms"))
+    assert longest >= usual  # of the last two steps the longer one, and their mean
