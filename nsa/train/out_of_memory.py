@@ -47,13 +47,19 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
     The capture of a CUDA graph in which memory ends is closed with an error of its own.
     """
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError):
+    for one in _chain(error):
+        if isinstance(one, torch.OutOfMemoryError):
             return True
-        if any(words in str(error) for words in _OTHER_WORDS):
+        if any(words in str(one) for words in _OTHER_WORDS):
             return True
-        error = error.__cause__ or error.__context__
     return False
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, the one that it came from, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def memory_use(error: BaseException) -> str:
@@ -70,13 +76,11 @@ def memory_use(error: BaseException) -> str:
     return f"out of memory on {gpu}: {here}, {free:.1f} GiB free{end}"
 
 
-def _asked_for(error: BaseException | None) -> str:
-    while error is not None:
-        found = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
-        if found:
-            return found[1]
-        error = error.__cause__ or error.__context__
-    return ""
+def _asked_for(error: BaseException) -> str:
+    """What PyTorch's allocator says that it was asked for; empty if it says nothing."""
+    texts = "\n".join(str(one) for one in _chain(error))
+    found = re.search(r"Tried to allocate ([\d.]+ \w+)", texts)
+    return found[1] if found else ""
 
 
 def smaller_micro_batch(config: TrainConfig) -> int | None:
