@@ -108,6 +108,7 @@ def native_sparse_attention(
     k_cmp = v_cmp = None
     if config.scores_blocks:
         assert k_cmp_raw is not None
+        sequences = sequences.with_blocks(config)
         rotation = None if config.compress_rope == "none" else rope
         k_cmp = run_compress(pack(k_cmp_raw), phi_k, config, sequences, rotation, backend)
         if "cmp" in config.branches:
@@ -194,7 +195,8 @@ def _check_inputs_of_branches(
     """Check what each branch that is on needs; returns the leading shape of the keys."""
     check_heads(name, "q", q, config.num_heads, config.head_dim, q)
     gate_shape = (*q.shape[:-2], config.num_heads, 3)
-    check(tuple(gates.shape) == gate_shape, name, "gates", f"have shape {gate_shape}", tuple(gates.shape))
+    if tuple(gates.shape) != gate_shape:
+        fail(name, "gates", f"have shape {gate_shape}", tuple(gates.shape))
     if reads_contents(gates):
         _check_gates(name, gates)
     arguments = ("k_cmp_raw", "v_cmp_raw", "k_slc", "v_slc", "k_win", "v_win")
@@ -208,8 +210,9 @@ def _check_inputs_of_branches(
         size = config.head_dim if argument.startswith("k") else config.value_dim
         check_heads(name, argument, tensor, config.num_kv_heads, size, q)
         key_shape = tuple(tensor.shape[:-2]) if key_shape is None else key_shape
-        same = tuple(tensor.shape[:-2]) == key_shape
-        check(same, name, argument, f"have as many tokens as the other keys {key_shape}", tuple(tensor.shape[:-2]))
+        if tuple(tensor.shape[:-2]) != key_shape:
+            rule = f"have as many tokens as the other keys {key_shape}"
+            fail(name, argument, rule, tuple(tensor.shape[:-2]))
     assert key_shape is not None
     return key_shape
 
@@ -227,6 +230,7 @@ def _compressed_queries(name: str, q: Tensor, q_cmp: Tensor | None, rope: Rope |
         rotated = rope is not None and config.compress_rope == "none" and config.scores_blocks
         check(not rotated, name, "q_cmp", "be given (the unrotated queries) with compress_rope none and a rope", None)
         return None
-    check(q_cmp.shape == q.shape, name, "q_cmp", f"have the shape of q {tuple(q.shape)}", tuple(q_cmp.shape))
+    if q_cmp.shape != q.shape:
+        fail(name, "q_cmp", f"have the shape of q {tuple(q.shape)}", tuple(q_cmp.shape))
     check_heads(name, "q_cmp", q_cmp, config.num_heads, config.head_dim, q)
     return pack(q_cmp)

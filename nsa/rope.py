@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig, RopeScaling
-from nsa.errors import check
+from nsa.errors import check, fail
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,8 @@ def apply_rope(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
     Raises:
         ValueError: the shapes do not fit.
     """
-    check(
-        positions.shape == x.shape[:-2], "apply_rope", "positions", f"have shape {tuple(x.shape[:-2])}", tuple(positions.shape)
-    )
+    if positions.shape != x.shape[:-2]:
+        fail("apply_rope", "positions", f"have shape {tuple(x.shape[:-2])}", tuple(positions.shape))
     check(
         rope.dim <= x.shape[-1] and rope.dim % 2 == 0,
         "apply_rope", "rope", f"have an even dim of at most the head size ({x.shape[-1]})", rope.dim,

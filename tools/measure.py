@@ -19,6 +19,9 @@ OPERATORS = f"{ATTENTION} --case " + ",".join(
     f"attention.{name}" for name in ("compress", "compressed", "choice", "window", "combine")
 )
 TRAIN = "bench train --config configs/seed.yaml"
+# Whole windows, so that the dense model takes the causal kernel; 65,536 tokens a step at once.
+UNMASKED = "--set data.document_mask=false"
+STEP = f"--tokens 65536 --micro-batch 32 {UNMASKED}"
 DENSE = "--provider nsa,dense-cudnn"
 OPTIONS = " ".join(
     f"--variant {variant}"
@@ -50,16 +53,21 @@ MEASUREMENTS: tuple[tuple[str, str, str], ...] = (
     ("results", "groups", f"{WHOLE} --shape 16x2x64x64 --tokens 65536 --seqs 2048,65536 --provider nsa"),
     ("results", "choice-options", f"{ATTENTION} --case attention.choice --seqs 8192,65536 --choice random,shared16 "
      f"--provider nsa --recall {OPTIONS}"),
-    ("results", "train", f"{TRAIN} --seqs 2048,8192,65536"),
-    ("results", "train", f"{TRAIN} --as-configured --mode fwd_bwd --provider nsa,dense"),
-    ("results", "train", f"{TRAIN} --seqs 128,512 --mode fwd_bwd --provider nsa,dense"),
+    ("results", "train", f"{TRAIN} --seqs 2048,8192,65536 {STEP}"),
+    ("results", "train", f"{TRAIN} {UNMASKED} --mode fwd_bwd --provider nsa,dense"),
+    ("results", "train", f"{TRAIN} --seqs 128,512 --tokens 65536 --micro-batch 512 {UNMASKED} "
+     "--mode fwd_bwd --provider nsa,dense"),
+    ("results", "shipped", f"{TRAIN} --mode fwd_bwd --provider nsa,dense --dense-unmasked"),
+    ("results", "shipped", f"{TRAIN} --tokens 65536 --micro-batch 32 --mode fwd_bwd "
+     "--provider nsa,dense --dense-unmasked"),
     ("results", "designs", f"{ATTENTION} --case attention.selected --seqs 2048,4096,8192,65536 --choice random,shared16 "
      "--provider nsa,tiled,gathered"),
     ("results", "designs", f"{ATTENTION} --case attention.selected --shape wide --seqs 8192,65536 --choice random,shared16 "
      "--provider nsa,tiled,gathered"),
     ("consumers", "", f"{ATTENTION} --case attention.selected --seqs 2048,8192 --provider nsa,mask,ranges,gather"),
-    ("memory", "", f"{TRAIN} --set cuda_graphs=false --seqs 2048 --mode fwd_bwd --provider nsa {POLICIES}"),
-    ("switches", "", f"{TRAIN} --seqs 2048 --mode fwd_bwd --provider nsa {SWITCHES}"),
+    ("memory", "", f"{TRAIN} --set cuda_graphs=false {STEP} --mode fwd_bwd --provider nsa "
+     f"{POLICIES}"),
+    ("switches", "", f"{TRAIN} {STEP} --mode fwd_bwd --provider nsa {SWITCHES}"),
 )  # fmt: skip
 
 

@@ -24,14 +24,16 @@ the exit code is 1. For example
 """
 
 TRAIN = """\
-Measure training steps of a configuration by the trainer itself, on the text that the configuration names, with everything on:
-tokens/s, step time, MFU, memory; and the forward pass alone. Beside it its dense twin, and a dense model whose MLP is widened
-to as many parameters. Loss and gradients are compared with the fp64 reference first; a wrong model gets no figure, and the exit
-code is 1. For example
-  nsa bench train --config configs/seed.yaml --set compile=true --seqs 2048,8192,65536 --out benchmarks/results/mine.jsonl
-  nsa bench train --config configs/seed.yaml --as-configured --provider nsa
-  nsa bench train --config configs/seed.yaml other.yaml --seqs 2048        (A/B of two configurations)
-  nsa bench train --variant compiled:compile=true --provider nsa           (A/B of a setting)
+Measure training steps of a configuration as it is, by the trainer itself, on the text that it
+names, with everything on: tokens/s, step time, MFU, memory; and the forward pass alone. Beside it
+its dense twin, and a dense model whose MLP is widened to as many parameters. What --set, --seqs,
+--tokens and --micro-batch change stands in the rows. Loss and gradients are compared with the fp64
+reference first; a wrong model gets no figure, and the exit code is 1. For example
+  nsa bench train --config configs/seed.yaml --out benchmarks/results/mine.jsonl
+  nsa bench train --config configs/seed.yaml --tokens 65536 --micro-batch 32 --dense-unmasked
+  nsa bench train --config configs/seed.yaml --seqs 8192 --set data.document_mask=false
+  nsa bench train --config configs/seed.yaml other.yaml            (A/B of two configurations)
+  nsa bench train --variant eager:compile=false --provider nsa     (A/B of a setting)
 """
 
 GUARD = """\
@@ -120,11 +122,18 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="nsa, dense, dense-matched (default all; with several configurations the first's own)",
     )
-    parser.add_argument("--seqs", default="2048,8192,65536", metavar="LIST", help="lengths S (default 2048,8192,65536)")
-    parser.add_argument("--tokens", type=int, default=65_536, metavar="N", help="tokens of an optimizer step (default 65536)")
-    parser.add_argument("--micro-batch", type=int, metavar="N", help="windows of one forward and backward (default all)")
     parser.add_argument(
-        "--as-configured", action="store_true", help="length, micro-batch and accumulation of each configuration, not the above"
+        "--dense-unmasked",
+        action="store_true",
+        help="also the dense model whose documents see each other, as provider dense-unmasked",
+    )
+    parser.add_argument("--seqs", metavar="LIST", help="other lengths S, for example 2048,8192")
+    parser.add_argument("--tokens", type=int, metavar="N", help="other tokens of an optimizer step")
+    parser.add_argument(
+        "--micro-batch",
+        type=int,
+        metavar="N",
+        help="other windows of one forward and backward; with --tokens at most all of a step",
     )
     parser.add_argument("--mode", default="fwd,fwd_bwd", metavar="LIST", help="fwd, fwd_bwd (default both)")
     parser.add_argument("--warmup", type=int, default=20, metavar="N", help="steps before the timed ones (default 20)")
@@ -214,11 +223,12 @@ def run_train(args: argparse.Namespace) -> int:
     names = None if args.provider is None else _words("--provider", args.provider, list(PROVIDERS))
     variants = dict(parse_train_variant(text) for text in args.variant)
     check(len(variants) == len(args.variant), "nsa bench train", "--variant", "have names of their own", args.variant)
+    settings = parse_settings("nsa bench train", "--set", args.set)
+    lengths: list[int | None] = [None] if args.seqs is None else [*_lengths(args.seqs)]
     plan = TrainPlan(
         shape=paths[0].stem,
-        subjects=find_subjects(paths, parse_settings("nsa bench train", "--set", args.set), variants, names),
-        seqs=[0] if args.as_configured else _lengths(args.seqs),
-        batching=Batching(args.tokens, args.micro_batch, args.as_configured),
+        subjects=find_subjects(paths, settings, variants, names, unmasked=args.dense_unmasked),
+        batchings=[Batching(length, args.tokens, args.micro_batch) for length in lengths],
         modes=_words("--mode", args.mode, list(MODES)),
         warmup=args.warmup,
         steps=args.steps,

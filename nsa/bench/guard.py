@@ -8,7 +8,7 @@ from typing import Literal
 
 from nsa.bench.rows import Row
 from nsa.bench.table import align
-from nsa.bench.targets import DENSE, figures, is_void, of_dense
+from nsa.bench.targets import DENSE, UNMASKED, figures, is_void, of_dense
 from nsa.errors import check
 
 Key = tuple[object, ...]
@@ -39,7 +39,7 @@ class Ratio:
         settings = None if row.settings is None else tuple(row.settings.get(name) for name in _SETTINGS)  # of attention none
         return (
             self.what, row.gpu, row.case, row.provider, row.shape, row.choice, row.seq_len, row.batch, row.dtype, row.mode,
-            settings,
+            settings, row.is_masked,
         )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def ratios(rows: Sequence[Row]) -> Iterator[Ratio]:
     """Ratios of all rows but the dense ones themselves, oldest first; void ones are left out."""
     by = figures(rows)
     for row in sorted(rows, key=lambda row: row.date):
-        if row.provider in ("dense", DENSE) or row.ms_p50 is None or is_void(row, by):
+        if row.provider in ("dense", UNMASKED, DENSE) or row.ms_p50 is None or is_void(row, by):
             continue
         for what, field in _FIELDS:
             value = of_dense(row, by, field)

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nsa.bench.rows import Row, measured
-from nsa.bench.table import number, verdicts
+from nsa.bench.table import number, run_cells, verdicts
 from nsa.bench.targets import DENSE, Figures, figures, is_void, of_dense, outcomes
 from nsa.errors import check
 from nsa.ops._triton.tuning import table_name
@@ -53,7 +53,11 @@ def write_report(rows: Sequence[Row], folder: Path) -> Path:
         parts.append(f"## {shape}, choice {choice}, {dtype}, {gpu}")
         for case in dict.fromkeys(row.case for row in chosen):
             here = [row for row in chosen if row.case == case]
-            parts += [f"### {case}", *([_train_table(here, by), *_kinds(here)] if case == "train" else [_table(here, by)])]
+            parts.append(f"### {case}")
+            if case == "train":
+                parts += [_train_table(here, by), *_runs_table(here, by), *_kinds(here)]
+            else:
+                parts.append(_table(here, by))
             if case in _PLOTS:
                 parts += _plots(_PLOTS[case], largest_batches(here), by, folder, table_name("-".join(where)))
             if case == "attention":
@@ -73,15 +77,16 @@ def write_report(rows: Sequence[Row], folder: Path) -> Path:
 
 def _where(row: Row) -> tuple[str, str, str, str]:
     """What one section of the report is about."""
-    return row.shape, row.choice, row.dtype, row.gpu or row.device
+    choice = f"{row.choice}, document masks" if row.is_masked else row.choice
+    return row.shape, choice, row.dtype, row.gpu or row.device
 
 
 def newest_rows(rows: Iterable[Row]) -> list[Row]:
     """The newest row of each kind, in order of length."""
     best: dict[tuple[object, ...], Row] = {}
     for row in sorted(measured(rows), key=lambda row: row.date):
-        kind = (row.gpu, row.case, row.provider, row.shape, row.choice, row.seq_len, row.batch, row.dtype, row.mode)
-        best[kind] = row
+        point = (row.shape, row.choice, row.seq_len, row.batch, row.dtype, row.mode, row.is_masked)
+        best[row.gpu, row.case, row.provider, *point] = row
     return sorted(best.values(), key=lambda row: (row.case, row.provider, row.mode, row.seq_len))
 
 
@@ -133,6 +138,30 @@ def _train_table(rows: Sequence[Row], by: Figures) -> str:
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _runs_table(rows: Sequence[Row], by: Figures) -> list[str]:
+    """What a run shows besides its speed; of rows that have it."""
+    found = [row for row in rows if row.changed is not None and row.mode == "fwd_bwd"]
+    if not found:
+        return []
+    head = (
+        "provider",
+        "S",
+        "B",
+        "time of dense-unmasked",
+        "compilations after step 5",
+        "slowest step of median",
+        "host ms",
+        "first step s",
+        "changed in the configuration",
+    )
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for row in sorted(found, key=lambda row: (row.seq_len, row.batch, row.provider)):
+        changed = ", ".join(f"{name} {value}" for name, value in (row.changed or {}).items())
+        cells = (row.provider, f"{row.seq_len:,}", str(row.batch), *run_cells(row, by), changed)
+        lines.append(f"| {' | '.join(cells)} |")
+    return ["How the runs went:", "\n".join(lines)]
 
 
 # Kernels of a training step by name, the first that fits. Those of this library are called `.._kernel`, some with a branch.

@@ -65,6 +65,17 @@ class Row(Origin):
     reserved_mib: float | None = None
     loss_nats: float | None = None
     settings: dict[str, Any] | None = None
+    # Of training alone; rows of November 2026 and before have none of these.
+    changed: dict[str, Any] | None = None
+    compilations_after_5: int | None = None
+    slowest_over_median: float | None = None
+    host_ms_p50: float | None = None
+    first_step_s: float | None = None
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the documents of a training step did not see each other."""
+        return bool((self.settings or {}).get("document_mask"))
 
     def __post_init__(self) -> None:
         """A row never holds a time without a correct result."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nsa.bench.targets import UNMASKED
 from nsa.errors import check, fail
 from nsa.lm.twins import dense_matched, twin
 from nsa.train.config import TrainConfig
@@ -17,7 +18,7 @@ from nsa.train.load import load_config
 PROVIDERS = ("nsa", "dense", "dense-matched")
 # Precisions by the name that rows have for them.
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-# Steps from one row of metrics to the next, or fewer where fewer are timed.
+# Most steps from one row of metrics to the next.
 LOG_EVERY = 20
 _WHERE = "nsa bench train"
 
@@ -29,51 +30,84 @@ class Subject:
     Attributes:
         name: as provider in the rows.
         config: the run.
-        base: the first configuration, for a row to say what differs; None for that one and its twins.
+        file: the configuration file that it comes from, without any change.
+        base: the first configuration, for a row to say what differs; None for that one and the
+            dense models beside it.
     """
 
     name: str
     config: TrainConfig
+    file: TrainConfig
     base: TrainConfig | None = None
 
 
 @dataclass(frozen=True)
 class Batching:
-    """How many tokens an optimizer step has; lengths come from the command.
+    """Changes of length and batch that the command asked for; without any, a run stays as it is.
 
     Attributes:
-        tokens: of a step; at least one window is taken.
-        micro_batch: windows of one forward and backward; None takes all at once.
-        as_configured: leaves length and batch of every configuration as they are.
+        seq_len: length S; None leaves it.
+        tokens: of an optimizer step, at least one window; None leaves the number of windows.
+        micro_batch: windows of one forward and backward, or all of a step with fewer; None leaves
+            it.
     """
 
-    tokens: int = 65_536
+    seq_len: int | None = None
+    tokens: int | None = None
     micro_batch: int | None = None
-    as_configured: bool = False
 
-    def apply(self, config: TrainConfig, seq_len: int, warmup: int, steps: int) -> TrainConfig:
-        """The run at this length, without evaluations, checkpoints and sample, long enough for these steps.
+    def apply(self, config: TrainConfig) -> TrainConfig:
+        """The run with these changes.
 
-        Windows are one sequence each: a dense kernel over masked documents would be another, slower one.
+        Raises:
+            ValueError: the windows of a step are no whole number of micro-batches, or the run needs
+                several processes.
         """
-        if not self.as_configured:
+        hint = "Give --set world_size=1 --set accumulation=N, N times as large as before."
+        check(config.world_size == 1, _WHERE, "world_size", "be 1", config.world_size, hint)
+        seq_len = self.seq_len or config.seq_len
+        windows = config.global_batch
+        if self.tokens is not None:
             windows = max(1, self.tokens // seq_len)
-            micro_batch = min(self.micro_batch or windows, windows)
-            check(windows % micro_batch == 0, _WHERE, "--micro-batch", f"divide the {windows} windows of a step", micro_batch)
-            config = replace(
-                config, seq_len=seq_len, world_size=1, micro_batch=micro_batch, accumulation=windows // micro_batch,
-                global_batch=windows,
-            )  # fmt: skip
-        check(config.world_size == 1, _WHERE, "world_size", "be 1", config.world_size)
+        micro_batch = self.micro_batch or config.micro_batch
+        if self.tokens is None:
+            rule, hint = f"be at most the {windows} windows of a step", "Give --tokens, too."
+            check(micro_batch <= windows, _WHERE, "--micro-batch", rule, micro_batch, hint)
+        micro_batch = min(micro_batch, windows)
+        rule, hint = f"divide the {windows} windows of a step", "Give --micro-batch."
+        check(windows % micro_batch == 0, _WHERE, "micro_batch", rule, micro_batch, hint)
         return replace(
-            config, steps=max(config.steps, warmup + steps + 2), eval_windows=0, sample_tokens=0, checkpoint_every=0,
-            log_every=min(LOG_EVERY, steps),
-            data=replace(config.data, document_mask=False),
-        )  # fmt: skip
+            config,
+            seq_len=seq_len,
+            micro_batch=micro_batch,
+            accumulation=windows // micro_batch,
+            global_batch=windows,
+        )
+
+
+def as_measured(config: TrainConfig, warmup: int, steps: int) -> TrainConfig:
+    """The run as the benchmark needs it, which no row counts as a change.
+
+    It is long enough for these steps and writes a row of metrics among them, as often as its own
+    ``log_every`` says if it can; it makes no evaluation, checkpoint and sample.
+    """
+    return replace(
+        config,
+        steps=max(config.steps, warmup + steps + 2),
+        log_every=min(config.log_every or LOG_EVERY, steps),
+        eval_windows=0,
+        checkpoint_every=0,
+        sample_tokens=0,
+    )
 
 
 def find_subjects(
-    paths: Sequence[Path], settings: Mapping[str, str], variants: Mapping[str, Mapping[str, str]], names: Sequence[str] | None
+    paths: Sequence[Path],
+    settings: Mapping[str, str],
+    variants: Mapping[str, Mapping[str, str]],
+    names: Sequence[str] | None,
+    *,
+    unmasked: bool = False,
 ) -> list[Subject]:
     """The runs to be measured.
 
@@ -81,30 +115,39 @@ def find_subjects(
         paths: configurations; the first one is the base.
         settings: dotted names to values, for all of them.
         variants: by name, settings on top of the base.
-        names: of the base and its twins; None means all of them, or the base alone beside other configurations.
+        names: of the base and the dense models beside it; None means all of them, or the base alone
+            beside other configurations.
+        unmasked: adds the dense model whose documents see each other, on the same batches.
 
     Raises:
         ValueError: a configuration is not valid, or two subjects have one name.
     """
-    base = load_config(paths[0], settings)
+    file, base = load_config(paths[0]), load_config(paths[0], settings)
     if names is None:
         names = PROVIDERS if len(paths) == 1 else (base.model.attention,)
-    found = [Subject(name, replace(base, model=_model(base, name))) for name in names]
-    others = {path.stem: load_config(path, settings) for path in paths[1:]}
-    check(len(others) == len(paths) - 1, _WHERE, "--config", "name files of different names", ", ".join(map(str, paths)))
+    names = [*names, *[UNMASKED] * unmasked]
+    found = [Subject(name, _beside(base, name), file) for name in names]
+    others = {path.stem: (load_config(path, settings), load_config(path)) for path in paths[1:]}
+    same = len(others) == len(paths) - 1
+    check(same, _WHERE, "--config", "name files of different names", ", ".join(map(str, paths)))
     for name, changes in variants.items():
         check(name not in others, _WHERE, "--variant", "have a name of its own", name)
-        others[name] = load_config(paths[0], {**settings, **changes})
-    for name, config in others.items():
-        check(name not in PROVIDERS, _WHERE, "the name of a variant", f"be none of {', '.join(PROVIDERS)}", name)
-        found.append(Subject(name, config, base))
+        others[name] = (load_config(paths[0], {**settings, **changes}), file)
+    known = (*PROVIDERS, UNMASKED)
+    for name, (config, its_file) in others.items():
+        rule = f"be none of {', '.join(known)}"
+        check(name not in known, _WHERE, "the name of a variant", rule, name)
+        found.append(Subject(name, config, its_file, base))
     return found
 
 
-def _model(base: TrainConfig, name: str) -> Any:
+def _beside(base: TrainConfig, name: str) -> TrainConfig:
+    """The base with the model of this provider, everything else the same."""
     if name == "dense-matched":
-        return dense_matched(base.model)
-    return twin(base.model, "nsa" if name == "nsa" else "dense")
+        return replace(base, model=dense_matched(base.model))
+    if name == UNMASKED:
+        base = replace(base, data=replace(base.data, document_mask=False))
+    return replace(base, model=twin(base.model, "nsa" if name == "nsa" else "dense"))
 
 
 def differences(base: TrainConfig, other: TrainConfig) -> dict[str, Any]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nsa.bench.rows import Row
-from nsa.bench.targets import Figures, figures, is_void, of_dense, outcomes, ratio
+from nsa.bench.targets import UNMASKED, Figures, figures, is_void, of_dense, outcomes, ratio
 
 _HEADER = ("case", "provider", "S", "choice", "mode", "ms", "p20", "p80", "TFLOP/s", "MiB", "of dense", "of nsa", "target")
 _TRAIN_HEADER = (
     "provider", "S", "B", "mode", "ms", "p20", "p80", "tokens/s", "MFU", "MiB", "reserved", "time of dense", "MiB of dense",
-    "loss", "target",
+    "loss", "of unmasked", "compiled after 5", "slowest", "host ms", "first s", "target",
 )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def result_table(rows: Sequence[Row]) -> str:
 def train_table(rows: Sequence[Row]) -> str:
     """All rows of training with a time, their ratios to the dense twin in the same run, and the targets of this GPU."""
     by = figures(rows)
-    lines = [_TRAIN_HEADER]
+    lines: list[tuple[str, ...]] = [_TRAIN_HEADER]
     for row in rows:
         if row.ms_p50 is None:
             continue
@@ -56,9 +56,28 @@ def train_table(rows: Sequence[Row]) -> str:
             row.provider, f"{row.seq_len:,}", str(row.batch), row.mode, f"{row.ms_p50:.2f}", f"{row.ms_p20:.2f}",
             f"{row.ms_p80:.2f}", number(row.tokens_per_s, ",.0f"), number(row.mfu, ".3f"), number(row.peak_mib, ",.0f"),
             number(row.reserved_mib, ",.0f"), number(time, ".3f") + " void" * (time is not None and is_void(row, by)),
-            number(memory, ".3f"), number(row.loss_nats, ".3f"), verdicts(row, by),
+            number(memory, ".3f"), number(row.loss_nats, ".3f"), *run_cells(row, by),
+            verdicts(row, by),
         ))  # fmt: skip
     return "\n".join([*align(lines, words=(0, 3)), *_left(rows)])
+
+
+def run_cells(row: Row, by: Figures) -> tuple[str, ...]:
+    """How a run of training went.
+
+    Returns:
+        Its time over that of the dense model whose documents see each other; compilations and
+        captures after the fifth step; the slowest step over the median; the host's time to issue a
+        step, ms; the start up to the end of the first step, seconds. Empty where not known.
+    """
+    unmasked = ratio(row, by, case="train", provider=UNMASKED, choice=row.choice)
+    return (
+        number(unmasked, ".3f"),
+        number(row.compilations_after_5, "d"),
+        number(row.slowest_over_median, ".2f"),
+        number(row.host_ms_p50, ".1f"),
+        number(row.first_step_s, ".1f"),
+    )
 
 
 def number(value: float | None, form: str = ".3g") -> str:

@@ -13,6 +13,7 @@ from nsa.bench.rows import Row
 
 FILE = Path(__file__).with_name("targets.json")
 DENSE = "dense-cudnn"
+UNMASKED = "dense-unmasked"  # of training: the dense model whose documents see each other
 # What a row of a case is divided by: case and provider.
 _DENSE_OF_TRAINING = ("train", "dense")
 _DENSE_OF_ATTENTION = ("attention", DENSE)
@@ -31,6 +32,7 @@ class Target:
         goal: what it should come to; None where there is no separate one.
         provider: whose figure; ours, or the dense twin, which a ratio is void without.
         batch: sequences of the point; None means any number.
+        masked: of training, whether documents do not see each other.
     """
 
     case: str
@@ -43,6 +45,7 @@ class Target:
     goal: float | None
     provider: str = "nsa"
     batch: int | None = None
+    masked: bool = False
 
     def reached(self, bound: float, value: float) -> bool:
         """Whether ``value`` is on the right side of ``bound``."""
@@ -144,10 +147,11 @@ def outcomes(row: Row, by: Figures) -> list[Outcome]:
     gpu, dtype, known = targets()
     if row.gpu != gpu or row.dtype != dtype or row.ms_p50 is None:
         return []
-    key = (row.provider, row.case, row.shape, row.choice, row.seq_len, row.mode)
+    key = (row.provider, row.case, row.shape, row.choice, row.seq_len, row.mode, row.is_masked)
     found = []
     for target in known:
-        same = (target.provider, target.case, target.shape, target.choice, target.seq_len, target.mode) == key
+        point = (target.case, target.shape, target.choice, target.seq_len, target.mode)
+        same = (target.provider, *point, target.masked) == key
         if same and target.batch in (None, row.batch) and (value := _value(row, target.unit, by)) is not None:
             found.append(Outcome(target, value))
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from nsa.bench.cases import CASES, MODES
 from nsa.bench.gate import Verdict
 from nsa.bench.providers import own
 from nsa.bench.rows import Origin, Row, RowFile, origin, row_of
-from nsa.bench.subjects import DTYPES, Batching, Subject, differences
+from nsa.bench.subjects import DTYPES, Batching, Subject, as_measured, differences
 from nsa.bench.table import progress_line, train_table
 from nsa.bench.train_gate import check_model, gate_config
 from nsa.bench.train_run import Measured, measure_forward, measure_steps
@@ -32,8 +32,19 @@ _BRANCH_CASES = {
     "slc": ("attention.choice", "attention.selected"),
     "win": ("attention.window",),
 }
+# Fields of a row that only a run has, and a forward pass alone has not.
+_OF_A_RUN = (
+    "loss_nats",
+    "compilations_after_5",
+    "slowest_over_median",
+    "host_ms_p50",
+    "first_step_s",
+)
 # Attention that is not ours. Matrix products are libraries' in any model.
 _FOREIGN_ATTENTION = ("flash", "fmha", "sdpa")
+# Kernels of PyTorch's dense attention over documents that do not see each other: FlashAttention,
+# the memory-efficient kernel, cuDNN, FlexAttention.
+_DENSE_OF_DOCUMENTS = ("flash", "fmha", "cudnn", "triton_tem")
 
 
 @dataclass(frozen=True)
@@ -43,8 +54,7 @@ class TrainPlan:
     Attributes:
         shape: name of the model, the first configuration's.
         subjects: runs to be compared.
-        seqs: lengths S; without effect where the batching is as configured.
-        batching: windows of a step.
+        batchings: changes of length and batch; every subject is measured with each.
         modes: ``fwd``, ``fwd_bwd``.
         warmup: steps before anything is looked at.
         steps: timed steps.
@@ -54,8 +64,7 @@ class TrainPlan:
 
     shape: str
     subjects: Sequence[Subject]
-    seqs: Sequence[int]
-    batching: Batching
+    batchings: Sequence[Batching] = (Batching(),)
     modes: Sequence[str] = MODES
     warmup: int = 20
     steps: int = 40
@@ -79,30 +88,66 @@ def bench_train(plan: TrainPlan, device: torch.device) -> bool:
     print(
         f"run {here.run_id} on {here.gpu or here.device}, commit {here.commit}{' with changes' * bool(here.dirty)}", flush=True
     )
-    for seq_len in plan.seqs:
+    for batching in plan.batchings:
         for subject in plan.subjects:
-            config = plan.batching.apply(subject.config, seq_len, plan.warmup, plan.steps)
-            base = None if subject.base is None else plan.batching.apply(subject.base, seq_len, plan.warmup, plan.steps)
-            variant = None if base is None else differences(base, config)
-            print(f"\n{plan.shape}, {subject.name}, S {config.seq_len:,} x {config.global_batch}", flush=True)
-            for row in _measure(plan, replace(subject, config=config), variant, device, here, verdicts):
+            point = _Point.of(subject, batching)
+            size = f"S {point.config.seq_len:,} x {point.config.global_batch}"
+            changed = "; ".join(f"{name} {value}" for name, value in point.changed.items())
+            said = f"\n{plan.shape}, {subject.name}, {size}"
+            print(f"{said}, changed: {changed}" if changed else said, flush=True)
+            for row in _measure(plan, point, device, here, verdicts):
                 file.add(row)
                 print(progress_line(row), flush=True)
     print("\n" + train_table(file.rows), flush=True)
     return all(row.correct is not False for row in file.rows)
 
 
+@dataclass(frozen=True)
+class _Point:
+    """One run to be measured, and what a row says about where it comes from.
+
+    Attributes:
+        name: as provider in the rows.
+        config: the run with all changes that were asked for.
+        changed: what differs from the configuration file, by dotted name.
+        variant: what differs from the first configuration with the same changes; None for that one
+            and the dense models beside it.
+    """
+
+    name: str
+    config: TrainConfig
+    changed: dict[str, Any]
+    variant: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, subject: Subject, batching: Batching) -> _Point:
+        config = batching.apply(subject.config)
+        base = None if subject.base is None else batching.apply(subject.base)
+        variant = None if base is None else differences(base, config)
+        return cls(subject.name, config, differences(subject.file, config), variant)
+
+
 def _measure(
-    plan: TrainPlan, subject: Subject, variant: dict[str, Any] | None, device: torch.device, here: Origin,
+    plan: TrainPlan,
+    point: _Point,
+    device: torch.device,
+    here: Origin,
     verdicts: dict[TrainConfig, Verdict],
-) -> Iterator[Row]:  # fmt: skip
+) -> Iterator[Row]:
     """A row for each mode."""
-    config = subject.config
+    config = as_measured(point.config, plan.warmup, plan.steps)
     common: dict[str, Any] = {
-        "case": "train", "provider": subject.name, "variant": variant, "shape": plan.shape, "choice": "model",
-        "seq_len": config.seq_len, "batch": config.global_batch, "dtype": DTYPES[config.compute_dtype], "tbps_useful": None,
-        "overlap": None, "recall": None,
-    }  # fmt: skip
+        "case": "train",
+        "provider": point.name,
+        "variant": point.variant,
+        "changed": point.changed,
+        "shape": plan.shape,
+        "choice": "model",
+        "seq_len": config.seq_len,
+        "batch": config.global_batch,
+        "dtype": DTYPES[config.compute_dtype],
+        **dict.fromkeys(("tbps_useful", "overlap", "recall")),
+    }
     small = gate_config(config)
     if small not in verdicts:
         verdicts[small] = check_model(config, device)
@@ -126,7 +171,8 @@ def _measure(
             yield _row(here, common, mode, failure)
             continue
         found = training if mode == "fwd_bwd" else measure_forward(trainer, device, plan.steps)
-        yield _judged_row(here, {**common, "settings": _settings(config, trainer)}, mode, verdict, found, trainer, device)
+        details = {**common, "settings": _settings(config, trainer)}
+        yield _judged_row(here, details, mode, verdict, found, trainer, device)
     del trainer
     release_memory(device)
 
@@ -152,10 +198,14 @@ def _judged_row(
         "mfu": None if peak is None else round(flops / peak, 4),
         "peak_mib": None if found.peak_mib is None else round(found.peak_mib, 1),
         "reserved_mib": None if found.reserved_mib is None else round(found.reserved_mib, 1),
-        "loss_nats": None if found.loss_nats is None else round(found.loss_nats, 4),
+        **{name: _rounded(getattr(found, name)) for name in _OF_A_RUN},
         "timing": found.timing.method, "samples": found.timing.samples,
     }  # fmt: skip
     return _row(here, {**common, **kernels, **figures}, mode, verdict)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
 
 
 def _row(here: Origin, values: dict[str, Any], mode: str, verdict: Verdict) -> Row:
@@ -182,7 +232,10 @@ def _settings(config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
 def fault_of(config: TrainConfig, kernels: Sequence[str], mode: str) -> str | None:
     """Why the kernels that ran are not those of this model's attention; None if they are."""
     if config.model.attention == "dense":
-        return None if any("cudnn" in name.lower() for name in kernels) else "no kernel with cudnn in its name ran"
+        parts = _DENSE_OF_DOCUMENTS if config.data.document_mask else ("cudnn",)
+        if any(part in name.lower() for name in kernels for part in parts):
+            return None
+        return f"no kernel with {' or '.join(parts)} in its name ran"
     ours = own(kernels)
     for case in (CASES[name] for branch in config.model.nsa.branches for name in _BRANCH_CASES[branch]):
         for prefix in case.kernels[0] + (case.kernels[1] if mode == "fwd_bwd" else ()):

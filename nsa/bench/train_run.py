@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nsa.bench.clock import Timing, kernel_sums, kernel_times, peak_mib, percentiles
+from nsa.train.compilation import compilations
 from nsa.train.config import TrainConfig
+from nsa.train.data import Batch
 from nsa.train.metrics import Row as MetricsRow
 from nsa.train.precision import autocast
 from nsa.train.run_folder import RunFolder
-from nsa.train.throughput import MIB
+from nsa.train.throughput import MIB, STARTING_STEPS
 from nsa.train.trainer import Trainer
 
 TIMING = "steps of the trainer"
@@ -40,6 +44,11 @@ class Measured:
         reserved_mib: most that the allocator held since the run began.
         loss_nats: mean over the targets of the last steps for which the run wrote a row; None without a row.
         nonfinite: steps whose loss or gradient was not finite.
+        compilations_after_5: graphs compiled by ``torch.compile`` and CUDA graphs captured after
+            the fifth step; None where no more were done, and of forward passes.
+        slowest_over_median: slowest step after the fifth over the median of the timed ones.
+        host_ms_p50: median of what the host needs to issue a step, ms; None on a CPU.
+        first_step_s: from the trainer's construction to the end of its first step, seconds.
     """
 
     timing: Timing
@@ -49,6 +58,10 @@ class Measured:
     reserved_mib: float | None = None
     loss_nats: float | None = None
     nonfinite: int = 0
+    compilations_after_5: int | None = None
+    slowest_over_median: float | None = None
+    host_ms_p50: float | None = None
+    first_step_s: float | None = None
 
 
 class StepClock:
@@ -67,7 +80,8 @@ class StepClock:
     def __init__(self, device: torch.device, warmup: int, steps: int) -> None:
         self._device, self._first, self._steps = device, warmup + 1, steps
         self._step, self._begin, self._seconds = -1, 0.0, 0.0
-        self._marks: list[Any] = []
+        self._marks: dict[int, Any] = {}  # when a step began, by its number, which counts from 0
+        self._compilations: int | None = None
         self._profile: Any = None
         self.kernel_us: dict[str, float] = {}
 
@@ -80,12 +94,13 @@ class StepClock:
         if step <= self._step:
             return
         self._step = step
+        if step == STARTING_STEPS:
+            self._compilations = compilations.now.compilations
+        if step == self._first:
+            self._start()
+        self._mark(step)
         if step == self._first - 1 and self._device.type == "cuda":
             self._start_profile()
-        elif step == self._first:
-            self._start()
-        elif step > self._first:
-            self._mark()
         if step == self._first + self._steps:
             if self._device.type == "cuda":
                 torch.cuda.synchronize()
@@ -107,28 +122,62 @@ class StepClock:
             self.kernel_us = kernel_sums(self._profile)
             self._profile = None
         self._begin = time.perf_counter()
-        self._mark()
 
-    def _mark(self) -> None:
+    def _mark(self, step: int) -> None:
         if self._device.type != "cuda":
-            self._marks.append(time.perf_counter())
+            self._marks[step] = time.perf_counter()
             return
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        self._marks.append(event)
+        self._marks[step] = event
+
+    def _times(self) -> dict[int, float]:
+        """Milliseconds of each step but the one under the profiler."""
+        cuda = self._device.type == "cuda"
+        found = {}
+        for step, start in self._marks.items():
+            end = self._marks.get(step + 1)
+            if end is not None and step != self._first - 1:
+                found[step] = start.elapsed_time(end) if cuda else 1000 * (end - start)
+        return found
 
     def measured(self, rows: Sequence[MetricsRow]) -> Measured:
         """What was seen; ``rows`` are the metrics that the run wrote."""
-        pairs = zip(self._marks[:-1], self._marks[1:], strict=True)
         cuda = self._device.type == "cuda"
-        times = [start.elapsed_time(end) if cuda else 1000 * (end - start) for start, end in pairs]
+        times = self._times()
+        timing = percentiles([times[step] for step in times if step >= self._first], 1, TIMING)
+        later = [times[step] for step in times if step >= STARTING_STEPS]
         last = rows[-1] if rows else {}
         return Measured(
-            percentiles(times, 1, TIMING), self._seconds, self.kernel_us,
-            torch.cuda.max_memory_allocated(self._device) / MIB if cuda else None,
-            torch.cuda.max_memory_reserved(self._device) / MIB if cuda else None,
-            float(last["loss_nats"]) if last else None, int(last.get("nonfinite_steps", 0)),
-        )  # fmt: skip
+            timing,
+            self._seconds,
+            self.kernel_us,
+            peak_mib=torch.cuda.max_memory_allocated(self._device) / MIB if cuda else None,
+            reserved_mib=torch.cuda.max_memory_reserved(self._device) / MIB if cuda else None,
+            loss_nats=float(last["loss_nats"]) if last else None,
+            nonfinite=int(last.get("nonfinite_steps", 0)),
+            compilations_after_5=self._compilations_since(),
+            slowest_over_median=max(later) / timing.p50 if later else None,
+        )
+
+    def _compilations_since(self) -> int | None:
+        if self._compilations is None:
+            return None
+        return compilations.now.compilations - self._compilations
+
+
+class _TimedTrainer(Trainer):
+    """Notes what the host needs to issue each step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.host_ms: list[float] = []
+
+    def train_step(self, batches: Sequence[Batch], num_targets: int | None = None) -> Tensor:
+        begin = time.perf_counter()
+        results = super().train_step(batches, num_targets)
+        self.host_ms.append(1000 * (time.perf_counter() - begin))
+        return results
 
 
 def measure_steps(config: TrainConfig, device: torch.device, warmup: int, steps: int) -> tuple[Measured, Trainer]:
@@ -149,11 +198,18 @@ def measure_steps(config: TrainConfig, device: torch.device, warmup: int, steps:
         torch.cuda.reset_peak_memory_stats(device)
     clock, rows = StepClock(device, warmup, steps), list[MetricsRow]()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(config, RunFolder.create(Path(folder) / "run", config), on_row=rows.append, beat=clock.beat)
+        run_folder = RunFolder.create(Path(folder) / "run", config)
+        trainer = _TimedTrainer(config, run_folder, on_row=rows.append, beat=clock.beat)
         try:
             trainer.run()
         except _MeasuredError:
-            return clock.measured(rows), trainer
+            found = clock.measured(rows)
+            first_step_s = trainer.startup.first_step_s
+            host_ms_p50 = None
+            if device.type == "cuda":  # on a CPU the host does the work itself
+                host_ms_p50 = statistics.median(trainer.host_ms[-steps:])
+            found = replace(found, host_ms_p50=host_ms_p50, first_step_s=first_step_s)
+            return found, trainer
     raise AssertionError("the run ended before all steps were timed")
 
 
@@ -188,4 +244,9 @@ def measure_forward(trainer: Trainer, device: torch.device, calls: int) -> Measu
             forward()
     found = clock.measured([])
     weights = sum(parameter.nbytes for parameter in trainer.model.parameters()) / MIB
-    return Measured(found.timing, found.seconds, kernel_us, None if above is None else above + weights)
+    return Measured(
+        found.timing,
+        found.seconds,
+        kernel_us,
+        peak_mib=None if above is None else above + weights,
+    )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
 from nsa.cache import PackedRows
 from nsa.config import NSAConfig
@@ -14,6 +18,12 @@ from nsa.ops._packed import lengths, locate, pad, query_positions, unpad
 from nsa.ops.heads import Heads, split_heads
 from nsa.rope import Rope
 from nsa.stages import DENSE, PROJECTION, in_stage, stage
+
+# What the kernel for variable lengths takes, and how it is told to be causal and to group heads.
+_VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+_VARLEN_OPTIONS: dict[str, Any] = {"window_size": (-1, 0)}
+if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # before torch 2.12 it always groups
+    _VARLEN_OPTIONS["enable_gqa"] = True
 
 # Causal attention without a mask on a GPU; the last is for fp32.
 _FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -122,11 +132,10 @@ class DenseAttention(nn.Module):
 
 @in_stage(DENSE)
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None) -> Tensor:
-    """Causal softmax attention inside each packed sequence, through SDPA and without reading the lengths.
+    """Causal softmax attention inside each packed sequence, by PyTorch's kernels and without reading the lengths.
 
-    Sequences that all have ``max_seqlen`` tokens go to the causal kernel as a batch. Otherwise the tokens are cut into chunks
-    of ``max_seqlen``: no sequence is longer, so a query sees keys of its own chunk and of the one before it, and the mask has
-    ``2 * max_seqlen`` entries a token however many sequences there are.
+    Sequences that all have ``max_seqlen`` tokens go to the causal kernel of SDPA as a batch. Others go to the kernel for
+    variable lengths (``torch.nn.attention.varlen``) on a GPU in bf16 or fp16, and elsewhere to SDPA with a mask.
 
     Args:
         q: rotated queries ``[T, Hq, D]``.
@@ -144,6 +153,20 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_se
     if (cu_seqlens.shape[0] - 1) * size == num_tokens:
         queries, keys, values = (x.unflatten(0, (-1, size)) for x in (q, k, v))
         return _sdpa(queries, keys, values, None).flatten(0, 1)
+    if on_gpu(q) and q.dtype in _VARLEN_DTYPES and k.shape[-1] == v.shape[-1]:
+        out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, size, size, **_VARLEN_OPTIONS)
+        assert isinstance(out, Tensor)  # statistics would come beside it if they were asked for
+        return out
+    return _banded_attention(q, k, v, cu_seqlens, size)
+
+
+def _banded_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, size: int) -> Tensor:
+    """:func:`causal_attention` of sequences of at most ``size`` tokens, under a mask of ``2 * size`` entries a token.
+
+    The tokens are cut into chunks of ``size``: no sequence is longer, so a query sees keys of its own chunk and of the one
+    before it, however many sequences there are.
+    """
+    num_tokens = q.shape[0]
     num_chunks = -(-num_tokens // size)
     row = torch.arange(num_chunks * size, device=q.device)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)  # padding rows get B, no real sequence

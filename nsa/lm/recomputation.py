@@ -8,7 +8,8 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
-import nsa.ops.nsa.ops  # noqa: F401 (registers the operator)
+import nsa.lm.dense_attention
+import nsa.ops.nsa.ops  # noqa: F401 (both register operators)
 
 Keeps = Literal["everything", "attention", "input"]
 
@@ -20,6 +21,7 @@ ATTENTION_OPERATORS = frozenset({
     _ATEN._scaled_dot_product_efficient_attention.default,
     _ATEN._scaled_dot_product_flash_attention.default,
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.torch_attn._varlen_attn.default,
 })  # fmt: skip
 
 

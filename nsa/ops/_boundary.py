@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -78,6 +78,8 @@ class Sequences:
         len_q, len_k: tokens of each sequence when ``offsets`` is None, otherwise at least the longest.
         device: of the tokens.
         dense: whether the caller gave a dense batch.
+        cu_cmp: int32 ``[B + 1]`` offsets of the compressed blocks, once :meth:`with_blocks` has
+            computed them; None before, and when all sequences are alike.
     """
 
     offsets: tuple[Tensor, Tensor] | None
@@ -86,6 +88,7 @@ class Sequences:
     len_k: int
     device: torch.device
     dense: bool = False
+    cu_cmp: Tensor | None = None
 
     @property
     def max_q(self) -> int:
@@ -118,7 +121,13 @@ class Sequences:
     def kernel_blocks(self, config: NSAConfig) -> tuple[Tensor | None, int]:
         """Offsets of the compressed blocks (None when all sequences are alike), and at least the most blocks of a sequence."""
         most = max((self.len_k - config.compress_block_size) // config.compress_stride + 1, 0)
-        return None if self.offsets is None else compressed_cu_seqlens(self.offsets[1], config), most
+        return self.with_blocks(config).cu_cmp, most
+
+    def with_blocks(self, config: NSAConfig) -> Sequences:
+        """The same with the offsets of the compressed blocks, for several operators to share."""
+        if self.offsets is None or self.cu_cmp is not None:
+            return self
+        return replace(self, cu_cmp=compressed_cu_seqlens(self.offsets[1], config))
 
     def restore(self, x: Tensor) -> Tensor:
         """Packed rows in the layout that the caller used."""
@@ -154,10 +163,12 @@ def open_sequences(
     """
     if q.ndim == 4:
         return _open_dense(function, q, key_shape, cu_seqlens_q, cu_seqlens_k)
-    check(len(key_shape) == 1, function, "k", "be packed [S, Hkv, D] when q is packed", f"leading shape {key_shape}")
+    if len(key_shape) != 1:
+        fail(function, "k", "be packed [S, Hkv, D] when q is packed", f"leading shape {key_shape}")
     if cu_seqlens_q is None:
         check(cu_seqlens_k is None, function, "cu_seqlens_q", "be given together with cu_seqlens_k", None)
-        check(key_shape[0] >= q.shape[0], function, "k", f"have at least as many tokens as q ({q.shape[0]})", key_shape[0])
+        if key_shape[0] < q.shape[0]:
+            fail(function, "k", f"have at least as many tokens as q ({q.shape[0]})", key_shape[0])
         return Sequences(None, 1, q.shape[0], key_shape[0], q.device)
     if cu_seqlens_k is None:
         cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q if max_seqlen_k is None else max_seqlen_k
@@ -183,10 +194,9 @@ def _open_dense(
     for argument, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check(offsets is None, function, argument, "be left out with a dense batch [B, T, H, D]", "a tensor")
     batch, num_queries = q.shape[:2]
-    check(
-        len(key_shape) == 2 and key_shape[0] == batch and key_shape[1] >= num_queries,
-        function, "k", f"be dense with batch {batch} and at least {num_queries} tokens each", f"leading shape {key_shape}",
-    )  # fmt: skip
+    if len(key_shape) != 2 or key_shape[0] != batch or key_shape[1] < num_queries:
+        rule = f"be dense with batch {batch} and at least {num_queries} tokens each"
+        fail(function, "k", rule, f"leading shape {key_shape}")
     check(batch > 0, function, "q", "have at least one sequence", tuple(q.shape))
     return Sequences(None, batch, num_queries, key_shape[1], q.device, dense=True)
 
@@ -214,8 +224,9 @@ def compressed_key_shape(
     else:
         return (k_cmp.shape[0] * stride,)
     upper = math.prod(key_shape) // stride
-    rule = f"have one row per compressed block ({exact}), or S // compress_stride ({upper}) rows"
-    check(k_cmp.shape[0] in (exact, upper), function, "k_cmp", rule, k_cmp.shape[0], hint)
+    if k_cmp.shape[0] != exact and k_cmp.shape[0] != upper:
+        rule = f"have one row per compressed block ({exact}), or S // compress_stride ({upper}) rows"
+        fail(function, "k_cmp", rule, k_cmp.shape[0], hint)
     return key_shape
 
 
@@ -257,8 +268,9 @@ def check_cu_seqlens_contents(function: str, argument: str, cu_seqlens: Tensor, 
 
 def check_same_count(function: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
     """Queries and keys have the same number of sequences."""
-    same = cu_seqlens_q.shape == cu_seqlens_k.shape
-    check(same, function, "cu_seqlens_k", f"have {cu_seqlens_q.numel()} entries as cu_seqlens_q", cu_seqlens_k.numel())
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        rule = f"have {cu_seqlens_q.numel()} entries as cu_seqlens_q"
+        fail(function, "cu_seqlens_k", rule, cu_seqlens_k.numel())
 
 
 def check_pair(function: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
@@ -284,7 +296,8 @@ def check_qkv(function: str, q: Tensor, k: Tensor, v: Tensor, config: NSAConfig)
     check_heads(function, "q", q, config.num_heads, config.head_dim, q)
     check_heads(function, "k", k, config.num_kv_heads, config.head_dim, q)
     check_heads(function, "v", v, config.num_kv_heads, config.value_dim, q)
-    check(v.shape[:-2] == k.shape[:-2], function, "v", f"have the tokens of k {tuple(k.shape[:-2])}", tuple(v.shape[:-2]))
+    if v.shape[:-2] != k.shape[:-2]:
+        fail(function, "v", f"have the tokens of k {tuple(k.shape[:-2])}", tuple(v.shape[:-2]))
 
 
 def check_block_indices(function: str, block_indices: Tensor, config: NSAConfig) -> None:

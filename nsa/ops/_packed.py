@@ -24,8 +24,9 @@ def num_compressed(num_tokens: Tensor, config: NSAConfig) -> Tensor:
 
 def compressed_cu_seqlens(cu_seqlens: Tensor, config: NSAConfig) -> Tensor:
     """Offsets of the sequences' compressed blocks, int32 ``[B + 1]``."""
-    ends = num_compressed(lengths(cu_seqlens), config).cumsum(0)
-    return torch.cat((ends.new_zeros(1), ends)).int()
+    # Rolled and not sliced: see `locate`. The first entry is minus all tokens, which make no block.
+    tokens = (cu_seqlens - cu_seqlens.roll(1)).long()
+    return num_compressed(tokens, config).cumsum(0).int()
 
 
 def locate(num_rows: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,9 +35,12 @@ def locate(num_rows: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Rows past the last sequence point into it and are marked as not real.
     """
     row = torch.arange(num_rows, device=cu_seqlens.device)
-    ends = cu_seqlens[1:].long()
-    sequence = torch.searchsorted(ends, row, right=True).clamp(max=ends.shape[0] - 1)
-    return sequence, row - cu_seqlens.long()[sequence], row < ends[-1]
+    # All offsets and not those from the second on: a slice has another layout with one sequence,
+    # and torch.compile would compile anew for that.
+    starts = cu_seqlens.long()
+    last = cu_seqlens.shape[0] - 2
+    sequence = (torch.searchsorted(starts, row, right=True) - 1).clamp(max=last)
+    return sequence, row - starts[sequence], row < starts[-1]
 
 
 def query_positions(num_rows: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:

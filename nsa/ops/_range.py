@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nsa.ops._register import register
+
 if TYPE_CHECKING:
     from nsa.ops._triton.layout import Gated
     from nsa.ops._triton.range_launch import RangeBackward
@@ -50,10 +52,10 @@ def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Ten
         return begun.dq, *finish_range_gradients(name, begun)
 
     schema = f"({_ARGUMENTS.format(extra='')}) -> (Tensor, Tensor)"
-    operator = torch.library.custom_op(f"nsa::{name}", forward, mutates_args=(), schema=schema)
+    operator = register(name, forward, schema)
     extra = "Tensor out, Tensor lse, Tensor dout, "
     schema = f"({_ARGUMENTS.format(extra=extra)}) -> (Tensor, Tensor, Tensor)"
-    operator_backward = torch.library.custom_op(f"nsa::{name}_backward", backward, mutates_args=(), schema=schema)
+    operator_backward = register(f"{name}_backward", backward, schema)
 
     @operator.register_fake
     def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -147,12 +147,19 @@ def _is_like(row: Row, config: TrainConfig, gpu: Gpu) -> bool:
     return (row.gpu, row.dtype, row.settings["attention"]) == kind
 
 
-def _apart(row: Row, config: TrainConfig) -> tuple[bool, bool, float, bool]:
-    """Compiled or recomputed differently, the factor between the tokens of a micro-batch, with CUDA graphs or without."""
+def _apart(row: Row, config: TrainConfig) -> tuple[bool, bool, float, bool, bool]:
+    """What differs, weightiest first.
+
+    Returns:
+        Compilation, checkpointing, the factor between the tokens of a micro-batch, document masks,
+        CUDA graphs.
+    """
     assert row.settings is not None
     factor = math.log(row.settings["micro_batch"] * row.seq_len / (config.micro_batch * config.seq_len))
     recomputed = row.settings["checkpointing"] != config.checkpointing.policy
-    return row.settings["compile"] != config.compile, recomputed, abs(factor), row.settings["cuda_graphs"] != config.cuda_graphs
+    masked = row.is_masked != config.data.document_mask
+    graphs = row.settings["cuda_graphs"] != config.cuda_graphs
+    return row.settings["compile"] != config.compile, recomputed, abs(factor), masked, graphs
 
 
 def _negative_date(row: Row) -> tuple[int, ...]:
@@ -164,6 +171,7 @@ def _describe(row: Row) -> str:
     assert row.settings is not None
     how = "compiled" if row.settings["compile"] else "not compiled"
     policy = f"checkpointing {row.settings['checkpointing']}"
+    policy += ", document masks" * row.is_masked
     return f"{row.shape}, {row.provider}, S {row.seq_len:,} x {row.settings['micro_batch']}, {how}, {policy}, {row.date[:10]}"
 
 

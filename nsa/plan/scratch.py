@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.ops.selected.design import always_tiled
 
-_NUM_INPUTS, _NUM_WHERE = 9, 8  # of nsa::attention and its backward: the tensors first, the layout last
+_NUM_INPUTS, _NUM_WHERE = 9, 9  # of nsa::attention and its backward: the tensors first, the layout last
 # Rows and keys of a tile, as the tuned tables have them; only the number of chunks depends on them.
 TILE_ROWS = TILE_KEYS = 64
 
@@ -31,7 +31,7 @@ def scratch_bytes(name: str, arguments: Sequence[Any]) -> int:
         return _Attention.read(arguments).forward()
     if name.startswith("nsa.attention_backward."):
         return _Attention.read(arguments).backward()
-    if "_scaled_dot_product" in name and "backward" in name:
+    if ("_scaled_dot_product" in name or "_varlen_attn" in name) and "backward" in name:
         return _dense_backward(*arguments[1:4])
     return 0
 
@@ -52,7 +52,7 @@ class _Attention:
     @classmethod
     def read(cls, arguments: Sequence[Any]) -> _Attention:
         q: Tensor = arguments[0]
-        cu_q, _, num_sequences, len_q, len_k, text, _, design = arguments[-_NUM_WHERE:]
+        cu_q, _, _, num_sequences, len_q, len_k, text, _, design = arguments[-_NUM_WHERE:]
         lengths = (int(num_sequences), int(len_q), int(len_k))
         return cls(NSAConfig.from_text(text), q.shape[0], *lengths, q.element_size(), cu_q is not None, design)
 
@@ -173,6 +173,9 @@ class _Attention:
 
 
 def _dense_backward(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """cuDNN sums dQ in fp32, and gives each query head a dK and dV of its own before it adds those of a group."""
+    """dQ is summed in fp32, and each query head gets a dK and dV of its own before those of a group are added.
+
+    So it is in cuDNN and FlashAttention; heads are the second dimension of a batch and of packed tokens.
+    """
     expanded = q.shape[:-1].numel() * (q.shape[-1] + v.shape[-1]) * q.element_size() if k.shape[1] < q.shape[1] else 0
     return 4 * q.numel() + expanded

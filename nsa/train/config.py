@@ -172,7 +172,7 @@ class CheckpointingConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How several processes share a run; of no effect with one.
+    """How several processes share a run; with one, only ``compile_layers`` has an effect.
 
     Attributes:
         strategy: ``ddp``, equal replicas of the model that average their gradients; ``fsdp``, every process holds a part of all
@@ -182,8 +182,9 @@ class ParallelConfig:
             too (matrix products round their weights anyway), and needs ``compute_dtype`` bf16.
         bucket_mib: gradients that ``ddp`` sends at a time, MiB.
         static_graph: tells ``ddp`` that every step is like the first; not with ``cuda_graphs``, where it sends nothing itself.
-        compile_layers: with ``compile``, whether each layer is a graph of its own, whose gradients are sent while those of the
-            layers before are computed; ``ddp`` may also have the whole model as one graph, which gives all of them at the end.
+        compile_layers: with ``compile``, whether each layer is a graph of its own: compiled once for all layers, which shortens
+            the start, and with several processes gradients are sent while those of the layers before are computed. One process
+            and ``ddp`` may also have the whole model as one graph.
     """
 
     strategy: Literal["ddp", "fsdp"] = "ddp"
@@ -242,7 +243,9 @@ class TrainConfig:
         nonfinite: what a non-finite loss or gradient leads to: ``skip`` the update, ``rollback`` to the last checkpoint, or
             ``stop``.
         nonfinite_limit: consecutive such steps after which the run stops whatever the policy.
-        sample_tokens: tokens of the sample written at the end.
+        sample_tokens: tokens of the sample written at the end, at most.
+        sample_limit_s: time after which that sample ends with the tokens that there are, seconds; 0
+            means without limit.
         data_limit_s: longest wait for the next batch, seconds, before the run ends with a checkpoint; 0 means without limit. A
             stream has ``data.time_limit_s`` instead.
         stall_limit_s: longest silence of a process, seconds, before the watchdog reports where it hangs and ends it; ten times
@@ -277,6 +280,7 @@ class TrainConfig:
     nonfinite: Literal["skip", "rollback", "stop"] = "skip"
     nonfinite_limit: int = 10
     sample_tokens: int = 512
+    sample_limit_s: float = 5.0
     data_limit_s: float = 30.0
     stall_limit_s: float = 40.0
 
@@ -284,7 +288,7 @@ class TrainConfig:
         for name in ("steps", "seq_len", "micro_batch", "accumulation", "world_size", "keep_checkpoints", "nonfinite_limit"):
             check(getattr(self, name) > 0, "TrainConfig", name, "be positive", getattr(self, name))
         for name in ("loss_chunk", "log_every", "eval_every", "eval_windows", "checkpoint_every", "sample_tokens",
-                     "data_limit_s", "stall_limit_s"):  # fmt: skip
+                     "sample_limit_s", "data_limit_s", "stall_limit_s"):  # fmt: skip
             check(getattr(self, name) >= 0, "TrainConfig", name, "be at least 0", getattr(self, name))
         product = self.micro_batch * self.accumulation * self.world_size
         rule = f"equal micro_batch * accumulation * world_size ({product})"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nsa.errors import check
+from nsa.errors import fail
 from nsa.lm.model import LanguageModel
 from nsa.stages import LOSS, in_stage
 
@@ -58,10 +58,9 @@ def cross_entropy_sum(hidden: Tensor, head: Tensor, targets: Tensor, chunk: int 
     Raises:
         ValueError: the shapes do not fit.
     """
-    check(
-        hidden.ndim == 2 and targets.shape == hidden.shape[:1],
-        "cross_entropy_sum", "targets", f"have shape {tuple(hidden.shape[:1])}", tuple(targets.shape),
-    )  # fmt: skip
+    if hidden.ndim != 2 or targets.shape != hidden.shape[:1]:
+        rule = f"have shape {tuple(hidden.shape[:1])}"
+        fail("cross_entropy_sum", "targets", rule, tuple(targets.shape))
     if chunk == 0 or chunk >= hidden.shape[0]:
         return _cross_entropy(hidden, head, targets)
     total = hidden.new_zeros((), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from nsa.eval.bits_per_byte import evaluate
 from nsa.eval.generation import complete
 from nsa.lm.flops import flops_per_token
 from nsa.lm.model import LanguageModel
+from nsa.train.compilation import Compiled, compilations
 from nsa.train.config import TrainConfig
 from nsa.train.data import Batch, DataBundle, validation_batches
 from nsa.train.health import Health
@@ -22,9 +24,16 @@ from nsa.train.parallel import Processes
 from nsa.train.run_folder import RunFolder
 from nsa.train.sharding import gather, put
 from nsa.train.signals import Requests
+from nsa.train.startup import Startup
 from nsa.train.state import TrainState, Window
 from nsa.train.strategy import Replicated
-from nsa.train.throughput import DeviceClock, memory_row, peak_flops, utilisation_row
+from nsa.train.throughput import (
+    STARTING_STEPS,
+    DeviceClock,
+    memory_row,
+    peak_flops,
+    utilisation_row,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +56,7 @@ class Surroundings:
         requests: what somebody asks of the run.
         on_row: called with each row of metrics after it was written.
         beat: called with a sign of life whenever something begins.
+        startup: the clock of the start.
     """
 
     config: TrainConfig
@@ -57,6 +67,7 @@ class Surroundings:
     requests: Requests = field(default_factory=Requests)
     on_row: Callable[[Row], None] | None = None
     beat: Beat = lambda phase, step, limit_s: None
+    startup: Startup = field(default_factory=Startup)
 
 
 class Reports:
@@ -84,6 +95,9 @@ class Reports:
         self._clock = DeviceClock(around.device)
         self._layers = LayerStatistics(state.model) if around.config.telemetry else None
         self._metrics = MetricsWriter(around.run_folder) if around.processes.is_main else None
+        self._steps_done = 0
+        self._has_evaluated = self._has_told_start = False
+        compilations.listen(around.device)
         if self._peak_flops is None:
             logger.info("mfu: left out, the peak rate of this device and dtype is not known")
 
@@ -113,6 +127,9 @@ class Reports:
     def observed(self) -> Iterator[None]:
         """Around what the next step queues on the device: its time there and, if it has a row, what its layers do."""
         layers = self._layers if self.row_due(ahead=1) else None
+        startup, before = self._around.startup, compilations.now
+        if self._steps_done == 0:
+            startup.begin_step()
         if layers is not None:
             layers.start()
         pause_follows = self.row_due(ahead=1) or self.due(self._config.checkpoint_every, ahead=1)
@@ -120,6 +137,18 @@ class Reports:
             yield
         if layers is not None:
             layers.stop(self._around.processes.sum)
+        self._steps_done += 1
+        if self._steps_done == 1:
+            startup.end_step(self._around.device)
+        elif self._steps_done > STARTING_STEPS:
+            self._warn_of(compilations.now - before, f"step {self._state.progress.step + 1}")
+
+    def _warn_of(self, done: Compiled, where: str) -> None:
+        """Log what was compiled or captured after the start, when a run should only train."""
+        if str(done):
+            text = f"{where}: {done} after the first {STARTING_STEPS} steps of this process"
+            details = {"event": "compilation", "step": self._state.progress.step}
+            logger.warning("%s", text, extra=details)
 
     def report(self) -> None:
         """Evaluate and write a row of metrics, where either is due and not done for this step.
@@ -165,11 +194,17 @@ class Reports:
             "tokens_per_s": tokens_per_s,
             "tokens_per_s_total": progress.tokens / progress.seconds,
             "eta_s": (self._config.steps - progress.step) * progress.seconds / progress.step,
+            "compilations": compilations.now.compilations,
             **memory_row(self._around.device),
             **self._clock.row(),
             **utilisation_row(self._around.device),
         }
         row |= window.layers
+        if not self._has_told_start and self._around.startup.first_step_s is not None:
+            row["first_step_s"] = self._around.startup.first_step_s
+            self._has_told_start = True
+        if self._around.device.type == "cuda":
+            row["kernel_compilations"] = compilations.now.kernels
         if self._data.description["synthetic"]:
             row["data_synthetic"] = True
         if self._peak_flops is not None:
@@ -185,7 +220,7 @@ class Reports:
             config.eval_windows,
             document_mask=config.data.document_mask,
         )
-        strategy = self._around.strategy
+        strategy, before = self._around.strategy, compilations.now
         try:
             result = evaluate(
                 strategy.loss, self._share(batches), compute_dtype=config.compute_dtype,
@@ -193,6 +228,9 @@ class Reports:
             )  # fmt: skip
         finally:
             strategy.rest()
+        if self._has_evaluated:
+            self._warn_of(compilations.now - before, f"evaluation after step {progress.step}")
+        self._has_evaluated = True
         figure = result["bits_per_byte"]
         self.validated = progress.step, figure
         if progress.best_val_bits_per_byte is None or figure < progress.best_val_bits_per_byte:
@@ -227,14 +265,26 @@ class Reports:
             return
         prompt = self._data.validation.window(config.seq_len, 0)[: min(SAMPLE_PROMPT_TOKENS, config.seq_len)].tolist()
         self._in_sample()
+        begin, drawn, limit_s = time.monotonic(), 0, config.sample_limit_s
+        is_late = False
+
+        def is_over() -> bool:
+            nonlocal drawn, is_late
+            drawn += 1
+            is_late = 0 < limit_s < time.monotonic() - begin and drawn < config.sample_tokens
+            return self._in_sample() or is_late
+
         (text,) = complete(
             model, tokenizer, [prompt], max_new_tokens=config.sample_tokens, temperature=SAMPLE_TEMPERATURE,
-            seed=config.seed, compute_dtype=config.compute_dtype, until=self._in_sample,
+            seed=config.seed, compute_dtype=config.compute_dtype, until=is_over,
         )  # fmt: skip
-        parts = (
+        parts = [
             f"--- prompt, held-out text\n{_shown(tokenizer.decode(prompt))}",
             f"--- continuation, temperature {SAMPLE_TEMPERATURE}\n{_shown(text)}",
-        )
+        ]
+        if is_late:
+            tokens = f"{drawn} of {config.sample_tokens} tokens"
+            parts.append(f"--- ended after {tokens} by sample_limit_s ({limit_s:g} s)")
         try:
             self._around.run_folder.sample.write_text("\n".join(parts) + "\n", encoding="utf-8")
         except OSError as error:

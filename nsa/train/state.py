@@ -68,6 +68,7 @@ class Progress:
         reported_step: step of the newest row of metrics; 0 before the first.
         best_val_bits_per_byte: lowest held-out figure so far.
         best_val_step: its step.
+        sequence_capacity: sequences that every micro-batch is padded to; 0 where they are not padded.
         window: sums for the next row of metrics.
     """
 
@@ -79,6 +80,7 @@ class Progress:
     reported_step: int = 0
     best_val_bits_per_byte: float | None = None
     best_val_step: int | None = None
+    sequence_capacity: int = 0
     window: Window = field(default_factory=Window)
 
     @classmethod

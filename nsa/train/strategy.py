@@ -62,9 +62,9 @@ class Replicated:
             compiler: from a module or function to its compiled form; None leaves it as it is.
         """
         is_alone = self._processes.world_size == 1
-        by_layer = self._config.compile_layers and not (is_alone or self._captured)
         loss: nn.Module = self.loss
         if compiler is not None:
+            by_layer = self._config.compile_layers
             loss = _with_compiled_layers(self.loss, compiler) if by_layer else cast(nn.Module, compiler(self.loss))
         if is_alone or self._captured:
             return loss

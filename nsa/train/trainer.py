@@ -26,7 +26,7 @@ from nsa.stages import BACKWARD, DATA, FORWARD, OPTIMIZER, in_stage, stage
 from nsa.train.activations import checkpoint_activations
 from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpoints, read_meta
 from nsa.train.config import CheckpointingConfig, ParallelConfig, TrainConfig
-from nsa.train.cuda_graphs import Replay
+from nsa.train.cuda_graphs import CaptureError, Replay
 from nsa.train.data import Batch, Sampler, collate, open_data
 from nsa.train.late import LateReader
 from nsa.train.launch import check_launch, read_launch
@@ -41,6 +41,7 @@ from nsa.train.rng import seed_everything
 from nsa.train.run_folder import RunFolder
 from nsa.train.schedule import lr_factor
 from nsa.train.signals import HALT, Requests
+from nsa.train.startup import Startup
 from nsa.train.state import TrainState
 from nsa.train.strategy import distribute
 from nsa.train.watchdog import CHECKPOINT_LIMIT_S, STARTING_LIMIT_S
@@ -53,11 +54,15 @@ logger = logging.getLogger(__name__)
 # may change, what they are may not: their description has hashes or, for a stream, the commit and the files' versions.
 RESUME_MAY_CHANGE = frozenset({
     "log_every", "eval_every", "eval_windows", "checkpoint_every", "keep_checkpoints", "nonfinite", "nonfinite_limit",
-    "sample_tokens", "telemetry", "data_limit_s", "stall_limit_s", "world_size", "micro_batch", "accumulation",
+    "sample_tokens", "sample_limit_s", "telemetry", "data_limit_s", "stall_limit_s", "world_size",
+    "micro_batch", "accumulation",
     "data.path", "data.revision", "data.time_limit_s",
     *(f"parallel.{entry.name}" for entry in dataclasses.fields(ParallelConfig)),
     *(f"checkpointing.{entry.name}" for entry in dataclasses.fields(CheckpointingConfig)),
 })  # fmt: skip
+
+# Average length of documents, tokens, that is taken for short where there is no index of them.
+SHORT_DOCUMENT = 64
 
 Drawn = tuple[list[Batch], dict[str, int]]  # micro-batches, and the place in the data after them
 
@@ -106,6 +111,9 @@ class Trainer:
         on_step: called after each optimizer step, before the next one begins.
         beat: called with a sign of life (phase, step, longest duration in seconds) whenever something begins.
 
+    Attributes:
+        startup: the clock of the start, until the end of the first step.
+
     Raises:
         ValueError: the configuration does not fit the launch, the device, the tokenizer or the checkpoint.
     """
@@ -121,6 +129,7 @@ class Trainer:
         on_step: Callable[[], None] = lambda: None,
         beat: Beat = lambda phase, step, limit_s: None,
     ) -> None:
+        self.startup = Startup()
         launch = read_launch()
         check_launch(config, launch)
         self.config, self.run_folder, self.processes = config, run_folder, processes or Processes()
@@ -140,7 +149,9 @@ class Trainer:
         found = list_checkpoints(run_folder.checkpoints) if resume else []
         hint = "It stopped before its first one; remove the folder and start the run anew."
         check(bool(found) or not resume, "train", "--resume", "name a run with a checkpoint", run_folder.path, hint)
+        self.startup.begin("data")
         self._open_data(resume)
+        self.startup.begin("model")
         self.model = LanguageModel(config.model).to(self.device)
         checkpoint_activations(self.model, config.checkpointing)
         loss = NextTokenLoss(self.model, config.loss_chunk)
@@ -152,17 +163,25 @@ class Trainer:
         self.eager_loss = loss
         compiler = functools.partial(torch.compile, fullgraph=True) if config.compile else None
         self.loss: Callable[..., Tensor] = self.strategy.training_module(compiler)
-        self._micro_batch = Replay(self._forward_backward) if config.cuda_graphs else self._forward_backward
+        self._replay = None
+        if config.cuda_graphs:
+            self._replay = Replay(self._forward_backward, self.state.optimizer.parameters())
+        self._launches_singly = self._replay is None
         self._results: LateReader[_StepInfo] = LateReader()
         self._requests = Requests(run_folder.halt if self.processes.is_main else None, launched=launch.launcher)
         around = Surroundings(config, run_folder, self.device, self.strategy, self.processes, self._requests, on_row, beat)
+        around = dataclasses.replace(around, startup=self.startup)
         self._reports = Reports(around, self.data, self.state)
         self._checkpoints = CheckpointWriter(run_folder.checkpoints, config.keep_checkpoints, writes=self.processes.is_main)
         self._step_s = math.inf
         if resume:
+            self.startup.begin("checkpoint")
             self._resume(found[-1])
+        progress = self.state.progress
+        progress.sequence_capacity = max(progress.sequence_capacity, self._sequence_capacity())
         self._reports.rewind()
         self._describe(launch.allocator)
+        self.startup.begin("first batch")
 
     # --- setting up -------------------------------------------------------------------------------------------------------
     def _open_data(self, resume: bool) -> None:
@@ -221,7 +240,10 @@ class Trainer:
     # --- one optimizer step -----------------------------------------------------------------------------------------------
     def next_batches(self) -> list[Batch]:
         """This process's micro-batches of one optimizer step, on the host; advances the place in the data."""
-        return self._draw(self.state.sampler)
+        batches = self._draw(self.state.sampler)
+        if needed := self._needed_capacity(batches):
+            self._grow(needed)
+        return self._padded(batches)
 
     def _draw(self, sampler: Sampler) -> list[Batch]:
         config, processes = self.config, self.processes
@@ -229,12 +251,46 @@ class Trainer:
             sampler.next_windows(config.micro_batch, rank=processes.rank, world_size=processes.world_size)
             for _ in range(config.accumulation)
         ]
-        batches = [
+        return [
             collate(self.data.train, indices, config.seq_len, document_mask=config.data.document_mask) for indices in windows
         ]
-        documents = config.data.document_mask and self.data.train.separator_id is not None
-        few_shapes = documents and (config.compile or config.cuda_graphs)
-        return [batch.with_few_shapes() for batch in batches] if few_shapes else batches
+
+    # --- one shape for all micro-batches --------------------------------------------------------
+    def _sequence_capacity(self) -> int:
+        """Sequences of every micro-batch, empty ones included; 0 where their number may vary.
+
+        Code that was compiled or captured serves one number. No batch of different windows has
+        more sequences than the index of the data says; of a stream there is none, and documents
+        of 64 tokens on average are taken for short.
+        """
+        config, source = self.config, self.data.train
+        documents = config.data.document_mask and source.separator_id is not None
+        if not documents or not (config.compile or config.cuda_graphs):
+            return 0
+        most = source.most_sequences(config.seq_len, config.micro_batch)
+        if most is None:
+            most = config.micro_batch * config.seq_len // SHORT_DOCUMENT
+        # More than the windows: as many whole windows as sequences would be computed by other code.
+        return max(most, config.micro_batch + 1)
+
+    def _needed_capacity(self, batches: Sequence[Batch]) -> int:
+        """Sequences of the fullest of these micro-batches if they exceed the capacity, else 0."""
+        most = max((batch.num_sequences for batch in batches), default=0)
+        capacity = self.state.progress.sequence_capacity
+        return most if 0 < capacity < most else 0
+
+    def _grow(self, needed: int) -> None:
+        """Raise the capacity on all processes together, which has the next step captured anew."""
+        progress = self.state.progress
+        (needed,) = self.processes.largest(needed)
+        before, progress.sequence_capacity = progress.sequence_capacity, 1 << (needed - 1).bit_length()
+        text = f"a micro-batch of {needed} sequences exceeds the capacity of {before}, which is now "
+        text += f"{progress.sequence_capacity}: the step is captured anew"
+        self._note("sequence_capacity", text, logging.WARNING)
+
+    def _padded(self, batches: Sequence[Batch]) -> list[Batch]:
+        capacity = self.state.progress.sequence_capacity
+        return [batch.padded(capacity) if capacity else batch for batch in batches]
 
     def train_step(self, batches: Sequence[Batch], num_targets: int | None = None) -> Tensor:
         """One optimizer step over micro-batches; nothing in it waits for the device.
@@ -257,14 +313,17 @@ class Trainer:
         loss = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
             with self.strategy.accumulating(last=number == len(batches)):
-                loss += self._micro_batch(batch, divisor)
+                if self._launches_singly or self._replay is None:
+                    loss += self._forward_backward(batch, divisor)
+                else:
+                    loss += self._replay(batch, divisor, number == 1)
         processes.sum(loss)
         self.strategy.exchange(_gradients(self.state.optimizer.parameters()))
         with stage(OPTIMIZER):
             return self._update(loss)
 
     def _update(self, loss: Tensor) -> Tensor:
-        """Clip, update and drop the gradients; returns what :meth:`train_step` returns."""
+        """Clip, update and drop the gradients, unless a replay overwrites them; returns what :meth:`train_step` returns."""
         config, optimizer = self.config, self.state.optimizer
         parameters = optimizer.parameters()
         grad_norm = self.strategy.norm(_gradients(parameters))
@@ -273,7 +332,8 @@ class Trainer:
             clip_grads_with_norm_(parameters, config.optim.grad_clip, grad_norm)
         self._set_lr(self.state.progress.step)
         optimizer.step(cancel)
-        optimizer.zero_grad(drop=not config.cuda_graphs)
+        if self._launches_singly:
+            optimizer.zero_grad(drop=self._replay is None)
         return torch.stack((loss, grad_norm, cancel))
 
     def _forward_backward(self, batch: Batch, divisor: Tensor) -> Tensor:
@@ -292,11 +352,12 @@ class Trainer:
     @contextmanager
     def launched_singly(self) -> Iterator[None]:
         """Within, no CUDA graph is replayed: the host launches the same kernels one by one."""
-        replay, self._micro_batch = self._micro_batch, self._forward_backward
+        before, self._launches_singly = self._launches_singly, True
+        self.state.optimizer.zero_grad(drop=self._replay is None)  # a replay leaves its gradients
         try:
             yield
         finally:
-            self._micro_batch = replay
+            self._launches_singly = before
 
     def beat(self, phase: str, limit_s: float) -> None:
         """Give a sign of life before something that may take up to ``limit_s`` seconds."""
@@ -362,8 +423,11 @@ class Trainer:
             return False
         batches, targets, num_bytes = taken
         fetched = time.perf_counter()
-        with self._reports.observed():
-            results = self.train_step(batches, targets)
+        try:
+            with self._reports.observed():
+                results = self.train_step(batches, targets)
+        except CaptureError as error:
+            raise TrainingStoppedError(f"{error} In this run {self._left()}.") from error
         self._results.put(_StepInfo(progress.step, targets, num_bytes), results)
         progress.step += 1
         tokens = self.config.global_batch * self.config.seq_len
@@ -398,7 +462,10 @@ class Trainer:
         batches, place = drawn or ([], {})
         counted = (sum(batch.num_targets for batch in batches), sum(batch.num_bytes for batch in batches))
         self._beat("step", step, max(limit_s, patience_s + 10))  # the others may still wait for theirs
-        targets, num_bytes, num_without, num_starved = self.processes.total(*counted, int(drawn is None), int(bool(starved)))
+        needed = self._needed_capacity(batches)
+        targets, num_bytes, num_without, num_starved, num_larger = self.processes.total(
+            *counted, int(drawn is None), int(bool(starved)), int(needed > 0)
+        )
         if num_starved:
             self._checkpoint()
             self._checkpoints.wait()
@@ -406,9 +473,11 @@ class Trainer:
             raise TrainingStoppedError(f"{what}; {self._left()}. See why the data do not come, then resume.")
         if num_without:
             return None
+        if num_larger:
+            self._grow(needed)
         self._beat("step", step, limit_s)
         self.state.sampler.load_state_dict(place)
-        return batches, targets, num_bytes
+        return self._padded(batches), targets, num_bytes
 
     def _data_patience_s(self) -> float:
         """Longest wait for a batch, 0 without limit. A stream tries again and gives up by itself; this comes after that."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,16 @@ def test_only_the_same_kind_is_compared(field: str) -> None:
 SETTINGS = {"micro_batch": 32, "compile": True, "cuda_graphs": True, "checkpointing": "none"}
 
 
-@pytest.mark.parametrize(
-    "other", [{"micro_batch": 2}, {"compile": False}, {"cuda_graphs": False}, {"checkpointing": "full"}], ids=str
+OTHER = (
+    {"micro_batch": 2},
+    {"compile": False},
+    {"cuda_graphs": False},
+    {"checkpointing": "full"},
+    {"document_mask": True},
 )
+
+
+@pytest.mark.parametrize("other", OTHER, ids=str)
 def test_steps_of_other_settings_are_not_compared(other: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="have a ratio with a baseline"):
         guard(training(3.0, settings={**SETTINGS, **other}), training(2.0, settings=SETTINGS), 0.05)
@@ -71,6 +79,18 @@ def test_steps_of_other_settings_are_not_compared(other: dict[str, Any]) -> None
     )
     assert passed
     assert lines[-1].startswith("2 ratios compared, 0 worse")
+
+
+def test_a_row_without_the_setting_is_one_without_document_masks() -> None:
+    new = training(2.0, settings={**SETTINGS, "document_mask": False})
+    assert guard(new, training(2.0, settings=SETTINGS), 0.05)[1]
+
+
+def test_dense_models_are_no_ratio_of_ours() -> None:
+    unmasked = training(2.0)[1:]
+    rows = [*training(2.0), *(replace(row, provider="dense-unmasked") for row in unmasked)]
+    lines, _ = guard(rows, training(2.0), 0.05)
+    assert lines[-1].startswith("2 ratios compared, 0 worse by more than 5%, 0 without a baseline")
 
 
 def test_the_newest_baseline_counts() -> None:

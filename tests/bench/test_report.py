@@ -81,6 +81,30 @@ def test_report_of_training(tmp_path: Path) -> None:
     assert "| late | 65,536 | 1 |  |  |  | 0.0 |  |  |  |  | 0.0 |" in text
 
 
+def test_runs_of_documents_have_a_section_and_say_how_they_went(tmp_path: Path) -> None:
+    point = {"case": "train", "choice": "model", "mode": "fwd_bwd", "tokens_per_s": 1e5, **H200}
+    masked = {"settings": {"document_mask": True}, "changed": {"micro_batch": 32, "loss_chunk": 64}}
+    went = {"slowest_over_median": 1.5, "compilations_after_5": 2, "host_ms_p50": 9.0}
+    made = [
+        make_row(**point, ms_p50=150.0),
+        make_row(**point, **masked, **went, ms_p50=160.0, first_step_s=30.0),
+        make_row(**point, provider="dense-unmasked", ms_p50=80.0, changed={}),
+    ]
+    text = write_report(made, tmp_path).read_text()
+    whole = text.index("## seed, choice model, bf")
+    documents = text.index("## seed, choice model, document masks, bf")
+    assert whole < documents
+    row = "| nsa | 2,048 | 32 | 2.000 | 2 | 1.50 | 9.0 | 30.0 | micro_batch 32, loss_chunk 64 |"
+    assert row in text[documents:]
+    assert "| dense-unmasked | 2,048 | 32 | 1.000 |  |  |  |  |  |" in text[whole:documents]
+    assert "| nsa | 2,048 | 32 | 1.875" not in text, "an older row says nothing of how it went"
+    plots = {file.name for file in tmp_path.glob("train-speed-*.png")}
+    assert plots == {
+        "train-speed-seed-model-bfloat16-nvidia-h200.png",
+        "train-speed-seed-model-document-masks-bfloat16-nvidia-h200.png",
+    }
+
+
 def test_kernels_of_a_step_have_kinds() -> None:
     names = {
         "selected branch": ["selected_gather_bwd_kernel", "list_kernel", "key_kernel"],

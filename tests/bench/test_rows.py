@@ -26,6 +26,7 @@ FIELDS = {
     "ms_p80", "tflops_useful", "tbps_useful", "peak_mib", "correct", "errors", "note", "overlap", "recall", "timing", "samples",
     "kernels", "kernel_us", "device", "gpu", "driver", "torch", "triton", "commit", "dirty", "date",
     "tokens_per_s", "mfu", "reserved_mib", "loss_nats", "settings",
+    "changed", "compilations_after_5", "slowest_over_median", "host_ms_p50", "first_step_s",
 }  # fmt: skip
 
 
@@ -194,6 +195,32 @@ def test_a_ratio_to_a_slow_twin_is_void() -> None:
     assert is_void(ours, by)
     assert not is_void(ours, figures([training("dense", 661e3), ours]))
     assert "1.200 void" in train_table([slow, ours])
+
+
+MASKED = {"settings": {"document_mask": True}}
+
+
+def test_targets_of_whole_windows_are_not_those_of_documents() -> None:
+    dense, ours = training("dense", 100e3, **MASKED), training("nsa", 100e3, **MASKED)
+    by = figures([dense, ours])
+    assert not outcomes(ours, by)
+    assert not is_void(ours, by)
+    whole = {"settings": {"document_mask": False}}
+    assert len(outcomes(training("nsa", 100e3, **whole), by)) == 2
+
+
+def test_the_table_shows_how_a_run_went() -> None:
+    went = {"compilations_after_5": 0, "slowest_over_median": 1.25, "host_ms_p50": 7.0}
+    went["first_step_s"] = 31.0
+    rows = [
+        training("nsa", 500e3, **went, **MASKED),
+        training("dense", 600e3, **MASKED),
+        training("dense-unmasked", 700e3),
+    ]
+    head, ours, dense, _ = train_table(rows).splitlines()
+    assert head.endswith("of unmasked  compiled after 5  slowest  host ms  first s  target")
+    assert ours.split()[-5:] == ["1.400", "0", "1.25", "7.0", "31.0"]
+    assert dense.split()[-1] == "1.167"
 
 
 def test_the_table_shows_ratios_verdicts_and_what_is_missing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,22 +14,23 @@ import yaml
 
 from nsa import cli
 from nsa.bench import train
-from nsa.bench.rows import Row, read_rows
-from nsa.bench.subjects import Batching, differences, find_subjects
+from nsa.bench.rows import Row, RowFile, read_rows
+from nsa.bench.subjects import Batching, as_measured, differences, find_subjects
 from nsa.bench.train import fault_of
 from nsa.bench.train_gate import check_model, gate_config
 from nsa.bench.train_run import StepClock, _MeasuredError, measure_steps
 from nsa.errors import UserError
 from nsa.lm.model import LanguageModel
 from nsa.lm.twins import MATCHED_WITHIN, dense_matched, parameters_by_part, twin
+from nsa.train.compilation import Compiled, compilations
 from nsa.train.config import CheckpointingConfig, TrainConfig
 from nsa.train.load import load_config
-from nsa.train.trainer import TrainingStoppedError
+from nsa.train.trainer import Trainer, TrainingStoppedError
 from tests.train.cases import MODEL, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
-QUICK = ["--seqs", "64", "--tokens", "128", "--steps", "2", "--warmup", "1"]
+QUICK = ["--steps", "2", "--warmup", "1"]
 
 
 def write_config(folder: Path, name: str = "tiny", **changes: Any) -> Path:
@@ -45,6 +47,12 @@ def write_config(folder: Path, name: str = "tiny", **changes: Any) -> Path:
     return path
 
 
+def small_config(folder: Path, name: str = "tiny", **changes: Any) -> Path:
+    """With steps of two windows of 64 tokens."""
+    batch = {"seq_len": 64, "micro_batch": 2, "accumulation": 1, "global_batch": 2}
+    return write_config(folder, name, **{**batch, **changes})
+
+
 def run(tmp_path: Path, *words: str) -> tuple[int, list[Row]]:
     out = tmp_path / "rows.jsonl"
     code = cli.main(["bench", "train", *QUICK, "--out", str(out), *words])
@@ -57,7 +65,7 @@ def documented_settings() -> set[str]:
 
 
 def test_sparse_and_dense_models_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_config(tmp_path, optim={"grad_clip": 0.5})
+    path = small_config(tmp_path, optim={"grad_clip": 0.5})
     code, rows = run(tmp_path, "--config", str(path), "--variant", "split:loss_chunk=32,optim.betas=[0.9,0.95]")
     assert code == 0
     names = ("nsa", "dense", "dense-matched", "split")
@@ -84,10 +92,87 @@ def test_sparse_and_dense_models_in_one_run(tmp_path: Path, capsys: pytest.Captu
     assert matched.settings["parameters"] == pytest.approx(ours.settings["parameters"], rel=MATCHED_WITHIN)
     assert matched.settings["mlp_hidden_size"] > ours.settings["mlp_hidden_size"]
     assert documented_settings() == set(ours.settings)
-    expected = {"telemetry": True, "grad_clip": 0.5, "log_every": 2, "document_mask": False}  # as measured, not as in the file
+    expected = {"telemetry": True, "grad_clip": 0.5, "log_every": 2, "document_mask": True}
     assert {name: ours.settings[name] for name in expected} == expected
     assert [row.variant for row in rows[::2]] == [None, None, None, {"loss_chunk": 32, "optim.betas": [0.9, 0.95]}]
+    dense, variant = {"model.attention": "dense"}, {"loss_chunk": 32, "optim.betas": [0.9, 0.95]}
+    wider = {"model.mlp_hidden_size": matched.settings["mlp_hidden_size"]}
+    assert [row.changed for row in rows[::2]] == [{}, dense, {**dense, **wider}, variant]
     assert "time of dense" in capsys.readouterr().out
+
+
+def test_a_configuration_is_measured_as_it_is(tmp_path: Path) -> None:
+    """Whatever it says; the rows say what was changed, and not what the benchmark itself needs."""
+    data = {"source": "folder", "path": str(write_text(tmp_path / "text")), "document_mask": False}
+    odd: dict[str, Any] = {"seq_len": 32, "micro_batch": 1, "accumulation": 3, "global_batch": 3}
+    more: dict[str, Any] = {"log_every": 1, "eval_every": 2, "checkpoint_every": 1, "data": data}
+    more |= {"sample_tokens": 5, "telemetry": False}
+    path = str(small_config(tmp_path, **odd, **more))
+    _, (row,) = run(tmp_path, "--config", path, "--provider", "nsa", "--mode", "fwd_bwd")
+    assert row.settings is not None
+    assert row.first_step_s is not None
+    assert row.slowest_over_median is None  # no step after the fifth
+    assert (row.seq_len, row.batch, row.changed) == (32, 3, {})
+    expected = {"micro_batch": 1, "accumulation": 3, "telemetry": False, "document_mask": False}
+    expected["log_every"] = 1
+    assert {name: row.settings[name] for name in expected} == expected
+    assert not row.is_masked
+    words = ["--config", path, "--provider", "nsa", "--mode", "fwd_bwd", "--seqs", "64"]
+    words += ["--tokens", "256", "--micro-batch", "2"]
+    _, (_, row) = run(tmp_path, *words, "--set", "telemetry=true", "--set", "steps=9")
+    batch = {"seq_len": 64, "micro_batch": 2, "accumulation": 2, "global_batch": 4}
+    assert row.changed == {**batch, "telemetry": True, "steps": 9}
+    assert (row.seq_len, row.batch) == (64, 4)
+
+
+def test_the_unmasked_dense_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", str(small_config(tmp_path)), "--provider", "nsa,dense"]
+    words += ["--dense-unmasked", "--mode", "fwd_bwd", "--set", "seed=3"]
+    _, rows = run(tmp_path, *words)
+    assert [row.provider for row in rows] == ["nsa", "dense", "dense-unmasked"]
+    assert [row.is_masked for row in rows] == [True, True, False]
+    assert rows[2].changed == {"seed": 3, "model.attention": "dense", "data.document_mask": False}
+    assert rows[2].batch == rows[0].batch
+    text = capsys.readouterr().out
+    changed = "model.attention dense; data.document_mask False; seed 3"
+    assert f"tiny, dense-unmasked, S 64 x 2, changed: {changed}\n" in text
+    assert rows[0].ms_p50 is not None
+    assert rows[2].ms_p50 is not None
+    assert f"{rows[0].ms_p50 / rows[2].ms_p50:.3f}" in text
+
+
+def test_how_a_run_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled late, the slowest step of all after the fifth, the start."""
+    train_step = Trainer.train_step
+
+    def uneven(self: Trainer, *args: Any) -> Any:
+        step = self.state.progress.step
+        if step in (0, 7):
+            compilations._add(Compiled(graphs=1, graphs_s=0.1))
+        time.sleep(0.5 if step in (3, 6, 9) else 0.1)  # the tenth is the one under the profiler
+        return train_step(self, *args)
+
+    monkeypatch.setattr(Trainer, "train_step", uneven)
+    config = as_measured(load_config(small_config(tmp_path)), 9, 2)
+    found, _ = measure_steps(config, torch.device("cpu"), 9, 2)
+    assert found.compilations_after_5 == 1
+    assert found.slowest_over_median is not None
+    assert 2 < found.slowest_over_median < 5.5
+    assert found.first_step_s is not None
+    assert 0.1 < found.first_step_s < 60
+    assert found.host_ms_p50 is None  # on a CPU
+
+
+def test_rows_of_before_are_read(tmp_path: Path) -> None:
+    """They have none of the newer fields."""
+    rows = read_rows([ROOT / "benchmarks/results/h200-train.jsonl"])
+    assert {row.changed for row in rows} == {None}
+    assert not any(row.is_masked for row in rows)
+    new = replace(rows[0], changed={"seed": 1}, compilations_after_5=0, slowest_over_median=1.2)
+    new = replace(new, host_ms_p50=5.0, first_step_s=30.0)
+    file = RowFile(tmp_path / "new.jsonl")
+    file.add(new)
+    assert read_rows([tmp_path / "new.jsonl"]) == [new]
 
 
 def test_a_wrong_model_gets_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +185,7 @@ def test_a_wrong_model_gets_no_figure(tmp_path: Path, monkeypatch: pytest.Monkey
 
     calls: list[float] = [0.0]
     monkeypatch.setattr(LanguageModel, "hidden_states", off)
-    code, rows = run(tmp_path, "--config", str(write_config(tmp_path)), "--provider", "nsa")
+    code, rows = run(tmp_path, "--config", str(small_config(tmp_path)), "--provider", "nsa")
     assert code == 1
     assert [(row.correct, row.ms_p50, row.tokens_per_s) for row in rows] == [(False, None, None)] * 2
     assert str(rows[0].note).startswith("train loss: ")
@@ -108,7 +193,7 @@ def test_a_wrong_model_gets_no_figure(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_gradient_that_is_wrong_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss may be right: an attention whose input gets no gradient."""
-    config = load_config(write_config(tmp_path))
+    config = load_config(small_config(tmp_path))
     assert check_model(config, torch.device("cpu")).correct is True
     from nsa.module import NativeSparseAttention
 
@@ -126,7 +211,7 @@ def test_a_gradient_that_is_wrong_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_gate_of_a_deep_model(tmp_path: Path) -> None:
     """Two layers of it, with what its policy drops computed again."""
-    config = load_config(write_config(tmp_path))
+    config = load_config(small_config(tmp_path))
     config = replace(config, model=replace(config.model, num_layers=6), checkpointing=CheckpointingConfig("range", 3, 5))
     small = gate_config(config)
     assert (small.model.num_layers, small.checkpointing.policy, small.seq_len) == (2, "full", 64)
@@ -139,7 +224,7 @@ def test_steps_that_are_not_finite_get_no_figure(tmp_path: Path, monkeypatch: py
         return replace(found, nonfinite=3), trainer
 
     monkeypatch.setattr(train, "measure_steps", nonfinite)
-    code, rows = run(tmp_path, "--config", str(write_config(tmp_path)), "--provider", "nsa", "--mode", "fwd_bwd")
+    code, rows = run(tmp_path, "--config", str(small_config(tmp_path)), "--provider", "nsa", "--mode", "fwd_bwd")
     assert code == 1
     assert [(row.correct, row.ms_p50, row.note) for row in rows] == [
         (False, None, "loss or gradient was not finite in 3 steps")
@@ -152,7 +237,7 @@ def test_speed_counts_the_time_between_steps(tmp_path: Path, monkeypatch: pytest
         return replace(found, seconds=4.0), trainer
 
     monkeypatch.setattr(train, "measure_steps", slow)
-    _, (row,) = run(tmp_path, "--config", str(write_config(tmp_path)), "--provider", "dense", "--mode", "fwd_bwd")
+    _, (row,) = run(tmp_path, "--config", str(small_config(tmp_path)), "--provider", "dense", "--mode", "fwd_bwd")
     assert row.tokens_per_s == 2 * 128 / 4.0
 
 
@@ -165,8 +250,13 @@ def test_kernels_are_judged_by_the_model() -> None:
     assert fault_of(sparse, forward, "fwd_bwd") == "no kernel range_dq* of this library ran"
     assert fault_of(sparse, both, "fwd_bwd") is None
     assert fault_of(sparse, [*both, "pytorch_flash::flash_fwd_kernel"], "fwd_bwd") is not None
-    assert fault_of(dense, ["pytorch_flash::flash_fwd_kernel"], "fwd") == "no kernel with cudnn in its name ran"
-    assert fault_of(dense, ["cudnn_generated_fort_native_sdpa_fprop"], "fwd") is None
+    assert fault_of(dense, ["pytorch_flash::flash_fwd_kernel"], "fwd") is None
+    why = "no kernel with flash or fmha or cudnn or triton_tem in its name ran"
+    assert fault_of(dense, ["nvjet_gemm"], "fwd") == why
+    unmasked = replace(dense, data=replace(dense.data, document_mask=False))
+    why = "no kernel with cudnn in its name ran"
+    assert fault_of(unmasked, ["pytorch_flash::flash_fwd_kernel"], "fwd") == why
+    assert fault_of(unmasked, ["cudnn_generated_fort_native_sdpa_fprop"], "fwd") is None
 
 
 def test_a_model_that_does_not_fit_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +264,7 @@ def test_a_model_that_does_not_fit_is_no_failure(tmp_path: Path, monkeypatch: py
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(train, "measure_steps", too_much)
-    code, rows = run(tmp_path, "--config", str(write_config(tmp_path)), "--provider", "dense")
+    code, rows = run(tmp_path, "--config", str(small_config(tmp_path)), "--provider", "dense")
     assert code == 0
     assert [(row.correct, row.note) for row in rows] == [(None, "not run: out of GPU memory")] * 2
 
@@ -184,7 +274,7 @@ def test_a_run_that_stops_itself_is_a_failure(tmp_path: Path, monkeypatch: pytes
         raise TrainingStoppedError("loss not finite in step 3")
 
     monkeypatch.setattr(train, "measure_steps", stop)
-    code, rows = run(tmp_path, "--config", str(write_config(tmp_path)), "--provider", "dense", "--mode", "fwd")
+    code, rows = run(tmp_path, "--config", str(small_config(tmp_path)), "--provider", "dense", "--mode", "fwd")
     assert code == 1
     assert [(row.correct, row.ms_p50, row.note) for row in rows] == [(False, None, "loss not finite in step 3")]
 
@@ -193,7 +283,7 @@ def test_a_run_that_stops_itself_is_a_failure(tmp_path: Path, monkeypatch: pytes
 
 
 def test_two_configurations_side_by_side(tmp_path: Path) -> None:
-    paths = [write_config(tmp_path, "a"), write_config(tmp_path, "b", seed=3, optim={"lr": 0.01})]
+    paths = [small_config(tmp_path, "a"), small_config(tmp_path, "b", seed=3, optim={"lr": 0.01})]
     first, second = find_subjects(paths, {"steps": "7"}, {}, None)
     assert (first.name, first.base, first.config.model.attention, first.config.steps) == ("nsa", None, "nsa", 7)
     assert (second.name, second.base) == ("b", first.config)
@@ -209,26 +299,46 @@ def test_two_configurations_side_by_side(tmp_path: Path) -> None:
         (["--variant", "a:compile=true", "--variant", "a:seed=1"], "--variant must have names of their own"),
         (["--variant", "dense:seed=1"], "the name of a variant must be none of nsa, dense"),
         (["--provider", "flash"], "--provider must be among nsa, dense, dense-matched"),
-        (["--micro-batch", "3", "--tokens", "256"], "--micro-batch must divide the 4 windows"),
+        (["--micro-batch", "3", "--tokens", "256"], "micro_batch must divide the 4 windows of a step"),
+        (["--micro-batch", "4"], "at most the 2 windows of a step, got 4. Give --tokens, too."),
+        (["--set", "world_size=2", "--set", "micro_batch=1"], "world_size must be 1, got 2. Give --set"),
+        (["--as-configured"], "the option must be a known one, got '--as-configured'"),
         (["--set", "optim.lr=fast"], "optim.lr must be a number"),
     ],
 )
 def test_bad_words_of_the_command(tmp_path: Path, words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--seqs", "64", "--steps", "2", *words]
-    assert cli.main(["bench", "train", "--config", str(write_config(tmp_path)), *options]) == 2
+    options = ["--steps", "2", *words]
+    assert cli.main(["bench", "train", "--config", str(small_config(tmp_path)), *options]) == 2
     assert why in capsys.readouterr().err
 
 
 def test_the_batch_of_a_step() -> None:
     seed = load_config(CONFIGS / "seed.yaml")
-    at = Batching().apply(seed, 8192, 20, 40)
-    assert (at.seq_len, at.micro_batch, at.accumulation, at.global_batch) == (8192, 8, 1, 8)
+    assert Batching().apply(seed) == seed
+    assert Batching(seq_len=8192).apply(seed) == replace(seed, seq_len=8192)
+
+    def batch(**given: int) -> tuple[int, ...]:
+        found = Batching(**given).apply(seed)
+        windows = (found.micro_batch, found.accumulation, found.global_batch)
+        names = {"seq_len", "micro_batch", "accumulation", "global_batch"}
+        assert differences(seed, found).keys() <= names
+        return found.seq_len, *windows
+
+    assert batch(tokens=16_384) == (2048, 2, 4, 8)
+    assert batch(tokens=65_536, micro_batch=32) == (2048, 32, 1, 32)
+    assert batch(tokens=65_536, micro_batch=32, seq_len=8192) == (8192, 8, 1, 8)
+    assert batch(tokens=65_536, seq_len=131_072) == (131_072, 1, 1, 1)
+    assert batch(micro_batch=4) == (2048, 4, 1, 4)
+
+
+def test_what_the_benchmark_needs() -> None:
+    seed = load_config(CONFIGS / "seed.yaml")
+    at = as_measured(seed, 20, 40)
     assert (at.log_every, at.eval_windows, at.sample_tokens, at.checkpoint_every) == (20, 0, 0, 0)
-    assert (at.optim, at.data.document_mask, at.steps) == (seed.optim, False, seed.steps)
-    split = Batching(16_384, micro_batch=2).apply(seed, 2048, 20, 40)
-    assert (split.micro_batch, split.accumulation, split.global_batch) == (2, 4, 8)
-    as_is = Batching(as_configured=True).apply(seed, 0, 20, 40)
-    assert (as_is.seq_len, as_is.micro_batch, as_is.accumulation) == (2048, 2, 2)
+    assert as_measured(replace(seed, steps=9), 20, 40).steps == 62
+    for each, expected in ((0, 20), (1, 1), (99, 40)):
+        assert as_measured(replace(seed, log_every=each), 20, 40).log_every == expected
+    assert set(differences(seed, at)) == {"eval_windows", "sample_tokens", "checkpoint_every"}
 
 
 @pytest.mark.parametrize("name", ["seed", "seed-gpt2", "gpu-small", "cpu-small"])
@@ -251,3 +361,4 @@ def test_the_clock_counts_steps_and_leaves() -> None:
     found = clock.measured([{"step": 2, "loss_nats": 5.0, "nonfinite_steps": 1}])
     assert (found.timing.samples, found.loss_nats, found.nonfinite, found.peak_mib) == (2, 5.0, 1, None)
     assert 0 < found.timing.p50 * 2 <= 1000 * found.seconds * 1.01
+    assert (found.compilations_after_5, found.slowest_over_median) == (None, None)

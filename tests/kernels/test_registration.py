@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
+from nsa.ops import _register
 from tests.ops.cases import small
 from tests.ops.public import Case
 from tests.ops.registration import check_compiled, check_operator, operator_names, record_calls
@@ -23,6 +25,23 @@ def calls():
 def test_operator(name, calls):
     assert name in calls, "no public function calls it"
     check_operator(name, calls[name])
+
+
+class AskedError(Exception):
+    """The guard was asked for the device."""
+
+
+@pytest.mark.parametrize("name", operator_names())
+def test_operator_guards_its_device(name, calls, monkeypatch):
+    """No operator runs without a look at where its tensors lie, so one registered in another way is noticed."""
+
+    def ask(arguments):
+        raise AskedError
+
+    monkeypatch.setattr(_register, "cuda_index", ask)
+    args, kwargs = calls[name]
+    with pytest.raises(AskedError):
+        getattr(torch.ops.nsa, name.removeprefix("nsa::")).default(*args, **kwargs)
 
 
 def test_compiled_whole_serves_all_lengths():

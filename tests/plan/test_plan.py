@@ -73,6 +73,10 @@ def test_a_measured_speed_counts_first() -> None:
     assert found.tokens_per_s == 400e3
     assert found.why == "measured: seed, nsa, S 2,048 x 32, compiled, checkpointing none, 2026-01-02"
     assert speed([same, step(tokens_per_s=410e3, date="2026-02-01T00:00:00+00:00")]).tokens_per_s == 410e3
+    masked = step(settings={"document_mask": True}, tokens_per_s=390e3)
+    for rows in ([same, masked], [masked, same]):
+        found = speed(rows)  # its documents are masked, too
+        assert (found.tokens_per_s, "document masks" in found.why) == (390e3, True)
     assert speed([same, step(settings={"compile": False}, tokens_per_s=100e3)]).tokens_per_s == 400e3
     assert speed([same], compile=False).tokens_per_s == 400e3  # better than nothing, and it says so
     full = CheckpointingConfig(policy="full")

@@ -57,7 +57,7 @@ def test_the_formulas_follow_the_launchers(name: str, monkeypatch: pytest.Monkey
         return torch.zeros(count, number, size, dtype=torch.bfloat16)
 
     cu = torch.arange(number + 1, dtype=torch.int32) * length if packed else None
-    where: tuple[Any, ...] = (cu, cu, number, length, length, pattern.text, 0.125, "auto")
+    where: tuple[Any, ...] = (cu, cu, None, number, length, length, pattern.text, 0.125, "auto")
     on = pattern.branches
     key, value = rows(tokens, kv, pattern.head_dim), rows(tokens, kv, pattern.value_dim)
     compressed = [x[: tokens // pattern.compress_stride].clone() for x in (key, value)]

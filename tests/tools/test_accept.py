@@ -77,6 +77,8 @@ run = pathlib.Path(words[words.index("--run-dir") + 1])
 run.mkdir()
 lines = "".join(json.dumps(row) + "\\n" for row in behaviour["rows"])
 (run / "metrics.jsonl").write_text(lines)
+events = "".join(json.dumps({"kind": kind}) + "\\n" for kind in behaviour["events"])
+(run / "events.jsonl").write_text(events)
 print("the last line", flush=True)
 sys.exit(behaviour["code"])
 """
@@ -90,8 +92,14 @@ def fake_nsa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
     (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.setattr(training, "NSA", (sys.executable, str(tmp_path / "program.py")))
 
-    def behave(rows: list[MetricsRow], *, code: int = 0, seconds: float = 0.0) -> None:
-        behaviour = {"rows": rows, "code": code, "seconds": seconds}
+    def behave(
+        rows: list[MetricsRow],
+        *,
+        code: int = 0,
+        seconds: float = 0.0,
+        events: tuple[str, ...] = ("start", "finish"),
+    ) -> None:
+        behaviour = {"rows": rows, "code": code, "seconds": seconds, "events": events}
         (tmp_path / "behaviour.json").write_text(json.dumps(behaviour))
 
     return behave
@@ -106,13 +114,14 @@ def judge(tmp_path: Path, fake_nsa: Callable[..., None]) -> Judge:
         *,
         code: int = 0,
         seconds: float = 0.0,
+        events: tuple[str, ...] = ("start", "finish"),
         limit_s: float = 60.0,
         plan_mib: float | None = 2900.0,
         committed: float | None = 2.0,
         machine: Machine = H200,
         case: Case = SEED,
     ) -> Row:
-        fake_nsa(rows, code=code, seconds=seconds)
+        fake_nsa(rows, code=code, seconds=seconds, events=events)
         deadline = time.monotonic() + limit_s
         setting = Setting(tmp_path / "out", machine, "1", deadline, say=lambda line: None)
         setting.plans["configs/seed.yaml"] = plan_mib
@@ -173,6 +182,7 @@ def without(name: str) -> list[MetricsRow]:
         (metrics(), {"committed": 1.95}, "loss_last is +2.6% from the committed 1.9500"),
         (metrics(), {"committed": 2.05}, "loss_last is -2.4% from the committed 2.0500"),
         (metrics(compilations=5), {}, "1 compilations or captures after step 5"),
+        (metrics(), {"events": ("start", "compilation")}, "1 compilations or captures"),
         (without("compilations"), {}, "compilations_after_5 is not known"),
         (metrics(memory_allocated_mib=3400.0), {}, "the peak is +17.2% from the planned one"),
         (metrics(memory_allocated_mib=2400.0), {}, "the peak is -17.2% from the planned one"),

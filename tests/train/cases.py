@@ -23,7 +23,7 @@ MODEL = LMConfig(width=32, num_layers=1, nsa=PATTERN, mlp_hidden_size=64)
 MACHINE = {
     "time_unix_s", "step_time_ms", "step_time_max_ms", "data_time_ms", "tokens_per_s", "tokens_per_s_total", "eta_s", "mfu",
     "memory_allocated_mib", "memory_reserved_mib", "gpu_utilisation_percent", "gpu_step_time_ms",
-    "host_time_ms",
+    "compilations", "kernel_compilations", "first_step_s", "host_time_ms",
 }  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def test_every_setting_can_be_overridden() -> None:
         compute_dtype="fp32", compile=True, cuda_graphs=True, tf32=True, allocator="expandable_segments",
         loss_chunk=6, telemetry=False, log_every=1,
         eval_every=2, eval_windows=3, checkpoint_every=4, keep_checkpoints=5, nonfinite="stop", nonfinite_limit=6,
-        sample_tokens=0, data_limit_s=9.5, stall_limit_s=19.5,
+        sample_tokens=0, sample_limit_s=7.5, data_limit_s=9.5, stall_limit_s=19.5,
     )  # fmt: skip
 
     def words(section: Any, prefix: str = "") -> dict[str, str]:

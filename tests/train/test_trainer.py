@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import logging
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.train.config import DataConfig, OptimConfig, TrainConfig
-from nsa.train.data import collate
+from nsa.eval.generation import complete
+from nsa.train import reports
+from nsa.train.config import DataConfig, OptimConfig, ParallelConfig, TrainConfig
+from nsa.train.data import Batch, Sampler, TextSource, collate
 from nsa.train.launch import Launch, check_launch
 from nsa.train.metrics import Row, read_metrics
 from nsa.train.run_folder import RunFolder
@@ -136,19 +141,93 @@ def test_optimizers_and_chunks_and_attention_all_learn(tmp_path: Path) -> None:
         assert float(rows[0]["loss_nats"]) > float(rows[-1]["loss_nats"]) + 1, changes
 
 
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tracer's own backend stands in for a C++ compiler, which takes minutes."""
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch's tracer looks at it
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_compiled_equals_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str) -> None:
-    """Traced whole, forward and backward; the tracer's own backend stands in for a C++ compiler, which takes minutes."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.usefixtures("traced")
+def test_compiled_equals_eager(tmp_path: Path, attention: str, by_layer: bool) -> None:
+    """Traced whole or layer by layer, forward and backward."""
     results = []
     for compiled in (False, True):
-        config = tiny_config(tmp_path, model={"attention": attention}, compile=compiled)
+        config = tiny_config(
+            tmp_path, model={"attention": attention}, compile=compiled, parallel=ParallelConfig(compile_layers=by_layer)
+        )
         trainer = make_trainer(config, tmp_path / f"run{compiled}")
         assert isinstance(trainer.loss, nn.Module)
-        assert hasattr(trainer.loss, "_orig_mod") is compiled
+        assert hasattr(trainer.loss, "_orig_mod") is (compiled and not by_layer)
+        before = counters["stats"]["unique_graphs"]
         results.append(torch.stack([trainer.train_step(trainer.next_batches()) for _ in range(2)]))
+        assert (counters["stats"]["unique_graphs"] > before) is compiled
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.usefixtures("traced")
+def test_nothing_is_compiled_after_the_first_step(tmp_path: Path, attention: str, by_layer: bool) -> None:
+    """Whatever documents a batch holds: of one token, of whole windows, dozens a window; with evaluations and a sample."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "long.txt").write_text("the sea and the old stones of it " * 60)
+    for index in range(200):
+        (folder / f"short{index:03d}.txt").write_text("x" * (index % 5) + f"{index}")
+    config = tiny_config(
+        tmp_path, model={"attention": attention, "num_layers": 2}, compile=True, sample_tokens=3, steps=16,
+        data=DataConfig(source="folder", path=str(folder)), parallel=ParallelConfig(compile_layers=by_layer),
+    )  # fmt: skip
+    trainer = make_trainer(config, tmp_path / "run")
+    numbers: set[int] = set()
+    step, drawn = trainer.train_step, trainer._draw
+
+    def watched(batches: Sequence[Batch], num_targets: int | None = None) -> Tensor:
+        assert {batch.num_sequences for batch in batches} == {trainer.state.progress.sequence_capacity}
+        stance = "default" if trainer.state.progress.step == 0 else "fail_on_recompile"
+        with torch.compiler.set_stance(stance):
+            return step(batches, num_targets)
+
+    def counted(sampler: Sampler) -> list[Batch]:
+        batches = drawn(sampler)
+        numbers.update(batch.num_sequences for batch in batches)
+        return batches
+
+    trainer.train_step, trainer._draw = watched, counted  # type: ignore[method-assign]
+    trainer.run()
+    assert len(numbers) >= 3, numbers
+    assert max(numbers) <= trainer.state.progress.sequence_capacity
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.usefixtures("traced")
+def test_a_fuller_batch_raises_the_capacity_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the data have no index, as a stream; the resumed run begins with what the checkpoint says."""
+    monkeypatch.setattr(TextSource, "most_sequences", lambda *_: None)
+    monkeypatch.setattr("nsa.train.trainer.SHORT_DOCUMENT", 10**6)
+    config = tiny_config(tmp_path, compile=True, steps=3, seq_len=256, checkpoint_every=2)
+    with caplog.at_level(logging.WARNING):
+        trainer = make_trainer(config, tmp_path / "run")
+        assert trainer.state.progress.sequence_capacity == config.micro_batch + 1
+        trainer.run()
+    grown = trainer.state.progress.sequence_capacity
+    assert grown in (4, 8, 16)
+    assert f"exceeds the capacity of 3, which is now {grown}" in caplog.text
+    resumed = make_trainer(config, tmp_path / "run", resume=True)
+    assert resumed.state.progress.sequence_capacity == grown
+
+
+def test_batches_are_not_padded_where_nothing_is_compiled(tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_config(tmp_path), tmp_path / "run")
+    assert trainer.state.progress.sequence_capacity == 0
+    assert all(int(batch.cu_seqlens.diff().min()) > 0 for _ in range(3) for batch in trainer.next_batches())
 
 
 # -------------------------------------------------------------------------------------------------------------- the run
@@ -227,6 +306,37 @@ def test_sample_continues_held_out_text(tmp_path: Path) -> None:
     prompt = bytes(trainer.data.validation.window(64, 0)[:64].astype("uint8")).replace(b"\0", b"").decode()
     assert prompt in text
     assert "--- continuation" in text
+
+
+@pytest.mark.parametrize(("limit_s", "drawn"), [(2.5, 3), (0.0, 6), (5.5, 6)])
+def test_the_sample_does_not_hold_up_the_end(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limit_s: float,
+    drawn: int,
+) -> None:
+    """A token takes a second here; the file holds the beginning of the whole sample."""
+    config = tiny_config(tmp_path, steps=2, sample_tokens=6, sample_limit_s=limit_s)
+    trainer = make_trainer(config, tmp_path / "run")
+    now, whole = [0.0], []
+
+    def slowly(*args: Any, until: Callable[[], bool], **given: Any) -> list[bytes]:
+        whole.extend(complete(*args, **given))
+        while now[0] < 6:
+            now[0] += 1.0
+            if until():
+                break
+        return [whole[0][: int(now[0])]]
+
+    monkeypatch.setattr(reports, "complete", slowly)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    trainer._reports.write_sample()
+    text = (tmp_path / "run" / "sample.txt").read_text(encoding="utf-8", errors="replace")
+    said = "--- ended after 3 of 6 tokens by sample_limit_s (2.5 s)\n"
+    assert text.endswith(said) == (drawn == 3)
+    assert ("sample_limit_s" in text) == (drawn == 3)
+    continuation = text.partition("temperature 0.8\n")[2].removesuffix(said).removesuffix("\n")
+    assert continuation == whole[0][:drawn].decode(errors="replace")
 
 
 def test_the_sample_ends_when_somebody_wants_the_end_and_gives_signs_of_life(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Sequences that one step of `find_tile` looks at.
+# Sequences that one step of `find_tile` looks at, and the distance of those that its first step looks at.
 SEQUENCES = tl.constexpr(128)
 
 # Arguments of kernels that change from call to call. Triton must not look at their values: it would compile a kernel anew
@@ -21,43 +21,43 @@ VARYING = [
 
 @triton.jit
 def find_tile(cu_ptr, tile, num_sequences, rows_each, TILE: tl.constexpr, HEADS: tl.constexpr = 1):
-    """Sequence and tile inside it of the tile-th tile of ``TILE`` rows; the sequence is ``num_sequences`` past the last.
+    """Sequence and tile inside it of the tile-th tile of ``TILE`` rows; the sequence is ``num_sequences`` where there is none.
 
-    ``cu_ptr`` None means that every sequence has ``rows_each`` rows. Each counts as ``HEADS`` rows of tiles.
+    ``cu_ptr`` None means that every sequence has ``rows_each`` rows. Each counts as ``HEADS`` rows of tiles. With offsets the
+    tiles of a sequence begin at ``tiles_before``, and up to one behind its last stays empty.
     """
     if cu_ptr is None:
         tiles_each = tl.cdiv(rows_each * HEADS, TILE)
         sequence = tile // tiles_each
         inside = tile % tiles_each
     else:
-        sequence = num_sequences
-        inside = 0
-        before = 0
-        for first in tl.range(0, num_sequences, SEQUENCES):
-            b = first + tl.arange(0, SEQUENCES)
+        # The last sequence that begins at or before the tile: first among every 128th, then among 128 in a row.
+        group = 0
+        for first in tl.range(SEQUENCES, num_sequences, SEQUENCES * SEQUENCES):
+            b = first + tl.arange(0, SEQUENCES) * SEQUENCES
             start = tl.load(cu_ptr + b, mask=b < num_sequences, other=0)
-            end = tl.load(cu_ptr + b + 1, mask=b < num_sequences, other=0)
-            tiles = ((end - start) * HEADS + TILE - 1) // TILE
-            last = before + tl.cumsum(tiles, 0)
-            here = (tile < last) & (tile >= last - tiles)
-            sequence += tl.sum(tl.where(here, b - num_sequences, 0), 0)
-            inside += tl.sum(tl.where(here, tile - last + tiles, 0), 0)
-            before += tl.sum(tiles, 0)
+            group += tl.sum(((b < num_sequences) & (start * HEADS // TILE + b <= tile)).to(tl.int32), 0)
+        b = group * SEQUENCES + tl.arange(0, SEQUENCES)
+        start = tl.load(cu_ptr + b, mask=b < num_sequences, other=0)
+        begun = (b < num_sequences) & (start * HEADS // TILE + b <= tile)
+        sequence = group * SEQUENCES + tl.maximum(tl.sum(begun.to(tl.int32), 0) - 1, 0)
+        start = tl.load(cu_ptr + sequence)
+        rows = (tl.load(cu_ptr + sequence + 1) - start) * HEADS
+        inside = tile - (start * HEADS // TILE + sequence)
+        sequence = tl.where(inside * TILE < rows, sequence, num_sequences)
     return sequence, inside
 
 
 @triton.jit
 def tiles_before(cu_ptr, sequence, rows_each, TILE: tl.constexpr):
-    """Tiles of ``TILE`` rows of all sequences before this one, as ``find_tile`` counts them."""
+    """Where the tiles of ``TILE`` rows of a sequence begin, as ``find_tile`` counts them.
+
+    Whole tiles of all rows before it, and one for each sequence before it: as many as they can need, by one division.
+    """
     if cu_ptr is None:
         before = sequence * tl.cdiv(rows_each, TILE)
     else:
-        before = 0
-        for first in tl.range(0, sequence, SEQUENCES):
-            b = first + tl.arange(0, SEQUENCES)
-            start = tl.load(cu_ptr + b, mask=b < sequence, other=0)
-            end = tl.load(cu_ptr + b + 1, mask=b < sequence, other=0)
-            before += tl.sum((end - start + TILE - 1) // TILE, 0)
+        before = tl.load(cu_ptr + sequence) // TILE + sequence
     return before
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa.errors import check
+from nsa.errors import check, fail
 from nsa.ops._boundary import choose_backend
 from nsa.ops.combination.ops import combine_op
 from nsa.ops.combination.reference import combine_reference
@@ -44,9 +44,11 @@ def combine(
     check(len(outputs) > 0, "combine", "out_cmp, out_slc, out_win", "not all be None", None)
     shape = outputs[0][1].shape
     for name, out in outputs:
-        check(out.shape == shape, "combine", name, f"have shape {tuple(shape)} as the other branches", tuple(out.shape))
+        if out.shape != shape:
+            fail("combine", name, f"have shape {tuple(shape)} as the other branches", tuple(out.shape))
     expected = (*shape[:-1], 3)
-    check(tuple(gates.shape) == expected, "combine", "gates", f"have shape {expected}", tuple(gates.shape))
+    if tuple(gates.shape) != expected:
+        fail("combine", "gates", f"have shape {expected}", tuple(gates.shape))
     if choose_backend("combine", backend, outputs[0][1], outputs[0][0]) == "triton":
         return combine_op(out_cmp, out_slc, out_win, gates)
     with torch.autocast(gates.device.type, enabled=False):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from nsa.ops._register import register
 
 
 def _forward(out_cmp: Tensor | None, out_slc: Tensor | None, out_win: Tensor | None, gates: Tensor) -> Tensor:
@@ -28,10 +29,8 @@ def _contiguous(*branches: Tensor | None) -> Any:
 
 
 _BRANCHES = "Tensor? out_cmp, Tensor? out_slc, Tensor? out_win, Tensor gates"
-combine_op = torch.library.custom_op("nsa::combine", _forward, mutates_args=(), schema=f"({_BRANCHES}) -> Tensor")
-combine_backward_op = torch.library.custom_op(
-    "nsa::combine_backward", _backward, mutates_args=(), schema=f"({_BRANCHES}, Tensor dout) -> Tensor[]"
-)
+combine_op = register("combine", _forward, f"({_BRANCHES}) -> Tensor")
+combine_backward_op = register("combine_backward", _backward, f"({_BRANCHES}, Tensor dout) -> Tensor[]")
 
 
 @combine_op.register_fake

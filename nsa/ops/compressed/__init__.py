@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.errors import check
+from nsa.errors import fail
 from nsa.ops._boundary import Sequences, check_heads, choose_backend, compressed_key_shape, open_sequences, pack, scale_of
 from nsa.ops.compressed.ops import compressed_attention_op
 from nsa.ops.compressed.reference import compressed_attention_reference
@@ -58,8 +58,8 @@ def compressed_attention(
     key_shape = compressed_key_shape(name, q, k_cmp, config, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
     if v_cmp is not None:
         check_heads(name, "v_cmp", v_cmp, config.num_kv_heads, config.value_dim, q)
-        same = v_cmp.shape[:-2] == k_cmp.shape[:-2]
-        check(same, name, "v_cmp", f"have {k_cmp.shape[0]} rows as k_cmp", tuple(v_cmp.shape))
+        if v_cmp.shape[:-2] != k_cmp.shape[:-2]:
+            fail(name, "v_cmp", f"have {k_cmp.shape[0]} rows as k_cmp", tuple(v_cmp.shape))
     sequences = open_sequences(name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend)
     scale = scale_of(name, config, softmax_scale)
     out, lse = run_compressed_attention(pack(q), k_cmp, v_cmp, config, sequences, scale, backend)

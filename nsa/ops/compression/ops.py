@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nsa.ops._range import rows
+from nsa.ops._register import register
 
 _WHERE = "Tensor? cu, Tensor? cu_cmp, SymInt num_sequences, SymInt len_x, SymInt len_cmp, int size, int stride"
 _ROTATION = "Tensor? frequency, int middle, float magnitude, int position_offset"
@@ -42,17 +42,13 @@ def _gather_blocks_backward(dblocks: Tensor, num_tokens: int, *rest: Any) -> Ten
     return gather_backward(dblocks.contiguous(), num_tokens, CompressLayout(*rest))
 
 
-def _register(name: str, function: Any, schema: str) -> Any:
-    return torch.library.custom_op(f"nsa::{name}", function, mutates_args=(), schema=schema)
-
-
-compress_op = _register("compress", _compress, f"(Tensor x, Tensor? weight, {_WHERE}, {_ROTATION}) -> Tensor")
-compress_backward_op = _register(
+compress_op = register("compress", _compress, f"(Tensor x, Tensor? weight, {_WHERE}, {_ROTATION}) -> Tensor")
+compress_backward_op = register(
     "compress_backward", _compress_backward,
     f"(Tensor dy, Tensor? x, Tensor? weight, SymInt num_tokens, {_WHERE}, {_ROTATION}) -> Tensor[]",
 )  # fmt: skip
-gather_blocks_op = _register("gather_blocks", _gather_blocks, f"(Tensor x, {_WHERE}) -> Tensor")
-gather_blocks_backward_op = _register(
+gather_blocks_op = register("gather_blocks", _gather_blocks, f"(Tensor x, {_WHERE}) -> Tensor")
+gather_blocks_backward_op = register(
     "gather_blocks_backward", _gather_blocks_backward, f"(Tensor dblocks, SymInt num_tokens, {_WHERE}) -> Tensor"
 )
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
+
+from nsa.ops._register import register
 
 
 def _forward(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -19,10 +20,8 @@ def _backward(dout: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
     return embed_backward(dout.flatten(0, -2).contiguous(), tokens.flatten(), num_rows)
 
 
-embed_op = torch.library.custom_op("nsa::embed", _forward, mutates_args=(), schema="(Tensor tokens, Tensor weight) -> Tensor")
-embed_backward_op = torch.library.custom_op(
-    "nsa::embed_backward", _backward, mutates_args=(), schema="(Tensor dout, Tensor tokens, SymInt num_rows) -> Tensor"
-)
+embed_op = register("embed", _forward, "(Tensor tokens, Tensor weight) -> Tensor")
+embed_backward_op = register("embed_backward", _backward, "(Tensor dout, Tensor tokens, SymInt num_rows) -> Tensor")
 
 
 @embed_op.register_fake

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nsa.errors import check
+from nsa.errors import check, fail
 from nsa.ops._boundary import choose_backend
 from nsa.ops.heads.ops import split_heads_op
 from nsa.ops.heads.reference import split_heads_reference
@@ -51,7 +51,8 @@ def split_heads(x: Tensor, parts: Sequence[Heads], positions: Tensor, rope: Rope
     name = "split_heads"
     columns = sum(part.number * part.size for part in parts)
     check(x.ndim == 2 and x.shape[1] == columns, name, "x", f"have shape [T, {columns}]", tuple(x.shape))
-    check(positions.shape == x.shape[:1], name, "positions", f"have shape {tuple(x.shape[:1])}", tuple(positions.shape))
+    if positions.shape != x.shape[:1]:
+        fail(name, "positions", f"have shape {tuple(x.shape[:1])}", tuple(positions.shape))
     for part in parts:
         fits = not part.rotated or (rope.dim <= part.size and rope.dim % 2 == 0)
         check(fits, name, "rope", f"have an even dim of at most the head size ({part.size})", rope.dim)

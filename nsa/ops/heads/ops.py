@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from nsa.ops._register import register
 
 _WHAT = "Tensor positions, Tensor frequency, int[] numbers, int[] sizes, bool[] rotated, float magnitude, int position_offset"
 
@@ -22,12 +23,8 @@ def _backward(grads: list[Tensor], *what: Any) -> Tensor:
     return split_backward([grad.contiguous() for grad in grads], *what)
 
 
-split_heads_op = torch.library.custom_op(
-    "nsa::split_heads", _forward, mutates_args=(), schema=f"(Tensor x, {_WHAT}) -> Tensor[]"
-)
-split_heads_backward_op = torch.library.custom_op(
-    "nsa::split_heads_backward", _backward, mutates_args=(), schema=f"(Tensor[] grads, {_WHAT}) -> Tensor"
-)
+split_heads_op = register("split_heads", _forward, f"(Tensor x, {_WHAT}) -> Tensor[]")
+split_heads_backward_op = register("split_heads_backward", _backward, f"(Tensor[] grads, {_WHAT}) -> Tensor")
 
 
 @split_heads_op.register_fake

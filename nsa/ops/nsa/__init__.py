@@ -47,8 +47,10 @@ def run_attention(
         out ``[T, Hq, Dv]``; the choice int32 ``[T, Hkv, n]``, None without the selected branch; and the counters by which its
         design was chosen (see :func:`nsa.ops.observation.observe`): 0 where shapes alone chose it, None without the branch.
     """
+    *offsets, num_sequences, len_q, len_k = sequences.kernel_arguments()
+    lengths = (num_sequences, len_q, len_k)
     given = (q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
     out, _, _, block_indices, _, _, _, union, _, _ = attention_op(
-        *given, *sequences.kernel_arguments(), config.text, softmax_scale, design
+        *given, *offsets, sequences.cu_cmp, *lengths, config.text, softmax_scale, design
     )
     return out, None if k_slc is None else block_indices, union if union.numel() else None

@@ -16,6 +16,7 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.ops._boundary import Sequences
 from nsa.ops._range import begin_range_gradients, finish_range_gradients, rows
+from nsa.ops._register import register
 from nsa.ops._side_stream import two_streams
 from nsa.ops.combination.ops import combine_op
 from nsa.ops.compressed import range_arguments as compressed_arguments
@@ -37,15 +38,17 @@ _SAVED = (
     "Tensor lse_win"
 )
 _WHERE = (
-    "Tensor? cu_q, Tensor? cu_k, SymInt num_sequences, SymInt len_q, SymInt len_k, str config, float softmax_scale, str design"
+    "Tensor? cu_q, Tensor? cu_k, Tensor? cu_cmp, SymInt num_sequences, SymInt len_q, SymInt len_k, str config, "
+    "float softmax_scale, str design"
 )
 
 
 def _open(x: Tensor, *where: Any) -> tuple[NSAConfig, Sequences, float, str]:
     """The pattern, the sequences, the scale and the design of a call."""
-    cu_q, cu_k, num_sequences, len_q, len_k, text, softmax_scale, design = where
+    cu_q, cu_k, cu_cmp, num_sequences, len_q, len_k, text, softmax_scale, design = where
     offsets = None if cu_q is None else (cu_q, cu_k)
-    return NSAConfig.from_text(text), Sequences(offsets, num_sequences, len_q, len_k, x.device), softmax_scale, design
+    sequences = Sequences(offsets, num_sequences, len_q, len_k, x.device, cu_cmp=cu_cmp)
+    return NSAConfig.from_text(text), sequences, softmax_scale, design
 
 
 def _forward(
@@ -125,12 +128,8 @@ def _backward(
     return [*grads, dgates]
 
 
-attention_op = torch.library.custom_op(
-    "nsa::attention", _forward, mutates_args=(), schema=f"({_INPUTS}, {_WHERE}) -> (Tensor, {_SAVED})"
-)
-attention_backward_op = torch.library.custom_op(
-    "nsa::attention_backward", _backward, mutates_args=(), schema=f"({_INPUTS}, {_SAVED}, Tensor dout, {_WHERE}) -> Tensor[]"
-)
+attention_op = register("attention", _forward, f"({_INPUTS}, {_WHERE}) -> (Tensor, {_SAVED})")
+attention_backward_op = register("attention_backward", _backward, f"({_INPUTS}, {_SAVED}, Tensor dout, {_WHERE}) -> Tensor[]")
 
 
 @attention_op.register_fake
@@ -138,15 +137,15 @@ def _(
     q: Tensor, q_cmp: Tensor | None, k_cmp: Tensor | None, v_cmp: Tensor | None, k_slc: Tensor | None, v_slc: Tensor | None,
     k_win: Tensor | None, v_win: Tensor | None, gates: Tensor, *where: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    config = NSAConfig.from_text(where[5])
+    cu_q, cu_k, _, *lengths, text, softmax_scale, design = where
+    config = NSAConfig.from_text(text)
     num_q, num_heads = q.shape[:2]
     off = (q.new_empty(0), q.new_empty(0))
     lse = q.new_empty(num_q, num_heads, dtype=torch.float32)
     lse_range = q.new_empty(num_heads, num_q, dtype=torch.float32).t()
     out = q.new_empty(num_q, num_heads, config.value_dim)
     indices = q.new_empty(num_q, config.num_kv_heads, config.num_selected_blocks, dtype=torch.int32)
-    rest = (*where[:5], config.block_size, *where[6:])
-    index = no_index(indices, *rest)
+    index = no_index(indices, cu_q, cu_k, *lengths, config.block_size, softmax_scale, design)
     return (
         out,
         off[0] if v_cmp is None else torch.empty_like(out),
@@ -162,18 +161,18 @@ def _(*arguments: Any) -> list[Tensor]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    cu_q, cu_k, *ctx.rest = inputs[9:]
-    ctx.save_for_backward(*inputs[:9], *output[1:], cu_q, cu_k)
+    ctx.rest = inputs[12:]
+    ctx.save_for_backward(*inputs[:9], *output[1:], *inputs[9:12])  # the last are offsets
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    none = (None,) * (2 + len(ctx.rest))
-    *saved, cu_q, cu_k = ctx.saved_tensors
+    none = (None,) * (3 + len(ctx.rest))
+    *saved, cu_q, cu_k, cu_cmp = ctx.saved_tensors
     if dout is None:
         return *((None,) * 9), *none
-    grads = iter(attention_backward_op(*saved, dout, cu_q, cu_k, *ctx.rest))
+    grads = iter(attention_backward_op(*saved, dout, cu_q, cu_k, cu_cmp, *ctx.rest))
     return *(None if x is None else next(grads) for x in saved[:9]), *none
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from nsa.ops._boundary import Sequences
+from nsa.ops._register import register
 from nsa.ops.observation.reference import ON, observe_reference
 
 
@@ -26,14 +26,12 @@ def _observe(
 
 
 # Opaque to compilers on both backends: what is switched off most of the time is not to be fused into what always runs.
-observe_op = torch.library.custom_op(
-    "nsa::observe",
+observe_op = register(
+    "observe",
     _observe,
+    "(Tensor gates, Tensor? block_indices, Tensor? union, Tensor(a!) sums, Tensor? cu_q, Tensor? cu_k, "
+    "SymInt num_sequences, SymInt len_q, SymInt len_k, int block_size, SymInt limit_4, int[] columns, str backend) -> ()",
     mutates_args=("sums",),
-    schema=(
-        "(Tensor gates, Tensor? block_indices, Tensor? union, Tensor(a!) sums, Tensor? cu_q, Tensor? cu_k, "
-        "SymInt num_sequences, SymInt len_q, SymInt len_k, int block_size, SymInt limit_4, int[] columns, str backend) -> ()"
-    ),
 )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.errors import check
+from nsa.errors import check, fail
 from nsa.ops._boundary import Sequences, check_block_indices, check_qkv, choose_backend, open_sequences, pack, scale_of
 from nsa.ops.selected.design import DESIGNS, LIMIT_4
 from nsa.ops.selected.ops import selected_attention_op
@@ -66,8 +66,9 @@ def selected_attention(
     check(design in DESIGNS, name, "design", f"be one of {', '.join(DESIGNS)}", design)
     check_qkv(name, q, k, v, config)
     check_block_indices(name, block_indices, config)
-    same = block_indices.shape[:-2] == q.shape[:-2]
-    check(same, name, "block_indices", f"have the queries of q {tuple(q.shape[:-2])}", tuple(block_indices.shape[:-2]))
+    if block_indices.shape[:-2] != q.shape[:-2]:
+        rule = f"have the queries of q {tuple(q.shape[:-2])}"
+        fail(name, "block_indices", rule, tuple(block_indices.shape[:-2]))
     key_shape = tuple(k.shape[:-2])
     sequences = open_sequences(name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend)
     scale = scale_of(name, config, softmax_scale)

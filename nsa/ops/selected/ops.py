@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops._range import rows
+from nsa.ops._register import register
 from nsa.ops.selected.design import order_type
 
 if TYPE_CHECKING:
@@ -69,20 +70,16 @@ def no_index(block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
     return block_indices.new_zeros(count, dtype=order_type(count)), block_indices.new_zeros(2, dtype=torch.int64)
 
 
-selected_attention_op = torch.library.custom_op(
-    "nsa::selected_attention",
+selected_attention_op = register(
+    "selected_attention",
     _forward,
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor block_indices, {_WHERE}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor q, Tensor k, Tensor v, Tensor block_indices, {_WHERE}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-selected_attention_backward_op = torch.library.custom_op(
-    "nsa::selected_attention_backward",
+selected_attention_backward_op = register(
+    "selected_attention_backward",
     _backward,
-    mutates_args=(),
-    schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor out, Tensor lse, Tensor order, Tensor union, Tensor dout, "
-        f"{_WHERE}) -> (Tensor, Tensor, Tensor)"
-    ),
+    "(Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor out, Tensor lse, Tensor order, Tensor union, Tensor dout, "
+    f"{_WHERE}) -> (Tensor, Tensor, Tensor)",
 )
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.errors import check
+from nsa.errors import fail
 from nsa.ops._boundary import Sequences, choose_backend, compressed_key_shape, open_sequences, pack, scale_of
 from nsa.ops.selection.ops import select_blocks_op
 from nsa.ops.selection.ranges import blocks_to_ranges
@@ -58,7 +58,8 @@ def select_blocks(
     name = "select_blocks"
     backend = choose_backend(name, backend, q)
     key_shape = compressed_key_shape(name, q, k_cmp, config, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
-    check(lse.shape == q.shape[:-1], name, "lse", f"have shape {tuple(q.shape[:-1])}", tuple(lse.shape))
+    if lse.shape != q.shape[:-1]:
+        fail(name, "lse", f"have shape {tuple(q.shape[:-1])}", tuple(lse.shape))
     sequences = open_sequences(name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend)
     packed_lse = lse.flatten(0, 1) if lse.ndim == 3 else lse
     scale = scale_of(name, config, softmax_scale)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa.errors import check
+from nsa.ops._register import register
 
 
 def check_fp8(capability: tuple[int, int]) -> None:
@@ -34,15 +35,12 @@ def _select_blocks(q: Tensor, k: Tensor, lse: Tensor, coarse: Tensor | None, *re
     return select_blocks_forward(q, k, by_head(lse), layout, softmax_scale, choice, tile, coarse, coarse_factor)
 
 
-select_blocks_op = torch.library.custom_op(
-    "nsa::select_blocks",
+select_blocks_op = register(
+    "select_blocks",
     _select_blocks,
-    mutates_args=(),
-    schema=(
-        "(Tensor q, Tensor k, Tensor lse, Tensor? coarse, Tensor? cu_q, Tensor? cu_k, Tensor? cu_key, SymInt num_sequences, "
-        "SymInt len_q, SymInt len_k, SymInt len_key, int size, int stride, float softmax_scale, int coarse_factor, "
-        "int block_size, int num_blocks, int num_init, int num_local, int[] counts, str precision) -> Tensor"
-    ),
+    "(Tensor q, Tensor k, Tensor lse, Tensor? coarse, Tensor? cu_q, Tensor? cu_k, Tensor? cu_key, SymInt num_sequences, "
+    "SymInt len_q, SymInt len_k, SymInt len_key, int size, int stride, float softmax_scale, int coarse_factor, "
+    "int block_size, int num_blocks, int num_init, int num_local, int[] counts, str precision) -> Tensor",
 )
 
 

@@ -55,15 +55,20 @@ class Batch:
             pin = mine.is_cuda and not theirs.is_cuda
             mine.copy_(theirs.pin_memory() if pin else theirs, non_blocking=True)
 
-    def with_few_shapes(self) -> Batch:
-        """Empty sequences behind the others bring their number to a power of two, so that batches have few different shapes.
+    @property
+    def num_sequences(self) -> int:
+        """Sequences, empty ones included."""
+        return self.cu_seqlens.shape[0] - 1
 
-        It is more than the number of windows: a batch of whole windows alone would be computed by other code, which would have
-        to be compiled at whatever step it comes.
+    def padded(self, num_sequences: int) -> Batch:
+        """The same batch with empty sequences behind the others: ``num_sequences`` of them in all.
+
+        Raises:
+            ValueError: it has more.
         """
-        number, num_tokens = self.cu_seqlens.shape[0] - 1, self.tokens.shape[0]
-        most = max(number, num_tokens // self.max_seqlen + 1)
-        empty = self.cu_seqlens.new_full(((1 << (most - 1).bit_length()) - number,), num_tokens)
+        missing = num_sequences - self.num_sequences
+        check(missing >= 0, "Batch.padded", "num_sequences", f"be at least {self.num_sequences}", num_sequences)
+        empty = self.cu_seqlens.new_full((missing,), self.tokens.shape[0])
         return replace(self, cu_seqlens=torch.cat((self.cu_seqlens, empty)))
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nsa.errors import UserError, check
-from nsa.train.data.source import DataUnavailableError, check_window
+from nsa.train.data.source import DataUnavailableError, check_window, most_sequences
 from nsa.train.data.tokenise import SIDES, Side
 from nsa.train.data.tokenizer import Tokenizer, load_tokenizer, token_dtype
 from nsa.train.run_folder import replace_text
@@ -231,9 +231,11 @@ class ShardSource:
         self.token_bytes = tokenizer.token_bytes
         self.num_tokens = 0
         self._starts: list[int] = []
+        self._offsets: list[Path] = []
         self._shards: list[NDArray[Any]] = []
         for shard in folder.shards[side]:
             self._starts.append(self.num_tokens)
+            self._offsets.append(folder.path / f"{shard.name}.offsets")
             mapped = np.memmap(folder.path / f"{shard.name}.tokens", dtype=shard_dtype(tokenizer.vocab_size), mode="r")
             self._shards.append(mapped.view(np.ndarray))  # slices of a memmap cost three times as much
             self.num_tokens += shard.tokens
@@ -251,6 +253,15 @@ class ShardSource:
     def target_mask(self, seq_len: int, index: int) -> NDArray[np.bool_] | None:
         """See :class:`nsa.train.data.source.TokenSource`: every target counts."""
         return None
+
+    def most_sequences(self, seq_len: int, num_windows: int) -> int | None:
+        """See :class:`nsa.train.data.source.TokenSource`; from the offsets of the documents."""
+        return most_sequences(self, np.concatenate(list(self._document_starts())), seq_len, num_windows)
+
+    def _document_starts(self) -> Iterator[NDArray[np.int64]]:
+        """First token of each document, counted from the beginning of the side; shard by shard."""
+        for first, path in zip(self._starts, self._offsets, strict=True):
+            yield np.fromfile(path, dtype=OFFSET_DTYPE).astype(np.int64) + first
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
         """Tokens ``start`` to ``stop - 1`` of the side, as they are stored."""

@@ -39,6 +39,20 @@ class TokenSource(Protocol):
         """Which of the ``seq_len`` targets count: bool ``[seq_len]``, or None for all of them."""
         ...
 
+    def most_sequences(self, seq_len: int, num_windows: int) -> int | None:
+        """Stretches of documents that any ``num_windows`` different windows hold together, at most.
+
+        None where that is not known before the text is read.
+        """
+        ...
+
+
+def most_sequences(source: TokenSource, starts: NDArray[np.integer], seq_len: int, num_windows: int) -> int:
+    """:meth:`TokenSource.most_sequences` from the numbers of the tokens that begin documents."""
+    inside = starts[(starts % seq_len != 0) & (starts < source.num_windows(seq_len) * seq_len)]
+    counts = np.bincount(inside // seq_len) if len(inside) else np.zeros(1, dtype=np.int64)
+    return num_windows + int(np.sort(counts)[::-1][:num_windows].sum())
+
 
 class TextSource:
     """Documents one after another, each ended by the separator, cut into windows.
@@ -83,6 +97,11 @@ class TextSource:
     def target_mask(self, seq_len: int, index: int) -> NDArray[np.bool_] | None:
         """See :class:`TokenSource`: every target counts (packing leaves out those across documents)."""
         return None
+
+    def most_sequences(self, seq_len: int, num_windows: int) -> int | None:
+        """See :class:`TokenSource`."""
+        starts = np.flatnonzero(self.tokens == self.separator_id) + 1
+        return most_sequences(self, starts, seq_len, num_windows)
 
 
 def check_window(source: TokenSource, seq_len: int, index: int) -> None:

@@ -92,6 +92,10 @@ class StreamSource:
         """See :class:`nsa.train.data.source.TokenSource`: every target counts."""
         return None
 
+    def most_sequences(self, seq_len: int, num_windows: int) -> int | None:
+        """See :class:`nsa.train.data.source.TokenSource`: not known."""
+        return None
+
     def place(self, token: int) -> dict[str, int]:
         """Where reading begins for a token to come next: ``epoch``, ``file``, ``row``, and ``token`` in that row.
 

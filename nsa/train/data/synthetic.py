@@ -83,6 +83,10 @@ class SyntheticSource:
         """See :class:`nsa.train.data.source.TokenSource`."""
         return self._make(seq_len, index)[1][1:]
 
+    def most_sequences(self, seq_len: int, num_windows: int) -> int | None:
+        """See :class:`nsa.train.data.source.TokenSource`: windows hold no documents."""
+        return num_windows
+
     def _make(self, seq_len: int, index: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         check_window(self, seq_len, index)
         rng = np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._key, index))))

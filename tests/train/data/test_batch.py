@@ -124,15 +124,14 @@ def test_copy_to_the_gpu_does_not_wait() -> None:
     assert moved.cu_seqlens.cpu().equal(batch.cu_seqlens)
 
 
-def test_numbers_of_sequences_are_powers_of_two() -> None:
+def test_padding_with_empty_sequences() -> None:
     batch = collate(source_of("abc", "defgh", "hi"), [1, 0], 5, document_mask=True)
     assert batch.cu_seqlens.tolist() == [0, 5, 9, 10]
-    assert batch.with_few_shapes().cu_seqlens.tolist() == [0, 5, 9, 10, 10]
-    windows = collate(source_of("abcdefghijklmno"), [0, 1, 2], 5, document_mask=True)
-    assert windows.with_few_shapes().cu_seqlens.tolist() == [0, 5, 10, 15, 15]
-    # As many sequences as windows would be another shape, and other code.
-    windows = collate(source_of("abcdefghijklmnopqrst"), [0, 1], 5, document_mask=True)
-    assert windows.with_few_shapes().cu_seqlens.tolist() == [0, 5, 10, 10, 10]
+    assert batch.num_sequences == 3
+    assert batch.padded(5).cu_seqlens.tolist() == [0, 5, 9, 10, 10, 10]
+    assert batch.padded(3).cu_seqlens.equal(batch.cu_seqlens)
+    with pytest.raises(ValueError, match=r"num_sequences must be at least 3, got 2"):
+        batch.padded(2)
 
 
 def test_a_batch_takes_over_another() -> None:

@@ -82,6 +82,7 @@ def test_windows_are_those_of_the_text_however_it_was_written(
         window = source.window(seq_len, number)
         assert window.dtype == np.int64
         assert np.array_equal(window, expected.window(seq_len, number))
+    assert source.most_sequences(seq_len, 3) == expected.most_sequences(seq_len, 3)
     assert np.array_equal(source.tokens(0, 10**9), expected.tokens)
     check_shards(folder, shards, shard_tokens)
     shutil.rmtree(folder)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa.train.data import Sampler, TextSource
+from nsa.train.data import Sampler, TextSource, collate
 
 ONES = np.ones(256, dtype=np.int64)
 
@@ -30,6 +30,16 @@ def test_windows_overlap_by_the_one_token_that_is_only_a_target(num_tokens: int,
     targets = np.concatenate([window[1:] for window in windows]) if windows else np.empty(0)
     assert np.array_equal(targets, source.tokens[1 : 1 + num_windows * seq_len])
     assert len(source.tokens) - 1 - len(targets) < seq_len  # only a stretch shorter than a window is left out
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 12), st.integers(1, 5))
+def test_most_sequences_is_what_the_fullest_windows_hold(lengths: list[int], seq_len: int, num_windows: int) -> None:
+    source = source_of(*("x" * length for length in lengths))
+    total = source.num_windows(seq_len)
+    held = [collate(source, [index], seq_len, document_mask=True).num_sequences for index in range(total)]
+    fullest = sorted(held, reverse=True)[:num_windows]
+    missing = num_windows - len(fullest)  # windows that are not there count as one sequence
+    assert source.most_sequences(seq_len, num_windows) == sum(fullest) + missing
 
 
 @pytest.mark.parametrize("index", [-1, 2])

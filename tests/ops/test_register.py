@@ -1,0 +1,84 @@
+"""The guard of the device: kernels run where their tensors lie, whichever GPU is the current one (there is no GPU here)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nsa.ops import _register
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of a machine with two GPUs, of which the first is the current one."""
+    said: list[str] = []
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        said.append(f"device {index}")
+        yield
+        said.append(f"no longer {index}")
+
+    def current_device() -> int:
+        said.append("current device")
+        return 0
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", current_device)
+    return said
+
+
+def registered(monkeypatch: pytest.MonkeyPatch, function: Any) -> Any:
+    """What ``register`` gives PyTorch as the implementation."""
+    monkeypatch.setattr(torch.library, "custom_op", lambda name, run, **_: run)
+    return _register.register("some", function, "(Tensor x) -> Tensor")
+
+
+def on(device: str) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(2, device=device)
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        (on("cuda:1"), ["current device", "device 1", "run", "no longer 1"]),
+        ([on("cuda:1")], ["current device", "device 1", "run", "no longer 1"]),
+        (on("cuda:0"), ["current device", "run"]),
+        (on("cpu"), ["run"]),
+        ([], ["run"]),
+    ],
+    ids=["another device", "list on another device", "current device", "cpu", "no tensor"],
+)
+def test_the_device_of_the_first_tensor_is_current(said, monkeypatch, first, expected):
+    """Tensors may be missing, and they come after numbers too."""
+    run = registered(monkeypatch, lambda *arguments: said.append("run") or arguments)
+    assert run(None, 3, first, "x") == (None, 3, first, "x")
+    assert said == expected
+
+
+def test_the_device_before_comes_back_after_an_error(monkeypatch):
+    entered: list[int] = []
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        entered.append(index)
+        try:
+            yield
+        finally:
+            entered.pop()
+
+    def fail(x: torch.Tensor) -> None:
+        assert entered == [1]
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        registered(monkeypatch, fail)(on("cuda:1"))
+    assert not entered
