@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa import NativeSparseAttention, NSAConfig, RopeScaling
 from nsa.config import BRANCHES
@@ -112,6 +113,23 @@ def test_dense_batch(shape):
     out = module(x)
     assert out.shape == x.shape
     near(out.flatten(0, 1), expected(module, x.flatten(0, 1), (shape[1],) * shape[0]))
+
+
+class NoLists(TorchDispatchMode):
+    """Refuses tensors that are made from Python's numbers: on a GPU they are copies that wait, and no CUDA graph takes them."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten.lift_fresh.default, "a tensor is made from a list"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", [(70,), (2, 35), (0, 35)], ids=str)
+def test_offsets_are_made_on_the_device(shape):
+    module, x = layer(small()), tokens(*shape).requires_grad_()
+    with NoLists():
+        torch.autograd.grad(module(x).sum(), [x, *module.parameters()])
+    with NoLists(), pytest.raises(AssertionError, match="from a list"):
+        torch.tensor([0, 70])
 
 
 def test_length_hint_changes_nothing():

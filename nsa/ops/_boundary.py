@@ -197,7 +197,6 @@ def _open_dense(
     if len(key_shape) != 2 or key_shape[0] != batch or key_shape[1] < num_queries:
         rule = f"be dense with batch {batch} and at least {num_queries} tokens each"
         fail(function, "k", rule, f"leading shape {key_shape}")
-    check(batch > 0, function, "q", "have at least one sequence", tuple(q.shape))
     return Sequences(None, batch, num_queries, key_shape[1], q.device, dense=True)
 
 
@@ -325,14 +324,16 @@ def pack_layer_input(
     """
     fits = x.ndim in (2, 3) and x.shape[-1] == width
     check(fits, function, "x", f"have shape [T, {width}] or [B, T, {width}]", tuple(x.shape))
-    if x.ndim == 3:
-        check(cu_seqlens is None, function, "cu_seqlens", "be left out with a dense batch [B, T, width]", "a tensor")
-        steps = torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device)
-        return x.flatten(0, 1), steps * x.shape[1], x.shape[1]
-    if cu_seqlens is None:
-        return x, torch.tensor([0, x.shape[0]], dtype=torch.int32, device=x.device), x.shape[0]
-    check_cu_seqlens(function, "cu_seqlens", cu_seqlens, x.device)
-    return x, cu_seqlens, max_seqlen
+    if x.ndim == 2 and cu_seqlens is not None:
+        check_cu_seqlens(function, "cu_seqlens", cu_seqlens, x.device)
+        return x, cu_seqlens, max_seqlen
+    check(cu_seqlens is None, function, "cu_seqlens", "be left out with a dense batch [B, T, width]", "a tensor")
+    batch, length = (1, x.shape[0]) if x.ndim == 2 else x.shape[:2]
+    if batch == 0:
+        batch, length = 1, 0  # no sequence at all is one without tokens
+    # Made on the device: a list would have to be copied there, for which a GPU waits and no CUDA graph has room.
+    cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * length
+    return (x if x.ndim == 2 else x.flatten(0, 1)), cu_seqlens, length
 
 
 def scale_of(function: str, config: NSAConfig, softmax_scale: float | None) -> float:

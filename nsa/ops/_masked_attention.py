@@ -24,9 +24,8 @@ def grouped_scores(q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
     """
     batch, num_queries, num_heads, head_dim = q.shape
     num_keys, num_kv_heads = k.shape[1:3]
-    dtype = accumulate_dtype(q)
-    rows = q.to(dtype).view(batch, num_queries, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
-    group_size = num_heads // num_kv_heads
+    dtype, group_size = accumulate_dtype(q), num_heads // num_kv_heads
+    rows = q.to(dtype).view(batch, num_queries, num_kv_heads, group_size, head_dim).permute(0, 2, 3, 1, 4)
     rows = rows.reshape(batch, num_kv_heads, group_size * num_queries, head_dim) * softmax_scale
     scores = rows @ k.to(dtype).permute(0, 2, 3, 1)
     return scores.view(batch, num_kv_heads, group_size, num_queries, num_keys)
@@ -61,4 +60,4 @@ def masked_attention(
     out = weights.flatten(2, 3) @ v.to(weights.dtype).transpose(1, 2)
     out = out.view(*weights.shape[:4], v.shape[-1]) / torch.where(total > 0, total, 1.0)
     out = out.permute(0, 3, 1, 2, 4)
-    return out.reshape(batch, num_queries, num_heads, -1).to(q.dtype), lse
+    return out.reshape(batch, num_queries, num_heads, v.shape[-1]).to(q.dtype), lse

@@ -36,20 +36,16 @@ def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Ten
     """
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        from nsa.ops._triton.range_launch import RangeLayout, range_forward, tile_name
-        from nsa.ops._triton.tuning import tile_for
-
-        *where, softmax_scale = rest
-        q, k, v = (rows(x) for x in (q, k, v))
-        layout = RangeLayout(window, *where)
-        out, lse = range_forward(q, k, v, layout, softmax_scale, tile_for(tile_name(name, "fwd", layout), q, v))
+        out, lse = range_results(q, v)
+        run_range_attention(name, window, q, k, v, out, lse, *rest)
         return out, lse.t()
 
     def backward(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        begun = begin_range_gradients(name, window, q, k, v, out, lse, dout, *rest)
-        return begun.dq, *finish_range_gradients(name, begun)
+        backward = new_range_backward(window, q, k, v, out, lse, dout, q.new_empty(q.shape), *rest)
+        range_query_gradient(name, backward)
+        return backward.dq, *range_key_gradients(name, backward)
 
     schema = f"({_ARGUMENTS.format(extra='')}) -> (Tensor, Tensor)"
     operator = register(name, forward, schema)
@@ -59,7 +55,8 @@ def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Ten
 
     @operator.register_fake
     def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        return q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32).t()
+        out, lse = range_results(q, v)
+        return out, lse.t()
 
     @operator_backward.register_fake
     def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,28 +79,64 @@ def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Ten
     return operator
 
 
-def begin_range_gradients(
-    name: str, window: bool, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *rest: Any,
+def range_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for out ``[T, Hq, Dv]`` and lse fp32 ``[Hq, T]``: by head, as later kernels read it."""
+    num_q, num_heads, _ = q.shape
+    return q.new_empty(num_q, num_heads, v.shape[-1]), q.new_empty(num_heads, num_q, dtype=torch.float32)
+
+
+def run_range_attention(name: str, window: bool, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> None:
+    """The kernel of the registered operator ``name``; out and lse are ``range_results``, ``rest`` follows the tensors there."""
+    from nsa.ops._triton.range_launch import RangeLayout, range_forward, tile_name
+    from nsa.ops._triton.tuning import tile_for
+
+    *where, softmax_scale = rest
+    q, k, v = (rows(x) for x in (q, k, v))
+    layout = RangeLayout(window, *where)
+    range_forward(q, k, v, out, lse, layout, softmax_scale, tile_for(tile_name(name, "fwd", layout), q, v))
+
+
+def new_range_backward(
+    window: bool, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dq: Tensor, *rest: Any,
     gated: Gated | None = None,
 ) -> RangeBackward:  # fmt: skip
-    """dq of the registered operator ``name``, whose arguments beside tensors are ``rest``; for ``gated`` see there."""
-    from nsa.ops._triton.range_launch import RangeLayout, range_dq, tile_name
-    from nsa.ops._triton.tuning import tile_for
+    """The backward of the registered operator whose arguments after the tensors are ``rest``, with all its memory but dk, dv.
+
+    Args:
+        window: see :func:`register_range_attention`.
+        q: queries, and so the other inputs of the forward.
+        k: keys.
+        v: values.
+        out: of the forward.
+        lse: of the forward ``[T, Hq]``.
+        dout: gradient of ``out``; with ``gated`` that of the branches' gated sum.
+        dq: where the gradient of q goes, contiguous.
+        rest: offsets, sizes and scale.
+        gated: the branch's part in the gated sum.
+    """
+    from nsa.ops._triton.layout import Gated
+    from nsa.ops._triton.range_launch import RangeBackward, RangeLayout
 
     *where, softmax_scale = rest
     q, k, v, dout = (rows(x) for x in (q, k, v, dout))
     layout = RangeLayout(window, *where)
-    return range_dq(
-        q, k, v, out, dout, by_head(lse), layout, softmax_scale, tile_for(tile_name(name, "dq", layout), q, v), gated
-    )
+    return RangeBackward.new(q, k, v, out, dout, by_head(lse), dq, layout, softmax_scale, gated or Gated())
 
 
-def finish_range_gradients(name: str, begun: RangeBackward) -> tuple[Tensor, Tensor]:
-    """dk and dv, once dq is begun."""
+def range_query_gradient(name: str, backward: RangeBackward) -> None:
+    """dq, and what the gradients of the keys need, by the kernel of the registered operator ``name``."""
+    from nsa.ops._triton.range_launch import range_dq, tile_name
+    from nsa.ops._triton.tuning import tile_for
+
+    range_dq(backward, tile_for(tile_name(name, "dq", backward.layout), backward.q, backward.v))
+
+
+def range_key_gradients(name: str, backward: RangeBackward) -> tuple[Tensor, Tensor]:
+    """dk and dv, after :func:`range_query_gradient`."""
     from nsa.ops._triton.range_launch import range_dkv, tile_name
     from nsa.ops._triton.tuning import tile_for
 
-    return range_dkv(begun, tile_for(tile_name(name, "dkv", begun.layout), begun.q, begun.v))
+    return range_dkv(backward, tile_for(tile_name(name, "dkv", backward.layout), backward.q, backward.v))
 
 
 def rows(x: Tensor) -> Tensor:

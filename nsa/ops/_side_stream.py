@@ -1,8 +1,25 @@
-"""Work of one operator that runs side by side: a second stream beside every stream that calls."""
+"""A side stream for one operator: work that need not wait for other work is launched on a second stream and joined again.
+
+**Memory.** PyTorch keeps free memory by stream. What a tensor lets go is given to the next tensor made on the same stream, at
+once, because the kernels of one stream run in order; that another stream still reads it, PyTorch does not know. And a side
+stream is not ours alone: PyTorch hands out 32 streams of a priority in turn, so another caller, or FSDP2 with its three, may
+get the same one and make tensors on it that wait for nobody. So nothing here relies on having a stream to itself:
+
+- A tensor that both streams use, or that outlives the operator (results, saved tensors, gradients), is made on the calling
+  stream before the fork, and lives until the join. Whatever used its memory before is then done when the side begins, and
+  whatever gets it afterwards waits for the side.
+- A tensor that is made on the side stream is used there alone. It may be let go at any time.
+
+``Tensor.record_stream`` would be second best: memory then comes back when an event has passed and not in the order of the
+program, so that a step needs more of it, by an amount that varies, and in the capture of a CUDA graph it does not come back.
+
+**Priority.** The side stream has a high one: callers put the longer chain of kernels there, and its kernels should get
+multiprocessors first, with those of the calling stream in the gaps. Kernels of ordinary priority can starve meanwhile, NCCL's
+among them; where that shows, give NCCL streams of high priority (``is_high_priority_stream`` of its options).
+"""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,67 +29,59 @@ import torch
 
 Wait = Callable[[], None]
 
-_handed_out: set[int] = set()
-_handing_out = threading.Lock()
-
 
 @cache
-def _side(stream: torch.cuda.Stream, thread: int) -> torch.cuda.Stream:
-    """The one beside ``stream`` for a thread of Python; its kernels go first.
-
-    It must be of its own: PyTorch gives memory that a stream frees to what the same stream makes next, and only ``stream``, as
-    this thread uses it, is known to be done with it by then. PyTorch hands out 32 streams of a priority in turn; once they come
-    again there is none, and the stream itself is given: one after the other.
-    """
-    with _handing_out:
-        side = torch.cuda.Stream(stream.device, priority=-1)
-        if side.cuda_stream in _handed_out:
-            return stream
-        _handed_out.update((stream.cuda_stream, side.cuda_stream))
-    return side
+def _side(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """The side stream of ``stream``: the same one in every call, so that its free memory is used again."""
+    return torch.cuda.Stream(stream.device, priority=-1)
 
 
 @dataclass(frozen=True)
 class Streams:
-    """The stream that calls and the one beside it; both None on a CPU, where nothing is different."""
+    """The calling stream and its side stream; both None where all runs on one.
 
-    around: torch.cuda.Stream | None
+    Attributes:
+        calling: the stream that was current before the fork.
+        side: the stream beside it.
+    """
+
+    calling: torch.cuda.Stream | None
     side: torch.cuda.Stream | None
 
-    def beside(self) -> AbstractContextManager[object]:
-        """What is queued within runs beside what is queued outside, and first where both want a multiprocessor."""
+    def on_side(self) -> AbstractContextManager[object]:
+        """Within, kernels are launched and tensors are made on the side stream."""
         return nullcontext() if self.side is None else torch.cuda.stream(self.side)
 
     def fork(self) -> None:
-        """Let what is queued beside later wait for all that was queued around up to now."""
-        if self.side is not None and self.around is not None:
-            self.side.wait_stream(self.around)
+        """Let what is launched on the side from now on wait for all that the calling stream was given before."""
+        if self.side is not None and self.calling is not None:
+            self.side.wait_stream(self.calling)
 
-    def queued(self) -> Wait:
-        """What lets the stream around wait for all that was queued beside it up to now."""
-        if self.around is None or self.side is None:
+    def record(self) -> Wait:
+        """What lets the calling stream wait for all that the side was given up to now, when it is called."""
+        if self.calling is None or self.side is None:
             return lambda: None
-        around, event = self.around, self.side.record_event()
-        return lambda: around.wait_event(event)
+        calling, event = self.calling, self.side.record_event()
+        return lambda: calling.wait_event(event)
 
 
 @contextmanager
-def two_streams(device: torch.device) -> Iterator[Streams]:
-    """Two streams for one operator: both begin after all that was queued before, and what is queued later waits for both.
-
-    A tensor that is made on one of them must live until the other has waited for its last use.
+def fork_join(device: torch.device, enabled: bool = True) -> Iterator[Streams]:
+    """Fork a side stream off the current one, and join it at the end, also after an error.
 
     Args:
         device: where the tensors lie.
+        enabled: whether there is work for a second stream at all.
     """
-    if device.type != "cuda":
+    if not enabled or device.type != "cuda":
         yield Streams(None, None)
         return
-    around = torch.cuda.current_stream(device)
-    side = _side(around, threading.get_ident())
-    side.wait_stream(around)
+    calling = torch.cuda.current_stream(device)
+    side = _side(calling)
+    streams = Streams(calling, side)
+    streams.fork()
     try:
-        yield Streams(around, side)
+        yield streams
     finally:
-        # Also after an error: before anything takes the memory that the operator lets go.
-        around.wait_stream(side)
+        # Before the memory that the operator lets go is given to anything else.
+        calling.wait_stream(side)

@@ -28,6 +28,7 @@ from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpo
 from nsa.train.config import CheckpointingConfig, ParallelConfig, TrainConfig
 from nsa.train.cuda_graphs import CaptureError, Replay
 from nsa.train.data import Batch, Sampler, collate, open_data
+from nsa.train.kernels_ahead import KernelsAhead
 from nsa.train.late import LateReader
 from nsa.train.launch import check_launch, read_launch
 from nsa.train.loss import NextTokenLoss
@@ -149,6 +150,7 @@ class Trainer:
         found = list_checkpoints(run_folder.checkpoints) if resume else []
         hint = "It stopped before its first one; remove the folder and start the run anew."
         check(bool(found) or not resume, "train", "--resume", "name a run with a checkpoint", run_folder.path, hint)
+        self._kernels_ahead = KernelsAhead(config, self.device, launch)
         self.startup.begin("data")
         self._open_data(resume)
         self.startup.begin("model")
@@ -378,7 +380,9 @@ class Trainer:
         progress, steps = self.state.progress, self.config.steps
         begun, stop = time.perf_counter() - progress.seconds, 0
         ahead = self._batches_ahead()
-        with self._requests, closing(self._checkpoints), closing(self._reports), closing(ahead):
+        with (
+            self._requests, closing(self._checkpoints), closing(self._reports), closing(ahead), closing(self._kernels_ahead)
+        ):  # fmt: skip
             if self.config.nonfinite == "rollback":
                 self._checkpoint()  # something to go back to
             self._reports.report()  # a signal may have come between a step and its row
@@ -428,6 +432,7 @@ class Trainer:
                 results = self.train_step(batches, targets)
         except CaptureError as error:
             raise TrainingStoppedError(f"{error} In this run {self._left()}.") from error
+        self._kernels_ahead.close()  # after the first step there is nothing left to compile
         self._results.put(_StepInfo(progress.step, targets, num_bytes), results)
         progress.step += 1
         tokens = self.config.global_batch * self.config.seq_len

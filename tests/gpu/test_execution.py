@@ -13,8 +13,10 @@ import torch
 import triton
 from torch import Tensor
 
+from nsa import NativeSparseAttention
 from nsa.testing import packed_offsets
 from tests.gpu.matrix import DEVICE, MATRIX, SEED, seed_case
+from tests.ops import empty
 from tests.ops.public import Case
 from tests.ops.registration import (
     check_compiled,
@@ -110,6 +112,57 @@ def test_cuda_graph_with_other_documents(times):
         found = [x.clone() for x in captured]
         for index, (replayed, eager) in enumerate(zip(found, step.run(), strict=True)):
             assert torch.equal(replayed, eager), f"result {index} at lengths {lengths}"
+
+
+@pytest.mark.parametrize("shape", [(700,), (2, 350)], ids=["one sequence", "batch"])
+def test_cuda_graph_of_the_module(shape):
+    """Without offsets from the caller: the module makes its own, by kernels that a graph captures."""
+    torch.manual_seed(0)
+    module = NativeSparseAttention(256, SEED).to(DEVICE, torch.bfloat16)
+    x = torch.randn(*shape, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    dout = torch.randn_like(x)
+
+    def run() -> list[Tensor]:
+        out = module(x)
+        return [out.detach(), *torch.autograd.grad(out, [x, *module.parameters()], dout)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    with no_waiting():
+        run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            x.normal_()
+        graph.replay()
+        for replayed, eager in zip(captured, run(), strict=True):
+            assert torch.equal(replayed, eager)
+
+
+@pytest.mark.parametrize("case", empty.CASES)
+@pytest.mark.parametrize("operator", empty.CHECKS)
+def test_operator_without_a_token(operator, case):
+    with torch.device(DEVICE):
+        empty.CHECKS[operator](empty.CASES[case], "triton")
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("shape", [(0, 40), (2, 0), (0,)], ids=str)
+def test_module_without_a_token(shape):
+    module = NativeSparseAttention(256, SEED).to(DEVICE, torch.bfloat16)
+    x = torch.zeros(*shape, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    y = module(x)
+    assert y.shape == x.shape
+    y.sum().backward()
+    torch.cuda.synchronize()
+    assert x.grad is not None
+    assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from nsa import NSAConfig, compress, compressed_attention, window_attention
 from nsa.ops._packed import compressed_cu_seqlens
+from nsa.ops._range import range_results
 from nsa.ops._triton import range_launch
-from nsa.ops._triton.range_launch import RangeLayout, range_dkv, range_dq, range_forward
+from nsa.ops._triton.layout import Gated
+from nsa.ops._triton.range_launch import RangeBackward, RangeLayout, range_dkv, range_dq, range_forward
 from nsa.ops._triton.tuning import Tile
 from nsa.testing import assert_within_budget, make_inputs
 
@@ -64,13 +66,28 @@ class Case:
         return out.detach(), *torch.autograd.grad(out, leaves, self.d_out.to(dtype))
 
 
+def forward(q: Tensor, k: Tensor, v: Tensor, layout: RangeLayout, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
+    """out and lse ``[Hq, T]``."""
+    out, lse = range_results(q, v)
+    range_forward(q, k, v, out, lse, layout, scale, tile)
+    return out, lse
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, layout: RangeLayout, scale: float, *tiles: Tile
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv; one tile for dq, one for dk and dv."""
+    backward = RangeBackward.new(q, k, v, out, dout, lse, torch.empty_like(q), layout, scale, Gated())
+    range_dq(backward, tiles[0])
+    return backward.dq, *range_dkv(backward, tiles[1])
+
+
 def compare(case: Case, tile: Tile, keys_as_rows: bool, uniform: bool = False) -> None:
     q, k, v = (x.float() for x in case.tensors)
     layout, scale = case.layout(uniform), case.config.head_dim**-0.5
-    out, lse = range_forward(q, k, v, layout, scale, tile)
+    out, lse = forward(q, k, v, layout, scale, tile)
     tile_dkv = Tile(tile.rows, tile.keys, 4, 1, keys_as_rows=keys_as_rows)
-    begun = range_dq(q, k, v, out, case.d_out.float(), lse, layout, scale, tile)
-    grads = begun.dq, *range_dkv(begun, tile_dkv)
+    grads = gradients(q, k, v, out, case.d_out.float(), lse, layout, scale, tile, tile_dkv)
     exact, plain = case.reference(torch.float64), case.reference(torch.float32)
     for name, actual, baseline, oracle in zip(("out", "dq", "dk", "dv"), (out, *grads), plain, exact, strict=True):
         # Sums in another order than the reference's: rounding, not more, is what the larger factor leaves room for.
@@ -133,15 +150,15 @@ def test_nan_of_one_sequence_reaches_no_other(window):
     case = Case(small(2, 1), window, [30, 41])
     first = case.tensors[1].shape[0] if window else int(compressed_cu_seqlens(case.offsets["cu_seqlens_k"], case.config)[-1])
     q, k, v = (x.float().clone() for x in case.tensors)
-    clean = range_forward(q, k, v, case.layout(False), 0.25, Tile(16, 16, 4, 1))[0][:30]
+    clean = forward(q, k, v, case.layout(False), 0.25, Tile(16, 16, 4, 1))[0][:30]
     own = 30 if window else int(compressed_cu_seqlens(case.offsets["cu_seqlens_k"], case.config)[1])
     k[own:first] = torch.nan
     v[own:first] = torch.nan
-    out, lse = range_forward(q, k, v, case.layout(False), 0.25, Tile(16, 16, 4, 1))
+    out, lse = forward(q, k, v, case.layout(False), 0.25, Tile(16, 16, 4, 1))
     assert torch.equal(out[:30], clean)
     d_out = case.d_out.float()
-    begun = range_dq(q, k, v, out, d_out, lse, case.layout(False), 0.25, Tile(16, 16, 4, 1))
-    dq, (dk, dv) = begun.dq, range_dkv(begun, Tile(16, 16, 4, 1))
+    tile = Tile(16, 16, 4, 1)
+    dq, dk, dv = gradients(q, k, v, out, d_out, lse, case.layout(False), 0.25, tile, tile)
     assert dq[:30].isfinite().all()
     assert dk[:own].isfinite().all()
     assert dv[:own].isfinite().all()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa import NSAConfig, selected_attention
-from nsa.ops._triton.layout import Layout
+from nsa.ops._triton.layout import Gated, Layout
 from nsa.ops._triton.tuning import Tile
 from nsa.ops.selected import design as design_rules
 from nsa.ops.selected import triton_launch
@@ -75,8 +75,11 @@ class Case:
         """lse, out, dq, dk, dv of the kernels."""
         q, k, v = (x.float() for x in self.tensors)
         call = self.call(*options, **named)
-        out, lse, order, union = selected_forward(q, k, v, self.indices, call)
-        return lse, out, *selected_backward(q, k, v, self.indices, out, self.d_out.float(), lse, call, order, union)
+        results = call.results(q, k, v, self.indices)
+        selected_forward(q, k, v, self.indices, call, results)
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        selected_backward(q, k, v, self.indices, self.d_out.float(), call, results, grads, Gated())
+        return results.lse, results.out, *grads
 
 
 def compare(
@@ -113,17 +116,20 @@ def test_fewer_entries_make_smaller_chunks(monkeypatch):
 
 
 class Noted:
-    """Stands for the second stream and notes what is asked of it, and which of the launchers' steps come when."""
+    """Stands for the streams and notes what is asked of them, and which of the launchers' steps come when."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
         self.said = said
-        monkeypatch.setattr(triton_launch, "two_streams", self.open)
-        for name in ("gathered_queries", "backward_index", "make_lists", "gather_forward", "_gather_gradients"):
+        monkeypatch.setattr(triton_launch, "fork_join", self.open)
+        names = ("new_gathered", "new_backward_index", "fill_index", "make_lists", "gather_forward", "_gather_gradients")
+        for name in names:
             monkeypatch.setattr(triton_launch, name, self.noting(name, getattr(triton_launch, name)))
 
     @contextmanager
-    def open(self, device: torch.device) -> Iterator[Noted]:
+    def open(self, device: torch.device, enabled: bool = True) -> Iterator[Noted]:
+        self.said.append("fork" if enabled else "one stream")
         yield self
+        self.said.append("join")
 
     def noting(self, name: str, function: Any) -> Any:
         def call(*arguments: Any, **named: Any) -> Any:
@@ -133,12 +139,12 @@ class Noted:
         return call
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
-        self.said.append("beside")
+    def on_side(self) -> Iterator[None]:
+        self.said.append("side")
         yield
-        self.said.append("around")
+        self.said.append("calling")
 
-    def queued(self) -> Any:
+    def record(self) -> Any:
         return lambda: self.said.append("wait")
 
     def fork(self) -> None:
@@ -146,15 +152,25 @@ class Noted:
 
 
 def test_nothing_is_read_before_the_other_stream_has_made_it(monkeypatch):
-    """Index beside the lists; the gathered kernels wait for both, and what leaves at once stands beside the others."""
+    """The index is made while lists are; the gathered kernels wait for both, and those that leave at once for nothing."""
     said: list[str] = []
     Noted(monkeypatch, said)
     compare(Case(small(2), [25, 5]))
     assert said == [
-        "beside", "gathered_queries", "around", "make_lists", "wait", "gather_forward",
-        "beside", "backward_index", "around", "make_lists", "wait",
-        "fork", "beside", "_gather_gradients", "around", "_gather_gradients",
+        "new_gathered", "fork", "side", "fill_index", "calling", "make_lists", "wait", "gather_forward", "join",
+        "new_backward_index", "fork", "side", "fill_index", "calling", "make_lists", "wait",
+        "fork", "side", "_gather_gradients", "calling", "_gather_gradients", "join",
     ]  # fmt: skip
+
+
+def test_the_tiled_forward_has_one_stream(monkeypatch):
+    said: list[str] = []
+    Noted(monkeypatch, said)
+    case = Case(small(2), [25, 5])
+    q, k, v = (x.float() for x in case.tensors)
+    call = case.call(design="tiled")
+    selected_forward(q, k, v, case.indices, call, call.results(q, k, v, case.indices))
+    assert said == ["one stream", "make_lists", "wait", "join"]
 
 
 def test_a_large_group():

@@ -409,8 +409,8 @@ def run_whole(case: Case, x: AttentionInputs | None = None, dout: Tensor | None 
 
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def watched(q: Tensor, k_cmp: Tensor, *rest: Any) -> Tensor:
-        seen.append((q.detach(), k_cmp.detach(), run_select_blocks(q, k_cmp, *rest)))
+    def watched(q: Tensor, k_cmp: Tensor, *rest: Any, **named: Any) -> Tensor:
+        seen.append((q.detach(), k_cmp.detach(), run_select_blocks(q, k_cmp, *rest, **named)))
         return seen[-1][2]
 
     options: dict[str, Any] = {"q_cmp": queries, "rope": rope, "selected_design": case.design, **case.offsets(x)}

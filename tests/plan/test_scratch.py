@@ -72,8 +72,10 @@ def test_the_formulas_follow_the_launchers(name: str, monkeypatch: pytest.Monkey
         call = selected_call(q, value, cu, cu, number, length, length, pattern.block_size, 0.125, "auto")
         forward = follow([*inputs, chosen, cu])
         with forward:
-            results = selected_forward(q, key, value, chosen, call)
-        order, union = (order, union) if results[2] is None else results[2:]
+            results = call.results(q, key, value, chosen)
+            selected_forward(q, key, value, chosen, call, results)
+        if results.order is not None:
+            order, union = results.order, results.union
         later = (1 + ("win" in on)) * out.nbytes + ("win" in on) * lse.nbytes  # what the whole has not made yet
         found = scratch_bytes("nsa.attention.default", (*inputs, *where))
         assert found == pytest.approx(max(0, beyond_results(forward) - later), rel=WITHIN, abs=100_000)

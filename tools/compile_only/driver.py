@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
-import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
+
+from nsa.ops._triton.absent_gpu import AbsentGPU
 
 # Bytes of shared memory that one program may have, by compute capability (CUDA C++ Programming Guide, technical
 # specifications: maximum amount of shared memory per thread block).
@@ -39,44 +36,19 @@ class Usage:
     shared: int
 
 
-class AbsentGPU(DriverBase):
-    """An NVIDIA GPU of one compute capability, as far as Triton asks before it runs a kernel.
+class NotingGPU(AbsentGPU):
+    """A GPU that is not there, which notes what the kernels need that are loaded on it.
 
     Args:
         arch: compute capability, major and minor as two digits.
         usages: where the needs of each kernel are noted when it is loaded.
     """
 
-    serials = itertools.count()
-
     def __init__(self, arch: int, usages: list[Usage]) -> None:
-        super().__init__()
-        self.arch, self.usages = arch, usages
-        # Triton keeps compiled kernels by device: with a number of its own, no GPU finds those of another one.
-        self.serial = next(self.serials)
+        super().__init__(arch)
+        self.usages = usages
         self.utils = self
         self.launcher_cls: Callable[..., Callable[..., None]] = lambda src, metadata: lambda *args, **kwargs: None
-
-    @classmethod
-    def is_active(cls) -> bool:
-        """Yes: nobody needs to look for hardware."""
-        return True
-
-    def get_current_target(self) -> GPUTarget:
-        """What to compile for."""
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_current_device(self) -> int:
-        """Number of this GPU."""
-        return self.serial
-
-    def get_current_stream(self, device: int) -> int:
-        """The default stream."""
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        """Where tensors lie."""
-        return torch.device("cpu")
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         """Room without end: a kernel that needs too much is noted like any other, and judged by whoever reads the notes."""
@@ -95,14 +67,6 @@ class AbsentGPU(DriverBase):
         self.usages.append(Usage(kernel, int(found[1]), int(found[2]), shared))
         return 0, 0, int(found[1]), int(found[2]) // 4, 1024
 
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        """Not asked for: there is no launcher to build."""
-        raise NotImplementedError
-
-    def get_benchmarker(self) -> Any:
-        """Not asked for: nothing runs."""
-        raise NotImplementedError
-
 
 @contextmanager
 def absent_gpu(arch: int) -> Iterator[list[Usage]]:
@@ -120,7 +84,7 @@ def absent_gpu(arch: int) -> Iterator[list[Usage]]:
     assert not triton.knobs.runtime.interpret, "kernels compile in a process without TRITON_INTERPRET=1"
     assert arch in SHARED_MEMORY_LIMIT, arch
     usages: list[Usage] = []
-    triton.runtime.driver.set_active(AbsentGPU(arch, usages))
+    triton.runtime.driver.set_active(NotingGPU(arch, usages))
     try:
         with kernels_take_cpu_tensors():
             yield usages

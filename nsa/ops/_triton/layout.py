@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -44,18 +43,9 @@ class Gated:
     Attributes:
         gates: ``[T, Hq, 3]``, contiguous, order (cmp, slc, win).
         dgates: their gradients, in the same form: each branch writes its own.
-        dq: gradient of the queries from branches before, which this one's is added to in place; None starts a new one.
+        adds: whether dq holds the gradient from branches before, to which this one's is added.
     """
 
     gates: Tensor | None = None
     dgates: Tensor | None = None
-    dq: Tensor | None = None
-
-    @property
-    def adds(self) -> bool:
-        """Whether there is a dq to add to."""
-        return self.dq is not None
-
-    def start_dq(self, q: Tensor) -> Tensor:
-        """The dq that kernels write: contiguous, in the shape of q."""
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device) if self.dq is None else self.dq
+    adds: bool = False

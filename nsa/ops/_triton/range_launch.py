@@ -1,4 +1,7 @@
-"""Launchers of range attention; see ``range_attention.py``. No autograd, no checks of user input."""
+"""Launchers of range attention; see ``range_attention.py``. No autograd, no checks of user input.
+
+What outlives a launcher is made before it: the caller decides on which stream (see ``nsa/ops/_side_stream.py``).
+"""
 
 from __future__ import annotations
 
@@ -92,13 +95,11 @@ def row_source(x: Tensor, tile: Tile) -> Tensor | TensorDescriptor:
 
 
 def range_forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: RangeLayout, softmax_scale: float, tile: Tile
-) -> tuple[Tensor, Tensor]:
-    """out ``[T, Hq, Dv]`` and lse fp32 ``[Hq, T]``: by head, as later kernels read it."""
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: RangeLayout, softmax_scale: float, tile: Tile
+) -> None:
+    """Fill out ``[T, Hq, Dv]`` and lse fp32 ``[Hq, T]``."""
     num_q, num_heads, head_dim = q.shape
     group_size, value_dim = num_heads // k.shape[1], v.shape[-1]
-    out = torch.empty(num_q, num_heads, value_dim, dtype=q.dtype, device=q.device)
-    lse = torch.empty(num_heads, num_q, dtype=torch.float32, device=q.device)
     grid = (layout.num_tiles(num_q * group_size, tile.rows, layout.len_q * group_size), k.shape[1])
     tile = fitting(tile, k, v)
     if num_q and not k.shape[0]:
@@ -112,30 +113,53 @@ def range_forward(
             BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim), WINDOW=layout.window, TMA=tile.tma, STAGES=tile.stages,
             **tile.launch_options(),
         )  # fmt: skip
-    return out, lse
 
 
 @dataclass(frozen=True)
 class RangeBackward:
-    """A backward whose dQ is queued: what the kernel of dK and dV needs of it.
+    """A backward pass: what its two kernels, of dQ and of dK and dV, read and what the first leaves for the second.
 
     Attributes:
-        q, k, v, dout: as given.
-        lse: with gates, that of the gated branch.
-        delta: row sums.
-        dq: gradient of q.
-        layout, softmax_scale: as given.
+        q, k, v, out, dout: as the forward had them; with gates dout is the gradient of the branches' gated sum.
+        lse: of the forward, ``[Hq, T]``.
+        dq: gradient of q, contiguous.
+        delta: fp32 ``[Hq, T]``: row sums of out * dout.
+        gated_lse: with gates, lse of the gated branch, which the kernel of dQ writes; otherwise ``lse``.
+        gated: the branch's part in the gated sum.
+        layout: where sequences lie and which keys a query sees.
+        softmax_scale: factor on the scores.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
+    out: Tensor
     dout: Tensor
     lse: Tensor
-    delta: Tensor
     dq: Tensor
+    delta: Tensor
+    gated_lse: Tensor
+    gated: Gated
     layout: RangeLayout
     softmax_scale: float
+
+    @classmethod
+    def new(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        dq: Tensor,
+        layout: RangeLayout,
+        softmax_scale: float,
+        gated: Gated,
+    ) -> RangeBackward:
+        """With memory for what the kernel of dQ leaves."""
+        gated_lse = lse if gated.gates is None else torch.empty_like(lse)
+        return cls(q, k, v, out, dout, lse, dq, torch.empty_like(lse), gated_lse, gated, layout, softmax_scale)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -154,32 +178,28 @@ class RangeBackward:
         return *strides, self.softmax_scale, self.layout.size, self.layout.stride
 
 
-def range_dq(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, layout: RangeLayout, softmax_scale: float,
-    tile: Tile, gated: Gated | None = None,
-) -> RangeBackward:  # fmt: skip
-    """First half of the backward; with ``gated`` dout is the gradient of the branches' gated sum."""
-    gated = gated or Gated()
-    gated_lse = lse if gated.gates is None else torch.empty_like(lse)
-    begun = RangeBackward(q, k, v, dout, gated_lse, torch.empty_like(lse), gated.start_dq(q), layout, softmax_scale)
-    num_q, num_kv_heads, sizes = q.shape[0], v.shape[1], begun.sizes
+def range_dq(backward: RangeBackward, tile: Tile) -> None:
+    """First half of the backward: dq and, for the second half, delta and the gated lse."""
+    q, k, v, layout, gated = backward.q, backward.k, backward.v, backward.layout, backward.gated
+    num_q, num_kv_heads, sizes = q.shape[0], v.shape[1], backward.sizes
     if num_q == 0 or k.shape[0] == 0:
         if not gated.adds:
-            begun.dq.zero_()
-        return begun
+            backward.dq.zero_()
+        return
     tile = fitting(tile, k, v)
     grid = (layout.num_tiles(num_q * sizes["G"], tile.rows, layout.len_q * sizes["G"]), num_kv_heads)
     range_dq_kernel[grid](
-        q, key_source(k, tile), key_source(v, tile), out, dout, lse, begun.delta, begun.dq, gated.gates, gated.dgates,
-        None if gated.gates is None else gated_lse, *layout.arguments(), num_q, *begun.rest, **sizes, BLOCK_M=tile.rows,
-        BLOCK_N=tile.keys, ADD=gated.adds, TMA=tile.tma, STAGES=tile.stages, **tile.launch_options(),
+        q, key_source(k, tile), key_source(v, tile), backward.out, backward.dout,
+        backward.lse, backward.delta, backward.dq, gated.gates, gated.dgates,
+        None if gated.gates is None else backward.gated_lse, *layout.arguments(), num_q, *backward.rest,
+        **sizes, BLOCK_M=tile.rows, BLOCK_N=tile.keys, ADD=gated.adds,
+        TMA=tile.tma, STAGES=tile.stages, **tile.launch_options(),
     )  # fmt: skip
-    return begun
 
 
-def range_dkv(begun: RangeBackward, tile: Tile) -> tuple[Tensor, Tensor]:
-    """Second half of the backward: dk, dv in the shapes of k, v, contiguous."""
-    q, k, v, dout, layout, sizes = begun.q, begun.k, begun.v, begun.dout, begun.layout, begun.sizes
+def range_dkv(backward: RangeBackward, tile: Tile) -> tuple[Tensor, Tensor]:
+    """Second half of the backward, after dQ: dk, dv in the shapes of k, v, contiguous."""
+    q, k, v, dout, layout, sizes = backward.q, backward.k, backward.v, backward.dout, backward.layout, backward.sizes
     num_q, num_key, num_kv_heads = q.shape[0], k.shape[0], k.shape[1]
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -202,8 +222,9 @@ def range_dkv(begun: RangeBackward, tile: Tile) -> tuple[Tensor, Tensor]:
         # Addresses that rise evenly are kept in registers: none are left for pipelined edges.
         tile = replace(tile, edge_stages=1)
     range_dkv_kernel[(num_blocks, num_kv_heads, num_chunks)](
-        row_source(q, tile), k, v, row_source(dout, tile), begun.lse, begun.delta, dk_sum, dv_sum, *layout.arguments(), num_q,
-        chunk_rows, num_key, *begun.rest, **sizes, BLOCK_M=tile.rows, BLOCK_N=tile.keys, KEYS_AS_ROWS=tile.keys_as_rows,
+        row_source(q, tile), k, v, row_source(dout, tile), backward.gated_lse, backward.delta,
+        dk_sum, dv_sum, *layout.arguments(), num_q, chunk_rows, num_key, *backward.rest,
+        **sizes, BLOCK_M=tile.rows, BLOCK_N=tile.keys, KEYS_AS_ROWS=tile.keys_as_rows,
         TMA=tile.tma, STAGES=tile.stages, EDGE=tile.edge_stages, **tile.launch_options(),
     )  # fmt: skip
     if partial:

@@ -80,8 +80,13 @@ def run_compressed_attention(
         return compressed_attention_reference(q, k_cmp, v_cmp, config, sequences, softmax_scale)
 
 
-def range_arguments(config: NSAConfig, sequences: Sequences) -> tuple[Any, ...]:
-    """What the registered operator is told beside tensors and the scale: ``cu_q`` to ``stride``, see ``RangeLayout``."""
+def range_arguments(
+    config: NSAConfig, sequences: Sequences, blocks: tuple[Tensor | None, int] | None = None
+) -> tuple[Any, ...]:
+    """What the registered operator is told beside tensors and the scale: ``cu_q`` to ``stride``, see ``RangeLayout``.
+
+    ``blocks`` are ``sequences.kernel_blocks``, which launches kernels, where they are known already.
+    """
     cu_q, cu_k, num_sequences, len_q, len_k = sequences.kernel_arguments()
-    cu_cmp, len_cmp = sequences.kernel_blocks(config)
+    cu_cmp, len_cmp = sequences.kernel_blocks(config) if blocks is None else blocks
     return cu_q, cu_k, cu_cmp, num_sequences, len_q, len_k, len_cmp, config.compress_block_size, config.compress_stride

@@ -15,15 +15,21 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.ops._boundary import Sequences
-from nsa.ops._range import begin_range_gradients, finish_range_gradients, rows
+from nsa.ops._range import (
+    new_range_backward,
+    range_key_gradients,
+    range_query_gradient,
+    range_results,
+    rows,
+    run_range_attention,
+)
 from nsa.ops._register import register
-from nsa.ops._side_stream import two_streams
+from nsa.ops._side_stream import fork_join
 from nsa.ops.combination.ops import combine_op
 from nsa.ops.compressed import range_arguments as compressed_arguments
-from nsa.ops.compressed import run_compressed_attention
 from nsa.ops.selected import selected_arguments
-from nsa.ops.selected.ops import no_index, selected_attention_op, selected_gradients
-from nsa.ops.selection import run_select_blocks
+from nsa.ops.selected.ops import new_results, no_index, run_selected_backward, run_selected_forward
+from nsa.ops.selection import choice_result, run_select_blocks
 from nsa.ops.window import range_arguments as window_arguments
 from nsa.ops.window import run_window_attention
 from nsa.stages import COMPRESSED, SELECTED, WINDOW, stage
@@ -56,24 +62,35 @@ def _forward(
     k_win: Tensor | None, v_win: Tensor | None, gates: Tensor, *where: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     config, sequences, softmax_scale, design = _open(q, *where)
-    run = (config, sequences, softmax_scale, "triton")
-    out_cmp = lse_cmp = block_indices = out_slc = lse_slc = order = union = out_win = lse_win = None
-    with two_streams(q.device) as streams:
-        with streams.beside():
-            if k_cmp is not None:
-                q_cmp = q if q_cmp is None else q_cmp
-                out_cmp, lse_cmp = run_compressed_attention(q_cmp, k_cmp, v_cmp, *run)
-            if k_slc is not None and v_slc is not None:
-                assert q_cmp is not None and k_cmp is not None and lse_cmp is not None
-                block_indices = run_select_blocks(q_cmp, k_cmp, lse_cmp, *run)
-                slc = (q, k_slc, v_slc, block_indices)
-                out_slc, lse_slc, order, union = selected_attention_op(
-                    *slc, *selected_arguments(config, sequences), softmax_scale, design
-                )
+    q_cmp = q if q_cmp is None else q_cmp
+    out_cmp = lse_cmp = block_indices = slc = out_win = lse_win = None
+    # Before the fork: offsets that the side stream reads, and memory for what it gives.
+    if k_cmp is not None:
+        # For lse alone the keys stand in for the values.
+        v = k_cmp if v_cmp is None else v_cmp
+        cmp = range_results(q_cmp, v)
+        out_cmp, lse_cmp = None if v_cmp is None else cmp[0], cmp[1].t()
+        blocks = sequences.kernel_blocks(config)
+    if k_slc is not None and v_slc is not None:
+        block_indices = choice_result(q, k_slc, config.num_selected_blocks)
+        rest = (*selected_arguments(config, sequences), softmax_scale, design)
+        with stage(SELECTED):
+            slc = new_results(q, k_slc, v_slc, block_indices, *rest)
+    with fork_join(q.device, enabled=k_cmp is not None and k_win is not None) as streams:
+        with streams.on_side():
+            if k_cmp is not None and lse_cmp is not None:
+                where_cmp = (*compressed_arguments(config, sequences, blocks), softmax_scale)
+                with stage(COMPRESSED):
+                    run_range_attention("compressed_attention", False, q_cmp, k_cmp, v, *cmp, *where_cmp)
+                if k_slc is not None and v_slc is not None and slc is not None and block_indices is not None:
+                    run = (config, sequences, softmax_scale, "triton")
+                    run_select_blocks(q_cmp, k_cmp, lse_cmp, *run, blocks=blocks, out=block_indices)
+                    with stage(SELECTED):
+                        run_selected_forward(q, k_slc, v_slc, block_indices, slc, *rest)
         if k_win is not None and v_win is not None:
-            out_win, lse_win = run_window_attention(q, k_win, v_win, *run)
-    out = combine_op(out_cmp, out_slc, out_win, gates)
-    saved = (out_cmp, lse_cmp, block_indices, out_slc, lse_slc, order, union, out_win, lse_win)
+            out_win, lse_win = run_window_attention(q, k_win, v_win, config, sequences, softmax_scale, "triton")
+    out = combine_op(out_cmp, None if slc is None else slc[0], out_win, gates)
+    saved = (out_cmp, lse_cmp, block_indices, *(slc or (None,) * 4), out_win, lse_win)
     return out, *(q.new_empty(0) if x is None else x for x in saved)
 
 
@@ -87,42 +104,52 @@ def _backward(
 
     config, sequences, softmax_scale, design = _open(q, *where)
     q, dout, gates = rows(q), rows(dout), gates.contiguous()
-    dgates = torch.zeros_like(gates)
-    dq = dq_cmp = dk_cmp = dv_cmp = dk_slc = dv_slc = dk_win = dv_win = None
-    cmp = win = None
-    # All dQ and the selected branch, one after the other; beside them dK and dV of the ranges.
-    with two_streams(q.device) as streams:
-        with streams.beside():
-            if k_cmp is not None and v_cmp is not None:
-                rest = (*compressed_arguments(config, sequences), softmax_scale)
-                given = (q if q_cmp is None else q_cmp, k_cmp, v_cmp, out_cmp, lse_cmp, dout)
+    # Before the fork: all that both streams touch, offsets and copies in another layout among it, and what the side gives.
+    # Branches add to dq in this order: compressed, window, selected.
+    dq, dgates = q.new_empty(q.shape), torch.zeros_like(gates)
+    dq_cmp = None if q_cmp is None or v_cmp is None else q.new_empty(q.shape)
+    cmp = win = slc = dk_cmp = dv_cmp = dk_win = dv_win = None
+    adds = False
+    if k_cmp is not None and v_cmp is not None:
+        rest = (*compressed_arguments(config, sequences), softmax_scale)
+        given = (q if q_cmp is None else q_cmp, k_cmp, v_cmp, out_cmp, lse_cmp, dout, dq if dq_cmp is None else dq_cmp)
+        cmp = new_range_backward(False, *given, *rest, gated=Gated(gates, dgates))
+        adds = dq_cmp is None
+    if k_win is not None and v_win is not None:
+        rest = (*window_arguments(config, sequences), softmax_scale)
+        given = (q, k_win, v_win, out_win, lse_win, dout, dq)
+        win = new_range_backward(True, *given, *rest, gated=Gated(gates, dgates, adds))
+        adds = True
+    if k_slc is not None and v_slc is not None:
+        slc = dq, k_slc.new_empty(k_slc.shape), v_slc.new_empty(v_slc.shape)
+    # All dQ and the selected branch, one after the other; meanwhile dK and dV of the ranges.
+    with fork_join(q.device, enabled=[cmp, win, slc].count(None) < 2) as streams:
+        with streams.on_side():
+            if cmp is not None:
                 with stage(COMPRESSED):
-                    cmp = begin_range_gradients("compressed_attention", False, *given, *rest, gated=Gated(gates, dgates))
-                dq_cmp = cmp.dq
-                dq = dq_cmp if q_cmp is None else None
-            wait_cmp = streams.queued()
-            if k_win is not None and v_win is not None:
-                rest = (*window_arguments(config, sequences), softmax_scale)
-                given = (q, k_win, v_win, out_win, lse_win, dout)
+                    range_query_gradient("compressed_attention", cmp)
+            wait_cmp = streams.record()
+            if win is not None:
                 with stage(WINDOW):
-                    win = begin_range_gradients("window_attention", True, *given, *rest, gated=Gated(gates, dgates, dq))
-                dq = win.dq
-            wait_win = streams.queued()
-            if k_slc is not None and v_slc is not None:
+                    range_query_gradient("window_attention", win)
+            wait_win = streams.record()
+            if k_slc is not None and v_slc is not None and slc is not None:
+                results = (out_slc, lse_slc, order, union)
                 rest = (*selected_arguments(config, sequences), softmax_scale, design)
-                slc = (q, k_slc, v_slc, block_indices, out_slc, lse_slc, order, union, dout)
+                gated = Gated(gates, dgates, adds)
                 with stage(SELECTED):
-                    dq, dk_slc, dv_slc = selected_gradients(*slc, *rest, gated=Gated(gates, dgates, dq))
+                    run_selected_backward(q, k_slc, v_slc, block_indices, results, dout, slc, *rest, gated=gated)
         wait_cmp()
         if cmp is not None:
             with stage(COMPRESSED):
-                dk_cmp, dv_cmp = finish_range_gradients("compressed_attention", cmp)
+                dk_cmp, dv_cmp = range_key_gradients("compressed_attention", cmp)
         wait_win()
         if win is not None:
             with stage(WINDOW):
-                dk_win, dv_win = finish_range_gradients("window_attention", win)
+                dk_win, dv_win = range_key_gradients("window_attention", win)
     inputs = (q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
-    found = (dq, dq_cmp, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win)
+    of_queries = (dq if adds or slc is not None else None, dq_cmp)
+    found = (*of_queries, dk_cmp, dv_cmp, *(slc or (None,) * 3)[1:], dk_win, dv_win)
     # Keys that only score blocks have no gradient through them, and neither have their queries.
     grads = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(inputs, found, strict=True) if x is not None]
     return [*grads, dgates]

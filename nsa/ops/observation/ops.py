@@ -13,6 +13,8 @@ def _observe(
     gates: Tensor, block_indices: Tensor | None, union: Tensor | None, sums: Tensor, cu_q: Tensor | None, cu_k: Tensor | None,
     num_sequences: int, len_q: int, len_k: int, block_size: int, limit_4: int, columns: list[int], backend: str,
 ) -> None:  # fmt: skip
+    if gates.shape[0] == 0:  # nothing to look at: a call without a token does not count
+        return
     if backend == "triton":
         from nsa.ops._triton.layout import Layout
         from nsa.ops.observation.triton_fwd import observe_kernels

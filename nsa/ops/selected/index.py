@@ -44,7 +44,7 @@ class Lists:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Programs that share the entries of an inverse index.
+    """Programs that share the entries of an inverse index; their memory, until :meth:`fill` has been called.
 
     Attributes:
         order: of the index.
@@ -54,6 +54,7 @@ class Chunks:
         start: int32 ``[segments * items + 1]``: the first chunk of each item in a segment.
         num_blocks: of the index.
         segments: segments that the queries are cut into.
+        index_segments: segments that the index tells apart, a multiple.
         segment_rows: queries of a segment.
         size: entries of a chunk.
         limit: at least the chunks of any segment.
@@ -66,6 +67,7 @@ class Chunks:
     start: Tensor
     num_blocks: int
     segments: int
+    index_segments: int
     segment_rows: int
     size: int
     limit: int
@@ -74,46 +76,115 @@ class Chunks:
         """What kernels take to find their chunk."""
         return self.order, self.begin, self.length, self.item, self.start
 
+    def fill(self, ranked: Tensor) -> None:
+        """Find the chunks, from what :meth:`InverseIndex.fill` gives."""
+        total, entries = self.begin.shape[0], ranked.shape[0]
+        count = torch.empty_like(self.start)
+        item_kernel[(triton.cdiv(total, BLOCK),)](
+            ranked, self.begin, self.length, count, entries, entries.bit_length(), total // self.segments, self.segments,
+            self.index_segments // self.segments, self.size, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+        torch.cumsum(count, 0, dtype=torch.int32, out=self.start)
+        most = self.item.shape[0]
+        chunk_kernel[(triton.cdiv(most, BLOCK),)](
+            self.start, self.item, total, most, (total + 1).bit_length(), BLOCK=BLOCK, num_warps=4
+        )
+
 
 @dataclass(frozen=True)
 class InverseIndex:
-    """The queries that chose each block.
+    """The queries that chose each block; their memory, until :meth:`fill` has been called.
 
     Attributes:
         key: int16 or int32 ``[T, Hkv, n]``: ``item * segments + segment`` of each entry, ``none`` where the block is absent.
-        far: the same with ``none`` where the block is near, see ``triton_fwd.py``; None where nobody asked for it.
+        far: the same with ``none`` where the block is near, see ``triton_fwd.py``; None where it is not needed.
         order: int32 or int64 ``[T * Hkv * n]``: entries by key and, for one key, by query.
-        ranked: keys in this order.
         num_blocks: at least the blocks of all sequences together.
         segments: segments that can be told apart.
+        segment_rows: queries of a segment.
         none: number of keys.
     """
 
     key: Tensor
     far: Tensor | None
     order: Tensor
-    ranked: Tensor
     num_blocks: int
     segments: int
+    segment_rows: int
     none: int
 
-    def chunks(self, segments: int, size: int) -> Chunks:
-        """Chunks of ``size`` entries, in all segments of the index or in one."""
+    def fill(self, block_indices: Tensor, layout: Layout, block_size: int, *, sort: bool) -> Tensor:
+        """Number the entries of ``block_indices [T, Hkv, n]``, and sort them unless ``order`` is known already.
+
+        Returns:
+            The keys in their order, ``[T * Hkv * n]``.
+        """
+        num_q, num_kv_heads, n = block_indices.shape
+        if layout.cu_q is not None:  # rows of no sequence are not visited
+            self.key.fill_(self.none)
+            if self.far is not None:
+                self.far.fill_(self.none)
+        block_q = 64
+        key_kernel[(layout.num_tiles(num_q, block_q, layout.len_q),)](
+            block_indices.contiguous(), self.key, self.far, *layout.arguments(), self.num_blocks, self.segments,
+            self.segment_rows, self.none, HKV=num_kv_heads, N=n, BLOCK_SIZE=block_size, BLOCK_Q=block_q, ENTRIES=1024,
+            num_warps=4,
+        )  # fmt: skip
+        if not sort:
+            return self.key.flatten()[self.order]
+        ranked, order = self.key.flatten().sort(stable=True)
+        self.order.copy_(order)
+        return ranked
+
+    def new_chunks(self, segments: int, size: int) -> Chunks:
+        """Memory for chunks of ``size`` entries, in all segments of the index or in one."""
         num_q, num_kv_heads, n = self.key.shape
         items, entries = num_kv_heads * self.num_blocks, self.order.numel()
         total = segments * items
-        most = entries // size + total
-        sizes = (total, total, total + 1, most)
-        begin, length, count, item = (torch.empty(number, dtype=torch.int32, device=self.order.device) for number in sizes)
-        item_kernel[(triton.cdiv(total, BLOCK),)](
-            self.ranked, begin, length, count, entries, entries.bit_length(), items, segments, self.segments // segments,
-            size, BLOCK=BLOCK, num_warps=4,
-        )  # fmt: skip
-        start = count.cumsum(0, dtype=torch.int32)
-        chunk_kernel[(triton.cdiv(most, BLOCK),)](start, item, total, most, (total + 1).bit_length(), BLOCK=BLOCK, num_warps=4)
+        sizes = (total, total, entries // size + total, total + 1)
+        begin, length, item, start = (torch.empty(number, dtype=torch.int32, device=self.order.device) for number in sizes)
         rows = -(-num_q // segments)
         limit = rows * num_kv_heads * n // size + items
-        return Chunks(self.order, begin, length, item, start, self.num_blocks, segments, rows, size, limit)
+        numbers = (self.num_blocks, segments, self.segments, rows, size, limit)
+        return Chunks(self.order, begin, length, item, start, *numbers)
+
+
+def new_index(
+    block_indices: Tensor,
+    layout: Layout,
+    block_size: int,
+    num_tokens: int,
+    segments: int,
+    order: Tensor | None = None,
+    *,
+    with_far: bool = False,
+) -> InverseIndex:
+    """Memory for the inverse index of ``block_indices [T, Hkv, n]`` over keys of ``num_tokens`` tokens.
+
+    Args:
+        block_indices: of it shape and device count.
+        layout: where the sequences lie.
+        block_size: tokens of a block.
+        num_tokens: of all sequences' keys.
+        segments: segments of queries to be told apart.
+        order: memory for the order, or that of an index of the same choice in any number of segments; None makes it.
+        with_far: whether to tell far blocks from near ones.
+    """
+    num_q, num_kv_heads, _ = block_indices.shape
+    num_blocks = layout.num_tiles(num_tokens, block_size, layout.len_k)
+    none = num_kv_heads * num_blocks * segments
+    # Half as many bits are sorted in half the passes.
+    dtype = torch.int16 if none < 2**15 - 1 else torch.int32
+    key = torch.empty(block_indices.shape, dtype=dtype, device=block_indices.device)
+    far = torch.empty_like(key) if with_far else None
+    order = new_order(block_indices) if order is None else order
+    return InverseIndex(key, far, order, num_blocks, segments, -(-num_q // segments), none)
+
+
+def new_order(block_indices: Tensor) -> Tensor:
+    """Memory for the order of an inverse index."""
+    count = block_indices.numel()
+    return torch.empty(count, dtype=order_type(count), device=block_indices.device)
 
 
 def make_lists(
@@ -138,36 +209,3 @@ def make_lists(
             PAD_N=pad_n, COUNTED=counted, LIMIT_4=LIMIT_4, num_warps=max(1, min(8, block_q * pad_n // 256)),
         )  # fmt: skip
     return Lists(block, word, count, block_q)
-
-
-def make_index(
-    block_indices: Tensor, layout: Layout, block_size: int, num_tokens: int, segments: int, order: Tensor | None = None,
-    *, with_far: bool = False,
-) -> InverseIndex:  # fmt: skip
-    """The inverse index of ``block_indices [T, Hkv, n]`` over keys of ``num_tokens`` tokens.
-
-    ``order`` is that of an index of the same choice, in any number of segments; None sorts anew.
-    """
-    num_q, num_kv_heads, n = block_indices.shape
-    device = block_indices.device
-    num_blocks = layout.num_tiles(num_tokens, block_size, layout.len_k)
-    segment_rows = -(-num_q // segments)
-    none = num_kv_heads * num_blocks * segments
-    # Half as many bits are sorted in half the passes.
-    key = torch.empty(block_indices.shape, dtype=torch.int16 if none < 2**15 - 1 else torch.int32, device=device)
-    far = torch.empty_like(key) if with_far else None
-    if layout.cu_q is not None:  # rows of no sequence are not visited
-        key.fill_(none)
-        if far is not None:
-            far.fill_(none)
-    block_q = 64
-    key_kernel[(layout.num_tiles(num_q, block_q, layout.len_q),)](
-        block_indices.contiguous(), key, far, *layout.arguments(), num_blocks, segments, segment_rows, none, HKV=num_kv_heads,
-        N=n, BLOCK_SIZE=block_size, BLOCK_Q=block_q, ENTRIES=1024, num_warps=4,
-    )  # fmt: skip
-    if order is None:
-        ranked, order = key.flatten().sort(stable=True)
-        order = order.to(order_type(order.numel()))
-    else:
-        ranked = key.flatten()[order]
-    return InverseIndex(key, far, order, ranked, num_blocks, segments, none)

@@ -14,6 +14,9 @@ from nsa.ops.selected.design import order_type
 if TYPE_CHECKING:
     from nsa.ops._triton.layout import Gated
 
+# out, lse, order, union.
+Results = tuple[Tensor, Tensor, Tensor, Tensor]
+
 _WHERE = (
     "Tensor? cu_q, Tensor? cu_k, SymInt num_sequences, SymInt len_q, SymInt len_k, int block_size, float softmax_scale, "
     "str design"
@@ -30,39 +33,74 @@ def selected_call(q: Tensor, v: Tensor, *where: Any) -> Any:
     return Call(Layout(*layout), softmax_scale, block_size, lambda kernel: tile_for(kernel, q, v), design)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from nsa.ops.selected.triton_launch import selected_forward
-
-    q, k, v = (rows(x) for x in (q, k, v))
-    out, lse, order, union = selected_forward(q, k, v, block_indices, selected_call(q, v, *where))
-    if order is None or union is None:
-        order, union = no_index(block_indices, *where)
-    return out, lse, order, union
+def _forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> Results:
+    results = new_results(q, k, v, block_indices, *where)
+    run_selected_forward(q, k, v, block_indices, results, *where)
+    return results
 
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, order: Tensor, union: Tensor,
     dout: Tensor, *where: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return selected_gradients(q, k, v, block_indices, out, lse, order, union, dout, *where)
+    grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    run_selected_backward(q, k, v, block_indices, (out, lse, order, union), dout, grads, *where)
+    return grads
 
 
-def selected_gradients(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, order: Tensor, union: Tensor,
-    dout: Tensor, *where: Any, gated: Gated | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv of the registered operator, whose arguments beside tensors are ``where``; for ``gated`` see there."""
+def new_results(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> Results:
+    """Memory for what the registered operator gives, whose arguments after the tensors are ``where``."""
+    results = selected_call(q, v, *where).results(q, k, v, block_indices)
+    if results.order is None or results.union is None:
+        return results.out, results.lse, *no_index(block_indices, *where)
+    return results.out, results.lse, results.order, results.union
+
+
+def run_selected_forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, results: Results, *where: Any) -> None:
+    """The kernels of the registered operator; for ``results`` see :func:`new_results`."""
+    from nsa.ops.selected.triton_launch import selected_forward
+
+    q, k, v = (rows(x) for x in (q, k, v))
+    call = selected_call(q, v, *where)
+    read = call.read(q, k, block_indices.shape[-1], results)
+    selected_forward(q, k, v, block_indices, call, read)
+
+
+def run_selected_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    results: Results,
+    dout: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+    *where: Any,
+    gated: Gated | None = None,
+) -> None:
+    """The kernels of the registered operator's backward.
+
+    Args:
+        q: queries, and so the other inputs of the forward.
+        k: keys.
+        v: values.
+        block_indices: the selected blocks.
+        results: of the forward.
+        dout: gradient of out; with ``gated`` that of the branches' gated sum.
+        grads: where dq, dk and dv go, contiguous.
+        where: what the operator takes after the tensors.
+        gated: the branch's part in the gated sum.
+    """
+    from nsa.ops._triton.layout import Gated
     from nsa.ops.selected.triton_launch import selected_backward
 
     q, k, v, dout = (rows(x) for x in (q, k, v, dout))
     call = selected_call(q, v, *where)
-    tiled = call.always_tiled(q, k, block_indices.shape[-1])
-    order_or_none, union_or_none = (None, None) if tiled else (order, union)
-    return selected_backward(q, k, v, block_indices, out, dout, lse, call, order_or_none, union_or_none, gated)
+    read = call.read(q, k, block_indices.shape[-1], results)
+    selected_backward(q, k, v, block_indices, dout, call, read, grads, gated or Gated())
 
 
 def no_index(block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
-    """The forward's last outputs, order and union, where nobody reads them.
+    """The forward's last outputs, order and union, where they are not read.
 
     Whether they are read depends on the lengths too, their shapes do not: what is compiled for one length serves all.
     """

@@ -1,4 +1,7 @@
-"""Launchers of the kernels of the selected branch, and the choice of their design. No autograd, no checks of user input."""
+"""Launchers of the kernels of the selected branch, and the choice of their design. No autograd, no checks of user input.
+
+What outlives a launcher is made before it, and what its two streams share before they fork (``nsa/ops/_side_stream.py``).
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa.ops._side_stream import two_streams
+from nsa.ops._side_stream import fork_join
 from nsa.ops._triton.layout import Gated, Layout
 from nsa.ops._triton.range_launch import block_of, fitting, key_source
 from nsa.ops._triton.tuning import MOST_REGISTERS, Tile
 from nsa.ops.selected.design import LIMIT_4, MAX_QUERIES, always_tiled
-from nsa.ops.selected.index import Chunks, InverseIndex, make_index, make_lists
+from nsa.ops.selected.index import Chunks, InverseIndex, make_lists, new_index, new_order
 from nsa.ops.selected.triton_bwd import selected_delta_kernel, selected_dq_kernel
 from nsa.ops.selected.triton_fwd import selected_fwd_kernel
 from nsa.ops.selected.triton_gather import (
@@ -75,17 +78,24 @@ class Call:
         """Whether the tiled design runs whatever the choice is."""
         return always_tiled(self.design, q.shape[1] // k.shape[1], n, self.layout.len_q, self.layout.len_k, self.block_size)
 
-    def union(self, q: Tensor, k: Tensor, n: int) -> Tensor | None:
-        """Counters of the lists' blocks and of the lists, 0 yet; None where the tiled design runs whatever the choice is.
-
-        With the gathered design they are 1 and 0 from the start and stay so: choices count as scattered.
-        """
-        if self.always_tiled(q, k, n):
-            return None
+    def results(self, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor) -> ForwardResults:
+        """Memory for what :func:`selected_forward` gives; of the tensors shapes and device count."""
+        num_q, num_heads, _ = q.shape
+        out = torch.empty(num_q, num_heads, v.shape[2], dtype=q.dtype, device=q.device)
+        lse = torch.empty(num_q, num_heads, dtype=torch.float32, device=q.device)
+        if self.always_tiled(q, k, block_indices.shape[-1]):
+            return ForwardResults(out, lse, None, None)
         union = torch.zeros(2, dtype=torch.int64, device=q.device)
         if self.design == "gathered":
             union[0].fill_(1)
-        return union
+        return ForwardResults(out, lse, new_order(block_indices), union)
+
+    def read(self, q: Tensor, k: Tensor, n: int, results: tuple[Tensor, Tensor, Tensor, Tensor]) -> ForwardResults:
+        """The forward's results as the registered operator has them: without None, where the last two are not read."""
+        out, lse, order, union = results
+        if self.always_tiled(q, k, n):
+            return ForwardResults(out, lse, None, None)
+        return ForwardResults(out, lse, order, union)
 
     def num_segments(self, num_rows: int, slots: int, row_bytes: int) -> int:
         """Segments by shapes alone, so that sums never change order.
@@ -100,6 +110,24 @@ class Call:
         """
         least = max(-(-slots // HELD_SLOTS), 1)
         return self.segments or max(1, min(num_rows, least, -(-num_rows * slots * row_bytes // SMALL)))
+
+
+@dataclass(frozen=True)
+class ForwardResults:
+    """What the forward gives.
+
+    Attributes:
+        out: ``[T, Hq, Dv]``.
+        lse: fp32 ``[T, Hq]``.
+        order: of the inverse index; None where the tiled design runs whatever the choice is.
+        union: int64 ``[2]``: blocks of the tiles' lists and their number, 0 at first; None as ``order``. With the gathered
+            design they are 1 and 0 from the start and stay so: choices count as scattered.
+    """
+
+    out: Tensor
+    lse: Tensor
+    order: Tensor | None
+    union: Tensor | None
 
 
 def tile_of(tile: Tile, group_size: int, block_size: int) -> tuple[Tile, int]:
@@ -132,26 +160,24 @@ def strides_of(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:2]]
 
 
-def selected_forward(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """out ``[T, Hq, Dv]``, lse fp32 ``[T, Hq]`` and, unless the tiled design is fixed, order of the inverse index and union."""
+def selected_forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call, results: ForwardResults) -> None:
+    """Fill the results, see :meth:`Call.results`."""
     num_q, num_heads, head_dim = q.shape
     num_kv_heads, value_dim = v.shape[1:]
     group_size, n = num_heads // num_kv_heads, block_indices.shape[-1]
-    out = torch.empty(num_q, num_heads, value_dim, dtype=q.dtype, device=q.device)
-    lse = torch.empty(num_q, num_heads, dtype=torch.float32, device=q.device)
-    union = call.union(q, k, n)
+    out, lse, union = results.out, results.lse, results.union
     if num_q == 0 or n == 0:
-        return out.zero_(), lse.fill_(-torch.inf), None, union
+        out.zero_()
+        lse.fill_(-torch.inf)
+        return
     tile, used = tile_of(call.tiles("selected_attention_fwd"), group_size, call.block_size)
     tile, counter = fitting(tile, k, v), None if call.design == "gathered" else union
-    gathered = None
-    with two_streams(q.device) as streams:
-        if union is not None:
-            with streams.beside():
-                gathered = gathered_queries(q, k, v, block_indices, call)
-        wait = streams.queued()
+    gathered = None if union is None else new_gathered(q, k, v, block_indices, call, results.order)
+    with fork_join(q.device, enabled=gathered is not None) as streams:
+        if gathered is not None:
+            with streams.on_side():
+                fill_index(*gathered, block_indices=block_indices, call=call)
+        wait = streams.record()
         lists = make_lists(block_indices, call.layout, group_size, call.block_size, used, counter, counted=False)
         selected_fwd_kernel[(lists.count.shape[1], num_kv_heads)](
             q, key_source(k, tile), key_source(v, tile), out, lse, lists.block, lists.word, lists.count, union,
@@ -164,15 +190,25 @@ def selected_forward(
         wait()
         if gathered is not None and union is not None:
             gather_forward(q, k, v, n, call, union, *gathered, out, lse)
-    return out, lse, None if gathered is None else gathered[0].order, union
 
 
-def gathered_queries(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> tuple[InverseIndex, Chunks]:
-    """The inverse index of :func:`gather_forward` and its chunks: of the choice alone."""
+def new_gathered(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call, order: Tensor | None
+) -> tuple[InverseIndex, Chunks]:
+    """Memory for the inverse index of :func:`gather_forward` and its chunks; the order goes to ``order``."""
     slots = block_indices.shape[-1] * (call.block_size // min(call.tiles("selected_gather_fwd").keys, call.block_size))
     segments = call.num_segments(q.shape[0], slots, q.shape[1] * v.shape[2] * q.element_size())
-    index = make_index(block_indices, call.layout, call.block_size, k.shape[0], segments, with_far=True)
-    return index, index.chunks(segments, FORWARD_CHUNK)
+    where = (call.layout, call.block_size, k.shape[0], segments, order)
+    index = new_index(block_indices, *where, with_far=True)
+    return index, index.new_chunks(segments, FORWARD_CHUNK)
+
+
+def fill_index(index: InverseIndex, *chunks: Chunks | None, block_indices: Tensor, call: Call, sort: bool = True) -> None:
+    """Make an inverse index and its chunks: of the choice alone."""
+    ranked = index.fill(block_indices, call.layout, call.block_size, sort=sort)
+    for some in chunks:
+        if some is not None:
+            some.fill(ranked)
 
 
 def gather_forward(
@@ -207,28 +243,32 @@ def gather_forward(
 
 
 def selected_backward(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, dout: Tensor, lse: Tensor, call: Call,
-    order: Tensor | None, union: Tensor | None, gated: Gated | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in the shapes of q, k, v, contiguous; with ``gated`` dout is the gradient of the branches' gated sum.
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, dout: Tensor, call: Call, results: ForwardResults,
+    grads: tuple[Tensor, Tensor, Tensor], gated: Gated,
+) -> None:  # fmt: skip
+    """Fill ``grads``: dq, dk, dv in the shapes of q, k, v, contiguous; ``results`` are the forward's.
 
-    ``order`` and ``union`` are what the forward gave.
+    With gates dout is the gradient of the branches' gated sum.
     """
     num_q, num_heads, head_dim = q.shape
     num_kv_heads, value_dim = v.shape[1:]
     group_size, n = num_heads // num_kv_heads, block_indices.shape[-1]
-    gated = gated or Gated()
-    dq = gated.start_dq(q)
+    out, lse, union = results.out, results.lse, results.union
+    dq, dk, dv = grads
     if num_q == 0 or n == 0:
-        return dq if gated.adds else dq.zero_(), torch.zeros_like(k), torch.zeros_like(v)
+        for grad in grads[1:] if gated.adds else grads:
+            grad.zero_()
+        return
     delta = torch.empty_like(lse)
     gated_lse = None if gated.gates is None else torch.empty_like(lse)
     tile, used = tile_of(call.tiles("selected_attention_dq"), group_size, call.block_size)
     tile, counted = fitting(tile, k, v), union is not None
-    with two_streams(q.device) as streams:
-        with streams.beside():
-            index, chunks, chunks_with_dq = backward_index(q, k, block_indices, order, call, union)
-        wait = streams.queued()
+    index, chunks, chunks_with_dq = new_backward_index(q, k, block_indices, call, results)
+    with fork_join(q.device) as streams:
+        with streams.on_side():
+            sort = results.order is None
+            fill_index(index, chunks, chunks_with_dq, block_indices=block_indices, call=call, sort=sort)
+        wait = streams.record()
         lists = make_lists(block_indices, call.layout, group_size, call.block_size, used, union, counted=counted)
         selected_dq_kernel[(lists.count.shape[1], num_kv_heads)](
             q, key_source(k, tile), key_source(v, tile), out, dout, lse, delta, dq, gated.gates, gated.dgates, gated_lse,
@@ -249,31 +289,31 @@ def selected_backward(
             )  # fmt: skip
         wait()
         inputs = (q, k, v, dout, lse if gated_lse is None else gated_lse, delta)
-        grads = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
         # The device runs one of both ways, which share their sums; the other's kernels leave at once, beside it.
         most = max(chunks.limit, 0 if chunks_with_dq is None else chunks_with_dq.limit)
         partial = [_sums(q, most * call.block_size, size) for size in (head_dim, value_dim)]
         if chunks_with_dq is not None:
             streams.fork()
-            with streams.beside():
-                _gather_gradients(inputs, grads, partial, index, chunks_with_dq, call, union, dq, gated.adds)
-        _gather_gradients(inputs, grads, partial, index, chunks, call, union, None, gated.adds)
-    return dq, *grads
+            with streams.on_side():
+                _gather_gradients(inputs, (dk, dv), partial, index, chunks_with_dq, call, union, dq, gated.adds)
+        _gather_gradients(inputs, (dk, dv), partial, index, chunks, call, union, None, gated.adds)
 
 
-def backward_index(
-    q: Tensor, k: Tensor, block_indices: Tensor, order: Tensor | None, call: Call, union: Tensor | None
+def new_backward_index(
+    q: Tensor, k: Tensor, block_indices: Tensor, call: Call, results: ForwardResults
 ) -> tuple[InverseIndex, Chunks, Chunks | None]:
-    """The inverse index of the backward and its chunks without dQ and, with ``union``, with dQ."""
+    """Memory for the inverse index of the backward and its chunks without dQ and, with a union, with dQ."""
     n, segments = block_indices.shape[-1], 1
-    if union is not None:
+    if results.union is not None:
         slots = n * (call.block_size // min(call.tiles("selected_gather_dkv").keys, call.block_size))
         segments = call.num_segments(q.shape[0], slots, q.shape[1] * q.shape[2] * q.element_size())
-    index = make_index(block_indices, call.layout, call.block_size, k.shape[0], segments, order)
-    chunks = index.chunks(1, chunk_size(block_indices.numel()))
-    if union is None:
+    where = (call.layout, call.block_size, k.shape[0], segments, results.order)
+    index = new_index(block_indices, *where)
+    chunks = index.new_chunks(1, chunk_size(block_indices.numel()))
+    if results.union is None:
         return index, chunks, None
-    return index, chunks, index.chunks(segments, DQ_CHUNK if call.layout.len_k <= LONG else BACKWARD_CHUNK)
+    size = DQ_CHUNK if call.layout.len_k <= LONG else BACKWARD_CHUNK
+    return index, chunks, index.new_chunks(segments, size)
 
 
 def _gather_gradients(

@@ -8,12 +8,12 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.errors import fail
 from nsa.ops._boundary import Sequences, choose_backend, compressed_key_shape, open_sequences, pack, scale_of
-from nsa.ops.selection.ops import select_blocks_op
+from nsa.ops.selection.ops import choice_result, select_blocks_by_kernel, select_blocks_op
 from nsa.ops.selection.ranges import blocks_to_ranges
 from nsa.ops.selection.reference import coarse_keys, select_blocks_reference
 from nsa.stages import CHOICE, in_stage
 
-__all__ = ["blocks_to_ranges", "run_select_blocks", "select_blocks"]
+__all__ = ["blocks_to_ranges", "choice_result", "run_select_blocks", "select_blocks"]
 
 
 @torch.no_grad()
@@ -69,14 +69,28 @@ def select_blocks(
 @in_stage(CHOICE)
 @torch.no_grad()
 def run_select_blocks(
-    q: Tensor, k_cmp: Tensor, lse: Tensor, config: NSAConfig, sequences: Sequences, softmax_scale: float, backend: str
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    config: NSAConfig,
+    sequences: Sequences,
+    softmax_scale: float,
+    backend: str,
+    *,
+    blocks: tuple[Tensor | None, int] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """See :func:`select_blocks`; inputs are packed and checked, the backend is chosen."""
+    """See :func:`select_blocks`; inputs are packed and checked, the backend is chosen.
+
+    Inside another operator the kernels run without one of their own: ``blocks`` are then
+    ``sequences.kernel_blocks``, and ``out`` is where the result goes.
+    """
     if backend == "reference":
         with torch.autocast(q.device.type, enabled=False):
             return select_blocks_reference(q, k_cmp, lse, config, sequences, softmax_scale)
     cu_q, cu_k, num_sequences, len_q, len_k = sequences.kernel_arguments()
-    cu_cmp, len_cmp = sequences.kernel_blocks(config)
+    cu_cmp, len_cmp = sequences.kernel_blocks(config) if blocks is None else blocks
+    select = select_blocks_op if out is None else select_blocks_by_kernel
     size, stride = config.compress_block_size, config.compress_stride
     coarse, factor = None, 0
     if config.coarse_block_size is not None:
@@ -84,14 +98,15 @@ def run_select_blocks(
         factor = config.coarse_block_size // config.block_size
         width = config.coarse_block_size
         # A query sees a coarse block when it sees the last compressed key that starts in it.
-        coarse = select_blocks_op(
+        coarse = select(
             q, means, lse, None, cu_q, cu_k, None if cu_q is None else cu_coarse, num_sequences, len_q, len_k,
             len_cmp * stride // width, width + size - stride, width, softmax_scale, 0, width, config.num_coarse_blocks,
             *config.forced_coarse_blocks, [], "exact",
         )  # fmt: skip
     counts = [number for pair in config.block_counts for number in pair]
-    return select_blocks_op(
+    arguments = (
         q, k_cmp, lse, coarse, cu_q, cu_k, cu_cmp, num_sequences, len_q, len_k, len_cmp, size, stride, softmax_scale, factor,
         config.block_size, config.num_selected_blocks, config.num_init_blocks, config.num_local_blocks, counts,
         config.score_precision,
     )  # fmt: skip
+    return select_blocks_op(*arguments) if out is None else select_blocks_by_kernel(*arguments, out=out)

@@ -20,7 +20,15 @@ def check_fp8(capability: tuple[int, int]) -> None:
     check(capability >= (8, 9), "select_blocks", "config.score_precision", rule, f"fp8 on {capability[0]}.{capability[1]}")
 
 
-def _select_blocks(q: Tensor, k: Tensor, lse: Tensor, coarse: Tensor | None, *rest: Any) -> Tensor:
+def choice_result(q: Tensor, k: Tensor, num_blocks: int) -> Tensor:
+    """Memory for the selected blocks, int32 ``[T, Hkv, n]``."""
+    return q.new_empty(q.shape[0], k.shape[1], num_blocks, dtype=torch.int32)
+
+
+def select_blocks_by_kernel(
+    q: Tensor, k: Tensor, lse: Tensor, coarse: Tensor | None, *rest: Any, out: Tensor | None = None
+) -> Tensor:
+    """What the registered operator does, into ``out`` if it is given (see :func:`choice_result`)."""
     from nsa.ops._range import by_head, rows
     from nsa.ops._triton.range_launch import RangeLayout
     from nsa.ops._triton.tuning import tile_for
@@ -32,12 +40,14 @@ def _select_blocks(q: Tensor, k: Tensor, lse: Tensor, coarse: Tensor | None, *re
         check_fp8(torch.cuda.get_device_capability(q.device))
     choice = Choice(block_size, num_blocks, num_init, num_local, tuple(counts), precision)
     layout, tile = RangeLayout(False, *where), tile_for("select_blocks", q, k)
-    return select_blocks_forward(q, k, by_head(lse), layout, softmax_scale, choice, tile, coarse, coarse_factor)
+    out = choice_result(q, k, num_blocks) if out is None else out
+    select_blocks_forward(q, k, by_head(lse), out, layout, softmax_scale, choice, tile, coarse, coarse_factor)
+    return out
 
 
 select_blocks_op = register(
     "select_blocks",
-    _select_blocks,
+    select_blocks_by_kernel,
     "(Tensor q, Tensor k, Tensor lse, Tensor? coarse, Tensor? cu_q, Tensor? cu_k, Tensor? cu_key, SymInt num_sequences, "
     "SymInt len_q, SymInt len_k, SymInt len_key, int size, int stride, float softmax_scale, int coarse_factor, "
     "int block_size, int num_blocks, int num_init, int num_local, int[] counts, str precision) -> Tensor",
@@ -46,4 +56,4 @@ select_blocks_op = register(
 
 @select_blocks_op.register_fake
 def _(q: Tensor, k: Tensor, lse: Tensor, coarse: Tensor | None, *rest: Any) -> Tensor:
-    return q.new_empty(q.shape[0], k.shape[1], rest[-5], dtype=torch.int32)
+    return choice_result(q, k, rest[-5])

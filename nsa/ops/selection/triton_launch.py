@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 import triton
 from torch import Tensor
 
@@ -40,19 +39,18 @@ class Choice:
 
 
 def select_blocks_forward(
-    q: Tensor, k: Tensor, lse: Tensor, layout: RangeLayout, softmax_scale: float, choice: Choice, tile: Tile,
+    q: Tensor, k: Tensor, lse: Tensor, out: Tensor, layout: RangeLayout, softmax_scale: float, choice: Choice, tile: Tile,
     coarse: Tensor | None = None, coarse_factor: int = 0,
-) -> Tensor:  # fmt: skip
-    """int32 ``[T, Hkv, n]``; see :func:`nsa.select_blocks`. ``tile.rows`` are queries, ``tile.keys`` blocks of a step.
+) -> None:  # fmt: skip
+    """Fill out, int32 ``[T, Hkv, n]``; see :func:`nsa.select_blocks`. lse is ``[Hq, T]``.
 
-    lse is ``[Hq, T]``.
+    ``tile.rows`` are queries, ``tile.keys`` blocks of a step.
 
     With ``coarse`` int32 ``[T, Hkv, m]``, ascending, only blocks inside these coarse blocks of ``coarse_factor`` blocks each
     are candidates, beside the forced ones.
     """
     num_q, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
-    out = torch.empty(num_q, num_kv_heads, choice.num_blocks, dtype=torch.int32, device=q.device)
     width = triton.next_power_of_2(choice.num_blocks)
     step = max(tile.keys, width)
     # A step must hold as many blocks as are chosen. Fewer queries, then more warps, keep its scores in registers.
@@ -80,4 +78,3 @@ def select_blocks_forward(
             BLOCK_J=step, BLOCK_N=width, BLOCK_D=block_d, KEEP=keep, STAGES=tile.stages,
             **tile.launch_options(),
         )  # fmt: skip
-    return out

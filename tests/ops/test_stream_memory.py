@@ -1,0 +1,344 @@
+"""Memory of operators that run on several streams: what the rules of nsa/ops/_side_stream.py ask for, held without a GPU.
+
+Launchers run as always, on tensors of the CPU, and kernels are left out. A model of streams knows who waits for whom; it is
+told which stream makes, uses and lets go each piece of memory, and finds what another tensor could overwrite, whatever other
+streams there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.jit import KernelInterface
+
+from nsa import NSAConfig
+from nsa.ops import _side_stream
+from nsa.ops.nsa import ops as whole
+from nsa.ops.selected import ops as selected
+from nsa.ops.selected import triton_launch
+from nsa.testing import packed_offsets
+
+CUDA = torch.device("cuda")
+Clock = dict[int, int]  # how far each stream is known to be done, by its number
+
+
+class ModelStream:
+    """A stream of the model; its clock says what has happened before whatever it is given next."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.device, self.clock = number, CUDA, {number: 0}
+
+    def tick(self) -> int:
+        self.clock[self.number] += 1
+        return self.clock[self.number]
+
+    def wait_event(self, event: Clock) -> None:
+        for number, time in event.items():
+            self.clock[number] = max(self.clock.get(number, 0), time)
+
+    def wait_stream(self, other: ModelStream) -> None:
+        self.wait_event(other.clock)
+
+    def record_event(self) -> Clock:
+        return dict(self.clock)
+
+
+@dataclasses.dataclass
+class Memory:
+    """One storage: the stream that it belongs to, when it was made, and when each stream used it last."""
+
+    name: str
+    home: ModelStream
+    made: int
+    used: dict[int, int]
+
+    def late(self) -> list[int]:
+        """Streams whose use the home does not wait for: memory let go now would be overwritten."""
+        known = self.home.clock
+        return [number for number, time in self.used.items() if known.get(number, 0) < time]
+
+
+class StreamModel(TorchDispatchMode):
+    """Follows every operation of PyTorch and every launch of a kernel while it is entered.
+
+    Attributes:
+        faults: what breaks a rule.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.calling = ModelStream(0)
+        self.current, self.made = [self.calling], [self.calling]
+        self.memory: dict[int, Memory] = {}
+        self.faults: list[str] = []
+        self.launches: list[int] = []  # the stream of each
+        for name, stand_in in (
+            ("Stream", self.new_stream),
+            ("stream", self.on),
+            ("current_stream", lambda device: self.current[-1]),
+        ):
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        _side_stream._side.cache_clear()
+        real = _side_stream.fork_join
+        for module in (whole, triton_launch):
+            monkeypatch.setattr(module, "fork_join", lambda device, enabled=True: real(CUDA, enabled))
+        monkeypatch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: self.launch)
+
+    def new_stream(self, device: torch.device, priority: int) -> ModelStream:
+        self.made.append(ModelStream(len(self.made)))
+        return self.made[-1]
+
+    @contextmanager
+    def on(self, stream: ModelStream) -> Iterator[None]:
+        self.current.append(stream)
+        yield
+        self.current.pop()
+
+    def launch(self, *arguments: Any, **named: Any) -> None:
+        self.launches.append(self.current[-1].number)
+        self.touch("a kernel", [*arguments, *named.values()])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self.touch(str(func), [args, kwargs])
+        result = func(*args, **(kwargs or {}))
+        self.touch(str(func), [result])
+        return result
+
+    def touch(self, what: str, arguments: Any) -> None:
+        stream = self.current[-1]
+        time = stream.tick()
+        for x in tree_leaves(arguments):
+            if isinstance(x, Tensor):
+                memory = self.hold(x, f"{tuple(x.shape)} of {what}")
+                if stream.clock.get(memory.home.number, 0) < memory.made:
+                    self.faults.append(f"{memory.name}: made on {memory.home.number} after the fork of {stream.number}")
+                memory.used[stream.number] = time
+
+    def hold(self, x: Tensor, name: str) -> Memory:
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key not in self.memory:
+            home = self.current[-1]
+            self.memory[key] = Memory(name, home, home.clock[home.number], {})
+            weakref.finalize(storage, self.release, key)
+        return self.memory[key]
+
+    def release(self, key: int) -> None:
+        memory = self.memory.pop(key)
+        if memory.late():
+            self.faults.append(f"{memory.name}: let go on {memory.home.number} before {memory.late()} is done")
+
+    def check(self, results: Sequence[Tensor]) -> None:
+        for x in results:
+            memory = self.hold(x, "a result")
+            if memory.home is not self.calling:
+                self.faults.append(f"{memory.name}: a result made on {memory.home.number}")
+            if memory.late():
+                self.faults.append(f"{memory.name}: a result that {memory.late()} may still write")
+        assert not self.faults, "\n".join(self.faults)
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamModel]:
+    yield StreamModel(monkeypatch)
+    _side_stream._side.cache_clear()
+
+
+# --------------------------------------------------------------------------------------------------- the model itself
+
+BREAKS: dict[str, Callable[[StreamModel, Any], Tensor]] = {}
+
+
+def breaks(function: Callable[[StreamModel, Any], Tensor]) -> Callable[[StreamModel, Any], Tensor]:
+    BREAKS[function.__name__] = function
+    return function
+
+
+@breaks
+def a_result_made_on_1(model: StreamModel, streams: Any) -> Tensor:
+    with streams.on_side():
+        return torch.zeros(3)
+
+
+@breaks
+def made_on_0_after_the_fork_of_1(model: StreamModel, streams: Any) -> Tensor:
+    x = torch.zeros(3)
+    with streams.on_side():
+        x.add_(1)
+    return x
+
+
+@breaks
+def let_go_on_0_before(model: StreamModel, streams: Any) -> Tensor:
+    x = torch.zeros(3)
+    streams.fork()
+    with streams.on_side():
+        x.add_(1)
+    del x
+    return torch.zeros(3)
+
+
+@breaks
+def let_go_on_1_before(model: StreamModel, streams: Any) -> Tensor:
+    with streams.on_side():
+        x = torch.zeros(3)
+        wait = streams.record()
+    wait()
+    y = x + 1
+    del x
+    return y
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_the_model_finds_what_breaks_the_rules(name: str, model: StreamModel) -> None:
+    with model:
+        with _side_stream.fork_join(CUDA) as streams:
+            result = BREAKS[name](model, streams)
+        with pytest.raises(AssertionError, match=name.replace("_", " ")):
+            model.check([result])
+
+
+def test_the_model_finds_nothing_where_the_rules_are_kept(model: StreamModel) -> None:
+    with model:
+        x, out = torch.zeros(3), torch.empty(3)
+        with _side_stream.fork_join(CUDA) as streams:
+            with streams.on_side():
+                torch.add(x, (x + 1).sort()[0], out=out)
+            y = x * 2
+        del x
+        model.check([out, y])
+
+
+# ------------------------------------------------------------------------------------------------------- the operators
+
+PATTERN = NSAConfig(
+    num_heads=4, num_kv_heads=2, head_dim=16, value_dim=32, compress_block_size=8, compress_stride=4, block_size=16,
+    num_selected_blocks=4, window_size=32,
+)  # fmt: skip
+NUMBER, LENGTH = 2, 400  # the choice decides which algorithm runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of whole attention.
+
+    Attributes:
+        pattern: the sparse pattern.
+        design: of the selected branch.
+        packed: whether there are offsets.
+        own_queries: whether the compressed branch has queries of its own.
+        strided: whether inputs lie so that kernels want copies of them.
+    """
+
+    pattern: NSAConfig = PATTERN
+    design: str = "auto"
+    packed: bool = True
+    own_queries: bool = False
+    strided: bool = False
+
+    def rows(self, count: int, number: int, size: int) -> Tensor:
+        x = torch.zeros(count, number, size, dtype=torch.float32)
+        return torch.zeros(count, size, number).transpose(1, 2) if self.strided else x
+
+    def inputs(self) -> tuple[Any, ...]:
+        pattern, tokens = self.pattern, NUMBER * LENGTH
+        on = pattern.branches
+        blocks = tokens // pattern.compress_stride
+        sizes = (pattern.head_dim, pattern.value_dim)
+        cmp = [self.rows(blocks, pattern.num_kv_heads, size) for size in sizes]
+        if "cmp" not in on:
+            cmp = [cmp[0], None]  # type: ignore[list-item]
+        others = [
+            self.rows(tokens, pattern.num_kv_heads, size) if branch in on else None
+            for branch in ("slc", "win")
+            for size in sizes
+        ]
+        q_cmp = self.rows(tokens, pattern.num_heads, pattern.head_dim) if self.own_queries else None
+        return self.q(), q_cmp, *(cmp if pattern.scores_blocks else (None, None)), *others, self.gates()
+
+    def q(self) -> Tensor:
+        return self.rows(NUMBER * LENGTH, self.pattern.num_heads, self.pattern.head_dim)
+
+    def gates(self) -> Tensor:
+        return torch.zeros(NUMBER * LENGTH, self.pattern.num_heads, 3)
+
+    def where(self) -> tuple[Any, ...]:
+        cu = packed_offsets([LENGTH] * NUMBER) if self.packed else None
+        return cu, cu, NUMBER, LENGTH, LENGTH, self.pattern.text, 0.25, self.design
+
+
+def changed(**changes: Any) -> NSAConfig:
+    return dataclasses.replace(PATTERN, **changes)
+
+
+CALLS = {
+    "packed": Call(),
+    "alike": Call(packed=False),
+    "tiled": Call(design="tiled"),
+    "gathered": Call(design="gathered"),
+    "copies": Call(strided=True),
+    "queries of its own": Call(own_queries=True, strided=True),
+    "two stages": Call(changed(coarse_block_size=32, num_coarse_blocks=6)),
+    "fp8": Call(changed(score_precision="fp8")),
+    "no window": Call(changed(branches=("cmp", "slc"))),
+    "no selection": Call(changed(branches=("cmp", "win")), own_queries=True),
+    "no compressed branch": Call(changed(branches=("slc", "win"))),
+    "window alone": Call(changed(branches=("win",))),
+}
+
+
+@pytest.fixture(params=[1 << 26, 1], ids=["one segment", "segments"])
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of slots that need more than this are held in segments, whose sums are more memory of the side."""
+    monkeypatch.setattr(triton_launch, "SMALL", request.param)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.usefixtures("small")
+def test_whole_attention(name: str, model: StreamModel) -> None:
+    call = CALLS[name]
+    given, where = call.inputs(), call.where()
+    with model:
+        for x in (*given, *where):
+            if isinstance(x, Tensor):
+                model.hold(x, "an input")
+        results = whole._forward(*given, *where)
+        model.check(results)
+        # Integers that kernels left out may be anything; used as places they must be some.
+        saved = [x if x.dtype.is_floating_point else torch.zeros_like(x) for x in results[1:]]
+        if call.strided and saved[1].numel():
+            saved[1] = saved[1].contiguous()  # lse of the compressed branch, as a compiler may hand it over
+        dout = torch.zeros_like(results[0])
+        del results
+        model.check(whole._backward(*given, *saved, dout, *where))
+    on = call.pattern.branches
+    expected = 1 if len(on) == 1 else 3 if "slc" in on else 2
+    assert len(set(model.launches)) == expected
+
+
+@pytest.mark.parametrize("design", ["tiled", "gathered", "auto"])
+@pytest.mark.usefixtures("small")
+def test_selected_attention_alone(design: str, model: StreamModel) -> None:
+    call = Call(changed(branches=("slc",)), strided=True)
+    q, _, _, _, k, v, *_ = call.inputs()
+    cu, *_ = call.where()
+    where = (cu, cu, NUMBER, LENGTH, LENGTH, PATTERN.block_size, 0.25, design)
+    indices = torch.zeros(q.shape[0], PATTERN.num_kv_heads, PATTERN.num_selected_blocks, dtype=torch.int32)
+    with model:
+        for x in (q, k, v, cu, indices):
+            model.hold(x, "an input")
+        out, lse, order, union = selected._forward(q, k, v, indices, *where)
+        model.check([out, lse, order, union])
+        order, union = torch.zeros_like(order), torch.zeros_like(union)
+        dout = torch.zeros_like(out)
+        model.check(selected._backward(q, k, v, indices, out, lse, order, union, dout, *where))
+    assert set(model.launches) == {0, 1}
