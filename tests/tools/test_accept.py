@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from nsa.errors import UserError
+from nsa.train.environment import code_version
 from nsa.train.load import load_config
 from nsa.train.metrics import Row as MetricsRow
 from tests.faults.cases import write_config
@@ -26,7 +27,7 @@ from tools.accept import shards, training
 from tools.accept.case import Case
 from tools.accept.figures import figures_of
 from tools.accept.legs import LEGS, QUICK_LEG, Leg, chosen_legs
-from tools.accept.programs import Ended, Program, last_lines
+from tools.accept.programs import Ended, Program, descendants, last_lines
 from tools.accept.resume import CHECKPOINTS, STEPS, differences, kill_steps
 from tools.accept.rows import Row, committed_loss, gpu_stem, merge, read_rows, write_rows
 from tools.accept.run import run_case, run_leg
@@ -251,6 +252,45 @@ def test_a_quick_run_is_shorter_and_has_an_early_row(tmp_path: Path, fake_nsa: A
     assert f"arguments: {words}\n" in log
 
 
+MAKE = """
+import json, os, pathlib, shlex, sys
+here = pathlib.Path(__file__).parent
+words = dict(word.split("=", 1) for word in sys.argv[2:])
+run = pathlib.Path(shlex.split(words["ARGS"])[1])
+run.mkdir()
+rows = json.loads((here / "rows.json").read_text())
+(run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+caches = [os.environ[name] for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")]
+for folder in caches:
+    pathlib.Path(folder).mkdir(parents=True)  # fails where it is there already
+print(json.dumps([sys.argv[1], words, caches, "MAKEFLAGS" in os.environ]))
+"""
+
+
+def test_make_train_begins_with_empty_caches(tmp_path: Path, monkeypatch: Any) -> None:
+    program = tmp_path / "bin/make"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}{MAKE}")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("MAKEFLAGS", "--no-builtin-rules -- QUICK=1 ARGS=--quick")
+    config = load_config(ROOT / "configs/cpu-small.yaml")
+    rows = [{**row, "step": int(row["step"]) * config.steps // 300} for row in metrics()]
+    (program.parent / "rows.json").write_text(json.dumps(rows))
+    case = Case("make train", "make train", "cpu-small", 10, num_gpus=0)
+    setting = Setting(tmp_path, H200, "1", time.monotonic() + 60, say=lambda line: None)
+    setting.plans["configs/cpu-small.yaml"] = 2900.0
+    for _ in range(2):
+        row = run_case(case, setting, [])
+        assert row.passed, row.note
+        assert row.note == "as it ships"
+    folder = tmp_path / "full/make-train"
+    target, words, caches, inherits = json.loads(last_lines(folder / "log.txt", 1)[0])
+    assert (target, words["PYTHON"], inherits) == ("train", sys.executable, False)
+    assert words["ARGS"] == f"--run-dir {folder / 'run'}"
+    assert all(folder in Path(cache).parents and not Path(cache).exists() for cache in caches)
+
+
 def test_data_on_shards_come_from_the_folder_that_is_given(tmp_path: Path, fake_nsa: Any) -> None:
     fake_nsa(metrics())
     leg = Leg("3", (Case("seed-fineweb", "train", "seed-fineweb", 10),))
@@ -297,8 +337,7 @@ def test_what_a_program_started_ends_with_it(tmp_path: Path) -> None:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and Path(f"/proc/{pid}").exists():
         time.sleep(0.05)
-    state = Path(f"/proc/{pid}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert not _runs(pid)
 
 
 def test_every_configuration_has_a_case() -> None:
@@ -529,6 +568,36 @@ def test_words_of_the_command(words: list[str], code: int, text: str, capsys: An
     assert command.main(words) == code
     said = capsys.readouterr()
     assert text in said.out + said.err
+
+
+def test_an_interrupted_leg_leaves_no_program_behind(tmp_path: Path) -> None:
+    words = ["--leg", "1", "--only", "cpu-small", "--out", str(tmp_path)]
+    words += [] if code_version()["commit"] else ["--commit", "c0ffee"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command_line = [sys.executable, "-m", "tools.accept", *words]
+    process = subprocess.Popen(command_line, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
+    run = tmp_path / "full/cpu-small/run"
+    deadline = time.monotonic() + 90
+    while not (run / "config.yaml").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    started = descendants(process.pid)
+    assert started
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.startswith(b"accept: interrupted")
+    assert not any(_runs(pid) for pid in started)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is there, and not one that has ended and that its parent has not noticed."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return text.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_make_hands_its_words_on() -> None:

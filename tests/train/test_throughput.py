@@ -71,6 +71,9 @@ def test_the_longest_step_is_warm_and_ends_before_a_pause(times: Times, kind: st
     steps(clock, times, 1, 1, 3)
     assert clock.row()["step_time_max_ms"] == pytest.approx(3000)  # to its own end
     assert clock.row() == {}
+    steps(clock, times, 1, 1)  # a checkpoint follows, and no row
+    steps(clock, times, 1, 1)
+    assert clock.row()["step_time_max_ms"] == pytest.approx(1250)
 
 
 def test_a_step_of_the_warm_up_is_left_out_one_by_one(times: Times) -> None:
