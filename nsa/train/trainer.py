@@ -30,7 +30,7 @@ from nsa.train.cuda_graphs import CaptureError, Replay
 from nsa.train.data import Batch, Sampler, collate, open_data
 from nsa.train.kernels_ahead import KernelsAhead
 from nsa.train.late import LateReader
-from nsa.train.launch import check_launch, read_launch
+from nsa.train.launch import Launch, check_launch, read_launch
 from nsa.train.loss import NextTokenLoss
 from nsa.train.metrics import Row
 from nsa.train.optim import ModelOptimizer
@@ -41,6 +41,7 @@ from nsa.train.reports import Beat, Reports, Surroundings
 from nsa.train.rng import seed_everything
 from nsa.train.run_folder import RunFolder
 from nsa.train.schedule import lr_factor
+from nsa.train.sequence_capacity import SequenceCapacity
 from nsa.train.signals import HALT, Requests
 from nsa.train.startup import Startup
 from nsa.train.state import TrainState
@@ -61,9 +62,6 @@ RESUME_MAY_CHANGE = frozenset({
     *(f"parallel.{entry.name}" for entry in dataclasses.fields(ParallelConfig)),
     *(f"checkpointing.{entry.name}" for entry in dataclasses.fields(CheckpointingConfig)),
 })  # fmt: skip
-
-# Average length of documents, tokens, that is taken for short where there is no index of them.
-SHORT_DOCUMENT = 64
 
 Drawn = tuple[list[Batch], dict[str, int]]  # micro-batches, and the place in the data after them
 
@@ -135,17 +133,7 @@ class Trainer:
         check_launch(config, launch)
         self.config, self.run_folder, self.processes = config, run_folder, processes or Processes()
         self._beat, self._on_step = beat, on_step
-        self.device = choose_device(config.device, launch.local_rank)
-        set_tf32(config.tf32)
-        check(
-            config.allocator == "default" or self.device.type == "cuda",
-            "train",
-            "allocator",
-            "be default on a CPU",
-            config.allocator,
-        )
-        if config.allocator == "expandable_segments":
-            grow_segments()
+        self.device = self._prepare_device(config, launch)
         seed_everything(config.seed)
         found = list_checkpoints(run_folder.checkpoints) if resume else []
         hint = "It stopped before its first one; remove the folder and start the run anew."
@@ -179,13 +167,23 @@ class Trainer:
         if resume:
             self.startup.begin("checkpoint")
             self._resume(found[-1])
-        progress = self.state.progress
-        progress.sequence_capacity = max(progress.sequence_capacity, self._sequence_capacity())
+        self._capacity = SequenceCapacity(config, self.data.train, self.state.progress, self.processes)
         self._reports.rewind()
         self._describe(launch.allocator)
         self.startup.begin("first batch")
 
     # --- setting up -------------------------------------------------------------------------------------------------------
+    @staticmethod
+    def _prepare_device(config: TrainConfig, launch: Launch) -> torch.device:
+        """The device of this process, with the settings that hold for all of PyTorch."""
+        device = choose_device(config.device, launch.local_rank)
+        set_tf32(config.tf32)
+        fits = config.allocator == "default" or device.type == "cuda"
+        check(fits, "train", "allocator", "be default on a CPU", config.allocator)
+        if config.allocator == "expandable_segments":
+            grow_segments()
+        return device
+
     def _open_data(self, resume: bool) -> None:
         """The main process makes the tokenizer of a new run; the others and resumed runs take that one."""
         config, is_made = self.config, resume or not self.processes.is_main
@@ -243,9 +241,9 @@ class Trainer:
     def next_batches(self) -> list[Batch]:
         """This process's micro-batches of one optimizer step, on the host; advances the place in the data."""
         batches = self._draw(self.state.sampler)
-        if needed := self._needed_capacity(batches):
+        if needed := self._capacity.needed(batches):
             self._grow(needed)
-        return self._padded(batches)
+        return self._capacity.padded(batches)
 
     def _draw(self, sampler: Sampler) -> list[Batch]:
         config, processes = self.config, self.processes
@@ -257,42 +255,9 @@ class Trainer:
             collate(self.data.train, indices, config.seq_len, document_mask=config.data.document_mask) for indices in windows
         ]
 
-    # --- one shape for all micro-batches --------------------------------------------------------
-    def _sequence_capacity(self) -> int:
-        """Sequences of every micro-batch, empty ones included; 0 where their number may vary.
-
-        Code that was compiled or captured serves one number. No batch of different windows has
-        more sequences than the index of the data says; of a stream there is none, and documents
-        of 64 tokens on average are taken for short.
-        """
-        config, source = self.config, self.data.train
-        documents = config.data.document_mask and source.separator_id is not None
-        if not documents or not (config.compile or config.cuda_graphs):
-            return 0
-        most = source.most_sequences(config.seq_len, config.micro_batch)
-        if most is None:
-            most = config.micro_batch * config.seq_len // SHORT_DOCUMENT
-        # More than the windows: as many whole windows as sequences would be computed by other code.
-        return max(most, config.micro_batch + 1)
-
-    def _needed_capacity(self, batches: Sequence[Batch]) -> int:
-        """Sequences of the fullest of these micro-batches if they exceed the capacity, else 0."""
-        most = max((batch.num_sequences for batch in batches), default=0)
-        capacity = self.state.progress.sequence_capacity
-        return most if 0 < capacity < most else 0
-
     def _grow(self, needed: int) -> None:
         """Raise the capacity on all processes together, which has the next step captured anew."""
-        progress = self.state.progress
-        (needed,) = self.processes.largest(needed)
-        before, progress.sequence_capacity = progress.sequence_capacity, 1 << (needed - 1).bit_length()
-        text = f"a micro-batch of {needed} sequences exceeds the capacity of {before}, which is now "
-        text += f"{progress.sequence_capacity}: the step is captured anew"
-        self._note("sequence_capacity", text, logging.WARNING)
-
-    def _padded(self, batches: Sequence[Batch]) -> list[Batch]:
-        capacity = self.state.progress.sequence_capacity
-        return [batch.padded(capacity) if capacity else batch for batch in batches]
+        self._note("sequence_capacity", self._capacity.grow(needed), logging.WARNING)
 
     def train_step(self, batches: Sequence[Batch], num_targets: int | None = None) -> Tensor:
         """One optimizer step over micro-batches; nothing in it waits for the device.
@@ -467,7 +432,7 @@ class Trainer:
         batches, place = drawn or ([], {})
         counted = (sum(batch.num_targets for batch in batches), sum(batch.num_bytes for batch in batches))
         self._beat("step", step, max(limit_s, patience_s + 10))  # the others may still wait for theirs
-        needed = self._needed_capacity(batches)
+        needed = self._capacity.needed(batches)
         targets, num_bytes, num_without, num_starved, num_larger = self.processes.total(
             *counted, int(drawn is None), int(bool(starved)), int(needed > 0)
         )
@@ -482,7 +447,7 @@ class Trainer:
             self._grow(needed)
         self._beat("step", step, limit_s)
         self.state.sampler.load_state_dict(place)
-        return self._padded(batches), targets, num_bytes
+        return self._capacity.padded(batches), targets, num_bytes
 
     def _data_patience_s(self) -> float:
         """Longest wait for a batch, 0 without limit. A stream tries again and gives up by itself; this comes after that."""

@@ -22,6 +22,7 @@ from triton.runtime.jit import KernelInterface
 
 from nsa import NSAConfig
 from nsa.ops import _side_stream
+from nsa.ops._packed import compressed_cu_seqlens
 from nsa.ops.nsa import ops as whole
 from nsa.ops.selected import ops as selected
 from nsa.ops.selected import triton_launch
@@ -273,7 +274,8 @@ class Call:
 
     def where(self) -> tuple[Any, ...]:
         cu = packed_offsets([LENGTH] * NUMBER) if self.packed else None
-        return cu, cu, NUMBER, LENGTH, LENGTH, self.pattern.text, 0.25, self.design
+        cu_cmp = None if cu is None else compressed_cu_seqlens(cu, self.pattern)
+        return cu, cu, cu_cmp, NUMBER, LENGTH, LENGTH, self.pattern.text, 0.25, self.design
 
 
 def changed(**changes: Any) -> NSAConfig:

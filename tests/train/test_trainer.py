@@ -211,7 +211,7 @@ def test_a_fuller_batch_raises_the_capacity_for_good(
 ) -> None:
     """Where the data have no index, as a stream; the resumed run begins with what the checkpoint says."""
     monkeypatch.setattr(TextSource, "most_sequences", lambda *_: None)
-    monkeypatch.setattr("nsa.train.trainer.SHORT_DOCUMENT", 10**6)
+    monkeypatch.setattr("nsa.train.sequence_capacity.SHORT_DOCUMENT", 10**6)
     config = tiny_config(tmp_path, compile=True, steps=3, seq_len=256, checkpoint_every=2)
     with caplog.at_level(logging.WARNING):
         trainer = make_trainer(config, tmp_path / "run")
