@@ -20,9 +20,8 @@ from nsa.train.config import TrainConfig
 from nsa.train.data import Batch
 from nsa.train.metrics import Row as MetricsRow
 from nsa.train.precision import autocast
-from nsa.train.reports import STARTING_STEPS
 from nsa.train.run_folder import RunFolder
-from nsa.train.throughput import MIB
+from nsa.train.throughput import MIB, STARTING_STEPS
 from nsa.train.trainer import Trainer
 
 TIMING = "steps of the trainer"

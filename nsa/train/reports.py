@@ -27,13 +27,18 @@ from nsa.train.signals import Requests
 from nsa.train.startup import Startup
 from nsa.train.state import TrainState, Window
 from nsa.train.strategy import Replicated
-from nsa.train.throughput import DeviceClock, memory_row, peak_flops, utilisation_row
+from nsa.train.throughput import (
+    STARTING_STEPS,
+    DeviceClock,
+    memory_row,
+    peak_flops,
+    utilisation_row,
+)
 
 logger = logging.getLogger(__name__)
 
 SAMPLE_PROMPT_TOKENS = 64
 SAMPLE_TEMPERATURE = 0.8
-STARTING_STEPS = 5  # of a process, in which whatever has to be compiled and captured is
 
 Beat = Callable[[str, int, float], None]  # phase, step, longest duration in seconds
 

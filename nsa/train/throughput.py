@@ -24,9 +24,8 @@ _BF16_PEAKS = (
     ("RTX 4090", 165.2e12),
 )
 MIB = 2**20
-# Steps at the beginning of a process, which compile and capture CUDA graphs: the longest step is one after
-# them.
-WARMUP_STEPS = 5
+# Of a process: whatever has to be compiled and captured is, in these.
+STARTING_STEPS = 5
 
 
 def peak_flops(device: torch.device, compute_dtype: str) -> float | None:
@@ -125,7 +124,7 @@ class DeviceClock:
             self._previous.until = begin
         yield
         host_ms, end = 1000 * (time.perf_counter() - issued), self._mark()
-        step = _TimedStep(begin, end, end, host_ms, self._num_steps >= WARMUP_STEPS)
+        step = _TimedStep(begin, end, end, host_ms, self._num_steps >= STARTING_STEPS)
         self._num_steps += 1
         self._previous = None if pause_follows else step
         self._waiting.append(step)
@@ -135,7 +134,7 @@ class DeviceClock:
 
         Returns:
             By the names of the metrics: ``step_time_max_ms`` where one of these steps came after
-            the first ``WARMUP_STEPS`` of the process; on a GPU ``gpu_step_time_ms`` and
+            the first ``STARTING_STEPS`` of the process; on a GPU ``gpu_step_time_ms`` and
             ``host_time_ms``, means over the steps. Empty without a step.
         """
         done = []

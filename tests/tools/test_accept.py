@@ -18,20 +18,21 @@ from typing import Any
 import pytest
 
 from nsa.errors import UserError
+from nsa.train.environment import code_version
 from nsa.train.load import load_config
 from nsa.train.metrics import Row as MetricsRow
 from tests.faults.cases import write_config
+from tests.tools.accept_cases import some_row
 from tools.accept import __main__ as command
 from tools.accept import shards, training
 from tools.accept.case import Case
 from tools.accept.figures import figures_of
 from tools.accept.legs import LEGS, QUICK_LEG, Leg, chosen_legs
-from tools.accept.programs import Ended, Program, last_lines
+from tools.accept.programs import Ended, Program, descendants, last_lines
 from tools.accept.resume import CHECKPOINTS, STEPS, differences, kill_steps
-from tools.accept.rows import Row, committed_loss, gpu_stem, merge, read_rows, write_rows
+from tools.accept.rows import Row, read_rows
 from tools.accept.run import run_case, run_leg
 from tools.accept.setting import Machine, Setting
-from tools.accept.table import page, terminal_table
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = Machine("NVIDIA H200", 1, "c0ffee")
@@ -77,6 +78,8 @@ run = pathlib.Path(words[words.index("--run-dir") + 1])
 run.mkdir()
 lines = "".join(json.dumps(row) + "\\n" for row in behaviour["rows"])
 (run / "metrics.jsonl").write_text(lines)
+events = "".join(json.dumps({"kind": kind}) + "\\n" for kind in behaviour["events"])
+(run / "events.jsonl").write_text(events)
 print("the last line", flush=True)
 sys.exit(behaviour["code"])
 """
@@ -90,8 +93,14 @@ def fake_nsa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
     (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.setattr(training, "NSA", (sys.executable, str(tmp_path / "program.py")))
 
-    def behave(rows: list[MetricsRow], *, code: int = 0, seconds: float = 0.0) -> None:
-        behaviour = {"rows": rows, "code": code, "seconds": seconds}
+    def behave(
+        rows: list[MetricsRow],
+        *,
+        code: int = 0,
+        seconds: float = 0.0,
+        events: tuple[str, ...] = ("start", "finish"),
+    ) -> None:
+        behaviour = {"rows": rows, "code": code, "seconds": seconds, "events": events}
         (tmp_path / "behaviour.json").write_text(json.dumps(behaviour))
 
     return behave
@@ -106,13 +115,14 @@ def judge(tmp_path: Path, fake_nsa: Callable[..., None]) -> Judge:
         *,
         code: int = 0,
         seconds: float = 0.0,
+        events: tuple[str, ...] = ("start", "finish"),
         limit_s: float = 60.0,
         plan_mib: float | None = 2900.0,
         committed: float | None = 2.0,
         machine: Machine = H200,
         case: Case = SEED,
     ) -> Row:
-        fake_nsa(rows, code=code, seconds=seconds)
+        fake_nsa(rows, code=code, seconds=seconds, events=events)
         deadline = time.monotonic() + limit_s
         setting = Setting(tmp_path / "out", machine, "1", deadline, say=lambda line: None)
         setting.plans["configs/seed.yaml"] = plan_mib
@@ -120,30 +130,6 @@ def judge(tmp_path: Path, fake_nsa: Callable[..., None]) -> Judge:
         return run_case(case, setting, known)
 
     return row
-
-
-def some_row(**changes: Any) -> Row:
-    """A row of the seed configuration that passed."""
-    values: dict[str, Any] = {
-        "config": "seed",
-        "tokens_per_s": 409_600.0,
-        "mfu": 0.25,
-        "compilations_after_5": 0,
-        "slowest_over_median": 1.3,
-        "host_ms": 3.0,
-        "peak_mib": 3000.0,
-        "plan_mib": 2900.0,
-        "loss_first": 4.8,
-        "loss_last": 2.0,
-        "passed": True,
-        "gpu": "NVIDIA H200",
-        "commit": "c0ffee",
-        "date": "2026-11-22T10:00:00+00:00",
-        "note": "added: --steps 300",
-        "seconds": 40.0,
-        "leg": "1",
-    }
-    return Row(**{**values, **changes})
 
 
 def test_a_sound_run_passes_with_its_figures(judge: Judge) -> None:
@@ -173,6 +159,7 @@ def without(name: str) -> list[MetricsRow]:
         (metrics(), {"committed": 1.95}, "loss_last is +2.6% from the committed 1.9500"),
         (metrics(), {"committed": 2.05}, "loss_last is -2.4% from the committed 2.0500"),
         (metrics(compilations=5), {}, "1 compilations or captures after step 5"),
+        (metrics(), {"events": ("start", "compilation")}, "1 compilations or captures"),
         (without("compilations"), {}, "compilations_after_5 is not known"),
         (metrics(memory_allocated_mib=3400.0), {}, "the peak is +17.2% from the planned one"),
         (metrics(memory_allocated_mib=2400.0), {}, "the peak is -17.2% from the planned one"),
@@ -241,6 +228,45 @@ def test_a_quick_run_is_shorter_and_has_an_early_row(tmp_path: Path, fake_nsa: A
     assert f"arguments: {words}\n" in log
 
 
+MAKE = """
+import json, os, pathlib, shlex, sys
+here = pathlib.Path(__file__).parent
+words = dict(word.split("=", 1) for word in sys.argv[2:])
+run = pathlib.Path(shlex.split(words["ARGS"])[1])
+run.mkdir()
+rows = json.loads((here / "rows.json").read_text())
+(run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+caches = [os.environ[name] for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")]
+for folder in caches:
+    pathlib.Path(folder).mkdir(parents=True)  # fails where it is there already
+print(json.dumps([sys.argv[1], words, caches, "MAKEFLAGS" in os.environ]))
+"""
+
+
+def test_make_train_begins_with_empty_caches(tmp_path: Path, monkeypatch: Any) -> None:
+    program = tmp_path / "bin/make"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}{MAKE}")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("MAKEFLAGS", "--no-builtin-rules -- QUICK=1 ARGS=--quick")
+    config = load_config(ROOT / "configs/cpu-small.yaml")
+    rows = [{**row, "step": int(row["step"]) * config.steps // 300} for row in metrics()]
+    (program.parent / "rows.json").write_text(json.dumps(rows))
+    case = Case("make train", "make train", "cpu-small", 10, num_gpus=0)
+    setting = Setting(tmp_path, H200, "1", time.monotonic() + 60, say=lambda line: None)
+    setting.plans["configs/cpu-small.yaml"] = 2900.0
+    for _ in range(2):
+        row = run_case(case, setting, [])
+        assert row.passed, row.note
+        assert row.note == "as it ships"
+    folder = tmp_path / "full/make-train"
+    target, words, caches, inherits = json.loads(last_lines(folder / "log.txt", 1)[0])
+    assert (target, words["PYTHON"], inherits) == ("train", sys.executable, False)
+    assert words["ARGS"] == f"--run-dir {folder / 'run'}"
+    assert all(folder in Path(cache).parents and not Path(cache).exists() for cache in caches)
+
+
 def test_data_on_shards_come_from_the_folder_that_is_given(tmp_path: Path, fake_nsa: Any) -> None:
     fake_nsa(metrics())
     leg = Leg("3", (Case("seed-fineweb", "train", "seed-fineweb", 10),))
@@ -287,8 +313,7 @@ def test_what_a_program_started_ends_with_it(tmp_path: Path) -> None:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and Path(f"/proc/{pid}").exists():
         time.sleep(0.05)
-    state = Path(f"/proc/{pid}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert not _runs(pid)
 
 
 def test_every_configuration_has_a_case() -> None:
@@ -337,104 +362,6 @@ def test_a_run_of_several_processes_takes_the_gpus_there_are(gpus: int, words: l
     assert found[1::2] == words
     assert found[::2] == (["--world-size", "--accumulation"] if words else [])
     assert training.processes_words(load_config(ROOT / "configs/seed.yaml"), gpus) == []
-
-
-# ------------------------------------------------------------------------------------------ rows
-
-
-def test_the_newest_row_of_a_case_wins(tmp_path: Path) -> None:
-    later = "2026-11-22T11:00:00+00:00"
-    write_rows(tmp_path / "a/leg-1.jsonl", [some_row(), some_row(config="1b", leg="4")])
-    write_rows(tmp_path / "b/leg-1.jsonl", [some_row(date=later, loss_last=1.9)])
-    write_rows(tmp_path / "b/quick.jsonl", [some_row(leg="quick")])
-    target = tmp_path / "h200.jsonl"
-    write_rows(target, [some_row(date="2026-11-21T10:00:00+00:00", loss_last=3.0)])
-    merge([tmp_path / "b", tmp_path / "a"], target, allow_mixed=False)
-    found = [(row.config, row.leg, row.loss_last) for row in read_rows(target)]
-    assert found == [("seed", "quick", 2.0), ("seed", "1", 1.9), ("1b", "4", 2.0)]
-    merge([tmp_path / "a"], target, allow_mixed=False)
-    older = [row.loss_last for row in read_rows(target)]
-    assert older == [2.0, 1.9, 2.0]  # they change nothing
-
-
-def test_rows_of_several_commits_are_refused_unless_allowed(tmp_path: Path) -> None:
-    target, source = tmp_path / "h200.jsonl", tmp_path / "leg-4.jsonl"
-    write_rows(target, [some_row()])
-    write_rows(source, [some_row(config="1b", commit="decade")])
-    with pytest.raises(UserError, match="c0ffee: seed; decade: 1b"):
-        merge([source], target, allow_mixed=False)
-    assert len(read_rows(target)) == 1
-    assert len(merge([source], target, allow_mixed=True)) == 2
-    write_rows(source, [some_row(commit="decade", date="2026-11-23T10:00:00+00:00")])
-    write_rows(target, [some_row()])
-    assert [row.commit for row in merge([source], target, allow_mixed=False)] == ["decade"]
-
-
-def test_rows_of_another_gpu_are_refused(tmp_path: Path) -> None:
-    write_rows(tmp_path / "leg-1.jsonl", [some_row(gpu="NVIDIA H100 80GB HBM3")])
-    with pytest.raises(UserError, match=r"h100\.jsonl for NVIDIA H100"):
-        merge([tmp_path], tmp_path / "h200.jsonl", allow_mixed=True)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="hold files with rows"):
-        merge([tmp_path / "empty"], tmp_path / "h200.jsonl", allow_mixed=True)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "stem"),
-    [
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
-        ("NVIDIA L40S", "l40s"),
-        ("cpu", "cpu"),
-    ],
-)
-def test_files_are_named_after_the_gpu(gpu: str, stem: str) -> None:
-    assert gpu_stem(gpu) == stem
-
-
-def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "h200.jsonl"
-    for text in ("{", '{"config": "seed"}', "[]"):
-        path.write_text(text + "\n")
-        with pytest.raises(UserError, match=r"h200\.jsonl:1"):
-            read_rows(path)
-
-
-def test_losses_are_compared_with_the_same_case_steps_and_gpu() -> None:
-    row = some_row()
-    assert committed_loss(row, [some_row(loss_last=2.5)]) == 2.5
-    others = (
-        {"leg": "quick"},
-        {"note": "added: --steps 60"},
-        {"note": "as it ships"},
-        {"gpu": "NVIDIA H100 PCIe"},
-        {"config": "seed-gpt2"},
-    )
-    for changes in others:
-        assert committed_loss(row, [some_row(loss_last=2.5, **changes)]) is None
-
-
-def test_tables_show_every_row_and_what_failed(tmp_path: Path) -> None:
-    failed = some_row(config="foreign model", passed=False, mfu=None, note="failed: x|y")
-    rows = [some_row(), failed]
-    text = terminal_table(rows)
-    assert "1 of 2 cases passed" in text
-    assert "409,600" in text
-    write_rows(tmp_path / "h200.jsonl", [*rows, some_row(leg="quick")])
-    markdown = page([tmp_path / "h200.jsonl"])
-    assert "### Full run, h200: 1 of 2 cases passed" in markdown
-    assert "### Quick run, h200: 1 of 1 cases passed" in markdown
-    assert "| foreign model | NO |" in markdown
-    assert "failed: x/y |" in markdown
-
-
-def test_the_committed_page_is_made_of_the_committed_rows() -> None:
-    folder = ROOT / "benchmarks/acceptance"
-    files, path = list(folder.glob("*.jsonl")), folder / "README.md"
-    committed = path.read_text(encoding="utf-8") if path.exists() else ""
-    assert committed == (page(files) if files else ""), "python -m tools.accept page"
 
 
 # ----------------------------------------------------------------------- resumption, shards, words
@@ -519,6 +446,36 @@ def test_words_of_the_command(words: list[str], code: int, text: str, capsys: An
     assert command.main(words) == code
     said = capsys.readouterr()
     assert text in said.out + said.err
+
+
+def test_an_interrupted_leg_leaves_no_program_behind(tmp_path: Path) -> None:
+    words = ["--leg", "1", "--only", "cpu-small", "--out", str(tmp_path)]
+    words += [] if code_version()["commit"] else ["--commit", "c0ffee"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command_line = [sys.executable, "-m", "tools.accept", *words]
+    process = subprocess.Popen(command_line, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
+    run = tmp_path / "full/cpu-small/run"
+    deadline = time.monotonic() + 90
+    while not (run / "config.yaml").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    started = descendants(process.pid)
+    assert started
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.startswith(b"accept: interrupted")
+    assert not any(_runs(pid) for pid in started)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is there, and not one that has ended and that its parent has not noticed."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return text.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_make_hands_its_words_on() -> None:

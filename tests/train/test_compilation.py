@@ -26,7 +26,7 @@ from nsa.train.cuda_graphs import Replay
 from nsa.train.data import open_data
 from nsa.train.metrics import read_metrics
 from nsa.train.progress import RunReport
-from nsa.train.reports import STARTING_STEPS
+from nsa.train.throughput import STARTING_STEPS
 from nsa.train.trainer import Trainer
 from tests.train.cases import make_trainer, tiny_config
 

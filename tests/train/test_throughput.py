@@ -10,7 +10,7 @@ import torch
 
 from nsa.train import throughput
 from nsa.train.metrics import read_metrics
-from nsa.train.throughput import WARMUP_STEPS, DeviceClock
+from nsa.train.throughput import STARTING_STEPS, DeviceClock
 from tests.train.cases import make_trainer, tiny_config
 
 
@@ -64,18 +64,21 @@ def steps(clock: DeviceClock, times: Times, *lengths: float) -> None:
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_the_longest_step_is_warm_and_ends_before_a_pause(times: Times, kind: str) -> None:
     clock = DeviceClock(torch.device(kind))
-    steps(clock, times, *[30.0] * WARMUP_STEPS)
+    steps(clock, times, *[30.0] * STARTING_STEPS)
     assert "step_time_max_ms" not in clock.row()  # they compile
     steps(clock, times, 1, 2, 1, 1)
     assert clock.row()["step_time_max_ms"] == pytest.approx(2250)  # to the next one
     steps(clock, times, 1, 1, 3)
     assert clock.row()["step_time_max_ms"] == pytest.approx(3000)  # to its own end
     assert clock.row() == {}
+    steps(clock, times, 1, 1)  # a checkpoint follows, and no row
+    steps(clock, times, 1, 1)
+    assert clock.row()["step_time_max_ms"] == pytest.approx(1250)
 
 
 def test_a_step_of_the_warm_up_is_left_out_one_by_one(times: Times) -> None:
     clock = DeviceClock(torch.device("cpu"))
-    steps(clock, times, *[30.0] * WARMUP_STEPS, 1.0, 2.0)
+    steps(clock, times, *[30.0] * STARTING_STEPS, 1.0, 2.0)
     assert clock.row()["step_time_max_ms"] == pytest.approx(2000)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from tools.accept.table import page, terminal_table
 
 PAGE = "README.md"
 OUT = Path("runs/acceptance")
-EXIT_FAILED, EXIT_USER_ERROR = 1, 2
+EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 
 RUN = """\
 Run the product as a user does, case after case, on the GPU of this machine. Without --quick or
@@ -42,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"accept: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("accept: interrupted; the rows of the cases that ended are kept", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def _run(words: Sequence[str]) -> int:
@@ -53,6 +57,8 @@ def _run(words: Sequence[str]) -> int:
     shards = None if options.shards is None else options.shards.absolute()
     found = shards is None or (shards / "index.json").is_file()
     check(found, "accept", "--shards", "be a folder made by nsa data prepare", shards)
+    # Programs run in sessions of their own: without this, SIGTERM would leave them behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     machine = look_at_machine(options.commit)
     _say(f"{machine.gpu}, {machine.num_gpus} GPUs, commit {machine.commit}")
     committed = read_committed(machine, ROOT)

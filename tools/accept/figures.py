@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -11,12 +12,13 @@ from pathlib import Path
 
 from nsa.train.metrics import Row as MetricsRow
 from nsa.train.metrics import read_metrics
-from nsa.train.throughput import WARMUP_STEPS
+from nsa.train.throughput import STARTING_STEPS
 
 SETTLED = 0.1  # share of the steps at the beginning that speed is not measured in
 LEAST_GAIN_NATS = 0.5
 LOSS_WITHIN = 0.02
 PEAK_WITHIN = 0.15
+COMPILATION = "compilation"  # kind of the warnings about steps that compile after the start
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Figures:
         steps: step of the last row of metrics; 0 without a row.
         on_gpu: whether it ran on a GPU.
         is_synthetic: whether it trained on random numbers instead of text.
-        first_step_s: seconds from the start of the process to the end of the first step.
+        first_step_s: seconds for the set-up of the trainer and the first step.
     """
 
     steps: int = 0
@@ -50,12 +52,21 @@ def run_figures(run: Path) -> Figures:
     Raises:
         UserError: the record cannot be read.
     """
-    path = run / "metrics.jsonl"
-    return figures_of(read_metrics(path) if path.exists() else [])
+    metrics, events = run / "metrics.jsonl", run / "events.jsonl"
+    late = 0
+    if events.exists():
+        lines = events.read_text(encoding="utf-8").splitlines()
+        late = sum(json.loads(line)["kind"] == COMPILATION for line in lines)
+    return figures_of(read_metrics(metrics) if metrics.exists() else [], late)
 
 
-def figures_of(rows: Sequence[MetricsRow]) -> Figures:
-    """Figures of the rows of one process, oldest first."""
+def figures_of(rows: Sequence[MetricsRow], late_compilations: int = 0) -> Figures:
+    """Figures of one process.
+
+    Args:
+        rows: its rows of metrics, oldest first.
+        late_compilations: warnings of steps that compiled after those of the start.
+    """
     if not rows:
         return Figures()
     last = rows[-1]
@@ -73,7 +84,7 @@ def figures_of(rows: Sequence[MetricsRow]) -> Figures:
         first_step_s=_first_step_s(rows),
         tokens_per_s=tokens_per_s,
         mfu=tokens_per_s * per_token if tokens_per_s and per_token else None,
-        compilations_after_5=_compilations_after_warmup(rows),
+        compilations_after_5=_compilations_after_start(rows, late_compilations),
         slowest_over_median=slowest,
         host_ms=statistics.median(host_ms) if host_ms else None,
         peak_mib=float(last["memory_allocated_mib"]) if "memory_allocated_mib" in last else None,
@@ -84,7 +95,7 @@ def figures_of(rows: Sequence[MetricsRow]) -> Figures:
 
 def _settled(rows: Sequence[MetricsRow]) -> Iterator[tuple[MetricsRow, int]]:
     """Rows that begin after the warm-up and the first tenth of the run, with their steps."""
-    first = max(WARMUP_STEPS, SETTLED * int(rows[-1]["step"]))
+    first = max(STARTING_STEPS, SETTLED * int(rows[-1]["step"]))
     ends = [0, *(int(row["step"]) for row in rows)]
     for row, (begin, end) in zip(rows, itertools.pairwise(ends), strict=True):
         if begin >= first:
@@ -98,11 +109,12 @@ def _tokens_per_s(settled: Sequence[tuple[MetricsRow, int]]) -> float | None:
     return sum(tokens) / sum(seconds) if seconds else None
 
 
-def _compilations_after_warmup(rows: Sequence[MetricsRow]) -> int | None:
-    counted = [row for row in rows if int(row["step"]) >= WARMUP_STEPS and "compilations" in row]
+def _compilations_after_start(rows: Sequence[MetricsRow], late: int) -> int | None:
+    """What the rows count between them, or the warnings, which also tell of steps before a row."""
+    counted = [row for row in rows if int(row["step"]) >= STARTING_STEPS and "compilations" in row]
     if not counted:
         return None
-    return int(counted[-1]["compilations"]) - int(counted[0]["compilations"])
+    return max(int(counted[-1]["compilations"]) - int(counted[0]["compilations"]), late)
 
 
 def _first_step_s(rows: Sequence[MetricsRow]) -> float | None:
@@ -133,7 +145,7 @@ def training_faults(figures: Figures, *, steps: int, gpu_expected: bool) -> Iter
     if figures.compilations_after_5 is None:
         yield "compilations_after_5 is not known: no field compilations in the metrics"
     elif figures.compilations_after_5:
-        yield f"{figures.compilations_after_5} compilations or captures after step {WARMUP_STEPS}"
+        yield f"{figures.compilations_after_5} compilations or captures after step {STARTING_STEPS}"
 
 
 def plan_faults(figures: Figures, plan_mib: float | None) -> Iterator[str]:
