@@ -92,6 +92,8 @@ def test_replayed_steps_are_the_steps(tmp_path: Path, attention: str) -> None:
         model = {"attention": attention}
         config = tiny_config(tmp_path, device="cuda", compute_dtype="bf16", model=model, cuda_graphs=graphs)
         trainer = make_trainer(config, tmp_path / f"run{graphs}")
+        # Without graphs nothing is padded, and whole windows alone go to another kernel of dense attention.
+        trainer.state.progress.sequence_capacity = 16
         figures.append(torch.stack([trainer.train_step(trainer.next_batches()) for _ in range(8)]))
     assert torch.equal(figures[0], figures[1])
 
