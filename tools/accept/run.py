@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from nsa.errors import UserError
 from tools.accept.case import Case, Finding
 from tools.accept.figures import loss_faults
 from tools.accept.legs import KINDS, Leg
@@ -71,7 +72,10 @@ def run_case(case: Case, setting: Setting, committed: Sequence[Row]) -> Row:
         fault = "not begun: the leg's time was used up"
         finding = Finding(setting.folder(case.name), faults=(fault,))
     else:
-        finding = KINDS[case.kind](case, setting)
+        try:
+            finding = KINDS[case.kind](case, setting)
+        except (UserError, OSError) as error:  # a record that cannot be read, a full disk
+            finding = Finding(setting.folder(case.name) / "log.txt", faults=(str(error),))
     row = make_row(case, setting, finding, time.monotonic() - begin)
     expected = committed_loss(row, committed)
     faults = (*finding.faults, *loss_faults(row.loss_last, expected))
