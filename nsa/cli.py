@@ -71,13 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _say(f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror))
     except RuntimeError as error:
-        from torch import OutOfMemoryError
+        from nsa.train.out_of_memory import is_out_of_memory, memory_use
 
-        if not isinstance(error, OutOfMemoryError):
+        if not is_out_of_memory(error):
             raise
-        return _say(
-            "out of GPU memory. Lower --micro-batch and raise --accumulation by the same factor, or set --loss-chunk 1024."
-        )
+        return _say(f"{memory_use(error)}. Take fewer or shorter sequences at a time.")
     except KeyboardInterrupt:
         print("nsa: interrupted", file=sys.stderr)
         return EXIT_SIGNAL + signal.SIGINT
@@ -279,8 +277,8 @@ def _train(args: argparse.Namespace) -> int:
         try:
             return _run(config, folder, processes, is_new=is_new, overrides=overrides)
         except (UserError, KeyboardInterrupt):
-            if is_new and processes.is_main and not folder.metrics_jsonl.exists():
-                shutil.rmtree(folder.path)  # made a moment ago, and nothing has run in it
+            if is_new and processes.is_main and folder.holds_no_run():
+                shutil.rmtree(folder.path)
             raise
 
 
@@ -299,6 +297,7 @@ def _run_folder(args: argparse.Namespace, config: TrainConfig, *, is_main: bool,
 
 def _run(config: TrainConfig, folder: RunFolder, processes: Processes, *, is_new: bool, overrides: dict[str, str]) -> int:
     """Train in ``folder``; ``overrides`` are the settings that a resumption changes."""
+    from nsa.train.out_of_memory import explained, hint_for_run
     from nsa.train.plots import plot_losses
     from nsa.train.progress import RunReport
     from nsa.train.trainer import Trainer, TrainingStoppedError
@@ -324,6 +323,7 @@ def _run(config: TrainConfig, folder: RunFolder, processes: Processes, *, is_new
         folder.in_use() if processes.is_main else nullcontext("") as remark,
         RunReport(folder.log if processes.is_main else None, config.steps) as report,
         Watchdog(folder, processes.rank, config.stall_limit_s) as watchdog,
+        explained("train", "the run", lambda: hint_for_run(config, folder)),
     ):
         report.line(f"run folder: {folder.path}", event="start")
         if remark:
@@ -368,14 +368,26 @@ def _add_run(parser: _Parser) -> None:
 def _add_eval(parser: _Parser) -> None:
     _add_run(parser)
     parser.add_argument("--windows", type=int, metavar="N", help="held-out windows to measure (default all)")
+    parser.add_argument(
+        "--micro-batch",
+        type=int,
+        metavar="N",
+        help="windows computed at a time (default the run's)",
+    )
 
 
 def _eval(args: argparse.Namespace) -> int:
     from nsa.eval.report import evaluate_run
+    from nsa.train.out_of_memory import explained
     from nsa.train.run_folder import RunFolder
 
-    for line in evaluate_run(RunFolder.open(args.run), device=args.device or "auto", num_windows=args.windows):
-        print(line, flush=True)
+    folder = RunFolder.open(args.run)
+    given = {"num_windows": args.windows, "micro_batch": args.micro_batch}
+    windows = args.micro_batch or folder.load_config().micro_batch
+    fewer = f"--micro-batch {windows // 2} or " if windows > 1 else ""
+    with explained("eval", "the evaluation", lambda: f"Give {fewer}--device cpu."):
+        for line in evaluate_run(folder, device=args.device or "auto", **given):
+            print(line, flush=True)
     return 0
 
 
@@ -414,17 +426,21 @@ def _generate(args: argparse.Namespace) -> int:
     from nsa.eval.generation import generate
     from nsa.train.data import load_tokenizer
     from nsa.train.inference import load_model
+    from nsa.train.out_of_memory import explained
     from nsa.train.precision import choose_device
     from nsa.train.run_folder import RunFolder
 
     folder = RunFolder.open(args.run)
     config = folder.load_config()
-    model, _ = load_model(config.model, folder, choose_device(args.device or "auto"))
-    steps = generate(
-        model, load_tokenizer(folder.tokenizer), args.prompt, max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed, compute_dtype=config.compute_dtype,
-    )  # fmt: skip
-    _print_texts(args.prompt, steps)
+    hint = "Give fewer prompts, fewer --max-new-tokens or --device cpu."
+    with explained("generate", "the text", lambda: hint):
+        model, _ = load_model(config.model, folder, choose_device(args.device or "auto"))
+        steps = generate(
+            model, load_tokenizer(folder.tokenizer), args.prompt,
+            max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
+            top_p=args.top_p, seed=args.seed, compute_dtype=config.compute_dtype,
+        )  # fmt: skip
+        _print_texts(args.prompt, steps)
     return 0
 
 

@@ -16,6 +16,7 @@ from nsa.config import NSAConfig
 from nsa.errors import UserError, check
 from nsa.module import NativeSparseAttention
 from nsa.ops._boundary import choose_backend
+from nsa.ops._capability import LEAST_CAPABILITY, is_too_old
 from nsa.ops._triton.tuning import LONG_KEYS, TABLES, TileKey, TileTable, default_tile, device_table, load_table
 from nsa.ops.selected.design import LIMIT_4, always_tiled
 from nsa.train import environment
@@ -137,8 +138,10 @@ def _gpus() -> Iterator[str]:
             f"{index}: {gpu['name']}, compute capability {gpu['compute_capability']}, {gpu['multiprocessors_count']} "
             f"multiprocessors, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         )
-    if not torch.cuda.is_bf16_supported(including_emulation=False):
-        yield Problem("no bf16 arithmetic on this GPU. Train with: --compute-dtype fp32")
+        if is_too_old(index):
+            least = ".".join(map(str, LEAST_CAPABILITY))
+            needed = f"the Triton kernels need compute capability {least} or above"
+            yield Problem(f"{index}: {gpu['name']} is too old: {needed}. Train with: --device cpu")
     yield from _utilisation(len(found["gpus"]))
     yield from _connections(len(found["gpus"]))
 
@@ -185,6 +188,9 @@ def _link_meaning(code: str) -> str:
 def _operators() -> Iterator[str]:
     """Which implementation runs on each device and why, shown by running it."""
     for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
+        if device == "cuda" and is_too_old(torch.cuda.current_device()):
+            yield "cuda: nothing, the GPU is too old for the Triton kernels"
+            continue
         layer = NativeSparseAttention(_PROBE_WIDTH, _PROBE).to(device)
         x = torch.randn(_PROBE_TOKENS, _PROBE_WIDTH, device=device)
         begin = time.perf_counter()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from nsa.errors import check
 from nsa.lm.flops import flops_per_token
 from nsa.train.config import TrainConfig
 from nsa.train.launch import read_launch
+from nsa.train.out_of_memory import is_out_of_memory, memory_use, smaller_micro_batch
 from nsa.train.throughput import peak_flops
 from nsa.train.trainer import Trainer, TrainingStoppedError
 
@@ -158,23 +158,38 @@ def _measure(
             yield _row(here, common, mode, verdict)
         return
     trainer: Trainer | None = None
-    failure = Verdict(None, verdict.errors, "not run: out of GPU memory")
-    with suppress(torch.OutOfMemoryError):
-        try:
-            training, trainer = measure_steps(config, device, plan.warmup, plan.steps)
-        except TrainingStoppedError as error:
-            failure = Verdict(False, verdict.errors, str(error))
+    training, failure = None, verdict
+    try:
+        training, trainer = measure_steps(config, device, plan.warmup, plan.steps)
+    except RuntimeError as error:
+        failure = _failure(error, config, verdict)
     for mode in MODES[::-1]:
         if mode not in plan.modes:
             continue
-        if trainer is None:
+        found = training if mode == "fwd_bwd" else None
+        if trainer is not None and found is None:
+            try:
+                found = measure_forward(trainer, device, plan.steps)
+            except RuntimeError as error:
+                failure = _failure(error, config, verdict)
+        if trainer is None or found is None:
             yield _row(here, common, mode, failure)
             continue
-        found = training if mode == "fwd_bwd" else measure_forward(trainer, device, plan.steps)
         details = {**common, "settings": _settings(config, trainer)}
         yield _judged_row(here, details, mode, verdict, found, trainer, device)
     del trainer
     release_memory(device)
+
+
+def _failure(error: RuntimeError, config: TrainConfig, verdict: Verdict) -> Verdict:
+    """Why there is no figure: too little memory, or a run that stopped itself."""
+    if isinstance(error, TrainingStoppedError):
+        return Verdict(False, verdict.errors, str(error))
+    if not is_out_of_memory(error):
+        raise error  # a bug
+    micro_batch = smaller_micro_batch(config)
+    hint = "" if micro_batch is None else f". Give --micro-batch {micro_batch}"
+    return Verdict(None, verdict.errors, f"not run: {memory_use(error)}{hint}")
 
 
 def _judged_row(

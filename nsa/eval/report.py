@@ -26,13 +26,20 @@ _BIGRAM_TOKENS = 1 << 24
 _SAME_DATA = ("train_sha256", "validation_sha256", "tokenizer_fingerprint")
 
 
-def evaluate_run(folder: RunFolder, *, device: str = "auto", num_windows: int | None = None) -> Iterator[str]:
+def evaluate_run(
+    folder: RunFolder,
+    *,
+    device: str = "auto",
+    num_windows: int | None = None,
+    micro_batch: int | None = None,
+) -> Iterator[str]:
     """Measure the newest checkpoint of a run on its held-out data.
 
     Args:
         folder: the run.
         device: ``auto``, ``cpu`` or ``cuda``.
         num_windows: held-out windows to measure, the first ones; None for all.
+        micro_batch: windows computed at a time; None takes the run's.
 
     Yields:
         Lines for the reader, each as soon as it is known.
@@ -42,6 +49,8 @@ def evaluate_run(folder: RunFolder, *, device: str = "auto", num_windows: int | 
     """
     config = folder.load_config()
     check(num_windows is None or num_windows > 0, "eval", "--windows", "be positive", num_windows)
+    size = config.micro_batch if micro_batch is None else micro_batch
+    check(size > 0, "eval", "--micro-batch", "be positive", micro_batch)
     model, step = load_model(config.model, folder, choose_device(device))  # first: without one there is nothing to measure
     data = open_data(config.data, seed=config.seed, seq_len=config.seq_len, run_folder_tokenizer=folder.tokenizer)
     _check_same_data(folder, data)
@@ -49,9 +58,8 @@ def evaluate_run(folder: RunFolder, *, device: str = "auto", num_windows: int | 
     windows = min(num_windows or available, available)
     yield f"model: {model.parameter_summary()}"
     yield f"checkpoint: step {step} of {folder.path}, on {model.embedding.weight.device.type} in {config.compute_dtype}"
-    batches = validation_batches(
-        data.validation, config.seq_len, config.micro_batch, windows, document_mask=config.data.document_mask
-    )
+    held_out, masked = data.validation, config.data.document_mask
+    batches = validation_batches(held_out, config.seq_len, size, windows, document_mask=masked)
     result = evaluate(NextTokenLoss(model, config.loss_chunk), batches, compute_dtype=config.compute_dtype)
     yield (
         f"held out: {windows} of {available} windows of {config.seq_len} tokens, {result['num_targets']:,.0f} targets that "

@@ -5,23 +5,19 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
-
-import nsa.lm.dense_attention
-import nsa.ops.nsa.ops  # noqa: F401 (both register operators)
 
 Keeps = Literal["everything", "attention", "input"]
 
-_ATEN = torch.ops.aten
-# What attention is on a GPU, and dense attention on a CPU. The sparse reference on the CPU is no single operator.
+# What attention is on a GPU, and dense attention on a CPU; the sparse reference on the CPU is no single operator. These are
+# names, so that nothing needs to be registered yet.
 ATTENTION_OPERATORS = frozenset({
-    torch.ops.nsa.attention.default,
-    _ATEN._scaled_dot_product_cudnn_attention.default,
-    _ATEN._scaled_dot_product_efficient_attention.default,
-    _ATEN._scaled_dot_product_flash_attention.default,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.torch_attn._varlen_attn.default,
+    "nsa.attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "torch_attn._varlen_attn.default",
 })  # fmt: skip
 
 
@@ -35,4 +31,4 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
 
 
 def _policy(ctx: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in ATTENTION_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if str(operator) in ATTENTION_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.errors import check, fail
+from nsa.ops._capability import check_capability
 from nsa.ops._packed import compressed_cu_seqlens, lengths, num_compressed
 
 BACKENDS = ("auto", "reference", "triton")
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_OLD_GPU = 'Ask for backend="reference", compute on a CPU, or take a newer GPU.'
 
 
 def choose_backend(function: str, backend: str, x: Tensor, argument: str = "q") -> str:
@@ -34,6 +36,8 @@ def choose_backend(function: str, backend: str, x: Tensor, argument: str = "q") 
             x.dtype in KERNEL_DTYPES, function, argument, "be bfloat16, float16 or float32 for the Triton kernels", x.dtype,
             'Or ask for backend="reference".',
         )  # fmt: skip
+        if x.device.type == "cuda":
+            check_capability(function, argument, x.device.index, _OLD_GPU)
         if not on_gpu(x) and not torch.compiler.is_compiling():
             check(kernels_run_on_cpu(), function, argument, 'lie on a CUDA GPU for backend="triton"', x.device)
     return backend

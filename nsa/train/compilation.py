@@ -84,6 +84,9 @@ class CompilationCounter:
     ``torch.compiler.reset`` removes: who calls that calls :meth:`listen` afterwards. Kernels are
     reported through Triton's hooks around a compilation at launch, which call those that were there
     before. Captures are reported by the code that makes them, see :meth:`capturing`.
+
+    Attributes:
+        before_kernel: called before a kernel is compiled or loaded at its launch.
     """
 
     def __init__(self) -> None:
@@ -92,6 +95,7 @@ class CompilationCounter:
         self._graph_begin = 0.0
         self._kernel_begin = threading.local()
         self._has_hooks = False
+        self.before_kernel: Callable[[], None] = lambda: None
 
     @property
     def now(self) -> Compiled:
@@ -140,6 +144,7 @@ class CompilationCounter:
     def _kernel_begins(self) -> None:
         if self._now.kernels == 0:
             logger.info("compiling Triton kernels, or loading them from Triton's cache")
+        self.before_kernel()
         self._kernel_begin.value = time.perf_counter()
 
     def _kernel_ends(self) -> None:

@@ -16,9 +16,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,8 @@ from nsa.train.precision import autocast
 logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 8
+# Longer than the kernels ever take, unless the machine is busy with other work.
+LONGEST_WAIT_S = 60
 
 Launched = tuple[Any, tuple[Any, ...], dict[str, Any]]  # kernel, positional and keyword arguments
 
@@ -51,32 +54,45 @@ class KernelsAhead:
     """
 
     def __init__(self, config: TrainConfig, device: torch.device, launch: Launch) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[..., Any] | None = None
         if device.type != "cuda" or launch.local_rank != 0:
             return
         properties = torch.cuda.get_device_properties(device)
         target = (properties.name, str(properties.major), str(properties.minor))
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *target], stdin=subprocess.PIPE, stdout=self._said, stderr=self._said
-        )
+            [sys.executable, "-m", __name__, *target],
+            stdin=subprocess.PIPE, stdout=self._said, stderr=self._said,
+        )  # fmt: skip
         assert self._process.stdin is not None
         self._process.stdin.write(to_yaml(config).encode())
         self._process.stdin.close()
+        self._end = weakref.finalize(self, _end, self._process, self._said)
+
+    def wait(self) -> None:
+        """Until the kernels are there; the first launch waits, or it would compile what is being compiled."""
+        if self._end is None or not self._end.alive:
+            return
+        try:
+            self._process.wait(LONGEST_WAIT_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("kernels are not compiled after %d s: the run compiles them itself", LONGEST_WAIT_S)
+        if self._process.returncode:
+            self._said.seek(0)
+            last = self._said.read().decode(errors="replace").strip().rpartition("\n")[2]
+            logger.warning("kernels could not be compiled ahead (%s): the first step takes longer", last)
+        self.close()
 
     def close(self) -> None:
         """End the process, whose work is of no use once the kernels have been launched."""
-        if self._process is None:
-            return
-        if self._process.poll() is None:
-            self._process.terminate()
-        elif self._process.returncode:
-            self._said.seek(0)
-            last = self._said.read().decode(errors="replace").strip().rpartition("\n")[2]
-            logger.warning("kernels could not be compiled ahead (%s): the first step took longer", last)
-        self._process.wait()
-        self._said.close()
-        self._process = None
+        if self._end is not None:
+            self._end()
+
+
+def _end(process: subprocess.Popen[bytes], said: IO[bytes]) -> None:
+    process.terminate()
+    process.wait()
+    said.close()
 
 
 class _Unmultiplied(torch.autograd.Function):

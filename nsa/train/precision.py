@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from nsa.errors import check
+from nsa.ops._capability import check_capability
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
@@ -15,7 +16,8 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
         local_rank: of this process on its machine; it takes the GPU of that number.
 
     Raises:
-        ValueError: ``cuda`` without a usable GPU, or fewer GPUs than processes.
+        ValueError: ``cuda`` without a usable GPU, a GPU that is too old for the kernels, or fewer
+            GPUs than processes.
     """
     available = torch.cuda.is_available()
     check(
@@ -26,6 +28,8 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     check(local_rank < count, "choose_device", "local_rank", f"be below the number of GPUs ({count})", local_rank)
+    hint = "Give --device cpu, or take a newer GPU."
+    check_capability("choose_device", "device", local_rank, hint)
     return torch.device("cuda", local_rank)
 
 

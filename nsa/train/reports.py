@@ -161,13 +161,14 @@ class Reports:
             return
         if self._layers is not None:
             progress.window.layers |= self._layers.row()
+        busy = utilisation_row(self._around.device)  # by the training steps, not by an evaluation
         validation: Row = {}
         if self._evaluation_due():
             try:
                 validation = self._evaluate()
             except _InterruptedError:
                 return
-        row = {**self._training_row(), **validation}
+        row = {**self._training_row(), **busy, **validation}
         progress.window, progress.reported_step = Window(), progress.step
         if self._metrics is None:
             return
@@ -197,7 +198,6 @@ class Reports:
             "compilations": compilations.now.compilations,
             **memory_row(self._around.device),
             **self._clock.row(),
-            **utilisation_row(self._around.device),
         }
         row |= window.layers
         if not self._has_told_start and self._around.startup.first_step_s is not None:

@@ -100,6 +100,11 @@ class RunFolder:
             fail("run folder", "RUN", "be a folder that a run made (with config.yaml in it)", path, hint)
         return folder
 
+    def holds_no_run(self) -> bool:
+        """Whether nothing came of it, neither a row nor a checkpoint."""
+        has_rows = self.metrics_jsonl.exists() and self.metrics_jsonl.stat().st_size > 0
+        return not has_rows and not any(self.checkpoints.iterdir())
+
     def load_config(self, overrides: Mapping[str, str] | None = None) -> TrainConfig:
         """The configuration that the run was started with, with ``overrides`` on top."""
         return load_config(self.config, overrides)

@@ -25,6 +25,7 @@ from nsa.lm.model import LanguageModel
 from nsa.stages import BACKWARD, DATA, FORWARD, OPTIMIZER, in_stage, stage
 from nsa.train.activations import checkpoint_activations
 from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpoints, read_meta
+from nsa.train.compilation import compilations
 from nsa.train.config import CheckpointingConfig, ParallelConfig, TrainConfig
 from nsa.train.cuda_graphs import CaptureError, Replay
 from nsa.train.data import Batch, Sampler, collate, open_data
@@ -139,6 +140,7 @@ class Trainer:
         hint = "It stopped before its first one; remove the folder and start the run anew."
         check(bool(found) or not resume, "train", "--resume", "name a run with a checkpoint", run_folder.path, hint)
         self._kernels_ahead = KernelsAhead(config, self.device, launch)
+        compilations.before_kernel = self._kernels_ahead.wait
         self.startup.begin("data")
         self._open_data(resume)
         self.startup.begin("model")

@@ -266,7 +266,8 @@ def test_a_model_that_does_not_fit_is_no_failure(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(train, "measure_steps", too_much)
     code, rows = run(tmp_path, "--config", str(small_config(tmp_path)), "--provider", "dense")
     assert code == 0
-    assert [(row.correct, row.note) for row in rows] == [(None, "not run: out of GPU memory")] * 2
+    why = "not run: out of memory. Give --micro-batch 1"
+    assert [(row.correct, row.note) for row in rows] == [(None, why)] * 2
 
 
 def test_a_run_that_stops_itself_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from nsa.ops._triton.tuning import (
     tile_for,
     tiles_chosen_by,
 )
+from nsa.train.progress import RunReport
 
 KEY = TileKey("window_attention_fwd", 64, 2)
 ORIGIN = Origin("run", "cuda", "NVIDIA Test", "1", "2.11.0", "3.6.0", "abc", False, "2026-01-02T03:04:05+00:00")
@@ -121,6 +122,31 @@ def test_a_malformed_table_is_refused_and_named(tmp_path: Path, text: str, why: 
     with pytest.raises(UserError, match=r"tuning table nvidia-test\.json") as caught:
         load_table(path)
     assert why in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said"),
+    [
+        ("NVIDIA Old", "no tuning table for NVIDIA Old: defaults of compute capability 8.6;"),
+        ("NVIDIA H100", "no tuning table for NVIDIA H100: that of NVIDIA H200;"),
+        ("NVIDIA H200", None),
+    ],
+)
+def test_a_missing_table_is_a_line_of_the_log(
+    device: Callable[..., None],
+    tmp_path: Path,
+    gpu: str,
+    said: str | None,
+) -> None:
+    """Once a process, where a run looks for a tile the first time."""
+    table_file(tmp_path, [row()], "NVIDIA H200")
+    device(gpu, (8, 6) if gpu == "NVIDIA Old" else (9, 0))
+    with RunReport(tmp_path / "log.txt", 1):
+        for head_size in (64, 128):
+            tuning._tile(TileKey("window_attention_fwd", head_size, 2), 0)
+    text = (tmp_path / "log.txt").read_text()
+    assert text.count("tuning table") == (said is not None)
+    assert said is None or f"{said} `nsa bench tune` makes one\n" in text
 
 
 def test_names_of_gpus_as_file_names() -> None:

@@ -270,9 +270,14 @@ def test_surroundings_end_in_one_line(capsys: pytest.CaptureFixture[str], monkey
     assert refusal(capsys, "train") == "nsa: No space left on device: runs/x\n"
 
 
-def test_too_little_gpu_memory_says_what_to_lower(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ..."), monkeypatch)
-    assert "--micro-batch" in refusal(capsys, "train")
+def test_too_little_gpu_memory_anywhere(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In commands that know no better; see test_out_of_memory.py for those that do."""
+    raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), monkeypatch)
+    said = "out of memory; 20.00 MiB more were asked for"
+    assert refusal(capsys, "doctor") == f"nsa: {said}. Take fewer or shorter sequences at a time.\n"
 
 
 def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,6 +254,39 @@ def test_queries_without_a_block():
     compare(case, segments=2)
 
 
+@pytest.mark.parametrize(("design", "dtype"), [("tiled", torch.int32), ("gathered", torch.int64), ("auto", torch.int32)])
+def test_a_block_that_is_named_again_counts_once(design, dtype):
+    """To the bit what comes without the repetition, forward and backward; neighbours of the query are not touched."""
+    case = Case(small(2, n=6), [60, 1, 0, 20])
+    ids = case.indices
+    ids[::2, :, 3] = ids[::2, :, 0]
+    ids[::3, 0] = ids[::3, 0, 2:3]
+    ids[1::4, 1, 1:] = ids[1::4, 1, :-1].clone()
+    once = ids.clone()
+    for slot in range(1, 6):
+        again = (ids[..., :slot] == ids[..., slot : slot + 1]).any(-1)
+        once[..., slot] = torch.where(again, -1, once[..., slot])
+    assert ((ids != once) & (ids >= 0)).sum() > 100
+    case.indices = ids.to(dtype)
+    found = case.run(TILE, 2, design=design)
+    compare(case, segments=2, design=design)
+    case.indices = once
+    for x, y in zip(found, case.run(TILE, 2, design=design), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("design", ["tiled", "gathered"])
+def test_ids_of_64_bits_are_not_cut(design):
+    """An id that 32 bits do not hold is far above every block, not the block that its lower half names."""
+    case = Case(small(2), [60, 1, 0, 20])
+    expected = case.run(TILE, 2, design=design)
+    ids = case.indices.long()
+    case.indices = torch.where(ids < 0, ids + 2**32 + 1, ids)
+    assert (case.indices == 2**32).any()
+    for x, y in zip(case.run(TILE, 2, design=design), expected, strict=True):
+        assert torch.equal(x, y)
+
+
 def test_a_choice_of_nothing():
     case = Case(small(2), [20, 5])
     case.indices.fill_(-1)

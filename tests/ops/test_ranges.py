@@ -41,6 +41,12 @@ def test_by_hand():
     ]
 
 
+def test_a_block_that_is_named_again_counts_once():
+    ids = torch.tensor([[[1, 0, 1, 3, 1]]], dtype=torch.int32)
+    ranges = blocks_to_ranges(ids, small(num_heads=1, num_kv_heads=1), cu_seqlens_q=offsets([1]), cu_seqlens_k=offsets([90]))
+    assert ranges[0, 0].tolist() == [[0, 32], [48, 64], [-1, -1], [-1, -1], [-1, -1]]
+
+
 def test_dense_batch():
     batch = make_batch(small(), (130, 130))
     ids = batch.block_indices()

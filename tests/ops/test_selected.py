@@ -142,6 +142,16 @@ def test_order_of_the_indices_does_not_matter(name):
         near(other_lse, array(lse), 1e-14)
 
 
+def test_a_block_that_is_named_again_counts_once():
+    batch = named_batch("packed")
+    ids, (q, k, v) = batch.block_indices(6), (x.requires_grad_() for x in (batch.q(), batch.k(), batch.v()))
+    repeated = torch.cat((ids, ids.flip(-1)), dim=-1)
+    results = [selected_attention(q, k, v, given, batch.config, **batch.kwargs) for given in (ids, repeated)]
+    grads = [torch.autograd.grad(out.sum(), (q, k, v)) for out, _ in results]
+    for x, y in zip((*results[0], *grads[0]), (*results[1], *grads[1]), strict=True):
+        assert torch.equal(x, y)
+
+
 def test_absent_ids_are_never_read():
     """Blocks named only from the past (as future ids) hold NaN; the result is that of -1."""
     batch = make_batch(small(), (160,), (100,))

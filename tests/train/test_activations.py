@@ -38,11 +38,11 @@ class Count(TorchDispatchMode):
         self.runs: Counter[Any] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.runs[func] += 1
+        self.runs[str(func)] += 1
         return func(*args, **(kwargs or {}))
 
     def of(self, *operators: Any) -> int:
-        return sum(self.runs[operator] for operator in operators)
+        return sum(self.runs[str(operator)] for operator in operators)
 
 
 def make_loss(attention: str, policy: CheckpointingConfig | None, num_layers: int = 4) -> NextTokenLoss:

@@ -58,7 +58,7 @@ def test_full_logits_never_exist_in_chunks() -> None:
             cross_entropy_sum(hidden, head, targets, chunk)
         largest[chunk] = max(kept, default=0)
     assert largest[0] == 64 * 200
-    assert largest[8] <= head.numel()
+    assert largest[8] <= 256 * 16  # the padded head
 
 
 @pytest.mark.parametrize("chunk", [0, 4])

@@ -7,6 +7,7 @@ of its nearest relative, and otherwise defaults by compute capability. Nothing h
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 from nsa.errors import UserError, check
+
+logger = logging.getLogger(__name__)
 
 TABLES = Path(__file__).with_name("tables")
 
@@ -214,9 +217,16 @@ def _default_sizes(key: TileKey, capability: tuple[int, int] | None) -> Tile:
 
 @cache
 def device_table(index: int) -> tuple[TileTable | None, tuple[int, int]]:
-    """Table and compute capability of a CUDA device; read once a process."""
-    capability = torch.cuda.get_device_capability(index)
-    return find_table(torch.cuda.get_device_name(index), capability), capability
+    """Table and compute capability of a CUDA device; read, or missed in the log, once a process."""
+    capability, gpu = torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
+    table = find_table(gpu, capability)
+    if table is None:
+        found = f"defaults of compute capability {'.'.join(map(str, capability))}"
+        logger.info("no tuning table for %s: %s; `nsa bench tune` makes one", gpu, found)
+    elif table.gpu != gpu:
+        found = f"that of {table.gpu}"
+        logger.info("no tuning table for %s: %s; `nsa bench tune` makes one", gpu, found)
+    return table, capability
 
 
 @cache

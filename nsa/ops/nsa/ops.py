@@ -86,7 +86,7 @@ def _forward(
                     run = (config, sequences, softmax_scale, "triton")
                     run_select_blocks(q_cmp, k_cmp, lse_cmp, *run, blocks=blocks, out=block_indices)
                     with stage(SELECTED):
-                        run_selected_forward(q, k_slc, v_slc, block_indices, slc, *rest)
+                        run_selected_forward(q, k_slc, v_slc, block_indices, slc, *rest, unique=True)
         if k_win is not None and v_win is not None:
             out_win, lse_win = run_window_attention(q, k_win, v_win, config, sequences, softmax_scale, "triton")
     out = combine_op(out_cmp, None if slc is None else slc[0], out_win, gates)
@@ -135,10 +135,10 @@ def _backward(
             wait_win = streams.record()
             if k_slc is not None and v_slc is not None and slc is not None:
                 results = (out_slc, lse_slc, order, union)
+                call: Any = (q, k_slc, v_slc, block_indices, results, dout, slc)
                 rest = (*selected_arguments(config, sequences), softmax_scale, design)
-                gated = Gated(gates, dgates, adds)
                 with stage(SELECTED):
-                    run_selected_backward(q, k_slc, v_slc, block_indices, results, dout, slc, *rest, gated=gated)
+                    run_selected_backward(*call, *rest, gated=Gated(gates, dgates, adds), unique=True)
         wait_cmp()
         if cmp is not None:
             with stage(COMPRESSED):

@@ -41,8 +41,8 @@ def selected_attention(
         q: rotated queries, packed ``[T, Hq, D]`` or dense ``[B, T, Hq, D]``.
         k: rotated keys ``[S, Hkv, D]`` or ``[B, S, Hkv, D]``.
         v: values ``[S, Hkv, Dv]`` or ``[B, S, Hkv, Dv]``.
-        block_indices: int32 or int64 ``[T, Hkv, n]`` or ``[B, T, Hkv, n]``, any n: block ids inside the sequence, in any order,
-            unique; ids below 0 or above ``t // l'`` count as absent.
+        block_indices: int32 or int64 ``[T, Hkv, n]`` or ``[B, T, Hkv, n]``, any n: block ids inside the sequence, in any order;
+            one that is there more than once counts once; ids below 0 or above ``t // l'`` count as absent.
         config: the sparse pattern; of it ``block_size`` and the head counts and sizes are used.
         cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
         cu_seqlens_k: int32 ``[B + 1]`` offsets of the keys; None means those of the queries.

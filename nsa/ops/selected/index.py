@@ -113,8 +113,15 @@ class InverseIndex:
     segment_rows: int
     none: int
 
-    def fill(self, block_indices: Tensor, layout: Layout, block_size: int, *, sort: bool) -> Tensor:
+    def fill(self, block_indices: Tensor, layout: Layout, block_size: int, *, unique: bool, sort: bool) -> Tensor:
         """Number the entries of ``block_indices [T, Hkv, n]``, and sort them unless ``order`` is known already.
+
+        Args:
+            block_indices: int32 or int64.
+            layout: where the sequences lie.
+            block_size: tokens of a block.
+            unique: whether no query names a block twice; otherwise it is looked for, and a block counts once.
+            sort: whether to fill ``order``.
 
         Returns:
             The keys in their order, ``[T * Hkv * n]``.
@@ -128,7 +135,7 @@ class InverseIndex:
         key_kernel[(layout.num_tiles(num_q, block_q, layout.len_q),)](
             block_indices.contiguous(), self.key, self.far, *layout.arguments(), self.num_blocks, self.segments,
             self.segment_rows, self.none, HKV=num_kv_heads, N=n, BLOCK_SIZE=block_size, BLOCK_Q=block_q, ENTRIES=1024,
-            num_warps=4,
+            UNIQUE=unique, num_warps=4,
         )  # fmt: skip
         if not sort:
             return self.key.flatten()[self.order]

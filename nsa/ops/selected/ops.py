@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,14 +24,18 @@ _WHERE = (
 )
 
 
-def selected_call(q: Tensor, v: Tensor, *where: Any) -> Any:
-    """The ``Call`` of the launchers, from what the registered operator is told beside tensors."""
+def selected_call(q: Tensor, v: Tensor, *where: Any, unique: bool = False) -> Any:
+    """The ``Call`` of the launchers, from what the registered operator is told beside tensors.
+
+    ``unique``: whether no query names a block twice; of caller-made indices it is not known.
+    """
     from nsa.ops._triton.layout import Layout
     from nsa.ops._triton.tuning import tile_for
     from nsa.ops.selected.triton_launch import Call
 
     *layout, block_size, softmax_scale, design = where
-    return Call(Layout(*layout), softmax_scale, block_size, lambda kernel: tile_for(kernel, q, v), design)
+    tiles = partial(tile_for, q=q, v=v)
+    return Call(Layout(*layout), softmax_scale, block_size, tiles, design, unique=unique)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> Results:
@@ -56,12 +61,24 @@ def new_results(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: 
     return results.out, results.lse, results.order, results.union
 
 
-def run_selected_forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, results: Results, *where: Any) -> None:
-    """The kernels of the registered operator; for ``results`` see :func:`new_results`."""
+def run_selected_forward(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, results: Results, *where: Any, unique: bool = False
+) -> None:
+    """The kernels of the registered operator.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        block_indices: the selected blocks.
+        results: of :func:`new_results`.
+        where: what the operator takes after the tensors.
+        unique: whether no query names a block twice.
+    """
     from nsa.ops.selected.triton_launch import selected_forward
 
     q, k, v = (rows(x) for x in (q, k, v))
-    call = selected_call(q, v, *where)
+    call = selected_call(q, v, *where, unique=unique)
     read = call.read(q, k, block_indices.shape[-1], results)
     selected_forward(q, k, v, block_indices, call, read)
 
@@ -76,6 +93,7 @@ def run_selected_backward(
     grads: tuple[Tensor, Tensor, Tensor],
     *where: Any,
     gated: Gated | None = None,
+    unique: bool = False,
 ) -> None:
     """The kernels of the registered operator's backward.
 
@@ -89,12 +107,13 @@ def run_selected_backward(
         grads: where dq, dk and dv go, contiguous.
         where: what the operator takes after the tensors.
         gated: the branch's part in the gated sum.
+        unique: as in the forward.
     """
     from nsa.ops._triton.layout import Gated
     from nsa.ops.selected.triton_launch import selected_backward
 
     q, k, v, dout = (rows(x) for x in (q, k, v, dout))
-    call = selected_call(q, v, *where)
+    call = selected_call(q, v, *where, unique=unique)
     read = call.read(q, k, block_indices.shape[-1], results)
     selected_backward(q, k, v, block_indices, dout, call, read, grads, gated or Gated())
 

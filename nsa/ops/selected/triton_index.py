@@ -33,7 +33,7 @@ def list_kernel(
     ``count_ptr`` gets, for each tile: blocks wholly in the past of every query, blocks wholly inside the sequence, all, and
     those before the own block of the first query and the one before it. To ``union_ptr`` (None: nobody asks) are added the
     blocks of the list, and 1 for the tile: whole numbers, whose sum is the same in any order. If they are ``COUNTED`` already,
-    lists are made only where they are read.
+    lists are made only where they are read. A block that a query names more than once counts once.
     """
     if COUNTED:  # noqa: SIM102 (known when the kernel is compiled)
         if choices_scatter(union_ptr, N, LIMIT_4):
@@ -53,14 +53,17 @@ def list_kernel(
         row = tile_q + query
         ok = (row < end_q) & (slot < N)
         entry = ((first_q + row).to(tl.int64) * HKV + head) * N + slot
-        block = tl.load(indices_ptr + entry, mask=ok, other=-1).to(tl.int32)
+        named = tl.load(indices_ptr + entry, mask=ok, other=-1)  # 32 or 64 bits
         t = num_tokens - num_q + row
-        present = ok & (block >= 0) & (block <= t // BLOCK_SIZE)
+        present = ok & (named >= 0) & (named <= t // BLOCK_SIZE)
         NONE: tl.constexpr = 0x7FFFFFFF // SIZE
-        ranked = tl.sort(tl.where(present, block, NONE) * SIZE + e)
+        ranked = tl.sort(tl.where(present, named.to(tl.int32), NONE) * SIZE + e)
         block = ranked // SIZE
-        bit = tl.where(block < NONE, tl.full([SIZE], 1, tl.int64) << ((ranked % SIZE) // PAD_N).to(tl.int64), 0)
-        first = (e == 0) | (block != tl.gather(block, tl.maximum(e - 1, 0), 0))
+        pair = ranked // PAD_N  # block and query: the same in neighbours where a query names a block again
+        before = tl.gather(pair, tl.maximum(e - 1, 0), 0)
+        counts_here = (block < NONE) & ((e == 0) | (pair != before))
+        bit = tl.where(counts_here, tl.full([SIZE], 1, tl.int64) << (pair % PAD_Q).to(tl.int64), 0)
+        first = (e == 0) | (block != before // PAD_Q)
         last = (block < NONE) & ((e == SIZE - 1) | (block != tl.gather(block, tl.minimum(e + 1, SIZE - 1), 0)))
         total = tl.cumsum(bit, 0)
         # Sums never fall, so the greatest start so far is that of the entry's own block.
@@ -89,8 +92,12 @@ def list_kernel(
 def key_kernel(
     indices_ptr, key_ptr, far_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, num_blocks, segments, segment_rows, none,
     HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, ENTRIES: tl.constexpr,
+    UNIQUE: tl.constexpr,
 ):  # fmt: skip
-    """Key of each entry of a tile of queries, and the same without near blocks, see ``InverseIndex``."""
+    """Key of each entry of a tile of queries, and the same without near blocks, see ``InverseIndex``.
+
+    Unless blocks are known to be ``UNIQUE``, an entry whose query named its block in a slot before is absent.
+    """
     sequence, tile = find_tile(cu_q_ptr, tl.program_id(0), num_sequences, len_q, BLOCK_Q)
     if sequence < num_sequences:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
@@ -101,12 +108,18 @@ def key_kernel(
         count = tl.minimum(num_q - row, BLOCK_Q) * (HKV * N)
         for begin in tl.range(0, count, ENTRIES):
             e = begin + tl.arange(0, ENTRIES)
-            block = tl.load(indices_ptr + first + e, mask=e < count, other=-1).to(tl.int32)
+            named = tl.load(indices_ptr + first + e, mask=e < count, other=-1)  # 32 or 64 bits
             query = row + e // (HKV * N)
             own = (num_tokens - num_q + query) // BLOCK_SIZE
+            present = (named >= 0) & (named <= own)
+            if not UNIQUE:
+                for back in tl.range(1, N):
+                    again = (e < count) & (e % N >= back)
+                    present = present & (named != tl.load(indices_ptr + first + (e - back), mask=again, other=-1))
+            block = named.to(tl.int32)
             head = e // N % HKV
             key = (head * num_blocks + first_block + block) * segments + (first_q + query) // segment_rows
-            key = tl.where((block >= 0) & (block <= own), key, none).to(key_ptr.dtype.element_ty)
+            key = tl.where(present, key, none).to(key_ptr.dtype.element_ty)
             tl.store(key_ptr + first + e, key, mask=e < count)
             if far_ptr is not None:
                 tl.store(far_ptr + first + e, tl.where((block > 0) & (block < own - 1), key, none), mask=e < count)

@@ -65,6 +65,7 @@ class Call:
         design: ``tiled``, ``gathered``, or ``auto``: tiled where lists are short by the shapes alone, and otherwise what the
             choice itself asks for, on the device.
         segments: segments of the gathered design; None: as many as memory wants.
+        unique: whether no query names a block twice, as :func:`nsa.select_blocks` does not.
     """
 
     layout: Layout
@@ -73,6 +74,7 @@ class Call:
     tiles: Tiles
     design: str = "auto"
     segments: int | None = None
+    unique: bool = False
 
     def always_tiled(self, q: Tensor, k: Tensor, n: int) -> bool:
         """Whether the tiled design runs whatever the choice is."""
@@ -205,7 +207,7 @@ def new_gathered(
 
 def fill_index(index: InverseIndex, *chunks: Chunks | None, block_indices: Tensor, call: Call, sort: bool = True) -> None:
     """Make an inverse index and its chunks: of the choice alone."""
-    ranked = index.fill(block_indices, call.layout, call.block_size, sort=sort)
+    ranked = index.fill(block_indices, call.layout, call.block_size, unique=call.unique, sort=sort)
     for some in chunks:
         if some is not None:
             some.fill(ranked)

@@ -20,8 +20,8 @@ def blocks_to_ranges(
     """Turn chosen blocks into merged token ranges.
 
     Args:
-        block_indices: integer ``[T, Hkv, n]`` or ``[B, T, Hkv, n]``, any order, unique; ids below 0 or above ``t // l'`` are
-            absent.
+        block_indices: integer ``[T, Hkv, n]`` or ``[B, T, Hkv, n]``, any order; one that is there more than once
+            counts once; ids below 0 or above ``t // l'`` are absent.
         config: the sparse pattern.
         cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
         cu_seqlens_k: int32 ``[B + 1]`` offsets of the key tokens; None means those of the queries.
@@ -43,6 +43,8 @@ def blocks_to_ranges(
     absent = torch.iinfo(torch.int64).max
     present = (ids >= 0) & (ids <= positions // config.block_size)
     ids = torch.where(present, ids, absent).sort(-1).values
+    ids[..., 1:] = torch.where(ids[..., 1:] == ids[..., :-1], absent, ids[..., 1:])
+    ids = ids.sort(-1).values
     present = ids < absent
     starts_range = present.clone()
     starts_range[..., 1:] &= ids[..., 1:] != ids[..., :-1] + 1

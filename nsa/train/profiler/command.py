@@ -40,6 +40,7 @@ def run_profile(args: argparse.Namespace) -> int:
     """``nsa profile``."""
     from nsa.train.launch import check_launch, read_launch
     from nsa.train.load import load_config, settings
+    from nsa.train.out_of_memory import explained, hint_for_run
     from nsa.train.parallel import join
     from nsa.train.precision import choose_device
     from nsa.train.profiler.session import EndOfProfileError, Plan, Session
@@ -68,6 +69,7 @@ def run_profile(args: argparse.Namespace) -> int:
             RunReport(folder.log if processes.is_main else None, needed) as report,
             Watchdog(folder, processes.rank, config.stall_limit_s) as watchdog,
             closing(session),
+            explained(name, "the run", lambda: hint_for_run(config, folder)),
         ):
             trainer = Trainer(
                 config, folder, processes=processes, on_row=report.row, on_step=session.on_step, beat=watchdog.beat
