@@ -53,7 +53,8 @@ def run_leg(
     cases = [case for case in leg.cases if case.num_gpus <= machine.num_gpus]
     for case in leg.cases:
         if case not in cases:
-            say(f"[{leg.name}] {case.name}: left out, it needs {case.num_gpus} GPUs")
+            needs = f"{case.num_gpus} GPU{'s' * (case.num_gpus > 1)}"
+            say(f"[{leg.name}] {case.name}: left out, it needs {needs}")
     make_plans(setting, [case.config for case in cases if case.trains_configuration])
     rows = []
     for number, case in enumerate(cases, start=1):
@@ -61,7 +62,8 @@ def run_leg(
         row = run_case(case, setting, committed)
         append_row(path, row)
         rows.append(row)
-    say(f"[{leg.name}] {time.monotonic() - begin:.0f} s, rows in {path}")
+    if rows:
+        say(f"[{leg.name}] {time.monotonic() - begin:.0f} s, rows in {path}")
     return rows
 
 
