@@ -294,6 +294,16 @@ def test_cases_go_on_after_one_that_failed_or_overran(tmp_path: Path, fake_nsa: 
     assert len(read_rows(tmp_path / "leg-1.jsonl")) == 4
 
 
+def test_records_that_cannot_be_read_fail_the_case(judge: Judge, tmp_path: Path) -> None:
+    program = (tmp_path / "program.py").read_text()
+    (tmp_path / "program.py").write_text(program.replace("lines = ", 'lines = "torn\\n" + '))
+    row = judge(metrics())
+    assert not row.passed
+    assert "metrics.jsonl:1" in row.note
+    wrong = dataclasses.replace(SEED, config="gone")
+    assert "gone.yaml" in judge(metrics(), case=wrong).note
+
+
 def test_a_case_that_needs_more_gpus_is_left_out_and_named(tmp_path: Path) -> None:
     said: list[str] = []
     leg = Leg("4", (Case("1b", "train", "1b", 10, num_gpus=2),))

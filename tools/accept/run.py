@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from nsa.errors import UserError
 from tools.accept.case import Case, Finding
 from tools.accept.figures import loss_faults
 from tools.accept.legs import KINDS, Leg
@@ -52,7 +53,8 @@ def run_leg(
     cases = [case for case in leg.cases if case.num_gpus <= machine.num_gpus]
     for case in leg.cases:
         if case not in cases:
-            say(f"[{leg.name}] {case.name}: left out, it needs {case.num_gpus} GPUs")
+            needs = f"{case.num_gpus} GPU{'s' * (case.num_gpus > 1)}"
+            say(f"[{leg.name}] {case.name}: left out, it needs {needs}")
     make_plans(setting, [case.config for case in cases if case.trains_configuration])
     rows = []
     for number, case in enumerate(cases, start=1):
@@ -60,7 +62,8 @@ def run_leg(
         row = run_case(case, setting, committed)
         append_row(path, row)
         rows.append(row)
-    say(f"[{leg.name}] {time.monotonic() - begin:.0f} s, rows in {path}")
+    if rows:
+        say(f"[{leg.name}] {time.monotonic() - begin:.0f} s, rows in {path}")
     return rows
 
 
@@ -71,7 +74,10 @@ def run_case(case: Case, setting: Setting, committed: Sequence[Row]) -> Row:
         fault = "not begun: the leg's time was used up"
         finding = Finding(setting.folder(case.name), faults=(fault,))
     else:
-        finding = KINDS[case.kind](case, setting)
+        try:
+            finding = KINDS[case.kind](case, setting)
+        except (UserError, OSError) as error:  # a record that cannot be read, a full disk
+            finding = Finding(setting.folder(case.name) / "log.txt", faults=(str(error),))
     row = make_row(case, setting, finding, time.monotonic() - begin)
     expected = committed_loss(row, committed)
     faults = (*finding.faults, *loss_faults(row.loss_last, expected))
