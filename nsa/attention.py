@@ -78,8 +78,13 @@ def native_sparse_attention(
         softmax_scale: factor on all scores; None means ``D ** -0.5``.
         cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
         cu_seqlens_k: int32 ``[B + 1]`` offsets of the keys; None means those of the queries.
-        max_seqlen_q: at least the longest sequence in queries; None reads it from the offsets.
-        max_seqlen_k: the same in key tokens.
+        max_seqlen_q: at least the longest sequence in queries. Pass it with packed sequences that are short
+            beside all tokens. None: the reference reads it from the offsets. Kernels do not look, for that
+            would wait for the device: they take all tokens for one sequence, the only bound that shapes give.
+            Results are right then, too. But tiles, partial sums of dK and dV and their memory are those of one
+            long sequence, and the selected branch prepares both of its algorithms, where short sequences need
+            the tiled one alone.
+        max_seqlen_k: the same in key tokens; None: that of the queries where the offsets are theirs.
         selected_design: ``design`` of :func:`nsa.selected_attention`.
         sums: of :func:`nsa.ops.observation.new_sums`; what gates and choice do is added to them on the device.
         backend: ``auto``, ``reference`` or ``triton``.

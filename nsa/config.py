@@ -138,6 +138,8 @@ class NSAConfig:
     def _check_heads(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim"):
             _positive(self, name)
+        # A dimension of a kernel's grid.
+        check(self.num_kv_heads < 2**16, "NSAConfig", "num_kv_heads", "be less than 65,536", self.num_kv_heads)
         check(
             self.num_heads % self.num_kv_heads == 0,
             "NSAConfig", "num_kv_heads", f"divide num_heads ({self.num_heads})", self.num_kv_heads,
@@ -152,6 +154,8 @@ class NSAConfig:
     def _check_blocks(self) -> None:
         for name in ("compress_block_size", "compress_stride", "num_selected_blocks", "num_local_blocks", "window_size"):
             _positive(self, name)
+        # Kernels add it to positions, in 32 bits.
+        check(self.window_size <= 2**30, "NSAConfig", "window_size", "be at most 2**30", self.window_size)
         for name in ("num_init_blocks", "gate_hidden_size"):
             check(getattr(self, name) >= 0, "NSAConfig", name, "be at least 0", getattr(self, name))
         if self.compress_hidden_size is not None:

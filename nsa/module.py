@@ -198,7 +198,9 @@ class NativeSparseAttention(nn.Module):
         Args:
             x: packed ``[T, width]`` or a dense batch ``[B, T, width]``.
             cu_seqlens: int32 ``[B + 1]`` offsets of the packed sequences; None means one sequence.
-            max_seqlen: at least the longest sequence, tokens; None reads it from the offsets.
+            max_seqlen: at least the longest sequence, tokens. Pass it with packed sequences that are short
+                beside all tokens: on a GPU None stands for all of them, which is right but takes longer, see
+                :func:`nsa.native_sparse_attention`.
             cache: decode cache; ``x`` then holds the tokens that follow those already cached, and the cache takes them in. No
                 gradient is recorded.
 

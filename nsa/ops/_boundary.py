@@ -242,7 +242,7 @@ def longest(function: str, argument: str, cu_seqlens: Tensor, hint: int | None, 
     """At least the longest sequence: the hint, ``upper``, or read from ``cu_seqlens`` (which waits for the device on a GPU)."""
     if hint is None:
         return int(lengths(cu_seqlens).max()) if upper is None else upper
-    check(hint >= 0, function, argument, "be at least 0", hint)
+    check(0 <= hint <= 2**30, function, argument, "be at least 0 and at most 2**30", hint)
     if reads_contents(cu_seqlens):
         actual = int(lengths(cu_seqlens).max())
         check(hint >= actual, function, argument, f"be at least the longest sequence ({actual})", hint)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nsa.ops._limits import check_keys, check_queries
 from nsa.ops._register import register
 
 if TYPE_CHECKING:
@@ -91,8 +92,10 @@ def run_range_attention(name: str, window: bool, q: Tensor, k: Tensor, v: Tensor
     from nsa.ops._triton.tuning import tile_for
 
     *where, softmax_scale = rest
-    q, k, v = (rows(x) for x in (q, k, v))
     layout = RangeLayout(window, *where)
+    check_queries(name, q)
+    check_keys(name, "k" if window else "k_cmp", k, layout.stride)
+    q, k, v = (rows(x) for x in (q, k, v))
     range_forward(q, k, v, out, lse, layout, softmax_scale, tile_for(tile_name(name, "fwd", layout), q, v))
 
 

@@ -261,10 +261,11 @@ def range_reduce_kernel(
         key = n + tl.arange(0, BLOCK_N)
         key_ok = key < num_keys
         row = (first_key + key).to(tl.int64) * HKV + head_kv
+        rows_of_chunk = num_rows_key.to(tl.int64) * HKV
         if tl.program_id(2) == 0:
-            sum_parts(dk_part_ptr, dk_ptr, row, key_ok, first, end, chunk_rows, num_rows_key * HKV, D, BLOCK_N, BLOCK_D)
+            sum_parts(dk_part_ptr, dk_ptr, row, key_ok, first, end, chunk_rows, rows_of_chunk, D, BLOCK_N, BLOCK_D)
         else:
-            sum_parts(dv_part_ptr, dv_ptr, row, key_ok, first, end, chunk_rows, num_rows_key * HKV, DV, BLOCK_N, BLOCK_DV)
+            sum_parts(dv_part_ptr, dv_ptr, row, key_ok, first, end, chunk_rows, rows_of_chunk, DV, BLOCK_N, BLOCK_DV)
 
 
 @triton.jit

@@ -41,7 +41,8 @@ def compressed_attention(
         config: the sparse pattern.
         cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
         cu_seqlens_k: int32 ``[B + 1]`` offsets of the key tokens (not of the blocks); None means those of the queries.
-        max_seqlen_q: at least the longest sequence in queries; None reads it from the offsets.
+        max_seqlen_q: at least the longest sequence in queries; for None see
+            :func:`nsa.native_sparse_attention`.
         max_seqlen_k: the same in key tokens.
         softmax_scale: factor on the scores; None means ``D ** -0.5``.
         backend: ``auto``, ``reference`` or ``triton``.

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nsa.ops._limits import check_keys
 from nsa.ops._range import rows
 from nsa.ops._register import register
 
@@ -19,6 +20,7 @@ _ROTATION = "Tensor? frequency, int middle, float magnitude, int position_offset
 def _compress(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
     from nsa.ops.compression.triton_launch import CompressLayout, compress_forward
 
+    check_keys("compress", "x", x)
     return compress_forward(rows(x), None if weight is None else weight.contiguous(), CompressLayout(*rest))
 
 
@@ -33,6 +35,7 @@ def _compress_backward(dy: Tensor, x: Tensor | None, weight: Tensor | None, num_
 def _gather_blocks(x: Tensor, *rest: Any) -> Tensor:
     from nsa.ops.compression.triton_launch import CompressLayout, gather_forward
 
+    check_keys("compress", "x", x)
     return gather_forward(rows(x), CompressLayout(*rest))
 
 

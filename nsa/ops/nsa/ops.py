@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.ops._boundary import Sequences
+from nsa.ops._limits import check_keys, check_queries
 from nsa.ops._range import (
     new_range_backward,
     range_key_gradients,
@@ -57,11 +58,20 @@ def _open(x: Tensor, *where: Any) -> tuple[NSAConfig, Sequences, float, str]:
     return NSAConfig.from_text(text), sequences, softmax_scale, design
 
 
+def _check_numbers(q: Tensor, k_slc: Tensor | None, k_win: Tensor | None) -> None:
+    """Under the names of the caller's arguments; the branches would call them otherwise."""
+    check_queries("native_sparse_attention", q)
+    for argument, k in (("k_slc", k_slc), ("k_win", k_win)):
+        if k is not None:
+            check_keys("native_sparse_attention", argument, k)
+
+
 def _forward(
     q: Tensor, q_cmp: Tensor | None, k_cmp: Tensor | None, v_cmp: Tensor | None, k_slc: Tensor | None, v_slc: Tensor | None,
     k_win: Tensor | None, v_win: Tensor | None, gates: Tensor, *where: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     config, sequences, softmax_scale, design = _open(q, *where)
+    _check_numbers(q, k_slc, k_win)
     q_cmp = q if q_cmp is None else q_cmp
     out_cmp = lse_cmp = block_indices = slc = out_win = lse_win = None
     # Before the fork: offsets that the side stream reads, and memory for what it gives.

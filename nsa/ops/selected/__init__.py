@@ -46,7 +46,8 @@ def selected_attention(
         config: the sparse pattern; of it ``block_size`` and the head counts and sizes are used.
         cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
         cu_seqlens_k: int32 ``[B + 1]`` offsets of the keys; None means those of the queries.
-        max_seqlen_q: at least the longest sequence in queries; None reads it from the offsets.
+        max_seqlen_q: at least the longest sequence in queries; for None see
+            :func:`nsa.native_sparse_attention`.
         max_seqlen_k: the same in key tokens.
         softmax_scale: factor on the scores; None means ``D ** -0.5``.
         design: of the kernels. ``tiled``: tiles of neighbouring queries against all blocks that one of them chose;

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 DESIGNS = ("auto", "tiled", "gathered")
 
 # Queries of a tile: as many as a word of its list has bits.
@@ -29,8 +27,3 @@ def always_tiled(design: str, group_size: int, n: int, len_q: int, len_k: int, b
     # Queries of all positions see half of the blocks on average.
     longest = min(queries * n, blocks if len_q < len_k else (blocks + 1) // 2)
     return design == "tiled" or (design == "auto" and 4 * longest <= LIMIT_4 * n)
-
-
-def order_type(num_entries: int) -> torch.dtype:
-    """Type of the order of an inverse index."""
-    return torch.int32 if num_entries < 2**31 else torch.int64

@@ -16,8 +16,10 @@ import torch
 import triton
 from torch import Tensor
 
+from nsa.ops import _limits
+from nsa.ops._limits import check_numbers
 from nsa.ops._triton.layout import Layout
-from nsa.ops.selected.design import LIMIT_4, order_type
+from nsa.ops.selected.design import LIMIT_4
 from nsa.ops.selected.triton_index import chunk_kernel, item_kernel, key_kernel, list_kernel
 
 # Items, or chunks, of a program that looks for their places.
@@ -98,7 +100,7 @@ class InverseIndex:
     Attributes:
         key: int16 or int32 ``[T, Hkv, n]``: ``item * segments + segment`` of each entry, ``none`` where the block is absent.
         far: the same with ``none`` where the block is near, see ``triton_fwd.py``; None where it is not needed.
-        order: int32 or int64 ``[T * Hkv * n]``: entries by key and, for one key, by query.
+        order: int32 ``[T * Hkv * n]``: entries by key and, for one key, by query.
         num_blocks: at least the blocks of all sequences together.
         segments: segments that can be told apart.
         segment_rows: queries of a segment.
@@ -180,6 +182,7 @@ def new_index(
     num_q, num_kv_heads, _ = block_indices.shape
     num_blocks = layout.num_tiles(num_tokens, block_size, layout.len_k)
     none = num_kv_heads * num_blocks * segments
+    check_numbers("selected_attention", "k", none, "blocks times KV heads times segments of queries")
     # Half as many bits are sorted in half the passes.
     dtype = torch.int16 if none < 2**15 - 1 else torch.int32
     key = torch.empty(block_indices.shape, dtype=dtype, device=block_indices.device)
@@ -190,8 +193,15 @@ def new_index(
 
 def new_order(block_indices: Tensor) -> Tensor:
     """Memory for the order of an inverse index."""
-    count = block_indices.numel()
-    return torch.empty(count, dtype=order_type(count), device=block_indices.device)
+    return torch.empty(block_indices.numel(), dtype=torch.int32, device=block_indices.device)
+
+
+def _check_lists(listed: int, num_blocks: int, places: int) -> None:
+    """The blocks of a tile can be counted, and an entry sorted by its block and its place in the tile in one number."""
+    name, slots = "selected_attention", "slots for the queries of a tile"
+    check_numbers(name, "block_indices", listed, slots, _limits.LISTED, "Give fewer slots a query.")
+    most, hint = _limits.SORTED // places, "Give max_seqlen_k, fewer slots a query or shorter sequences."
+    check_numbers(name, "k", num_blocks, "blocks a sequence with so many slots", most, hint)
 
 
 def make_lists(
@@ -206,13 +216,14 @@ def make_lists(
     num_lists = layout.num_tiles(num_q * group_size, rows, layout.len_q * group_size)
     # A tile of whole queries, or one that begins and ends between the heads of two.
     block_q = rows // group_size if rows % group_size == 0 else (rows - 2) // group_size + 2
+    pad_q, pad_n = triton.next_power_of_2(block_q), triton.next_power_of_2(n)
+    _check_lists(block_q * n, -(-layout.len_k // block_size), pad_q * pad_n)
     block, word = (torch.empty(num_kv_heads, num_lists, block_q * n, dtype=torch.int32, device=device) for _ in range(2))
     count = torch.empty(num_kv_heads, num_lists, 4, dtype=torch.int32, device=device)
-    pad_n = triton.next_power_of_2(n)
     if num_lists:
         list_kernel[(num_lists, num_kv_heads)](
             block_indices.contiguous(), block, word, count, union, *layout.arguments(), num_lists, G=group_size,
-            HKV=num_kv_heads, N=n, BLOCK_SIZE=block_size, BLOCK_Q=block_q, ROWS=rows, PAD_Q=triton.next_power_of_2(block_q),
+            HKV=num_kv_heads, N=n, BLOCK_SIZE=block_size, BLOCK_Q=block_q, ROWS=rows, PAD_Q=pad_q,
             PAD_N=pad_n, COUNTED=counted, LIMIT_4=LIMIT_4, num_warps=max(1, min(8, block_q * pad_n // 256)),
         )  # fmt: skip
     return Lists(block, word, count, block_q)

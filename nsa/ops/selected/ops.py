@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nsa.ops._limits import check_keys, check_numbers, check_queries
 from nsa.ops._range import rows
 from nsa.ops._register import register
-from nsa.ops.selected.design import order_type
 
 if TYPE_CHECKING:
     from nsa.ops._triton.layout import Gated
@@ -77,6 +77,10 @@ def run_selected_forward(
     """
     from nsa.ops.selected.triton_launch import selected_forward
 
+    check_queries("selected_attention", q)
+    check_keys("selected_attention", "k", k)
+    entries = block_indices.numel()
+    check_numbers("selected_attention", "block_indices", entries, "entries (tokens times KV heads times slots)")
     q, k, v = (rows(x) for x in (q, k, v))
     call = selected_call(q, v, *where, unique=unique)
     read = call.read(q, k, block_indices.shape[-1], results)
@@ -124,7 +128,7 @@ def no_index(block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
     Whether they are read depends on the lengths too, their shapes do not: what is compiled for one length serves all.
     """
     count = 0 if where[-1] == "tiled" else block_indices.numel()
-    return block_indices.new_zeros(count, dtype=order_type(count)), block_indices.new_zeros(2, dtype=torch.int64)
+    return block_indices.new_zeros(count, dtype=torch.int32), block_indices.new_zeros(2, dtype=torch.int64)
 
 
 selected_attention_op = register(

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from nsa.ops._limits import check_numbers
 from nsa.ops._side_stream import fork_join
 from nsa.ops._triton.layout import Gated, Layout
 from nsa.ops._triton.range_launch import block_of, fitting, key_source
@@ -202,7 +203,14 @@ def new_gathered(
     segments = call.num_segments(q.shape[0], slots, q.shape[1] * v.shape[2] * q.element_size())
     where = (call.layout, call.block_size, k.shape[0], segments, order)
     index = new_index(block_indices, *where, with_far=True)
+    check_slots(index, q.shape[1], slots)
     return index, index.new_chunks(segments, FORWARD_CHUNK)
+
+
+def check_slots(index: InverseIndex, num_heads: int, slots: int) -> None:
+    """The rows of slots of a segment can be numbered."""
+    count = index.segment_rows * num_heads * slots
+    check_numbers("selected_attention", "q", count, "rows of slots in a segment of queries")
 
 
 def fill_index(index: InverseIndex, *chunks: Chunks | None, block_indices: Tensor, call: Call, sort: bool = True) -> None:
@@ -293,6 +301,7 @@ def selected_backward(
         inputs = (q, k, v, dout, lse if gated_lse is None else gated_lse, delta)
         # The device runs one of both ways, which share their sums; the other's kernels leave at once, beside it.
         most = max(chunks.limit, 0 if chunks_with_dq is None else chunks_with_dq.limit)
+        check_numbers("selected_attention", "k", most * call.block_size, "rows of sums of dK and dV")
         partial = [_sums(q, most * call.block_size, size) for size in (head_dim, value_dim)]
         if chunks_with_dq is not None:
             streams.fork()
@@ -314,6 +323,7 @@ def new_backward_index(
     chunks = index.new_chunks(1, chunk_size(block_indices.numel()))
     if results.union is None:
         return index, chunks, None
+    check_slots(index, q.shape[1], slots)
     size = DQ_CHUNK if call.layout.len_k <= LONG else BACKWARD_CHUNK
     return index, chunks, index.new_chunks(segments, size)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa.errors import check
+from nsa.ops._limits import check_keys, check_queries
 from nsa.ops._register import register
 
 
@@ -35,6 +36,8 @@ def select_blocks_by_kernel(
     from nsa.ops.selection.triton_launch import Choice, select_blocks_forward
 
     *where, softmax_scale, coarse_factor, block_size, num_blocks, num_init, num_local, counts, precision = rest
+    check_queries("select_blocks", q)
+    check_keys("select_blocks", "k_cmp", k, where[-1])
     q, k = rows(q), rows(k)
     if precision == "fp8" and q.is_cuda:
         check_fp8(torch.cuda.get_device_capability(q.device))
