@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from nsa.train.run_folder import RunFolder
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_SIGNAL = 1, 2, 128
+SIGPIPE = 13  # Windows has no name for it
 PLOT_EVERY_S = 60.0  # at most: drawing takes some tenths of a second from training
 
 # What the surroundings do not give; every other OSError is a bug until shown otherwise.
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if isinstance(error, BrokenPipeError):  # the reader of our output has left, for example `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at its exit
-            return EXIT_SIGNAL + signal.SIGPIPE
+            return EXIT_SIGNAL + SIGPIPE
         if error.errno not in _SURROUNDINGS:
             raise
         return _say(f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -98,6 +99,9 @@ def _versions() -> Iterator[str]:
     yield f"python {platform.python_version()} on {platform.platform()}"
     for name in environment.RECORDED:
         found = environment.version(name)
+        if name == "triton" and not found and sys.platform != "linux":
+            yield f"no triton: there is none for {sys.platform}; operators run in eager PyTorch"
+            continue
         yield f"{name} {found}" if found else Problem(f"{name} is not installed. Install it with: pip install {name}")
     code = environment.code_version()
     yield (

@@ -24,7 +24,7 @@ from nsa.bench.targets import speed_up_target
 from nsa.errors import check
 from nsa.train import environment
 from nsa.train.config import TrainConfig
-from nsa.train.launch import Launch, communication_settings
+from nsa.train.launch import Launch, check_platform, communication_settings
 from nsa.train.parallel import Processes, join
 from nsa.train.precision import choose_device
 from nsa.train.run_folder import RunFolder
@@ -125,6 +125,7 @@ def bench_scaling(plan: ScalingPlan, launch: Launch) -> None:
     Raises:
         ValueError: the configuration does not fit the launch.
     """
+    check_platform("nsa bench scaling")
     config = divided(plan.config, launch.world_size)
     buckets = plan.buckets_mib or [config.parallel.bucket_mib]
     parallel = [replace(config.parallel, bucket_mib=size) for size in buckets]

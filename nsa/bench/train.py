@@ -21,7 +21,7 @@ from nsa.bench.train_run import Measured, measure_forward, measure_steps
 from nsa.errors import check
 from nsa.lm.flops import flops_per_token
 from nsa.train.config import TrainConfig
-from nsa.train.launch import read_launch
+from nsa.train.launch import check_platform, read_launch
 from nsa.train.out_of_memory import is_out_of_memory, memory_use, smaller_micro_batch
 from nsa.train.throughput import peak_flops
 from nsa.train.trainer import Trainer, TrainingStoppedError
@@ -81,6 +81,7 @@ def bench_train(plan: TrainPlan, device: torch.device) -> bool:
     Raises:
         ValueError: the plan does not fit this machine, or a configuration its data.
     """
+    check_platform("nsa bench train")
     launcher = read_launch().launcher
     check(not launcher, "nsa bench train", "the command", "be started as one process", launcher)
     file, here = RowFile(plan.out), origin(device, plan.commit)

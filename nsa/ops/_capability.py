@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 
@@ -27,8 +29,14 @@ def is_too_old(index: int | None) -> bool:
     return found is not None and found < LEAST_CAPABILITY
 
 
-def check_capability(function: str, argument: str, index: int | None, hint: str) -> None:
-    """Refuse a GPU that the kernels do not run on.
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed; there is none for Windows and macOS."""
+    return find_spec("triton") is not None
+
+
+def check_kernels_run(function: str, argument: str, index: int | None, hint: str) -> None:
+    """Refuse a GPU that the kernels do not run on, and any where Triton is missing.
 
     ``torch.compile`` calls it while it traces and leaves nothing of it in the graph.
 
@@ -39,15 +47,18 @@ def check_capability(function: str, argument: str, index: int | None, hint: str)
         hint: what to do instead, a sentence.
 
     Raises:
-        ValueError: the GPU is older than compute capability 8.0.
+        ValueError: the GPU is older than compute capability 8.0, or Triton is not installed.
     """
+    if not has_triton():
+        rule = "be on a CPU where Triton is not installed"
+        fail(function, argument, rule, f"a GPU on {sys.platform}", hint)
     if is_too_old(index):
         pairs = (LEAST_CAPABILITY, capability(index) or ())
         least, found = (".".join(map(str, pair)) for pair in pairs)
         rule = f"be on a GPU of compute capability {least} or above for the Triton kernels"
         name = torch.cuda.get_device_name(index)
-        fail(function, argument, rule, f"{name} of {found}", hint)
+        fail(function, argument, rule, f"{name} of {found}", f"{hint} Or take a newer GPU.")
 
 
 # As torch.compiler.assume_constant_result does, which would import the compiler with this library.
-check_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+check_kernels_run._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 
 from nsa.errors import check
@@ -46,13 +47,27 @@ def check_launch(config: TrainConfig, launch: Launch) -> None:
     """Refuse a launch that is not the one that the configuration is meant for.
 
     Raises:
-        ValueError: the number of processes differs from ``world_size``.
+        ValueError: the platform is Windows, or the number of processes differs from ``world_size``.
     """
+    check_platform("train")
     check(
         config.world_size == launch.world_size,
         "train", "world_size", f"equal the number of processes launched ({launch.world_size})", config.world_size,
         f"Start it with: torchrun --standalone --nproc-per-node {config.world_size} -m nsa train ...",
     )  # fmt: skip
+
+
+def check_platform(function: str) -> None:
+    """Refuse Windows, which lacks the signals and locks of files that runs need.
+
+    Args:
+        function: the command.
+
+    Raises:
+        ValueError: the platform is Windows.
+    """
+    hint = "Use WSL; operators, models and their reference work here too."
+    check(sys.platform != "win32", function, "the platform", "be Linux or macOS", "Windows", hint)
 
 
 def communication_settings() -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nsa.errors import check
-from nsa.ops._capability import check_capability
+from nsa.ops._capability import check_kernels_run
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
@@ -28,8 +28,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     check(local_rank < count, "choose_device", "local_rank", f"be below the number of GPUs ({count})", local_rank)
-    hint = "Give --device cpu, or take a newer GPU."
-    check_capability("choose_device", "device", local_rank, hint)
+    check_kernels_run("choose_device", "device", local_rank, "Give --device cpu.")
     return torch.device("cuda", local_rank)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import fcntl
 import json
 import os
 import re
@@ -128,6 +127,8 @@ class RunFolder:
         Raises:
             UserError: another process works on the run.
         """
+        import fcntl  # not on Windows, where nothing trains
+
         with self.config.open("r+b") as file:
             remark = ""
             try:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one comes from a terminal that is closed
-CHECKPOINT_SIGNAL = signal.SIGUSR2
+if sys.platform == "win32":  # nothing trains there, but this module is imported
+    STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    CHECKPOINT_SIGNAL = signal.SIGTERM
+else:
+    # The last one comes from a terminal that is closed.
+    STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    CHECKPOINT_SIGNAL = signal.SIGUSR2
 HALT = 255  # stands beside the numbers of signals, none of which is that high
 _HALT_CHECK_S = 1.0
 _PASSED_ON_S = 5.0

@@ -12,6 +12,7 @@ from nsa.train.compilation import Compiled, compilations
 logger = logging.getLogger(__name__)
 
 _STEP = "first step"
+_WORTH_A_LINE_S = 1.0
 
 
 class Startup:
@@ -62,9 +63,9 @@ class Startup:
     def _end_phase(self) -> None:
         now = time.perf_counter()
         if self._phase:
-            self._parts[self._phase] = now - self._phase_begin
-            if self._phase != _STEP:
-                logger.info("start: %s took %.1f s", self._phase, now - self._phase_begin)
+            seconds = self._parts[self._phase] = now - self._phase_begin
+            if self._phase != _STEP and seconds >= _WORTH_A_LINE_S:
+                logger.info("start: %s took %.1f s", self._phase, seconds)
         self._phase_begin = now
 
     def _all_parts(self) -> dict[str, float]:

@@ -21,7 +21,8 @@ from typing import Any
 POLL_S = 0.5
 STACKS_WAIT_S = 2.5
 # Has the stacks written by a handler in C, which may crash a process whose threads run: for one that answers nothing else.
-STACKS_AT_ANY_PRICE = signal.SIGVTALRM
+# Windows has no such signal and no watchdog, but this module is imported there.
+STACKS_AT_ANY_PRICE = signal.SIGTERM if sys.platform == "win32" else signal.SIGVTALRM
 # Its end breaks the connections of the other ranks, which end by that: they get this long to say first where they stand.
 GRACE_S = 6.0
 _LAYOUT = struct.Struct("<qq24sdd")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,6 +50,17 @@ def test_problems_are_shown_and_counted(
     assert f"  {tmp_path / 'good.yaml'}: loads" in said
     assert "3 problems found" in said
     assert "PROBLEM: no folder" in "\n".join(f"PROBLEM: {line}" for line in doctor._configs(tmp_path / "nowhere"))
+
+
+def test_no_triton_is_a_problem_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "RECORDED", ("triton",))
+    monkeypatch.setattr(environment, "version", lambda name: None)
+    (line,) = [line for line in doctor._versions() if "triton" in line]
+    assert isinstance(line, doctor.Problem)
+    monkeypatch.setattr(sys, "platform", "win32")
+    (line,) = [line for line in doctor._versions() if "triton" in line]
+    assert line == "no triton: there is none for win32; operators run in eager PyTorch"
+    assert not isinstance(line, doctor.Problem)
 
 
 def test_a_driver_without_a_cuda_build_of_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from nsa import cli, doctor
 from nsa.errors import UserError
 from nsa.ops import _capability
 from nsa.ops._boundary import choose_backend
-from nsa.ops._capability import capability, check_capability
+from nsa.ops._capability import capability, check_kernels_run
 from nsa.ops.embedding import embed
 from nsa.ops.heads import Heads, split_heads
 from nsa.train import environment
@@ -66,7 +67,7 @@ def on_gpu(value: Any) -> Any:
 def test_operators_refuse_it(asked: list[Any], name: str, backend: str) -> None:
     """``auto`` does not fall back to the reference; asked for, the reference runs."""
     arguments = good(name)
-    hint = 'Ask for backend="reference", compute on a CPU, or take a newer GPU.'
+    hint = 'Ask for backend="reference", or compute on a CPU. Or take a newer GPU.'
     with FakeTensorMode():
         given = {key: on_gpu(value) for key, value in arguments.items()}
         with pytest.raises(UserError) as caught:
@@ -96,6 +97,19 @@ def test_what_models_begin_with_refuses_it(asked: list[Any]) -> None:
     assert asked == [0]
 
 
+def test_a_gpu_without_triton(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a PyTorch for GPUs on Windows, and no Triton."""
+    monkeypatch.setattr(_capability, "has_triton", lambda: False)
+    monkeypatch.setattr(sys, "platform", "win32")
+    with FakeTensorMode():
+        x = torch.empty(3, device="cuda:0")
+        with pytest.raises(UserError) as caught:
+            choose_backend("combine", "auto", x)
+    rule = "combine: q must be on a CPU where Triton is not installed, got a GPU on win32."
+    assert str(caught.value) == f'{rule} Ask for backend="reference", or compute on a CPU.'
+    assert not asked
+
+
 def test_a_fake_tensor_needs_no_gpu() -> None:
     """Without CUDA there is no capability to ask for, and nothing is refused."""
     capability.cache_clear()
@@ -117,14 +131,15 @@ def test_a_compiled_function_refuses_it(monkeypatch: pytest.MonkeyPatch, fullgra
         return here
 
     def add(x: Tensor) -> Tensor:
-        check_capability("add", "x", 0, "Do that.")
+        check_kernels_run("add", "x", 0, "Do that.")
         return x + 1
 
     torch.compiler.reset()
     monkeypatch.setattr(_capability, "capability", get)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
     compiled = torch.compile(add, backend="eager", fullgraph=fullgraph, dynamic=True)
-    with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError, match=f"add: x {T4} Do that."):
+    said = f"add: x {T4} Do that. Or take a newer GPU."
+    with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError, match=said):
         compiled(torch.ones(3))
     torch.compiler.reset()
     here = (8, 0)
@@ -149,7 +164,7 @@ def test_the_commands_refuse_it(
         config.write_text(to_yaml(tiny_config(tmp_path, device=device)), encoding="utf-8")
         assert cli.main(["train", str(config), "--run-dir", str(tmp_path / "run")]) == 2
         said = capsys.readouterr()
-        hint = "Give --device cpu, or take a newer GPU."
+        hint = "Give --device cpu. Or take a newer GPU."
         assert (said.out, said.err) == ("", f"nsa: choose_device: device {T4} {hint}\n")
     assert not (tmp_path / "run").exists()
 

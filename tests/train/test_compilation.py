@@ -221,7 +221,7 @@ def test_the_start_is_told_while_it_happens(
     config = tiny_config(tmp_path, steps=2, compile=True, parallel=whole)
 
     def slow(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.3)
+        time.sleep(1.1)
         return open_data(*args, **kwargs)
 
     monkeypatch.setattr(trainer, "open_data", slow)
@@ -237,21 +237,20 @@ def test_the_start_is_told_while_it_happens(
         "start: data",
         "start: data took X s",
         "start: model",
-        "start: model took X s",
         "start: first batch",
-        "start: first batch took X s",
         "start: first step",
         "torch.compile is compiling",
         "torch.compile has compiled in X s",
         f"first step after X s: {parts}",
     ]
-    assert [line for line in told if line in wanted] == wanted
+    begins = ("start: ", "torch.compile", "first step")
+    assert [line for line in told if line.startswith(begins)] == wanted
     assert made.startup.first_step_s == rows[0]["first_step_s"]
-    assert 0.3 < float(rows[0]["first_step_s"]) < elapsed
+    assert 1.1 < float(rows[0]["first_step_s"]) < elapsed
     found = re.search(r"first step after ([\d.]+) s: (.*)", log)
     assert found is not None
     seconds = dict(re.findall(r"([a-z][a-z. ]*) ([\d.]+) s", found[2]))
-    assert float(seconds["data"]) >= 0.3
+    assert float(seconds["data"]) >= 1.1
     assert sum(map(float, seconds.values())) == pytest.approx(float(found[1]), abs=0.5)
 
 

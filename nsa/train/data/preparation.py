@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import time
@@ -24,6 +23,7 @@ from nsa.train.data.shards import FORMAT, INDEX, PROGRESS, STAMP, TOKENIZER, ind
 from nsa.train.data.stream import Batch, DocumentReader, Found, Origin, Place
 from nsa.train.data.tokenise import SIDES, Side, Texts, TokenBatch, Tokenise, is_text, side_of
 from nsa.train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
+from nsa.train.launch import check_platform
 from nsa.train.run_folder import replace_text
 
 _LOCK = "prepare.lock"
@@ -129,6 +129,7 @@ def prepare(
         DataUnavailableError: the source does not exist, cannot be reached, or stays silent.
         UserError: it cannot be read, ``out`` belongs to something else, or the disk is full.
     """
+    check_platform("prepare")
     check(workers is None or workers > 0, "prepare", "--workers", "be positive", workers)
     folder = Path(out)
     with _room_on_disk(folder):
@@ -342,6 +343,8 @@ def _index(
 @contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
     """Keep a second preparation out of the folder; the lock goes with the process, however that ends."""
+    import fcntl  # not on Windows, see check_platform
+
     path = folder / _LOCK
     with path.open("w") as file:
         try:

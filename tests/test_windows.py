@@ -1,0 +1,127 @@
+"""On Windows the library imports and its reference computes; what trains refuses in one line.
+
+There is no such machine here: a process of its own takes away what Windows lacks, once the
+libraries that this one depends on are loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.test_train import small_config
+
+ROOT = Path(__file__).resolve().parents[1]
+
+FAKE = r"""
+import contextlib, faulthandler, importlib, io, json, os, pkgutil, signal, sys
+import concurrent.futures.process, multiprocessing.connection, multiprocessing.context
+import matplotlib.figure, numpy, rich.console, rich.progress, safetensors.torch, tokenizers, yaml
+import tensorboard.backend.event_processing.event_file_loader
+import tensorboard.summary.writer.record_writer
+import torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.run, torch.profiler
+import torch._inductor.compile_fx, torch._inductor.cpp_builder, torch.testing
+
+sys.platform = "win32"
+ABSENT = ("triton", "fcntl", "resource", "termios", "pwd", "grp")
+for name in [*sys.modules]:
+    if name.partition(".")[0] in ABSENT:
+        sys.modules[name] = None
+sys.modules.update(dict.fromkeys(ABSENT))
+for module, names in (
+    (signal, "SIGHUP SIGUSR1 SIGUSR2 SIGPIPE SIGKILL SIGVTALRM SIGALRM SIGCHLD SIGSTOP SIGCONT"),
+    (signal, "siginterrupt pthread_sigmask setitimer alarm pause"),
+    (os, "fork forkpty killpg getuid geteuid setsid getpgid sysconf sysconf_names"),
+    (os, "sched_getaffinity posix_spawn wait3 wait4 mkfifo uname"),
+    (faulthandler, "register unregister"),
+):
+    for name in names.split():
+        delattr(module, name)
+
+import nsa
+
+absent = {}
+for found in pkgutil.walk_packages(nsa.__path__, "nsa."):
+    if found.name != "nsa.__main__":
+        try:
+            importlib.import_module(found.name)
+        except ModuleNotFoundError as error:
+            absent[found.name] = error.name
+
+from nsa import cli
+
+config = nsa.NSAConfig(num_heads=2, num_kv_heads=1, head_dim=16, value_dim=16)
+layer = nsa.NativeSparseAttention(32, config)
+layer(torch.randn(70, 32)).sum().backward()
+try:
+    x = torch.zeros(3, 1)
+    nsa.combine(x[None], None, None, torch.ones(1, 3, 3), backend="triton")
+except ValueError as error:
+    triton = str(error)
+
+said = []
+for words in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(words)
+    said.append((code, out.getvalue(), err.getvalue()))
+gradient = float(layer.q_proj.weight.grad.norm())
+print(json.dumps({"absent": absent, "gradient": gradient, "triton": triton, "said": said}))
+"""
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("windows")
+    config = str(small_config(folder))
+    commands = [
+        ["train", config, "--run-dir", str(folder / "run")],
+        ["train", "--resume", str(folder / "run")],
+        ["profile", config, "--run-dir", str(folder / "run")],
+        ["bench", "train", "--config", config, "--steps", "1"],
+        ["bench", "scaling", config],
+        ["data", "prepare", str(folder / "text"), "--out", str(folder / "data")],
+        ["doctor", "--configs", str(ROOT / "configs")],
+    ]
+    words = [sys.executable, "-c", FAKE, json.dumps(commands)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found["left"] = [path.name for path in folder.iterdir()]
+    return found
+
+
+def test_everything_but_kernels_imports(windows: dict[str, Any]) -> None:
+    """And kernels lack Triton alone."""
+    assert {name.partition(".")[0] for name in windows["absent"].values()} == {"triton"}
+    kernels = re.compile(r".*\.(triton_\w+|_triton\.\w+|selected\.index)")
+    assert not [name for name in windows["absent"] if not kernels.fullmatch(name)]
+
+
+def test_the_reference_computes(windows: dict[str, Any]) -> None:
+    assert windows["gradient"] > 0
+    assert 'must lie on a CUDA GPU for backend="triton"' in windows["triton"]
+
+
+def test_what_trains_refuses(windows: dict[str, Any]) -> None:
+    rule = "the platform must be Linux or macOS, got Windows."
+    names = ["train", "RUN", "train", "nsa bench train", "nsa bench scaling", "prepare"]
+    for (code, _, line), name in zip(windows["said"], names, strict=False):
+        assert code == 2
+        assert line.count("\n") == 1
+        if name != "RUN":
+            assert line.startswith(f"nsa: {name}: {rule}")
+    assert sorted(windows["left"]) == ["text", "tiny.yaml"]
+
+
+def test_the_doctor_runs(windows: dict[str, Any]) -> None:
+    code, said, _ = windows["said"][-1]
+    assert code == 0
+    assert "cpu: eager PyTorch" in said
+    assert "configs/seed.yaml: loads" in said
