@@ -66,6 +66,11 @@ def test_order_of_indices_does_not_matter(design):
 
 
 @pytest.mark.parametrize("design", DESIGNS)
+def test_a_block_that_is_named_again_counts_once(design):
+    properties.check_repeated_indices(design, seed_case(1200, 70))
+
+
+@pytest.mark.parametrize("design", DESIGNS)
 def test_unchosen_blocks_have_no_gradient(design):
     properties.check_unchosen_blocks(design, seed_case(2500))
 

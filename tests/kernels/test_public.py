@@ -131,6 +131,11 @@ def test_order_of_indices_does_not_matter(design):
     properties.check_shuffled_indices(design, Case(NARROW, (52, 9)))
 
 
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_block_that_is_named_again_counts_once(design):
+    properties.check_repeated_indices(design, Case(NARROW, (52, 9)))
+
+
 def test_unchosen_blocks_have_no_gradient():
     properties.check_unchosen_blocks("selected", TWO_HEADS)
 

@@ -255,6 +255,16 @@ def check_shuffled_indices(name: str, case: Case) -> None:
     other.check()
 
 
+def check_repeated_indices(name: str, case: Case) -> None:
+    """A block that is named more than once counts once: the bits of the indices without the repetition."""
+    ids = case.block_indices()
+    once = torch.cat((ids, torch.full_like(ids, -1)), dim=-1)
+    repeated = torch.cat((ids, ids.roll(1, -1)), dim=-1)
+    found, expected = (RUNS[name](case, block_indices=indices) for indices in (repeated, once))
+    for x, y in ((found.of_queries, expected.of_queries), (found.of_keys, expected.of_keys)):
+        assert all(torch.equal(x[key], y[key]) for key in y), name
+
+
 def check_unchosen_blocks(operator: str, case: Case) -> None:
     """dK and dV of a block that no query chose are exactly 0, and of a chosen one are not. One sequence."""
     config, length = case.config, case.lengths_k[0]
