@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from nsa.train.compilation import compilations
 from nsa.train.data import Batch
+from nsa.train.out_of_memory import is_out_of_memory
 
 
 class CaptureError(RuntimeError):
@@ -102,8 +103,8 @@ class Replay:
                 torch.cuda.graph(graph, pool=pool, capture_error_mode=mode),
             ):
                 loss = self._run(batch, divisor)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             raise CaptureError(batch, error) from error
         return _Captured(graph, batch, divisor, loss)

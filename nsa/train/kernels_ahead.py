@@ -10,6 +10,7 @@ itself, so the result never depends on this.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import logging
 import multiprocessing
 import os
@@ -18,13 +19,15 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+import nsa.ops
 from nsa.lm.dense_attention import DenseAttention
 from nsa.lm.model import Embedding
 from nsa.module import NativeSparseAttention
@@ -59,11 +62,16 @@ class KernelsAhead:
             return
         properties = torch.cuda.get_device_properties(device)
         target = (properties.name, str(properties.major), str(properties.minor))
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *target],
-            stdin=subprocess.PIPE, stdout=self._said, stderr=self._said,
-        )  # fmt: skip
+        stamp = _stamp(config, properties.name)
+        if stamp.exists():
+            return
+        with ExitStack() as files:
+            self._said = files.enter_context(tempfile.TemporaryFile())
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, *target, "--stamp", str(stamp)],
+                stdin=subprocess.PIPE, stdout=self._said, stderr=self._said,
+            )  # fmt: skip
+            files.pop_all()  # closed with the process
         assert self._process.stdin is not None
         self._process.stdin.write(to_yaml(config).encode())
         self._process.stdin.close()
@@ -87,6 +95,19 @@ class KernelsAhead:
         """End the process, whose work is of no use once the kernels have been launched."""
         if self._end is not None:
             self._end()
+
+
+def _stamp(config: TrainConfig, gpu: str) -> Path:
+    """The file beside Triton's compiled kernels that says that those of a configuration are there."""
+    import triton
+
+    decisive = (config.seq_len, config.micro_batch, config.compute_dtype, config.telemetry)
+    versions = (torch.__version__, triton.__version__)
+    digest = hashlib.sha256(f"{to_yaml(config.model)}{decisive}{gpu}{versions}".encode())
+    for path in sorted(Path(nsa.ops.__path__[0]).rglob("*")):
+        if path.suffix in (".py", ".json"):  # kernels, launchers and tuning tables
+            digest.update(path.read_bytes())
+    return Path(triton.knobs.cache.dir) / f"nsa-{digest.hexdigest()[:32]}"
 
 
 def _end(process: subprocess.Popen[bytes], said: IO[bytes]) -> None:
@@ -217,12 +238,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("gpu")
     parser.add_argument("capability", type=int, nargs=2)
+    parser.add_argument("--stamp", type=Path, help="file that is made once all kernels are there")
     options = parser.parse_args()
     major, minor = options.capability
     torch.set_num_threads(1)  # forked processes inherit no threads
     launches = launches_of_a_step(load_config("/dev/stdin"), options.gpu, (major, minor))
     processes = max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // 2))
     compile_launches(launches, 10 * major + minor, processes)
+    if options.stamp is not None:
+        options.stamp.parent.mkdir(parents=True, exist_ok=True)
+        options.stamp.touch()
 
 
 if __name__ == "__main__":

@@ -31,20 +31,21 @@ def find_tile(cu_ptr, tile, num_sequences, rows_each, TILE: tl.constexpr, HEADS:
         sequence = tile // tiles_each
         inside = tile % tiles_each
     else:
-        # The last sequence that begins at or before the tile: first among every 128th, then among 128 in a row.
+        # Where the tile's sequence may lie: behind the last of every 128th that begins before the tile.
         group = 0
         for first in tl.range(SEQUENCES, num_sequences, SEQUENCES * SEQUENCES):
             b = first + tl.arange(0, SEQUENCES) * SEQUENCES
             start = tl.load(cu_ptr + b, mask=b < num_sequences, other=0)
             group += tl.sum(((b < num_sequences) & (start * HEADS // TILE + b <= tile)).to(tl.int32), 0)
         b = group * SEQUENCES + tl.arange(0, SEQUENCES)
-        start = tl.load(cu_ptr + b, mask=b < num_sequences, other=0)
-        begun = (b < num_sequences) & (start * HEADS // TILE + b <= tile)
-        sequence = group * SEQUENCES + tl.maximum(tl.sum(begun.to(tl.int32), 0) - 1, 0)
-        start = tl.load(cu_ptr + sequence)
-        rows = (tl.load(cu_ptr + sequence + 1) - start) * HEADS
-        inside = tile - (start * HEADS // TILE + sequence)
-        sequence = tl.where(inside * TILE < rows, sequence, num_sequences)
+        ok = b < num_sequences
+        start = tl.load(cu_ptr + b, mask=ok, other=0)
+        rows = (tl.load(cu_ptr + b + 1, mask=ok, other=0) - start) * HEADS
+        place = tile - (start * HEADS // TILE + b)
+        # At most one sequence has the tile: its number and the tile's come as sums.
+        here = ok & (place >= 0) & (place * TILE < rows)
+        sequence = num_sequences + tl.sum(tl.where(here, b - num_sequences, 0), 0)
+        inside = tl.sum(tl.where(here, place, 0), 0)
     return sequence, inside
 
 
