@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 RESUME_MAY_CHANGE = frozenset({
     "log_every", "eval_every", "eval_windows", "checkpoint_every", "keep_checkpoints", "nonfinite", "nonfinite_limit",
     "sample_tokens", "sample_limit_s", "telemetry", "data_limit_s", "stall_limit_s", "world_size",
-    "micro_batch", "accumulation",
+    "micro_batch", "accumulation", "cuda_graphs",
     "data.path", "data.revision", "data.time_limit_s",
     *(f"parallel.{entry.name}" for entry in dataclasses.fields(ParallelConfig)),
     *(f"checkpointing.{entry.name}" for entry in dataclasses.fields(CheckpointingConfig)),

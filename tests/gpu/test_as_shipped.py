@@ -1,0 +1,64 @@
+"""What a run on a GPU does after its start: nothing that has to be compiled or captured, whatever its documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nsa.train.compilation import compilations
+from nsa.train.config import DataConfig, ParallelConfig
+from nsa.train.kernels_ahead import launches_of_a_step
+from nsa.train.run_folder import RunFolder
+from nsa.train.trainer import Trainer
+from tests.gpu.matrix import SEED
+from tests.train.cases import tiny_config
+
+# The seed's attention in a narrow model of two layers.
+MODEL: dict[str, Any] = {"width": 256, "num_layers": 2, "nsa": SEED, "mlp_hidden_size": 512}
+
+
+def write_documents(folder: Path) -> None:
+    """Of one token and of whole windows, hundreds a window and none."""
+    folder.mkdir()
+    (folder / "long.txt").write_text("the sea and the old stones of it " * 1500)
+    for index in range(2000):
+        (folder / f"short{index:04d}.txt").write_text("x" * (index % 7) + f"{index}")
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("by_layer", [True, False], ids=["layers", "whole"])
+def test_nothing_is_compiled_in_500_steps(tmp_path: Path, attention: str, by_layer: bool) -> None:
+    write_documents(tmp_path / "documents")
+    config = tiny_config(
+        tmp_path, model={**MODEL, "attention": attention}, data=DataConfig(source="folder", path=str(tmp_path / "documents")),
+        device="cuda", compute_dtype="bf16", seq_len=512, micro_batch=2, accumulation=2, compile=True, cuda_graphs=True,
+        steps=500, log_every=50, eval_every=100, checkpoint_every=0, parallel=ParallelConfig(compile_layers=by_layer),
+    )  # fmt: skip
+    counts: list[int] = []
+    trainer = Trainer(
+        config, RunFolder.create(tmp_path / "run", config), on_step=lambda: counts.append(compilations.now.compilations)
+    )
+    trainer.run()
+    assert len(counts) == 500
+    assert counts[4] == counts[-1]
+    assert trainer.state.progress.sequence_capacity > 100  # the windows with hundreds of documents
+
+
+def test_kernels_ahead_are_those_of_a_step(tmp_path: Path) -> None:
+    """What is followed without a GPU is what a step on this one launches, each once or more."""
+    from triton.runtime.jit import JITFunction
+
+    from tests.gpu.small_step import noted_launches
+
+    config = tiny_config(tmp_path, model=MODEL, device="cuda", compute_dtype="bf16", seq_len=2048, telemetry=True)
+    trainer = Trainer(config, RunFolder.create(tmp_path / "run", config))
+    with noted_launches() as launched:
+        trainer.train_step(trainer.next_batches())
+    properties = torch.cuda.get_device_properties(0)
+    ahead = launches_of_a_step(config, properties.name, (properties.major, properties.minor))
+    assert {kernel.fn.__name__ for kernel, _, _ in ahead} == {kernel.fn.__name__ for kernel in launched}
+    assert all(isinstance(kernel, JITFunction) for kernel, _, _ in ahead)
