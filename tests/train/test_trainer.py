@@ -149,8 +149,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch's tracer looks at it
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
-@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize(("attention", "by_layer"), [("nsa", True), ("dense", False)])
 @pytest.mark.usefixtures("traced")
 def test_compiled_equals_eager(tmp_path: Path, attention: str, by_layer: bool) -> None:
     """Traced whole or layer by layer, forward and backward."""
@@ -169,8 +168,7 @@ def test_compiled_equals_eager(tmp_path: Path, attention: str, by_layer: bool) -
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
-@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize(("attention", "by_layer"), [("nsa", True), ("dense", False)])
 @pytest.mark.usefixtures("traced")
 def test_nothing_is_compiled_after_the_first_step(tmp_path: Path, attention: str, by_layer: bool) -> None:
     """Whatever documents a batch holds: of one token, of whole windows, dozens a window; with evaluations and a sample."""
