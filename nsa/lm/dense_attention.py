@@ -135,8 +135,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_se
     """Causal softmax attention inside each packed sequence, by PyTorch's kernels and without reading the lengths.
 
     Sequences that all have ``max_seqlen`` tokens go to the causal kernel of SDPA as a batch. Others go to the kernel for
-    variable lengths (``torch.nn.attention.varlen``) on a GPU in bf16 or fp16, and elsewhere to SDPA with a mask. The backward pass
-    of that kernel sums the gradient of q by atomics, so its last bits may differ from run to run.
+    variable lengths (``torch.nn.attention.varlen``) on a GPU in bf16 or fp16, and elsewhere to SDPA
+    with a mask. The backward pass of that kernel sums the gradient of q by atomics, so its last
+    bits may differ from run to run.
 
     Args:
         q: rotated queries ``[T, Hq, D]``.

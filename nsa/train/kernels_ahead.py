@@ -1,10 +1,11 @@
 """Triton kernels of a training step, compiled by processes of their own while the run starts.
 
-A step launches some 30 kernels. Triton compiles each at its first launch, one after another, and before version 3.7 builds
-a launcher in C for it: some 25 s altogether on an H200 machine. Here a second process follows the launches of one forward and backward pass
-of each kind of layer, without a GPU and without running anything, and compiles what they ask for on several cores. The run
-then finds the kernels in Triton's cache on disk. What it needs before it is there, or what was not foreseen, it compiles
-itself, so the result never depends on this.
+A step launches some 30 kernels. Triton compiles each at its first launch, one after another, and
+before version 3.7 builds a launcher in C for it: some 25 s altogether on an H200 machine. Here a
+second process follows the launches of one forward and backward pass of each kind of layer, without
+a GPU and without running anything, and compiles what they ask for on several cores. The run then
+finds the kernels in Triton's cache on disk. What was not foreseen it compiles itself, so the result
+never depends on this.
 """
 
 from __future__ import annotations
