@@ -63,7 +63,6 @@ def compiled(attend: Attend) -> Attend:
     return torch.compile(attend, backend="aot_eager", fullgraph=True)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("attend", [of_function, of_module])
 def test_packed(attend: Attend) -> None:
     for number, lengths in enumerate(PACKED):
@@ -72,7 +71,6 @@ def test_packed(attend: Attend) -> None:
             attend(sum(lengths), cu_seqlens=cu_seqlens, max_seqlen=max(lengths)).sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("attend", [of_function, of_module])
 def test_dense(attend: Attend) -> None:
     for number, shape in enumerate(DENSE):
@@ -80,7 +78,6 @@ def test_dense(attend: Attend) -> None:
             attend(*shape).sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_one_sequence_without_offsets() -> None:
     for number, length in enumerate((32, 48, 17, 65, 200, 9)):
         with torch.compiler.set_stance("default" if number < 2 else "fail_on_recompile"):

@@ -28,7 +28,7 @@ def write_documents(folder: Path) -> None:
         (folder / f"short{index:04d}.txt").write_text("x" * (index % 7) + f"{index}")
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize("by_layer", [True, False], ids=["layers", "whole"])
 def test_nothing_is_compiled_in_500_steps(tmp_path: Path, attention: str, by_layer: bool) -> None:
@@ -54,7 +54,8 @@ def test_kernels_ahead_are_those_of_a_step(tmp_path: Path) -> None:
 
     from tests.gpu.small_step import noted_launches
 
-    config = tiny_config(tmp_path, model=MODEL, device="cuda", compute_dtype="bf16", seq_len=2048, telemetry=True)
+    data = DataConfig(source="corpus")
+    config = tiny_config(tmp_path, model=MODEL, data=data, device="cuda", compute_dtype="bf16", seq_len=2048, telemetry=True)
     trainer = Trainer(config, RunFolder.create(tmp_path / "run", config))
     with noted_launches() as launched:
         trainer.train_step(trainer.next_batches())

@@ -29,7 +29,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("how", HOW)
 def test_a_run_takes_the_kernels_and_repeats_its_bits(tmp_path: Path, how: str) -> None:
     config = tiny_config(tmp_path, **RUN, **HOW[how], model=MODEL, steps=10, log_every=1, checkpoint_every=0)

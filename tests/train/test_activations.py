@@ -83,7 +83,6 @@ def test_gradients_are_equal_bit_for_bit(attention: str, policy: str) -> None:
         assert (once.of(*ATTENTION_OPERATORS), count.of(*ATTENTION_OPERATORS)) == (4, twice[policy])
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch's tracer looks at it
 @pytest.mark.parametrize(("attention", "policy"), [("nsa", "full"), ("dense", "operators")])
 def test_compiled_as_one_graph(attention: str, policy: str) -> None:
     """The tracer's own backend stands in for a C++ compiler, which takes minutes."""

@@ -140,7 +140,6 @@ def run(trainer: Trainer, path: Path) -> tuple[list[dict[str, Any]], list[dict[s
     return read_metrics(path / "metrics.jsonl"), events, (path / "log.txt").read_text()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("traced")
 def test_a_late_compilation_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new number of windows in the eighth step; those in the first five steps are expected."""
@@ -211,7 +210,6 @@ def test_captures_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert compilations.now.captures - before == 3
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("traced")
 def test_the_start_is_told_while_it_happens(
     tmp_path: Path,

@@ -98,7 +98,7 @@ def test_replayed_steps_are_the_steps(tmp_path: Path, attention: str) -> None:
     assert torch.equal(figures[0], figures[1])
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("masked", [False, True], ids=["windows", "documents"])
 @pytest.mark.parametrize("how", [{}, {"cuda_graphs": True}, {"compile": True, "cuda_graphs": True}], ids=str)
 def test_nothing_is_allocated_after_the_fifth_step(tmp_path: Path, how: dict[str, Any], masked: bool) -> None:
@@ -113,7 +113,7 @@ def test_nothing_is_allocated_after_the_fifth_step(tmp_path: Path, how: dict[str
     assert counts[4] == counts[-1]
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @ATTENTION
 def test_compiled_equals_eager(tmp_path: Path, attention: str) -> None:
     figures = []

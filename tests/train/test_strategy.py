@@ -142,7 +142,6 @@ def test_rest_gives_back_what_an_evaluation_gathered(four: Processes) -> None:
 # --------------------------------------------------------------------------------------------------- one real process
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch's tracer looks at it
 def test_shards_compile_by_layer_and_evaluate_as_they_are(alone: Processes) -> None:
     plain = make_loss()
     backward(plain)

@@ -148,7 +148,6 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch's tracer looks at it
 @pytest.mark.parametrize(("attention", "by_layer"), [("nsa", True), ("dense", False)])
 @pytest.mark.usefixtures("traced")
 def test_compiled_equals_eager(tmp_path: Path, attention: str, by_layer: bool) -> None:
@@ -167,7 +166,6 @@ def test_compiled_equals_eager(tmp_path: Path, attention: str, by_layer: bool) -
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(("attention", "by_layer"), [("nsa", True), ("dense", False)])
 @pytest.mark.usefixtures("traced")
 def test_nothing_is_compiled_after_the_first_step(tmp_path: Path, attention: str, by_layer: bool) -> None:
@@ -202,7 +200,6 @@ def test_nothing_is_compiled_after_the_first_step(tmp_path: Path, attention: str
     assert max(numbers) <= trainer.state.progress.sequence_capacity
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("traced")
 def test_a_fuller_batch_raises_the_capacity_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
