@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -240,9 +241,9 @@ class CheckpointWriter:
                 gather(tensor)
             return
         self.wait()
-        copies, copied = _snapshot(tensors)
+        snapshot = _Snapshot.of(tensors)
         self.newest_step = step
-        self._writing = self._thread.submit(self._write, step, copies, copied, meta)
+        self._writing = self._thread.submit(self._write, step, snapshot, meta)
 
     def poll(self) -> None:
         """Take note of a finished checkpoint, without waiting."""
@@ -260,18 +261,16 @@ class CheckpointWriter:
         self._thread.shutdown()
         self.wait()
 
-    def _write(
-        self, step: int, tensors: Mapping[str, Tensor], copied: torch.cuda.Event | None, meta: Mapping[str, Any]
-    ) -> None:
-        if copied is not None:
-            copied.synchronize()
+    def _write(self, step: int, snapshot: _Snapshot, meta: Mapping[str, Any]) -> None:
+        if snapshot.complete is not None:
+            snapshot.complete.synchronize()
         begin = time.perf_counter()
-        broken = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+        broken = [name for name, largest in snapshot.largest.items() if not largest.isfinite()]
         if broken:
             self._fail(step, f"{broken[0]} is not finite")
             return
         try:
-            path = save_checkpoint(self._folder, step, tensors, meta, keep=self._keep)
+            path = save_checkpoint(self._folder, step, snapshot.copies, meta, keep=self._keep)
         except OSError as error:
             self._fail(step, str(error))
             return
@@ -287,15 +286,35 @@ class CheckpointWriter:
         self.newest_step = self._written
 
 
-def _snapshot(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
-    """Copies in main memory. From a GPU they go through pinned memory, and are complete when the event has happened."""
-    copies = {}
-    for name, tensor in tensors.items():
-        whole = gather(tensor)
-        copies[name] = torch.empty_like(whole, device="cpu", pin_memory=whole.is_cuda)
-        copies[name].copy_(whole, non_blocking=whole.is_cuda)
-    if not any(tensor.is_cuda for tensor in tensors.values()):
-        return copies, None
-    copied = torch.cuda.Event()
-    copied.record()
-    return copies, copied
+@dataclass(frozen=True)
+class _Snapshot:
+    """Tensors as they were at one moment.
+
+    Attributes:
+        copies: in main memory; from a GPU they go through pinned memory.
+        largest: the largest absolute value of each that has one, found where the tensor lies; NaN if there is one among them.
+        complete: when both are there; None if they are.
+    """
+
+    copies: dict[str, Tensor]
+    largest: dict[str, Tensor]
+    complete: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> _Snapshot:
+        copies, largest = dict[str, Tensor](), dict[str, Tensor]()
+        for name, tensor in tensors.items():
+            whole = gather(tensor)
+            copies[name] = _in_main_memory(whole)
+            if whole.is_floating_point() and whole.numel() > 0:
+                largest[name] = _in_main_memory(torch.linalg.vector_norm(whole, float("inf")))
+        if not any(tensor.is_cuda for tensor in tensors.values()):
+            return cls(copies, largest, None)
+        complete = torch.cuda.Event()
+        complete.record()
+        return cls(copies, largest, complete)
+
+
+def _in_main_memory(tensor: Tensor) -> Tensor:
+    """A copy, which from a GPU is there when what the current stream was given so far is done."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=tensor.is_cuda)

@@ -120,8 +120,8 @@ LEGS = (
             _FOREIGN,
         ),
     ),
-    Leg("4", (_train("1b", 450, num_gpus=2, steps_on_two=100),)),
-    Leg("5", (_train("1b-dense", 400, num_gpus=2, steps_on_two=100),)),
+    Leg("4", (_train("1b", 300, num_gpus=2, steps_on_two=100),)),
+    Leg("5", (_train("1b-dense", 280, num_gpus=2, steps_on_two=100),)),
     Leg("6", (_RESUME_ON_TWO,)),
 )
 
