@@ -20,9 +20,9 @@ from nsa.train.loss import NextTokenLoss
 from nsa.train.optim import ModelOptimizer
 from nsa.train.precision import autocast
 
-# cuBLAS's own workspace, which PyTorch takes from its allocator.
+# Workspaces of cuBLAS, which PyTorch takes from its allocator: one for each thread and stream that multiplies (on an H200).
 LIBRARIES = "cuBLAS"
-LIBRARY_BYTES = 32 * 2**20
+WORKSPACE_BYTES = 32 * 2**20
 KEPT = f"{SAVED}: kept by checkpointing"
 # Of a process that holds a part of the model.
 GATHERED, SENT = "gathered weights", "gradients that are sent"
@@ -95,7 +95,7 @@ def _eager(config: TrainConfig) -> Footprint:
                 del total
             optimizer.step(torch.zeros(()))
             optimizer.zero_grad()
-    return Footprint({**{name: size for name, size in timeline.at_peak.items() if size}, LIBRARIES: LIBRARY_BYTES})
+    return Footprint({**{name: size for name, size in timeline.at_peak.items() if size}, LIBRARIES: _library_bytes(config)})
 
 
 def _compiled(config: TrainConfig) -> Footprint:
@@ -107,7 +107,12 @@ def _compiled(config: TrainConfig) -> Footprint:
             parts = step.memory(*_fake_batch(config), config.seq_len, gradients_before=_has_gradients_before(config))
         weights = sum(parameter.nbytes for parameter in model.parameters())
         state = sum(tensor.nbytes for tensor in ModelOptimizer(model, config.optim).state_tensors().values())
-    return Footprint({WEIGHTS: weights, OPTIMIZER: state, **parts, LIBRARIES: LIBRARY_BYTES})
+    return Footprint({WEIGHTS: weights, OPTIMIZER: state, **parts, LIBRARIES: _library_bytes(config)})
+
+
+def _library_bytes(config: TrainConfig) -> int:
+    """The program's thread and that of autograd multiply, and another stream while a graph is captured."""
+    return (3 if config.cuda_graphs else 2) * WORKSPACE_BYTES
 
 
 def has_masked_documents(config: TrainConfig) -> bool:

@@ -152,7 +152,6 @@ class Trainer:
         self.strategy = distribute(loss, config.parallel, self.processes, self.device, captured=config.cuda_graphs)
         sampler = self.data.sampler(config.seq_len, config.seed)
         self.state = TrainState(self.model, ModelOptimizer(self.model, config.optim), sampler)
-        self.eager_loss = loss
         compiler = functools.partial(torch.compile, fullgraph=True) if config.compile else None
         self.loss: Callable[..., Tensor] = self.strategy.training_module(compiler)
         self._replay = None

@@ -68,9 +68,9 @@ def _seed_run(name: str, kind: Kind, expected_s: float) -> Case:
 _EVAL, _GENERATE = _seed_run("eval", "eval", 30), _seed_run("generate", "generate", 25)
 _REPORT, _CHECK = _seed_run("report", "report", 8), _seed_run("check", "check", 8)
 _PROFILE = _seed_run("profile", "profile", 60)
-_RESUME = _seed_run("killed and resumed", "resume", 100)
+_RESUME = _seed_run("killed and resumed", "resume", 130)
 _RESUME_ON_TWO = Case("seed: resumed on two GPUs", "resume on two", "seed", 110, num_gpus=2)
-_FOREIGN = Case("foreign model", "foreign model", "", 80)
+_FOREIGN = Case("foreign model", "foreign model", "", 110)
 
 QUICK_LEG = Leg(
     QUICK,

@@ -191,10 +191,11 @@ class Session:
         trainer = self._trainer
         batch = trainer.next_batches()[0].to(trainer.device)
         try:
-            with stage(FORWARD), autocast(trainer.device, trainer.config.compute_dtype):
-                total = trainer.eager_loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
-            with stage(BACKWARD):
-                total.backward()
+            with torch.compiler.set_stance("force_eager"):
+                with stage(FORWARD), autocast(trainer.device, trainer.config.compute_dtype):
+                    total = trainer.strategy.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
+                with stage(BACKWARD):
+                    total.backward()
         except torch.OutOfMemoryError:
             self._fitted = False
             logger.warning("memory of modules: left out, the micro-batch does not fit when nothing is compiled")

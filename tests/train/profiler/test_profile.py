@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -59,6 +60,17 @@ def test_a_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert mlp["forward_peak"] >= mlp["kept"]
     assert mlp["backward_peak"] > 0
     assert "layers.0.mlp" in (folder / "memory.txt").read_text()
+
+
+def test_memory_of_modules_in_layers_that_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    words = ["--wait", "1", "--warmup", "1", "--active", "1", "--memory"]
+    code, run = profile(tmp_path, *words, compile=True, model={"num_layers": 1})
+    assert code == 0
+    modules = {module["name"]: module for module in json.loads((run / "profile" / "memory.json").read_text())}
+    mlp = modules["layers.0.mlp"]
+    assert mlp["kept"] == 4 * 128 * (2 * 64 + 32)
+    assert mlp["backward_peak"] > 0
 
 
 @pytest.mark.parametrize(("words", "message"), [
