@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,34 @@ from nsa.ops.window import run_window_attention
 from nsa.rope import Rope
 
 Phi = tuple[PhiWeights, PhiWeights]
+
+
+class AttentionInputs(NamedTuple):
+    """What attention is computed of, packed; see :func:`native_sparse_attention`. None: of a branch that is off.
+
+    Attributes:
+        q: rotated queries ``[T, Hq, D]``.
+        k_cmp_raw: unrotated keys of the compressed branch and of the scores ``[S, Hkv, D]``.
+        v_cmp_raw: values of the compressed branch ``[S, Hkv, Dv]``.
+        k_slc: rotated keys of the selected branch.
+        v_slc: values of the selected branch.
+        k_win: rotated keys of the window.
+        v_win: values of the window.
+        gates: ``[T, Hq, 3]``.
+        phi: parameters of the compression of keys and of values.
+        q_cmp: queries of the compressed branch and of the scores; None means ``q``.
+    """
+
+    q: Tensor
+    k_cmp_raw: Tensor | None
+    v_cmp_raw: Tensor | None
+    k_slc: Tensor | None
+    v_slc: Tensor | None
+    k_win: Tensor | None
+    v_win: Tensor | None
+    gates: Tensor
+    phi: Phi | None
+    q_cmp: Tensor | None = None
 
 
 def native_sparse_attention(
@@ -107,28 +137,54 @@ def native_sparse_attention(
     if "cmp" in config.branches:
         check_weights(name, "phi[1]", phi_v, config, config.value_dim)
     scale = scale_of(name, config, softmax_scale)
-    q, gates = pack(q), pack(gates)
-    k_slc, v_slc = (pack(x) if x is not None and "slc" in config.branches else None for x in (k_slc, v_slc))
-    k_win, v_win = (pack(x) if x is not None and "win" in config.branches else None for x in (k_win, v_win))
+    k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win = (
+        None if x is None else pack(x) for x in (k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win)
+    )
+    inputs = AttentionInputs(pack(q), k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win, pack(gates), phi, q_cmp)
+    out = attend(inputs, config, sequences, rope=rope, softmax_scale=scale, design=selected_design, sums=sums, backend=backend)
+    return sequences.restore(out)
+
+
+def attend(
+    inputs: AttentionInputs,
+    config: NSAConfig,
+    sequences: Sequences,
+    *,
+    rope: Rope | None,
+    softmax_scale: float | None = None,
+    design: str = "auto",
+    sums: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """:func:`native_sparse_attention` of packed inputs that fit; other arguments and the result as there."""
+    q, k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win, gates, phi, q_cmp = inputs
+    name = "native_sparse_attention"
+    backend = choose_backend(name, backend, q)
+    scale = config.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    phi_k, phi_v = (None, None) if phi is None else phi
+    if "slc" not in config.branches:
+        k_slc = v_slc = None
+    if "win" not in config.branches:
+        k_win = v_win = None
     k_cmp = v_cmp = None
     if config.scores_blocks:
         assert k_cmp_raw is not None
         sequences = sequences.with_blocks(config)
         rotation = None if config.compress_rope == "none" else rope
-        k_cmp = run_compress(pack(k_cmp_raw), phi_k, config, sequences, rotation, backend)
+        k_cmp = run_compress(k_cmp_raw, phi_k, config, sequences, rotation, backend)
         if "cmp" in config.branches:
             assert v_cmp_raw is not None
-            v_cmp = run_compress(pack(v_cmp_raw), phi_v, config, sequences, None, backend)
+            v_cmp = run_compress(v_cmp_raw, phi_v, config, sequences, None, backend)
     branches = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
     union = None
     if backend == "triton":
-        out, chosen, union = run_attention(q, q_cmp, *branches, gates, config, sequences, scale, selected_design)
+        out, chosen, union = run_attention(q, q_cmp, *branches, gates, config, sequences, scale, design)
     else:
         out, chosen = _reference(q, q_cmp, *branches, gates, config, sequences, scale)
     if sums is not None:
         check_sums(name, sums, q)
         observe(gates, chosen, union, sums, config, sequences, LIMIT_4 * config.num_selected_blocks, backend)
-    return sequences.restore(out)
+    return out
 
 
 def _reference(

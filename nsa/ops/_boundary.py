@@ -86,6 +86,7 @@ class Sequences:
         dense: whether the caller gave a dense batch.
         cu_cmp: int32 ``[B + 1]`` offsets of the compressed blocks, once :meth:`with_blocks` has
             computed them; None before, and when all sequences are alike.
+        blocks: size and stride of these blocks.
     """
 
     offsets: tuple[Tensor, Tensor] | None
@@ -95,6 +96,38 @@ class Sequences:
     device: torch.device
     dense: bool = False
     cu_cmp: Tensor | None = None
+    blocks: tuple[int, int] | None = None
+
+    @classmethod
+    def packed(
+        cls,
+        cu_seqlens: Tensor,
+        max_seqlen: int | None = None,
+        *,
+        num_tokens: int | None = None,
+        device: torch.device | None = None,
+        function: str = "Sequences.packed",
+    ) -> Sequences:
+        """Packed sequences, described once for all layers of a model.
+
+        Args:
+            cu_seqlens: int32 ``[B + 1]`` offsets.
+            max_seqlen: at least the longest sequence, tokens. None: ``num_tokens`` on a GPU, elsewhere read from the offsets.
+            num_tokens: of all sequences; needed on a GPU without ``max_seqlen``, where nobody looks into the offsets.
+            device: of the tokens; None: that of the offsets.
+            function: whom messages name.
+
+        Raises:
+            ValueError: the offsets are not offsets, or ``max_seqlen`` is below the longest sequence.
+        """
+        check_cu_seqlens(function, "cu_seqlens", cu_seqlens, cu_seqlens.device if device is None else device)
+        if reads_contents(cu_seqlens):
+            check_cu_seqlens_contents(function, "cu_seqlens", cu_seqlens, num_tokens)
+        on_device = on_gpu(cu_seqlens)
+        known = not on_device or max_seqlen is not None or num_tokens is not None
+        check(known, function, "max_seqlen", "be given on a GPU, or num_tokens", None)
+        most = longest(function, "max_seqlen", cu_seqlens, max_seqlen, num_tokens if on_device else None)
+        return cls((cu_seqlens, cu_seqlens), cu_seqlens.shape[0] - 1, most, most, cu_seqlens.device)
 
     @property
     def max_q(self) -> int:
@@ -130,10 +163,11 @@ class Sequences:
         return self.with_blocks(config).cu_cmp, most
 
     def with_blocks(self, config: NSAConfig) -> Sequences:
-        """The same with the offsets of the compressed blocks, for several operators to share."""
-        if self.offsets is None or self.cu_cmp is not None:
+        """The same with the offsets of the compressed blocks of this pattern, for several operators and layers to share."""
+        blocks = config.compress_block_size, config.compress_stride
+        if self.offsets is None or self.blocks == blocks:
             return self
-        return replace(self, cu_cmp=compressed_cu_seqlens(self.offsets[1], config))
+        return replace(self, cu_cmp=compressed_cu_seqlens(self.offsets[1], config), blocks=blocks)
 
     def restore(self, x: Tensor) -> Tensor:
         """Packed rows in the layout that the caller used."""
@@ -316,10 +350,15 @@ def check_block_indices(function: str, block_indices: Tensor, config: NSAConfig)
     )  # fmt: skip
 
 
-def pack_layer_input(
-    function: str, x: Tensor, width: int, cu_seqlens: Tensor | None, max_seqlen: int | None
-) -> tuple[Tensor, Tensor, int | None]:
-    """The input of an attention layer as packed tokens ``[T, width]``, with its offsets and longest length (None if not given).
+def open_layer_input(
+    function: str,
+    x: Tensor,
+    width: int,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    sequences: Sequences | None = None,
+) -> tuple[Tensor, Sequences]:
+    """The input of an attention layer as packed tokens ``[T, width]``, and where its sequences lie.
 
     Args:
         function: public name, for messages.
@@ -327,19 +366,24 @@ def pack_layer_input(
         width: size of the residual stream.
         cu_seqlens: offsets of packed sequences; None means one sequence.
         max_seqlen: hint for packed sequences.
+        sequences: instead of the two before it.
     """
-    fits = x.ndim in (2, 3) and x.shape[-1] == width
-    check(fits, function, "x", f"have shape [T, {width}] or [B, T, {width}]", tuple(x.shape))
+    if x.ndim not in (2, 3) or x.shape[-1] != width:
+        fail(function, "x", f"have shape [T, {width}] or [B, T, {width}]", tuple(x.shape))
+    packed = x if x.ndim == 2 else x.flatten(0, 1)
+    if sequences is not None:
+        check(cu_seqlens is None, function, "cu_seqlens", "be left out with sequences", "a tensor")
+        if x.device != sequences.device:
+            fail(function, "sequences", f"be on {x.device} like x", sequences.device)
+        if sequences.offsets is None and sequences.num_sequences * sequences.len_q != packed.shape[0]:
+            rule = f"hold as many tokens as x ({packed.shape[0]})"
+            fail(function, "sequences", rule, f"{sequences.num_sequences} of {sequences.len_q}")
+        return packed, sequences
     if x.ndim == 2 and cu_seqlens is not None:
-        check_cu_seqlens(function, "cu_seqlens", cu_seqlens, x.device)
-        return x, cu_seqlens, max_seqlen
+        return x, Sequences.packed(cu_seqlens, max_seqlen, num_tokens=x.shape[0], device=x.device, function=function)
     check(cu_seqlens is None, function, "cu_seqlens", "be left out with a dense batch [B, T, width]", "a tensor")
     batch, length = (1, x.shape[0]) if x.ndim == 2 else x.shape[:2]
-    if batch == 0:
-        batch, length = 1, 0  # no sequence at all is one without tokens
-    # Made on the device: a list would have to be copied there, for which a GPU waits and no CUDA graph has room.
-    cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * length
-    return (x if x.ndim == 2 else x.flatten(0, 1)), cu_seqlens, length
+    return packed, Sequences(None, batch, length, length, x.device)
 
 
 def scale_of(function: str, config: NSAConfig, softmax_scale: float | None) -> float:
