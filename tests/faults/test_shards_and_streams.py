@@ -102,7 +102,6 @@ def test_damaged_shards_are_refused_by_name_1000_times(shards: Path, tmp_path: P
 # ---------------------------------------------------------------------------------------------- preparation interrupted
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["nsa.train.data", "datasets"])
 
 
 def prepare_slowly(source: str, out: str, tokenizer: str) -> None:
