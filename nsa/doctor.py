@@ -16,7 +16,7 @@ from nsa import configs
 from nsa.bench.points import Shape, parse_shape
 from nsa.config import NSAConfig
 from nsa.errors import UserError, check
-from nsa.extras import CORE, EXTRAS, install_command, missing
+from nsa.extras import CORE, EXTRAS, install_command, lacking, missing
 from nsa.module import NativeSparseAttention
 from nsa.ops._boundary import choose_backend
 from nsa.ops._capability import LEAST_CAPABILITY, is_too_old
@@ -296,7 +296,7 @@ def _configs(folder: Path | None) -> Iterator[str]:
     if not chosen.is_dir():
         yield Problem(f"no folder {chosen}")
         return
-    if missing("train"):
+    if lacking("train"):
         yield "not loaded: that needs the extra train"
         return
     from nsa.train.load import load_config

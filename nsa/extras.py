@@ -41,6 +41,11 @@ def missing(extra: str) -> list[str]:
     return [package for package, module in EXTRAS[extra].items() if find_spec(module) is None]
 
 
+def lacking(extra: str) -> list[str]:
+    """Those of :func:`missing` without which no command of the extra runs."""
+    return [package for package in missing(extra) if package not in OPTIONAL]
+
+
 def install_command(extra: str) -> str:
     """The command that installs an extra: by name where the package is installed, else from the checkout that it is in.
 
@@ -64,6 +69,6 @@ def require(command: str, extra: str) -> None:
     Raises:
         UsageError: with the missing packages and the command that installs them.
     """
-    absent = [package for package in missing(extra) if package not in OPTIONAL]
+    absent = lacking(extra)
     if absent:
         raise UsageError(f"{command}: not installed: {', '.join(absent)}. Install with: {install_command(extra)}")

@@ -73,16 +73,18 @@ def find_gpu(name: str | None, memory_gib: float | None) -> Gpu | None:
         ValueError: the name is unknown, or the memory is not positive.
     """
     check(memory_gib is None or memory_gib > 0, "nsa plan", "--memory-gib", "be positive", memory_gib)
-    found = _named(name) if name is not None else _of_this_machine()
+    found = _named(name, memory_gib) if name is not None else _of_this_machine()
     if memory_gib is None:
         return found
     return Gpu("a GPU" if found is None else found.name, memory_gib)
 
 
-def _named(name: str) -> Gpu:
+def _named(name: str, memory_gib: float | None) -> Gpu:
     key = key_of(name)
     if key == "cpu":
-        return Gpu(CPU, cpu()["memory_gib"])
+        memory = cpu()["memory_gib"] if memory_gib is None else memory_gib
+        check(memory is not None, "nsa plan", "--memory-gib", "be given where the system does not tell its memory", None)
+        return Gpu(CPU, memory)
     if key not in KNOWN:
         fail("nsa plan", "--gpu", f"be one of {', '.join(KNOWN)}, cpu", repr(name), "For another one give --memory-gib alone.")
     return KNOWN[key]

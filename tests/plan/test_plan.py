@@ -174,6 +174,7 @@ def test_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     """Its memory is that of the machine; what a step holds beside the model's state is not known there."""
     for spelling in ("cpu", "CPU"):
         assert find_gpu(spelling, None) == Gpu("CPU", cpu()["memory_gib"])
+        assert find_gpu(spelling, 8.0) == Gpu("CPU", 8.0)
     words = ["plan", "cpu-small", "--gpu", "cpu", "--optim.name", "adamw"]
     assert cli.main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
