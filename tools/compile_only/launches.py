@@ -80,7 +80,10 @@ def attend(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
     columns = Columns(parts, Gates(heads, (0, 1, 2)))
     weights = [torch.zeros(size, 32, dtype=dtype) for size in columns.sizes]
     x, bias = (torch.zeros(*shape, dtype=dtype, requires_grad=True) for shape in ((64, 32), (columns.sizes[-1],)))
-    found = project(x, weights, bias, columns, Sequences.packed(batch.offsets()["cu_seqlens_q"], 64), rope, backend="triton")
+    sequences = Sequences(None, 1, 64, 64, x.device)
+    if batch.longest is not None:
+        sequences = Sequences.packed(batch.offsets()["cu_seqlens_q"], 64)
+    found = project(x, weights, bias, columns, sequences, rope, backend="triton")
     torch.autograd.grad(found, [x, bias], [torch.zeros_like(y) for y in found])
     table = torch.zeros(40, heads * config.head_dim, dtype=dtype, requires_grad=True)
     embedded = embed(torch.zeros(64, dtype=torch.int64), table, backend="triton")
