@@ -70,7 +70,7 @@ def _launch(
         return
     rotary = tuple(rope.dim * rotated for (_, _, rotated), _ in parts)
     sizes = tuple(part.size for (_, part, _), _ in parts)
-    used = sum(columns.sizes)
+    used, block_half = sum(columns.sizes), triton.next_power_of_2(max(rope.dim // 2, 1))
     of_gates = columns.gates if gates is not None else None
     branches = () if of_gates is None else of_gates.branches
     heads_kernel[(triton.cdiv(num_rows, BLOCK_ROWS), HEAD_PROGRAMS)](
@@ -84,6 +84,6 @@ def _launch(
         OFF=tuple(branch for branch in range(3) if branch not in branches),
         SOFTMAX=of_gates is not None and of_gates.activation == "softmax", USED=used,
         PADDING=0 if add else padded(used) - used, BACKWARD=backward, ADD=add, HALF=rope.dim // 2, BLOCK_R=BLOCK_ROWS,
-        BLOCK_HALF=triton.next_power_of_2(max(rope.dim // 2, 1)),
-        BLOCK_H=triton.next_power_of_2(1 if of_gates is None else of_gates.heads), num_warps=4,
+        BLOCK_HALF=block_half, BLOCK_H=triton.next_power_of_2(1 if of_gates is None else of_gates.heads),
+        num_warps=4 if block_half <= 64 else 8,  # cosines and sines of all tokens stay in registers
     )  # fmt: skip
