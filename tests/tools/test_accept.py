@@ -92,6 +92,7 @@ def fake_nsa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
     """Replaces the command ``nsa`` by a program that leaves the rows that it is told to leave."""
     (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.setattr(training, "NSA", (sys.executable, str(tmp_path / "program.py")))
+    monkeypatch.setattr("tools.accept.run.LEAST_S", 1.0)
 
     def behave(
         rows: list[MetricsRow],
@@ -151,7 +152,7 @@ def without(name: str) -> list[MetricsRow]:
     ("rows", "more", "fault"),
     [
         (metrics(), {"code": 1}, "exit code 1"),
-        (metrics(), {"seconds": 30.0, "limit_s": 6.0}, "overran its limit of"),
+        (metrics(), {"seconds": 30.0, "limit_s": 2.5}, "overran its limit of"),
         ([], {}, "0 of 300 steps"),
         (metrics()[:-1], {}, "280 of 300 steps"),
         (metrics(loss_nats=4.31), {"committed": None}, "the loss fell by 0.490 nats"),
@@ -288,7 +289,7 @@ def test_cases_go_on_after_one_that_failed_or_overran(tmp_path: Path, fake_nsa: 
     assert read_rows(tmp_path / "leg-1.jsonl") == rows
     assert "    | the last line" in said
     fake_nsa(metrics(), seconds=60.0)
-    first, second = run_leg(Leg("1", cases), tmp_path, H200, limit_s=8, say=said.append)
+    first, second = run_leg(Leg("1", cases), tmp_path, H200, limit_s=4, say=said.append)
     assert "overran" in first.note
     assert second.note == "failed: not begun: the leg's time was used up"
     assert len(read_rows(tmp_path / "leg-1.jsonl")) == 4
@@ -321,7 +322,7 @@ def test_what_a_program_started_ends_with_it(tmp_path: Path) -> None:
         pid = int(last_lines(program.log, 1)[0])
         os.kill(pid, 0)
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and Path(f"/proc/{pid}").exists():
+    while time.monotonic() < deadline and _runs(pid):
         time.sleep(0.05)
     assert not _runs(pid)
 
