@@ -16,7 +16,7 @@ EXIT_FAILED = 1
 PROFILE = """\
 Train as CONFIG says for a few steps and record where their time goes. CONFIG and its settings are those of `nsa train`, and so
 is the training, for example
-  nsa profile configs/seed.yaml --micro-batch 32 --accumulation 1 --global-batch 32 --compile true
+  nsa profile seed --micro-batch 32 --accumulation 1 --global-batch 32 --compile true
 After --wait and --warmup steps, --active steps are recorded, then the run ends. Its folder has, under profile/, trace.json.gz
 (for ui.perfetto.dev), stages.txt and stages.json (time per stage, which adds up to the step) and kernels.txt; what they mean is
 in docs/profiling.md. With torchrun rank 0 is recorded.
@@ -27,7 +27,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     """Words of ``nsa profile``, without the settings."""
     parser.usage = "nsa profile CONFIG [--wait N] [--warmup N] [--active N] [--nvtx] [--memory] [--SETTING VALUE ...]"
     add = parser.add_argument
-    add("config", metavar="CONFIG", help="YAML file, for example configs/cpu-small.yaml")
+    add("config", metavar="CONFIG", help="name of a configuration (see nsa configs) or a YAML file")
     add("--run-dir", metavar="DIR", help="folder of the run; it must not exist (default runs/<config>-profile-<n>)")
     add("--wait", type=int, default=10, metavar="N", help="steps before the profiler starts (default 10)")
     add("--warmup", type=int, default=10, metavar="N", help="steps under the profiler that are not recorded (default 10)")
