@@ -98,7 +98,7 @@ def test_parts_of_a_sparse_step() -> None:
 
 @pytest.mark.parametrize("policy", ["full", "operators"])
 def test_what_a_checkpointing_policy_keeps(policy: Any) -> None:
-    model = replace(load_config("seed").model, num_layers=3)
+    model = replace(load_config("seed").model, num_layers=4)
     config = config_of(
         model=model,
         seq_len=2048,
@@ -128,7 +128,7 @@ def test_frozen_parameters_have_no_gradients() -> None:
 
 
 def test_every_second_layer_saves_little() -> None:
-    model = replace(load_config("seed").model, num_layers=3)
+    model = replace(load_config("seed").model, num_layers=4)
     config = config_of(model=model, seq_len=2048, micro_batch=32, accumulation=1, compute_dtype="bf16")
     whole, half = (
         step_memory(replace(config, checkpointing=policy)).parts
