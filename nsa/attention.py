@@ -84,6 +84,7 @@ def native_sparse_attention(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    sequences: Sequences | None = None,
     selected_design: str = "auto",
     sums: Tensor | None = None,
     backend: str = "auto",
@@ -115,6 +116,8 @@ def native_sparse_attention(
             long sequence, and the selected branch prepares both of its algorithms, where short sequences need
             the tiled one alone.
         max_seqlen_k: the same in key tokens; None: that of the queries where the offsets are theirs.
+        sequences: instead of the four before it, from :meth:`nsa.Sequences.packed` or :meth:`nsa.Sequences.padded`; queries and
+            keys are then the same tokens.
         selected_design: ``design`` of :func:`nsa.selected_attention`.
         sums: of :func:`nsa.ops.observation.new_sums`; what gates and choice do is added to them on the device.
         backend: ``auto``, ``reference`` or ``triton``.
@@ -129,7 +132,8 @@ def native_sparse_attention(
     backend = choose_backend(name, backend, q)
     check(selected_design in DESIGNS, name, "selected_design", f"be one of {', '.join(DESIGNS)}", selected_design)
     keys = _check_inputs_of_branches(name, config, q, gates, k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win)
-    sequences = open_sequences(name, q, keys, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend)
+    offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    sequences = open_sequences(name, q, keys, *offsets, backend, sequences)
     q_cmp = _compressed_queries(name, q, q_cmp, rope, config)
     phi_k, phi_v = (None, None) if phi is None else phi
     if config.scores_blocks:

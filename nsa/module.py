@@ -206,6 +206,7 @@ class NativeSparseAttention(TogetherModule):
         *,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        attention_mask: Tensor | None = None,
         sequences: Sequences | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
@@ -217,8 +218,10 @@ class NativeSparseAttention(TogetherModule):
             max_seqlen: at least the longest sequence, tokens. Pass it with packed sequences that are short
                 beside all tokens: on a GPU None stands for all of them, which is right but takes longer, see
                 :func:`nsa.native_sparse_attention`.
-            sequences: instead of the two before it, from :meth:`nsa.Sequences.packed`, for all layers of a model: what
-                follows from the offsets is then computed once.
+            attention_mask: bool or integer ``[B, T]`` of a padded batch ``[B, T, width]``, true for a token; padding lies left
+                or right of a row's tokens, see :meth:`nsa.Sequences.padded`. What is returned for padding means nothing.
+            sequences: instead of the three before it, from :meth:`nsa.Sequences.packed` or :meth:`nsa.Sequences.padded`, for
+                all layers of a model: what follows from the offsets is then computed once.
             cache: decode cache; ``x`` then holds the tokens that follow those already cached, and the cache takes them in. No
                 gradient is recorded.
 
@@ -230,20 +233,27 @@ class NativeSparseAttention(TogetherModule):
         """
         name = "NativeSparseAttention"
         shape = x.shape
-        x, sequences = self._open(name, x, cu_seqlens, max_seqlen, sequences)
+        x, sequences = self._open(name, x, cu_seqlens, max_seqlen, attention_mask, sequences)
         if cache is None:
             return self._attend(x, sequences).view(shape)
+        check(attention_mask is None, name, "attention_mask", "be left out with a cache", "a tensor")
         check(cache.config == self.config, name, "cache", "be made for the module's config", cache.config)
         with torch.no_grad():
             return self._decode(x, sequences.cu_q, cache).view(shape)
 
     def _open(
-        self, name: str, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, sequences: Sequences | None = None
+        self,
+        name: str,
+        x: Tensor,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+        attention_mask: Tensor | None = None,
+        sequences: Sequences | None = None,
     ) -> tuple[Tensor, Sequences]:
         dtype = self.q_proj.weight.dtype
         if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
             fail(name, "x", f"have the dtype of the module's weights ({dtype}), or run under autocast", x.dtype)
-        return open_layer_input(name, x, self.width, cu_seqlens, max_seqlen, sequences)
+        return open_layer_input(name, x, self.width, cu_seqlens, max_seqlen, attention_mask, sequences)
 
     @torch.no_grad()
     def choose_blocks(self, x: Tensor, *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:

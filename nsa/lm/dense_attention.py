@@ -103,6 +103,7 @@ class DenseAttention(TogetherModule):
         *,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        attention_mask: Tensor | None = None,
         sequences: Sequences | None = None,
         cache: DenseLayerCache | None = None,
     ) -> Tensor:
@@ -112,7 +113,8 @@ class DenseAttention(TogetherModule):
             x: packed ``[T, width]`` or a dense batch ``[B, T, width]``.
             cu_seqlens: int32 ``[B + 1]`` offsets of the packed sequences; None means one sequence.
             max_seqlen: at least the longest sequence, tokens; None takes all tokens as the bound.
-            sequences: instead of the two before it.
+            attention_mask: bool or integer ``[B, T]`` of a padded batch.
+            sequences: instead of the three before it.
             cache: decode cache; ``x`` then holds the tokens that follow those already cached.
 
         Returns:
@@ -122,7 +124,7 @@ class DenseAttention(TogetherModule):
             ValueError: shapes or offsets do not fit.
         """
         shape = x.shape
-        x, sequences = open_layer_input("DenseAttention", x, self.width, cu_seqlens, max_seqlen, sequences)
+        x, sequences = open_layer_input("DenseAttention", x, self.width, cu_seqlens, max_seqlen, attention_mask, sequences)
         positions = None
         if cache is not None:
             sequence, positions, _ = locate(x.shape[0], sequences.cu_q)
