@@ -76,6 +76,8 @@ class NSAConfig:
             the compressed branch and the scores use the unrotated query too).
         gate: ``sigmoid`` per head and branch, ``softmax`` over the branches, or ``fixed`` equal shares.
         gate_hidden_size: hidden size of the gate network; 0 means a single linear layer.
+        gate_temperature: what the logits of gate ``softmax`` are divided by: above 1 branches weigh more alike, below 1 less; 1
+            for other gates.
         rope_theta: base of the rotary frequencies.
         rotary_dim: rotated leading part of a head, even; None takes ``head_dim``.
         rope_scaling: see :class:`RopeScaling`.
@@ -106,6 +108,7 @@ class NSAConfig:
     compress_rope: Literal["middle", "start", "none"] = "middle"
     gate: Literal["sigmoid", "softmax", "fixed"] = "sigmoid"
     gate_hidden_size: int = 0
+    gate_temperature: float = 1.0
     rope_theta: float = 10_000.0
     rotary_dim: int | None = None
     rope_scaling: RopeScaling | None = None
@@ -121,6 +124,10 @@ class NSAConfig:
         _one_of(self, "phi", ("mean", "linear", "mlp"))
         _one_of(self, "compress_rope", ("middle", "start", "none"))
         _one_of(self, "gate", ("sigmoid", "softmax", "fixed"))
+        temperature = self.gate_temperature
+        check(0 < temperature < math.inf, "NSAConfig", "gate_temperature", "be positive and finite", temperature)
+        softmax = self.gate == "softmax"
+        check(softmax or temperature == 1, "NSAConfig", "gate_temperature", f"be 1 with gate {self.gate}", temperature)
         branches = tuple(self.branches)
         check(
             bool(branches) and set(branches) <= set(BRANCHES) and len(set(branches)) == len(branches),

@@ -77,7 +77,7 @@ class Gate(nn.Module):
         if config.gate == "fixed":
             return
         branches = tuple(BRANCHES.index(name) for name in config.branches)
-        self.columns = Gates(config.num_heads, branches, config.gate)
+        self.columns = Gates(config.num_heads, branches, config.gate, config.gate_temperature)
         last = nn.Linear(config.gate_hidden_size or width, self.columns.columns)
         nn.init.normal_(last.weight, std=0.02)
         nn.init.zeros_(last.bias)

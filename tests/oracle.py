@@ -369,5 +369,6 @@ def layer_gates(weights: dict[str, Array], x: Array, config: Any) -> Array:
     if config.gate == "sigmoid":
         gates[:, :, on] = 1.0 / (1.0 + np.exp(-logits))
     else:
+        logits = logits / config.gate_temperature
         gates[:, :, on] = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     return gates

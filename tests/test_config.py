@@ -66,6 +66,8 @@ def test_small_pattern_is_allowed():
         ({"compress_rope": "end"}, "compress_rope", "end"),
         ({"gate": "relu"}, "gate", "relu"),
         ({"gate_hidden_size": -1}, "gate_hidden_size", "-1"),
+        ({"gate": "softmax", "gate_temperature": 0.0}, "gate_temperature", "0.0"),
+        ({"gate_temperature": 2.0}, "gate_temperature", "2.0"),
         ({"rope_theta": 1.0}, "rope_theta", "1.0"),
         ({"rope_theta": math.inf}, "rope_theta", "inf"),
         ({"rope_theta": math.nan}, "rope_theta", "nan"),

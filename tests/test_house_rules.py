@@ -160,7 +160,7 @@ def sizes(path: str, text: str) -> list[str]:
             first = node.body[0]
             if isinstance(first, ast.Expr) and literal(first.value) is not None:
                 lines -= (first.end_lineno or first.lineno) - first.lineno + 1
-            kernel = any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+            kernel = any(re.match(r"triton\.jit|kernel\(", ast.unparse(decorator)) for decorator in node.decorator_list)
             if lines > (KERNEL_LINES if kernel else FUNCTION_LINES):
                 found.append(f"{path}:{node.lineno} {node.name} has {lines} lines")
     return found
@@ -248,6 +248,7 @@ def test_private_functions_and_kernels_have_room() -> None:
     body = "    x = 1\n" * FUNCTION_LINES
     assert not sizes("nsa/cache.py", 'def f():\n    """' + "word\n" * 50 + '    """\n' + body[:-10])
     assert not sizes("nsa/cache.py", "@triton.jit\ndef f():\n" + body)
+    assert not sizes("nsa/cache.py", "@kernel(do_not_specialize=[])\ndef f():\n" + body)
 
 
 # ---------------------------------------------------------------------------------------------- package and its door

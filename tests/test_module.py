@@ -72,6 +72,12 @@ def test_gates(gate, gate_hidden_size):
     matches(small(gate=gate, gate_hidden_size=gate_hidden_size))
 
 
+@pytest.mark.parametrize("temperature", [0.25, 3.0])
+def test_temperature_of_gates(temperature):
+    for gate_hidden_size in (0, 11):
+        matches(small(gate="softmax", gate_temperature=temperature, gate_hidden_size=gate_hidden_size))
+
+
 @pytest.mark.parametrize("share_kv", [False, True])
 @pytest.mark.parametrize("branches", SUBSETS)
 def test_branch_switches(branches, share_kv):

@@ -10,13 +10,14 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.lm.model import LanguageModel
 from nsa.module import NativeSparseAttention
-from nsa.ops.observation import SUMS, UNIT, new_sums
+from nsa.ops.observation import LARGE, MOST, SUMS, UNIT, new_sums
 from nsa.stages import TELEMETRY, in_stage
 from nsa.train.late import LateReader
 
 DEAD = 0.02  # of the sum of the gates
 UNIFORM = 0.999  # entropy, as a share of the largest there can be
 
+_EXTREMES: dict[str, Callable[[list[float]], float]] = {"selected_min_tokens": min, "selected_max_tokens": max}
 _COUNTS = tuple(f"selected_{design}_calls" for design in ("tiled", "gathered", "reference"))
 
 
@@ -51,14 +52,17 @@ class LayerStatistics:
             torch._foreach_copy_(self._sums, self._on)
 
     @in_stage(TELEMETRY)
-    def stop(self, sum_processes: Callable[[Tensor], Tensor]) -> None:
+    def stop(self, sum_processes: Callable[[Tensor], Tensor], largest_of_processes: Callable[[Tensor], Tensor]) -> None:
         """No pass counts any more; what was counted is on its way to the host.
 
         Args:
             sum_processes: sums a tensor over the processes that share the step.
+            largest_of_processes: takes the largest of each element over them.
         """
         if self._sums:
-            self._late.put(None, sum_processes(torch.stack(self._sums)).flatten())
+            sums = torch.stack(self._sums)
+            parts = sum_processes(sums[:, :MOST].contiguous()), largest_of_processes(sums[:, MOST:].contiguous())
+            self._late.put(None, torch.cat(parts, dim=1).flatten())
             torch._foreach_copy_(self._sums, self._off)
 
     def row(self) -> dict[str, float]:
@@ -66,7 +70,7 @@ class LayerStatistics:
 
         Returns:
             The metrics ``gate_*`` and ``selected_*`` of :data:`nsa.train.metrics.METRICS`, and the same of each layer with
-            ``_layer_0`` and so on added: means over the layers, but for counts, which are sums.
+            ``_layer_0`` and so on added: means over the layers, but for counts, which are sums, and extremes.
         """
         taken = self._late.take(keep=0)
         if not taken:
@@ -77,10 +81,16 @@ class LayerStatistics:
             of_layer = {name: next(sums) for name in SUMS}
             for name, value in _metrics(attention.config, of_layer).items():
                 of_layers.setdefault(name, {})[layer] = value
-        row = {name: sum(v.values()) / (1 if name in _COUNTS else len(v)) for name, v in of_layers.items()}
+        row = {name: _of_all_layers(name, [*values.values()]) for name, values in of_layers.items()}
         for name, values in of_layers.items():
             row |= {f"{name}_layer_{layer}": value for layer, value in values.items()}
         return row
+
+
+def _of_all_layers(name: str, values: list[float]) -> float:
+    if name in _EXTREMES:
+        return _EXTREMES[name](values)
+    return sum(values) / (1 if name in _COUNTS else len(values))
 
 
 def _metrics(config: NSAConfig, sums: dict[str, float]) -> dict[str, float]:
@@ -99,6 +109,9 @@ def _metrics(config: NSAConfig, sums: dict[str, float]) -> dict[str, float]:
         found["gate_collapsed"] = float(min(means) < DEAD * sum(means) or found["gate_entropy"] > UNIFORM)
     if "slc" in config.branches:
         add("selected_tokens", "keys", "choices")
+        if sums["most_keys"]:
+            found["selected_min_tokens"] = LARGE - sums["large_less_fewest_keys"]
+            found["selected_max_tokens"] = sums["most_keys"]
         add("selected_distance_tokens", "distance_2", "keys", 2.0)
         add("selected_overlap", "shared", "preceded_blocks")
         calls = {name: sums[name.split("_")[1]] for name in _COUNTS}

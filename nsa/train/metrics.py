@@ -79,6 +79,8 @@ METRICS = (
     Metric("gate_entropy", "1", "entropy of the gates as shares of their sum, mean; 1 means that all branches weigh alike"),
     Metric("gate_collapsed", "1", "share of the layers in which a branch is dead or all gates weigh alike; of a layer 0 or 1"),
     Metric("selected_tokens", "tokens", "keys in the chosen blocks that a query sees, mean over queries and KV heads"),
+    Metric("selected_min_tokens", "tokens", "the fewest, of queries with tokens of n blocks before them; absent without any"),
+    Metric("selected_max_tokens", "tokens", "the most, of these queries"),
     Metric("selected_distance_tokens", "tokens", "how far before their query these keys are, mean over the keys"),
     Metric("selected_overlap", "1", "share of a query's blocks that the query before it chose as well"),
     Metric("selected_tiled_calls", "calls", "forward passes of layers in which the tiled design ran"),

@@ -39,6 +39,12 @@ class Processes:
             dist.all_reduce(tensor)
         return tensor
 
+    def most(self, tensor: Tensor) -> Tensor:
+        """Largest of each element over the processes, the same way."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor
+
     def total(self, *numbers: int) -> list[int]:
         """Sums of host numbers over the processes."""
         return self._exchange(numbers, dist.ReduceOp.SUM)

@@ -136,7 +136,7 @@ class Reports:
         with self._clock.step(pause_follows=pause_follows):
             yield
         if layers is not None:
-            layers.stop(self._around.processes.sum)
+            layers.stop(self._around.processes.sum, self._around.processes.most)
         self._steps_done += 1
         if self._steps_done == 1:
             startup.end_step(self._around.device)

@@ -52,6 +52,7 @@ WRONG_FIELDS: dict[str, list[Any]] = {
     "compress_rope": ["end"],
     "gate": ["relu"],
     "gate_hidden_size": [-1],
+    "gate_temperature": [0.0, -1.0, math.inf, math.nan],
     "num_selected_blocks_table": [((0, 1),), ((-2, 5, 2),), ((-1, 0, 2),), ((-1, 9, 99),), ((-1, 9, 0),)],
     "coarse_block_size": [0, -64, 8, 16, 48, 96],
     "num_coarse_blocks": [-1, 3],

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from triton import JITFunction
 
+from nsa.ops._triton.kernel import Kernel
 from tests.gpu.matrix import MATRIX
 from tests.ops.public import CHECKS, RUNS, check_choice, check_compress
 from tools.compile_only.launches import jitted_functions, reached_from
@@ -20,13 +21,13 @@ from tools.compile_only.launches import jitted_functions, reached_from
 def noted_launches() -> Iterator[set[JITFunction[Any]]]:
     """Kernels that are launched meanwhile."""
     launched: set[JITFunction[Any]] = set()
-    real = JITFunction.run
+    real = Kernel.run
 
     def note(kernel: JITFunction[Any], *arguments: Any, **options: Any) -> Any:
         launched.add(kernel)
         return real(kernel, *arguments, **options)
 
-    with mock.patch.object(JITFunction, "run", note):
+    with mock.patch.object(Kernel, "run", note):
         yield launched
 
 

@@ -14,7 +14,7 @@ import torch
 from nsa import compressed_attention, select_blocks
 from tests.gpu.matrix import DEVICE, MATRIX, SEED, seed_case
 from tests.ops.properties import check_same_bits
-from tests.ops.public import CHECKS, DESIGNS, RUNS, check_choice, run_whole
+from tests.ops.public import CHECKS, DESIGNS, RUNS, check_choice, check_project, run_whole
 
 # Compiling takes most of the time, on one core a kernel: processes share the GPU and the cache of compiled kernels.
 WORKERS = max(1, min(12, (os.cpu_count() or 2) - 2))
@@ -125,3 +125,12 @@ def test_ties_go_to_the_lower_block():
     _, lse = compressed_attention(q, k, None, SEED, backend=case.backend)
     found = select_blocks(q, k, lse, SEED, backend=case.backend)
     assert torch.equal(found.cpu(), select_blocks(q.cpu(), k.cpu(), lse.cpu(), SEED, backend="reference"))
+
+
+@pytest.mark.parametrize("gate", [("softmax", 1.0), ("softmax", 0.3)], ids=str)
+def test_gates_of_a_projection(gate):
+    """Of the sigmoid those of the matrix are."""
+    case, (activation, temperature) = MATRIX["bf16 G6 D64"], gate
+    check_project(
+        dataclasses.replace(case, config=dataclasses.replace(case.config, gate=activation, gate_temperature=temperature))
+    )

@@ -12,7 +12,7 @@ from nsa.ops._triton.tuning import Tile, TileKey, default_tile, tiles_chosen_by
 from nsa.ops.selected import triton_launch
 from tests.ops import properties
 from tests.ops.cases import small
-from tests.ops.public import CHECKS, DESIGNS, RUNS, Case, check_choice, check_combine, check_compress
+from tests.ops.public import CHECKS, DESIGNS, RUNS, Case, check_choice, check_combine, check_compress, check_project
 
 CONFIG = small(num_heads=6, phi="linear")
 CASES = {
@@ -57,6 +57,14 @@ def test_steps_without_a_kept_block():
     stages: Any = {"coarse_block_size": 64, "num_coarse_blocks": 5, "num_init_blocks": 0, "num_local_blocks": 1}
     with tiles_chosen_by(lambda key, tile: Tile(16, 4, 4, 1)):
         check_choice(Case(dataclasses.replace(NARROW, **stages), (1200,) * 6, (1,) * 6))
+
+
+@pytest.mark.parametrize("branches", [("cmp", "slc", "win"), ("cmp", "win"), ("slc",)], ids=str)
+@pytest.mark.parametrize("gate", [("sigmoid", 1.0), ("softmax", 1.0), ("softmax", 0.3)], ids=str)
+def test_gates_of_a_projection(gate, branches):
+    activation, temperature = gate
+    changes = {"gate": activation, "gate_temperature": temperature, "branches": branches}
+    check_project(Case(dataclasses.replace(NARROW, **changes), (70, 3)))
 
 
 def test_compression_by_mlp():

@@ -356,7 +356,8 @@ def check_project(case: Case) -> None:
         Heads(*pair, "yes"),
     )
     branches = tuple(BRANCHES.index(name) for name in config.branches)
-    columns = Columns(parts, Gates(config.num_heads, branches, "softmax" if config.gate == "softmax" else "sigmoid"))
+    assert config.gate != "fixed"
+    columns = Columns(parts, Gates(config.num_heads, branches, config.gate, config.gate_temperature))
     width, num_tokens = 24, sum(case.lengths_k)
     sequences = Sequences(None, len(case.lengths_k), case.lengths_k[0], case.lengths_k[0], torch.device(case.device))
     if not case.dense:

@@ -95,7 +95,7 @@ def test_compiled_as_one_graph(attention: str, policy: str) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
     rows = []
     for layers in statistics:
-        layers.stop(lambda sums: sums)
+        layers.stop(lambda sums: sums, lambda sums: sums)
         rows.append({name: value for name, value in layers.row().items() if "calls" not in name})
     assert rows[0] == rows[1]
     assert (len(rows[0]) > 0) == (attention == "nsa")

@@ -50,7 +50,7 @@ def run(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str
         model.hidden_states(tokens, CU, max(LENGTHS))  # not counted, nor is the last one
         statistics.start()
         model.hidden_states(tokens, CU, max(LENGTHS))
-        statistics.stop(lambda sums: sums)
+        statistics.stop(lambda sums: sums, lambda sums: sums)
         model.hidden_states(tokens, CU, max(LENGTHS))
     row = statistics.row()
     assert statistics.row() == {}
@@ -61,25 +61,31 @@ def observe(model: LanguageModel) -> dict[str, float]:
     statistics = LayerStatistics(model)
     statistics.start()
     model.hidden_states(torch.arange(sum(LENGTHS)), CU, max(LENGTHS))
-    statistics.stop(lambda sums: sums)
+    statistics.stop(lambda sums: sums, lambda sums: sums)
     return statistics.row()
 
 
-def slow_choice(blocks: Tensor, size: int) -> tuple[float, float, float]:
-    """Keys a query, their mean distance, share of blocks that the query before chose too."""
-    queries, distances, shares, both = 0, [], 0, 0
+CHOICE = ("selected_tokens", "selected_distance_tokens", "selected_overlap", "selected_min_tokens", "selected_max_tokens")
+
+
+def slow_choice(blocks: Tensor, size: int) -> tuple[float, float, float, float, float]:
+    """Keys a query, their mean distance, share of blocks that the query before chose too; fewest and most keys of a query."""
+    queries, distances, shares, both, full = 0, [], 0, 0, []
     start = 0
     for length in LENGTHS:
         for t in range(length):
             for head in range(blocks.shape[1]):
                 ids = {int(i) for i in blocks[start + t, head] if i >= 0}
                 queries += bool(ids)
+                if t + 1 >= blocks.shape[-1] * size:
+                    full.append(sum(key <= t for i in ids for key in range(i * size, (i + 1) * size)))
                 distances += [t - key for i in ids for key in range(i * size, (i + 1) * size) if key <= t]
                 if t > 0:
                     shares += len(ids)
                     both += len(ids & {int(i) for i in blocks[start + t - 1, head]})
         start += length
-    return len(distances) / queries, sum(distances) / len(distances), both / shares
+    assert len(full) > 1
+    return len(distances) / queries, sum(distances) / len(distances), both / shares, min(full), max(full)
 
 
 def model_of(**changes: Any) -> LanguageModel:
@@ -99,9 +105,7 @@ def test_statistics_are_those_of_what_the_layers_did(changes: dict[str, Any], mo
     model = model_of(**changes)
     row, chosen, gates = run(model, monkeypatch)
     for layer, (blocks, values) in enumerate(zip(chosen, gates, strict=True)):
-        expected = dict(
-            zip(("selected_tokens", "selected_distance_tokens", "selected_overlap"), slow_choice(blocks, 16), strict=True)
-        )
+        expected = dict(zip(CHOICE, slow_choice(blocks, 16), strict=True))
         active = values[..., [column for column, branch in enumerate(BRANCHES) if branch in model.config.nsa.branches]].double()
         share = active / active.sum(-1, keepdim=True)
         expected["gate_entropy"] = float((-(share * share.log()).sum(-1)).mean() / torch.tensor(active.shape[-1]).log())
@@ -111,6 +115,8 @@ def test_statistics_are_those_of_what_the_layers_did(changes: dict[str, Any], mo
         assert row[f"selected_reference_calls_layer_{layer}"] == 1
     for name in ("selected_tokens", "gate_slc_mean"):
         assert row[name] == pytest.approx((row[f"{name}_layer_0"] + row[f"{name}_layer_1"]) / 2)
+    for name, extreme in (("selected_min_tokens", min), ("selected_max_tokens", max)):
+        assert row[name] == extreme(row[f"{name}_layer_0"], row[f"{name}_layer_1"])
     assert row["selected_reference_calls"] == 2
     assert ("gate_cmp_mean" in row) == ("cmp" in model.config.nsa.branches)
 
@@ -195,7 +201,7 @@ def test_compiled_and_checkpointed_layers_count_as_well() -> None:
         compiled(tokens, CU, max(LENGTHS)).sum().backward()  # not counted
         statistics.start()
         compiled(tokens, CU, max(LENGTHS)).sum().backward()
-        statistics.stop(lambda sums: sums)
+        statistics.stop(lambda sums: sums, lambda sums: sums)
         found = statistics.row()
         for name, value in expected.items():
             assert "calls" in name or found[name] == pytest.approx(value, rel=1e-5), name

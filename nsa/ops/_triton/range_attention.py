@@ -14,6 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.tiles import LN_2, LOG2_E, VARYING, find_tile, load_rows, sequence_rows, softmax_step, store_rows
 
 
@@ -99,7 +100,7 @@ def range_step(
     return softmax_step(s, v, row_max, total, acc, scale)
 
 
-@triton.jit(do_not_specialize=VARYING, repr=name_of("range_fwd_kernel"))
+@kernel(do_not_specialize=VARYING, repr=name_of("range_fwd_kernel"))
 def range_fwd_kernel(
     q_ptr, k_source, v_source, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, cu_key_ptr, len_q, len_k, len_key, num_sequences,
     num_rows, stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, softmax_scale, size, stride,

@@ -9,6 +9,7 @@ order.
 import triton
 import triton.language as tl
 
+from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.range_attention import high, key_steps, load_keys, name_of, visible
 from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile, gated_lse, load_column, load_rows, sequence_rows, store_rows
 
@@ -32,7 +33,7 @@ def range_dq_step(
     return tl.dot(ds, k, dq, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=VARYING, repr=name_of("range_dq_kernel"))
+@kernel(do_not_specialize=VARYING, repr=name_of("range_dq_kernel"))
 def range_dq_kernel(
     q_ptr, k_source, v_source, out_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, gates_ptr, dgates_ptr, gated_lse_ptr, cu_q_ptr,
     cu_k_ptr, cu_key_ptr, len_q, len_k, len_key, num_sequences, num_rows, stride_q, stride_qh, stride_k, stride_kh, stride_v,
@@ -164,7 +165,7 @@ def range_dkv_step(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=VARYING, repr=name_of("range_dkv_kernel"))
+@kernel(do_not_specialize=VARYING, repr=name_of("range_dkv_kernel"))
 def range_dkv_kernel(
     q_source, k_ptr, v_ptr, dout_source, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, cu_key_ptr, len_q,
     len_k, len_key, num_sequences, num_rows, chunk_rows, num_rows_key, stride_q, stride_qh, stride_k, stride_kh, stride_v,
@@ -243,7 +244,7 @@ def range_dkv_kernel(
             store_rows(dv_ptr, out_row, key_ok, DV, dv, DV, BLOCK_DV)
 
 
-@triton.jit(do_not_specialize=VARYING, repr=name_of("range_reduce_kernel"))
+@kernel(do_not_specialize=VARYING, repr=name_of("range_reduce_kernel"))
 def range_reduce_kernel(
     dk_part_ptr, dv_part_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, cu_key_ptr, len_q, len_k, len_key, num_sequences,
     chunk_rows, num_rows_key, size, stride, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,

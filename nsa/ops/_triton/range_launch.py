@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa.ops._triton.layout import Gated, Layout
 from nsa.ops._triton.range_attention import range_fwd_kernel
 from nsa.ops._triton.range_attention_bwd import range_dkv_kernel, range_dq_kernel, range_reduce_kernel
+from nsa.ops._triton.sizes import cdiv, next_power_of_2
 from nsa.ops._triton.tuning import LONG_KEYS, MOST_REGISTERS, Tile
 
 # Chunks of queries that the work on one block of keys is cut into: most of them, queries of the least, and programs to aim at.
@@ -64,7 +64,7 @@ def tile_name(operator: str, kind: str, layout: RangeLayout) -> str:
 
 def block_of(size: int) -> int:
     """Power of two that holds a head."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, next_power_of_2(size))
 
 
 def reduction_options(keys: int, head_dim: int, value_dim: int) -> dict[str, int]:
@@ -246,8 +246,8 @@ def chunks_of(len_q: int, most: int, window: bool, num_programs: int, rows: int)
         num_programs: programs of one chunk.
         rows: queries of a tile; chunks are of whole tiles, or every one would have a masked one more.
     """
-    num_chunks = max(1, min(triton.cdiv(most, MIN_CHUNK_ROWS), MAX_CHUNKS, TARGET_PROGRAMS // max(num_programs, 1)))
+    num_chunks = max(1, min(cdiv(most, MIN_CHUNK_ROWS), MAX_CHUNKS, TARGET_PROGRAMS // max(num_programs, 1)))
     if num_chunks == 1 or (window and most <= 2 * MIN_CHUNK_ROWS):
         return 1, len_q
-    chunk_rows = triton.cdiv(triton.cdiv(len_q, num_chunks), rows) * rows
-    return triton.cdiv(len_q, chunk_rows), chunk_rows
+    chunk_rows = cdiv(cdiv(len_q, num_chunks), rows) * rows
+    return cdiv(len_q, chunk_rows), chunk_rows

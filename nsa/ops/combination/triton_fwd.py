@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.ops._triton.kernel import kernel
+from nsa.ops._triton.sizes import cdiv, next_power_of_2
 from nsa.ops._triton.tiles import VARYING
 
 BLOCK_ROWS = 16
@@ -16,7 +18,7 @@ BLOCK_ROWS = 16
 Branches = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-@triton.jit(do_not_specialize=VARYING)
+@kernel(do_not_specialize=VARYING)
 def combine_fwd_kernel(
     cmp_ptr, slc_ptr, win_ptr, gates_ptr, out_ptr, num_rows, DV: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr
 ):
@@ -54,7 +56,7 @@ def branch_gradient(
     tl.store(dgates_ptr + first * 3 + (r * 3 + BRANCH), dgate.to(dgates_ptr.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@kernel(do_not_specialize=VARYING)
 def combine_bwd_kernel(
     cmp_ptr, slc_ptr, win_ptr, gates_ptr, dout_ptr, dcmp_ptr, dslc_ptr, dwin_ptr, dgates_ptr, num_rows, DV: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -79,8 +81,8 @@ def combine_forward(branches: Branches, gates: Tensor) -> Tensor:
     out = torch.empty_like(first)
     num_rows, size = first.numel() // first.shape[-1], first.shape[-1]
     if num_rows:
-        combine_fwd_kernel[(triton.cdiv(num_rows, BLOCK_ROWS),)](
-            *branches, gates, out, num_rows, DV=size, BLOCK_R=BLOCK_ROWS, BLOCK_DV=triton.next_power_of_2(size), num_warps=4
+        combine_fwd_kernel[(cdiv(num_rows, BLOCK_ROWS),)](
+            *branches, gates, out, num_rows, DV=size, BLOCK_R=BLOCK_ROWS, BLOCK_DV=next_power_of_2(size), num_warps=4
         )
     return out
 
@@ -91,8 +93,8 @@ def combine_backward(branches: Branches, gates: Tensor, dout: Tensor) -> tuple[B
     dgates = torch.empty_like(gates)
     num_rows, size = dout.numel() // dout.shape[-1], dout.shape[-1]
     if num_rows:
-        combine_bwd_kernel[(triton.cdiv(num_rows, BLOCK_ROWS),)](
+        combine_bwd_kernel[(cdiv(num_rows, BLOCK_ROWS),)](
             *branches, gates, dout, *grads, dgates, num_rows, DV=size, BLOCK_R=BLOCK_ROWS,
-            BLOCK_DV=triton.next_power_of_2(size), num_warps=4,
+            BLOCK_DV=next_power_of_2(size), num_warps=4,
         )  # fmt: skip
     return grads, dgates  # type: ignore[return-value]

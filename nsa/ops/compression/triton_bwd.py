@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.rotation import partner_column, rotation
 from nsa.ops._triton.tiles import VARYING, find_tile, sequence_rows
 
@@ -27,7 +28,7 @@ def load_unrotated(
     return dy
 
 
-@triton.jit(do_not_specialize=VARYING)
+@kernel(do_not_specialize=VARYING)
 def compress_dx_kernel(
     dy_ptr, weight_ptr, frequency_ptr, dx_ptr, cu_ptr, cu_cmp_ptr, len_x, len_cmp, num_sequences, magnitude, position_offset,
     HKV: tl.constexpr, D: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, ROTARY: tl.constexpr, MIDDLE: tl.constexpr,
@@ -71,7 +72,7 @@ def compress_dx_kernel(
             tl.store(dx_ptr + out[:, None] + d[None, :], total.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@kernel(do_not_specialize=VARYING)
 def compress_dw_kernel(
     dy_ptr, x_ptr, frequency_ptr, dw_ptr, cu_ptr, cu_cmp_ptr, len_x, len_cmp, num_sequences, num_tiles, stride_x, stride_xh,
     magnitude, position_offset, HKV: tl.constexpr, D: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, ROTARY: tl.constexpr,

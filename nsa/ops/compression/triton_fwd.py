@@ -4,14 +4,14 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.rotation import partner_column, rotation
 from nsa.ops._triton.tiles import VARYING, find_tile, sequence_rows
 
 
-@triton.jit(do_not_specialize=VARYING)
+@kernel(do_not_specialize=VARYING)
 def compress_fwd_kernel(
     x_ptr, weight_ptr, frequency_ptr, y_ptr, cu_ptr, cu_cmp_ptr, len_x, len_cmp, num_sequences, stride_x, stride_xh,
     magnitude, position_offset, HKV: tl.constexpr, D: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, ROTARY: tl.constexpr,

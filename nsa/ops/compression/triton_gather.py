@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.tiles import VARYING, find_tile, sequence_rows
 
 
-@triton.jit(do_not_specialize=VARYING)
+@kernel(do_not_specialize=VARYING)
 def gather_fwd_kernel(
     x_ptr, out_ptr, cu_ptr, cu_cmp_ptr, len_x, len_cmp, num_sequences, num_rows, stride_x, stride_xh,
     D: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -31,7 +31,7 @@ def gather_fwd_kernel(
             source += stride_x
 
 
-@triton.jit(do_not_specialize=VARYING)
+@kernel(do_not_specialize=VARYING)
 def gather_bwd_kernel(
     dblocks_ptr, dx_ptr, cu_ptr, cu_cmp_ptr, len_x, len_cmp, num_sequences, num_rows,
     HKV: tl.constexpr, D: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,

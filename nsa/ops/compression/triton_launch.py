@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from nsa.ops._triton.sizes import cdiv, next_power_of_2
 from nsa.ops.compression.triton_bwd import compress_dw_kernel, compress_dx_kernel
 from nsa.ops.compression.triton_fwd import compress_fwd_kernel
 from nsa.ops.compression.triton_gather import gather_bwd_kernel, gather_fwd_kernel
@@ -61,7 +61,7 @@ class CompressLayout:
         return {
             "HKV": x.shape[1], "D": x.shape[2], "L": self.size, "STRIDE": self.stride,
             "ROTARY": 0 if self.frequency is None else 2 * self.frequency.shape[0], "MIDDLE": self.middle,
-            "BLOCK_C": BLOCK_ROWS, "BLOCK_D": triton.next_power_of_2(x.shape[2]), "num_warps": warps_of(x.shape[2]),
+            "BLOCK_C": BLOCK_ROWS, "BLOCK_D": next_power_of_2(x.shape[2]), "num_warps": warps_of(x.shape[2]),
         }  # fmt: skip
 
     def num_tiles(self, rows: int, each: int, tile: int) -> int:
@@ -116,8 +116,8 @@ def compress_backward(
     num_tiles = layout.num_tiles(num_tokens // layout.stride, layout.len_cmp, BLOCK_ROWS)
     parts = max(1, min(WEIGHT_PARTS, num_tiles))
     dw = torch.empty(parts, *weight.shape, dtype=torch.float32, device=x.device)
-    rows = min(triton.next_power_of_2(layout.size), WEIGHT_TILE // constants["BLOCK_D"])
-    compress_dw_kernel[(parts, num_heads, triton.cdiv(layout.size, rows))](
+    rows = min(next_power_of_2(layout.size), WEIGHT_TILE // constants["BLOCK_D"])
+    compress_dw_kernel[(parts, num_heads, cdiv(layout.size, rows))](
         dy, x, layout.frequency, dw, *layout.arguments(), num_tiles, x.stride(0), x.stride(1), *rotation, **constants,
         BLOCK_L=rows, maxnreg=REGISTERS,
     )  # fmt: skip
@@ -132,7 +132,7 @@ def gather_forward(x: Tensor, layout: CompressLayout) -> Tensor:
     if grid[0] and num_rows:
         gather_fwd_kernel[grid](
             x, out, *layout.arguments(), num_rows, x.stride(0), x.stride(1), D=size, L=layout.size, STRIDE=layout.stride,
-            BLOCK_C=BLOCK_ROWS, BLOCK_D=triton.next_power_of_2(size), num_warps=warps_of(size), maxnreg=REGISTERS,
+            BLOCK_C=BLOCK_ROWS, BLOCK_D=next_power_of_2(size), num_warps=warps_of(size), maxnreg=REGISTERS,
         )  # fmt: skip
     return out
 
@@ -145,6 +145,6 @@ def gather_backward(dblocks: Tensor, num_tokens: int, layout: CompressLayout) ->
     if grid[0] and num_tokens:
         gather_bwd_kernel[grid](
             dblocks, dx, *layout.arguments(), num_rows, HKV=num_heads, D=size, L=layout.size, STRIDE=layout.stride,
-            BLOCK_C=BLOCK_ROWS, BLOCK_D=triton.next_power_of_2(size), num_warps=warps_of(size), maxnreg=REGISTERS,
+            BLOCK_C=BLOCK_ROWS, BLOCK_D=next_power_of_2(size), num_warps=warps_of(size), maxnreg=REGISTERS,
         )  # fmt: skip
     return dx

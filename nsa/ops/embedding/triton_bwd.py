@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
+
+from nsa.ops._triton.kernel import kernel
+from nsa.ops._triton.sizes import cdiv
 
 BLOCK_ROWS = 16
 BLOCK_COLUMNS = 256
@@ -15,7 +17,7 @@ BLOCK_COLUMNS = 256
 PIECE = 64
 
 
-@triton.jit(do_not_specialize=["columns"])
+@kernel(do_not_specialize=["columns"])
 def sum_rows_kernel(
     x_ptr, order_ptr, start_ptr, stop_ptr, out_ptr, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):  # fmt: skip
@@ -61,6 +63,6 @@ def embed_backward(dout: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
 def _sum_rows(x: Tensor, order: Tensor | None, start: Tensor, stop: Tensor, out: Tensor) -> None:
     rows, columns = out.shape
     if out.numel():
-        sum_rows_kernel[(rows, triton.cdiv(columns, BLOCK_COLUMNS))](
+        sum_rows_kernel[(rows, cdiv(columns, BLOCK_COLUMNS))](
             x, order, start, stop, out, columns, BLOCK_R=BLOCK_ROWS, BLOCK_C=BLOCK_COLUMNS, num_warps=4
         )

@@ -9,10 +9,10 @@ from nsa.config import BRANCHES, NSAConfig
 from nsa.errors import check
 from nsa.ops._boundary import Sequences
 from nsa.ops.observation.ops import observe_op
-from nsa.ops.observation.reference import SUMS, UNIT, new_sums
+from nsa.ops.observation.reference import LARGE, MOST, SUMS, UNIT, new_sums
 from nsa.stages import TELEMETRY, in_stage
 
-__all__ = ["SUMS", "UNIT", "check_sums", "new_sums", "observe"]
+__all__ = ["LARGE", "MOST", "SUMS", "UNIT", "check_sums", "new_sums", "observe"]
 
 
 @in_stage(TELEMETRY)

@@ -11,16 +11,18 @@ from nsa.ops._boundary import Sequences
 from nsa.ops._packed import locate, query_positions
 
 # Places in the sums of a layer. ON is no sum: only where it is 1 is anything added. Shares and means are kept as whole numbers,
-# so that sums are the same in any order.
+# so that sums are the same in any order. The last two are the largest of what was seen: most keys of a query, and LARGE less
+# the fewest, of queries that have n blocks' tokens before them.
 SUMS = (
     "on", "gate_cmp", "gate_slc", "gate_win", "entropy", "gates", "keys", "distance_2", "choices", "shared", "preceded_blocks",
-    "tiled", "gathered", "reference",
+    "tiled", "gathered", "reference", "most_keys", "large_less_fewest_keys",
 )  # fmt: skip
-ON, GATES, ENTROPY, NUM_GATES, KEYS, DISTANCE_2, CHOICES, SHARED, NUM_SHARED, TILED, GATHERED, REFERENCE = (
+ON, GATES, ENTROPY, NUM_GATES, KEYS, DISTANCE_2, CHOICES, SHARED, NUM_SHARED, TILED, GATHERED, REFERENCE, MOST, FEWEST = (
     SUMS.index(name)
     for name in ("on", "gate_cmp", "entropy", "gates", "keys", "distance_2", "choices", "shared", "preceded_blocks", "tiled",
-                 "gathered", "reference")
+                 "gathered", "reference", "most_keys", "large_less_fewest_keys")
 )  # fmt: skip
+LARGE = 2**40
 # A gate or an entropy of 1.
 UNIT = 2**30
 
@@ -47,15 +49,16 @@ def observe_reference(
     found[NUM_GATES] = is_real.sum() * gates.shape[1]
     found[REFERENCE] = 1
     if block_indices is not None:
-        found[KEYS : NUM_SHARED + 1] = _choice_sums(
-            block_indices.long(), row, is_real, query_positions(gates.shape[0], cu_q, cu_k), block_size
-        )
+        position = query_positions(gates.shape[0], cu_q, cu_k)
+        found[KEYS : NUM_SHARED + 1], found[MOST:] = _choice_sums(block_indices.long(), row, is_real, position, block_size)
     found[ON] = 0
-    sums += found * on
+    found *= on
+    sums[:MOST] += found[:MOST]
+    sums[MOST:] = torch.maximum(sums[MOST:], found[MOST:])
 
 
-def _choice_sums(blocks: Tensor, row: Tensor, is_real: Tensor, position: Tensor, size: int) -> Tensor:
-    """int64 ``[5]`` of blocks ``[T, Hkv, n]``: KEYS, DISTANCE_2, CHOICES, SHARED, NUM_SHARED."""
+def _choice_sums(blocks: Tensor, row: Tensor, is_real: Tensor, position: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """int64 of blocks ``[T, Hkv, n]``: KEYS, DISTANCE_2, CHOICES, SHARED, NUM_SHARED; MOST, FEWEST."""
     position = position[:, None, None]
     first = blocks * size
     chosen = (blocks >= 0) & (first <= position) & is_real[:, None, None]
@@ -66,4 +69,8 @@ def _choice_sums(blocks: Tensor, row: Tensor, is_real: Tensor, position: Tensor,
         shared[1:] |= blocks[1:] == blocks[:-1, :, slot : slot + 1]
     has_before = chosen & (row > 0)[:, None, None]
     distance_2 = num_keys * (2 * position - first - last)
-    return torch.stack([x.sum() for x in (num_keys, distance_2, chosen.any(-1), shared & has_before, has_before)])
+    sums = torch.stack([x.sum() for x in (num_keys, distance_2, chosen.any(-1), shared & has_before, has_before)])
+    of_query = num_keys.sum(-1)
+    extremes = torch.stack((of_query, LARGE - of_query), dim=-1)
+    counts = is_real & (position[:, 0, 0] + 1 >= blocks.shape[-1] * size)
+    return sums, torch.where(counts[:, None, None], extremes, 0).amax((0, 1))

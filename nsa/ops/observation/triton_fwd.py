@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.layout import Layout
+from nsa.ops._triton.sizes import next_power_of_2
 from nsa.ops._triton.tiles import VARYING, find_tile, sequence_rows
 from nsa.ops._triton.tuning import MOST_REGISTERS
 from nsa.ops.observation import reference
@@ -26,6 +28,9 @@ SHARED = tl.constexpr(reference.SHARED)
 NUM_SHARED = tl.constexpr(reference.NUM_SHARED)
 TILED = tl.constexpr(reference.TILED)
 GATHERED = tl.constexpr(reference.GATHERED)
+MOST_KEYS = tl.constexpr(reference.MOST)
+FEWEST_KEYS = tl.constexpr(reference.FEWEST)
+LARGE = tl.constexpr(reference.LARGE)
 UNIT = tl.constexpr(reference.UNIT)
 LOG2_OF = {1: 1.0, 2: 1.0, 3: math.log2(3)}  # largest entropy of so many gates, bits; a single one has none
 
@@ -67,7 +72,7 @@ def observe_gates(
     add_sum(sums_ptr, NUM_GATES, (count * HQ).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=[*VARYING, "limit_4"])
+@kernel(do_not_specialize=[*VARYING, "limit_4"])
 def observe_kernel(
     gates_ptr, indices_ptr, union_ptr, sums_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, limit_4,
     HQ: tl.constexpr, HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, CMP: tl.constexpr, SLC: tl.constexpr,
@@ -99,6 +104,9 @@ def observe_kernel(
                 choices = keys
                 found = keys
                 preceded = keys
+                most = keys
+                fewest = keys  # LARGE less them
+                counts = (row < num_q) & (num_tokens - num_q + row + 1 >= N * BLOCK_SIZE)
                 for head in tl.range(0, HKV):
                     at = indices_ptr + (token * HKV + head) * N
                     block = tl.load(at[:, None] + slot[None, :], mask=ok, other=-1).to(tl.int32)
@@ -112,7 +120,10 @@ def observe_kernel(
                         before = tl.load(at - HKV * N + other, mask=has_before, other=-1).to(tl.int32)
                         shared = shared | (block == before[:, None])
                     counted = chosen & has_before[:, None]
-                    keys += tl.sum(num_keys)
+                    of_query = tl.sum(num_keys, 1).to(tl.int64)
+                    keys += tl.sum(of_query)
+                    most = tl.maximum(most, tl.max(tl.where(counts, of_query, 0)))
+                    fewest = tl.maximum(fewest, tl.max(tl.where(counts, LARGE - of_query, 0)))
                     distance_2 += tl.sum(num_keys.to(tl.int64) * (2 * t - start - last))
                     choices += tl.sum(tl.max(chosen.to(tl.int32), 1))
                     found += tl.sum((counted & shared).to(tl.int32))
@@ -122,6 +133,8 @@ def observe_kernel(
                 add_sum(sums_ptr, CHOICES, choices)
                 add_sum(sums_ptr, SHARED, found)
                 add_sum(sums_ptr, NUM_SHARED, preceded)
+                tl.atomic_max(sums_ptr + MOST_KEYS, most, sem="relaxed")
+                tl.atomic_max(sums_ptr + FEWEST_KEYS, fewest, sem="relaxed")
 
 
 def observe_kernels(
@@ -132,11 +145,11 @@ def observe_kernels(
     num_q, num_heads = gates.shape[:2]
     num_kv_heads, n = (1, 1) if block_indices is None else block_indices.shape[1:]
     indices = None if block_indices is None or block_indices.numel() == 0 else block_indices.contiguous()
-    pad_n = triton.next_power_of_2(n)
-    block_q = max(MIN_QUERIES, triton.next_power_of_2(min(TILE_GATES // num_heads, TILE_BLOCKS // pad_n) + 1) // 2)
+    pad_n = next_power_of_2(n)
+    block_q = max(MIN_QUERIES, next_power_of_2(min(TILE_GATES // num_heads, TILE_BLOCKS // pad_n) + 1) // 2)
     observe_kernel[(max(layout.num_tiles(num_q, block_q, layout.len_q), 1),)](
         gates.contiguous(), indices, union, sums, *layout.arguments(), limit_4, HQ=num_heads, HKV=num_kv_heads, N=n,
         BLOCK_SIZE=block_size, CMP=0 in columns, SLC=1 in columns, WIN=2 in columns, MOST=LOG2_OF[len(columns)],
-        BLOCK_Q=block_q, PAD_N=pad_n, BLOCK_G=triton.next_power_of_2(block_q * num_heads), num_warps=4,
+        BLOCK_Q=block_q, PAD_N=pad_n, BLOCK_G=next_power_of_2(block_q * num_heads), num_warps=4,
         maxnreg=MOST_REGISTERS,
     )  # fmt: skip

@@ -45,11 +45,13 @@ class Gates:
         heads: query heads.
         branches: which of the three (0 cmp, 1 slc, 2 win) are on; a head has a column for each of these.
         activation: ``sigmoid``, or ``softmax`` over the branches.
+        temperature: what the logits of ``softmax`` are divided by.
     """
 
     heads: int
     branches: tuple[int, ...]
     activation: Literal["sigmoid", "softmax"] = "sigmoid"
+    temperature: float = 1.0
 
     @property
     def columns(self) -> int:
@@ -82,7 +84,7 @@ class Columns:
         values = json.loads(text)
         gates = values["gates"]
         if gates is not None:
-            gates = Gates(gates["heads"], tuple(gates["branches"]), gates["activation"])
+            gates = Gates(**{**gates, "branches": tuple(gates["branches"])})
         return cls(tuple(Heads(**part) for part in values["parts"]), gates)
 
     @property

@@ -30,7 +30,7 @@ def activate(logits: Tensor, gates: Gates) -> Tensor:
     """Gates ``[T, Hq, 3]``, fp32 at least, from logits ``[T, Hq * branches]``; 0 for a branch that is off."""
     logits = logits.unflatten(-1, (gates.heads, len(gates.branches)))
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    active = logits.sigmoid() if gates.activation == "sigmoid" else logits.softmax(-1)
+    active = logits.sigmoid() if gates.activation == "sigmoid" else (logits / gates.temperature).softmax(-1)
     if len(gates.branches) == 3:
         return active
     found = [active.new_zeros(active.shape[:-1])] * 3

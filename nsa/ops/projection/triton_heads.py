@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.rotation import cos_sin
 from nsa.ops._triton.tiles import VARYING
 
@@ -75,10 +76,13 @@ def gate_logit(x_row, bias_ptr, head, mask, BRANCH: tl.constexpr, BRANCHES: tl.c
 
 @triton.jit
 def open_gates(
-    x_row, gates_ptr, bias_ptr, row, ok, HEADS: tl.constexpr, COLUMNS: tl.constexpr, OFF: tl.constexpr, SOFTMAX: tl.constexpr,
+    x_row, gates_ptr, bias_ptr, row, ok, HEADS: tl.constexpr, COLUMNS: tl.constexpr, OFF: tl.constexpr, SHARPNESS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Gates ``[T, HEADS, 3]`` from the logits at ``x_row``; ``COLUMNS`` are the branches that are on, ``OFF`` the others."""
+    """Gates ``[T, HEADS, 3]`` from the logits at ``x_row``; ``COLUMNS`` are the branches that are on, ``OFF`` the others.
+
+    ``SHARPNESS`` is what the logits are multiplied by before the softmax, or 0 for the sigmoid.
+    """
     BRANCHES: tl.constexpr = len(COLUMNS)
     head = tl.arange(0, BLOCK_H)
     mask = ok[:, None] & (head < HEADS)[None, :]
@@ -87,20 +91,21 @@ def open_gates(
         tl.store(at + OFF[branch], tl.zeros(mask.shape, tl.float32), mask=mask)
     highest = gate_logit(x_row, bias_ptr, head, mask, 0, BRANCHES, HEADS)
     total = tl.zeros(mask.shape, tl.float32)
-    if SOFTMAX:
+    if SHARPNESS > 0:
         for branch in tl.static_range(1, BRANCHES):
             highest = tl.maximum(highest, gate_logit(x_row, bias_ptr, head, mask, branch, BRANCHES, HEADS))
         for branch in tl.static_range(BRANCHES):
-            total += tl.exp(gate_logit(x_row, bias_ptr, head, mask, branch, BRANCHES, HEADS) - highest)
+            logit = gate_logit(x_row, bias_ptr, head, mask, branch, BRANCHES, HEADS)
+            total += tl.exp((logit - highest) * SHARPNESS)
     for branch in tl.static_range(BRANCHES):
         logit = gate_logit(x_row, bias_ptr, head, mask, branch, BRANCHES, HEADS)
-        gate = tl.exp(logit - highest) / total if SOFTMAX else tl.sigmoid(logit)
+        gate = tl.exp((logit - highest) * SHARPNESS) / total if SHARPNESS > 0 else tl.sigmoid(logit)
         tl.store(at + COLUMNS[branch], gate, mask=mask)
 
 
 @triton.jit
 def close_gates(
-    x_row, gates_ptr, dgates_ptr, row, ok, HEADS: tl.constexpr, COLUMNS: tl.constexpr, SOFTMAX: tl.constexpr,
+    x_row, gates_ptr, dgates_ptr, row, ok, HEADS: tl.constexpr, COLUMNS: tl.constexpr, SHARPNESS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the logits, written at ``x_row``, from those of the gates."""
@@ -109,23 +114,23 @@ def close_gates(
     mask = ok[:, None] & (head < HEADS)[None, :]
     at = (row[:, None] * HEADS + head[None, :]) * 3
     mean = tl.zeros(mask.shape, tl.float32)
-    if SOFTMAX:
+    if SHARPNESS > 0:
         for branch in tl.static_range(BRANCHES):
             gate = tl.load(gates_ptr + at + COLUMNS[branch], mask=mask, other=0.0)
             mean += gate * tl.load(dgates_ptr + at + COLUMNS[branch], mask=mask, other=0.0)
     for branch in tl.static_range(BRANCHES):
         gate = tl.load(gates_ptr + at + COLUMNS[branch], mask=mask, other=0.0)
         dgate = tl.load(dgates_ptr + at + COLUMNS[branch], mask=mask, other=0.0)
-        dlogit = gate * (dgate - mean) if SOFTMAX else gate * (1.0 - gate) * dgate
+        dlogit = gate * (dgate - mean) * SHARPNESS if SHARPNESS > 0 else gate * (1.0 - gate) * dgate
         put(x_row + (head * BRANCHES + branch)[None, :], dlogit, mask, False)
 
 
-@triton.jit(do_not_specialize=[*VARYING, "search_steps"])
+@kernel(do_not_specialize=[*VARYING, "search_steps"])
 def heads_kernel(
     x_ptr, part_ptrs, gates_ptr, dgates_ptr, bias_ptr, positions_ptr, frequency_ptr, cu_ptr, len_x, num_sequences,
     search_steps, num_rows, stride_x, magnitude, position_offset,
     HEADS: tl.constexpr, SIZES: tl.constexpr, ROTARY: tl.constexpr, RESTS: tl.constexpr, STARTS: tl.constexpr,
-    GATE_HEADS: tl.constexpr, GATE_START: tl.constexpr, COLUMNS: tl.constexpr, OFF: tl.constexpr, SOFTMAX: tl.constexpr,
+    GATE_HEADS: tl.constexpr, GATE_START: tl.constexpr, COLUMNS: tl.constexpr, OFF: tl.constexpr, SHARPNESS: tl.constexpr,
     USED: tl.constexpr, PADDING: tl.constexpr, BACKWARD: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -162,9 +167,9 @@ def heads_kernel(
     if tl.program_id(1) == 0:
         if GATE_HEADS > 0:
             if BACKWARD:
-                close_gates(x_row + GATE_START, gates_ptr, dgates_ptr, row, ok, GATE_HEADS, COLUMNS, SOFTMAX, BLOCK_H)
+                close_gates(x_row + GATE_START, gates_ptr, dgates_ptr, row, ok, GATE_HEADS, COLUMNS, SHARPNESS, BLOCK_H)
             else:
-                open_gates(x_row + GATE_START, gates_ptr, bias_ptr, row, ok, GATE_HEADS, COLUMNS, OFF, SOFTMAX, BLOCK_H)
+                open_gates(x_row + GATE_START, gates_ptr, bias_ptr, row, ok, GATE_HEADS, COLUMNS, OFF, SHARPNESS, BLOCK_H)
         if BACKWARD and PADDING > 0:
             j = tl.arange(0, 8)
             mask = ok[:, None] & (j < PADDING)[None, :]

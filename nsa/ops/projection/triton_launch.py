@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
+from nsa.ops._triton.sizes import cdiv, next_power_of_2
 from nsa.ops.projection.layout import Columns, Heads, padded
 from nsa.ops.projection.triton_heads import heads_kernel
 from nsa.rope import Rope, frequency_table
@@ -70,20 +70,21 @@ def _launch(
         return
     rotary = tuple(rope.dim * rotated for (_, _, rotated), _ in parts)
     sizes = tuple(part.size for (_, part, _), _ in parts)
-    used, block_half = sum(columns.sizes), triton.next_power_of_2(max(rope.dim // 2, 1))
+    used, block_half = sum(columns.sizes), next_power_of_2(max(rope.dim // 2, 1))
     of_gates = columns.gates if gates is not None else None
     branches = () if of_gates is None else of_gates.branches
-    heads_kernel[(triton.cdiv(num_rows, BLOCK_ROWS), HEAD_PROGRAMS)](
+    sharpness = 0.0 if of_gates is None or of_gates.activation == "sigmoid" else 1.0 / of_gates.temperature
+    heads_kernel[(cdiv(num_rows, BLOCK_ROWS), HEAD_PROGRAMS)](
         x, tuple(tensor for _, tensor in parts), gates, dgates, bias, tokens.positions,
         frequency_table(rope, x.device) if any(rotary) else None, tokens.cu, tokens.length, tokens.num_sequences,
         tokens.num_sequences.bit_length(), num_rows, x.stride(0), rope.magnitude, rope.position_offset,
         HEADS=tuple(part.number for (_, part, _), _ in parts), SIZES=sizes, ROTARY=rotary,
-        RESTS=tuple(triton.next_power_of_2(max(size - turned, 1)) for size, turned in zip(sizes, rotary, strict=True)),
+        RESTS=tuple(next_power_of_2(max(size - turned, 1)) for size, turned in zip(sizes, rotary, strict=True)),
         STARTS=tuple(start for (start, _, _), _ in parts), GATE_HEADS=0 if of_gates is None else of_gates.heads,
         GATE_START=used - (0 if of_gates is None else of_gates.columns), COLUMNS=branches,
         OFF=tuple(branch for branch in range(3) if branch not in branches),
-        SOFTMAX=of_gates is not None and of_gates.activation == "softmax", USED=used,
+        SHARPNESS=sharpness, USED=used,
         PADDING=0 if add else padded(used) - used, BACKWARD=backward, ADD=add, HALF=rope.dim // 2, BLOCK_R=BLOCK_ROWS,
-        BLOCK_HALF=block_half, BLOCK_H=triton.next_power_of_2(1 if of_gates is None else of_gates.heads),
+        BLOCK_HALF=block_half, BLOCK_H=next_power_of_2(1 if of_gates is None else of_gates.heads),
         num_warps=4 if block_half <= 64 else 8,  # cosines and sines of all tokens stay in registers
     )  # fmt: skip

@@ -13,12 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa.ops import _limits
 from nsa.ops._limits import check_numbers
 from nsa.ops._triton.layout import Layout
+from nsa.ops._triton.sizes import cdiv, next_power_of_2
 from nsa.ops.selected.design import LIMIT_4
 from nsa.ops.selected.triton_index import chunk_kernel, item_kernel, key_kernel, list_kernel
 
@@ -82,13 +82,13 @@ class Chunks:
         """Find the chunks, from what :meth:`InverseIndex.fill` gives."""
         total, entries = self.begin.shape[0], ranked.shape[0]
         count = torch.empty_like(self.start)
-        item_kernel[(triton.cdiv(total, BLOCK),)](
+        item_kernel[(cdiv(total, BLOCK),)](
             ranked, self.begin, self.length, count, entries, entries.bit_length(), total // self.segments, self.segments,
             self.index_segments // self.segments, self.size, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
         torch.cumsum(count, 0, dtype=torch.int32, out=self.start)
         most = self.item.shape[0]
-        chunk_kernel[(triton.cdiv(most, BLOCK),)](
+        chunk_kernel[(cdiv(most, BLOCK),)](
             self.start, self.item, total, most, (total + 1).bit_length(), BLOCK=BLOCK, num_warps=4
         )
 
@@ -216,7 +216,7 @@ def make_lists(
     num_lists = layout.num_tiles(num_q * group_size, rows, layout.len_q * group_size)
     # A tile of whole queries, or one that begins and ends between the heads of two.
     block_q = rows // group_size if rows % group_size == 0 else (rows - 2) // group_size + 2
-    pad_q, pad_n = triton.next_power_of_2(block_q), triton.next_power_of_2(n)
+    pad_q, pad_n = next_power_of_2(block_q), next_power_of_2(n)
     _check_lists(block_q * n, -(-layout.len_k // block_size), pad_q * pad_n)
     block, word = (torch.empty(num_kv_heads, num_lists, block_q * n, dtype=torch.int32, device=device) for _ in range(2))
     count = torch.empty(num_kv_heads, num_lists, 4, dtype=torch.int32, device=device)

@@ -5,6 +5,7 @@
 import triton
 import triton.language as tl
 
+from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.range_attention import load_keys
 from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile, gated_lse, load_rows, sequence_rows, store_rows
 from nsa.ops.selected.triton_fwd import hide_keys, list_entry
@@ -27,7 +28,7 @@ def selected_dq_step(
     return tl.dot(ds, k, dq, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=[*VARYING, "num_lists"])
+@kernel(do_not_specialize=[*VARYING, "num_lists"])
 def selected_dq_kernel(
     q_ptr, k_source, v_source, out_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, gates_ptr, dgates_ptr, gated_lse_ptr, block_ptr,
     word_ptr, count_ptr, union_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, num_lists, stride_q, stride_qh, stride_k,
@@ -102,7 +103,7 @@ def selected_dq_kernel(
         store_rows(dq_ptr, out_row, ok, D, dq, D, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@kernel(do_not_specialize=VARYING)
 def selected_delta_kernel(
     out_ptr, dout_ptr, lse_ptr, delta_ptr, gates_ptr, dgates_ptr, gated_lse_ptr, union_ptr, cu_q_ptr, len_q, num_sequences,
     stride_do, stride_doh, HQ: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr,

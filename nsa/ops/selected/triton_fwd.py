@@ -14,6 +14,7 @@ here are a query's *near* blocks: the first of its sequence, its own and the one
 import triton
 import triton.language as tl
 
+from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.range_attention import load_keys
 from nsa.ops._triton.tiles import LN_2, LOG2_E, VARYING, find_tile, load_rows, sequence_rows, softmax_step, store_rows
 from nsa.ops.selected.triton_index import choices_scatter
@@ -55,7 +56,7 @@ def selected_step(
     return softmax_step(hide_keys(s, chosen, t, n, causal, -float("inf")), v, row_max, total, acc, scale)
 
 
-@triton.jit(do_not_specialize=[*VARYING, "num_lists"])
+@kernel(do_not_specialize=[*VARYING, "num_lists"])
 def selected_fwd_kernel(
     q_ptr, k_source, v_source, out_ptr, lse_ptr, block_ptr, word_ptr, count_ptr, union_ptr, cu_q_ptr, cu_k_ptr,
     len_q, len_k, num_sequences, num_lists, stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, softmax_scale,

@@ -16,6 +16,7 @@ are given ``union_ptr`` do their share of the gathered design only where choices
 import triton
 import triton.language as tl
 
+from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.tiles import LN_2, LOG2_E, VARYING, find_tile, load_column, load_rows, load_tile, sequence_rows, store_rows
 from nsa.ops.selected.triton_index import choices_scatter
 
@@ -120,7 +121,7 @@ def gather_fwd_step(
     tl.store(lse_part_ptr + slot, row_max + tl.log2(total), mask=ok)
 
 
-@triton.jit(do_not_specialize=SEGMENT)
+@kernel(do_not_specialize=SEGMENT)
 def selected_gather_fwd_kernel(
     q_ptr, k_ptr, v_ptr, part_ptr, lse_part_ptr, union_ptr, order_ptr, begin_ptr, length_ptr, chunk_item_ptr, chunk_start_ptr,
     cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, num_blocks, segment, segment_rows, chunk_size, stride_q, stride_qh,
@@ -243,7 +244,7 @@ def finish_keys(
         store_rows(dv_ptr, row, ok, DV, dv, DV, BLOCK_DV)
 
 
-@triton.jit(do_not_specialize=SEGMENT)
+@kernel(do_not_specialize=SEGMENT)
 def selected_gather_bwd_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, dk_part_ptr, dv_part_ptr, dk_sum_ptr, dv_sum_ptr, dk_ptr,
     dv_ptr, union_ptr, order_ptr, begin_ptr, length_ptr, chunk_item_ptr, chunk_start_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k,
@@ -312,7 +313,7 @@ def selected_gather_bwd_kernel(
             store_rows(dv_part_ptr, out_row, key_ok, DV, dv, DV, BLOCK_DV)
 
 
-@triton.jit(do_not_specialize=SEGMENT)
+@kernel(do_not_specialize=SEGMENT)
 def selected_reduce_kernel(
     dk_part_ptr, dv_part_ptr, dk_sum_ptr, dv_sum_ptr, dk_ptr, dv_ptr, union_ptr, begin_ptr, length_ptr, chunk_start_ptr,
     cu_k_ptr, len_k, num_sequences, num_blocks, segment, last_segment, softmax_scale, HKV: tl.constexpr, D: tl.constexpr,
@@ -377,7 +378,7 @@ def load_slots(part_ptr, part, ok, D: tl.constexpr, BLOCK_D: tl.constexpr):
     return tl.load(pointers, mask=ok[:, :, None] & (d < D)[None, None, :], other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=SEGMENT)
+@kernel(do_not_specialize=SEGMENT)
 def selected_merge_out_kernel(
     part_ptr, lse_part_ptr, key_ptr, out_ptr, lse_ptr, union_ptr, num_rows, segment, segment_rows, none, HQ: tl.constexpr,
     G: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -424,7 +425,7 @@ def merge_out(
     tl.store(lse_ptr + row, tl.where(empty, -float("inf"), (row_max + tl.log2(total)) * LN_2), mask=row_ok)
 
 
-@triton.jit(do_not_specialize=SEGMENT)
+@kernel(do_not_specialize=SEGMENT)
 def selected_merge_dq_kernel(
     part_ptr, key_ptr, dq_ptr, union_ptr, num_rows, segment, segment_rows, none, HQ: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.tiles import VARYING, find_tile, sequence_rows, tiles_before
 
 
@@ -22,7 +23,7 @@ def choices_scatter(union_ptr, N: tl.constexpr, LIMIT_4: tl.constexpr):
     return tl.load(union_ptr) * 4 > tl.load(union_ptr + 1) * (LIMIT_4 * N)
 
 
-@triton.jit(do_not_specialize=[*VARYING, "num_lists"])
+@kernel(do_not_specialize=[*VARYING, "num_lists"])
 def list_kernel(
     indices_ptr, block_ptr, word_ptr, count_ptr, union_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, num_lists,
     G: tl.constexpr, HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr,
@@ -88,7 +89,7 @@ def list_kernel(
             tl.atomic_add(union_ptr + 1, tl.full([], 1, tl.int64), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=[*VARYING, "num_blocks", "segments", "segment_rows", "none"])
+@kernel(do_not_specialize=[*VARYING, "num_blocks", "segments", "segment_rows", "none"])
 def key_kernel(
     indices_ptr, key_ptr, far_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, num_blocks, segments, segment_rows, none,
     HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, ENTRIES: tl.constexpr,
@@ -139,7 +140,7 @@ def first_at_least(sorted_ptr, x, length, steps):
     return low
 
 
-@triton.jit(do_not_specialize=["num_entries", "steps", "items", "segments", "own_segments", "size"])
+@kernel(do_not_specialize=["num_entries", "steps", "items", "segments", "own_segments", "size"])
 def item_kernel(
     ranked_ptr, begin_ptr, length_ptr, chunks_ptr, num_entries, steps, items, segments, own_segments, size, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +160,7 @@ def item_kernel(
     tl.store(chunks_ptr + number, 0, mask=number == 0)
 
 
-@triton.jit(do_not_specialize=["num_items", "num_chunks", "steps"])
+@kernel(do_not_specialize=["num_items", "num_chunks", "steps"])
 def chunk_kernel(start_ptr, item_ptr, num_items, num_chunks, steps, BLOCK: tl.constexpr):
     """The item of each chunk: the last one that begins at the chunk or before it. Beyond the last chunk, any number."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa.ops._limits import check_numbers
 from nsa.ops._side_stream import fork_join
 from nsa.ops._triton.layout import Gated, Layout
 from nsa.ops._triton.range_launch import block_of, fitting, key_source
+from nsa.ops._triton.sizes import next_power_of_2
 from nsa.ops._triton.tuning import MOST_REGISTERS, Tile
 from nsa.ops.selected.design import LIMIT_4, MAX_QUERIES, always_tiled
 from nsa.ops.selected.index import Chunks, InverseIndex, make_lists, new_index, new_order
@@ -138,7 +138,7 @@ def tile_of(tile: Tile, group_size: int, block_size: int) -> tuple[Tile, int]:
 
     Those of whole queries, unless that would leave more than an eighth of them out.
     """
-    most = max(triton.next_power_of_2(MAX_QUERIES * group_size), 16)
+    most = max(next_power_of_2(MAX_QUERIES * group_size), 16)
     rows = min(tile.rows, most)
     warps = max(1, tile.warps * rows // tile.rows)
     whole = min(rows // group_size, MAX_QUERIES) * group_size
@@ -155,7 +155,7 @@ def chunk_size(num_entries: int) -> int:
 
 def slots_of_step(slots: int, block: int) -> int:
     """Slots that one step of a merge holds for a row of ``block`` elements."""
-    return max(1, min(triton.next_power_of_2(slots), MERGED // block))
+    return max(1, min(next_power_of_2(slots), MERGED // block))
 
 
 def strides_of(*tensors: Tensor) -> list[int]:

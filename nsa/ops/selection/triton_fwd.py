@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile, load_rows, sequence_rows
 
 LAST_ID = tl.constexpr(0x7FFFFFFF)
@@ -99,7 +100,7 @@ def kept_columns(
     return kept, place, block
 
 
-@triton.jit(do_not_specialize=VARYING)
+@kernel(do_not_specialize=VARYING)
 def select_kernel(
     q_ptr, k_ptr, lse_ptr, q_scale_ptr, k_scale_ptr, coarse_ptr, out_ptr, cu_q_ptr, cu_k_ptr, cu_key_ptr, len_q, len_k,
     len_key, num_sequences, num_rows, stride_q, stride_qh, stride_k, stride_kh, softmax_scale, num_init, num_local,

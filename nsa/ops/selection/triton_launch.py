@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import triton
 from torch import Tensor
 
 from nsa.ops._triton.range_launch import RangeLayout, block_of
+from nsa.ops._triton.sizes import next_power_of_2
 from nsa.ops._triton.tuning import Tile
 from nsa.ops.selection.reference import to_fp8
 from nsa.ops.selection.triton_fwd import select_kernel
@@ -51,7 +51,7 @@ def select_blocks_forward(
     """
     num_q, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
-    width = triton.next_power_of_2(choice.num_blocks)
+    width = next_power_of_2(choice.num_blocks)
     step = max(tile.keys, width)
     # A step must hold as many blocks as are chosen. Fewer queries, then more warps, keep its scores in registers.
     scores = step * -(-choice.block_size // layout.stride)  # of a query; a tile is made for USUAL_KEYS compressed keys a block

@@ -1,0 +1,92 @@
+"""Triton kernels whose launches cost the host a third of Triton's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+# Compiled kernels of one function that are found without Triton, before all are forgotten: sizes that never come again would
+# fill the memory.
+MOST_COMPILED = 1024
+# Triton compiles anew for addresses that are no multiples of 16. Looked at more closely than that in case it ever does.
+_ALIGNMENT = 128
+
+
+def kernel(
+    *, do_not_specialize: Sequence[str], repr: Callable[[Any], str] | None = None
+) -> Callable[[Callable[..., Any]], Any]:
+    """``triton.jit`` for functions that are launched: ``function[grid](*arguments, **constants)``.
+
+    Arguments that are no constants are given by position, constants and options such as ``num_warps`` by name. The launch goes
+    to the current stream of the device of the first argument, a tensor or its descriptor, which is the current device.
+
+    Args:
+        do_not_specialize: parameters for whose values nothing is compiled anew.
+        repr: gives the name of a compiled kernel, see ``triton.jit``.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        if triton.knobs.runtime.interpret:
+            return triton.jit(function, do_not_specialize=do_not_specialize, repr=repr)
+        return Kernel(function, do_not_specialize=do_not_specialize, repr=repr)
+
+    return decorate
+
+
+class Kernel(JITFunction[Any]):
+    """A function that Triton compiles, with a shorter way to what is compiled.
+
+    Triton looks at every argument of every launch to find the compiled kernel that is meant, which takes longer than the
+    launch. Here it is found by the numbers among the arguments, and by dtype and alignment of the tensors: of equal keys all
+    that Triton decides by is equal. A launch whose key is new is Triton's own, and so is every one while a profiler has hooks.
+    Triton's settings for debugging count when a key is new.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        super().__init__(function, **options)
+        self._varying = [parameter.do_not_specialize for parameter in self.params]
+        self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
+        """Launch."""
+        first, hooks = args[0], triton.knobs.runtime
+        device = (first if isinstance(first, Tensor) else first.base).get_device()  # a tensor descriptor has a base
+        if device < 0 or warmup or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            return super().run(*args, grid=grid, warmup=warmup, **constants)
+        key = (device, *self._marks(args), *constants, *constants.values())
+        found = self._compiled.get(key)
+        if found is None:
+            compiled = super().run(*args, grid=grid, warmup=False, **constants)
+            if len(self._compiled) >= MOST_COMPILED:
+                self._compiled.clear()
+            rest = [constants.get(name, parameter.default) for name, parameter in self.signature.parameters.items()][
+                len(args) :
+            ]
+            self._compiled[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata, rest
+            return compiled
+        compiled, run, function, metadata, rest = found  # the last: values of the parameters behind the arguments
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        run(x, y, z, stream, function, metadata, None, None, None, *args, *rest)
+        return compiled
+
+    def _marks(self, args: tuple[Any, ...]) -> list[Any]:
+        """What a compiled kernel may depend on, of arguments in the order of the parameters."""
+        marks: list[Any] = []
+        for x, varies in zip(args, self._varying, strict=False):
+            if isinstance(x, Tensor):
+                marks += (x.dtype, x.data_ptr() % _ALIGNMENT)
+            elif isinstance(x, tuple):
+                marks += (len(x), *((y.dtype, y.data_ptr() % _ALIGNMENT) for y in x))
+            elif hasattr(x, "block_shape"):  # a tensor descriptor, which sees to its alignment itself
+                marks += (x.base.dtype, *x.block_shape)
+            elif varies and isinstance(x, int):
+                marks.append(-(2**31) <= x < 2**31)
+            else:
+                marks += (type(x), x)
+        return marks
