@@ -70,6 +70,33 @@ def best_checkpoint(folder: Path) -> Path | None:
     return min(figures, key=lambda path: figures[path], default=None)
 
 
+def find_checkpoint(folder: Path, which: str) -> Path:
+    """The checkpoint that the user means.
+
+    Args:
+        folder: folder of all checkpoints of a run.
+        which: ``last``, ``best`` (the lowest held-out figure), or a number of optimizer steps.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = {int(path.name.removeprefix("step-")): path for path in list_checkpoints(folder)}
+    check(bool(found), "find_checkpoint", "RUN", "hold a checkpoint", folder.parent)
+    if which == "last":
+        return found[max(found)]
+    if which == "best":
+        best = best_checkpoint(folder)
+        hint = "Of no step that was evaluated there is one."
+        check(best is not None, "find_checkpoint", "--checkpoint", "be last or a step", which, hint)
+        assert best is not None
+        return best
+    steps = ", ".join(map(str, found))
+    check(
+        which.isdecimal() and int(which) in found, "find_checkpoint", "--checkpoint", f"be last, best or one of {steps}", which
+    )
+    return found[int(which)]
+
+
 def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], *, keep: int) -> Path:
     """Write a checkpoint, then remove all but the newest ``keep`` and the best.
 

@@ -95,9 +95,8 @@ def _names(folders: Sequence[RunFolder]) -> list[str]:
 
 def _read(folder: RunFolder, name: str, index: int) -> _Run:
     rows = read_metrics(folder.metrics_jsonl) if folder.metrics_jsonl.exists() else []
-    launches = json.loads(folder.environment.read_text(encoding="utf-8"))["launches"]
     colour = _COLOURS[index % len(_COLOURS)]
-    return _Run(name, colour, folder, folder.load_config(), rows, _read_events(folder.events), launches)
+    return _Run(name, colour, folder, folder.load_config(), rows, _read_events(folder.events), folder.launches())
 
 
 def _read_events(path: Path) -> list[dict[str, Any]]:
@@ -194,7 +193,7 @@ def _configuration(runs: Sequence[_Run]) -> str:
 
 
 def _environment(runs: Sequence[_Run]) -> str:
-    columns = [dict(_flat(run.launches[-1])) for run in runs]
+    columns = [dict(_flat(run.launches[-1] if run.launches else {})) for run in runs]
     names = list(dict.fromkeys(name for column in columns for name in column))
     rows = [[_text("launches"), *(_text(len(run.launches)) for run in runs)]]
     rows += [[_text(name), *(_text(column.get(name, "")) for column in columns)] for name in names]

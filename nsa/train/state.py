@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from nsa.errors import check
 from nsa.lm.model import LanguageModel
 from nsa.train.checkpoint import load_tensors, read_meta
 from nsa.train.data import Sampler
@@ -89,6 +88,11 @@ class Progress:
         return cls(**{**values, "window": Window(**values["window"])})
 
 
+def weights(model: LanguageModel) -> dict[str, Tensor]:
+    """Live weights of a model by their names in a checkpoint."""
+    return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+
+
 @dataclass
 class TrainState:
     """What resumes: weights, optimizer moments, counters, place in the data, random number generators.
@@ -109,9 +113,8 @@ class TrainState:
 
     def training_tensors(self) -> dict[str, Tensor]:
         """Live weights and optimizer state, by name."""
-        weights = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
         moments = {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_tensors().items()}
-        return {**weights, **moments}
+        return {**weights(self.model), **moments}
 
     def contents(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What a checkpoint holds: live tensors by name, and the rest as JSON."""
@@ -129,15 +132,10 @@ class TrainState:
         """Continue exactly where the checkpoint at ``path`` was taken.
 
         Raises:
-            ValueError: the checkpoint is damaged or belongs to another model, optimizer, data or kind of device.
+            ValueError: the checkpoint is damaged or belongs to another model, optimizer or data.
         """
         meta = read_meta(path)
         device = self.model.embedding.weight.device
-        kind = meta["rng"]["device"]
-        check(
-            kind == device.type,
-            "train", "device", f"be {kind} as in the checkpoint", device.type, "Another kind would not continue exactly.",
-        )  # fmt: skip
         rng_tensors, _ = rng_state(device)
         load_tensors(path, {**self.training_tensors(), **{f"rng.{name}": tensor for name, tensor in rng_tensors.items()}})
         self.sampler.load_state_dict(meta["sampler"])

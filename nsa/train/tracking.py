@@ -67,7 +67,7 @@ def track(folder: RunFolder, service: str, *, project: str = "nsa", follow: bool
 
 def _name(folder: RunFolder) -> str:
     """The same at every call and for a copy of the folder, another one for another run of that name."""
-    first = json.loads(folder.environment.read_text(encoding="utf-8"))["launches"][0]
+    first = next(iter(folder.launches()), {})
     return f"{folder.path.resolve().name}-{hashlib.sha256(json.dumps(first).encode()).hexdigest()[:8]}"
 
 

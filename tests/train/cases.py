@@ -66,6 +66,11 @@ def rewrite_hashes(checkpoint: Path) -> None:
     (checkpoint / "SHA256SUMS").write_text("".join(lines))
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder with what it holds."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def reproducible_rows(path: Path) -> list[Row]:
     """Metrics of a run, but for what depends on the machine and the moment."""
     return [{name: value for name, value in row.items() if name not in MACHINE} for row in read_metrics(path / "metrics.jsonl")]

@@ -131,11 +131,16 @@ def _read(path: Traversable) -> tuple[bytes, str]:
         text = path.read_bytes()
     except OSError as error:
         return b"", f"{error.strerror}"
+    return text, fault_of_text(text)
+
+
+def fault_of_text(text: bytes) -> str:
+    """What keeps bytes from being the text of a :class:`Document`; empty when nothing does."""
     position = text.find(b"\0")
     if position >= 0:
-        return text, f"a NUL byte at offset {position}"
+        return f"a NUL byte at offset {position}"
     try:
         text.decode("utf-8")
     except UnicodeDecodeError as error:
-        return text, f"bytes that are not UTF-8 at offset {error.start}"
-    return text, ""
+        return f"bytes that are not UTF-8 at offset {error.start}"
+    return ""
