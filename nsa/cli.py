@@ -290,7 +290,7 @@ def _add_track(parser: _Parser) -> None:
     parser.add_argument("run", metavar="RUN", help="run folder, for example runs/cpu-small-1")
     parser.add_argument("--to", required=True, metavar="NAME", help="trackio or wandb; the package must be installed")
     parser.add_argument("--project", default="nsa", metavar="NAME", help="project of the tracker (default nsa)")
-    parser.add_argument("--follow", action="store_true", help="go on with new rows until the run has done all its steps")
+    parser.add_argument("--follow", action="store_true", help="go on with new rows until the run ends")
 
 
 def _track(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ import torch
 from nsa.errors import UserError, check, fail
 from nsa.eval.bits_per_byte import evaluate
 from nsa.lm.model import LanguageModel
-from nsa.train.checkpoint import find_checkpoint, read_meta
+from nsa.train.checkpoint import find_checkpoint, read_run_meta
 from nsa.train.config import TrainConfig
 from nsa.train.data import (
     Batch,
@@ -161,7 +161,7 @@ def _text(source: TokenSource) -> TextSource:
 
 def _check_same_data(checkpoint: Path, data: DataBundle) -> None:
     """Held-out text is held out only while the data are those that the model was trained with."""
-    recorded = read_meta(checkpoint)["data"]
+    recorded = read_run_meta(checkpoint)["data"]
     for name in _SAME_DATA:
         if recorded.get(name) != data.description.get(name):
             hint = "The text or its division has changed since: what is held out now may have been trained on."

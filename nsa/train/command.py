@@ -149,7 +149,7 @@ def _run(
             report.line(remark, event="warning")
         trainer = Trainer(
             config, folder, processes=processes, resume=not is_new, init_from=init_from if is_new else None, on_row=on_row,
-            beat=watchdog.beat,
+            on_step=lambda: report.step(trainer.state.progress.step), beat=watchdog.beat,
         )  # fmt: skip
         report.begin()
         if not is_new and processes.is_main:

@@ -8,7 +8,7 @@ import torch
 
 from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
-from nsa.train.checkpoint import load_tensors, read_meta
+from nsa.train.checkpoint import load_tensors, read_run_meta
 from nsa.train.state import weights
 
 
@@ -28,4 +28,4 @@ def load_model(config: LMConfig, checkpoint: Path, device: torch.device) -> tupl
     """
     model = LanguageModel(config).to(device)
     load_tensors(checkpoint, weights(model))
-    return model.eval(), int(read_meta(checkpoint)["step"])
+    return model.eval(), int(read_run_meta(checkpoint)["step"])

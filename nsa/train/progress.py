@@ -45,6 +45,7 @@ class RunReport:
         self._stream = cast(TextIO, _UntilNobodyReads(stream or sys.stdout))
         self._handlers: list[logging.Handler] = []
         self._files: list[_LineFile] = []
+        self._bar: _BarHandler | None = None
         self._level = logging.NOTSET
 
     def __enter__(self) -> RunReport:
@@ -53,7 +54,8 @@ class RunReport:
             _LOGGER.setLevel(logging.ERROR)
             return self
         console = Console(file=self._stream)
-        to_user = _BarHandler(console, self._steps) if console.is_terminal else logging.StreamHandler(self._stream)
+        self._bar = _BarHandler(console, self._steps) if console.is_terminal else None
+        to_user = self._bar or logging.StreamHandler(self._stream)
         self._files = [_LogHandler(self._log), _EventHandler(self._log.with_name("events.jsonl"))]
         self._handlers = [*self._files, to_user]
         if not self._held:
@@ -85,6 +87,11 @@ class RunReport:
     def row(self, row: Mapping[str, Value]) -> None:
         """Report a row of metrics."""
         _LOGGER.info("%s", describe_row(row, self._steps), extra={"row": row})
+
+    def step(self, step: int) -> None:
+        """Move the bar to the optimizer step that was just done; elsewhere than on a terminal nothing is said."""
+        if self._bar is not None:
+            self._bar.move(step)
 
     def line(self, text: str, *, event: str | None = None) -> None:
         """Say something else; with ``event``, the kind of it, it belongs to the history of the run."""
@@ -213,7 +220,7 @@ class _BarHandler(logging.Handler):
             console=console,
             refresh_per_second=2,  # drawing takes time from a run on few cores
         )
-        self._task: TaskID | None = None  # the bar appears with the first row
+        self._task: TaskID | None = None  # the bar appears with the first step
         self._steps = steps
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -222,13 +229,15 @@ class _BarHandler(logging.Handler):
             self._progress.console.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
         if row is None:
             return
+        shown = {name: row[name] for name in ("step", "data_synthetic", "loss_nats", "tokens_per_s", "eta_s") if name in row}
+        self.move(int(row["step"]), description=describe_row(shown, self._steps).partition(" | ")[2])
+
+    def move(self, step: int, **more: str) -> None:
+        """Show ``step`` as done, and what the newest row says."""
         if self._task is None:
             self._task = self._progress.add_task("", total=self._steps)
             self._progress.start()
-        shown = {name: row[name] for name in ("step", "data_synthetic", "loss_nats", "tokens_per_s", "eta_s") if name in row}
-        self._progress.update(
-            self._task, completed=int(row["step"]), description=describe_row(shown, self._steps).partition(" | ")[2]
-        )
+        self._progress.update(self._task, completed=step, **more)  # type: ignore[arg-type]
 
     def close(self) -> None:
         self._progress.stop()

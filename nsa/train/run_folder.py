@@ -169,6 +169,17 @@ class RunFolder:
                 remark = f"{self.path} cannot be locked ({error.strerror}): nothing keeps a second process from this run"
             yield remark
 
+    def is_in_use(self) -> bool:
+        """Whether a process works on the run; taken for true where the file system has no locks."""
+        import fcntl
+
+        with self.config.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return True
+        return False
+
     def _append_launch(self, launch: dict[str, Any]) -> None:
         replace_text(self.environment, json.dumps({"launches": [*self.launches(), launch]}, indent=2) + "\n")
 

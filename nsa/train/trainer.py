@@ -171,6 +171,10 @@ class Trainer:
         check(fits, "train", "allocator", "be default on a CPU", config.allocator)
         fits, hint = not config.cuda_graphs or device.type == "cuda", "Give --cuda-graphs false."
         check(fits, "train", "cuda_graphs", "be false on a CPU", True, hint)
+        fits = config.memory_fraction == 1 or device.type == "cuda"
+        check(fits, "train", "memory_fraction", "be 1 on a CPU", config.memory_fraction)
+        if config.memory_fraction < 1:
+            torch.cuda.set_per_process_memory_fraction(config.memory_fraction, device)
         if config.allocator == "expandable_segments":
             grow_segments()
         return device
@@ -468,7 +472,9 @@ class Trainer:
             window.loss += loss
             window.targets += info.targets
             window.bytes += info.bytes
-            window.grad_norm = grad_norm
+            window.grad_norm += grad_norm
+            window.grad_norm_max = max(window.grad_norm_max, grad_norm)
+            window.finite_steps += 1
         if nonfinite:
             self._on_nonfinite(nonfinite)
 

@@ -11,7 +11,7 @@ from typing import Any
 from nsa.config import NSAConfig
 from nsa.lm.config import LMConfig
 from nsa.train.config import DataConfig, OptimConfig, TrainConfig
-from nsa.train.metrics import Row, read_metrics
+from nsa.train.metrics import PER_RANK, Row, read_metrics
 from nsa.train.run_folder import RunFolder
 from nsa.train.trainer import Trainer
 
@@ -73,4 +73,5 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def reproducible_rows(path: Path) -> list[Row]:
     """Metrics of a run, but for what depends on the machine and the moment."""
-    return [{name: value for name, value in row.items() if name not in MACHINE} for row in read_metrics(path / "metrics.jsonl")]
+    rows = read_metrics(path / "metrics.jsonl")
+    return [{name: row[name] for name in row if name not in MACHINE and not PER_RANK.fullmatch(name)} for row in rows]

@@ -34,6 +34,16 @@ class Document:
         """Hash of the text alone, so that copies under different names are recognised."""
         return hashlib.sha256(self.text).hexdigest()
 
+    @cached_property
+    def identity(self) -> str:
+        """The same, without newlines at the end of the text."""
+        return identity_of(self.text)
+
+
+def identity_of(text: bytes) -> str:
+    """Hash of a text that is the same with and without newlines at its end."""
+    return hashlib.sha256(text.rstrip(b"\r\n")).hexdigest()
+
 
 class TextFiles:
     """Text files in a fixed order; iterating reads one at a time and yields a :class:`Document` each.
