@@ -244,7 +244,7 @@ def _measure(plan: ScalingPlan, config: TrainConfig, processes: Processes, devic
         with processes.main_first():
             path = folder / "run"
             run_folder = RunFolder.create(path, config) if processes.is_main else RunFolder.open(path)
-        trainer = Trainer(config, run_folder, processes=processes, beat=clock.beat)
+        trainer = Trainer(config, run_folder, processes=processes, beat=clock.beat, stops_at_once=True)
         with suppress(_MeasuredError):
             trainer.run()
     cuda = device.type == "cuda"

@@ -48,11 +48,14 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
 def run_eval(args: argparse.Namespace) -> int:
     """``nsa eval``."""
     from nsa.eval.report import evaluate_run
-    from nsa.train.out_of_memory import explained
+    from nsa.train.out_of_memory import check_fits, explained
+    from nsa.train.precision import choose_device
     from nsa.train.run_folder import RunFolder
 
     folder, figures = RunFolder.open(args.run), dict[str, Any]()
-    windows = args.micro_batch or folder.load_config().micro_batch
+    config = folder.load_config()
+    check_fits("eval", config.model, choose_device(args.device or "auto"), training=False)
+    windows = args.micro_batch or config.micro_batch
     fewer = f"--micro-batch {windows // 2} or " if windows > 1 else ""
     with explained("eval", "the evaluation", lambda: f"Give {fewer}--device cpu."):
         for finding in evaluate_run(
@@ -102,16 +105,18 @@ def run_generate(args: argparse.Namespace) -> int:
     from nsa.train.checkpoint import find_checkpoint
     from nsa.train.data import load_tokenizer
     from nsa.train.inference import load_model
-    from nsa.train.out_of_memory import explained
+    from nsa.train.out_of_memory import check_fits, explained
     from nsa.train.precision import choose_device
     from nsa.train.run_folder import RunFolder
 
     folder = RunFolder.open(args.run)
     config, checkpoint = folder.load_config(), find_checkpoint(folder.checkpoints, args.checkpoint)
+    device = choose_device(args.device or "auto")
+    check_fits("generate", config.model, device, training=False)
     prompts = _prompts(args.prompt)
     hint = "Give fewer prompts, fewer --max-new-tokens or --device cpu."
     with explained("generate", "the text", lambda: hint):
-        model, _ = load_model(config.model, checkpoint, choose_device(args.device or "auto"))
+        model, _ = load_model(config.model, checkpoint, device)
         steps = generate(
             model, load_tokenizer(folder.tokenizer), prompts,
             max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,

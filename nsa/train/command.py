@@ -60,6 +60,7 @@ def run_train(args: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     """``nsa train``; ``overrides`` are settings given on the command line."""
     from nsa.train.launch import check_launch, read_launch
     from nsa.train.load import load_config
+    from nsa.train.out_of_memory import check_fits
     from nsa.train.parallel import join
     from nsa.train.precision import choose_device
     from nsa.train.run_folder import RunFolder
@@ -75,7 +76,9 @@ def run_train(args: argparse.Namespace, overrides: Mapping[str, str]) -> int:
         check(args.run_dir is not None or not launch.launcher, "train", "--run-dir", "be given with torchrun", "none", hint)
         config = load_config(args.config, overrides)
     check_launch(config, launch)
-    with join(launch, choose_device(config.device, launch.local_rank)) as processes:
+    device = choose_device(config.device, launch.local_rank)
+    check_fits("train", config.model, device, shares=config.world_size if config.parallel.strategy == "fsdp" else 1)
+    with join(launch, device) as processes:
         with processes.main_first():
             folder, is_new = _run_folder(args, config, init_from, is_main=processes.is_main, restart=launch.restart)
         try:

@@ -98,6 +98,7 @@ class Trainer:
         init_from: checkpoint of another run, with whose weights and tokenizer a new one starts; None draws the weights.
         on_row: called with each row of metrics after it was written.
         on_step: called after each optimizer step, before the next one begins.
+        stops_at_once: whether a signal ends the process at once, instead of the run with a checkpoint.
         beat: called with a sign of life (phase, step, longest duration in seconds) whenever something begins.
 
     Attributes:
@@ -117,6 +118,7 @@ class Trainer:
         init_from: Path | None = None,
         on_row: Callable[[Row], None] | None = None,
         on_step: Callable[[], None] = lambda: None,
+        stops_at_once: bool = False,
         beat: Beat = lambda phase, step, limit_s: None,
     ) -> None:
         self.startup = Startup()
@@ -147,7 +149,8 @@ class Trainer:
             self._replay = Replay(self._forward_backward, self.state.optimizer.parameters())
         self._launches_singly = self._replay is None
         self._results: LateReader[_StepInfo] = LateReader()
-        self._requests = Requests(run_folder.halt if self.processes.is_main else None, launched=launch.launcher)
+        halt = run_folder.halt if self.processes.is_main else None
+        self._requests = Requests(halt, launched=launch.launcher, listens=not stops_at_once)
         around = Surroundings(config, run_folder, self.device, self.strategy, self.processes, self._requests, on_row, beat)
         around = dataclasses.replace(around, startup=self.startup)
         self._checkpoints = CheckpointWriter(run_folder.checkpoints, config.keep_checkpoints, writes=self.processes.is_main)
