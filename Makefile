@@ -21,7 +21,7 @@ SPREAD = -n $(JOBS) --maxschedchunk 1
 
 # May be given on the command line:
 TORCH_INDEX =# a further package index for torch, for example that of the CPU builds named on PyTorch's installation page
-CONFIG =# what make train trains; without it the small config for this machine
+CONFIG =# what make train trains, a name or a YAML file; without it the small configuration for this machine
 ARGS =# appended to the command of train, accept, pytest and test-mutants
 QUICK =# 1: make accept runs the quick leg
 LEG =# number of the one leg that make accept runs
@@ -46,7 +46,7 @@ train: $(ENV) ## train a small model on the embedded corpus and leave a run fold
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check train
 	@config="$(CONFIG)"; \
 	if [ -z "$$config" ]; then \
-	    config=configs/$$($(RUN) -c 'import torch; print("gpu" if torch.cuda.is_available() else "cpu")')-small.yaml; \
+	    config=$$($(RUN) -c 'import torch; print("gpu" if torch.cuda.is_available() else "cpu")')-small; \
 	fi; \
 	$(RUN) -m nsa train "$$config" $(ARGS)
 

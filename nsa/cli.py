@@ -9,17 +9,18 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import re
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from nsa import configs
 from nsa.bench import command as bench
-from nsa.errors import UserError, check, fail
+from nsa.errors import UsageError, UserError, check
 from nsa.eval import command as evaluation
+from nsa.extras import require
+from nsa.parser import Parser, check_options, fail_unknown, with_dashes
 from nsa.plan import command as plan
 from nsa.train import command as train
 from nsa.train import data_command as data
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _dispatch(list(sys.argv[1:] if argv is None else argv))
         finally:
             sys.stdout.flush()  # here and not at the exit of Python, where a reader that has left can no longer be handled
-    except UserError as error:
+    except (UsageError, UserError) as error:
         return _say(str(error))
     except OSError as error:
         if isinstance(error, BrokenPipeError):  # the reader of our output has left, for example `| head`
@@ -78,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(line: str) -> int:
-    print(f"nsa: {line}", file=sys.stderr)
+    """One line that names the command once."""
+    print(line if line.startswith(("nsa ", "nsa:")) else f"nsa: {line}", file=sys.stderr)
     return EXIT_USER_ERROR
 
 
@@ -94,100 +96,34 @@ def parse(words: list[str]) -> argparse.Namespace | None:
     """The words of a command line, what runs among them as ``command``; None where a command below is missing, after help.
 
     Raises:
-        UserError: a word is not known or does not fit.
+        UsageError: a word is not known or does not fit, or the command needs packages that are not installed.
     """
-    parser = _parsers(complete=words[0] if words[:1] in (["train"], ["plan"], ["profile"]) else None)
-    chosen, rest = parser, words
+    chosen, rest = _parsers(), words
     while chosen.commands and rest and not rest[0].startswith("-"):
         if rest[0] not in chosen.commands:
-            _fail_unknown("command", rest[0], list(chosen.commands))
+            fail_unknown(f"{chosen.prog}: unrecognized command: {rest[0]}", rest[0], list(chosen.commands))
         chosen, rest = chosen.commands[rest[0]], rest[1:]
     if chosen.commands and not rest:
         chosen.print_help()
         return None
-    words = [_with_dashes(word) for word in words]
-    _check_options(words, chosen)
-    return parser.parse_args(words)
+    if chosen.extra is not None:
+        require(chosen.prog, chosen.extra)
+    if chosen.takes_settings:
+        _add_settings(chosen)
+    rest = [with_dashes(word) for word in rest]
+    check_options(rest, chosen)
+    return chosen.parse_args(rest)
 
 
-# --- Words ----------------------------------------------------------------------------------------------------------------
-def _with_dashes(word: str) -> str:
-    """``--model.nsa.window_size=8`` as ``--model.nsa.window-size=8``."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if re.fullmatch(r"--[\w.-]+", name) else word
-
-
-def _check_options(words: Sequence[str], parser: _Parser) -> None:
-    """Refuse an unknown option before argparse takes its value for something else."""
-    for word in words:
-        if word == "--":
-            return
-        name = word.partition("=")[0]
-        if name.startswith("--") and name not in parser.option_names():
-            _fail_unknown("option", name, parser.option_names())
-
-
-def _fail_unknown(what: str, word: str, known: Sequence[str]) -> NoReturn:
-    from nsa.train.load import nearest
-
-    fail("command line", f"the {what}", "be a known one", repr(word), f"The nearest is {nearest(word, known)}.")
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports a mistake as a :class:`UserError` and does not guess at shortened options."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
-        self.register("action", None, _Once)
-        self.commands: dict[str, _Parser] = {}
-
-    def add_commands(self, commands: Sequence[tuple[Any, ...]]) -> None:
-        """Commands below this one: name, words, what runs or the commands below it, summary, description."""
-        made = self.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
-        for name, add, run, summary, description in commands:
-            self.commands[name] = made.add_parser(name, help=summary, description=description)
-            if callable(run):
-                self.commands[name].set_defaults(command=run)
-                add(self.commands[name])
-            else:
-                self.commands[name].add_commands(run)
-
-    def option_names(self) -> list[str]:
-        return [name for action in self._actions for name in action.option_strings]
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(self.prog, "the words", "fit the usage", message, f"See: {self.prog} --help")
-
-
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=36, width=min(shutil.get_terminal_size().columns, 128))
-
-
-class _Once(argparse.Action):
-    """Stores a value and refuses a second one; the action of every argument that names no other."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, name: str | None = None
-    ) -> None:
-        given = vars(namespace).setdefault("_given", set())
-        if self.dest in given:
-            parser.error(f"{name} twice")
-        given.add(self.dest)
-        setattr(namespace, self.dest, values)
-
-
-def _parsers(*, complete: str | None) -> _Parser:
-    """The parser, with those of the commands; that of the command ``complete`` knows the settings of the configuration."""
-    parser = _Parser(
+def _parsers() -> Parser:
+    """The parser, with those of the commands; without the settings of the configuration."""
+    parser = Parser(
         prog="nsa",
         description="Native Sparse Attention: train a language model, measure it, let it write.",
-        epilog="`nsa COMMAND --help` explains a command. Start with: nsa train configs/cpu-small.yaml",
+        epilog="`nsa COMMAND --help` explains a command. Start with: nsa train cpu-small",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and leave")
     parser.add_commands(_COMMANDS)
-    if complete is not None:
-        _add_settings(parser.commands[complete])
     return parser
 
 
@@ -200,8 +136,8 @@ class _Version(argparse.Action):
 
 
 # --- settings of the configuration -----------------------------------------------------------------------------------------
-def _add_settings(parser: _Parser) -> None:
-    from nsa.train.load import settings
+def _add_settings(parser: Parser) -> None:
+    from nsa.train.load import RENAMED, settings
 
     sections: dict[str, Any] = {}
     for setting in settings():
@@ -214,14 +150,22 @@ def _add_settings(parser: _Parser) -> None:
             f"--{setting.name.replace('_', '-')}", dest=setting.name, metavar="VALUE",
             help=f"{described} Must {setting.rule}. (default {setting.default})",
         )  # fmt: skip
+    for name in RENAMED:
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, help=argparse.SUPPRESS)
 
 
 def _given_settings(args: argparse.Namespace) -> dict[str, str]:
     """Settings of the configuration that stand on the command line."""
-    from nsa.train.load import settings
+    from nsa.train.load import RENAMED, settings
 
-    given = {setting.name: getattr(args, setting.name) for setting in settings()}
+    given = {name: getattr(args, name) for name in (*(setting.name for setting in settings()), *RENAMED)}
     return {name: value for name, value in given.items() if value is not None}
+
+
+# --- train ----------------------------------------------------------------------------------------------------------------
+def _add_train(parser: Parser) -> None:
+    parser.takes_settings = True
+    train.add_train(parser)
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -229,6 +173,11 @@ def _train(args: argparse.Namespace) -> int:
 
 
 # --- plan -----------------------------------------------------------------------------------------------------------------
+def _add_plan(parser: Parser) -> None:
+    parser.takes_settings = True
+    plan.add_plan(parser)
+
+
 def _plan(args: argparse.Namespace) -> int:
     return plan.run_plan(args, _given_settings(args))
 
@@ -240,7 +189,7 @@ by value. Exit code 1, with the first disagreements, if they do not agree.
 """
 
 
-def _add_check(parser: _Parser) -> None:
+def _add_check(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", help="run folder, for example runs/cpu-small-1")
 
 
@@ -264,7 +213,7 @@ holds all that it shows and needs no network.
 """
 
 
-def _add_report(parser: _Parser) -> None:
+def _add_report(parser: Parser) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders; several are compared")
     parser.add_argument("--output", metavar="FILE", help="page to write (default report.html in the first RUN)")
 
@@ -286,7 +235,7 @@ waits for a tracker; this command reads its metrics.jsonl, beside it or afterwar
 """
 
 
-def _add_track(parser: _Parser) -> None:
+def _add_track(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", help="run folder, for example runs/cpu-small-1")
     parser.add_argument("--to", required=True, metavar="NAME", help="trackio or wandb; the package must be installed")
     parser.add_argument("--project", default="nsa", metavar="NAME", help="project of the tracker (default nsa)")
@@ -302,6 +251,37 @@ def _track(args: argparse.Namespace) -> int:
     return 0
 
 
+# --- configs ---------------------------------------------------------------------------------------------------------------
+_CONFIGS = """\
+List the configurations that come with the package. Commands take them by name, and the YAML files that they are as a start for
+others: --folder prints where they are.
+"""
+
+
+def _add_configs(parser: Parser) -> None:
+    parser.add_argument("--folder", action="store_true", help="print the folder of their files alone")
+
+
+def _configs(args: argparse.Namespace) -> int:
+    if args.folder:
+        print(configs.FOLDER)
+        return 0
+    width = max(map(len, configs.names()))
+    for name in configs.names():
+        print(f"{name:{width}}  {configs.summary(name)}")
+    return 0
+
+
+# --- profile --------------------------------------------------------------------------------------------------------------
+def _add_profile(parser: Parser) -> None:
+    parser.takes_settings = True
+    profiler.add_profile(parser)
+
+
+def _profile(args: argparse.Namespace) -> int:
+    return profiler.run_profile(args, _given_settings(args))
+
+
 # --- doctor ---------------------------------------------------------------------------------------------------------------
 _DOCTOR = """\
 Look at this machine: versions, GPUs and how they are connected, memory, free disk, which implementation of the attention
@@ -311,10 +291,8 @@ shape it says which kernels run, with which tiles, and why:
 """
 
 
-def _add_doctor(parser: _Parser) -> None:
-    parser.add_argument(
-        "--configs", metavar="DIR", help="folder of configurations to check (default configs, where there is one)"
-    )
+def _add_doctor(parser: Parser) -> None:
+    parser.add_argument("--configs", metavar="DIR", help="folder of configurations to check (default those of the package)")
     parser.add_argument("--shape", metavar="SHAPE", help="seed, wide, paper or HqxHkvxDxDv: say what runs for it; with --seq")
     parser.add_argument("--seq", type=int, metavar="N", help="tokens of the longest sequence, with --shape")
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"), help="with --shape (default bf16)")
@@ -330,38 +308,40 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 _BENCH_COMMANDS = (
-    ("attention", bench.add_attention, bench.run_attention, "measure the attention operators", bench.ATTENTION),
-    ("train", bench.add_train, bench.run_train, "measure training steps", bench.TRAIN),
-    ("scaling", bench.add_scaling, bench.run_scaling, "measure training on several processes", bench.SCALING),
-    ("tune", bench.add_tune, bench.run_tune, "choose the tiles of the kernels for this GPU", bench.TUNE),
-    ("guard", bench.add_guard, bench.run_guard, "compare ratios with committed rows", bench.GUARD),
-    ("report", bench.add_report, bench.run_report, "make a report from measured rows", bench.REPORT),
+    ("attention", "bench", bench.add_attention, bench.run_attention, "measure the attention operators", bench.ATTENTION),
+    ("train", "train", bench.add_train, bench.run_train, "measure training steps", bench.TRAIN),
+    ("scaling", "train", bench.add_scaling, bench.run_scaling, "measure training on several processes", bench.SCALING),
+    ("tune", "bench", bench.add_tune, bench.run_tune, "choose the tiles of the kernels for this GPU", bench.TUNE),
+    ("guard", "bench", bench.add_guard, bench.run_guard, "compare ratios with committed rows", bench.GUARD),
+    ("report", "bench", bench.add_report, bench.run_report, "make a report from measured rows", bench.REPORT),
 )
 
 _DATA_COMMANDS = (
-    ("prepare", data.add_prepare, data.run_prepare, "tokenise a data set into shards", data.PREPARE),
-    ("verify", data.add_verify, data.run_verify, "compare shards with their SHA-256", data.VERIFY),
-    ("bench", data.add_bench, data.run_bench, "measure the loader", data.BENCH),
+    ("prepare", "data", data.add_prepare, data.run_prepare, "tokenise a data set into shards", data.PREPARE),
+    ("verify", "train", data.add_verify, data.run_verify, "compare shards with their SHA-256", data.VERIFY),
+    ("bench", "train", data.add_bench, data.run_bench, "measure the loader", data.BENCH),
 )
 
 _COMMANDS = (
-    ("train", train.add_train, _train, "train a language model", train.TRAIN),
-    ("plan", plan.add_plan, _plan, "say what a run will need", plan.PLAN),
-    ("eval", evaluation.add_eval, evaluation.run_eval, "measure a trained model on text", evaluation.EVAL),
+    ("train", "train", _add_train, _train, "train a language model", train.TRAIN),
+    ("configs", None, _add_configs, _configs, "list the configurations that come with the package", _CONFIGS),
+    ("plan", "train", _add_plan, _plan, "say what a run will need", plan.PLAN),
+    ("eval", "train", evaluation.add_eval, evaluation.run_eval, "measure a trained model on text", evaluation.EVAL),
     (
         "generate",
+        "train",
         evaluation.add_generate,
         evaluation.run_generate,
         "let a trained model continue a prompt",
         evaluation.GENERATE,
     ),
-    ("check", _add_check, _check, "check that the records of a run agree", _CHECK),
-    ("report", _add_report, _report, "write a page about runs", _REPORT),
-    ("track", _add_track, _track, "send the rows of a run to a tracker", _TRACK),
-    ("data", None, _DATA_COMMANDS, "prepare text for training", data.DATA),
-    ("profile", profiler.add_profile, profiler.run_profile, "record where the time of training goes", profiler.PROFILE),
-    ("bench", None, _BENCH_COMMANDS, "measure this library's speed beside others", bench.BENCH),
-    ("doctor", _add_doctor, _doctor, "check this machine and installation", _DOCTOR),
+    ("check", "train", _add_check, _check, "check that the records of a run agree", _CHECK),
+    ("report", "train", _add_report, _report, "write a page about runs", _REPORT),
+    ("track", "train", _add_track, _track, "send the rows of a run to a tracker", _TRACK),
+    ("data", None, None, _DATA_COMMANDS, "prepare text for training", data.DATA),
+    ("profile", "train", _add_profile, _profile, "record where the time of training goes", profiler.PROFILE),
+    ("bench", None, None, _BENCH_COMMANDS, "measure this library's speed beside others", bench.BENCH),
+    ("doctor", None, _add_doctor, _doctor, "check this machine and installation", _DOCTOR),
 )
 
 if __name__ == "__main__":

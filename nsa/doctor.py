@@ -12,16 +12,17 @@ from pathlib import Path
 
 import torch
 
+from nsa import configs
 from nsa.bench.points import Shape, parse_shape
 from nsa.config import NSAConfig
 from nsa.errors import UserError, check
+from nsa.extras import CORE, EXTRAS, install_command, lacking, missing
 from nsa.module import NativeSparseAttention
 from nsa.ops._boundary import choose_backend
 from nsa.ops._capability import LEAST_CAPABILITY, is_too_old
 from nsa.ops._triton.tuning import LONG_KEYS, TABLES, TileKey, TileTable, default_tile, device_table, load_table
 from nsa.ops.selected.design import LIMIT_4, always_tiled
 from nsa.train import environment
-from nsa.train.load import load_config
 from nsa.train.throughput import utilisation_row
 
 _MIN_FREE_GIB = 2.0  # three checkpoints of a small model, metrics and plots
@@ -61,18 +62,18 @@ class Question:
         return cls(parse_shape(shape), seq_len, dtype)
 
 
-def diagnose(configs: Path | None = None, question: Question | None = None) -> int:
+def diagnose(folder: Path | None = None, question: Question | None = None) -> int:
     """Print what there is.
 
     Args:
-        configs: folder of configurations to check; None takes ``configs`` where there is one.
+        folder: of configurations to check; None takes those of the package.
         question: a shape to answer for, too.
 
     Returns:
         Number of problems.
     """
     problems: list[str] = []
-    for title, lines in _sections(configs, question):
+    for title, lines in _sections(folder, question):
         print(title)
         for line in lines:
             is_problem = isinstance(line, Problem)
@@ -82,8 +83,9 @@ def diagnose(configs: Path | None = None, question: Question | None = None) -> i
     return len(problems)
 
 
-def _sections(configs: Path | None, question: Question | None) -> Iterator[tuple[str, Iterator[str]]]:
+def _sections(folder: Path | None, question: Question | None) -> Iterator[tuple[str, Iterator[str]]]:
     yield "versions", _versions()
+    yield "extras", _extras()
     yield "machine", _machine()
     yield "GPUs", _gpus()
     yield "attention operators", _operators()
@@ -92,13 +94,15 @@ def _sections(configs: Path | None, question: Question | None) -> Iterator[tuple
         heads = f"{question.shape.num_heads} heads in {question.shape.num_kv_heads} groups"
         sizes = f"D {question.shape.head_dim}, Dv {question.shape.value_dim}"
         yield f"{heads}, {sizes}, {question.dtype}, sequences of up to {question.seq_len:,} tokens", _kernels(question)
-    yield "configurations", _configs(configs)
+    yield "configurations", _configs(folder)
 
 
 def _versions() -> Iterator[str]:
     yield f"python {platform.python_version()} on {platform.platform()}"
     for name in environment.RECORDED:
         found = environment.version(name)
+        if found is None and name not in CORE:
+            continue  # of an extra
         if name == "triton" and not found and sys.platform != "linux":
             yield f"no triton: there is none for {sys.platform}; operators run in eager PyTorch"
             continue
@@ -109,6 +113,14 @@ def _versions() -> Iterator[str]:
         if code["commit"]
         else f"commit unknown: {code['note']}"
     )
+
+
+def _extras() -> Iterator[str]:
+    """Which extras are installed; commands that need another one refuse and name it."""
+    for extra in EXTRAS:
+        absent = missing(extra)
+        without = f"without {', '.join(absent)}. Install with: {install_command(extra)}"
+        yield f"{extra}: {without if absent else 'installed'}"
 
 
 def _machine() -> Iterator[str]:
@@ -280,10 +292,15 @@ def _tile_line(kernel: str, question: Question, capability: tuple[int, int] | No
 
 
 def _configs(folder: Path | None) -> Iterator[str]:
-    chosen = Path("configs") if folder is None else folder
+    chosen = configs.FOLDER if folder is None else folder
     if not chosen.is_dir():
-        yield f"no folder {chosen} here" if folder is None else Problem(f"no folder {chosen}")
+        yield Problem(f"no folder {chosen}")
         return
+    if lacking("train"):
+        yield "not loaded: that needs the extra train"
+        return
+    from nsa.train.load import load_config
+
     paths = sorted(chosen.glob("*.yaml"))
     for path in paths:
         try:
@@ -292,6 +309,7 @@ def _configs(folder: Path | None) -> Iterator[str]:
             yield Problem(str(error))
         else:
             step_tokens = config.global_batch * config.seq_len
-            yield f"{path}: loads; {config.model.attention}, {config.steps:,} steps of {step_tokens:,} tokens"
+            name = path.stem if folder is None else path
+            yield f"{name}: loads; {config.model.attention}, {config.steps:,} steps of {step_tokens:,} tokens"
     if not paths:
-        yield f"no *.yaml in {chosen}" if folder is None else Problem(f"no *.yaml in {chosen}")
+        yield Problem(f"no *.yaml in {chosen}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 
@@ -26,6 +28,10 @@ class UserError(ValueError):
         return type(self), (self.function, self.argument, self.rule, self.value, self.hint)
 
 
+class UsageError(ValueError):
+    """A command line that cannot be run as it is; one line in the words that command lines are spoken of."""
+
+
 def fail(function: str, argument: str, rule: str, value: Any, hint: str = "") -> NoReturn:
     """Raise a :class:`UserError`, which is a ``ValueError``, that names the argument, the rule and the value.
 
@@ -46,3 +52,21 @@ def check(condition: bool, function: str, argument: str, rule: str, value: Any, 
     """Raise as :func:`fail` does unless ``condition`` holds."""
     if not condition:
         fail(function, argument, rule, value, hint)
+
+
+LIKE = 0.6  # as difflib's own
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that ``word`` most likely stands for; None where none is like it.
+
+    A dotted name is compared as a whole and by its last part, so that ``--lr`` finds ``--optim.lr``.
+    """
+
+    def likeness(candidate: str) -> tuple[float, float]:
+        whole = difflib.SequenceMatcher(None, word, candidate).ratio()
+        last = difflib.SequenceMatcher(None, word.split(".")[-1].lstrip("-"), candidate.split(".")[-1].lstrip("-")).ratio()
+        return max(whole, last), whole
+
+    found = max(sorted(candidates), key=likeness)
+    return found if likeness(found)[0] >= LIKE else None

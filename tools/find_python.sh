@@ -3,7 +3,7 @@
 # Where none fits: one line on standard error and status 1.
 
 fits() { # interpreter, modules it must have
-    "$1" -c "import $2, sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))" >/dev/null 2>&1
+    "$1" -c "import $2, sys; sys.exit(sys.version_info < (3, 11))" >/dev/null 2>&1
 }
 
 describe() {
@@ -15,16 +15,16 @@ if [ -n "$1" ]; then
         echo "$1"
         exit 0
     fi
-    echo "make: PYTHON must be a Python 3.11 or 3.12, got $(describe "$1")." >&2
+    echo "make: PYTHON must be Python 3.11 or newer, got $(describe "$1")." >&2
     exit 1
 fi
 
-for python in python3 python3.12 python3.11 python; do
+for python in python3 python3.13 python3.12 python3.11 python; do
     if fits "$python" "venv, ensurepip"; then
         echo "$python"
         exit 0
     fi
 done
-echo "make: a Python 3.11 or 3.12 with its venv module must be installed (Debian and Ubuntu keep that in a package" \
+echo "make: Python 3.11 or newer with its venv module must be installed (Debian and Ubuntu keep that in a package" \
     "of its own, such as python3.12-venv), got $(describe python3)." >&2
 exit 1

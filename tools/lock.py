@@ -1,8 +1,8 @@
 """Write ``requirements/*.lock`` from the ranges in ``pyproject.toml``: the newest versions that fit together.
 
-``cpu.lock`` and ``gpu.lock`` pin what the library imports, ``dev.lock`` what only the checks need. The GPU lock holds the
-versions of torch and Triton that the GPU results of this project were measured with. CUDA's packages stand in neither file:
-the CUDA build of torch names each of them in one version, the CPU build none, so that one file serves both builds.
+``cpu.lock`` and ``gpu.lock`` pin what the library and its extras import, ``dev.lock`` what only the checks need. The GPU lock
+holds the versions of torch and Triton that the GPU results of this project were measured with. CUDA's packages stand in neither
+file: the CUDA build of torch names each of them in one version, the CPU build none, so that one file serves both builds.
 nvidia-ml-py is none of them: the library itself asks for it.
 """
 
@@ -16,6 +16,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PINNED = {
@@ -26,6 +27,8 @@ PINNED = {
         "numpy<2.4",
     ),  # the interpreter of Triton 3.6 has no run-time loop bounds from NumPy 2.4 on
 }
+# Extras that the first two files hold.
+LIBRARY = ("train", "data", "bench")
 CUDA = re.compile(r"(cuda|nvidia)-(?!ml-py)")
 HEADER = "# Made by `make lock` from pyproject.toml; do not edit.\n"
 
@@ -37,12 +40,18 @@ def normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def report(requirements: Iterable[str], *options: str) -> list[dict[str, object]]:
-    """Metadata of all packages that ``pip install`` would take for ``requirements``; nothing is installed."""
+def requirements(project: dict[str, Any], *extras: str) -> list[str]:
+    """What the package and some of its extras ask for, without the extras that extras name."""
+    asked = [*project["dependencies"], *(text for extra in extras for text in project["optional-dependencies"][extra])]
+    return list(dict.fromkeys(text for text in asked if not text.startswith("nsa[")))
+
+
+def report(wanted: Iterable[str], *options: str) -> list[dict[str, object]]:
+    """Metadata of all packages that ``pip install`` would take for what is wanted; nothing is installed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
-        subprocess.run([*command, "--report", str(path), *options, *requirements], check=True)
+        subprocess.run([*command, "--report", str(path), *options, *wanted], check=True)
         return [entry["metadata"] for entry in json.loads(path.read_text(encoding="utf-8"))["install"]]
 
 
@@ -54,9 +63,9 @@ def needs_of_torch(pin: str) -> list[str]:
     return [text for text in requires if not CUDA.match(text) and "extra ==" not in text]
 
 
-def resolve(requirements: Iterable[str]) -> Pins:
-    """Name and version of everything that ``requirements`` bring, without local version labels such as ``+cpu``."""
-    return {normalised(str(entry["name"])): str(entry["version"]).partition("+")[0] for entry in report(requirements)}
+def resolve(wanted: Iterable[str]) -> Pins:
+    """Name and version of everything that is wanted, without local version labels such as ``+cpu``."""
+    return {normalised(str(entry["name"])): str(entry["version"]).partition("+")[0] for entry in report(wanted)}
 
 
 def lines(pins: Pins) -> str:
@@ -68,9 +77,9 @@ def lines(pins: Pins) -> str:
 def main() -> None:
     """Resolve and write the three files."""
     if sys.version_info[:2] != (3, 11):
-        sys.exit("make lock: run it with Python 3.11, so that the versions found fit 3.11 and 3.12")
+        sys.exit("make lock: run it with Python 3.11, so that the versions found fit 3.11 and newer ones")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    library = [text for text in project["dependencies"] if not text.startswith("torch>")]
+    library = [text for text in requirements(project, *LIBRARY) if not text.startswith("torch>")]
     locked: dict[str, Pins] = {}
     for kind, pins in PINNED.items():
         torch_pin, *others = pins
@@ -79,7 +88,7 @@ def main() -> None:
             "torch": torch_pin.partition("==")[2],
         }
     fixed = [f"{name}=={version}" for name, version in locked["cpu"].items() if name != "torch"]
-    everything = resolve([*fixed, *project["optional-dependencies"]["dev"]])
+    everything = resolve([*fixed, *requirements(project, "dev")])
     locked["dev"] = {name: version for name, version in everything.items() if name not in locked["cpu"]}
     for name, found in locked.items():
         (ROOT / f"requirements/{name}.lock").write_text(lines(found), encoding="utf-8")

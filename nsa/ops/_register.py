@@ -1,4 +1,8 @@
-"""Registration of operators with PyTorch, each behind a guard of the device that its tensors lie on."""
+"""Registration of operators with PyTorch, each behind a guard of the device that its tensors lie on.
+
+``torch.library.custom_op`` would do the same in fewer lines. It checks and wraps every call anew, though, which costs the host
+four times as much as the call itself.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import Library
+
+_LIBRARY = Library("nsa", "FRAGMENT")
 
 
-def register(name: str, function: Callable[..., Any], schema: str, mutates_args: Iterable[str] = ()) -> Any:
+def register(
+    name: str,
+    schema: str,
+    function: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> torch._ops.OpOverload:
     """Register ``nsa::<name>``: the one way in which operators of this library are registered.
 
     Triton launches on the current device and its current stream. Tensors on another device are therefore worked on with that
@@ -17,13 +32,26 @@ def register(name: str, function: Callable[..., Any], schema: str, mutates_args:
 
     Args:
         name: of the operator, without its namespace.
+        schema: its arguments and results, as PyTorch writes them; results are tensors that share no memory with anything.
         function: the implementation for every device; it is called with positional arguments.
-        schema: of the operator, as ``torch.library.custom_op`` takes it.
-        mutates_args: arguments that the implementation writes to.
+        fake: gives results of the right shapes, dtypes and devices for tensors without memory.
+        setup_context: ``(ctx, inputs, output)``: keeps what ``backward`` needs, as in ``torch.autograd.Function``. Where
+            the result is a list of tensors, ``output`` is a tuple.
+        backward: ``(ctx, *gradients)``: a gradient, or None, for each input; without it there is none.
 
     Returns:
-        The operator, a ``CustomOpDef``.
+        The operator.
     """
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, guarded(function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"nsa::{name}", fake, lib=_LIBRARY)
+    operator: torch._ops.OpOverload = getattr(torch.ops.nsa, name).default
+    _LIBRARY.impl(name, _recording(operator, setup_context or _keep_nothing, backward or _no_gradient(name)), "Autograd")
+    return operator
+
+
+def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with the device of its first tensor made current."""
 
     def run(*arguments: Any) -> Any:
         index = cuda_index(arguments)
@@ -32,7 +60,47 @@ def register(name: str, function: Callable[..., Any], schema: str, mutates_args:
         with torch.cuda.device(index):
             return function(*arguments)
 
-    return torch.library.custom_op(f"nsa::{name}", run, mutates_args=mutates_args, schema=schema)
+    return run
+
+
+def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
+
+
+def _no_gradient(name: str) -> Callable[..., Any]:
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(f"nsa::{name} has no gradient")
+
+    return backward
+
+
+def _recording(
+    operator: torch._ops.OpOverload, setup_context: Callable[..., None], backward_of: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The operator as it runs where gradients may be recorded."""
+    gives_list = [str(result.type) for result in operator._schema.returns] == ["List[Tensor]"]
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                output = operator(*inputs)
+            output = tuple(output) if gives_list else output
+            setup_context(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return backward_of(ctx, *grads)
+
+    def run(*inputs: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+            output = Differentiable.apply(*inputs)
+            return list(output) if gives_list else output
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*inputs)
+
+    return run
 
 
 def cuda_index(arguments: Iterable[Any]) -> int | None:

@@ -8,27 +8,27 @@ from pathlib import Path
 
 from nsa.errors import check
 
-ROWS = ("benchmarks/results", "benchmarks/memory")
-
 PLAN = """\
 Say what a run will need before it runs: parameters, operations of a token, memory of a step by part, time and cost. The step is
 followed without data, so that no GPU is needed. A run that does not fit into the GPU is refused (exit code 2), with a change
 under which it fits. For example
-  nsa plan configs/seed.yaml --gpu h200 --price-per-gpu-hour 3.5
-  nsa plan configs/seed.yaml --gpu l40s --micro-batch 32 --accumulation 1 --global-batch 32
-  nsa plan configs/seed.yaml configs/seed-dense.yaml --measure          (on a GPU: planned beside measured memory)
+  nsa plan seed --gpu h200 --price-per-gpu-hour 3.5
+  nsa plan seed --gpu l40s --micro-batch 32 --accumulation 1 --global-batch 32
+  nsa plan seed seed-dense --measure          (on a GPU: planned beside measured memory)
 Every setting of the file can be given here too, as of `nsa train`.
 """
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Words of ``nsa plan`` beside the settings of the configuration."""
-    parser.add_argument("config", metavar="CONFIG", nargs="+", help="YAML file, for example configs/seed.yaml")
-    parser.add_argument("--gpu", metavar="NAME", help="b200, h200, h100, a100, l40s, .. (default that of this machine)")
+    parser.add_argument("config", metavar="CONFIG", nargs="+", help="name of a configuration (see nsa configs) or a YAML file")
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="for example h200, 'NVIDIA H100 PCIe', cpu (default that of this machine)"
+    )
     parser.add_argument("--memory-gib", type=float, metavar="X", help="memory of the GPU (default that of --gpu)")
     parser.add_argument("--price-per-gpu-hour", type=float, metavar="X", help="gives the cost, in the same currency")
     parser.add_argument("--mfu", type=float, metavar="X", help="share of the GPU's peak to reckon with, between 0 and 1")
-    rows = f"files or folders of measured rows (default {' and '.join(ROWS)}, where they are)"
+    rows = "files or folders of measured rows (default those that the package carries)"
     parser.add_argument("--rows", nargs="+", metavar="PATH", help=rows)
     parser.add_argument("--json", action="store_true", help="a JSON object a line")
     parser.add_argument("--measure", action="store_true", help="run a few steps and compare their memory with the plan's")
@@ -47,14 +47,14 @@ def run_plan(args: argparse.Namespace, overrides: Mapping[str, str]) -> int:
         return _measure(configs)
     import json
 
-    from nsa.bench.command import row_files
+    from nsa.bench.command import carried_rows, row_files
     from nsa.bench.rows import read_rows
     from nsa.plan.gpus import find_gpu
     from nsa.plan.plan import make_plan, refuse_what_does_not_fit
     from nsa.plan.report import plan_json, plan_lines
 
-    given = args.rows or [folder for folder in ROWS if Path(folder).is_dir()]
-    gpu, rows = find_gpu(args.gpu, args.memory_gib), read_rows(row_files("nsa plan", "--rows", given))
+    gpu = find_gpu(args.gpu, args.memory_gib)
+    rows = read_rows(row_files("nsa plan", "--rows", args.rows) if args.rows else carried_rows("results", "memory"))
     for path, config in configs.items():
         plan = make_plan(config, gpu, rows, args.mfu)
         if args.json:

@@ -34,9 +34,11 @@ class Footprint:
 
     Attributes:
         parts: bytes by what they are for.
+        is_all: False where more is held than the parts say.
     """
 
     parts: dict[str, int]
+    is_all: bool = True
 
     @property
     def peak(self) -> int:
@@ -52,6 +54,21 @@ def step_memory(config: TrainConfig) -> Footprint:
     """
     followed = _followed(config)
     return followed if config.world_size == 1 or config.parallel.strategy == "ddp" else _sharded(config, followed)
+
+
+def state_memory(config: TrainConfig) -> Footprint:
+    """What one process holds whatever a step does: weights, gradients and the optimizer's state.
+
+    That is all that can be said of a CPU, where attention runs as the reference, whose steps depend on the data.
+
+    Args:
+        config: the run.
+    """
+    model = _empty_model(config)
+    with FakeTensorMode():
+        fake_parameters(model)
+        weights, state = _state_bytes(model, config)
+    return Footprint({WEIGHTS: weights, GRADIENTS: weights, OPTIMIZER: state}, is_all=False)
 
 
 def _followed(config: TrainConfig) -> Footprint:
@@ -105,9 +122,14 @@ def _compiled(config: TrainConfig) -> Footprint:
         step = CompiledStep(NextTokenLoss(model, config.loss_chunk), scratch_bytes)
         with autocast(torch.device("cpu"), config.compute_dtype):
             parts = step.memory(*_fake_batch(config), config.seq_len, gradients_before=_has_gradients_before(config))
-        weights = sum(parameter.nbytes for parameter in model.parameters())
-        state = sum(tensor.nbytes for tensor in ModelOptimizer(model, config.optim).state_tensors().values())
+        weights, state = _state_bytes(model, config)
     return Footprint({WEIGHTS: weights, OPTIMIZER: state, **parts, LIBRARIES: _library_bytes(config)})
+
+
+def _state_bytes(model: LanguageModel, config: TrainConfig) -> tuple[int, int]:
+    """Of the weights, and of the optimizer's state."""
+    state = ModelOptimizer(model, config.optim).state_tensors().values()
+    return sum(parameter.nbytes for parameter in model.parameters()), sum(tensor.nbytes for tensor in state)
 
 
 def _library_bytes(config: TrainConfig) -> int:

@@ -14,8 +14,8 @@ from nsa.bench.subjects import DTYPES, differences
 from nsa.errors import UserError
 from nsa.lm.flops import flops_per_token
 from nsa.lm.model import LanguageModel
-from nsa.plan.gpus import GIB, Gpu
-from nsa.plan.memory import Footprint, step_memory
+from nsa.plan.gpus import CPU, GIB, Gpu
+from nsa.plan.memory import Footprint, state_memory, step_memory
 from nsa.train.config import CheckpointingConfig, ParallelConfig, TrainConfig
 
 # What a process takes beside its tensors: the driver's context and the libraries' kernels; and what the allocator cannot use.
@@ -52,7 +52,7 @@ class RunPlan:
         config: the run.
         parameters: by part of the model, ``total`` among them.
         flops_per_token: operations of one training token, see ``nsa.lm.flops``.
-        footprint: memory of one process at the peak of a step.
+        footprint: memory of one process at the peak of a step; of a CPU what is held in any case.
         gpu: what it is planned for; None for nothing in particular.
         speed: None where it cannot be said.
     """
@@ -107,7 +107,8 @@ def make_plan(config: TrainConfig, gpu: Gpu | None, rows: Iterable[Row] = (), mf
         model = LanguageModel(config.model)
     flops = flops_per_token(model, config.seq_len)
     speed = None if gpu is None else expected_speed(config, model.num_parameters()["total"], flops, gpu, list(rows), mfu)
-    return RunPlan(config, model.num_parameters(), flops, step_memory(config), gpu, speed)
+    footprint = state_memory(config) if gpu is not None and gpu.name == CPU else step_memory(config)
+    return RunPlan(config, model.num_parameters(), flops, footprint, gpu, speed)
 
 
 def expected_speed(
@@ -190,7 +191,7 @@ def refuse_what_does_not_fit(plan: RunPlan) -> None:
 
 def suggestion(config: TrainConfig, gpu: Gpu) -> str:
     """The smallest change under which the run fits, as words of the command line."""
-    for changed in alternatives(config):
+    for changed in alternatives(config) if gpu.name != CPU else ():
         needed = needed_bytes(step_memory(changed))
         if needed <= gpu.memory_gib * GIB:
             words = (f"--{name.replace('_', '-')} {_word(value)}" for name, value in differences(config, changed).items())

@@ -32,11 +32,15 @@ def plan_lines(name: str, plan: RunPlan, price_per_gpu_hour: float | None) -> It
     yield _line("tokens", f"{plan.tokens:,} = {windows}")
     total = plan.flops_per_token * plan.tokens
     yield _line("operations", f"{plan.flops_per_token / 1e9:.4g} GFLOP a training token, {total / 1e18:.4g} EFLOP in all")
-    yield _line("memory", f"{plan.needed_bytes / GIB:.2f} GiB for each process, {plan.footprint.peak / GIB:.2f} in tensors")
+    least = "" if plan.footprint.is_all else "at least "
+    sizes = f"{plan.needed_bytes / GIB:.2f} GiB for each process, {plan.footprint.peak / GIB:.2f} in tensors"
+    yield _line("memory", f"{least}{sizes}")
     for part, size in shown_parts(plan.footprint.parts).items():
         yield f"  {part:44}{size / GIB:9.3f} GiB"
     if plan.speed is None or plan.seconds is None:
-        yield _line("time", "not known: the peak of the GPU is not, and nothing was measured" if gpu else "give --gpu")
+        yield _line(
+            "time", f"not known: no peak of {gpu.name} in {config.compute_dtype}, no measured step" if gpu else "give --gpu"
+        )
         return
     yield _line("speed", f"{plan.speed.tokens_per_s:,.0f} tokens/s ({plan.speed.why})")
     yield _line("time", duration(plan.seconds))
@@ -53,6 +57,7 @@ def plan_json(name: str, plan: RunPlan, price_per_gpu_hour: float | None) -> dic
         "gpu_memory_bytes": None if gpu is None else round(gpu.memory_gib * GIB),
         "parameters": plan.parameters, "tokens": plan.tokens, "flops_per_token": plan.flops_per_token,
         "memory_bytes": {**plan.footprint.parts, "peak": plan.footprint.peak, "needed": plan.needed_bytes},
+        "memory_is_all": plan.footprint.is_all,
         "tokens_per_s": None if plan.speed is None else plan.speed.tokens_per_s,
         "speed_from": None if plan.speed is None else plan.speed.why,
         "seconds": plan.seconds, "cost": None if price_per_gpu_hour is None else plan.cost(price_per_gpu_hour),

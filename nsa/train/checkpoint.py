@@ -76,10 +76,11 @@ def best_checkpoint(folder: Path) -> Path | None:
     return min(figures, key=lambda path: figures[path], default=None)
 
 
-def find_checkpoint(folder: Path, which: str) -> Path:
+def find_checkpoint(function: str, folder: Path, which: str) -> Path:
     """The checkpoint that the user means.
 
     Args:
+        function: the command, for messages.
         folder: folder of all checkpoints of a run.
         which: ``last``, ``best`` (the lowest held-out figure), or a number of optimizer steps.
 
@@ -87,19 +88,18 @@ def find_checkpoint(folder: Path, which: str) -> Path:
         ValueError: there is none.
     """
     found = {int(path.name.removeprefix("step-")): path for path in list_checkpoints(folder)}
-    check(bool(found), "find_checkpoint", "RUN", "hold a checkpoint", folder.parent)
+    check(bool(found), function, "RUN", "hold a checkpoint", folder.parent)
     if which == "last":
         return found[max(found)]
     if which == "best":
         best = best_checkpoint(folder)
         hint = "Of no step that was evaluated there is one."
-        check(best is not None, "find_checkpoint", "--checkpoint", "be last or a step", which, hint)
+        check(best is not None, function, "--checkpoint", "be last or a step", which, hint)
         assert best is not None
         return best
     steps = ", ".join(map(str, found))
-    check(
-        which.isdecimal() and int(which) in found, "find_checkpoint", "--checkpoint", f"be last, best or one of {steps}", which
-    )
+    exists = which.isdecimal() and int(which) in found
+    check(exists, function, "--checkpoint", f"be last, best or one of {steps}", which)
     return found[int(which)]
 
 

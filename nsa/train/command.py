@@ -23,10 +23,10 @@ EXIT_FAILED, EXIT_SIGNAL = 1, 128
 PLOT_EVERY_S = 60.0  # at most: drawing takes some tenths of a second from training
 
 TRAIN = """\
-Train a language model as CONFIG, a YAML file, says.
+Train a language model as CONFIG says: the name of a configuration that `nsa configs` lists, or a YAML file.
 
 Every setting of the file can be given here too and then wins, for example
-  nsa train configs/cpu-small.yaml --optim.lr 3e-4 --model.nsa.window-size 64
+  nsa train cpu-small --optim.lr 3e-4 --model.nsa.window-size 64
 The run leaves a folder with its configuration, environment, metrics, checkpoints, plot, sample and log; no run writes over
 another. Ctrl-C or SIGTERM ends it after the step at hand, with a checkpoint; a second one ends it at once. A file named halt in
 the run folder and a closed terminal end it with a checkpoint, too. SIGUSR2 asks for a checkpoint, SIGUSR1 for the stacks of
@@ -35,7 +35,7 @@ all threads.
 goes on exactly where the newest checkpoint was taken,
   nsa train --resume runs/cpu-small-1 --steps 1000
 also makes the run longer or shorter, its learning rate following the schedule of so many steps from there on, and
-  nsa train configs/cpu-small.yaml --init-from runs/cpu-small-1 --optim.lr 1e-4
+  nsa train cpu-small --init-from runs/cpu-small-1 --optim.lr 1e-4
 begins a new run with the weights and the tokenizer of another. Several processes, one on each GPU or several on the CPU:
   torchrun --standalone --nproc-per-node 2 --max-restarts 3 -m nsa train CONFIG --run-dir runs/a \\
     --world-size 2 --accumulation 1
@@ -49,7 +49,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         "nsa train CONFIG [--SETTING VALUE ...] [--run-dir DIR] [--init-from RUN]\n"
         "       nsa train --resume RUN [--SETTING VALUE ...]"
     )
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file, for example configs/cpu-small.yaml")
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="name of a configuration (see nsa configs) or a YAML file")
     parser.add_argument("--run-dir", metavar="DIR", help="folder to make for this run (default runs/<config>-<n>)")
     parser.add_argument("--resume", metavar="RUN", help="folder of a run to continue; then without CONFIG")
     parser.add_argument("--init-from", metavar="RUN", help="folder of another run, whose weights the new run begins with")
@@ -60,7 +60,7 @@ def run_train(args: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     """``nsa train``; ``overrides`` are settings given on the command line."""
     from nsa.train.launch import check_launch, read_launch
     from nsa.train.load import load_config
-    from nsa.train.out_of_memory import check_fits
+    from nsa.train.out_of_memory import check_run_fits
     from nsa.train.parallel import join
     from nsa.train.precision import choose_device
     from nsa.train.run_folder import RunFolder
@@ -71,13 +71,13 @@ def run_train(args: argparse.Namespace, overrides: Mapping[str, str]) -> int:
         check(args.run_dir is None, "train", "--run-dir", "be left out with --resume", args.run_dir)
         config = RunFolder.open(args.resume).load_config(overrides)
     else:
-        check(args.config is not None, "train", "CONFIG", "be given", "none", "For example: nsa train configs/cpu-small.yaml")
+        check(args.config is not None, "train", "CONFIG", "be given", "none", "For example: nsa train cpu-small")
         hint = "A restart has to find the run that it goes on with."
         check(args.run_dir is not None or not launch.launcher, "train", "--run-dir", "be given with torchrun", "none", hint)
         config = load_config(args.config, overrides)
     check_launch(config, launch)
     device = choose_device(config.device, launch.local_rank)
-    check_fits("train", config.model, device, shares=config.world_size if config.parallel.strategy == "fsdp" else 1)
+    check_run_fits("train", config, device)
     with join(launch, device) as processes:
         with processes.main_first():
             folder, is_new = _run_folder(args, config, init_from, is_main=processes.is_main, restart=launch.restart)
@@ -99,7 +99,7 @@ def _init_from(args: argparse.Namespace) -> Path | None:
 
     hint = "A run that is resumed has weights of its own."
     check(args.resume is None, "train", "--init-from", "be left out with --resume", args.init_from, hint)
-    return find_checkpoint(RunFolder.open(args.init_from).checkpoints, args.checkpoint or "last")
+    return find_checkpoint("train", RunFolder.open(args.init_from).checkpoints, args.checkpoint or "last")
 
 
 def _run_folder(

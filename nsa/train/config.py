@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from nsa.errors import check
 from nsa.lm.config import LMConfig
-from nsa.lm.recomputation import Keeps
+
+if TYPE_CHECKING:
+    from nsa.lm.recomputation import Keeps
 
 MAX_STEPS = 1_000_000_000
 

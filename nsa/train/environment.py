@@ -14,22 +14,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from nsa.extras import CORE, EXTRAS
 from nsa.train.launch import communication_settings
 
 PACKAGE = Path(__file__).resolve().parents[1]
-RECORDED = (
-    "nsa",
-    "torch",
-    "triton",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "tiktoken",
-    "tensorboard",
-    "matplotlib",
-    "PyYAML",
-    "rich",
-)
+RECORDED = tuple(dict.fromkeys(("nsa", *CORE, *(package for extra in EXTRAS.values() for package in extra))))
 _PROGRAM_TIME_LIMIT_S = 20
 
 

@@ -15,14 +15,15 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from nsa.errors import UserError, check, fail
+from nsa import configs
+from nsa.errors import UserError, check, fail, nearest
 from nsa.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class Setting:
 @dataclass(frozen=True)
 class _Leaf:
     value: Any
-    origin: str  # "configs/seed.yaml:12" or "--optim.lr"
+    origin: str  # "mine.yaml:12" or "--optim.lr"
     typed: bool = False  # a word of the command line: text until the setting's type is known
 
 
@@ -99,9 +100,10 @@ def _read(path: Path) -> _Section:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, IsADirectoryError):
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1, cutoff=0.5)
-        fail(
-            "configuration", "file", "be a YAML file that exists", path, _nearest_hint(path.parent / near[0] if near else None)
-        )
+        hint = _nearest_hint(path.parent / near[0] if near else None)
+        if path.stem in configs.names():
+            hint = f"A configuration of that name comes with the package; take it by its name: {path.stem}."
+        fail("configuration", "file", "be a YAML file that exists", path, hint)
     except UnicodeDecodeError:
         fail("configuration", "file", "be text in UTF-8", path)
     loader = _Loader(text)
@@ -178,7 +180,8 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, str] | N
     """Read a training configuration.
 
     Args:
-        path: YAML file; None starts from the defaults. What it does not name keeps its default.
+        path: YAML file, or the name of a configuration that comes with the package (see :mod:`nsa.configs`); None starts from
+            the defaults. What the file does not name keeps its default.
         overrides: dotted names to the text of their values, for example ``optim.lr`` to ``3e-4``; they win over the file.
 
     Returns:
@@ -188,7 +191,7 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, str] | N
         UserError: for an unknown name, a wrong type or a value that breaks a rule, with the file and line or the option that
             is at fault and the nearest valid name.
     """
-    root = _Section("defaults") if path is None else _read(Path(path))
+    root = _Section("defaults") if path is None else _read(configs.find(path))
     _rename(root)
     _overlay(root, {_new_name(name, f"--{name.replace('_', '-')}"): text for name, text in (overrides or {}).items()})
     config: TrainConfig = _build(TrainConfig, root, "")
@@ -330,20 +333,6 @@ def _shown(value: Any) -> str:
 
 
 # --- Names ----------------------------------------------------------------------------------------------------------------
-def nearest(word: str, candidates: Iterable[str]) -> str:
-    """The candidate that ``word`` most likely stands for.
-
-    A dotted name is compared as a whole and by its last part, so that ``--lr`` finds ``--optim.lr``.
-    """
-
-    def likeness(candidate: str) -> tuple[float, float]:
-        whole = difflib.SequenceMatcher(None, word, candidate).ratio()
-        last = difflib.SequenceMatcher(None, word.split(".")[-1].lstrip("-"), candidate.split(".")[-1].lstrip("-")).ratio()
-        return max(whole, last), whole
-
-    return max(sorted(candidates), key=likeness)
-
-
 def _nearest_hint(name: Any) -> str:
     return "" if name is None else f"The nearest is {name}."
 

@@ -134,6 +134,11 @@ _WEIGHT_BYTES, _TRAINING_BYTES = 4, 16
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+def check_run_fits(function: str, config: TrainConfig, device: torch.device) -> None:
+    """As :func:`check_fits`, of a run, whose processes may divide the model among them."""
+    check_fits(function, config.model, device, shares=config.world_size if config.parallel.strategy == "fsdp" else 1)
+
+
 def check_fits(function: str, config: LMConfig, device: torch.device, *, training: bool = True, shares: int = 1) -> None:
     """Refuse a model that cannot fit before anything is begun: its weights and what training keeps beside them.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import inspect
 import os
 import signal
 import sys
@@ -20,10 +21,10 @@ from nsa.train.watchdog_process import STACKS_AT_ANY_PRICE
 class StacksOnDemand:
     """While entered, SIGUSR1 writes the stacks of all threads to a file.
 
-    A thread writes them, told by the C part of Python's signal handling: so they come while the main thread is in C code, and
-    nothing changes while they are read, because the thread holds the interpreter. Reading them in a signal handler, as
-    :mod:`faulthandler` does, ends a process whose threads run with a segmentation fault once in some hundred times. It is left
-    for a process that does not answer because C code keeps the interpreter: ``STACKS_AT_ANY_PRICE``, for the watchdog.
+    A thread writes them, told by the C part of Python's signal handling: so they come while the main thread is in C code.
+    Reading them in a signal handler, as :mod:`faulthandler` does, ends a process whose threads run with a segmentation fault
+    once in some hundred times. It is left for a process that does not answer because C code keeps the interpreter:
+    ``STACKS_AT_ANY_PRICE``, for the watchdog.
 
     Args:
         path: the file, to which is appended.
@@ -72,7 +73,22 @@ def all_stacks() -> str:
     """Stacks of all threads but the calling one, each with its innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = [time.strftime("--- %Y-%m-%d %H:%M:%S\n")]
-    for ident, frame in sys._current_frames().items():
+    for ident in sys._current_frames():
         if ident != threading.get_ident():
-            parts += [f"Thread {names.get(ident, ident)} (most recent call last):\n", *traceback.format_stack(frame)]
+            stack = traceback.StackSummary.extract(iter(_frames_of(ident)))
+            parts += [f"Thread {names.get(ident, ident)} (most recent call last):\n", *reversed(stack.format())]
     return "".join(parts)
+
+
+def _frames_of(ident: int) -> list[tuple[FrameType, int]]:
+    """Frames of a thread and their lines, innermost first.
+
+    The thread may run on while they are read. A generator that yields then has no caller any more, and the stack would end
+    there: it is read again.
+    """
+    frames: list[tuple[FrameType, int]] = []
+    for _ in range(100):
+        frames = list(traceback.walk_stack(frame)) if (frame := sys._current_frames().get(ident)) else []
+        if not frames or not frames[-1][0].f_code.co_flags & inspect.CO_GENERATOR:
+            break
+    return frames

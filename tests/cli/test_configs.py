@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from nsa import cli, configs
+from nsa.errors import UserError
 from nsa.lm.model import LanguageModel
 from nsa.train.config import TrainConfig
 from nsa.train.data import make_tokenizer
 from nsa.train.load import load_config
 from nsa.train.optim import parameter_groups
 
-ROOT = Path(__file__).resolve().parents[2] / "configs"
+ROOT = configs.FOLDER
 PATHS = sorted(ROOT.glob("*.yaml"))
 NAMES = {path.stem for path in PATHS}
 FP32 = 4  # bytes
@@ -137,3 +139,30 @@ def test_the_fineweb_seed_is_the_gpt2_seed_on_prepared_text() -> None:
     prepared = re.search(r"--max-tokens (\d+) --out data/fineweb-edu", (ROOT / "seed-fineweb.yaml").read_text())
     assert prepared is not None
     assert int(prepared[1]) > fineweb.steps * fineweb.global_batch * fineweb.seq_len
+
+
+# ------------------------------------------------------------------------------------------------------------------ names
+
+
+def test_the_names_are_listed_with_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["configs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(NAMES)
+    assert "seed                The seed configuration: the pattern of the paper on bytes, S = 2,048." in lines
+    assert all(line.endswith(".") and ". " not in line for line in lines)
+    assert cli.main(["configs", "--folder"]) == 0
+    assert capsys.readouterr().out == f"{ROOT}\n"
+
+
+def test_a_word_is_a_name_or_a_path(tmp_path: Path) -> None:
+    assert load_config("seed") == load_config(ROOT / "seed.yaml")
+    for path in ("seed.yaml", "seed.yml", "mine/seed", str(tmp_path / "seed")):
+        assert configs.find(path) == Path(path)
+    with pytest.raises(UserError) as caught:
+        load_config("sead")
+    assert str(caught.value) == (
+        "configuration: name must be one that comes with the package, got 'sead'. The nearest is seed; "
+        "`nsa configs` lists them; the path of a file ends in .yaml."
+    )
+    with pytest.raises(UserError, match="take it by its name: seed"):
+        load_config("configs/seed.yaml")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import shutil
 import sys
@@ -11,16 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa import NSAConfig, cli, doctor
+from nsa import NSAConfig, cli, configs, doctor, extras
 from nsa.ops._triton.tuning import Tile, TileKey, tiles_chosen_by
 from nsa.train import environment
 from tools.compile_only.launches import Batch, attend, launches
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-
 
 def test_a_sound_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--configs", str(CONFIGS)]) == 0
+    assert cli.main(["doctor"]) == 0
     said = capsys.readouterr().out
     for part in (
         "python 3.",
@@ -28,7 +27,7 @@ def test_a_sound_machine(capsys: pytest.CaptureFixture[str]) -> None:
         "CPU cores",
         "GiB free",
         "cpu: eager PyTorch",
-        "seed-gpt2-dense.yaml: loads",
+        "  seed-gpt2-dense: loads",
         "no problem",
     ):
         assert part in said
@@ -41,6 +40,7 @@ def test_problems_are_shown_and_counted(
     (tmp_path / "bad.yaml").write_text("steps: x\n")
     (tmp_path / "good.yaml").write_text("steps: 1\n")
     monkeypatch.setattr(environment, "RECORDED", ("torch", "no-such-distribution"))
+    monkeypatch.setattr(doctor, "CORE", ("torch", "no-such-distribution"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**29))
     assert cli.main(["doctor", "--configs", str(tmp_path)]) == 1
     said = capsys.readouterr().out
@@ -147,3 +147,33 @@ def test_the_kernels_it_names_are_those_that_tiles_are_looked_up_for(longest: in
     with launches(), tiles_chosen_by(note):
         attend(config, torch.bfloat16, Batch(longest))
     assert looked_up == set(doctor.kernel_names(longest, longest == 1024, config))
+
+
+def test_extras_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is no problem: what needs them says so. Without packages that not every command needs, configurations load."""
+    absent = {"datasets", "pynvml"}
+    monkeypatch.setattr(extras, "find_spec", lambda module: None if module in absent else module)
+    assert list(doctor._extras()) == [
+        "train: without nvidia-ml-py. Install with: " + extras.install_command("train"),
+        "data: without nvidia-ml-py, datasets. Install with: " + extras.install_command("data"),
+        "bench: installed",
+    ]
+    assert len(list(doctor._configs(None))) == len(configs.names())
+    absent.add("yaml")
+    assert list(doctor._configs(None)) == ["not loaded: that needs the extra train"]
+    monkeypatch.setattr(environment, "version", lambda name: None if name == "datasets" else "1.0")
+    listed = {line.split()[0] for line in doctor._versions()}
+    assert {*extras.CORE, *extras.EXTRAS["data"]} - {"datasets"} <= listed
+    assert "datasets" not in listed
+
+
+def test_the_command_that_installs_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.0")
+    assert extras.install_command("data") == "pip install 'nsa[data]'"
+
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    root = Path(__file__).resolve().parents[2]
+    assert extras.install_command("data") == f"pip install -e '{root}[data]'"

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from nsa import cli
+from nsa import cli, configs
 from nsa.bench.subjects import parse_settings, parse_train_variant
 from nsa.bench.variants import parse_variant
 from nsa.config import NSAConfig
-from nsa.errors import UserError
+from nsa.errors import UsageError, UserError
 from nsa.train.load import load_config, settings
 from tools.measure import MEASUREMENTS
 
@@ -50,8 +50,8 @@ def check_command(words: list[str]) -> None:
     assert args is not None, words
     for paths, given in loaded(words, vars(args)):
         for path in paths:
-            if (ROOT / path).is_file():
-                load_config(ROOT / path, given)
+            if path in configs.names():
+                load_config(path, given)
 
 
 def loaded(words: list[str], args: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, str]]]:
@@ -73,7 +73,7 @@ def test_commands_are_taken(path: Path) -> None:
     for words in commands(path.read_text(encoding="utf-8")):
         try:
             check_command(words)
-        except UserError as error:
+        except (UsageError, UserError) as error:
             pytest.fail(f"{path.name}: nsa {shlex.join(words)}\n{error}")
 
 
@@ -93,15 +93,15 @@ def test_there_are_commands() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "nsa trian configs/seed.yaml",
-        "nsa train configs/seed.yaml --world-siez 2",
-        "nsa train configs/seed.yaml --world-size 2",  # its global batch is another
-        "torchrun --nproc-per-node 2 -m nsa bench scaling configs/seed.yaml --set paralel.strategy=fsdp",
+        "nsa trian seed",
+        "nsa train seed --world-siez 2",
+        "nsa train seed --world-size 2",  # its global batch is another
+        "torchrun --nproc-per-node 2 -m nsa bench scaling seed --set paralel.strategy=fsdp",
         "nsa bench train --variant eager:compiled=false",
         'nsa bench train "${set[@]}"  # remark',
     ],
 )
 def test_a_stale_command_is_seen(line: str) -> None:
     (words,) = commands(f"```console\n$ set=(--set no.such=1)\n$ {line}\n```\n")
-    with pytest.raises(UserError):
+    with pytest.raises((UsageError, UserError)):
         check_command(words)

@@ -24,12 +24,7 @@ from tests.faults import plant
 from tests.train.cases import reproducible_rows, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
-# Processes are forked from one that has imported the library: a start takes a tenth of a second instead of four.
 FORKS: Any = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([
-    "tests.faults.plant", "nsa.cli", "nsa.train.trainer", "nsa.train.plots", "nsa.train.progress",
-    "numpy.random", "torch._dynamo.convert_frame",  # which optimizers import at their first step
-])  # fmt: skip
 
 
 def write_config(folder: Path, **changes: Any) -> Path:

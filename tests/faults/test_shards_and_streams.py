@@ -102,21 +102,20 @@ def test_damaged_shards_are_refused_by_name_1000_times(shards: Path, tmp_path: P
 # ---------------------------------------------------------------------------------------------- preparation interrupted
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["nsa.train.data", "datasets"])
 
 
-def prepare_slowly(source: str, out: str, tokenizer: str) -> None:
+def prepare_apart(source: str, out: str, tokenizer: str, commit_s: float) -> None:
     os.setsid()
-    preparation._COMMIT_S = 0.02
+    preparation._COMMIT_S = commit_s
     prepare(config_of(Path(source), tokenizer), out, workers=2)
 
 
 class Preparation:
-    """A preparation in a session of its own, which does not outlive the test."""
+    """A preparation in a session of its own, which does not outlive the test; one that will be killed commits often."""
 
-    def __init__(self, source: Path, out: Path, tokenizer: str) -> None:
+    def __init__(self, source: Path, out: Path, tokenizer: str, commit_s: float) -> None:
         self.out = out
-        self.process = FORKS.Process(target=prepare_slowly, args=(str(source), str(out), tokenizer))
+        self.process = FORKS.Process(target=prepare_apart, args=(str(source), str(out), tokenizer, commit_s))
         self.process.start()
 
     def __enter__(self) -> Preparation:
@@ -159,7 +158,7 @@ def killed(source: Path, tmp_path: Path, tokenizer: str, number: int, seed: int)
     while kills < number:
         out, is_done = tmp_path / "cut", False
         while not is_done:
-            with Preparation(source, out, tokenizer) as run:
+            with Preparation(source, out, tokenizer, 0.02 if kills < number else preparation._COMMIT_S) as run:
                 if kills < number:
                     run.wait_for_commits(rng.randrange(0, 4))
                     time.sleep(rng.uniform(0, 0.02))

@@ -38,7 +38,7 @@ def broken(old: str, new: str) -> Mutant:
     ],
 )
 def test_outcome(tree: Path, old: str, new: str, outcome: str) -> None:
-    limit = 4 if outcome == "timeout" else 60
+    limit = 2 if outcome == "timeout" else 60
     result = mutants.run_mutant(broken(old, new), source=tree, time_limit_s=limit)
     assert result.outcome == outcome, result.output
     assert (tree / "nsa/maths.py").read_text() == SOURCE  # the tree itself is never touched

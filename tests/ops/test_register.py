@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa.ops import _register
+from nsa.ops.embedding.ops import embed_backward_op
 
 
 @pytest.fixture
@@ -33,12 +33,6 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-def registered(monkeypatch: pytest.MonkeyPatch, function: Any) -> Any:
-    """What ``register`` gives PyTorch as the implementation."""
-    monkeypatch.setattr(torch.library, "custom_op", lambda name, run, **_: run)
-    return _register.register("some", function, "(Tensor x) -> Tensor")
-
-
 def on(device: str) -> torch.Tensor:
     with FakeTensorMode():
         return torch.empty(2, device=device)
@@ -55,9 +49,9 @@ def on(device: str) -> torch.Tensor:
     ],
     ids=["another device", "list on another device", "current device", "cpu", "no tensor"],
 )
-def test_the_device_of_the_first_tensor_is_current(said, monkeypatch, first, expected):
+def test_the_device_of_the_first_tensor_is_current(said, first, expected):
     """Tensors may be missing, and they come after numbers too."""
-    run = registered(monkeypatch, lambda *arguments: said.append("run") or arguments)
+    run = _register.guarded(lambda *arguments: said.append("run") or arguments)
     assert run(None, 3, first, "x") == (None, 3, first, "x")
     assert said == expected
 
@@ -80,5 +74,14 @@ def test_the_device_before_comes_back_after_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with pytest.raises(RuntimeError, match="out of memory"):
-        registered(monkeypatch, fail)(on("cuda:1"))
+        _register.guarded(fail)(on("cuda:1"))
     assert not entered
+
+
+def test_an_operator_without_a_gradient_says_so():
+    """A second derivative must not come out as zero."""
+    with FakeTensorMode():
+        dout, tokens = torch.ones(1, 3, requires_grad=True), torch.tensor([0])
+        grad = embed_backward_op(dout, tokens, 2)
+        with pytest.raises(NotImplementedError, match="nsa::embed_backward has no gradient"):
+            grad.sum().backward()

@@ -10,26 +10,25 @@ from typing import Any
 import pytest
 
 from nsa import cli
-from nsa.bench.command import row_files
+from nsa.bench import command as bench
+from nsa.bench.command import carried_rows
 from nsa.bench.rows import Row, RowFile, read_rows
 from nsa.bench.subjects import differences
 from nsa.errors import UserError
 from nsa.plan import measure
 from nsa.plan import plan as planning
-from nsa.plan.command import ROWS
-from nsa.plan.gpus import GIB, KNOWN, find_gpu
+from nsa.plan.gpus import GIB, KNOWN, Gpu, find_gpu
 from nsa.plan.measure import Comparison, comparison_lines
 from nsa.plan.memory import Footprint
 from nsa.plan.plan import ASSUMED_MFU, alternatives, expected_speed, make_plan, suggestion
 from nsa.plan.report import duration, shown_parts
 from nsa.train.config import CheckpointingConfig, TrainConfig
+from nsa.train.environment import cpu
 from nsa.train.load import load_config
 from nsa.train.throughput import peak_of
 from tests.bench.rows import make_row
 from tests.bench.test_train import write_config
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = ROOT / "configs"
 H200 = KNOWN["h200"]
 
 
@@ -44,7 +43,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def seed(**changes: Any) -> TrainConfig:
-    return replace(load_config(CONFIGS / "seed.yaml"), **changes)
+    return replace(load_config("seed"), **changes)
 
 
 # -------------------------------------------------------------------------------------------------------- time and cost
@@ -141,6 +140,55 @@ def test_operations_of_a_token(quick: None) -> None:
     assert plan.flops_per_token == pytest.approx(6 * in_products + 6 * 12 * 12 * 128 * 1024.5)
 
 
+# ------------------------------------------------------------------------------------------------------------------ GPUs
+
+
+@pytest.mark.parametrize(
+    ("key", "spellings"),
+    [
+        ("b200", "B200, NVIDIA B200, b200-sxm6-180gb"),
+        ("h200", "H200, h200, NVIDIA H200, h200-sxm, H200 SXM5 141GB, nvidia_h200, H200 141 GB"),
+        ("h100", "H100, H100 SXM5, NVIDIA H100 80GB HBM3, h100-80g"),
+        ("h100-pcie", "H100 PCIe, NVIDIA H100 PCIe, h100_pcie, PCIe H100 80GB"),
+        ("h100-nvl", "H100-NVL, NVIDIA H100 NVL"),
+        ("a100", "A100, a100-80gb, NVIDIA A100-SXM4-80GB"),
+        ("a100-40", "a100-40, A100 40GB, NVIDIA A100-SXM4-40GB"),
+        ("a100-pcie", "NVIDIA A100 80GB PCIe, a100 pcie"),
+        ("a100-pcie-40", "NVIDIA A100-PCIE-40GB"),
+        ("l40s", "L40S, NVIDIA L40S"),
+        ("rtx4090", "4090, RTX 4090, rtx4090, NVIDIA GeForce RTX 4090, geforce-rtx-4090"),
+    ],
+)
+def test_a_gpu_may_be_spelled_in_any_way(key: str, spellings: str) -> None:
+    for spelling in [*spellings.split(", "), key, KNOWN[key].name]:
+        assert find_gpu(spelling, None) == KNOWN[key], spelling
+
+
+@pytest.mark.parametrize("other", ["GB200", "H200 NVL", "RTX 3090", "H100 PCIe NVL", "CPU H200", "", "40GB"])
+def test_another_gpu_is_not_taken_for_a_known_one(other: str) -> None:
+    with pytest.raises(UserError, match="For another one give --memory-gib alone"):
+        find_gpu(other, None)
+
+
+def test_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its memory is that of the machine; what a step holds beside the model's state is not known there."""
+    for spelling in ("cpu", "CPU"):
+        assert find_gpu(spelling, None) == Gpu("CPU", cpu()["memory_gib"])
+        assert find_gpu(spelling, 8.0) == Gpu("CPU", 8.0)
+    words = ["plan", "cpu-small", "--gpu", "cpu", "--optim.name", "adamw"]
+    assert cli.main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    parts, parameters = found["memory_bytes"], 990_384
+    assert {*parts} == {"weights", "gradients", "optimizer", "peak", "needed"}
+    assert (parts["weights"], parts["gradients"]) == (4 * parameters, 4 * parameters)
+    assert parts["optimizer"] == pytest.approx(8 * parameters, rel=1e-4)  # and a count of steps for each tensor
+    assert (found["memory_is_all"], found["tokens_per_s"], found["seconds"]) == (False, None, None)
+    assert cli.main([*words, "--memory-gib", "0.5"]) == 2
+    said = capsys.readouterr()
+    assert "at least 1.02 GiB for each process" in said.out
+    assert "the run must fit into the 0.5 GiB of CPU, got 1.0 GiB" in said.err
+
+
 # ---------------------------------------------------------------------------------------------------------------- memory
 
 
@@ -229,7 +277,8 @@ def test_rows_of_every_policy_are_found(
     quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["plan", str(CONFIGS / "seed.yaml"), "--gpu", "h200", "--json"]
+    monkeypatch.setattr(bench, "_PACKAGE", tmp_path / "nsa")
+    words = ["plan", "seed", "--gpu", "h200", "--json"]
     operators = [*words, "--checkpointing.policy", "operators"]
 
     def found(words: list[str]) -> float:
@@ -246,7 +295,7 @@ def test_rows_of_every_policy_are_found(
 
 
 def test_committed_rows_give_the_speed_of_a_policy() -> None:
-    rows = read_rows(row_files("nsa plan", "--rows", [str(ROOT / folder) for folder in ROWS]))
+    rows = read_rows(carried_rows("results", "memory"))
     found = {
         policy: speed(rows, checkpointing=CheckpointingConfig(policy)) for policy in ("none", "every", "operators", "full")
     }
@@ -268,7 +317,7 @@ def test_refusal_and_bad_configurations_end_as_in_training(tmp_path: Path, capsy
             [path, "--steps", "0"],
         ):
             assert cli.main([command, *words]) == 2
-            said[command].append(capsys.readouterr().err)
+            said[command].append(capsys.readouterr().err.replace(f"nsa {command}: ", ""))
     assert said["plan"] == said["train"]
 
 
@@ -278,6 +327,7 @@ def test_refusal_and_bad_configurations_end_as_in_training(tmp_path: Path, capsy
         (["--rows", "nowhere"], "--rows must be a file or folder of rows that exists, got nowhere"),
         (["--mfu", "2"], "--mfu must be at most 1"),
         (["--price-per-gpu-hour", "0"], "--price-per-gpu-hour must be positive"),
+        (["--gpu", "v100"], "--gpu must be one of b200, h200, "),
     ],
 )
 def test_bad_words(tmp_path: Path, words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:

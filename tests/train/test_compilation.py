@@ -28,9 +28,10 @@ from nsa.train.metrics import read_metrics
 from nsa.train.progress import RunReport
 from nsa.train.throughput import STARTING_STEPS
 from nsa.train.trainer import Trainer
-from tests.train.cases import make_trainer, tiny_config
+from tests.train.cases import PATTERN, make_trainer, tiny_config
 
 CPU = torch.device("cpu")
+QUICK = {"attention": "dense"}  # to trace: what is counted is the same
 
 
 @pytest.fixture
@@ -143,7 +144,7 @@ def run(trainer: Trainer, path: Path) -> tuple[list[dict[str, Any]], list[dict[s
 @pytest.mark.usefixtures("traced")
 def test_a_late_compilation_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new number of windows in the eighth step; those in the first five steps are expected."""
-    changes = {"steps": 10, "log_every": 1, "eval_every": 4, "checkpoint_every": 0}
+    changes = {"steps": 10, "log_every": 1, "eval_every": 4, "checkpoint_every": 0, "model": QUICK}
     config = tiny_config(tmp_path, accumulation=1, compile=True, **changes)
     made = make_trainer(config, tmp_path / "run")
     draw, sizes = made._draw, iter([2, 1, 2, 2, 2, 2, 2, 3, 2, 2, 2, 2, 2, 2])
@@ -215,8 +216,8 @@ def test_the_start_is_told_while_it_happens(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = ParallelConfig(compile_layers=False)
-    config = tiny_config(tmp_path, steps=2, compile=True, parallel=whole)
+    whole, window = ParallelConfig(compile_layers=False), dataclasses.replace(PATTERN, branches=("win",))
+    config = tiny_config(tmp_path, steps=2, compile=True, parallel=whole, model={"nsa": window})
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         time.sleep(1.1)

@@ -63,7 +63,7 @@ def test_an_extension_holds_until_the_next_one(tmp_path: Path) -> None:
 
 def begin(config_path: Path, source: Path, **changes: object) -> Trainer:
     config = tiny_config(config_path, **changes)
-    path = find_checkpoint(RunFolder.open(source).checkpoints, "last")
+    path = find_checkpoint("test", RunFolder.open(source).checkpoints, "last")
     return Trainer(config, RunFolder.create(config_path / "new", config, init_from=path), init_from=path)
 
 

@@ -198,6 +198,9 @@ def test_a_renamed_setting_is_taken_for_one_release(
     assert "--optim.rate: the setting optim.rate is called optim.lr now" in caplog.text
     assert "old.yaml:2: the setting windows is called data.pattern now; the old name goes with the next release" in caplog.text
     assert load_config(path).optim.lr == 0.25
+    run = ["train", str(write_tiny(tmp_path)), "--run-dir", str(tmp_path / "named"), "--optim.rate", "0.125"]
+    assert cli.main(run) == 0
+    assert load_config(tmp_path / "named" / "config.yaml").optim.lr == 0.125
     assert "not stand beside optim.lr" in refused(tmp_path, "optim: {rate: 0.25, lr: 0.5}")
 
     config = tiny_config(tmp_path, steps=2)

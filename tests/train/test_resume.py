@@ -7,8 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,60 +15,14 @@ import pytest
 import torch
 
 from nsa.train.checkpoint import find_checkpoint, list_checkpoints, load_tensors, read_meta
-from nsa.train.config import TrainConfig
 from nsa.train.inference import load_model
 from nsa.train.load import to_yaml
 from nsa.train.metrics import Row, read_metrics
 from nsa.train.rng import rng_state, seed_everything, set_rng_state
 from nsa.train.state import Progress, TrainState, Window
 from nsa.train.trainer import Trainer
+from tests.faults.cases import Nsa, rows_of
 from tests.train.cases import make_trainer, reproducible_rows, rewrite_hashes, tiny_config
-
-ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = """
-import logging, sys, torch
-from pathlib import Path
-from nsa.train.load import load_config
-from nsa.train.run_folder import RunFolder
-from nsa.train.trainer import Trainer
-
-torch.set_num_threads(1)
-logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-config = load_config(sys.argv[1])
-result = Trainer(config, RunFolder.create(Path(sys.argv[2]), config)).run()
-print("result", result.finished, result.signal, result.step, flush=True)
-"""
-
-
-class Process:
-    """A training run in a process of its own, which does not outlive the test."""
-
-    def __init__(self, config: TrainConfig, tmp_path: Path, name: str) -> None:
-        file = tmp_path / f"{name}.yaml"
-        file.write_text(to_yaml(config), encoding="utf-8")
-        self.path = tmp_path / name
-        command = [sys.executable, "-c", PROGRAM, str(file), str(self.path)]
-        self.popen = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.popen.kill()
-        self.popen.communicate()
-
-    def wait_for_step(self, step: int) -> None:
-        """Until the metrics reach ``step``."""
-        file, deadline = self.path / "metrics.jsonl", time.monotonic() + 120
-        while not file.exists() or not any(int(row["step"]) >= step for row in read_metrics(file)):
-            assert time.monotonic() < deadline, f"the run did not reach step {step}"
-            assert self.popen.poll() is None, self.popen.communicate()[0]
-            time.sleep(0.005)
-
-    def end(self) -> tuple[int, str]:
-        """Exit code and all that was said, once the process has ended."""
-        said, _ = self.popen.communicate(timeout=60)
-        return self.popen.returncode, said
 
 
 def final_tensors(path: Path, trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -87,10 +39,12 @@ def test_killed_at_a_random_step_the_curve_continues_bit_for_bit(tmp_path: Path)
     config = tiny_config(tmp_path, steps=60, log_every=3, eval_every=7, checkpoint_every=4)
     whole = make_trainer(config, tmp_path / "whole")
     whole.run()
-    with Process(config, tmp_path, "killed") as process:
-        process.wait_for_step(random.Random(time.time_ns()).randint(6, 40))
-        process.popen.send_signal(signal.SIGKILL)
-        assert process.end()[0] == -signal.SIGKILL
+    (tmp_path / "tiny.yaml").write_text(to_yaml(config), encoding="utf-8")
+    killed, step = tmp_path / "killed", random.Random(time.time_ns()).randint(6, 40)
+    with Nsa("train", tmp_path / "tiny.yaml", "--run-dir", killed, said=tmp_path / "said") as nsa:
+        assert nsa.wait_until(lambda: rows_of(killed) > 0 and int(read_metrics(killed / "metrics.jsonl")[-1]["step"]) >= step)
+        nsa.kill()
+        assert nsa.end() == -signal.SIGKILL
     cut = len(reproducible_rows(tmp_path / "killed"))
     assert 0 < cut < len(reproducible_rows(tmp_path / "whole"))
     resumed = make_trainer(config, tmp_path / "killed", resume=True)
@@ -257,7 +211,9 @@ def test_damaged_checkpoint_stops_the_resumption(tmp_path: Path) -> None:
 def test_model_of_a_run(tmp_path: Path) -> None:
     trainer = make_trainer(tiny_config(tmp_path, steps=3), tmp_path / "run")
     trainer.run()
-    model, step = load_model(trainer.config.model, find_checkpoint(trainer.run_folder.checkpoints, "last"), torch.device("cpu"))
+    model, step = load_model(
+        trainer.config.model, find_checkpoint("test", trainer.run_folder.checkpoints, "last"), torch.device("cpu")
+    )
     assert step == 3
     assert not model.training
     tokens = torch.arange(50)

@@ -207,7 +207,8 @@ def test_a_fuller_batch_raises_the_capacity_for_good(
     """Where the data have no index, as a stream; the resumed run begins with what the checkpoint says."""
     monkeypatch.setattr(TextSource, "most_sequences", lambda *_: None)
     monkeypatch.setattr("nsa.train.sequence_capacity.SHORT_DOCUMENT", 10**6)
-    config = tiny_config(tmp_path, compile=True, steps=3, seq_len=256, checkpoint_every=2)
+    changes: dict[str, Any] = {"model": {"attention": "dense"}, "steps": 3, "seq_len": 256, "checkpoint_every": 2}
+    config = tiny_config(tmp_path, compile=True, **changes)
     with caplog.at_level(logging.WARNING):
         trainer = make_trainer(config, tmp_path / "run")
         assert trainer.state.progress.sequence_capacity == config.micro_batch + 1

@@ -32,7 +32,7 @@ class Case:
     Attributes:
         name: in the table, the field ``config`` of its row.
         kind: what is done.
-        config: name of a file in ``configs/``, or the file itself.
+        config: name of a configuration of the package, or a file of one.
         expected_s: how long it takes on an H200, seconds.
         num_gpus: GPUs that it needs.
         of: case whose run it works on.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tools.accept.case import Case, Finding
-from tools.accept.setting import NSA, Setting, config_path
+from tools.accept.setting import NSA, Setting
 
 PROMPT = "def "
 NEW_TOKENS = 64
@@ -57,7 +57,7 @@ def check_run(case: Case, setting: Setting) -> Finding:
 def profile(case: Case, setting: Setting) -> Finding:
     """``nsa profile``."""
     folder = setting.empty_folder(case.name)
-    words = ["profile", config_path(case.config), "--run-dir", str(folder / "run")]
+    words = ["profile", case.config, "--run-dir", str(folder / "run")]
 
     def written(text: str, run: Path) -> str:
         names = ("stages.json", "kernels.txt", "trace.json.gz")

@@ -14,7 +14,7 @@ from nsa.train.metrics import read_metrics
 from tools.accept.case import Case, Finding
 from tools.accept.figures import Figures
 from tools.accept.programs import Ended, Program
-from tools.accept.setting import NSA, TORCHRUN, Setting, config_path, resolved
+from tools.accept.setting import NSA, TORCHRUN, Setting
 
 STEPS = 120
 CHECKPOINTS = 6  # in a run
@@ -115,12 +115,12 @@ def _words(case: Case, run: Path) -> list[str]:
         "sample-tokens": 0,
     }
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    return [*NSA, "train", config_path(case.config), "--run-dir", str(run), *words]
+    return [*NSA, "train", case.config, "--run-dir", str(run), *words]
 
 
 def _halved(case: Case) -> list[str]:
     """Words that share the batch of one process between two."""
-    config = load_config(resolved(config_path(case.config)))
+    config = load_config(case.config)
     if config.accumulation % 2 == 0:
         return ["--world-size", "2", "--accumulation", str(config.accumulation // 2)]
     return ["--world-size", "2", "--micro-batch", str(config.micro_batch // 2)]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nsa.errors import check
 from nsa.train.environment import code_version
-from tools.accept.programs import ROOT, Ended, Program, run_program
+from tools.accept.programs import Ended, Program, run_program
 from tools.accept.rows import QUICK
 
 PYTHON = sys.executable
@@ -71,7 +71,7 @@ class Setting:
         leg: number of the leg, or ``quick``.
         deadline: when the leg's time is used up, by ``time.monotonic``.
         shards: prepared data for configurations that train on shards; None to make them here.
-        plans: peak memory by configuration file, MiB; None where ``nsa plan`` failed.
+        plans: peak memory by configuration, MiB; None where ``nsa plan`` failed.
         say: told what happens, line by line.
     """
 
@@ -135,14 +135,3 @@ def caches(folder: Path) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
     }
-
-
-def config_path(name: str) -> str:
-    """A configuration's file, from the root of the checkout, as a user gives it."""
-    path = Path(name)
-    return name if path.is_absolute() else str(Path("configs", name).with_suffix(".yaml"))
-
-
-def resolved(path: str) -> Path:
-    """That file, wherever this process runs."""
-    return ROOT / path

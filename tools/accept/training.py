@@ -15,7 +15,7 @@ from nsa.train.load import load_config
 from tools.accept.case import Case, Finding
 from tools.accept.figures import plan_faults, run_figures, training_faults
 from tools.accept.programs import Ended, last_lines, run_program
-from tools.accept.setting import NSA, PYTHON, TORCHRUN, Setting, caches, config_path, resolved
+from tools.accept.setting import NSA, PYTHON, TORCHRUN, Setting, caches
 from tools.accept.shards import find_shards
 
 QUICK_STEPS, FULL_STEPS = 60, 300
@@ -27,12 +27,11 @@ MIB = 2**20
 def train(case: Case, setting: Setting) -> Finding:
     """Train as a configuration file says, for a number of steps."""
     folder = setting.empty_folder(case.name)
-    path = config_path(case.config)
-    settings = load_config(resolved(path))
+    settings = load_config(case.config)
     spread = processes_words(settings, setting.machine.num_gpus)
     processes = _given(spread, "--world-size", settings.world_size)
     added = [*_length_words(case, settings, processes, quick=setting.is_quick), *spread]
-    words = [*_launcher(processes), "train", path, "--run-dir", str(folder / "run"), *added]
+    words = [*_launcher(processes), "train", case.config, "--run-dir", str(folder / "run"), *added]
     if settings.data.source == "shards":
         prepared = find_shards(setting)
         if prepared.fault:
@@ -53,7 +52,7 @@ def make_train(case: Case, setting: Setting) -> Finding:
     words = ["make", "train", f"PYTHON={PYTHON}", f"ARGS={arguments}", "CONFIG="]
     ended = setting.run(words, folder / "log.txt", case.limit_s, caches(cold))
     shutil.rmtree(cold, ignore_errors=True)
-    steps = load_config(resolved(config_path(case.config))).steps
+    steps = load_config(case.config).steps
     on_gpu = setting.machine.num_gpus > 0
     return _judge(case, setting, ended, steps=steps, on_gpu=on_gpu, added=())
 
@@ -69,7 +68,7 @@ def _judge(
 ) -> Finding:
     folder = setting.folder(case.name)
     figures = run_figures(folder / "run")
-    plan_mib = setting.plans.get(config_path(case.config))
+    plan_mib = setting.plans.get(case.config)
     faults = [ended.fault] if ended.fault else []
     faults += training_faults(figures, steps=steps, gpu_expected=on_gpu)
     faults += plan_faults(figures, plan_mib)
@@ -113,24 +112,24 @@ def make_plans(setting: Setting, configs: Iterable[str]) -> None:
     """Have ``nsa plan`` say the peak of each configuration, several at a time."""
     if not setting.machine.num_gpus:  # no peak is measured on a CPU
         return
-    paths = sorted({config_path(config) for config in configs} - setting.plans.keys())
-    if not paths:
+    wanted = sorted({*configs} - setting.plans.keys())
+    if not wanted:
         return
-    setting.say(f"nsa plan, of {len(paths)} configurations")
+    setting.say(f"nsa plan, of {len(wanted)} configurations")
     with ThreadPoolExecutor(max(len(os.sched_getaffinity(0)) // 4, 1)) as pool:
-        peaks = pool.map(lambda path: _plan(setting, path), paths)
-        setting.plans.update(zip(paths, peaks, strict=True))
+        peaks = pool.map(lambda config: _plan(setting, config), wanted)
+        setting.plans.update(zip(wanted, peaks, strict=True))
 
 
-def _plan(setting: Setting, path: str) -> float | None:
+def _plan(setting: Setting, config: str) -> float | None:
     """Planned peak in MiB; None where there is none, and the reason is said."""
-    log = setting.cases / "plans" / f"{Path(path).stem}.txt"
+    log = setting.cases / "plans" / f"{Path(config).stem}.txt"
     log.unlink(missing_ok=True)
-    spread = processes_words(load_config(resolved(path)), setting.machine.num_gpus)
-    words = [*NSA, "plan", path, "--json", *spread]
+    spread = processes_words(load_config(config), setting.machine.num_gpus)
+    words = [*NSA, "plan", config, "--json", *spread]
     ended = run_program(words, log, setting.seconds_left(PLAN_LIMIT_S), env=setting.env)
     found = [line for line in last_lines(log, 20) if line.startswith("{")]
     if ended.fault or not found:
-        setting.say(f"    nsa plan {path}: {ended.fault or 'no JSON'}, see {log}")
+        setting.say(f"    nsa plan {config}: {ended.fault or 'no JSON'}, see {log}")
         return None
     return float(json.loads(found[-1])["memory_bytes"]["peak"]) / MIB

@@ -28,19 +28,12 @@ def _contiguous(*branches: Tensor | None) -> Any:
     return tuple(None if x is None else x.contiguous() for x in branches)
 
 
-_BRANCHES = "Tensor? out_cmp, Tensor? out_slc, Tensor? out_win, Tensor gates"
-combine_op = register("combine", _forward, f"({_BRANCHES}) -> Tensor")
-combine_backward_op = register("combine_backward", _backward, f"({_BRANCHES}, Tensor dout) -> Tensor[]")
-
-
-@combine_op.register_fake
-def _(*inputs: Tensor | None) -> Tensor:
+def _fake(*inputs: Tensor | None) -> Tensor:
     first = next(x for x in inputs[:3] if x is not None)
     return first.new_empty(first.shape)
 
 
-@combine_backward_op.register_fake
-def _(*inputs: Tensor | None) -> list[Tensor]:
+def _fake_backward(*inputs: Tensor | None) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in inputs[:4] if x is not None]
 
 
@@ -54,4 +47,8 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(None if x is None else next(grads) for x in inputs)
 
 
-combine_op.register_autograd(_differentiate, setup_context=_setup_context)
+_BRANCHES = "Tensor? out_cmp, Tensor? out_slc, Tensor? out_win, Tensor gates"
+combine_op = register(
+    "combine", f"({_BRANCHES}) -> Tensor", _forward, _fake, setup_context=_setup_context, backward=_differentiate
+)
+combine_backward_op = register("combine_backward", f"({_BRANCHES}, Tensor dout) -> Tensor[]", _backward, _fake_backward)

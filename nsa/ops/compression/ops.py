@@ -45,35 +45,20 @@ def _gather_blocks_backward(dblocks: Tensor, num_tokens: int, *rest: Any) -> Ten
     return gather_backward(dblocks.contiguous(), num_tokens, CompressLayout(*rest))
 
 
-compress_op = register("compress", _compress, f"(Tensor x, Tensor? weight, {_WHERE}, {_ROTATION}) -> Tensor")
-compress_backward_op = register(
-    "compress_backward", _compress_backward,
-    f"(Tensor dy, Tensor? x, Tensor? weight, SymInt num_tokens, {_WHERE}, {_ROTATION}) -> Tensor[]",
-)  # fmt: skip
-gather_blocks_op = register("gather_blocks", _gather_blocks, f"(Tensor x, {_WHERE}) -> Tensor")
-gather_blocks_backward_op = register(
-    "gather_blocks_backward", _gather_blocks_backward, f"(Tensor dblocks, SymInt num_tokens, {_WHERE}) -> Tensor"
-)
-
-
-@compress_op.register_fake
-def _(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
+def _fake_compress(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
     return x.new_empty(x.shape[0] // rest[6], *x.shape[1:])
 
 
-@compress_backward_op.register_fake
-def _(dy: Tensor, x: Tensor | None, weight: Tensor | None, num_tokens: int, *rest: Any) -> list[Tensor]:
+def _fake_compress_backward(dy: Tensor, x: Tensor | None, weight: Tensor | None, num_tokens: int, *rest: Any) -> list[Tensor]:
     dx = dy.new_empty(num_tokens, *dy.shape[1:])
     return [dx] if weight is None else [dx, weight.new_empty(weight.shape)]
 
 
-@gather_blocks_op.register_fake
-def _(x: Tensor, *rest: Any) -> Tensor:
+def _fake_gather_blocks(x: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(x.shape[1], x.shape[0] // rest[6], rest[5], x.shape[2])
 
 
-@gather_blocks_backward_op.register_fake
-def _(dblocks: Tensor, num_tokens: int, *rest: Any) -> Tensor:
+def _fake_gather_blocks_backward(dblocks: Tensor, num_tokens: int, *rest: Any) -> Tensor:
     return dblocks.new_empty(num_tokens, dblocks.shape[0], dblocks.shape[3])
 
 
@@ -100,5 +85,19 @@ def _differentiate_gather(ctx: Any, dblocks: Tensor) -> tuple[Tensor | None, ...
     return gather_blocks_backward_op(dblocks, ctx.num_tokens, *ctx.saved_tensors, *ctx.lengths), *(None,) * 7
 
 
-compress_op.register_autograd(_differentiate_compress, setup_context=_setup_compress)
-gather_blocks_op.register_autograd(_differentiate_gather, setup_context=_setup_gather)
+compress_op = register(
+    "compress", f"(Tensor x, Tensor? weight, {_WHERE}, {_ROTATION}) -> Tensor", _compress, _fake_compress,
+    setup_context=_setup_compress, backward=_differentiate_compress,
+)  # fmt: skip
+compress_backward_op = register(
+    "compress_backward", f"(Tensor dy, Tensor? x, Tensor? weight, SymInt num_tokens, {_WHERE}, {_ROTATION}) -> Tensor[]",
+    _compress_backward, _fake_compress_backward,
+)  # fmt: skip
+gather_blocks_op = register(
+    "gather_blocks", f"(Tensor x, {_WHERE}) -> Tensor", _gather_blocks, _fake_gather_blocks, setup_context=_setup_gather,
+    backward=_differentiate_gather,
+)  # fmt: skip
+gather_blocks_backward_op = register(
+    "gather_blocks_backward", f"(Tensor dblocks, SymInt num_tokens, {_WHERE}) -> Tensor", _gather_blocks_backward,
+    _fake_gather_blocks_backward,
+)  # fmt: skip

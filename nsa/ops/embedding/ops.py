@@ -20,17 +20,11 @@ def _backward(dout: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
     return embed_backward(dout.flatten(0, -2).contiguous(), tokens.flatten(), num_rows)
 
 
-embed_op = register("embed", _forward, "(Tensor tokens, Tensor weight) -> Tensor")
-embed_backward_op = register("embed_backward", _backward, "(Tensor dout, Tensor tokens, SymInt num_rows) -> Tensor")
-
-
-@embed_op.register_fake
-def _(tokens: Tensor, weight: Tensor) -> Tensor:
+def _fake(tokens: Tensor, weight: Tensor) -> Tensor:
     return weight.new_empty(*tokens.shape, weight.shape[1])
 
 
-@embed_backward_op.register_fake
-def _(dout: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
+def _fake_backward(dout: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
     return dout.new_empty(num_rows, dout.shape[-1])
 
 
@@ -45,4 +39,9 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[None, Tensor]:
     return None, embed_backward_op(dout, tokens, ctx.num_rows)
 
 
-embed_op.register_autograd(_differentiate, setup_context=_setup_context)
+embed_op = register(
+    "embed", "(Tensor tokens, Tensor weight) -> Tensor", _forward, _fake, setup_context=_setup_context, backward=_differentiate
+)
+embed_backward_op = register(
+    "embed_backward", "(Tensor dout, Tensor tokens, SymInt num_rows) -> Tensor", _backward, _fake_backward
+)

@@ -23,28 +23,27 @@ def _backward(grads: list[Tensor], *what: Any) -> Tensor:
     return split_backward([grad.contiguous() for grad in grads], *what)
 
 
-split_heads_op = register("split_heads", _forward, f"(Tensor x, {_WHAT}) -> Tensor[]")
-split_heads_backward_op = register("split_heads_backward", _backward, f"(Tensor[] grads, {_WHAT}) -> Tensor")
-
-
-@split_heads_op.register_fake
-def _(x: Tensor, positions: Tensor, frequency: Tensor, numbers: list[int], sizes: list[int], *_: Any) -> list[Tensor]:
+def _fake(x: Tensor, positions: Tensor, frequency: Tensor, numbers: list[int], sizes: list[int], *_: Any) -> list[Tensor]:
     return [x.new_empty(x.shape[0], number, size) for number, size in zip(numbers, sizes, strict=True)]
 
 
-@split_heads_backward_op.register_fake
-def _(grads: list[Tensor], positions: Tensor, frequency: Tensor, numbers: list[int], sizes: list[int], *_: Any) -> Tensor:
+def _fake_backward(
+    grads: list[Tensor], positions: Tensor, frequency: Tensor, numbers: list[int], sizes: list[int], *_: Any
+) -> Tensor:
     columns = sum(number * size for number, size in zip(numbers, sizes, strict=True))
     return grads[0].new_empty(grads[0].shape[0], columns)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, positions, frequency, *ctx.rest = inputs
     ctx.save_for_backward(positions, frequency)
 
 
-def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
-    return split_heads_backward_op(grads, *ctx.saved_tensors, *ctx.rest), *((None,) * (2 + len(ctx.rest)))
+def _differentiate(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    return split_heads_backward_op(list(grads), *ctx.saved_tensors, *ctx.rest), *((None,) * (2 + len(ctx.rest)))
 
 
-split_heads_op.register_autograd(_differentiate, setup_context=_setup_context)
+split_heads_op = register(
+    "split_heads", f"(Tensor x, {_WHAT}) -> Tensor[]", _forward, _fake, setup_context=_setup_context, backward=_differentiate
+)
+split_heads_backward_op = register("split_heads_backward", f"(Tensor[] grads, {_WHAT}) -> Tensor", _backward, _fake_backward)

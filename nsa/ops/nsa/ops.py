@@ -165,12 +165,7 @@ def _backward(
     return [*grads, dgates]
 
 
-attention_op = register("attention", _forward, f"({_INPUTS}, {_WHERE}) -> (Tensor, {_SAVED})")
-attention_backward_op = register("attention_backward", _backward, f"({_INPUTS}, {_SAVED}, Tensor dout, {_WHERE}) -> Tensor[]")
-
-
-@attention_op.register_fake
-def _(
+def _fake(
     q: Tensor, q_cmp: Tensor | None, k_cmp: Tensor | None, v_cmp: Tensor | None, k_slc: Tensor | None, v_slc: Tensor | None,
     k_win: Tensor | None, v_win: Tensor | None, gates: Tensor, *where: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -192,8 +187,7 @@ def _(
     )
 
 
-@attention_backward_op.register_fake
-def _(*arguments: Any) -> list[Tensor]:
+def _fake_backward(*arguments: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in arguments[:9] if x is not None]
 
 
@@ -213,4 +207,10 @@ def _differentiate(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> tuple[Te
     return *(None if x is None else next(grads) for x in saved[:9]), *none
 
 
-attention_op.register_autograd(_differentiate, setup_context=_setup_context)
+attention_op = register(
+    "attention", f"({_INPUTS}, {_WHERE}) -> (Tensor, {_SAVED})", _forward, _fake, setup_context=_setup_context,
+    backward=_differentiate,
+)  # fmt: skip
+attention_backward_op = register(
+    "attention_backward", f"({_INPUTS}, {_SAVED}, Tensor dout, {_WHERE}) -> Tensor[]", _backward, _fake_backward
+)

@@ -27,16 +27,15 @@ def _observe(
         observe_reference(gates, block_indices, sums, sequences, block_size, columns)
 
 
+def _fake(*_: object) -> None:
+    return None
+
+
 # Opaque to compilers on both backends: what is switched off most of the time is not to be fused into what always runs.
 observe_op = register(
     "observe",
-    _observe,
     "(Tensor gates, Tensor? block_indices, Tensor? union, Tensor(a!) sums, Tensor? cu_q, Tensor? cu_k, "
     "SymInt num_sequences, SymInt len_q, SymInt len_k, int block_size, SymInt limit_4, int[] columns, str backend) -> ()",
-    mutates_args=("sums",),
+    _observe,
+    _fake,
 )
-
-
-@observe_op.register_fake
-def _(gates: Tensor, *_: object) -> None:
-    return None

@@ -131,27 +131,12 @@ def no_index(block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
     return block_indices.new_zeros(count, dtype=torch.int32), block_indices.new_zeros(2, dtype=torch.int64)
 
 
-selected_attention_op = register(
-    "selected_attention",
-    _forward,
-    f"(Tensor q, Tensor k, Tensor v, Tensor block_indices, {_WHERE}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-selected_attention_backward_op = register(
-    "selected_attention_backward",
-    _backward,
-    "(Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor out, Tensor lse, Tensor order, Tensor union, Tensor dout, "
-    f"{_WHERE}) -> (Tensor, Tensor, Tensor)",
-)
-
-
-@selected_attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> tuple[Tensor, ...]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> tuple[Tensor, ...]:
     out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float32)
     return out, lse, *no_index(block_indices, *where)
 
 
-@selected_attention_backward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_backward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -170,4 +155,18 @@ def _differentiate(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> tuple[Te
     return *selected_attention_backward_op(*saved, dout, cu_q, cu_k, *ctx.rest), *none
 
 
-selected_attention_op.register_autograd(_differentiate, setup_context=_setup_context)
+selected_attention_op = register(
+    "selected_attention",
+    f"(Tensor q, Tensor k, Tensor v, Tensor block_indices, {_WHERE}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _fake,
+    setup_context=_setup_context,
+    backward=_differentiate,
+)
+selected_attention_backward_op = register(
+    "selected_attention_backward",
+    "(Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor out, Tensor lse, Tensor order, Tensor union, Tensor dout, "
+    f"{_WHERE}) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)

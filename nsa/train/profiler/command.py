@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ EXIT_FAILED = 1
 PROFILE = """\
 Train as CONFIG says for a few steps and record where their time goes. CONFIG and its settings are those of `nsa train`, and so
 is the training, for example
-  nsa profile configs/seed.yaml --micro-batch 32 --accumulation 1 --global-batch 32 --compile true
+  nsa profile seed --micro-batch 32 --accumulation 1 --global-batch 32 --compile true
 After --wait and --warmup steps, --active steps are recorded, then the run ends. Its folder has, under profile/, trace.json.gz
 (for ui.perfetto.dev), stages.txt and stages.json (time per stage, which adds up to the step) and kernels.txt; what they mean is
 in docs/profiling.md. With torchrun rank 0 is recorded.
@@ -27,7 +28,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     """Words of ``nsa profile``, without the settings."""
     parser.usage = "nsa profile CONFIG [--wait N] [--warmup N] [--active N] [--nvtx] [--memory] [--SETTING VALUE ...]"
     add = parser.add_argument
-    add("config", metavar="CONFIG", help="YAML file, for example configs/cpu-small.yaml")
+    add("config", metavar="CONFIG", help="name of a configuration (see nsa configs) or a YAML file")
     add("--run-dir", metavar="DIR", help="folder of the run; it must not exist (default runs/<config>-profile-<n>)")
     add("--wait", type=int, default=10, metavar="N", help="steps before the profiler starts (default 10)")
     add("--warmup", type=int, default=10, metavar="N", help="steps under the profiler that are not recorded (default 10)")
@@ -36,11 +37,11 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     add("--memory", action="store_true", help="also a snapshot of the GPU's memory, and the memory of each module")
 
 
-def run_profile(args: argparse.Namespace) -> int:
-    """``nsa profile``."""
+def run_profile(args: argparse.Namespace, overrides: Mapping[str, str]) -> int:
+    """``nsa profile``; ``overrides`` are settings given on the command line."""
     from nsa.train.launch import check_launch, read_launch
-    from nsa.train.load import load_config, settings
-    from nsa.train.out_of_memory import explained, hint_for_run
+    from nsa.train.load import load_config
+    from nsa.train.out_of_memory import check_run_fits, explained, hint_for_run
     from nsa.train.parallel import join
     from nsa.train.precision import choose_device
     from nsa.train.profiler.session import EndOfProfileError, Plan, Session
@@ -49,8 +50,7 @@ def run_profile(args: argparse.Namespace) -> int:
     from nsa.train.trainer import Trainer, TrainingStoppedError
     from nsa.train.watchdog import Watchdog
 
-    given = {setting.name: getattr(args, setting.name) for setting in settings()}
-    config = load_config(args.config, {name: value for name, value in given.items() if value is not None})
+    config = load_config(args.config, overrides)
     plan = Plan(args.wait, args.warmup, args.active, args.nvtx, args.memory)
     name, launch = "nsa profile", read_launch()
     check_launch(config, launch)
@@ -59,6 +59,7 @@ def run_profile(args: argparse.Namespace) -> int:
     device = choose_device(config.device, launch.local_rank)
     check(device.type == "cuda" or not plan.nvtx, name, "--nvtx", "be left out on a CPU", True)
     check(args.run_dir is not None or not launch.launcher, name, "--run-dir", "be given with torchrun", "none")
+    check_run_fits(name, config, device)
     with join(launch, device) as processes:
         with processes.main_first():
             path = args.run_dir or next_run_path(f"{args.config.removesuffix('.yaml')}-profile.yaml")

