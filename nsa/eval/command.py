@@ -47,13 +47,14 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
 
 def run_eval(args: argparse.Namespace) -> int:
     """``nsa eval``."""
-    from nsa.eval.report import evaluate_run
-    from nsa.train.out_of_memory import check_fits, explained
-    from nsa.train.precision import choose_device
     from nsa.train.run_folder import RunFolder
 
     folder, figures = RunFolder.open(args.run), dict[str, Any]()
     config = folder.load_config()
+    from nsa.eval.report import evaluate_run  # PyTorch from here on: a mistyped path is answered without it
+    from nsa.train.out_of_memory import check_fits, explained
+    from nsa.train.precision import choose_device
+
     check_fits("eval", config.model, choose_device(args.device or "auto"), training=False)
     windows = args.micro_batch or config.micro_batch
     fewer = f"--micro-batch {windows // 2} or " if windows > 1 else ""
@@ -101,16 +102,18 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 
 def run_generate(args: argparse.Namespace) -> int:
     """``nsa generate``."""
-    from nsa.eval.generation import generate
+    from nsa.train.run_folder import RunFolder
+
+    folder = RunFolder.open(args.run)
+    config = folder.load_config()
+    from nsa.eval.generation import generate  # PyTorch from here on, as above
     from nsa.train.checkpoint import find_checkpoint
     from nsa.train.data import load_tokenizer
     from nsa.train.inference import load_model
     from nsa.train.out_of_memory import check_fits, explained
     from nsa.train.precision import choose_device
-    from nsa.train.run_folder import RunFolder
 
-    folder = RunFolder.open(args.run)
-    config, checkpoint = folder.load_config(), find_checkpoint("generate", folder.checkpoints, args.checkpoint)
+    checkpoint = find_checkpoint("generate", folder.checkpoints, args.checkpoint)
     device = choose_device(args.device or "auto")
     check_fits("generate", config.model, device, training=False)
     prompts = _prompts(args.prompt)

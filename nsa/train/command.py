@@ -60,12 +60,9 @@ def run_train(args: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     """``nsa train``; ``overrides`` are settings given on the command line."""
     from nsa.train.launch import check_launch, read_launch
     from nsa.train.load import load_config
-    from nsa.train.out_of_memory import check_run_fits
-    from nsa.train.parallel import join
-    from nsa.train.precision import choose_device
     from nsa.train.run_folder import RunFolder
 
-    launch, init_from = read_launch(), _init_from(args)
+    launch = read_launch()
     if args.resume is not None:
         check(args.config is None, "train", "CONFIG", "be left out with --resume, the run has its own", args.config)
         check(args.run_dir is None, "train", "--run-dir", "be left out with --resume", args.run_dir)
@@ -76,6 +73,11 @@ def run_train(args: argparse.Namespace, overrides: Mapping[str, str]) -> int:
         check(args.run_dir is not None or not launch.launcher, "train", "--run-dir", "be given with torchrun", "none", hint)
         config = load_config(args.config, overrides)
     check_launch(config, launch)
+    from nsa.train.out_of_memory import check_run_fits  # PyTorch from here on: a mistyped word is answered without it
+    from nsa.train.parallel import join
+    from nsa.train.precision import choose_device
+
+    init_from = _init_from(args)
     device = choose_device(config.device, launch.local_rank)
     check_run_fits("train", config, device)
     with join(launch, device) as processes:
@@ -94,12 +96,14 @@ def _init_from(args: argparse.Namespace) -> Path | None:
     if args.init_from is None:
         check(args.checkpoint is None, "train", "--checkpoint", "be given with --init-from only", args.checkpoint)
         return None
-    from nsa.train.checkpoint import find_checkpoint
     from nsa.train.run_folder import RunFolder
 
     hint = "A run that is resumed has weights of its own."
     check(args.resume is None, "train", "--init-from", "be left out with --resume", args.init_from, hint)
-    return find_checkpoint("train", RunFolder.open(args.init_from).checkpoints, args.checkpoint or "last")
+    folder = RunFolder.open(args.init_from)
+    from nsa.train.checkpoint import find_checkpoint
+
+    return find_checkpoint("train", folder.checkpoints, args.checkpoint or "last")
 
 
 def _run_folder(

@@ -250,7 +250,7 @@ def test_eval_takes_a_checkpoint_and_any_text_and_prints_json(
     assert "--text must name an existing file" in refusal(capsys, "eval", "run", "--text", "nowhere")
     for command in (["eval", "run"], ["generate", "run", "--prompt", "a"]):
         said = refusal(capsys, *command, "--checkpoint", "3")
-        assert said == f"nsa: {command[0]}: --checkpoint must be last, best or one of 2, 4, got 3."
+        assert said == f"nsa: {command[0]}: --checkpoint must be last, best or one of 2, 4, got 3.\n"
 
 
 def test_generate_takes_a_checkpoint_and_reads_standard_input(
@@ -316,6 +316,14 @@ def test_the_command_outside_this_process(tiny: Path) -> None:
 
 AT_ONCE_S = 0.5  # of a core, because other tests run beside this one
 AT_ONCE = (["--help"], ["trian"], ["--version"], ["train", "--optim.lrr", "1"], ["train", "--help"], ["eval"], ["configs"])
+MISTYPED = (
+    ["train", "seeed"],
+    ["train", "none.yaml"],
+    ["train", "--resume", "none"],
+    ["profile", "seeed"],
+    ["eval", "none"],
+    ["generate", "none", "--prompt", "a"],
+)
 
 
 def used_by_children_s() -> float:
@@ -323,7 +331,7 @@ def used_by_children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-@pytest.mark.parametrize("words", AT_ONCE, ids=" ".join)
+@pytest.mark.parametrize("words", AT_ONCE + MISTYPED, ids=" ".join)
 def test_words_that_compute_nothing_are_answered_at_once(words: list[str]) -> None:
     """Without PyTorch."""
     before = used_by_children_s()

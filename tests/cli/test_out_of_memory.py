@@ -237,7 +237,7 @@ def test_what_cannot_fit_is_refused_before_a_folder_is_made(
     count = LanguageModel(tiny_config(Path.cwd()).model).num_parameters()["total"]
     words: dict[str, tuple[str | Path, ...]] = {
         "train": ("train", config, "--run-dir", "new"),
-        "nsa profile": ("profile", config, "--wait", "0", "--warmup", "0", "--active", "1", "--run-dir", "new"),
+        "nsa profile": ("profile", config, "--wait", "1", "--warmup", "1", "--active", "1", "--run-dir", "new"),
         "nsa bench train": ("bench", "train", "--config", config, "--set", "device=cpu"),
         "nsa bench scaling": ("bench", "scaling", config),
         "eval": ("eval", "run"),

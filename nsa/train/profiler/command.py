@@ -41,6 +41,8 @@ def run_profile(args: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     """``nsa profile``; ``overrides`` are settings given on the command line."""
     from nsa.train.launch import check_launch, read_launch
     from nsa.train.load import load_config
+
+    config = load_config(args.config, overrides)
     from nsa.train.out_of_memory import check_run_fits, explained, hint_for_run
     from nsa.train.parallel import join
     from nsa.train.precision import choose_device
@@ -50,7 +52,6 @@ def run_profile(args: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     from nsa.train.trainer import Trainer, TrainingStoppedError
     from nsa.train.watchdog import Watchdog
 
-    config = load_config(args.config, overrides)
     plan = Plan(args.wait, args.warmup, args.active, args.nvtx, args.memory)
     name, launch = "nsa profile", read_launch()
     check_launch(config, launch)
