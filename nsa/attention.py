@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,34 @@ from nsa.rope import Rope
 Phi = tuple[PhiWeights, PhiWeights]
 
 
+class AttentionInputs(NamedTuple):
+    """What attention is computed of, packed; see :func:`native_sparse_attention`. None: of a branch that is off.
+
+    Attributes:
+        q: rotated queries ``[T, Hq, D]``.
+        k_cmp_raw: unrotated keys of the compressed branch and of the scores ``[S, Hkv, D]``.
+        v_cmp_raw: values of the compressed branch ``[S, Hkv, Dv]``.
+        k_slc: rotated keys of the selected branch.
+        v_slc: values of the selected branch.
+        k_win: rotated keys of the window.
+        v_win: values of the window.
+        gates: ``[T, Hq, 3]``.
+        phi: parameters of the compression of keys and of values.
+        q_cmp: queries of the compressed branch and of the scores; None means ``q``.
+    """
+
+    q: Tensor
+    k_cmp_raw: Tensor | None
+    v_cmp_raw: Tensor | None
+    k_slc: Tensor | None
+    v_slc: Tensor | None
+    k_win: Tensor | None
+    v_win: Tensor | None
+    gates: Tensor
+    phi: Phi | None
+    q_cmp: Tensor | None = None
+
+
 def native_sparse_attention(
     q: Tensor,
     k_cmp_raw: Tensor | None,
@@ -54,6 +84,7 @@ def native_sparse_attention(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    sequences: Sequences | None = None,
     selected_design: str = "auto",
     sums: Tensor | None = None,
     backend: str = "auto",
@@ -85,6 +116,8 @@ def native_sparse_attention(
             long sequence, and the selected branch prepares both of its algorithms, where short sequences need
             the tiled one alone.
         max_seqlen_k: the same in key tokens; None: that of the queries where the offsets are theirs.
+        sequences: instead of the four before it, from :meth:`nsa.Sequences.packed` or :meth:`nsa.Sequences.padded`; queries and
+            keys are then the same tokens.
         selected_design: ``design`` of :func:`nsa.selected_attention`.
         sums: of :func:`nsa.ops.observation.new_sums`; what gates and choice do is added to them on the device.
         backend: ``auto``, ``reference`` or ``triton``.
@@ -99,7 +132,8 @@ def native_sparse_attention(
     backend = choose_backend(name, backend, q)
     check(selected_design in DESIGNS, name, "selected_design", f"be one of {', '.join(DESIGNS)}", selected_design)
     keys = _check_inputs_of_branches(name, config, q, gates, k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win)
-    sequences = open_sequences(name, q, keys, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend)
+    offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    sequences = open_sequences(name, q, keys, *offsets, backend, sequences)
     q_cmp = _compressed_queries(name, q, q_cmp, rope, config)
     phi_k, phi_v = (None, None) if phi is None else phi
     if config.scores_blocks:
@@ -107,28 +141,54 @@ def native_sparse_attention(
     if "cmp" in config.branches:
         check_weights(name, "phi[1]", phi_v, config, config.value_dim)
     scale = scale_of(name, config, softmax_scale)
-    q, gates = pack(q), pack(gates)
-    k_slc, v_slc = (pack(x) if x is not None and "slc" in config.branches else None for x in (k_slc, v_slc))
-    k_win, v_win = (pack(x) if x is not None and "win" in config.branches else None for x in (k_win, v_win))
+    k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win = (
+        None if x is None else pack(x) for x in (k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win)
+    )
+    inputs = AttentionInputs(pack(q), k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win, pack(gates), phi, q_cmp)
+    out = attend(inputs, config, sequences, rope=rope, softmax_scale=scale, design=selected_design, sums=sums, backend=backend)
+    return sequences.restore(out)
+
+
+def attend(
+    inputs: AttentionInputs,
+    config: NSAConfig,
+    sequences: Sequences,
+    *,
+    rope: Rope | None,
+    softmax_scale: float | None = None,
+    design: str = "auto",
+    sums: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """:func:`native_sparse_attention` of packed inputs that fit; other arguments and the result as there."""
+    q, k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win, gates, phi, q_cmp = inputs
+    name = "native_sparse_attention"
+    backend = choose_backend(name, backend, q)
+    scale = config.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    phi_k, phi_v = (None, None) if phi is None else phi
+    if "slc" not in config.branches:
+        k_slc = v_slc = None
+    if "win" not in config.branches:
+        k_win = v_win = None
     k_cmp = v_cmp = None
     if config.scores_blocks:
         assert k_cmp_raw is not None
         sequences = sequences.with_blocks(config)
         rotation = None if config.compress_rope == "none" else rope
-        k_cmp = run_compress(pack(k_cmp_raw), phi_k, config, sequences, rotation, backend)
+        k_cmp = run_compress(k_cmp_raw, phi_k, config, sequences, rotation, backend)
         if "cmp" in config.branches:
             assert v_cmp_raw is not None
-            v_cmp = run_compress(pack(v_cmp_raw), phi_v, config, sequences, None, backend)
+            v_cmp = run_compress(v_cmp_raw, phi_v, config, sequences, None, backend)
     branches = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
     union = None
     if backend == "triton":
-        out, chosen, union = run_attention(q, q_cmp, *branches, gates, config, sequences, scale, selected_design)
+        out, chosen, union = run_attention(q, q_cmp, *branches, gates, config, sequences, scale, design)
     else:
         out, chosen = _reference(q, q_cmp, *branches, gates, config, sequences, scale)
     if sums is not None:
         check_sums(name, sums, q)
         observe(gates, chosen, union, sums, config, sequences, LIMIT_4 * config.num_selected_blocks, backend)
-    return sequences.restore(out)
+    return out
 
 
 def _reference(

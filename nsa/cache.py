@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nsa.attention import Phi
+from nsa.attention import AttentionInputs, Phi
 from nsa.config import NSAConfig
 from nsa.errors import check
 from nsa.ops._boundary import check_cu_seqlens_contents
@@ -85,27 +85,13 @@ class LayerCache:
         return self.num_tokens
 
     @torch.no_grad()
-    def attend(
-        self,
-        q: Tensor,
-        k_cmp_raw: Tensor | None,
-        v_cmp_raw: Tensor | None,
-        k_slc: Tensor | None,
-        v_slc: Tensor | None,
-        k_win: Tensor | None,
-        v_win: Tensor | None,
-        gates: Tensor,
-        phi: Phi | None,
-        *,
-        rope: Rope,
-        cu_seqlens_q: Tensor,
-        q_cmp: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, inputs: AttentionInputs, *, rope: Rope, cu_seqlens_q: Tensor) -> Tensor:
         """Take in new tokens, without gradients, and return their attention output ``[T, Hq, Dv]``.
 
-        Arguments as of ``native_sparse_attention``. One call serves prefill, chunks of a prompt and single steps: any number
+        Inputs as of ``native_sparse_attention``. One call serves prefill, chunks of a prompt and single steps: any number
         of tokens for each sequence.
         """
+        q, k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win, gates, phi, q_cmp = inputs
         config = self.config
         # All that can be wrong is checked before anything is taken in: a refused call leaves the cache as it was.
         check_cu_seqlens_contents("NSACache", "cu_seqlens", cu_seqlens_q, q.shape[0])

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nsa.attention import Phi, native_sparse_attention
+from nsa.attention import AttentionInputs, Phi, attend
 from nsa.cache import LayerCache
 from nsa.config import BRANCHES, NSAConfig
-from nsa.errors import check
-from nsa.ops._boundary import pack_layer_input
+from nsa.errors import check, fail
+from nsa.ops._boundary import Sequences, open_layer_input
 from nsa.ops._packed import locate
 from nsa.ops.compressed import compressed_attention
 from nsa.ops.compression import PhiWeights, compress, compressed_positions
-from nsa.ops.heads import Heads, split_heads
+from nsa.ops.projection import Columns, Gates, Heads, TogetherModule, activate, project
+from nsa.ops.projection.layout import Rotated
 from nsa.ops.selection import select_blocks
 from nsa.rope import Rope, apply_rope
 from nsa.stages import GATES, PROJECTION, in_stage, stage
@@ -59,17 +61,24 @@ class Gate(nn.Module):
     Args:
         width: size of the layer's input.
         config: the sparse pattern.
+
+    Attributes:
+        net: what gives the logits; None with gate ``fixed``.
+        columns: how logits become gates; None with gate ``fixed``.
+        is_linear: whether ``net`` is one linear layer, which a layer's projection takes along.
     """
 
     def __init__(self, width: int, config: NSAConfig) -> None:
         super().__init__()
         self.config = config
-        self.columns = [BRANCHES.index(name) for name in config.branches]
         self.net: nn.Module | None = None
+        self.columns: Gates | None = None
+        self.is_linear = config.gate != "fixed" and not config.gate_hidden_size
         if config.gate == "fixed":
             return
-        num_gates = config.num_heads * config.num_branches
-        last = nn.Linear(config.gate_hidden_size or width, num_gates)
+        branches = tuple(BRANCHES.index(name) for name in config.branches)
+        self.columns = Gates(config.num_heads, branches, config.gate)
+        last = nn.Linear(config.gate_hidden_size or width, self.columns.columns)
         nn.init.normal_(last.weight, std=0.02)
         nn.init.zeros_(last.bias)
         if config.gate_hidden_size:
@@ -83,22 +92,16 @@ class Gate(nn.Module):
     @in_stage(GATES)
     def forward(self, x: Tensor) -> Tensor:
         """Gates ``[T, Hq, 3]``, order (cmp, slc, win), for ``x`` ``[T, width]``; 0 for a branch that is off."""
-        shape = (x.shape[0], self.config.num_heads, self.config.num_branches)
-        if self.net is None:
-            active = x.new_full(shape, 1.0 / self.config.num_branches)
-        else:
-            logits = self.net(x).view(shape)
-            logits = logits if logits.dtype == torch.float64 else logits.float()
-            active = logits.sigmoid() if self.config.gate == "sigmoid" else logits.softmax(-1)
-        if self.config.num_branches == len(BRANCHES):
-            return active
-        gates = [active.new_zeros(shape[:-1])] * len(BRANCHES)
-        for index, column in enumerate(self.columns):
-            gates[column] = active[..., index]
-        return torch.stack(gates, dim=-1)
+        if self.net is not None and self.columns is not None:
+            return activate(self.net(x), self.columns)
+        shares = [1.0 / self.config.num_branches if name in self.config.branches else 0.0 for name in BRANCHES]
+        gates = x.new_empty(x.shape[0], self.config.num_heads, len(BRANCHES))
+        for branch, share in enumerate(shares):
+            gates[..., branch] = share
+        return gates
 
 
-class NativeSparseAttention(nn.Module):
+class NativeSparseAttention(TogetherModule):
     """A Native Sparse Attention layer (arXiv:2502.11089): drop-in self-attention for a causal decoder.
 
     Args:
@@ -135,6 +138,8 @@ class NativeSparseAttention(nn.Module):
             self.phi_v = Compression(config, config.value_dim)
         self.gate = Gate(width, config)
         self.o_proj = self._linear(config.num_heads * config.value_dim, width)
+        self._columns, self._outputs = self._describe_columns()
+        self.lay_together()
         # Of `nsa.ops.observation`, where somebody watches. No buffer: it belongs to no state, and DDP would send it around.
         self.sums: Tensor | None = None
         self._freeze_scoring()
@@ -158,32 +163,42 @@ class NativeSparseAttention(nn.Module):
         names = ("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win")
         return {name: getattr(self, f"{name}_proj") for name in names if hasattr(self, f"{name}_proj")}
 
-    @in_stage(PROJECTION)
-    def _project(self, x: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        """Queries, keys and values of every branch by one matrix product, ``[T, H, size]`` each, rotated where they have to be.
+    def _describe_columns(self) -> tuple[Columns, list[str]]:
+        """What the columns of the projection are, and the names of the heads that come of them."""
+        config = self.config
+        raw = {"q"} if config.compress_rope == "none" and config.scores_blocks else set()
+        raw |= {"k", "k_cmp"} if config.scores_blocks else set()
+        turned = {"q", "k", "k_slc", "k_win"}
+        parts, outputs = list[Heads](), list[str]()
+        for name in self._projections():
+            number = config.num_heads if name == "q" else config.num_kv_heads
+            wanted: dict[tuple[bool, bool], Rotated] = {(True, True): "both", (False, True): "yes"}
+            rotated = wanted.get((name in raw, name in turned), "no")
+            parts.append(Heads(number, config.value_dim if name[0] == "v" else config.head_dim, rotated))
+            outputs += [f"{name}_raw", name] if rotated == "both" else [name]
+        return Columns(tuple(parts), self.gate.columns if self.gate.is_linear else None), outputs
 
-        ``q_cmp`` is among them where the compressed branch has queries of its own.
+    def projection_weights(self) -> list[Tensor]:
+        """In the order of the projection's columns, those of the gates last."""
+        weights = [linear.weight for linear in self._projections().values()]
+        return [*weights, self.gate.net.weight] if isinstance(self.gate.net, nn.Linear) else weights
+
+    @in_stage(PROJECTION)
+    def _project(self, x: Tensor, sequences: Sequences, positions: Tensor | None = None) -> dict[str, Tensor]:
+        """Queries, keys and values of every branch, ``[T, H, size]`` each, rotated where they have to be, and ``gates``.
+
+        ``q_raw`` is among them where the compressed branch has queries of its own.
         """
-        config, projections = self.config, self._projections()
-        weight = torch.cat([linear.weight for linear in projections.values()])
-        rotated = {"k_slc", "k_win"} if config.compress_rope == "none" else {"q", "k_slc", "k_win"}
-        sizes = {"q": (config.num_heads, config.head_dim), "k": (config.num_kv_heads, config.head_dim)}
-        sizes["v"] = (config.num_kv_heads, config.value_dim)
-        parts = [Heads(*sizes[name[0]], name in rotated) for name in projections]
-        split = split_heads(nn.functional.linear(x, weight), parts, positions, self.rope)
-        heads = dict(zip(projections, split, strict=True))
-        if config.compress_rope == "none":
-            heads["q_cmp"], heads["q"] = heads["q"], self._rotate(heads["q"], positions)
-        if config.share_kv:
-            key = self._rotate(heads["k"], positions)
-            heads |= {"k_cmp": heads["k"], "k_slc": key, "k_win": key}
-            heads |= {f"v_{branch}": heads["v"] for branch in BRANCHES}
+        weights, bias = self.projection_weights(), self.gate.net.bias if isinstance(self.gate.net, nn.Linear) else None
+        found = project(x, weights, bias, self._columns, sequences, self.rope, positions=positions)
+        heads = dict(zip(self._outputs, found, strict=False))
+        if self.config.share_kv:
+            branches = self.config.branches
+            heads |= {"k_cmp": heads.get("k_raw", heads["k"])}
+            heads |= {f"k_{branch}": heads["k"] for branch in ("slc", "win") if branch in branches}
+            heads |= {f"v_{branch}": heads["v"] for branch in branches}
+        heads["gates"] = found[-1] if self.gate.is_linear else self.gate(x)
         return heads
-
-    @in_stage(PROJECTION)
-    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """All heads of ``x [T, H, D]`` rotated."""
-        return split_heads(x.flatten(-2), [Heads(x.shape[1], x.shape[2], rotated=True)], positions, self.rope)[0]
 
     def forward(
         self,
@@ -191,6 +206,8 @@ class NativeSparseAttention(nn.Module):
         *,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        attention_mask: Tensor | None = None,
+        sequences: Sequences | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Attend.
@@ -201,6 +218,10 @@ class NativeSparseAttention(nn.Module):
             max_seqlen: at least the longest sequence, tokens. Pass it with packed sequences that are short
                 beside all tokens: on a GPU None stands for all of them, which is right but takes longer, see
                 :func:`nsa.native_sparse_attention`.
+            attention_mask: bool or integer ``[B, T]`` of a padded batch ``[B, T, width]``, true for a token; padding lies left
+                or right of a row's tokens, see :meth:`nsa.Sequences.padded`. What is returned for padding means nothing.
+            sequences: instead of the three before it, from :meth:`nsa.Sequences.packed` or :meth:`nsa.Sequences.padded`, for
+                all layers of a model: what follows from the offsets is then computed once.
             cache: decode cache; ``x`` then holds the tokens that follow those already cached, and the cache takes them in. No
                 gradient is recorded.
 
@@ -212,20 +233,27 @@ class NativeSparseAttention(nn.Module):
         """
         name = "NativeSparseAttention"
         shape = x.shape
-        x, cu_seqlens, max_seqlen = self._pack(name, x, cu_seqlens, max_seqlen)
-        if cache is not None:
-            check(cache.config == self.config, name, "cache", "be made for the module's config", cache.config)
-            with torch.no_grad():
-                return self._attend(x, cu_seqlens, max_seqlen, cache).view(shape)
-        return self._attend(x, cu_seqlens, max_seqlen, None).view(shape)
+        x, sequences = self._open(name, x, cu_seqlens, max_seqlen, attention_mask, sequences)
+        if cache is None:
+            return self._attend(x, sequences).view(shape)
+        check(attention_mask is None, name, "attention_mask", "be left out with a cache", "a tensor")
+        check(cache.config == self.config, name, "cache", "be made for the module's config", cache.config)
+        with torch.no_grad():
+            return self._decode(x, sequences.cu_q, cache).view(shape)
 
-    def _pack(
-        self, name: str, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
-    ) -> tuple[Tensor, Tensor, int | None]:
+    def _open(
+        self,
+        name: str,
+        x: Tensor,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+        attention_mask: Tensor | None = None,
+        sequences: Sequences | None = None,
+    ) -> tuple[Tensor, Sequences]:
         dtype = self.q_proj.weight.dtype
-        fits = x.dtype == dtype or torch.is_autocast_enabled(x.device.type)
-        check(fits, name, "x", f"have the dtype of the module's weights ({dtype}), or run under autocast", x.dtype)
-        return pack_layer_input(name, x, self.width, cu_seqlens, max_seqlen)
+        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+            fail(name, "x", f"have the dtype of the module's weights ({dtype}), or run under autocast", x.dtype)
+        return open_layer_input(name, x, self.width, cu_seqlens, max_seqlen, attention_mask, sequences)
 
     @torch.no_grad()
     def choose_blocks(self, x: Tensor, *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
@@ -244,35 +272,37 @@ class NativeSparseAttention(nn.Module):
         """
         name, config = "choose_blocks", self.config
         check("slc" in config.branches, name, "config.branches", "have slc", config.branches)
-        x, cu_seqlens, max_seqlen = self._pack(name, x, cu_seqlens, max_seqlen)
-        heads = self._project(x, locate(x.shape[0], cu_seqlens)[1])
-        q = heads.get("q_cmp", heads["q"])
-        k_cmp, _ = compress(heads["k_cmp"], self.phi_k.weights(), config, cu_seqlens)
+        x, sequences = self._open(name, x, cu_seqlens, max_seqlen)
+        heads, cu = self._project(x, sequences), sequences.cu_q
+        q = heads.get("q_raw", heads["q"])
+        k_cmp, _ = compress(heads["k_cmp"], self.phi_k.weights(), config, cu)
         if config.compress_rope != "none":
-            k_cmp = apply_rope(k_cmp, compressed_positions(config, cu_seqlens, k_cmp.shape[0]), self.rope)
-        _, lse = compressed_attention(q, k_cmp, None, config, cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen)
-        return select_blocks(q, k_cmp, lse, config, cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen)
+            k_cmp = apply_rope(k_cmp, compressed_positions(config, cu, k_cmp.shape[0]), self.rope)
+        rest: dict[str, Any] = {"cu_seqlens_q": cu, "max_seqlen_q": sequences.len_q}
+        _, lse = compressed_attention(q, k_cmp, None, config, **rest)
+        return select_blocks(q, k_cmp, lse, config, **rest)
 
-    def _attend(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, cache: LayerCache | None) -> Tensor:
+    def _attend(self, x: Tensor, sequences: Sequences) -> Tensor:
         """The layer's output ``[T, width]`` for packed and checked tokens."""
-        sequence, row, _ = locate(x.shape[0], cu_seqlens)
-        positions = row if cache is None else row + cache.lengths(cu_seqlens)[sequence]
-        heads, config = self._project(x, positions), self.config
-        k_cmp = heads["k_cmp"] if config.scores_blocks else None
-        v_cmp = heads["v_cmp"] if "cmp" in config.branches else None
-        k_slc, k_win, v_slc, v_win = (
-            heads[f"{kind}_{branch}"] if branch in config.branches else None for kind in "kv" for branch in ("slc", "win")
-        )
-        q_cmp = heads.get("q_cmp")
-        inputs = (heads["q"], k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, self.gate(x), self._phi())
-        if cache is None:
-            out = native_sparse_attention(
-                *inputs, config, q_cmp=q_cmp, rope=self.rope, cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen, sums=self.sums
-            )
-        else:
-            out = cache.attend(*inputs, q_cmp=q_cmp, rope=self.rope, cu_seqlens_q=cu_seqlens)
+        heads = self._project(x, sequences)
+        out = attend(self._inputs(heads), self.config, sequences, rope=self.rope, sums=self.sums)
         with stage(PROJECTION):
             return self.o_proj(out.flatten(-2))
+
+    def _decode(self, x: Tensor, cu_seqlens: Tensor, cache: LayerCache) -> Tensor:
+        """The same for tokens that follow those in the cache."""
+        sequence, row, _ = locate(x.shape[0], cu_seqlens)
+        positions = row + cache.lengths(cu_seqlens)[sequence]
+        sequences = Sequences((cu_seqlens, cu_seqlens), cu_seqlens.shape[0] - 1, x.shape[0], x.shape[0], x.device)
+        heads = self._project(x, sequences, positions)
+        out = cache.attend(self._inputs(heads), rope=self.rope, cu_seqlens_q=cu_seqlens)
+        return self.o_proj(out.flatten(-2))
+
+    def _inputs(self, heads: dict[str, Tensor]) -> AttentionInputs:
+        k_cmp = heads["k_cmp"] if self.config.scores_blocks else None
+        v_cmp, k_slc, v_slc, k_win, v_win = (heads.get(name) for name in ("v_cmp", "k_slc", "v_slc", "k_win", "v_win"))
+        given = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
+        return AttentionInputs(heads["q"], *given, heads["gates"], self._phi(), heads.get("q_raw"))
 
     def _phi(self) -> Phi | None:
         if not self.config.scores_blocks:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,8 +31,20 @@ class Rope:
     scaling: RopeScaling | None = None
     position_offset: int = 0
 
+    # All fields as JSON: in this form a registered operator can be given the rotation.
+    text: ClassVar[str]
+
     def __post_init__(self) -> None:
         check(1 < self.theta < math.inf, "Rope", "theta", "be above 1 and finite", self.theta)
+        object.__setattr__(self, "text", json.dumps(asdict(self)))
+
+    @classmethod
+    @functools.cache
+    def from_text(cls, text: str) -> Rope:
+        """The rotation whose :attr:`text` this is."""
+        values = json.loads(text)
+        scaling = values.pop("scaling")
+        return cls(**values, scaling=None if scaling is None else RopeScaling(**scaling))
 
     @classmethod
     def from_config(cls, config: NSAConfig) -> Rope:
@@ -61,6 +76,25 @@ class Rope:
         """Frequency index that turns ``rotations`` times within the original length (arXiv:2309.00071, section 3.2)."""
         ratio = scaling.original_max_position / (rotations * 2 * math.pi)
         return self.dim * math.log(ratio) / (2 * math.log(self.theta))
+
+
+_TABLES: dict[tuple[str, torch.device], Tensor] = {}
+
+
+def frequency_table(rope: Rope, device: torch.device) -> Tensor:
+    """``rope.inverse_frequencies`` for kernels: made once for each device, at the first call, which waits for it.
+
+    After that it is there for all streams. In the capture of a CUDA graph, which cannot wait, a call makes one for itself.
+    """
+    table = _TABLES.get((rope.text, device))
+    if table is not None:
+        return table
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return rope.inverse_frequencies(device)
+    with torch.inference_mode(False):
+        table = rope.inverse_frequencies(torch.device("cpu")).to(device)
+    _TABLES[rope.text, device] = table
+    return table
 
 
 def apply_rope(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:

@@ -260,6 +260,7 @@ PUBLIC = [
     "PhiWeights",
     "Rope",
     "RopeScaling",
+    "Sequences",
     "apply_rope",
     "blocks_to_ranges",
     "check_inputs",

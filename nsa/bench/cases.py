@@ -61,7 +61,7 @@ def _attention(x: Tensors, config: NSAConfig, backend: str) -> tuple[Tensor, ...
 def compress_and_rotate(x: Tensors, config: NSAConfig, backend: str) -> tuple[Tensor, ...]:
     """k_cmp, rotated, and v_cmp, of a dense batch: as whole attention does it."""
     k, v = x["k_cmp_raw"], x["v_cmp_raw"]
-    alike = Sequences(None, k.shape[0], k.shape[1], k.shape[1], k.device, dense=True)
+    alike = Sequences(None, k.shape[0], k.shape[1], k.shape[1], k.device, (k.shape[0], k.shape[1]))
     k_cmp = run_compress(pack(k), None, config, alike, Rope.from_config(config), backend)
     return k_cmp, run_compress(pack(v), None, config, alike, None, backend)
 

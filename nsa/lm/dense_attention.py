@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from torch.nn.attention.varlen import varlen_attn
 from nsa.cache import PackedRows
 from nsa.config import NSAConfig
 from nsa.errors import check
-from nsa.ops._boundary import on_gpu, pack_layer_input
+from nsa.ops._boundary import Sequences, on_gpu, open_layer_input
 from nsa.ops._packed import lengths, locate, pad, query_positions, unpad
-from nsa.ops.heads import Heads, split_heads
+from nsa.ops.projection import Columns, Heads, TogetherModule, project
 from nsa.rope import Rope
 from nsa.stages import DENSE, PROJECTION, in_stage, stage
 
@@ -72,7 +73,7 @@ class DenseCache:
         self.layers = [DenseLayerCache(batch_size) for _ in range(num_layers)]
 
 
-class DenseAttention(nn.Module):
+class DenseAttention(TogetherModule):
     """Causal grouped-query attention through PyTorch's ``scaled_dot_product_attention``.
 
     Args:
@@ -88,6 +89,13 @@ class DenseAttention(nn.Module):
         self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(width, config.num_kv_heads * config.value_dim, bias=False)
         self.o_proj = nn.Linear(config.num_heads * config.value_dim, width, bias=False)
+        keys, values = (Heads(config.num_kv_heads, size) for size in (config.head_dim, config.value_dim))
+        self._columns = Columns((Heads(config.num_heads, config.head_dim, "yes"), replace(keys, rotated="yes"), values))
+        self.lay_together()
+
+    def projection_weights(self) -> list[Tensor]:
+        """In the order of the projection's columns."""
+        return [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
 
     def forward(
         self,
@@ -95,6 +103,8 @@ class DenseAttention(nn.Module):
         *,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        attention_mask: Tensor | None = None,
+        sequences: Sequences | None = None,
         cache: DenseLayerCache | None = None,
     ) -> Tensor:
         """Attend; arguments and result as of :class:`nsa.NativeSparseAttention`.
@@ -103,6 +113,8 @@ class DenseAttention(nn.Module):
             x: packed ``[T, width]`` or a dense batch ``[B, T, width]``.
             cu_seqlens: int32 ``[B + 1]`` offsets of the packed sequences; None means one sequence.
             max_seqlen: at least the longest sequence, tokens; None takes all tokens as the bound.
+            attention_mask: bool or integer ``[B, T]`` of a padded batch.
+            sequences: instead of the three before it.
             cache: decode cache; ``x`` then holds the tokens that follow those already cached.
 
         Returns:
@@ -112,26 +124,23 @@ class DenseAttention(nn.Module):
             ValueError: shapes or offsets do not fit.
         """
         shape = x.shape
-        x, cu_seqlens, max_seqlen = pack_layer_input("DenseAttention", x, self.width, cu_seqlens, max_seqlen)
-        sequence, positions, _ = locate(x.shape[0], cu_seqlens)
+        x, sequences = open_layer_input("DenseAttention", x, self.width, cu_seqlens, max_seqlen, attention_mask, sequences)
+        positions = None
         if cache is not None:
-            positions = positions + cache.lengths(cu_seqlens)[sequence]
-        config = self.config
-        weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
-        parts = [
-            Heads(config.num_heads, config.head_dim, rotated=True),
-            Heads(config.num_kv_heads, config.head_dim, rotated=True),
-            Heads(config.num_kv_heads, config.value_dim),
-        ]
+            sequence, positions, _ = locate(x.shape[0], sequences.cu_q)
+            positions = positions + cache.lengths(sequences.cu_q)[sequence]
         with stage(PROJECTION):
-            q, k, v = split_heads(nn.functional.linear(x, weight), parts, positions, self.rope)
-        out = causal_attention(q, k, v, cu_seqlens, max_seqlen) if cache is None else cache.attend(q, k, v, cu_seqlens)
+            q, k, v = project(x, self.projection_weights(), None, self._columns, sequences, self.rope, positions=positions)
+        if cache is None:
+            out = causal_attention(q, k, v, None if sequences.offsets is None else sequences.cu_q, sequences.len_q)
+        else:
+            out = cache.attend(q, k, v, sequences.cu_q)
         with stage(PROJECTION):
             return self.o_proj(out.flatten(-2)).view(shape)
 
 
 @in_stage(DENSE)
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None = None) -> Tensor:
     """Causal softmax attention inside each packed sequence, by PyTorch's kernels and without reading the lengths.
 
     Sequences that all have ``max_seqlen`` tokens go to the causal kernel of SDPA as a batch. Others go to the kernel for
@@ -143,7 +152,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_se
         q: rotated queries ``[T, Hq, D]``.
         k: rotated keys ``[T, Hkv, D]``.
         v: values ``[T, Hkv, Dv]``.
-        cu_seqlens: int32 ``[B + 1]`` offsets of the sequences.
+        cu_seqlens: int32 ``[B + 1]`` offsets of the sequences; None: all have ``max_seqlen`` tokens.
         max_seqlen: at least the longest sequence, tokens; None takes T.
 
     Returns:
@@ -152,7 +161,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_se
     num_tokens = q.shape[0]
     size = max(min(num_tokens if max_seqlen is None else max_seqlen, num_tokens), 1)
     # Lengths of at most ``size`` whose sum is B * size are all ``size``.
-    if (cu_seqlens.shape[0] - 1) * size == num_tokens:
+    if cu_seqlens is None or (cu_seqlens.shape[0] - 1) * size == num_tokens:
         queries, keys, values = (x.unflatten(0, (-1, size)) for x in (q, k, v))
         return _sdpa(queries, keys, values, None).flatten(0, 1)
     if on_gpu(q) and q.dtype in _VARLEN_DTYPES and k.shape[-1] == v.shape[-1]:

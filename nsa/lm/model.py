@@ -16,6 +16,7 @@ from nsa.lm.config import LMConfig
 from nsa.lm.dense_attention import DenseAttention, DenseCache, DenseLayerCache
 from nsa.lm.recomputation import Keeps, keep_attention
 from nsa.module import Compression, Gate, NativeSparseAttention
+from nsa.ops._boundary import Sequences, open_layer_input
 from nsa.ops.embedding import embed
 
 Cache = NSACache | DenseCache
@@ -71,22 +72,18 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(
-        self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, cache: LayerCache | DenseLayerCache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | DenseLayerCache | None) -> Tensor:
         """``[T, width]`` packed or ``[B, T, width]`` to the same shape."""
         if self.keeps == "everything" or cache is not None or not torch.is_grad_enabled():
-            return self._run(x, cu_seqlens, max_seqlen, cache)
-        inputs = (x, cu_seqlens, max_seqlen, None)
+            return self._run(x, sequences, cache)
+        inputs = (x, sequences, None)
         if self.keeps == "input":
             return cast(Tensor, checkpoint(self._run, *inputs, use_reentrant=False, preserve_rng_state=False))
         out = checkpoint(self._run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=keep_attention)
         return cast(Tensor, out)
 
-    def _run(
-        self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, cache: LayerCache | DenseLayerCache | None
-    ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, cache=cache)
+    def _run(self, x: Tensor, sequences: Sequences, cache: LayerCache | DenseLayerCache | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), sequences=sequences, cache=cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -168,9 +165,12 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """What the head is applied to, ``[T, width]`` or ``[B, T, width]``; arguments as of :meth:`forward`."""
         x = self.embedding(tokens)
+        _, sequences = open_layer_input("LanguageModel", x, self.config.width, cu_seqlens, max_seqlen)
+        if self.config.attention == "nsa":
+            sequences = sequences.with_blocks(self.config.nsa)
         caches: Sequence[Any] = [None] * len(self.layers) if cache is None else cache.layers
         for layer, layer_cache in zip(self.decoder_layers(), caches, strict=True):
-            x = layer(x, cu_seqlens, max_seqlen, layer_cache)
+            x = layer(x, sequences, layer_cache)
         return self.norm(x)
 
     def decoder_layers(self) -> list[DecoderLayer]:

@@ -37,7 +37,8 @@ def register(
         fake: gives results of the right shapes, dtypes and devices for tensors without memory.
         setup_context: ``(ctx, inputs, output)``: keeps what ``backward`` needs, as in ``torch.autograd.Function``. Where
             the result is a list of tensors, ``output`` is a tuple.
-        backward: ``(ctx, *gradients)``: a gradient, or None, for each input; without it there is none.
+        backward: ``(ctx, *gradients)``: a gradient, or None, for each input, a list of them for a list; ``ctx.needs`` says
+            which are wanted. Without it there are none.
 
     Returns:
         The operator.
@@ -82,25 +83,57 @@ def _recording(
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Any:
+        def forward(ctx: Any, lengths: Lengths, *flat: Any) -> Any:
+            inputs = _nested(lengths, flat)
             with torch._C._AutoDispatchBelowAutograd():
                 output = operator(*inputs)
             output = tuple(output) if gives_list else output
+            ctx.lists = lengths
             setup_context(ctx, inputs, output)
             return output
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            return backward_of(ctx, *grads)
+            ctx.needs = _nested(ctx.lists, ctx.needs_input_grad[1:])
+            return None, *_flat(backward_of(ctx, *grads))[1]
 
     def run(*inputs: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-            output = Differentiable.apply(*inputs)
-            return list(output) if gives_list else output
+        if torch.is_grad_enabled():
+            lengths, flat = _flat(inputs)
+            if any(isinstance(x, Tensor) and x.requires_grad for x in flat):
+                output = Differentiable.apply(lengths, *flat)
+                return list(output) if gives_list else output
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*inputs)
 
     return run
+
+
+# Of the lists among some arguments, by their place.
+Lengths = tuple[tuple[int, int], ...]
+
+
+def _flat(arguments: Iterable[Any]) -> tuple[Lengths, list[Any]]:
+    """Arguments with the members of lists of tensors in their places: ``torch.autograd.Function`` does not look into lists."""
+    lengths, flat = [], list[Any]()
+    for x in arguments:
+        if isinstance(x, list) and x and (x[0] is None or isinstance(x[0], Tensor)):
+            lengths.append((len(flat), len(x)))
+            flat += x
+        else:
+            flat.append(x)
+    return tuple(lengths), flat
+
+
+def _nested(lengths: Lengths, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inverse of :func:`_flat`."""
+    if not lengths:
+        return flat
+    nested, place = list[Any](), 0
+    for start, length in lengths:
+        nested += [*flat[place:start], list(flat[start : start + length])]
+        place = start + length
+    return (*nested, *flat[place:])
 
 
 def cuda_index(arguments: Iterable[Any]) -> int | None:

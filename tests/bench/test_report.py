@@ -110,7 +110,7 @@ def test_kernels_of_a_step_have_kinds() -> None:
         "selected branch": ["selected_gather_bwd_kernel", "list_kernel", "key_kernel"],
         "window and compressed branch": ["range_dq_kernel", "range_fwd_kernel_window"],
         "scores and choice": ["select_kernel"],
-        "other kernels of this library": ["rotate_heads_kernel", "compress_fwd_kernel", "observe_kernel"],
+        "other kernels of this library": ["heads_kernel", "compress_fwd_kernel", "observe_kernel"],
         "cuDNN attention": ["cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "cudnn::fusion::convert_dq_to_16bits"],
         "matrix products": ["nvjet_sm90_tst_192x192_64x3", "cutlass::Kernel2", "cublasLt::splitKreduce_kernel"],
         "made by the compiler": ["triton_poi_fused_silu_12"],

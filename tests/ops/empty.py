@@ -24,8 +24,8 @@ from nsa import (
 )
 from nsa.ops._boundary import Sequences
 from nsa.ops.embedding import embed
-from nsa.ops.heads import Heads, split_heads
 from nsa.ops.observation import new_sums, observe
+from nsa.ops.projection import Columns, Gates, Heads, project
 from tests.ops.cases import offsets, small
 
 CONFIG = small(num_heads=4, num_kv_heads=2)
@@ -222,11 +222,11 @@ def observation(case: Case, backend: str) -> None:
 
 
 @named
-def heads(case: Case, backend: str) -> None:
-    x = leaf(0, 48)
-    parts = [Heads(2, 16, rotated=True), Heads(1, 16)]
-    found = split_heads(x, parts, torch.zeros(0, dtype=torch.int64), Rope(16), backend=backend)
-    check([(found[0], (0, 2, 16)), (found[1], (0, 1, 16))], [x])
+def projection(case: Case, backend: str) -> None:
+    x, weights, bias = leaf(0, 24), [leaf(size, 24) for size in (32, 16, 6)], leaf(6)
+    columns = Columns((Heads(2, 16, "yes"), Heads(1, 16)), Gates(2, (0, 1, 2)))
+    found = project(x, weights, bias, columns, Sequences(None, 1, 0, 0, x.device), Rope(16), backend=backend)
+    check([(found[0], (0, 2, 16)), (found[1], (0, 1, 16)), (found[2], (0, 2, 3))], [x, *weights, bias])
 
 
 @named

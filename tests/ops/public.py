@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nsa import (
     NSAConfig,
@@ -26,13 +26,13 @@ from nsa import (
     selected_attention,
     window_attention,
 )
+from nsa.config import BRANCHES
 from nsa.ops._boundary import Sequences
 from nsa.ops.combination.reference import combine_reference
 from nsa.ops.embedding import embed
 from nsa.ops.embedding.reference import embed_reference
-from nsa.ops.heads import Heads, split_heads
-from nsa.ops.heads.reference import split_heads_reference
 from nsa.ops.observation import SUMS, new_sums, observe
+from nsa.ops.projection import Columns, Gates, Heads, lay_together, project
 from nsa.ops.selection import run_select_blocks
 from nsa.testing import AttentionInputs, assert_within_budget, make_inputs
 from nsa.testing.budget import CEILING
@@ -46,7 +46,7 @@ from nsa.testing.sampled import (
     sampled_selected,
     sampled_window,
 )
-from tests.ops.cases import make_batch
+from tests.ops.cases import make_batch, offsets
 from tests.ops.whole import phi_parameters
 
 # The selected branch with each of its designs.
@@ -345,28 +345,47 @@ def check_observe(case: Case) -> None:
         assert actual == expected
 
 
-def check_split(case: Case) -> None:
-    """Heads of a projection whose values are not rotated, and another part whose columns are."""
+def check_project(case: Case) -> None:
+    """Heads unrotated, rotated and both, and gates, of sequences as they lie."""
     config = case.config
     rope = Rope.from_config(config)
-    shapes = [(config.num_heads, config.head_dim, True), (config.num_kv_heads, config.value_dim, False)]
-    shapes.append((config.num_kv_heads, config.head_dim, True))
-    parts = [Heads(*shape) for shape in shapes]
-    num_tokens = sum(case.lengths_k)
-    x = case.normal(num_tokens, sum(number * size for number, size, _ in shapes), seed=1)
-    douts = [case.normal(num_tokens, number, size, seed=i) for i, (number, size, _) in enumerate(shapes, start=2)]
-    positions = torch.arange(num_tokens, device=case.device).flip(0)
+    pair = (config.num_kv_heads, config.head_dim)
+    parts = (
+        Heads(config.num_heads, config.head_dim, "both"),
+        Heads(config.num_kv_heads, config.value_dim),
+        Heads(*pair, "yes"),
+    )
+    branches = tuple(BRANCHES.index(name) for name in config.branches)
+    columns = Columns(parts, Gates(config.num_heads, branches, "softmax" if config.gate == "softmax" else "sigmoid"))
+    width, num_tokens = 24, sum(case.lengths_k)
+    sequences = Sequences(None, len(case.lengths_k), case.lengths_k[0], case.lengths_k[0], torch.device(case.device))
+    if not case.dense:
+        sequences = Sequences.packed(offsets(case.lengths_k).to(case.device), max(case.lengths_k))
+    x = case.normal(num_tokens, width, seed=1)
+    weights = [nn.Parameter(case.normal(size, width, seed=i)) for i, size in enumerate(columns.sizes, start=2)]
+    lay_together(weights)
+    bias = case.normal(columns.sizes[-1], seed=9)
+    shapes = [(config.num_heads, config.head_dim)] * 2 + [(config.num_kv_heads, config.value_dim), pair, (config.num_heads, 3)]
+    douts = [case.normal(num_tokens, *shape, seed=i) for i, shape in enumerate(shapes, start=10)]
+    names = ("q", "q rotated", "v", "k", "gates")
 
-    def run(dtype: torch.dtype, function: Callable[..., list[Tensor]], *arguments: Any) -> dict[str, Tensor]:
-        leaf = leaves_of(x.to(dtype))[0]
-        out = function(leaf, *arguments, positions, rope)
-        (dx,) = torch.autograd.grad(out, [leaf], [dout.to(dtype) for dout in douts])
-        return {"q": out[0].detach(), "v": out[1].detach(), "k": out[2].detach(), "dx": dx}
+    def run(dtype: torch.dtype, backend: str, given: Sequence[Tensor]) -> dict[str, Tensor]:
+        leaf, leaf_bias = leaves_of(x.to(dtype), bias.to(dtype))
+        out = project(leaf, given, leaf_bias, columns, sequences, rope, backend=backend)
+        grads = torch.autograd.grad(
+            out, [leaf, leaf_bias, *given], [dout.to(y.dtype) for dout, y in zip(douts, out, strict=True)]
+        )
+        found = {name: y.detach() for name, y in zip(names, out, strict=True)}
+        return found | {"dx": grads[0], "dbias": grads[1]} | {f"dweight {i}": grad for i, grad in enumerate(grads[2:])}
 
-    found = run(case.dtype, partial(split_heads, backend=case.backend), parts)
-    plain, exact = (run(dtype, split_heads_reference, shapes) for dtype in (case.dtype, torch.float64))
-    compare(found, plain, exact, "split", case.factor)
-    assert torch.equal(found["v"], plain["v"]), "split: columns that are not rotated are copied"
+    found = run(case.dtype, case.backend, weights)
+    plain, exact = (
+        run(dtype, "reference", leaves_of(*(w.to(dtype) for w in weights))) for dtype in (case.dtype, torch.float64)
+    )
+    compare(found, plain, exact, "project", case.factor)
+    apart = run(case.dtype, case.backend, leaves_of(*weights))
+    same = [torch.equal(apart[name], value) for name, value in found.items()]
+    assert all(same), "project: weights with memory of their own each"
 
 
 def check_embed(case: Case) -> None:
@@ -460,7 +479,7 @@ CHECKS: dict[str, Callable[[Case], Any]] = {
     "choice": check_choice,
     "combine": check_combine,
     "observe": check_observe,
-    "split": check_split,
+    "project": check_project,
     "embed": check_embed,
     **{name: lambda case, run=run: run(case).check() for name, run in RUNS.items()},  # type: ignore[misc]
 }

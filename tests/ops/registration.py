@@ -21,7 +21,7 @@ from tests.ops.public import (
     check_compress,
     check_embed,
     check_observe,
-    check_split,
+    check_project,
     leaves_of,
     parameters_of,
     phi_of,
@@ -58,6 +58,8 @@ class Recorder(TorchDispatchMode):
 
 
 def _copy(x: Any, differentiable: bool) -> Any:
+    if isinstance(x, list):
+        return [_copy(member, differentiable) for member in x]
     if not isinstance(x, Tensor):
         return x
     copy = x.detach().clone()
@@ -73,7 +75,7 @@ def record_calls(case: Case, more: Sequence[Case] = ()) -> dict[str, Call]:
         check_choice(case)
         check_combine(case)
         check_observe(case)
-        check_split(case)
+        check_project(case)
         check_embed(case)
         for other in (case, *more):
             check_compress(other)

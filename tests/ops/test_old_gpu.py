@@ -16,10 +16,10 @@ import nsa
 from nsa import cli, doctor
 from nsa.errors import UserError
 from nsa.ops import _capability
-from nsa.ops._boundary import choose_backend
+from nsa.ops._boundary import Sequences, choose_backend
 from nsa.ops._capability import capability, check_kernels_run
 from nsa.ops.embedding import embed
-from nsa.ops.heads import Heads, split_heads
+from nsa.ops.projection import Columns, Heads, project
 from nsa.train import environment
 from tests.ops.test_bad_input import good
 from tests.train.cases import tiny_config
@@ -90,8 +90,9 @@ def test_what_models_begin_with_refuses_it(asked: list[Any]) -> None:
     """The embedding of a model, the heads of an attention layer, sparse or dense."""
     with FakeTensorMode():
         tokens = torch.empty(20, dtype=torch.int64, device="cuda:0")
-        with pytest.raises(UserError, match=f"split_heads: x must {RULE}"):
-            split_heads(torch.empty(20, 32, device="cuda:0"), [Heads(2, 16)], tokens, nsa.Rope(16))
+        x, weight = torch.empty(20, 24, device="cuda:0"), torch.empty(32, 24, device="cuda:0")
+        with pytest.raises(UserError, match=f"project: x must {RULE}"):
+            project(x, [weight], None, Columns((Heads(2, 16),)), Sequences(None, 1, 20, 20, x.device), nsa.Rope(16))
         with pytest.raises(UserError, match=f"embed: weight must {RULE}"):
             embed(tokens, torch.empty(256, 32, device="cuda:0"))
     assert asked == [0]

@@ -39,7 +39,7 @@ def test_launches_are_those_of_forward_and_backward(tmp_path: Path) -> None:
     # Keys and values are compressed with and without rotation; window and compressed branch share kernels.
     assert found.count("compress_fwd_kernel") == 2
     assert found.count("range_fwd_kernel") == found.count("range_dq_kernel") == found.count("range_dkv_kernel") == 2
-    assert found.count("rotate_heads_kernel") == 2
+    assert found.count("heads_kernel") == 2
     once = {"select_kernel", "selected_fwd_kernel", "selected_dq_kernel", "selected_gather_bwd_kernel", "combine_fwd_kernel"}
     assert all(found.count(name) == 1 for name in once | {"observe_kernel", "list_kernel"})
     assert "observe_kernel" not in kernels(tiny_config(tmp_path, telemetry=False))
@@ -50,7 +50,7 @@ def test_compiled_once(dense: TrainConfig, tmp_path: Path, monkeypatch: pytest.M
     ahead.wait()
     cache = Path(triton.knobs.cache.dir)
     assert cache == tmp_path / "cache"
-    assert {path.stem for path in cache.rglob("*.cubin")} == {"rotate_heads_kernel", "sum_rows_kernel"}
+    assert {path.stem for path in cache.rglob("*.cubin")} == {"heads_kernel", "sum_rows_kernel"}
     assert len(list(cache.glob("nsa-*"))) == 1
 
     def refuse(*args: Any, **kwargs: Any) -> None:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nsa
 from nsa import NativeSparseAttention
+from nsa.attention import AttentionInputs, attend
 from nsa.config import BRANCHES
 from nsa.errors import UserError
 from nsa.lm.config import LMConfig
@@ -36,11 +37,14 @@ def run(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str
         return chosen[-1]
 
     gates: list[Tensor] = []
-    for layer in model.decoder_layers():
-        if isinstance(layer.attention, NativeSparseAttention):
-            layer.attention.gate.register_forward_hook(lambda module, inputs, output: gates.append(output.detach()))
+
+    def note_gates(inputs: AttentionInputs, *args: Any, **options: Any) -> Tensor:
+        gates.append(inputs.gates.detach())
+        return attend(inputs, *args, **options)
+
     with monkeypatch.context() as patched:
         patched.setattr("nsa.attention.run_select_blocks", note)
+        patched.setattr("nsa.module.attend", note_gates)
         tokens = torch.randint(256, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
         statistics = LayerStatistics(model)
         model.hidden_states(tokens, CU, max(LENGTHS))  # not counted, nor is the last one

@@ -19,9 +19,10 @@ from triton.runtime.jit import JITFunction
 
 import nsa
 from nsa import NSAConfig, PhiWeights, Rope, combine, native_sparse_attention
+from nsa.ops._boundary import Sequences
 from nsa.ops.embedding import embed
-from nsa.ops.heads import Heads, split_heads
 from nsa.ops.observation import new_sums
+from nsa.ops.projection import Columns, Gates, Heads, project
 from nsa.testing import packed_offsets
 from tools.compile_only.driver import kernels_take_cpu_tensors
 
@@ -75,10 +76,15 @@ def attend(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
     branches = [out.detach().requires_grad_() if name in config.branches else None for name in ("cmp", "slc", "win")]
     total = combine(branches[0], branches[1], branches[2], gates, backend="triton")
     torch.autograd.grad(total, [gates, *(x for x in branches if x is not None)], torch.zeros_like(total))
-    parts = [Heads(heads, config.head_dim, rotated=True), Heads(kv_heads, config.value_dim)]
-    x = torch.zeros(64, sum(part.number * part.size for part in parts), dtype=dtype, requires_grad=True)
-    split = split_heads(x, parts, torch.arange(64), rope, backend="triton")
-    torch.autograd.grad(split, [x], [torch.zeros_like(y) for y in split])
+    parts = (Heads(heads, config.head_dim, "both"), Heads(kv_heads, config.head_dim, "yes"), Heads(kv_heads, config.value_dim))
+    columns = Columns(parts, Gates(heads, (0, 1, 2)))
+    weights = [torch.zeros(size, 32, dtype=dtype) for size in columns.sizes]
+    x, bias = (torch.zeros(*shape, dtype=dtype, requires_grad=True) for shape in ((64, 32), (columns.sizes[-1],)))
+    sequences = Sequences(None, 1, 64, 64, x.device)
+    if batch.longest is not None:
+        sequences = Sequences.packed(batch.offsets()["cu_seqlens_q"], 64)
+    found = project(x, weights, bias, columns, sequences, rope, backend="triton")
+    torch.autograd.grad(found, [x, bias], [torch.zeros_like(y) for y in found])
     table = torch.zeros(40, heads * config.head_dim, dtype=dtype, requires_grad=True)
     embedded = embed(torch.zeros(64, dtype=torch.int64), table, backend="triton")
     torch.autograd.grad(embedded, [table], torch.zeros_like(embedded))

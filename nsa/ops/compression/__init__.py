@@ -82,9 +82,7 @@ def run_compress(
 ) -> Tensor:
     """See :func:`compress`; inputs are packed and checked, the backend is chosen. With ``rope`` the result is rotated."""
     if backend == "triton" and config.phi != "mlp":
-        return compress_op(
-            x, None if weights is None else weights.weight, *_where(config, sequences), *_rotation(config, rope, x)
-        )
+        return compress_op(x, None if weights is None else weights.weight, *_where(config, sequences), *_rotation(config, rope))
     with torch.autocast(x.device.type, enabled=False):
         if backend == "triton":
             assert weights is not None
@@ -100,10 +98,8 @@ def _where(config: NSAConfig, sequences: Sequences) -> tuple[Any, ...]:
     return cu_k, cu_cmp, num_sequences, len_k, len_cmp, config.compress_block_size, config.compress_stride
 
 
-def _rotation(config: NSAConfig, rope: Rope | None, x: Tensor) -> tuple[Any, ...]:
-    if rope is None:
-        return None, 0, 1.0, 0
-    return rope.inverse_frequencies(x.device), rotated_place(config), rope.magnitude, rope.position_offset
+def _rotation(config: NSAConfig, rope: Rope | None) -> tuple[str, int]:
+    return ("", 0) if rope is None else (rope.text, rotated_place(config))
 
 
 def _compress_mlp(x: Tensor, weights: PhiWeights, config: NSAConfig, sequences: Sequences) -> Tensor:
@@ -116,9 +112,7 @@ def _compress_mlp(x: Tensor, weights: PhiWeights, config: NSAConfig, sequences: 
     update = torch.nn.functional.silu(hidden) @ weights.w2.to(x.dtype)  # [Hkv, C, D]
     cu_cmp, num_sequences, len_cmp = where[1], where[2], where[4]
     owned = torch.arange(blocks.shape[1], device=x.device) < (num_sequences * len_cmp if cu_cmp is None else cu_cmp[-1])
-    return compress_op(x, None, *where, *_rotation(config, None, x)) + torch.where(
-        owned[:, None, None], update.transpose(0, 1), 0
-    )
+    return compress_op(x, None, *where, *_rotation(config, None)) + torch.where(owned[:, None, None], update.transpose(0, 1), 0)
 
 
 def compressed_positions(config: NSAConfig, cu_seqlens: Tensor, num_rows: int) -> Tensor:

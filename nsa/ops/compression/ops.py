@@ -14,21 +14,21 @@ from nsa.ops._range import rows
 from nsa.ops._register import register
 
 _WHERE = "Tensor? cu, Tensor? cu_cmp, SymInt num_sequences, SymInt len_x, SymInt len_cmp, int size, int stride"
-_ROTATION = "Tensor? frequency, int middle, float magnitude, int position_offset"
+_ROTATION = "str rope, int middle"
 
 
 def _compress(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
-    from nsa.ops.compression.triton_launch import CompressLayout, compress_forward
+    from nsa.ops.compression.triton_launch import compress_forward, layout_of
 
     check_keys("compress", "x", x)
-    return compress_forward(rows(x), None if weight is None else weight.contiguous(), CompressLayout(*rest))
+    return compress_forward(rows(x), None if weight is None else weight.contiguous(), layout_of(x, *rest))
 
 
 def _compress_backward(dy: Tensor, x: Tensor | None, weight: Tensor | None, num_tokens: int, *rest: Any) -> list[Tensor]:
-    from nsa.ops.compression.triton_launch import CompressLayout, compress_backward
+    from nsa.ops.compression.triton_launch import compress_backward, layout_of
 
     x, weight = None if x is None else rows(x), None if weight is None else weight.contiguous()
-    dx, dw = compress_backward(dy.contiguous(), x, weight, num_tokens, CompressLayout(*rest))
+    dx, dw = compress_backward(dy.contiguous(), x, weight, num_tokens, layout_of(dy, *rest))
     return [dx] if weight is None or dw is None else [dx, dw.to(weight.dtype)]
 
 
@@ -63,16 +63,16 @@ def _fake_gather_blocks_backward(dblocks: Tensor, num_tokens: int, *rest: Any) -
 
 
 def _setup_compress(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, cu, cu_cmp, *ctx.lengths, frequency, middle, magnitude, offset = inputs
-    ctx.num_tokens, ctx.rotation = x.shape[0], (middle, magnitude, offset)
+    x, weight, cu, cu_cmp, *ctx.rest = inputs
+    ctx.num_tokens = x.shape[0]
     # The mean's gradient needs no values of x.
-    ctx.save_for_backward(None if weight is None else x, weight, cu, cu_cmp, frequency)
+    ctx.save_for_backward(None if weight is None else x, weight, cu, cu_cmp)
 
 
 def _differentiate_compress(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, cu, cu_cmp, frequency = ctx.saved_tensors
-    grads = compress_backward_op(dy, x, weight, ctx.num_tokens, cu, cu_cmp, *ctx.lengths, frequency, *ctx.rotation)
-    return grads[0], None if weight is None else grads[1], *(None,) * 11
+    x, weight, cu, cu_cmp = ctx.saved_tensors
+    grads = compress_backward_op(dy, x, weight, ctx.num_tokens, cu, cu_cmp, *ctx.rest)
+    return grads[0], None if weight is None else grads[1], *(None,) * (2 + len(ctx.rest))
 
 
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -11,6 +12,7 @@ from torch import Tensor
 from nsa.ops.compression.triton_bwd import compress_dw_kernel, compress_dx_kernel
 from nsa.ops.compression.triton_fwd import compress_fwd_kernel
 from nsa.ops.compression.triton_gather import gather_bwd_kernel, gather_fwd_kernel
+from nsa.rope import Rope, frequency_table
 
 BLOCK_ROWS = 16
 WEIGHT_PARTS = 64
@@ -65,6 +67,17 @@ class CompressLayout:
     def num_tiles(self, rows: int, each: int, tile: int) -> int:
         """Tiles that cover ``rows`` packed rows."""
         return self.num_sequences * -(-each // tile) if self.cu is None else rows // tile + self.num_sequences
+
+
+def layout_of(like: Tensor, *arguments: Any) -> CompressLayout:
+    """The layout from the registered operator's arguments, rotation included, for tensors on the device of ``like``."""
+    *where, text, middle = arguments
+    layout = CompressLayout(*where)
+    if not text:
+        return layout
+    rope = Rope.from_text(text)
+    frequency = frequency_table(rope, like.device)
+    return replace(layout, frequency=frequency, middle=middle, magnitude=rope.magnitude, position_offset=rope.position_offset)
 
 
 def warps_of(size: int) -> int:

@@ -30,7 +30,7 @@ STEP = re.compile(r"ProfilerStep#(\d+)")
 # Registered operators and library calls by the beginnings of their names.
 _OPERATORS = (
     ("nsa::embed", stages.REST),
-    ("nsa::split_heads", stages.PROJECTION),
+    ("nsa::project", stages.PROJECTION),
     ("nsa::compressed_attention", stages.COMPRESSED),
     ("nsa::compress", stages.COMPRESSION),
     ("nsa::gather_blocks", stages.COMPRESSION),

@@ -1,0 +1,71 @@
+"""The projection of a layer's input to queries, keys, values and gates, as heads, rotated where they have to be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nsa.errors import check, fail
+from nsa.ops._boundary import Sequences, choose_backend
+from nsa.ops._packed import locate
+from nsa.ops.projection.layout import Columns, Gates, Heads, TogetherModule, lay_together
+from nsa.ops.projection.ops import project_op
+from nsa.ops.projection.reference import activate, project_reference
+from nsa.rope import Rope
+
+__all__ = ["Columns", "Gates", "Heads", "TogetherModule", "activate", "lay_together", "project"]
+
+
+def project(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    columns: Columns,
+    sequences: Sequences,
+    rope: Rope,
+    *,
+    positions: Tensor | None = None,
+    backend: str = "auto",
+) -> list[Tensor]:
+    """Project, cut into heads and rotate: by kernels one product and one pass over its bytes forward, and the same backward.
+
+    Args:
+        x: the layer's input ``[T, width]``.
+        weights: one matrix ``[columns, width]`` for each part and, last, for the gates. On a GPU they are multiplied by as one,
+            without a copy if :func:`lay_together` has put them together.
+        bias: of the gates' logits; None without gates.
+        columns: what the products are.
+        sequences: where the tokens' sequences lie.
+        rope: the rotation.
+        positions: integer position of each token ``[T]``; None: as the sequences lie.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        For each part ``[T, number, size]`` (two for one that is wanted both ways, unrotated first), contiguous with ``triton``,
+        in the dtype of ``x`` or that of autocast; then gates ``[T, Hq, 3]``, order (cmp, slc, win), fp32 (fp64 for fp64 ``x``),
+        if there are any. Angles and rotation as of :func:`nsa.apply_rope`.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    name = "project"
+    expected = [(size, x.shape[-1]) for size in columns.sizes]
+    found = [tuple(weight.shape) for weight in weights]
+    if x.ndim != 2 or found != expected:
+        fail(name, "weights", f"have shapes {expected} for x [T, width] of shape {tuple(x.shape)}", found)
+    for part in columns.parts:
+        fits = part.rotated == "no" or (rope.dim <= part.size and rope.dim % 2 == 0)
+        check(fits, name, "rope", f"have an even dim of at most the head size ({part.size})", rope.dim)
+    if positions is not None and positions.shape != x.shape[:1]:
+        fail(name, "positions", f"have shape {tuple(x.shape[:1])}", tuple(positions.shape))
+    device = x.device.type
+    if choose_backend(name, backend, x, "x") == "reference":
+        if positions is None:
+            positions = locate(x.shape[0], sequences.cu_q)[1]
+        return project_reference(x, weights, bias, positions, columns, rope)
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    cu, _, num_sequences, length, _ = sequences.kernel_arguments()
+    return list(project_op(x, list(weights), bias, positions, cu, num_sequences, length, columns.text, rope.text))

@@ -1,0 +1,125 @@
+"""Weights that lie together in memory, and sequences that are described once for all layers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nsa import NativeSparseAttention, Sequences
+from nsa.ops._packed import compressed_cu_seqlens
+from nsa.ops.projection.layout import lay_together, padded, stacked
+from tests.ops.cases import offsets, small
+
+
+def make(**changes: Any) -> NativeSparseAttention:
+    torch.manual_seed(0)
+    return NativeSparseAttention(24, small(**changes))
+
+
+def rows_of(module: NativeSparseAttention) -> torch.Tensor:
+    """All weights one behind the other, and zeros up to a multiple of 8 rows."""
+    whole = torch.cat([weight.detach() for weight in module.projection_weights()])
+    return torch.cat([whole, whole.new_zeros(padded(len(whole)) - len(whole), 24)])
+
+
+def is_view(module: NativeSparseAttention) -> bool:
+    weights = module.projection_weights()
+    whole = stacked(weights, weights[0].dtype)
+    assert torch.equal(whole, rows_of(module))
+    return whole.data_ptr() == weights[0].data_ptr()
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"share_kv": True}, {"gate": "fixed"}, {"gate_hidden_size": 5}, {"branches": ("win",)}], ids=str
+)
+def test_weights_lie_together(changes: dict[str, Any]) -> None:
+    module = make(**changes)
+    names = [name for name, _ in module.named_parameters()]
+    assert "q_proj.weight" in names
+    assert is_view(module)
+    assert is_view(module.to(torch.bfloat16))
+    assert is_view(copy.deepcopy(module))
+    nn.Sequential(module).double()  # moved as a part of something
+    assert is_view(module)
+    assert [name for name, _ in module.named_parameters()] == names
+
+
+def test_moved_weights_are_found_where_they_are() -> None:
+    """Somebody gives one of the weights other memory: it is that memory that counts."""
+    module = make()
+    weight = module.projection_weights()[3]
+    weight.data = torch.full_like(weight, 3.0)
+    assert not is_view(module)
+    other = make()
+    other.load_state_dict(module.state_dict(), assign=True)
+    assert torch.equal(other.projection_weights()[3], weight)
+    assert not is_view(other)
+    other.to(torch.float64)
+    assert is_view(other)
+
+
+def test_an_optimizer_step_reaches_what_is_multiplied() -> None:
+    module = make()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    before = rows_of(module)
+    module(torch.randn(40, 24)).square().sum().backward()
+    optimizer.step()
+    assert is_view(module)
+    assert not torch.equal(rows_of(module), before)
+
+
+def test_rows_behind_the_memory_are_not_read() -> None:
+    """Neighbours in memory without room for the rows that fill up."""
+    memory = torch.randn(12, 8)
+    weights = [nn.Parameter(memory[:5]), nn.Parameter(memory[5:])]
+    whole = stacked(weights, torch.float32)
+    assert whole.shape == (16, 8)
+    assert torch.equal(whole, torch.cat([memory, torch.zeros(4, 8)]))
+    lay_together(weights)
+    assert stacked(weights, torch.float32).data_ptr() == weights[0].data_ptr()
+
+
+def test_sequences_for_all_layers() -> None:
+    module, x, cu = make(), torch.randn(90, 24), offsets((70, 3, 0, 17))
+    expected = module(x, cu_seqlens=cu, max_seqlen=70)
+    for sequences in (Sequences.packed(cu, 70), Sequences.packed(cu), Sequences.packed(cu, 70).with_blocks(module.config)):
+        assert torch.equal(module(x, sequences=sequences), expected)
+    assert torch.equal(module(x.view(2, 45, 24), sequences=Sequences.packed(cu)), expected.view(2, 45, 24))
+
+
+def test_blocks_of_another_pattern_are_counted_anew() -> None:
+    other = small(compress_stride=8, compress_block_size=16, block_size=16)
+    sequences = Sequences.packed(offsets((70, 20))).with_blocks(other)
+    config = small()
+    assert (config.compress_block_size, config.compress_stride) != (16, 8)
+    found = sequences.with_blocks(config)
+    assert found.cu_cmp is not None
+    assert torch.equal(found.cu_cmp, compressed_cu_seqlens(offsets((70, 20)), config))
+    assert found.with_blocks(config) is found
+
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"sequences": Sequences(None, 2, 20, 20, CPU)}, r"sequences must hold as many tokens as x \(30\), got 2 of 20"),
+    ({"sequences": Sequences(None, 1, 30, 30, CPU), "cu_seqlens": offsets((30,))}, "cu_seqlens must be left out"),
+    ({"sequences": Sequences(None, 1, 30, 30, META)}, "sequences must be on cpu like x, got meta"),
+], ids=["count", "both", "device"])  # fmt: skip
+def test_sequences_that_do_not_fit(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()(torch.randn(30, 24), **given)
+
+
+@pytest.mark.parametrize(("cu", "longest", "message"), [
+    (torch.tensor([0, 4, 3], dtype=torch.int32), None, "Sequences.packed: cu_seqlens must not decrease"),
+    (torch.tensor([0, 4]), None, "Sequences.packed: cu_seqlens must be int32"),
+    (torch.tensor([0, 4], dtype=torch.int32), 3, "Sequences.packed: max_seqlen must be at least the longest sequence"),
+], ids=["falling", "dtype", "short"])  # fmt: skip
+def test_offsets_that_are_none(cu: torch.Tensor, longest: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sequences.packed(cu, longest)

@@ -1,0 +1,149 @@
+"""Padded batches: a row gives what it gives alone, whether its padding lies to its left or its right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa import NativeSparseAttention, NSACache, Sequences, native_sparse_attention
+from nsa.lm.dense_attention import DenseAttention
+from nsa.rope import Rope
+from tests.ops.cases import offsets, small
+
+LENGTH = 70
+ROWS = ((0, 70), (13, 70), (0, 41), (30, 33), (5, 66), (70, 70), (0, 0))  # first token and first padding behind
+
+
+def mask_of(rows: tuple[tuple[int, int], ...] = ROWS, dtype: torch.dtype = torch.bool) -> Tensor:
+    place = torch.arange(LENGTH)
+    return torch.stack([(place >= begin) & (place < end) for begin, end in rows]).to(dtype)
+
+
+def make(kind: type[NativeSparseAttention | DenseAttention] = NativeSparseAttention, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(24, small(**changes)).double()
+
+
+@pytest.mark.parametrize("kind", [NativeSparseAttention, DenseAttention])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_a_padded_row_is_the_row_alone(kind: Any, dtype: torch.dtype) -> None:
+    module = make(kind)
+    x = torch.randn(len(ROWS), LENGTH, 24, dtype=torch.float64, requires_grad=True)
+    out = module(x, attention_mask=mask_of(dtype=dtype))
+    gradient = torch.randn_like(out) * mask_of()[..., None]
+    out.backward(gradient)
+    assert x.grad is not None
+    for row, (begin, end) in enumerate(ROWS):
+        if begin == end:
+            continue
+        alone = x[row, begin:end].detach().requires_grad_()
+        expected = module(alone)
+        expected.backward(gradient[row, begin:end])
+        torch.testing.assert_close(out[row, begin:end], expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(x.grad[row, begin:end], alone.grad, rtol=1e-10, atol=1e-12)
+        padding = torch.cat((x.grad[row, :begin], x.grad[row, end:]))
+        assert not padding.any()
+
+
+def test_padding_reaches_no_token() -> None:
+    module, x = make(), torch.randn(len(ROWS), LENGTH, 24, dtype=torch.float64)
+    other = torch.where(mask_of()[..., None], x, 1e6)
+    before, after = (module(rows, attention_mask=mask_of())[mask_of()] for rows in (x, other))
+    assert torch.equal(before, after)
+
+
+def test_described_once_for_function_and_layers() -> None:
+    module, x, mask = make(), torch.randn(len(ROWS), LENGTH, 24, dtype=torch.float64), mask_of()
+    sequences = Sequences.padded(mask).with_blocks(module.config)
+    expected = module(x, attention_mask=mask)
+    assert torch.equal(module(x, sequences=sequences), expected)
+    assert torch.equal(module(x.flatten(0, 1), sequences=sequences), expected.flatten(0, 1))
+
+
+def test_the_function_takes_sequences() -> None:
+    config, rope = small(), Rope.from_config(small())
+
+    def heads(number: int, size: int) -> Tensor:
+        return torch.randn(len(ROWS), LENGTH, number, size, dtype=torch.float64)
+
+    def attend(inputs: list[Tensor], **given: Any) -> Tensor:
+        q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = inputs
+        return native_sparse_attention(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, None, config, rope=rope, **given)
+
+    inputs = [heads(config.num_heads, config.head_dim)]
+    inputs += [heads(config.num_kv_heads, size) for size in (config.head_dim, config.value_dim) * 3]
+    inputs += [heads(config.num_heads, 3).sigmoid()]
+    out = attend(inputs, sequences=Sequences.padded(mask_of()))
+    assert out.shape[:2] == (len(ROWS), LENGTH)
+    for row, (begin, end) in enumerate(ROWS):
+        if begin < end:
+            expected = attend([x[row, begin:end] for x in inputs])
+            torch.testing.assert_close(out[row, begin:end], expected, rtol=1e-10, atol=1e-12)
+    packed = Sequences.packed(offsets((70, 3, 417)), 417)
+    flat = [x.flatten(0, 1) for x in inputs]
+    expected = attend(flat, cu_seqlens_q=offsets((70, 3, 417)))
+    assert torch.equal(attend(flat, sequences=packed), expected)
+    assert torch.equal(attend(inputs, sequences=packed).flatten(0, 1), expected)
+
+
+class _NoReading(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host reads a value"
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_read_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssertionError, match="reads a value"), _NoReading():
+        Sequences.padded(mask_of())
+    monkeypatch.setattr("nsa.ops._boundary.reads_contents", lambda index: False)  # as of a mask on a GPU
+    with _NoReading():
+        Sequences.padded(mask_of())
+
+
+def test_compiled_once_for_all_masks() -> None:
+    counter = CompileCounter()
+    compiled = torch.compile(lambda mask: Sequences.padded(mask).cu_q, backend=counter, fullgraph=True)
+    masks = mask_of(), mask_of()[[1, 2, 3, 4, 0, 5, 6]], mask_of(((2, 8), (9, 70), (0, 60), (0, 1), (7, 8), (0, 70), (69, 70)))
+    for mask in masks:
+        assert torch.equal(compiled(mask), Sequences.padded(mask).cu_q)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"attention_mask": torch.ones(2, 3)}, r"attention_mask must have the leading shape of x \(2, 30\), got \(2, 3\)"),
+    ({"attention_mask": torch.ones(2, 30)}, "attention_mask must be bool or integer, true for a token, got torch.float32"),
+    ({"attention_mask": torch.ones(2, 30, device="meta") > 0}, "attention_mask must be on cpu like x, got meta"),
+    (
+        {"attention_mask": torch.tensor([[1] * 30, [1] * 10 + [0] + [1] * 19])},
+        "attention_mask must have the tokens of each row together, got padding between tokens in row 1",
+    ),
+    ({"attention_mask": torch.ones(2, 30, dtype=torch.bool), "cu_seqlens": offsets((60,))}, "cu_seqlens must be left out"),
+    (
+        {"attention_mask": torch.ones(2, 30, dtype=torch.bool), "sequences": Sequences.packed(offsets((60,)))},
+        "attention_mask must be left out with sequences",
+    ),
+    (
+        {"sequences": Sequences.padded(torch.ones(3, 20, dtype=torch.bool))},
+        r"sequences must be of a batch of shape \(2, 30\) like x, got \(3, 20\)",
+    ),
+], ids=["shape", "dtype", "device", "hole", "offsets", "both", "other"])  # fmt: skip
+def test_masks_that_do_not_fit(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()(torch.randn(2, 30, 24, dtype=torch.float64), **given)
+
+
+def test_a_mask_of_four_dimensions_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Sequences.padded: attention_mask must have shape \[B, T\], got \(2, 1, 5, 5\)"):
+        Sequences.padded(torch.ones(2, 1, 5, 5, dtype=torch.bool))
+
+
+def test_a_cache_takes_no_mask() -> None:
+    module, x = make(), torch.randn(2, 30, 24, dtype=torch.float64)
+    cache = NSACache(module.config, 1, batch_size=2).layers[0]
+    with pytest.raises(ValueError, match="attention_mask must be left out with a cache"):
+        module(x, attention_mask=torch.ones(2, 30, dtype=torch.bool), cache=cache)
