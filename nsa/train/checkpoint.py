@@ -175,20 +175,32 @@ def read_meta(path: Path) -> dict[str, Any]:
         "be the folder of a checkpoint, step-<number>",
         path,
     )
+    if not (path / SUMS).exists():  # format 1 kept its hashes elsewhere
+        _check_format(path, _parse_meta(path))
     _verify(path, META)
-    try:
-        meta = json.loads((path / META).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        meta = None
+    meta = _parse_meta(path)
     check(isinstance(meta, dict), "read_meta", "path", "hold a checkpoint with JSON in meta.json", path)
-    if meta.get("format") != FORMAT:
-        made = meta.get("nsa", "0.0, before the first release")
-        found = f"format {meta.get('format')} of nsa {made} in {path}"
-        fail("read_meta", "path", f"hold a checkpoint of format {FORMAT}", found, "That version of nsa can read it.")
+    assert isinstance(meta, dict)
+    _check_format(path, meta)
     for name, kind in _KINDS.items():
         fits = name not in meta or isinstance(meta[name], kind)
         check(fits, "read_meta", "path", f"have a {name} of its kind in meta.json", f"{meta.get(name)!r:.60} in {path}")
-    return dict(meta)
+    return meta
+
+
+def _parse_meta(path: Path) -> Any:
+    """What stands in meta.json; None where it is missing or no JSON."""
+    try:
+        return json.loads((path / META).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+
+
+def _check_format(path: Path, meta: Any) -> None:
+    if isinstance(meta, dict) and meta.get("format") != FORMAT:
+        made = meta.get("nsa", "0.0, before the first release")
+        found = f"format {meta.get('format')} of nsa {made} in {path}"
+        fail("read_meta", "path", f"hold a checkpoint of format {FORMAT}", found, "That version of nsa can read it.")
 
 
 def read_run_meta(path: Path) -> dict[str, Any]:

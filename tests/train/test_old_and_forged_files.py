@@ -63,6 +63,11 @@ def test_a_checkpoint_of_another_format_is_refused_with_the_version_that_reads_i
     with pytest.raises(ValueError, match=r"format 2, got format 9 of nsa 7\.1\.0 in .* That version of nsa can read it"):
         make_trainer(config, tmp_path / "run", resume=True)
 
+    path = change_meta(tmp_path / "run", lambda meta: meta.update(format=1, nsa="0.0"))
+    (path / "SHA256SUMS").unlink()
+    with pytest.raises(ValueError, match=r"format 2, got format 1 of nsa 0\.0 in "):
+        make_trainer(config, tmp_path / "run", resume=True)
+
 
 FORGED: dict[str, Callable[[Meta], object]] = {
     "no-progress": lambda meta: meta.pop("progress"),
