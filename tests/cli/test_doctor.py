@@ -157,6 +157,7 @@ def test_extras_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) ->
         "train: without nvidia-ml-py. Install with: " + extras.install_command("train"),
         "data: without nvidia-ml-py, datasets. Install with: " + extras.install_command("data"),
         "bench: installed",
+        "hf: installed",
     ]
     assert len(list(doctor._configs(None))) == len(configs.names())
     absent.add("yaml")
