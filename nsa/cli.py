@@ -9,32 +9,26 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nsa import configs
 from nsa.bench import command as bench
 from nsa.errors import UsageError, UserError, check
+from nsa.eval import command as evaluation
 from nsa.extras import require
 from nsa.parser import Parser, check_options, fail_unknown, with_dashes
 from nsa.plan import command as plan
+from nsa.train import command as train
 from nsa.train import data_command as data
+from nsa.train.command import EXIT_FAILED, EXIT_SIGNAL
 from nsa.train.profiler import command as profiler
 
-if TYPE_CHECKING:
-    from nsa.train.config import TrainConfig
-    from nsa.train.parallel import Processes
-    from nsa.train.run_folder import RunFolder
-
-EXIT_FAILED, EXIT_USER_ERROR, EXIT_SIGNAL = 1, 2, 128
+EXIT_USER_ERROR = 2
 SIGPIPE = 13  # Windows has no name for it
-PLOT_EVERY_S = 60.0  # at most: drawing takes some tenths of a second from training
 
 # What the surroundings do not give; every other OSError is a bug until shown otherwise.
 _SURROUNDINGS = {
@@ -141,34 +135,9 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-# --- train ----------------------------------------------------------------------------------------------------------------
-_TRAIN = """\
-Train a language model as CONFIG says: the name of a configuration that `nsa configs` lists, or a YAML file.
-
-Every setting of the file can be given here too and then wins, for example
-  nsa train cpu-small --optim.lr 3e-4 --model.nsa.window-size 64
-The run leaves a folder with its configuration, environment, metrics, checkpoints, plot, sample and log; no run writes over
-another. Ctrl-C or SIGTERM ends it after the step at hand, with a checkpoint; a second one ends it at once. A file named halt in
-the run folder and a closed terminal end it with a checkpoint, too. SIGUSR2 asks for a checkpoint, SIGUSR1 for the stacks of
-all threads.
-  nsa train --resume runs/cpu-small-1
-goes on exactly where the newest checkpoint was taken. Several processes, one on each GPU or several on the CPU:
-  torchrun --standalone --nproc-per-node 2 --max-restarts 3 -m nsa train CONFIG --run-dir runs/a \\
-    --world-size 2 --accumulation 1
-When one of them dies, torchrun starts them anew and the run resumes.
-"""
-
-
-def _add_train(parser: Parser) -> None:
-    parser.takes_settings = True
-    parser.usage = "nsa train CONFIG [--SETTING VALUE ...] [--run-dir DIR]\n       nsa train --resume RUN [--SETTING VALUE ...]"
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="name of a configuration (see nsa configs) or a YAML file")
-    parser.add_argument("--run-dir", metavar="DIR", help="folder to make for this run (default runs/<config>-<n>)")
-    parser.add_argument("--resume", metavar="RUN", help="folder of a run to continue; then without CONFIG")
-
-
+# --- settings of the configuration -----------------------------------------------------------------------------------------
 def _add_settings(parser: Parser) -> None:
-    from nsa.train.load import settings
+    from nsa.train.load import RENAMED, settings
 
     sections: dict[str, Any] = {}
     for setting in settings():
@@ -181,110 +150,26 @@ def _add_settings(parser: Parser) -> None:
             f"--{setting.name.replace('_', '-')}", dest=setting.name, metavar="VALUE",
             help=f"{described} Must {setting.rule}. (default {setting.default})",
         )  # fmt: skip
+    for name in RENAMED:
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, help=argparse.SUPPRESS)
 
 
 def _given_settings(args: argparse.Namespace) -> dict[str, str]:
     """Settings of the configuration that stand on the command line."""
-    from nsa.train.load import settings
+    from nsa.train.load import RENAMED, settings
 
-    given = {setting.name: getattr(args, setting.name) for setting in settings()}
+    given = {name: getattr(args, name) for name in (*(setting.name for setting in settings()), *RENAMED)}
     return {name: value for name, value in given.items() if value is not None}
 
 
+# --- train ----------------------------------------------------------------------------------------------------------------
+def _add_train(parser: Parser) -> None:
+    parser.takes_settings = True
+    train.add_train(parser)
+
+
 def _train(args: argparse.Namespace) -> int:
-    from nsa.train.launch import check_launch, read_launch
-    from nsa.train.load import load_config
-    from nsa.train.parallel import join
-    from nsa.train.precision import choose_device
-    from nsa.train.run_folder import RunFolder
-
-    overrides = _given_settings(args)
-    launch = read_launch()
-    if args.resume is not None:
-        check(args.config is None, "train", "CONFIG", "be left out with --resume, the run has its own", args.config)
-        check(args.run_dir is None, "train", "--run-dir", "be left out with --resume", args.run_dir)
-        config = RunFolder.open(args.resume).load_config(overrides)
-    else:
-        check(args.config is not None, "train", "CONFIG", "be given", "none", "For example: nsa train cpu-small")
-        hint = "A restart has to find the run that it goes on with."
-        check(args.run_dir is not None or not launch.launcher, "train", "--run-dir", "be given with torchrun", "none", hint)
-        config = load_config(args.config, overrides)
-    check_launch(config, launch)
-    with join(launch, choose_device(config.device, launch.local_rank)) as processes:
-        with processes.main_first():
-            folder, is_new = _run_folder(args, config, is_main=processes.is_main, restart=launch.restart)
-        try:
-            return _run(config, folder, processes, is_new=is_new, overrides=overrides)
-        except (UserError, KeyboardInterrupt):
-            if is_new and processes.is_main and folder.holds_no_run():
-                shutil.rmtree(folder.path)
-            raise
-
-
-def _run_folder(args: argparse.Namespace, config: TrainConfig, *, is_main: bool, restart: int) -> tuple[RunFolder, bool]:
-    """The folder of the run, and whether the run begins; one that died before its first checkpoint begins again."""
-    from nsa.train.checkpoint import list_checkpoints
-    from nsa.train.run_folder import RunFolder, next_run_path
-
-    if args.resume is not None:
-        return RunFolder.open(args.resume), False
-    if restart == 0 and is_main:
-        return RunFolder.create(args.run_dir or next_run_path(args.config), config), True
-    folder = RunFolder.open(args.run_dir)
-    return folder, not list_checkpoints(folder.checkpoints)
-
-
-def _run(config: TrainConfig, folder: RunFolder, processes: Processes, *, is_new: bool, overrides: dict[str, str]) -> int:
-    """Train in ``folder``; ``overrides`` are the settings that a resumption changes."""
-    from nsa.train.out_of_memory import explained, hint_for_run
-    from nsa.train.plots import plot_losses
-    from nsa.train.progress import RunReport
-    from nsa.train.trainer import Trainer, TrainingStoppedError
-    from nsa.train.watchdog import Watchdog
-
-    def plot() -> None:
-        try:
-            if processes.is_main:
-                plot_losses(folder.metrics_jsonl, folder.loss_png, title=folder.path.name)
-        except OSError as error:
-            report.line(f"loss.png could not be written ({error})")
-
-    plotted = time.monotonic()
-
-    def on_row(row: dict[str, Any]) -> None:
-        nonlocal plotted
-        report.row(row)
-        if "val_loss_nats" in row and time.monotonic() - plotted > PLOT_EVERY_S:
-            plot()
-            plotted = time.monotonic()
-
-    with (
-        folder.in_use() if processes.is_main else nullcontext("") as remark,
-        RunReport(folder.log if processes.is_main else None, config.steps) as report,
-        Watchdog(folder, processes.rank, config.stall_limit_s) as watchdog,
-        explained("train", "the run", lambda: hint_for_run(config, folder)),
-    ):
-        report.line(f"run folder: {folder.path}", event="start")
-        if remark:
-            report.line(remark, event="warning")
-        trainer = Trainer(config, folder, processes=processes, resume=not is_new, on_row=on_row, beat=watchdog.beat)
-        if not is_new and processes.is_main:
-            folder.record_launch(resumed_from_step=trainer.state.progress.step, overrides=overrides)
-        try:
-            result = trainer.run()
-        except TrainingStoppedError as error:
-            report.line(f"stopped: {error}", event="stop")
-            return EXIT_FAILED
-        finally:
-            plot()
-        if not result.finished:
-            report.line(f"continue with: nsa train --resume {folder.path}")
-            return EXIT_SIGNAL + signal.Signals[result.signal] if result.signal else 0
-        report.line(
-            f"finished {result.step} steps; next:\n  nsa eval {folder.path}\n  nsa generate {folder.path} --prompt 'Once'",
-            event="finish",
-        )
-    return 0
+    return train.run_train(args, _given_settings(args))
 
 
 # --- plan -----------------------------------------------------------------------------------------------------------------
@@ -295,118 +180,6 @@ def _add_plan(parser: Parser) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     return plan.run_plan(args, _given_settings(args))
-
-
-# --- eval -----------------------------------------------------------------------------------------------------------------
-_EVAL = """\
-Measure the newest checkpoint of RUN on its held-out text, in bits per byte, beside a smoothed bigram model of the training
-text on exactly the same held-out text. A synthetic task has the lowest possible loss beside it instead.
-"""
-
-
-def _add_run(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN", help="run folder, for example runs/cpu-small-1")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where to compute (default auto)")
-
-
-def _add_eval(parser: Parser) -> None:
-    _add_run(parser)
-    parser.add_argument("--windows", type=int, metavar="N", help="held-out windows to measure (default all)")
-    parser.add_argument(
-        "--micro-batch",
-        type=int,
-        metavar="N",
-        help="windows computed at a time (default the run's)",
-    )
-
-
-def _eval(args: argparse.Namespace) -> int:
-    from nsa.eval.report import evaluate_run
-    from nsa.train.out_of_memory import explained
-    from nsa.train.run_folder import RunFolder
-
-    folder = RunFolder.open(args.run)
-    given = {"num_windows": args.windows, "micro_batch": args.micro_batch}
-    windows = args.micro_batch or folder.load_config().micro_batch
-    fewer = f"--micro-batch {windows // 2} or " if windows > 1 else ""
-    with explained("eval", "the evaluation", lambda: f"Give {fewer}--device cpu."):
-        for line in evaluate_run(folder, device=args.device or "auto", **given):
-            print(line, flush=True)
-    return 0
-
-
-# --- generate -------------------------------------------------------------------------------------------------------------
-_GENERATE = """\
-Continue prompts with the newest checkpoint of RUN. The text is printed as it is drawn; of several prompts the first one is,
-and the others follow when it has ended. The same seed gives the same text on the same machine.
-"""
-
-
-def _add_generate(parser: Parser) -> None:
-    _add_run(parser)
-    parser.add_argument(
-        "--prompt", action="append", required=True, metavar="TEXT", help="text to continue; may be given several times"
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="tokens to draw at most (default 256)")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="X",
-        help="below 1 bolder guesses are rarer, 0 takes the likeliest (default 0.8)",
-    )
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens (default 0: all)")
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="draw among the likeliest tokens that reach probability P (default 1)",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="prompt i draws with seed N + i (default 0)")
-
-
-def _generate(args: argparse.Namespace) -> int:
-    from nsa.eval.generation import generate
-    from nsa.train.data import load_tokenizer
-    from nsa.train.inference import load_model
-    from nsa.train.out_of_memory import explained
-    from nsa.train.precision import choose_device
-    from nsa.train.run_folder import RunFolder
-
-    folder = RunFolder.open(args.run)
-    config = folder.load_config()
-    hint = "Give fewer prompts, fewer --max-new-tokens or --device cpu."
-    with explained("generate", "the text", lambda: hint):
-        model, _ = load_model(config.model, folder, choose_device(args.device or "auto"))
-        steps = generate(
-            model, load_tokenizer(folder.tokenizer), args.prompt,
-            max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
-            top_p=args.top_p, seed=args.seed, compute_dtype=config.compute_dtype,
-        )  # fmt: skip
-        _print_texts(args.prompt, steps)
-    return 0
-
-
-def _print_texts(prompts: Sequence[str], steps: Any) -> None:
-    """Print the first continuation as it comes, then the others."""
-    import codecs
-
-    decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in prompts]
-    waiting = [""] * len(prompts)
-
-    def show(text: str) -> None:
-        print(text, end="", flush=True)
-
-    for index, prompt in enumerate(prompts):
-        if len(prompts) > 1:
-            show(f"--- prompt {index + 1}\n")
-        show(prompt + waiting[index])
-        for pieces in steps if index == 0 else ():
-            texts = [decoder.decode(piece) for decoder, piece in zip(decoders, pieces, strict=True)]
-            show(texts[0])
-            waiting = [before + text for before, text in zip(waiting, texts, strict=True)]
-        show(decoders[index].decode(b"", final=True) + "\n")
 
 
 # --- check and report -----------------------------------------------------------------------------------------------------
@@ -466,7 +239,7 @@ def _add_track(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", help="run folder, for example runs/cpu-small-1")
     parser.add_argument("--to", required=True, metavar="NAME", help="trackio or wandb; the package must be installed")
     parser.add_argument("--project", default="nsa", metavar="NAME", help="project of the tracker (default nsa)")
-    parser.add_argument("--follow", action="store_true", help="go on with new rows until the run has done all its steps")
+    parser.add_argument("--follow", action="store_true", help="go on with new rows until the run ends")
 
 
 def _track(args: argparse.Namespace) -> int:
@@ -503,6 +276,10 @@ def _configs(args: argparse.Namespace) -> int:
 def _add_profile(parser: Parser) -> None:
     parser.takes_settings = True
     profiler.add_profile(parser)
+
+
+def _profile(args: argparse.Namespace) -> int:
+    return profiler.run_profile(args, _given_settings(args))
 
 
 # --- doctor ---------------------------------------------------------------------------------------------------------------
@@ -547,16 +324,23 @@ _DATA_COMMANDS = (
 )
 
 _COMMANDS = (
-    ("train", "train", _add_train, _train, "train a language model", _TRAIN),
+    ("train", "train", _add_train, _train, "train a language model", train.TRAIN),
     ("configs", None, _add_configs, _configs, "list the configurations that come with the package", _CONFIGS),
     ("plan", "train", _add_plan, _plan, "say what a run will need", plan.PLAN),
-    ("eval", "train", _add_eval, _eval, "measure a trained model on held-out text", _EVAL),
-    ("generate", "train", _add_generate, _generate, "let a trained model continue a prompt", _GENERATE),
+    ("eval", "train", evaluation.add_eval, evaluation.run_eval, "measure a trained model on text", evaluation.EVAL),
+    (
+        "generate",
+        "train",
+        evaluation.add_generate,
+        evaluation.run_generate,
+        "let a trained model continue a prompt",
+        evaluation.GENERATE,
+    ),
     ("check", "train", _add_check, _check, "check that the records of a run agree", _CHECK),
     ("report", "train", _add_report, _report, "write a page about runs", _REPORT),
     ("track", "train", _add_track, _track, "send the rows of a run to a tracker", _TRACK),
     ("data", None, None, _DATA_COMMANDS, "prepare text for training", data.DATA),
-    ("profile", "train", _add_profile, profiler.run_profile, "record where the time of training goes", profiler.PROFILE),
+    ("profile", "train", _add_profile, _profile, "record where the time of training goes", profiler.PROFILE),
     ("bench", None, None, _BENCH_COMMANDS, "measure this library's speed beside others", bench.BENCH),
     ("doctor", None, _add_doctor, _doctor, "check this machine and installation", _DOCTOR),
 )

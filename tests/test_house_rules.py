@@ -333,6 +333,23 @@ def test_python_has_no_upper_bound() -> None:
     assert project["requires-python"] == ">=3.11"
 
 
+def test_tested_versions_are_those_that_the_package_names() -> None:
+    """Every Python of the package's metadata, and with each lock file the least and the newest torch and Triton."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    text = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\| \d.*", text, re.MULTILINE)]
+    pythons = {entry.removeprefix("Programming Language :: Python :: ") for entry in project["classifiers"]}
+    assert {row[0] for row in rows} == {name for name in pythons if re.fullmatch(r"3\.\d+", name)}
+    locked = {}
+    for kind in ("cpu", "gpu"):
+        pins = dict(re.findall(r"^(torch|triton)==([\d.]+)", (ROOT / f"requirements/{kind}.lock").read_text(), re.MULTILINE))
+        locked[kind] = [pins["torch"], pins["triton"]]
+    assert all(row[1:3] == locked[re.findall(r"--kind (\w+)", row[3])[0]] for row in rows)
+    assert all(f"python{row[0]} " in row[3] for row in rows)
+    least = ".".join(locked["gpu"][0].split(".")[:2])
+    assert f"torch>={least}" in project["dependencies"]
+
+
 # -------------------------------------------------------------------------------------------------------- documents
 
 

@@ -25,6 +25,7 @@ from nsa.errors import check
 from nsa.train import environment
 from nsa.train.config import TrainConfig
 from nsa.train.launch import Launch, check_platform, communication_settings
+from nsa.train.out_of_memory import check_run_fits
 from nsa.train.parallel import Processes, join
 from nsa.train.precision import choose_device
 from nsa.train.run_folder import RunFolder
@@ -130,6 +131,7 @@ def bench_scaling(plan: ScalingPlan, launch: Launch) -> None:
     buckets = plan.buckets_mib or [config.parallel.bucket_mib]
     parallel = [replace(config.parallel, bucket_mib=size) for size in buckets]
     device = choose_device(config.device, launch.local_rank)
+    check_run_fits("nsa bench scaling", config, device)
     here = origin(device, plan.commit)
     rows = []
     with join(launch, device) as processes:
@@ -244,7 +246,7 @@ def _measure(plan: ScalingPlan, config: TrainConfig, processes: Processes, devic
         with processes.main_first():
             path = folder / "run"
             run_folder = RunFolder.create(path, config) if processes.is_main else RunFolder.open(path)
-        trainer = Trainer(config, run_folder, processes=processes, beat=clock.beat)
+        trainer = Trainer(config, run_folder, processes=processes, beat=clock.beat, stops_at_once=True)
         with suppress(_MeasuredError):
             trainer.run()
     cuda = device.type == "cuda"

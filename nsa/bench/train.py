@@ -22,7 +22,7 @@ from nsa.errors import check
 from nsa.lm.flops import flops_per_token
 from nsa.train.config import TrainConfig
 from nsa.train.launch import check_platform, read_launch
-from nsa.train.out_of_memory import is_out_of_memory, memory_use, smaller_micro_batch
+from nsa.train.out_of_memory import check_run_fits, is_out_of_memory, memory_use, smaller_micro_batch
 from nsa.train.throughput import peak_flops
 from nsa.train.trainer import Trainer, TrainingStoppedError
 
@@ -84,6 +84,11 @@ def bench_train(plan: TrainPlan, device: torch.device) -> bool:
     check_platform("nsa bench train")
     launcher = read_launch().launcher
     check(not launcher, "nsa bench train", "the command", "be started as one process", launcher)
+    hint = "Give --set device=cpu to measure on this CPU all the same."
+    for subject in plan.subjects:
+        fits = device.type == "cuda" or subject.config.device == "cpu"
+        check(fits, "nsa bench train", "the machine", "have a CUDA GPU", "none", hint)
+        check_run_fits("nsa bench train", subject.config, device)
     file, here = RowFile(plan.out), origin(device, plan.commit)
     verdicts: dict[TrainConfig, Verdict] = {}
     print(

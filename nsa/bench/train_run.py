@@ -199,7 +199,7 @@ def measure_steps(config: TrainConfig, device: torch.device, warmup: int, steps:
     clock, rows = StepClock(device, warmup, steps), list[MetricsRow]()
     with tempfile.TemporaryDirectory() as folder:
         run_folder = RunFolder.create(Path(folder) / "run", config)
-        trainer = _TimedTrainer(config, run_folder, on_row=rows.append, beat=clock.beat)
+        trainer = _TimedTrainer(config, run_folder, on_row=rows.append, beat=clock.beat, stops_at_once=True)
         try:
             trainer.run()
         except _MeasuredError:

@@ -52,7 +52,8 @@ _NO_DIFFERENCE = re.compile(r"nvidia|geforce|tesla|gpu|sxm\d?|hbm\d?e?|(24|48|80
 
 def key_of(name: str) -> str:
     """A GPU's name as a key of ``KNOWN``, if it is one of them: ``NVIDIA A100-PCIE-40GB`` is ``a100-pcie-40``."""
-    joined = re.sub(r"\b(?:rtx[ -]?)?4090\b", "rtx4090", name.lower())
+    joined = re.sub(r"\b(?:rtx[ _-]?)?4090\b", "rtx4090", name.lower())
+    joined = re.sub(r"(?<![a-z0-9])([abhl])[ _-]?(100|200|40s)", r"\1\2 ", joined)  # h-100sxm
     words = [word.removesuffix("gb") for word in re.findall(r"[a-z0-9]+", joined)]
     return "-".join(sorted((word for word in words if word and not _NO_DIFFERENCE.fullmatch(word)), key=_place))
 

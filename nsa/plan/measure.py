@@ -13,6 +13,7 @@ from nsa.bench.train_run import measure_steps
 from nsa.errors import check
 from nsa.plan.memory import step_memory
 from nsa.train.config import TrainConfig
+from nsa.train.out_of_memory import check_run_fits
 from nsa.train.throughput import MIB
 
 WITHIN = 0.10
@@ -53,6 +54,7 @@ def compare(name: str, config: TrainConfig, device: torch.device) -> Comparison:
         ValueError: there is no GPU to measure on.
     """
     check(device.type == "cuda", "nsa plan", "--measure", "be given on a machine with a CUDA GPU", device.type)
+    check_run_fits("nsa plan --measure", config, device)
     planned = step_memory(config).peak / MIB
     config = replace(
         config,

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nsa.errors import UserError, check, fail
+from nsa.train.environment import version
 from nsa.train.run_folder import flush_folder, write_flushed
 from nsa.train.sharding import gather, put
 
@@ -34,6 +35,11 @@ logger = logging.getLogger(__name__)
 FORMAT = 2
 TENSORS, META, SUMS = "tensors.safetensors", "meta.json", "SHA256SUMS"
 _SUMS_TEXT = re.compile("".join(rf"([0-9a-f]{{64}})  {re.escape(name)}\n" for name in (TENSORS, META)).encode())
+# Of what a run writes into meta.json.
+_KINDS: dict[str, Any] = {
+    "step": int, "progress": dict, "sampler": dict, "rng": dict, "config": dict, "data": dict,
+    "val_bits_per_byte": float | int | None,
+}  # fmt: skip
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = ".unfinished-"
 _DTYPES = {
@@ -68,6 +74,33 @@ def best_checkpoint(folder: Path) -> Path | None:
         if figure is not None:
             figures[path] = figure
     return min(figures, key=lambda path: figures[path], default=None)
+
+
+def find_checkpoint(function: str, folder: Path, which: str) -> Path:
+    """The checkpoint that the user means.
+
+    Args:
+        function: the command, for messages.
+        folder: folder of all checkpoints of a run.
+        which: ``last``, ``best`` (the lowest held-out figure), or a number of optimizer steps.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = {int(path.name.removeprefix("step-")): path for path in list_checkpoints(folder)}
+    check(bool(found), function, "RUN", "hold a checkpoint", folder.parent)
+    if which == "last":
+        return found[max(found)]
+    if which == "best":
+        best = best_checkpoint(folder)
+        hint = "Of no step that was evaluated there is one."
+        check(best is not None, function, "--checkpoint", "be last or a step", which, hint)
+        assert best is not None
+        return best
+    steps = ", ".join(map(str, found))
+    exists = which.isdecimal() and int(which) in found
+    check(exists, function, "--checkpoint", f"be last, best or one of {steps}", which)
+    return found[int(which)]
 
 
 def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], *, keep: int) -> Path:
@@ -116,7 +149,9 @@ def _write_files(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str,
         raise OSError(f"{folder / TENSORS}: {error}") from error
     with (folder / TENSORS).open("rb") as file:
         os.fsync(file.fileno())
-    write_flushed(folder / META, json.dumps({"format": FORMAT, "torch": torch.__version__, **meta}, indent=1))
+    write_flushed(
+        folder / META, json.dumps({"format": FORMAT, "nsa": version("nsa"), "torch": torch.__version__, **meta}, indent=1)
+    )
     shutil.copymode(folder / META, folder / TENSORS)  # which safetensors lets nobody but its owner read
     write_flushed(folder / SUMS, "".join(f"{_sha256(folder / name)}  {name}\n" for name in (TENSORS, META)))
     flush_folder(folder)
@@ -140,9 +175,43 @@ def read_meta(path: Path) -> dict[str, Any]:
         "be the folder of a checkpoint, step-<number>",
         path,
     )
+    if not (path / SUMS).exists():  # format 1 kept its hashes elsewhere
+        _check_format(path, _parse_meta(path))
     _verify(path, META)
-    meta: dict[str, Any] = json.loads((path / META).read_text(encoding="utf-8"))
-    check(meta.get("format") == FORMAT, "read_meta", "path", f"hold a checkpoint of format {FORMAT}", meta.get("format"))
+    meta = _parse_meta(path)
+    check(isinstance(meta, dict), "read_meta", "path", "hold a checkpoint with JSON in meta.json", path)
+    assert isinstance(meta, dict)
+    _check_format(path, meta)
+    for name, kind in _KINDS.items():
+        fits = name not in meta or isinstance(meta[name], kind)
+        check(fits, "read_meta", "path", f"have a {name} of its kind in meta.json", f"{meta.get(name)!r:.60} in {path}")
+    return meta
+
+
+def _parse_meta(path: Path) -> Any:
+    """What stands in meta.json; None where it is missing or no JSON."""
+    try:
+        return json.loads((path / META).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+
+
+def _check_format(path: Path, meta: Any) -> None:
+    if isinstance(meta, dict) and meta.get("format") != FORMAT:
+        made = meta.get("nsa", "0.0, before the first release")
+        found = f"format {meta.get('format')} of nsa {made} in {path}"
+        fail("read_meta", "path", f"hold a checkpoint of format {FORMAT}", found, "That version of nsa can read it.")
+
+
+def read_run_meta(path: Path) -> dict[str, Any]:
+    """:func:`read_meta` of a checkpoint that a run wrote: what a run is continued from is there.
+
+    Raises:
+        ValueError: as of :func:`read_meta`, or something is missing.
+    """
+    meta = read_meta(path)
+    missing = [name for name in _KINDS if name not in meta]
+    check(not missing, "read_meta", "path", f"hold {', '.join(missing)} in meta.json", f"none in {path}")
     return meta
 
 

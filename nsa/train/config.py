@@ -11,6 +11,8 @@ from nsa.lm.config import LMConfig
 if TYPE_CHECKING:
     from nsa.lm.recomputation import Keeps
 
+MAX_STEPS = 1_000_000_000
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -234,6 +236,8 @@ class TrainConfig:
         tf32: whether fp32 matrix products may use TF32.
         allocator: ``expandable_segments`` lets PyTorch's CUDA allocator grow its segments, so that sizes that change from step
             to step leave less memory in pieces; ``default`` leaves it as it is, or as PYTORCH_ALLOC_CONF says. Needs a GPU.
+        memory_fraction: share of the GPU's memory that PyTorch may take; beyond it the run ends as if there were no more, which
+            leaves the rest to others. Needs a GPU unless it is 1.
         loss_chunk: positions whose logits exist at a time; 0 means all.
         telemetry: whether gates and choices of every layer are summed up in the steps that have a row.
         log_every: optimizer steps from one row of metrics to the next; 0 means only at the end.
@@ -272,6 +276,7 @@ class TrainConfig:
     cuda_graphs: bool = False
     tf32: bool = False
     allocator: Literal["default", "expandable_segments"] = "default"
+    memory_fraction: float = 1.0
     loss_chunk: int = 0
     telemetry: bool = True
     log_every: int = 20
@@ -292,6 +297,10 @@ class TrainConfig:
         for name in ("loss_chunk", "log_every", "eval_every", "eval_windows", "checkpoint_every", "sample_tokens",
                      "sample_limit_s", "data_limit_s", "stall_limit_s"):  # fmt: skip
             check(getattr(self, name) >= 0, "TrainConfig", name, "be at least 0", getattr(self, name))
+        # Beyond it a run would not end, and what goes over its steps one by one would not either.
+        check(self.steps <= MAX_STEPS, "TrainConfig", "steps", f"be at most {MAX_STEPS:,}", self.steps)
+        share = self.memory_fraction
+        check(0 < share <= 1, "TrainConfig", "memory_fraction", "be above 0 and at most 1", share)
         product = self.micro_batch * self.accumulation * self.world_size
         rule = f"equal micro_batch * accumulation * world_size ({product})"
         check(self.global_batch == product, "TrainConfig", "global_batch", rule, self.global_batch)

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from nsa.errors import check
+from nsa.train.sources import is_mistyped_path
 
 if TYPE_CHECKING:
     from nsa.train.data.preparation import Report
@@ -57,6 +58,7 @@ def add_prepare(parser: argparse.ArgumentParser) -> None:
 
 def run_prepare(args: argparse.Namespace) -> int:
     """``nsa data prepare``."""
+    check(not is_mistyped_path(args.source), "prepare", "SOURCE", "exist", args.source, "It is no name on the hub.")
     from nsa.train.data.preparation import PrepareConfig, prepare
     from nsa.train.data.stream import Origin
 
@@ -77,8 +79,6 @@ def run_prepare(args: argparse.Namespace) -> int:
     left_out = index["left_out"]
     if any(left_out.values()):
         print(f"left out: {left_out['empty']:,} rows without text, {left_out['unreadable']:,} not UTF-8 or with a NUL byte")
-    if not index["sides"]["validation"]["documents"]:
-        print("NOTHING IS HELD OUT: training needs validation text. Prepare more documents or a larger --validation-fraction.")
     tokenizer = index["tokenizer"]
     words = f"--data.source shards --data.path {args.out} --data.tokenizer {tokenizer['kind']}"
     print(f"train on it with: {words} --model.vocab-size {tokenizer['vocab_size']}")

@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import itertools
+import logging
 import math
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +25,12 @@ import yaml
 from nsa import configs
 from nsa.errors import UserError, check, fail, nearest
 from nsa.train.config import TrainConfig
+
+logger = logging.getLogger(__name__)
+
+# Settings of the release before that have another name now, dotted: old to new. They are accepted for one release.
+RENAMED: dict[str, str] = {}
+_MOST_NODES = 10_000  # of a file: aliases inside aliases would multiply without end
 
 
 @dataclass(frozen=True)
@@ -103,12 +111,14 @@ def _read(path: Path) -> _Section:
         node = loader.get_single_node()
         if node is None:
             return _Section(str(path))
-        tree = _compose(loader, node, str(path))
+        tree = _compose(loader, node, str(path), itertools.count(1))
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
         fail(f"{path}{line}", "file", "be valid YAML", error.problem or "an error")
     except yaml.YAMLError as error:
         fail(str(path), "file", "be valid YAML", str(error).splitlines()[0])
+    except RecursionError:
+        fail(str(path), "file", "hold sections that end", "one that is nested too deeply or holds itself")
     finally:
         loader.dispose()
     if isinstance(tree, _Leaf):
@@ -116,7 +126,8 @@ def _read(path: Path) -> _Section:
     return tree
 
 
-def _compose(loader: _Loader, node: yaml.Node, source: str) -> _Section | _Leaf:
+def _compose(loader: _Loader, node: yaml.Node, source: str, count: Iterator[int]) -> _Section | _Leaf:
+    check(next(count) <= _MOST_NODES, source, "file", f"hold at most {_MOST_NODES:,} values, aliases included", "more")
     origin = f"{source}:{node.start_mark.line + 1}"
     if not isinstance(node, yaml.MappingNode):
         return _Leaf(loader.construct_object(node, deep=True), origin)
@@ -124,7 +135,7 @@ def _compose(loader: _Loader, node: yaml.Node, source: str) -> _Section | _Leaf:
     for key, child in node.value:
         name, place = str(key.value), f"{source}:{key.start_mark.line + 1}"
         check(name not in section.children, place, name, "be given once in a section", "a second value")
-        section.children[name] = dataclasses.replace(_compose(loader, child, source), origin=place)
+        section.children[name] = dataclasses.replace(_compose(loader, child, source, count), origin=place)
     return section
 
 
@@ -181,9 +192,40 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, str] | N
             is at fault and the nearest valid name.
     """
     root = _Section("defaults") if path is None else _read(configs.find(path))
-    _overlay(root, overrides or {})
+    _rename(root)
+    _overlay(root, {_new_name(name, f"--{name.replace('_', '-')}"): text for name, text in (overrides or {}).items()})
     config: TrainConfig = _build(TrainConfig, root, "")
     return config
+
+
+def _rename(root: _Section) -> None:
+    """Move settings of a file that were renamed to where they belong now."""
+    for old in RENAMED:
+        *parents, last = old.split(".")
+        section: _Section | _Leaf | None = root
+        for parent in parents:
+            section = section.children.get(parent) if isinstance(section, _Section) else None
+        if not isinstance(section, _Section) or last not in section.children:
+            continue
+        moved = section.children.pop(last)
+        *parents, last = _new_name(old, moved.origin).split(".")
+        place = root
+        for parent in parents:
+            inner = place.children.setdefault(parent, _Section(moved.origin))
+            clash = not isinstance(inner, _Section)
+            check(not clash, moved.origin, old, f"not stand beside {parent}, which is no section", "both")
+            assert isinstance(inner, _Section)
+            place = inner
+        check(last not in place.children, moved.origin, old, f"not stand beside {RENAMED[old]}, its new name", "both")
+        place.children[last] = moved
+
+
+def _new_name(name: str, origin: str) -> str:
+    """The name of a setting now, said aloud where it is another one."""
+    if name not in RENAMED:
+        return name
+    logger.warning("%s: the setting %s is called %s now; the old name goes with the next release", origin, name, RENAMED[name])
+    return RENAMED[name]
 
 
 # --- Building -------------------------------------------------------------------------------------------------------------
@@ -231,7 +273,7 @@ def _convert(value: Any, hint: Any, typed: bool) -> Any:
     if typed and not (hint is str or typing.get_origin(hint) is Literal):
         try:
             value = yaml.load(f"[{value}]" if is_tuple and not value.startswith("[") else value, Loader=_Loader)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, RecursionError):
             raise _MismatchError(_rule(hint)) from None
     if is_tuple:
         return _convert_tuple(value, hint)

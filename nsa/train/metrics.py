@@ -53,7 +53,8 @@ METRICS = (
     Metric("loss_nats", "nats/token", "training cross-entropy, mean over the targets since the row before"),
     Metric("bits_per_byte", "bits/byte", "the same loss over the bytes of text that these targets spell"),
     Metric("learning_rate", "1", "learning rate of AdamW in the last step"),
-    Metric("grad_norm", "1", "Euclidean norm of the gradient of the last finite step, before clipping"),
+    Metric("grad_norm", "1", "Euclidean norm of the gradient before clipping, mean over the finite steps since the row before"),
+    Metric("grad_norm_max", "1", "the largest of these norms"),
     Metric("nonfinite_steps", "steps", "steps whose loss or gradient was not finite, since the beginning of the run"),
     Metric("step_time_ms", "ms", "time of an optimizer step, mean since the row before"),
     Metric("step_time_max_ms", "ms", "longest step by the device's clock; absent in the first 5 steps of a process"),
@@ -90,6 +91,12 @@ METRICS = (
 
 _NAMES = frozenset(metric.name for metric in METRICS)
 PER_LAYER = re.compile(r"((?:gate|selected)_\w+)_layer_\d+")  # the means over the layers stand under the name alone
+# Of a run of several processes; those of the main one, which writes, stand under the name alone as well.
+RANK_METRICS = (
+    "step_time_ms", "data_time_ms", "gpu_step_time_ms", "gpu_utilisation_percent",
+    "memory_allocated_mib", "memory_reserved_mib",
+)  # fmt: skip
+PER_RANK = re.compile(rf"({'|'.join(RANK_METRICS)})_rank_\d+")
 
 
 class MetricsWriter:
@@ -229,9 +236,9 @@ def _names(rows: Sequence[Row]) -> list[str]:
 def _check_row(row: Mapping[str, Value], last_step: int) -> None:
     for name, value in row.items():
         hint = "Add it there and in docs/metrics.md."
-        layer = PER_LAYER.fullmatch(name)
+        part = PER_LAYER.fullmatch(name) or PER_RANK.fullmatch(name)
         check(
-            (layer[1] if layer else name) in _NAMES,
+            (part[1] if part else name) in _NAMES,
             "MetricsWriter.write",
             "names",
             "be in nsa.train.metrics.METRICS",

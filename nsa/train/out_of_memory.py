@@ -1,7 +1,8 @@
-"""What a user is told where GPU memory is not enough: what was in use, and which settings help."""
+"""What a user is told where memory is not enough: what was in use, which settings help, and what cannot fit at all."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import torch
 
-from nsa.errors import UserError
+from nsa.errors import UserError, check
+from nsa.lm.config import LMConfig
+from nsa.lm.model import LanguageModel
 from nsa.train.checkpoint import list_checkpoints
 from nsa.train.config import TrainConfig
 from nsa.train.run_folder import RunFolder
@@ -124,3 +127,60 @@ def _resumption(checkpoint: Path, folder: RunFolder, words: str) -> str:
     if not words:
         return f"{last} It needs a GPU with more memory."
     return f"{last} Go on with: nsa train --resume {folder.path} {words}"
+
+
+# Bytes a parameter: fp32 weights, and in training as much for gradients and each of two moments.
+_WEIGHT_BYTES, _TRAINING_BYTES = 4, 16
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def check_run_fits(function: str, config: TrainConfig, device: torch.device) -> None:
+    """As :func:`check_fits`, of a run, whose processes may divide the model among them."""
+    check_fits(function, config.model, device, shares=config.world_size if config.parallel.strategy == "fsdp" else 1)
+
+
+def check_fits(function: str, config: LMConfig, device: torch.device, *, training: bool = True, shares: int = 1) -> None:
+    """Refuse a model that cannot fit before anything is begun: its weights and what training keeps beside them.
+
+    What fits by this may still be too large, for nothing is said of activations; ``nsa plan`` follows a whole step.
+
+    Args:
+        function: the command.
+        config: the model.
+        device: where it is to compute.
+        training: whether gradients and moments are needed too.
+        shares: processes that divide the model among them.
+
+    Raises:
+        UserError: the memory that is free does not suffice.
+    """
+    with torch.device("meta"):
+        parameters = LanguageModel(config).num_parameters()["total"]
+    needed = parameters * (_TRAINING_BYTES if training else _WEIGHT_BYTES) / shares
+    free = free_memory(device)
+    beside = " with their gradients and moments" if training else ""
+    found = f"{parameters / 1e9:.2f}B parameters, which take {needed / _GIB:.1f} GiB{beside}, and {free / _GIB:.1f} GiB free"
+    hint = "`nsa plan` says what a run needs." if training else "Give --device cpu, or end what else takes memory."
+    check(needed <= free, function, "the model", f"fit into the memory of the {device.type} device", found, hint)
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that this process may still take; infinite where the system does not tell."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    try:
+        available = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
+    except OSError:  # another system than Linux
+        available = None
+    return min(1024 * float(available[1]) if available else math.inf, _left_in_cgroup())
+
+
+def _left_in_cgroup() -> float:
+    """Bytes below the limit of the container, files that it has cached counted as free; infinite without a limit."""
+    try:
+        limit, used, stat = ((_CGROUP / f"memory.{name}").read_text(encoding="ascii") for name in ("max", "current", "stat"))
+    except OSError:
+        return math.inf
+    files = re.search(r"^file (\d+)$", stat, re.MULTILINE)
+    return math.inf if limit.strip() == "max" else float(limit) - float(used) + float(files[1] if files else 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -52,6 +52,15 @@ class Processes:
     def largest(self, *numbers: int) -> list[int]:
         """The largest of each host number over the processes."""
         return self._exchange(numbers, dist.ReduceOp.MAX)
+
+    def all_of(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The host numbers of every process, by rank; each has as many."""
+        if self.world_size == 1:
+            return [list(numbers)]
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        found = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(found, mine)
+        return [values.tolist() for values in found]
 
     def wait_for_all(self) -> None:
         """Until every process is here."""

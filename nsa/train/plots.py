@@ -42,7 +42,7 @@ def loss_figure(rows: Sequence[Row], *, title: str = "") -> Figure:
     _plot(left, rows, "loss_nats", "val_loss_nats", "loss (nats per token)")
     _plot(right, rows, "bits_per_byte", "val_bits_per_byte", "loss (bits per byte of text)")
     if title:
-        figure.suptitle(title)
+        figure.suptitle(title, parse_math=False)  # the name of a folder, in which $ is a dollar
     return figure
 
 

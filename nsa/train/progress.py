@@ -17,6 +17,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from nsa.errors import UserError
 from nsa.train.metrics import Value
 from nsa.train.run_folder import AppendedFile
 
@@ -35,12 +36,16 @@ class RunReport:
         steps: optimizer steps of the run.
         stream: where the user looks; None means standard output. On a terminal a bar shows the newest row and lines are
             printed above it; elsewhere each row is a line.
+        held: whether the files get nothing before :meth:`begin`, and nothing ever of a run that was refused or interrupted
+            before it: the history of a run knows of no command that never became part of it.
     """
 
-    def __init__(self, log: Path | None, steps: int, stream: TextIO | None = None) -> None:
-        self._log, self._steps = log, steps
+    def __init__(self, log: Path | None, steps: int, stream: TextIO | None = None, *, held: bool = False) -> None:
+        self._log, self._steps, self._held = log, steps, held
         self._stream = cast(TextIO, _UntilNobodyReads(stream or sys.stdout))
         self._handlers: list[logging.Handler] = []
+        self._files: list[_LineFile] = []
+        self._bar: _BarHandler | None = None
         self._level = logging.NOTSET
 
     def __enter__(self) -> RunReport:
@@ -49,8 +54,12 @@ class RunReport:
             _LOGGER.setLevel(logging.ERROR)
             return self
         console = Console(file=self._stream)
-        to_user = _BarHandler(console, self._steps) if console.is_terminal else logging.StreamHandler(self._stream)
-        self._handlers = [_LogHandler(self._log), _EventHandler(self._log.with_name("events.jsonl")), to_user]
+        self._bar = _BarHandler(console, self._steps) if console.is_terminal else None
+        to_user = self._bar or logging.StreamHandler(self._stream)
+        self._files = [_LogHandler(self._log), _EventHandler(self._log.with_name("events.jsonl"))]
+        self._handlers = [*self._files, to_user]
+        if not self._held:
+            self.begin()
         for handler in self._handlers:
             _LOGGER.addHandler(handler)
         _LOGGER.setLevel(logging.INFO)
@@ -61,16 +70,28 @@ class RunReport:
             kind is not None and error is not None and self._handlers
         ):  # the user sees it anyway; who reads the log later has nothing else
             how = ("ended by %s: %s", (kind.__name__, error), (kind, error, traceback))
-            for handler in self._handlers[:2]:
-                handler.handle(_LOGGER.makeRecord(_LOGGER.name, logging.ERROR, __file__, 0, *how))
+            if not issubclass(kind, (UserError, KeyboardInterrupt)):  # a bug: whatever came before it is worth reading
+                self.begin()
+            for file in self._files:
+                file.handle(_LOGGER.makeRecord(_LOGGER.name, logging.ERROR, __file__, 0, *how))
         _LOGGER.setLevel(self._level)
         for handler in self._handlers:
             _LOGGER.removeHandler(handler)
             handler.close()
 
+    def begin(self) -> None:
+        """Write what was held back: from now on all that is said belongs to the run."""
+        for file in self._files:
+            file.write_held()
+
     def row(self, row: Mapping[str, Value]) -> None:
         """Report a row of metrics."""
         _LOGGER.info("%s", describe_row(row, self._steps), extra={"row": row})
+
+    def step(self, step: int) -> None:
+        """Move the bar to the optimizer step that was just done; elsewhere than on a terminal nothing is said."""
+        if self._bar is not None:
+            self._bar.move(step)
 
     def line(self, text: str, *, event: str | None = None) -> None:
         """Say something else; with ``event``, the kind of it, it belongs to the history of the run."""
@@ -134,16 +155,29 @@ class _UntilNobodyReads:
 
 
 class _LineFile(logging.Handler):
-    """A file that gets lines as long as there is room."""
+    """A file that gets lines, once they are released, as long as there is room."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._file, self._complained = AppendedFile(path), False
-        path.touch()
+        self._held: list[bytes] | None = []
+
+    def write_held(self) -> None:
+        """Write the lines that were held back, and each later one as it comes."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._append(b"".join(held))
 
     def emit(self, record: logging.LogRecord) -> None:
+        line = f"{self.format(record)}\n".encode(errors="replace")
+        if self._held is None:
+            self._append(line)
+        else:
+            self._held.append(line)
+
+    def _append(self, content: bytes) -> None:
         try:
-            self._file.append(f"{self.format(record)}\n".encode(errors="replace"))
+            self._file.append(content)
         except OSError as error:
             if not self._complained:
                 with suppress(OSError):  # of a terminal that has gone
@@ -186,7 +220,7 @@ class _BarHandler(logging.Handler):
             console=console,
             refresh_per_second=2,  # drawing takes time from a run on few cores
         )
-        self._task: TaskID | None = None  # the bar appears with the first row
+        self._task: TaskID | None = None  # the bar appears with the first step
         self._steps = steps
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -195,13 +229,15 @@ class _BarHandler(logging.Handler):
             self._progress.console.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
         if row is None:
             return
+        shown = {name: row[name] for name in ("step", "data_synthetic", "loss_nats", "tokens_per_s", "eta_s") if name in row}
+        self.move(int(row["step"]), description=describe_row(shown, self._steps).partition(" | ")[2])
+
+    def move(self, step: int, **more: str) -> None:
+        """Show ``step`` as done, and what the newest row says."""
         if self._task is None:
             self._task = self._progress.add_task("", total=self._steps)
             self._progress.start()
-        shown = {name: row[name] for name in ("step", "data_synthetic", "loss_nats", "tokens_per_s", "eta_s") if name in row}
-        self._progress.update(
-            self._task, completed=int(row["step"]), description=describe_row(shown, self._steps).partition(" | ")[2]
-        )
+        self._progress.update(self._task, completed=step, **more)  # type: ignore[arg-type]
 
     def close(self) -> None:
         self._progress.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from nsa.train.config import TrainConfig
 from nsa.train.data import Batch, DataBundle, validation_batches
 from nsa.train.health import Health
 from nsa.train.layer_statistics import LayerStatistics
-from nsa.train.metrics import MetricsWriter, Row
+from nsa.train.metrics import RANK_METRICS, MetricsWriter, Row
 from nsa.train.parallel import Processes
 from nsa.train.run_folder import RunFolder
 from nsa.train.sharding import gather, put
@@ -169,6 +170,7 @@ class Reports:
             except _InterruptedError:
                 return
         row = {**self._training_row(), **busy, **validation}
+        row |= self._of_every_rank(row)
         progress.window, progress.reported_step = Window(), progress.step
         if self._metrics is None:
             return
@@ -188,7 +190,8 @@ class Reports:
             "loss_nats": window.loss_nats,
             "bits_per_byte": window.bits_per_byte,
             "learning_rate": self._state.optimizer.learning_rate,
-            "grad_norm": window.grad_norm,
+            "grad_norm": window.grad_norm_mean,
+            "grad_norm_max": window.grad_norm_max if window.finite_steps else math.nan,
             "nonfinite_steps": progress.nonfinite_steps,
             "step_time_ms": 1000 * window.seconds / window.steps,
             "data_time_ms": 1000 * window.data_seconds / window.steps,
@@ -210,6 +213,18 @@ class Reports:
         if self._peak_flops is not None:
             row["mfu"] = tokens_per_s * self._flops_per_token / (self._peak_flops * self._around.processes.world_size)
         return row
+
+    def _of_every_rank(self, row: Row) -> Row:
+        """What each process of several has of the metrics in which they may differ."""
+        if self._around.processes.world_size == 1:
+            return {}
+        mine = [float(row.get(name, math.nan)) for name in RANK_METRICS]
+        return {
+            f"{name}_rank_{rank}": value
+            for rank, values in enumerate(self._around.processes.all_of(mine))
+            for name, value in zip(RANK_METRICS, values, strict=True)
+            if not math.isnan(value)
+        }
 
     def _evaluate(self) -> Row:
         config, progress = self._config, self._state.progress

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 import math
 from collections.abc import Iterator, Sequence
 
@@ -37,7 +36,7 @@ def check_run(folder: RunFolder) -> tuple[list[str], list[str]]:
     if not rows:
         return [], ["metrics.jsonl: no rows"]
     found = [
-        *_steps(rows, config, _changed(folder)),
+        *_steps(rows, config, _changed(folder), folder.former_ends()),
         *_tokens(rows, config),
         *_speed(rows),
         *_csv(folder, rows),
@@ -62,8 +61,7 @@ def _summary(rows: Sequence[Row]) -> str:
 
 def _changed(folder: RunFolder) -> set[str]:
     """Settings that some resumption changed."""
-    launches = json.loads(folder.environment.read_text(encoding="utf-8"))["launches"]
-    return {name for launch in launches for name in launch["overrides"] if launch["resumed_from_step"] is not None}
+    return {name for launch in folder.launches() for name in launch["overrides"] if launch["resumed_from_step"] is not None}
 
 
 def _step_counts(rows: Sequence[Row]) -> list[int]:
@@ -76,7 +74,7 @@ def _seconds(row: Row, steps: int) -> float:
     return float(row["step_time_ms"]) * steps / 1000
 
 
-def _steps(rows: Sequence[Row], config: TrainConfig, changed: set[str]) -> Iterator[str]:
+def _steps(rows: Sequence[Row], config: TrainConfig, changed: set[str], former_ends: set[int]) -> Iterator[str]:
     steps = [int(row["step"]) for row in rows]
     for before, after in itertools.pairwise(steps):
         if after <= before:
@@ -87,7 +85,7 @@ def _steps(rows: Sequence[Row], config: TrainConfig, changed: set[str]) -> Itera
     due = {step for step in range(1, steps[-1] + 1) if step == config.steps or any(n and step % n == 0 for n in every)}
     for step in sorted(due - set(steps)):
         yield f"metrics.jsonl: no row for step {step}"
-    for step in sorted(set(steps) - due):
+    for step in sorted(set(steps) - due - former_ends):
         yield f"metrics.jsonl: a row for step {step}, where none is due"
 
 

@@ -59,12 +59,13 @@ class RunFolder:
         return f"RunFolder({str(self.path)!r})"
 
     @classmethod
-    def create(cls, path: str | Path, config: TrainConfig) -> RunFolder:
+    def create(cls, path: str | Path, config: TrainConfig, *, init_from: Path | None = None) -> RunFolder:
         """Make a new run folder with ``config.yaml``, ``environment.json`` and ``checkpoints/``.
 
         Args:
             path: folder that does not exist yet; its parents are made.
             config: resolved configuration.
+            init_from: checkpoint whose weights the run begins with, for the record.
 
         Returns:
             The folder.
@@ -80,7 +81,8 @@ class RunFolder:
             hint = f"Give another --run-dir, or continue that run with: nsa train --resume {path}"
             fail("run folder", "--run-dir", "not exist yet, because no run writes over another", path, hint)
         folder.checkpoints.mkdir()
-        folder._append_launch({"resumed_from_step": None, "overrides": {}, **environment})
+        source = None if init_from is None else str(init_from.resolve())
+        folder._append_launch({"resumed_from_step": None, "init_from": source, "overrides": {}, **environment})
         replace_text(folder.config, to_yaml(config))  # last: a folder that has it is whole
         return folder
 
@@ -105,8 +107,35 @@ class RunFolder:
         return not has_rows and not any(self.checkpoints.iterdir())
 
     def load_config(self, overrides: Mapping[str, str] | None = None) -> TrainConfig:
-        """The configuration that the run was started with, with ``overrides`` on top."""
-        return load_config(self.config, overrides)
+        """The configuration that the run was started with, as long as it was last extended to, with ``overrides`` on top."""
+        extended = [{"steps": launch["overrides"]["steps"]} for launch in self.launches() if "steps" in launch["overrides"]]
+        return load_config(self.config, {**(extended[-1] if extended else {}), **(overrides or {})})
+
+    def former_ends(self) -> set[int]:
+        """Steps that the run was to have at its start and at each resumption, which may have extended it."""
+        overrides = [{}, *(launch["overrides"] for launch in self.launches())]
+        return {
+            load_config(self.config, {name: text for name, text in given.items() if name == "steps"}).steps
+            for given in overrides
+        }
+
+    def launches(self) -> list[dict[str, Any]]:
+        """The start and the resumptions of the run, oldest first, as ``environment.json`` has them.
+
+        Raises:
+            UserError: the file is no such record.
+        """
+        if not self.environment.exists():
+            return []
+        try:
+            launches = json.loads(self.environment.read_text(encoding="utf-8"))["launches"]
+            is_record = all("resumed_from_step" in launch and isinstance(launch["overrides"], dict) for launch in launches)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            launches, is_record = [], False
+        fits = isinstance(launches, list) and bool(launches) and is_record
+        hint = "Move the file away to go on without its record."
+        check(fits, "run folder", self.environment.name, "hold the launches of the run in JSON", self.environment, hint)
+        return list(launches)
 
     def record_launch(self, *, resumed_from_step: int | None = None, overrides: Mapping[str, str] | None = None) -> None:
         """Add this process to ``environment.json``.
@@ -140,11 +169,19 @@ class RunFolder:
                 remark = f"{self.path} cannot be locked ({error.strerror}): nothing keeps a second process from this run"
             yield remark
 
+    def is_in_use(self) -> bool:
+        """Whether a process works on the run; taken for true where the file system has no locks."""
+        import fcntl
+
+        with self.config.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return True
+        return False
+
     def _append_launch(self, launch: dict[str, Any]) -> None:
-        launches: list[dict[str, Any]] = []
-        if self.environment.exists():
-            launches = json.loads(self.environment.read_text(encoding="utf-8"))["launches"]
-        replace_text(self.environment, json.dumps({"launches": [*launches, launch]}, indent=2) + "\n")
+        replace_text(self.environment, json.dumps({"launches": [*self.launches(), launch]}, indent=2) + "\n")
 
 
 def next_run_path(config_path: str | Path, root: str | Path = "runs") -> Path:

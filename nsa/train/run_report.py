@@ -18,6 +18,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from nsa.errors import check
 from nsa.train.config import TrainConfig
 from nsa.train.metrics import Row, read_metrics
 from nsa.train.run_check import check_run
@@ -95,14 +96,28 @@ def _names(folders: Sequence[RunFolder]) -> list[str]:
 
 def _read(folder: RunFolder, name: str, index: int) -> _Run:
     rows = read_metrics(folder.metrics_jsonl) if folder.metrics_jsonl.exists() else []
-    launches = json.loads(folder.environment.read_text(encoding="utf-8"))["launches"]
     colour = _COLOURS[index % len(_COLOURS)]
-    return _Run(name, colour, folder, folder.load_config(), rows, _read_events(folder.events), launches)
+    return _Run(name, colour, folder, folder.load_config(), rows, _read_events(folder.events), folder.launches())
 
 
 def _read_events(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]  # a crash may have torn the last one
+    # A crash may have torn the last one.
+    return [_event(path, number, line) for number, line in enumerate(lines, start=1) if line.endswith("\n")]
+
+
+def _event(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        event = None
+    is_event = (
+        isinstance(event, dict)
+        and isinstance(event.get("time_unix_s"), int | float)
+        and all(isinstance(event.get(name), str) for name in ("kind", "message"))
+    )
+    check(is_event, f"{path}:{number}", "line", "be an event in JSON", repr(line[:80]))
+    return dict(event)
 
 
 # --- summary and tables ---------------------------------------------------------------------------------------------------
@@ -194,7 +209,7 @@ def _configuration(runs: Sequence[_Run]) -> str:
 
 
 def _environment(runs: Sequence[_Run]) -> str:
-    columns = [dict(_flat(run.launches[-1])) for run in runs]
+    columns = [dict(_flat(run.launches[-1] if run.launches else {})) for run in runs]
     names = list(dict.fromkeys(name for column in columns for name in column))
     rows = [[_text("launches"), *(_text(len(run.launches)) for run in runs)]]
     rows += [[_text(name), *(_text(column.get(name, "")) for column in columns)] for name in names]
@@ -289,7 +304,8 @@ def _finish(axes: Axes, title: str, unit: str = "optimizer steps", *, legend: bo
     axes.set_xlabel(unit)
     axes.grid(alpha=0.3)
     if legend and axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=7)
+        for text in axes.legend(fontsize=7).get_texts():
+            text.set_parse_math(False)  # the name of a folder, in which $ is a dollar
 
 
 def _figure(figure: Figure, caption: str) -> str:

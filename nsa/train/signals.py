@@ -35,15 +35,17 @@ class Requests:
         halt_file: file whose appearance ends the run; None for processes that do not look for it.
         launched: whether a launcher started this process. A cluster or a service manager signals both, and the launcher passes
             its signal on: what comes within seconds of the first one is the same request.
+        listens: whether signals are noted at all; otherwise they end the process at once, as everywhere else.
 
     Attributes:
         stop: number of the signal, :data:`HALT` for the file, 0 as long as nobody asked.
         checkpoint: whether a checkpoint was asked for; whoever makes it sets this to False again.
     """
 
-    def __init__(self, halt_file: Path | None = None, *, launched: bool = False) -> None:
+    def __init__(self, halt_file: Path | None = None, *, launched: bool = False, listens: bool = True) -> None:
         self.stop = 0
         self.checkpoint = False
+        self._listens = listens
         self._halt_file, self._looked = halt_file, -_HALT_CHECK_S
         self._same_s, self._stopped = _PASSED_ON_S if launched else 0.0, 0.0
         self._before: dict[signal.Signals, Any] = {}
@@ -58,7 +60,7 @@ class Requests:
             self.stop = HALT
 
     def __enter__(self) -> Requests:
-        for number in (*STOP_SIGNALS, CHECKPOINT_SIGNAL):
+        for number in (*STOP_SIGNALS, CHECKPOINT_SIGNAL) if self._listens else ():
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._handle)
         return self

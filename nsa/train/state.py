@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from nsa.errors import check
+from nsa.errors import UserError, check, fail
 from nsa.lm.model import LanguageModel
-from nsa.train.checkpoint import load_tensors, read_meta
+from nsa.train.checkpoint import load_tensors, read_run_meta
 from nsa.train.data import Sampler
 from nsa.train.optim import ModelOptimizer
 from nsa.train.rng import rng_state, set_rng_state
@@ -30,7 +30,9 @@ class Window:
         tokens: input tokens, of all steps.
         seconds: spent in steps.
         data_seconds: of these, spent waiting for batches.
-        grad_norm: of the newest finite step, before clipping.
+        grad_norm: sum over the finite steps, before clipping.
+        grad_norm_max: the largest of these.
+        finite_steps: how many they are.
         layers: metrics of the layers in the step that has the row, once they have been read.
     """
 
@@ -41,8 +43,15 @@ class Window:
     tokens: int = 0
     seconds: float = 0.0
     data_seconds: float = 0.0
-    grad_norm: float = math.nan
+    grad_norm: float = 0.0
+    grad_norm_max: float = 0.0
+    finite_steps: int = 0
     layers: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def grad_norm_mean(self) -> float:
+        """Mean over the finite steps; NaN when there was none."""
+        return self.grad_norm / self.finite_steps if self.finite_steps else math.nan
 
     @property
     def loss_nats(self) -> float:
@@ -85,8 +94,29 @@ class Progress:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Progress:
-        """Inverse of ``dataclasses.asdict``."""
-        return cls(**{**values, "window": Window(**values["window"])})
+        """Inverse of ``dataclasses.asdict``.
+
+        Raises:
+            UserError: these are no such values.
+        """
+        try:
+            window = dict(values["window"].items())
+            if "finite_steps" not in window:  # of nsa 0.1.0: the norm of the newest step alone
+                window |= {"grad_norm": 0.0}
+            progress = cls(**{**values, "window": Window(**window)})
+        except (KeyError, TypeError, ValueError, AttributeError):
+            fail("checkpoint", "progress", "hold the counters of a run", str(values)[:80])
+        for part in (progress, progress.window):
+            for name, value in vars(part).items():
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                fits = is_number or name in ("window", "layers") or (value is None and name.startswith("best_"))
+                check(fits, "checkpoint", f"progress.{name}", "be a number", repr(value))
+        return progress
+
+
+def weights(model: LanguageModel) -> dict[str, Tensor]:
+    """Live weights of a model by their names in a checkpoint."""
+    return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
 
 
 @dataclass
@@ -109,9 +139,8 @@ class TrainState:
 
     def training_tensors(self) -> dict[str, Tensor]:
         """Live weights and optimizer state, by name."""
-        weights = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
         moments = {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_tensors().items()}
-        return {**weights, **moments}
+        return {**weights(self.model), **moments}
 
     def contents(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What a checkpoint holds: live tensors by name, and the rest as JSON."""
@@ -129,20 +158,20 @@ class TrainState:
         """Continue exactly where the checkpoint at ``path`` was taken.
 
         Raises:
-            ValueError: the checkpoint is damaged or belongs to another model, optimizer, data or kind of device.
+            ValueError: the checkpoint is damaged or belongs to another model, optimizer or data.
         """
-        meta = read_meta(path)
+        meta = read_run_meta(path)
         device = self.model.embedding.weight.device
-        kind = meta["rng"]["device"]
-        check(
-            kind == device.type,
-            "train", "device", f"be {kind} as in the checkpoint", device.type, "Another kind would not continue exactly.",
-        )  # fmt: skip
         rng_tensors, _ = rng_state(device)
         load_tensors(path, {**self.training_tensors(), **{f"rng.{name}": tensor for name, tensor in rng_tensors.items()}})
-        self.sampler.load_state_dict(meta["sampler"])
         self.progress = Progress.from_json(meta["progress"])
-        set_rng_state(rng_tensors, meta["rng"], device)
+        try:
+            self.sampler.load_state_dict(meta["sampler"])
+            set_rng_state(rng_tensors, meta["rng"], device)
+        except UserError:
+            raise
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            fail("checkpoint", "meta.json", "say where the data and the random generators were", f"{path} ({error!r})")
 
     def load_training_tensors(self, path: Path) -> None:
         """Take back weights and optimizer state alone; counters and data go on from where they are."""

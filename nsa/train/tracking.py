@@ -17,6 +17,7 @@ from nsa.train.run_folder import RunFolder, replace_text
 
 SERVICES = ("trackio", "wandb")
 _POLL_S = 5.0
+_IDLE_LOOKS = 3  # a run whose processes are started anew is left alone in between
 
 
 def track(folder: RunFolder, service: str, *, project: str = "nsa", follow: bool = False) -> Iterator[str]:
@@ -30,7 +31,7 @@ def track(folder: RunFolder, service: str, *, project: str = "nsa", follow: bool
         folder: run folder.
         service: ``trackio`` or ``wandb``.
         project: where the tracker shows the run.
-        follow: go on with new rows until the run has done all its steps.
+        follow: go on with new rows until the run ends: no process has worked on it for some seconds.
 
     Yields:
         Lines for the user, one for each time that something was sent.
@@ -48,8 +49,10 @@ def track(folder: RunFolder, service: str, *, project: str = "nsa", follow: bool
     )
     state = json.loads(folder.tracking.read_text(encoding="utf-8")) if folder.tracking.exists() else {}
     key = f"{service} {project}"
+    idle = 0
     try:
         while True:
+            idle = 0 if folder.is_in_use() else idle + 1  # before the rows are read: none can come after the last look
             rows = read_metrics(folder.metrics_jsonl) if folder.metrics_jsonl.exists() else []
             new = [row for row in rows if int(row["step"]) > state.get(key, 0)]
             for row in new:
@@ -58,7 +61,7 @@ def track(folder: RunFolder, service: str, *, project: str = "nsa", follow: bool
                 state[key] = int(new[-1]["step"])
                 replace_text(folder.tracking, json.dumps(state) + "\n")
                 yield f"{service}, project {project}, run {name}: {len(new)} rows to step {state[key]}"
-            if not follow or state.get(key, 0) >= config.steps:
+            if not follow or idle == _IDLE_LOOKS or (idle and state.get(key, 0) >= config.steps):
                 return
             time.sleep(_POLL_S)
     finally:
@@ -67,7 +70,7 @@ def track(folder: RunFolder, service: str, *, project: str = "nsa", follow: bool
 
 def _name(folder: RunFolder) -> str:
     """The same at every call and for a copy of the folder, another one for another run of that name."""
-    first = json.loads(folder.environment.read_text(encoding="utf-8"))["launches"][0]
+    first = next(iter(folder.launches()), {})
     return f"{folder.path.resolve().name}-{hashlib.sha256(json.dumps(first).encode()).hexdigest()[:8]}"
 
 

@@ -10,7 +10,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +24,9 @@ from nsa.errors import UserError, check
 from nsa.lm.model import LanguageModel
 from nsa.stages import BACKWARD, DATA, FORWARD, OPTIMIZER, in_stage, stage
 from nsa.train.activations import checkpoint_activations
-from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpoints, read_meta
+from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpoints, load_tensors
 from nsa.train.compilation import compilations
-from nsa.train.config import CheckpointingConfig, ParallelConfig, TrainConfig
+from nsa.train.config import TrainConfig
 from nsa.train.cuda_graphs import CaptureError, Replay
 from nsa.train.data import Batch, Sampler, collate, open_data
 from nsa.train.kernels_ahead import KernelsAhead
@@ -39,30 +39,18 @@ from nsa.train.parallel import Processes
 from nsa.train.precision import autocast, choose_device, grow_segments, set_tf32
 from nsa.train.prefetch import Prefetcher, StarvedError
 from nsa.train.reports import Beat, Reports, Surroundings
+from nsa.train.resumption import check_same_data, resumed_checkpoint
 from nsa.train.rng import seed_everything
 from nsa.train.run_folder import RunFolder
 from nsa.train.schedule import lr_factor
 from nsa.train.sequence_capacity import SequenceCapacity
 from nsa.train.signals import HALT, Requests
 from nsa.train.startup import Startup
-from nsa.train.state import TrainState
+from nsa.train.state import TrainState, weights
 from nsa.train.strategy import distribute
 from nsa.train.watchdog import CHECKPOINT_LIMIT_S, STARTING_LIMIT_S
 
 logger = logging.getLogger(__name__)
-
-# Settings that a resumed run may change. None of them alters a single weight, but for rounding where a global batch is divided
-# into other micro-batches or among other processes, or what these send each other is bf16, and for what follows a step that is
-# not finite: an exact resumption meets that step again, and with policy stop it would never get beyond it. Where the data lie
-# may change, what they are may not: their description has hashes or, for a stream, the commit and the files' versions.
-RESUME_MAY_CHANGE = frozenset({
-    "log_every", "eval_every", "eval_windows", "checkpoint_every", "keep_checkpoints", "nonfinite", "nonfinite_limit",
-    "sample_tokens", "sample_limit_s", "telemetry", "data_limit_s", "stall_limit_s", "world_size",
-    "micro_batch", "accumulation", "cuda_graphs",
-    "data.path", "data.revision", "data.time_limit_s",
-    *(f"parallel.{entry.name}" for entry in dataclasses.fields(ParallelConfig)),
-    *(f"checkpointing.{entry.name}" for entry in dataclasses.fields(CheckpointingConfig)),
-})  # fmt: skip
 
 Drawn = tuple[list[Batch], dict[str, int]]  # micro-batches, and the place in the data after them
 
@@ -107,8 +95,10 @@ class Trainer:
         run_folder: where everything is written.
         processes: this process among those of the run; None for a run of one.
         resume: continue from the newest checkpoint of ``run_folder`` instead of starting.
+        init_from: checkpoint of another run, with whose weights and tokenizer a new one starts; None draws the weights.
         on_row: called with each row of metrics after it was written.
         on_step: called after each optimizer step, before the next one begins.
+        stops_at_once: whether a signal ends the process at once, instead of the run with a checkpoint.
         beat: called with a sign of life (phase, step, longest duration in seconds) whenever something begins.
 
     Attributes:
@@ -125,8 +115,10 @@ class Trainer:
         *,
         processes: Processes | None = None,
         resume: bool = False,
+        init_from: Path | None = None,
         on_row: Callable[[Row], None] | None = None,
         on_step: Callable[[], None] = lambda: None,
+        stops_at_once: bool = False,
         beat: Beat = lambda phase, step, limit_s: None,
     ) -> None:
         self.startup = Startup()
@@ -136,20 +128,18 @@ class Trainer:
         self._beat, self._on_step = beat, on_step
         self.device = self._prepare_device(config, launch)
         seed_everything(config.seed)
-        found = list_checkpoints(run_folder.checkpoints) if resume else []
-        hint = "It stopped before its first one; remove the folder and start the run anew."
-        check(bool(found) or not resume, "train", "--resume", "name a run with a checkpoint", run_folder.path, hint)
+        resumed = resumed_checkpoint(config, run_folder, self.device) if resume else None
         self._kernels_ahead = KernelsAhead(config, self.device, launch)
         compilations.before_kernel = self._kernels_ahead.wait
-        self.startup.begin("data")
-        self._open_data(resume)
-        self.startup.begin("model")
+        self.startup.begin("model")  # before the data: what does not fit is refused without reading them
         self.model = LanguageModel(config.model).to(self.device)
         checkpoint_activations(self.model, config.checkpointing)
         loss = NextTokenLoss(self.model, config.loss_chunk)
-        hint = "Give --cuda-graphs false."
-        check(not config.cuda_graphs or self.device.type == "cuda", "train", "cuda_graphs", "be false on a CPU", True, hint)
         self.strategy = distribute(loss, config.parallel, self.processes, self.device, captured=config.cuda_graphs)
+        if init_from is not None:
+            self._begin_with(init_from)
+        self.startup.begin("data")
+        self._open_data(resumed, init_from)
         sampler = self.data.sampler(config.seq_len, config.seed)
         self.state = TrainState(self.model, ModelOptimizer(self.model, config.optim), sampler)
         compiler = functools.partial(torch.compile, fullgraph=True) if config.compile else None
@@ -159,15 +149,16 @@ class Trainer:
             self._replay = Replay(self._forward_backward, self.state.optimizer.parameters())
         self._launches_singly = self._replay is None
         self._results: LateReader[_StepInfo] = LateReader()
-        self._requests = Requests(run_folder.halt if self.processes.is_main else None, launched=launch.launcher)
+        halt = run_folder.halt if self.processes.is_main else None
+        self._requests = Requests(halt, launched=launch.launcher, listens=not stops_at_once)
         around = Surroundings(config, run_folder, self.device, self.strategy, self.processes, self._requests, on_row, beat)
         around = dataclasses.replace(around, startup=self.startup)
-        self._reports = Reports(around, self.data, self.state)
         self._checkpoints = CheckpointWriter(run_folder.checkpoints, config.keep_checkpoints, writes=self.processes.is_main)
         self._step_s = math.inf
-        if resume:
+        if resumed is not None:
             self.startup.begin("checkpoint")
-            self._resume(found[-1])
+            self._resume(resumed)
+        self._reports = Reports(around, self.data, self.state)  # its files are touched only by a run that will go on
         self._capacity = SequenceCapacity(config, self.data.train, self.state.progress, self.processes)
         self._reports.rewind()
         self._describe(launch.allocator)
@@ -181,25 +172,44 @@ class Trainer:
         set_tf32(config.tf32)
         fits = config.allocator == "default" or device.type == "cuda"
         check(fits, "train", "allocator", "be default on a CPU", config.allocator)
+        fits, hint = not config.cuda_graphs or device.type == "cuda", "Give --cuda-graphs false."
+        check(fits, "train", "cuda_graphs", "be false on a CPU", True, hint)
+        fits = config.memory_fraction == 1 or device.type == "cuda"
+        check(fits, "train", "memory_fraction", "be 1 on a CPU", config.memory_fraction)
+        if config.memory_fraction < 1:
+            torch.cuda.set_per_process_memory_fraction(config.memory_fraction, device)
         if config.allocator == "expandable_segments":
             grow_segments()
         return device
 
-    def _open_data(self, resume: bool) -> None:
+    def _begin_with(self, checkpoint: Path) -> None:
+        """Take over the weights of another run, whose configuration may differ in what has no weights."""
+        try:
+            load_tensors(checkpoint, weights(self.model))
+        except UserError as error:
+            raise UserError("train", "--init-from", error.rule, error.value, error.hint) from None
+        logger.info("the run begins with the weights of %s", checkpoint, extra={"event": "start", "step": 0})
+
+    def _open_data(self, resumed: Path | None, init_from: Path | None) -> None:
         """The main process makes the tokenizer of a new run; the others and resumed runs take that one."""
-        config, is_made = self.config, resume or not self.processes.is_main
+        config, is_made = self.config, resumed is not None or not self.processes.is_main
+        tokenizer = self.run_folder.tokenizer if is_made else None
+        if tokenizer is None and init_from is not None:
+            tokenizer = RunFolder(init_from.parent.parent).tokenizer
         with self.processes.main_first():
             self.data = open_data(
                 config.data,
                 seed=config.seed,
                 seq_len=config.seq_len,
-                run_folder_tokenizer=self.run_folder.tokenizer if is_made else None,
+                run_folder_tokenizer=tokenizer,
             )
             if not is_made:
                 self.data.tokenizer.save(self.run_folder.tokenizer)
         ours, size = config.model.vocab_size, self.data.tokenizer.vocab_size
         hint = f"Give --model.vocab-size {size}."
         check(ours == size, "train", "model.vocab_size", f"equal the tokenizer's ({size})", ours, hint)
+        if resumed is not None:
+            check_same_data(resumed, self.data.description)
 
     def _describe(self, allocator: str) -> None:
         config = self.config
@@ -223,13 +233,6 @@ class Trainer:
         return {"config": config, "config_sha256": digest, "data": self.data.description}
 
     def _resume(self, path: Path) -> None:
-        saved = read_meta(path)
-        ours = json.loads(json.dumps(self._description()))
-        for part, hint in (("config", "Only a new run can change it."), ("data", "The text has changed since.")):
-            before, now = (dict(_flat(description[part])) for description in (saved, ours))
-            for name in sorted(before.keys() | now.keys()):
-                same = before.get(name) == now.get(name) or (part == "config" and name in RESUME_MAY_CHANGE)
-                check(same, "train", name, f"stay as in the checkpoint ({before.get(name)})", now.get(name), hint)
         self.state.load(path)
         self._set_lr(self.state.progress.step - 1)  # for a row that this step may still owe
         self._note("resume", f"resumed from {path}")
@@ -472,7 +475,9 @@ class Trainer:
             window.loss += loss
             window.targets += info.targets
             window.bytes += info.bytes
-            window.grad_norm = grad_norm
+            window.grad_norm += grad_norm
+            window.grad_norm_max = max(window.grad_norm_max, grad_norm)
+            window.finite_steps += 1
         if nonfinite:
             self._on_nonfinite(nonfinite)
 
@@ -545,15 +550,6 @@ class Trainer:
 
 def _on_or_off(*switches: bool) -> list[str]:
     return ["on" if on else "off" for on in switches]
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of nested dictionaries."""
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

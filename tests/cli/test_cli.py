@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ import torch
 from nsa import cli
 from nsa.train.load import load_config, settings
 from nsa.train.metrics import read_metrics
+from tests.train.cases import contents
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = """
@@ -114,6 +119,160 @@ def test_train_eval_generate_and_resume(tiny: Path, capsys: pytest.CaptureFixtur
     assert "must not exist yet" in refusal(capsys, "train", "tiny.yaml", "--run-dir", "runs/tiny-1")
 
 
+def test_a_run_is_extended_and_goes_on_as_long_as_it_was_extended_to(tiny: Path) -> None:
+    run = ["--run-dir", "run", "--sample-tokens", "0"]
+    assert cli.main(["train", "tiny.yaml", *run]) == 0
+    assert cli.main(["train", "--resume", "run", "--steps", "6", "--log-every", "2"]) == 0
+    assert read_metrics(Path("run/metrics.jsonl"))[-1]["step"] == 6
+    assert cli.main(["train", "--resume", "run"]) == 0, "a resumption that says nothing of steps leaves the extension"
+    assert read_metrics(Path("run/metrics.jsonl"))[-1]["step"] == 6
+    assert cli.main(["train", "--resume", "run", "--steps", "7"]) == 0
+    assert read_metrics(Path("run/metrics.jsonl"))[-1]["step"] == 7
+
+
+def test_a_run_begins_with_a_checkpoint_of_another(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = ["--sample-tokens", "0", "--steps", "2", "--eval-every", "0", "--log-every", "1"]
+    assert cli.main(["train", "tiny.yaml", "--run-dir", "a", "--sample-tokens", "0"]) == 0
+    first = float(read_metrics(Path("a/metrics.jsonl"))[0]["loss_nats"])
+    for which in ("last", "2"):
+        new = ["--run-dir", f"from-{which}", "--init-from", "a", "--checkpoint", which]
+        assert cli.main(["train", "tiny.yaml", *new, *quiet]) == 0
+        assert float(read_metrics(Path(f"from-{which}/metrics.jsonl"))[0]["loss_nats"]) < first
+        (launch,) = json.loads(Path(f"from-{which}/environment.json").read_text())["launches"]
+        assert launch["init_from"].endswith({"last": "step-00000004", "2": "step-00000002"}[which])
+    capsys.readouterr()
+    new = ["train", "tiny.yaml", "--run-dir", "b", "--init-from"]
+    assert "be last, best or one of 2, 4, got 3" in refusal(capsys, *new, "a", "--checkpoint", "3")
+    assert "be a folder that a run made" in refusal(capsys, *new, "nothing")
+    assert "--init-from must hold model." in refusal(capsys, *new, "a", "--model.width", "64")
+    assert "--init-from must be left out with --resume" in refusal(capsys, "train", "--resume", "a", "--init-from", "a")
+    assert "--checkpoint must be given with --init-from" in refusal(capsys, "train", "tiny.yaml", "--checkpoint", "best")
+    assert not Path("b").exists()
+
+
+def test_a_refused_command_leaves_no_trace_in_a_run(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "tiny.yaml", "--run-dir", "run", "--sample-tokens", "0"]) == 0
+    capsys.readouterr()
+    before = contents(Path("run"))
+    resume = ["train", "--resume", "run"]
+    assert "optim.lr must stay" in refusal(capsys, *resume, "--optim.lr", "1")
+    assert "steps must be at least those done" in refusal(capsys, *resume, "--steps", "3")
+    assert "cuda_graphs must be false on a CPU" in refusal(capsys, *resume, "--device", "cpu", "--cuda-graphs", "true")
+    assert "global_batch must equal" in refusal(capsys, *resume, "--micro-batch", "2")
+    assert "must not exist yet" in refusal(capsys, "train", "tiny.yaml", "--run-dir", "run")
+    text = next(tiny.parent.glob("texts/*"))
+    kept = text.read_text()
+    text.write_text("a text that has changed")
+    assert "The text has changed since" in refusal(capsys, *resume)
+    assert "may have been trained on" in refusal(capsys, "eval", "run")
+    text.write_text(kept)
+    assert contents(Path("run")) == before
+    tensors = Path("run/checkpoints/step-00000004/tensors.safetensors")
+    damaged = tensors.read_bytes()[:-8]
+    tensors.write_bytes(damaged)
+    assert "undamaged checkpoint" in refusal(capsys, *resume)
+    assert contents(Path("run")) == {**before, str(tensors.relative_to("run")): damaged}
+    shutil.rmtree(tensors.parent)
+    assert cli.main(resume) == 0
+    said = [json.loads(line)["kind"] for line in Path("run/events.jsonl").read_text().splitlines()]
+    assert said.count("start") == 2, "a resumption that is not refused is told from its beginning"
+    assert "resume" in said
+
+
+def test_a_bug_in_a_resumption_is_in_the_log(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli.main(["train", "tiny.yaml", "--run-dir", "run", "--sample-tokens", "0"]) == 0
+
+    def bug(*args: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("nsa.train.trainer.check_same_data", bug)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train", "--resume", "run"])
+    log = Path("run/log.txt").read_text()
+    assert log.count("run folder: run") == 2
+    assert "ended by ZeroDivisionError: a bug" in log
+
+
+def test_settings_of_the_device_are_refused_before_the_data_are_read(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the data were read")
+
+    monkeypatch.setattr("nsa.train.trainer.open_data", read)
+    words = ["train", "tiny.yaml", "--device", "cpu"]
+    assert "cuda_graphs must be false on a CPU" in refusal(capsys, *words, "--cuda-graphs", "true")
+    assert "allocator must be default on a CPU" in refusal(capsys, *words, "--allocator", "expandable_segments")
+    assert "not be operators with attention nsa" in refusal(capsys, *words, "--checkpointing.policy", "operators")
+
+
+def test_eval_takes_a_checkpoint_and_any_text_and_prints_json(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["train", "tiny.yaml", "--run-dir", "run", "--sample-tokens", "0"]) == 0
+    capsys.readouterr()
+
+    def figures(*words: str) -> dict[str, Any]:
+        assert cli.main(["eval", "run", "--json", *words]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    held_out = figures()
+    rows = {int(row["step"]): row for row in read_metrics(Path("run/metrics.jsonl"))}
+    assert (held_out["step"], held_out["text"], held_out["run"]) == (4, "folder", "run")
+    assert {"bigram_bits_per_byte", "loss_nats", "num_bytes", "windows_available", "device"} <= set(held_out)
+    for which in ("2", "4"):
+        found = figures("--checkpoint", which, "--windows", "2")
+        assert found["step"] == int(which)
+        assert found["bits_per_byte"] == pytest.approx(rows[int(which)]["val_bits_per_byte"], rel=1e-6)
+    best = figures("--checkpoint", "best")["step"]
+    assert rows[best]["val_bits_per_byte"] == min(row["val_bits_per_byte"] for row in rows.values() if "val_loss_nats" in row)
+
+    text = "the 3 quick brown foxes; " * 11
+    Path("letter.txt").write_text(text)
+    of_file = figures("--text", "letter.txt")
+    assert of_file["num_bytes"] == len(text) - 1, "the last window is shorter, and the first byte is nobody's target"
+    assert of_file["windows"] == of_file["windows_available"] == -(-len(text) // 64)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(text.encode())))
+    piped = figures("--text", "-")
+    assert (piped["bits_per_byte"], piped["text"]) == (of_file["bits_per_byte"], "standard input")
+    assert figures("--text", "texts")["windows"] > 10
+    assert figures("--text", "letter.txt", "--windows", "1")["num_bytes"] == 64
+    Path("short.txt").write_text("ab")
+    assert figures("--text", "short.txt")["num_bytes"] == 1
+    shutil.rmtree("texts")
+    assert cli.main(["eval", "run", "--text", "letter.txt"]) == 0, "the run's own text is not needed for another"
+    assert "bits per byte: " in capsys.readouterr().out
+
+    for path, content in (("binary", b"a\0b"), ("latin", "\u00e9".encode("latin-1")), ("empty", b""), ("one", b"a")):
+        Path(path).write_bytes(content)
+        assert refusal(capsys, "eval", "run", "--text", path).startswith("nsa: eval: --text must hold")
+    assert "--text must name an existing file" in refusal(capsys, "eval", "run", "--text", "nowhere")
+    for command in (["eval", "run"], ["generate", "run", "--prompt", "a"]):
+        said = refusal(capsys, *command, "--checkpoint", "3")
+        assert said == f"nsa: {command[0]}: --checkpoint must be last, best or one of 2, 4, got 3.\n"
+
+
+def test_generate_takes_a_checkpoint_and_reads_standard_input(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["train", "tiny.yaml", "--run-dir", "run", "--sample-tokens", "0", "--optim.lr", "0.05"]) == 0
+    capsys.readouterr()
+
+    def text(*words: str, piped: bytes = b"") -> str:
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(piped)))
+        assert cli.main(["generate", "run", "--max-new-tokens", "24", "--seed", "1", *words]) == 0
+        return capsys.readouterr().out
+
+    said = text("--prompt", "the quick")
+    assert text("--prompt", "-", piped=b"the quick") == said
+    assert text("--prompt", "the quick", "--checkpoint", "4") == said
+    assert text("--prompt", "the quick", "--checkpoint", "2") != said
+    assert "be - once" in refusal(capsys, "generate", "run", "--prompt", "-", "--prompt", "-")
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"\xff")))
+    assert "standard input must be text in UTF-8" in refusal(capsys, "generate", "run", "--prompt", "-")
+
+
 def test_a_synthetic_task_is_measured_against_what_is_possible(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--data.source", "uniform", "--data.path", "null", "--steps", "2", "--run-dir", "run", "--sample-tokens", "0"]
     assert cli.main(["train", str(tiny), *words]) == 0
@@ -121,6 +280,7 @@ def test_a_synthetic_task_is_measured_against_what_is_possible(tiny: Path, capsy
     said = capsys.readouterr().out
     assert "lowest possible loss: 5.5452 nats per token" in said
     assert "bigram" not in said
+    assert "--text must be left out for this run" in refusal(capsys, "eval", "run", "--text", str(tiny))
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_the_run_goes_on(tiny: Path) -> None:
@@ -156,6 +316,14 @@ def test_the_command_outside_this_process(tiny: Path) -> None:
 
 AT_ONCE_S = 0.5  # of a core, because other tests run beside this one
 AT_ONCE = (["--help"], ["trian"], ["--version"], ["train", "--optim.lrr", "1"], ["train", "--help"], ["eval"], ["configs"])
+MISTYPED = (
+    ["train", "seeed"],
+    ["train", "none.yaml"],
+    ["train", "--resume", "none"],
+    ["profile", "seeed"],
+    ["eval", "none"],
+    ["generate", "none", "--prompt", "a"],
+)
 
 
 def used_by_children_s() -> float:
@@ -163,7 +331,7 @@ def used_by_children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-@pytest.mark.parametrize("words", AT_ONCE, ids=" ".join)
+@pytest.mark.parametrize("words", AT_ONCE + MISTYPED, ids=" ".join)
 def test_words_that_compute_nothing_are_answered_at_once(words: list[str]) -> None:
     """Without PyTorch."""
     before = used_by_children_s()

@@ -57,6 +57,7 @@ def test_no_triton_is_a_problem_where_there_is_one(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(environment, "version", lambda name: None)
     (line,) = [line for line in doctor._versions() if "triton" in line]
     assert isinstance(line, doctor.Problem)
+    monkeypatch.setattr("shutil.which", lambda name: None)  # which asks Windows itself
     monkeypatch.setattr(sys, "platform", "win32")
     (line,) = [line for line in doctor._versions() if "triton" in line]
     assert line == "no triton: there is none for win32; operators run in eager PyTorch"

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,12 +24,14 @@ from nsa.bench.rows import read_rows
 from nsa.eval import generation, report
 from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
+from nsa.train import out_of_memory
 from nsa.train.config import CheckpointingConfig, TrainConfig
 from nsa.train.load import to_yaml
-from nsa.train.out_of_memory import is_out_of_memory, memory_use, remedies
+from nsa.train.out_of_memory import check_fits, free_memory, is_out_of_memory, memory_use, remedies
 from nsa.train.trainer import Trainer
 from tests.train.cases import tiny_config
 
+ROOT = Path(__file__).resolve().parents[2]
 WORDS = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 9 GiB."
 START = "the run must fit into GPU memory, got out of memory; 2.50 GiB more were asked for. "
 
@@ -216,3 +225,81 @@ def test_what_counts(error: BaseException | None, expected: bool) -> None:
     around = RuntimeError("compiling failed")
     around.__cause__ = error
     assert is_out_of_memory(around) == expected
+
+
+# -------------------------------------------------------------------------------------------------- before anything begins
+
+
+def test_what_cannot_fit_is_refused_before_a_folder_is_made(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["train", str(config), "--run-dir", "run"]) == 0
+    count = LanguageModel(tiny_config(Path.cwd()).model).num_parameters()["total"]
+    words: dict[str, tuple[str | Path, ...]] = {
+        "train": ("train", config, "--run-dir", "new"),
+        "nsa profile": ("profile", config, "--wait", "1", "--warmup", "1", "--active", "1", "--run-dir", "new"),
+        "nsa bench train": ("bench", "train", "--config", config, "--set", "device=cpu"),
+        "nsa bench scaling": ("bench", "scaling", config),
+        "eval": ("eval", "run"),
+        "generate": ("generate", "run", "--prompt", "a"),
+    }
+    for name, command in words.items():
+        needed = count * (4 if name in ("eval", "generate") else 16)
+        monkeypatch.setattr(out_of_memory, "free_memory", lambda device, most=needed - 1: most)
+        said = refusal(capsys, *command)
+        assert said.startswith(f"{name}: the model must fit into the memory of the cpu device, got 0.00B parameters")
+    assert not Path("new").exists()
+    monkeypatch.setattr(out_of_memory, "free_memory", lambda device: 4 * count)
+    assert cli.main(["eval", "run"]) == 0
+    monkeypatch.setattr(out_of_memory, "free_memory", lambda device: 8 * count)
+    check_fits("train", tiny_config(Path.cwd()).model, torch.device("cpu"), shares=2)
+
+
+def test_a_model_of_any_size_is_refused_at_once(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, "train", config, "--model.width", "65536", "--model.num-layers", "100", "--run-dir", "new")
+    assert "which take" in said
+    assert "with their gradients and moments" in said
+
+
+def test_free_memory_of_a_machine_and_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    machine = free_memory(cpu)
+    assert 2**20 < machine < math.inf
+    monkeypatch.setattr(out_of_memory, "_CGROUP", tmp_path)
+    assert free_memory(cpu) == pytest.approx(machine, rel=0.2)
+    for name, text in (("max", "5000\n"), ("current", "3000\n"), ("stat", "anon 2500\nfile 400\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert free_memory(cpu) == 2400
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory(cpu) > 2**20
+
+
+def test_bench_train_wants_a_gpu_unless_it_is_told_otherwise(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "check_model", no_memory)
+    said = refusal(capsys, "bench", "train", "--config", config, "--set", "device=auto")
+    hint = "Give --set device=cpu to measure on this CPU all the same."
+    assert said == f"nsa bench train: the machine must have a CUDA GPU, got none. {hint}"
+
+
+def test_sigterm_ends_a_benchmark_at_once(config: Path) -> None:
+    command = [sys.executable, "-m", "nsa", "bench", "train", "--config", str(config), "--set", "device=cpu"]
+    words = ["--warmup", "1", "--steps", "100000", "--mode", "fwd_bwd", "--provider", "nsa"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([*command, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    before = set(Path(tempfile.gettempdir()).glob("*/run/metrics.jsonl"))
+    deadline = time.monotonic() + 120
+    rows = Path()
+    while not rows.is_file() or not rows.read_text():
+        new = set(Path(tempfile.gettempdir()).glob("*/run/metrics.jsonl")) - before
+        rows = min(new, default=Path())
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    begin = time.monotonic()
+    process.terminate()
+    said, _ = process.communicate(timeout=30)
+    assert time.monotonic() - begin < 2
+    assert process.returncode == -signal.SIGTERM
+    assert "received" not in said

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from nsa.train.checkpoint import list_checkpoints
-from nsa.train.metrics import Row
+from nsa.train.metrics import Row, read_metrics
 from tests.faults.cases import Nsa, Ranks, events, outcome, torchrun, write_config
 from tests.train.cases import reproducible_rows
 
@@ -53,6 +53,15 @@ def sharded(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     return load_file(list_checkpoints(path / "checkpoints")[-1] / "tensors.safetensors")
+
+
+def test_rows_have_the_figures_of_every_rank(whole: Path, sharded: Path) -> None:
+    for row in read_metrics(sharded / "metrics.jsonl"):
+        assert row["step_time_ms_rank_0"] == row["step_time_ms"]
+        assert float(row["step_time_ms_rank_1"]) > float(row["data_time_ms_rank_1"]) >= 0
+        assert row["step_time_ms_rank_1"] != row["step_time_ms_rank_0"], "each rank has a clock of its own"
+        assert "step_time_ms_rank_2" not in row
+    assert not any("_rank_" in name for row in read_metrics(whole / "run" / "metrics.jsonl") for name in row)
 
 
 def test_shards_train_like_one_process(whole: Path, sharded: Path) -> None:

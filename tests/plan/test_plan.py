@@ -147,9 +147,9 @@ def test_operations_of_a_token(quick: None) -> None:
     ("key", "spellings"),
     [
         ("b200", "B200, NVIDIA B200, b200-sxm6-180gb"),
-        ("h200", "H200, h200, NVIDIA H200, h200-sxm, H200 SXM5 141GB, nvidia_h200, H200 141 GB"),
+        ("h200", "h-200, H 200, h200sxm, H200, h200, NVIDIA H200, h200-sxm, H200 SXM5 141GB, nvidia_h200, H200 141 GB"),
         ("h100", "H100, H100 SXM5, NVIDIA H100 80GB HBM3, h100-80g"),
-        ("h100-pcie", "H100 PCIe, NVIDIA H100 PCIe, h100_pcie, PCIe H100 80GB"),
+        ("h100-pcie", "h100pcie, H100 PCIe, NVIDIA H100 PCIe, h100_pcie, PCIe H100 80GB"),
         ("h100-nvl", "H100-NVL, NVIDIA H100 NVL"),
         ("a100", "A100, a100-80gb, NVIDIA A100-SXM4-80GB"),
         ("a100-40", "a100-40, A100 40GB, NVIDIA A100-SXM4-40GB"),

@@ -11,7 +11,7 @@ from typing import Any
 from nsa.config import NSAConfig
 from nsa.lm.config import LMConfig
 from nsa.train.config import DataConfig, OptimConfig, TrainConfig
-from nsa.train.metrics import Row, read_metrics
+from nsa.train.metrics import PER_RANK, Row, read_metrics
 from nsa.train.run_folder import RunFolder
 from nsa.train.trainer import Trainer
 
@@ -66,6 +66,12 @@ def rewrite_hashes(checkpoint: Path) -> None:
     (checkpoint / "SHA256SUMS").write_text("".join(lines))
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder with what it holds."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def reproducible_rows(path: Path) -> list[Row]:
     """Metrics of a run, but for what depends on the machine and the moment."""
-    return [{name: value for name, value in row.items() if name not in MACHINE} for row in read_metrics(path / "metrics.jsonl")]
+    rows = read_metrics(path / "metrics.jsonl")
+    return [{name: row[name] for name in row if name not in MACHINE and not PER_RANK.fullmatch(name)} for row in rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from triton.backends.nvidia import driver
 
 from nsa.train import kernels_ahead
 from nsa.train.config import TrainConfig
@@ -21,11 +23,25 @@ H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
 CUDA = torch.device("cuda")
 
 
+# What a launcher calls in the driver.
+CALLED = "CtxGetCurrent CtxSetCurrent DeviceGet DevicePrimaryCtxRetain FuncSetAttribute GetErrorString PointerGetAttribute"
+
+
+def stub_driver(path: Path) -> None:
+    """A library with the names of the GPU's driver, for a machine without one."""
+    source = "".join(f"void cu{name}(void) {{}}\n" for name in CALLED.split())
+    subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", path], input=source.encode(), check=True)
+
+
 @pytest.fixture
 def dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     """A run with few kernels, a GPU that is not there, and a cache of its own."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
+    if hasattr(driver, "make_launcher"):  # before Triton 3.7 launchers in C are linked with the GPU's driver
+        stub_driver(tmp_path / "libcuda.so.1")
+        monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
+        monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     return tiny_config(tmp_path, model={"attention": "dense"})
 
 

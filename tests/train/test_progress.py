@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from nsa.errors import UserError
 from nsa.train.metrics import Row
 from nsa.train.progress import RunReport, describe_row
 
@@ -90,3 +91,40 @@ def test_a_run_outlives_whoever_reads_what_it_says(tmp_path: Path, is_terminal: 
             report.line(f"line {step}")
             report.row({**ROW, "step": step, "val_bits_per_byte": 2.25})
     assert (tmp_path / "log.txt").read_text().count("nats/token") == 3
+
+
+def test_the_bar_moves_with_every_step(tmp_path: Path) -> None:
+    stream = Terminal()
+    with RunReport(tmp_path / "log.txt", 500, stream) as report:
+        report.step(1)
+        report.row(ROW)
+        report.step(21)
+        report.step(37)
+    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    last = said.rstrip().splitlines()[-1]
+    assert "37/500" in last
+    assert "loss 2.5000 nats/token" in last, "what the newest row said stays"
+    with RunReport(tmp_path / "log.txt", 500, quiet := io.StringIO()) as report:
+        report.step(1)
+    assert quiet.getvalue() == ""
+
+
+def test_what_is_held_back_reaches_the_files_in_order_or_never(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+
+    def refuse() -> None:
+        with RunReport(log, 5, io.StringIO(), held=True) as report:
+            report.line("refused", event="start")
+            raise UserError("train", "x", "be y", "z")
+
+    with pytest.raises(UserError):
+        refuse()
+    assert list(tmp_path.iterdir()) == []
+    with RunReport(log, 5, stream := io.StringIO(), held=True) as report:
+        report.line("first", event="start")
+        assert stream.getvalue() == "first\n"
+        assert not log.exists()
+        report.begin()
+        report.line("second")
+    assert [line.split()[-1] for line in log.read_text().splitlines()] == ["first", "second"]
+    assert (tmp_path / "events.jsonl").read_text().count("first") == 1

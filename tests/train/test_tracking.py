@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
 import sys
 import types
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from nsa import cli
 from nsa.train import tracking
 from nsa.train.metrics import Row, read_metrics
+from nsa.train.run_folder import RunFolder
 from tests.train.cases import make_trainer, tiny_config
 
 
@@ -86,10 +89,34 @@ def test_following_waits_for_new_rows(tmp_path: Path, tracker: Any, monkeypatch:
             raise KeyboardInterrupt
 
     make_trainer(config, path)
+    monkeypatch.setattr(RunFolder, "is_in_use", lambda folder: True)
     monkeypatch.setattr(tracking, "time", types.SimpleNamespace(sleep=sleep))
     assert cli.main(["track", str(path), "--to", tracker.service, "--follow"]) == 128 + signal.SIGINT
     assert [step for step, _ in tracker.logged] == [2, 4, 5, 6, 8, 10]
     assert (waits, tracker.finished) == (3, 1)
+
+
+def test_following_ends_with_the_run(tmp_path: Path, tracker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was stopped before its last step: what it wrote last is sent, then nobody waits for more."""
+    config, path, waits = tiny_config(tmp_path, steps=100_000), tmp_path / "run", 0
+    folder = make_trainer(config, path).run_folder
+    make_trainer(dataclasses.replace(config, steps=12), tmp_path / "other").run()
+    with ExitStack() as run:
+        run.enter_context(folder.in_use())
+
+        def sleep(seconds: float) -> None:
+            nonlocal waits
+            waits += 1
+            assert waits < 20, "it goes on without a run"
+            assert folder.is_in_use() == (waits <= 5)
+            if waits == 5:
+                (path / "metrics.jsonl").write_bytes((tmp_path / "other" / "metrics.jsonl").read_bytes())
+                run.close()
+
+        monkeypatch.setattr(tracking, "time", types.SimpleNamespace(sleep=sleep))
+        assert cli.main(["track", str(path), "--to", tracker.service, "--follow"]) == 0
+    assert [step for step, _ in tracker.logged] == [2, 4, 5, 6, 8, 10, 12]
+    assert (waits, tracker.finished) == (7, 1)
 
 
 def test_unknown_or_missing_tracker(

@@ -540,3 +540,56 @@ def test_optimizer_defaults_are_those_of_the_seed_configuration() -> None:
         0.01,
         1,
     )
+
+
+def test_row_has_mean_and_maximum_of_the_gradient_norm(tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_config(tmp_path, steps=6, log_every=3, eval_every=0), tmp_path / "run")
+    real, norms = trainer.train_step, list[float]()
+
+    def step(batches: Any, num_targets: int | None = None) -> torch.Tensor:
+        results = real(batches, num_targets)
+        norms.append(float(results[1]))
+        return results
+
+    trainer.train_step = step  # type: ignore[method-assign]
+    trainer.run()
+    for row, found in zip(read_metrics(tmp_path / "run" / "metrics.jsonl"), (norms[:3], norms[3:]), strict=True):
+        assert row["grad_norm"] == pytest.approx(sum(found) / 3)
+        assert row["grad_norm_max"] == pytest.approx(max(found))
+        assert max(found) > sum(found) / 3
+
+
+def test_a_finite_step_ends_a_streak(tmp_path: Path) -> None:
+    """Many steps that are not finite, never as many in a row as nonfinite_limit: the run goes on to its end."""
+    config = tiny_config(tmp_path, steps=12, eval_every=0, nonfinite_limit=3)
+    trainer = make_trainer(config, tmp_path / "run")
+    real = trainer.train_step
+
+    def step(batches: Any, num_targets: int | None = None) -> torch.Tensor:
+        results = real(batches, num_targets)
+        if trainer.state.progress.step % 3 != 2:
+            results[2] = 1.0
+        return results
+
+    trainer.train_step = step  # type: ignore[method-assign]
+    result = trainer.run()
+    assert (result.finished, result.row["nonfinite_steps"]) == (True, 8)
+    assert trainer.state.progress.nonfinite_streak == 0
+
+
+def test_memory_fraction_needs_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"train: memory_fraction must be 1 on a CPU, got 0\.5"):
+        make_trainer(tiny_config(tmp_path, memory_fraction=0.5), tmp_path / "run")
+    with pytest.raises(ValueError, match="memory_fraction must be above 0 and at most 1, got 0"):
+        tiny_config(tmp_path, memory_fraction=0.0)
+
+
+def test_memory_fraction_caps_the_allocator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    capped: list[tuple[float, str]] = []
+    monkeypatch.setattr("nsa.train.trainer.choose_device", lambda *args: torch.device("cuda", 0))
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, device: capped.append((share, str(device)))
+    )
+    for share in (1.0, 0.25):
+        Trainer._prepare_device(tiny_config(tmp_path, memory_fraction=share), Launch())
+    assert capped == [(0.25, "cuda:0")]

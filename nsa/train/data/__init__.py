@@ -28,7 +28,7 @@ spell) and ``num_targets`` int. A :class:`Tokenizer` has ``kind``, ``vocab_size`
 from nsa.train.data.batch import IGNORED_TARGET, Batch, collate, validation_batches
 from nsa.train.data.bigram import bigram_bits_per_byte
 from nsa.train.data.bundle import DataBundle, open_data
-from nsa.train.data.documents import Document, TextFiles, corpus_files, folder_files, stdlib_files
+from nsa.train.data.documents import Document, TextFiles, corpus_files, fault_of_text, folder_files, stdlib_files
 from nsa.train.data.preparation import PrepareConfig, prepare
 from nsa.train.data.sampler import Sampler
 from nsa.train.data.shards import ShardError, ShardFolder, ShardSource, open_shards
@@ -67,6 +67,7 @@ __all__ = [
     "check_disjoint",
     "collate",
     "corpus_files",
+    "fault_of_text",
     "folder_files",
     "load_tokenizer",
     "make_tokenizer",

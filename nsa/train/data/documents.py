@@ -34,6 +34,16 @@ class Document:
         """Hash of the text alone, so that copies under different names are recognised."""
         return hashlib.sha256(self.text).hexdigest()
 
+    @cached_property
+    def identity(self) -> str:
+        """The same, without newlines at the end of the text."""
+        return identity_of(self.text)
+
+
+def identity_of(text: bytes) -> str:
+    """Hash of a text that is the same with and without newlines at its end."""
+    return hashlib.sha256(text.rstrip(b"\r\n")).hexdigest()
+
 
 class TextFiles:
     """Text files in a fixed order; iterating reads one at a time and yields a :class:`Document` each.
@@ -131,11 +141,16 @@ def _read(path: Traversable) -> tuple[bytes, str]:
         text = path.read_bytes()
     except OSError as error:
         return b"", f"{error.strerror}"
+    return text, fault_of_text(text)
+
+
+def fault_of_text(text: bytes) -> str:
+    """What keeps bytes from being the text of a :class:`Document`; empty when nothing does."""
     position = text.find(b"\0")
     if position >= 0:
-        return text, f"a NUL byte at offset {position}"
+        return f"a NUL byte at offset {position}"
     try:
         text.decode("utf-8")
     except UnicodeDecodeError as error:
-        return text, f"bytes that are not UTF-8 at offset {error.start}"
-    return text, ""
+        return f"bytes that are not UTF-8 at offset {error.start}"
+    return ""

@@ -294,6 +294,15 @@ class _Preparation:
         )
 
     def _finish(self) -> dict[str, Any]:
+        counts = {side: writer.num_documents for side, writer in self._writers.items()}
+        if not all(counts.values()):  # the next try may take another share
+            for writer in self._writers.values():
+                writer.close()
+            _remove_ours(self._folder)
+            share = self._config.validation_fraction
+            found = f"{share}, which leaves {counts['train']} documents for training and {counts['validation']} held out"
+            hint = "Take another share or more documents."
+            fail("prepare", "--validation-fraction", "leave documents on both sides", found, hint)
         index = _index(self._config, self._found, self._tokenizer, self._progress, self._writers)
         replace_text(self._folder / INDEX, json.dumps(index, indent=1) + "\n")
         (self._folder / PROGRESS).unlink()

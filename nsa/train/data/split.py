@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 from nsa.errors import check, fail
-from nsa.train.data.documents import Document
+from nsa.train.data.documents import Document, identity_of
 
 _ACCEPTED_SHARE = 0.8  # whole documents are held out if they reach this part of the share asked for
 _LINE_SEARCH = 8  # a cut moves on to the next line if that is within this part (one eighth) of the tail
@@ -47,6 +47,11 @@ class Piece:
     def sha256(self) -> str:
         """Hash of the stretch's bytes."""
         return hashlib.sha256(self.text).hexdigest()
+
+    @cached_property
+    def identity(self) -> str:
+        """Hash by which stretches of the same text are recognised; final newlines do not count."""
+        return identity_of(self.text)
 
 
 @dataclass(frozen=True)
@@ -87,12 +92,12 @@ def check_disjoint(train: Sequence[Piece], validation: Sequence[Piece]) -> None:
     Raises:
         ValueError: naming the document and the bytes.
     """
-    train_texts = {piece.sha256 for piece in train}
+    train_texts = {piece.identity for piece in train}
     train_ranges: dict[str, list[Piece]] = {}
     for piece in train:
         train_ranges.setdefault(piece.document.sha256, []).append(piece)
     for held_out in validation:
-        if held_out.sha256 in train_texts:
+        if held_out.identity in train_texts:
             fail("check_disjoint", "validation", "share no text with training", held_out.name)
         for piece in train_ranges.get(held_out.document.sha256, []):
             start, stop = max(piece.start, held_out.start), min(piece.stop, held_out.stop)
@@ -104,10 +109,10 @@ def check_disjoint(train: Sequence[Piece], validation: Sequence[Piece]) -> None:
 def split_documents(documents: Iterable[Document], validation_fraction: float) -> Split:
     """Hold a share of the text out.
 
-    Documents with the same content count once. Whole documents are held out where they can make up the share: in the order of
-    their content's SHA-256, each that still fits. If they reach less than 0.8 of it (few documents, or large ones), the end of
-    the text is held out instead: whole documents from the last backwards, and the tail of the one that the border falls in, cut
-    after a line where one ends nearby.
+    Documents with the same content, final newlines apart, count once. Whole documents are held out where they can make up the
+    share: in the order of their content's SHA-256, each that still fits. If they reach less than 0.8 of it (few documents, or
+    large ones), the end of the text is held out instead: whole documents from the last backwards, and the tail of the one that
+    the border falls in, cut after a line where one ends nearby.
 
     Documents held out by hash keep that order, so that the first windows of validation are a fair sample; all others keep their
     own order.
@@ -122,7 +127,7 @@ def split_documents(documents: Iterable[Document], validation_fraction: float) -
     given = list(documents)
     first: dict[str, Document] = {}
     for document in given:
-        first.setdefault(document.sha256, document)
+        first.setdefault(document.identity, document)
     unique = list(first.values())
     target = validation_fraction * sum(len(document.text) for document in unique)
     held_out = _fitting(sorted(unique, key=lambda document: document.sha256), target)
@@ -132,8 +137,8 @@ def split_documents(documents: Iterable[Document], validation_fraction: float) -
         return Split(tuple(train), tuple(map(_whole, held_out)), "documents", len(given) - len(unique))
     train, validation = _tail(unique, target)
     # A training document may equal the tail that was cut off another one.
-    tails = {piece.sha256 for piece in validation}
-    kept = [piece for piece in train if piece.sha256 not in tails]
+    tails = {piece.identity for piece in validation}
+    kept = [piece for piece in train if piece.identity not in tails]
     return Split(tuple(kept), tuple(validation), "tail", len(given) - len(unique) + len(train) - len(kept))
 
 

@@ -34,6 +34,7 @@ from nsa.train.data.processes import Child, ChildDiedError
 from nsa.train.data.source import DataUnavailableError
 from nsa.train.data.tokenise import Texts
 from nsa.train.prefetch import Prefetcher
+from nsa.train.sources import COMPRESSED, FORMATS, is_mistyped_path
 
 if TYPE_CHECKING:
     import datasets
@@ -42,8 +43,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".ndjson": "json", ".txt": "text"}
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _BATCH_BYTES = 4 << 20  # of text sent at a time
 _BATCH_ROWS = 1000
 _CONTACT_S = 10  # for one answer of a server that is asked whether it is there
@@ -175,6 +174,9 @@ class DocumentReader(Generic[T]):
         rule = "be shards prepared elsewhere, where the package datasets is not installed"
         hint = f"Install with: {install_command('data')}"
         check(find_spec("datasets") is not None, "DocumentReader", "source", rule, origin.source, hint)
+        if is_mistyped_path(origin.source):
+            hint = "It is no name on the hub."
+            raise DataUnavailableError("DocumentReader", "source", "exist", origin.source, hint)
         self._origin, self._transform, self._place = origin, transform, start
         self._time_limit_s = time_limit_s
         self._child: Child | None = None
@@ -365,12 +367,12 @@ def _builder(origin: Origin, path: Path) -> datasets.DatasetBuilder:
 
 def _format_of(source: str) -> str:
     suffixes = Path(source).suffixes
-    while suffixes and suffixes[-1] in _COMPRESSED:
+    while suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
     suffix = suffixes[-1] if suffixes else "none"
-    if suffix not in _FORMATS:
-        fail("DocumentReader", "source", f"have a name that ends in {', '.join(_FORMATS)}, maybe compressed", source)
-    return _FORMATS[suffix]
+    if suffix not in FORMATS:
+        fail("DocumentReader", "source", f"have a name that ends in {', '.join(FORMATS)}, maybe compressed", source)
+    return FORMATS[suffix]
 
 
 def _ask_hub(origin: Origin) -> tuple[Origin, str | None]:

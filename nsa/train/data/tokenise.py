@@ -21,9 +21,9 @@ def side_of(text: bytes, validation_fraction: float) -> Side:
     """The side that a document belongs to: held out if its SHA-256, as a number from 0 to 1, is below the fraction.
 
     A document's side depends on its text alone. So the sides share no document, whatever the order and the number of copies,
-    and a data set that grows moves none from one side to the other.
+    and a data set that grows moves none from one side to the other. Newlines at its end do not count.
     """
-    number = int.from_bytes(hashlib.sha256(text).digest()[:_HASH_BYTES], "big")
+    number = int.from_bytes(hashlib.sha256(text.rstrip(b"\r\n")).digest()[:_HASH_BYTES], "big")
     return "validation" if number < validation_fraction * 2 ** (8 * _HASH_BYTES) else "train"
 
 

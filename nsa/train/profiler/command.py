@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -36,11 +37,13 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     add("--memory", action="store_true", help="also a snapshot of the GPU's memory, and the memory of each module")
 
 
-def run_profile(args: argparse.Namespace) -> int:
-    """``nsa profile``."""
+def run_profile(args: argparse.Namespace, overrides: Mapping[str, str]) -> int:
+    """``nsa profile``; ``overrides`` are settings given on the command line."""
     from nsa.train.launch import check_launch, read_launch
-    from nsa.train.load import load_config, settings
-    from nsa.train.out_of_memory import explained, hint_for_run
+    from nsa.train.load import load_config
+
+    config = load_config(args.config, overrides)
+    from nsa.train.out_of_memory import check_run_fits, explained, hint_for_run
     from nsa.train.parallel import join
     from nsa.train.precision import choose_device
     from nsa.train.profiler.session import EndOfProfileError, Plan, Session
@@ -49,8 +52,6 @@ def run_profile(args: argparse.Namespace) -> int:
     from nsa.train.trainer import Trainer, TrainingStoppedError
     from nsa.train.watchdog import Watchdog
 
-    given = {setting.name: getattr(args, setting.name) for setting in settings()}
-    config = load_config(args.config, {name: value for name, value in given.items() if value is not None})
     plan = Plan(args.wait, args.warmup, args.active, args.nvtx, args.memory)
     name, launch = "nsa profile", read_launch()
     check_launch(config, launch)
@@ -59,6 +60,7 @@ def run_profile(args: argparse.Namespace) -> int:
     device = choose_device(config.device, launch.local_rank)
     check(device.type == "cuda" or not plan.nvtx, name, "--nvtx", "be left out on a CPU", True)
     check(args.run_dir is not None or not launch.launcher, name, "--run-dir", "be given with torchrun", "none")
+    check_run_fits(name, config, device)
     with join(launch, device) as processes:
         with processes.main_first():
             path = args.run_dir or next_run_path(f"{args.config.removesuffix('.yaml')}-profile.yaml")

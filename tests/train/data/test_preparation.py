@@ -88,7 +88,9 @@ def test_copies_of_a_document_are_on_the_same_side(tmp_path: Path) -> None:
 def test_max_tokens_ends_with_the_document_that_reaches_it(source: Path, tmp_path: Path) -> None:
     sizes = [(side_of(text.encode(), SHARE), len(text.encode()) + 1) for text in TEXTS]
     total = sum(size for side, size in sizes if side == "train")
-    for limit in (1, total // 2, total, total + 1):
+    first_held_out = [side for side, _ in sizes].index("validation")
+    least = sum(size for _, size in sizes[:first_held_out]) + 1
+    for limit in (least, total // 2, total, total + 1):
         index = prepare(config_of(source, max_tokens=limit), tmp_path / str(limit))
         expected = dict.fromkeys(SIDES, 0)
         for side, size in sizes:

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from nsa.eval.report import evaluate_run
 from nsa.train.config import DataConfig, TrainConfig
 from nsa.train.data import (
     DataUnavailableError,
+    DocumentReader,
     Origin,
     PrepareConfig,
     Sampler,
@@ -29,6 +31,7 @@ from nsa.train.data import (
 )
 from nsa.train.metrics import read_metrics
 from nsa.train.run_folder import RunFolder
+from nsa.train.sources import is_mistyped_path
 from tests.train.cases import make_trainer, reproducible_rows, tiny_config
 from tests.train.data.data_sets import make_texts, write_folder
 
@@ -188,7 +191,7 @@ def test_every_row_says_that_the_data_are_synthetic(tmp_path: Path, capsys: pyte
     assert all(json.loads(row)["data_synthetic"] is True for row in rows)
     header, *cells = [line.split(",") for line in (tmp_path / "run" / "metrics.csv").read_text().splitlines()]
     assert [row[header.index("data_synthetic")] for row in cells] == ["true"] * 3
-    said = list(evaluate_run(RunFolder.open(tmp_path / "run"), num_windows=2))
+    said = [found.line for found in evaluate_run(RunFolder.open(tmp_path / "run"), num_windows=2)]
     assert any("synthetic task, no text" in line for line in said)
 
 
@@ -199,7 +202,7 @@ def test_evaluation_of_runs_on_shards_and_streams(shards: Path, source: Path, tm
     ):
         path = tmp_path / data.source
         make_trainer(run_config(tmp_path, data, steps=1), path).run()
-        said = list(evaluate_run(RunFolder.open(path), num_windows=2))
+        said = [found.line for found in evaluate_run(RunFolder.open(path), num_windows=2)]
         assert last in said[-1]
         assert any(line.startswith("bits per byte: ") for line in said)
 
@@ -252,7 +255,37 @@ def test_the_commands(
     assert "--seconds must be positive" in capsys.readouterr().err
 
 
-def test_nothing_held_out_is_said_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_folder(tmp_path / "set", "txt", TEXTS[:3])
-    assert cli.main(["data", "prepare", str(folder), "--out", str(tmp_path / "out"), "--validation-fraction", "1e-9"]) == 0
-    assert "NOTHING IS HELD OUT" in capsys.readouterr().out
+def test_a_preparation_that_holds_nothing_out_fails_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = write_folder(tmp_path / "set", "txt", TEXTS[:40]), tmp_path / "out"
+    words = ["data", "prepare", str(folder), "--out", str(out), "--tokenizer", "byte", "--validation-fraction"]
+    assert cli.main([*words, "1e-9"]) == 2
+    said = capsys.readouterr().err
+    assert "--validation-fraction must leave documents on both sides, got 1e-09, which leaves 40 documents for training" in said
+    assert not out.exists()
+    assert cli.main([*words, "0.3"]) == 0, "the same folder takes the next try"
+
+
+@pytest.mark.parametrize("source", ["texts/nothing.jsonl", "nothing.parquet", "./nothing", "a/b/c", "/no/such/folder", ".."])
+def test_a_mistyped_path_is_refused_before_anything_is_started(
+    source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nsa.train.data.stream.Child", None)  # no process that could ask the hub
+    monkeypatch.chdir(tmp_path)
+    source = "no/such/../path" if source == ".." else source
+    begin = time.monotonic()
+    assert cli.main(["data", "prepare", source, "--out", "out"]) == 2
+    assert time.monotonic() - begin < 1
+    assert f"SOURCE must exist, got {source}. It is no name on the hub" in capsys.readouterr().err
+    with pytest.raises(DataUnavailableError, match="source must exist"):
+        DocumentReader(Origin(source), str, time_limit_s=1)
+    assert not Path("out").exists()
+
+
+def test_names_on_the_hub_and_what_exists_are_no_mistyped_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("odd name").mkdir()
+    Path("plain.txt").touch()
+    for source in ("HuggingFaceFW/fineweb-edu", "imdb", "a.b/c_d", "odd name", "plain.txt", str(tmp_path)):
+        assert not is_mistyped_path(source)

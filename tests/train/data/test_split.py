@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from nsa.train.data import ByteTokenizer, Document, Piece, Split, TextSource, check_disjoint, corpus_files, split_documents
+from nsa.train.data.tokenise import side_of
 
 NUMBER = 6  # bytes of one marked place
 
@@ -170,3 +171,16 @@ def test_an_overlapping_split_cannot_be_made() -> None:
         check_disjoint([a, b], [Piece(copy, 0, 60)])
     with pytest.raises(ValueError, match="validation must hold text"):
         Split((a,), (), "documents")
+
+
+@pytest.mark.parametrize("ends", [("", "\n"), ("\n", "\n\n"), ("", "\r\n")])
+def test_documents_that_differ_by_final_newlines_are_one(ends: tuple[str, str]) -> None:
+    texts = [f"text {number} of a few words" for number in range(40)]
+    documents = [Document(f"{number}{end!r}", (text + end).encode()) for number, text in enumerate(texts) for end in ends]
+    split = split_documents(documents, 0.3)
+    assert (split.num_duplicates, split.rule) == (40, "documents")
+    sides = [{piece.text.strip() for piece in side} for side in (split.train, split.validation)]
+    assert not sides[0] & sides[1]
+    for text in texts:
+        for share in (0.1, 0.5):
+            assert len({side_of((text + end).encode(), share) for end in ends}) == 1

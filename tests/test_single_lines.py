@@ -1,0 +1,82 @@
+"""What single lines see to that no other test would miss."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from nsa.config import NSAConfig
+from nsa.lm.config import LMConfig
+from nsa.lm.model import LanguageModel
+from nsa.module import NativeSparseAttention
+from nsa.ops.selection import select_blocks
+from nsa.ops.selection.reference import to_fp8
+
+PATTERN = NSAConfig(
+    num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, compress_block_size=8, compress_stride=4, block_size=16,
+    num_selected_blocks=4, window_size=32,
+)  # fmt: skip
+
+
+def test_every_layer_has_its_own_rows_of_the_table() -> None:
+    """The outputs of the second layer change with its row, and not with that of the first."""
+    tokens = torch.arange(200) % 90
+    model = LMConfig(vocab_size=90, width=32, num_layers=2, nsa=PATTERN)
+    tables = {"none": (), "first": ((0, 10_000, 3),), "second": ((1, 10_000, 3),), "all": ((-1, 10_000, 3),)}
+    seen: dict[str, list[torch.Tensor]] = {}
+    for name, table in tables.items():
+        torch.manual_seed(1)
+        whole = LanguageModel(dataclasses.replace(model, nsa=dataclasses.replace(PATTERN, num_selected_blocks_table=table)))
+        outputs: list[torch.Tensor] = []
+        for layer in whole.decoder_layers():
+            layer.attention.register_forward_hook(lambda _, __, out, kept=outputs: kept.append(out))
+        with torch.no_grad():
+            whole(tokens)
+        seen[name] = outputs
+    same = {name: [torch.equal(a, b) for a, b in zip(found, seen["none"], strict=True)] for name, found in seen.items()}
+    assert same == {"none": [True, True], "first": [False, False], "second": [True, False], "all": [False, False]}
+    assert torch.equal(seen["first"][0], seen["all"][0])
+    assert not torch.equal(seen["first"][1], seen["all"][1])
+
+
+def test_a_tied_head_starts_small_whatever_init_std_says() -> None:
+    """The hidden state at the end is near a token's own embedding, whose logit must not start large."""
+    torch.manual_seed(0)
+    model = LanguageModel(LMConfig(vocab_size=500, width=64, num_layers=1, nsa=PATTERN, tie_head=True, init_std=0.5))
+    assert model.head.weight is model.embedding.weight
+    assert model.embedding.weight.std().item() == pytest.approx(3 / 64, rel=0.05)
+    untied = LanguageModel(LMConfig(vocab_size=500, width=64, num_layers=1, nsa=PATTERN, init_std=0.5))
+    assert untied.embedding.weight.std().item() == pytest.approx(0.5, rel=0.05)
+    assert untied.head.weight.std().item() == pytest.approx(0.5 / 8, rel=0.05)
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+def test_gates_of_bf16_logits_are_fp32(gate: str) -> None:
+    torch.manual_seed(0)
+    layer = NativeSparseAttention(64, dataclasses.replace(PATTERN, gate=gate))  # type: ignore[arg-type]
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        gates = layer.gate(torch.randn(50, 64))
+    assert gates.dtype == torch.float32
+    assert not torch.equal(gates, gates.bfloat16().float()), "they were rounded before the activation"
+    if gate == "softmax":
+        torch.testing.assert_close(gates.sum(-1), torch.ones(50, 4), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("zeros", ["query", "key"])
+def test_a_row_of_zeros_is_scored_in_fp8(zeros: str) -> None:
+    """Its largest magnitude is no scale to divide by."""
+    torch.manual_seed(0)
+    q, k_cmp, lse = torch.randn(256, 4, 16), torch.randn(63, 2, 16), torch.full((256, 4), 4.0)
+    (q if zeros == "query" else k_cmp)[40:50] = 0.0
+    exact, low = (
+        select_blocks(q, k_cmp, lse, dataclasses.replace(PATTERN, score_precision=precision), backend="reference")
+        for precision in ("exact", "fp8")
+    )
+    if zeros == "query":
+        assert torch.equal(exact[40:50], low[40:50])
+    assert (exact == low).float().mean() > 0.8
+    rows, scales = to_fp8(q if zeros == "query" else k_cmp)
+    assert rows.float().isfinite().all()
+    assert torch.equal(scales[40:50], torch.ones_like(scales[40:50]))
