@@ -92,10 +92,14 @@ def calls() -> Iterator[tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]]
     yield (3,), (memory, (memory[2:], memory), None, 2, 3, 0.5), {"BLOCK": 16, "PARTS": (1, 2)}
 
 
+def by_triton(function: Kernel, *args: Any, **constants: Any) -> Any:
+    return JITFunction.run(function, *args, **{"enable_fp_fusion": True, **constants})
+
+
 def test_what_is_found_is_what_triton_takes(gpu: Recorder) -> None:
     given = list(calls())
     for grid, args, constants in given:
-        JITFunction.run(small_kernel, *args, grid=grid, warmup=False, **constants)
+        by_triton(small_kernel, *args, grid=grid, warmup=False, **constants)
     triton_launched, gpu.launched = gpu.launched, []
     for _ in range(2):  # kernels that are new, and kernels that are found
         for grid, args, constants in given:
@@ -178,7 +182,7 @@ def test_whole_attention_is_launched_as_by_triton(gpu: Recorder, monkeypatch: py
     with as_on_gpu(), tiles_chosen_by(lambda key, _: default_tile(key, (9, 0))):
         attend()
         found = attend()
-        monkeypatch.setattr(Kernel, "run", JITFunction.run)
+        monkeypatch.setattr(Kernel, "run", by_triton)
         assert found == attend()
     assert len(found) > 15
 
