@@ -24,10 +24,10 @@ from nsa.ops._boundary import (
     scale_of,
 )
 from nsa.ops._packed import query_positions
+from nsa.ops.attention import run_attention
 from nsa.ops.combination import combine
 from nsa.ops.compressed import run_compressed_attention
 from nsa.ops.compression import PhiWeights, check_weights, run_compress
-from nsa.ops.nsa import run_attention
 from nsa.ops.observation import check_sums, observe
 from nsa.ops.selected import DESIGNS, LIMIT_4, run_selected_attention
 from nsa.ops.selection import run_select_blocks

@@ -434,7 +434,7 @@ def run_whole(case: Case, x: AttentionInputs | None = None, dout: Tensor | None 
         return seen[-1][2]
 
     options: dict[str, Any] = {"q_cmp": queries, "rope": rope, "selected_design": case.design, **case.offsets(x)}
-    with mock.patch("nsa.attention.run_select_blocks", watched), mock.patch("nsa.ops.nsa.ops.run_select_blocks", watched):
+    with mock.patch("nsa.attention.run_select_blocks", watched), mock.patch("nsa.ops.attention.ops.run_select_blocks", watched):
         out = case.flat(native_sparse_attention(**given, phi=phi, config=config, **options))
     dout = case.normal(*out.shape, seed=11) if dout is None else dout
     found = torch.autograd.grad(out, leaves, dout, allow_unused=True)

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nsa
-from nsa import cli, doctor
+from nsa import cli
+from nsa.cli import doctor
 from nsa.errors import UserError
 from nsa.ops import _capability
 from nsa.ops._boundary import Sequences, choose_backend

@@ -19,8 +19,8 @@ from nsa.plan.compiled import CHOSEN, CompiledStep, GraphMemory
 from nsa.plan.gpu_operators import gpu_operators
 from nsa.plan.memory import KEPT, LIBRARIES, step_memory
 from nsa.plan.timeline import GRADIENTS, OPTIMIZER, PASSING, SAVED, SCRATCH, WEIGHTS, Timeline, fake_parameters
-from nsa.train.activations import kept_bytes
 from nsa.train.config import CheckpointingConfig, DataConfig, OptimConfig, ParallelConfig, TrainConfig
+from nsa.train.execution.activations import kept_bytes
 from nsa.train.load import load_config
 from nsa.train.loss import NextTokenLoss
 from nsa.train.optim import ModelOptimizer

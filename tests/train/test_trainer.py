@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.eval.generation import complete
 from nsa.train import reports
 from nsa.train.config import DataConfig, OptimConfig, ParallelConfig, TrainConfig
 from nsa.train.data import Batch, Sampler, TextSource, collate
-from nsa.train.launch import Launch, check_launch
-from nsa.train.metrics import Row, read_metrics
+from nsa.train.distributed.launch import Launch, check_launch
+from nsa.train.generation import complete
 from nsa.train.run_folder import RunFolder
 from nsa.train.schedule import lr_factor
+from nsa.train.telemetry.metrics import Row, read_metrics
 from nsa.train.trainer import Trainer, TrainingStoppedError
 from tests.train.cases import make_trainer, reproducible_rows, tiny_config
 
