@@ -124,7 +124,7 @@ def test_every_setting_can_be_overridden() -> None:
                 num_selected_blocks_table=((0, 30, 5), (-1, 9, 6)), coarse_block_size=32, num_coarse_blocks=6,
                 score_precision="fp8", window_size=7, branches=("cmp", "win"),
                 share_kv=True, phi="mlp", compress_hidden_size=10, compress_rope="none", gate="softmax", gate_hidden_size=4,
-                rope_theta=500.0, rotary_dim=16, rope_scaling=RopeScaling("yarn", 2.0, 64, 16.0, 2.0),
+                gate_temperature=2.0, rope_theta=500.0, rotary_dim=16, rope_scaling=RopeScaling("yarn", 2.0, 64, 16.0, 2.0),
             ),
         ),
         data=FOLDER,
