@@ -18,7 +18,7 @@ from nsa.config import NSAConfig
 from nsa.errors import UserError, check
 from nsa.extras import CORE, EXTRAS, install_command, lacking, missing
 from nsa.module import NativeSparseAttention
-from nsa.ops._boundary import choose_backend
+from nsa.ops._backend import choose_backend
 from nsa.ops._capability import LEAST_CAPABILITY, is_too_old
 from nsa.ops._triton.tuning import LONG_KEYS, TABLES, TileKey, TileTable, default_tile, device_table, load_table
 from nsa.ops.selected.design import LIMIT_4, always_tiled

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa.lm.model import LanguageModel
-from nsa.ops._boundary import as_on_gpu
+from nsa.ops._backend import as_on_gpu
 from nsa.plan.compiled import CompiledStep
 from nsa.plan.gpu_operators import gpu_operators
 from nsa.plan.scratch import scratch_bytes

@@ -27,7 +27,7 @@ from nsa import (
     window_attention,
 )
 from nsa.config import BRANCHES
-from nsa.ops._boundary import Sequences
+from nsa.ops._sequences import Sequences
 from nsa.ops.combination.reference import combine_reference
 from nsa.ops.embedding import embed
 from nsa.ops.embedding.reference import embed_reference

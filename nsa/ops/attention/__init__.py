@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.ops._boundary import Sequences
+from nsa.ops._sequences import Sequences
 from nsa.ops.attention.ops import attention_op
 
 __all__ = ["run_attention"]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.ops._boundary import Sequences
 from nsa.ops._limits import check_keys, check_queries
 from nsa.ops._range import (
     new_range_backward,
@@ -25,6 +24,7 @@ from nsa.ops._range import (
     run_range_attention,
 )
 from nsa.ops._register import register
+from nsa.ops._sequences import Sequences
 from nsa.ops._side_stream import fork_join
 from nsa.ops.combination.ops import combine_op
 from nsa.ops.compressed import range_arguments as compressed_arguments

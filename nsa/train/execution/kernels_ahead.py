@@ -32,7 +32,7 @@ import nsa.ops
 from nsa.lm.dense_attention import DenseAttention
 from nsa.lm.model import Embedding
 from nsa.module import NativeSparseAttention
-from nsa.ops._boundary import as_on_gpu
+from nsa.ops._backend import as_on_gpu
 from nsa.ops.observation import new_sums
 from nsa.train.config import TrainConfig
 from nsa.train.distributed.launch import Launch

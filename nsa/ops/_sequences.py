@@ -1,13 +1,8 @@
-"""The public boundary of the operators: checks on metadata, dense batches viewed as packed, choice of backend.
-
-Contents of index tensors are read on the CPU alone; on a GPU that would wait for the device (see ``nsa.check_inputs``).
-"""
+"""Where the sequences of a call lie: packed tokens, dense batches viewed as packed, padded batches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,63 +10,9 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.errors import check, fail
-from nsa.ops._capability import check_kernels_run, has_triton
+from nsa.ops._backend import on_gpu, reads_contents
+from nsa.ops._checks import check_cu_seqlens, check_cu_seqlens_contents, check_heads, check_pair, check_same_count, longest
 from nsa.ops._packed import compressed_cu_seqlens, lengths, num_compressed
-
-BACKENDS = ("auto", "reference", "triton")
-KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_NO_KERNELS = 'Ask for backend="reference", or compute on a CPU.'
-
-
-def choose_backend(function: str, backend: str, x: Tensor, argument: str = "q") -> str:
-    """The backend that runs for inputs like ``x``: ``auto`` looks at the device only, an explicit request never falls back.
-
-    Errors call ``x`` by the name of the function's ``argument``.
-    """
-    check(backend in BACKENDS, function, "backend", f"be one of {', '.join(BACKENDS)}", backend)
-    if backend == "auto":
-        backend = "triton" if on_gpu(x) else "reference"
-    if backend == "triton":
-        check(
-            x.dtype in KERNEL_DTYPES, function, argument, "be bfloat16, float16 or float32 for the Triton kernels", x.dtype,
-            'Or ask for backend="reference".',
-        )  # fmt: skip
-        if x.device.type == "cuda":
-            check_kernels_run(function, argument, x.device.index, _NO_KERNELS)
-        if not on_gpu(x) and not torch.compiler.is_compiling():
-            check(kernels_run_on_cpu(), function, argument, 'lie on a CUDA GPU for backend="triton"', x.device)
-    return backend
-
-
-_as_on_gpu = False
-
-
-def on_gpu(x: Tensor) -> bool:
-    """Whether ``x`` lies on a CUDA GPU, or counts as if it did."""
-    return x.device.type == "cuda" or _as_on_gpu
-
-
-@contextmanager
-def as_on_gpu() -> Iterator[None]:
-    """Within, tensors count as if they lay on a GPU, for fake tensors: kernels are chosen, and no contents are read.
-
-    A fake tensor has a shape and no data, so that no kernel runs. ``nsa plan`` follows a training step so on any machine.
-    """
-    global _as_on_gpu
-    before, _as_on_gpu = _as_on_gpu, True
-    try:
-        yield
-    finally:
-        _as_on_gpu = before
-
-
-def kernels_run_on_cpu() -> bool:
-    """Whether Triton interprets kernels in this process, as the tests let it."""
-    if not has_triton():
-        return False
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True)
@@ -311,87 +252,6 @@ def compressed_key_shape(
     return key_shape
 
 
-def reads_contents(index: Tensor) -> bool:
-    """Whether the values of an index tensor may be looked at without waiting for a device."""
-    return index.device.type == "cpu" and not on_gpu(index) and not torch.compiler.is_compiling()
-
-
-def longest(function: str, argument: str, cu_seqlens: Tensor, hint: int | None, upper: int | None) -> int:
-    """At least the longest sequence: the hint, ``upper``, or read from ``cu_seqlens`` (which waits for the device on a GPU)."""
-    if hint is None:
-        return int(lengths(cu_seqlens).max()) if upper is None else upper
-    check(0 <= hint <= 2**30, function, argument, "be at least 0 and at most 2**30", hint)
-    if reads_contents(cu_seqlens):
-        actual = int(lengths(cu_seqlens).max())
-        check(hint >= actual, function, argument, f"be at least the longest sequence ({actual})", hint)
-    return hint
-
-
-def check_cu_seqlens(function: str, argument: str, cu_seqlens: Tensor, device: torch.device) -> None:
-    """Metadata of ``cu_seqlens``."""
-    check(cu_seqlens.dtype == torch.int32, function, argument, "be int32", cu_seqlens.dtype)
-    check(
-        cu_seqlens.ndim == 1 and cu_seqlens.shape[0] >= 2,
-        function, argument, "have shape [B + 1] with B at least 1", tuple(cu_seqlens.shape),
-    )  # fmt: skip
-    check(cu_seqlens.device == device, function, argument, f"be on {device} like the tokens", cu_seqlens.device)
-
-
-def check_cu_seqlens_contents(function: str, argument: str, cu_seqlens: Tensor, num_tokens: int | None) -> None:
-    """Offsets start at 0, do not fall, and end at the number of tokens (if it is known)."""
-    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    check(first == 0, function, argument, "start at 0", first)
-    shortest = int(lengths(cu_seqlens).min())
-    check(shortest >= 0, function, argument, "not decrease", f"a sequence of {shortest} tokens")
-    if num_tokens is not None:
-        check(last == num_tokens, function, argument, f"end at the number of tokens ({num_tokens})", last)
-
-
-def check_same_count(function: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
-    """Queries and keys have the same number of sequences."""
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        rule = f"have {cu_seqlens_q.numel()} entries as cu_seqlens_q"
-        fail(function, "cu_seqlens_k", rule, cu_seqlens_k.numel())
-
-
-def check_pair(function: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
-    """No sequence has more query tokens than key tokens."""
-    missing = int((lengths(cu_seqlens_k) - lengths(cu_seqlens_q)).min())
-    check(missing >= 0, function, "cu_seqlens_k", "give every sequence at least as many keys as queries", f"{-missing} too few")
-
-
-def check_heads(function: str, argument: str, x: Tensor, num_heads: int, size: int, like: Tensor) -> None:
-    """``x`` is ``[..., num_heads, size]``, of the dtype and on the device of ``like``."""
-    check(
-        x.ndim in (3, 4) and tuple(x.shape[-2:]) == (num_heads, size),
-        function, argument, f"have shape [tokens, {num_heads}, {size}] or [B, T, {num_heads}, {size}]", tuple(x.shape),
-    )  # fmt: skip
-    if not x.dtype.is_floating_point:
-        fail(function, argument, "be a float tensor", x.dtype)
-    check(x.dtype == like.dtype, function, argument, f"have the dtype of the other inputs ({like.dtype})", x.dtype)
-    check(x.device == like.device, function, argument, f"be on {like.device} like the other inputs", x.device)
-
-
-def check_qkv(function: str, q: Tensor, k: Tensor, v: Tensor, config: NSAConfig) -> None:
-    """Queries, keys and values of one branch fit the config and each other."""
-    check_heads(function, "q", q, config.num_heads, config.head_dim, q)
-    check_heads(function, "k", k, config.num_kv_heads, config.head_dim, q)
-    check_heads(function, "v", v, config.num_kv_heads, config.value_dim, q)
-    if v.shape[:-2] != k.shape[:-2]:
-        fail(function, "v", f"have the tokens of k {tuple(k.shape[:-2])}", tuple(v.shape[:-2]))
-
-
-def check_block_indices(function: str, block_indices: Tensor, config: NSAConfig) -> None:
-    """Metadata of caller-made block indices."""
-    dtype = block_indices.dtype
-    check(dtype in (torch.int32, torch.int64), function, "block_indices", "be int32 or int64", dtype)
-    check(
-        block_indices.ndim in (3, 4) and block_indices.shape[-2] == config.num_kv_heads,
-        function, "block_indices", f"have shape [T, {config.num_kv_heads}, n] or [B, T, {config.num_kv_heads}, n]",
-        tuple(block_indices.shape),
-    )  # fmt: skip
-
-
 def open_layer_input(
     function: str,
     x: Tensor,
@@ -445,10 +305,3 @@ def check_given(
     elif sequences.offsets is None and sequences.num_sequences * sequences.len_q != math.prod(shape):
         rule = f"hold as many tokens as {argument} ({math.prod(shape)})"
         fail(function, "sequences", rule, f"{sequences.num_sequences} of {sequences.len_q}")
-
-
-def scale_of(function: str, config: NSAConfig, softmax_scale: float | None) -> float:
-    """The softmax scale: D^-0.5 unless given."""
-    scale = config.head_dim**-0.5 if softmax_scale is None else softmax_scale
-    check(0 < scale < math.inf, function, "softmax_scale", "be positive and finite", scale)
-    return scale
