@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from nsa.errors import check
-from nsa.train.data.names import is_mistyped_path
+from nsa.train.sources import is_mistyped_path
 
 if TYPE_CHECKING:
     from nsa.train.data.preparation import Report

@@ -28,9 +28,9 @@ from nsa.train.data import (
     open_data,
     prepare,
 )
-from nsa.train.data.names import is_mistyped_path
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.evaluation import evaluate_run
+from nsa.train.sources import is_mistyped_path
 from nsa.train.telemetry.metrics import read_metrics
 from tests.train.cases import make_trainer, reproducible_rows, tiny_config
 from tests.train.data.data_sets import make_texts, write_folder
