@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from nsa.cache import LayerCache, NSACache
     from nsa.config import NSAConfig, RopeScaling
     from nsa.module import NativeSparseAttention
-    from nsa.ops._boundary import Sequences
+    from nsa.ops._sequences import Sequences
     from nsa.ops.combination import combine
     from nsa.ops.compressed import compressed_attention
     from nsa.ops.compression import PhiWeights, compress, compressed_positions

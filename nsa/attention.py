@@ -9,25 +9,22 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.errors import check, fail
-from nsa.ops._boundary import (
-    Sequences,
+from nsa.ops._backend import choose_backend, reads_contents
+from nsa.ops._checks import (
     check_block_indices,
     check_cu_seqlens,
     check_cu_seqlens_contents,
     check_heads,
     check_pair,
     check_same_count,
-    choose_backend,
-    open_sequences,
-    pack,
-    reads_contents,
     scale_of,
 )
 from nsa.ops._packed import query_positions
+from nsa.ops._sequences import Sequences, open_sequences, pack
+from nsa.ops.attention import run_attention
 from nsa.ops.combination import combine
 from nsa.ops.compressed import run_compressed_attention
 from nsa.ops.compression import PhiWeights, check_weights, run_compress
-from nsa.ops.nsa import run_attention
 from nsa.ops.observation import check_sums, observe
 from nsa.ops.selected import DESIGNS, LIMIT_4, run_selected_attention
 from nsa.ops.selection import run_select_blocks

@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa.attention import AttentionInputs, Phi
 from nsa.config import NSAConfig
 from nsa.errors import check
-from nsa.ops._boundary import check_cu_seqlens_contents
+from nsa.ops._checks import check_cu_seqlens_contents
 from nsa.ops._packed import compressed_cu_seqlens, lengths, locate, num_compressed
 from nsa.ops.combination import combine
 from nsa.ops.compressed import compressed_attention

@@ -13,8 +13,8 @@ from nsa.attention import AttentionInputs, Phi, attend
 from nsa.cache import LayerCache
 from nsa.config import BRANCHES, NSAConfig
 from nsa.errors import check, fail
-from nsa.ops._boundary import Sequences, open_layer_input
 from nsa.ops._packed import locate
+from nsa.ops._sequences import Sequences, open_layer_input
 from nsa.ops.compressed import compressed_attention
 from nsa.ops.compression import PhiWeights, compress, compressed_positions
 from nsa.ops.projection import Columns, Gates, Heads, TogetherModule, activate, project

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 # Lowest first, as in docs/design.md; a module may import its own layer and those below it.
 LAYERS = (
     r"nsa\.(errors|stages)",
-    r"nsa\.(configs|extras|parser)",
+    r"nsa\.(configs|extras)",
     r"nsa\.config",
     r"nsa\.rope",
     r"nsa\.ops\._\w+",
@@ -52,10 +53,9 @@ LAYERS = (
     r"nsa\.cache",
     r"nsa\.(module|testing)",
     r"nsa\.lm",
-    r"nsa\.(train|eval)",
+    r"nsa\.train",
     r"nsa\.bench",
     r"nsa\.plan",
-    r"nsa\.doctor",
     r"nsa\.(cli|__main__)",
 )
 
@@ -79,19 +79,50 @@ def import_arrows(path: str, text: str) -> list[str]:
 
 
 def operators_apart(path: str, text: str) -> list[str]:
-    """Operators do not import each other; ``ops/nsa``, the whole as one operator, may use the launchers of the others."""
+    """Operators do not import each other; ``ops/attention``, the whole as one operator, may use the launchers of the others."""
     here = re.match(r"nsa/ops/([a-z]\w*)/", path)
-    if here is None or here[1] == "nsa":
+    if here is None or here[1] == "attention":
         return []
     matches = [(line, re.match(r"nsa\.ops\.([a-z]\w*)", name)) for line, name in imports(ast.parse(text))]
     return [f"{path}:{line} imports operator {m[1]}" for line, m in matches if m is not None and m[1] != here[1]]
+
+
+def circles(files: dict[str, str]) -> list[str]:
+    """Folders of a package that import each other in a circle, by the text of each file."""
+    below: dict[str, set[str]] = {}
+    for path, text in files.items():
+        here = Path(path).parent.parts
+        for _, name in imports(ast.parse(text)):
+            parts = name.split(".")
+            sizes = [n for n in range(1, len(parts) + 1) if f"{'/'.join(parts[:n])}/__init__.py" in files]
+            there = tuple(parts[: max(sizes, default=0)])
+            common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(here, there, strict=False)))
+            if len(here) > common and len(there) > common:  # neither lies in the other
+                below.setdefault("/".join(here[: common + 1]), set()).add("/".join(there[: common + 1]))
+
+    def reached(folder: str) -> set[str]:
+        found, waiting = set[str](), [folder]
+        while waiting:
+            new = below.get(waiting.pop(), set()) - found
+            found |= new
+            waiting += new
+        return found
+
+    return sorted(folder for folder in below if folder in reached(folder))
+
+
+def test_no_folders_import_each_other_in_a_circle() -> None:
+    files = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in ROOT.glob("nsa/**/*.py")}
+    assert not circles(files)
+    files["nsa/train/data/new.py"] = "from nsa.train.runs import report"
+    assert circles(files) == [f"nsa/train/{name}" for name in ("data", "execution", "runs")]
 
 
 # ------------------------------------------------------------------------------------------------ what code may do
 
 
 def no_environment(path: str, text: str) -> list[str]:
-    if path == "nsa/train/launch.py":
+    if path == "nsa/train/distributed/launch.py":
         return []
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     found = []
@@ -389,48 +420,40 @@ def test_readme_example_runs() -> None:
 
 
 def tree_entries(text: str) -> set[str]:
-    """Paths of the README's tree: a fence marked ``text`` in which each line is an indented name and a remark."""
+    """Folders of the README's tree: a fence marked ``text`` in which each line is an indented name and a remark."""
     (fence,) = re.findall(r"^## The tree\n.*?^```text\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     folders: list[str] = []
     entries = set()
     for line in fence.splitlines():
         indent = len(line) - len(line.lstrip())
-        assert indent % 2 == 0, line
         name = line.split()[0]
+        assert indent % 2 == 0, line
+        assert name.endswith("/"), line
         del folders[indent // 2 :]
-        if name.endswith("/"):
-            folders.append(name)
-            entries.add("".join(folders))
-        else:
-            entries.add("".join([*folders, name]))
+        folders.append(name)
+        entries.add("".join(folders))
     return entries
 
 
-def tree_faults(entries: set[str], files: set[str]) -> list[str]:
-    """Files that no line covers and lines without a file.
+FOLDERS = ("nsa", "benchmarks", "docs", "tests", "tools", "requirements")
+DETAILED = ("nsa/", "nsa/ops/", "nsa/train/")  # every folder in these has a line
 
-    A folder without lines of its own covers all that it holds, and a package's line its ``__init__.py``.
-    """
-    leaves = {entry for entry in entries if not any(other != entry and other.startswith(entry) for other in entries)}
-    closed = tuple(leaf for leaf in leaves if leaf.endswith("/"))
-    covered = leaves | {f"{entry}__init__.py" for entry in entries}
-    missing = sorted(file for file in files if file not in covered and not file.startswith(closed or "/"))
-    gone = sorted(leaf for leaf in leaves if not any(file == leaf or file.startswith(leaf) for file in files))
-    return [f"not in the tree: {file}" for file in missing] + [f"in the tree only: {leaf}" for leaf in gone]
+
+def tree_faults(entries: set[str], files: set[str]) -> list[str]:
+    """Folders without a line and lines without a folder."""
+    folders = {f"{parent}/" for file in files for parent in Path(file).parents if str(parent) != "."}
+    wanted = {folder for folder in folders if f"{Path(folder).parent}/" in (*DETAILED, "./")}
+    missing, gone = sorted(wanted - entries), sorted(entries - folders)
+    return [f"not in the tree: {folder}" for folder in missing] + [f"in the tree only: {folder}" for folder in gone]
 
 
 def test_readme_tree_is_the_tree() -> None:
-    shown = [
-        path
-        for folder in ("nsa", "benchmarks", "docs", "tests", "tools", "requirements", ".ci")
-        for path in ROOT.glob(f"{folder}/**/*")
-    ]
-    shown += [path for path in ROOT.iterdir() if not path.name.startswith(".") or path.name == ".gitignore"]
-    files = {str(path.relative_to(ROOT)) for path in shown if path.is_file() and path.suffix != ".pyc"}
+    files = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*") if path.is_file()}
+    files = {file for file in files if "__pycache__" not in file}
     assert not tree_faults(tree_entries((ROOT / "README.md").read_text(encoding="utf-8")), files)
 
 
 def test_tree_faults_are_seen() -> None:
-    entries = tree_entries("## The tree\n\n```text\nnsa/  library\n  a.py  one\n  ops/  all of it\n  gone.py  x\n```\n")
-    files = {"nsa/__init__.py", "nsa/a.py", "nsa/ops/b.py", "nsa/ops/c/d.py", "nsa/new.py"}
-    assert tree_faults(entries, files) == ["not in the tree: nsa/new.py", "in the tree only: nsa/gone.py"]
+    entries = tree_entries("## The tree\n\n```text\nnsa/  library\n  ops/  all of it\n    c/ one\n  gone/  x\n```\n")
+    files = {"nsa/__init__.py", "nsa/a.py", "nsa/ops/b.py", "nsa/ops/c/d.py", "nsa/ops/c/e/d.py", "nsa/new/a.py"}
+    assert tree_faults(entries, files) == ["not in the tree: nsa/new/", "in the tree only: nsa/gone/"]

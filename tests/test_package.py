@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from nsa import cli, configs, extras
-from nsa.bench.command import carried_rows
+from nsa.cli.bench import carried_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -180,7 +180,7 @@ def test_ten_steps(train: Installed) -> None:
 
 def test_the_wheel_plans_as_the_checkout_does(train: Installed, capsys: pytest.CaptureFixture[str]) -> None:
     """It has the measured rows, and they are found from anywhere."""
-    code = "from nsa.bench.command import carried_rows as c; print(*c('results', 'memory'), sep='\\n')"
+    code = "from nsa.cli.bench import carried_rows as c; print(*c('results', 'memory'), sep='\\n')"
     carried = [Path(line) for line in train("python", "-c", code).splitlines()]
     committed = carried_rows("results", "memory")
     assert all(path.is_relative_to(train.site) for path in carried)

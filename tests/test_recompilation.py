@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
 from nsa import NativeSparseAttention, NSAConfig, Rope, native_sparse_attention
-from nsa.ops._boundary import as_on_gpu
+from nsa.ops._backend import as_on_gpu
 from nsa.testing import packed_offsets
 
 CONFIG = NSAConfig(

@@ -11,7 +11,7 @@ from torch import Tensor
 from nsa.attention import native_sparse_attention
 from nsa.bench.points import Point, hand_made_choice, normal
 from nsa.config import NSAConfig
-from nsa.ops._boundary import Sequences, pack
+from nsa.ops._sequences import Sequences, pack
 from nsa.ops.combination import combine
 from nsa.ops.compressed import compressed_attention
 from nsa.ops.compression import run_compress

@@ -28,7 +28,7 @@ from nsa.extras import require
 from nsa.module import NativeSparseAttention
 from nsa.rope import Rope
 from nsa.testing import assert_within_budget
-from nsa.train.precision import autocast
+from nsa.train.execution.precision import autocast
 
 CASES = ("host.function", "host.module")
 PROVIDERS = ("nsa", "llama")

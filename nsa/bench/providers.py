@@ -22,7 +22,7 @@ from nsa.bench.points import Point
 from nsa.bench.variants import TileOverrides, Variant
 from nsa.config import NSAConfig
 from nsa.errors import fail
-from nsa.ops._boundary import kernels_run_on_cpu
+from nsa.ops._backend import kernels_run_on_cpu
 from nsa.ops._triton.tuning import tiles_chosen_by
 
 # What no kernel of ours is called: matrix products, softmax and attention of libraries, and kernels of the compiler.

@@ -24,13 +24,13 @@ from nsa.bench.targets import speed_up_target
 from nsa.errors import check
 from nsa.train import environment
 from nsa.train.config import TrainConfig
-from nsa.train.launch import Launch, check_platform, communication_settings
-from nsa.train.out_of_memory import check_run_fits
-from nsa.train.parallel import Processes, join
-from nsa.train.precision import choose_device
+from nsa.train.distributed.launch import Launch, check_platform, communication_settings
+from nsa.train.distributed.processes import Processes, join
+from nsa.train.execution.precision import choose_device
 from nsa.train.run_folder import RunFolder
-from nsa.train.throughput import MIB
+from nsa.train.telemetry.throughput import MIB
 from nsa.train.trainer import Trainer
+from nsa.train.watch.out_of_memory import check_run_fits
 
 PROFILED_STEPS = 3
 _EXCHANGES = 50

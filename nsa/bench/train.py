@@ -21,10 +21,10 @@ from nsa.bench.train_run import Measured, measure_forward, measure_steps
 from nsa.errors import check
 from nsa.lm.flops import flops_per_token
 from nsa.train.config import TrainConfig
-from nsa.train.launch import check_platform, read_launch
-from nsa.train.out_of_memory import check_run_fits, is_out_of_memory, memory_use, smaller_micro_batch
-from nsa.train.throughput import peak_flops
+from nsa.train.distributed.launch import check_platform, read_launch
+from nsa.train.telemetry.throughput import peak_flops
 from nsa.train.trainer import Trainer, TrainingStoppedError
+from nsa.train.watch.out_of_memory import check_run_fits, is_out_of_memory, memory_use, smaller_micro_batch
 
 # Cases of whose kernels each branch has to run one.
 _BRANCH_CASES = {

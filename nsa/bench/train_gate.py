@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from nsa.bench.gate import Verdict
 from nsa.lm.model import LanguageModel
 from nsa.testing import assert_within_budget
-from nsa.train.activations import checkpoint_activations
 from nsa.train.config import CheckpointingConfig, TrainConfig
+from nsa.train.execution.activations import checkpoint_activations
+from nsa.train.execution.precision import autocast
 from nsa.train.loss import NextTokenLoss
-from nsa.train.precision import autocast
 
 SEQUENCES = 2
 LAYERS = 2

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from nsa.bench.clock import Timing, kernel_sums, kernel_times, peak_mib, percentiles
-from nsa.train.compilation import compilations
 from nsa.train.config import TrainConfig
 from nsa.train.data import Batch
-from nsa.train.metrics import Row as MetricsRow
-from nsa.train.precision import autocast
+from nsa.train.execution.compilation import compilations
+from nsa.train.execution.precision import autocast
 from nsa.train.run_folder import RunFolder
-from nsa.train.throughput import MIB, STARTING_STEPS
+from nsa.train.telemetry.metrics import Row as MetricsRow
+from nsa.train.telemetry.throughput import MIB, STARTING_STEPS
 from nsa.train.trainer import Trainer
 
 TIMING = "steps of the trainer"

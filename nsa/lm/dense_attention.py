@@ -14,8 +14,9 @@ from torch.nn.attention.varlen import varlen_attn
 from nsa.cache import PackedRows
 from nsa.config import NSAConfig
 from nsa.errors import check
-from nsa.ops._boundary import Sequences, on_gpu, open_layer_input
+from nsa.ops._backend import on_gpu
 from nsa.ops._packed import lengths, locate, pad, query_positions, unpad
+from nsa.ops._sequences import Sequences, open_layer_input
 from nsa.ops.projection import Columns, Heads, TogetherModule, project
 from nsa.rope import Rope
 from nsa.stages import DENSE, PROJECTION, in_stage, stage

@@ -16,7 +16,7 @@ from nsa.lm.config import LMConfig
 from nsa.lm.dense_attention import DenseAttention, DenseCache, DenseLayerCache
 from nsa.lm.recomputation import Keeps, keep_attention
 from nsa.module import Compression, Gate, NativeSparseAttention
-from nsa.ops._boundary import Sequences, open_layer_input
+from nsa.ops._sequences import Sequences, open_layer_input
 from nsa.ops.embedding import embed
 
 Cache = NSACache | DenseCache

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.ops._boundary import Sequences
 from nsa.ops._packed import lengths, num_compressed
+from nsa.ops._sequences import Sequences
 
 
 def padded_positions(sequences: Sequences) -> Tensor:

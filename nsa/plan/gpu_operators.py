@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.ops._boundary import as_on_gpu
+from nsa.ops._backend import as_on_gpu
 
 
 class _FusedRMSNorm(torch.autograd.Function):

@@ -9,7 +9,7 @@ import torch
 
 from nsa.errors import check, fail
 from nsa.train.environment import cpu
-from nsa.train.throughput import peak_of
+from nsa.train.telemetry.throughput import peak_of
 
 GIB = 2**30
 

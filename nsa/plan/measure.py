@@ -13,8 +13,8 @@ from nsa.bench.train_run import measure_steps
 from nsa.errors import check
 from nsa.plan.memory import step_memory
 from nsa.train.config import TrainConfig
-from nsa.train.out_of_memory import check_run_fits
-from nsa.train.throughput import MIB
+from nsa.train.telemetry.throughput import MIB
+from nsa.train.watch.out_of_memory import check_run_fits
 
 WITHIN = 0.10
 WARMUP, STEPS = 3, 4

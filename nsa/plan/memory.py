@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa.lm.model import LanguageModel
-from nsa.ops._boundary import as_on_gpu
+from nsa.ops._backend import as_on_gpu
 from nsa.plan.compiled import CompiledStep
 from nsa.plan.gpu_operators import gpu_operators
 from nsa.plan.scratch import scratch_bytes
 from nsa.plan.timeline import GRADIENTS, OPTIMIZER, PASSING, SAVED, WEIGHTS, Timeline, fake_parameters
 from nsa.train.config import TrainConfig
 from nsa.train.data.synthetic import TASKS
+from nsa.train.execution.precision import autocast
 from nsa.train.loss import NextTokenLoss
 from nsa.train.optim import ModelOptimizer
-from nsa.train.precision import autocast
 
 # Workspaces of cuBLAS, which PyTorch takes from its allocator: one for each thread and stream that multiplies (on an H200).
 LIBRARIES = "cuBLAS"

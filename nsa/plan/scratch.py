@@ -112,7 +112,7 @@ class _Attention:
 
     def selected_backward(self) -> int:
         """Lists, index and chunks' sums; where choices may scatter, rows of slots for dQ."""
-        from nsa.ops.selected.triton_launch import BACKWARD_CHUNK, DQ_CHUNK, LONG, chunk_size
+        from nsa.ops.selected.launch import BACKWARD_CHUNK, DQ_CHUNK, LONG, chunk_size
 
         pattern = self.config
         needed = 8 * self.entries + self.key_bytes(pattern.head_dim) + (4 * self.entries if self.tiled else 0)
@@ -145,7 +145,7 @@ class _Attention:
 
     def segments(self, size: int) -> int:
         """As ``Call.num_segments`` has them."""
-        from nsa.ops.selected.triton_launch import HELD_SLOTS, SMALL
+        from nsa.ops.selected.launch import HELD_SLOTS, SMALL
 
         row = self.config.num_heads * size * self.element
         return max(1, min(self.tokens, -(-self.slots // HELD_SLOTS), -(-self.tokens * self.slots * row // SMALL)))

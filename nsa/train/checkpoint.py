@@ -26,9 +26,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nsa.errors import UserError, check, fail
+from nsa.train.distributed.sharding import gather, put
 from nsa.train.environment import version
 from nsa.train.run_folder import flush_folder, write_flushed
-from nsa.train.sharding import gather, put
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.extras import CORE, EXTRAS
-from nsa.train.launch import communication_settings
+from nsa.train.distributed.launch import communication_settings
 
 PACKAGE = Path(__file__).resolve().parents[1]
 RECORDED = tuple(dict.fromkeys(("nsa", *CORE, *(package for extra in EXTRAS.values() for package in extra))))

@@ -13,7 +13,7 @@ from nsa.errors import check
 from nsa.lm.model import LanguageModel
 from nsa.module import Compression
 from nsa.train.config import OptimConfig
-from nsa.train.sharding import gather, own_part, put
+from nsa.train.distributed.sharding import gather, own_part, put
 
 
 @dataclass(frozen=True)

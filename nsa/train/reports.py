@@ -11,30 +11,30 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nsa.eval.bits_per_byte import evaluate
-from nsa.eval.generation import complete
 from nsa.lm.flops import flops_per_token
 from nsa.lm.model import LanguageModel
-from nsa.train.compilation import Compiled, compilations
 from nsa.train.config import TrainConfig
 from nsa.train.data import Batch, DataBundle, validation_batches
-from nsa.train.health import Health
-from nsa.train.layer_statistics import LayerStatistics
-from nsa.train.metrics import RANK_METRICS, MetricsWriter, Row
-from nsa.train.parallel import Processes
+from nsa.train.distributed.processes import Processes
+from nsa.train.distributed.sharding import gather, put
+from nsa.train.distributed.strategy import Replicated
+from nsa.train.evaluation import evaluate
+from nsa.train.execution.compilation import Compiled, compilations
+from nsa.train.execution.startup import Startup
+from nsa.train.generation import complete
 from nsa.train.run_folder import RunFolder
-from nsa.train.sharding import gather, put
-from nsa.train.signals import Requests
-from nsa.train.startup import Startup
 from nsa.train.state import TrainState, Window
-from nsa.train.strategy import Replicated
-from nsa.train.throughput import (
+from nsa.train.telemetry.layer_statistics import LayerStatistics
+from nsa.train.telemetry.metrics import RANK_METRICS, MetricsWriter, Row
+from nsa.train.telemetry.throughput import (
     STARTING_STEPS,
     DeviceClock,
     memory_row,
     peak_flops,
     utilisation_row,
 )
+from nsa.train.watch.health import Health
+from nsa.train.watch.signals import Requests
 
 logger = logging.getLogger(__name__)
 

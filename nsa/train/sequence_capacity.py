@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from nsa.train.config import TrainConfig
 from nsa.train.data import Batch
 from nsa.train.data.source import TokenSource
-from nsa.train.parallel import Processes
+from nsa.train.distributed.processes import Processes
 from nsa.train.state import Progress
 
 # Mean length of documents, tokens, that is taken for short where there is no index of them.

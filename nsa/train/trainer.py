@@ -23,32 +23,32 @@ from torch.nn.utils import clip_grads_with_norm_
 from nsa.errors import UserError, check
 from nsa.lm.model import LanguageModel
 from nsa.stages import BACKWARD, DATA, FORWARD, OPTIMIZER, in_stage, stage
-from nsa.train.activations import checkpoint_activations
 from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpoints, load_tensors
-from nsa.train.compilation import compilations
 from nsa.train.config import TrainConfig
-from nsa.train.cuda_graphs import CaptureError, Replay
 from nsa.train.data import Batch, Sampler, collate, open_data
-from nsa.train.kernels_ahead import KernelsAhead
-from nsa.train.late import LateReader
-from nsa.train.launch import Launch, check_launch, read_launch
+from nsa.train.data.prefetch import Prefetcher, StarvedError
+from nsa.train.distributed.launch import Launch, check_launch, read_launch
+from nsa.train.distributed.processes import Processes
+from nsa.train.distributed.strategy import distribute
+from nsa.train.execution.activations import checkpoint_activations
+from nsa.train.execution.compilation import compilations
+from nsa.train.execution.cuda_graphs import CaptureError, Replay
+from nsa.train.execution.kernels_ahead import KernelsAhead
+from nsa.train.execution.precision import autocast, choose_device, grow_segments, set_tf32
+from nsa.train.execution.startup import Startup
 from nsa.train.loss import NextTokenLoss
-from nsa.train.metrics import Row
 from nsa.train.optim import ModelOptimizer
-from nsa.train.parallel import Processes
-from nsa.train.precision import autocast, choose_device, grow_segments, set_tf32
-from nsa.train.prefetch import Prefetcher, StarvedError
 from nsa.train.reports import Beat, Reports, Surroundings
 from nsa.train.resumption import check_same_data, resumed_checkpoint
 from nsa.train.rng import seed_everything
 from nsa.train.run_folder import RunFolder
 from nsa.train.schedule import lr_factor
 from nsa.train.sequence_capacity import SequenceCapacity
-from nsa.train.signals import HALT, Requests
-from nsa.train.startup import Startup
 from nsa.train.state import TrainState, weights
-from nsa.train.strategy import distribute
-from nsa.train.watchdog import CHECKPOINT_LIMIT_S, STARTING_LIMIT_S
+from nsa.train.telemetry.delayed import LateReader
+from nsa.train.telemetry.metrics import Row
+from nsa.train.watch.signals import HALT, Requests
+from nsa.train.watch.watchdog import CHECKPOINT_LIMIT_S, STARTING_LIMIT_S
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import torch
 from nsa import NSAConfig
 from nsa.bench import flops
 from nsa.bench.points import Point, hand_made_choice, parse_shape
-from nsa.ops._boundary import open_sequences
+from nsa.ops._sequences import open_sequences
 from nsa.ops._visibility import visible_compressed, visible_tokens, visible_window
 from nsa.ops.selected.reference import visible_selected
 

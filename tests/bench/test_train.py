@@ -22,8 +22,8 @@ from nsa.bench.train_run import StepClock, _MeasuredError, measure_steps
 from nsa.errors import UserError
 from nsa.lm.model import LanguageModel
 from nsa.lm.twins import MATCHED_WITHIN, dense_matched, parameters_by_part, twin
-from nsa.train.compilation import Compiled, compilations
 from nsa.train.config import CheckpointingConfig, TrainConfig
+from nsa.train.execution.compilation import Compiled, compilations
 from nsa.train.load import load_config
 from nsa.train.trainer import Trainer, TrainingStoppedError
 from tests.train.cases import MODEL, write_text

@@ -29,7 +29,7 @@ from nsa.ops._triton.tuning import (
     tile_for,
     tiles_chosen_by,
 )
-from nsa.train.progress import RunReport
+from nsa.train.telemetry.progress import RunReport
 
 KEY = TileKey("window_attention_fwd", 64, 2)
 ORIGIN = Origin("run", "cuda", "NVIDIA Test", "1", "2.11.0", "3.6.0", "abc", False, "2026-01-02T03:04:05+00:00")

@@ -22,7 +22,7 @@ import torch
 
 from nsa import cli
 from nsa.train.load import load_config, settings
-from nsa.train.metrics import read_metrics
+from nsa.train.telemetry.metrics import read_metrics
 from tests.train.cases import contents
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa import NSAConfig, cli, configs, doctor, extras
+from nsa import NSAConfig, cli, configs, extras
+from nsa.cli import doctor
 from nsa.ops._triton.tuning import Tile, TileKey, tiles_chosen_by
 from nsa.train import environment
 from tools.compile_only.launches import Batch, attend, launches

@@ -21,14 +21,15 @@ import torch
 from nsa import cli
 from nsa.bench import train
 from nsa.bench.rows import read_rows
-from nsa.eval import generation, report
 from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
-from nsa.train import out_of_memory
+from nsa.train import generation
 from nsa.train.config import CheckpointingConfig, TrainConfig
 from nsa.train.load import to_yaml
-from nsa.train.out_of_memory import check_fits, free_memory, is_out_of_memory, memory_use, remedies
+from nsa.train.runs import evaluation as report
 from nsa.train.trainer import Trainer
+from nsa.train.watch import out_of_memory
+from nsa.train.watch.out_of_memory import check_fits, free_memory, is_out_of_memory, memory_use, remedies
 from tests.train.cases import tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa import NSAConfig
 from nsa.attention import native_sparse_attention
-from nsa.ops._boundary import as_on_gpu
+from nsa.ops._backend import as_on_gpu
 from nsa.ops._triton import kernel as module
 from nsa.ops._triton.kernel import Kernel, kernel
 from nsa.ops._triton.tuning import default_tile, tiles_chosen_by

@@ -81,7 +81,7 @@ def _after_micro_batches(number: str, rank: str, action: Callable[[], None]) -> 
 
 
 def _nan_in_weights(step: str, rank: str = "0") -> None:
-    from nsa.train.sharding import own_part
+    from nsa.train.distributed.sharding import own_part
 
     def poison(trainer: Any) -> None:
         with torch.no_grad():

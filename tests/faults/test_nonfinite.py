@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nsa.train.checkpoint import list_checkpoints
-from nsa.train.metrics import read_metrics
+from nsa.train.telemetry.metrics import read_metrics
 from tests.faults.cases import Nsa, Ranks, events, outcome, write_config
 
 CASES = [

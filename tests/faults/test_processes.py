@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from nsa.train.checkpoint import list_checkpoints
-from nsa.train.metrics import Row, read_metrics
+from nsa.train.telemetry.metrics import Row, read_metrics
 from tests.faults.cases import Nsa, Ranks, events, outcome, torchrun, write_config
 from tests.train.cases import reproducible_rows
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.train.compilation import compilations
 from nsa.train.config import DataConfig, ParallelConfig
-from nsa.train.kernels_ahead import launches_of_a_step
+from nsa.train.execution.compilation import compilations
+from nsa.train.execution.kernels_ahead import launches_of_a_step
 from nsa.train.run_folder import RunFolder
 from nsa.train.trainer import Trainer
 from tests.gpu.matrix import SEED

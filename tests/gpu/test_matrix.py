@@ -80,7 +80,7 @@ def test_lists_of_any_length(num_blocks):
 
 def test_gathering_in_segments():
     """Queries worked off in four parts: more of them would need memory that long sequences do not have."""
-    with mock.patch("nsa.ops.selected.triton_launch.SMALL", 1):
+    with mock.patch("nsa.ops.selected.launch.SMALL", 1):
         RUNS["gathered"](seed_case(1200, 70, 0, 33)).check()
         check_same_bits("gathered", seed_case(1200, 70, 0, 33))
 

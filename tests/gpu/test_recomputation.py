@@ -12,8 +12,8 @@ from torch import Tensor
 
 from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
-from nsa.train.activations import checkpoint_activations, kept_bytes
 from nsa.train.config import CheckpointingConfig
+from nsa.train.execution.activations import checkpoint_activations, kept_bytes
 from tests.train.cases import make_trainer, tiny_config
 
 POLICIES = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nsa.ops._triton.tuning import Tile, TileKey, default_tile, tiles_chosen_by
-from nsa.ops.selected import triton_launch
+from nsa.ops.selected import launch as triton_launch
 from tests.ops import properties
 from tests.ops.cases import small
 from tests.ops.public import CHECKS, DESIGNS, RUNS, Case, check_choice, check_combine, check_compress, check_project

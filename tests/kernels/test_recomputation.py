@@ -11,7 +11,7 @@ from torch import Tensor
 import nsa.attention
 from nsa.lm.model import LanguageModel
 from tests.train.cases import MODEL, PATTERN
-from tests.train.test_activations import Count
+from tests.train.execution.test_activations import Count
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered", "ignore:overflow encountered in exp2")
 

@@ -14,8 +14,8 @@ from nsa import NSAConfig, selected_attention
 from nsa.ops._triton.layout import Gated, Layout
 from nsa.ops._triton.tuning import Tile
 from nsa.ops.selected import design as design_rules
-from nsa.ops.selected import triton_launch
-from nsa.ops.selected.triton_launch import Call, selected_backward, selected_forward
+from nsa.ops.selected import launch as triton_launch
+from nsa.ops.selected.launch import Call, selected_backward, selected_forward
 from nsa.testing import assert_within_budget, make_inputs
 
 BLOCK = 16

@@ -22,7 +22,7 @@ from nsa import (
     selected_attention,
     window_attention,
 )
-from nsa.ops._boundary import Sequences
+from nsa.ops._sequences import Sequences
 from nsa.ops.embedding import embed
 from nsa.ops.observation import new_sums, observe
 from nsa.ops.projection import Columns, Gates, Heads, project

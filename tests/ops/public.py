@@ -27,7 +27,7 @@ from nsa import (
     window_attention,
 )
 from nsa.config import BRANCHES
-from nsa.ops._boundary import Sequences
+from nsa.ops._sequences import Sequences
 from nsa.ops.combination.reference import combine_reference
 from nsa.ops.embedding import embed
 from nsa.ops.embedding.reference import embed_reference
@@ -434,7 +434,7 @@ def run_whole(case: Case, x: AttentionInputs | None = None, dout: Tensor | None 
         return seen[-1][2]
 
     options: dict[str, Any] = {"q_cmp": queries, "rope": rope, "selected_design": case.design, **case.offsets(x)}
-    with mock.patch("nsa.attention.run_select_blocks", watched), mock.patch("nsa.ops.nsa.ops.run_select_blocks", watched):
+    with mock.patch("nsa.attention.run_select_blocks", watched), mock.patch("nsa.ops.attention.ops.run_select_blocks", watched):
         out = case.flat(native_sparse_attention(**given, phi=phi, config=config, **options))
     dout = case.normal(*out.shape, seed=11) if dout is None else dout
     found = torch.autograd.grad(out, leaves, dout, allow_unused=True)

@@ -32,7 +32,7 @@ BATCH = make_batch(CONFIG, (LENGTH,))
 @pytest.fixture(autouse=True)
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KernelInterface, "__getitem__", lambda self, grid: lambda *args, **kwargs: None)
-    monkeypatch.setattr("nsa.ops._boundary.kernels_run_on_cpu", lambda: True)
+    monkeypatch.setattr("nsa.ops._backend.kernels_run_on_cpu", lambda: True)
 
 
 def tensors() -> tuple[Tensor, Tensor, Tensor]:

@@ -13,11 +13,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nsa
-from nsa import cli, doctor
+from nsa import cli
+from nsa.cli import doctor
 from nsa.errors import UserError
 from nsa.ops import _capability
-from nsa.ops._boundary import Sequences, choose_backend
+from nsa.ops._backend import choose_backend
 from nsa.ops._capability import capability, check_kernels_run
+from nsa.ops._sequences import Sequences
 from nsa.ops.embedding import embed
 from nsa.ops.projection import Columns, Heads, project
 from nsa.train import environment

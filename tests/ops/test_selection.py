@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa import NSAConfig, compressed_attention, select_blocks
-from nsa.ops._boundary import Sequences
+from nsa.ops._sequences import Sequences
 from nsa.ops.selection.reference import block_scores, choose_blocks
 from tests import oracle
 from tests.ops.cases import BATCHES, SHORT, Batch, array, disagreements, make_batch, named_batch, near, small, stack

@@ -23,9 +23,9 @@ from triton.runtime.jit import KernelInterface
 from nsa import NSAConfig
 from nsa.ops import _side_stream
 from nsa.ops._packed import compressed_cu_seqlens
-from nsa.ops.nsa import ops as whole
+from nsa.ops.attention import ops as whole
+from nsa.ops.selected import launch as triton_launch
 from nsa.ops.selected import ops as selected
-from nsa.ops.selected import triton_launch
 from nsa.testing import packed_offsets
 
 CUDA = torch.device("cuda")

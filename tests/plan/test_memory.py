@@ -19,8 +19,8 @@ from nsa.plan.compiled import CHOSEN, CompiledStep, GraphMemory
 from nsa.plan.gpu_operators import gpu_operators
 from nsa.plan.memory import KEPT, LIBRARIES, step_memory
 from nsa.plan.timeline import GRADIENTS, OPTIMIZER, PASSING, SAVED, SCRATCH, WEIGHTS, Timeline, fake_parameters
-from nsa.train.activations import kept_bytes
 from nsa.train.config import CheckpointingConfig, DataConfig, OptimConfig, ParallelConfig, TrainConfig
+from nsa.train.execution.activations import kept_bytes
 from nsa.train.load import load_config
 from nsa.train.loss import NextTokenLoss
 from nsa.train.optim import ModelOptimizer
@@ -70,7 +70,8 @@ def real_step(config: TrainConfig) -> Timeline:
 def test_the_plan_is_what_a_step_with_data_takes(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "gpu_operators", nullcontext)
     monkeypatch.setattr(memory, "scratch_bytes", lambda name, arguments: 0)
-    monkeypatch.setattr("nsa.ops._boundary.reads_contents", lambda index: False)  # as of offsets on a GPU
+    for module in ("_sequences", "_checks"):  # as of offsets on a GPU
+        monkeypatch.setattr(f"nsa.ops.{module}.reads_contents", lambda index: False)
     config = config_of(**changes)
     planned, real = step_memory(config).parts, real_step(config).at_peak
     assert planned[LIBRARIES] == 2 * memory.WORKSPACE_BYTES

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from nsa import cli
-from nsa.bench import command as bench
-from nsa.bench.command import carried_rows
 from nsa.bench.rows import Row, RowFile, read_rows
 from nsa.bench.subjects import differences
+from nsa.cli import bench
+from nsa.cli.bench import carried_rows
 from nsa.errors import UserError
 from nsa.plan import measure
 from nsa.plan import plan as planning
@@ -25,7 +25,7 @@ from nsa.plan.report import duration, shown_parts
 from nsa.train.config import CheckpointingConfig, TrainConfig
 from nsa.train.environment import cpu
 from nsa.train.load import load_config
-from nsa.train.throughput import peak_of
+from nsa.train.telemetry.throughput import peak_of
 from tests.bench.rows import make_row
 from tests.bench.test_train import write_config
 

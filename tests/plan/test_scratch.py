@@ -11,9 +11,9 @@ from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
 from nsa.config import NSAConfig
-from nsa.ops.nsa.ops import _backward
+from nsa.ops.attention.ops import _backward
+from nsa.ops.selected.launch import selected_forward
 from nsa.ops.selected.ops import selected_call
-from nsa.ops.selected.triton_launch import selected_forward
 from nsa.plan.scratch import scratch_bytes
 from nsa.plan.timeline import Timeline
 

@@ -21,7 +21,7 @@ from nsa import configs
 from nsa.errors import UserError
 from nsa.train.environment import code_version
 from nsa.train.load import load_config
-from nsa.train.metrics import Row as MetricsRow
+from nsa.train.telemetry.metrics import Row as MetricsRow
 from tests.faults.cases import write_config
 from tests.tools.accept_cases import some_row
 from tools.accept import __main__ as command

@@ -11,8 +11,8 @@ from typing import Any
 from nsa.config import NSAConfig
 from nsa.lm.config import LMConfig
 from nsa.train.config import DataConfig, OptimConfig, TrainConfig
-from nsa.train.metrics import PER_RANK, Row, read_metrics
 from nsa.train.run_folder import RunFolder
+from nsa.train.telemetry.metrics import PER_RANK, Row, read_metrics
 from nsa.train.trainer import Trainer
 
 PATTERN = NSAConfig(

@@ -16,7 +16,7 @@ import torch
 
 from nsa.train.config import DataConfig
 from nsa.train.load import to_yaml
-from nsa.train.metrics import Row
+from nsa.train.telemetry.metrics import Row
 from tests.train.cases import make_trainer, reproducible_rows, tiny_config, write_text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -16,9 +16,9 @@ from nsa.errors import UserError
 from nsa.train import load
 from nsa.train.checkpoint import list_checkpoints
 from nsa.train.load import load_config
-from nsa.train.metrics import read_metrics
-from nsa.train.run_report import report_page
+from nsa.train.runs.report import report_page
 from nsa.train.state import Progress
+from nsa.train.telemetry.metrics import read_metrics
 from tests.train.cases import make_trainer, rewrite_hashes, tiny_config
 
 Meta = dict[str, Any]

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from nsa.train.checkpoint import find_checkpoint, list_checkpoints, load_tensors, read_meta
-from nsa.train.inference import load_model
 from nsa.train.load import to_yaml
-from nsa.train.metrics import Row, read_metrics
 from nsa.train.rng import rng_state, seed_everything, set_rng_state
+from nsa.train.runs.inference import load_model
 from nsa.train.state import Progress, TrainState, Window
+from nsa.train.telemetry.metrics import Row, read_metrics
 from nsa.train.trainer import Trainer
 from tests.faults.cases import Nsa, rows_of
 from tests.train.cases import make_trainer, reproducible_rows, rewrite_hashes, tiny_config

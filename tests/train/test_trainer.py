@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.eval.generation import complete
 from nsa.train import reports
 from nsa.train.config import DataConfig, OptimConfig, ParallelConfig, TrainConfig
 from nsa.train.data import Batch, Sampler, TextSource, collate
-from nsa.train.launch import Launch, check_launch
-from nsa.train.metrics import Row, read_metrics
+from nsa.train.distributed.launch import Launch, check_launch
+from nsa.train.generation import complete
 from nsa.train.run_folder import RunFolder
 from nsa.train.schedule import lr_factor
+from nsa.train.telemetry.metrics import Row, read_metrics
 from nsa.train.trainer import Trainer, TrainingStoppedError
 from tests.train.cases import make_trainer, reproducible_rows, tiny_config
 
@@ -119,7 +119,8 @@ class _NoReading(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_step_reads_nothing_off_the_device(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nsa.ops._boundary.reads_contents", lambda index: False)  # as of offsets on a GPU
+    for module in ("_sequences", "_checks"):  # as of offsets on a GPU
+        monkeypatch.setattr(f"nsa.ops.{module}.reads_contents", lambda index: False)
     config = tiny_config(tmp_path, model={"attention": "dense"}, optim={"name": name}, loss_chunk=32)
     trainer = make_trainer(config, tmp_path / "run")
     batches = trainer.next_batches()

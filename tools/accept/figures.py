@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa.train.metrics import Row as MetricsRow
-from nsa.train.metrics import read_metrics
-from nsa.train.throughput import STARTING_STEPS
+from nsa.train.telemetry.metrics import Row as MetricsRow
+from nsa.train.telemetry.metrics import read_metrics
+from nsa.train.telemetry.throughput import STARTING_STEPS
 
 SETTLED = 0.1  # share of the steps at the beginning that speed is not measured in
 LEAST_GAIN_NATS = 0.5

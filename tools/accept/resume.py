@@ -9,8 +9,8 @@ from pathlib import Path
 
 from nsa.train.checkpoint import list_checkpoints
 from nsa.train.load import load_config
-from nsa.train.metrics import Row as MetricsRow
-from nsa.train.metrics import read_metrics
+from nsa.train.telemetry.metrics import Row as MetricsRow
+from nsa.train.telemetry.metrics import read_metrics
 from tools.accept.case import Case, Finding
 from tools.accept.figures import Figures
 from tools.accept.programs import Ended, Program

@@ -95,5 +95,5 @@ def absent_gpu(arch: int) -> Iterator[list[Usage]]:
 @contextmanager
 def kernels_take_cpu_tensors() -> Iterator[None]:
     """Within, ``backend="triton"`` is not refused where tensors lie on the CPU."""
-    with mock.patch("nsa.ops._boundary.kernels_run_on_cpu", return_value=True):
+    with mock.patch("nsa.ops._backend.kernels_run_on_cpu", return_value=True):
         yield

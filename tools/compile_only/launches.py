@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 import nsa
 from nsa import NSAConfig, PhiWeights, Rope, combine, native_sparse_attention
-from nsa.ops._boundary import Sequences
+from nsa.ops._sequences import Sequences
 from nsa.ops._triton.kernel import Kernel
 from nsa.ops.embedding import embed
 from nsa.ops.observation import new_sums

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nsa.errors import check, fail
-from nsa.ops._boundary import choose_backend
+from nsa.ops._backend import choose_backend
 from nsa.ops.combination.ops import combine_op
 from nsa.ops.combination.reference import combine_reference
 from nsa.stages import GATES, in_stage

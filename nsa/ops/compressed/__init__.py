@@ -9,7 +9,9 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.errors import fail
-from nsa.ops._boundary import Sequences, check_heads, choose_backend, compressed_key_shape, open_sequences, pack, scale_of
+from nsa.ops._backend import choose_backend
+from nsa.ops._checks import check_heads, scale_of
+from nsa.ops._sequences import Sequences, compressed_key_shape, open_sequences, pack
 from nsa.ops.compressed.ops import compressed_attention_op
 from nsa.ops.compressed.reference import compressed_attention_reference
 from nsa.stages import COMPRESSED, in_stage

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.ops._boundary import Sequences
 from nsa.ops._masked_attention import masked_attention
 from nsa.ops._packed import compressed_cu_seqlens, pad, unpad
+from nsa.ops._sequences import Sequences
 from nsa.ops._visibility import max_compressed, visible_compressed
 
 

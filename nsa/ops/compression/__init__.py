@@ -9,16 +9,10 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.errors import check
-from nsa.ops._boundary import (
-    Sequences,
-    check_cu_seqlens,
-    check_cu_seqlens_contents,
-    check_heads,
-    choose_backend,
-    pack,
-    reads_contents,
-)
+from nsa.ops._backend import choose_backend, reads_contents
+from nsa.ops._checks import check_cu_seqlens, check_cu_seqlens_contents, check_heads
 from nsa.ops._packed import compressed_cu_seqlens
+from nsa.ops._sequences import Sequences, pack
 from nsa.ops.compression.ops import compress_op, gather_blocks_op
 from nsa.ops.compression.reference import PhiWeights, compress_reference, compressed_positions_reference, rotated_place
 from nsa.rope import Rope, apply_rope

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nsa.errors import check
-from nsa.ops._boundary import choose_backend
+from nsa.ops._backend import choose_backend
 from nsa.ops.embedding.ops import embed_op
 from nsa.ops.embedding.reference import embed_reference
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nsa.config import BRANCHES, NSAConfig
 from nsa.errors import check
-from nsa.ops._boundary import Sequences
+from nsa.ops._sequences import Sequences
 from nsa.ops.observation.ops import observe_op
 from nsa.ops.observation.reference import LARGE, MOST, SUMS, UNIT, new_sums
 from nsa.stages import TELEMETRY, in_stage

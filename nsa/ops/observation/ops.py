@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nsa.ops._boundary import Sequences
 from nsa.ops._register import register
+from nsa.ops._sequences import Sequences
 from nsa.ops.observation.reference import ON, observe_reference
 
 

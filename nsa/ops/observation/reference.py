@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from nsa.ops._boundary import Sequences
 from nsa.ops._packed import locate, query_positions
+from nsa.ops._sequences import Sequences
 
 # Places in the sums of a layer. ON is no sum: only where it is 1 is anything added. Shares and means are kept as whole numbers,
 # so that sums are the same in any order. The last two are the largest of what was seen: most keys of a query, and LARGE less

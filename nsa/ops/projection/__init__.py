@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from nsa.errors import check, fail
-from nsa.ops._boundary import Sequences, choose_backend
+from nsa.ops._backend import choose_backend
 from nsa.ops._packed import locate
+from nsa.ops._sequences import Sequences
 from nsa.ops.projection.layout import Columns, Gates, Heads, TogetherModule, lay_together
 from nsa.ops.projection.ops import project_op
 from nsa.ops.projection.reference import activate, project_reference

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.errors import check, fail
-from nsa.ops._boundary import Sequences, check_block_indices, check_qkv, choose_backend, open_sequences, pack, scale_of
+from nsa.ops._backend import choose_backend
+from nsa.ops._checks import check_block_indices, check_qkv, scale_of
+from nsa.ops._sequences import Sequences, open_sequences, pack
 from nsa.ops.selected.design import DESIGNS, LIMIT_4
 from nsa.ops.selected.ops import selected_attention_op
 from nsa.ops.selected.reference import selected_attention_reference

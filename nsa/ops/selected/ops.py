@@ -31,7 +31,7 @@ def selected_call(q: Tensor, v: Tensor, *where: Any, unique: bool = False) -> An
     """
     from nsa.ops._triton.layout import Layout
     from nsa.ops._triton.tuning import tile_for
-    from nsa.ops.selected.triton_launch import Call
+    from nsa.ops.selected.launch import Call
 
     *layout, block_size, softmax_scale, design = where
     tiles = partial(tile_for, q=q, v=v)
@@ -75,7 +75,7 @@ def run_selected_forward(
         where: what the operator takes after the tensors.
         unique: whether no query names a block twice.
     """
-    from nsa.ops.selected.triton_launch import selected_forward
+    from nsa.ops.selected.launch import selected_forward
 
     check_queries("selected_attention", q)
     check_keys("selected_attention", "k", k)
@@ -114,7 +114,7 @@ def run_selected_backward(
         unique: as in the forward.
     """
     from nsa.ops._triton.layout import Gated
-    from nsa.ops.selected.triton_launch import selected_backward
+    from nsa.ops.selected.launch import selected_backward
 
     q, k, v, dout = (rows(x) for x in (q, k, v, dout))
     call = selected_call(q, v, *where, unique=unique)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.ops._boundary import Sequences
 from nsa.ops._masked_attention import masked_attention
 from nsa.ops._packed import pad, unpad
+from nsa.ops._sequences import Sequences
 from nsa.ops._visibility import max_blocks, padded_positions, visible_tokens
 
 

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.errors import fail
-from nsa.ops._boundary import Sequences, choose_backend, compressed_key_shape, open_sequences, pack, scale_of
+from nsa.ops._backend import choose_backend
+from nsa.ops._checks import scale_of
+from nsa.ops._sequences import Sequences, compressed_key_shape, open_sequences, pack
 from nsa.ops.selection.ops import choice_result, select_blocks_by_kernel, select_blocks_op
 from nsa.ops.selection.ranges import blocks_to_ranges
 from nsa.ops.selection.reference import coarse_keys, select_blocks_reference

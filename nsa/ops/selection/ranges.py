@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.ops._boundary import check_block_indices, open_sequences
+from nsa.ops._checks import check_block_indices
 from nsa.ops._packed import query_positions
+from nsa.ops._sequences import open_sequences
 
 
 def blocks_to_ranges(

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.ops._boundary import Sequences
 from nsa.ops._masked_attention import accumulate_dtype, grouped_scores
 from nsa.ops._packed import compressed_cu_seqlens, lengths, locate, num_compressed, pad, query_positions, unpad
+from nsa.ops._sequences import Sequences
 from nsa.ops._visibility import max_blocks, max_compressed, visible_compressed
 
 

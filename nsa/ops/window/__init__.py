@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.ops._boundary import Sequences, check_qkv, choose_backend, open_sequences, pack, scale_of
+from nsa.ops._backend import choose_backend
+from nsa.ops._checks import check_qkv, scale_of
+from nsa.ops._sequences import Sequences, open_sequences, pack
 from nsa.ops.window.ops import window_attention_op
 from nsa.ops.window.reference import window_attention_reference
 from nsa.stages import WINDOW, in_stage

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.ops._boundary import Sequences
 from nsa.ops._masked_attention import grouped_scores
 from nsa.ops._packed import compressed_cu_seqlens
+from nsa.ops._sequences import Sequences
 from nsa.ops.selection.reference import (
     choose_blocks,
     coarse_keys,

@@ -23,7 +23,7 @@ from nsa.train.data.shards import FORMAT, INDEX, PROGRESS, STAMP, TOKENIZER, ind
 from nsa.train.data.stream import Batch, DocumentReader, Found, Origin, Place
 from nsa.train.data.tokenise import SIDES, Side, Texts, TokenBatch, Tokenise, is_text, side_of
 from nsa.train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
-from nsa.train.launch import check_platform
+from nsa.train.distributed.launch import check_platform
 from nsa.train.run_folder import replace_text
 
 _LOCK = "prepare.lock"

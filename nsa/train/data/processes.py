@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from nsa.errors import UserError
-from nsa.train.launch import one_thread_for_tokenizers
+from nsa.train.distributed.launch import one_thread_for_tokenizers
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -30,10 +30,10 @@ from numpy.typing import NDArray
 
 from nsa.errors import UserError, check, fail
 from nsa.extras import install_command
+from nsa.train.data.prefetch import Prefetcher
 from nsa.train.data.processes import Child, ChildDiedError
 from nsa.train.data.source import DataUnavailableError
 from nsa.train.data.tokenise import Texts
-from nsa.train.prefetch import Prefetcher
 from nsa.train.sources import COMPRESSED, FORMATS, is_mistyped_path
 
 if TYPE_CHECKING:

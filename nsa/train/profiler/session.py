@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from nsa.errors import check
 from nsa.stages import BACKWARD, FORWARD, stage, stages_seen_by
-from nsa.train.precision import autocast
+from nsa.train.execution.precision import autocast
 from nsa.train.profiler.attribution import PREFIX, Attribution, Label, product_stages
 from nsa.train.profiler.memory import memory_text, module_memory, modules_marked
 from nsa.train.profiler.table import StageTable, stage_table

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from nsa import cli
-from nsa.eval.report import evaluate_run
 from nsa.train.config import DataConfig, TrainConfig
 from nsa.train.data import (
     DataUnavailableError,
@@ -29,9 +28,10 @@ from nsa.train.data import (
     open_data,
     prepare,
 )
-from nsa.train.metrics import read_metrics
 from nsa.train.run_folder import RunFolder
+from nsa.train.runs.evaluation import evaluate_run
 from nsa.train.sources import is_mistyped_path
+from nsa.train.telemetry.metrics import read_metrics
 from tests.train.cases import make_trainer, reproducible_rows, tiny_config
 from tests.train.data.data_sets import make_texts, write_folder
 

@@ -1,1 +1,0 @@
-"""Evaluation: bits per byte of held-out text, generation."""

@@ -1,0 +1,110 @@
+"""Forward and backward of a micro-batch as one CUDA graph, which the host launches instead of thousands of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from nsa.train.data import Batch
+from nsa.train.execution.compilation import compilations
+from nsa.train.watch.out_of_memory import is_out_of_memory
+
+
+class CaptureError(RuntimeError):
+    """A micro-batch that could not be captured as a CUDA graph; the message says what to do.
+
+    Args:
+        batch: the micro-batch.
+        error: what PyTorch said.
+    """
+
+    def __init__(self, batch: Batch, error: RuntimeError) -> None:
+        shape = f"{batch.tokens.shape[0]} tokens in {batch.num_sequences} sequences"
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        super().__init__(
+            f"cuda_graphs: a micro-batch of {shape} could not be captured ({first}). "
+            "Give --cuda-graphs false to run without CUDA graphs."
+        )
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A graph with the tensors that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    batch: Batch
+    divisor: Tensor
+    loss: Tensor
+
+
+class Replay:
+    """Runs micro-batches from two graphs: the first of a step makes its gradients, the others add to them.
+
+    The first step runs as it is, which compiles what has to be compiled. The graphs are captured in the second one, and again
+    when a micro-batch of another shape begins a step; the trainer pads micro-batches to one number of sequences, so that is
+    rare. Run as it is, a new shape would need as much memory again beside that of the graphs, so it is captured at once, by the
+    code that the first step compiled. A graph writes each ``.grad`` to the place that it was captured with, so nobody may drop
+    gradients between two steps, and nobody needs to zero them. Graphs share their memory, since one runs at a time.
+
+    Args:
+        run: forward and backward of a micro-batch on the device, its loss divided by a scalar before the backward pass; gives
+            the loss that was divided. It may not wait for the device.
+        parameters: those that get gradients.
+    """
+
+    def __init__(self, run: Callable[[Batch, Tensor], Tensor], parameters: Sequence[nn.Parameter]) -> None:
+        self._run, self._parameters = run, parameters
+        self._steps = 0
+        self._captured: dict[tuple[int, int, bool], _Captured] = {}
+
+    def __call__(self, batch: Batch, divisor: Tensor, is_first: bool) -> Tensor:
+        """The loss of ``batch``, from the host or the device.
+
+        Args:
+            batch: the micro-batch.
+            divisor: scalar on the device.
+            is_first: whether the gradients begin with this micro-batch; otherwise they are added.
+        """
+        self._steps += is_first
+        if self._steps == 1:
+            return self._run(batch.to(divisor.device), divisor)
+        key = (batch.tokens.shape[0], batch.num_sequences, is_first)
+        if key not in self._captured:
+            if is_first:
+                self._forget()
+            self._captured[key] = self._capture(batch.to(divisor.device), divisor.clone())
+        captured = self._captured[key]
+        captured.batch.copy_(batch)
+        captured.divisor.copy_(divisor)
+        captured.graph.replay()
+        return captured.loss.clone()
+
+    def _forget(self) -> None:
+        """Drop all graphs and the gradients that they write: the next capture makes new ones."""
+        self._captured.clear()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _capture(self, batch: Batch, divisor: Tensor) -> _Captured:
+        pool = next((captured.graph.pool() for captured in self._captured.values()), None)
+        # The host's figures are of this batch alone; whoever replays the graph has those of theirs.
+        batch = replace(batch, num_bytes=0, num_targets=0)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads fetch data and write checkpoints meanwhile; what they ask of CUDA is none of the capture's business.
+        # Compilation copies to the device, which would spoil the capture: the stance makes it an error of its own.
+        mode = "thread_local"
+        try:
+            with (
+                torch.compiler.set_stance("fail_on_recompile"),
+                compilations.capturing(),
+                torch.cuda.graph(graph, pool=pool, capture_error_mode=mode),
+            ):
+                loss = self._run(batch, divisor)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise CaptureError(batch, error) from error
+        return _Captured(graph, batch, divisor, loss)

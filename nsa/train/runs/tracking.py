@@ -1,0 +1,79 @@
+"""``nsa track``: rows of a run go to a tracker, by a process that the run knows nothing of."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import importlib.util
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from nsa.errors import check
+from nsa.train.run_folder import RunFolder, replace_text
+from nsa.train.telemetry.metrics import Row, read_metrics
+
+SERVICES = ("trackio", "wandb")
+_POLL_S = 5.0
+_IDLE_LOOKS = 3  # a run whose processes are started anew is left alone in between
+
+
+def track(folder: RunFolder, service: str, *, project: str = "nsa", follow: bool = False) -> Iterator[str]:
+    """Send the rows of a run that a tracker does not have yet.
+
+    They are read from ``metrics.jsonl``. So a tracker that fails, or a network that hangs, cannot touch the run, and a run on a
+    machine without a network is sent from a copy of its folder. ``tracking.json`` in the run folder says how far each tracker
+    has come; rows that a resumption makes anew are equal and not sent again.
+
+    Args:
+        folder: run folder.
+        service: ``trackio`` or ``wandb``.
+        project: where the tracker shows the run.
+        follow: go on with new rows until the run ends: no process has worked on it for some seconds.
+
+    Yields:
+        Lines for the user, one for each time that something was sent.
+
+    Raises:
+        UserError: there is no such service, or its package is not installed.
+    """
+    check(service in SERVICES, "track", "--to", f"be one of {', '.join(SERVICES)}", service)
+    is_there = importlib.util.find_spec(service) is not None
+    check(is_there, "track", "--to", "be a package that is installed", service, f"Install it: pip install {service}")
+    config, name = folder.load_config(), _name(folder)
+    more = {"id": name, "dir": str(folder.path)} if service == "wandb" else {}
+    tracker = importlib.import_module(service).init(
+        project=project, name=name, config=dataclasses.asdict(config), resume="allow", **more
+    )
+    state = json.loads(folder.tracking.read_text(encoding="utf-8")) if folder.tracking.exists() else {}
+    key = f"{service} {project}"
+    idle = 0
+    try:
+        while True:
+            idle = 0 if folder.is_in_use() else idle + 1  # before the rows are read: none can come after the last look
+            rows = read_metrics(folder.metrics_jsonl) if folder.metrics_jsonl.exists() else []
+            new = [row for row in rows if int(row["step"]) > state.get(key, 0)]
+            for row in new:
+                tracker.log(_figures(row), step=int(row["step"]))
+            if new:
+                state[key] = int(new[-1]["step"])
+                replace_text(folder.tracking, json.dumps(state) + "\n")
+                yield f"{service}, project {project}, run {name}: {len(new)} rows to step {state[key]}"
+            if not follow or idle == _IDLE_LOOKS or (idle and state.get(key, 0) >= config.steps):
+                return
+            time.sleep(_POLL_S)
+    finally:
+        tracker.finish()
+
+
+def _name(folder: RunFolder) -> str:
+    """The same at every call and for a copy of the folder, another one for another run of that name."""
+    first = next(iter(folder.launches()), {})
+    return f"{folder.path.resolve().name}-{hashlib.sha256(json.dumps(first).encode()).hexdigest()[:8]}"
+
+
+def _figures(row: Row) -> dict[str, Any]:
+    """What a tracker draws over the steps."""
+    return {name: float(value) for name, value in row.items() if name != "step" and not isinstance(value, str)}

@@ -1,0 +1,1 @@
+"""What is noticed, said and done when something goes wrong or somebody asks."""

@@ -1,0 +1,130 @@
+"""Rows reach a tracker once each, beside the run or after it. The tracker stands in for both real ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import types
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa import cli
+from nsa.train.run_folder import RunFolder
+from nsa.train.runs import tracking
+from nsa.train.telemetry.metrics import Row, read_metrics
+from tests.train.cases import make_trainer, tiny_config
+
+
+class Tracker:
+    def __init__(self) -> None:
+        self.inits: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.finished = 0
+
+    def init(self, *, project: str, name: str, config: dict[str, Any], resume: str, **more: str) -> Tracker:
+        self.inits.append({"project": project, "name": name, "resume": resume, **more})
+        assert config["seq_len"] == 64
+        return self
+
+    def log(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        self.logged.append((step, metrics))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.fixture(params=tracking.SERVICES)
+def tracker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tracker:
+    made, module = Tracker(), types.ModuleType(request.param)
+    module.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
+    module.init = made.init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, request.param, module)
+    made.service = request.param  # type: ignore[attr-defined]
+    return made
+
+
+def test_rows_are_sent_once(tmp_path: Path, tracker: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(tmp_path)
+
+    def stop(row: Row) -> None:
+        if row["step"] == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    path = tmp_path / "run"
+    make_trainer(config, path, on_row=stop).run()
+    words = ["track", str(path), "--to", tracker.service, "--project", "p"]
+    assert cli.main(words) == 0
+    assert [step for step, _ in tracker.logged] == [2, 4, 5, 6]
+    assert cli.main(words) == 0
+    assert len(tracker.logged) == 4
+    make_trainer(config, path, resume=True).run()
+    assert cli.main([*words, "--follow"]) == 0  # ends, since all steps are done
+    rows = read_metrics(path / "metrics.jsonl")
+    assert tracker.logged == [(row["step"], {name: row[name] for name in row if name != "step"}) for row in rows]
+    assert len({json.dumps(given) for given in tracker.inits}) == 1
+    assert tracker.inits[0]["resume"] == "allow"
+    assert tracker.inits[0]["name"].startswith("run-")
+    assert tracker.finished == 3
+    assert "3 rows to step 12" in capsys.readouterr().out
+
+
+def test_following_waits_for_new_rows(tmp_path: Path, tracker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And an end by Ctrl-C leaves the tracker finished."""
+    config, path, waits = tiny_config(tmp_path), tmp_path / "run", 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal waits
+        waits += 1
+        if waits == 2:
+            make_trainer(config, tmp_path / "other").run()
+            (path / "metrics.jsonl").write_bytes((tmp_path / "other" / "metrics.jsonl").read_bytes()[:-1])  # a torn line
+        elif waits == 3:
+            raise KeyboardInterrupt
+
+    make_trainer(config, path)
+    monkeypatch.setattr(RunFolder, "is_in_use", lambda folder: True)
+    monkeypatch.setattr(tracking, "time", types.SimpleNamespace(sleep=sleep))
+    assert cli.main(["track", str(path), "--to", tracker.service, "--follow"]) == 128 + signal.SIGINT
+    assert [step for step, _ in tracker.logged] == [2, 4, 5, 6, 8, 10]
+    assert (waits, tracker.finished) == (3, 1)
+
+
+def test_following_ends_with_the_run(tmp_path: Path, tracker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was stopped before its last step: what it wrote last is sent, then nobody waits for more."""
+    config, path, waits = tiny_config(tmp_path, steps=100_000), tmp_path / "run", 0
+    folder = make_trainer(config, path).run_folder
+    make_trainer(dataclasses.replace(config, steps=12), tmp_path / "other").run()
+    with ExitStack() as run:
+        run.enter_context(folder.in_use())
+
+        def sleep(seconds: float) -> None:
+            nonlocal waits
+            waits += 1
+            assert waits < 20, "it goes on without a run"
+            assert folder.is_in_use() == (waits <= 5)
+            if waits == 5:
+                (path / "metrics.jsonl").write_bytes((tmp_path / "other" / "metrics.jsonl").read_bytes())
+                run.close()
+
+        monkeypatch.setattr(tracking, "time", types.SimpleNamespace(sleep=sleep))
+        assert cli.main(["track", str(path), "--to", tracker.service, "--follow"]) == 0
+    assert [step for step, _ in tracker.logged] == [2, 4, 5, 6, 8, 10, 12]
+    assert (waits, tracker.finished) == (7, 1)
+
+
+def test_unknown_or_missing_tracker(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_trainer(tiny_config(tmp_path), tmp_path / "run")
+    assert cli.main(["track", str(tmp_path / "run"), "--to", "mlflow"]) == 2
+    assert "--to must be one of trackio, wandb, got mlflow" in capsys.readouterr().err
+    monkeypatch.setattr(tracking, "SERVICES", ("no_such_package",))
+    assert cli.main(["track", str(tmp_path / "run"), "--to", "no_such_package"]) == 2
+    assert "Install it: pip install no_such_package" in capsys.readouterr().err

@@ -1,0 +1,130 @@
+"""What a run says: a bar on a terminal, lines elsewhere, everything in the log."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pty
+import re
+from pathlib import Path
+
+import pytest
+
+from nsa.errors import UserError
+from nsa.train.telemetry.metrics import Row
+from nsa.train.telemetry.progress import RunReport, describe_row
+
+ROW: Row = {
+    "step": 20, "loss_nats": 2.5, "bits_per_byte": 3.5, "learning_rate": 3e-4, "grad_norm": 0.75, "tokens_per_s": 12345.6,
+    "step_time_ms": 83.4, "mfu": 0.421, "eta_s": 3723.4, "memory_reserved_mib": 2048.0,
+}  # fmt: skip
+LINE = (
+    "step 20/500 | loss 2.5000 nats/token | 3.500 bits/byte | lr 3.00e-04 | grad norm 0.75 | 12,346 tokens/s | step 83 ms"
+    " | MFU 42.1% | GPU 2,048 MiB | ETA 1:02:03"
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_row_as_a_line_has_units_and_leaves_out_what_is_absent() -> None:
+    assert describe_row(ROW, 500) == LINE
+    assert describe_row({"step": 1, "val_bits_per_byte": 2.0}, 5) == "step 1/5 | held out 2.0000 bits/byte"
+    assert "nan nats/token" in describe_row({"step": 1, "loss_nats": float("nan")}, 5)
+
+
+def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with RunReport(tmp_path / "log.txt", 500, stream) as report:
+        report.line("[bold]run folder[/bold] /x/y")
+        report.row(ROW)
+        logging.getLogger("nsa.train.trainer").warning("update left out")
+    said = ["[bold]run folder[/bold] /x/y", LINE, "update left out"]
+    assert stream.getvalue().splitlines() == said
+    logged = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line.split(" ", 3)[3] for line in logged] == said
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING) ", line) for line in logged)
+
+
+def test_the_log_goes_on_and_nothing_is_said_twice(tmp_path: Path) -> None:
+    before = list(logging.getLogger("nsa").handlers)
+    for text in ("first", "second"):
+        with RunReport(tmp_path / "log.txt", 5, io.StringIO()) as report:
+            report.line(text)
+    with pytest.raises(ZeroDivisionError), RunReport(tmp_path / "log.txt", 5, io.StringIO()):
+        _ = 1 // 0
+    first, second, ending, *traceback = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line.split()[-1] for line in (first, second)] == ["first", "second"]
+    assert ending.endswith("ERROR ended by ZeroDivisionError: integer division or modulo by zero")
+    assert traceback[0].startswith("Traceback")
+    assert traceback[-1].startswith("ZeroDivisionError")
+    assert logging.getLogger("nsa").handlers == before
+
+
+def test_a_bar_on_a_terminal_with_lines_above_it(tmp_path: Path) -> None:
+    stream = Terminal()
+    with RunReport(tmp_path / "log.txt", 500, stream) as report:
+        report.line("[bold]model[/bold]")
+        report.row(ROW)
+        report.row({**ROW, "step": 40, "val_bits_per_byte": 2.25})
+    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert "[bold]model[/bold]" in said
+    assert "40/500" in said
+    assert "loss 2.5000 nats/token | 12,346 tokens/s | ETA 1:02:03" in said
+    assert LINE not in said  # a row without an evaluation only moves the bar
+    assert "held out 2.2500 bits/byte" in said
+    assert LINE in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "pipe"])
+def test_a_run_outlives_whoever_reads_what_it_says(tmp_path: Path, is_terminal: bool) -> None:
+    """A terminal that was closed, or `| head`: the rows still reach the log, and nothing is raised, now or at the end."""
+    reads, writes = pty.openpty() if is_terminal else os.pipe()
+    with open(writes, "w", encoding="utf-8") as stream, RunReport(tmp_path / "log.txt", 500, stream) as report:
+        assert stream.isatty() == is_terminal
+        report.row(ROW)
+        os.close(reads)
+        for step in (40, 60):
+            report.line(f"line {step}")
+            report.row({**ROW, "step": step, "val_bits_per_byte": 2.25})
+    assert (tmp_path / "log.txt").read_text().count("nats/token") == 3
+
+
+def test_the_bar_moves_with_every_step(tmp_path: Path) -> None:
+    stream = Terminal()
+    with RunReport(tmp_path / "log.txt", 500, stream) as report:
+        report.step(1)
+        report.row(ROW)
+        report.step(21)
+        report.step(37)
+    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    last = said.rstrip().splitlines()[-1]
+    assert "37/500" in last
+    assert "loss 2.5000 nats/token" in last, "what the newest row said stays"
+    with RunReport(tmp_path / "log.txt", 500, quiet := io.StringIO()) as report:
+        report.step(1)
+    assert quiet.getvalue() == ""
+
+
+def test_what_is_held_back_reaches_the_files_in_order_or_never(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+
+    def refuse() -> None:
+        with RunReport(log, 5, io.StringIO(), held=True) as report:
+            report.line("refused", event="start")
+            raise UserError("train", "x", "be y", "z")
+
+    with pytest.raises(UserError):
+        refuse()
+    assert list(tmp_path.iterdir()) == []
+    with RunReport(log, 5, stream := io.StringIO(), held=True) as report:
+        report.line("first", event="start")
+        assert stream.getvalue() == "first\n"
+        assert not log.exists()
+        report.begin()
+        report.line("second")
+    assert [line.split()[-1] for line in log.read_text().splitlines()] == ["first", "second"]
+    assert (tmp_path / "events.jsonl").read_text().count("first") == 1

@@ -1,0 +1,97 @@
+"""Bits per byte of held-out windows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from nsa.lm.model import LanguageModel
+from nsa.train.data import Batch, TextSource, validation_batches
+from nsa.train.evaluation import evaluate
+from nsa.train.loss import NextTokenLoss
+from tests.train.cases import MODEL
+
+
+def make_model(attention: str = "nsa") -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(dataclasses.replace(MODEL, attention=attention))  # type: ignore[arg-type]
+
+
+def source(token_bytes: int = 1) -> TextSource:
+    generator = np.random.default_rng(0)
+    documents = [generator.integers(1, 256, size=size) for size in (40, 3, 90, 200, 61)]
+    spelled = np.full(256, token_bytes, dtype=np.int64)
+    spelled[0] = 0  # the separator
+    return TextSource(documents, 0, spelled)
+
+
+def test_uniform_model_needs_eight_bits() -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.head.weight.zero_()
+    result = evaluate(NextTokenLoss(model), validation_batches(source(), 64, 2, 5, document_mask=False))
+    assert result["num_targets"] == 320
+    assert result["loss_nats"] == pytest.approx(math.log(256), rel=1e-6)
+    # Separators have to be predicted but spell nothing.
+    assert result["num_bytes"] < 320
+    assert result["bits_per_byte"] == pytest.approx(8 * 320 / result["num_bytes"], rel=1e-6)
+
+
+def test_bytes_count_and_not_tokens() -> None:
+    one, three = (
+        evaluate(NextTokenLoss(make_model()), validation_batches(source(size), 64, 2, 5, document_mask=True)) for size in (1, 3)
+    )
+    assert three["loss_nats"] == one["loss_nats"]
+    assert three["bits_per_byte"] == pytest.approx(one["bits_per_byte"] / 3, rel=1e-12)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_batching_and_chunks_change_nothing(attention: str) -> None:
+    model = make_model(attention).double()
+
+    def batches(micro_batch: int) -> Iterator[Batch]:
+        return validation_batches(source(), 64, micro_batch, 5, document_mask=True)
+
+    expected = evaluate(NextTokenLoss(model), batches(1))
+    assert evaluate(NextTokenLoss(model), batches(5)) == pytest.approx(expected, rel=1e-9)
+    assert evaluate(NextTokenLoss(model, 10), batches(2)) == pytest.approx(expected, rel=1e-9)
+
+
+def test_leaves_no_trace() -> None:
+    model = make_model().train()
+    modes = []
+    model.norm.register_forward_hook(lambda module, *_: modes.append(module.training))
+    evaluate(NextTokenLoss(model), validation_batches(source(), 64, 2, 4, document_mask=True))
+    assert modes == [False, False]
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_mode_comes_back_after_an_error() -> None:
+    def failing() -> Iterator[Batch]:
+        yield from validation_batches(source(), 64, 2, 2, document_mask=True)
+        raise RuntimeError("no more")
+
+    model = make_model().train()
+    with pytest.raises(RuntimeError, match="no more"):
+        evaluate(NextTokenLoss(model), failing())
+    assert model.training
+
+
+def test_bf16_compute_is_near() -> None:
+    low, exact = (
+        evaluate(NextTokenLoss(make_model()), validation_batches(source(), 64, 2, 5, document_mask=True), compute_dtype=dtype)
+        for dtype in ("bf16", "fp32")
+    )
+    assert low["loss_nats"] != exact["loss_nats"]
+    assert low["loss_nats"] == pytest.approx(exact["loss_nats"], rel=1e-2)
+
+
+def test_nothing_to_evaluate() -> None:
+    with pytest.raises(ValueError, match="evaluate: batches must hold at least one target, got 0"):
+        evaluate(NextTokenLoss(make_model()), [])
