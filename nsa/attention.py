@@ -26,7 +26,7 @@ from nsa.ops.combination import combine
 from nsa.ops.compressed import run_compressed_attention
 from nsa.ops.compression import PhiWeights, check_weights, run_compress
 from nsa.ops.observation import check_sums, observe
-from nsa.ops.selected import DESIGNS, LIMIT_4, run_selected_attention
+from nsa.ops.selected import LIMIT_4, run_selected_attention
 from nsa.ops.selection import run_select_blocks
 from nsa.ops.window import run_window_attention
 from nsa.rope import Rope
@@ -82,8 +82,6 @@ def native_sparse_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     sequences: Sequences | None = None,
-    selected_design: str = "auto",
-    sums: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Native Sparse Attention: the gated sum of three views of the past (Eq. 5, arXiv:2502.11089).
@@ -115,8 +113,6 @@ def native_sparse_attention(
         max_seqlen_k: the same in key tokens; None: that of the queries where the offsets are theirs.
         sequences: instead of the four before it, from :meth:`nsa.Sequences.packed` or :meth:`nsa.Sequences.padded`; queries and
             keys are then the same tokens.
-        selected_design: ``design`` of :func:`nsa.selected_attention`.
-        sums: of :func:`nsa.ops.observation.new_sums`; what gates and choice do is added to them on the device.
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
@@ -127,7 +123,6 @@ def native_sparse_attention(
     """
     name = "native_sparse_attention"
     backend = choose_backend(name, backend, q)
-    check(selected_design in DESIGNS, name, "selected_design", f"be one of {', '.join(DESIGNS)}", selected_design)
     keys = _check_inputs_of_branches(name, config, q, gates, k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win)
     offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     sequences = open_sequences(name, q, keys, *offsets, backend, sequences)
@@ -142,8 +137,7 @@ def native_sparse_attention(
         None if x is None else pack(x) for x in (k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win)
     )
     inputs = AttentionInputs(pack(q), k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win, pack(gates), phi, q_cmp)
-    out = attend(inputs, config, sequences, rope=rope, softmax_scale=scale, design=selected_design, sums=sums, backend=backend)
-    return sequences.restore(out)
+    return sequences.restore(attend(inputs, config, sequences, rope=rope, softmax_scale=scale, backend=backend))
 
 
 def attend(
@@ -153,11 +147,22 @@ def attend(
     *,
     rope: Rope | None,
     softmax_scale: float | None = None,
-    design: str = "auto",
+    algorithm: str = "auto",
     sums: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """:func:`native_sparse_attention` of packed inputs that fit; other arguments and the result as there."""
+    """:func:`native_sparse_attention` of packed inputs that fit; other arguments and the result as there.
+
+    Args:
+        inputs: packed.
+        config: the sparse pattern.
+        sequences: where they lie.
+        rope: rotates the compressed keys.
+        softmax_scale: factor on all scores.
+        algorithm: of the selected branch, see :func:`nsa.selected_attention`.
+        sums: of :func:`nsa.ops.observation.new_sums`; what gates and choice do is added to them on the device.
+        backend: ``auto``, ``reference`` or ``triton``.
+    """
     q, k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win, gates, phi, q_cmp = inputs
     name = "native_sparse_attention"
     backend = choose_backend(name, backend, q)
@@ -179,7 +184,7 @@ def attend(
     branches = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
     union = None
     if backend == "triton":
-        out, chosen, union = run_attention(q, q_cmp, *branches, gates, config, sequences, scale, design)
+        out, chosen, union = run_attention(q, q_cmp, *branches, gates, config, sequences, scale, algorithm)
     else:
         out, chosen = _reference(q, q_cmp, *branches, gates, config, sequences, scale)
     if sums is not None:

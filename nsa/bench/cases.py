@@ -76,12 +76,12 @@ def _choice(x: Tensors, config: NSAConfig, backend: str) -> tuple[Tensor, ...]:
     return (select_blocks(x["q"], x["k_cmp"], x["lse"], config, backend=backend),)
 
 
-def selected_by(design: str) -> Callable[[Tensors, NSAConfig, str], tuple[Tensor, ...]]:
-    """The selected branch with its design, see :func:`nsa.selected_attention`."""
+def selected_by(algorithm: str) -> Callable[[Tensors, NSAConfig, str], tuple[Tensor, ...]]:
+    """The selected branch with its algorithm, see :func:`nsa.selected_attention`."""
 
     def call(x: Tensors, config: NSAConfig, backend: str) -> tuple[Tensor, ...]:
         inputs = (x["q"], x["k_slc"], x["v_slc"], x["block_indices"])
-        return (selected_attention(*inputs, config, design=design, backend=backend)[0],)
+        return (selected_attention(*inputs, config, algorithm=algorithm, backend=backend)[0],)
 
     return call
 

@@ -125,18 +125,18 @@ class Ours(Provider):
 
 
 @dataclass(frozen=True)
-class Design(Ours):
-    """The selected branch alone, by one of its designs whatever the choice is.
+class Algorithm(Ours):
+    """The selected branch alone, by one of its algorithms whatever the choice is.
 
     Attributes:
-        design: see :func:`nsa.selected_attention`.
+        algorithm: see :func:`nsa.selected_attention`.
     """
 
-    design: str = "tiled"
+    algorithm: str = "tiled"
 
     def work(self, case: Case, tensors: Tensors, point: Point, config: NSAConfig) -> Work:
         """See :class:`Provider`."""
-        return super().work(replace(case, call=selected_by(self.design)), tensors, point, config)
+        return super().work(replace(case, call=selected_by(self.algorithm)), tensors, point, config)
 
 
 @cache
@@ -328,8 +328,8 @@ PROVIDERS: dict[str, Provider] = {
         Consumer("mask", way=consumers.by_mask, own=(("triton_tem",), ())),
         Consumer("ranges", way=consumers.by_ranges, own=(("ranges_fwd",), ("ranges_bwd",))),
         Consumer("gather", way=consumers.by_gather),
-        Design("tiled", design="tiled"),
-        Design("gathered", design="gathered"),
+        Algorithm("tiled", algorithm="tiled"),
+        Algorithm("gathered", algorithm="gathered"),
         Reference("reference"),
     )
 }
@@ -342,7 +342,7 @@ def choose_providers(names: list[str] | None, variants: list[Variant], device: t
         ValueError: a name is unknown.
     """
     known = {**PROVIDERS, **{variant.name: Ours(variant.name, variant=variant) for variant in variants}}
-    names = [name for name in known if not isinstance(known[name], (Consumer, Design))] if names is None else names
+    names = [name for name in known if not isinstance(known[name], (Consumer, Algorithm))] if names is None else names
     unknown = [name for name in names if name not in known]
     if unknown:
         fail("nsa bench", "--provider", f"be among {', '.join(known)}", unknown[0])
@@ -355,7 +355,7 @@ def choose_providers(names: list[str] | None, variants: list[Variant], device: t
 
 def takes_part(provider: Provider, case: Case, named: bool) -> bool:
     """Whether a provider is measured in a case; FlexAttention as dense attention only where it was named."""
-    if isinstance(provider, (Ours, Reference)) and not isinstance(provider, Design):
+    if isinstance(provider, (Ours, Reference)) and not isinstance(provider, Algorithm):
         return True
     if provider.name == "flex" and case.name == "attention":
         return named

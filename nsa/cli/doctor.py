@@ -21,7 +21,7 @@ from nsa.module import NativeSparseAttention
 from nsa.ops._backend import choose_backend
 from nsa.ops._capability import LEAST_CAPABILITY, is_too_old
 from nsa.ops._triton.tuning import LONG_KEYS, TABLES, TileKey, TileTable, default_tile, device_table, load_table
-from nsa.ops.selected.design import LIMIT_4, always_tiled
+from nsa.ops.selected.algorithm import LIMIT_4, always_tiled
 from nsa.train import environment
 from nsa.train.telemetry.throughput import utilisation_row
 
@@ -234,14 +234,14 @@ def _tiles() -> Iterator[str]:
 
 
 def _kernels(question: Question) -> Iterator[str]:
-    """Which kernels and designs run for a shape, with which tiles, and why."""
+    """Which kernels and algorithms run for a shape, with which tiles, and why."""
     config = question.shape.config()
     yield "on a CPU: eager PyTorch"
     lengths = (question.seq_len, question.seq_len, config.block_size)
     tiled = always_tiled("auto", config.group_size, config.num_selected_blocks, *lengths)
     limit = f"{LIMIT_4 * config.num_selected_blocks / 4:g} blocks or fewer, the mean over tiles of neighbouring queries"
     if tiled:
-        yield f"selected branch: the tiled design, because in sequences so short a tile chooses {limit}"
+        yield f"selected branch: the tiled algorithm, because in sequences so short a tile chooses {limit}"
     else:
         yield f"selected branch: decided on the GPU in each call: tiled while a tile chooses {limit}; otherwise gathered"
         yield "  (in training the metrics selected_tiled_calls and selected_gathered_calls say what ran)"
@@ -256,7 +256,7 @@ def kernel_names(seq_len: int, tiled: bool, config: NSAConfig) -> list[str]:
 
     Args:
         seq_len: tokens of the longest sequence.
-        tiled: whether the tiled design of the selected branch runs whatever is chosen.
+        tiled: whether the tiled algorithm of the selected branch runs whatever is chosen.
         config: the sparse pattern.
     """
     num_compressed = max((seq_len - config.compress_block_size) // config.compress_stride + 1, 0)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.ops.selected.design import always_tiled
+from nsa.ops.selected.algorithm import always_tiled
 
 _NUM_INPUTS, _NUM_WHERE = 9, 9  # of nsa::attention and its backward: the tensors first, the layout last
 # Rows and keys of a tile, as the tuned tables have them; only the number of chunks depends on them.
@@ -47,14 +47,14 @@ class _Attention:
     len_k: int
     element: int
     packed: bool
-    design: str
+    algorithm: str
 
     @classmethod
     def read(cls, arguments: Sequence[Any]) -> _Attention:
         q: Tensor = arguments[0]
-        cu_q, _, _, num_sequences, len_q, len_k, text, _, design = arguments[-_NUM_WHERE:]
+        cu_q, _, _, num_sequences, len_q, len_k, text, _, algorithm = arguments[-_NUM_WHERE:]
         lengths = (int(num_sequences), int(len_q), int(len_k))
-        return cls(NSAConfig.from_text(text), q.shape[0], *lengths, q.element_size(), cu_q is not None, design)
+        return cls(NSAConfig.from_text(text), q.shape[0], *lengths, q.element_size(), cu_q is not None, algorithm)
 
     @property
     def entries(self) -> int:
@@ -65,7 +65,7 @@ class _Attention:
     def tiled(self) -> bool:
         pattern = self.config
         lengths = (self.len_q, self.len_k, pattern.block_size)
-        return always_tiled(self.design, pattern.group_size, pattern.num_selected_blocks, *lengths)
+        return always_tiled(self.algorithm, pattern.group_size, pattern.num_selected_blocks, *lengths)
 
     def queries(self, size: int) -> int:
         """Bytes of one number a query head and element of a head of ``size``, in the precision of the inputs."""

@@ -127,7 +127,7 @@ def test_what_runs_for_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--shape", "seed", "--seq", "2048"]) == 0
     short = capsys.readouterr().out
     assert "12 heads in 2 groups, D 64, Dv 64, bf16, sequences of up to 2,048 tokens" in short
-    assert "selected branch: the tiled design, because in sequences so short a tile chooses 44 blocks or fewer" in short
+    assert "selected branch: the tiled algorithm, because in sequences so short a tile chooses 44 blocks or fewer" in short
     assert re.search(r"on the NVIDIA H200:\n.*compressed_attention_fwd: \d+ rows, .*\(measured on NVIDIA H200\)", short)
     assert "gather_fwd" not in short
     long = "\n".join(doctor._kernels(doctor.Question.of("64x4x256x128", 65_536, "fp32")))

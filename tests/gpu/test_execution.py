@@ -206,7 +206,7 @@ REGIMES: tuple[tuple[int, ...], ...] = ((40,), (1000, 24), (3000,), (7000,), (20
 # Kernels that no other test loads into this process.
 @pytest.mark.parametrize("name", ["bf16 G8 D64", "fp32 G1 D128 small linear"])
 def test_a_new_length_compiles_no_kernel(name):
-    """Neither lengths, nor their number, nor what they divide by make another kernel; only the designs for longer ones do."""
+    """Neither lengths, nor their number, nor what they divide by make another kernel; only algorithms for longer ones do."""
     like = MATRIX[name]
 
     def step(*lengths: int) -> None:

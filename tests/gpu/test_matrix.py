@@ -14,7 +14,7 @@ import torch
 from nsa import compressed_attention, select_blocks
 from tests.gpu.matrix import DEVICE, MATRIX, SEED, seed_case
 from tests.ops.properties import check_same_bits
-from tests.ops.public import CHECKS, DESIGNS, RUNS, check_choice, check_project, run_whole
+from tests.ops.public import ALGORITHMS, CHECKS, RUNS, check_choice, check_project, run_whole
 
 # Compiling takes most of the time, on one core a kernel: processes share the GPU and the cache of compiled kernels.
 WORKERS = max(1, min(12, (os.cpu_count() or 2) - 2))
@@ -64,8 +64,8 @@ def test_one_block_chosen_by_everyone():
     """Skewed choice: all queries name blocks 0 and 1 and nothing else."""
     ids = torch.full((3070, 2, 16), -1, dtype=torch.int32, device=DEVICE)
     ids[..., 3], ids[..., 9] = 0, 1
-    for design in DESIGNS:
-        RUNS[design](seed_case(3000, 70), block_indices=ids).check()
+    for algorithm in ALGORITHMS:
+        RUNS[algorithm](seed_case(3000, 70), block_indices=ids).check()
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 40])
@@ -74,8 +74,8 @@ def test_lists_of_any_length(num_blocks):
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     ids = torch.rand(770, 2, max(num_blocks, 12), generator=generator, device=DEVICE).argsort(-1)[..., :num_blocks]
     assert ids.dtype == torch.int64
-    for design in DESIGNS:
-        RUNS[design](seed_case(700, 70), block_indices=ids).check()
+    for algorithm in ALGORITHMS:
+        RUNS[algorithm](seed_case(700, 70), block_indices=ids).check()
 
 
 def test_gathering_in_segments():
@@ -91,9 +91,9 @@ def test_some_branches(branches):
     run_whole(dataclasses.replace(seed_case(300, 1100), config=config)).check()
 
 
-@pytest.mark.parametrize("design", ["tiled", "gathered"])
-def test_designs_of_the_whole(design):
-    run_whole(dataclasses.replace(seed_case(300, 1, 0, 1100), design=design)).check()
+@pytest.mark.parametrize("algorithm", ["tiled", "gathered"])
+def test_designs_of_the_whole(algorithm):
+    run_whole(dataclasses.replace(seed_case(300, 1, 0, 1100), algorithm=algorithm)).check()
 
 
 @pytest.mark.parametrize("compress_rope", ["start", "none"])

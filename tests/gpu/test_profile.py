@@ -58,7 +58,7 @@ def test_rows_of_layers_do_not_depend_on_how_a_step_is_launched(tmp_path: Path, 
     make_trainer(tiny_config(tmp_path, steps=8, log_every=2, **{**LARGER, "micro_batch": 2}), tmp_path / "eager").run()
     rows, eager = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "eager"))
     for row, expected in zip(rows, eager, strict=True):
-        calls = [float(row.get(f"selected_{design}_calls", 0)) for design in ("tiled", "gathered")]
+        calls = [float(row.get(f"selected_{algorithm}_calls", 0)) for algorithm in ("tiled", "gathered")]
         assert sum(calls) == 2  # one layer, two micro-batches: the step of the row and no other
         for name, value in expected.items():
             if name.startswith(("gate_", "selected_")) and not re.search("collapsed|calls", name):  # these may be on the brink

@@ -8,7 +8,7 @@ import pytest
 
 from tests.gpu.matrix import MATRIX, seed_case
 from tests.ops import properties
-from tests.ops.public import DESIGNS, RUNS, Case
+from tests.ops.public import ALGORITHMS, RUNS, Case
 
 FP32 = MATRIX["fp32 G6 D64"]
 WIDE = MATRIX["bf16 G16 D128"]
@@ -25,7 +25,7 @@ def test_causality_bit_for_bit(operator, like):
 
 
 def test_causality_of_the_whole_gathered():
-    properties.check_causality("whole", dataclasses.replace(seed_case(1500), design="gathered"), (100, 1037, 1151))
+    properties.check_causality("whole", dataclasses.replace(seed_case(1500), algorithm="gathered"), (100, 1037, 1151))
 
 
 @pytest.mark.parametrize("operator", properties.OPERATORS)
@@ -60,19 +60,19 @@ def test_one_hot_gates_are_one_branch():
     properties.check_one_hot_gates(seed_case(1200, 70))
 
 
-@pytest.mark.parametrize("design", DESIGNS)
-def test_order_of_indices_does_not_matter(design):
-    properties.check_shuffled_indices(design, seed_case(1200, 70))
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_order_of_indices_does_not_matter(algorithm):
+    properties.check_shuffled_indices(algorithm, seed_case(1200, 70))
 
 
-@pytest.mark.parametrize("design", DESIGNS)
-def test_a_block_that_is_named_again_counts_once(design):
-    properties.check_repeated_indices(design, seed_case(1200, 70))
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_block_that_is_named_again_counts_once(algorithm):
+    properties.check_repeated_indices(algorithm, seed_case(1200, 70))
 
 
-@pytest.mark.parametrize("design", DESIGNS)
-def test_unchosen_blocks_have_no_gradient(design):
-    properties.check_unchosen_blocks(design, seed_case(2500))
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_unchosen_blocks_have_no_gradient(algorithm):
+    properties.check_unchosen_blocks(algorithm, seed_case(2500))
 
 
 def test_shifted_positions_change_nothing():

@@ -24,7 +24,7 @@ HOW: dict[str, dict[str, Any]] = {
     "as it is": SHORT,
     # What is compiled and captured must not depend on which documents came first.
     "compiled and replayed": {**SHORT, "compile": True, "cuda_graphs": True},
-    # The other design of the selected branch.
+    # The other algorithm of the selected branch.
     "long": {"seq_len": 16384, "micro_batch": 1, "accumulation": 2},
 }
 

@@ -56,7 +56,7 @@ def run(operator, q, k, v, dout):
     elif operator == "window":
         out, _ = window_attention(q, k, v, config, backend="triton")
     else:
-        more = {"design": "gathered", **offsets} if operator == "gathered" else {"design": "tiled", "backend": "triton"}
+        more = {"algorithm": "gathered", **offsets} if operator == "gathered" else {"algorithm": "tiled", "backend": "triton"}
         out, _ = selected_attention(q, k, v, ids, config, **more)
     return [out, *torch.autograd.grad(out, [q, k, v], dout)]
 

@@ -12,7 +12,7 @@ from nsa.ops._triton.tuning import Tile, TileKey, default_tile, tiles_chosen_by
 from nsa.ops.selected import launch as triton_launch
 from tests.ops import properties
 from tests.ops.cases import small
-from tests.ops.public import CHECKS, DESIGNS, RUNS, Case, check_choice, check_combine, check_compress, check_project
+from tests.ops.public import ALGORITHMS, CHECKS, RUNS, Case, check_choice, check_combine, check_compress, check_project
 
 CONFIG = small(num_heads=6, phi="linear")
 CASES = {
@@ -24,8 +24,8 @@ NARROW = small(num_heads=2, num_kv_heads=1, value_dim=16)
 ONE = Case(NARROW, (84,))
 TWO_HEADS = Case(small(num_heads=2, value_dim=16), (100,))
 PACKED = Case(NARROW, (66, 9, 12))
-# What these hold is held for the gathered design by test_selected_gather.py, in segments. The whole is made of the others: what
-# holds for them in turn is tried on a GPU for the whole, too.
+# What these hold is held for the gathered algorithm by test_selected_gather.py, in segments. The whole is made of the others:
+# what holds for them in turn is tried on a GPU for the whole, too.
 ALONE = [name for name in properties.OPERATORS if name != "gathered"]
 PARTS = [name for name in ALONE if name != "whole"]
 
@@ -71,12 +71,12 @@ def test_compression_by_mlp():
     check_compress(Case(dataclasses.replace(NARROW, phi="mlp"), (45, 9)))
 
 
-@pytest.mark.parametrize("design", DESIGNS)
-def test_queries_without_a_block(design):
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_queries_without_a_block(algorithm):
     """Lists of tiles that are empty, and queries without a block beside others."""
     ids = torch.full((66, 1, 4), -1, dtype=torch.int32)
     ids[40::3, :, 2] = 1
-    results = RUNS[design](Case(NARROW, (66,)), block_indices=ids)
+    results = RUNS[algorithm](Case(NARROW, (66,)), block_indices=ids)
     results.check()
     assert not results.of_queries["out"][:40].any()
     assert not results.of_queries["dq"][:40].any()
@@ -97,7 +97,7 @@ def test_some_branches(branches):
 
 
 def test_whole_gathered():
-    RUNS["whole"](Case(NARROW, (66, 9), design="gathered")).check()
+    RUNS["whole"](Case(NARROW, (66, 9), algorithm="gathered")).check()
 
 
 @pytest.mark.parametrize("operator", ALONE)
@@ -134,14 +134,14 @@ def test_one_hot_gates_are_one_branch():
     properties.check_one_hot_gates(Case(NARROW, (36,)))
 
 
-@pytest.mark.parametrize("design", DESIGNS)
-def test_order_of_indices_does_not_matter(design):
-    properties.check_shuffled_indices(design, Case(NARROW, (52, 9)))
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_order_of_indices_does_not_matter(algorithm):
+    properties.check_shuffled_indices(algorithm, Case(NARROW, (52, 9)))
 
 
-@pytest.mark.parametrize("design", DESIGNS)
-def test_a_block_that_is_named_again_counts_once(design):
-    properties.check_repeated_indices(design, Case(NARROW, (52, 9)))
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_block_that_is_named_again_counts_once(algorithm):
+    properties.check_repeated_indices(algorithm, Case(NARROW, (52, 9)))
 
 
 def test_unchosen_blocks_have_no_gradient():

@@ -1,4 +1,4 @@
-"""Gathered design of the selected branch, fp32 in the interpreter, against the reference."""
+"""Gathered algorithm of the selected branch, fp32 in the interpreter, against the reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from nsa import NSAConfig, selected_attention
 from nsa.ops._triton.layout import Gated, Layout
 from nsa.ops._triton.tuning import Tile
-from nsa.ops.selected import design as design_rules
+from nsa.ops.selected import algorithm as design_rules
 from nsa.ops.selected import launch as triton_launch
 from nsa.ops.selected.launch import Call, selected_backward, selected_forward
 from nsa.testing import assert_within_budget, make_inputs
@@ -56,10 +56,10 @@ class Case:
             rows.append(weight.argsort(-1, descending=True)[..., : config.num_selected_blocks] - 1)
         self.indices = torch.cat(rows).int()
 
-    def call(self, tile: Tile = TILE, segments: int | None = None, uniform: bool = False, design: str = "gathered") -> Call:
+    def call(self, tile: Tile = TILE, segments: int | None = None, uniform: bool = False, algorithm: str = "gathered") -> Call:
         cu_q, cu_k = self.offsets["cu_seqlens_q"], self.offsets["cu_seqlens_k"]
         layout = Layout(None if uniform else cu_q, None if uniform else cu_k, cu_q.shape[0] - 1, *self.longest)
-        return Call(layout, self.scale, BLOCK, lambda kernel: tile, design, segments)
+        return Call(layout, self.scale, BLOCK, lambda kernel: tile, algorithm, segments)
 
     def attend(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         q, k, v = tensors
@@ -83,9 +83,9 @@ class Case:
 
 
 def compare(
-    case: Case, tile: Tile = TILE, segments: int | None = None, uniform: bool = False, design: str = "gathered"
+    case: Case, tile: Tile = TILE, segments: int | None = None, uniform: bool = False, algorithm: str = "gathered"
 ) -> None:
-    lse, *found = case.run(tile, segments, uniform, design)
+    lse, *found = case.run(tile, segments, uniform, algorithm)
     exact, plain = case.reference(torch.float64), case.reference(torch.float32)
     for name, actual, baseline, oracle in zip(("out", "dq", "dk", "dv"), found, plain, exact, strict=True):
         # Sums in another order than the reference's: rounding, not more, is what the larger factor leaves room for.
@@ -168,7 +168,7 @@ def test_the_tiled_forward_has_one_stream(monkeypatch):
     Noted(monkeypatch, said)
     case = Case(small(2), [25, 5])
     q, k, v = (x.float() for x in case.tensors)
-    call = case.call(design="tiled")
+    call = case.call(algorithm="tiled")
     selected_forward(q, k, v, case.indices, call, call.results(q, k, v, case.indices))
     assert said == ["one stream", "make_lists", "wait", "join"]
 
@@ -219,25 +219,25 @@ def test_number_of_segments():
     assert call.num_segments(3, 2**10, 2**20) == 3
 
 
-@pytest.mark.parametrize("design", ["tiled", "auto"])
-def test_other_designs(design):
-    compare(Case(small(3), PACKED, FEWER), segments=2, design=design)
+@pytest.mark.parametrize("algorithm", ["tiled", "auto"])
+def test_other_designs(algorithm):
+    compare(Case(small(3), PACKED, FEWER), segments=2, algorithm=algorithm)
 
 
 @pytest.mark.parametrize("scattered", [False, True])
 def test_the_choice_decides(scattered, monkeypatch):
-    """Long lists by the shapes: what runs follows from the choice; output and dQ are to the bit those of that design alone."""
+    """Long lists by the shapes: what runs follows from the choice; output and dQ are to the bit those of that one alone."""
     for module in (triton_launch, design_rules):
         monkeypatch.setattr(module, "LIMIT_4", 5)
     case = Case(small(2, num_kv_heads=1, n=3), [118])
     if not scattered:
         case.indices = torch.tensor([0, 1, -1]).int().expand(118, 1, 3).contiguous()
-    found = case.run(TILE, 2, design="auto")[:3]
-    for x, y in zip(found, case.run(TILE, 2, design="gathered" if scattered else "tiled")[:3], strict=True):
+    found = case.run(TILE, 2, algorithm="auto")[:3]
+    for x, y in zip(found, case.run(TILE, 2, algorithm="gathered" if scattered else "tiled")[:3], strict=True):
         assert torch.equal(x, y)
-    other = case.run(TILE, 2, design="tiled" if scattered else "gathered")[:3]
+    other = case.run(TILE, 2, algorithm="tiled" if scattered else "gathered")[:3]
     assert not all(torch.equal(x, y) for x, y in zip(found, other, strict=True))
-    compare(case, segments=2, design="auto")
+    compare(case, segments=2, algorithm="auto")
 
 
 def test_queries_without_a_block():
@@ -254,8 +254,8 @@ def test_queries_without_a_block():
     compare(case, segments=2)
 
 
-@pytest.mark.parametrize(("design", "dtype"), [("tiled", torch.int32), ("gathered", torch.int64), ("auto", torch.int32)])
-def test_a_block_that_is_named_again_counts_once(design, dtype):
+@pytest.mark.parametrize(("algorithm", "dtype"), [("tiled", torch.int32), ("gathered", torch.int64), ("auto", torch.int32)])
+def test_a_block_that_is_named_again_counts_once(algorithm, dtype):
     """To the bit what comes without the repetition, forward and backward; neighbours of the query are not touched."""
     case = Case(small(2, n=6), [60, 1, 0, 20])
     ids = case.indices
@@ -268,22 +268,22 @@ def test_a_block_that_is_named_again_counts_once(design, dtype):
         once[..., slot] = torch.where(again, -1, once[..., slot])
     assert ((ids != once) & (ids >= 0)).sum() > 100
     case.indices = ids.to(dtype)
-    found = case.run(TILE, 2, design=design)
-    compare(case, segments=2, design=design)
+    found = case.run(TILE, 2, algorithm=algorithm)
+    compare(case, segments=2, algorithm=algorithm)
     case.indices = once
-    for x, y in zip(found, case.run(TILE, 2, design=design), strict=True):
+    for x, y in zip(found, case.run(TILE, 2, algorithm=algorithm), strict=True):
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("design", ["tiled", "gathered"])
-def test_ids_of_64_bits_are_not_cut(design):
+@pytest.mark.parametrize("algorithm", ["tiled", "gathered"])
+def test_ids_of_64_bits_are_not_cut(algorithm):
     """An id that 32 bits do not hold is far above every block, not the block that its lower half names."""
     case = Case(small(2), [60, 1, 0, 20])
-    expected = case.run(TILE, 2, design=design)
+    expected = case.run(TILE, 2, algorithm=algorithm)
     ids = case.indices.long()
     case.indices = torch.where(ids < 0, ids + 2**32 + 1, ids)
     assert (case.indices == 2**32).any()
-    for x, y in zip(case.run(TILE, 2, design=design), expected, strict=True):
+    for x, y in zip(case.run(TILE, 2, algorithm=algorithm), expected, strict=True):
         assert torch.equal(x, y)
 
 

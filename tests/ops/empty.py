@@ -165,10 +165,10 @@ def ranges(case: Case, backend: str) -> None:
 
 @named
 def selected(case: Case, backend: str) -> None:
-    for design in ("tiled", "gathered", "auto"):
+    for algorithm in ("tiled", "gathered", "auto"):
         q, (k, v) = queries(case), keys(case)
         ids = torch.zeros(*case.queries, CONFIG.num_kv_heads, 4, dtype=torch.int32)
-        results = selected_attention(q, k, v, ids, CONFIG, design=design, backend=backend, **case.where)
+        results = selected_attention(q, k, v, ids, CONFIG, algorithm=algorithm, backend=backend, **case.where)
         check(list(zip(results, attended(case), strict=True)), [q, k, v])
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -23,12 +25,13 @@ from nsa import (
     selected_attention,
     window_attention,
 )
+from nsa.attention import attend
 from nsa.ops._packed import query_positions
 from nsa.testing import AttentionInputs, assert_within_budget
 from nsa.testing.budget import CEILING
 from nsa.testing.sampled import SampledWhole, check_sampled
 from tests.ops.cases import plain_attention
-from tests.ops.public import DESIGNS, RUNS, Case, Results, every, leaves_of, run_whole, run_window, with_design
+from tests.ops.public import ALGORITHMS, RUNS, Case, Results, every, leaves_of, run_whole, run_window, with_algorithm
 
 OF_QUERIES = ("q", "gates", "block_indices")
 
@@ -64,7 +67,7 @@ def rows_choice(x: Tokens, case: Case) -> list[Tensor]:
 
 def rows_slc(x: Tokens, case: Case) -> list[Tensor]:
     tensors = (x["q"], x["k_slc"], x["v_slc"], x["block_indices"])
-    return list(selected_attention(*tensors, case.config, design=case.design, **offsets_of(case)))
+    return list(selected_attention(*tensors, case.config, algorithm=case.algorithm, **offsets_of(case)))
 
 
 def rows_win(x: Tokens, case: Case) -> list[Tensor]:
@@ -73,8 +76,9 @@ def rows_win(x: Tokens, case: Case) -> list[Tensor]:
 
 def rows_whole(x: Tokens, case: Case) -> list[Tensor]:
     given: Any = {name: tensor for name, tensor in x.items() if name != "block_indices"}
-    options: Any = {"rope": Rope.from_config(case.config), "selected_design": case.design, **offsets_of(case)}
-    return [native_sparse_attention(**given, phi=None, config=case.config, **options)]
+    options: Any = {"rope": Rope.from_config(case.config), **offsets_of(case)}
+    with mock.patch("nsa.attention.attend", partial(attend, algorithm=case.algorithm)):
+        return [native_sparse_attention(**given, phi=None, config=case.config, **options)]
 
 
 OPERATORS: dict[str, Callable[[Tokens, Case], list[Tensor]]] = {
@@ -89,12 +93,12 @@ OPERATORS: dict[str, Callable[[Tokens, Case], list[Tensor]]] = {
 
 def run_rows(name: str, x: Tokens, case: Case) -> list[Tensor]:
     """Results of an operator."""
-    return OPERATORS[name](x, with_design(name, case))
+    return OPERATORS[name](x, with_algorithm(name, case))
 
 
 def fixed(case: Case) -> Case:
-    """The case with one design of the selected branch: another choice of blocks may run another one, which rounds otherwise."""
-    return dataclasses.replace(case, design="tiled") if case.design == "auto" else case
+    """The case with one algorithm of the selected branch: another choice may run another one, which rounds otherwise."""
+    return dataclasses.replace(case, algorithm="tiled") if case.algorithm == "auto" else case
 
 
 def with_gradients(name: str, x: Tokens, case: Case) -> Tokens:
@@ -189,7 +193,7 @@ def check_packed_equals_separate(name: str, case: Case) -> None:
         alone, inputs = _part(x, case, sequence)
         first = sum(case.queries[:sequence])
         given: dict[str, Any] = {"dout": packed.dout[first : first + length]}
-        if name in DESIGNS:
+        if name in ALGORITHMS:
             given["block_indices"] = case.block_indices()[first : first + length]
         parts.append(RUNS[name](alone, inputs, **given))
     joined = {key: torch.cat([part.of_queries[key] for part in parts]) for key in packed.of_queries}
@@ -214,7 +218,7 @@ def check_full_coverage(case: Case) -> None:
     visible = (
         torch.ones(length, length, dtype=torch.bool, device=case.device).tril()[:, None].expand(-1, config.num_kv_heads, -1)
     )
-    chosen = [(RUNS[name](case, block_indices=ids), x.k_slc, x.v_slc) for name in DESIGNS]
+    chosen = [(RUNS[name](case, block_indices=ids), x.k_slc, x.v_slc) for name in ALGORITHMS]
     for results, k, v in (*chosen, (run_window(wide), x.k_win, x.v_win)):
         values = {}
         for dtype in (case.dtype, torch.float64):

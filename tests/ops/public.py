@@ -26,6 +26,7 @@ from nsa import (
     selected_attention,
     window_attention,
 )
+from nsa.attention import attend
 from nsa.config import BRANCHES
 from nsa.ops._sequences import Sequences
 from nsa.ops.combination.reference import combine_reference
@@ -49,8 +50,8 @@ from nsa.testing.sampled import (
 from tests.ops.cases import make_batch, offsets
 from tests.ops.whole import phi_parameters
 
-# The selected branch with each of its designs.
-DESIGNS = {"selected": "tiled", "gathered": "gathered"}
+# The selected branch with each of its algorithms.
+ALGORITHMS = {"selected": "tiled", "gathered": "gathered"}
 # Rows that may differ from fp64 within the agreement rule.
 MAX_NEAR = 1e-3
 
@@ -66,7 +67,7 @@ class Case:
         device: where it runs.
         dense: whether sequences, all alike, are given as a dense batch.
         backend: the one under test.
-        design: of the selected branch.
+        algorithm: of the selected branch.
         seed: of the inputs.
     """
 
@@ -77,7 +78,7 @@ class Case:
     device: str = "cpu"
     dense: bool = False
     backend: str = "triton"
-    design: str = "auto"
+    algorithm: str = "auto"
     seed: int = 0
 
     def inputs(self) -> AttentionInputs:
@@ -212,7 +213,7 @@ def run_selected(
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v, indices = (case.shaped(y) for y in (q, k, v, ids))
-        return selected_attention(q, k, v, indices, config, design=case.design, **case.offsets(x))
+        return selected_attention(q, k, v, indices, config, algorithm=case.algorithm, **case.offsets(x))
 
     sampled = sampled_selected(x.q, x.k_slc, x.v_slc, ids, config, **cu(x))
     return _attention("selected", case, run, x.q, x.k_slc, x.v_slc, sampled, dout)
@@ -227,16 +228,16 @@ def compressed_rows(case: Case, raw: Tensor, x: AttentionInputs) -> Tensor:
     return rows
 
 
-def with_design(operator: str, case: Case) -> Case:
-    """The case with the design that ``operator`` names, if any."""
-    return dataclasses.replace(case, design=DESIGNS[operator]) if operator in DESIGNS else case
+def with_algorithm(operator: str, case: Case) -> Case:
+    """The case with the algorithm that ``operator`` names, if any."""
+    return dataclasses.replace(case, algorithm=ALGORITHMS[operator]) if operator in ALGORITHMS else case
 
 
-def run_design(operator: str) -> Callable[..., Results]:
-    """`run_selected` with its design fixed."""
+def run_algorithm(operator: str) -> Callable[..., Results]:
+    """`run_selected` with its algorithm fixed."""
 
     def run(case: Case, *inputs: Any, **given: Any) -> Results:
-        return dataclasses.replace(run_selected(with_design(operator, case), *inputs, **given), name=operator)
+        return dataclasses.replace(run_selected(with_algorithm(operator, case), *inputs, **given), name=operator)
 
     return run
 
@@ -328,7 +329,7 @@ def check_observe(case: Case) -> None:
     indices = case.block_indices() if "slc" in config.branches else None
     offsets = None if case.dense else (x.cu_seqlens_q, x.cu_seqlens_k)
     sequences = Sequences(offsets, len(case.queries), max(case.queries), max(case.lengths_k), x.q.device)
-    for design, blocks in (("tiled", 24), ("gathered", 25)):
+    for algorithm, blocks in (("tiled", 24), ("gathered", 25)):
         union = torch.tensor([blocks, 2], device=case.device)
         found = []
         for backend in ("reference", case.backend):
@@ -340,7 +341,7 @@ def check_observe(case: Case) -> None:
             found.append(dict(zip(SUMS, sums.tolist(), strict=True)))
         expected, actual = found
         if case.backend == "triton":
-            expected |= {design: 1, "reference": 0}
+            expected |= {algorithm: 1, "reference": 0}
         assert abs(actual.pop("entropy") - expected.pop("entropy")) <= 1e-5 * 2**30 * max(expected["gates"], 1)
         assert actual == expected
 
@@ -433,8 +434,13 @@ def run_whole(case: Case, x: AttentionInputs | None = None, dout: Tensor | None 
         seen.append((q.detach(), k_cmp.detach(), run_select_blocks(q, k_cmp, *rest, **named)))
         return seen[-1][2]
 
-    options: dict[str, Any] = {"q_cmp": queries, "rope": rope, "selected_design": case.design, **case.offsets(x)}
-    with mock.patch("nsa.attention.run_select_blocks", watched), mock.patch("nsa.ops.attention.ops.run_select_blocks", watched):
+    options: dict[str, Any] = {"q_cmp": queries, "rope": rope, **case.offsets(x)}
+    fixed = partial(attend, algorithm=case.algorithm)
+    with (
+        mock.patch("nsa.attention.attend", fixed),
+        mock.patch("nsa.attention.run_select_blocks", watched),
+        mock.patch("nsa.ops.attention.ops.run_select_blocks", watched),
+    ):
         out = case.flat(native_sparse_attention(**given, phi=phi, config=config, **options))
     dout = case.normal(*out.shape, seed=11) if dout is None else dout
     found = torch.autograd.grad(out, leaves, dout, allow_unused=True)
@@ -470,8 +476,8 @@ def phi_of(named: Mapping[str, Tensor]) -> tuple[PhiWeights, PhiWeights] | None:
 
 RUNS: dict[str, Callable[..., Results]] = {
     "compressed": run_compressed,
-    "selected": run_design("selected"),
-    "gathered": run_design("gathered"),
+    "selected": run_algorithm("selected"),
+    "gathered": run_algorithm("gathered"),
     "window": run_window,
     "whole": run_whole,
 }

@@ -50,11 +50,11 @@ def run_whole(**changes: Any) -> None:
     native_sparse_attention(q, k, v, k, v, k, v, BATCH.gates().float(), None, config, backend="triton")
 
 
-def run_selected(design: str, n: int = 4, backward: bool = False, **changes: Any) -> None:
+def run_selected(algorithm: str, n: int = 4, backward: bool = False, **changes: Any) -> None:
     q, k, v = tensors()
     ids = torch.zeros(LENGTH, 2, n, dtype=torch.int32)
     config = dataclasses.replace(CONFIG, **changes)
-    out, _ = selected_attention(q, k, v, ids, config, design=design, backend="triton")
+    out, _ = selected_attention(q, k, v, ids, config, algorithm=algorithm, backend="triton")
     if backward:
         out.sum().backward()
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_numbered_is_refused(name, monkeypatch):
 def test_slots_of_the_backward(monkeypatch):
     """They are not those of the forward: dQ has another tile."""
     ids = torch.zeros(LENGTH, 2, 8, dtype=torch.int32)
-    out, _ = selected_attention(*tensors(), ids, CONFIG, design="gathered", backend="triton")
+    out, _ = selected_attention(*tensors(), ids, CONFIG, algorithm="gathered", backend="triton")
     monkeypatch.setattr(_limits, "NUMBERS", LENGTH * 4 * 8)
     with pytest.raises(ValueError, match=r"^selected_attention: q must have fewer than 6400 rows of slots .*, got 6400\."):
         out.sum().backward()

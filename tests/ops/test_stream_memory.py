@@ -234,14 +234,14 @@ class Call:
 
     Attributes:
         pattern: the sparse pattern.
-        design: of the selected branch.
+        algorithm: of the selected branch.
         packed: whether there are offsets.
         own_queries: whether the compressed branch has queries of its own.
         strided: whether inputs lie so that kernels want copies of them.
     """
 
     pattern: NSAConfig = PATTERN
-    design: str = "auto"
+    algorithm: str = "auto"
     packed: bool = True
     own_queries: bool = False
     strided: bool = False
@@ -275,7 +275,7 @@ class Call:
     def where(self) -> tuple[Any, ...]:
         cu = packed_offsets([LENGTH] * NUMBER) if self.packed else None
         cu_cmp = None if cu is None else compressed_cu_seqlens(cu, self.pattern)
-        return cu, cu, cu_cmp, NUMBER, LENGTH, LENGTH, self.pattern.text, 0.25, self.design
+        return cu, cu, cu_cmp, NUMBER, LENGTH, LENGTH, self.pattern.text, 0.25, self.algorithm
 
 
 def changed(**changes: Any) -> NSAConfig:
@@ -285,8 +285,8 @@ def changed(**changes: Any) -> NSAConfig:
 CALLS = {
     "packed": Call(),
     "alike": Call(packed=False),
-    "tiled": Call(design="tiled"),
-    "gathered": Call(design="gathered"),
+    "tiled": Call(algorithm="tiled"),
+    "gathered": Call(algorithm="gathered"),
     "copies": Call(strided=True),
     "queries of its own": Call(own_queries=True, strided=True),
     "two stages": Call(changed(coarse_block_size=32, num_coarse_blocks=6)),
@@ -327,13 +327,13 @@ def test_whole_attention(name: str, model: StreamModel) -> None:
     assert len(set(model.launches)) == expected
 
 
-@pytest.mark.parametrize("design", ["tiled", "gathered", "auto"])
+@pytest.mark.parametrize("algorithm", ["tiled", "gathered", "auto"])
 @pytest.mark.usefixtures("small")
-def test_selected_attention_alone(design: str, model: StreamModel) -> None:
+def test_selected_attention_alone(algorithm: str, model: StreamModel) -> None:
     call = Call(changed(branches=("slc",)), strided=True)
     q, _, _, _, k, v, *_ = call.inputs()
     cu, *_ = call.where()
-    where = (cu, cu, NUMBER, LENGTH, LENGTH, PATTERN.block_size, 0.25, design)
+    where = (cu, cu, NUMBER, LENGTH, LENGTH, PATTERN.block_size, 0.25, algorithm)
     indices = torch.zeros(q.shape[0], PATTERN.num_kv_heads, PATTERN.num_selected_blocks, dtype=torch.int32)
     with model:
         for x in (q, k, v, cu, indices):

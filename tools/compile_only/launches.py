@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 import nsa
+import nsa.attention
 from nsa import NSAConfig, PhiWeights, Rope, combine, native_sparse_attention
 from nsa.ops._sequences import Sequences
 from nsa.ops._triton.kernel import Kernel
@@ -69,10 +71,10 @@ def attend(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
     parameters = [x for weights in phi or () for x in vars(weights).values() if x is not None]
     rope = Rope.from_config(config)
     k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = keys
-    out = native_sparse_attention(
-        q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, phi, config, rope=rope, sums=new_sums("cpu"), backend="triton",
-        **batch.offsets(),
-    )  # fmt: skip
+    with mock.patch("nsa.attention.attend", partial(nsa.attention.attend, sums=new_sums("cpu"))):
+        out = native_sparse_attention(
+            q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, phi, config, rope=rope, backend="triton", **batch.offsets()
+        )
     torch.autograd.grad(out, [q, *keys, gates, *parameters], torch.zeros_like(out), allow_unused=True)
     branches = [out.detach().requires_grad_() if name in config.branches else None for name in ("cmp", "slc", "win")]
     total = combine(branches[0], branches[1], branches[2], gates, backend="triton")

@@ -24,7 +24,7 @@ def run_attention(
     config: NSAConfig,
     sequences: Sequences,
     softmax_scale: float,
-    design: str,
+    algorithm: str,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Whole attention by kernels; inputs are packed and checked.
 
@@ -41,16 +41,16 @@ def run_attention(
         config: the sparse pattern.
         sequences: where the sequences lie.
         softmax_scale: factor on all scores.
-        design: of the selected branch, see :func:`nsa.selected_attention`.
+        algorithm: of the selected branch, see :func:`nsa.selected_attention`.
 
     Returns:
         out ``[T, Hq, Dv]``; the choice int32 ``[T, Hkv, n]``, None without the selected branch; and the counters by which its
-        design was chosen (see :func:`nsa.ops.observation.observe`): 0 where shapes alone chose it, None without the branch.
+        algorithm was chosen (see :func:`nsa.ops.observation.observe`): 0 where shapes alone chose it, None without the branch.
     """
     *offsets, num_sequences, len_q, len_k = sequences.kernel_arguments()
     lengths = (num_sequences, len_q, len_k)
     given = (q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
     out, _, _, block_indices, _, _, _, union, _, _ = attention_op(
-        *given, *offsets, sequences.cu_cmp, *lengths, config.text, softmax_scale, design
+        *given, *offsets, sequences.cu_cmp, *lengths, config.text, softmax_scale, algorithm
     )
     return out, None if k_slc is None else block_indices, union if union.numel() else None

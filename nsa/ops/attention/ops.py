@@ -46,16 +46,16 @@ _SAVED = (
 )
 _WHERE = (
     "Tensor? cu_q, Tensor? cu_k, Tensor? cu_cmp, SymInt num_sequences, SymInt len_q, SymInt len_k, str config, "
-    "float softmax_scale, str design"
+    "float softmax_scale, str algorithm"
 )
 
 
 def _open(x: Tensor, *where: Any) -> tuple[NSAConfig, Sequences, float, str]:
-    """The pattern, the sequences, the scale and the design of a call."""
-    cu_q, cu_k, cu_cmp, num_sequences, len_q, len_k, text, softmax_scale, design = where
+    """The pattern, the sequences, the scale and the algorithm of a call."""
+    cu_q, cu_k, cu_cmp, num_sequences, len_q, len_k, text, softmax_scale, algorithm = where
     offsets = None if cu_q is None else (cu_q, cu_k)
     sequences = Sequences(offsets, num_sequences, len_q, len_k, x.device, cu_cmp=cu_cmp)
-    return NSAConfig.from_text(text), sequences, softmax_scale, design
+    return NSAConfig.from_text(text), sequences, softmax_scale, algorithm
 
 
 def _check_numbers(q: Tensor, k_slc: Tensor | None, k_win: Tensor | None) -> None:
@@ -70,7 +70,7 @@ def _forward(
     q: Tensor, q_cmp: Tensor | None, k_cmp: Tensor | None, v_cmp: Tensor | None, k_slc: Tensor | None, v_slc: Tensor | None,
     k_win: Tensor | None, v_win: Tensor | None, gates: Tensor, *where: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    config, sequences, softmax_scale, design = _open(q, *where)
+    config, sequences, softmax_scale, algorithm = _open(q, *where)
     _check_numbers(q, k_slc, k_win)
     q_cmp = q if q_cmp is None else q_cmp
     out_cmp = lse_cmp = block_indices = slc = out_win = lse_win = None
@@ -83,7 +83,7 @@ def _forward(
         blocks = sequences.kernel_blocks(config)
     if k_slc is not None and v_slc is not None:
         block_indices = choice_result(q, k_slc, config.num_selected_blocks)
-        rest = (*selected_arguments(config, sequences), softmax_scale, design)
+        rest = (*selected_arguments(config, sequences), softmax_scale, algorithm)
         with stage(SELECTED):
             slc = new_results(q, k_slc, v_slc, block_indices, *rest)
     with fork_join(q.device, enabled=k_cmp is not None and k_win is not None) as streams:
@@ -112,7 +112,7 @@ def _backward(
     """Gradients of the inputs that are given, in their order."""
     from nsa.ops._triton.layout import Gated
 
-    config, sequences, softmax_scale, design = _open(q, *where)
+    config, sequences, softmax_scale, algorithm = _open(q, *where)
     q, dout, gates = rows(q), rows(dout), gates.contiguous()
     # Before the fork: all that both streams touch, offsets and copies in another layout among it, and what the side gives.
     # Branches add to dq in this order: compressed, window, selected.
@@ -146,7 +146,7 @@ def _backward(
             if k_slc is not None and v_slc is not None and slc is not None:
                 results = (out_slc, lse_slc, order, union)
                 call: Any = (q, k_slc, v_slc, block_indices, results, dout, slc)
-                rest = (*selected_arguments(config, sequences), softmax_scale, design)
+                rest = (*selected_arguments(config, sequences), softmax_scale, algorithm)
                 with stage(SELECTED):
                     run_selected_backward(*call, *rest, gated=Gated(gates, dgates, adds), unique=True)
         wait_cmp()
@@ -169,7 +169,7 @@ def _fake(
     q: Tensor, q_cmp: Tensor | None, k_cmp: Tensor | None, v_cmp: Tensor | None, k_slc: Tensor | None, v_slc: Tensor | None,
     k_win: Tensor | None, v_win: Tensor | None, gates: Tensor, *where: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    cu_q, cu_k, _, *lengths, text, softmax_scale, design = where
+    cu_q, cu_k, _, *lengths, text, softmax_scale, algorithm = where
     config = NSAConfig.from_text(text)
     num_q, num_heads = q.shape[:2]
     off = (q.new_empty(0), q.new_empty(0))
@@ -177,7 +177,7 @@ def _fake(
     lse_range = q.new_empty(num_heads, num_q, dtype=torch.float32).t()
     out = q.new_empty(num_q, num_heads, config.value_dim)
     indices = q.new_empty(num_q, config.num_kv_heads, config.num_selected_blocks, dtype=torch.int32)
-    index = no_index(indices, cu_q, cu_k, *lengths, config.block_size, softmax_scale, design)
+    index = no_index(indices, cu_q, cu_k, *lengths, config.block_size, softmax_scale, algorithm)
     return (
         out,
         off[0] if v_cmp is None else torch.empty_like(out),

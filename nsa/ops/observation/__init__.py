@@ -25,12 +25,12 @@ def observe(
     Args:
         gates: ``[T, Hq, 3]``.
         block_indices: int32 ``[T, Hkv, n]``; None without the selected branch.
-        union: int64 ``[2]``, blocks of the tiles' lists and their number, by which the design of the selected branch was
+        union: int64 ``[2]``, blocks of the tiles' lists and their number, by which the algorithm of the selected branch was
             chosen; None where it was fixed beforehand to be tiled.
         sums: int64 ``[len(SUMS)]`` of :func:`new_sums`; its first element switches.
         config: the sparse pattern.
         sequences: where the sequences lie.
-        limit_4: the gathered design ran if ``4 * union[0] > limit_4 * union[1]``.
+        limit_4: the gathered algorithm ran if ``4 * union[0] > limit_4 * union[1]``.
         backend: ``reference`` or ``triton``.
     """
     columns = [BRANCHES.index(name) for name in config.branches]

@@ -82,10 +82,10 @@ def observe_kernel(
     if tl.load(sums_ptr + ON) != 0:
         number = tl.program_id(0)
         if number == 0:
-            design = TILED
+            algorithm = TILED
             if union_ptr is not None:
-                design = tl.where(tl.load(union_ptr) * 4 > tl.load(union_ptr + 1) * limit_4, GATHERED, TILED)
-            tl.atomic_add(sums_ptr + design, tl.full([], 1, tl.int64), sem="relaxed")
+                algorithm = tl.where(tl.load(union_ptr) * 4 > tl.load(union_ptr + 1) * limit_4, GATHERED, TILED)
+            tl.atomic_add(sums_ptr + algorithm, tl.full([], 1, tl.int64), sem="relaxed")
         sequence, tile = find_tile(cu_q_ptr, number, num_sequences, len_q, BLOCK_Q)
         if sequence < num_sequences:
             first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)

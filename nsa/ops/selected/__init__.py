@@ -12,12 +12,12 @@ from nsa.errors import check, fail
 from nsa.ops._backend import choose_backend
 from nsa.ops._checks import check_block_indices, check_qkv, scale_of
 from nsa.ops._sequences import Sequences, open_sequences, pack
-from nsa.ops.selected.design import DESIGNS, LIMIT_4
+from nsa.ops.selected.algorithm import ALGORITHMS, LIMIT_4
 from nsa.ops.selected.ops import selected_attention_op
 from nsa.ops.selected.reference import selected_attention_reference
 from nsa.stages import SELECTED, in_stage
 
-__all__ = ["DESIGNS", "LIMIT_4", "run_selected_attention", "selected_arguments", "selected_attention"]
+__all__ = ["ALGORITHMS", "LIMIT_4", "run_selected_attention", "selected_arguments", "selected_attention"]
 
 
 def selected_attention(
@@ -32,7 +32,7 @@ def selected_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     softmax_scale: float | None = None,
-    design: str = "auto",
+    algorithm: str = "auto",
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Attention over the tokens of chosen blocks, token-causal (Eq. 5, branch slc, arXiv:2502.11089).
@@ -52,9 +52,9 @@ def selected_attention(
             :func:`nsa.native_sparse_attention`.
         max_seqlen_k: the same in key tokens.
         softmax_scale: factor on the scores; None means ``D ** -0.5``.
-        design: of the kernels. ``tiled``: tiles of neighbouring queries against all blocks that one of them chose;
+        algorithm: of the kernels. ``tiled``: tiles of neighbouring queries against all blocks that one of them chose;
             ``gathered``: block by block, the queries that chose it; ``auto``: ``tiled`` for short sequences, and for long ones
-            whichever suits the choice, decided on the device without waiting. Designs differ in rounding.
+            whichever suits the choice, decided on the device without waiting. Algorithms differ in rounding.
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
@@ -66,7 +66,7 @@ def selected_attention(
     """
     name = "selected_attention"
     backend = choose_backend(name, backend, q)
-    check(design in DESIGNS, name, "design", f"be one of {', '.join(DESIGNS)}", design)
+    check(algorithm in ALGORITHMS, name, "algorithm", f"be one of {', '.join(ALGORITHMS)}", algorithm)
     check_qkv(name, q, k, v, config)
     check_block_indices(name, block_indices, config)
     if block_indices.shape[:-2] != q.shape[:-2]:
@@ -75,24 +75,26 @@ def selected_attention(
     key_shape = tuple(k.shape[:-2])
     sequences = open_sequences(name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend)
     scale = scale_of(name, config, softmax_scale)
-    out, lse = run_selected_attention(pack(q), pack(k), pack(v), pack(block_indices), config, sequences, scale, backend, design)
+    out, lse = run_selected_attention(
+        pack(q), pack(k), pack(v), pack(block_indices), config, sequences, scale, backend, algorithm
+    )
     return sequences.restore(out), sequences.restore(lse)
 
 
 @in_stage(SELECTED)
 def run_selected_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, sequences: Sequences, softmax_scale: float,
-    backend: str, design: str = "auto",
+    backend: str, algorithm: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See :func:`selected_attention`; inputs are packed and checked, the backend is chosen."""
     if backend == "triton":
         where = selected_arguments(config, sequences)
-        out, lse, *_ = selected_attention_op(q, k, v, block_indices, *where, softmax_scale, design)
+        out, lse, *_ = selected_attention_op(q, k, v, block_indices, *where, softmax_scale, algorithm)
         return out, lse
     with torch.autocast(q.device.type, enabled=False):
         return selected_attention_reference(q, k, v, block_indices, config, sequences, softmax_scale)
 
 
 def selected_arguments(config: NSAConfig, sequences: Sequences) -> tuple[Any, ...]:
-    """What the registered operator is told beside tensors, the scale and the design: ``cu_q`` to ``block_size``."""
+    """What the registered operator is told beside tensors, the scale and the algorithm: ``cu_q`` to ``block_size``."""
     return *sequences.kernel_arguments(), config.block_size

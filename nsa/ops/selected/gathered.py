@@ -1,14 +1,14 @@
 """Selected branch, gathered: a block of keys against the queries that chose it, wherever they lie; see ``index.py``.
 
 Where neighbouring queries choose differently, a tile of them works mostly on masked rows. Here the rows of a program are the
-queries that chose one block, by heads, so no row is masked. dK and dV of both designs are made so. What a query gets from each
-of its blocks (output and lse, or dQ) is written apart, one row for each (query, slot), and a second kernel merges the slots of
+queries that chose one block, by heads, so no row is masked. dK and dV of both algorithms are made so. What a query gets from
+each of its blocks (output and lse, or dQ) is put apart, a row for each (query, slot), and another kernel merges the slots of
 a query, segment by segment, so that the rows of slots need little memory. No atomics: the same bits in every run. What is
 written for a row follows from its query and its block alone, and a merge reads the slots of one query in their order: the
 choices of other queries move a row to another place, where its arithmetic is the same.
 
 A block that is too large to be held at once is cut into ``PARTS`` of ``BLOCK_N`` keys, each with rows of its own. Kernels that
-are given ``union_ptr`` do their share of the gathered design only where choices scatter (``choices_scatter``).
+are given ``union_ptr`` do their share of the gathered algorithm only where choices scatter (``choices_scatter``).
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"

@@ -19,7 +19,7 @@ from nsa.ops import _limits
 from nsa.ops._limits import check_numbers
 from nsa.ops._triton.layout import Layout
 from nsa.ops._triton.sizes import cdiv, next_power_of_2
-from nsa.ops.selected.design import LIMIT_4
+from nsa.ops.selected.algorithm import LIMIT_4
 from nsa.ops.selected.index_kernels import chunk_kernel, item_kernel, key_kernel, list_kernel
 
 # Items, or chunks, of a program that looks for their places.

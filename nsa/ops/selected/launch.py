@@ -1,4 +1,4 @@
-"""Launchers of the kernels of the selected branch, and the choice of their design. No autograd, no checks of user input.
+"""Launchers of the kernels of the selected branch, and the choice of their algorithm. No autograd, no checks of user input.
 
 What outlives a launcher is made before it, and what its two streams share before they fork (``nsa/ops/_side_stream.py``).
 """
@@ -18,7 +18,7 @@ from nsa.ops._triton.layout import Gated, Layout
 from nsa.ops._triton.range_launch import block_of, fitting, key_source
 from nsa.ops._triton.sizes import next_power_of_2
 from nsa.ops._triton.tuning import MOST_REGISTERS, Tile
-from nsa.ops.selected.design import LIMIT_4, MAX_QUERIES, always_tiled
+from nsa.ops.selected.algorithm import LIMIT_4, MAX_QUERIES, always_tiled
 from nsa.ops.selected.gathered import (
     selected_gather_bwd_kernel,
     selected_gather_fwd_kernel,
@@ -63,9 +63,9 @@ class Call:
         softmax_scale: factor on the scores.
         block_size: tokens of a block.
         tiles: tile of each kernel.
-        design: ``tiled``, ``gathered``, or ``auto``: tiled where lists are short by the shapes alone, and otherwise what the
+        algorithm: ``tiled``, ``gathered``, or ``auto``: tiled where lists are short by the shapes alone, and otherwise what the
             choice itself asks for, on the device.
-        segments: segments of the gathered design; None: as many as memory wants.
+        segments: segments of the gathered algorithm; None: as many as memory wants.
         unique: whether no query names a block twice, as :func:`nsa.select_blocks` does not.
     """
 
@@ -73,13 +73,13 @@ class Call:
     softmax_scale: float
     block_size: int
     tiles: Tiles
-    design: str = "auto"
+    algorithm: str = "auto"
     segments: int | None = None
     unique: bool = False
 
     def always_tiled(self, q: Tensor, k: Tensor, n: int) -> bool:
-        """Whether the tiled design runs whatever the choice is."""
-        return always_tiled(self.design, q.shape[1] // k.shape[1], n, self.layout.len_q, self.layout.len_k, self.block_size)
+        """Whether the tiled algorithm runs whatever the choice is."""
+        return always_tiled(self.algorithm, q.shape[1] // k.shape[1], n, self.layout.len_q, self.layout.len_k, self.block_size)
 
     def results(self, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor) -> ForwardResults:
         """Memory for what :func:`selected_forward` gives; of the tensors shapes and device count."""
@@ -89,7 +89,7 @@ class Call:
         if self.always_tiled(q, k, block_indices.shape[-1]):
             return ForwardResults(out, lse, None, None)
         union = torch.zeros(2, dtype=torch.int64, device=q.device)
-        if self.design == "gathered":
+        if self.algorithm == "gathered":
             union[0].fill_(1)
         return ForwardResults(out, lse, new_order(block_indices), union)
 
@@ -122,9 +122,9 @@ class ForwardResults:
     Attributes:
         out: ``[T, Hq, Dv]``.
         lse: fp32 ``[T, Hq]``.
-        order: of the inverse index; None where the tiled design runs whatever the choice is.
+        order: of the inverse index; None where the tiled algorithm runs whatever the choice is.
         union: int64 ``[2]``: blocks of the tiles' lists and their number, 0 at first; None as ``order``. With the gathered
-            design they are 1 and 0 from the start and stay so: choices count as scattered.
+            algorithm they are 1 and 0 from the start and stay so: choices count as scattered.
     """
 
     out: Tensor
@@ -174,7 +174,7 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, cal
         lse.fill_(-torch.inf)
         return
     tile, used = tile_of(call.tiles("selected_attention_fwd"), group_size, call.block_size)
-    tile, counter = fitting(tile, k, v), None if call.design == "gathered" else union
+    tile, counter = fitting(tile, k, v), None if call.algorithm == "gathered" else union
     gathered = None if union is None else new_gathered(q, k, v, block_indices, call, results.order)
     with fork_join(q.device, enabled=gathered is not None) as streams:
         if gathered is not None:
@@ -225,7 +225,7 @@ def gather_forward(
     q: Tensor, k: Tensor, v: Tensor, n: int, call: Call, union: Tensor, index: InverseIndex, chunks: Chunks, out: Tensor,
     lse: Tensor,
 ) -> None:  # fmt: skip
-    """The gathered design's share of :func:`selected_forward`, where choices scatter.
+    """The gathered algorithm's share of :func:`selected_forward`, where choices scatter.
 
     It merges what comes of blocks that are not near into ``out`` and ``lse``.
     """

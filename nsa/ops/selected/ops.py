@@ -20,7 +20,7 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 _WHERE = (
     "Tensor? cu_q, Tensor? cu_k, SymInt num_sequences, SymInt len_q, SymInt len_k, int block_size, float softmax_scale, "
-    "str design"
+    "str algorithm"
 )
 
 
@@ -33,9 +33,9 @@ def selected_call(q: Tensor, v: Tensor, *where: Any, unique: bool = False) -> An
     from nsa.ops._triton.tuning import tile_for
     from nsa.ops.selected.launch import Call
 
-    *layout, block_size, softmax_scale, design = where
+    *layout, block_size, softmax_scale, algorithm = where
     tiles = partial(tile_for, q=q, v=v)
-    return Call(Layout(*layout), softmax_scale, block_size, tiles, design, unique=unique)
+    return Call(Layout(*layout), softmax_scale, block_size, tiles, algorithm, unique=unique)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> Results:

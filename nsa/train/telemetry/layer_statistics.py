@@ -18,7 +18,7 @@ DEAD = 0.02  # of the sum of the gates
 UNIFORM = 0.999  # entropy, as a share of the largest there can be
 
 _EXTREMES: dict[str, Callable[[list[float]], float]] = {"selected_min_tokens": min, "selected_max_tokens": max}
-_COUNTS = tuple(f"selected_{design}_calls" for design in ("tiled", "gathered", "reference"))
+_COUNTS = tuple(f"selected_{algorithm}_calls" for algorithm in ("tiled", "gathered", "reference"))
 
 
 class LayerStatistics:

@@ -84,8 +84,8 @@ METRICS = (
     Metric("selected_max_tokens", "tokens", "the most, of these queries"),
     Metric("selected_distance_tokens", "tokens", "how far before their query these keys are, mean over the keys"),
     Metric("selected_overlap", "1", "share of a query's blocks that the query before it chose as well"),
-    Metric("selected_tiled_calls", "calls", "forward passes of layers in which the tiled design ran"),
-    Metric("selected_gathered_calls", "calls", "those in which the gathered design ran"),
+    Metric("selected_tiled_calls", "calls", "forward passes of layers in which the tiled algorithm ran"),
+    Metric("selected_gathered_calls", "calls", "those in which the gathered algorithm ran"),
     Metric("selected_reference_calls", "calls", "those in which eager PyTorch ran"),
 )  # fmt: skip
 

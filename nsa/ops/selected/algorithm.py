@@ -1,8 +1,8 @@
-"""Which design of the selected branch runs, as far as shapes say it; free of Triton, because shapes of outputs depend on it."""
+"""Which algorithm of the selected branch runs, as far as shapes say it; without Triton: shapes of outputs depend on it."""
 
 from __future__ import annotations
 
-DESIGNS = ("auto", "tiled", "gathered")
+ALGORITHMS = ("auto", "tiled", "gathered")
 
 # Queries of a tile: as many as a word of its list has bits.
 MAX_QUERIES = 32
@@ -10,11 +10,11 @@ MAX_QUERIES = 32
 LIMIT_4 = 11
 
 
-def always_tiled(design: str, group_size: int, n: int, len_q: int, len_k: int, block_size: int) -> bool:
-    """Whether the tiled design runs whatever the choice is.
+def always_tiled(algorithm: str, group_size: int, n: int, len_q: int, len_k: int, block_size: int) -> bool:
+    """Whether the tiled algorithm runs whatever the choice is.
 
     Args:
-        design: ``tiled``, ``gathered``, or ``auto``: tiled where lists are short by the shapes alone, and otherwise what the
+        algorithm: ``tiled``, ``gathered``, or ``auto``: tiled where lists are short by the shapes alone, and otherwise what the
             choice itself asks for, on the device.
         group_size: query heads of a KV head.
         n: slots of a query.
@@ -26,4 +26,4 @@ def always_tiled(design: str, group_size: int, n: int, len_q: int, len_k: int, b
     blocks = -(-len_k // block_size)
     # Queries of all positions see half of the blocks on average.
     longest = min(queries * n, blocks if len_q < len_k else (blocks + 1) // 2)
-    return design == "tiled" or (design == "auto" and 4 * longest <= LIMIT_4 * n)
+    return algorithm == "tiled" or (algorithm == "auto" and 4 * longest <= LIMIT_4 * n)
