@@ -384,7 +384,8 @@ def check_project(case: Case) -> None:
     plain, exact = (
         run(dtype, "reference", leaves_of(*(w.to(dtype) for w in weights))) for dtype in (case.dtype, torch.float64)
     )
-    compare(found, plain, exact, "project", case.factor)
+    # Gates are fp32 of a product in the tested dtype, and have no more digits than it.
+    compare(found, {key: x.to(case.dtype) for key, x in plain.items()}, exact, "project", case.factor)
     apart = run(case.dtype, case.backend, leaves_of(*weights))
     same = [torch.equal(apart[name], value) for name, value in found.items()]
     assert all(same), "project: weights with memory of their own each"
