@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa.train.data import IGNORED_TARGET, Batch, SyntheticSource, TextSource, collate, validation_batches
+from nsa.train.data import IGNORED_TARGET, Batch, TextSource, collate, validation_batches
+from nsa.train.data.synthetic import SyntheticSource
 
 BYTES = np.ones(256, dtype=np.int64)
 BYTES[0] = 0

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from nsa.train.config import DataConfig
-from nsa.train.data import ByteTokenizer, TextSource, bundle, collate, corpus_files, make_tokenizer, open_data, split_documents
+from nsa.train.data import ByteTokenizer, TextSource, bundle, collate, make_tokenizer, open_data
+from nsa.train.data.documents import corpus_files, split_documents
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2", "bpe"])
@@ -16,7 +17,7 @@ def test_corpus_opens_with_every_tokenizer(tokenizer: Any) -> None:
     data = open_data(DataConfig(tokenizer=tokenizer, bpe_vocab_size=512), seed=1, seq_len=128)
     assert isinstance(data.train, TextSource)
     assert isinstance(data.validation, TextSource)
-    split = split_documents(corpus_files(), 0.1)
+    split = split_documents(corpus_files().documents, 0.1)
     for side, source, pieces in (("train", data.train, split.train), ("validation", data.validation, split.validation)):
         text = b"".join(piece.text for piece in pieces)
         assert data.tokenizer.decode(source.tokens) == text

@@ -12,9 +12,8 @@ import pytest
 from nsa.errors import UserError
 from nsa.train.config import DataConfig
 from nsa.train.data import Origin, PrepareConfig, make_tokenizer, open_shards, preparation, prepare
-from nsa.train.data.preparation import Report
+from nsa.train.data.documents import SIDES, side_of
 from nsa.train.data.shards import INDEX, OFFSET_DTYPE, PROGRESS, STAMP
-from nsa.train.data.tokenise import SIDES, side_of
 from tests.train.data.data_sets import make_texts, write_folder, write_jsonl, write_parquet
 
 TEXTS = make_texts(300)
@@ -114,7 +113,7 @@ def test_interrupted_preparation_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     while not is_done:
         left = 2 + attempts % 2
 
-        def interrupt(report: Report) -> None:
+        def interrupt(report: object) -> None:
             nonlocal left
             left -= 1
             if left == 0:
@@ -135,7 +134,7 @@ def test_complete_preparation_is_not_repeated(source: Path, tmp_path: Path) -> N
     index = prepare(config_of(source), tmp_path / "out")
     before = contents(tmp_path / "out")
 
-    def never(report: Report) -> None:
+    def never(report: object) -> None:
         raise AssertionError("something was done again")
 
     assert prepare(config_of(source), tmp_path / "out", on_progress=never) == index
@@ -188,7 +187,7 @@ def test_a_second_preparation_in_the_same_folder_is_refused(source: Path, tmp_pa
 def test_changed_source_is_noticed(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "set", "jsonl", TEXTS)
 
-    def interrupt(report: Report) -> None:
+    def interrupt(report: object) -> None:
         raise _InterruptedError
 
     with pytest.raises(_InterruptedError):

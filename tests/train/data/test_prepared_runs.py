@@ -17,17 +17,17 @@ from nsa import cli
 from nsa.train.config import DataConfig, TrainConfig
 from nsa.train.data import (
     DataUnavailableError,
-    DocumentReader,
     Origin,
     PrepareConfig,
     Sampler,
     ShardSource,
-    StreamSampler,
     StreamSource,
     TextSource,
     open_data,
     prepare,
 )
+from nsa.train.data.reader import read_documents
+from nsa.train.data.stream import StreamSampler
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.evaluation import evaluate_run
 from nsa.train.sources import is_mistyped_path
@@ -72,7 +72,7 @@ def test_shards_open_with_their_description(shards: Path) -> None:
     for side, opened in (("train", data.train), ("validation", data.validation)):
         assert described[f"{side}_tokens"] == opened.num_tokens == index["sides"][side]["tokens"]
         assert described[f"{side}_windows"] == opened.num_windows(64)
-        assert described[f"{side}_bytes"] == int(opened.token_bytes[opened.tokens(0, 10**9)].sum())
+        assert described[f"{side}_bytes"] == int(opened.token_bytes[opened.tokens[:]].sum())
     assert described["synthetic"] is False
     assert described["provenance"].endswith("split train. Licence: CC0.")
     assert json.loads(json.dumps(described)) == described
@@ -90,9 +90,9 @@ def test_shards_and_stream_hold_the_same_text(shards: Path, source: Path) -> Non
     assert isinstance(prepared.validation, ShardSource)
     for index in range(prepared.train.num_windows(64)):
         assert (prepared.train.window(64, index) == streamed.train.window(64, index)).all()
-    held_out = streamed.validation.tokens
-    assert 2000 <= len(held_out) < 3000
-    assert (prepared.validation.tokens(0, len(held_out)) == held_out).all()
+    tokens = streamed.validation.tokens
+    assert 2000 <= len(tokens) < 3000
+    assert (prepared.validation.tokens[: len(tokens)] == tokens).all()
     assert isinstance(streamed.sampler(64, 7), StreamSampler)
     assert json.loads(json.dumps(streamed.description)) == streamed.description
     assert "train_windows" not in streamed.description
@@ -271,7 +271,7 @@ def test_a_preparation_that_holds_nothing_out_fails_and_leaves_nothing(
 def test_a_mistyped_path_is_refused_before_anything_is_started(
     source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nsa.train.data.stream.Child", None)  # no process that could ask the hub
+    monkeypatch.setattr("nsa.train.data.reader._serve", None)  # nothing that could ask the hub
     monkeypatch.chdir(tmp_path)
     source = "no/such/../path" if source == ".." else source
     begin = time.monotonic()
@@ -279,7 +279,7 @@ def test_a_mistyped_path_is_refused_before_anything_is_started(
     assert time.monotonic() - begin < 1
     assert f"SOURCE must exist, got {source}. It is no name on the hub" in capsys.readouterr().err
     with pytest.raises(DataUnavailableError, match="source must exist"):
-        DocumentReader(Origin(source), str, time_limit_s=1)
+        read_documents(Origin(source), list, time_limit_s=1)
     assert not Path("out").exists()
 
 

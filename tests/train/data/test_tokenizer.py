@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from nsa.train.config import DataConfig
-from nsa.train.data import ByteTokenizer, Tokenizer, corpus_files, load_tokenizer, make_tokenizer, tokenizer
+from nsa.train.data import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer, tokenizer
+from nsa.train.data.documents import corpus_files
 
 KINDS = ("byte", "gpt2", "bpe", "file")
 
 
 def play(name: str = "macbeth.txt") -> bytes:
-    return next(document.text for document in corpus_files() if document.name == name)
+    return next(document.text for document in corpus_files().documents if document.name == name)
 
 
 @functools.cache
