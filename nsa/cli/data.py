@@ -10,7 +10,6 @@ from nsa.errors import check
 from nsa.train.sources import is_mistyped_path
 
 if TYPE_CHECKING:
-    from nsa.train.data import TokenSource
     from nsa.train.data.preparation import Report
 
 DATA = """\
@@ -158,18 +157,18 @@ class _ProgressLines:
         size = sum(progress.text_bytes.values())
         # What an interrupted attempt did says nothing about the speed of this one.
         begin, before = self._begin = self._begin or (now, size)
-        tokens = sum(writer.num_tokens for writer in report.writers.values())
+        tokens = sum(writer.total("tokens") for writer in report.writers.values())
         done, files = progress.place[0], len(report.found.files)
         share = done / files
         if self._max_tokens is not None:
-            share = min(report.writers["train"].num_tokens / self._max_tokens, 1.0)
+            share = min(report.writers["train"].total("tokens") / self._max_tokens, 1.0)
         speed = f"{(size - before) / 1e6 / max(now - begin, 1e-9):.1f} MB/s"
         text, file = f"{size / 1e9:.2f} GB", f"file {min(done + 1, files)} of {files}"
         short = f"{speed} | {text} | {tokens / 1e9:.2f}G tokens | {file}"  # fits into 80 columns
         self.bar.update(self._task, completed=share, description=short)
         if not self._is_terminal and now - self._said >= _LINE_S:
             self._said = now
-            documents = sum(writer.num_documents for writer in report.writers.values())
+            documents = sum(writer.total("documents") for writer in report.writers.values())
             counts = f"{tokens:,} tokens | {documents:,} documents"
             print(f"{speed} | {text} of text | {counts} | {file}", flush=True)
 
@@ -183,8 +182,9 @@ def run_verify(args: argparse.Namespace) -> int:
     """``nsa data verify``."""
     from nsa.train.data import open_shards
 
-    sizes = open_shards(args.folder, verify=True).files().values()
-    print(f"{len(sizes)} files, {sum(sizes):,} bytes: all as {args.folder}/index.json says")
+    files = open_shards(args.folder, verify=True).files()
+    total = sum(size for size, _ in files.values())
+    print(f"{len(files)} files, {total:,} bytes: all as {args.folder}/index.json says")
     return 0
 
 
@@ -200,32 +200,19 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
 
 def run_bench(args: argparse.Namespace) -> int:
     """``nsa data bench``."""
-    from nsa.train.data import open_shards
+    from nsa.train.data import Sampler, collate, open_shards
 
     for name in ("seq_len", "micro_batch", "seconds"):
         option, value = f"--{name.replace('_', '-')}", getattr(args, name)
         check(value > 0, "nsa data bench", option, "be positive", value)
     source, windows = open_shards(args.folder).source("train"), args.micro_batch
-    speed = measure_loader(source, args.seq_len, windows, args.seconds)
-    batches = f"batches of {windows} windows of {args.seq_len} tokens"
-    print(f"loader: {speed:,.0f} tokens/s, {batches}, one process")
-    return 0
-
-
-def measure_loader(source: TokenSource, seq_len: int, micro_batch: int, seconds: float) -> float:
-    """Tokens a second that sampler and collation deliver, the start of an epoch included.
-
-    Args:
-        source: of the tokens.
-        seq_len: tokens of a window.
-        micro_batch: windows of a batch.
-        seconds: time to measure for.
-    """
-    from nsa.train.data import Sampler, collate
-
-    sampler = Sampler(source.num_windows(seq_len), seed=0)
-    begin, batches = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - begin) < seconds:
-        collate(source, sampler.next_windows(micro_batch), seq_len, document_mask=True)
+    sampler = Sampler(source.num_windows(args.seq_len), seed=0)
+    begin, batches = time.perf_counter(), 0  # the start of an epoch is included
+    while (elapsed := time.perf_counter() - begin) < args.seconds:
+        indices = sampler.next_windows(windows)
+        collate(source, indices, args.seq_len, document_mask=True)
         batches += 1
-    return batches * micro_batch * seq_len / elapsed
+    speed = batches * windows * args.seq_len / elapsed
+    batch = f"batches of {windows} windows of {args.seq_len} tokens"
+    print(f"loader: {speed:,.0f} tokens/s, {batch}, one process")
+    return 0

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nsa.errors import check
 from nsa.train.config import DataConfig
 from nsa.train.data.documents import (
@@ -198,11 +196,10 @@ def _open_stream(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
     tokenizer = tokenizer or make_tokenizer(config, ())
     revision = config.revision
     origin = Origin(str(config.path), config.subset, config.split, revision, config.text_field)
-    found, documents = read_validation(origin, tokenizer, config)
+    found, documents, tokens = read_validation(origin, tokenizer, config)
     origin = replace(origin, revision=found.revision)
     # Files on this machine may lie elsewhere when the run is resumed.
     name = origin.source if found.revision else "Files on this machine"
-    tokens = np.concatenate([np.empty(0, np.uint8), *(row.tokens for row in documents)])
     description = {
         "provenance": _provenance({**asdict(origin), "name": name, "licence": found.licence}),
         "split_rule": "hash",

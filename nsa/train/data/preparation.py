@@ -204,7 +204,7 @@ def _prepare(
         committed = time.monotonic()
         for batch in () if progress.is_enough else batches:
             progress.place = batch.end
-            _write(batch.payload, progress, writers, config.max_tokens)
+            _write(*batch.payload, progress, writers, config.max_tokens)
             if progress.is_enough:
                 break
             if time.monotonic() - committed > _COMMIT_S:
@@ -226,19 +226,27 @@ def _training_sample(config: PrepareConfig, time_limit_s: float) -> list[bytes]:
     return texts
 
 
-def _write(rows: list[Row], progress: Progress, writers: dict[Side, ShardWriter], max_tokens: int | None) -> None:
+def _write(
+    rows: list[Row],
+    tokens: Tokens,
+    progress: Progress,
+    writers: dict[Side, ShardWriter],
+    max_tokens: int | None,
+) -> None:
     documents: dict[Side, list[Tokens]] = {side: [] for side in SIDES}
-    train_tokens = writers["train"].num_tokens
+    start = 0
+    train_tokens = writers["train"].total("tokens")
     for row in rows:
         if row.kind == "empty":
             progress.empty += 1
         elif row.kind == "unreadable":
             progress.unreadable += 1
         else:
-            documents[row.kind].append(row.tokens)
+            documents[row.kind].append(tokens[start : start + row.num_tokens])
             progress.text_bytes[row.kind] += row.num_bytes
         if row.kind == "train":
-            train_tokens += len(row.tokens)
+            train_tokens += row.num_tokens
+        start += row.num_tokens
         progress.is_enough = max_tokens is not None and train_tokens >= max_tokens
         if progress.is_enough:
             break
@@ -262,7 +270,7 @@ def _commit(folder: Path, config: PrepareConfig, tokenizer: Tokenizer, report: R
 def _finish(folder: Path, config: PrepareConfig, tokenizer: Tokenizer, report: Report) -> dict[str, Any]:
     """Write the index; nothing in it depends on when or in how many attempts data were prepared."""
     origin, (found, progress, writers) = config.origin, report
-    train, validation = (writer.num_documents for writer in writers.values())
+    train, validation = (writer.total("documents") for writer in writers.values())
     if not (train and validation):  # the next try may take another share
         _remove_ours(folder)
         rule, hint = "leave documents on both sides", "Take another share or more documents."
@@ -292,8 +300,8 @@ def _finish(folder: Path, config: PrepareConfig, tokenizer: Tokenizer, report: R
         "left_out": {"empty": progress.empty, "unreadable": progress.unreadable},
         "sides": {
             side: {
-                "tokens": writer.num_tokens,
-                "documents": writer.num_documents,
+                "tokens": writer.total("tokens"),
+                "documents": writer.total("documents"),
                 "text_bytes": progress.text_bytes[side],
                 "shards": writer.finish(),
             }

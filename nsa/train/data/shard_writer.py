@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -45,34 +45,28 @@ class ShardWriter:
     ) -> None:
         self._folder, self._side = folder, side
         self._vocab_size, self._shard_tokens = vocab_size, shard_tokens
-        self._shards: list[dict[str, Any]] = list(committed["shards"])
-        self._open = self._new_shard(committed["open_tokens"], committed["open_documents"])
-        sizes = {
-            path: size for shard in (*self._shards, self._open) if shard["tokens"] for path, size in self._files(shard).items()
-        }
-        for path in {*folder.glob(f"{side}-*")} - sizes.keys():
-            path.unlink()
-        for path, size in sizes.items():
-            found = path.stat().st_size if path.is_file() else -1
+        self._shards: list[dict[str, Any]] = list(committed["shards"])  # the last one is open
+        self._add_shard(committed["open_tokens"], committed["open_documents"])
+        files = {path: size for shard in self._shards for path, size in self._files(shard).items()}
+        for path in folder.glob(f"{side}-*"):
+            if not files.get(path):
+                path.unlink()
+        for path, size in files.items():
+            found = path.stat().st_size if path.is_file() else 0
             if found < size:
                 rule = f"have the {size} bytes written before the interruption"
-                raise ShardError("prepare", str(path), rule, "nothing" if found < 0 else found)
-            os.truncate(path, size)  # what came after the last commit is written again
+                raise ShardError("prepare", str(path), rule, found or "nothing")
+            if size:
+                os.truncate(path, size)  # what came after the last commit is written again
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all shards."""
-        return sum(shard["tokens"] for shard in (*self._shards, self._open))
-
-    @property
-    def num_documents(self) -> int:
-        """Documents of all shards."""
-        return sum(shard["documents"] for shard in (*self._shards, self._open))
+    def total(self, what: Literal["tokens", "documents"]) -> int:
+        """Tokens or documents of all shards."""
+        return sum(shard[what] for shard in self._shards)
 
     def append(self, documents: Sequence[Tokens]) -> None:
         """Add documents, of at least one token each."""
         part: list[Tokens] = []
-        size = self._open["tokens"]
+        size = self._shards[-1]["tokens"]
         for document in documents:
             part.append(document)
             size += len(document)
@@ -85,44 +79,46 @@ class ShardWriter:
 
     def commit(self) -> dict[str, Any]:
         """Bring everything to the disk; the result lets a later writer continue from here."""
-        tokens, documents = self._open["tokens"], self._open["documents"]
-        if tokens:
+        *closed, last = self._shards
+        if last["tokens"]:
             self._flush()
-        return {"shards": self._shards, "open_tokens": tokens, "open_documents": documents}
+        tokens, documents = last["tokens"], last["documents"]
+        return {"shards": closed, "open_tokens": tokens, "open_documents": documents}
 
     def finish(self) -> list[dict[str, Any]]:
         """End the last shard; entries of all shards for the index."""
-        if self._open["tokens"]:
+        if self._shards[-1]["tokens"]:
             self._close()
-        return self._shards
+        return self._shards[:-1]
 
-    def _new_shard(self, tokens: int = 0, documents: int = 0) -> dict[str, Any]:
+    def _add_shard(self, tokens: int = 0, documents: int = 0) -> None:
         name = f"{self._side}-{len(self._shards):05d}"
-        return {"name": name, "tokens": tokens, "documents": documents}
+        self._shards.append({"name": name, "tokens": tokens, "documents": documents})
 
     def _files(self, shard: Mapping[str, Any]) -> dict[Path, int]:
-        files = shard_files(shard, self._vocab_size)
-        return {self._folder / name: size for name, size in files.items()}
+        files = shard_files(self._folder, shard, self._vocab_size)
+        return {path: size for path, (size, _) in files.items()}
 
     def _write(self, documents: Sequence[Tokens]) -> None:
-        shard = self._open
-        tokens, offsets = map(AppendedFile, self._files(shard))
+        shard = self._shards[-1]
         ends = shard["tokens"] + np.cumsum([len(document) for document in documents])
         starts = np.array([shard["tokens"], *ends[:-1]], dtype=OFFSET_DTYPE)
         stored = np.concatenate(documents).astype(shard_dtype(self._vocab_size))
-        tokens.append(stored.tobytes())
-        offsets.append(starts.tobytes())
+        for path, array in zip(self._files(shard), (stored, starts), strict=True):
+            AppendedFile(path).append(array.tobytes())
         shard["tokens"] = int(ends[-1])
         shard["documents"] += len(documents)
 
     def _close(self) -> None:
         tokens, offsets = self._flush()
-        digests = {"tokens_sha256": file_digest(tokens), "offsets_sha256": file_digest(offsets)}
-        self._shards.append({**self._open, **digests})
-        self._open = self._new_shard()
+        self._shards[-1] |= {
+            "tokens_sha256": file_digest(tokens),
+            "offsets_sha256": file_digest(offsets),
+        }
+        self._add_shard()
 
     def _flush(self) -> list[Path]:
-        paths = list(self._files(self._open))
+        paths = list(self._files(self._shards[-1]))
         for path in paths:
             with path.open("rb") as file:
                 os.fsync(file.fileno())

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,13 +58,20 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def shard_files(shard: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
-    """Bytes of the two files of a shard, by name; ``shard`` is its entry in the index."""
-    name, tokens, documents = shard["name"], shard["tokens"], shard["documents"]
-    return {
-        f"{name}.tokens": tokens * shard_dtype(vocab_size).itemsize,
-        f"{name}.offsets": documents * OFFSET_DTYPE.itemsize,
-    }
+def shard_files(
+    folder: Path, shard: Mapping[str, Any], vocab_size: int
+) -> dict[Path, tuple[int, str]]:
+    """Size in bytes and SHA-256 of the two files of a shard, as its entry in the index says.
+
+    A shard that is not complete has no hashes yet.
+    """
+    found = {}
+    for part, size in (
+        ("tokens", shard["tokens"] * shard_dtype(vocab_size).itemsize),
+        ("offsets", shard["documents"] * OFFSET_DTYPE.itemsize),
+    ):
+        found[folder / f"{shard['name']}.{part}"] = (size, shard.get(f"{part}_sha256", ""))
+    return found
 
 
 @dataclass(frozen=True)
@@ -85,12 +92,12 @@ class ShardFolder:
         """Entries of the index for the shards of these sides."""
         return [shard for side in sides for shard in self.index["sides"][side]["shards"]]
 
-    def files(self) -> dict[str, int]:
-        """Bytes of each shard file, by name, as the index says."""
-        sizes: dict[str, int] = {}
+    def files(self) -> dict[Path, tuple[int, str]]:
+        """Size in bytes and SHA-256 of each shard file, as the index says."""
+        found: dict[Path, tuple[int, str]] = {}
         for shard in self.shards(*SIDES):
-            sizes |= shard_files(shard, self.tokenizer.vocab_size)
-        return sizes
+            found |= shard_files(self.path, shard, self.tokenizer.vocab_size)
+        return found
 
     def source(self, side: Side) -> ShardSource:
         """Windows of one side."""
@@ -123,7 +130,7 @@ def open_shards(path: str | Path, *, verify: bool = False) -> ShardFolder:
         rule = f"have the fingerprint of {INDEX} ({wanted})"
         raise _fault(folder / TOKENIZER, rule, tokenizer.fingerprint)
     shards = ShardFolder(folder, index, tokenizer)
-    state = {name: _state(folder / name, size) for name, size in shards.files().items()}
+    state = {path.name: _state(path, size) for path, (size, _) in shards.files().items()}
     stamp = {"index": index["sha256"], "files": state}
     if verify or _read_stamp(folder) != stamp:
         _check_contents(shards)
@@ -193,16 +200,12 @@ def _state(path: Path, size: int) -> list[int]:
 
 
 def _check_contents(folder: ShardFolder) -> None:
-    sizes = folder.files()
-    total = sum(sizes.values()) / 1e9
-    logger.info("verifying %d files of %s (%.2f GB)", len(sizes), folder.path, total)
-    wanted = {
-        f"{shard['name']}.{part}": shard[f"{part}_sha256"] for shard in folder.shards(*SIDES) for part in ("tokens", "offsets")
-    }
-    paths = [folder.path / name for name in wanted]
+    files = folder.files()
+    total = sum(size for size, _ in files.values()) / 1e9
+    logger.info("verifying %d files of %s (%.2f GB)", len(files), folder.path, total)
     with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashing lets other threads run
-        found = zip(paths, threads.map(file_digest, paths), wanted.values(), strict=True)
-        damaged = [str(path) for path, digest, sha256 in found if digest != sha256]
+        found = zip(files.items(), threads.map(file_digest, files), strict=True)
+        damaged = [str(path) for (path, (_, sha256)), digest in found if digest != sha256]
     if damaged:
         more = f" and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else ""
         names = ", ".join(damaged[:_SHOWN]) + more
@@ -227,38 +230,30 @@ class ShardSource(TextSource):
     def __init__(self, folder: ShardFolder, side: Side) -> None:
         self.separator_id = folder.tokenizer.separator_id
         self.token_bytes = folder.tokenizer.token_bytes
-        self._paths = [folder.path / shard["name"] for shard in folder.shards(side)]
-        dtype = shard_dtype(len(self.token_bytes))
-        arrays = (np.memmap(f"{path}.tokens", dtype=dtype, mode="r") for path in self._paths)
+        shards, dtype = folder.shards(side), shard_dtype(len(self.token_bytes))
+        self._paths = [folder.path / shard["name"] for shard in shards]
         # Slices of a memmap cost three times as much as those of an array.
-        self.tokens = _Concatenation([array.view(np.ndarray) for array in arrays])
+        self._shards = [
+            np.memmap(f"{path}.tokens", dtype=dtype, mode="r").view(np.ndarray)
+            for path in self._paths
+        ]
+        self._starts = [0, *itertools.accumulate(map(len, self._shards))]
+
+    @property
+    def num_tokens(self) -> int:
+        """See :class:`TextSource`."""
+        return self._starts[-1]
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """See :class:`TextSource`."""
+        number, parts = bisect_right(self._starts, start) - 1, []
+        while start < min(stop, self.num_tokens):
+            first = self._starts[number]
+            parts.append(self._shards[number][start - first : stop - first])
+            number, start = number + 1, self._starts[number + 1]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _document_starts(self) -> Ids:
         offsets = (np.fromfile(f"{path}.offsets", dtype=OFFSET_DTYPE) for path in self._paths)
-        pairs = zip(self.tokens.starts, offsets, strict=False)
+        pairs = zip(self._starts, offsets, strict=False)
         return np.concatenate([start + of_shard.astype(np.int64) for start, of_shard in pairs])
-
-
-class _Concatenation:
-    """Arrays in a row, of which a slice reads those that it needs.
-
-    Attributes:
-        starts: number of each array's first element, and of the one after the last.
-    """
-
-    def __init__(self, arrays: Sequence[Tokens]) -> None:
-        self._arrays = arrays
-        self.starts = [0, *itertools.accumulate(map(len, arrays))]
-
-    def __len__(self) -> int:
-        return self.starts[-1]
-
-    def __getitem__(self, part: slice) -> Tokens:
-        start, stop, _ = part.indices(len(self))
-        number = bisect_right(self.starts, start) - 1
-        parts = [self._arrays[0][:0]]
-        while start < stop:
-            shard, first = self._arrays[number], self.starts[number]
-            parts.append(shard[start - first : stop - first])
-            number, start = number + 1, self.starts[number + 1]
-        return parts[-1] if len(parts) == 2 else np.concatenate(parts)

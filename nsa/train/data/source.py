@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,16 +60,13 @@ class TextSource(TokenSource):
     than a window is left out.
 
     Attributes:
-        tokens: an array ``[num_tokens]`` in the smallest unsigned type that holds the vocabulary,
-            or what gives slices like one.
+        tokens: ``[num_tokens]``, in the smallest unsigned type that holds the vocabulary.
 
     Args:
         documents: token ids of each document, without separator.
         separator_id: appended to each document.
         token_bytes: int64 ``[vocab_size]``.
     """
-
-    tokens: Any
 
     def __init__(self, documents: Iterable[Tokens], separator_id: int | None, token_bytes: Ids) -> None:
         self.tokens = joined(documents, separator_id, len(token_bytes))
@@ -82,6 +78,10 @@ class TextSource(TokenSource):
         """Tokens, separators included."""
         return len(self.tokens)
 
+    def read(self, start: int, stop: int) -> Tokens:
+        """Tokens ``start`` to ``stop - 1``, or to the last one."""
+        return self.tokens[start:stop]
+
     def num_windows(self, seq_len: int) -> int:
         """See :class:`TokenSource`; 0 when there are fewer than ``seq_len + 1`` tokens."""
         check(seq_len > 0, "TextSource.num_windows", "seq_len", "be positive", seq_len)
@@ -90,7 +90,7 @@ class TextSource(TokenSource):
     def window(self, seq_len: int, index: int) -> Ids:
         """See :class:`TokenSource`."""
         self.check_window(seq_len, index)
-        return self.tokens[index * seq_len : (index + 1) * seq_len + 1].astype(np.int64)
+        return self.read(index * seq_len, (index + 1) * seq_len + 1).astype(np.int64)
 
     def most_sequences(self, seq_len: int, num_windows: int) -> int | None:
         """See :class:`TokenSource`."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Generator
 from contextlib import closing
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,22 +22,18 @@ ENDLESS = 1 << 62  # windows of a stream, which begins anew when it ends
 BEGINNING = {"epoch": 0, **Place()._asdict(), "token": 0}
 
 
-class _Chunk(NamedTuple):
-    """Training tokens of a batch of documents.
+class _Document(NamedTuple):
+    """Where a document of the stream comes from.
 
     Attributes:
+        first: number in the stream of its first token.
         epoch: how often the data set had ended before.
-        place: of the first document.
-        first: number in the stream of the first token.
-        ends: number of the token after each document.
-        tokens: of all documents.
+        place: in the data set.
     """
 
+    first: int
     epoch: int
     place: Place
-    first: int
-    ends: Ids
-    tokens: Tokens
 
 
 class StreamSource(TokenSource):
@@ -58,9 +54,11 @@ class StreamSource(TokenSource):
         self.token_bytes = tokenizer.token_bytes
         self._origin, self._time_limit_s = origin, config.time_limit_s
         self._tokenise = partial(tokenise, tokenizer, config.validation_fraction, ("train",))
-        self._chunks: deque[_Chunk] = deque()
-        self._batches = self._read(0, Place())
-        self._end = 0  # number of the next token to read
+        self._batches: Generator[Any, None, None] | None = None
+        self._first = 0  # number of the first token in memory
+        self._tokens: Tokens = np.empty(0, dtype=np.uint8)
+        self._documents: deque[_Document] = deque()
+        self.seek(0, BEGINNING)
 
     def num_windows(self, seq_len: int) -> int:
         """See :class:`TokenSource`: more than any run takes."""
@@ -69,16 +67,15 @@ class StreamSource(TokenSource):
 
     def window(self, seq_len: int, index: int) -> Ids:
         """See :class:`TokenSource`, but in ascending order only."""
-        start, stop = index * seq_len, (index + 1) * seq_len + 1
-        first = self._chunks[0].first if self._chunks else self._end
-        rule = f"be at least {-(-first // seq_len)}, windows do not come back"
-        check(start >= first, "StreamSource.window", "index", rule, index)
-        self._read_to(stop)
-        while self._chunks[0].ends[-1] <= start:
-            self._chunks.popleft()
-        first = self._chunks[0].first
-        tokens = np.concatenate([chunk.tokens for chunk in self._chunks])
-        return tokens[start - first : stop - first].astype(np.int64)
+        start = index * seq_len
+        rule = f"be at least {-(-self._first // seq_len)}, windows do not come back"
+        check(start >= self._first, "StreamSource.window", "index", rule, index)
+        self._read_to(start + seq_len + 1)
+        self._tokens = self._tokens[start - self._first :]
+        self._first = start
+        while len(self._documents) > 1 and self._documents[1].first <= start:
+            self._documents.popleft()
+        return self._tokens[: seq_len + 1].astype(np.int64)
 
     def place(self, token: int) -> dict[str, int]:
         """Where reading begins for a token to come next.
@@ -90,37 +87,49 @@ class StreamSource(TokenSource):
             ``epoch``, ``file``, ``row``, and ``token`` in that row.
         """
         self._read_to(token + 1)
-        chunk = next(chunk for chunk in self._chunks if token < chunk.ends[-1])
-        row = int(np.searchsorted(chunk.ends, token, side="right"))
-        begin = chunk.first if row == 0 else int(chunk.ends[row - 1])
-        place = chunk.place._replace(row=chunk.place.row + row)
-        return {"epoch": chunk.epoch, **place._asdict(), "token": token - begin}
+        documents = reversed(self._documents)
+        begin, epoch, place = next(found for found in documents if found.first <= token)
+        return {"epoch": epoch, **place._asdict(), "token": token - begin}
 
     def seek(self, token: int, place: dict[str, int]) -> None:
         """Go on with token number ``token`` at ``place``, as :meth:`place` gave it."""
         self.close()
-        self._chunks.clear()
-        self._end = token - place["token"]
+        self._first = token - place["token"]
+        self._tokens = self._tokens[:0]
+        self._documents.clear()
         self._batches = self._read(place["epoch"], Place(place["file"], place["row"]))
 
     def close(self) -> None:
         """End the reading process."""
-        self._batches.close()
+        if self._batches is not None:
+            self._batches.close()
+
+    @property
+    def _end(self) -> int:
+        """Number of the next token to read."""
+        return self._first + len(self._tokens)
 
     def _read_to(self, stop: int) -> None:
-        while self._end < stop:
+        assert self._batches is not None, "nothing to read from"
+        while (end := self._end) < stop:
             epoch, batch = next(self._batches)
-            tokens = np.concatenate([row.tokens for row in batch.payload])
-            if len(tokens):
-                ends = self._end + np.cumsum([len(row.tokens) for row in batch.payload])
-                self._chunks.append(_Chunk(epoch, batch.start, self._end, ends, tokens))
-                self._end = int(ends[-1])
+            rows, tokens = batch.payload
+            for number, row in enumerate(rows, start=batch.start.row):
+                if row.num_tokens:
+                    place = Place(batch.start.file, number)
+                    self._documents.append(_Document(end, epoch, place))
+                    end += row.num_tokens
+            self._tokens = np.concatenate([self._tokens, tokens])
 
-    def _read(self, epoch: int, start: Place) -> Generator[tuple[int, DocumentBatch[list[Row]]], None, None]:
+    def _read(
+        self, epoch: int, start: Place
+    ) -> Generator[tuple[int, DocumentBatch[tuple[list[Row], Tokens]]], None, None]:
         """Batches with their epoch, for ever."""
         while True:
             begin = self._end
-            _, batches = read_documents(self._origin, self._tokenise, start=start, time_limit_s=self._time_limit_s)
+            _, batches = read_documents(
+                self._origin, self._tokenise, start=start, time_limit_s=self._time_limit_s
+            )
             with closing(batches):
                 for batch in batches:
                     yield epoch, batch
@@ -172,20 +181,24 @@ class StreamSampler(Sampler):
         self._place = {name: state[name] for name in BEGINNING}
 
 
-def read_validation(origin: Origin, tokenizer: Tokenizer, config: DataConfig) -> tuple[Found, list[Row]]:
-    """The first validation documents of a data set.
+def read_validation(
+    origin: Origin, tokenizer: Tokenizer, config: DataConfig
+) -> tuple[Found, list[Row], Tokens]:
+    """The first validation documents of a data set, and their tokens.
 
     It is read from its beginning until they have ``config.validation_tokens``, or it ends.
     """
     transform = partial(tokenise, tokenizer, config.validation_fraction, ("validation",))
     found, batches = read_documents(origin, transform, time_limit_s=config.time_limit_s)
-    documents: list[Row] = []
-    missing = config.validation_tokens
+    documents, parts, size = list[Row](), [np.empty(0, dtype=np.uint8)], 0
     with closing(batches):
-        for row in (row for batch in batches for row in batch.payload):
-            if row.kind == "validation":
-                documents.append(row)
-                missing -= len(row.tokens)
-            if missing <= 0:
+        for batch in batches:
+            rows, tokens = batch.payload
+            parts.append(tokens)
+            for row in rows:
+                if row.num_tokens and size < config.validation_tokens:
+                    documents.append(row)
+                    size += row.num_tokens
+            if size >= config.validation_tokens:
                 break
-    return found, documents
+    return found, documents, np.concatenate(parts)[:size]

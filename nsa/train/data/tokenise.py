@@ -18,13 +18,13 @@ class Row(NamedTuple):
     Attributes:
         kind: the side of its document, or why there is none: ``empty``, or ``unreadable`` for text
             that is not UTF-8 or holds a NUL byte.
-        tokens: of the document, separator included; none where there is no document of the sides
+        num_tokens: of the document, separator included; 0 where there is no document of the sides
             that were asked for.
         num_bytes: of the text.
     """
 
     kind: Kind
-    tokens: Tokens
+    num_tokens: int
     num_bytes: int
 
 
@@ -33,8 +33,8 @@ def tokenise(
     validation_fraction: float,
     sides: Sequence[Side],
     texts: Sequence[bytes],
-) -> list[Row]:
-    """Rows in the order of their texts.
+) -> tuple[list[Row], Tokens]:
+    """Rows in the order of their texts, and the tokens of all their documents.
 
     Args:
         tokenizer: with a separator.
@@ -44,13 +44,13 @@ def tokenise(
     """
     kinds = [kind_of(text, validation_fraction) for text in texts]
     wanted = [text for text, kind in zip(texts, kinds, strict=True) if kind in sides]
-    encoded = iter(tokenizer.encode_batch(wanted))
-    rows = []
-    for text, kind in zip(texts, kinds, strict=True):
-        documents = [next(encoded)] if kind in sides else []
-        tokens = joined(documents, tokenizer.separator_id, tokenizer.vocab_size)
-        rows.append(Row(kind, tokens, len(text)))
-    return rows
+    encoded = tokenizer.encode_batch(wanted)
+    sizes = (len(ids) + 1 for ids in encoded)
+    rows = [
+        Row(kind, next(sizes) if kind in sides else 0, len(text))
+        for text, kind in zip(texts, kinds, strict=True)
+    ]
+    return rows, joined(encoded, tokenizer.separator_id, tokenizer.vocab_size)
 
 
 def kind_of(text: bytes, validation_fraction: float) -> Kind:

@@ -101,6 +101,7 @@ class Tokenizer:
         self.vocab_size = len(spelling)
         self.token_bytes = np.array([len(spelled) for spelled in spelling], dtype=np.int64)
         self._spelling = np.frombuffer(b"".join(spelling), dtype=np.uint8)
+        self._starts = np.cumsum(self.token_bytes) - self.token_bytes
         self._definition = {"separator": separator, "tokenizer": definition}
         self.fingerprint = _fingerprint(self._definition)
 
@@ -132,10 +133,6 @@ class Tokenizer:
         shift = self._starts[array] - (np.cumsum(sizes) - sizes)
         return self._spelling[np.repeat(shift, sizes) + np.arange(sizes.sum())].tobytes()
 
-    @cached_property
-    def _starts(self) -> Ids:
-        return np.cumsum(self.token_bytes) - self.token_bytes
-
     def save(self, path: str | Path) -> None:
         """Write everything that :func:`load_tokenizer` needs to one JSON file."""
         saved = {"kind": self.kind, "fingerprint": self.fingerprint, **self._definition}
@@ -157,7 +154,8 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str | bytes) -> list[int]:
         """See :class:`Tokenizer`."""
-        return list(self.encode_batch([_raw(text)])[0])
+        raw = text if isinstance(text, bytes) else _checked(text).encode()
+        return list(self.encode_batch([raw])[0])
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[Tokens]:
         """See :class:`Tokenizer`."""
@@ -395,19 +393,11 @@ def _fallback_spelling(token: str) -> bytes:
     return token.replace("\u2581", " ").encode()
 
 
-def _raw(text: str | bytes) -> bytes:
-    try:
-        return text.encode() if isinstance(text, str) else text
-    except UnicodeEncodeError as error:
-        found = f"a lone surrogate at character {error.start}"
-        fail("Tokenizer.encode", "text", "be valid Unicode", found)
-
-
 def _checked(text: str | bytes) -> str:
     try:
-        return _raw(text).decode()
-    except UnicodeDecodeError as error:
-        found = f"an invalid byte at offset {error.start}"
+        return (text.encode() if isinstance(text, str) else text).decode()
+    except (UnicodeEncodeError, UnicodeDecodeError) as error:
+        found = f"{error.reason} at {error.start}"
         fail("Tokenizer.encode", "text", "be valid UTF-8", found)
 
 

@@ -152,7 +152,7 @@ def _compared(data: DataBundle, figure: float, num_targets: int) -> Iterator[Fin
 def _text(source: TokenSource) -> TextSource:
     """The text of one side in memory, of shards only as much as a bigram model needs."""
     if isinstance(source, ShardSource):
-        first = source.tokens[:_BIGRAM_TOKENS]
+        first = source.read(0, _BIGRAM_TOKENS)
         return TextSource([first], source.separator_id, source.token_bytes)
     assert isinstance(source, TextSource), "neither shards nor text"
     return source

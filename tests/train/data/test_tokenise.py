@@ -26,12 +26,16 @@ def kind_of(row: bytes, fraction: float) -> str:
 @given(rows=ROWS, fraction=st.sampled_from([0.01, 0.3, 0.5]))
 def test_rows_become_documents_of_their_side(rows: list[bytes], fraction: float) -> None:
     for sides in (SIDES, SIDES[:1], SIDES[1:]):
-        made = tokenise(ByteTokenizer(), fraction, sides, rows)
-        assert [row.kind for row in made] == [kind_of(row, fraction) for row in rows]
-        for row, text in zip(made, rows, strict=True):
-            assert row.tokens.tobytes() == (text + b"\0" if row.kind in sides else b"")
-            assert row.tokens.dtype == np.uint8
-            assert row.num_bytes == len(text)
+        made, tokens = tokenise(ByteTokenizer(), fraction, sides, rows)
+        kinds = [kind_of(row, fraction) for row in rows]
+        texts = [
+            text + b"\0" if kind in sides else b"" for text, kind in zip(rows, kinds, strict=True)
+        ]
+        assert [row.kind for row in made] == kinds
+        assert [row.num_tokens for row in made] == list(map(len, texts))
+        assert [row.num_bytes for row in made] == list(map(len, rows))
+        assert tokens.tobytes() == b"".join(texts)
+        assert tokens.dtype == np.uint8
 
 
 def test_the_side_is_the_hash() -> None:
@@ -46,7 +50,8 @@ def test_the_side_is_the_hash() -> None:
 def test_gpt2_tokens() -> None:
     tokenizer = make_tokenizer(DataConfig(tokenizer="gpt2"), ())
     texts = [text.encode() for text in make_texts(20)]
-    for row, text in zip(tokenise(tokenizer, 1e-9, SIDES, texts), texts, strict=True):
-        assert row.tokens.dtype == np.uint16
-        assert tokenizer.decode(row.tokens) == text
-        assert np.flatnonzero(row.tokens == tokenizer.separator_id) == [len(row.tokens) - 1]
+    rows, tokens = tokenise(tokenizer, 1e-9, SIDES, texts)
+    assert tokens.dtype == np.uint16
+    assert tokenizer.decode(tokens) == b"".join(texts)
+    ends = np.cumsum([row.num_tokens for row in rows])
+    assert np.array_equal(np.flatnonzero(tokens == tokenizer.separator_id) + 1, ends)

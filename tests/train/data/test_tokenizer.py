@@ -199,11 +199,10 @@ def test_byte_tokenizer_refuses_its_separator_in_text() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_that_is_no_unicode_is_an_error(kind: str) -> None:
-    with pytest.raises(ValueError, match="text must be valid Unicode, got a lone surrogate at character 1"):
-        made(kind).encode("a\ud800")
-    if kind != "byte":
-        with pytest.raises(ValueError, match="text must be valid UTF-8, got an invalid byte at offset 2"):
-            made(kind).encode(b"ab\xff")
+    for text, found in (("a\ud800", "surrogates not allowed at 1"), (b"ab\xff", "invalid start")):
+        if kind != "byte" or isinstance(text, str):
+            with pytest.raises(ValueError, match=f"text must be valid UTF-8, got {found}"):
+                made(kind).encode(text)
 
 
 def test_files_of_both_families_are_taken(tmp_path: Path) -> None:
