@@ -19,12 +19,12 @@ examples: docs/data.md.
 
 PREPARE = """\
 Tokenise a data set once, into memory-mapped shards that training reads by number. SOURCE is a data
-set on the Hugging Face hub or a local file or folder: Parquet, JSON lines or text, maybe compressed.
-For example
+set on the Hugging Face hub or a local file or folder: Parquet, JSON lines or text, which may be
+compressed. For example
   nsa data prepare HuggingFaceFW/fineweb-edu --subset sample-10BT --out data/fineweb-edu-10bt
   nsa data prepare texts/ --tokenizer byte --validation-fraction 0.1 --out data/texts
-Ended at any moment, the same command goes on where it stopped, and the result is bit for bit that of
-a single run.
+Ended at any moment, the same command goes on where it stopped, and the result is bit for bit that
+of a single run.
 """
 
 VERIFY = """\

@@ -79,7 +79,13 @@ class Batch:
         return self.tokens, self.targets, self.cu_seqlens
 
 
-def collate(source: TokenSource, indices: Sequence[int], seq_len: int, *, document_mask: bool) -> Batch:
+def collate(
+    source: TokenSource,
+    indices: Sequence[int],
+    seq_len: int,
+    *,
+    document_mask: bool,
+) -> Batch:
     """Pack windows into a batch.
 
     Args:
@@ -119,7 +125,12 @@ def collate(source: TokenSource, indices: Sequence[int], seq_len: int, *, docume
 
 
 def validation_batches(
-    source: TokenSource, seq_len: int, micro_batch: int, num_windows: int, *, document_mask: bool
+    source: TokenSource,
+    seq_len: int,
+    micro_batch: int,
+    num_windows: int,
+    *,
+    document_mask: bool,
 ) -> Iterator[Batch]:
     """Windows 0, 1, .. in order, ``micro_batch`` at a time; the last batch may hold fewer.
 

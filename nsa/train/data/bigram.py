@@ -17,7 +17,12 @@ _UNIGRAM_PRIORS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 _DENSE_PAIRS = 1 << 24  # up to this many possible pairs, a table of all is faster than sorting
 
 
-def bigram_bits_per_byte(train: TextSource, validation: TextSource, *, num_targets: int | None = None) -> float:
+def bigram_bits_per_byte(
+    train: TextSource,
+    validation: TextSource,
+    *,
+    num_targets: int | None = None,
+) -> float:
     """Bits per byte of validation text under a smoothed bigram model of the training text.
 
     ``P(b | a) = (count(a, b) + alpha * P(b)) / (count(a) + alpha)`` with

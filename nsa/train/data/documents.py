@@ -157,14 +157,17 @@ def folder_files(path: str, pattern: str = "*") -> TextFiles:
     where, given = ("open_data", "data.pattern"), PurePath(pattern)
     is_below = pattern != "" and not given.is_absolute() and ".." not in given.parts
     check(is_below, *where, "be a glob below data.path, such as *.txt", repr(pattern))
-    names = [name for name in _matching(root, pattern) if not any(part.startswith(".") for part in PurePath(name).parts)]
+    found = _matching(root, pattern)
+    names = [name for name in found if not name.startswith(".") and "/." not in name]
     rule, hint = f"match a file below {path}", "Hidden files do not count."
     check(bool(names), *where, rule, repr(pattern), hint)
     return _read(root, names, provenance, strict=True)
 
 
 def _matching(root: Path, pattern: str) -> list[str]:
-    return sorted({path.relative_to(root).as_posix() for path in root.rglob(pattern) if path.is_file()})
+    return sorted(
+        {path.relative_to(root).as_posix() for path in root.rglob(pattern) if path.is_file()},
+    )
 
 
 def _read(root: Path, names: Sequence[str], provenance: str, *, strict: bool) -> TextFiles:
@@ -252,7 +255,7 @@ def _tail(documents: Sequence[Document], target: float) -> tuple[list[Document],
 
 
 def _line_start(text: bytes, position: int) -> int:
-    """First line start at or soon after a position; where there is none near, the next character."""
+    """First line start at or soon after a position; without one nearby, the next character."""
     end = position + (len(text) - position) // _LINE_SEARCH
     newline = text.find(b"\n", max(position - 1, 0), end)
     if newline >= 0:

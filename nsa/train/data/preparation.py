@@ -267,7 +267,12 @@ def _commit(folder: Path, config: PrepareConfig, tokenizer: Tokenizer, report: R
     replace_text(folder / PROGRESS, json.dumps(state))
 
 
-def _finish(folder: Path, config: PrepareConfig, tokenizer: Tokenizer, report: Report) -> dict[str, Any]:
+def _finish(
+    folder: Path,
+    config: PrepareConfig,
+    tokenizer: Tokenizer,
+    report: Report,
+) -> dict[str, Any]:
     """Write the index; nothing in it depends on when or in how many attempts data were prepared."""
     origin, (found, progress, writers) = config.origin, report
     train, validation = (writer.total("documents") for writer in writers.values())

@@ -1,7 +1,8 @@
 """Documents of a data set, read through ``datasets`` and tokenised by a process of its own.
 
 The process makes a stalled server harmless: a read that hangs cannot be interrupted, a process can
-be ended and another one started where the documents broke off. ``datasets`` is imported there alone.
+be ended and another one started where the documents broke off. ``datasets`` is imported there and
+nowhere else.
 """
 
 from __future__ import annotations
@@ -160,7 +161,11 @@ def read_documents(
 
 
 def _messages(
-    origin: Origin, start: Place, transform: Callable[..., T], threads: int, time_limit_s: float
+    origin: Origin,
+    start: Place,
+    transform: Callable[..., T],
+    threads: int,
+    time_limit_s: float,
 ) -> Generator[Any, None, None]:
     """What the source is, then its documents, from as many processes as it takes."""
     found: Found | None = None
@@ -209,7 +214,12 @@ def _reading_process(*arguments: Any) -> Iterator[Connection]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["nsa.train.data", "datasets"])  # imported once, not by each
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, *arguments), daemon=True, name="nsa-documents")
+    process = context.Process(
+        target=_serve,
+        args=(theirs, *arguments),
+        daemon=True,
+        name="nsa-documents",
+    )
     process.start()
     theirs.close()
     try:
@@ -401,7 +411,10 @@ def _ask_hub(origin: Origin) -> tuple[str | None, str | None]:
 
 
 def _texts(
-    documents: datasets.IterableDataset, found: Found, origin: Origin, start: Place
+    documents: datasets.IterableDataset,
+    found: Found,
+    origin: Origin,
+    start: Place,
 ) -> Iterator[tuple[str, Place, list[bytes]]]:
     """Consecutive texts with their file and the place of the first.
 

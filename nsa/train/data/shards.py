@@ -59,7 +59,9 @@ def file_digest(path: Path) -> str:
 
 
 def shard_files(
-    folder: Path, shard: Mapping[str, Any], vocab_size: int
+    folder: Path,
+    shard: Mapping[str, Any],
+    vocab_size: int,
 ) -> dict[Path, tuple[int, str]]:
     """Size in bytes and SHA-256 of the two files of a shard, as its entry in the index says.
 
@@ -233,10 +235,8 @@ class ShardSource(TextSource):
         shards, dtype = folder.shards(side), shard_dtype(len(self.token_bytes))
         self._paths = [folder.path / shard["name"] for shard in shards]
         # Slices of a memmap cost three times as much as those of an array.
-        self._shards = [
-            np.memmap(f"{path}.tokens", dtype=dtype, mode="r").view(np.ndarray)
-            for path in self._paths
-        ]
+        arrays = (np.memmap(f"{path}.tokens", dtype=dtype, mode="r") for path in self._paths)
+        self._shards = [array.view(np.ndarray) for array in arrays]
         self._starts = [0, *itertools.accumulate(map(len, self._shards))]
 
     @property

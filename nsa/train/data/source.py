@@ -16,7 +16,7 @@ class DataUnavailableError(UserError):
 
 
 class TokenSource:
-    """Windows of ``seq_len + 1`` tokens: ``seq_len`` inputs, and the same shifted by one as targets.
+    """Windows of ``seq_len + 1`` tokens: inputs, and the same shifted by one as targets.
 
     Attributes:
         separator_id: id that ends a document; None where windows hold no documents.
@@ -68,7 +68,12 @@ class TextSource(TokenSource):
         token_bytes: int64 ``[vocab_size]``.
     """
 
-    def __init__(self, documents: Iterable[Tokens], separator_id: int | None, token_bytes: Ids) -> None:
+    def __init__(
+        self,
+        documents: Iterable[Tokens],
+        separator_id: int | None,
+        token_bytes: Ids,
+    ) -> None:
         self.tokens = joined(documents, separator_id, len(token_bytes))
         self.separator_id = separator_id
         self.token_bytes = token_bytes

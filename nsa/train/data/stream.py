@@ -122,13 +122,18 @@ class StreamSource(TokenSource):
             self._tokens = np.concatenate([self._tokens, tokens])
 
     def _read(
-        self, epoch: int, start: Place
+        self,
+        epoch: int,
+        start: Place,
     ) -> Generator[tuple[int, DocumentBatch[tuple[list[Row], Tokens]]], None, None]:
         """Batches with their epoch, for ever."""
         while True:
             begin = self._end
             _, batches = read_documents(
-                self._origin, self._tokenise, start=start, time_limit_s=self._time_limit_s
+                self._origin,
+                self._tokenise,
+                start=start,
+                time_limit_s=self._time_limit_s,
             )
             with closing(batches):
                 for batch in batches:
@@ -182,7 +187,9 @@ class StreamSampler(Sampler):
 
 
 def read_validation(
-    origin: Origin, tokenizer: Tokenizer, config: DataConfig
+    origin: Origin,
+    tokenizer: Tokenizer,
+    config: DataConfig,
 ) -> tuple[Found, list[Row], Tokens]:
     """The first validation documents of a data set, and their tokens.
 

@@ -80,7 +80,10 @@ class SyntheticSource(TokenSource):
     def _make(self, seq_len: int, index: int) -> tuple[Ids, Mask]:
         self.check_window(seq_len, index)
         seed = np.random.SeedSequence((*self._key, index))
-        tokens, known = TASKS[self.task][1](np.random.Generator(np.random.Philox(seed)), seq_len + 1)
+        tokens, known = TASKS[self.task][1](
+            np.random.Generator(np.random.Philox(seed)),
+            seq_len + 1,
+        )
         mask = np.zeros(seq_len + 1, dtype=bool)
         mask[known] = True
         return tokens, mask

@@ -46,10 +46,9 @@ def tokenise(
     wanted = [text for text, kind in zip(texts, kinds, strict=True) if kind in sides]
     encoded = tokenizer.encode_batch(wanted)
     sizes = (len(ids) + 1 for ids in encoded)
-    rows = [
-        Row(kind, next(sizes) if kind in sides else 0, len(text))
-        for text, kind in zip(texts, kinds, strict=True)
-    ]
+    rows = []
+    for text, kind in zip(texts, kinds, strict=True):
+        rows.append(Row(kind, next(sizes) if kind in sides else 0, len(text)))
     return rows, joined(encoded, tokenizer.separator_id, tokenizer.vocab_size)
 
 

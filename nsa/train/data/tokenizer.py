@@ -231,7 +231,12 @@ class SubwordTokenizer(Tokenizer):
         # A token's id is the rank of the merge that made it, which is all that tiktoken needs.
         ids = set(range(self.vocab_size)) - {self.separator_id}
         ranks = {self.decode([token_id]): token_id for token_id in ids}
-        return tiktoken.Encoding(self.kind, pat_str=_GPT2_WORD, mergeable_ranks=ranks, special_tokens={})
+        return tiktoken.Encoding(
+            self.kind,
+            pat_str=_GPT2_WORD,
+            mergeable_ranks=ranks,
+            special_tokens={},
+        )
 
     def _check_lossless(self, probe: str) -> None:
         ids = self.encode(probe)
@@ -240,11 +245,15 @@ class SubwordTokenizer(Tokenizer):
         check(self.separator_id not in ids, "SubwordTokenizer", "separator", rule, separator)
         decoded, rule = self.decode(ids), "give every text back byte for byte"
         found = f"{decoded!r} for {probe.encode()!r}"
-        hint = "Byte-level BPE without normalizer and add_prefix_space does, and byte fallback with prepend_scheme never."
+        lossless = "Byte-level BPE without normalizer and add_prefix_space"
+        hint = f"{lossless} does, and byte fallback with prepend_scheme never."
         check(decoded == probe.encode(), "SubwordTokenizer", "definition", rule, found, hint)
 
 
-def make_tokenizer(config: DataConfig | PrepareConfig, training_texts: Iterable[bytes]) -> Tokenizer:
+def make_tokenizer(
+    config: DataConfig | PrepareConfig,
+    training_texts: Iterable[bytes],
+) -> Tokenizer:
     """The tokenizer that a configuration asks for.
 
     Args:
@@ -355,7 +364,11 @@ def _find_package(name: str) -> Path:
     return Path(spec.origin).parent
 
 
-def _spelling(backend: tokenizers.Tokenizer, definition: dict[str, Any], separator_id: int) -> list[bytes]:
+def _spelling(
+    backend: tokenizers.Tokenizer,
+    definition: dict[str, Any],
+    separator_id: int,
+) -> list[bytes]:
     """Bytes that each id spells; special tokens and unused ids spell none."""
     vocab = backend.get_vocab(with_added_tokens=True)
     added = backend.get_added_tokens_decoder()

@@ -18,7 +18,11 @@ def source_of(*documents: str) -> TextSource:
     return TextSource(tokens, 0, BYTES)
 
 
-LETTERS = source_of("abc", "defg", "hi")  # abc|defg|hi|, of which the windows are [abc|d]e, [efg|h]i
+LETTERS = source_of(
+    "abc",
+    "defg",
+    "hi",
+)  # abc|defg|hi|, of which the windows are [abc|d]e, [efg|h]i
 
 
 def batch_of(*indices: int, document_mask: bool = True) -> Batch:
@@ -35,7 +39,10 @@ def spelled(tensor: torch.Tensor) -> str:
     [(True, "fg|_ibc|_e", [0, 4, 5, 9, 10], (8, 6)), (False, "fg|hibc|de", [0, 5, 10], (10, 8))],
 )
 def test_windows_are_packed(
-    document_mask: bool, targets: str, cu_seqlens: list[int], counts: tuple[int, int]
+    document_mask: bool,
+    targets: str,
+    cu_seqlens: list[int],
+    counts: tuple[int, int],
 ) -> None:
     """With the mask, documents of a window are sequences of their own; without, windows are."""
     batch = batch_of(1, 0, document_mask=document_mask)
@@ -55,10 +62,14 @@ def test_document_that_ends_with_the_window() -> None:
 
 
 @given(
-    st.lists(st.text("abc", max_size=12), min_size=1, max_size=12), st.integers(1, 20), st.booleans()
+    st.lists(st.text("abc", max_size=12), min_size=1, max_size=12),
+    st.integers(1, 20),
+    st.booleans(),
 )
 def test_every_target_is_the_next_token_of_the_same_document(
-    texts: list[str], seq_len: int, document_mask: bool
+    texts: list[str],
+    seq_len: int,
+    document_mask: bool,
 ) -> None:
     source = source_of(*texts)
     num_windows = source.num_windows(seq_len)

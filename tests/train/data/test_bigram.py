@@ -37,7 +37,11 @@ def test_reaches_the_entropy_of_a_bigram_process() -> None:
 
 
 def expected_bits(
-    train: list[int], text: list[int], vocab_size: int, alpha: float, beta: float
+    train: list[int],
+    text: list[int],
+    vocab_size: int,
+    alpha: float,
+    beta: float,
 ) -> float:
     pairs = [pair for pair in itertools.pairwise(train) if pair[0] != 0]
     bits = 0.0

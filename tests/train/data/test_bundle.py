@@ -104,7 +104,9 @@ def test_run_folder_tokenizer_is_taken_as_it_is(tokenizer: Any, tmp_path: Path) 
 
 @pytest.mark.parametrize(("source", "separator"), [("corpus", False), ("copy", True)])
 def test_run_folder_tokenizer_of_the_other_sort_is_an_error(
-    source: Any, separator: bool, tmp_path: Path
+    source: Any,
+    separator: bool,
+    tmp_path: Path,
 ) -> None:
     path = tmp_path / "tokenizer.json"
     ByteTokenizer(separator=separator).save(path)
@@ -114,10 +116,14 @@ def test_run_folder_tokenizer_of_the_other_sort_is_an_error(
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "size", "side"), [(101, 101, "validation"), (901, 901, "training")]
+    ("seq_len", "size", "side"),
+    [(101, 101, "validation"), (901, 901, "training")],
 )
 def test_text_shorter_than_a_window_names_the_sizes(
-    seq_len: int, size: int, side: str, tmp_path: Path
+    seq_len: int,
+    size: int,
+    side: str,
+    tmp_path: Path,
 ) -> None:
     path = tmp_path / "short.txt"
     path.write_text("x" * 1000)

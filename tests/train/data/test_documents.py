@@ -74,7 +74,11 @@ def test_folder_is_recursive_sorted_and_without_hidden_files(tmp_path: Path) -> 
     ],
 )
 def test_unusable_folder_is_an_error_and_never_other_data(
-    name: str | None, content: bytes, pattern: str, message: str, tmp_path: Path
+    name: str | None,
+    content: bytes,
+    pattern: str,
+    message: str,
+    tmp_path: Path,
 ) -> None:
     folder = tmp_path / "gone"
     if name is not None:

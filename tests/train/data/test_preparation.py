@@ -50,7 +50,9 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2", "bpe"])
 def test_shards_hold_the_documents_of_each_side_in_order(
-    tokenizer: Any, source: Path, tmp_path: Path
+    tokenizer: Any,
+    source: Path,
+    tmp_path: Path,
 ) -> None:
     out = tmp_path / "out"
     index = prepare(config_of(source, tokenizer=tokenizer, bpe_vocab_size=400), out, workers=2)
@@ -113,12 +115,15 @@ def test_max_tokens_ends_with_the_document_that_reaches_it(source: Path, tmp_pat
 
 @pytest.mark.parametrize("max_tokens", [None, 60_000])
 def test_interrupted_preparation_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_tokens: int | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    max_tokens: int | None,
 ) -> None:
     """Interrupted again and again, with and without a commit before; the result is the same."""
     texts = make_texts(7500, longest=5)  # ten batches
     config = config_of(
-        write_folder(tmp_path / "set", "jsonl", texts, files=5), max_tokens=max_tokens
+        write_folder(tmp_path / "set", "jsonl", texts, files=5),
+        max_tokens=max_tokens,
     )
     prepare(config, tmp_path / "whole")
     attempts, is_done = 0, False
@@ -171,7 +176,9 @@ def test_a_failed_start_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_mistaken_start_is_corrected_in_the_same_folder(
-    source: Path, whole: Path, tmp_path: Path
+    source: Path,
+    whole: Path,
+    tmp_path: Path,
 ) -> None:
     """Nothing had been read for it, so there is nothing to protect."""
     origin = Origin(str(source), text_field="body")

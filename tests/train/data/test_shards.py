@@ -41,7 +41,11 @@ def write_shards(folder: Path, documents: dict[str, list[bytes]], shard_tokens: 
     for side in SIDES:
         writer = ShardWriter(folder, side, 256, shard_tokens)
         writer.append(tokens_of(documents[side]))
-        counts = {"tokens": writer.total("tokens"), "documents": writer.total("documents"), "text_bytes": 0}
+        counts = {
+            "tokens": writer.total("tokens"),
+            "documents": writer.total("documents"),
+            "text_bytes": 0,
+        }
         sides[side] = {**counts, "shards": writer.finish()}
     BYTES.save(folder / TOKENIZER)
     index = {
@@ -112,7 +116,10 @@ def check_shards(folder: Path, shards: list[dict[str, Any]], shard_tokens: int) 
 
 
 @given(data=st.data())
-def test_writer_continues_from_every_commit(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_writer_continues_from_every_commit(
+    data: st.DataObject,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     """What was written after the commit is gone; the files become those of a single run."""
     lengths = data.draw(st.lists(st.integers(1, 12), min_size=2, max_size=20))
     shard_tokens, cut = data.draw(st.integers(1, 40)), data.draw(st.integers(0, len(lengths)))
@@ -176,7 +183,11 @@ def test_contents_are_verified_once_and_after_every_change(tmp_path: Path, monke
         open_shards(folder)
 
 
-def test_folder_without_write_permission_is_verified_each_time(tmp_path: Path, monkeypatch, caplog) -> None:
+def test_folder_without_write_permission_is_verified_each_time(
+    tmp_path: Path,
+    monkeypatch,
+    caplog,
+) -> None:
     folder = write_shards(tmp_path / "set", DOCUMENTS)
 
     def refuse(path: Path, text: str) -> None:

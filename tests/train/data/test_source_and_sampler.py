@@ -23,7 +23,8 @@ def test_documents_end_with_the_separator() -> None:
 
 @given(st.integers(2, 400), st.integers(1, 450))
 def test_windows_overlap_by_the_one_token_that_is_only_a_target(
-    num_tokens: int, seq_len: int
+    num_tokens: int,
+    seq_len: int,
 ) -> None:
     source = TextSource([np.arange(1, num_tokens)], 0, np.ones(512))
     num_windows = source.num_windows(seq_len)
@@ -34,11 +35,11 @@ def test_windows_overlap_by_the_one_token_that_is_only_a_target(
         assert np.array_equal(window, source.tokens[i * seq_len : (i + 1) * seq_len + 1])
 
 
-@given(
-    st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 12), st.integers(1, 5)
-)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 12), st.integers(1, 5))
 def test_most_sequences_is_what_the_fullest_windows_hold(
-    lengths: list[int], seq_len: int, num_windows: int
+    lengths: list[int],
+    seq_len: int,
+    num_windows: int,
 ) -> None:
     source = source_of(*("x" * length for length in lengths))
     indices = range(source.num_windows(seq_len))
@@ -70,7 +71,11 @@ def test_order_is_fixed_for_ever() -> None:
 
 @given(*(st.integers(1, most) for most in (50, 4, 4, 3, 3)))
 def test_global_batch_does_not_depend_on_the_number_of_ranks(
-    num_windows: int, micro_batch: int, world_size: int, accumulation: int, steps: int
+    num_windows: int,
+    micro_batch: int,
+    world_size: int,
+    accumulation: int,
+    steps: int,
 ) -> None:
     alone, *ranks = (Sampler(num_windows, seed=3) for _ in range(1 + world_size))
     for step in range(1, steps + 1):
@@ -86,7 +91,9 @@ def test_global_batch_does_not_depend_on_the_number_of_ranks(
 
 @given(st.integers(1, 30), st.integers(0, 100), st.integers(1, 40))
 def test_state_is_three_integers_and_resumes_exactly(
-    num_windows: int, before: int, after: int
+    num_windows: int,
+    before: int,
+    after: int,
 ) -> None:
     sampler, resumed = Sampler(num_windows, seed=11), Sampler(num_windows, seed=11)
     sampler.next_windows(before)

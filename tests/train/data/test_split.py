@@ -40,8 +40,16 @@ def test_every_byte_is_on_exactly_one_side(sizes: list[int], fraction: float) ->
     assert not {part.text for part in split.train} & {part.text for part in split.validation}
 
 
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.floats(0.02, 0.5), st.integers(1, 2000))
-def test_no_window_of_training_holds_or_targets_validation_text(sizes: list[int], fraction: float, seq_len: int) -> None:
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=30),
+    st.floats(0.02, 0.5),
+    st.integers(1, 2000),
+)
+def test_no_window_of_training_holds_or_targets_validation_text(
+    sizes: list[int],
+    fraction: float,
+    seq_len: int,
+) -> None:
     assume(fraction * NUMBER * sum(sizes) >= 2)
     split = split_documents(marked_documents(sizes), fraction)
     tokenizer = ByteTokenizer()
@@ -75,7 +83,8 @@ def test_membership_follows_content_not_names_or_order() -> None:
     documents = marked_documents([20 + 7 * i % 31 for i in range(200)])
     renamed = [Document(f"other/{i}", document.text) for i, document in enumerate(documents)]
     random.Random(3).shuffle(renamed)
-    found, other = ([document.sha256 for document in split_documents(given, 0.1).validation] for given in (documents, renamed))
+    splits = (split_documents(given, 0.1) for given in (documents, renamed))
+    found, other = ([document.sha256 for document in split.validation] for split in splits)
     assert found == other == sorted(found)  # so the first windows sample all documents
 
 

@@ -17,7 +17,10 @@ from tests.train.data.data_sets import make_texts, write_folder, write_jsonl
 
 TEXTS = make_texts(2500, longest=6)
 SHARE = 0.2
-TRAIN = np.frombuffer(b"".join(t.encode() + b"\0" for t in TEXTS if side_of(t.encode(), SHARE) == "train"), np.uint8)
+TRAIN = np.frombuffer(
+    b"".join(t.encode() + b"\0" for t in TEXTS if side_of(t.encode(), SHARE) == "train"),
+    np.uint8,
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,10 @@ def test_windows_are_the_training_documents_over_and_over(source: Path) -> None:
         window = made.window(seq_len, index)
         assert window.dtype == np.int64
         assert np.array_equal(window, tokens_at(index * seq_len, (index + 1) * seq_len + 1))
-    with pytest.raises(ValueError, match=r"StreamSource\.window: index must be at least \d+, windows do not come back, got 0"):
+    with pytest.raises(
+        ValueError,
+        match=r"StreamSource\.window: index must be at least \d+, windows do not come back, got 0",
+    ):
         made.window(seq_len, 0)
     made.close()
 
@@ -69,7 +75,10 @@ def test_state_resumes_exactly_at_every_window(data: st.DataObject, source: Path
     assert resumed.state_dict() == state
     for _ in range(3):
         (index,) = resumed.next_windows(1)
-        assert np.array_equal(second.window(seq_len, index), tokens_at(index * seq_len, (index + 1) * seq_len + 1))
+        assert np.array_equal(
+            second.window(seq_len, index),
+            tokens_at(index * seq_len, (index + 1) * seq_len + 1),
+        )
     assert sampler.state_dict() == state  # setting one moves no other
     first.close()
     second.close()
@@ -84,7 +93,10 @@ def test_two_samplers_of_one_stream_follow_each_other(source: Path) -> None:
         batches.append(collate(made, ahead.next_windows(3), 100, document_mask=True))
         behind.load_state_dict(ahead.state_dict())
         assert behind.state_dict() == ahead.state_dict()
-    assert np.array_equal(np.concatenate([batch.tokens.numpy() for batch in batches]), tokens_at(0, 1500))
+    assert np.array_equal(
+        np.concatenate([batch.tokens.numpy() for batch in batches]),
+        tokens_at(0, 1500),
+    )
     made.close()
 
 
@@ -117,5 +129,8 @@ def test_validation_documents_are_the_first_ones(source: Path) -> None:
 
 def test_data_without_training_text_are_an_error(tmp_path: Path) -> None:
     made = stream(write_jsonl(tmp_path / "a.jsonl", ["", "", ""]))
-    with pytest.raises(UserError, match=r"data\.path must hold training text, got none in .*a\.jsonl"):
+    with pytest.raises(
+        UserError,
+        match=r"data\.path must hold training text, got none in .*a\.jsonl",
+    ):
         made.window(10, 0)

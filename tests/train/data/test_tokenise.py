@@ -28,9 +28,8 @@ def test_rows_become_documents_of_their_side(rows: list[bytes], fraction: float)
     for sides in (SIDES, SIDES[:1], SIDES[1:]):
         made, tokens = tokenise(ByteTokenizer(), fraction, sides, rows)
         kinds = [kind_of(row, fraction) for row in rows]
-        texts = [
-            text + b"\0" if kind in sides else b"" for text, kind in zip(rows, kinds, strict=True)
-        ]
+        pairs = zip(rows, kinds, strict=True)
+        texts = [text + b"\0" if kind in sides else b"" for text, kind in pairs]
         assert [row.kind for row in made] == kinds
         assert [row.num_tokens for row in made] == list(map(len, texts))
         assert [row.num_bytes for row in made] == list(map(len, rows))
