@@ -117,14 +117,14 @@ class Step:
         makes: names that it assigns.
         needs: names that it reads.
         effect: whether it does more than to assign.
-        stream: name of the stream that is current.
+        stream: name of the stream that must be current; None where the line says itself on which stream it is.
     """
 
     text: str
     makes: list[str] = field(default_factory=list)
     needs: list[str] = field(default_factory=list)
     effect: bool = True
-    stream: str = "s0"
+    stream: str | None = None
 
 
 class Recorder(TorchDispatchMode):
@@ -173,9 +173,7 @@ class Recorder(TorchDispatchMode):
         known = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         new = [x for x in results if isinstance(x, Tensor) and not any(x is y for y in known)]
         if op in _EMPTY:
-            x = new[0]
-            options = f"dtype={self.constant(x.dtype)}, device={self.constant(x.device)}"
-            call = f"empty({tuple(x.shape)}, {x.stride()}, {options})"
+            call = self._empty(new[0])
         else:
             given = [self._expression(x, needs) for x in args]
             given += [f"{name}={self._expression(x, needs)}" for name, x in kwargs.items()]
@@ -185,14 +183,20 @@ class Recorder(TorchDispatchMode):
             call = f"{', '.join(makes)}{',' * (isinstance(result, tuple | list))} = {call}"
         elif new:
             raise NotImplementedError(f"replay of {op}, which gives some of its arguments")
-        self._add(call, makes, needs, effect=op._schema.is_mutable)
+        self._add(call, makes, needs, effect=op._schema.is_mutable, stream=self._stream())
         for name in makes:
             if self._roots[name][0] == name:
                 self._add(f"p{name} = {name}.data_ptr()", [f"p{name}"], [name], effect=False)
         return result
 
-    def _add(self, text: str, makes: list[str], needs: list[str], *, effect: bool = True) -> None:
-        self.steps.append(Step(text, makes, needs, effect, self._stream()))
+    def _empty(self, x: Tensor) -> str:
+        """Memory like ``x``, by the fastest way that PyTorch has."""
+        if x.is_contiguous():
+            return f"a0.new_empty({tuple(x.shape)}, dtype={self.constant(x.dtype)})"
+        return f"empty({tuple(x.shape)}, {x.stride()}, dtype={self.constant(x.dtype)}, device={self.constant(x.device)})"
+
+    def _add(self, text: str, makes: list[str], needs: list[str], *, effect: bool = True, stream: str | None = None) -> None:
+        self.steps.append(Step(text, makes, needs, effect, stream))
 
     def _stream(self) -> str:
         if self._device is None:
@@ -303,7 +307,7 @@ class Recorder(TorchDispatchMode):
                 names = [name for name in step.makes if name in made]
                 lines += [f"{' = '.join(names)} = None"] if names else []
                 continue
-            if step.stream != current and step.makes:
+            if step.stream not in (None, current):
                 current = step.stream
                 lines.append(f"set_stream({current})")
             made.update(step.makes)
