@@ -92,7 +92,7 @@ def open_data(
         check(is_byte, "open_data", "data.tokenizer", rule, config.tokenizer)
         return _open_task(config.source, ByteTokenizer(separator=False), seed, seq_len)
     try:
-        data = _OPENERS.get(config.source, _open_files)(config, tokenizer)
+        data = _OPENERS[config.source](config, tokenizer)
     except DataUnavailableError as error:
         task = config.synthetic_fallback
         if task == "none":
@@ -226,5 +226,11 @@ def _sha256(hashes: Iterable[str]) -> str:
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
-# Sources of text that are not files tokenised at every start.
-_OPENERS = {"shards": _open_shards, "stream": _open_stream}
+# By ``DataConfig.source``; what they return lacks the description that all of them share.
+_OPENERS = {
+    "corpus": _open_files,
+    "stdlib": _open_files,
+    "folder": _open_files,
+    "shards": _open_shards,
+    "stream": _open_stream,
+}

@@ -149,11 +149,9 @@ def prepare(
         folder.mkdir(parents=True, exist_ok=True)
         with _only_one(folder):
             done, saved = _read(folder / INDEX), _read(folder / PROGRESS)
-            if done is None and saved is not None and saved["progress"]["place"] == [0, 0]:
-                # Nothing was read: a first try that was mistaken, for example in the column's name.
-                if saved["request"] != asdict(config):
-                    _remove_ours(folder)
-                    saved = None
+            if done is None and saved is not None and _is_mistaken_start(saved, config):
+                _remove_ours(folder)
+                saved = None
             _check_folder(folder, config, done or saved)
             if done is None:
                 done = _prepare(config, folder, saved, threads, time_limit_s, on_progress)
@@ -364,6 +362,11 @@ def _check_folder(folder: Path, config: PrepareConfig, saved: dict[str, Any] | N
         rule = f"be {before.get(name)} as in {folder} so far"
         hint = "Give another --out, or remove this one."
         check(before.get(name) == value, "prepare", name, rule, value, hint)
+
+
+def _is_mistaken_start(saved: dict[str, Any], config: PrepareConfig) -> bool:
+    """Whether nothing has been read and another configuration is given, as after a wrong column."""
+    return saved["progress"]["place"] == [0, 0] and saved["request"] != asdict(config)
 
 
 def _flat(request: dict[str, Any]) -> dict[str, Any]:

@@ -191,7 +191,7 @@ def hub(data_sets: dict[str, dict[str, bytes]], faults: dict[str, Fault]) -> Ite
 
 
 def stall(after: int, times: int) -> Fault:
-    """Half of what was asked for and then nothing: ``times`` times, after that many good answers."""
+    """Half of what was asked for, then nothing: ``times`` times, after that many good answers."""
     return _now_and_then(after, times, lambda: time.sleep(120))
 
 
