@@ -22,7 +22,7 @@ import traceback
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -267,26 +267,33 @@ def _serve(
         stack.push(ended)
         documents, found = open_documents(origin)
         connection.send(found)
-        pool = stack.enter_context(ThreadPoolExecutor(threads))
+        pool = stack.enter_context(ThreadPoolExecutor(threads + 1))
+        batches = _texts(documents, found, origin, start)
+        reading: Future[Any] | None = pool.submit(next, batches, None)
         waiting: deque[tuple[Place, int, Future[T]]] = deque()
-
-        def send_next() -> None:
-            place, rows, result = waiting.popleft()
-            while not wait([result], timeout=1).done:
+        while reading or waiting:
+            # A read that hangs holds back nothing that is tokenised.
+            first = waiting[0][2] if waiting else None
+            ready = reading if len(waiting) <= threads else None
+            if first and ready and ready.done() and ready.exception():
+                ready = None  # what was read before comes first
+            tasks = [task for task in (first, ready) if task]
+            done = wait(tasks, timeout=1, return_when=FIRST_COMPLETED).done
+            if first in done:
+                place, rows, result = waiting.popleft()
+                end = place._replace(row=place.row + rows)
+                connection.send(DocumentBatch(place, end, result.result()))
+            elif ready in done and ready.result() is None:
+                reading = None
+            elif ready in done:
+                file, place, texts = ready.result()
+                reading = pool.submit(next, batches, None)
+                if texts:
+                    waiting.append((place, len(texts), pool.submit(transform, texts)))
+                else:
+                    connection.send(_ALIVE)
+            elif first:
                 connection.send(_ALIVE)
-            end = place._replace(row=place.row + rows)
-            connection.send(DocumentBatch(place, end, result.result()))
-
-        for name, place, texts in _texts(documents, found, origin, start):
-            file = name
-            if texts:
-                waiting.append((place, len(texts), pool.submit(transform, texts)))
-            else:
-                connection.send(_ALIVE)
-            if len(waiting) > threads:
-                send_next()
-        while waiting:
-            send_next()
         connection.send(None)
 
 

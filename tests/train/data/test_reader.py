@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from contextlib import closing
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +199,7 @@ def bug(texts: list[bytes]) -> None:
 HUB_PROGRAM = """
 import json, sys, time
 from contextlib import closing
+from http.server import BaseHTTPRequestHandler
 from nsa.errors import UserError
 from nsa.train.data import Origin
 from nsa.train.data.reader import read_documents
@@ -286,6 +289,22 @@ def test_the_hub(tmp_path: Path) -> None:
     assert f"source must exist on the hub, got {where}" in missing["error"][1]
     assert "huge" in subset["error"][1]
     assert "revision must exist on the hub, got v9" in revision["error"][1]
+
+
+def test_a_server_that_stalls_at_one_place_is_given_up(tmp_path: Path) -> None:
+    """Although each new process reaches the server and finds the files again."""
+    source = write_folder(tmp_path / "set", "parquet", TEXTS)
+    files = {path.name: path.read_bytes() for path in sorted(source.iterdir())}
+    stop = threading.Event()
+
+    def stall_in_the_second_file(handler: BaseHTTPRequestHandler, body: bytes) -> bool:
+        return "part-00001" in handler.path and stop.wait(120)
+
+    with hub({"own/stuck": files}, {"own/stuck": stall_in_the_second_file}) as address:
+        (stuck,) = on_hub(address, tmp_path / "home", ("own/stuck", 6, {}))
+        stop.set()
+    assert "send documents within the time limit of 6 s, got none" in stuck["error"][1]
+    assert stuck["texts"] == TEXTS[:67]
 
 
 def test_without_network_the_error_comes_in_seconds(tmp_path: Path) -> None:
