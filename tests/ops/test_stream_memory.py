@@ -83,7 +83,7 @@ class StreamModel(TorchDispatchMode):
         self.current, self.made = [self.calling], [self.calling]
         self.memory: dict[int, Memory] = {}
         self.faults: list[str] = []
-        self.launches: list[int] = []  # the stream of each
+        self.launches: list[int] = []  # the stream of each kernel and of each operator that writes
         for name, stand_in in (
             ("Stream", self.new_stream),
             ("stream", self.on),
@@ -128,6 +128,8 @@ class StreamModel(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         self.touch(str(func), [args, kwargs])
         result = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable or func in _replay._ZEROS:
+            self.launches.append(self.current[-1].number)
         self.touch(str(func), [result])
         return result
 
@@ -299,7 +301,7 @@ def call_and_replay(function: Callable[..., Any], model: StreamModel, *arguments
     """Results of a plain call, after one that was recorded and its replay: launches are on the same streams."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     launches = []
-    with mock.patch.object(_replay, "on_gpu", lambda x: False):
+    with mock.patch.object(_replay, "on_gpu", return_value=False):
         program, results = _replay.record(function, arguments, tensors)
         model.check(results)
         for run in (lambda: program(*tensors), lambda: function(*arguments)):
