@@ -75,10 +75,23 @@ MEASUREMENTS: tuple[tuple[str, str, str], ...] = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all measurements, or some; 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="folder that gets results/, memory/ and others")
-    parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help="some, by file or folder: seed, train, memory")
     parser.add_argument(
-        "--shards", type=Path, help="prepared data of bytes on which models train; else what the configuration says"
+        "--out",
+        type=Path,
+        default=Path("benchmarks"),
+        help="folder that gets results/, memory/ and others",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        default=[],
+        help="some, by file or folder: seed, train, memory",
+    )
+    parser.add_argument(
+        "--shards",
+        type=Path,
+        help="prepared data of bytes on which models train; else what the configuration says",
     )
     parser.add_argument("--commit", help="commit to record where the checkout has no git")
     parser.add_argument("--list", action="store_true", help="print the commands alone")

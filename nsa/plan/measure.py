@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nsa.bench.attention import release_memory
+from nsa.bench.clock import release_memory
 from nsa.bench.table import align
 from nsa.bench.train_run import measure_steps
 from nsa.errors import check
@@ -83,4 +83,4 @@ def comparison_lines(found: Sequence[Comparison]) -> list[str]:
         )
         for one in found
     ]  # fmt: skip
-    return align(lines, words=(0,))
+    return align(lines)

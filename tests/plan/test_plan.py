@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nsa import cli
-from nsa.bench.rows import Row, RowFile, read_rows
+from nsa.bench.rows import Row, read_rows
 from nsa.bench.subjects import differences
 from nsa.cli import bench
 from nsa.cli.bench import carried_rows
@@ -26,7 +26,7 @@ from nsa.train.config import CheckpointingConfig, TrainConfig
 from nsa.train.environment import cpu
 from nsa.train.load import load_config
 from nsa.train.telemetry.throughput import peak_of
-from tests.bench.rows import make_row
+from tests.bench.rows import make_row, write_rows
 from tests.bench.test_train import write_config
 
 H200 = KNOWN["h200"]
@@ -264,7 +264,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "GPU hours x 2",
     ):
         assert line in said
-    RowFile(tmp_path / "rows.jsonl").add(step(gpu=KNOWN["h100"].name, mfu=0.5))
+    write_rows(tmp_path / "rows.jsonl", [step(gpu=KNOWN["h100"].name, mfu=0.5)])
     assert cli.main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["speed_from"].startswith("MFU 0.50 as of seed")
@@ -286,9 +286,10 @@ def test_rows_of_every_policy_are_found(
         return float(json.loads(capsys.readouterr().out)["tokens_per_s"])
 
     guess = found(words)
-    RowFile(tmp_path / "benchmarks/results/a.jsonl").add(step())
+    write_rows(tmp_path / "benchmarks/results/a.jsonl", [step()])
     assert (found(words), found(operators)) == (400e3, 400e3)
-    RowFile(tmp_path / "benchmarks/memory/a.jsonl").add(step(settings={"checkpointing": "operators"}, tokens_per_s=350e3))
+    slower = step(settings={"checkpointing": "operators"}, tokens_per_s=350e3)
+    write_rows(tmp_path / "benchmarks/memory/a.jsonl", [slower])
     assert (found(words), found(operators)) == (400e3, 350e3)
     assert found([*operators, "--rows", "benchmarks/results"]) == 400e3
     assert guess != 400e3
