@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nsa import stages
 from nsa.ops._backend import kernels_run_on_cpu, on_gpu
+from nsa.ops._triton.tuning import tiles_are_chosen
 
 # Programs of one function that are kept before all are forgotten: shapes that never come again would fill the memory.
 MOST_PROGRAMS = 256
@@ -95,8 +96,8 @@ def _describe(arguments: Iterable[Any], key: list[Any], tensors: list[Tensor]) -
 
 
 def _may_replay(tensors: list[Tensor]) -> bool:
-    """Whether the function would launch kernels, nobody listens to stages or launches, and no recording is under way."""
-    if not tensors or stages.heard() or recorder() is not None:
+    """Whether the function would launch kernels with their own tiles, nobody listens, and no recording is under way."""
+    if not tensors or stages.heard() or recorder() is not None or tiles_are_chosen():
         return False
     return (on_gpu(tensors[0]) or kernels_run_on_cpu()) and not _hooked()
 

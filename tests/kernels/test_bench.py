@@ -11,8 +11,8 @@ import torch
 from nsa.bench import attention, cases, tune
 from nsa.bench.attention import Plan, bench_attention
 from nsa.bench.clock import Timing
-from nsa.bench.implementations import Work
-from nsa.bench.points import Point, parse_shape
+from nsa.bench.implementations import IMPLEMENTATIONS, Work, override_tiles
+from nsa.bench.points import Point, make_tensors, parse_shape
 from nsa.bench.rows import read_rows
 from nsa.bench.variants import Variant
 from nsa.ops._triton.tuning import TileKey
@@ -41,6 +41,20 @@ def test_the_kernels_to_tune_are_those_that_look_tiles_up(monkeypatch: pytest.Mo
     assert str(bench.fault(tasks[0], other)).startswith(
         "S 128: attention.window out: error 1 is above",
     )
+
+
+def test_other_tiles_are_looked_up_though_launches_are_replayed() -> None:
+    shape, cpu = parse_shape("3x1x16x16"), torch.device("cpu")
+    point, config = Point(shape, 128, 1, "random", torch.float32, cpu), shape.config(SMALL)
+    case = cases.CASES["attention.window"]
+    problem = cases.prepare(case, make_tensors(point, config), point, config, "triton")
+    work = IMPLEMENTATIONS["nsa"].work(problem)
+    for mode in case.modes * 4:
+        work.run(mode)
+    overrides = {f"window_attention_{name}": {"rows": 16} for name in ("fwd", "dq", "dkv")}
+    with override_tiles(overrides) as unused:
+        work.run("fwd_bwd")
+    assert not unused
 
 
 @pytest.mark.parametrize("case", CASES)
