@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from nsa.bench.cases import CASES, Problem, Tensors, prepare
 from nsa.config import NSAConfig
-from nsa.ops.combination.reference import combine_reference
 from nsa.ops.selection import select_blocks
 from nsa.rope import Rope
 from nsa.testing import AttentionInputs, assert_within_budget, packed_offsets
@@ -169,9 +168,7 @@ class Gate:
         """Groups of one operator, or of dense attention."""
         x, config, keys = self._packed, self.problem.config, self.keys
         if name == "attention.combine":
-            results = ("out", *(f"d{leaf}" for leaf in self.problem.case.inputs))
-            rows = {leaf: x[leaf][self.queries] for leaf in (*self.problem.case.inputs, "dout")}
-            return [(results, self.queries, lambda dtype: _combined(rows, dtype))]
+            return [self._rows_alone()]
         if name == "attention.compress":
             return [*self._compressed("k", Rope.from_config(config)), *self._compressed("v", None)]
         label = {"attention.compressed": "cmp", "attention.window": "win"}.get(name, "slc")
@@ -187,6 +184,20 @@ class Gate:
             args.append(x["block_indices"])
         branch = _SAMPLED[label](*args, config, cu_seqlens_q=self._offsets)
         return self._branch(branch, label, self._blocks if label == "cmp" else keys)
+
+    def _rows_alone(self) -> Group:
+        """A case whose rows do not depend on each other: it is computed of the sampled ones."""
+        case, config, queries = self.problem.case, self.problem.config, self.queries
+        rows = {name: self._packed[name][queries] for name in (*case.inputs, "dout")}
+
+        def values(dtype: torch.dtype) -> Mapping[str, Tensor]:
+            x = {name: row.to(dtype).requires_grad_() for name, row in rows.items()}
+            (out,) = case.call(x, config, "reference")
+            grads = torch.autograd.grad(out, [x[name] for name in case.inputs], x["dout"])
+            names = (f"d{name}" for name in case.inputs)
+            return {"out": out.detach(), **dict(zip(names, grads, strict=True))}
+
+        return ("out", *(f"d{name}" for name in case.inputs)), queries, values
 
     def _branch(self, branch: SampledAttention, name: str, keys: Tensor) -> list[Group]:
         """Attention alone: out and dq of queries, dk and dv of keys."""
@@ -330,16 +341,6 @@ class Gate:
         blocks = (seq_len - config.compress_block_size) // config.compress_stride + 1
         inside = self.keys % seq_len // config.compress_stride
         return (self.keys // seq_len * blocks + inside)[inside < blocks].unique()
-
-
-def _combined(rows: Tensors, dtype: torch.dtype) -> Mapping[str, Tensor]:
-    """The gated sum of some rows and its gradients."""
-    *leaves, dout = (x.to(dtype) for x in rows.values())
-    *outs, gates = (x.requires_grad_() for x in leaves)
-    out = combine_reference((outs[0], outs[1], outs[2]), gates)
-    grads = torch.autograd.grad(out, (*outs, gates), dout)
-    named = zip(rows, grads, strict=False)  # dout, the last, has none
-    return {"out": out.detach(), **{f"d{name}": grad for name, grad in named}}
 
 
 def approximates(config: NSAConfig) -> bool:

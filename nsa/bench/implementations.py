@@ -196,7 +196,12 @@ class Reference(Implementation):
 
     def work(self, problem: Problem) -> Work:
         """See :class:`Implementation`; refused where its scores of all pairs would not fit."""
-        needed, free = reference_gib(problem), free_gib(problem.point.device)
+        point, config = problem.point, problem.config
+        # Rough upper bound: fp32 tensors over all pairs, a few for each branch.
+        branches = {"attention": 3, "attention.compress": 0, "attention.combine": 0}
+        pairs = point.batch * config.num_heads * point.seq_len**2
+        needed = branches.get(problem.case.name, 1) * 5 * 4 * pairs / 2**30
+        free = free_gib(point.device)
         if needed > 0.8 * free:
             why = f"the reference would need about {needed:.0f} GiB, {free:.0f} are free"
             raise UnsupportedError(why)
@@ -206,16 +211,6 @@ class Reference(Implementation):
         """No kernel of this library may have run."""
         found = own(kernels)
         return f"{found[0]} of this library ran in the reference" if found else None
-
-
-def reference_gib(problem: Problem) -> float:
-    """Rough upper bound: fp32 tensors over all pairs, a few for each branch."""
-    name, point = problem.case.name, problem.point
-    if name in ("attention.compress", "attention.combine"):
-        return 0.0
-    branches = 3 if name == "attention" else 1
-    pairs = point.batch * problem.config.num_heads * point.seq_len**2
-    return branches * 5 * 4 * pairs / 2**30
 
 
 def free_gib(device: torch.device) -> float:

@@ -66,10 +66,7 @@ def _where(row: Row) -> tuple[str, str, str, str]:
 
 def newest_rows(rows: Iterable[Row]) -> list[Row]:
     """The newest row of each kind, in order of length."""
-    best: dict[tuple[object, ...], Row] = {}
-    for row in sorted(measured(rows), key=lambda row: row.date):
-        point = (row.shape, row.choice, row.seq_len, row.batch, row.dtype, row.mode, row.is_masked)
-        best[row.gpu, row.case, row.provider, *point] = row
+    best = {row.kind: row for row in sorted(measured(rows), key=lambda row: row.date)}
     return sorted(best.values(), key=lambda row: (row.case, row.provider, row.mode, row.seq_len))
 
 

@@ -80,6 +80,12 @@ class Row(Origin):
         """Whether attention in a training step stayed within documents."""
         return bool((self.settings or {}).get("document_mask"))
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Rows of one kind are repetitions of one measurement; the newest counts."""
+        where = (self.gpu, self.case, self.provider, self.shape, self.choice, self.dtype)
+        return *where, self.seq_len, self.batch, self.mode, self.is_masked
+
     def __post_init__(self) -> None:
         """A row never holds a time without a correct result."""
         timed = [self.ms_p50, self.ms_p20, self.ms_p80, self.tokens_per_s, self.mfu]
