@@ -25,7 +25,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nsa import stages
 from nsa.ops._backend import kernels_run_on_cpu, on_gpu
-from nsa.ops._triton.tuning import tiles_are_chosen
 
 # Programs of one function that are kept before all are forgotten: shapes that never come again would fill the memory.
 MOST_PROGRAMS = 256
@@ -96,17 +95,20 @@ def _describe(arguments: Iterable[Any], key: list[Any], tensors: list[Tensor]) -
 
 
 def _may_replay(tensors: list[Tensor]) -> bool:
-    """Whether the function would launch kernels with their own tiles, nobody listens, and no recording is under way."""
-    if not tensors or stages.heard() or recorder() is not None or tiles_are_chosen():
+    """Whether the function would launch kernels, nobody listens to stages or launches, and no recording is under way."""
+    if not tensors or stages.heard() or recorder() is not None:
         return False
     return (on_gpu(tensors[0]) or kernels_run_on_cpu()) and not _hooked()
 
 
 def _hooked() -> bool:
+    """Whether launches are watched, or have other tiles than those that were recorded."""
     import triton
 
+    from nsa.ops._triton.tuning import tiles_are_chosen
+
     hooks = triton.knobs.runtime
-    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls or tiles_are_chosen())
 
 
 @dataclass
