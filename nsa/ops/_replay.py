@@ -112,10 +112,13 @@ def _may_replay(tensors: list[Tensor]) -> bool:
 
 
 def _hooked() -> bool:
+    """Whether launches are watched, or have other tiles than those that were recorded."""
     import triton
 
+    from nsa.ops._triton.tuning import tiles_are_chosen
+
     hooks = triton.knobs.runtime
-    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls or tiles_are_chosen())
 
 
 @dataclass
