@@ -153,7 +153,8 @@ class Trainer:
         self._requests = Requests(halt, launched=launch.launcher, listens=not stops_at_once)
         around = Surroundings(config, run_folder, self.device, self.strategy, self.processes, self._requests, on_row, beat)
         around = dataclasses.replace(around, startup=self.startup)
-        self._checkpoints = CheckpointWriter(run_folder.checkpoints, config.keep_checkpoints, writes=self.processes.is_main)
+        writers = self.processes.for_thread() if self.strategy.in_step else Processes()
+        self._checkpoints = CheckpointWriter(run_folder.checkpoints, config.keep_checkpoints, writers)
         self._step_s = math.inf
         if resumed is not None:
             self.startup.begin("checkpoint")
@@ -512,6 +513,8 @@ class Trainer:
             return
         self._beat("checkpoint", progress.step, CHECKPOINT_LIMIT_S)
         figure = validated[1] if validated is not None and validated[0] == progress.step else None
+        if not (self.strategy.in_step or self.processes.is_main):
+            return
         tensors, meta = self.state.contents()
         self._checkpoints.submit(progress.step, tensors, {**meta, "val_bits_per_byte": figure, **self._description()})
 

@@ -107,7 +107,8 @@ def outcome(path: Path) -> tuple[Any, ...]:
     newest = list_checkpoints(path / "checkpoints")[-1]
     meta = read_meta(newest)
     progress = {name: value for name, value in meta["progress"].items() if name not in ("seconds", "window")}
-    tensors = hashlib.sha256((newest / "tensors.safetensors").read_bytes()).hexdigest()
+    files = sorted(newest.glob("*.safetensors"))
+    tensors = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     return newest.name, tensors, progress, meta["sampler"], meta["rng"], reproducible_rows(path)
 
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from nsa.train.checkpoint import list_checkpoints
 from nsa.train.telemetry.metrics import Row, read_metrics
 from tests.faults.cases import Nsa, Ranks, events, outcome, torchrun, write_config
-from tests.train.cases import reproducible_rows
+from tests.train.cases import reproducible_rows, stored_tensors
 
 TWO = ("--world-size", "2", "--accumulation", "1")
 FSDP = ("--parallel.strategy", "fsdp")
@@ -52,7 +51,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(list_checkpoints(path / "checkpoints")[-1] / "tensors.safetensors")
+    return stored_tensors(list_checkpoints(path / "checkpoints")[-1])
 
 
 def test_rows_have_the_figures_of_every_rank(whole: Path, sharded: Path) -> None:

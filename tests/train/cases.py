@@ -8,6 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
 from nsa.config import NSAConfig
 from nsa.lm.config import LMConfig
 from nsa.train.config import DataConfig, OptimConfig, TrainConfig
@@ -61,9 +65,18 @@ def make_trainer(
 
 def rewrite_hashes(checkpoint: Path) -> None:
     """What someone does who changes files of a checkpoint on purpose."""
-    names = ("tensors.safetensors", "meta.json")
+    names = [*sorted(path.name for path in checkpoint.glob("*.safetensors")), "meta.json"]
     lines = [f"{hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
     (checkpoint / "SHA256SUMS").write_text("".join(lines))
+
+
+def stored_tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """The whole tensors of a checkpoint, read without the code under test."""
+    parts: dict[str, list[Tensor]] = {}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        for name, tensor in load_file(path).items():
+            parts.setdefault(name, []).append(tensor)
+    return {name: torch.cat(found) if len(found) > 1 else found[0] for name, found in parts.items()}
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -60,12 +60,12 @@ def test_a_checkpoint_of_another_format_is_refused_with_the_version_that_reads_i
     config = tiny_config(tmp_path, steps=2)
     make_trainer(config, tmp_path / "run").run()
     change_meta(tmp_path / "run", lambda meta: meta.update(format=9, nsa="7.1.0"))
-    with pytest.raises(ValueError, match=r"format 2, got format 9 of nsa 7\.1\.0 in .* That version of nsa can read it"):
+    with pytest.raises(ValueError, match=r"format 2 or 3, got format 9 of nsa 7\.1\.0 in .* That version of nsa can read it"):
         make_trainer(config, tmp_path / "run", resume=True)
 
     path = change_meta(tmp_path / "run", lambda meta: meta.update(format=1, nsa="0.0"))
     (path / "SHA256SUMS").unlink()
-    with pytest.raises(ValueError, match=r"format 2, got format 1 of nsa 0\.0 in "):
+    with pytest.raises(ValueError, match=r"format 2 or 3, got format 1 of nsa 0\.0 in "):
         make_trainer(config, tmp_path / "run", resume=True)
 
 

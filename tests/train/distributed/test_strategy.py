@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nsa.lm.model import LanguageModel
-from nsa.train.checkpoint import CheckpointWriter, list_checkpoints, load_tensors
 from nsa.train.config import ParallelConfig, TrainConfig
 from nsa.train.distributed.processes import Processes
 from nsa.train.distributed.sharding import gather, own_part
@@ -192,25 +191,6 @@ def test_gradients_of_replayed_passes_are_averaged_afterwards(alone: Processes, 
     assert 3 < messages[1] < len(parameters)
     for gradient, expected in zip(parameters, wanted, strict=True):
         torch.testing.assert_close(gradient, expected, rtol=1e-2 if compression == "bf16" else 0, atol=0)
-
-
-def test_shards_go_through_checkpoints_whole(tmp_path: Path, alone: Processes) -> None:
-    shards = dict(Sharded(make_loss(), ParallelConfig("fsdp"), alone, CPU).loss.named_parameters())
-    wanted = {name: parameter.detach().clone() for name, parameter in make_loss().named_parameters()}
-    for writes in (True, False):
-        writer = CheckpointWriter(tmp_path / str(writes), keep=1, writes=writes)
-        writer.submit(1, {name: parameter.detach() for name, parameter in shards.items()}, {})
-        writer.close()
-    assert not list_checkpoints(tmp_path / "False")
-    (path,) = list_checkpoints(tmp_path / "True")
-    loaded = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
-    load_tensors(path, loaded)
-    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
-    with torch.no_grad():
-        for parameter in shards.values():
-            own_part(parameter).zero_()
-    load_tensors(path, {name: parameter.detach() for name, parameter in shards.items()})
-    assert all(torch.equal(gather(shards[name]), wanted[name]) for name in wanted)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
