@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,14 +54,6 @@ _KINDS: dict[str, Any] = {
 }
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = ".unfinished-"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "U8": torch.uint8,
-}
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -82,15 +74,12 @@ def step_of(checkpoint: Path) -> int:
 
 def best_checkpoint(folder: Path) -> Path | None:
     """The checkpoint with the lowest validation loss of its own step; None without such a loss."""
-    figures: dict[Path, float] = {}
+    figures = {}
     for path in list_checkpoints(folder):
-        try:
-            figure = read_meta(path).get("val_bits_per_byte")
-        except UserError:  # damaged; loading it says so
-            continue
-        if figure is not None:
-            figures[path] = figure
-    return min(figures, key=lambda path: figures[path], default=None)
+        with suppress(UserError):  # damaged; loading it says so
+            figures[path] = read_meta(path)["val_bits_per_byte"]
+    known = [path for path, figure in figures.items() if figure is not None]
+    return min(known, key=lambda path: figures[path], default=None)
 
 
 def find_checkpoint(function: str, folder: Path, which: str) -> Path:
@@ -254,46 +243,29 @@ def read_meta(path: Path) -> dict[str, Any]:
     check(is_one, "read_meta", "path", "be the folder of a checkpoint, step-<number>", path)
     if (path / SUMS).exists():  # format 1 kept its hashes elsewhere
         _verify(path, META)
-    else:
-        _check_format(path, _parse_meta(path))
-        _read_sums(path)
     meta = _parse_meta(path)
-    is_object = isinstance(meta, dict)
-    check(is_object, "read_meta", "path", "hold a checkpoint with JSON in meta.json", path)
-    assert isinstance(meta, dict)
-    _check_format(path, meta)
+    _read_sums(path)
+    if meta is None:
+        fail("read_meta", "path", "hold a checkpoint with JSON in meta.json", path)
     for name, kind in _KINDS.items():
-        fits = name not in meta or isinstance(meta[name], kind)
-        found = f"{meta.get(name)!r:.60} in {path}"
+        found = f"{meta[name]!r:.60} in {path}" if name in meta else f"none in {path}"
+        fits = name in meta and isinstance(meta[name], kind)
         check(fits, "read_meta", "path", f"have a {name} of its kind in meta.json", found)
     return meta
 
 
-def _parse_meta(path: Path) -> Any:
-    """The content of meta.json; None where it is missing or no JSON."""
+def _parse_meta(path: Path) -> dict[str, Any] | None:
+    """The content of meta.json, of a format that can be read; None where it is no JSON object."""
     try:
-        return json.loads((path / META).read_text(encoding="utf-8"))
+        meta = json.loads((path / META).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
-
-
-def _check_format(path: Path, meta: Any) -> None:
-    if isinstance(meta, dict) and meta.get("format") not in READABLE:
-        made = meta.get("nsa", "0.0, before the first release")
-        found = f"format {meta.get('format')} of nsa {made} in {path}"
+    if not isinstance(meta, dict):
+        return None
+    if meta.get("format") not in READABLE:
+        found = f"format {meta.get('format')} of nsa {meta.get('nsa')} in {path}"
         rule = f"hold a checkpoint of format {' or '.join(map(str, READABLE))}"
         fail("read_meta", "path", rule, found, "That version of nsa can read it.")
-
-
-def read_run_meta(path: Path) -> dict[str, Any]:
-    """:func:`read_meta` of a checkpoint that a run wrote: all that a resumed run needs is there.
-
-    Raises:
-        ValueError: as of :func:`read_meta`, or something is missing.
-    """
-    meta = read_meta(path)
-    missing = ", ".join(name for name in _KINDS if name not in meta)
-    check(not missing, "read_meta", "path", f"hold {missing} in meta.json", f"none in {path}")
     return meta
 
 
@@ -330,26 +302,28 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _check_same(path: Path, stored: Mapping[str, list[Any]], tensors: Mapping[str, Tensor]) -> None:
-    hint = f"It is {path}."
+    hint, groups = f"It is {path}.", {name.partition(".")[0] for name in tensors}
     for name, tensor in tensors.items():
-        found = _described(stored[name]) if name in stored else None
         wanted = f"{tuple(tensor.shape)} {tensor.dtype}"
-        rule = f"hold {name} as {wanted}"
-        check(found == wanted, "load_tensors", "path", rule, found, hint)
-    groups = {name.partition(".")[0] for name in tensors}
-    extra = sorted(n for n in stored if n.partition(".")[0] in groups and n not in tensors)
-    check(not extra, "load_tensors", "path", f"hold no {''.join(extra[:1])}", "one", hint)
+        found = _described(stored.get(name, []))
+        check(found == wanted, "load_tensors", "path", f"hold {name} as {wanted}", found, hint)
+    for name in sorted(stored.keys() - tensors.keys()):
+        is_extra = name.partition(".")[0] in groups
+        check(not is_extra, "load_tensors", "path", f"hold no {name}", "one", hint)
 
 
-def _described(parts: Sequence[Any]) -> str:
-    """Shape and dtype of a tensor from its parts, one in each file."""
-    shapes, dtypes = [part.get_shape() for part in parts], {part.get_dtype() for part in parts}
+def _described(parts: Sequence[Any]) -> str | None:
+    """Shape and dtype of a tensor from its parts, one in each file; None without any."""
+    shapes = [part.get_shape() for part in parts]
+    if not parts:
+        return None
+    kinds = {(part.get_dtype(), *shape[1:]) for part, shape in zip(parts, shapes, strict=True)}
+    if len(kinds) > 1:
+        return "parts that do not fit together"
     if len(parts) > 1:
-        if len({tuple(shape[1:]) for shape in shapes}) > 1 or len(dtypes) > 1:
-            return "parts that do not fit together"
         shapes[0][0] = sum(shape[0] for shape in shapes)
-    (dtype,) = dtypes
-    return f"{tuple(shapes[0])} {_DTYPES.get(dtype, dtype)}"
+    first = parts[0][:0] if shapes[0] else parts[0][...]
+    return f"{tuple(shapes[0])} {first.dtype}"
 
 
 def _read_into(target: Tensor, parts: Sequence[Any]) -> None:
@@ -453,7 +427,7 @@ class CheckpointWriter:
             path = save_checkpoint(
                 self._folder,
                 step,
-                snapshot.copies,
+                snapshot.tensors,
                 meta,
                 keep=self._keep,
                 writers=self._writers,
@@ -476,38 +450,37 @@ class CheckpointWriter:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """Tensors as they were at one moment.
+    """Tensors in main memory as they were at one moment, and whether each is finite.
 
     Attributes:
-        copies: in main memory; from a GPU they go through pinned memory.
-        largest: the largest absolute value of each that has one, computed on its device; NaN if the
-            tensor holds one.
+        tensors: copies, which from a GPU go through pinned memory.
+        finite: by name, computed where the tensor is.
         complete: recorded after the last copy; None without a GPU.
     """
 
-    copies: dict[str, Tensor]
-    largest: dict[str, Tensor]
+    tensors: dict[str, Tensor]
+    finite: dict[str, Tensor]
     complete: torch.cuda.Event | None
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> _Snapshot:
         copies = {name: _in_main_memory(tensor) for name, tensor in tensors.items()}
-        largest = {
-            name: _in_main_memory(torch.linalg.vector_norm(tensor, float("inf")))
-            for name, tensor in tensors.items()
-            if tensor.is_floating_point() and tensor.numel() > 0
-        }
+        finite = {}
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and tensor.numel() > 0:
+                largest = torch.linalg.vector_norm(tensor, float("inf"))
+                finite[name] = _in_main_memory(largest.isfinite())
         complete = None
         if any(tensor.is_cuda for tensor in tensors.values()):
             complete = torch.cuda.Event()
             complete.record()
-        return cls(copies, largest, complete)
+        return cls(copies, finite, complete)
 
     def check_finite(self) -> None:
         """Refuse what no run could continue from, as an OSError like any other failure to write."""
         if self.complete is not None:
             self.complete.synchronize()
-        broken = [name for name, largest in self.largest.items() if not largest.isfinite()]
+        broken = [name for name, is_finite in self.finite.items() if not is_finite]
         if broken:
             raise OSError(f"{broken[0]} is not finite")
 

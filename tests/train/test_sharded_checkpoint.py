@@ -21,7 +21,7 @@ from nsa.train import checkpoint
 from nsa.train.checkpoint import CheckpointWriter, list_checkpoints, load_tensors
 from nsa.train.distributed.processes import Processes
 from nsa.train.distributed.sharding import gather, own_part
-from tests.train.cases import stored_tensors
+from tests.train.cases import run_meta, stored_tensors
 
 FORKS: Any = multiprocessing.get_context("forkserver")
 
@@ -71,7 +71,7 @@ def sharded(tensors: dict[str, Tensor], number: int) -> dict[str, Tensor]:
 def _save(processes: Processes, folder: Path, first: int, last: int) -> None:
     writer = CheckpointWriter(folder / "checkpoints", 2, processes.for_thread())
     for step in range(first, last + 1):
-        writer.submit(step, sharded(whole_tensors(step), processes.world_size), {"step": step})
+        writer.submit(step, sharded(whole_tensors(step), processes.world_size), run_meta())
     writer.close()
     assert (writer.newest_step, writer.failure) == (last, None)
 
@@ -85,7 +85,7 @@ def _load(processes: Processes, folder: Path, step: int) -> None:
         assert torch.equal(gather(targets[name]), tensor), name
 
 
-@pytest.mark.parametrize(("written", "read"), [(1, 3), (2, 4), (3, 1), (3, 2), (4, 4)])
+@pytest.mark.parametrize(("written", "read"), [(1, 3), (4, 1), (3, 2)])
 def test_any_number_reads_what_any_number_wrote(tmp_path: Path, written: int, read: int) -> None:
     assert together(_save, written, tmp_path, 1, 3) == [0] * written
     names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
@@ -127,16 +127,15 @@ def _one_fails(processes: Processes, folder: Path, how: str, message: str) -> No
     tensors = sharded(whole_tensors(4), processes.world_size)
     if processes.rank == 1 and how == "nan":
         own_part(tensors["model.matrix"])[0, 0] = torch.nan
-    if processes.rank == 1 and how == "no-room":
+    if processes.rank == 1 and how in ("no-room", "killed"):
 
-        def no_room(*args: Any) -> None:
+        def fail(*args: Any) -> None:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
             raise OSError("No space left on device")
 
-        checkpoint.save_file = no_room  # type: ignore[assignment]
-    if processes.rank == 1 and how == "killed":
-        die = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-        checkpoint.save_file = die  # type: ignore[assignment]
-    writer.submit(4, tensors, {})
+        pytest.MonkeyPatch().setattr(checkpoint, "save_file", fail)
+    writer.submit(4, tensors, run_meta())
     writer.close()
     assert message in str(writer.failure)
     assert writer.newest_step == 3
