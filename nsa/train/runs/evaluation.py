@@ -162,9 +162,8 @@ def _compared(data: DataBundle, figure: float, num_targets: int) -> Iterator[Fin
 def _text(source: TokenSource) -> TextSource:
     """The text of one side in memory, of shards only as much as a bigram model needs."""
     if isinstance(source, ShardSource):
-        separator_id = source.separator_id
-        assert separator_id is not None, "shards without a separator"
-        return TextSource([source.tokens(0, _BIGRAM_TOKENS)], separator_id, source.token_bytes)
+        first = source.read(0, _BIGRAM_TOKENS)
+        return TextSource([first], source.separator_id, source.token_bytes)
     assert isinstance(source, TextSource), "neither shards nor text"
     return source
 
@@ -193,7 +192,7 @@ def _read_text(folder: RunFolder, text: str) -> TextSource:
     check(separator_id is not None, "eval", "--text", "be left out for this run", text, hint)
     assert separator_id is not None
     try:
-        documents = [_standard_input()] if text == "-" else list(folder_files(text))
+        documents = [_standard_input()] if text == "-" else folder_files(text).documents
     except UserError as error:
         raise UserError("eval", "--text", error.rule, error.value) from None
     tokens = tokenizer.encode_batch([document.text for document in documents])
