@@ -20,7 +20,7 @@ OPERATORS = f"{ATTENTION} --case " + ",".join(
 )
 TRAIN = "bench train --config seed"
 # Whole windows, so that the dense model takes the causal kernel; 65,536 tokens a step at once.
-UNMASKED = "--set data.document_mask=false"
+UNMASKED = "--data.document-mask false"
 STEP = f"--tokens 65536 --micro-batch 32 {UNMASKED}"
 DENSE = "--provider nsa,dense-cudnn"
 OPTIONS = " ".join(
@@ -65,7 +65,7 @@ MEASUREMENTS: tuple[tuple[str, str, str], ...] = (
     ("results", "designs", f"{ATTENTION} --case attention.selected --shape wide --seqs 8192,65536 --choice random,shared16 "
      "--provider nsa,tiled,gathered"),
     ("consumers", "", f"{ATTENTION} --case attention.selected --seqs 2048,8192 --provider nsa,mask,ranges,gather"),
-    ("memory", "", f"{TRAIN} --set cuda_graphs=false {STEP} --mode fwd_bwd --provider nsa "
+    ("memory", "", f"{TRAIN} --cuda-graphs false {STEP} --mode fwd_bwd --provider nsa "
      f"{POLICIES}"),
     ("host", "", "bench host"),
     ("switches", "", f"{TRAIN} {STEP} --mode fwd_bwd --provider nsa {SWITCHES}"),
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = options.out / folder / f"{'-'.join(part for part in (gpu, name) if part)}.jsonl"
         words = [*text.split(), "--out", str(path)]
         if options.shards is not None and text.startswith(TRAIN):
-            words += ["--set", "data.source=shards", "--set", f"data.path={options.shards}"]
+            words += ["--data.source", "shards", "--data.path", str(options.shards)]
         if options.commit is not None:
             words += ["--commit", options.commit]
         print("$ nsa", *words, flush=True)

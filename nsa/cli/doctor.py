@@ -20,7 +20,15 @@ from nsa.extras import CORE, EXTRAS, install_command, lacking, missing
 from nsa.module import NativeSparseAttention
 from nsa.ops._backend import choose_backend
 from nsa.ops._capability import LEAST_CAPABILITY, is_too_old
-from nsa.ops._triton.tuning import LONG_KEYS, TABLES, TileKey, TileTable, default_tile, device_table, load_table
+from nsa.ops._triton.tuning import (
+    LONG_KEYS,
+    TABLES,
+    TileKey,
+    TileTable,
+    default_tile,
+    device_table,
+    load_table,
+)
 from nsa.ops.selected.algorithm import LIMIT_4, always_tiled
 from nsa.train import environment
 from nsa.train.telemetry.throughput import utilisation_row
@@ -79,11 +87,17 @@ def diagnose(folder: Path | None = None, question: Question | None = None) -> in
             is_problem = isinstance(line, Problem)
             print(f"  {'PROBLEM: ' if is_problem else ''}{line}", flush=True)
             problems += [line] * is_problem
-    print(f"{len(problems)} problem{'s' * (len(problems) != 1)} found" if problems else "no problem found")
+    print(
+        f"{len(problems)} problem{'s' * (len(problems) != 1)} found"
+        if problems
+        else "no problem found"
+    )
     return len(problems)
 
 
-def _sections(folder: Path | None, question: Question | None) -> Iterator[tuple[str, Iterator[str]]]:
+def _sections(
+    folder: Path | None, question: Question | None
+) -> Iterator[tuple[str, Iterator[str]]]:
     yield "versions", _versions()
     yield "extras", _extras()
     yield "machine", _machine()
@@ -93,7 +107,10 @@ def _sections(folder: Path | None, question: Question | None) -> Iterator[tuple[
     if question is not None:
         heads = f"{question.shape.num_heads} heads in {question.shape.num_kv_heads} groups"
         sizes = f"D {question.shape.head_dim}, Dv {question.shape.value_dim}"
-        yield f"{heads}, {sizes}, {question.dtype}, sequences of up to {question.seq_len:,} tokens", _kernels(question)
+        yield (
+            f"{heads}, {sizes}, {question.dtype}, sequences of up to {question.seq_len:,} tokens",
+            _kernels(question),
+        )
     yield "configurations", _configs(folder)
 
 
@@ -106,7 +123,11 @@ def _versions() -> Iterator[str]:
         if name == "triton" and not found and sys.platform != "linux":
             yield f"no triton: there is none for {sys.platform}; operators run in eager PyTorch"
             continue
-        yield f"{name} {found}" if found else Problem(f"{name} is not installed. Install it with: pip install {name}")
+        yield (
+            f"{name} {found}"
+            if found
+            else Problem(f"{name} is not installed. Install it with: pip install {name}")
+        )
     code = environment.code_version()
     yield (
         f"commit {code['commit']}{', with changes' if code['dirty'] else ''}"
@@ -128,7 +149,11 @@ def _machine() -> Iterator[str]:
     yield f"{cpu['cores_count']} CPU cores, {cpu['memory_gib']} GiB of memory, {torch.get_num_threads()} threads for PyTorch"
     free_gib = shutil.disk_usage(Path.cwd()).free / 2**30
     line = f"{free_gib:.1f} GiB free on the disk of {Path.cwd()}"
-    yield line if free_gib >= _MIN_FREE_GIB else Problem(f"{line}; a small run takes up to {_MIN_FREE_GIB:.0f} GiB")
+    yield (
+        line
+        if free_gib >= _MIN_FREE_GIB
+        else Problem(f"{line}; a small run takes up to {_MIN_FREE_GIB:.0f} GiB")
+    )
 
 
 def _gpus() -> Iterator[str]:
@@ -170,7 +195,11 @@ def _utilisation(num_gpus: int) -> Iterator[str]:
         return
     for index in range(num_gpus):
         row = utilisation_row(torch.device("cuda", index))
-        said = f"{row['gpu_utilisation_percent']:.0f}% busy" if row else "the driver keeps no gpu_utilisation_percent"
+        said = (
+            f"{row['gpu_utilisation_percent']:.0f}% busy"
+            if row
+            else "the driver keeps no gpu_utilisation_percent"
+        )
         yield f"{index}: {said} (nvidia-ml-py {version})"
 
 
@@ -214,7 +243,9 @@ def _operators() -> Iterator[str]:
         out.sum().backward()
         finite = bool(out.isfinite().all())
         elapsed_ms = 1000 * (time.perf_counter() - begin)
-        what = {"reference": "eager PyTorch", "triton": "Triton kernels"}[choose_backend("nsa doctor", "auto", x)]
+        what = {"reference": "eager PyTorch", "triton": "Triton kernels"}[
+            choose_backend("nsa doctor", "auto", x)
+        ]
         yield f"{device}: {what}. A first forward and backward of {_PROBE_TOKENS} tokens took {elapsed_ms:.0f} ms."
         if not finite:
             yield Problem(f"the attention layer gave values that are not finite on {device}")
@@ -262,7 +293,12 @@ def kernel_names(seq_len: int, tiled: bool, config: NSAConfig) -> list[str]:
     num_compressed = max((seq_len - config.compress_block_size) // config.compress_stride + 1, 0)
     long = "_long" if num_compressed >= LONG_KEYS else ""
     names = [f"compressed_attention_{kind}{long}" for kind in ("fwd", "dq", "dkv")]
-    names += ["select_blocks", "selected_attention_fwd", "selected_attention_dq", "selected_attention_dkv"]
+    names += [
+        "select_blocks",
+        "selected_attention_fwd",
+        "selected_attention_dq",
+        "selected_attention_dkv",
+    ]
     names += [] if tiled else ["selected_gather_fwd", "selected_gather_dkv"]
     return [*names, *(f"window_attention_{kind}" for kind in ("fwd", "dq", "dkv"))]
 
@@ -277,17 +313,27 @@ def _gpus_or_tables() -> Iterator[tuple[str, tuple[int, int] | None, TileTable |
             yield f"no GPU is here; on the {table.gpu}", None, table
 
 
-def _tile_line(kernel: str, question: Question, capability: tuple[int, int] | None, table: TileTable | None) -> str:
+def _tile_line(
+    kernel: str, question: Question, capability: tuple[int, int] | None, table: TileTable | None
+) -> str:
     size = max(question.shape.head_dim, question.shape.value_dim)
     key = TileKey(kernel, size, 4 if question.dtype == "fp32" else 2)
     found = None if table is None else table.find(key)
     tile = found or default_tile(key, capability)
     loads = ", loads by TMA where tensors are aligned to 16 bytes" if tile.tma else ""
     if found is None or table is None:
-        version = "the smallest GPU" if capability is None else f"compute capability {'.'.join(map(str, capability))}"
+        version = (
+            "the smallest GPU"
+            if capability is None
+            else f"compute capability {'.'.join(map(str, capability))}"
+        )
         why = f"default of {version}"
     else:
-        why = f"measured on {table.gpu}" if key in table.rows else f"measured on {table.gpu} for larger heads"
+        why = (
+            f"measured on {table.gpu}"
+            if key in table.rows
+            else f"measured on {table.gpu} for larger heads"
+        )
     return f"{tile.rows} rows, {tile.keys} keys, {tile.warps} warps, {tile.stages} stages{loads} ({why})"
 
 

@@ -49,7 +49,8 @@ def resumed_checkpoint(config: TrainConfig, run_folder: RunFolder, device: torch
     saved = read_run_meta(found[-1])
     hint = "Only a new run can change it; --init-from starts one with these weights."
     # A setting that was not there yet when the checkpoint was written had the effect of its default.
-    before = {**_flat(_as_json(dataclasses.asdict(TrainConfig()))), **_flat(with_new_names(saved["config"]))}
+    before = _flat(_as_json(dataclasses.asdict(TrainConfig())))
+    before |= {RENAMED.get(name, name): value for name, value in _flat(saved["config"]).items()}
     now = _flat(_as_json(dataclasses.asdict(config)))
     for name in sorted((before.keys() | now.keys()) - RESUME_MAY_CHANGE):
         _check_same(name, before, now, hint)
@@ -58,24 +59,6 @@ def resumed_checkpoint(config: TrainConfig, run_folder: RunFolder, device: torch
     kind, hint = saved["rng"].get("device"), "Another kind would not continue exactly."
     check(kind == device.type, "train", "device", f"be {kind} as in the checkpoint", device.type, hint)
     return found[-1]
-
-
-def with_new_names(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a checkpoint with the settings that were renamed since under their new names."""
-    tree: dict[str, Any] = json.loads(json.dumps(saved))
-    for old, new in RENAMED.items():
-        *parents, last = old.split(".")
-        section: Any = tree
-        for parent in parents:
-            section = section.get(parent, {}) if isinstance(section, dict) else {}
-        if isinstance(section, dict) and last in section:
-            value = section.pop(last)
-            *parents, last = new.split(".")
-            section = tree
-            for parent in parents:
-                section = section.setdefault(parent, {})
-            section[last] = value
-    return tree
 
 
 def check_same_data(checkpoint: Path, description: Mapping[str, Any]) -> None:

@@ -187,9 +187,9 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--seqs", "2k"], "--seqs must be positive lengths"),
         (["--seqs", "2048,0"], "--seqs must be positive lengths"),
         (["--seqs", "64", "--provider", "reference"], "--seqs must be at least 128, got 64."),
-        (["--tokens", "0"], "--tokens must be positive, got 0."),
+        (["--tokens", "0"], "--tokens must be at least 1, got 0."),
         (["--shape", "sead"], "--shape must be one of seed, wide, paper"),
-        (["--dtype", "bf16"], "--dtype must be one of bfloat16, float16, float32, got 'bf16'."),
+        (["--dtype", "bf16"], "argument --dtype: invalid choice: 'bf16'"),
         (["--variant", "nsa:phi=mean"], "the name must be none of nsa,"),
         (["--variant", "a:phi=mean", "--variant", "a:phi=mean"], "the name must be none of nsa,"),
         (["--out", "rows.jsonl", "--speed", "1"], "nsa bench attention: unrecognized arguments: --speed"),
@@ -219,17 +219,6 @@ def test_bench_without_a_command_explains_itself(capsys: pytest.CaptureFixture[s
     assert "report" in capsys.readouterr().out
     assert cli.main(["bench", "atention"]) == 2
     assert "nsa bench: unrecognized command: atention; did you mean attention?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["attention", "tune", "report"])
-def test_help_explains_every_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        cli.main(["bench", command, "--help"])
-    assert left.value.code == 0
-    said = capsys.readouterr().out
-    for action in cli._parsers().commands["bench"].commands[command]._actions:
-        assert action.help, action.dest
-        assert (action.option_strings[-1] if action.option_strings else str(action.metavar)) in said
 
 
 # ---------------------------------------------------------------------------------------------- whose kernels have run

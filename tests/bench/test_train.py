@@ -118,15 +118,15 @@ def test_a_configuration_is_measured_as_it_is(tmp_path: Path) -> None:
     assert not row.is_masked
     words = ["--config", path, "--provider", "nsa", "--mode", "fwd_bwd", "--seqs", "64"]
     words += ["--tokens", "256", "--micro-batch", "2"]
-    _, (_, row) = run(tmp_path, *words, "--set", "telemetry=true", "--set", "steps=9")
+    _, (_, row) = run(tmp_path, *words, "--telemetry", "true", "--seed", "9")
     batch = {"seq_len": 64, "micro_batch": 2, "accumulation": 2, "global_batch": 4}
-    assert row.changed == {**batch, "telemetry": True, "steps": 9}
+    assert row.changed == {**batch, "telemetry": True, "seed": 9}
     assert (row.seq_len, row.batch) == (64, 4)
 
 
 def test_the_unmasked_dense_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config", str(small_config(tmp_path)), "--provider", "nsa,dense"]
-    words += ["--dense-unmasked", "--mode", "fwd_bwd", "--set", "seed=3"]
+    words += ["--dense-unmasked", "--mode", "fwd_bwd", "--seed", "3"]
     _, rows = run(tmp_path, *words)
     assert [row.provider for row in rows] == ["nsa", "dense", "dense-unmasked"]
     assert [row.is_masked for row in rows] == [True, True, False]
@@ -295,15 +295,15 @@ def test_two_configurations_side_by_side(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--set", "compile"], "--set must be KEY=VALUE"),
+        (["--variant", "a:compile"], "--variant must be KEY=VALUE"),
         (["--variant", "a:compile=true", "--variant", "a:seed=1"], "--variant must have names of their own"),
         (["--variant", "dense:seed=1"], "the name of a variant must be none of nsa, dense"),
         (["--provider", "flash"], "--provider must be among nsa, dense, dense-matched"),
         (["--micro-batch", "3", "--tokens", "256"], "micro_batch must divide the 4 windows of a step"),
         (["--micro-batch", "4"], "at most the 2 windows of a step, got 4. Give --tokens, too."),
-        (["--set", "world_size=2", "--set", "micro_batch=1"], "world_size must be 1, got 2. Give --set"),
+        (["--world-size", "2", "--global-batch", "4"], "must be 1, got 2. Give --world-size 1"),
         (["--as-configured"], "nsa bench train: unrecognized arguments: --as-configured"),
-        (["--set", "optim.lr=fast"], "optim.lr must be a number"),
+        (["--optim.lr", "fast"], "optim.lr must be a valid number"),
     ],
 )
 def test_bad_words_of_the_command(tmp_path: Path, words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nsa import cli, configs
-from nsa.bench.subjects import parse_settings, parse_train_variant
+from nsa.bench.subjects import parse_train_variant
 from nsa.bench.variants import parse_variant
 from nsa.config import NSAConfig
 from nsa.errors import UsageError, UserError
@@ -38,7 +38,9 @@ def commands(text: str) -> Iterator[list[str]]:
             words = [
                 part
                 for word in shlex.split(line, comments=True)
-                for part in (arrays[word[2:-4]] if re.fullmatch(r"\$\{\w+\[@\]\}", word) else [word])
+                for part in (
+                    arrays[word[2:-4]] if re.fullmatch(r"\$\{\w+\[@\]\}", word) else [word]
+                )
             ]
             if "nsa" in words:
                 yield words[words.index("nsa") + 1 :]
@@ -46,26 +48,21 @@ def commands(text: str) -> Iterator[list[str]]:
 
 def check_command(words: list[str]) -> None:
     """Words, and the settings of a configuration that exists."""
-    args = cli.parse(words)
-    assert args is not None, words
-    for paths, given in loaded(words, vars(args)):
-        for path in paths:
-            if path in configs.names():
-                load_config(path, given)
-
-
-def loaded(words: list[str], args: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Configurations that a command loads, each with settings on top."""
-    if words[0] in ("train", "plan", "profile"):
-        given = {setting.name: args[setting.name] for setting in settings() if args.get(setting.name) is not None}
-        configs = args["config"] or []
-        yield [configs] if isinstance(configs, str) else configs, given
-    elif words[:2] in (["bench", "train"], ["bench", "scaling"]):
-        given = parse_settings("the document", "--set", args["set"])
-        configs = args["config"]
-        yield [configs] if isinstance(configs, str) else configs, given
-        for text in args.get("variant", []):
-            yield configs[:1], {**given, **parse_train_variant(text)[1]}
+    found = cli.parse(words)
+    assert found is not None, words
+    run, arguments = found
+    if not any(
+        part.kind is part.VAR_KEYWORD for part in inspect.signature(run).parameters.values()
+    ):
+        return
+    known = {setting.name for setting in settings()} - inspect.signature(run).parameters.keys()
+    given = {name: text for name, text in arguments.items() if name in known}
+    config = arguments["config"]
+    paths = config if isinstance(config, tuple | list) else [config]
+    for path in set(paths) & set(configs.names()):
+        load_config(path, given)
+        for text in arguments.get("variant") or []:
+            load_config(path, {**given, **parse_train_variant(text)[1]})
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -82,7 +79,9 @@ def test_commands_of_the_measurements_are_taken() -> None:
         words = text.split()
         check_command(words)
         if words[:2] == ["bench", "attention"]:
-            for variant in vars(cli.parse(words))["variant"]:
+            found = cli.parse(words)
+            assert found is not None
+            for variant in found[1]["variant"] or []:
                 assert dataclasses.replace(SEED, **parse_variant(variant).config) != SEED
 
 
@@ -96,12 +95,12 @@ def test_there_are_commands() -> None:
         "nsa trian seed",
         "nsa train seed --world-siez 2",
         "nsa train seed --world-size 2",  # its global batch is another
-        "torchrun --nproc-per-node 2 -m nsa bench scaling seed --set paralel.strategy=fsdp",
+        "torchrun --nproc-per-node 2 -m nsa bench scaling seed --paralel.strategy fsdp",
         "nsa bench train --variant eager:compiled=false",
         'nsa bench train "${set[@]}"  # remark',
     ],
 )
 def test_a_stale_command_is_seen(line: str) -> None:
-    (words,) = commands(f"```console\n$ set=(--set no.such=1)\n$ {line}\n```\n")
+    (words,) = commands(f"```console\n$ set=(--no.such 1)\n$ {line}\n```\n")
     with pytest.raises((UsageError, UserError)):
         check_command(words)

@@ -239,7 +239,7 @@ def test_what_cannot_fit_is_refused_before_a_folder_is_made(
     words: dict[str, tuple[str | Path, ...]] = {
         "train": ("train", config, "--run-dir", "new"),
         "nsa profile": ("profile", config, "--wait", "1", "--warmup", "1", "--active", "1", "--run-dir", "new"),
-        "nsa bench train": ("bench", "train", "--config", config, "--set", "device=cpu"),
+        "nsa bench train": ("bench", "train", "--config", config, "--device", "cpu"),
         "nsa bench scaling": ("bench", "scaling", config),
         "eval": ("eval", "run"),
         "generate": ("generate", "run", "--prompt", "a"),
@@ -279,13 +279,13 @@ def test_bench_train_wants_a_gpu_unless_it_is_told_otherwise(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train, "check_model", no_memory)
-    said = refusal(capsys, "bench", "train", "--config", config, "--set", "device=auto")
-    hint = "Give --set device=cpu to measure on this CPU all the same."
+    said = refusal(capsys, "bench", "train", "--config", config, "--device", "auto")
+    hint = "Give --device cpu to measure on this CPU all the same."
     assert said == f"nsa bench train: the machine must have a CUDA GPU, got none. {hint}"
 
 
 def test_sigterm_ends_a_benchmark_at_once(config: Path) -> None:
-    command = [sys.executable, "-m", "nsa", "bench", "train", "--config", str(config), "--set", "device=cpu"]
+    command = [sys.executable, "-m", "nsa", "bench", "train", "--config", str(config), "--device", "cpu"]
     words = ["--warmup", "1", "--steps", "100000", "--mode", "fwd_bwd", "--provider", "nsa"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([*command, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -12,10 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa.config import NSAConfig, RopeScaling
-from nsa.errors import UserError, nearest
+from nsa.errors import UserError, nearest, option
 from nsa.lm.config import LMConfig
 from nsa.train import load
-from nsa.train.config import CheckpointingConfig, DataConfig, OptimConfig, ParallelConfig, TrainConfig
+from nsa.train.config import (
+    CheckpointingConfig,
+    DataConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from nsa.train.load import load_config, to_yaml
 
 
@@ -37,7 +43,9 @@ positive = st.floats(min_value=1e-12, max_value=1e12)
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
     ["null", "no", "3e-4", "010", "~", "#", ""]
 )
-rope_scalings = st.none() | st.builds(RopeScaling, kind=st.sampled_from(["linear", "yarn"]), factor=st.floats(1, 100))
+rope_scalings = st.none() | st.builds(
+    RopeScaling, kind=st.sampled_from(["linear", "yarn"]), factor=st.floats(1, 100)
+)
 patterns = st.builds(
     NSAConfig,
     branches=st.sets(st.sampled_from(["cmp", "slc", "win"]), min_size=1).map(tuple),
@@ -48,10 +56,14 @@ patterns = st.builds(
 )
 runs = st.builds(
     TrainConfig,
-    model=st.builds(LMConfig, nsa=patterns, attention=st.sampled_from(["nsa", "dense"]), norm_eps=positive),
+    model=st.builds(
+        LMConfig, nsa=patterns, attention=st.sampled_from(["nsa", "dense"]), norm_eps=positive
+    ),
     data=st.builds(DataConfig, source=st.just("folder"), path=names, pattern=names),
     optim=st.builds(
-        OptimConfig, lr=positive, betas=st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True))
+        OptimConfig,
+        lr=positive,
+        betas=st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
     ),
     steps=st.integers(1, 10**9),
     seed=st.integers(0, 2**40),
@@ -61,7 +73,9 @@ runs = st.builds(
 
 @settings(deadline=None, max_examples=60)
 @given(config=runs)
-def test_written_configuration_reads_back_equal(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_written_configuration_reads_back_equal(
+    config: TrainConfig, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     assert load_config(file_with(tmp_path_factory.mktemp("run"), to_yaml(config))) == config
 
 
@@ -75,7 +89,9 @@ def test_written_configuration_holds_every_setting_and_every_setting_is_describe
 
     config = TrainConfig(model=LMConfig(nsa=NSAConfig(rope_scaling=RopeScaling())))
     known = [setting.name for setting in load.settings()]
-    assert leaves(yaml.safe_load(to_yaml(config))) == [name for name in known if name != "model.nsa.rope_scaling"]
+    assert leaves(yaml.safe_load(to_yaml(config))) == [
+        name for name in known if name != "model.nsa.rope_scaling"
+    ]
     assert all(setting.help.endswith(".") and len(setting.help) > 10 for setting in load.settings())
 
 
@@ -87,18 +103,23 @@ def test_what_a_file_leaves_out_keeps_its_default(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("3e-4", 3e-4), ("3E-4", 3e-4), ("1", 1.0), ("0.5", 0.5), (".5", 0.5), ("1_000.5", 1000.5), ("+2.", 2.0)],
+    [("3e-4", 3e-4), ("1", 1.0), ("'0.5'", 0.5), (".5", 0.5), ("1_000.5", 1000.5), ("+2.", 2.0)],
 )
-def test_numbers_are_those_of_yaml_1_2(tmp_path: Path, text: str, value: float) -> None:
+def test_numbers_of_a_file_and_of_the_command_line(tmp_path: Path, text: str, value: float) -> None:
     from_file = load_config(file_with(tmp_path, f"optim: {{lr: {text}}}")).optim.lr
-    from_words = load_config(None, {"optim.lr": text}).optim.lr
+    from_words = load_config(None, {"optim.lr": text.strip("'")}).optim.lr
     assert from_file == from_words == value
     assert type(from_file) is float
 
 
-def test_words_of_yaml_1_1_are_text(tmp_path: Path) -> None:
-    config = load_config(file_with(tmp_path, "data: {source: folder, path: no, pattern: 12:30:45}"))
+def test_a_word_is_what_the_type_of_its_setting_says(tmp_path: Path) -> None:
+    """And not what YAML 1.1 takes it for: false, a number of seconds, eight."""
+    text = "{data: {source: folder, path: no, pattern: 12:30:45}, steps: 010, compile: yes}"
+    config = load_config(file_with(tmp_path, text))
     assert (config.data.path, config.data.pattern) == ("no", "12:30:45")
+    assert (config.steps, config.compile) == (10, True)
+    config = load_config(None, {"data.source": "folder", "data.path": "2024", "compile": "no"})
+    assert (config.data.path, config.compile) == ("2024", False)
 
 
 # -------------------------------------------------------------------------------------------------- overrides
@@ -156,15 +177,26 @@ def test_every_setting_can_be_overridden() -> None:
 
     seen = set()
     variants: tuple[dict[str, Any], ...] = (
-        {"data": FOLDER, "parallel": DDP, "checkpointing": CheckpointingConfig("range", first=1, last=2)},
-        {"data": STREAM, "parallel": FSDP, "checkpointing": CheckpointingConfig("every", every=3), "compute_dtype": "bf16"},
+        {
+            "data": FOLDER,
+            "parallel": DDP,
+            "checkpointing": CheckpointingConfig("range", first=1, last=2),
+        },
+        {
+            "data": STREAM,
+            "parallel": FSDP,
+            "checkpointing": CheckpointingConfig("every", every=3),
+            "compute_dtype": "bf16",
+        },
     )  # no source takes all settings of data, no strategy all of parallel, no policy all of checkpointing
     for parts in variants:
         config = dataclasses.replace(changed, **parts)
         overrides = words(config)
         assert load_config(None, overrides) == config
         seen |= set(overrides)
-    assert {setting.name for setting in load.settings()} - seen == {"model.nsa.rope_scaling"}, "not changed by this test"
+    assert {setting.name for setting in load.settings()} - seen == {"model.nsa.rope_scaling"}, (
+        "not changed by this test"
+    )
 
 
 def test_overrides_win_over_the_file_and_come_before_its_checks(tmp_path: Path) -> None:
@@ -187,7 +219,9 @@ def test_a_section_that_may_be_null(tmp_path: Path) -> None:
     assert load_config(path).model.nsa.rope_scaling == RopeScaling("yarn", 4.0)
     assert load_config(path, {"model.nsa.rope_scaling": "null"}).model.nsa.rope_scaling is None
     null = file_with(tmp_path, "model: {nsa: {rope_scaling: null}}")
-    assert load_config(null, {"model.nsa.rope_scaling.factor": "2"}).model.nsa.rope_scaling == RopeScaling(factor=2.0)
+    assert load_config(
+        null, {"model.nsa.rope_scaling.factor": "2"}
+    ).model.nsa.rope_scaling == RopeScaling(factor=2.0)
     for first, second in (("", ".factor"), (".factor", "")):
         both = {
             f"model.nsa.rope_scaling{first}": "2" if first else "null",
@@ -211,36 +245,37 @@ def test_lists_in_one_word(text: str) -> None:
         ("lr: 1\n", ":1: names must be settings, got lr. The nearest is optim.lr."),
         ("model: {nsa: {windowsize: 4}}\n", "got model.nsa.windowsize. The nearest is model.nsa.window_size."),
         ("model: {nsa: {window-size: 4}}\n", "got model.nsa.window-size. The nearest is model.nsa.window_size."),
-        ("optim: {betas: {lrr: 1}}\n", ":1: optim.betas must be a list of 2 numbers, got settings inside it (lrr)."),
+        ("optim: {betas: {lrr: 1}}\n", ":1: optim.betas must be a list, got {'lrr': '1'}."),
         ("1: 2\n", "got 1."),
-        ("\noptim:\n  lr: fast\n", ":3: optim.lr must be a number, got 'fast'."),
-        ("optim: {lr: .inf}\n", "optim.lr must be a number, got inf."),
-        ("optim: {lr: .nan}\n", "optim.lr must be a number, got nan."),
-        ("optim: {lr: true}\n", "optim.lr must be a number, got true."),
-        ("steps: 1.5\n", "steps must be an integer, got 1.5."),
-        ("steps: 1e3\n", "steps must be an integer, got 1000.0."),
-        ("steps: '5'\n", "steps must be an integer, got '5'."),
-        ("steps: 010\n", "steps must be an integer, got '010'."),
-        ("steps: 0x10\n", "steps must be an integer, got '0x10'."),
-        ("steps: true\n", "steps must be an integer, got true."),
-        ("steps:\n", "steps must be an integer, got null."),
-        ("compile: 1\n", "compile must be true or false, got 1."),
-        ("compile: yes\n", "compile must be true or false, got 'yes'."),
-        ("data: {pattern: 5}\n", "data.pattern must be text, got 5."),
-        ("data: {path: 5}\n", "data.path must be text or null, got 5."),
-        ("model: {attention: desne}\n", "be one of nsa, dense, got 'desne'. The nearest is dense."),
-        ("optim: {betas: [0.9]}\n", "optim.betas must be a list of 2 numbers, got [0.9]."),
-        ("optim: {betas: [0.9, true]}\n", "optim.betas must be a list of 2 numbers"),
-        ("optim: {betas: 0.9}\n", "optim.betas must be a list of 2 numbers, got 0.9."),
-        ("model: {nsa: {branches: [cmp, slk]}}\n", "model.nsa.branches must be a list of cmp, slc, win, got ['cmp', 'slk']."),
-        ("model: {nsa: {rope_scaling: 2}}\n", "rope_scaling must be a section with settings inside it or null, got 2."),
+        ("\noptim:\n  lr: fast\n", ":3: optim.lr must be a valid number, got fast."),
+        ("optim: {lr: .inf}\n", "optim.lr must be a valid number, got .inf."),
+        ("optim: {lr: nan}\n", "optim.lr must be a finite number, got nan."),
+        ("optim: {lr: 1e999}\n", "optim.lr must be a finite number, got 1e999."),
+        ("optim: {lr: true}\n", "optim.lr must be a valid number, got true."),
+        ("steps: 1.5\n", "steps must be a valid integer, got 1.5."),
+        ("steps: 1e3\n", "steps must be a valid integer, got 1e3."),
+        ("steps: 0x10\n", "steps must be a valid integer, got 0x10."),
+        ("steps: true\n", "steps must be a valid integer, got true."),
+        ("steps:\n", "steps must be a valid integer, got null."),
+        (f"steps: {'9' * 5000}\n", "steps must be a valid integer, got 999"),
+        ("compile: 2\n", "compile must be true or false, got 2."),
+        ("data: {pattern: [a]}\n", "data.pattern must be a valid string, got ['a']."),
+        ("model: {attention: desne}\n", "must be 'nsa' or 'dense', got desne. The nearest is dense."),
+        ("optim: {betas: [0.9]}\n", "optim.betas.1 must be given, got ['0.9']."),
+        ("optim: {betas: [0.9, 0.9, 0.9]}\n", "optim.betas must have at most 2 items"),
+        ("optim: {betas: [0.9, true]}\n", "optim.betas.1 must be a valid number, got true."),
+        ("optim: {betas: [0.9, {a: 1}]}\n", "optim.betas.1 must be a valid number, got ['a']."),
+        ("optim: {betas: 0.9}\n", "optim.betas must be a list, got 0.9."),
+        ("model: {nsa: {branches: [slk]}}\n", "must be 'cmp', 'slc' or 'win', got slk. The nearest is slc."),
+        ("model: {nsa: {rope_scaling: 2}}\n", "rope_scaling must be a section with settings inside it, got 2."),
         ("optim: 3\n", "optim must be a section with settings inside it, got 3."),
         ("optim:\n", "optim must be a section with settings inside it, got null."),
         ("steps: 5\nseed: 1\nsteps: 6\n", ":3: steps must be given once in a section"),
+        ("optim: 3\noptim.lr: 1\n", ":1: optim must not contradict another setting"),
         ("- steps\n", "file must hold settings as 'name: value'"),
         ("steps: [1\n", "file must be valid YAML"),
         ("steps: 1\n---\nsteps: 2\n", "file must be valid YAML"),
-        ("steps: !!python/name:os.system x\n", "file must be valid YAML"),
+        ("steps: !!python/name:os.system x\n", "steps must be a valid integer, got x."),
         ("a: &a {b: 1}\nc: *a\n", "names must be settings"),
     ],
 )  # fmt: skip
@@ -255,23 +290,37 @@ def test_a_broken_rule_names_the_line_of_the_value_or_the_option(tmp_path: Path)
     path = file_with(tmp_path, "model:\n  nsa:\n    num_heads: 3\n    num_kv_heads: 2\n")
     assert refusal(path) == f"{path}:4: model.nsa.num_kv_heads must divide num_heads (3), got 2."
     option = refusal(path, **{"model.nsa.num_kv_heads": "5"})
-    assert option == "--model.nsa.num-kv-heads: model.nsa.num_kv_heads must divide num_heads (3), got 5."
+    assert (
+        option
+        == "--model.nsa.num-kv-heads: model.nsa.num_kv_heads must divide num_heads (3), got 5."
+    )
     assert refusal(None, **{"optim.lr": "-1"}) == "--optim.lr: optim.lr must be positive, got -1.0."
 
 
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("optim.lr", "fast", "--optim.lr: optim.lr must be a number, got fast."),
-        ("steps", "1.5", "--steps: steps must be an integer, got 1.5."),
-        ("compile", "yes", "--compile: compile must be true or false, got yes."),
-        ("model.mlp", "silo", "model.mlp must be one of silu, swiglu, got silo. The nearest is silu."),
-        ("optim.betas", "0.9,x", "--optim.betas: optim.betas must be a list of 2 numbers, got 0.9,x."),
-        ("optim.betas", "[0.9", "must be a list of 2 numbers, got [0.9."),
-        ("optim.betas", "0.9,1", "--optim.betas: optim.betas must lie between 0 and 1, 1 excluded, got (0.9, 1.0)."),
+        ("optim.lr", "fast", "--optim.lr: optim.lr must be a valid number, got fast."),
+        ("steps", "1.5", "--steps: steps must be a valid integer, got 1.5."),
+        (
+            "model.mlp",
+            "silo",
+            "model.mlp must be 'silu' or 'swiglu', got silo. The nearest is silu.",
+        ),
+        ("optim.betas", "0.9,x", "--optim.betas: optim.betas.1 must be a valid number, got x."),
+        ("optim.betas", "[0.9", "optim.betas must be a list, got [0.9."),
+        (
+            "optim.betas",
+            "0.9,1",
+            "optim.betas must lie between 0 and 1, 1 excluded, got (0.9, 1.0).",
+        ),
         ("optim", "3", "optim must be a section with settings inside it, got 3."),
-        ("optim.lr.x", "3", "must be a number, got settings inside it (x)."),
-        ("optim.lrr", "3", "--optim.lrr: names must be settings, got optim.lrr. The nearest is optim.lr."),
+        ("optim.lr.x", "3", "optim.lr must be a valid number, got {'x': '3'}."),
+        (
+            "optim.lrr",
+            "3",
+            "--optim.lrr: names must be settings, got optim.lrr. The nearest is optim.lr.",
+        ),
     ],
 )
 def test_bad_overrides_name_the_option(name: str, value: str, words: str) -> None:
@@ -297,5 +346,5 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     ],
 )
 def test_nearest_name(word: str, found: str) -> None:
-    known = ["--run-dir", "--resume", *(f"--{setting.name.replace('_', '-')}" for setting in load.settings())]
+    known = ["--run-dir", "--resume", *(option(setting.name) for setting in load.settings())]
     assert nearest(word, known) == found
