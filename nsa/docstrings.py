@@ -1,4 +1,4 @@
-"""What the docstring of a class or a function says about its fields or arguments, for help texts."""
+"""What the docstring of a class or a function says about its fields or arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def descriptions(documented: Any) -> dict[str, str]:
     """
     text = inspect.getdoc(documented) or ""
     listed = re.split(r"^(?:Args|Attributes):\n", text, flags=re.MULTILINE)[-1]
-    entries = re.findall(
-        r"^    (\w+): (.*(?:\n {5,}.*)*)", listed.split("\n\n")[0], flags=re.MULTILINE
-    )
+    section = listed.split("\n\n")[0]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, flags=re.MULTILINE)
     return {name: re.sub(r"\s+", " ", described) for name, described in entries}

@@ -55,7 +55,12 @@ def fail(function: str, argument: str, rule: str, value: Any, hint: str = "") ->
 
 
 def check(
-    condition: bool, function: str, argument: str, rule: str, value: Any, hint: str = ""
+    condition: bool,
+    function: str,
+    argument: str,
+    rule: str,
+    value: Any,
+    hint: str = "",
 ) -> None:
     """Raise as :func:`fail` does unless ``condition`` holds."""
     if not condition:

@@ -149,7 +149,7 @@ def test_commands_of_the_core(core: Installed) -> None:
     [
         (["train", "cpu-small"], "train"),
         (["train", "--help"], "train"),
-        (["plan", "seed"], "train"),
+        (["plan", "78m"], "train"),
         (["eval", "run"], "train"),
         (["bench", "train"], "train"),
         (["bench", "attention"], "bench"),

@@ -18,7 +18,7 @@ CHOSEN = f"{WHOLE},attention.selected"
 OPERATORS = f"{ATTENTION} --case " + ",".join(
     f"attention.{name}" for name in ("compress", "compressed", "choice", "window", "combine")
 )
-TRAIN = "bench train --config seed"
+TRAIN = "bench train --config 78m"
 # Whole windows, so that the dense model takes the causal kernel; 65,536 tokens a step at once.
 UNMASKED = "--data.document-mask false"
 STEP = f"--tokens 65536 --micro-batch 32 {UNMASKED}"

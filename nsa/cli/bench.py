@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from nsa import configs
 from nsa.cli.commands import Command, Group
 from nsa.errors import check, fail, option
 
@@ -83,7 +84,7 @@ def attention(
 
 def train(
     *,
-    config: tuple[str, ...] = ("seed",),
+    config: tuple[str, ...] = ("78m",),
     variant: list[str] | None = None,
     provider: str | None = None,
     dense_unmasked: bool = False,
@@ -104,10 +105,10 @@ def train(
     twin, and a dense model whose MLP is widened to as many parameters. What settings, --seqs,
     --tokens and --micro-batch change stands in the rows. Loss and gradients are compared with the
     fp64 reference first; a wrong model gets no figure, and the exit code is 1. For example
-      nsa bench train --config seed --out benchmarks/results/mine.jsonl
-      nsa bench train --config seed --tokens 65536 --micro-batch 32 --dense-unmasked
-      nsa bench train --config seed --seqs 8192 --data.document-mask false
-      nsa bench train --config seed other.yaml            (A/B of two configurations)
+      nsa bench train --config 78m --out benchmarks/results/mine.jsonl
+      nsa bench train --config 78m --tokens 65536 --micro-batch 32 --dense-unmasked
+      nsa bench train --config 78m --seqs 8192 --data.document-mask false
+      nsa bench train --config 78m other.yaml            (A/B of two configurations)
       nsa bench train --variant eager:compile=false --provider nsa     (A/B of a setting)
 
     Args:
@@ -142,7 +143,7 @@ def train(
     check(len(variants) == len(given), where, "--variant", "have names of their own", given)
     lengths: list[int | None] = [None] if seqs is None else [*_lengths(seqs)]
     plan = TrainPlan(
-        shape=paths[0].stem,
+        shape=configs.name_in_rows(paths[0]),
         subjects=find_subjects(paths, settings, variants, names, unmasked=dense_unmasked),
         batchings=[Batching(length, tokens, micro_batch) for length in lengths],
         modes=_words("--mode", mode, list(MODES)),
@@ -171,10 +172,10 @@ def scaling(
     too, and the part of it in which nothing else runs. To be started by torchrun, or alone for the
     speed of one process; rows of one file are compared. For example
       for n in 1 2 4; do
-        torchrun --standalone --nproc-per-node $n -m nsa bench scaling seed --out rows.jsonl
+        torchrun --standalone --nproc-per-node $n -m nsa bench scaling 78m --out rows.jsonl
       done
-      torchrun --standalone --nproc-per-node 2 -m nsa bench scaling seed --buckets 10 25 50 100
-      torchrun --standalone --nproc-per-node 2 -m nsa bench scaling seed --parallel.strategy fsdp
+      torchrun --standalone --nproc-per-node 2 -m nsa bench scaling 78m --buckets 10 25 50 100
+      torchrun --standalone --nproc-per-node 2 -m nsa bench scaling 78m --parallel.strategy fsdp
 
     Args:
         config: name of a configuration (see nsa configs) or a YAML file
@@ -191,7 +192,7 @@ def scaling(
 
     _at_least("nsa bench scaling", 0, warmup=warmup)
     _at_least("nsa bench scaling", 1, steps=steps)
-    run, name = load_config(config, settings), Path(config).stem
+    run, name = load_config(config, settings), configs.name_in_rows(config)
     plan = ScalingPlan(name, run, buckets, warmup, steps, out, commit)
     bench_scaling(plan, read_launch())
     return 0
@@ -289,7 +290,10 @@ def tune(
 
 
 def guard(
-    rows: tuple[str, ...], *, baseline: tuple[str, ...] | None = None, tolerance: float = 0.05
+    rows: tuple[str, ...],
+    *,
+    baseline: tuple[str, ...] | None = None,
+    tolerance: float = 0.05,
 ) -> int:
     """Compare ratios with committed rows.
 
@@ -344,11 +348,7 @@ def row_files(function: str, option: str, paths: Sequence[str]) -> list[Path]:
     found: list[Path] = []
     for path in map(Path, paths):
         check(path.exists(), function, option, "be a file or folder of rows that exists", path)
-        found += (
-            sorted(file for file in path.glob("*.jsonl") if _holds_rows(file))
-            if path.is_dir()
-            else [path]
-        )
+        found += sorted(filter(_holds_rows, path.glob("*.jsonl"))) if path.is_dir() else [path]
     return found
 
 
@@ -362,12 +362,8 @@ def carried_rows(*folders: str) -> list[Path]:
     """
     inside = _PACKAGE / "benchmarks"
     root = inside if inside.is_dir() else _PACKAGE.parent / "benchmarks"
-    return [
-        file
-        for folder in folders
-        for file in sorted((root / folder).glob("*.jsonl"))
-        if _holds_rows(file)
-    ]
+    files = [file for folder in folders for file in sorted((root / folder).glob("*.jsonl"))]
+    return [file for file in files if _holds_rows(file)]
 
 
 def _holds_rows(path: Path) -> bool:
@@ -415,11 +411,9 @@ def _words(option: str, text: str, known: list[str]) -> list[str]:
 def _device() -> Any:
     import torch
 
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 COMMANDS = Group(

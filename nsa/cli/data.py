@@ -76,7 +76,11 @@ def prepare(
     )
     with _ProgressLines(max_tokens) as lines:
         index = preparation.prepare(
-            config, out, workers=workers, time_limit_s=time_limit_s, on_progress=lines.report
+            config,
+            out,
+            workers=workers,
+            time_limit_s=time_limit_s,
+            on_progress=lines.report,
         )
     for side, found in index["sides"].items():
         counts = f"{found['documents']:,} documents, {found['tokens']:,} tokens"
@@ -95,17 +99,11 @@ class _ProgressLines:
     """How a preparation goes: a bar on a terminal, a line every ten seconds elsewhere."""
 
     def __init__(self, max_tokens: int | None) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
+        percent = TextColumn("{task.percentage:>3.0f}% {task.description}")
+        self._bar = Progress(BarColumn(bar_width=16), percent, refresh_per_second=2)
         self._max_tokens = max_tokens
-        self._console = Console()
-        columns = (
-            BarColumn(bar_width=16),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TextColumn("{task.description}"),
-        )
-        self._bar = Progress(*columns, console=self._console, refresh_per_second=2)
         self._begin: tuple[float, int] | None = None
         self._said = 0.0
 
@@ -113,44 +111,34 @@ class _ProgressLines:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for task in self._bar.task_ids:
+            self._bar.update(task, completed=1.0 if kind is None else None)
         if self._bar.task_ids:
-            if kind is None:
-                self._bar.update(self._bar.task_ids[0], completed=1.0)
             self._bar.stop()
 
     def report(self, report: Report) -> None:
         """Show how far it has come."""
-        now = time.monotonic()
-        if (
-            self._begin is None
-        ):  # what an interrupted attempt did says nothing about the speed of this one
-            self._begin = (now, report.text_bytes)
-            self._said = now
-            if self._console.is_terminal:
+        now, is_terminal = time.monotonic(), self._bar.console.is_terminal
+        if self._begin is None:  # an interrupted attempt says nothing about the speed of this one
+            self._begin, self._said = (now, report.text_bytes), now
+            if is_terminal:
                 self._bar.add_task("", total=1.0)
                 self._bar.start()
             return
-        rate = (report.text_bytes - self._begin[1]) / 1e6 / max(now - self._begin[0], 1e-9)
+        begin, before = self._begin
         done, files = report.files
-        share = (
-            done / files
-            if self._max_tokens is None
-            else min(report.train_tokens / self._max_tokens, 1.0)
-        )
-        speed, size, file = (
-            f"{rate:.1f} MB/s",
-            f"{report.text_bytes / 1e9:.2f} GB",
-            f"file {min(done + 1, files)} of {files}",
-        )
-        if self._console.is_terminal:  # all of it fits into 80 columns
+        share = done / files
+        if self._max_tokens is not None:
+            share = min(report.train_tokens / self._max_tokens, 1.0)
+        speed = f"{(report.text_bytes - before) / 1e6 / max(now - begin, 1e-9):.1f} MB/s"
+        size, file = f"{report.text_bytes / 1e9:.2f} GB", f"file {min(done + 1, files)} of {files}"
+        if is_terminal:  # all of it fits into 80 columns
             short = f"{speed} | {size} | {report.tokens / 1e9:.2f}G tokens | {file}"
             self._bar.update(self._bar.task_ids[0], completed=share, description=short)
         elif now - self._said >= _LINE_S:
             self._said = now
-            print(
-                f"{speed} | {size} of text | {report.tokens:,} tokens | {report.documents:,} documents | {file}",
-                flush=True,
-            )
+            counts = f"{report.tokens:,} tokens | {report.documents:,} documents"
+            print(f"{speed} | {size} of text | {counts} | {file}", flush=True)
 
 
 def verify(folder: str) -> int:

@@ -87,17 +87,11 @@ def diagnose(folder: Path | None = None, question: Question | None = None) -> in
             is_problem = isinstance(line, Problem)
             print(f"  {'PROBLEM: ' if is_problem else ''}{line}", flush=True)
             problems += [line] * is_problem
-    print(
-        f"{len(problems)} problem{'s' * (len(problems) != 1)} found"
-        if problems
-        else "no problem found"
-    )
+    print(f"{len(problems)} problem{'s' * (len(problems) != 1)} found" if problems else "no problem found")
     return len(problems)
 
 
-def _sections(
-    folder: Path | None, question: Question | None
-) -> Iterator[tuple[str, Iterator[str]]]:
+def _sections(folder: Path | None, question: Question | None) -> Iterator[tuple[str, Iterator[str]]]:
     yield "versions", _versions()
     yield "extras", _extras()
     yield "machine", _machine()
@@ -123,11 +117,7 @@ def _versions() -> Iterator[str]:
         if name == "triton" and not found and sys.platform != "linux":
             yield f"no triton: there is none for {sys.platform}; operators run in eager PyTorch"
             continue
-        yield (
-            f"{name} {found}"
-            if found
-            else Problem(f"{name} is not installed. Install it with: pip install {name}")
-        )
+        yield (f"{name} {found}" if found else Problem(f"{name} is not installed. Install it with: pip install {name}"))
     code = environment.code_version()
     yield (
         f"commit {code['commit']}{', with changes' if code['dirty'] else ''}"
@@ -149,11 +139,7 @@ def _machine() -> Iterator[str]:
     yield f"{cpu['cores_count']} CPU cores, {cpu['memory_gib']} GiB of memory, {torch.get_num_threads()} threads for PyTorch"
     free_gib = shutil.disk_usage(Path.cwd()).free / 2**30
     line = f"{free_gib:.1f} GiB free on the disk of {Path.cwd()}"
-    yield (
-        line
-        if free_gib >= _MIN_FREE_GIB
-        else Problem(f"{line}; a small run takes up to {_MIN_FREE_GIB:.0f} GiB")
-    )
+    yield (line if free_gib >= _MIN_FREE_GIB else Problem(f"{line}; a small run takes up to {_MIN_FREE_GIB:.0f} GiB"))
 
 
 def _gpus() -> Iterator[str]:
@@ -195,11 +181,7 @@ def _utilisation(num_gpus: int) -> Iterator[str]:
         return
     for index in range(num_gpus):
         row = utilisation_row(torch.device("cuda", index))
-        said = (
-            f"{row['gpu_utilisation_percent']:.0f}% busy"
-            if row
-            else "the driver keeps no gpu_utilisation_percent"
-        )
+        said = f"{row['gpu_utilisation_percent']:.0f}% busy" if row else "the driver keeps no gpu_utilisation_percent"
         yield f"{index}: {said} (nvidia-ml-py {version})"
 
 
@@ -243,9 +225,7 @@ def _operators() -> Iterator[str]:
         out.sum().backward()
         finite = bool(out.isfinite().all())
         elapsed_ms = 1000 * (time.perf_counter() - begin)
-        what = {"reference": "eager PyTorch", "triton": "Triton kernels"}[
-            choose_backend("nsa doctor", "auto", x)
-        ]
+        what = {"reference": "eager PyTorch", "triton": "Triton kernels"}[choose_backend("nsa doctor", "auto", x)]
         yield f"{device}: {what}. A first forward and backward of {_PROBE_TOKENS} tokens took {elapsed_ms:.0f} ms."
         if not finite:
             yield Problem(f"the attention layer gave values that are not finite on {device}")
@@ -313,27 +293,17 @@ def _gpus_or_tables() -> Iterator[tuple[str, tuple[int, int] | None, TileTable |
             yield f"no GPU is here; on the {table.gpu}", None, table
 
 
-def _tile_line(
-    kernel: str, question: Question, capability: tuple[int, int] | None, table: TileTable | None
-) -> str:
+def _tile_line(kernel: str, question: Question, capability: tuple[int, int] | None, table: TileTable | None) -> str:
     size = max(question.shape.head_dim, question.shape.value_dim)
     key = TileKey(kernel, size, 4 if question.dtype == "fp32" else 2)
     found = None if table is None else table.find(key)
     tile = found or default_tile(key, capability)
     loads = ", loads by TMA where tensors are aligned to 16 bytes" if tile.tma else ""
     if found is None or table is None:
-        version = (
-            "the smallest GPU"
-            if capability is None
-            else f"compute capability {'.'.join(map(str, capability))}"
-        )
+        version = "the smallest GPU" if capability is None else f"compute capability {'.'.join(map(str, capability))}"
         why = f"default of {version}"
     else:
-        why = (
-            f"measured on {table.gpu}"
-            if key in table.rows
-            else f"measured on {table.gpu} for larger heads"
-        )
+        why = f"measured on {table.gpu}" if key in table.rows else f"measured on {table.gpu} for larger heads"
     return f"{tile.rows} rows, {tile.keys} keys, {tile.warps} warps, {tile.stages} stages{loads} ({why})"
 
 

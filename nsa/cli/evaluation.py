@@ -136,9 +136,8 @@ def generate(
 
 def _prompts(given: Sequence[str]) -> list[str]:
     """The prompts, one of which may be standard input."""
-    check(
-        given.count("-") <= 1, "generate", "--prompt", "be - once", f"it {given.count('-')} times"
-    )
+    times = given.count("-")
+    check(times <= 1, "generate", "--prompt", "be - once", f"it {times} times")
     return [_standard_input() if prompt == "-" else prompt for prompt in given]
 
 

@@ -26,9 +26,9 @@ def plan(
     Parameters, operations of a token, memory of a step by part, time and cost. The step is followed
     without data, so that no GPU is needed. A run that does not fit into the GPU is refused (exit
     code 2), with a change under which it fits. For example
-      nsa plan seed --gpu h200 --price-per-gpu-hour 3.5
-      nsa plan seed --gpu l40s --micro-batch 32 --accumulation 1 --global-batch 32
-      nsa plan seed seed-dense --measure          (on a GPU: planned beside measured memory)
+      nsa plan 78m --gpu h200 --price-per-gpu-hour 3.5
+      nsa plan 78m --gpu l40s --micro-batch 32 --accumulation 1 --global-batch 32
+      nsa plan 78m 78m-dense --measure          (on a GPU: planned beside measured memory)
     Every setting of the file can be given here too, as of `nsa train`.
 
     Args:

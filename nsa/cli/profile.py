@@ -31,7 +31,7 @@ def profile(
 
     Train as CONFIG says for a few steps and record where their time goes. CONFIG and its settings
     are those of `nsa train`, and so is the training, for example
-      nsa profile seed --micro-batch 32 --accumulation 1 --global-batch 32 --compile true
+      nsa profile 78m --micro-batch 32 --accumulation 1 --global-batch 32 --compile true
     After --wait and --warmup steps, --active steps are recorded, then the run ends. Its folder has,
     under profile/, trace.json.gz (for ui.perfetto.dev), stages.txt and stages.json (time per stage,
     which adds up to the step) and kernels.txt; what they mean is in docs/profiling.md. With
@@ -80,7 +80,11 @@ def profile(
 
 
 def _record(
-    config: TrainConfig, folder: RunFolder, processes: Processes, session: Session, num_steps: int
+    config: TrainConfig,
+    folder: RunFolder,
+    processes: Processes,
+    session: Session,
+    num_steps: int,
 ) -> None:
     from nsa.train.profiler.session import EndOfProfileError
     from nsa.train.telemetry.progress import RunReport

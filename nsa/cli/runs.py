@@ -51,7 +51,11 @@ def report(runs: tuple[str, ...], *, output: Path | None = None) -> int:
 
 
 def track(
-    run: str, *, to: Literal["trackio", "wandb"], project: str = "nsa", follow: bool = False
+    run: str,
+    *,
+    to: Literal["trackio", "wandb"],
+    project: str = "nsa",
+    follow: bool = False,
 ) -> int:
     """Send the rows of a run to a tracker.
 

@@ -127,7 +127,7 @@ def _run(
     from nsa.train.watch.out_of_memory import explained, hint_for_run
     from nsa.train.watch.watchdog import Watchdog
 
-    plotted = time.monotonic()
+    plotted, log = time.monotonic(), folder.log if processes.is_main else None
 
     def on_row(row: dict[str, Any]) -> None:
         nonlocal plotted
@@ -138,9 +138,7 @@ def _run(
 
     with (
         folder.in_use() if processes.is_main else nullcontext("") as remark,
-        RunReport(
-            folder.log if processes.is_main else None, config.steps, held=not is_new
-        ) as report,
+        RunReport(log, config.steps, held=not is_new) as report,
         Watchdog(folder, processes.rank, config.stall_limit_s) as watchdog,
         explained("train", "the run", lambda: hint_for_run(config, folder)),
     ):

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from nsa.lm.recomputation import Keeps
 
 MAX_STEPS = 1_000_000_000
+Text = Literal["corpus", "stdlib", "folder", "shards", "stream"]
+Synthetic = Literal["uniform", "copy", "induction", "needle"]
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,7 @@ class DataConfig:
             that an error.
     """
 
-    source: Literal[
-        "corpus", "stdlib", "folder", "shards", "stream", "uniform", "copy", "induction", "needle"
-    ] = "corpus"
+    source: Literal[Text, Synthetic] = "corpus"
     path: str | None = None
     pattern: str = "*"
     tokenizer: Literal["byte", "gpt2", "bpe", "file"] = "byte"
@@ -62,7 +62,7 @@ class DataConfig:
     text_field: str = "text"
     time_limit_s: float = 300.0
     validation_tokens: int = 262_144
-    synthetic_fallback: Literal["none", "uniform", "copy", "induction", "needle"] = "none"
+    synthetic_fallback: Literal["none", Synthetic] = "none"
 
     def __post_init__(self) -> None:
         own_tokenizer = self.tokenizer == "file" and self.source != "shards"

@@ -139,7 +139,8 @@ def to_yaml(config: Any) -> str:
 
 # --- one configuration of a file and overrides ----------------------------------------------------
 def load_config(
-    path: str | Path | None = None, overrides: Mapping[str, str] = MappingProxyType({})
+    path: str | Path | None = None,
+    overrides: Mapping[str, str] = MappingProxyType({}),
 ) -> TrainConfig:
     """Read a training configuration.
 

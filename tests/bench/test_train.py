@@ -313,7 +313,7 @@ def test_bad_words_of_the_command(tmp_path: Path, words: list[str], why: str, ca
 
 
 def test_the_batch_of_a_step() -> None:
-    seed = load_config("seed")
+    seed = load_config("78m")
     assert Batching().apply(seed) == seed
     assert Batching(seq_len=8192).apply(seed) == replace(seed, seq_len=8192)
 
@@ -332,7 +332,7 @@ def test_the_batch_of_a_step() -> None:
 
 
 def test_what_the_benchmark_needs() -> None:
-    seed = load_config("seed")
+    seed = load_config("78m")
     at = as_measured(seed, 20, 40)
     assert (at.log_every, at.eval_windows, at.sample_tokens, at.checkpoint_every) == (20, 0, 0, 0)
     assert as_measured(replace(seed, steps=9), 20, 40).steps == 62
@@ -341,7 +341,7 @@ def test_what_the_benchmark_needs() -> None:
     assert set(differences(seed, at)) == {"eval_windows", "sample_tokens", "checkpoint_every"}
 
 
-@pytest.mark.parametrize("name", ["seed", "seed-gpt2", "gpu-small", "cpu-small"])
+@pytest.mark.parametrize("name", ["78m", "117m", "gpu-small", "cpu-small"])
 def test_the_matched_model_has_as_many_parameters(name: str) -> None:
     model = load_config(name).model
     matched = dense_matched(model)

@@ -58,9 +58,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(10):
-        (texts / f"{number}.txt").write_text(
-            f"the {number} quick brown foxes jump over the lazy dog; " * 20
-        )
+        (texts / f"{number}.txt").write_text(f"the {number} quick brown foxes jump over the lazy dog; " * 20)
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY.replace("TEXTS", str(texts)))
     return path
@@ -68,9 +66,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run_nsa(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "nsa", *map(str, words)]
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False
-    )
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
@@ -94,9 +90,7 @@ def test_train_eval_generate_and_resume(tiny: Path, capsys: pytest.CaptureFixtur
         "loss.png", "sample.txt", "log.txt", "events.jsonl", "stacks",
     }  # fmt: skip
     assert {path.name for path in folder.iterdir()} == expected
-    assert load_config(folder / "config.yaml") == load_config(
-        tiny, {"optim.lr": "0.003", "optim.warmup_steps": "2"}
-    )
+    assert load_config(folder / "config.yaml") == load_config(tiny, {"optim.lr": "0.003", "optim.warmup_steps": "2"})
     rows = read_metrics(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert ["val_bits_per_byte" in row for row in rows] == [False, True, False, True]
@@ -142,17 +136,13 @@ def test_a_run_is_extended_and_goes_on_as_long_as_it_was_extended_to(tiny: Path)
     assert cli.main(["train", "tiny.yaml", *run]) == 0
     assert cli.main(["train", "--resume", "run", "--steps", "6", "--log-every", "2"]) == 0
     assert read_metrics(Path("run/metrics.jsonl"))[-1]["step"] == 6
-    assert cli.main(["train", "--resume", "run"]) == 0, (
-        "a resumption that says nothing of steps leaves the extension"
-    )
+    assert cli.main(["train", "--resume", "run"]) == 0, "a resumption that says nothing of steps leaves the extension"
     assert read_metrics(Path("run/metrics.jsonl"))[-1]["step"] == 6
     assert cli.main(["train", "--resume", "run", "--steps", "7"]) == 0
     assert read_metrics(Path("run/metrics.jsonl"))[-1]["step"] == 7
 
 
-def test_a_run_begins_with_a_checkpoint_of_another(
-    tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_begins_with_a_checkpoint_of_another(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quiet = ["--sample-tokens", "0", "--steps", "2", "--eval-every", "0", "--log-every", "1"]
     assert cli.main(["train", "tiny.yaml", "--run-dir", "a", "--sample-tokens", "0"]) == 0
     first = float(read_metrics(Path("a/metrics.jsonl"))[0]["loss_nats"])
@@ -167,27 +157,19 @@ def test_a_run_begins_with_a_checkpoint_of_another(
     assert "be last, best or one of 2, 4, got 3" in refusal(capsys, *new, "a", "--checkpoint", "3")
     assert "be a folder that a run made" in refusal(capsys, *new, "nothing")
     assert "--init-from must hold model." in refusal(capsys, *new, "a", "--model.width", "64")
-    assert "--init-from must be left out with --resume" in refusal(
-        capsys, "train", "--resume", "a", "--init-from", "a"
-    )
-    assert "--checkpoint must be given with --init-from" in refusal(
-        capsys, "train", "tiny.yaml", "--checkpoint", "best"
-    )
+    assert "--init-from must be left out with --resume" in refusal(capsys, "train", "--resume", "a", "--init-from", "a")
+    assert "--checkpoint must be given with --init-from" in refusal(capsys, "train", "tiny.yaml", "--checkpoint", "best")
     assert not Path("b").exists()
 
 
-def test_a_refused_command_leaves_no_trace_in_a_run(
-    tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_command_leaves_no_trace_in_a_run(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "tiny.yaml", "--run-dir", "run", "--sample-tokens", "0"]) == 0
     capsys.readouterr()
     before = contents(Path("run"))
     resume = ["train", "--resume", "run"]
     assert "optim.lr must stay" in refusal(capsys, *resume, "--optim.lr", "1")
     assert "steps must be at least those done" in refusal(capsys, *resume, "--steps", "3")
-    assert "cuda_graphs must be false on a CPU" in refusal(
-        capsys, *resume, "--device", "cpu", "--cuda-graphs", "true"
-    )
+    assert "cuda_graphs must be false on a CPU" in refusal(capsys, *resume, "--device", "cpu", "--cuda-graphs", "true")
     assert "global_batch must equal" in refusal(capsys, *resume, "--micro-batch", "2")
     assert "must not exist yet" in refusal(capsys, "train", "tiny.yaml", "--run-dir", "run")
     text = next(tiny.parent.glob("texts/*"))
@@ -232,12 +214,8 @@ def test_settings_of_the_device_are_refused_before_the_data_are_read(
     monkeypatch.setattr("nsa.train.trainer.open_data", read)
     words = ["train", "tiny.yaml", "--device", "cpu"]
     assert "cuda_graphs must be false on a CPU" in refusal(capsys, *words, "--cuda-graphs", "true")
-    assert "allocator must be default on a CPU" in refusal(
-        capsys, *words, "--allocator", "expandable_segments"
-    )
-    assert "not be operators with attention nsa" in refusal(
-        capsys, *words, "--checkpointing.policy", "operators"
-    )
+    assert "allocator must be default on a CPU" in refusal(capsys, *words, "--allocator", "expandable_segments")
+    assert "not be operators with attention nsa" in refusal(capsys, *words, "--checkpointing.policy", "operators")
 
 
 def test_eval_takes_a_checkpoint_and_any_text_and_prints_json(
@@ -254,26 +232,18 @@ def test_eval_takes_a_checkpoint_and_any_text_and_prints_json(
     held_out = figures()
     rows = {int(row["step"]): row for row in read_metrics(Path("run/metrics.jsonl"))}
     assert (held_out["step"], held_out["text"], held_out["run"]) == (4, "folder", "run")
-    assert {"bigram_bits_per_byte", "loss_nats", "num_bytes", "windows_available", "device"} <= set(
-        held_out
-    )
+    assert {"bigram_bits_per_byte", "loss_nats", "num_bytes", "windows_available", "device"} <= set(held_out)
     for which in ("2", "4"):
         found = figures("--checkpoint", which, "--windows", "2")
         assert found["step"] == int(which)
-        assert found["bits_per_byte"] == pytest.approx(
-            rows[int(which)]["val_bits_per_byte"], rel=1e-6
-        )
+        assert found["bits_per_byte"] == pytest.approx(rows[int(which)]["val_bits_per_byte"], rel=1e-6)
     best = figures("--checkpoint", "best")["step"]
-    assert rows[best]["val_bits_per_byte"] == min(
-        row["val_bits_per_byte"] for row in rows.values() if "val_loss_nats" in row
-    )
+    assert rows[best]["val_bits_per_byte"] == min(row["val_bits_per_byte"] for row in rows.values() if "val_loss_nats" in row)
 
     text = "the 3 quick brown foxes; " * 11
     Path("letter.txt").write_text(text)
     of_file = figures("--text", "letter.txt")
-    assert of_file["num_bytes"] == len(text) - 1, (
-        "the last window is shorter, and the first byte is nobody's target"
-    )
+    assert of_file["num_bytes"] == len(text) - 1, "the last window is shorter, and the first byte is nobody's target"
     assert of_file["windows"] == of_file["windows_available"] == -(-len(text) // 64)
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(text.encode())))
     piped = figures("--text", "-")
@@ -283,9 +253,7 @@ def test_eval_takes_a_checkpoint_and_any_text_and_prints_json(
     Path("short.txt").write_text("ab")
     assert figures("--text", "short.txt")["num_bytes"] == 1
     shutil.rmtree("texts")
-    assert cli.main(["eval", "run", "--text", "letter.txt"]) == 0, (
-        "the run's own text is not needed for another"
-    )
+    assert cli.main(["eval", "run", "--text", "letter.txt"]) == 0, "the run's own text is not needed for another"
     assert "bits per byte: " in capsys.readouterr().out
 
     for path, content in (
@@ -295,28 +263,17 @@ def test_eval_takes_a_checkpoint_and_any_text_and_prints_json(
         ("one", b"a"),
     ):
         Path(path).write_bytes(content)
-        assert refusal(capsys, "eval", "run", "--text", path).startswith(
-            "nsa: eval: --text must hold"
-        )
-    assert "--text must name an existing file" in refusal(
-        capsys, "eval", "run", "--text", "nowhere"
-    )
+        assert refusal(capsys, "eval", "run", "--text", path).startswith("nsa: eval: --text must hold")
+    assert "--text must name an existing file" in refusal(capsys, "eval", "run", "--text", "nowhere")
     for command in (["eval", "run"], ["generate", "run", "--prompt", "a"]):
         said = refusal(capsys, *command, "--checkpoint", "3")
-        assert (
-            said == f"nsa: {command[0]}: --checkpoint must be last, best or one of 2, 4, got 3.\n"
-        )
+        assert said == f"nsa: {command[0]}: --checkpoint must be last, best or one of 2, 4, got 3.\n"
 
 
 def test_generate_takes_a_checkpoint_and_reads_standard_input(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert (
-        cli.main(
-            ["train", "tiny.yaml", "--run-dir", "run", "--sample-tokens", "0", "--optim.lr", "0.05"]
-        )
-        == 0
-    )
+    assert cli.main(["train", "tiny.yaml", "--run-dir", "run", "--sample-tokens", "0", "--optim.lr", "0.05"]) == 0
     capsys.readouterr()
 
     def text(*words: str, piped: bytes = b"") -> str:
@@ -330,14 +287,10 @@ def test_generate_takes_a_checkpoint_and_reads_standard_input(
     assert text("--prompt", "the quick", "--checkpoint", "2") != said
     assert "be - once" in refusal(capsys, "generate", "run", "--prompt", "-", "--prompt", "-")
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"\xff")))
-    assert "standard input must be text in UTF-8" in refusal(
-        capsys, "generate", "run", "--prompt", "-"
-    )
+    assert "standard input must be text in UTF-8" in refusal(capsys, "generate", "run", "--prompt", "-")
 
 
-def test_a_synthetic_task_is_measured_against_what_is_possible(
-    tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_synthetic_task_is_measured_against_what_is_possible(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--data.source",
         "uniform",
@@ -355,9 +308,7 @@ def test_a_synthetic_task_is_measured_against_what_is_possible(
     said = capsys.readouterr().out
     assert "lowest possible loss: 5.5452 nats per token" in said
     assert "bigram" not in said
-    assert "--text must be left out for this run" in refusal(
-        capsys, "eval", "run", "--text", str(tiny)
-    )
+    assert "--text must be left out for this run" in refusal(capsys, "eval", "run", "--text", str(tiny))
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_the_run_goes_on(tiny: Path) -> None:
@@ -378,10 +329,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_run_goes_on(tiny: Path) -> None:
         command = [sys.executable, "-m", "nsa", *map(str, words)]
         process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said)
         deadline = time.monotonic() + 60
-        while (
-            not (folder / "metrics.jsonl").exists()
-            or not (folder / "metrics.jsonl").read_text().count("\n") > 2
-        ):
+        while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text().count("\n") > 2:
             assert time.monotonic() < deadline
             assert process.poll() is None, (tiny.parent / "said").read_text()
             time.sleep(0.05)
@@ -402,9 +350,7 @@ def test_the_command_outside_this_process(tiny: Path) -> None:
     assert all(name in shown.stdout for name in ("train", "eval", "generate", "doctor"))
     wrong = run_nsa("train", tiny, "--optim.lrr", "1", cwd=ROOT)
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert (
-        wrong.stderr == "nsa train: unrecognized arguments: --optim.lrr; did you mean --optim.lr?\n"
-    )
+    assert wrong.stderr == "nsa train: unrecognized arguments: --optim.lrr; did you mean --optim.lr?\n"
 
 
 AT_ONCE_S = 0.5  # of a core, because other tests run beside this one
@@ -463,9 +409,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "nsa", "configs"]
-    done = subprocess.run(
-        command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
@@ -482,9 +426,7 @@ def test_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 def commands(group: Group, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for name, command in group.commands.items():
-        inside = (
-            commands(command, (*words, name)) if isinstance(command, Group) else [(*words, name)]
-        )
+        inside = commands(command, (*words, name)) if isinstance(command, Group) else [(*words, name)]
         yield from inside
 
 
@@ -548,17 +490,11 @@ def test_mistakes_end_in_one_line_that_helps(
     assert not list(tiny.parent.glob("runs/*")), "a refused run left a folder"
 
 
-def test_a_run_without_a_checkpoint_or_with_other_data_is_refused(
-    tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_a_checkpoint_or_with_other_data_is_refused(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", str(tiny), "--run-dir", "run", "--steps", "2"]) == 0
     capsys.readouterr()
-    assert "prompts must hold at least one token" in refusal(
-        capsys, "generate", "run", "--prompt", ""
-    )
-    assert "temperature must be at least 0" in refusal(
-        capsys, "generate", "run", "--prompt", "a", "--temperature", "-1"
-    )
+    assert "prompts must hold at least one token" in refusal(capsys, "generate", "run", "--prompt", "")
+    assert "temperature must be at least 0" in refusal(capsys, "generate", "run", "--prompt", "a", "--temperature", "-1")
     assert "--windows must be positive" in refusal(capsys, "eval", "run", "--windows", "0")
     assert "optim.lr must stay" in refusal(capsys, "train", "--resume", "run", "--optim.lr", "1")
     assert Path("run/config.yaml").exists(), "a refused resumption removed the run"
@@ -585,9 +521,7 @@ def raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_dispatch", command)
 
 
-def test_surroundings_end_in_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_surroundings_end_in_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     raising(OSError(errno.ENOSPC, "No space left on device", "runs/x"), monkeypatch)
     assert refusal(capsys, "train") == "nsa: No space left on device: runs/x\n"
 
@@ -613,9 +547,7 @@ def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
             cli.main([])
 
 
-def test_ctrl_c_outside_of_training_is_quiet(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_outside_of_training_is_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     raising(KeyboardInterrupt(), monkeypatch)
     assert cli.main(["generate"]) == 130
     assert capsys.readouterr().err == "nsa: interrupted\n"

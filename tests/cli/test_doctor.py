@@ -28,7 +28,7 @@ def test_a_sound_machine(capsys: pytest.CaptureFixture[str]) -> None:
         "CPU cores",
         "GiB free",
         "cpu: eager PyTorch",
-        "  seed-gpt2-dense: loads",
+        "  117m-dense: loads",
         "no problem",
     ):
         assert part in said

@@ -38,9 +38,7 @@ def commands(text: str) -> Iterator[list[str]]:
             words = [
                 part
                 for word in shlex.split(line, comments=True)
-                for part in (
-                    arrays[word[2:-4]] if re.fullmatch(r"\$\{\w+\[@\]\}", word) else [word]
-                )
+                for part in (arrays[word[2:-4]] if re.fullmatch(r"\$\{\w+\[@\]\}", word) else [word])
             ]
             if "nsa" in words:
                 yield words[words.index("nsa") + 1 :]
@@ -51,9 +49,7 @@ def check_command(words: list[str]) -> None:
     found = cli.parse(words)
     assert found is not None, words
     run, arguments = found
-    if not any(
-        part.kind is part.VAR_KEYWORD for part in inspect.signature(run).parameters.values()
-    ):
+    if not any(part.kind is part.VAR_KEYWORD for part in inspect.signature(run).parameters.values()):
         return
     known = {setting.name for setting in settings()} - inspect.signature(run).parameters.keys()
     given = {name: text for name, text in arguments.items() if name in known}
@@ -92,10 +88,10 @@ def test_there_are_commands() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "nsa trian seed",
-        "nsa train seed --world-siez 2",
-        "nsa train seed --world-size 2",  # its global batch is another
-        "torchrun --nproc-per-node 2 -m nsa bench scaling seed --paralel.strategy fsdp",
+        "nsa trian 78m",
+        "nsa train 78m --world-siez 2",
+        "nsa train 78m --world-size 2",  # its global batch is another
+        "torchrun --nproc-per-node 2 -m nsa bench scaling 78m --paralel.strategy fsdp",
         "nsa bench train --variant eager:compiled=false",
         'nsa bench train "${set[@]}"  # remark',
     ],

@@ -82,7 +82,7 @@ def test_the_plan_is_what_a_step_with_data_takes(changes: dict[str, Any], monkey
 
 def test_parts_of_a_sparse_step() -> None:
     """Known by hand: 12 query heads in 2 groups of 64 elements, one layer, amid the backward of whose MLP most is held."""
-    model = replace(load_config("seed").model, num_layers=1)
+    model = replace(load_config("78m").model, num_layers=1)
     config = config_of(model=model, seq_len=2048, micro_batch=32, accumulation=1, compute_dtype="bf16")
     parts = step_memory(config).parts
     parameters = 256 * 768 * 2 + 768 * 3 + 768 * (1536 + 768) + 36 * 769 + 2 * 768 * 3072
@@ -100,7 +100,7 @@ def test_parts_of_a_sparse_step() -> None:
 
 @pytest.mark.parametrize("policy", ["full", "operators"])
 def test_what_a_checkpointing_policy_keeps(policy: Any) -> None:
-    model = replace(load_config("seed").model, num_layers=4)
+    model = replace(load_config("78m").model, num_layers=4)
     config = config_of(
         model=model,
         seq_len=2048,
@@ -130,7 +130,7 @@ def test_frozen_parameters_have_no_gradients() -> None:
 
 
 def test_every_second_layer_saves_little() -> None:
-    model = replace(load_config("seed").model, num_layers=4)
+    model = replace(load_config("78m").model, num_layers=4)
     config = config_of(model=model, seq_len=2048, micro_batch=32, accumulation=1, compute_dtype="bf16")
     whole, half = (
         step_memory(replace(config, checkpointing=policy)).parts
@@ -153,7 +153,7 @@ def test_a_process_of_fsdp_holds_its_part() -> None:
 
 
 def test_a_compiled_step_saves_less_and_grows_by_the_layer() -> None:
-    model = replace(load_config("seed").model, num_layers=3)
+    model = replace(load_config("78m").model, num_layers=3)
     config = config_of(model=model, seq_len=2048, micro_batch=8, accumulation=1, compute_dtype="bf16", compile=True)
     planned = step_memory(config).peak  # from one layer and two
     assert planned == pytest.approx(memory._compiled(config).peak, rel=1e-3)

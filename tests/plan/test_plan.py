@@ -43,7 +43,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def seed(**changes: Any) -> TrainConfig:
-    return replace(load_config("seed"), **changes)
+    return replace(load_config("78m"), **changes)
 
 
 # -------------------------------------------------------------------------------------------------------- time and cost
@@ -278,7 +278,7 @@ def test_rows_of_every_policy_are_found(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "_PACKAGE", tmp_path / "nsa")
-    words = ["plan", "seed", "--gpu", "h200", "--json"]
+    words = ["plan", "78m", "--gpu", "h200", "--json"]
     operators = [*words, "--checkpointing.policy", "operators"]
 
     def found(words: list[str]) -> float:

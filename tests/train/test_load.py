@@ -43,9 +43,7 @@ positive = st.floats(min_value=1e-12, max_value=1e12)
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
     ["null", "no", "3e-4", "010", "~", "#", ""]
 )
-rope_scalings = st.none() | st.builds(
-    RopeScaling, kind=st.sampled_from(["linear", "yarn"]), factor=st.floats(1, 100)
-)
+rope_scalings = st.none() | st.builds(RopeScaling, kind=st.sampled_from(["linear", "yarn"]), factor=st.floats(1, 100))
 patterns = st.builds(
     NSAConfig,
     branches=st.sets(st.sampled_from(["cmp", "slc", "win"]), min_size=1).map(tuple),
@@ -56,9 +54,7 @@ patterns = st.builds(
 )
 runs = st.builds(
     TrainConfig,
-    model=st.builds(
-        LMConfig, nsa=patterns, attention=st.sampled_from(["nsa", "dense"]), norm_eps=positive
-    ),
+    model=st.builds(LMConfig, nsa=patterns, attention=st.sampled_from(["nsa", "dense"]), norm_eps=positive),
     data=st.builds(DataConfig, source=st.just("folder"), path=names, pattern=names),
     optim=st.builds(
         OptimConfig,
@@ -73,9 +69,7 @@ runs = st.builds(
 
 @settings(deadline=None, max_examples=60)
 @given(config=runs)
-def test_written_configuration_reads_back_equal(
-    config: TrainConfig, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_written_configuration_reads_back_equal(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
     assert load_config(file_with(tmp_path_factory.mktemp("run"), to_yaml(config))) == config
 
 
@@ -89,9 +83,7 @@ def test_written_configuration_holds_every_setting_and_every_setting_is_describe
 
     config = TrainConfig(model=LMConfig(nsa=NSAConfig(rope_scaling=RopeScaling())))
     known = [setting.name for setting in load.settings()]
-    assert leaves(yaml.safe_load(to_yaml(config))) == [
-        name for name in known if name != "model.nsa.rope_scaling"
-    ]
+    assert leaves(yaml.safe_load(to_yaml(config))) == [name for name in known if name != "model.nsa.rope_scaling"]
     assert all(setting.help.endswith(".") and len(setting.help) > 10 for setting in load.settings())
 
 
@@ -194,9 +186,7 @@ def test_every_setting_can_be_overridden() -> None:
         overrides = words(config)
         assert load_config(None, overrides) == config
         seen |= set(overrides)
-    assert {setting.name for setting in load.settings()} - seen == {"model.nsa.rope_scaling"}, (
-        "not changed by this test"
-    )
+    assert {setting.name for setting in load.settings()} - seen == {"model.nsa.rope_scaling"}, "not changed by this test"
 
 
 def test_overrides_win_over_the_file_and_come_before_its_checks(tmp_path: Path) -> None:
@@ -219,9 +209,7 @@ def test_a_section_that_may_be_null(tmp_path: Path) -> None:
     assert load_config(path).model.nsa.rope_scaling == RopeScaling("yarn", 4.0)
     assert load_config(path, {"model.nsa.rope_scaling": "null"}).model.nsa.rope_scaling is None
     null = file_with(tmp_path, "model: {nsa: {rope_scaling: null}}")
-    assert load_config(
-        null, {"model.nsa.rope_scaling.factor": "2"}
-    ).model.nsa.rope_scaling == RopeScaling(factor=2.0)
+    assert load_config(null, {"model.nsa.rope_scaling.factor": "2"}).model.nsa.rope_scaling == RopeScaling(factor=2.0)
     for first, second in (("", ".factor"), (".factor", "")):
         both = {
             f"model.nsa.rope_scaling{first}": "2" if first else "null",
@@ -290,10 +278,7 @@ def test_a_broken_rule_names_the_line_of_the_value_or_the_option(tmp_path: Path)
     path = file_with(tmp_path, "model:\n  nsa:\n    num_heads: 3\n    num_kv_heads: 2\n")
     assert refusal(path) == f"{path}:4: model.nsa.num_kv_heads must divide num_heads (3), got 2."
     option = refusal(path, **{"model.nsa.num_kv_heads": "5"})
-    assert (
-        option
-        == "--model.nsa.num-kv-heads: model.nsa.num_kv_heads must divide num_heads (3), got 5."
-    )
+    assert option == "--model.nsa.num-kv-heads: model.nsa.num_kv_heads must divide num_heads (3), got 5."
     assert refusal(None, **{"optim.lr": "-1"}) == "--optim.lr: optim.lr must be positive, got -1.0."
 
 
