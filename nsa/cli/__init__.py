@@ -33,7 +33,7 @@ _MACHINE = {
 }
 
 COMMANDS = Group(
-    "Native Sparse Attention: train a language model and measure it.\nStart with: nsa train cpu-small",
+    "Native Sparse Attention: train a language model, measure it.\nStart with: nsa train cpu-small",
     {
         "train": Command(train.train, "train"),
         "configs": Command(installation.configs),

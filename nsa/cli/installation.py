@@ -46,9 +46,8 @@ def doctor(
         seq: tokens of the longest sequence, with --shape
         dtype: with --shape
     """
-    from nsa.cli.doctor import Question, diagnose
+    from nsa.cli.doctor import diagnose
 
     together = (shape is None) == (seq is None)
     check(together, "nsa doctor", "--shape and --seq", "be given together", (shape, seq))
-    question = None if shape is None or seq is None else Question.of(shape, seq, dtype)
-    return 1 if diagnose(configs, question) else 0
+    return 1 if diagnose(configs, shape, seq or 0, dtype) else 0

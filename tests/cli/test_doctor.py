@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nsa import NSAConfig, cli, configs, extras
+from nsa.bench.points import parse_shape
 from nsa.cli import doctor
 from nsa.ops._triton.tuning import Tile, TileKey, tiles_chosen_by
 from nsa.train import environment
@@ -130,7 +131,7 @@ def test_what_runs_for_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
     assert "selected branch: the tiled algorithm, because in sequences so short a tile chooses 44 blocks or fewer" in short
     assert re.search(r"on the NVIDIA H200:\n.*compressed_attention_fwd: \d+ rows, .*\(measured on NVIDIA H200\)", short)
     assert "gather_fwd" not in short
-    long = "\n".join(doctor._kernels(doctor.Question.of("64x4x256x128", 65_536, "fp32")))
+    long = "\n".join(doctor._kernels(parse_shape("64x4x256x128").config(), 65_536, "fp32"))
     assert "decided on the GPU in each call" in long
     assert re.search(r"selected_gather_fwd: 16 rows, 16 keys, 8 warps, 1 stages \(default of", long)
     assert cli.main(["doctor", "--shape", "seed"]) == 2
