@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa import cli, configs
+from nsa import configs
 from nsa.errors import UserError
 from nsa.lm.model import LanguageModel
 from nsa.train.config import TrainConfig
 from nsa.train.data import make_tokenizer
 from nsa.train.load import load_config
 from nsa.train.optim import parameter_groups
+from tests.cli.conftest import Command
 
 ROOT = configs.FOLDER
 PATHS = sorted(ROOT.glob("*.yaml"))
@@ -181,14 +182,12 @@ def test_the_fineweb_configuration_is_the_117m_one_on_prepared_text() -> None:
 # ------------------------------------------------------------------------------------------------------------------ names
 
 
-def test_the_names_are_listed_with_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["configs"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_names_are_listed_with_what_they_are(nsa: Command) -> None:
+    lines = nsa("configs").splitlines()
     assert [line.split()[0] for line in lines] == sorted(NAMES)
     assert "78m                 78M parameters on bytes: the pattern of the paper, S = 2,048." in lines
     assert all(line.endswith(".") and ". " not in line for line in lines)
-    assert cli.main(["configs", "--folder"]) == 0
-    assert capsys.readouterr().out == f"{ROOT}\n"
+    assert nsa("configs --folder") == f"{ROOT}\n"
 
 
 def test_a_word_is_a_name_or_a_path(tmp_path: Path) -> None:
