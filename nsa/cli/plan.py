@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from json import dumps
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nsa.errors import check
+
+if TYPE_CHECKING:
+    from nsa.train.config import TrainConfig
 
 
 def plan(
@@ -23,9 +27,9 @@ def plan(
 ) -> int:
     """Say what a run will need before it runs.
 
-    Parameters, operations of a token, memory of a step by part, time and cost. The step is followed
-    without data, so that no GPU is needed. A run that does not fit into the GPU is refused (exit
-    code 2), with a change under which it fits. For example
+    Parameters, operations of a token, memory of a step by part, time and cost. No GPU is needed. A
+    run that does not fit into the GPU is refused (exit code 2), with a change under which it fits.
+    For example
       nsa plan 78m --gpu h200 --price-per-gpu-hour 3.5
       nsa plan 78m --gpu l40s --micro-batch 32 --accumulation 1 --global-batch 32
       nsa plan 78m 78m-dense --measure          (on a GPU: planned beside measured memory)
@@ -72,15 +76,13 @@ def plan(
     return 0
 
 
-def _measure(configs: Mapping[str, object]) -> int:
-    from nsa.plan.measure import compare, comparison_lines
-    from nsa.train.config import TrainConfig
+def _measure(configs: Mapping[str, TrainConfig]) -> int:
+    from nsa.plan.measure import compare
     from nsa.train.execution.precision import choose_device
 
-    found = []
+    passed = True
     for path, config in configs.items():
-        assert isinstance(config, TrainConfig)
-        found.append(compare(path, config, choose_device(config.device)))
-        print(comparison_lines(found[-1:])[-1], flush=True)
-    print("\n" + "\n".join(comparison_lines(found)))
-    return 0 if all(one.passed for one in found) else 1
+        line, near_enough = compare(config, choose_device(config.device))
+        print(f"{path}: {line}", flush=True)
+        passed = passed and near_enough
+    return 0 if passed else 1

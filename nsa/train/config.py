@@ -142,7 +142,7 @@ class OptimConfig:
 class CheckpointingConfig:
     """Activation checkpointing: what is computed again in the backward pass instead of kept.
 
-    It trades time for memory and leaves every gradient as it is. Figures: ``docs/memory.md``.
+    It trades time for memory and leaves every gradient as it is. Figures: ``docs/planning.md``.
 
     Attributes:
         policy: ``none``; ``full``, every layer keeps its input alone; ``range``, the layers from
