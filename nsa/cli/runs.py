@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 
 def check(run: str) -> int:
@@ -53,7 +52,7 @@ def report(runs: tuple[str, ...], *, output: Path | None = None) -> int:
 def track(
     run: str,
     *,
-    to: Literal["trackio", "wandb"],
+    to: str,
     project: str = "nsa",
     follow: bool = False,
 ) -> int:
@@ -65,7 +64,7 @@ def track(
 
     Args:
         run: run folder, for example runs/cpu-small-1
-        to: the tracker; its package must be installed
+        to: trackio or wandb; the package must be installed
         project: project of the tracker
         follow: go on with new rows until the run ends
     """
