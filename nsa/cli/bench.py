@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,31 +47,29 @@ def attention(
         dtype: of the inputs
         choice: random, shared4, shared16
         case: for example attention,attention.window (default all)
-        provider: nsa, dense-cudnn, dense-fa2, flex, reference (default all); mask, ranges, gather,
-            tiled, gathered
-        variant: NAME:KEY=VALUE,...: ours with other options (a field of NSAConfig) or tiles
+        provider: nsa, dense-cudnn, dense-fa2, flex, reference (default all); tiled, gathered
+        variant: NAME:KEY=VALUE,...: nsa with other options (a field of NSAConfig) or tiles
             (KERNEL.FIELD); may be given several times
-        recall: say how much of the exact choice each provider finds (always, of patterns that
-            approximate)
+        recall: how much of the exact selection each finds (always where the pattern approximates
+            it)
         out: JSONL file to append the rows to
         commit: commit to record where the checkout has no git
         budget_ms: time spent on the samples of a figure
     """
     from nsa.bench.attention import Plan, bench_attention
     from nsa.bench.cases import CASES
+    from nsa.bench.implementations import IMPLEMENTATIONS
     from nsa.bench.points import CHOICES
-    from nsa.bench.providers import PROVIDERS
     from nsa.bench.variants import parse_variant
 
-    names = list(PROVIDERS)
-    variants = []
+    names, variants = list(IMPLEMENTATIONS), []
     for text in variant or []:
         variants.append(parse_variant(text, names))
         names.append(variants[-1].name)
     plan = Plan(
-        **_where(shape, seqs, tokens, dtype),
-        choices=_words("--choice", choice, list(CHOICES)),
-        cases=None if case is None else _words("--case", case, list(CASES)),
+        **_point(shape, seqs, tokens, dtype),
+        choices=_words("--choice", choice, CHOICES),
+        cases=_words("--case", case, CASES),
         providers=None if provider is None else _words("--provider", provider, names),
         variants=variants,
         out=out,
@@ -101,8 +99,8 @@ def train(
     """Measure training steps.
 
     Those of a configuration as it is, by the trainer itself, on the text that it names, with
-    everything on: tokens/s, step time, MFU, memory; and the forward pass alone. Beside it its dense
-    twin, and a dense model whose MLP is widened to as many parameters. What settings, --seqs,
+    everything on: tokens/s, step time, MFU, memory; and the forward pass alone. Beside it the dense
+    model, and a dense model whose MLP is widened to as many parameters. What settings, --seqs,
     --tokens and --micro-batch change stands in the rows. Loss and gradients are compared with the
     fp64 reference first; a wrong model gets no figure, and the exit code is 1. For example
       nsa bench train --config 78m --out benchmarks/results/mine.jsonl
@@ -117,8 +115,7 @@ def train(
             several times
         provider: nsa, dense, dense-matched (default all; with several configurations the first's
             own)
-        dense_unmasked: also the dense model whose documents see each other, as provider
-            dense-unmasked
+        dense_unmasked: also dense attention across documents, as provider dense-unmasked
         seqs: other lengths S, for example 2048,8192
         tokens: other tokens of an optimizer step
         micro_batch: other windows of one forward and backward; with --tokens at most all of a step
@@ -130,23 +127,21 @@ def train(
         settings: of all configurations
     """
     from nsa.bench.cases import MODES
-    from nsa.bench.subjects import PROVIDERS, Batching, find_subjects, parse_train_variant
+    from nsa.bench.subjects import PROVIDERS, Batching, find_subjects
     from nsa.bench.train import TrainPlan, bench_train
 
     where = "nsa bench train"
     _at_least(where, 1, tokens=tokens, micro_batch=micro_batch, steps=steps)
     _at_least(where, 0, warmup=warmup)
     paths = [Path(path) for path in config]
-    names = None if provider is None else _words("--provider", provider, list(PROVIDERS))
-    given = variant or []
-    variants = dict(parse_train_variant(text) for text in given)
-    check(len(variants) == len(given), where, "--variant", "have names of their own", given)
-    lengths: list[int | None] = [None] if seqs is None else [*_lengths(seqs)]
+    names = None if provider is None else _words("--provider", provider, PROVIDERS)
+    subjects = find_subjects(paths, settings, variant or [], names, unmasked=dense_unmasked)
+    lengths = [None] if seqs is None else _lengths(seqs)
     plan = TrainPlan(
         shape=configs.name_in_rows(paths[0]),
-        subjects=find_subjects(paths, settings, variants, names, unmasked=dense_unmasked),
+        subjects=subjects,
         batchings=[Batching(length, tokens, micro_batch) for length in lengths],
-        modes=_words("--mode", mode, list(MODES)),
+        modes=_words("--mode", mode, MODES),
         warmup=warmup,
         steps=steps,
         out=out,
@@ -168,12 +163,11 @@ def scaling(
     """Measure training on several processes.
 
     Training steps of CONFIG on the processes that there are, by the trainer itself; the global
-    batch stays that of CONFIG and is divided among them. On GPUs the time of NCCL's kernels is told
-    too, and the part of it in which nothing else runs. To be started by torchrun, or alone for the
-    speed of one process; rows of one file are compared. For example
-      for n in 1 2 4; do
-        torchrun --standalone --nproc-per-node $n -m nsa bench scaling 78m --out rows.jsonl
-      done
+    batch stays that of CONFIG and is divided among them. On GPUs the time of NCCL's kernels is
+    measured too, and the part of it in which nothing else runs. To be started by torchrun, or alone
+    for the speed of one process; rows of one file are compared. For example
+      nsa bench scaling 78m --out rows.jsonl
+      torchrun --standalone --nproc-per-node 2 -m nsa bench scaling 78m --out rows.jsonl
       torchrun --standalone --nproc-per-node 2 -m nsa bench scaling 78m --buckets 10 25 50 100
       torchrun --standalone --nproc-per-node 2 -m nsa bench scaling 78m --parallel.strategy fsdp
 
@@ -192,8 +186,15 @@ def scaling(
 
     _at_least("nsa bench scaling", 0, warmup=warmup)
     _at_least("nsa bench scaling", 1, steps=steps)
-    run, name = load_config(config, settings), configs.name_in_rows(config)
-    plan = ScalingPlan(name, run, buckets, warmup, steps, out, commit)
+    plan = ScalingPlan(
+        name=configs.name_in_rows(config),
+        config=load_config(config, settings),
+        buckets_mib=buckets,
+        warmup=warmup,
+        steps=steps,
+        out=out,
+        commit=commit,
+    )
     bench_scaling(plan, read_launch())
     return 0
 
@@ -213,8 +214,8 @@ def host(
 ) -> int:
     """Measure what a layer costs the CPU.
 
-    Milliseconds in which one call, forward or forward with backward, is issued while the GPU waits,
-    kernels launched, and the time that the GPU needs for them. The function and the module, eager
+    Milliseconds in which one call, forward or forward with backward, is issued while the GPU is
+    idle, kernels launched, and the time that the GPU needs for them. The function and the module, eager
     and compiled, with bf16 weights and with fp32 weights under autocast, beside the attention layer
     of transformers' Llama (SDPA) in the same run. Results are compared with fp64 first; a wrong one
     gets no figure, and the exit code is 1. For example
@@ -236,18 +237,15 @@ def host(
     from nsa.bench.host import CASES, MODES, PROVIDERS, WEIGHTS, HostPlan, bench_host
     from nsa.bench.points import parse_shape
 
-    def chosen(option: str, text: str | None, known: Sequence[str]) -> list[str]:
-        return list(known) if text is None else _words(option, text, list(known))
-
     _at_least("nsa bench host", 1, width=width, calls=calls)
     plan = HostPlan(
-        parse_shape(shape),
-        width,
-        _lengths(tokens, "--tokens"),
-        cases=chosen("--case", case, CASES),
-        providers=chosen("--provider", provider, PROVIDERS),
-        modes=chosen("--mode", mode, MODES),
-        weights=chosen("--weights", weights, WEIGHTS),
+        shape=parse_shape(shape),
+        width=width,
+        tokens=_lengths(tokens, "--tokens"),
+        cases=_words("--case", case, CASES),
+        providers=_words("--provider", provider, PROVIDERS),
+        modes=_words("--mode", mode, MODES),
+        weights=_words("--weights", weights, WEIGHTS),
         calls=calls,
         out=out,
         commit=commit,
@@ -284,8 +282,8 @@ def tune(
     from nsa.bench.tune import TunePlan, bench_tune
 
     _at_least("nsa bench tune", 0, jobs=jobs)
-    where = _where(shape, seqs, tokens, dtype)
-    plan = TunePlan(**where, kernel=kernel, out=out, minutes=minutes, jobs=jobs)
+    point = _point(shape, seqs, tokens, dtype)
+    plan = TunePlan(**point, kernel=kernel, out=out, minutes=minutes, jobs=jobs)
     return 0 if bench_tune(plan, _device()) else 1
 
 
@@ -303,8 +301,7 @@ def guard(
 
     Args:
         rows: files of new rows
-        baseline: files or folders of rows to hold them against (default those that the package
-            carries)
+        baseline: files or folders of rows to compare with (default those that the package carries)
         tolerance: share by which a ratio may be worse
     """
     from nsa.bench import guard
@@ -325,8 +322,7 @@ def guard(
 def report(rows: tuple[Path, ...], *, out: Path) -> int:
     """Make a report from measured rows.
 
-    With plots, from rows alone: times over length, ratios to dense attention, memory, fitted
-    exponents, targets.
+    With plots, from rows alone: times over length, ratios to dense attention, memory, targets.
 
     Args:
         rows: files of rows
@@ -340,7 +336,7 @@ def report(rows: tuple[Path, ...], *, out: Path) -> int:
 
 
 def row_files(function: str, option: str, paths: Sequence[str]) -> list[Path]:
-    """Files of rows: those named, and those in the folders named, which may hold other files too.
+    """Files of rows: those named, and those in named folders, which may hold other files too.
 
     Raises:
         ValueError: one does not exist.
@@ -348,31 +344,32 @@ def row_files(function: str, option: str, paths: Sequence[str]) -> list[Path]:
     found: list[Path] = []
     for path in map(Path, paths):
         check(path.exists(), function, option, "be a file or folder of rows that exists", path)
-        found += sorted(filter(_holds_rows, path.glob("*.jsonl"))) if path.is_dir() else [path]
+        found += _rows_in(path) if path.is_dir() else [path]
     return found
 
 
 def carried_rows(*folders: str) -> list[Path]:
-    """Files of the rows that this project measured.
-
-    A wheel has them inside the package and a checkout in ``benchmarks/``.
+    """Files of the rows that this project measured: in a wheel, or in ``benchmarks/``.
 
     Args:
         folders: of them, for example ``results``.
     """
     inside = _PACKAGE / "benchmarks"
     root = inside if inside.is_dir() else _PACKAGE.parent / "benchmarks"
-    files = [file for folder in folders for file in sorted((root / folder).glob("*.jsonl"))]
-    return [file for file in files if _holds_rows(file)]
+    return [file for folder in folders for file in _rows_in(root / folder)]
 
 
-def _holds_rows(path: Path) -> bool:
-    """Whether the first line has a field that only rows of measured cases have."""
-    with path.open(encoding="utf-8") as file:
-        return '"case":' in file.readline()
+def _rows_in(folder: Path) -> list[Path]:
+    """Files whose first line has a field that only rows of measured cases have."""
+    found = []
+    for path in sorted(folder.glob("*.jsonl")):
+        with path.open(encoding="utf-8") as file:
+            if '"case":' in file.readline():
+                found.append(path)
+    return found
 
 
-def _where(shape: str, seqs: str, tokens: int | None, dtype: Dtype) -> dict[str, Any]:
+def _point(shape: str, seqs: str, tokens: int | None, dtype: Dtype) -> dict[str, Any]:
     import torch
 
     from nsa.bench.points import parse_shape
@@ -391,18 +388,14 @@ def _at_least(where: str, least: int, **given: int | None) -> None:
 def _lengths(text: str, option: str = "--seqs") -> list[int]:
     words = text.split(",")
     if not all(word.isdigit() and int(word) > 0 for word in words):
-        fail(
-            "nsa bench",
-            option,
-            "be positive lengths with commas between them",
-            repr(text),
-            "For example: 2048,65536",
-        )
+        rule = "be positive lengths with commas between them"
+        fail("nsa bench", option, rule, repr(text), "For example: 2048,65536")
     return [int(word) for word in words]
 
 
-def _words(option: str, text: str, known: list[str]) -> list[str]:
-    words = list(dict.fromkeys(text.split(",")))
+def _words(option: str, text: str | None, known: Collection[str]) -> list[str]:
+    """Words with commas between them, each once; None means all that are known."""
+    words = list(known) if text is None else list(dict.fromkeys(text.split(",")))
     for word in words:
         check(word in known, "nsa bench", option, f"be among {', '.join(known)}", repr(word))
     return words
@@ -411,9 +404,8 @@ def _words(option: str, text: str, known: list[str]) -> list[str]:
 def _device() -> Any:
     import torch
 
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    cuda = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 COMMANDS = Group(

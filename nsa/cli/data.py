@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from nsa.cli.commands import Command, Group
 from nsa.errors import check
@@ -36,7 +36,8 @@ def prepare(
     """Tokenise a data set into shards.
 
     They are memory-mapped files that training reads by number. SOURCE is a data set on the Hugging
-    Face hub or a local file or folder: Parquet, JSON lines or text, maybe compressed. For example
+    Face hub or a local file or folder: Parquet, JSON lines or text, which may be compressed. For
+    example
       nsa data prepare HuggingFaceFW/fineweb-edu --subset sample-10BT --out data/fineweb-edu-10bt
       nsa data prepare texts/ --tokenizer byte --validation-fraction 0.1 --out data/texts
     Ended at any moment, the same command goes on where it stopped, and the result is bit for bit
@@ -52,20 +53,19 @@ def prepare(
         tokenizer: what makes tokens of it
         tokenizer_path: a tokenizers JSON file, with --tokenizer file
         bpe_vocab_size: with --tokenizer bpe, which is trained
-        validation_fraction: documents held out, by hash
+        validation_fraction: documents for validation, by hash
         max_tokens: end with the document that reaches N training tokens (default all)
         shard_tokens: size of a shard
         licence: of the text, for the index, where the hub does not state it
-        workers: processes that tokenise (default one for each core; bytes need none)
+        workers: threads that tokenise (default one for each core; bytes need one)
         time_limit_s: give up after S seconds without text
     """
     mistyped = is_mistyped_path(source)
     check(not mistyped, "prepare", "SOURCE", "exist", source, "It is no name on the hub.")
-    from nsa.train.data import preparation
-    from nsa.train.data.stream import Origin
+    from nsa.train import data
 
-    config = preparation.PrepareConfig(
-        origin=Origin(source, subset, split, revision, text_field),
+    config = data.PrepareConfig(
+        origin=data.Origin(source, subset, split, revision, text_field),
         tokenizer=tokenizer,
         tokenizer_path=tokenizer_path,
         bpe_vocab_size=bpe_vocab_size,
@@ -74,8 +74,9 @@ def prepare(
         shard_tokens=shard_tokens,
         licence=licence,
     )
-    with _ProgressLines(max_tokens) as lines:
-        index = preparation.prepare(
+    lines = _ProgressLines(max_tokens)
+    with lines.bar:
+        index = data.prepare(
             config,
             out,
             workers=workers,
@@ -99,46 +100,43 @@ class _ProgressLines:
     """How a preparation goes: a bar on a terminal, a line every ten seconds elsewhere."""
 
     def __init__(self, max_tokens: int | None) -> None:
+        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        percent = TextColumn("{task.percentage:>3.0f}% {task.description}")
-        self._bar = Progress(BarColumn(bar_width=16), percent, refresh_per_second=2)
         self._max_tokens = max_tokens
+        self._is_terminal = Console().is_terminal
+        percentage = TextColumn("{task.percentage:>3.0f}%")
+        self.bar = Progress(
+            BarColumn(bar_width=16),
+            percentage,
+            TextColumn("{task.description}"),
+            refresh_per_second=2,
+            disable=not self._is_terminal,
+        )
+        self._task = self.bar.add_task("", total=1.0)
         self._begin: tuple[float, int] | None = None
-        self._said = 0.0
-
-    def __enter__(self) -> _ProgressLines:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for task in self._bar.task_ids:
-            self._bar.update(task, completed=1.0 if kind is None else None)
-        if self._bar.task_ids:
-            self._bar.stop()
+        self._said = time.monotonic()
 
     def report(self, report: Report) -> None:
         """Show how far it has come."""
-        now, is_terminal = time.monotonic(), self._bar.console.is_terminal
-        if self._begin is None:  # an interrupted attempt says nothing about the speed of this one
-            self._begin, self._said = (now, report.text_bytes), now
-            if is_terminal:
-                self._bar.add_task("", total=1.0)
-                self._bar.start()
-            return
-        begin, before = self._begin
-        done, files = report.files
+        now, progress = time.monotonic(), report.progress
+        size = sum(progress.text_bytes.values())
+        # What an interrupted attempt did says nothing about the speed of this one.
+        begin, before = self._begin = self._begin or (now, size)
+        tokens = sum(writer.total("tokens") for writer in report.writers.values())
+        done, files = progress.place[0], len(report.found.files)
         share = done / files
         if self._max_tokens is not None:
-            share = min(report.train_tokens / self._max_tokens, 1.0)
-        speed = f"{(report.text_bytes - before) / 1e6 / max(now - begin, 1e-9):.1f} MB/s"
-        size, file = f"{report.text_bytes / 1e9:.2f} GB", f"file {min(done + 1, files)} of {files}"
-        if is_terminal:  # all of it fits into 80 columns
-            short = f"{speed} | {size} | {report.tokens / 1e9:.2f}G tokens | {file}"
-            self._bar.update(self._bar.task_ids[0], completed=share, description=short)
-        elif now - self._said >= _LINE_S:
+            share = min(report.writers["train"].total("tokens") / self._max_tokens, 1.0)
+        speed = f"{(size - before) / 1e6 / max(now - begin, 1e-9):.1f} MB/s"
+        text, file = f"{size / 1e9:.2f} GB", f"file {min(done + 1, files)} of {files}"
+        short = f"{speed} | {text} | {tokens / 1e9:.2f}G tokens | {file}"  # fits into 80 columns
+        self.bar.update(self._task, completed=share, description=short)
+        if not self._is_terminal and now - self._said >= _LINE_S:
             self._said = now
-            counts = f"{report.tokens:,} tokens | {report.documents:,} documents"
-            print(f"{speed} | {size} of text | {counts} | {file}", flush=True)
+            documents = sum(writer.total("documents") for writer in report.writers.values())
+            counts = f"{tokens:,} tokens | {documents:,} documents"
+            print(f"{speed} | {text} of text | {counts} | {file}", flush=True)
 
 
 def verify(folder: str) -> int:
@@ -149,7 +147,7 @@ def verify(folder: str) -> int:
     Args:
         folder: made by nsa data prepare
     """
-    from nsa.train.data.shards import open_shards
+    from nsa.train.data import open_shards
 
     files = open_shards(folder, verify=True).files()
     total = sum(size for size, _ in files.values())
@@ -169,35 +167,22 @@ def bench(folder: str, *, seq_len: int = 2048, micro_batch: int = 8, seconds: fl
         micro_batch: windows of a batch
         seconds: time to measure for
     """
-    from nsa.train.data.shards import open_shards
+    from nsa.train.data import Sampler, collate, open_shards
 
     given = {"--seq-len": seq_len, "--micro-batch": micro_batch, "--seconds": seconds}
     for name, value in given.items():
         check(value > 0, "nsa data bench", name, "be positive", value)
     source = open_shards(folder).source("train")
-    measured = measure_loader(source, seq_len, micro_batch, seconds)
-    batches = f"batches of {micro_batch} windows of {seq_len} tokens"
-    print(f"loader: {measured:,.0f} tokens/s, {batches}, one process")
-    return 0
-
-
-def measure_loader(source: Any, seq_len: int, micro_batch: int, seconds: float) -> float:
-    """Tokens a second that sampler and collation deliver, the start of an epoch included.
-
-    Args:
-        source: a :class:`nsa.train.data.source.TokenSource`.
-        seq_len: tokens of a window.
-        micro_batch: windows of a batch.
-        seconds: time to measure for.
-    """
-    from nsa.train.data import Sampler, collate
-
     sampler = Sampler(source.num_windows(seq_len), seed=0)
-    begin, batches = time.perf_counter(), 0
+    begin, batches = time.perf_counter(), 0  # the start of an epoch is included
     while (elapsed := time.perf_counter() - begin) < seconds:
-        collate(source, sampler.next_windows(micro_batch), seq_len, document_mask=True)
+        indices = sampler.next_windows(micro_batch)
+        collate(source, indices, seq_len, document_mask=True)
         batches += 1
-    return batches * micro_batch * seq_len / elapsed
+    speed = batches * micro_batch * seq_len / elapsed
+    batch = f"batches of {micro_batch} windows of {seq_len} tokens"
+    print(f"loader: {speed:,.0f} tokens/s, {batch}, one process")
+    return 0
 
 
 COMMANDS = Group(
