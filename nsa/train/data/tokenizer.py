@@ -155,7 +155,7 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text: str | bytes) -> list[int]:
         """See :class:`Tokenizer`."""
         raw = text if isinstance(text, bytes) else _checked(text).encode()
-        return list(self.encode_batch([raw])[0])
+        return self.encode_batch([raw])[0].tolist()
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[Tokens]:
         """See :class:`Tokenizer`."""

@@ -18,7 +18,7 @@ def test_documents_end_with_the_separator() -> None:
     source = source_of("abc", "", "de")
     assert source.tokens.tobytes() == b"abc\0\0de\0"
     assert source.tokens.dtype == np.uint8
-    assert TextSource([np.array([50256])], 0, np.ones(50257)).tokens.dtype == np.uint16
+    assert TextSource([np.array([50256])], 0, np.ones(50257, dtype=int)).tokens.dtype == np.uint16
 
 
 @given(st.integers(2, 400), st.integers(1, 450))
@@ -26,12 +26,13 @@ def test_windows_overlap_by_the_one_token_that_is_only_a_target(
     num_tokens: int,
     seq_len: int,
 ) -> None:
-    source = TextSource([np.arange(1, num_tokens)], 0, np.ones(512))
+    source = TextSource([np.arange(1, num_tokens)], 0, np.ones(512, dtype=int))
     num_windows = source.num_windows(seq_len)
     assert 0 <= num_tokens - 1 - num_windows * seq_len < seq_len  # only a short rest is left out
     for i in range(num_windows):
         window = source.window(seq_len, i)
-        assert (window.dtype, window.shape) == (np.int64, (seq_len + 1,))
+        assert window.dtype == np.int64
+        assert window.shape == (seq_len + 1,)
         assert np.array_equal(window, source.tokens[i * seq_len : (i + 1) * seq_len + 1])
 
 

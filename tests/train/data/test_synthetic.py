@@ -35,7 +35,8 @@ def test_exactly_the_targets_with_a_known_answer_count(task: str, seq_len: int) 
     assert source.ideal_loss == 0
     for index in (0, 1, 77, source.num_windows(seq_len) - 1):
         tokens = source.window(seq_len, index)
-        assert (tokens.dtype, tokens.shape) == (np.int64, (seq_len + 1,))
+        assert tokens.dtype == np.int64
+        assert tokens.shape == (seq_len + 1,)
         assert 0 <= tokens.min() <= tokens.max() < 256
         values = tokens.tolist()
         answers = [known_answer(task, values[:target]) for target in range(1, seq_len + 1)]
