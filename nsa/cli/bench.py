@@ -215,10 +215,10 @@ def host(
     """Measure what a layer costs the CPU.
 
     Milliseconds in which one call, forward or forward with backward, is issued while the GPU is
-    idle, kernels launched, and the time that the GPU needs for them. The function and the module, eager
-    and compiled, with bf16 weights and with fp32 weights under autocast, beside the attention layer
-    of transformers' Llama (SDPA) in the same run. Results are compared with fp64 first; a wrong one
-    gets no figure, and the exit code is 1. For example
+    idle, kernels launched, and the time that the GPU needs for them. The function and the module,
+    eager and compiled, with bf16 weights and with fp32 weights under autocast, beside the attention
+    layer of transformers' Llama (SDPA) in the same run. Results are compared with fp64 first; a
+    wrong one gets no figure, and the exit code is 1. For example
       nsa bench host --out benchmarks/host/mine.jsonl
       nsa bench host --case host.module --mode compiled,reduce_overhead --tokens 2048
 

@@ -270,7 +270,7 @@ def kernel_names(seq_len: int, tiled: bool, config: NSAConfig) -> list[str]:
     num_compressed = max((seq_len - config.compress_block_size) // config.compress_stride + 1, 0)
     long = "_long" if num_compressed >= LONG_KEYS else ""
     names = [f"compressed_attention_{kind}{long}" for kind in ("fwd", "dq", "dkv")]
-    names += ["select_blocks", "selected_attention_fwd", "selected_attention_dq", "selected_attention_dkv"]
+    names += ["select_blocks", *(f"selected_attention_{kind}" for kind in ("fwd", "dq", "dkv"))]
     names += [] if tiled else ["selected_gather_fwd", "selected_gather_dkv"]
     return [*names, *(f"window_attention_{kind}" for kind in ("fwd", "dq", "dkv"))]
 
