@@ -166,7 +166,7 @@ def override_tiles(overrides: TileOverrides) -> Iterator[set[str]]:
         for pattern, changes in overrides.items():
             if re.fullmatch(pattern.replace("*", ".*"), key.kernel):
                 unused.discard(pattern)
-                tile = replace(tile, **changes)
+                tile = tile._replace(**changes)
         return tile
 
     with tiles_chosen_by(choose):

@@ -166,9 +166,9 @@ def _runs_table(rows: Sequence[Row], by: Figures) -> list[str]:
 
 # Kernels of a training step by name, the first that fits. Those of this library are called `.._kernel`, some with a branch.
 _KINDS = {
-    "selected branch": r"(selected_\w+|list|key|item|chunk)_kernel",
+    "selected branch": r"(selected_\w+|list|key|item|key_block|chunk)_kernel",
     "window and compressed branch": r"range_\w+_kernel\w*",
-    "scores and choice": r"select_kernel",
+    "scores and choice": r"select_(approximate_)?kernel",
     "other kernels of this library": r"[a-z]\w*_kernel",
     "cuDNN attention": r".*cudnn.*",
     "matrix products": r".*(nvjet|gemm|cutlass|cublas).*",

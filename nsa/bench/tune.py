@@ -332,12 +332,12 @@ def candidates(key: TileKey, tile: Tile) -> Generator[list[Tile], Tile, None]:
         if (rows >= 16 * warps or warps == 4 or key.head_size > 128) and (choice or fits_registers(key, rows, keys, warps))
     ]
     groups: list[Callable[[Tile], list[Tile]]] = [
-        lambda best: [replace(best, rows=rows, keys=keys, warps=warps) for rows, keys, warps in sizes],
-        lambda best: [replace(best, stages=stages) for stages in (1, 2, 3, 4)],
-        *(lambda best, flag=flag: [replace(best, **{flag: not getattr(best, flag)})] for flag in flags),
-        lambda best: [replace(best, edge_stages=stages) for stages in (1, 2, 3) if keys_own and not gathers],
-        lambda best: [replace(best, max_registers=most) for most in (None, 96, 128, 168, 200)],
-        lambda best: [replace(best, stages=stages) for stages in (1, 2, 3, 4)],
+        lambda best: [best._replace(rows=rows, keys=keys, warps=warps) for rows, keys, warps in sizes],
+        lambda best: [best._replace(stages=stages) for stages in (1, 2, 3, 4)],
+        *(lambda best, flag=flag: [best._replace(**{flag: not getattr(best, flag)})] for flag in flags),
+        lambda best: [best._replace(edge_stages=stages) for stages in (1, 2, 3) if keys_own and not gathers],
+        lambda best: [best._replace(max_registers=most) for most in (None, 96, 128, 168, 200)],
+        lambda best: [best._replace(stages=stages) for stages in (1, 2, 3, 4)],
     ]
     best = tile
     for group in groups:

@@ -64,7 +64,7 @@ def parse_variant(text: str, taken: Sequence[str] = ()) -> Variant:
         value = yaml.safe_load(value_text)
         kernel, dot, option = key.rpartition(".")
         if dot:
-            _known(where, "a field of a tile", option, [entry.name for entry in fields(Tile)])
+            _known(where, "a field of a tile", option, list(Tile._fields))
             variant.tiles.setdefault(kernel, {})[option] = value
         else:
             _known(where, "a field of the pattern", key, [entry.name for entry in fields(NSAConfig)])

@@ -21,7 +21,7 @@ from nsa.module import NativeSparseAttention
 from nsa.ops._backend import choose_backend
 from nsa.ops._capability import LEAST_CAPABILITY, is_too_old
 from nsa.ops._triton.tuning import LONG_KEYS, TABLES, TileKey, TileTable, default_tile, device_table, load_table
-from nsa.ops.selected.algorithm import LIMIT_4, always_tiled
+from nsa.ops.selected.algorithm import SCATTER_THRESHOLD, always_tiled
 from nsa.train import environment
 from nsa.train.telemetry.throughput import utilisation_row
 
@@ -239,7 +239,7 @@ def _kernels(question: Question) -> Iterator[str]:
     yield "on a CPU: eager PyTorch"
     lengths = (question.seq_len, question.seq_len, config.block_size)
     tiled = always_tiled("auto", config.group_size, config.num_selected_blocks, *lengths)
-    limit = f"{LIMIT_4 * config.num_selected_blocks / 4:g} blocks or fewer, the mean over tiles of neighbouring queries"
+    limit = f"{SCATTER_THRESHOLD * config.num_selected_blocks:g} blocks or fewer, the mean over tiles of neighbouring queries"
     if tiled:
         yield f"selected branch: the tiled algorithm, because in sequences so short a tile chooses {limit}"
     else:

@@ -167,7 +167,7 @@ def test_names_of_gpus_as_file_names() -> None:
 def test_only_options_that_a_kernel_has_are_tried(kernel: str, fields: set[str]) -> None:
     start = Tile(64, 64, 4, 2, edge_stages=2)
     _, trials = tune.descend(TileKey(kernel, 64, 2), start, lambda _: {2048: 1.0})
-    differ = {name for tile in trials for name, value in vars(tile).items() if value != getattr(start, name)}
+    differ = {name for tile in trials for name, value in tile._asdict().items() if value != getattr(start, name)}
     assert differ == {"rows", "keys", "warps", "stages", "max_registers"} | fields
 
 
@@ -176,12 +176,12 @@ def test_tile_for_looks_up_by_head_and_element_size() -> None:
 
     def choose(key: TileKey, tile: Tile) -> Tile:
         seen.append(key)
-        return replace(tile, rows=7)
+        return tile._replace(rows=7)
 
     q, v = torch.zeros(1, 1, 192, dtype=torch.bfloat16), torch.zeros(1, 1, 128, dtype=torch.bfloat16)
     usual = tile_for("window_attention_dq", q, v)
     with tiles_chosen_by(choose):
-        assert tile_for("window_attention_dq", q, v) == replace(usual, rows=7)
+        assert tile_for("window_attention_dq", q, v) == usual._replace(rows=7)
         tile_for("select_blocks", q[..., :8].float(), v[..., :8].float())
     assert seen == [TileKey("window_attention_dq", 192, 2), TileKey("select_blocks", 8, 4)]
     assert tile_for("window_attention_dq", q, v) == usual
@@ -207,7 +207,7 @@ def cost(best: Tile) -> tune.Measure:
 def test_the_walk_finds_the_best_tile_and_ignores_noise() -> None:
     best = Tile(128, 32, 8, 4, tma=True, edge_stages=3)
     found, trials = tune.descend(KEY, Tile(64, 64, 4, 2), cost(best))
-    assert found == replace(best, edge_stages=1)
+    assert found == best._replace(edge_stages=1)
     assert trials[found] == cost(best)(found)
     assert not [tile for tile in trials if cost(best)(tile) is None]
 

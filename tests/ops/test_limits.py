@@ -153,7 +153,7 @@ def test_keys_of_the_index(monkeypatch):
     with pytest.raises(ValueError, match=r"^selected_attention: k must have fewer than 26 blocks times KV heads .*, got 26\."):
         new_index_of(1)
     monkeypatch.setattr(_limits, "NUMBERS", 27)
-    assert new_index_of(1).none == 26
+    assert new_index_of(1).absent == 26
 
 
 def new_index_of(segments: int) -> Any:
