@@ -56,6 +56,11 @@ def stage(name: str) -> AbstractContextManager[Any]:
     return _listener(name)
 
 
+def heard() -> bool:
+    """Whether somebody listens to stages."""
+    return _listener is not None
+
+
 def in_stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator: every call of the function is a :func:`stage`."""
 

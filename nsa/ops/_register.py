@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from nsa.ops._replay import replayed
+
 _LIBRARY = Library("nsa", "FRAGMENT")
 
 
@@ -24,6 +26,7 @@ def register(
     *,
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
+    replay: bool = True,
 ) -> torch._ops.OpOverload:
     """Register ``nsa::<name>``: the one way in which operators of this library are registered.
 
@@ -39,12 +42,13 @@ def register(
             the result is a list of tensors, ``output`` is a tuple.
         backward: ``(ctx, *gradients)``: a gradient, or None, for each input, a list of them for a list; ``ctx.needs`` says
             which are wanted. Without it there are none.
+        replay: whether what the function launches depends on shapes alone, see :func:`nsa.ops._replay.replayed`.
 
     Returns:
         The operator.
     """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, guarded(function), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, guarded(replayed(function) if replay else function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"nsa::{name}", fake, lib=_LIBRARY)
     operator: torch._ops.OpOverload = getattr(torch.ops.nsa, name).default
     _LIBRARY.impl(name, _recording(operator, setup_context or _keep_nothing, backward or _no_gradient(name)), "Autograd")

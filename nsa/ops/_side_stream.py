@@ -27,11 +27,13 @@ from functools import cache
 
 import torch
 
+from nsa.ops._replay import recorder
+
 Wait = Callable[[], None]
 
 
 @cache
-def _side(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+def side_of(stream: torch.cuda.Stream) -> torch.cuda.Stream:
     """The side stream of ``stream``: the same one in every call, so that its free memory is used again."""
     return torch.cuda.Stream(stream.device, priority=-1)
 
@@ -55,14 +57,21 @@ class Streams:
     def fork(self) -> None:
         """Let what is launched on the side from now on wait for all that the calling stream was given before."""
         if self.side is not None and self.calling is not None:
-            self.side.wait_stream(self.calling)
+            _wait(self.side, self.calling)
 
     def record(self) -> Wait:
         """What lets the calling stream wait for all that the side was given up to now, when it is called."""
         if self.calling is None or self.side is None:
             return lambda: None
-        calling, event = self.calling, self.side.record_event()
-        return lambda: calling.wait_event(event)
+        calling, event, recording = self.calling, self.side.record_event(), recorder()
+        name = None if recording is None else recording.event(self.side)
+
+        def wait() -> None:
+            if recording is not None and name is not None:
+                recording.wait_event(calling, name)
+            calling.wait_event(event)
+
+        return wait
 
 
 @contextmanager
@@ -77,11 +86,20 @@ def fork_join(device: torch.device, enabled: bool = True) -> Iterator[Streams]:
         yield Streams(None, None)
         return
     calling = torch.cuda.current_stream(device)
-    side = _side(calling)
+    side, recording = side_of(calling), recorder()
+    if recording is not None:
+        recording.side(calling, side)
     streams = Streams(calling, side)
     streams.fork()
     try:
         yield streams
     finally:
         # Before the memory that the operator lets go is given to anything else.
-        calling.wait_stream(side)
+        _wait(calling, side)
+
+
+def _wait(waiting: torch.cuda.Stream, awaited: torch.cuda.Stream) -> None:
+    recording = recorder()
+    if recording is not None:
+        recording.wait_stream(waiting, awaited)
+    waiting.wait_stream(awaited)

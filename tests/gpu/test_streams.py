@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa.ops._side_stream import _side
+from nsa.ops._side_stream import side_of
 from tests.gpu.matrix import DEVICE, seed_case
 from tests.gpu.test_execution import Step
 
@@ -68,7 +68,7 @@ def values(wrong: Sequence[Tensor]) -> list[int]:
 
 def sides_of(stream: torch.cuda.Stream) -> list[torch.cuda.Stream]:
     """Side streams of a calling stream: of the whole and, beside that, of the selected branch."""
-    return [_side(stream), _side(_side(stream))]
+    return [side_of(stream), side_of(side_of(stream))]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

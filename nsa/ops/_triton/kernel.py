@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.jit import JITFunction
+
+from nsa.ops._replay import recorder
 
 # Compiled kernels of one function that are found without Triton, before all are forgotten: sizes that never come again would
 # fill the memory.
@@ -32,7 +37,7 @@ def kernel(
 
     def decorate(function: Callable[..., Any]) -> Any:
         if triton.knobs.runtime.interpret:
-            return triton.jit(function, do_not_specialize=do_not_specialize, repr=repr)
+            return Interpreted(triton.jit(function, do_not_specialize=do_not_specialize, repr=repr))
         return Kernel(function, do_not_specialize=do_not_specialize, repr=repr)
 
     return decorate
@@ -61,6 +66,7 @@ class Kernel(JITFunction[Any]):
             return super().run(*args, grid=grid, warmup=warmup, **options)
         key = (device, *self._marks(args), *constants, *constants.values())
         found = self._compiled.get(key)
+        launched = found is None
         if found is None:
             compiled = super().run(*args, grid=grid, warmup=False, **options)
             if len(self._compiled) >= MOST_COMPILED:
@@ -68,12 +74,15 @@ class Kernel(JITFunction[Any]):
             rest = [constants.get(name, parameter.default) for name, parameter in self.signature.parameters.items()][
                 len(args) :
             ]
-            self._compiled[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata, rest
-            return compiled
+            found = compiled, compiled.run, compiled.function, compiled.packed_metadata, rest
+            self._compiled[key] = found
         compiled, run, function, metadata, rest = found  # the last: values of the parameters behind the arguments
-        x, y, z = (*grid, 1, 1)[:3]
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        run(x, y, z, stream, function, metadata, None, None, None, *args, *rest)
+        before = (*(*grid, 1, 1)[:3], torch._C._cuda_getCurrentRawStream(device), function, metadata, None, None, None)
+        if not launched:
+            run(*before, *args, *rest)
+        recording = recorder()
+        if recording is not None:
+            recording.launch(run, before, args, tuple(rest))
         return compiled
 
     def _marks(self, args: tuple[Any, ...]) -> list[Any]:
@@ -91,3 +100,23 @@ class Kernel(JITFunction[Any]):
             else:
                 marks += (type(x), x)
         return marks
+
+
+class Interpreted:
+    """A function that Triton interprets, launched as a compiled one."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **constants: Any) -> None:
+            recording, call = recorder(), functools.partial(self.function[grid], **constants)
+            with nullcontext() if recording is None else _disable_current_modes():
+                call(*args)
+            if recording is not None:
+                recording.launch(call, (), args, ())
+
+        return launch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.function, name)

@@ -26,14 +26,13 @@ from nsa.ops._range import (
 from nsa.ops._register import register
 from nsa.ops._sequences import Sequences
 from nsa.ops._side_stream import fork_join
-from nsa.ops.combination.ops import combine_op
+from nsa.ops.combination.ops import run_combine
 from nsa.ops.compressed import range_arguments as compressed_arguments
 from nsa.ops.selected import selected_arguments
 from nsa.ops.selected.ops import new_results, no_index, run_selected_backward, run_selected_forward
 from nsa.ops.selection import choice_result, run_select_blocks
 from nsa.ops.window import range_arguments as window_arguments
-from nsa.ops.window import run_window_attention
-from nsa.stages import COMPRESSED, SELECTED, WINDOW, stage
+from nsa.stages import COMPRESSED, GATES, SELECTED, WINDOW, stage
 
 _INPUTS = (
     "Tensor q, Tensor? q_cmp, Tensor? k_cmp, Tensor? v_cmp, Tensor? k_slc, Tensor? v_slc, Tensor? k_win, Tensor? v_win, "
@@ -98,8 +97,12 @@ def _forward(
                     with stage(SELECTED):
                         run_selected_forward(q, k_slc, v_slc, block_indices, slc, *rest, unique=True)
         if k_win is not None and v_win is not None:
-            out_win, lse_win = run_window_attention(q, k_win, v_win, config, sequences, softmax_scale, "triton")
-    out = combine_op(out_cmp, None if slc is None else slc[0], out_win, gates)
+            out_win, by_head = range_results(q, v_win)
+            lse_win, where_win = by_head.t(), (*window_arguments(config, sequences), softmax_scale)
+            with stage(WINDOW):
+                run_range_attention("window_attention", True, q, k_win, v_win, out_win, by_head, *where_win)
+    with stage(GATES):
+        out = run_combine(out_cmp, None if slc is None else slc[0], out_win, gates)
     saved = (out_cmp, lse_cmp, block_indices, *(slc or (None,) * 4), out_win, lse_win)
     return out, *(q.new_empty(0) if x is None else x for x in saved)
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from nsa.ops._register import register
 
 
-def _forward(out_cmp: Tensor | None, out_slc: Tensor | None, out_win: Tensor | None, gates: Tensor) -> Tensor:
+def run_combine(out_cmp: Tensor | None, out_slc: Tensor | None, out_win: Tensor | None, gates: Tensor) -> Tensor:
+    """The kernel of the registered operator."""
     from nsa.ops.combination.triton_fwd import combine_forward
 
     return combine_forward(_contiguous(out_cmp, out_slc, out_win), gates.contiguous())
@@ -49,6 +50,6 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
 
 _BRANCHES = "Tensor? out_cmp, Tensor? out_slc, Tensor? out_win, Tensor gates"
 combine_op = register(
-    "combine", f"({_BRANCHES}) -> Tensor", _forward, _fake, setup_context=_setup_context, backward=_differentiate
+    "combine", f"({_BRANCHES}) -> Tensor", run_combine, _fake, setup_context=_setup_context, backward=_differentiate
 )
 combine_backward_op = register("combine_backward", f"({_BRANCHES}, Tensor dout) -> Tensor[]", _backward, _fake_backward)

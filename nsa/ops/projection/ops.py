@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops._register import register
+from nsa.ops._replay import replayed
 from nsa.ops.projection.layout import Columns, padded, stacked
 from nsa.rope import Rope
 
@@ -21,9 +22,7 @@ def _open(positions: Tensor | None, cu: Tensor | None, num_sequences: int, lengt
 
 
 def _forward(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) -> list[Tensor]:
-    from nsa.ops.projection.triton_launch import open_columns
-
-    return open_columns(torch.mm(x, stacked(weights, x.dtype).t()), bias, *_open(*rest))
+    return _project(x, stacked(weights, x.dtype), bias, *rest)
 
 
 def _backward(
@@ -31,15 +30,32 @@ def _backward(
     *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of x, of all weights as one and of the bias, of those that are needed."""
+    weight = stacked(weights, x.dtype) if needs[0] else None
+    return _project_backward(grads, x, weight, bias, gates, needs, weights[0].dtype, *rest)
+
+
+@replayed
+def _project(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
+    from nsa.ops.projection.triton_launch import open_columns
+
+    return open_columns(torch.mm(x, weight.t()), bias, *_open(*rest))
+
+
+@replayed
+def _project_backward(
+    grads: list[Tensor], x: Tensor, weight: Tensor | None, bias: Tensor | None, gates: Tensor | None, needs: list[bool],
+    dtype: torch.dtype, *rest: Any,
+) -> list[Tensor]:  # fmt: skip
+    """``weight``: all as one, where the gradient of x is needed; ``dtype``: of the weights themselves."""
     from nsa.ops.projection.triton_launch import close_columns
 
     columns, tokens, rope = _open(*rest)
     dproduct = close_columns([grad.contiguous() for grad in grads], gates, columns, tokens, rope, x)
     found = []
-    if needs[0]:
-        found.append(torch.mm(dproduct, stacked(weights, x.dtype)))
+    if weight is not None:
+        found.append(torch.mm(dproduct, weight))
     if needs[1]:
-        found.append(torch.mm(dproduct.t(), x).to(weights[0].dtype))
+        found.append(torch.mm(dproduct.t(), x).to(dtype))
     if needs[2] and bias is not None:
         end = sum(columns.sizes)
         found.append(dproduct[:, end - bias.shape[0] : end].sum(0, dtype=torch.float32).to(bias.dtype))
@@ -87,10 +103,10 @@ def _differentiate(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
 
 project_op = register(
     "project", f"(Tensor x, Tensor[] weights, Tensor? bias, {_TOKENS}) -> Tensor[]", _forward, _fake,
-    setup_context=_setup_context, backward=_differentiate,
+    setup_context=_setup_context, backward=_differentiate, replay=False,
 )  # fmt: skip
 project_backward_op = register(
     "project_backward",
     f"(Tensor[] grads, Tensor x, Tensor[] weights, Tensor? bias, Tensor? gates, bool[] needs, {_TOKENS}) -> Tensor[]",
-    _backward, _fake_backward,
+    _backward, _fake_backward, replay=False,
 )  # fmt: skip

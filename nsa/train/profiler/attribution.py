@@ -42,6 +42,7 @@ _OPERATORS = (
     ("nsa::observe", stages.TELEMETRY),
     ("aten::scaled_dot_product_", stages.DENSE),
     ("aten::_scaled_dot_product_", stages.DENSE),
+    ("torch_attn::_varlen_attn", stages.DENSE),
     ("c10d::", stages.COMMUNICATION),
     ("FSDP::", stages.COMMUNICATION),
     ("nccl:", stages.COMMUNICATION),

@@ -1,0 +1,229 @@
+"""Replayed launches: the same results for other data, and for nothing but what they were recorded for."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa import NSAConfig, native_sparse_attention, stages
+from nsa.module import NativeSparseAttention
+from nsa.ops import _replay
+from nsa.ops._replay import replayed
+from nsa.ops._triton.kernel import kernel
+from nsa.rope import Rope
+
+PATTERN = NSAConfig(
+    num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, compress_block_size=8, compress_stride=4, block_size=16,
+    num_selected_blocks=3, window_size=16,
+)  # fmt: skip
+
+
+@kernel(do_not_specialize=["number"])
+def scale_kernel(x_ptr, out_ptr, number, factor, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < number)
+    tl.store(out_ptr + at, x * factor, mask=at < number)
+
+
+def launcher() -> Any:
+    """A replayed function, and the calls that its Python has seen."""
+    calls: list[int] = []
+
+    @replayed
+    def scale(x: Tensor, others: list[Tensor | None], factor: float) -> tuple[Tensor, Tensor | None]:
+        calls.append(1)
+        flat = x.flatten()[4:]
+        out = torch.empty_like(flat)
+        scale_kernel[(1,)](flat, out, flat.shape[0], factor, BLOCK=triton.next_power_of_2(flat.shape[0]))
+        order = out.sort(stable=True)[0]
+        for other in others:
+            if other is not None:
+                order.add_(other)
+        return out.view(2, -1).t(), order
+
+    return scale, calls
+
+
+def expected(x: Tensor, others: list[Tensor | None], factor: float) -> tuple[Tensor, Tensor]:
+    out = x.flatten()[4:] * factor
+    return out.view(2, -1).t(), out.sort()[0] + sum(other for other in others if other is not None)
+
+
+def check(found: Any, x: Tensor, others: list[Tensor | None], factor: float) -> None:
+    for y, z in zip(found, expected(x, others, factor), strict=True):
+        torch.testing.assert_close(y, z)
+        assert y.stride() == z.stride()
+
+
+def test_the_third_call_is_replayed() -> None:
+    scale, calls = launcher()
+    for number in range(5):
+        x, others = torch.randn(4, 5), [torch.randn(16), None, torch.randn(16)]
+        check(scale(x, others, 0.5), x, others, 0.5)
+        assert len(calls) == min(number + 1, 2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: (torch.randn(5, 4), [None], 0.5),
+        lambda x: (torch.randn(5, 4).t(), [None], 0.5),
+        lambda x: (x.double(), [None], 0.5),
+        lambda x: (x, [None], 2.0),
+        lambda x: (x, [], 0.5),
+        lambda x: (torch.randn(21)[1:].view(4, 5), [None], 0.5),
+    ],
+    ids=["shape", "stride", "dtype", "number", "list", "alignment"],
+)
+def test_what_a_launch_may_depend_on_tells_programs_apart(other: Callable[[Tensor], Any]) -> None:
+    scale, calls = launcher()
+    x = torch.randn(4, 5)
+    for _ in range(3):
+        scale(x, [None], 0.5)
+    seen = len(calls)
+    check(scale(*other(x)), *other(x)) if other(x)[0] is x else scale(*other(x))
+    assert len(calls) == seen + 1
+
+
+def test_one_tensor_twice_is_not_two() -> None:
+    @replayed
+    def add(x: Tensor, y: Tensor) -> Tensor:
+        return x + 2 * y
+
+    x, y = torch.ones(4), torch.full((4,), 3.0)
+    for _ in range(3):
+        assert add(x, x).tolist() == [3] * 4
+    for _ in range(3):
+        assert add(x, y).tolist() == [7] * 4
+        assert add(x, x).tolist() == [3] * 4
+
+
+def test_tensors_made_beforehand_are_kept() -> None:
+    table = torch.arange(4.0)
+
+    @replayed
+    def add(x: Tensor) -> Tensor:
+        return x + table
+
+    for number in range(4):
+        assert add(torch.full((4,), float(number))).tolist() == [number + i for i in range(4)]
+
+
+def test_memory_is_let_go_where_python_lets_it_go() -> None:
+    """Before the step that follows; and what a call was given does not outlive it."""
+
+    @replayed
+    def work(x: Tensor) -> Tensor:
+        first = x + 1
+        second = first * 2
+        del first
+        third = second - 1
+        del second
+        return third * 3
+
+    for number in range(4):
+        assert work(torch.full((3,), float(number))).tolist() == [6 * number + 3] * 3
+    text = next(program for program in work.programs.values() if program).text
+    lines = [line.strip() for line in text.splitlines()]
+    made = {line.split()[0]: place for place, line in enumerate(lines) if " = c" in line}
+    freed = {line.split()[0]: place for place, line in enumerate(lines) if line.endswith("= None")}
+    assert freed == {"t1": made["t2"] + 1, "t2": made["t3"] + 1}
+    given = torch.ones(3)
+    reference = weakref.ref(given)
+    work(given)
+    del given
+    gc.collect()
+    assert reference() is None
+
+
+def test_programs_are_forgotten_before_they_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_replay, "MOST_PROGRAMS", 4)
+    scale, calls = launcher()
+    for number in range(1, 20):
+        for _ in range(3):
+            x = torch.randn(2 * number, 4)
+            check(scale(x, [], 0.5), x, [], 0.5)
+        assert len(scale.programs) <= 4
+    assert len(calls) == 38
+
+
+def test_a_listener_to_stages_sees_the_launches() -> None:
+    scale, calls = launcher()
+    x = torch.randn(4, 5)
+    for _ in range(3):
+        scale(x, [], 0.5)
+    with stages.stages_seen_by(lambda name: nullcontext()):
+        check(scale(x, [], 0.5), x, [], 0.5)
+    assert len(calls) == 3
+
+
+def test_a_failed_recording_is_none() -> None:
+    calls: list[int] = []
+
+    @replayed
+    def fail(x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return x + 1
+
+    x = torch.ones(2)
+    fail(x)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fail(x)
+    assert _replay.recorder() is None
+    for _ in range(3):
+        assert fail(x).tolist() == [2, 2]
+    assert len(calls) == 3
+
+
+@pytest.fixture
+def programs() -> list[Any]:
+    """Programs of the registered operators, which begin empty."""
+    found = [x.programs for x in gc.get_objects() if callable(x) and isinstance(getattr(x, "programs", None), dict)]
+    for some in found:
+        some.clear()
+    return found
+
+
+@pytest.mark.parametrize("lengths", [None, (30, 0, 66)], ids=["one sequence", "packed"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"phi": "mlp"}, {"phi": "linear", "compress_rope": "none"}], ids=["mean", "mlp", "linear"]
+)
+def test_attention(programs: list[Any], changes: dict[str, Any], lengths: tuple[int, ...] | None) -> None:
+    config = dataclasses.replace(PATTERN, **changes)
+    offsets = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).int()
+    torch.manual_seed(0)
+    module = NativeSparseAttention(32, config)
+    rope = Rope.from_config(config)
+
+    def step(seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        sizes = [(4, 16), *[(2, 16)] * 6]
+        leaves = [torch.randn(96, *size, requires_grad=True) for size in sizes]
+        gates = torch.rand(96, 4, 3, requires_grad=True)
+        phi = None if config.phi == "mean" else (module.phi_k.weights(), module.phi_v.weights())
+        q_cmp = torch.randn(96, 4, 16, requires_grad=True) if config.compress_rope == "none" else None
+        out = native_sparse_attention(
+            *leaves, gates, phi, config, q_cmp=q_cmp, rope=rope, cu_seqlens_q=offsets, backend="triton"
+        )  # fmt: skip
+        given = [*leaves, gates, *module.parameters(), *([] if q_cmp is None else [q_cmp])]
+        grads = torch.autograd.grad(out, given, torch.randn(out.shape), allow_unused=True)
+        return [out.detach(), *(x for x in grads if x is not None)]
+
+    plain = [step(seed) for seed in (0, 1)]
+    assert any(program is not None for some in programs for program in some.values())
+    recorded = [len(some) for some in programs]
+    for seed in (0, 1):
+        assert all(torch.equal(x, y) for x, y in zip(step(seed), plain[seed], strict=True))
+    assert [len(some) for some in programs] == recorded
