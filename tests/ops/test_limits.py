@@ -103,12 +103,12 @@ CASES: dict[str, tuple[Callable[[], None], str, int, str]] = {
     "selection, tokens": (run_selection, "TOKENS", LENGTH, "select_blocks: k_cmp .* tokens of keys"),
     "compress, tokens": (run_compress, "TOKENS", LENGTH, "compress: x .* tokens of keys"),
     "selected, tokens": (lambda: run_selected("tiled"), "TOKENS", LENGTH, "selected_attention: k .* tokens of keys"),
-    "selected, entries": (lambda: run_selected("tiled"), "NUMBERS", ENTRIES, "selected_attention: block_indices .* entries"),
+    "selected, selections": (lambda: run_selected("tiled"), "NUMBERS", ENTRIES, "selected_attention: block_indices .* selections"),
     "selected, slots": (
         lambda: run_selected("gathered", 8),
         "NUMBERS",
         LENGTH * 4 * 8,
-        "selected_attention: q .* rows of slots",
+        "selected_attention: q .* partial results",
     ),
     "selected, lists": (lambda: run_selected("tiled"), "LISTED", QUERIES * 4, "selected_attention: block_indices .* slots"),
     "selected, sorted": (
@@ -143,7 +143,7 @@ def test_slots_of_the_backward(monkeypatch):
     ids = torch.zeros(LENGTH, 2, 8, dtype=torch.int32)
     out, _ = selected_attention(*tensors(), ids, CONFIG, algorithm="gathered", backend="triton")
     monkeypatch.setattr(_limits, "NUMBERS", LENGTH * 4 * 8)
-    with pytest.raises(ValueError, match=r"^selected_attention: q must have fewer than 6400 rows of slots .*, got 6400\."):
+    with pytest.raises(ValueError, match=r"^selected_attention: q must have fewer than 6400 partial results .*, got 6400\."):
         out.sum().backward()
 
 

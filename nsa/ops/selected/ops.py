@@ -67,7 +67,7 @@ def _backward(
 
 
 def new_results(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> Results:
-    """Memory for what the registered operator gives; ``where``: what it takes behind the tensors."""
+    """Memory for the results of the registered operator; ``where``: what follows the tensors."""
     results = selected_call(q, v, *where).results(q, k, v, block_indices)
     if results.order is None or results.tile_stats is None:
         return results.out, results.lse, *no_index(block_indices, *where)
