@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nsa.errors import check
 
+if TYPE_CHECKING:
+    from nsa.train.config import TrainConfig
+
 PLAN = """\
-Say what a run will need before it runs: parameters, operations of a token, memory of a step by part, time and cost. The step is
-followed without data, so that no GPU is needed. A run that does not fit into the GPU is refused (exit code 2), with a change
-under which it fits. For example
+Say what a run will need before it runs: parameters, operations of a token, memory of a step by
+part, time and cost. No GPU is needed. A run that does not fit into the GPU is refused (exit code
+2), with a change under which it fits. For example
   nsa plan seed --gpu h200 --price-per-gpu-hour 3.5
   nsa plan seed --gpu l40s --micro-batch 32 --accumulation 1 --global-batch 32
   nsa plan seed seed-dense --measure          (on a GPU: planned beside measured memory)
@@ -21,24 +25,42 @@ Every setting of the file can be given here too, as of `nsa train`.
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Words of ``nsa plan`` beside the settings of the configuration."""
-    parser.add_argument("config", metavar="CONFIG", nargs="+", help="name of a configuration (see nsa configs) or a YAML file")
     parser.add_argument(
-        "--gpu", metavar="NAME", help="for example h200, 'NVIDIA H100 PCIe', cpu (default that of this machine)"
+        "config",
+        metavar="CONFIG",
+        nargs="+",
+        help="name of a configuration (see nsa configs) or a YAML file",
     )
-    parser.add_argument("--memory-gib", type=float, metavar="X", help="memory of the GPU (default that of --gpu)")
-    parser.add_argument("--price-per-gpu-hour", type=float, metavar="X", help="gives the cost, in the same currency")
-    parser.add_argument("--mfu", type=float, metavar="X", help="share of the GPU's peak to reckon with, between 0 and 1")
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="for example h200, 'NVIDIA H100 PCIe', cpu (default that of this machine)",
+    )
+    memory = "memory of the GPU (default that of --gpu)"
+    parser.add_argument("--memory-gib", type=float, metavar="X", help=memory)
+    price = "gives the cost, in the same currency"
+    parser.add_argument("--price-per-gpu-hour", type=float, metavar="X", help=price)
+    parser.add_argument(
+        "--mfu",
+        type=float,
+        metavar="X",
+        help="share of the GPU's peak to reckon with, between 0 and 1",
+    )
     rows = "files or folders of measured rows (default those that the package carries)"
     parser.add_argument("--rows", nargs="+", metavar="PATH", help=rows)
     parser.add_argument("--json", action="store_true", help="a JSON object a line")
-    parser.add_argument("--measure", action="store_true", help="run a few steps and compare their memory with the plan's")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="run a few steps and compare their memory with the plan's",
+    )
 
 
 def run_plan(args: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     """``nsa plan``; ``overrides`` are settings given on the command line."""
     from nsa.train.load import load_config
 
-    for option in ("price_per_gpu_hour", "mfu"):
+    for option in ("memory_gib", "price_per_gpu_hour", "mfu"):
         value, name = getattr(args, option), f"--{option.replace('_', '-')}"
         check(value is None or value > 0, "nsa plan", name, "be positive", value)
     check(args.mfu is None or args.mfu <= 1, "nsa plan", "--mfu", "be at most 1", args.mfu)
@@ -54,7 +76,8 @@ def run_plan(args: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     from nsa.plan.report import plan_json, plan_lines
 
     gpu = find_gpu(args.gpu, args.memory_gib)
-    rows = read_rows(row_files("nsa plan", "--rows", args.rows) if args.rows else carried_rows("results", "memory"))
+    given = args.rows and row_files("nsa plan", "--rows", args.rows)
+    rows = read_rows(given or carried_rows("results", "memory"))
     for path, config in configs.items():
         plan = make_plan(config, gpu, rows, args.mfu)
         if args.json:
@@ -65,15 +88,13 @@ def run_plan(args: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     return 0
 
 
-def _measure(configs: Mapping[str, object]) -> int:
-    from nsa.plan.measure import compare, comparison_lines
-    from nsa.train.config import TrainConfig
+def _measure(configs: Mapping[str, TrainConfig]) -> int:
+    from nsa.plan.measure import compare
     from nsa.train.execution.precision import choose_device
 
-    found = []
+    passed = True
     for path, config in configs.items():
-        assert isinstance(config, TrainConfig)
-        found.append(compare(path, config, choose_device(config.device)))
-        print(comparison_lines(found[-1:])[-1], flush=True)
-    print("\n" + "\n".join(comparison_lines(found)))
-    return 0 if all(one.passed for one in found) else 1
+        line, near_enough = compare(config, choose_device(config.device))
+        print(f"{path}: {line}", flush=True)
+        passed = passed and near_enough
+    return 0 if passed else 1

@@ -50,7 +50,7 @@ def on_gpu(x: Tensor) -> bool:
 def as_on_gpu() -> Iterator[None]:
     """Within, tensors count as if they lay on a GPU, for fake tensors: kernels are chosen, and no contents are read.
 
-    A fake tensor has a shape and no data, so that no kernel runs. ``nsa plan`` follows a training step so on any machine.
+    A fake tensor has a shape and no data, so that no kernel runs.
     """
     global _as_on_gpu
     before, _as_on_gpu = _as_on_gpu, True

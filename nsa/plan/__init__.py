@@ -1,1 +1,1 @@
-"""``nsa plan``: what a run will need, before it runs: parameters, operations, memory, time and cost."""
+"""``nsa plan``: memory, time and cost of a run before it runs."""

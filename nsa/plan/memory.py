@@ -1,31 +1,32 @@
-"""Memory of a training step, followed with fake tensors: no GPU is needed, and nothing of the model is allocated."""
+"""Memory of a training step, by formulas in the sizes of the model and of a micro-batch.
+
+What is small beside the rest is left out; ``tests/plan/test_memory.py`` compares the formulas with
+measured peaks.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
 
-import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-from nsa.lm.model import LanguageModel
-from nsa.ops._backend import as_on_gpu
-from nsa.plan.compiled import CompiledStep
-from nsa.plan.gpu_operators import gpu_operators
-from nsa.plan.scratch import scratch_bytes
-from nsa.plan.timeline import GRADIENTS, OPTIMIZER, PASSING, SAVED, WEIGHTS, Timeline, fake_parameters
+from nsa.lm.config import LMConfig
+from nsa.lm.recomputation import Keeps
+from nsa.lm.twins import parameters_by_part
 from nsa.train.config import TrainConfig
-from nsa.train.data.synthetic import TASKS
-from nsa.train.execution.precision import autocast
-from nsa.train.loss import NextTokenLoss
-from nsa.train.optim import ModelOptimizer
+from nsa.train.execution.activations import kept_bytes
 
-# Workspaces of cuBLAS, which PyTorch takes from its allocator: one for each thread and stream that multiplies (on an H200).
-LIBRARIES = "cuBLAS"
+WEIGHTS, OPTIMIZER, GRADIENTS = "weights", "optimizer", "gradients"
+STREAM = "saved for backward: residual stream and norms"
+ATTENTION = "saved for backward: attention"
+MLP = "saved for backward: MLP"
+# cuBLAS has a workspace for each thread and stream that multiplies (on an H200).
 WORKSPACE_BYTES = 32 * 2**20
-KEPT = f"{SAVED}: kept by checkpointing"
-# Of a process that holds a part of the model.
-GATHERED, SENT = "gathered weights", "gradients that are sent"
+# Log-probabilities, their gradient and that of the logits, fp32.
+BYTES_PER_LOGIT = 12
+# What a process takes beside its tensors: what the allocator cannot use, and the driver's context
+# and the libraries' kernels.
+FRAGMENTATION, CONTEXT_BYTES = 0.05, 2**30
 
 
 @dataclass(frozen=True)
@@ -45,156 +46,152 @@ class Footprint:
         """All of them."""
         return sum(self.parts.values())
 
-
-def step_memory(config: TrainConfig) -> Footprint:
-    """What one process of a run holds at the peak of a step, once the first step is done.
-
-    Args:
-        config: the run.
-    """
-    followed = _followed(config)
-    return followed if config.world_size == 1 or config.parallel.strategy == "ddp" else _sharded(config, followed)
+    @property
+    def needed(self) -> int:
+        """Memory that a GPU must have."""
+        return int(self.peak * (1 + FRAGMENTATION)) + CONTEXT_BYTES
 
 
 def state_memory(config: TrainConfig) -> Footprint:
     """What one process holds whatever a step does: weights, gradients and the optimizer's state.
 
-    That is all that can be said of a CPU, where attention runs as the reference, whose steps depend on the data.
-
-    Args:
-        config: the run.
+    That is all that can be said of a CPU, where attention runs as the reference, whose steps depend
+    on the data.
     """
-    model = _empty_model(config)
-    with FakeTensorMode():
-        fake_parameters(model)
-        weights, state = _state_bytes(model, config)
-    return Footprint({WEIGHTS: weights, GRADIENTS: weights, OPTIMIZER: state}, is_all=False)
+    state = _state(config)
+    return Footprint({**state, GRADIENTS: state[WEIGHTS]}, is_all=False)
 
 
-def _followed(config: TrainConfig) -> Footprint:
-    """A step of a process that holds the whole model."""
-    alike = config.checkpointing.policy not in ("range", "every")
-    if config.compile and alike:
-        # Layers are alike: what a further one adds is the difference of two small models. Compiling a deep one takes minutes.
-        few = min(config.model.num_layers, 2)
-        parts = [_compiled(_with_layers(config, layers)) for layers in range(1, few + 1)]
-        more = config.model.num_layers - few
-        last, before = parts[-1].parts, parts[0].parts
-        return Footprint({name: size + more * (size - before.get(name, 0)) for name, size in last.items()})
-    return _compiled(config) if config.compile else _eager(config)
+def step_memory(config: TrainConfig) -> Footprint:
+    """What one process of a run on GPUs holds when most is held, once the first step is done.
 
-
-def _with_layers(config: TrainConfig, layers: int) -> TrainConfig:
-    return replace(config, model=replace(config.model, num_layers=layers))
-
-
-def _eager(config: TrainConfig) -> Footprint:
-    model = _empty_model(config)
-    with FakeTensorMode(), gpu_operators():
-        fake_parameters(model)
-        loss = NextTokenLoss(model, config.loss_chunk)
-        timeline = Timeline(scratch_bytes)
-        with timeline, timeline.by_part(_parts(model), otherwise="head and loss"):
-            for parameter in model.parameters():
-                timeline.hold(parameter, WEIGHTS)
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(lambda p: _label_gradient(timeline, p))
-            optimizer = ModelOptimizer(model, config.optim)
-            for state in optimizer.state_tensors().values():
-                timeline.relabel(state, OPTIMIZER)
-            for _ in range(2 if _has_gradients_before(config) else 1):
-                inputs = _fake_batch(config)
-                with autocast(torch.device("cpu"), config.compute_dtype):
-                    total = loss(*inputs, config.seq_len)
-                if config.checkpointing.policy == "operators":
-                    timeline.relabel_all(PASSING, KEPT)  # what is still there is what the policy keeps
-                (total / config.seq_len).backward()
-                del total
-            optimizer.step(torch.zeros(()))
-            optimizer.zero_grad()
-    return Footprint({**{name: size for name, size in timeline.at_peak.items() if size}, LIBRARIES: _library_bytes(config)})
-
-
-def _compiled(config: TrainConfig) -> Footprint:
-    model = _empty_model(config)
-    with FakeTensorMode(), as_on_gpu():
-        fake_parameters(model)
-        step = CompiledStep(NextTokenLoss(model, config.loss_chunk), scratch_bytes)
-        with autocast(torch.device("cpu"), config.compute_dtype):
-            parts = step.memory(*_fake_batch(config), config.seq_len, gradients_before=_has_gradients_before(config))
-        weights, state = _state_bytes(model, config)
-    return Footprint({WEIGHTS: weights, OPTIMIZER: state, **parts, LIBRARIES: _library_bytes(config)})
-
-
-def _state_bytes(model: LanguageModel, config: TrainConfig) -> tuple[int, int]:
-    """Of the weights, and of the optimizer's state."""
-    state = ModelOptimizer(model, config.optim).state_tensors().values()
-    return sum(parameter.nbytes for parameter in model.parameters()), sum(tensor.nbytes for tensor in state)
-
-
-def _library_bytes(config: TrainConfig) -> int:
-    """The program's thread and that of autograd multiply, and another stream while a graph is captured."""
-    return (3 if config.cuda_graphs else 2) * WORKSPACE_BYTES
-
-
-def has_masked_documents(config: TrainConfig) -> bool:
-    """Whether documents inside a window are sequences of their own."""
-    return config.data.document_mask and config.data.source not in TASKS
-
-
-def _sharded(config: TrainConfig, whole: Footprint) -> Footprint:
-    """The same with FSDP2: a part of all weights, gradients and moments, and what is gathered for the layers at hand.
-
-    Two layers are gathered, one at work and the one that comes next; what belongs to no layer all the time. Gradients of one
-    layer wait whole while those of another are sent; while micro-batches are accumulated, those of all layers do.
+    That is when a layer or the loss runs backward, or in the optimizer's step.
     """
-    model = _empty_model(config)
-    layer = sum(parameter.numel() for parameter in model.decoder_layers()[0].parameters())
-    outer = sum(parameter.numel() for parameter in model.parameters()) - config.model.num_layers * layer
-    element = 2 if config.parallel.gather_dtype == "bf16" else 4
-    divided = {WEIGHTS, OPTIMIZER} if config.accumulation > 1 else {WEIGHTS, OPTIMIZER, GRADIENTS}
-    parts = {name: -(-size // config.world_size) if name in divided else size for name, size in whole.parts.items()}
-    return Footprint({**parts, GATHERED: 4 * outer + 2 * layer * element, SENT: 2 * layer * 4})
+    state, held = _state(config), _in_backward(config)
+    moments = [held + _activations(config, at) for at in range(config.model.num_layers + 1)]
+    # Muon cannot be told to skip a step, so weights and momentum are copied before.
+    copies = 2 * state[WEIGHTS] * (config.optim.name == "muon")
+    moments.append(Counter({GRADIENTS: state[WEIGHTS], "copies for Muon": copies}))
+    # One for each thread and stream that multiplies: the program's, autograd's, that of a capture.
+    cublas = (3 if config.cuda_graphs else 2) * WORKSPACE_BYTES
+    most = max(moments, key=lambda parts: parts.total())
+    return Footprint({**state, **most, "cuBLAS": cublas})
 
 
-def _has_gradients_before(config: TrainConfig) -> bool:
-    """Whether gradients exist when a micro-batch begins: those of the ones before, or what a CUDA graph adds to."""
-    return config.accumulation > 1 or config.cuda_graphs
+@lru_cache
+def _parameters(model: LMConfig) -> tuple[int, int]:
+    """Numbers of parameters in the layers, and of embedding and head."""
+    outside = model.vocab_size * model.width * (1 if model.tie_head else 2)
+    return parameters_by_part(model)["total"] - outside, outside
 
 
-def _label_gradient(timeline: Timeline, parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    timeline.relabel(parameter.grad, GRADIENTS)
+def _state(config: TrainConfig) -> dict[str, int]:
+    """Weights and moments of one process: two a parameter, of the matrices of Muon one."""
+    (inside, outside), shares = _parameters(config.model), _shares(config)
+    moments = (1 if config.optim.name == "muon" else 2) * inside + 2 * outside
+    return {WEIGHTS: 4 * (inside + outside) // shares, OPTIMIZER: 4 * moments // shares}
 
 
-def _empty_model(config: TrainConfig) -> LanguageModel:
-    """The model on the meta device. PyTorch's fused attention on the CPU, which is traced for cuDNN's, has one head size."""
-    model_config = config.model
-    if model_config.attention == "dense":
-        size = max(model_config.nsa.head_dim, model_config.nsa.value_dim)
-        model_config = replace(model_config, nsa=replace(model_config.nsa, head_dim=size, value_dim=size))
-    with torch.device("meta"):
-        model = LanguageModel(model_config)
-    for index, layer in enumerate(model.decoder_layers()):
-        layer.keeps = config.checkpointing.keeps(index)
-    return model
-
-
-def _parts(model: LanguageModel) -> list[tuple[str, nn.Module]]:
-    found: list[tuple[str, nn.Module]] = [("embedding", model.embedding), ("residual stream and norms", model.norm)]
-    for layer in model.decoder_layers():
-        found += [("residual stream and norms", layer), ("attention", layer.attention), ("MLP", layer.mlp)]
+def _in_backward(config: TrainConfig) -> Counter[str]:
+    """What one process holds all through the backward pass of a step's last micro-batch."""
+    model, parallel, found = config.model, config.parallel, Counter[str]()
+    inside, outside = _parameters(model)
+    layer = inside // model.num_layers
+    # Those of the micro-batches before, which FSDP holds whole, or what a CUDA graph adds to.
+    if config.accumulation > 1 or config.cuda_graphs:
+        found[GRADIENTS] = 4 * (inside + outside)
+    element = 2 if parallel.gather_dtype == "bf16" else 4
+    if config.compute_dtype == "bf16":
+        # Copies of fp32 weights; those of layers that are computed again come one at a time, but
+        # they are little beside the rest.
+        copied = (element - 2) * inside
+        found["weights in bf16"] = 2 * model.vocab_size * model.width + copied
+    if _shares(config) > 1:
+        # One layer at work and its neighbour, and all the time what belongs to no layer.
+        found["gathered weights"] = 4 * outside + 2 * element * layer
+        found["gradients that are sent"] = 8 * layer
+    elif config.world_size > 1 and not config.cuda_graphs:  # DDP's buckets
+        bucket = 6 if parallel.gradient_compression == "bf16" else 4
+        found["gradients that are sent"] = bucket * (inside + outside)
     return found
 
 
-def _fake_batch(config: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """A micro-batch; with masked documents it has one sequence more than windows, so that it is not taken for a dense one."""
-    masked = has_masked_documents(config)
-    tokens = torch.empty(config.micro_batch * config.seq_len, dtype=torch.int64)
-    cu_seqlens = torch.empty(config.micro_batch + 1 + masked, dtype=torch.int32)
-    return tokens, torch.empty_like(tokens), cu_seqlens
+def _activations(config: TrainConfig, layer: int) -> Counter[str]:
+    """What the forward pass left and a layer's backward pass makes, the layers above it being done.
+
+    Args:
+        config: the run.
+        layer: index of the layer; the number of layers for the loss, which comes first.
+    """
+    model, tokens = config.model, config.micro_batch * config.seq_len
+    element = _element(config)
+    found = Counter[str]()  # bytes a token
+    for below in range(layer):
+        found.update(saved_bytes(config, config.checkpointing.keeps(below)))
+    logits = 0
+    if layer == model.num_layers:
+        found[STREAM] += (4 + element) * model.width  # the last norm's
+        chunk = min(config.loss_chunk or tokens, tokens)
+        logits = (BYTES_PER_LOGIT * chunk + 4 * model.width) * model.vocab_size  # and dW
+    else:
+        whole = saved_bytes(config, "everything")  # from the forward pass or computed again
+        # The gradient of the residual stream; then those inside the MLP, or those of attention,
+        # whose turn comes when what the MLP had saved is gone.
+        attention = attention_backward_bytes(config) - whole[MLP]
+        found.update(whole)
+        found["gradients inside a layer"] = 4 * model.width + max(whole[MLP] // 2, attention)
+    sizes = {part: size * tokens for part, size in found.items()}
+    return Counter({**sizes, "logits and head": logits})
 
 
-def saved_bytes(footprint: Footprint) -> int:
-    """Bytes that autograd keeps for the backward pass at the peak."""
-    return sum(size for name, size in footprint.parts.items() if name.startswith(SAVED))
+def saved_bytes(config: TrainConfig, keeps: Keeps) -> dict[str, int]:
+    """What a layer saves for its backward pass, bytes a token by part.
+
+    Args:
+        config: the run.
+        keeps: what is not computed again.
+    """
+    model, pattern, element = config.model, config.model.nsa, _element(config)
+    kept = kept_bytes(model, "attention", element)
+    stream = kept.pop("input")
+    if keeps == "input":
+        return {STREAM: stream}
+    attention = sum(kept.values())
+    if keeps == "attention":
+        return {STREAM: stream, ATTENTION: attention}
+    keys = element * pattern.num_kv_heads * (pattern.head_dim + pattern.value_dim)
+    attention += element * pattern.num_heads * pattern.head_dim + keys
+    if model.attention == "nsa":
+        # Keys and values of another branch, gates in fp32. Those of the third branch are read as
+        # blocks that overlap, which the gradient of a mean does not need.
+        overlap = pattern.compress_block_size // pattern.compress_stride
+        read = 0 if pattern.phi == "mean" else overlap
+        attention += (1 + read) * keys + 12 * pattern.num_heads
+    # Before and after the activation; with a gate the product too, and without compilation both
+    # of its factors.
+    results = 2 if model.mlp == "silu" else 3 if config.compile else 4
+    # Inputs of attention and MLP, before and after their norms.
+    stream = 2 * (4 + element) * model.width
+    return {STREAM: stream, ATTENTION: attention, MLP: results * element * model.mlp_hidden_size}
+
+
+def attention_backward_bytes(config: TrainConfig) -> int:
+    """What the backward pass of attention writes and reads beside what was saved, bytes a token.
+
+    These are gradients of its output and its inputs, and scratch: sums of dk and dv in fp32 and, of
+    NSA, four rows of dq a query, or of dense attention dq in fp32 and a dk and dv a query head.
+    """
+    pattern = config.model.nsa
+    size = _element(config) * (pattern.head_dim + pattern.value_dim)
+    keys = 7 if config.model.attention == "nsa" else 1
+    return (3 * pattern.num_heads + keys * pattern.num_kv_heads) * size
+
+
+def _element(config: TrainConfig) -> int:
+    """Bytes of an element of what matrix products give."""
+    return 2 if config.compute_dtype == "bf16" else 4
+
+
+def _shares(config: TrainConfig) -> int:
+    """Processes that divide weights, gradients and the optimizer's state among them."""
+    return config.world_size if config.parallel.strategy == "fsdp" else 1

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
@@ -17,18 +16,11 @@ from nsa.lm.model import LanguageModel
 from nsa.plan.gpus import CPU, GIB, Gpu
 from nsa.plan.memory import Footprint, state_memory, step_memory
 from nsa.train.config import CheckpointingConfig, ParallelConfig, TrainConfig
+from nsa.train.telemetry.throughput import peak_of
+from nsa.train.watch.out_of_memory import smaller_micro_batch
 
-# What a process takes beside its tensors: the driver's context and the libraries' kernels; and what the allocator cannot use.
-CONTEXT_BYTES = GIB
-FRAGMENTATION = 0.05
-# Share of a GPU's peak that training is taken to reach where nothing like it was measured.
+# Share of a GPU's peak that training is assumed to reach where nothing like it was measured.
 ASSUMED_MFU = 0.25
-LOGITS_CHUNK = 1024
-# Policies that keep less than each one, the least costly first.
-_COSTLIER: dict[str, tuple[Literal["operators", "full"], ...]] = {
-    "none": ("operators", "full"), "range": ("operators", "full"), "every": ("operators", "full"), "operators": ("full",),
-    "full": (),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,110 +62,111 @@ class RunPlan:
         return self.config.steps * self.config.global_batch * self.config.seq_len
 
     @property
-    def needed_bytes(self) -> int:
-        """Memory that a GPU must have."""
-        return needed_bytes(self.footprint)
-
-    @property
     def seconds(self) -> float | None:
         """Training and evaluations; the start, checkpoints and the sample are not counted."""
         if self.speed is None:
             return None
         config = self.config
-        evaluations = 0 if config.eval_windows == 0 else 1 + (config.steps // config.eval_every if config.eval_every else 0)
-        forward = evaluations * config.eval_windows * config.seq_len / 3  # a third of a training token's work
+        evaluations = 1 + config.steps // (config.eval_every or math.inf)
+        # A token of a forward pass is a third of the work of a training token.
+        forward = evaluations * config.eval_windows * config.seq_len / 3
         return (self.tokens + forward) / self.speed.tokens_per_s
 
-    def cost(self, price_per_gpu_hour: float) -> float | None:
-        """Price of all GPUs for the expected time."""
-        return None if self.seconds is None else self.seconds / 3600 * self.config.world_size * price_per_gpu_hour
+    @property
+    def gpu_hours(self) -> float | None:
+        """Hours of all GPUs together."""
+        return None if self.seconds is None else self.seconds / 3600 * self.config.world_size
 
 
-def needed_bytes(footprint: Footprint) -> int:
-    """Memory that a GPU must have for a step."""
-    return math.ceil(footprint.peak * (1 + FRAGMENTATION)) + CONTEXT_BYTES
-
-
-def make_plan(config: TrainConfig, gpu: Gpu | None, rows: Iterable[Row] = (), mfu: float | None = None) -> RunPlan:
+def make_plan(
+    config: TrainConfig,
+    gpu: Gpu | None,
+    rows: Iterable[Row] = (),
+    mfu: float | None = None,
+) -> RunPlan:
     """Plan a run.
 
     Args:
         config: the run.
         gpu: what it is planned for.
         rows: measured steps, of any GPU and model.
-        mfu: share of the peak to take for granted; None looks at the rows first.
+        mfu: share of the peak to assume; None looks at the rows first.
     """
     with torch.device("meta"):
         model = LanguageModel(config.model)
-    flops = flops_per_token(model, config.seq_len)
-    speed = None if gpu is None else expected_speed(config, model.num_parameters()["total"], flops, gpu, list(rows), mfu)
-    footprint = state_memory(config) if gpu is not None and gpu.name == CPU else step_memory(config)
-    return RunPlan(config, model.num_parameters(), flops, footprint, gpu, speed)
+    on_cpu = gpu and gpu.name == CPU
+    footprint = state_memory(config) if on_cpu else step_memory(config)
+    parameters, flops = model.num_parameters(), flops_per_token(model, config.seq_len)
+    speed = expected_speed(config, parameters["total"], flops, gpu, rows, mfu) if gpu else None
+    return RunPlan(config, parameters, flops, footprint, gpu, speed)
 
 
 def expected_speed(
-    config: TrainConfig, parameters: int, flops: float, gpu: Gpu, rows: Sequence[Row], mfu: float | None
+    config: TrainConfig,
+    parameters: int,
+    flops: float,
+    gpu: Gpu,
+    rows: Iterable[Row],
+    mfu: float | None,
 ) -> Speed | None:
-    """From a measured row of this very model and length, or the MFU of the nearest one, or an assumed MFU.
+    """From a measured row of this very model and length, or the MFU of the nearest one, or a guess.
 
-    Several GPUs are taken to be as fast as one, times their number.
+    Several GPUs are assumed to be as fast as one, times their number.
     """
-    peak = gpu.peak_flops if config.compute_dtype == "bf16" else None  # that of fp32 products is another
-    if mfu is None:
-        like = [row for row in rows if _is_like(row, config, gpu)]
-        same = [
-            row for row in like if row.settings and row.settings["parameters"] == parameters and row.seq_len == config.seq_len
-        ]
-        if same:
-            # Of several the one whose step is most like this one.
-            row = min(same, key=lambda row: (_apart(row, config), _negative_date(row)))
-            assert row.tokens_per_s is not None
+    share, why = mfu or ASSUMED_MFU, "given" if mfu else "assumed, nothing like it was measured"
+    row = None if mfu else _nearest(rows, config, parameters, gpu)
+    if row is not None and row.tokens_per_s:
+        other_model = row.settings and row.settings["parameters"] != parameters
+        if row.seq_len == config.seq_len and not other_model:
             return Speed(row.tokens_per_s * config.world_size, f"measured: {_describe(row)}")
-        with_mfu = [row for row in like if row.mfu]
-        if with_mfu and peak:
-            row = min(with_mfu, key=lambda row: (abs(math.log(row.seq_len / config.seq_len)), _apart(row, config)))
-            assert row.mfu is not None
-            return Speed(row.mfu * peak / flops * config.world_size, f"MFU {row.mfu:.2f} as of {_describe(row)}")
+        if row.mfu:
+            share, why = row.mfu, f"as of {_describe(row)}"
+    # The known peak is that of bf16 products.
+    peak = peak_of(gpu.name) if config.compute_dtype == "bf16" else None
     if peak is None:
         return None
-    share = ASSUMED_MFU if mfu is None else mfu
-    why = "assumed, nothing like it was measured" if mfu is None else "given"
     return Speed(share * peak / flops * config.world_size, f"MFU {share:.2f}, {why}")
 
 
-def _is_like(row: Row, config: TrainConfig, gpu: Gpu) -> bool:
-    if row.case != "train" or row.mode != "fwd_bwd" or row.tokens_per_s is None or row.settings is None:
-        return False
-    kind = (gpu.name, DTYPES[config.compute_dtype], config.model.attention)
-    return (row.gpu, row.dtype, row.settings["attention"]) == kind
+def _nearest(
+    rows: Iterable[Row],
+    config: TrainConfig,
+    parameters: int,
+    gpu: Gpu,
+) -> Row | None:
+    """The row of this GPU, precision and attention whose step is most like the run's."""
+    kind = ("train", "fwd_bwd", gpu.name, DTYPES[config.compute_dtype], config.model.attention)
+    wanted = {
+        "parameters": parameters,
+        "compile": config.compile,
+        "checkpointing": config.checkpointing.policy,
+        "document_mask": config.data.document_mask,
+        "cuda_graphs": config.cuda_graphs,
+    }
 
+    def is_like(row: Row) -> bool:
+        attention = row.settings and row.settings.get("attention")
+        found = (row.case, row.mode, row.gpu, row.dtype, attention)
+        return found == kind and row.tokens_per_s is not None
 
-def _apart(row: Row, config: TrainConfig) -> tuple[bool, bool, float, bool, bool]:
-    """What differs, weightiest first.
+    def distance(row: Row) -> tuple[float, ...]:
+        """What differs, weightiest first; lengths and tokens of a micro-batch by their factors."""
+        settings = row.settings or {}
+        differs = [settings.get(name, False) != value for name, value in wanted.items()]
+        length = row.seq_len / config.seq_len
+        tokens = length * settings["micro_batch"] / config.micro_batch
+        return abs(math.log(length)), *differs[:3], abs(math.log(tokens)), *differs[3:]
 
-    Returns:
-        Compilation, checkpointing, the factor between the tokens of a micro-batch, document masks,
-        CUDA graphs.
-    """
-    assert row.settings is not None
-    factor = math.log(row.settings["micro_batch"] * row.seq_len / (config.micro_batch * config.seq_len))
-    recomputed = row.settings["checkpointing"] != config.checkpointing.policy
-    masked = row.is_masked != config.data.document_mask
-    graphs = row.settings["cuda_graphs"] != config.cuda_graphs
-    return row.settings["compile"] != config.compile, recomputed, abs(factor), masked, graphs
-
-
-def _negative_date(row: Row) -> tuple[int, ...]:
-    """Orders the newest first."""
-    return tuple(-ord(letter) for letter in row.date)
+    newest_first = sorted(filter(is_like, rows), key=lambda row: row.date, reverse=True)
+    return min(newest_first, key=distance, default=None)
 
 
 def _describe(row: Row) -> str:
-    assert row.settings is not None
-    how = "compiled" if row.settings["compile"] else "not compiled"
-    policy = f"checkpointing {row.settings['checkpointing']}"
-    policy += ", document masks" * row.is_masked
-    return f"{row.shape}, {row.provider}, S {row.seq_len:,} x {row.settings['micro_batch']}, {how}, {policy}, {row.date[:10]}"
+    settings = row.settings or {}
+    how = "compiled" if settings["compile"] else "not compiled"
+    policy = f"checkpointing {settings['checkpointing']}" + ", document masks" * row.is_masked
+    batch = f"S {row.seq_len:,} x {settings['micro_batch']}"
+    return f"{row.shape}, {row.provider}, {batch}, {how}, {policy}, {row.date[:10]}"
 
 
 def refuse_what_does_not_fit(plan: RunPlan) -> None:
@@ -182,46 +175,48 @@ def refuse_what_does_not_fit(plan: RunPlan) -> None:
     Raises:
         UserError: it does not fit.
     """
-    gpu = plan.gpu
-    if gpu is None or plan.needed_bytes <= gpu.memory_gib * GIB:
+    gpu, needed = plan.gpu, plan.footprint.needed
+    if gpu is None or needed <= gpu.memory_gib * GIB:
         return
     rule = f"fit into the {gpu.memory_gib:.1f} GiB of {gpu.name}"
-    raise UserError("nsa plan", "the run", rule, f"{plan.needed_bytes / GIB:.1f} GiB", suggestion(plan.config, gpu))
+    hint = suggestion(plan.config, gpu)
+    raise UserError("nsa plan", "the run", rule, f"{needed / GIB:.1f} GiB", hint)
 
 
 def suggestion(config: TrainConfig, gpu: Gpu) -> str:
     """The smallest change under which the run fits, as words of the command line."""
     for changed in alternatives(config) if gpu.name != CPU else ():
-        needed = needed_bytes(step_memory(changed))
+        needed = step_memory(changed).needed
         if needed <= gpu.memory_gib * GIB:
-            words = (f"--{name.replace('_', '-')} {_word(value)}" for name, value in differences(config, changed).items())
+            found = differences(config, changed).items()
+            words = (f"--{name.replace('_', '-')} {value}".lower() for name, value in found)
             return f"It takes {needed / GIB:.1f} GiB with {' '.join(words)}."
-    return "Nothing that trains the same makes it fit; take a smaller model, shorter windows or a GPU with more memory."
-
-
-def _word(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    rest = "take a smaller model, shorter windows or a GPU with more memory"
+    return f"Nothing that trains the same makes it fit; {rest}."
 
 
 def alternatives(config: TrainConfig) -> Iterator[TrainConfig]:
-    """Changes that need less memory and train the same, the least costly first; all but the first build on each other."""
-    if not config.compile:
-        yield replace(config, compile=True)
+    """Changes that need less memory and train the same, the least costly first.
+
+    Each keeps those before it.
+    """
     if config.loss_chunk == 0 and config.model.vocab_size > config.model.width:
-        config = replace(config, loss_chunk=LOGITS_CHUNK)
+        config = replace(config, loss_chunk=1024)
         yield config
-    while config.micro_batch > 1:
-        smaller = max(part for part in range(1, config.micro_batch) if config.micro_batch % part == 0)
-        factor = config.micro_batch // smaller
-        config = replace(config, micro_batch=smaller, accumulation=config.accumulation * factor)
+    while (windows := smaller_micro_batch(config)) is not None:
+        accumulation = config.accumulation * config.micro_batch // windows
+        config = replace(config, micro_batch=windows, accumulation=accumulation)
         yield config
-    for policy in _COSTLIER[config.checkpointing.policy]:
-        config = replace(config, checkpointing=CheckpointingConfig(policy=policy))
-        yield config
-    if config.world_size > 1 and config.parallel.strategy == "ddp":
-        yield replace(config, cuda_graphs=False, parallel=ParallelConfig(strategy="fsdp"))
+    for less in (CheckpointingConfig("operators"), CheckpointingConfig("full")):
+        if config.checkpointing.policy not in (less.policy, "full"):
+            config = replace(config, checkpointing=less)
+            yield config
     for world_size in (2, 4, 8):
-        if world_size > config.world_size and config.global_batch % world_size == 0:
-            accumulation = config.global_batch // world_size
-            shared = ParallelConfig(strategy="fsdp")
-            yield replace(config, cuda_graphs=False, world_size=world_size, accumulation=accumulation, parallel=shared)
+        if world_size >= config.world_size and config.global_batch % world_size == 0:
+            yield replace(
+                config,
+                cuda_graphs=False,
+                world_size=world_size,
+                accumulation=config.global_batch // world_size,
+                parallel=ParallelConfig(strategy="fsdp"),
+            )

@@ -133,7 +133,7 @@ class OptimConfig:
 class CheckpointingConfig:
     """Activation checkpointing: what is dropped after the forward pass and computed again in the backward pass.
 
-    It trades time for memory and leaves every gradient as it is. ``docs/memory.md`` has the figures.
+    It trades time for memory and leaves every gradient as it is. ``docs/planning.md`` has the figures.
 
     Attributes:
         policy: ``none``; ``full``, every layer keeps its input alone; ``range``, the layers from ``first`` to ``last`` do;

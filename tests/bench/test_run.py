@@ -329,7 +329,7 @@ def test_a_variant_changes_tiles_within_its_scope() -> None:
     usual = [tile_for(name, q, q) for name in names]
     with override_tiles({"window_*": {"rows": 7}, "*_dq": {"keys": 9}, "other": {"rows": 1}}) as unused:
         assert [tile_for(name, q, q) for name in names] == [
-            replace(usual[0], rows=7), replace(usual[1], rows=7, keys=9), usual[2],
+            usual[0]._replace(rows=7), usual[1]._replace(rows=7, keys=9), usual[2],
         ]  # fmt: skip
         assert unused == {"other"}
     assert [tile_for(name, q, q) for name in names] == usual

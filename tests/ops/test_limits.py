@@ -103,7 +103,12 @@ CASES: dict[str, tuple[Callable[[], None], str, int, str]] = {
     "selection, tokens": (run_selection, "TOKENS", LENGTH, "select_blocks: k_cmp .* tokens of keys"),
     "compress, tokens": (run_compress, "TOKENS", LENGTH, "compress: x .* tokens of keys"),
     "selected, tokens": (lambda: run_selected("tiled"), "TOKENS", LENGTH, "selected_attention: k .* tokens of keys"),
-    "selected, selections": (lambda: run_selected("tiled"), "NUMBERS", ENTRIES, "selected_attention: block_indices .* selections"),
+    "selected, selections": (
+        lambda: run_selected("tiled"),
+        "NUMBERS",
+        ENTRIES,
+        "selected_attention: block_indices .* selections",
+    ),
     "selected, slots": (
         lambda: run_selected("gathered", 8),
         "NUMBERS",

@@ -45,10 +45,10 @@ STACK_THAT_WINS = {
     ),
     ("nvidia-h200", "select_kernel", 64): (
         "at most 168 registers, so that three programs share a multiprocessor: 1.03 ms against 1.14 without a limit; "
-        "see docs/kernels/selection.md"
+        "see docs/log.md"
     ),
     ("nvidia-h200", "select_approximate_kernel", 64): "the limit of select_kernel, whose tile it takes",
-    ("nvidia-h200", "select_kernel", 128): "32 blocks a step, 7.4 ms against 9.6 with 16; see docs/kernels/selection.md",
+    ("nvidia-h200", "select_kernel", 128): "32 blocks a step, 7.4 ms against 9.6 with 16; see docs/log.md",
     # At 8,192 tokens of the paper's shape (64 query heads in 4 groups, D 192, Dv 128), with the best tile without stack beside.
     ("nvidia-h200", "select_kernel", 192): "64 queries by 64 blocks, 3 stages: 0.265 ms against 0.360",
     ("nvidia-h200", "range_dq_kernel", 192): "64 by 32, 4 warps: compressed 4.17 ms against 4.44, window 7.06 against 7.52",

@@ -298,15 +298,9 @@ def range_dkv(backward: RangeBackward, tile: Tile) -> tuple[Tensor, Tensor]:
     )
     if partial:
         range_reduce_kernel[(num_blocks, num_kv_heads, 2)](
-            dk_sum,
-            dv_sum,
-            dk,
-            dv,
+            *(dk_sum, dv_sum, dk, dv),
             *layout.arguments(),
-            chunk_rows,
-            num_key,
-            layout.size,
-            layout.stride,
+            *(chunk_rows, num_key, layout.size, layout.stride),
             HEADS=constants["HEADS"],
             BLOCK_N=tile.keys,
             WINDOW=layout.window,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +20,12 @@ from nsa.ops._triton.range_launch import fitting, source
 from nsa.ops._triton.sizes import cdiv, next_power_of_2
 from nsa.ops._triton.tuning import MOST_REGISTERS, Tile
 from nsa.ops.selected.algorithm import MAX_QUERIES, always_tiled
-from nsa.ops.selected.gathered import (
+from nsa.ops.selected.gathered_bwd import (
     selected_gather_bwd_kernel,
-    selected_gather_fwd_kernel,
     selected_merge_dq_kernel,
-    selected_merge_out_kernel,
     selected_reduce_kernel,
 )
+from nsa.ops.selected.gathered_fwd import selected_gather_fwd_kernel, selected_merge_out_kernel
 from nsa.ops.selected.index import (
     Chunks,
     InverseIndex,
@@ -182,6 +182,17 @@ def slots_of_step(slots: int, block: int) -> int:
     return max(1, min(next_power_of_2(slots), MERGED // block))
 
 
+def constants_of(
+    call: Call, n: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None
+) -> dict[str, Any]:
+    """Strides, scale and sizes, as the kernels of ``n`` slots a query take them."""
+    strides = {"stride_q": q.stride(), "stride_k": k.stride(), "stride_v": v.stride()}
+    if dout is not None:
+        strides["stride_do"] = dout.stride()
+    sizes = {"HEADS": Heads.of(q, v), "BLOCKS": SelectedBlocks.of(n, call.block_size)}
+    return {**strides, "softmax_scale": call.softmax_scale, **sizes}
+
+
 def merge_grid(chunks: Chunks, num_heads: int) -> tuple[int]:
     """Programs that merge the partial results of a segment."""
     return (cdiv(chunks.segment_rows * num_heads, MERGE_ROWS * MERGE_STEPS),)
@@ -221,12 +232,7 @@ def selected_forward(
             tile_stats,
             *call.layout.arguments(),
             num_lists,
-            stride_q=q.stride(),
-            stride_k=k.stride(),
-            stride_v=v.stride(),
-            softmax_scale=call.softmax_scale,
-            HEADS=heads,
-            BLOCKS=SelectedBlocks.of(n, call.block_size),
+            **constants_of(call, n, q, k, v),
             TILE=tile,
             ROWS=used,
             LIST_LEN=list_len,
@@ -287,8 +293,8 @@ def gather_forward(
 
     It merges what comes of remote blocks into ``out`` and ``lse``.
     """
-    num_q, num_heads, _ = q.shape
-    heads, blocks = Heads.of(q, v), SelectedBlocks.of(n, call.block_size)
+    constants = constants_of(call, n, q, k, v)
+    heads, num_heads = constants["HEADS"], q.shape[1]
     tile = call.tiles("selected_gather_fwd")
     tile = tile._replace(keys=min(tile.keys, call.block_size))
     parts = call.block_size // tile.keys
@@ -309,29 +315,17 @@ def gather_forward(
             segment,
             chunks.segment_rows,
             chunks.size,
-            stride_q=q.stride(),
-            stride_k=k.stride(),
-            stride_v=v.stride(),
-            softmax_scale=call.softmax_scale,
-            HEADS=heads,
-            BLOCKS=blocks,
+            **constants,
             TILE=tile,
             num_stages=tile.stages,
             **tile.launch_options(),
         )
+        where = (q.shape[0], segment, chunks.segment_rows, index.absent)
         selected_merge_out_kernel[merge_grid(chunks, num_heads)](
-            part,
-            lse_part,
-            index.remote,
-            out,
-            lse,
-            tile_stats,
-            num_q,
-            segment,
-            chunks.segment_rows,
-            index.absent,
+            *(part, lse_part, index.remote, out, lse, tile_stats),
+            *where,
             HEADS=heads,
-            BLOCKS=blocks,
+            BLOCKS=constants["BLOCKS"],
             PARTS=parts,
             BLOCK_M=MERGE_ROWS,
             BLOCK_S=slots_of_step(n * parts, heads.BLOCK_DV),
@@ -355,19 +349,15 @@ def selected_backward(
 
     ``results`` are the forward's. With gates dout is the gradient of the branches' gated sum.
     """
-    heads, n = Heads.of(q, v), block_indices.shape[-1]
-    blocks = SelectedBlocks.of(n, call.block_size)
-    out, lse, tile_stats = results.out, results.lse, results.tile_stats
     dq, dk, dv = grads
-    if q.shape[0] == 0 or n == 0:
+    if q.shape[0] == 0 or block_indices.shape[-1] == 0:
         for grad in grads[1:] if gated.adds else grads:
             grad.zero_()
         return
-    delta = torch.empty_like(lse)
-    lse_read = lse if gated.gates is None else torch.empty_like(lse)
-    gate_pointers = gated.pointers(lse_read)
-    tile, used = tile_of(call.tiles("selected_attention_dq"), heads.G, call.block_size)
-    tile, counted = fitting(tile, k, v), tile_stats is not None
+    tile_stats = results.tile_stats
+    delta = torch.empty_like(results.lse)
+    lse = results.lse if gated.gates is None else torch.empty_like(results.lse)
+    inputs = (q, k, v, dout, lse, delta)
     index, chunks, chunks_with_dq = new_backward_index(q, k, block_indices, call, results)
     with fork_join(q.device) as streams:
         with streams.on_side():
@@ -375,80 +365,77 @@ def selected_backward(
             sort = results.order is None
             fill_index(*made, block_indices=block_indices, call=call, sort=sort)
         wait = streams.record()
-        lists = make_lists(
-            block_indices, call.layout, heads.G, call.block_size, used, tile_stats, counted=counted
-        )
-        num_lists, list_len = lists.block.shape[1:]
-        selected_dq_kernel[(num_lists, v.shape[1])](
-            q,
-            source(k, tile.keys, tile),
-            source(v, tile.keys, tile),
-            out,
-            dout,
-            lse,
-            delta,
-            dq,
-            gate_pointers,
-            lists.pointers(),
-            tile_stats,
-            *call.layout.arguments(),
-            num_lists,
-            stride_q=q.stride(),
-            stride_k=k.stride(),
-            stride_v=v.stride(),
-            stride_do=dout.stride(),
-            softmax_scale=call.softmax_scale,
-            HEADS=heads,
-            BLOCKS=blocks,
-            TILE=tile,
-            ROWS=used,
-            LIST_LEN=list_len,
-            ADD=gated.adds,
-            **tile.launch_options(),
-        )
-        if tile_stats is not None:
-            # Masks of columns take registers.
-            limit = {} if heads.DV == heads.BLOCK_DV else {"maxnreg": MOST_REGISTERS}
-            selected_delta_kernel[(DELTA_PROGRAMS,)](
-                out,
-                dout,
-                lse,
-                delta,
-                gate_pointers,
-                tile_stats,
-                call.layout.cu_q,
-                call.layout.len_q,
-                call.layout.num_sequences,
-                stride_do=dout.stride(),
-                HEADS=heads,
-                BLOCKS=blocks,
-                BLOCK_R=DELTA_ROWS,
-                num_warps=4,
-                **limit,
-            )
+        _tiled_query_gradient(inputs, block_indices, call, results, dq, gated)
         wait()
-        inputs = (q, k, v, dout, lse_read, delta)
         # The device runs one of both ways, which share their sums; the other's kernels leave at
         # once, at the same time.
         most = max(chunks.limit, 0 if chunks_with_dq is None else chunks_with_dq.limit)
         rows = most * call.block_size
         check_numbers("selected_attention", "k", rows, "rows of sums of dK and dV")
-        partial = (_sums(q, rows, heads.D), _sums(q, rows, heads.DV))
+        sums = (_sums(q, rows, q.shape[2]), _sums(q, rows, v.shape[2]))
+        keys = ((dk, dv), sums, index)
         if chunks_with_dq is not None:
             streams.fork()
             with streams.on_side():
-                _gather_gradients(
-                    inputs,
-                    (dk, dv),
-                    partial,
-                    index,
-                    chunks_with_dq,
-                    call,
-                    tile_stats,
-                    dq,
-                    gated.adds,
-                )
-        _gather_gradients(inputs, (dk, dv), partial, index, chunks, call, tile_stats, None, False)
+                _gather_gradients(inputs, *keys, chunks_with_dq, call, tile_stats, dq, gated.adds)
+        _gather_gradients(inputs, *keys, chunks, call, tile_stats, None, gated.adds)
+
+
+def _tiled_query_gradient(
+    inputs: tuple[Tensor, ...],
+    block_indices: Tensor,
+    call: Call,
+    results: ForwardResults,
+    dq: Tensor,
+    gated: Gated,
+) -> None:
+    """dq where the tiled algorithm runs; in any case delta and the gated lse, among the inputs."""
+    q, k, v, dout, lse, delta = inputs
+    tile_stats = results.tile_stats
+    constants = constants_of(call, block_indices.shape[-1], q, k, v, dout)
+    heads = constants["HEADS"]
+    tile, used = tile_of(call.tiles("selected_attention_dq"), heads.G, call.block_size)
+    tile, counted = fitting(tile, k, v), tile_stats is not None
+    lists = make_lists(
+        block_indices, call.layout, heads.G, call.block_size, used, tile_stats, counted=counted
+    )
+    num_lists, list_len = lists.block.shape[1:]
+    statistics = (results.out, dout, results.lse, delta)
+    selected_dq_kernel[(num_lists, v.shape[1])](
+        q,
+        source(k, tile.keys, tile),
+        source(v, tile.keys, tile),
+        *statistics,
+        dq,
+        gated.pointers(lse),
+        lists.pointers(),
+        tile_stats,
+        *call.layout.arguments(),
+        num_lists,
+        **constants,
+        TILE=tile,
+        ROWS=used,
+        LIST_LEN=list_len,
+        ADD=gated.adds,
+        **tile.launch_options(),
+    )
+    if tile_stats is not None:
+        # Masks of columns take registers.
+        limit = {} if heads.DV == heads.BLOCK_DV else {"maxnreg": MOST_REGISTERS}
+        selected_delta_kernel[(DELTA_PROGRAMS,)](
+            *statistics,
+            gated.pointers(lse),
+            tile_stats,
+            call.layout.cu_q,
+            call.layout.len_q,
+            call.layout.num_sequences,
+            stride_do=dout.stride(),
+            HEADS=heads,
+            BLOCKS=constants["BLOCKS"],
+            BLOCK_R=DELTA_ROWS,
+            num_warps=4,
+            **limit,
+        )
 
 
 def new_backward_index(
@@ -491,23 +478,21 @@ def _gather_gradients(
     """
     q, k, v, dout, *_ = inputs
     num_heads, num_kv_heads, n = q.shape[1], v.shape[1], index.key.shape[-1]
-    heads, blocks = Heads.of(q, v), SelectedBlocks.of(n, call.block_size)
-    with_dq, last = dq is not None, chunks.segments - 1
-    tile = call.tiles("selected_gather_dkv" if with_dq else "selected_attention_dkv")
+    constants = constants_of(call, n, q, k, v, dout)
+    heads, last = constants["HEADS"], chunks.segments - 1
+    tile = call.tiles("selected_attention_dkv" if dq is None else "selected_gather_dkv")
     tile = tile._replace(keys=min(tile.keys, call.block_size))
     parts = call.block_size // tile.keys
     part: Tensor | None = None
     sums: tuple[Tensor, Tensor] | None = None
-    if with_dq:
+    if dq is not None:
         num_parts = chunks.segment_rows * num_heads * n * parts
         part = torch.empty(num_parts, heads.D, dtype=q.dtype, device=q.device)
     if last:
         rows = k.shape[0] * num_kv_heads
         sums = (_sums(q, rows, heads.D), _sums(q, rows, heads.DV))
-    block_k = min(call.block_size, 16)
-    # Masks of columns take registers.
-    reducing_warps = 4 if (heads.D, heads.DV) == (heads.BLOCK_D, heads.BLOCK_DV) else 8
     for segment in range(chunks.segments):
+        where = (index.num_blocks, segment, chunks.segment_rows, chunks.size, last)
         selected_gather_bwd_kernel[(chunks.limit, parts)](
             *inputs,
             part,
@@ -517,56 +502,20 @@ def _gather_gradients(
             tile_stats,
             chunks.pointers(),
             *call.layout.arguments(),
-            index.num_blocks,
-            segment,
-            chunks.segment_rows,
-            chunks.size,
-            last,
-            stride_q=q.stride(),
-            stride_k=k.stride(),
-            stride_v=v.stride(),
-            stride_do=dout.stride(),
-            softmax_scale=call.softmax_scale,
-            HEADS=heads,
-            BLOCKS=blocks,
+            *where,
+            **constants,
             TILE=tile,
             num_stages=tile.stages,
             **tile.launch_options(),
         )
-        selected_reduce_kernel[(index.num_blocks, num_kv_heads, call.block_size // block_k)](
-            chunks.begin,
-            chunks.length,
-            chunks.start,
-            partial,
-            sums,
-            grads,
-            tile_stats,
-            call.layout.cu_k,
-            call.layout.len_k,
-            call.layout.num_sequences,
-            index.num_blocks,
-            segment,
-            last,
-            call.softmax_scale,
-            HEADS=heads,
-            BLOCKS=blocks,
-            BLOCK_K=block_k,
-            BLOCK_C=max(1, SUMMED // (block_k * heads.BLOCK_D)),
-            DQ=with_dq,
-            num_warps=reducing_warps,
-        )
-        if with_dq:
+        targets = (partial, sums, grads, tile_stats)
+        _add_chunks(targets, chunks, call, segment, constants, with_dq=dq is not None)
+        if part is not None and dq is not None:
             selected_merge_dq_kernel[merge_grid(chunks, num_heads)](
-                part,
-                index.key,
-                dq,
-                tile_stats,
-                q.shape[0],
-                segment,
-                chunks.segment_rows,
-                index.absent,
+                *(part, index.key, dq, tile_stats),
+                *(q.shape[0], segment, chunks.segment_rows, index.absent),
                 HEADS=heads,
-                BLOCKS=blocks,
+                BLOCKS=constants["BLOCKS"],
                 PARTS=parts,
                 BLOCK_M=MERGE_ROWS,
                 BLOCK_S=slots_of_step(n * parts, heads.BLOCK_D),
@@ -574,6 +523,35 @@ def _gather_gradients(
                 ADD=add,
                 num_warps=MERGE_WARPS,
             )
+
+
+def _add_chunks(
+    targets: tuple[Any, ...],
+    chunks: Chunks,
+    call: Call,
+    segment: int,
+    constants: dict[str, Any],
+    *,
+    with_dq: bool,
+) -> None:
+    """Add up dK and dV of a segment's chunks; see ``selected_reduce_kernel``."""
+    heads, layout = constants["HEADS"], call.layout
+    block_k = min(call.block_size, 16)
+    grid = (chunks.num_blocks, heads.HQ // heads.G, call.block_size // block_k)
+    selected_reduce_kernel[grid](
+        *(chunks.begin, chunks.length, chunks.start),
+        *targets,
+        *(layout.cu_k, layout.len_k, layout.num_sequences),
+        *(chunks.num_blocks, segment, chunks.segments - 1),
+        softmax_scale=call.softmax_scale,
+        HEADS=heads,
+        BLOCKS=constants["BLOCKS"],
+        BLOCK_K=block_k,
+        BLOCK_C=max(1, SUMMED // (block_k * heads.BLOCK_D)),
+        DQ=with_dq,
+        # Masks of columns take registers.
+        num_warps=4 if (heads.D, heads.DV) == (heads.BLOCK_D, heads.BLOCK_DV) else 8,
+    )
 
 
 def _sums(like: Tensor, rows: int, size: int) -> Tensor:

@@ -83,10 +83,11 @@ def select_blocks_forward(
         return
     group_size = num_heads // k.shape[1]
     tile = fitted(tile, selection, layout, coarse is not None)
-    block_d, scales = block_of(head_dim), None
+    block_d = block_of(head_dim)
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
     if selection.precision == "fp8":
         (q, q_scale), (k, k_scale) = to_fp8(q), to_fp8(k)
-        scales = (q_scale, k_scale)
         block_d = max(block_d, 32)  # the least depth of an fp8 product
     # All heads of a group at once fit on chip only while they are few.
     if group_size * tile.rows * block_d * q.element_size() > KEPT_BYTES:
@@ -107,10 +108,9 @@ def select_blocks_forward(
         **tile.launch_options(),
     }
     grid = (layout.num_tiles(num_q, tile.rows, layout.len_q), k.shape[1])
-    if scales is None and coarse is None:
+    if q_scale is None and coarse is None:
         select_kernel[grid](q, k, lse, out, *layout.arguments(), num_q, **constants)
         return
-    q_scale, k_scale = scales or (None, None)
     select_approximate_kernel[grid](
         q,
         k,

@@ -142,7 +142,7 @@ def check_run_fits(function: str, config: TrainConfig, device: torch.device) -> 
 def check_fits(function: str, config: LMConfig, device: torch.device, *, training: bool = True, shares: int = 1) -> None:
     """Refuse a model that cannot fit before anything is begun: its weights and what training keeps beside them.
 
-    What fits by this may still be too large, for nothing is said of activations; ``nsa plan`` follows a whole step.
+    What fits by this may still be too large, for nothing is said of activations; ``nsa plan`` counts a whole step.
 
     Args:
         function: the command.
