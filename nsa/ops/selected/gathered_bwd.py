@@ -48,8 +48,8 @@ def finish_keys(
     Where no selection of it comes in a later one, that is the result.
 
     dk and dv are fp32, without the scale, of the keys in the rows ``row`` of dK and dV ``[S * Hkv,
-    D]`` for which ``ok`` holds. ``targets`` are pointers: of the sums of dK and dV (None: one segment), of dK
-    and dV, and of begin and length, see ``Chunks``.
+    D]`` for which ``ok`` holds. ``targets`` are pointers: of the sums of dK and dV (None: one
+    segment), of dK and dV, and of begin and length, see ``Chunks``.
     """
     D: tl.constexpr = HEADS.D
     DV: tl.constexpr = HEADS.DV
