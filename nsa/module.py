@@ -161,7 +161,8 @@ class NativeSparseAttention(TogetherModule):
 
     def _projections(self) -> dict[str, nn.Linear]:
         names = ("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win")
-        return {name: getattr(self, f"{name}_proj") for name in names if hasattr(self, f"{name}_proj")}
+        modules: dict[str, Any] = self._modules
+        return {name: modules[f"{name}_proj"] for name in names if f"{name}_proj" in modules}
 
     def _describe_columns(self) -> tuple[Columns, list[str]]:
         """What the columns of the projection are, and the names of the heads that come of them."""

@@ -1,1 +1,1 @@
-"""``nsa bench``: measures the operators, tunes their tiles, reports. No figure without a correct result in the same process."""
+"""``nsa bench``: measures, tunes, reports. There is no time without a correct result beside it."""

@@ -1,40 +1,41 @@
-"""``nsa bench attention``: correctness first, then kernels, memory and time, a row for each provider, case and mode."""
+"""``nsa bench attention``: a row for each implementation, case and mode.
+
+The result is checked first; then come kernels, peak memory and time of the same call.
+"""
 
 from __future__ import annotations
 
-import gc
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from nsa.bench.cases import CASES, Case, Tensors, prepare
-from nsa.bench.clock import Timing, kernel_times, peak_mib, time_call
-from nsa.bench.flops import dense_flops, useful_flops
+from nsa.bench.cases import CASES, prepare
+from nsa.bench.clock import kernel_times, peak_mib, release_memory, time_call
+from nsa.bench.flops import useful_bytes, useful_flops
 from nsa.bench.gate import Gate, Verdict, approximates
-from nsa.bench.points import CHOICES, Point, Shape, batch_of, make_tensors, overlap
-from nsa.bench.providers import (
-    Ours,
-    Provider,
+from nsa.bench.implementations import (
+    Implementation,
+    Kernels,
     Reference,
     UnsupportedError,
     Work,
-    choose_providers,
+    choose_implementations,
     does_not_fit,
     refusals,
-    takes_part,
 )
-from nsa.bench.rows import Origin, Row, RowFile, origin, row_of
+from nsa.bench.points import Point, Shape, batch_of, make_tensors
+from nsa.bench.rows import Results, Row
 from nsa.bench.table import progress_line, result_table
 from nsa.bench.variants import Variant
-from nsa.config import NSAConfig
 from nsa.errors import check
-from nsa.ops.selection import select_blocks
 
 MIN_LENGTH = 128
+
+Fields = dict[str, Any]  # of a row
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,12 @@ class Plan:
         tokens: tokens of all sequences together; None takes those of the shape.
         choices: keys of ``CHOICES``.
         cases: names of cases; None means all.
-        providers: names; None means all that can compute a case.
-        variants: of ours.
+        providers: names of implementations; None means all that need not be named.
+        variants: of this library.
         dtype: of the inputs.
         out: JSONL file to append to; None keeps the rows to itself.
-        recall: say how much of the exact choice every provider finds; of a pattern that approximates it is said in any case.
+        recall: also measure how much of the exact selection is found; always measured where the
+            pattern approximates it.
         commit: to record where the checkout has no git.
         budget_ms: time spent on the samples of one figure.
     """
@@ -61,7 +63,7 @@ class Plan:
     tokens: int | None = None
     choices: Sequence[str] = ("random",)
     cases: Sequence[str] | None = None
-    providers: list[str] | None = None
+    providers: Sequence[str] | None = None
     variants: Sequence[Variant] = ()
     dtype: torch.dtype = torch.bfloat16
     out: Path | None = None
@@ -79,195 +81,132 @@ def bench_attention(plan: Plan, device: torch.device) -> bool:
     Raises:
         ValueError: the plan does not fit this machine.
     """
-    # With fewer keys most gradients are differences that cancel: an error has nothing to be measured by.
-    check(min(plan.seqs) >= MIN_LENGTH, "nsa bench attention", "--seqs", f"be at least {MIN_LENGTH}", min(plan.seqs))
-    providers = choose_providers(plan.providers, list(plan.variants), device)
-    file = RowFile(plan.out)
-    here = origin(device, plan.commit)
-    print(
-        f"run {here.run_id} on {here.gpu or here.device}, commit {here.commit}{' with changes' * bool(here.dirty)}", flush=True
-    )
-    for choice in plan.choices:
-        for seq_len in plan.seqs:
-            point = Point(plan.shape, seq_len, batch_of(plan.shape, seq_len, plan.tokens), choice, plan.dtype, device)
-            print(f"\n{point.shape.name}, S {seq_len:,} x {point.batch}, choice {choice}, {plan.dtype}", flush=True)
-            for row in _measure_point(plan, point, providers, here):
-                file.add(row)
-                print(progress_line(row), flush=True)
-    print("\n" + result_table(file.rows), flush=True)
-    return all(row.correct is not False for row in file.rows)
+    # With fewer keys most gradients are differences that cancel: there is no error to compare with.
+    shortest, rule = min(plan.seqs), f"be at least {MIN_LENGTH}"
+    check(shortest >= MIN_LENGTH, "nsa bench attention", "--seqs", rule, shortest)
+    implementations = choose_implementations(plan.providers, plan.variants, device)
+    results = Results(Row, plan.out, device, plan.commit)
+    for choice, seq_len in itertools.product(plan.choices, plan.seqs):
+        batch = batch_of(plan.shape, seq_len, plan.tokens)
+        point = Point(plan.shape, seq_len, batch, choice, plan.dtype, device)
+        where = f"{plan.shape.name}, S {seq_len:,} x {batch}, choice {choice}, {plan.dtype}"
+        print(f"\n{where}", flush=True)
+        for found in _measure_point(plan, point, implementations):
+            results.add(progress_line, **found)
+    return results.finish(result_table)
 
 
-def _measure_point(plan: Plan, point: Point, providers: Sequence[Provider], here: Origin) -> Iterator[Row]:
-    """Rows of one point, case by case; what a case needs is made once for all providers of the same pattern."""
+def _measure_point(
+    plan: Plan,
+    point: Point,
+    implementations: Sequence[Implementation],
+) -> Iterator[Fields]:
+    """Rows of one point, case by case; those of one pattern share its inputs and its gate."""
     backend = "triton" if point.device.type == "cuda" else "reference"
     base = make_tensors(point, point.shape.config())
-    shared = _shared_choice(base, point, backend)
+    common = {
+        "shape": point.shape.name,
+        "choice": point.choice,
+        "seq_len": point.seq_len,
+        "batch": point.batch,
+        "dtype": str(point.dtype).removeprefix("torch."),
+        "kernels": [],
+        "kernel_us": {},
+    }
     for case in (CASES[name] for name in plan.cases or CASES):
-        made: dict[NSAConfig, tuple[Tensors, Gate]] = {}
-        for provider in providers:
-            if not takes_part(provider, case, plan.providers is not None):
+        gate: Gate | None = None
+        for each in implementations:
+            if not each.takes_part(case, plan.providers is not None):
                 continue
-            config = provider.config(point)
-            if config not in made:
-                made.clear()  # one pattern at a time, for the memory
-                tensors = prepare(case, base, point, config, backend)
-                made[config] = tensors, Gate(case, tensors, point, config)
-            common = {
-                "case": case.name, "provider": provider.name, "shape": point.shape.name, "choice": point.choice,
-                "seq_len": point.seq_len, "batch": point.batch, "dtype": str(point.dtype).removeprefix("torch."),
-                "variant": provider.variant.settings() if provider.variant is not None else None,
-                "overlap": shared if case.name in ("attention", "attention.choice") else None,
-            }  # fmt: skip
-            yield from _measure(plan, provider, case, *made[config], point, config, here, common)
-        made.clear()
+            config = each.config(point)
+            if gate is None or gate.problem.config != config:
+                gate = None  # one pattern at a time, for the memory
+                gate = Gate(prepare(case, base, point, config, backend))
+            said = {
+                "case": case.name,
+                "provider": each.name,
+                "variant": None if each.variant is None else each.variant.settings(),
+            }
+            for found in _measure(plan, each, gate):
+                yield {**common, **said, **found}
 
 
-def _shared_choice(base: Tensors, point: Point, backend: str) -> float | None:
-    """How far neighbours really agree in whole attention: measured on the choice itself, over groups of the asked size."""
-    if CHOICES[point.choice] == 1 or (backend == "reference" and point.seq_len > 4096):
-        return None
-    config = point.shape.config()
-    prepared = prepare(CASES["attention.choice"], base, point, config, backend)
-    chosen = select_blocks(base["q"], prepared["k_cmp"], prepared["lse"], config, backend=backend)
-    return round(overlap(chosen, CHOICES[point.choice]), 4)
-
-
-def _measure(
-    plan: Plan, provider: Provider, case: Case, tensors: Tensors, gate: Gate, point: Point, config: NSAConfig, here: Origin,
-    common: dict[str, Any],
-) -> Iterator[Row]:  # fmt: skip
-    """One row for each mode."""
-    release_memory(point.device)
-    work = None
+def _measure(plan: Plan, implementation: Implementation, gate: Gate) -> Iterator[Fields]:
+    """What the rows of each mode say."""
+    device, modes = gate.problem.point.device, gate.problem.case.modes
+    release_memory(device)
     try:
-        work = provider.work(case, tensors, point, config)
-    except UnsupportedError as error:
-        reason = str(error)
+        work = implementation.work(gate.problem)
     except refusals() as error:
-        reason = _reason(provider, error)
-    for mode in case.modes:
-        if work is None:
-            yield _row(here, common, mode, Figure(Verdict(None, {}, f"not run: {reason}")))
-            continue
-        release_memory(point.device)
-        with work.scope() as unused:
-            figure = _figure(plan, provider, case, work, gate, point, mode, unused)
-        if figure.timing is not None:
-            tflops, tbps = _rates(provider, case, tensors, point, config, mode, figure.timing)
-            figure = replace(figure, tflops_useful=tflops, tbps_useful=tbps)
-        yield _row(here, common, mode, figure)
+        refused = _not_run(implementation, error)
+        yield from ({"mode": mode, **refused} for mode in modes)
+        return
+    for mode in modes:
+        release_memory(device)
+        try:
+            with work.scope() as unused:
+                found = _figures(plan, implementation, work, gate, mode, unused)
+        except refusals() as error:
+            found = _not_run(implementation, error)
+        yield {"mode": mode, **found}
 
 
-@dataclass(frozen=True)
-class Figure:
-    """What one row says about one mode; without a timing if the verdict is not that it is correct."""
-
-    verdict: Verdict
-    timing: Timing | None = None
-    recall: float | None = None
-    kernel_us: dict[str, float] = field(default_factory=dict)
-    peak_mib: float | None = None
-    tflops_useful: float | None = None
-    tbps_useful: float | None = None
-
-
-def _figure(
-    plan: Plan, provider: Provider, case: Case, work: Work, gate: Gate, point: Point, mode: str, unused: set[str] | None
-) -> Figure:
+def _figures(
+    plan: Plan,
+    implementation: Implementation,
+    work: Work,
+    gate: Gate,
+    mode: str,
+    unused: set[str] | None,
+) -> Fields:
     """The gate, then the kernels, memory and time of the same call."""
 
     def call() -> object:
         return work.run(mode)
 
-    try:
-        results = work.run(mode)
-        if unused:
-            note = f"not run: nothing here looks up a tile for {', '.join(sorted(unused))}"
-            return Figure(Verdict(None, {}, note))
-        verdict = gate.check(_named(case, work, results), dense=_is_dense(provider, case), backend=provider.backend)
-        recall = None
-        if case.name == "attention.choice" and verdict.correct and (plan.recall or approximates(gate.config)):
-            recall = gate.recall(results[0])
-        del results
-        if not verdict.correct:
-            return Figure(verdict)
-        kernel_us = kernel_times(call, point.device)
-        fault = provider.fault(list(kernel_us), case, mode) if judges_kernels(point.device) else None
+    problem, device = gate.problem, gate.problem.point.device
+    name, backward = problem.case.name, mode == "fwd_bwd"
+    dense = name in implementation.dense
+    results = work.run(mode)
+    if unused:
+        raise UnsupportedError(f"nothing here looks up a tile for {', '.join(sorted(unused))}")
+    named = problem.named(results, work.leaves)
+    verdict = gate.check(named, dense=dense, backend=implementation.backend)
+    found = asdict(verdict)
+    if not verdict.correct:
+        return found
+    if name == "attention.choice" and (plan.recall or approximates(problem.config)):
+        found["recall"] = gate.recall(results[0])
+    del results, named
+    kernel_us = kernel_times(call, device)
+    found |= {"kernel_us": kernel_us, "kernels": sorted(kernel_us)}
+    if judges_kernels(device):
+        fault = implementation.fault(list(kernel_us), problem.case, mode)
         if fault is not None:
-            return Figure(Verdict(False, verdict.errors, fault), kernel_us=kernel_us)
-        peak = peak_mib(call, point.device)
-        timing = time_call(call, point.device, plan.budget_ms, capture=not isinstance(provider, Reference))
-        return Figure(verdict, timing, recall, kernel_us, peak)
-    except refusals() as error:
-        return Figure(Verdict(None, {}, f"not run: {_reason(provider, error)}"))
+            return {**found, "correct": False, "note": fault, "recall": None}
+    found["peak_mib"] = peak_mib(call, device)
+    captured = not isinstance(implementation, Reference)
+    timing = time_call(call, device, plan.budget_ms, capture=captured)
+    flops = useful_flops(problem, backward=backward, dense=dense)
+    if flops is not None:
+        found["tflops_useful"] = flops / timing.p50 / 1e9
+    else:
+        found["tbps_useful"] = useful_bytes(problem, backward=backward) / timing.p50 / 1e9
+    return {**found, **timing.fields()}
 
 
-def _reason(provider: Provider, error: Exception) -> str:
-    """Why a provider gave up; a bug of ours is raised again, and is not something that somebody else does not support."""
+def _not_run(implementation: Implementation, error: Exception) -> Fields:
+    """Why an implementation gave up; a bug of this library is raised again."""
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
     if isinstance(error, torch.OutOfMemoryError):
-        return "out of GPU memory"
-    ours = isinstance(provider, (Ours, Reference))
-    if ours and not (provider.variant is not None and does_not_fit(error)):
-        raise error
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def release_memory(device: torch.device) -> None:
-    """Give back what the allocator keeps: a large provider before must not leave the next one, or its graph, without memory."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
+        reason = "out of GPU memory"
+    elif isinstance(implementation, (Kernels, Reference)):
+        tiles_differ = implementation.variant is not None and does_not_fit(error)
+        if not tiles_differ and not isinstance(error, UnsupportedError):
+            raise error
+    return asdict(Verdict(None, {}, f"not run: {reason}"))
 
 
 def judges_kernels(device: torch.device) -> bool:
     """Whether there are kernels to judge: the profiler sees those of a GPU."""
     return device.type == "cuda"
-
-
-def _named(case: Case, work: Work, results: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Results by name: outputs, then gradients where there are any."""
-    names = [*case.outputs, *(f"d{name}" for name in work.leaves)]
-    return dict(zip(names, results, strict=len(results) > len(case.outputs)))
-
-
-def _is_dense(provider: Provider, case: Case) -> bool:
-    return provider.dense or (provider.name == "flex" and case.name == "attention")
-
-
-def _rates(
-    provider: Provider, case: Case, tensors: Tensors, point: Point, config: NSAConfig, mode: str, timing: Timing
-) -> tuple[float | None, float | None]:
-    """Useful TFLOP/s or, where there is hardly any arithmetic, useful TB/s."""
-    backward = mode == "fwd_bwd"
-    if _is_dense(provider, case):
-        flops: int | None = dense_flops(point, config, backward=backward)
-    else:
-        flops = useful_flops(case.name, point, config, backward=backward)
-    if flops is not None:
-        return round(flops / timing.p50 / 1e9, 2), None
-    return None, round(useful_bytes(case, tensors, backward=backward) / timing.p50 / 1e9, 3)
-
-
-def useful_bytes(case: Case, tensors: Tensors, *, backward: bool) -> int:
-    """Bytes that must move at least.
-
-    Forward each input and output once; backward the gradients of both, and the inputs again where they are needed
-    (``attention.combine``).
-    """
-    inputs = sum(tensors[name].nbytes for name in case.inputs)
-    outputs = sum(tensors[f"d{name}"].nbytes for name in case.outputs)
-    again = inputs if case.name == "attention.combine" else 0
-    return inputs + outputs + (backward * (inputs + outputs + again))
-
-
-def _row(here: Origin, common: dict[str, Any], mode: str, figure: Figure) -> Row:
-    timing, verdict = figure.timing, figure.verdict
-    times = {f"ms_{name}": None if timing is None else round(getattr(timing, name), 5) for name in ("p50", "p20", "p80")}
-    return row_of(
-        here, **common, mode=mode, **times, correct=verdict.correct, errors=verdict.errors, note=verdict.note,
-        recall=figure.recall, kernels=sorted(figure.kernel_us), kernel_us=figure.kernel_us,
-        tflops_useful=figure.tflops_useful, tbps_useful=figure.tbps_useful,
-        peak_mib=None if figure.peak_mib is None else round(figure.peak_mib, 1),
-        timing=None if timing is None else timing.method, samples=None if timing is None else timing.samples,
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How long something takes, how much memory it needs, and which kernels it runs."""
+"""How long a call takes, how much memory it needs, and which kernels it runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch
 
 MIN_SAMPLES, MAX_SAMPLES = 7, 50
 WARM_UP_CALLS = 3
-MIN_SAMPLE_MS = 0.3  # shorter calls are repeated inside one graph, so that a sample is long against its own overhead
+# Shorter calls are repeated within one graph, so that a sample is long beside its own overhead.
+MIN_SAMPLE_MS = 0.3
 MAX_CALLS = 32
 _NAME_LENGTH = 120
 
@@ -27,7 +28,8 @@ class Timing:
         p50, p20, p80: median and percentiles over the samples, ms a call.
         samples: how many there are.
         calls: calls in a sample, one after the other.
-        method: ``cuda graph``, ``launches`` (with the reason why there is no graph) or ``cpu``. Nothing flushes the L2 cache.
+        method: ``cuda graph``, ``launches`` (with the reason why there is no graph) or ``cpu``.
+            Nothing flushes the L2 cache.
     """
 
     p50: float
@@ -37,20 +39,30 @@ class Timing:
     calls: int
     method: str
 
+    def fields(self) -> dict[str, Any]:
+        """What a row says of it."""
+        times = {f"ms_{name}": getattr(self, name) for name in ("p50", "p20", "p80")}
+        return {**times, "timing": self.method, "samples": self.samples}
 
-def percentiles(samples_ms: list[float], calls: int, method: str) -> Timing:
+
+def percentiles(samples_ms: Sequence[float], calls: int, method: str) -> Timing:
     """Summary of samples of ``calls`` calls each."""
     each = sorted(sample / calls for sample in samples_ms)
     p20, p80 = (each[round(q * (len(each) - 1))] for q in (0.2, 0.8))
     return Timing(statistics.median(each), p20, p80, len(each), calls, method)
 
 
-def time_call(call: Callable[[], object], device: torch.device, budget_ms: float = 300.0, capture: bool = True) -> Timing:
+def time_call(
+    call: Callable[[], object],
+    device: torch.device,
+    budget_ms: float = 300.0,
+    capture: bool = True,
+) -> Timing:
     """Time ``call``, warmed up, for about ``budget_ms``.
 
-    On a GPU by CUDA events around replays of a CUDA graph, so that no time of the host is in it; where the call cannot be
-    captured, around plain launches. Without ``capture`` no graph is tried: it holds memory of its own, and one that runs out of
-    it never gives it back.
+    On a GPU by CUDA events around replays of a CUDA graph, so that it holds no time of the host;
+    where the call cannot be captured, around plain launches. Without ``capture`` no graph is tried:
+    a graph holds memory of its own, and one that runs out of memory never gives it back.
     """
     if device.type != "cuda":
         return _time_on_host(call, budget_ms)
@@ -62,24 +74,23 @@ def time_call(call: Callable[[], object], device: torch.device, budget_ms: float
     if not capture:
         return percentiles(_events(call, samples), 1, "launches")
     graph, reason = None, ""
-    for _ in range(2):  # the first capture of cuDNN's backward in a process fails, later ones do not
+    for _ in range(2):  # the first capture of cuDNN's backward in a process fails, later ones work
         try:
             graph = _capture(call, calls)
             break
         except RuntimeError as error:  # of the end of the capture, after what made it fail
             reason = str(error.__context__ or error).partition("\n")[0]
-        torch.cuda.synchronize()  # outside: the error holds what was captured
+        synchronize(device)  # outside: the error holds what was captured
     if graph is None:
         return percentiles(_events(call, samples), 1, f"launches: no graph, {reason}")
-    replay = graph.replay
-    replay()
-    timing = percentiles(_events(replay, samples), calls, "cuda graph")
+    graph.replay()
+    timing = percentiles(_events(graph.replay, samples), calls, "cuda graph")
     graph.reset()
     return timing
 
 
 def _capture(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
-    """A graph of ``calls`` calls; a side stream first, as capture demands of anything that allocates lazily."""
+    """A graph of ``calls`` calls; a call on a side stream first allocates what is made lazily."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -95,7 +106,7 @@ def _capture(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
 
 def _events(call: Callable[[], object], samples: int) -> list[float]:
     """Milliseconds of each of ``samples`` calls, by CUDA events."""
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(samples)]
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(samples)]
     for start, end in pairs:
         start.record()
         call()
@@ -114,12 +125,24 @@ def _time_on_host(call: Callable[[], object], budget_ms: float) -> Timing:
     return percentiles(samples, 1, "cpu")
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; a CPU has nothing to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what the allocator keeps, for the next measurement or its CUDA graph."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
-    """Most memory beyond what is there before the call, results and saved tensors included, MiB; None on a CPU."""
+    """Most memory above what is there before the call, its results included; None on a CPU."""
     if device.type != "cuda":
         return None
-    gc.collect()
-    torch.cuda.empty_cache()
+    release_memory(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     result = call()
@@ -129,25 +152,35 @@ def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
     return peak / 2**20
 
 
-def kernel_times(call: Callable[[], object], device: torch.device) -> dict[str, float]:
-    """Kernels of one call as the profiler sees them: name, and microseconds of all its launches together; empty on the CPU."""
-    if device.type != "cuda":
-        return {}
+def profiler() -> Any:
+    """PyTorch's profiler of what runs on the GPU."""
     from torch.profiler import ProfilerActivity, profile
 
+    return profile(activities=[ProfilerActivity.CUDA])
+
+
+def gpu_events(trace: Any) -> list[Any]:
+    """Kernels, copies and fills that a profiler recorded."""
+    return [event for event in trace.events() or () if event.device_type.name == "CUDA"]
+
+
+def kernel_times(call: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """Kernels of one call: name, and microseconds of all its launches; empty on a CPU."""
+    if device.type != "cuda":
+        return {}
     call()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+    with profiler() as trace:
         call()
         torch.cuda.synchronize()
     return kernel_sums(trace)
 
 
 def kernel_sums(trace: Any) -> dict[str, float]:
-    """Kernels of what a profiler recorded: name, and microseconds of all launches together."""
+    """Kernels that a profiler recorded: name, and microseconds of all launches together."""
     times: dict[str, float] = {}
-    for event in trace.events() or ():
-        if event.device_type.name == "CUDA" and not event.name.startswith(("Memcpy", "Memset")):
+    for event in gpu_events(trace):
+        if not event.name.startswith(("Memcpy", "Memset")):
             name = short_name(event.name)
             times[name] = times.get(name, 0.0) + float(event.time_range.elapsed_us())
     return {name: round(times[name], 2) for name in sorted(times)}
@@ -155,6 +188,5 @@ def kernel_sums(trace: Any) -> dict[str, float]:
 
 def short_name(kernel: str) -> str:
     """A kernel's name without return type, template arguments and parameters."""
-    name = re.sub(r"^void ", "", kernel)
-    name = re.split(r"[<(]", name.replace("(anonymous namespace)", "anonymous"), maxsplit=1)[0]
-    return name[:_NAME_LENGTH]
+    name = kernel.removeprefix("void ").replace("(anonymous namespace)", "anonymous")
+    return re.split(r"[<(]", name, maxsplit=1)[0][:_NAME_LENGTH]

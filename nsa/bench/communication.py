@@ -1,13 +1,10 @@
-"""How much of a step's communication the computation does not hide, from the trace of a profiler."""
+"""How much of a step's communication computation does not hide, from the trace of a profiler."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-Interval = tuple[float, float]  # begin and end, microseconds
 
 # What runs on the GPU, by the categories of PyTorch's traces.
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
@@ -20,7 +17,8 @@ class Communication:
     Attributes:
         total_us: time in which a kernel of NCCL ran, waiting for slower processes included.
         exposed_us: the part of it in which nothing else ran on the GPU.
-        idle_us: time between the first and the last of what ran in which nothing did: the GPU waited for its host.
+        idle_us: time between the first and the last kernel in which nothing ran: the GPU waited for
+            its host.
     """
 
     total_us: float
@@ -32,30 +30,26 @@ def communication(events: Iterable[Mapping[str, Any]]) -> Communication:
     """Communication in a trace of one process.
 
     Args:
-        events: ``traceEvents`` of a Chrome trace as PyTorch's profiler writes it: ``ts`` and ``dur`` in microseconds, ``cat``
-            and ``name``. Those of the host are passed over, and so are copies and kernels without duration.
+        events: ``traceEvents`` of a Chrome trace as PyTorch's profiler writes it: ``ts`` and
+            ``dur`` in microseconds, ``cat`` and ``name``. Those of the host are left out, and so
+            are copies and kernels without duration.
     """
-    found: dict[bool, list[Interval]] = defaultdict(list)
+    found: list[tuple[float, float, bool]] = []
     for event in events:
         if event.get("cat") in _ON_DEVICE and event.get("ph", "X") == "X":
             begin = float(event["ts"])
-            found["nccl" in str(event["name"]).lower()].append((begin, begin + float(event["dur"])))
-    sent, computed = _union(found[True]), _union(found[False])
-    ran = _union([*sent, *computed])
-    span = ran[-1][1] - ran[0][0] if ran else 0.0
-    return Communication(_length(sent), _length(ran) - _length(computed), span - _length(ran))
+            sends = "nccl" in str(event["name"]).lower()
+            found.append((begin, begin + float(event["dur"]), sends))
+    sent, computed = (_covered(one for one in found if one[2] is sends) for sends in (True, False))
+    ran = _covered(found)
+    span = max(one[1] for one in found) - min(one[0] for one in found) if found else 0.0
+    return Communication(sent, ran - computed, span - ran)
 
 
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points, in intervals that do not meet."""
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
+def _covered(intervals: Iterable[tuple[float, float, bool]]) -> float:
+    """Length of the union of intervals ``begin, end``."""
+    total, reached = 0.0, float("-inf")
+    for begin, end, _ in sorted(intervals):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

@@ -1,21 +1,19 @@
-"""The correctness gate: results of a provider against fp64 on sampled rows, before anything is timed."""
+"""The correctness gate: results are compared with fp64 on sampled rows before anything is timed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from nsa.bench.cases import CASES, Case, Tensors, prepare
-from nsa.bench.points import Point
-from nsa.config import BRANCHES, NSAConfig
-from nsa.ops.combination.reference import combine_reference
+from nsa.bench.cases import CASES, Problem, Tensors, prepare
+from nsa.config import NSAConfig
 from nsa.ops.selection import select_blocks
 from nsa.rope import Rope
-from nsa.testing import AttentionInputs, packed_offsets
+from nsa.testing import AttentionInputs, assert_within_budget, packed_offsets
 from nsa.testing.sampled import (
     SampledAttention,
     SampledCompression,
@@ -28,18 +26,25 @@ from nsa.testing.sampled import (
 )
 from nsa.testing.sampled.attention import CompressedKeys
 
-SAMPLED_QUERIES, SAMPLED_KEYS, SAMPLED_CHOICES = 64, 12, 256
-# Gradients of keys are taken where few queries see them: of dense attention, which is not ours, and of sequences so long that
-# the softmax of all queries behind a key would take the oracle minutes.
+SAMPLED_QUERIES, SAMPLED_KEYS, SAMPLED_SELECTIONS = 64, 12, 256
+# Gradients of keys are compared where few queries see them: of dense attention, which is not ours,
+# and of sequences so long that all queries behind a key would take the oracle minutes.
 _TAIL = 1024
 _LONGEST_WHOLE = 262_144
 
+_SAMPLED: Mapping[str, Callable[..., SampledAttention]] = {
+    "cmp": sampled_compressed,
+    "slc": sampled_selected,
+    "win": sampled_window,
+}
+
 Values = Callable[[torch.dtype], Mapping[str, Tensor]]
+Group = tuple[tuple[str, ...], Tensor, Values]  # results, their sampled rows, and values by dtype
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of the gate.
+    """Outcome of a gate.
 
     Attributes:
         correct: None where nothing ran.
@@ -52,234 +57,292 @@ class Verdict:
     note: str | None = None
 
 
+def judge(measure: Callable[[dict[str, float]], None]) -> Verdict:
+    """The verdict of a comparison that fills in errors and fails where one is too large."""
+    errors, note = dict[str, float](), None
+    try:
+        measure(errors)
+    except AssertionError as error:
+        note = str(error)
+    rounded = {name: float(f"{error:.3g}") for name, error in errors.items()}
+    return Verdict(note is None, rounded, note)
+
+
+def compare(
+    found: Tensors,
+    baseline: Tensors,
+    oracle: Tensors,
+    factor: float = 2.0,
+    prefix: str = "",
+) -> Verdict:
+    """Whole results beside fp64; the budget is ``factor`` times the error of the baseline."""
+
+    def measure(errors: dict[str, float]) -> None:
+        for name, exact in oracle.items():
+            tested = found[name], baseline[name], exact
+            errors[name] = assert_within_budget(*tested, f"{prefix}{name}", factor).total
+
+    return judge(measure)
+
+
+def weight_gradients(module: nn.Module, part_of: Callable[[str], str]) -> Tensors:
+    """Gradients of the weights in one row for each part, as ``d`` and its name, on the CPU."""
+    rows: dict[str, list[Tensor]] = {}
+    for name, weight in module.named_parameters():
+        if weight.grad is not None:
+            rows.setdefault(f"d{part_of(name)}", []).append(weight.grad.flatten().cpu())
+    return {part: torch.cat(row) for part, row in rows.items()}
+
+
 class Gate:
-    """Compares results of one case at one point.
+    """Compares results of one problem."""
 
-    Args:
-        case: the operator.
-        tensors: its inputs, see ``nsa.bench.cases.prepare``.
-        point: where it is measured.
-        config: the sparse pattern.
-    """
-
-    def __init__(self, case: Case, tensors: Tensors, point: Point, config: NSAConfig) -> None:
-        self.case, self.tensors, self.point, self.config = case, tensors, point, config
-        # All of the first queries, which see few keys: there the differences that make up dq cancel most.
-        edges = [*range(config.block_size + 1), config.num_selected_blocks * config.block_size, config.window_size]
-        self.queries = self._sample([*edges, point.seq_len - 1], SAMPLED_QUERIES, seed=7)
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        point, config = problem.point, problem.config
+        # Differences that make up dq cancel most in the first queries, which see few keys.
+        edges = [*range(config.block_size + 1), config.num_selected_blocks * config.block_size]
+        edges += [config.window_size, point.seq_len - 1]
+        self.queries = self._sample(edges, SAMPLED_QUERIES, seed=7)
         self.keys = self._sample([0, config.block_size, point.seq_len - 1], SAMPLED_KEYS, seed=8)
         if point.seq_len > _LONGEST_WHOLE:
-            self.keys = (point.seq_len - 1 - self.keys % _TAIL).unique() + (point.batch - 1) * point.seq_len
-        self._known: dict[str, dict[torch.dtype, Mapping[str, Tensor]]] = {}
-        self._choice_known: Tensor | None = None
+            last = (point.batch - 1) * point.seq_len
+            self.keys = (point.seq_len - 1 - self.keys % _TAIL).unique() + last
+        self._known: dict[str, list[Group]] = {}
+        self._selection: Tensor | None = None
 
     def _sample(self, positions: list[int], drawn: int, seed: int) -> Tensor:
-        """Packed rows: these positions of the first and the last sequence, and some anywhere."""
+        """Packed rows: these positions of the first and the last sequence, and random ones."""
+        point = self.problem.point
         generator = torch.Generator().manual_seed(seed)
-        rows = torch.tensor([position for position in positions if position < self.point.seq_len])
-        last = (self.point.batch - 1) * self.point.seq_len
-        anywhere = torch.randint(self.point.tokens, (drawn,), generator=generator)
-        return torch.cat((rows, rows + last, anywhere)).unique().to(self.point.device)
+        rows = torch.tensor([position for position in positions if position < point.seq_len])
+        last = (point.batch - 1) * point.seq_len
+        anywhere = torch.randint(point.tokens, (drawn,), generator=generator)
+        return torch.cat((rows, rows + last, anywhere)).unique().to(point.device)
 
-    def check(self, results: Mapping[str, Tensor], *, dense: bool = False, backend: str = "reference") -> Verdict:
+    def check(
+        self,
+        results: Tensors,
+        *,
+        dense: bool = False,
+        backend: str = "reference",
+    ) -> Verdict:
         """Compare.
 
         Args:
             results: outputs, and gradients as ``d`` and the input's name.
             dense: whether they are dense causal attention over q, k_slc, v_slc.
-            backend: of the choice behind whole attention, which is looked at by itself and then given to the oracle.
+            backend: of the selection within whole attention, which is checked by itself and then
+                given to the oracle.
         """
-        errors: dict[str, float] = {}
-        try:
-            for name, result in results.items():
-                finite = not result.dtype.is_floating_point or bool(result.isfinite().all())
-                assert finite, f"{name}: values that are not finite"
-            if self.case.name == "attention.choice":
-                self.check_choice(results["block_indices"], self.tensors)
-                return Verdict(True, {})
-            if self.case.name == "attention" and not dense:
-                self._choose(backend)
-            for names, rows, values in self._groups("dense" if dense else self.case.name):
-                actual = {name: results[name].detach() for name in names if name in results}
-                packed = {name: x.flatten(0, 1) if x.ndim == 4 else x for name, x in actual.items()}
-                if packed:
-                    found = check_sampled(values, packed, rows, self.point.dtype, self.case.name)
-                    errors |= {name: round(budget.total, 6) for name, budget in found.items()}
-            left = sorted(set(results) - set(errors))
-            assert not left, f"{', '.join(left)}: nothing to compare with"
-        except AssertionError as error:
-            return Verdict(False, errors, str(error))
-        return Verdict(True, errors)
+        return judge(partial(self._check, results, dense, backend))
 
-    # --- Expected values ------------------------------------------------------------------------------------------------
-    def _groups(self, name: str) -> list[tuple[tuple[str, ...], Tensor, Values]]:
-        """Results that are sampled on the same rows: names, packed rows, and values by dtype."""
-        x, config, queries, keys = self._packed, self.config, self.queries, self.keys
-        if name == "attention":
-            tokens = tuple(f"d{key}" for key in self.case.inputs if key not in ("q", "gates"))
-            return [
-                (("out", "dq", "dgates"), queries, self._whole("q", lambda whole, t: whole.at_queries(queries, t, x["dout"]))),
-                (tokens, keys, self._whole("k", lambda whole, t: whole.at_tokens(keys, t, x["dout"]))),
-            ]
+    def _check(self, results: Tensors, dense: bool, backend: str, errors: dict[str, float]) -> None:
+        case, dtype = self.problem.case.name, self.problem.point.dtype
+        for name, result in results.items():
+            finite = not result.is_floating_point() or bool(result.isfinite().all())
+            assert finite, f"{name}: values that are not finite"
+        if case == "attention.choice":
+            self.check_selection(results["block_indices"], self.problem)
+            return
+        if case == "attention" and not dense:
+            self._select(backend)
+        for names, rows, values in self._groups("dense" if dense else case):
+            actual = {name: results[name].detach() for name in names if name in results}
+            packed = {name: x.flatten(0, -3) for name, x in actual.items()}
+            if packed:
+                found = check_sampled(values, packed, rows, dtype, case)
+                errors |= {name: budget.total for name, budget in found.items()}
+        left = sorted(set(results) - set(errors))
+        assert not left, f"{', '.join(left)}: nothing to compare with"
+
+    # --- Expected values
+    def _groups(self, name: str) -> list[Group]:
+        """Results that are sampled on the same rows; values are computed once for each dtype."""
+        if name not in self._known:
+            groups = self._whole() if name == "attention" else self._alone(name)
+            self._known[name] = [(names, rows, cache(values)) for names, rows, values in groups]
+        return self._known[name]
+
+    def _alone(self, name: str) -> list[Group]:
+        """Groups of one operator, or of dense attention."""
+        x, config, keys = self._packed, self.problem.config, self.keys
         if name == "attention.combine":
-            return [(("out", "dgates", *(f"dout_{branch}" for branch in BRANCHES)), queries, self._combined)]
+            return [self._rows_alone()]
         if name == "attention.compress":
-            return [group for kind in ("k", "v") for group in self._compressed(kind)]
-        if name == "attention.compressed":
-            branch = sampled_compressed(x["q"], x["k_cmp"], x["v_cmp"], config, cu_seqlens_q=self._offsets)
-            return self._branch(branch, ("k_cmp", "v_cmp"), self._blocks)
-        if name == "attention.window":
-            branch = sampled_window(x["q"], x["k_win"], x["v_win"], config, cu_seqlens_q=self._offsets)
-            return self._branch(branch, ("k_win", "v_win"), keys)
+            return [*self._compressed("k", Rope.from_config(config)), *self._compressed("v", None)]
+        label = {"attention.compressed": "cmp", "attention.window": "win"}.get(name, "slc")
+        args = [x["q"], x[f"k_{label}"], x[f"v_{label}"]]
+        if name == "dense":
+            seq_len, offsets = self.problem.point.seq_len, self._offsets.tolist()
+            every = CompressedKeys(size=1, stride=1)  # blocks of one token: all up to its own
+            scale = config.head_dim**-0.5
+            q, k, v = args
+            branch = SampledAttention(q, k, v, every, offsets, offsets, offsets, scale)
+            return self._branch(branch, label, keys[keys % seq_len >= seq_len - _TAIL])
         if name == "attention.selected":
-            branch = sampled_selected(x["q"], x["k_slc"], x["v_slc"], x["block_indices"], config, cu_seqlens_q=self._offsets)
-            return self._branch(branch, ("k_slc", "v_slc"), keys)
-        assert name == "dense"
-        offsets = self._offsets.tolist()
-        every = CompressedKeys(size=1, stride=1)  # blocks of one token: all up to the query's own
-        branch = SampledAttention(x["q"], x["k_slc"], x["v_slc"], every, offsets, offsets, offsets, config.head_dim**-0.5)
-        tail = keys[keys % self.point.seq_len >= self.point.seq_len - _TAIL]
-        return self._branch(branch, ("k_slc", "v_slc"), tail)
+            args.append(x["block_indices"])
+        branch = _SAMPLED[label](*args, config, cu_seqlens_q=self._offsets)
+        return self._branch(branch, label, self._blocks if label == "cmp" else keys)
 
-    def _branch(
-        self, branch: SampledAttention, names: tuple[str, str], keys: Tensor
-    ) -> list[tuple[tuple[str, ...], Tensor, Values]]:
+    def _rows_alone(self) -> Group:
+        """A case whose rows do not depend on each other: it is computed of the sampled ones."""
+        case, config, queries = self.problem.case, self.problem.config, self.queries
+        rows = {name: self._packed[name][queries] for name in (*case.inputs, "dout")}
+
+        def values(dtype: torch.dtype) -> Mapping[str, Tensor]:
+            x = {name: row.to(dtype).requires_grad_() for name, row in rows.items()}
+            (out,) = case.call(x, config, "reference")
+            grads = torch.autograd.grad(out, [x[name] for name in case.inputs], x["dout"])
+            names = (f"d{name}" for name in case.inputs)
+            return {"out": out.detach(), **dict(zip(names, grads, strict=True))}
+
+        return ("out", *(f"d{name}" for name in case.inputs)), queries, values
+
+    def _branch(self, branch: SampledAttention, name: str, keys: Tensor) -> list[Group]:
         """Attention alone: out and dq of queries, dk and dv of keys."""
-        dout, label = self._packed["dout"], names[0]
+        dout, queries, names = self._packed["dout"], self.queries, (f"dk_{name}", f"dv_{name}")
 
         def of_keys(dtype: torch.dtype) -> Mapping[str, Tensor]:
             found = branch.at_keys(keys, dtype, dout)
-            return {f"d{names[0]}": found["dk"], f"d{names[1]}": found["dv"]}
+            return dict(zip(names, (found["dk"], found["dv"]), strict=True))
 
-        of_queries = self._once(f"{label} q", lambda dtype: branch.at_queries(self.queries, dtype, dout))
-        return [
-            (("out", "dq"), self.queries, of_queries),
-            ((f"d{names[0]}", f"d{names[1]}"), keys, self._once(f"{label} k", of_keys)),
-        ]
+        def of_queries(dtype: torch.dtype) -> Mapping[str, Tensor]:
+            return branch.at_queries(queries, dtype, dout)
 
-    def _compressed(self, kind: str) -> list[tuple[tuple[str, ...], Tensor, Values]]:
+        return [(("out", "dq"), queries, of_queries), (names, keys, of_keys)]
+
+    def _compressed(self, kind: str, rope: Rope | None) -> list[Group]:
         """Compressed keys, rotated, or values; and the gradient of the raw ones."""
-        raw, y = f"{kind}_cmp_raw", f"{kind}_cmp"
-        rope = Rope.from_config(self.config) if kind == "k" else None
-        compression = SampledCompression(self._packed[raw], None, self.config, self._offsets, rope)
-        dy = self._packed[f"d{y}"]
+        y, raw, blocks, keys = f"{kind}_cmp", f"{kind}_cmp_raw", self._blocks, self.keys
+        config, dy = self.problem.config, self._packed[f"d{kind}_cmp"]
+        compression = SampledCompression(self._packed[raw], None, config, self._offsets, rope)
         return [
-            ((y,), self._blocks, lambda dtype: {y: compression.at_blocks(self._blocks, dtype)["y"]}),
-            ((f"d{raw}",), self.keys, lambda dtype: {f"d{raw}": compression.at_tokens(self.keys, dtype, dy)["dx"]}),
+            ((y,), blocks, lambda dtype: {y: compression.at_blocks(blocks, dtype)["y"]}),
+            (
+                (f"d{raw}",),
+                keys,
+                lambda dtype: {f"d{raw}": compression.at_tokens(keys, dtype, dy)["dx"]},
+            ),
         ]
 
-    def _combined(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """The gated sum and its gradients."""
-        x = {name: self._packed[name][self.queries].to(dtype) for name in (*(f"out_{b}" for b in BRANCHES), "gates", "dout")}
-        leaves = {name: x[name].requires_grad_() for name in x if name != "dout"}
-        outs = leaves["out_cmp"], leaves["out_slc"], leaves["out_win"]
-        out = combine_reference(outs, leaves["gates"])
-        grads = torch.autograd.grad(out, tuple(leaves.values()), x["dout"])
-        return {"out": out.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
+    def _whole(self) -> list[Group]:
+        """Whole attention over the selection at hand."""
+        x, queries, keys, offsets = self._packed, self.queries, self.keys, self._offsets
+        names = [field.name for field in fields(AttentionInputs) if field.name in x]
+        inputs = AttentionInputs(
+            **{name: x[name] for name in names},
+            cu_seqlens_q=offsets,
+            cu_seqlens_k=offsets,
+        )
+        assert self._selection is not None
+        chosen, config = self._selection.flatten(0, 1), self.problem.config
+        whole = SampledWhole(inputs, config, chosen, rope=Rope.from_config(config))
 
-    def _whole(self, label: str, values: Callable[[SampledWhole, torch.dtype], Mapping[str, Tensor]]) -> Values:
-        """Whole attention over the choice at hand; gradients are named as in ``results``."""
+        def of_queries(dtype: torch.dtype) -> Mapping[str, Tensor]:
+            found = whole.at_queries(queries, dtype, x["dout"])
+            return {name if name == "out" else f"d{name}": y for name, y in found.items()}
 
-        def named(dtype: torch.dtype) -> Mapping[str, Tensor]:
-            names = {field.name for field in fields(AttentionInputs)}
-            inputs = AttentionInputs(**{name: self._packed[name] for name in names if name in self._packed},
-                                     cu_seqlens_q=self._offsets, cu_seqlens_k=self._offsets)  # fmt: skip
-            assert self._choice_known is not None
-            whole = SampledWhole(inputs, self.config, self._choice_known.flatten(0, 1), rope=Rope.from_config(self.config))
-            found = values(whole, dtype)
-            return {name if name == "out" else f"d{name}": x for name, x in found.items()}
+        def of_keys(dtype: torch.dtype) -> Mapping[str, Tensor]:
+            return {f"d{name}": y for name, y in whole.at_tokens(keys, dtype, x["dout"]).items()}
 
-        return self._once(f"whole {label}", named)
+        of_tokens = tuple(f"d{name}" for name in names if name not in ("q", "gates"))
+        return [(("out", "dq", "dgates"), queries, of_queries), (of_tokens, keys, of_keys)]
 
-    def _once(self, label: str, values: Values) -> Values:
-        """The same, computed once for each dtype."""
+    # --- Selection
+    def _select(self, backend: str) -> None:
+        """Checks the block indices within whole attention; with others, values are others too."""
+        problem = self.problem
+        base, point, config = problem.tensors, problem.point, problem.config
+        made = prepare(CASES["attention.choice"], base, point, config, backend)
+        x = made.tensors
+        chosen = select_blocks(x["q"], x["k_cmp"], x["lse"], config, backend=backend)
+        self.check_selection(chosen, made)
+        if self._selection is None or not torch.equal(chosen, self._selection):
+            self._selection = chosen
+            self._known.pop("attention", None)
 
-        def remembered(dtype: torch.dtype) -> Mapping[str, Tensor]:
-            known = self._known.setdefault(label, {})
-            if dtype not in known:
-                known[dtype] = values(dtype)
-            return known[dtype]
-
-        return remembered
-
-    # --- The choice -----------------------------------------------------------------------------------------------------
-    def _choose(self, backend: str) -> None:
-        """The indices behind whole attention, looked at as those of the operator are; another choice, other values."""
-        x = prepare(CASES["attention.choice"], self.tensors, self.point, self.config, backend)
-        chosen = select_blocks(x["q"], x["k_cmp"], x["lse"], self.config, backend=backend)
-        self.check_choice(chosen, x)
-        if self._choice_known is None or not torch.equal(chosen, self._choice_known):
-            self._choice_known = chosen
-            self._known.clear()
-
-    def check_choice(self, chosen: Tensor, x: Tensors) -> None:
-        """Fail unless indices are legal everywhere, and on sampled rows those that fp64 chooses by the options of the pattern.
+    def check_selection(self, chosen: Tensor, problem: Problem) -> None:
+        """Fail unless indices are legal everywhere, and on sampled rows those that fp64 selects.
 
         Args:
             chosen: ``[B, S, Hkv, n]``.
-            x: ``q`` and the ``k_cmp`` that the choice was made from.
+            problem: with the ``q`` and the ``k_cmp`` that were scored.
         """
-        config = self.config
-        t = torch.arange(self.point.seq_len, device=chosen.device)[None, :, None]
-        current = t // config.block_size
-        there = chosen >= 0
-        rising = (chosen[..., 1:] > chosen[..., :-1]) | ~there[..., 1:]
-        assert bool((rising & (there[..., :-1] | ~there[..., 1:])).all()), "block_indices: not ascending, -1 at the end"
+        config, x = problem.config, problem.tensors
+        t = torch.arange(problem.point.seq_len, device=chosen.device)[None, :, None]
+        current, there = t // config.block_size, chosen >= 0
+        ascending = (chosen[..., 1:] > chosen[..., :-1]) & there[..., :-1]
+        ascending |= ~there[..., 1:]
+        assert bool(ascending.all()), "block_indices: not ascending, -1 at the end"
         assert bool((chosen <= current[..., None]).all()), "block_indices: a block of the future"
         if config.coarse_block_size is None:
             n = torch.full_like(t, config.num_selected_blocks)
             for length, fewer in reversed(config.block_counts):
                 n = torch.where(t < length, fewer, n)
             whole = there.sum(-1) == torch.minimum(n, current + 1)
-            assert bool(whole.all()), "block_indices: not as many blocks as there are to choose"
+            assert bool(whole.all()), "block_indices: not as many blocks as there are to select"
         init = torch.arange(config.num_init_blocks, device=chosen.device) + 0 * t[..., None]
         local = current[..., None] - torch.arange(config.num_local_blocks, device=chosen.device)
         for forced in torch.cat((init, local), -1).unbind(-1):
-            wanted = (forced >= 0) & (forced <= current)
-            assert bool(((chosen == forced[..., None]).any(-1) | ~wanted).all()), "block_indices: a forced block is missing"
-        sampled = sampled_choice(x["q"].flatten(0, 1), x["k_cmp"], config, cu_seqlens_q=self._offsets)
-        found = sampled.agreement(self._choices, chosen.flatten(0, 1))
-        assert found.against == 0, f"block_indices: {found.against} of {found.rows} sampled choices differ from fp64"
+            absent = (forced < 0) | (forced > current)
+            found = (chosen == forced[..., None]).any(-1) | absent
+            assert bool(found.all()), "block_indices: a forced block is missing"
+        q = x["q"].flatten(0, 1)
+        sampled = sampled_choice(q, x["k_cmp"], config, cu_seqlens_q=self._offsets)
+        agreement = sampled.agreement(self._selections, chosen.flatten(0, 1))
+        different = f"{agreement.against} of {agreement.rows} sampled selections differ from fp64"
+        assert agreement.against == 0, f"block_indices: {different}"
 
     def recall(self, chosen: Tensor) -> float:
-        """Share of the blocks of the exact choice, in fp64 and without approximation, that were chosen ``[B, S, Hkv, n]``.
+        """Share of the blocks of the exact fp64 selection found in ``chosen`` ``[B, S, Hkv, n]``.
 
         Over the sampled rows in which it is clear which block is the n-th best.
         """
-        config = replace(self.config, coarse_block_size=None, num_coarse_blocks=0, score_precision="exact")
-        sampled = sampled_choice(self._packed["q"], self.tensors["k_cmp"], config, cu_seqlens_q=self._offsets)
-        exact, clear = sampled.at_queries(self._choices)
-        actual = chosen.flatten(0, 1)[self._choices]
+        config, x = self.problem.config, self._packed
+        config = replace(
+            config,
+            coarse_block_size=None,
+            num_coarse_blocks=0,
+            score_precision="exact",
+        )
+        sampled = sampled_choice(x["q"], x["k_cmp"], config, cu_seqlens_q=self._offsets)
+        exact, clear = sampled.at_queries(self._selections)
+        actual = chosen.flatten(0, 1)[self._selections]
         wanted = (exact >= 0) & clear[..., None]
         found = (exact[..., None] == actual[..., None, :]).any(-1) & wanted
         return round(float(found.sum() / wanted.sum()), 5)
 
-    # --- Where things lie -----------------------------------------------------------------------------------------------
+    # --- Where things lie
     @cached_property
     def _packed(self) -> Tensors:
         """All tensors, those of a dense batch as packed tokens."""
-        batch = (self.point.batch, self.point.seq_len)
-        return {name: x.detach().flatten(0, 1) if x.shape[:2] == batch else x.detach() for name, x in self.tensors.items()}
+        batch = (self.problem.point.batch, self.problem.point.seq_len)
+        tensors = {name: x.detach() for name, x in self.problem.tensors.items()}
+        return {name: x.flatten(0, 1) if x.shape[:2] == batch else x for name, x in tensors.items()}
 
     @cached_property
     def _offsets(self) -> Tensor:
-        return packed_offsets([self.point.seq_len] * self.point.batch, self.point.device)
+        point = self.problem.point
+        return packed_offsets([point.seq_len] * point.batch, point.device)
 
     @cached_property
-    def _choices(self) -> Tensor:
-        """Packed rows on which choices are compared: the sampled queries, and others evenly over all tokens."""
-        step = max(1, self.point.tokens // SAMPLED_CHOICES)
-        return torch.cat((self.queries, torch.arange(0, self.point.tokens, step, device=self.point.device))).unique()
+    def _selections(self) -> Tensor:
+        """Packed rows on which selections are compared: the sampled queries, and evenly others."""
+        point = self.problem.point
+        step = max(1, point.tokens // SAMPLED_SELECTIONS)
+        evenly = torch.arange(0, point.tokens, step, device=point.device)
+        return torch.cat((self.queries, evenly)).unique()
 
     @cached_property
     def _blocks(self) -> Tensor:
         """Packed compressed rows: blocks that start at or before the sampled keys."""
-        size, stride, seq_len = self.config.compress_block_size, self.config.compress_stride, self.point.seq_len
-        blocks = (seq_len - size) // stride + 1
-        inside = self.keys % seq_len // stride
+        config, seq_len = self.problem.config, self.problem.point.seq_len
+        blocks = (seq_len - config.compress_block_size) // config.compress_stride + 1
+        inside = self.keys % seq_len // config.compress_stride
         return (self.keys // seq_len * blocks + inside)[inside < blocks].unique()
 
 
 def approximates(config: NSAConfig) -> bool:
-    """Whether the pattern's choice is not meant to be the exact one."""
+    """Whether the pattern's selection is not meant to be the exact one."""
     return config.coarse_block_size is not None or config.score_precision != "exact"

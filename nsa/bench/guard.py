@@ -1,58 +1,34 @@
-"""``nsa bench guard``: ratios to dense attention against those of committed rows from the same kind of GPU."""
+"""``nsa bench guard``: ratios to dense attention beside those of committed rows of the same GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
 
-from nsa.bench.rows import Row
-from nsa.bench.table import align
-from nsa.bench.targets import DENSE, UNMASKED, figures, is_void, of_dense
+from nsa.bench.rows import Row, measured
+from nsa.bench.table import align, point, row_cells
+from nsa.bench.targets import DENSE, UNMASKED, Field, figures, is_void, of_dense
 from nsa.errors import check
 
-Key = tuple[object, ...]
-# Settings of a training step on which its ratio to the dense twin depends.
+# Settings of a training step on which its ratio to the dense model depends.
 _SETTINGS = ("micro_batch", "compile", "cuda_graphs", "checkpointing")
-_FIELDS: tuple[tuple[str, Literal["ms_p50", "peak_mib"]], ...] = (("time", "ms_p50"), ("memory", "peak_mib"))
-_HEADER = ("case", "provider", "shape", "choice", "mode", "S", "B", "what", "of dense", "baseline", "change", "")
+_FIELDS: Mapping[str, Field] = {"time": "ms_p50", "memory": "peak_mib"}
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """One figure divided by dense attention's in the same run.
+def ratios(rows: Sequence[Row]) -> dict[tuple[object, ...], tuple[Row, str, float]]:
+    """Row, ``time`` or ``memory``, and the ratio to dense attention in the same run: the newest.
 
-    Attributes:
-        row: whose it is.
-        what: ``time`` or ``memory``.
-        value: the ratio; smaller is better.
+    By what has to be equal in the baseline. Void ratios and those of dense attention are left out.
     """
-
-    row: Row
-    what: str
-    value: float
-
-    @property
-    def key(self) -> Key:
-        """What has to be equal in the baseline."""
-        row = self.row
-        settings = None if row.settings is None else tuple(row.settings.get(name) for name in _SETTINGS)  # of attention none
-        return (
-            self.what, row.gpu, row.case, row.provider, row.shape, row.choice, row.seq_len, row.batch, row.dtype, row.mode,
-            settings, row.is_masked,
-        )  # fmt: skip
-
-
-def ratios(rows: Sequence[Row]) -> Iterator[Ratio]:
-    """Ratios of all rows but the dense ones themselves, oldest first; void ones are left out."""
-    by = figures(rows)
-    for row in sorted(rows, key=lambda row: row.date):
-        if row.provider in ("dense", UNMASKED, DENSE) or row.ms_p50 is None or is_void(row, by):
+    by, found = figures(rows), {}
+    for row in sorted(measured(rows), key=lambda row: row.date):
+        if row.provider in ("dense", UNMASKED, DENSE) or is_void(row, by):
             continue
-        for what, field in _FIELDS:
+        settings = row.settings and tuple(row.settings.get(name) for name in _SETTINGS)
+        for what, field in _FIELDS.items():
             value = of_dense(row, by, field)
             if value is not None:
-                yield Ratio(row, what, value)
+                found[what, settings, *row.kind] = row, what, value
+    return found
 
 
 def guard(rows: Sequence[Row], baseline: Iterable[Row], tolerance: float) -> tuple[list[str], bool]:
@@ -60,7 +36,7 @@ def guard(rows: Sequence[Row], baseline: Iterable[Row], tolerance: float) -> tup
 
     Args:
         rows: new ones.
-        baseline: those to hold them against.
+        baseline: those to compare them with.
         tolerance: share by which a ratio may be above the baseline's.
 
     Returns:
@@ -69,25 +45,24 @@ def guard(rows: Sequence[Row], baseline: Iterable[Row], tolerance: float) -> tup
     Raises:
         ValueError: nothing can be compared: a guard without a baseline says nothing.
     """
-    known = {found.key: found for found in ratios(list(baseline))}
-    new = {found.key: found for found in ratios(rows)}
-    both = [(found, known[key]) for key, found in new.items() if key in known]
-    hint = "Measure dense attention in the same run, on a GPU that has committed rows."
+    known, new = ratios(list(baseline)), ratios(rows)
+    both = [(*found, known[key][2]) for key, found in new.items() if key in known]
     wrong = [row for row in rows if row.correct is False]
-    check(bool(both or wrong), "nsa bench guard", "the rows", "have a ratio with a baseline", f"{len(new)} without one", hint)
-    lines, worse = [_HEADER], 0
-    for found, before in both:
-        change = found.value / before.value - 1
+    hint = "Measure dense attention in the same run, on a GPU that has committed rows."
+    rule, got = "have a ratio with a baseline", f"{len(new)} without one"
+    check(bool(both or wrong), "nsa bench guard", "the rows", rule, got, hint)
+
+    names, cells, worse = ("case", "provider", "choice", "mode", "S", "B"), row_cells({}), 0
+    lines: list[tuple[str, ...]] = [(*names, "shape", "what", "of dense", "baseline", "change", "")]
+    for row, what, ratio, before in both:
+        change = ratio / before - 1
         worse += change > tolerance
-        row = found.row
-        lines.append((
-            row.case, row.provider, row.shape, row.choice, row.mode, f"{row.seq_len:,}", str(row.batch), found.what,
-            f"{found.value:.3f}", f"{before.value:.3f}", f"{change:+.1%}", "WORSE" if change > tolerance else "ok",
-        ))  # fmt: skip
-    texts = align(lines, words=(0, 1, 2, 3, 4, 7))
-    texts += [f"wrong: {row.case} {row.provider} {row.mode} S {row.seq_len:,}: {row.note}" for row in wrong]
+        shown = f"{ratio:.3f}", f"{before:.3f}", f"{change:+.1%}"
+        kind = [cells[name](row) for name in names]
+        lines.append((*kind, row.shape, what, *shown, "WORSE" if change > tolerance else "ok"))
+    texts = align(lines) + [f"wrong: {point(row)}: {row.note}" for row in wrong]
     texts.append(
-        f"{len(both)} ratios compared, {worse} worse by more than {tolerance:.0%}, {len(new) - len(both)} without a baseline, "
-        f"{len(wrong)} wrong rows"
+        f"{len(both)} ratios compared, {worse} worse by more than {tolerance:.0%}, "
+        f"{len(new) - len(both)} without a baseline, {len(wrong)} wrong rows"
     )
     return texts, not worse and not wrong

@@ -1,25 +1,27 @@
-"""What is measured: shapes, lengths, choices, and the inputs made for them."""
+"""What is measured: shapes, lengths, and the inputs made for them."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nsa.config import NSAConfig
 from nsa.errors import fail
 from nsa.testing import make_inputs
 
-# Neighbouring queries that share their choice of blocks.
+# Values of the field `choice`: neighbouring queries that share their selection of blocks.
 CHOICES = {"random": 1, "shared4": 4, "shared16": 16}
 
-# Own noise of a query beside its group's direction, where a choice is shared: two queries of a group are never equal, and
-# still choose (nearly) the same blocks.
+# Noise of a query beside its group's direction, where a selection is shared: two queries of a group
+# are never equal, and still select (nearly) the same blocks.
 OWN_NOISE = 0.03
 _CHUNK_ELEMENTS = 2**27
+WHOLE_INPUTS = ("q", "k_cmp_raw", "v_cmp_raw", "k_slc", "v_slc", "k_win", "v_win", "gates")
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,9 @@ class Shape:
     tokens: int | None = None
 
     def config(self, overrides: dict[str, Any] | None = None) -> NSAConfig:
-        """The default sparse pattern (l, d, l', n, w = 32, 16, 64, 16, 512, phi mean) with these heads."""
-        heads = {name: getattr(self, name) for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim")}
+        """The default pattern (l, d, l', n, w = 32, 16, 64, 16, 512, phi mean) with these heads."""
+        heads = asdict(self)
+        del heads["name"], heads["tokens"]
         return NSAConfig(**{**heads, **(overrides or {})})
 
 
@@ -61,7 +64,8 @@ def parse_shape(text: str) -> Shape:
         return SHAPES[text]
     found = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", text)
     if found is None:
-        fail("nsa bench", "--shape", f"be one of {', '.join(SHAPES)}, or HqxHkvxDxDv", repr(text), "For example: 12x2x64x64")
+        rule, hint = f"be one of {', '.join(SHAPES)}, or HqxHkvxDxDv", "For example: 12x2x64x64"
+        fail("nsa bench", "--shape", rule, repr(text), hint)
     shape = Shape(text, *(int(size) for size in found.groups()))
     shape.config()
     return shape
@@ -96,7 +100,7 @@ class Point:
 
 
 def batch_of(shape: Shape, seq_len: int, tokens: int | None) -> int:
-    """Sequences of ``seq_len`` that make up ``tokens`` (None: those of the shape, or one sequence); at least one."""
+    """Sequences that make up ``tokens`` (None: those of the shape, or one sequence)."""
     total = shape.tokens if tokens is None else tokens
     return 1 if total is None else max(1, total // seq_len)
 
@@ -104,17 +108,18 @@ def batch_of(shape: Shape, seq_len: int, tokens: int | None) -> int:
 def make_tensors(point: Point, config: NSAConfig) -> dict[str, Tensor]:
     """Inputs of whole attention, dense ``[B, S, H, D]``, and the gradient ``dout`` of its output.
 
-    All are independent Gaussians, gates uniform. With a shared choice the queries of an aligned group of neighbours point in
-    one direction, each with noise of its own of 3% of its length (``OWN_NOISE``): so they rank the blocks alike.
+    All are independent Gaussians, gates uniform. With a shared selection the queries of an aligned
+    group of neighbours point in one direction, each with noise of 3% of its length (``OWN_NOISE``):
+    so they rank the blocks alike.
     """
-    packed = make_inputs(config, [point.seq_len] * point.batch, seed=point.seed, dtype=point.dtype, device=point.device)
-    names = ("q", "k_cmp_raw", "v_cmp_raw", "k_slc", "v_slc", "k_win", "v_win", "gates")
-    tensors = {name: getattr(packed, name).unflatten(0, (point.batch, point.seq_len)) for name in names}
+    lengths, device = [point.seq_len] * point.batch, point.device
+    packed = make_inputs(config, lengths, seed=point.seed, dtype=point.dtype, device=device)
+    batch = point.batch, point.seq_len
+    tensors = {name: getattr(packed, name).unflatten(0, batch) for name in WHOLE_INPUTS}
     group = CHOICES[point.choice]
     if group > 1:
         tensors["q"] = share_directions(tensors["q"], group)
-    shape = (point.batch, point.seq_len, config.num_heads, config.value_dim)
-    tensors["dout"] = normal(shape, point, seed=1)
+    tensors["dout"] = normal((*batch, config.num_heads, config.value_dim), point, seed=1)
     return tensors
 
 
@@ -125,53 +130,32 @@ def normal(shape: tuple[int, ...], point: Point, seed: int) -> Tensor:
 
 
 def share_directions(q: Tensor, group: int) -> Tensor:
-    """Each query becomes the first one of its aligned group of neighbours, plus a little of itself: ``[B, S, Hq, D]``."""
+    """Each query of ``[B, S, Hq, D]`` becomes the first of its group, plus a little of itself."""
     first = torch.arange(q.shape[1], device=q.device) // group * group
     return (q[:, first].float() + OWN_NOISE * q.float()).to(q.dtype)
 
 
-def hand_made_choice(point: Point, config: NSAConfig) -> Tensor:
+def hand_made_selection(point: Point, config: NSAConfig) -> Tensor:
     """Indices for the selected branch alone, int32 ``[B, S, Hkv, n]``, ascending, -1 at the end.
 
-    The forced blocks, the rest drawn at random, anew for each aligned group of queries that share their choice. A group lies
-    within a block, so that its forced blocks agree too.
+    The forced blocks, the rest drawn at random, anew for each aligned group of queries that share
+    their selection. A group lies within a block, so that its forced blocks agree too.
     """
-    blocks = -(-point.seq_len // config.block_size)
-    rows = torch.arange(0, point.seq_len, CHOICES[point.choice], device=point.device)
-    current = (rows // config.block_size)[:, None, None]
-    block = torch.arange(blocks, device=point.device)
-    forced = (block < config.num_init_blocks) | (block > current - config.num_local_blocks)
+    blocks, group = -(-point.seq_len // config.block_size), CHOICES[point.choice]
+    n, heads = min(config.num_selected_blocks, blocks), config.num_kv_heads
     generator = torch.Generator(device=point.device).manual_seed(point.seed + 2)
-    n = min(config.num_selected_blocks, blocks)
-    step = max(1, _CHUNK_ELEMENTS // (blocks * config.num_kv_heads))
+    block = torch.arange(blocks, device=point.device)
+    rows = torch.arange(0, point.seq_len, group, device=point.device).repeat(point.batch)
     parts = []
-    for _ in range(point.batch):
-        for at in range(0, len(rows), step):
-            now = slice(at, at + step)
-            shape = (len(rows[now]), config.num_kv_heads, blocks)
-            rank = torch.rand(shape, generator=generator, device=point.device)
-            rank = torch.where(forced[now], 2.0, rank).masked_fill(block > current[now], -1.0)
-            best = rank.topk(n, dim=-1)
-            ids = torch.where(best.values >= 0, best.indices, blocks).sort(-1).values
-            parts.append(torch.where(ids < blocks, ids, -1).int())
-    chosen = torch.cat(parts).unflatten(0, (point.batch, len(rows)))
-    chosen = chosen.repeat_interleave(CHOICES[point.choice], dim=1)[:, : point.seq_len]
-    return torch.nn.functional.pad(chosen, (0, config.num_selected_blocks - n), value=-1).contiguous()
-
-
-def overlap(block_indices: Tensor, group: int) -> float:
-    """Share of a query's chosen blocks that the first query of its aligned group chose too.
-
-    Args:
-        block_indices: ``[B, S, Hkv, n]``.
-        group: queries of a group; the first ones, which agree with themselves, do not count.
-    """
-    whole = block_indices.shape[1] // group * group
-    ids = block_indices[:, :whole].unflatten(1, (-1, group)).flatten(0, 1)  # [groups, group, Hkv, n]
-    if group == 1 or ids.shape[0] == 0:
-        return 1.0
-    if ids.shape[0] > 4096:
-        ids = ids[:: ids.shape[0] // 4096]
-    others, first = ids[:, 1:], ids[:, :1]
-    found = (others[..., None] == first[..., None, :]).any(-1) & (others >= 0)
-    return float(found.sum() / (others >= 0).sum())
+    for some in rows.split(max(1, _CHUNK_ELEMENTS // (blocks * heads))):
+        current = (some // config.block_size)[:, None, None]
+        shape = (len(some), heads, blocks)
+        rank = torch.rand(shape, generator=generator, device=point.device)
+        forced = (block < config.num_init_blocks) | (block > current - config.num_local_blocks)
+        rank = torch.where(forced, 2.0, rank).masked_fill(block > current, -1.0)
+        best = rank.topk(n)
+        ids = torch.where(best.values >= 0, best.indices, blocks).sort(-1).values
+        parts.append(torch.where(ids < blocks, ids, -1).int())
+    chosen = torch.cat(parts).unflatten(0, (point.batch, -1))
+    chosen = chosen.repeat_interleave(group, dim=1)[:, : point.seq_len]
+    return pad(chosen, (0, config.num_selected_blocks - n), value=-1).contiguous()

@@ -1,14 +1,14 @@
-"""Rows of results: one JSON object a line, and nothing in a report that is not in a row."""
+"""Rows of results: one JSON object a line. Tables and reports show nothing that is not in a row."""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -31,9 +31,12 @@ class Origin:
     date: str
 
 
+AnyRow = TypeVar("AnyRow", bound=Origin)
+
+
 @dataclass(frozen=True)
 class Row(Origin):
-    """One provider at one point in one mode; every field is explained in ``docs/benchmarks.md``."""
+    """One implementation at one point in one mode; ``docs/benchmarks.md`` explains every field."""
 
     case: str
     provider: str
@@ -74,8 +77,14 @@ class Row(Origin):
 
     @property
     def is_masked(self) -> bool:
-        """Whether the documents of a training step did not see each other."""
+        """Whether attention in a training step stayed within documents."""
         return bool((self.settings or {}).get("document_mask"))
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Rows of one kind are repetitions of one measurement; the newest counts."""
+        where = (self.gpu, self.case, self.provider, self.shape, self.choice, self.dtype)
+        return *where, self.seq_len, self.batch, self.mode, self.is_masked
 
     def __post_init__(self) -> None:
         """A row never holds a time without a correct result."""
@@ -95,7 +104,9 @@ def origin(device: torch.device, commit: str | None = None) -> Origin:
         ValueError: ``commit`` was given although git knows it.
     """
     code = environment.code_version()
-    check(commit is None or code["commit"] is None, "nsa bench", "--commit", "be left out where git knows it", commit)
+    known = code["commit"]
+    rule = "be left out where git knows it"
+    check(commit is None or known is None, "nsa bench", "--commit", rule, commit)
     now = datetime.now(UTC)
     cuda = device.type == "cuda"
     return Origin(
@@ -105,32 +116,59 @@ def origin(device: torch.device, commit: str | None = None) -> Origin:
         driver=environment.nvidia_driver() if cuda else None,
         torch=environment.version("torch"),
         triton=environment.version("triton"),
-        commit=code["commit"] or commit,
+        commit=known or commit,
         dirty=code["dirty"],
         date=now.isoformat(timespec="seconds"),
     )
 
 
-def row_of(origin: Origin, **values: Any) -> Row:
-    """A row of this process."""
-    return Row(**{**asdict(origin), **values})
+class Results(Generic[AnyRow]):
+    """Rows of this process: each is printed, and appended to a JSONL file if there is one.
 
+    Args:
+        kind: class of the rows.
+        path: of the file, or None.
+        device: of the measurements.
+        commit: see :func:`origin`.
+    """
 
-class RowFile:
-    """Rows appended to a JSONL file, each as soon as it is there; without a path they are only kept."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path, self.rows = path, list[Row]()
+    def __init__(
+        self,
+        kind: type[AnyRow],
+        path: Path | None,
+        device: torch.device,
+        commit: str | None,
+    ) -> None:
+        self._kind, self._path, self.rows = kind, path, list[AnyRow]()
+        self._origin = here = origin(device, commit)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.open("a", encoding="utf-8").close()  # a place that cannot be written to is refused before the work
+            path.open("a", encoding="utf-8").close()  # fails before the work, not after it
+        changes = " with changes" if here.dirty else ""
+        print(
+            f"run {here.run_id} on {here.gpu or device}, commit {here.commit}{changes}",
+            flush=True,
+        )
 
-    def add(self, row: Row) -> None:
-        """Keep and write one row."""
+    def add(self, line: Callable[[AnyRow], str], **values: Any) -> None:
+        """Keep, write and print a row: numbers have six digits, fields not given are null."""
+        given = {name: _rounded(value) for name, value in values.items()}
+        empty = dict.fromkeys(entry.name for entry in fields(self._kind))
+        row = self._kind(**{**empty, **asdict(self._origin), **given})
         self.rows.append(row)
-        if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
+        print(line(row), flush=True)
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(row)) + "\n")
+
+    def finish(self, table: Callable[[list[AnyRow]], str]) -> bool:
+        """Print the table; whether no row is wrong."""
+        print("\n" + table(self.rows), flush=True)
+        return all(getattr(row, "correct", None) is not False for row in self.rows)
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def read_rows(paths: Sequence[Path]) -> list[Row]:
@@ -139,29 +177,19 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
     Raises:
         ValueError: a line is not a row; the message names file, line and what is wrong.
     """
-    rows = []
-    for path in paths:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            if line.strip():
-                rows.append(_parse(line, f"{path}:{number}"))
-    return rows
+    return [
+        _parse(line, f"{path}:{number}")
+        for path in paths
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if line.strip()
+    ]
 
 
 def _parse(line: str, where: str) -> Row:
     try:
-        values = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(where, "the line", "be JSON", error) from error
-    check(isinstance(values, dict), where, "the line", "be an object", type(values).__name__)
-    known = {entry.name for entry in fields(Row)}
-    required = {entry.name for entry in fields(Row) if entry.default is MISSING}
-    missing, unknown = sorted(required - set(values)), sorted(set(values) - known)
-    check(not missing, where, "the row", "have every field", f"none of {', '.join(missing)}")
-    check(not unknown, where, "the row", "have no other fields", ", ".join(unknown))
-    try:
-        return Row(**values)
-    except AssertionError as error:
-        raise UserError(where, "the row", "be one that the benchmark writes", error) from error
+        return Row(**json.loads(line))
+    except (ValueError, TypeError, AssertionError) as error:  # no JSON, other fields, a false time
+        raise UserError(where, "the line", "be a row that the benchmark writes", error) from error
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:

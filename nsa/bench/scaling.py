@@ -1,4 +1,4 @@
-"""``nsa bench scaling``: steps of the trainer on several processes, and the communication that computation does not hide."""
+"""``nsa bench scaling``: steps of the trainer on several processes, and exposed communication."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
-from nsa.bench.attention import release_memory
+from nsa.bench.clock import release_memory
 from nsa.bench.communication import Communication, communication
-from nsa.bench.rows import Origin, origin
-from nsa.bench.table import align
-from nsa.bench.targets import speed_up_target
+from nsa.bench.rows import Origin, Results
+from nsa.bench.table import align, field, number, table, verdicts
+from nsa.bench.targets import outcomes_of
+from nsa.bench.train_run import MeasuredError, StepClock
 from nsa.errors import check
 from nsa.train import environment
 from nsa.train.config import TrainConfig
@@ -34,20 +34,15 @@ from nsa.train.watch.out_of_memory import check_run_fits
 
 PROFILED_STEPS = 3
 _EXCHANGES = 50
-_HEADER = (
-    "strategy",
-    "gradients",
-    "bucket MiB",
-    "processes",
-    "step ms",
-    "tokens/s",
-    "of one",
-    "must",
-    "sent ms",
-    "exposed ms",
-    "idle ms",
-    "MiB",
-    "loss",
+# Settings that a row repeats.
+_OF_THE_RUN = (
+    "compile",
+    "cuda_graphs",
+    "compute_dtype",
+    "seq_len",
+    "global_batch",
+    "micro_batch",
+    "accumulation",
 )
 
 
@@ -108,7 +103,7 @@ class ScalingRow(Origin):
 
 
 def divided(config: TrainConfig, world_size: int) -> TrainConfig:
-    """The same global batch on another number of processes, in micro-batches of at most as many windows as before.
+    """The same global batch on another number of processes, in micro-batches of at most as before.
 
     Raises:
         ValueError: it cannot be divided.
@@ -116,54 +111,65 @@ def divided(config: TrainConfig, world_size: int) -> TrainConfig:
     windows, rest = divmod(config.global_batch, world_size)
     rule = f"be a multiple of the number of processes ({world_size}), so that none is without work"
     check(rest == 0, "nsa bench scaling", "global_batch", rule, config.global_batch)
-    micro_batch = max(size for size in range(1, config.micro_batch + 1) if windows % size == 0)
-    return replace(config, world_size=world_size, micro_batch=micro_batch, accumulation=windows // micro_batch)
+    sizes = range(1, config.micro_batch + 1)
+    micro_batch = max(size for size in sizes if windows % size == 0)
+    accumulation = windows // micro_batch
+    return replace(
+        config,
+        world_size=world_size,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+    )
 
 
 def bench_scaling(plan: ScalingPlan, launch: Launch) -> None:
-    """Measure, print and write rows; every process of the launch comes here, the main one speaks.
+    """Measure, print and write rows; every process of the launch comes here, the main one prints.
 
     Raises:
         ValueError: the configuration does not fit the launch.
     """
     check_platform("nsa bench scaling")
     config = divided(plan.config, launch.world_size)
-    buckets = plan.buckets_mib or [config.parallel.bucket_mib]
-    parallel = [replace(config.parallel, bucket_mib=size) for size in buckets]
     device = choose_device(config.device, launch.local_rank)
     check_run_fits("nsa bench scaling", config, device)
-    here = origin(device, plan.commit)
-    rows = []
+    config = replace(
+        config,
+        steps=max(config.steps, plan.warmup + PROFILED_STEPS + plan.steps + 1),
+        log_every=0,
+        eval_windows=0,
+        sample_tokens=0,
+        checkpoint_every=0,
+    )
     with join(launch, device) as processes:
-        for setting in parallel:
-            last = plan.warmup + PROFILED_STEPS + plan.steps
-            run = replace(
-                config, parallel=setting, steps=max(config.steps, last + 1), log_every=0, eval_windows=0, sample_tokens=0,
-                checkpoint_every=0,
-            )  # fmt: skip
-            row = _measure(plan, run, processes, device, here)
-            if not processes.is_main:
-                continue
-            rows.append(row)
-            print(f"{row.strategy}, bucket {row.bucket_mib:g} MiB, {row.processes} processes: {row.step_ms:.2f} ms", flush=True)
-            if plan.out is not None:
-                plan.out.parent.mkdir(parents=True, exist_ok=True)
-                with plan.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+        results = None
         if processes.is_main:
-            print("\n" + scaling_table(rows if plan.out is None else read_scaling_rows(plan.out)), flush=True)
+            results = Results(ScalingRow, plan.out, device, plan.commit)
+        for size in plan.buckets_mib or [config.parallel.bucket_mib]:
+            run = replace(config, parallel=replace(config.parallel, bucket_mib=size))
+            found = _measure(plan, run, processes, device)
+            if results is not None:
+                results.add(_progress, **found)
+        if results is not None:
+            known = [] if plan.out is None else read_scaling_rows(plan.out)
+            results.finish(lambda rows: scaling_table(known or rows))
+
+
+def _progress(row: ScalingRow) -> str:
+    how = f"{row.strategy}, bucket {row.bucket_mib:g} MiB, {row.processes} processes"
+    return f"{how}: {row.step_ms:.2f} ms"
 
 
 def read_scaling_rows(path: Path) -> list[ScalingRow]:
     """Rows of a file that this command wrote."""
-    return [ScalingRow(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [ScalingRow(**json.loads(line)) for line in lines]
 
 
 def scaling_table(rows: Sequence[ScalingRow]) -> str:
     """Rows as text.
 
-    ``of one`` is the speed over that of one process with the same code, configuration, global batch and way to run a step;
-    ``must`` what it should be at least, where there is a target.
+    ``of one`` is the speed over that of one process with the same code, configuration, global batch
+    and way to run a step.
     """
 
     def of(row: ScalingRow) -> tuple[Any, ...]:
@@ -171,103 +177,91 @@ def scaling_table(rows: Sequence[ScalingRow]) -> str:
         return row.config, row.global_batch, row.seq_len, *step, row.gpu, row.commit
 
     alone = {of(row): row.tokens_per_s for row in rows if row.processes == 1}
-    lines: list[tuple[str, ...]] = [_HEADER]
-    for row in rows:
-        optional = (row.communication_ms, row.exposed_ms, row.idle_ms)
-        speed_up = row.tokens_per_s / alone[of(row)] if of(row) in alone else None
-        lines.append((
-            row.strategy, "bf16" if row.gradient_compression == "bf16" else "fp32", f"{row.bucket_mib:g}", str(row.processes),
-            f"{row.step_ms:.2f}", f"{row.tokens_per_s:,.0f}", "" if speed_up is None else f"{speed_up:.2f}",
-            _verdict(row, speed_up),
-            *("" if value is None else f"{value:.2f}" for value in optional),
-            "" if row.peak_mib is None else f"{row.peak_mib:,.0f}", f"{row.loss_nats:.4f}",
-        ))  # fmt: skip
-    return "\n".join(align(lines))
+
+    def speed_up(row: ScalingRow) -> float | None:
+        return row.tokens_per_s / alone[of(row)] if of(row) in alone else None
+
+    cells = {
+        "strategy": field("strategy"),
+        "gradients": lambda row: "bf16" if row.gradient_compression == "bf16" else "fp32",
+        "bucket MiB": field("bucket_mib", "g"),
+        "processes": field("processes"),
+        "step ms": field("step_ms", ".2f"),
+        "tokens/s": field("tokens_per_s", ",.0f"),
+        "of one": lambda row: number(speed_up(row), ".2f"),
+        "sent ms": field("communication_ms", ".2f"),
+        "exposed ms": field("exposed_ms", ".2f"),
+        "idle ms": field("idle_ms", ".2f"),
+        "MiB": field("peak_mib", ",.0f"),
+        "loss": field("loss_nats", ".4f"),
+        "target": lambda row: verdicts(outcomes_of(row, lambda _: speed_up(row))),
+    }
+    return "\n".join(align(table(cells, rows)))
 
 
-def _verdict(row: ScalingRow, speed_up: float | None) -> str:
-    must = speed_up_target(row.gpu, row.config, row.processes)
-    if must is None or speed_up is None:
-        return ""
-    return f"{must:g} {'pass' if speed_up >= must else 'FAIL'}"
+class _Clock(StepClock):
+    """Memory is that of the timed steps."""
 
+    def begin(self) -> None:
+        super().begin()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
 
-class _MeasuredError(Exception):
-    """All steps that were wanted are done; leaves the run before it writes a checkpoint that nobody wants."""
-
-
-class _Clock:
-    """Follows a run by its signs of life: warm-up, steps under the profiler, timed steps."""
-
-    def __init__(self, device: torch.device, warmup: int, steps: int) -> None:
-        self._device, self._warmup, self._begin_step = device, warmup, warmup + PROFILED_STEPS
-        self._end_step, self._step, self._begin = warmup + PROFILED_STEPS + steps, -1, 0.0
-        self._profile: profile | None = None
-        self.seconds, self.communication = 0.0, Communication(0.0, 0.0, 0.0)
-
-    def beat(self, phase: str, step: int, limit_s: float) -> None:
-        """A sign of life, as the trainer gives it; the first one of a step counts."""
-        if step <= self._step:
-            return
-        self._step = step
-        if step == self._warmup and self._device.type == "cuda":
-            torch.cuda.synchronize()
-            self._profile = profile(activities=[ProfilerActivity.CUDA])
-            self._profile.start()
-        elif step == self._begin_step:
-            self._read_profile()
-            self._begin = time.perf_counter()
-        elif step == self._end_step:
-            self._wait()
-            self.seconds = time.perf_counter() - self._begin
-            raise _MeasuredError
-
-    def _read_profile(self) -> None:
-        self._wait()
-        if self._profile is None:
-            return
-        self._profile.stop()
+    def communication(self) -> Communication:
+        """What the profiler saw."""
+        if self.trace is None:
+            return Communication(0.0, 0.0, 0.0)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
-            self._profile.export_chrome_trace(str(path))
-            self.communication = communication(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
-        self._profile = None
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+            self.trace.export_chrome_trace(str(path))
+            return communication(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
 
 
-def _measure(plan: ScalingPlan, config: TrainConfig, processes: Processes, device: torch.device, here: Origin) -> ScalingRow:
+def _measure(
+    plan: ScalingPlan,
+    config: TrainConfig,
+    processes: Processes,
+    device: torch.device,
+) -> dict[str, Any]:
+    """What a row says."""
     torch.compiler.reset()  # each setting compiles the same code anew
-    clock = _Clock(device, plan.warmup, plan.steps)
+    clock = _Clock(device, plan.warmup, plan.steps, PROFILED_STEPS)
     with _shared_folder(processes) as folder:
         with processes.main_first():
-            path = folder / "run"
-            run_folder = RunFolder.create(path, config) if processes.is_main else RunFolder.open(path)
-        trainer = Trainer(config, run_folder, processes=processes, beat=clock.beat, stops_at_once=True)
-        with suppress(_MeasuredError):
+            path, main = folder / "run", processes.is_main
+            run_folder = RunFolder.create(path, config) if main else RunFolder.open(path)
+        trainer = Trainer(
+            config,
+            run_folder,
+            processes=processes,
+            beat=clock.beat,
+            stops_at_once=True,
+        )
+        with suppress(MeasuredError):
             trainer.run()
     cuda = device.type == "cuda"
-    sums = processes.total(*map(round, dataclasses.astuple(clock.communication)))
-    sent_ms, exposed_ms, idle_ms = (total / processes.world_size / PROFILED_STEPS / 1000 for total in sums)
     (peak,) = processes.largest(torch.cuda.max_memory_allocated(device) if cuda else 0)
-    parallel, tokens = config.parallel, plan.steps * config.global_batch * config.seq_len
-    row = ScalingRow(
-        config=plan.name, processes=processes.world_size, strategy=parallel.strategy,
-        gradient_compression=parallel.gradient_compression, gather_dtype=parallel.gather_dtype, bucket_mib=parallel.bucket_mib,
-        static_graph=parallel.static_graph, compile_layers=parallel.compile_layers,
-        checkpointing=config.checkpointing.policy, compile=config.compile, cuda_graphs=config.cuda_graphs,
-        compute_dtype=config.compute_dtype, seq_len=config.seq_len, global_batch=config.global_batch,
-        micro_batch=config.micro_batch, accumulation=config.accumulation,
-        parameters=trainer.model.num_parameters()["total"], step_ms=round(1000 * clock.seconds / plan.steps, 4),
-        tokens_per_s=round(tokens / clock.seconds, 1), communication_ms=round(sent_ms, 4) if cuda else None,
-        exposed_ms=round(exposed_ms, 4) if cuda else None, idle_ms=round(idle_ms, 4) if cuda else None,
-        exchange_us=round(_exchange_us(processes), 1),
-        peak_mib=round(peak / MIB, 1) if cuda else None, loss_nats=round(trainer.state.progress.window.loss_nats, 6),
-        nccl=environment.nccl(), nccl_settings=communication_settings(), **dataclasses.asdict(here),
-    )  # fmt: skip
+    totals = processes.total(*map(round, dataclasses.astuple(clock.communication())))
+    each = 1000 * processes.world_size * PROFILED_STEPS
+    sent_ms, exposed_ms, idle_ms = (total / each if cuda else None for total in totals)
+    row = {
+        **{name: getattr(config, name) for name in _OF_THE_RUN},
+        **dataclasses.asdict(config.parallel),
+        "config": plan.name,
+        "processes": processes.world_size,
+        "checkpointing": config.checkpointing.policy,
+        "parameters": trainer.model.num_parameters()["total"],
+        "step_ms": 1000 * clock.seconds / plan.steps,
+        "tokens_per_s": plan.steps * config.global_batch * config.seq_len / clock.seconds,
+        "communication_ms": sent_ms,
+        "exposed_ms": exposed_ms,
+        "idle_ms": idle_ms,
+        "exchange_us": _exchange_us(processes),
+        "peak_mib": peak / MIB if cuda else None,
+        "loss_nats": trainer.state.progress.window.loss_nats,
+        "nccl": environment.nccl(),
+        "nccl_settings": communication_settings(),
+    }
     del trainer
     release_memory(device)
     return row

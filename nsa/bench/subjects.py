@@ -1,16 +1,16 @@
-"""What ``nsa bench train`` compares: the model of a configuration, its dense twins, other configurations and variants."""
+"""What ``nsa bench train`` compares: NSA, dense models, other configurations and variants."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nsa.bench.targets import UNMASKED
-from nsa.errors import check, fail
+from nsa.bench.variants import split_variant
+from nsa.errors import check
 from nsa.lm.twins import dense_matched, twin
 from nsa.train.config import TrainConfig
 from nsa.train.load import load_config
@@ -67,20 +67,21 @@ class Batching:
         check(config.world_size == 1, _WHERE, "world_size", "be 1", config.world_size, hint)
         seq_len = self.seq_len or config.seq_len
         windows = config.global_batch
-        if self.tokens is not None:
-            windows = max(1, self.tokens // seq_len)
         micro_batch = self.micro_batch or config.micro_batch
         if self.tokens is None:
             rule, hint = f"be at most the {windows} windows of a step", "Give --tokens, too."
             check(micro_batch <= windows, _WHERE, "--micro-batch", rule, micro_batch, hint)
-        micro_batch = min(micro_batch, windows)
+        else:
+            windows = max(1, self.tokens // seq_len)
+            micro_batch = min(micro_batch, windows)
         rule, hint = f"divide the {windows} windows of a step", "Give --micro-batch."
-        check(windows % micro_batch == 0, _WHERE, "micro_batch", rule, micro_batch, hint)
+        accumulation, rest = divmod(windows, micro_batch)
+        check(rest == 0, _WHERE, "micro_batch", rule, micro_batch, hint)
         return replace(
             config,
             seq_len=seq_len,
             micro_batch=micro_batch,
-            accumulation=windows // micro_batch,
+            accumulation=accumulation,
             global_batch=windows,
         )
 
@@ -104,8 +105,8 @@ def as_measured(config: TrainConfig, warmup: int, steps: int) -> TrainConfig:
 def find_subjects(
     paths: Sequence[Path],
     settings: Mapping[str, str],
-    variants: Mapping[str, Mapping[str, str]],
-    names: Sequence[str] | None,
+    variants: Sequence[str] = (),
+    names: Sequence[str] | None = None,
     *,
     unmasked: bool = False,
 ) -> list[Subject]:
@@ -114,10 +115,10 @@ def find_subjects(
     Args:
         paths: configurations; the first one is the base.
         settings: dotted names to values, for all of them.
-        variants: by name, settings on top of the base.
+        variants: ``NAME:KEY=VALUE,...``, settings on top of the base.
         names: of the base and the dense models beside it; None means all of them, or the base alone
             beside other configurations.
-        unmasked: adds the dense model whose documents see each other, on the same batches.
+        unmasked: adds the dense model whose attention crosses documents, on the same batches.
 
     Raises:
         ValueError: a configuration is not valid, or two subjects have one name.
@@ -127,17 +128,18 @@ def find_subjects(
         names = PROVIDERS if len(paths) == 1 else (base.model.attention,)
     names = [*names, *[UNMASKED] * unmasked]
     found = [Subject(name, _beside(base, name), file) for name in names]
-    others = {path.stem: (load_config(path, settings), load_config(path)) for path in paths[1:]}
-    same = len(others) == len(paths) - 1
-    check(same, _WHERE, "--config", "name files of different names", ", ".join(map(str, paths)))
-    for name, changes in variants.items():
-        check(name not in others, _WHERE, "--variant", "have a name of its own", name)
-        others[name] = (load_config(paths[0], {**settings, **changes}), file)
-    known = (*PROVIDERS, UNMASKED)
-    for name, (config, its_file) in others.items():
-        rule = f"be none of {', '.join(known)}"
-        check(name not in known, _WHERE, "the name of a variant", rule, name)
-        found.append(Subject(name, config, its_file, base))
+    for path in paths[1:]:
+        config = load_config(path, settings)
+        found.append(Subject(path.stem, config, load_config(path), base))
+    for text in variants:
+        name, changes = split_variant(_WHERE, text)
+        config = load_config(paths[0], {**settings, **changes})
+        found.append(Subject(name, config, file, base))
+    taken = {*PROVIDERS, UNMASKED}
+    for subject in found[len(names) :]:
+        rule = f"be none of {', '.join(sorted(taken))}"
+        check(subject.name not in taken, _WHERE, "the name of a subject", rule, subject.name)
+        taken.add(subject.name)
     return found
 
 
@@ -153,38 +155,13 @@ def _beside(base: TrainConfig, name: str) -> TrainConfig:
 def differences(base: TrainConfig, other: TrainConfig) -> dict[str, Any]:
     """Settings of ``other`` that are not those of ``base``, by dotted name."""
     before, after = (dict(_flat(dataclasses.asdict(config))) for config in (base, other))
-    return {name: value for name, value in after.items() if name not in before or before[name] != value}
+    changed = (name for name in after if name not in before or before[name] != after[name])
+    return {name: after[name] for name in changed}
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
-        found += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
-    return found
-
-
-def parse_settings(function: str, option: str, texts: Sequence[str]) -> dict[str, str]:
-    """``KEY=VALUE`` texts as names and values; the configuration checks both.
-
-    Raises:
-        ValueError: a text is of another form.
-    """
-    found: dict[str, str] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        check(bool(equals) and bool(key), function, option, "be KEY=VALUE", repr(text), "For example: compile=true")
-        check(key not in found, function, option, "name a setting once", key)
-        found[key.replace("-", "_")] = value
-    return found
-
-
-def parse_train_variant(text: str) -> tuple[str, dict[str, str]]:
-    """``NAME:KEY=VALUE,...`` with settings of the configuration as keys.
-
-    Raises:
-        ValueError: the text does not say that.
-    """
-    name, colon, rest = text.partition(":")
-    if not (re.fullmatch(r"[\w.-]+", name) and colon and rest):
-        fail(_WHERE, "--variant", "be a name, a colon and KEY=VALUE pairs", repr(text))
-    return name, parse_settings(_WHERE, "--variant", re.split(r",(?![^\[(]*[\])])", rest))
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -1,17 +1,24 @@
-"""Rows as text for a terminal."""
+"""Rows as tables, for a terminal and in Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from nsa.bench.rows import Row
-from nsa.bench.targets import UNMASKED, Figures, figures, is_void, of_dense, outcomes, ratio
+from nsa.bench.rows import Row, measured
+from nsa.bench.targets import (
+    UNMASKED,
+    Figures,
+    Outcome,
+    figures,
+    is_void,
+    of_dense,
+    outcomes,
+    ratio,
+)
 
-_HEADER = ("case", "provider", "S", "choice", "mode", "ms", "p20", "p80", "TFLOP/s", "MiB", "of dense", "of nsa", "target")
-_TRAIN_HEADER = (
-    "provider", "S", "B", "mode", "ms", "p20", "p80", "tokens/s", "MFU", "MiB", "reserved", "time of dense", "MiB of dense",
-    "loss", "of unmasked", "compiled after 5", "slowest", "host ms", "first s", "target",
-)  # fmt: skip
+Kind = TypeVar("Kind")
+Cells = Mapping[str, Callable[[Kind], str]]
 
 
 def progress_line(row: Row) -> str:
@@ -22,86 +29,106 @@ def progress_line(row: Row) -> str:
     worst = max(row.errors.values(), default=0.0)
     recall = "" if row.recall is None else f", recall {row.recall:.4f}"
     speed = "" if row.tokens_per_s is None else f", {row.tokens_per_s:,.0f} tokens/s"
-    return f"{name} {row.ms_p50:9.4f} ms ({row.ms_p20:.4f} to {row.ms_p80:.4f}){speed}, error {worst:.2g}{recall}, {row.timing}"
+    return f"{name} {_time(row)} ms{speed}, error {worst:.2g}{recall}, {row.timing}"
 
 
 def result_table(rows: Sequence[Row]) -> str:
-    """All rows with a time, their ratios to dense attention and to ours in the same run, and the targets of this GPU."""
-    by = figures(rows)
-    lines = [_HEADER]
-    for row in rows:
-        if row.ms_p50 is None or row.ms_p20 is None or row.ms_p80 is None:
-            continue
-        dense = of_dense(row, by)
-        ours = None if row.provider == "nsa" else ratio(row, by, case=row.case, provider="nsa", choice=row.choice)
-        lines.append((
-            row.case, row.provider, f"{row.seq_len:,}", row.choice, row.mode, f"{row.ms_p50:.4f}", f"{row.ms_p20:.4f}",
-            f"{row.ms_p80:.4f}", "" if row.tflops_useful is None else f"{row.tflops_useful:.0f}",
-            "" if row.peak_mib is None else f"{row.peak_mib:,.0f}", "" if dense is None else f"{dense:.3f}",
-            "" if ours is None else f"{ours:.3f}",
-            verdicts(row, by),
-        ))  # fmt: skip
-    return "\n".join([*align(lines), *_left(rows)])
-
-
-def train_table(rows: Sequence[Row]) -> str:
-    """All rows of training with a time, their ratios to the dense twin in the same run, and the targets of this GPU."""
-    by = figures(rows)
-    lines: list[tuple[str, ...]] = [_TRAIN_HEADER]
-    for row in rows:
-        if row.ms_p50 is None:
-            continue
-        time, memory = of_dense(row, by), of_dense(row, by, "peak_mib")
-        lines.append((
-            row.provider, f"{row.seq_len:,}", str(row.batch), row.mode, f"{row.ms_p50:.2f}", f"{row.ms_p20:.2f}",
-            f"{row.ms_p80:.2f}", number(row.tokens_per_s, ",.0f"), number(row.mfu, ".3f"), number(row.peak_mib, ",.0f"),
-            number(row.reserved_mib, ",.0f"), number(time, ".3f") + " void" * (time is not None and is_void(row, by)),
-            number(memory, ".3f"), number(row.loss_nats, ".3f"), *run_cells(row, by),
-            verdicts(row, by),
-        ))  # fmt: skip
-    return "\n".join([*align(lines, words=(0, 3)), *_left(rows)])
-
-
-def run_cells(row: Row, by: Figures) -> tuple[str, ...]:
-    """How a run of training went.
-
-    Returns:
-        Its time over that of the dense model whose documents see each other; compilations and
-        captures after the fifth step; the slowest step over the median; the host's time to issue a
-        step, ms; the start up to the end of the first step, seconds. Empty where not known.
-    """
-    unmasked = ratio(row, by, case="train", provider=UNMASKED, choice=row.choice)
-    return (
-        number(unmasked, ".3f"),
-        number(row.compilations_after_5, "d"),
-        number(row.slowest_over_median, ".2f"),
-        number(row.host_ms_p50, ".1f"),
-        number(row.first_step_s, ".1f"),
+    """Rows with a time, ratios within their run, and targets; then why the others have no time."""
+    lines = align(table(row_cells(figures(rows)), measured(rows)))
+    return "\n".join(
+        [*lines, *(f"without a time: {point(row)}: {row.note}" for row in rows if row.note)],
     )
 
 
-def number(value: float | None, form: str = ".3g") -> str:
+def point(row: Row) -> str:
+    """What a row is of."""
+    return f"{row.case}, {row.provider}, {row.shape}, {row.choice}, S {row.seq_len:,}, {row.mode}"
+
+
+def row_cells(by: Figures) -> Cells[Row]:
+    """Columns of a table of rows; ratios are made with ``by``."""
+
+    def time_of_dense(row: Row) -> str:
+        found = of_dense(row, by)
+        return number(found) + " void" * (found is not None and is_void(row, by))
+
+    def of_nsa(row: Row) -> str:
+        return "" if row.provider == "nsa" else number(ratio(row, by, "nsa"))
+
+    return {
+        "case": field("case"),
+        "provider": field("provider"),
+        "S": field("seq_len", ","),
+        "B": field("batch"),
+        "choice": field("choice"),
+        "mode": field("mode"),
+        "ms (p20 to p80)": _time,
+        "tokens/s": field("tokens_per_s", ",.0f"),
+        "MFU": field("mfu", ".3g"),
+        "useful TFLOP/s": field("tflops_useful", ".3g"),
+        "useful TB/s": field("tbps_useful", ".3g"),
+        "peak MiB": field("peak_mib", ",.0f"),
+        "reserved MiB": field("reserved_mib", ",.0f"),
+        "time of dense": time_of_dense,
+        "MiB of dense": lambda row: number(of_dense(row, by, "peak_mib")),
+        "time of nsa": of_nsa,
+        "time of dense-unmasked": lambda row: number(ratio(row, by, UNMASKED)),
+        "recall": field("recall", ".3f"),
+        "loss": field("loss_nats", ".3f"),
+        "compilations after step 5": field("compilations_after_5"),
+        "slowest step of median": field("slowest_over_median", ".2f"),
+        "host ms": field("host_ms_p50", ".1f"),
+        "first step s": field("first_step_s", ".1f"),
+        "differs": lambda row: settings_text(row.variant),
+        "changed": lambda row: settings_text(row.changed),
+        "target": lambda row: verdicts(outcomes(row, by)),
+    }
+
+
+def field(name: str, form: str = "") -> Callable[[Any], str]:
+    """A column of one field."""
+    return lambda row: number(getattr(row, name), form)
+
+
+def verdicts(found: Sequence[Outcome]) -> str:
+    """Targets, what was measured, and whether it passes."""
+    return "; ".join(map(str, found))
+
+
+def _time(row: Row) -> str:
+    return f"{row.ms_p50:.4g} ({row.ms_p20:.4g} to {row.ms_p80:.4g})"
+
+
+def settings_text(settings: Mapping[str, Any] | None) -> str:
+    """Settings and their values, one after the other."""
+    return ", ".join(f"{name} {value}" for name, value in (settings or {}).items())
+
+
+def number(value: Any, form: str = ".3g") -> str:
     """A cell; empty without a value."""
     return "" if value is None else format(value, form)
 
 
-def verdicts(row: Row, by: Figures) -> str:
-    """What was measured beside each target of a row, and whether it passes."""
-    return "; ".join(map(str, outcomes(row, by)))
+def table(cells: Cells[Kind], rows: Sequence[Kind]) -> list[tuple[str, ...]]:
+    """Header and rows; columns that are empty in every row are left out."""
+    columns = [(head, *map(cell, rows)) for head, cell in cells.items()]
+    return list(zip(*(column for column in columns if any(column[1:]) or not rows), strict=True))
 
 
-def _left(rows: Sequence[Row]) -> list[str]:
-    return [f"without a figure: {row.case} {row.provider} {row.mode} S {row.seq_len:,}: {row.note}" for row in rows if row.note]
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """A table of a report; the first line is the header."""
+    head, *rest = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([head, "|---" * len(lines[0]) + "|", *rest])
 
 
-def align(lines: Sequence[tuple[str, ...]], words: Sequence[int] = (0, 1, 3, 4)) -> list[str]:
-    """Columns of equal width; these and the last are words, the others numbers or short."""
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    texts = []
-    for line in lines:
-        cells = [
-            cell.ljust(width) if column in (*words, len(line) - 1) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        texts.append("  ".join(cells).rstrip())
-    return texts
+def align(lines: Sequence[tuple[str, ...]]) -> list[str]:
+    """Columns of equal width: numbers to the right, words and the last column to the left."""
+    *columns, last = zip(*lines, strict=True)
+    justified = zip(*map(_justified, columns), last, strict=True)
+    return ["  ".join(cells).rstrip() for cells in justified]
+
+
+def _justified(column: Sequence[str]) -> list[str]:
+    width = max(map(len, column))
+    numeric = all(cell[:1] in "+-.0123456789" for cell in column[1:])
+    return [cell.rjust(width) if numeric else cell.ljust(width) for cell in column]

@@ -1,4 +1,4 @@
-"""One model at one length: steps of the trainer itself, timed from outside, and the forward pass alone."""
+"""One model at one length: steps of the trainer, timed from outside, and the forward pass alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.bench.clock import Timing, kernel_sums, kernel_times, peak_mib, percentiles
+from nsa.bench.clock import (
+    Timing,
+    kernel_sums,
+    kernel_times,
+    peak_mib,
+    percentiles,
+    profiler,
+    synchronize,
+)
 from nsa.train.config import TrainConfig
 from nsa.train.data import Batch
 from nsa.train.execution.compilation import compilations
@@ -27,8 +35,8 @@ from nsa.train.trainer import Trainer
 TIMING = "steps of the trainer"
 
 
-class _MeasuredError(Exception):
-    """All steps that were wanted are done; leaves the run before it writes a checkpoint that nobody wants."""
+class MeasuredError(Exception):
+    """All wanted steps are done; leaves the run before it writes a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +47,12 @@ class Measured:
         timing: of a step, or of the forward passes of as many tokens.
         seconds: all timed steps together, by the host's clock, everything between them included.
         kernel_us: kernels of one step.
-        peak_mib: most memory in tensors since the run began, weights and optimizer included, MiB; None on a CPU. A step that is
-            replayed from a CUDA graph asks the allocator for nothing: its memory was counted when it was captured.
-        reserved_mib: most that the allocator held since the run began.
-        loss_nats: mean over the targets of the last steps for which the run wrote a row; None without a row.
         nonfinite: steps whose loss or gradient was not finite.
+        peak_mib: most memory in tensors since the run began, weights and optimizer included, MiB;
+            None on a CPU. A step that is replayed from a CUDA graph asks the allocator for nothing:
+            its memory was counted when it was captured.
+        reserved_mib: most that the allocator held since the run began.
+        loss_nats: mean over the targets of the last steps for which the run wrote a row of metrics.
         compilations_after_5: graphs compiled by ``torch.compile`` and CUDA graphs captured after
             the fifth step; None where no more were done, and of forward passes.
         slowest_over_median: slowest step after the fifth over the median of the timed ones.
@@ -54,10 +63,10 @@ class Measured:
     timing: Timing
     seconds: float
     kernel_us: dict[str, float] = field(default_factory=dict)
+    nonfinite: int = 0
     peak_mib: float | None = None
     reserved_mib: float | None = None
     loss_nats: float | None = None
-    nonfinite: int = 0
     compilations_after_5: int | None = None
     slowest_over_median: float | None = None
     host_ms_p50: float | None = None
@@ -65,105 +74,91 @@ class Measured:
 
 
 class StepClock:
-    """Follows a run by its signs of life: warm-up, one step under the profiler, then timed steps.
+    """Follows a run by its signs of life: warm-up, steps under the profiler, then timed steps.
 
-    A step begins with the first sign of life that names it, so a time holds all that happens from one step to the next: data,
-    forward, backward, clipping, optimizer, the reading of figures, the row of metrics. On a GPU a step's time is between CUDA
-    events there; the host waits for the device before the first and after the last timed step, never between.
+    A step begins with the first sign of life that names it, so a time holds all that happens from
+    one step to the next: data, forward, backward, clipping, optimizer, the reading of figures, the
+    row of metrics. On a GPU a step's time is between CUDA events there; the host waits for the
+    device before the first and after the last timed step, never between.
 
     Args:
         device: where the run computes.
-        warmup: steps before the profiled one.
+        warmup: steps before the profiled ones.
         steps: timed steps.
+        profiled: steps under the profiler, on a GPU.
     """
 
-    def __init__(self, device: torch.device, warmup: int, steps: int) -> None:
-        self._device, self._first, self._steps = device, warmup + 1, steps
-        self._step, self._begin, self._seconds = -1, 0.0, 0.0
+    def __init__(self, device: torch.device, warmup: int, steps: int, profiled: int = 1) -> None:
+        self.device, self._warmup, self._first = device, warmup, warmup + profiled
+        self._last, self._step, self._begin = self._first + steps, -1, 0.0
         self._marks: dict[int, Any] = {}  # when a step began, by its number, which counts from 0
         self._compilations: int | None = None
-        self._profile: Any = None
-        self.kernel_us: dict[str, float] = {}
+        self.seconds = 0.0
+        self.trace: Any = None  # what the profiler saw
 
     def beat(self, phase: str, step: int, limit_s: float) -> None:
         """A sign of life, as the trainer gives it.
 
         Raises:
-            _MeasuredError: the last timed step is done.
+            MeasuredError: the last timed step is done.
         """
         if step <= self._step:
             return
         self._step = step
+        cuda = self.device.type == "cuda"
         if step == STARTING_STEPS:
             self._compilations = compilations.now.compilations
         if step == self._first:
-            self._start()
-        self._mark(step)
-        if step == self._first - 1 and self._device.type == "cuda":
-            self._start_profile()
-        if step == self._first + self._steps:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize()
-            self._seconds = time.perf_counter() - self._begin
-            raise _MeasuredError
+            self.begin()
+        self._marks[step] = torch.cuda.Event(enable_timing=True) if cuda else time.perf_counter()
+        if cuda:
+            self._marks[step].record()
+        if cuda and step == self._warmup:
+            synchronize(self.device)
+            self.trace = profiler()
+            self.trace.start()
+        if step == self._last:
+            synchronize(self.device)
+            self.seconds = time.perf_counter() - self._begin
+            raise MeasuredError
 
-    def _start_profile(self) -> None:
-        from torch.profiler import ProfilerActivity, profile
-
-        torch.cuda.synchronize()
-        self._profile = profile(activities=[ProfilerActivity.CUDA])
-        self._profile.start()
-
-    def _start(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-        if self._profile is not None:
-            self._profile.stop()
-            self.kernel_us = kernel_sums(self._profile)
-            self._profile = None
+    def begin(self) -> None:
+        """The first timed step begins."""
+        synchronize(self.device)
+        if self.trace is not None:
+            self.trace.stop()
         self._begin = time.perf_counter()
 
-    def _mark(self, step: int) -> None:
-        if self._device.type != "cuda":
-            self._marks[step] = time.perf_counter()
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks[step] = event
-
     def _times(self) -> dict[int, float]:
-        """Milliseconds of each step but the one under the profiler."""
-        cuda = self._device.type == "cuda"
+        """Milliseconds of each step outside the profiler."""
         found = {}
         for step, start in self._marks.items():
             end = self._marks.get(step + 1)
-            if end is not None and step != self._first - 1:
-                found[step] = start.elapsed_time(end) if cuda else 1000 * (end - start)
+            if end is not None and not self._warmup <= step < self._first:
+                timed = isinstance(end, float)
+                found[step] = 1000 * (end - start) if timed else start.elapsed_time(end)
         return found
 
     def measured(self, rows: Sequence[MetricsRow]) -> Measured:
         """What was seen; ``rows`` are the metrics that the run wrote."""
-        cuda = self._device.type == "cuda"
-        times = self._times()
-        timing = percentiles([times[step] for step in times if step >= self._first], 1, TIMING)
-        later = [times[step] for step in times if step >= STARTING_STEPS]
-        last = rows[-1] if rows else {}
+        device, times = self.device, self._times()
+        cuda, last = device.type == "cuda", rows[-1] if rows else {}
+        timed = [ms for step, ms in times.items() if step >= self._first]
+        later = [ms for step, ms in times.items() if step >= STARTING_STEPS]
+        timing, compiled = percentiles(timed, 1, TIMING), None
+        if self._compilations is not None:
+            compiled = compilations.now.compilations - self._compilations
         return Measured(
             timing,
-            self._seconds,
-            self.kernel_us,
-            peak_mib=torch.cuda.max_memory_allocated(self._device) / MIB if cuda else None,
-            reserved_mib=torch.cuda.max_memory_reserved(self._device) / MIB if cuda else None,
-            loss_nats=float(last["loss_nats"]) if last else None,
+            self.seconds,
+            {} if self.trace is None else kernel_sums(self.trace),
             nonfinite=int(last.get("nonfinite_steps", 0)),
-            compilations_after_5=self._compilations_since(),
+            peak_mib=torch.cuda.max_memory_allocated(device) / MIB if cuda else None,
+            reserved_mib=torch.cuda.max_memory_reserved(device) / MIB if cuda else None,
+            loss_nats=float(last["loss_nats"]) if last else None,
+            compilations_after_5=compiled,
             slowest_over_median=max(later) / timing.p50 if later else None,
         )
-
-    def _compilations_since(self) -> int | None:
-        if self._compilations is None:
-            return None
-        return compilations.now.compilations - self._compilations
 
 
 class _TimedTrainer(Trainer):
@@ -180,7 +175,12 @@ class _TimedTrainer(Trainer):
         return results
 
 
-def measure_steps(config: TrainConfig, device: torch.device, warmup: int, steps: int) -> tuple[Measured, Trainer]:
+def measure_steps(
+    config: TrainConfig,
+    device: torch.device,
+    warmup: int,
+    steps: int,
+) -> tuple[Measured, Trainer]:
     """Train in a folder of its own and time the steps.
 
     Args:
@@ -192,25 +192,30 @@ def measure_steps(config: TrainConfig, device: torch.device, warmup: int, steps:
     Returns:
         What was seen, and the trainer, with the weights where training left them.
     """
-    torch.compiler.reset()  # what was compiled for another length would make this one's shapes dynamic
-    if device.type == "cuda":
-        kernel_times(lambda: None, device)  # the profiler sees kernels of those graphs alone that are made after its first use
+    torch.compiler.reset()  # graphs of another length would make this one's shapes dynamic
+    cuda = device.type == "cuda"
+    if cuda:
+        # The profiler sees kernels of those graphs alone that are made after its first use.
+        kernel_times(lambda: None, device)
         torch.cuda.reset_peak_memory_stats(device)
     clock, rows = StepClock(device, warmup, steps), list[MetricsRow]()
     with tempfile.TemporaryDirectory() as folder:
         run_folder = RunFolder.create(Path(folder) / "run", config)
-        trainer = _TimedTrainer(config, run_folder, on_row=rows.append, beat=clock.beat, stops_at_once=True)
-        try:
+        trainer = _TimedTrainer(
+            config,
+            run_folder,
+            on_row=rows.append,
+            beat=clock.beat,
+            stops_at_once=True,
+        )
+        with suppress(MeasuredError):
             trainer.run()
-        except _MeasuredError:
-            found = clock.measured(rows)
-            first_step_s = trainer.startup.first_step_s
-            host_ms_p50 = None
-            if device.type == "cuda":  # on a CPU the host does the work itself
-                host_ms_p50 = statistics.median(trainer.host_ms[-steps:])
-            found = replace(found, host_ms_p50=host_ms_p50, first_step_s=first_step_s)
-            return found, trainer
-    raise AssertionError("the run ended before all steps were timed")
+            raise AssertionError("the run ended before all steps were timed")
+    # On a CPU the host does the work itself.
+    host_ms = statistics.median(trainer.host_ms[-steps:]) if cuda else None
+    first_step_s = trainer.startup.first_step_s
+    found = replace(clock.measured(rows), host_ms_p50=host_ms, first_step_s=first_step_s)
+    return found, trainer
 
 
 def measure_forward(trainer: Trainer, device: torch.device, calls: int) -> Measured:
@@ -235,18 +240,12 @@ def measure_forward(trainer: Trainer, device: torch.device, calls: int) -> Measu
 
     for _ in range(3):
         forward()
-    kernel_us = kernel_times(forward, device)
-    above = peak_mib(forward, device)
+    kernel_us, above = kernel_times(forward, device), peak_mib(forward, device)
     clock = StepClock(device, -1, calls)
-    with suppress(_MeasuredError):
+    with suppress(MeasuredError):
         for number in range(calls + 1):
             clock.beat("forward", number, 0)
             forward()
-    found = clock.measured([])
     weights = sum(parameter.nbytes for parameter in trainer.model.parameters()) / MIB
-    return Measured(
-        found.timing,
-        found.seconds,
-        kernel_us,
-        peak_mib=None if above is None else above + weights,
-    )
+    peak = None if above is None else above + weights
+    return Measured(clock.measured([]).timing, clock.seconds, kernel_us, peak_mib=peak)

@@ -1,27 +1,35 @@
-"""``nsa bench tune``: candidate tiles of every kernel, measured on this GPU, and the table that comes of it."""
+"""``nsa bench tune``: measures candidate tiles of every kernel on this GPU and writes the table."""
 
 from __future__ import annotations
 
-import fnmatch
 import math
-import multiprocessing
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from functools import partial
 from io import StringIO
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import torch
 
 from nsa.bench.cases import CASES, Case, prepare
-from nsa.bench.clock import time_call
+from nsa.bench.clock import synchronize, time_call
 from nsa.bench.gate import Gate
+from nsa.bench.implementations import (
+    IMPLEMENTATIONS,
+    Work,
+    does_not_fit,
+    own_kernels,
+    refusals,
+)
 from nsa.bench.points import Point, Shape, batch_of, make_tensors
-from nsa.bench.providers import PROVIDERS, Work, does_not_fit, own_kernels, refusals
 from nsa.bench.rows import Origin, origin
 from nsa.errors import check
 from nsa.ops._triton.tuning import (
@@ -42,11 +50,10 @@ BUDGET_MS = 60.0
 # A tile whose kernel needs more stack, bytes a thread, is not taken however fast it is.
 MAX_STACK_BYTES = 256
 
-# Kernels whose rows lie all over: descriptors cannot load them, and their loops have no masked edges of their own.
+# Kernels whose rows are scattered: descriptors cannot load them, their loops have no masked edges.
 GATHERING = ("selected_attention_dkv", "selected_gather_fwd", "selected_gather_dkv")
 
 Measure = Callable[[Tile], Mapping[int, float] | None]
-Trials = dict[Tile, Mapping[int, float]]
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ class TunePlan:
 
 @dataclass(frozen=True)
 class Task:
-    """A kernel to tune: what it is looked up by, the shortest thing that runs it, and the lengths at which that does."""
+    """A kernel to tune: its key, the first mode that runs it, its tile, and its lengths."""
 
     key: TileKey
     mode: str
@@ -93,58 +100,83 @@ def bench_tune(plan: TunePlan, device: torch.device) -> bool:
     Raises:
         ValueError: there is no CUDA GPU, or no kernel fits the pattern.
     """
-    check(device.type == "cuda", "nsa bench tune", "this machine", "have a CUDA GPU", "none", "Tiles are measured on the GPU.")
+    where, hint = "nsa bench tune", "Tiles are measured on the GPU."
+    check(device.type == "cuda", where, "this machine", "have a CUDA GPU", "none", hint)
     here = origin(device)
     assert here.gpu is not None
     path = plan.out or TABLES / f"{table_name(here.gpu)}.json"
     end = math.inf if plan.minutes is None else time.monotonic() + 60 * plan.minutes
-    points = [
-        Point(plan.shape, seq_len, batch_of(plan.shape, seq_len, plan.tokens), "random", plan.dtype, device)
-        for seq_len in plan.seqs
-    ]
-    correct = list[bool]()
-    cases = [case for case in CASES.values() if case.name != "attention"]
-    with Compilers(points, plan.jobs) as compilers:
+    batches = {seq_len: batch_of(plan.shape, seq_len, plan.tokens) for seq_len in plan.seqs}
+    points = [Point(plan.shape, *at, "random", plan.dtype, device) for at in batches.items()]
+    cases, correct = [case for case in CASES.values() if case.name != "attention"], list[bool]()
+    made = None
+    if plan.jobs:  # spawned: a process with a CUDA context cannot be forked
+        made = ProcessPoolExecutor(
+            plan.jobs,
+            get_context("spawn"),
+            initializer=_begin,
+            initargs=(points,),
+        )
+    with made or nullcontext() as pool:
         for case, case_end in zip(cases, shares(end, len(cases)), strict=True):
             bench = Bench(case, points)
-            tasks = [task for task in bench.tasks() if fnmatch.fnmatch(task.key.kernel, plan.kernel)]
+            tasks = [task for task in bench.tasks() if fnmatch(task.key.kernel, plan.kernel)]
             for task, task_end in zip(tasks, shares(case_end, len(tasks)), strict=True):
-                found = _tune(bench, task, compilers, task_end)
+                found = _tune(bench, task, pool, task_end)
                 correct.append(found is not None)
                 if found is not None:
-                    note = {**found[1], "measured": f"{case.name} {task.mode}, {plan.shape.name} shape, by length"}
-                    write_tile(path, here, task.key, found[0], note)
-    check(bool(correct), "nsa bench tune", "--kernel", "fit a kernel that looks up a tile", repr(plan.kernel))
+                    what = f"{case.name} {task.mode}, {plan.shape.name} shape, by length"
+                    write_tile(path, here, task.key, found[0], {**found[1], "measured": what})
+    rule = "fit a kernel that looks up a tile"
+    check(bool(correct), where, "--kernel", rule, repr(plan.kernel))
     return all(correct)
 
 
 def shares(end: float, number: int) -> Iterator[float]:
-    """When each of some things that are done one after the other must end, for all to get the same of the time that is left."""
+    """When each of ``number`` tasks must end, for all to get the same share of the time left."""
     for left in range(number, 0, -1):
         now = time.monotonic()
         yield now + max(0.0, end - now) / left
 
 
-def _tune(bench: Bench, task: Task, compilers: Compilers, end: float) -> tuple[Tile, Mapping[str, Any]] | None:
+def _tune(
+    bench: Bench,
+    task: Task,
+    pool: ProcessPoolExecutor | None,
+    end: float,
+) -> tuple[Tile, dict[str, Any]] | None:
     """The best tile of one kernel and what the table says of it; None if its results are wrong."""
     where = ", ".join(f"{seq_len:,}" for seq_len in task.seqs)
-    print(f"\n{task.key.kernel}, head size {task.key.head_size}, by {bench.case.name} {task.mode} at S {where}", flush=True)
+    how = f"{bench.case.name} {task.mode} at S {where}"
+    print(f"\n{task.key.kernel}, head size {task.key.head_size}, by {how}", flush=True)
     print(f"  in use: {task.start}", flush=True)
-    best, trials = descend(
-        task.key, task.start, bench.measure(task), lambda: time.monotonic() < end, partial(compilers.compile, bench.case, task)
-    )
+
+    def compile_ahead(tiles: Sequence[Tile]) -> bool:
+        if pool is None or len(tiles) < 2:
+            return False
+        list(pool.map(partial(_compile, bench.case.name, task), tiles))
+        return True
+
+    def in_time() -> bool:
+        return time.monotonic() < end
+
+    best, times = descend(task.key, task.start, bench.measure(task), in_time, compile_ahead)
     fault = bench.fault(task, best)
-    print(f"  chosen: {best}{f', but WRONG: {fault}' if fault else ''}", flush=True)
-    return None if fault else (best, {"ms": trials[best], **without_stack(best, trials, bench.stacks(task))})
+    print(f"  best: {best}{f', but WRONG: {fault}' if fault else ''}", flush=True)
+    stack = bench.stack_bytes.get((task.key, best))
+    notes = {"ms": times} | ({"stack_bytes": stack} if stack else {})
+    return None if fault else (best, notes)
 
 
-def without_stack(best: Tile, trials: Trials, stacks: Mapping[Tile, int]) -> dict[str, Any]:
-    """What a tile that spills to the stack must show: its bytes a thread, and the best times that need none."""
-    if not stacks.get(best):
-        return {}
-    plain = [times for tile, times in trials.items() if stacks.get(tile) == 0]
-    fastest = min(plain, key=lambda times: gain(times, trials[best])) if plain else None
-    return {"stack_bytes": stacks[best], "ms_without_stack": fastest}
+def compiled_kernels() -> dict[str, int]:
+    """Bytes of stack a thread of all kernels of this library that this process has loaded."""
+    return {
+        kernel.hash: 4 * kernel.n_spills
+        for function in own_kernels().values()
+        for cache in getattr(function, "device_caches", {}).values()
+        for kernel in cache[0].values()
+        if getattr(kernel, "module", None) is not None
+    }
 
 
 class Bench:
@@ -155,133 +187,85 @@ class Bench:
         self.works: dict[int, Work] = {}
         self.gates: dict[int, Gate] = {}
         for kernel in own_kernels().values():
-            getattr(kernel, "device_caches", {}).clear()  # what is compiled from now on is of this operator
+            # What is compiled from now on is of this operator.
+            for found in ("device_caches", "_compiled"):
+                getattr(kernel, found, {}).clear()
         for point in points:
             config = point.shape.config()
-            tensors = prepare(case, make_tensors(point, config), point, config, "triton")
-            self.works[point.seq_len] = PROVIDERS["nsa"].work(case, tensors, point, config)
-            self.gates[point.seq_len] = Gate(case, tensors, point, config)
+            problem = prepare(case, make_tensors(point, config), point, config, "triton")
+            self.works[point.seq_len] = IMPLEMENTATIONS["nsa"].work(problem)
+            self.gates[point.seq_len] = Gate(problem)
         self.device = points[0].device
-        self._of_tile: dict[tuple[TileKey, Tile], set[Compiled]] = {}
-        self._at_first: set[Compiled] = set()
+        self.stack_bytes: dict[tuple[TileKey, Tile], int] = {}
 
     def tasks(self) -> list[Task]:
-        """The kernels that look tiles up, each with the first mode that runs it; a long sequence may run others."""
+        """The kernels that look up tiles, each with the first mode that runs it and its lengths."""
         tasks: dict[TileKey, Task] = {}
-        for mode in self.case.modes:
-            for seq_len, work in self.works.items():
+        for mode, (seq_len, work) in product(self.case.modes, self.works.items()):
 
-                def note(key: TileKey, tile: Tile, mode: str = mode, seq_len: int = seq_len) -> Tile:
-                    task = tasks.setdefault(key, Task(key, mode, tile, ()))
-                    if task.mode == mode and seq_len not in task.seqs:
-                        tasks[key] = replace(task, seqs=(*task.seqs, seq_len))
-                    return tile
+            def note(key: TileKey, tile: Tile, mode: str = mode, seq_len: int = seq_len) -> Tile:
+                task = tasks.setdefault(key, Task(key, mode, tile, ()))
+                if task.mode == mode and seq_len not in task.seqs:
+                    tasks[key] = replace(task, seqs=(*task.seqs, seq_len))
+                return tile
 
-                with tiles_chosen_by(note):
-                    work.run(mode)
-        self._at_first = compiled_kernels()
+            with tiles_chosen_by(note):
+                work.run(mode)
         return list(tasks.values())
 
+    def run(self, task: Task, seqs: Sequence[int]) -> bool:
+        """Run the operator once at each length; whether the tile that is chosen now fits."""
+        try:
+            # Of a kernel that needs too many registers Triton prints the code; the error says it.
+            with redirect_stdout(StringIO()):
+                for seq_len in seqs:
+                    self.works[seq_len].run(task.mode)
+            synchronize(self.device)
+        except refusals() as error:
+            if not (does_not_fit(error) or isinstance(error, torch.OutOfMemoryError)):
+                raise
+            return False
+        return True
+
     def measure(self, task: Task) -> Measure:
-        """Milliseconds of the operator by length, with another tile for one kernel; None where the tile does not fit."""
+        """Milliseconds by length with another tile for one kernel; None where it does not fit."""
 
         def times(tile: Tile) -> dict[int, float] | None:
             before = compiled_kernels()
-            with tiles_chosen_by(lambda key, usual: tile if key == task.key else usual):
-                try:
-                    with without_dumps():
-                        for seq_len in task.seqs:
-                            self.works[seq_len].run(task.mode)
-                    fresh = compiled_kernels() - before
-                    self._of_tile.setdefault((task.key, tile), set()).update(fresh)
-                    if max((kernel.stack_bytes for kernel in fresh), default=0) > MAX_STACK_BYTES:
-                        return None
-                    return {
-                        seq_len: round(time_call(partial(self.works[seq_len].run, task.mode), self.device, BUDGET_MS).p50, 5)
-                        for seq_len in task.seqs
-                    }
-                except refusals() as error:
-                    if not _too_large(error):
-                        raise
+            with chosen(task, tile):
+                if not self.run(task, task.seqs):
                     return None
+                # What is compiled at its first measurement is of this tile.
+                now = compiled_kernels()
+                fresh = [now[kernel] for kernel in now.keys() - before]
+                stack = self.stack_bytes.setdefault((task.key, tile), max(fresh, default=0))
+                if stack > MAX_STACK_BYTES:
+                    return None
+                return {seq_len: self._ms(task, seq_len) for seq_len in task.seqs}
 
         return times
 
-    def stacks(self, task: Task) -> dict[Tile, int]:
-        """Bytes of stack a thread of the kernels of each measured tile.
-
-        Those of a tile are the ones compiled when it was first measured; those of the tile in use, which was compiled before,
-        the first ones of the same names. A tile for which nothing was compiled runs the kernels of another one: left out.
-        """
-        tiles = {tile: kernels for (key, tile), kernels in self._of_tile.items() if key == task.key}
-        names = {kernel.name for kernels in tiles.values() for kernel in kernels}
-        tiles[task.start] = {kernel for kernel in self._at_first if kernel.name in names} | tiles.get(task.start, set())
-        return {tile: max(kernel.stack_bytes for kernel in kernels) for tile, kernels in tiles.items() if kernels}
+    def _ms(self, task: Task, seq_len: int) -> float:
+        call = partial(self.works[seq_len].run, task.mode)
+        return round(time_call(call, self.device, BUDGET_MS).p50, 5)
 
     def fault(self, task: Task, tile: Tile) -> str | None:
-        """Why the results with a tile are wrong, against fp64 at every length; None if they are right."""
-        with tiles_chosen_by(lambda key, usual: tile if key == task.key else usual):
+        """Why the results with a tile are wrong, against fp64 at every length; None if right."""
+        with chosen(task, tile):
             for seq_len in task.seqs:
-                work = self.works[seq_len]
-                results = work.run(task.mode)
-                names = [*self.case.outputs, *(f"d{name}" for name in work.leaves)]
-                verdict = self.gates[seq_len].check(dict(zip(names, results, strict=False)))
+                work, gate = self.works[seq_len], self.gates[seq_len]
+                verdict = gate.check(gate.problem.named(work.run(task.mode), work.leaves))
                 if not verdict.correct:
                     return f"S {seq_len}: {verdict.note}"
         return None
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """A kernel that was compiled in this process."""
-
-    name: str
-    hash: str
-    stack_bytes: int
+def chosen(task: Task, tile: Tile) -> AbstractContextManager[None]:
+    """Within, the kernel of a task has this tile."""
+    return tiles_chosen_by(lambda key, usual: tile if key == task.key else usual)
 
 
-def compiled_kernels() -> set[Compiled]:
-    """All kernels of this library that this process has loaded."""
-    return {
-        Compiled(name, kernel.hash, 4 * kernel.n_spills)
-        for name, function in own_kernels().items()
-        for cache in getattr(function, "device_caches", {}).values()
-        for kernel in cache[0].values()
-        if getattr(kernel, "module", None) is not None
-    }
-
-
-class Compilers:
-    """Processes that run candidates once, side by side, ahead of their measurement: Triton keeps on disk what it compiled.
-
-    Args:
-        points: as for :class:`Bench`.
-        count: processes; 0 compiles nothing ahead.
-    """
-
-    def __init__(self, points: Sequence[Point], count: int) -> None:
-        self.pool = None
-        if count:
-            context = multiprocessing.get_context("spawn")  # a process with a CUDA context cannot be forked
-            self.pool = ProcessPoolExecutor(count, context, initializer=_begin, initargs=(points,))
-
-    def __enter__(self) -> Compilers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.pool is not None:
-            self.pool.shutdown(cancel_futures=True)
-
-    def compile(self, case: Case, task: Task, tiles: Sequence[Tile]) -> bool:
-        """Compile the kernel of a task with each tile and wait for all; whether that was done."""
-        if self.pool is None or len(tiles) < 2:
-            return False
-        for _ in self.pool.map(partial(_compile, case.name, task), tiles):
-            pass
-        return True
-
-
-_points: list[Point] = []  # of a process of `Compilers`
+_points: list[Point] = []  # of a process that compiles ahead
 _benches: dict[str, Bench] = {}
 
 
@@ -291,61 +275,37 @@ def _begin(points: Sequence[Point]) -> None:
 
 
 def _compile(case: str, task: Task, tile: Tile) -> None:
+    """Run a candidate once ahead of its measurement: Triton keeps on disk what it compiled."""
     if case not in _benches:
         _benches.clear()  # one at a time: their tensors are large
         _benches[case] = Bench(CASES[case], _points)
-    bench = _benches[case]
-    with tiles_chosen_by(lambda key, usual: tile if key == task.key else usual):
-        try:
-            with without_dumps():
-                bench.works[task.seqs[0]].run(task.mode)
-            torch.cuda.synchronize()
-        except refusals() as error:
-            if not _too_large(error):
-                raise
+    with chosen(task, tile):
+        _benches[case].run(task, task.seqs[:1])
 
 
-def without_dumps() -> AbstractContextManager[object]:
-    """Within, Triton does not print the code of a kernel that needs more registers than it may have; the error says it."""
-    return redirect_stdout(StringIO())
-
-
-def _too_large(error: Exception) -> bool:
-    return does_not_fit(error) or isinstance(error, torch.OutOfMemoryError)
-
-
-def candidates(key: TileKey, tile: Tile) -> Generator[list[Tile], Tile, None]:
-    """Groups of tiles to try, each from the best one so far, which is sent back: sizes with warps, then option by option.
-
-    Yields:
-        Tiles other than the best one.
-    """
-    choice, gathers = key.kernel == "select_blocks", key.kernel in GATHERING
+def changes(key: TileKey) -> list[list[dict[str, Any]]]:
+    """Groups of changes to the best tile so far: sizes with warps, then option by option."""
+    selects, gathers = key.kernel == "select_blocks", key.kernel in GATHERING
     keys_own = "_dkv" in key.kernel  # a program owns keys: dK and dV
-    flags = ["tma"] * (not choice and not gathers) + ["keys_as_rows"] * keys_own + ["keep_queries"] * choice
-    all_rows, all_keys = (32, 64, 128), ((8, 16, 32, 64) if choice else (32, 64, 128))
+    all_rows, all_keys = (32, 64, 128), ((8, 16, 32, 64) if selects else (32, 64, 128))
     sizes = [
-        (rows, keys, warps)
-        for rows in all_rows
-        for keys in all_keys
-        for warps in (4, 8)
-        if (rows >= 16 * warps or warps == 4 or key.head_size > 128) and (choice or fits_registers(key, rows, keys, warps))
+        {"rows": rows, "keys": keys, "warps": warps}
+        for rows, keys, warps in product(all_rows, all_keys, (4, 8))
+        if rows >= 16 * warps or warps == 4 or key.head_size > 128
+        if selects or fits_registers(key, rows, keys, warps)
     ]
-    groups: list[Callable[[Tile], list[Tile]]] = [
-        lambda best: [best._replace(rows=rows, keys=keys, warps=warps) for rows, keys, warps in sizes],
-        lambda best: [best._replace(stages=stages) for stages in (1, 2, 3, 4)],
-        *(lambda best, flag=flag: [best._replace(**{flag: not getattr(best, flag)})] for flag in flags),
-        lambda best: [best._replace(edge_stages=stages) for stages in (1, 2, 3) if keys_own and not gathers],
-        lambda best: [best._replace(max_registers=most) for most in (None, 96, 128, 168, 200)],
-        lambda best: [best._replace(stages=stages) for stages in (1, 2, 3, 4)],
-    ]
-    best = tile
-    for group in groups:
-        best = yield [other for other in group(best) if other != best]
+    stages = ("stages", (1, 2, 3, 4))
+    options: list[tuple[str, Sequence[Any]]] = [stages]
+    options += [("tma", (False, True))] * (not selects and not gathers)
+    options += [("keys_as_rows", (False, True))] * keys_own
+    options += [("keep_queries", (False, True))] * selects
+    options += [("edge_stages", (1, 2, 3))] * (keys_own and not gathers)
+    options += [("max_registers", (None, 96, 128, 168, 200)), stages]
+    return [sizes, *([{name: value} for value in values] for name, values in options)]
 
 
 def fits_registers(key: TileKey, rows: int, keys: int, warps: int) -> bool:
-    """Whether sums and score tiles (fp32) of a kernel of attention leave a thread any registers at all."""
+    """Whether sums and score tiles (fp32) of an attention kernel leave a thread any registers."""
     size = 1 << (key.head_size - 1).bit_length()
     if "_dkv" in key.kernel:
         numbers = keys * 2 * size + 2 * rows * keys
@@ -355,58 +315,50 @@ def fits_registers(key: TileKey, rows: int, keys: int, warps: int) -> bool:
 
 
 def descend(
-    key: TileKey, start: Tile, measure: Measure, go_on: Callable[[], bool] = lambda: True,
+    key: TileKey,
+    start: Tile,
+    measure: Measure,
+    go_on: Callable[[], bool] = lambda: True,
     make_ready: Callable[[Sequence[Tile]], bool] = lambda _: False,
-) -> tuple[Tile, Trials]:  # fmt: skip
-    """The best tile that a walk over the groups of candidates finds.
+) -> tuple[Tile, Mapping[int, float]]:
+    """The best tile that a walk over the groups of changes finds, and its times.
+
+    A candidate is taken only if a second measurement beside the best one says the same.
 
     Args:
         key: the kernel.
         start: the tile it has now, which must fit.
-        measure: milliseconds by length; None where a tile does not fit. The lengths count alike: the mean of the logarithms.
+        measure: milliseconds by length; None where a tile does not fit. The lengths count alike:
+            the mean of the logarithms.
         go_on: whether there is time left.
-        make_ready: told which tiles will be measured next; whether they take no long time any more, so that all are measured.
-
-    Returns:
-        The tile, and the times of all that fit. A candidate is taken only if a second measurement beside the best one says
-        the same.
+        make_ready: told which tiles will be measured next; whether measuring them takes no long
+            time any more, so that all are measured.
     """
-    first = measure(start)
-    assert first is not None, f"the tile in use does not fit: {start}"
-    best, trials, seen = start, {start: first}, {start}
-    walk = candidates(key, start)
-    group: list[Tile] | None = next(walk)
-    while group is not None:
-        fresh = [tile for tile in group if tile not in seen and go_on()]
+    times = measure(start)
+    assert times is not None, f"the tile in use does not fit: {start}"
+    best, seen = start, {start}
+    for group in changes(key):
+        tiles = [best._replace(**change) for change in group]
+        fresh = [tile for tile in tiles if tile not in seen and go_on()]
         ready = make_ready(fresh)
         for tile in fresh:
             if not ready and not go_on():
                 break
             seen.add(tile)
             found = measure(tile)
-            print(f"  {_said(found)}  {tile}", flush=True)
-            if found is None:
-                continue
-            trials[tile] = found
-            if gain(found, trials[best]) > GAIN:
+            shown = ["does not fit"] if found is None else [f"{ms:.4f} ms" for ms in found.values()]
+            print(f"  {'  '.join(shown)}  {tile}", flush=True)
+            if found is None or gain(found, times) > GAIN:
                 continue
             again, before = measure(tile), measure(best)
             if again is not None and before is not None and gain(again, before) <= GAIN:
-                best, trials[tile] = tile, again
-        try:
-            group = walk.send(best)
-        except StopIteration:
-            group = None
-    return best, trials
+                best, times = tile, again
+    return best, times
 
 
 def gain(found: Mapping[int, float], before: Mapping[int, float]) -> float:
     """Geometric mean over the lengths of the ratio of two measurements; below 1 is faster."""
-    return math.exp(sum(math.log(found[seq_len] / before[seq_len]) for seq_len in found) / len(found))
-
-
-def _said(times: Mapping[int, float] | None) -> str:
-    return "does not fit" if times is None else "  ".join(f"{ms:.4f}" for ms in times.values()) + " ms"
+    return geometric_mean(ms / before[seq_len] for seq_len, ms in found.items())
 
 
 def write_tile(path: Path, here: Origin, key: TileKey, tile: Tile, note: Mapping[str, Any]) -> None:

@@ -33,12 +33,22 @@ ALIGNMENT = 16
 
 _current = threading.local()
 Program = Callable[..., Any]
-_EMPTY = (
-    torch.ops.aten.empty.memory_format,
-    torch.ops.aten.new_empty.default,
-    torch.ops.aten.empty_like.default,
-    torch.ops.aten.empty_strided.default,
-)
+_aten = torch.ops.aten
+_EMPTY = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default, _aten.empty_strided.default)
+_ZEROS = (_aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default)
+# Functions that cost less than the operators that they stand for.
+_FUNCTIONS = {
+    _aten.copy_.default: Tensor.copy_,
+    _aten.cumsum.out: torch.cumsum,
+    _aten.mm.default: torch.mm,
+    _aten.sort.stable: torch.sort,
+    _aten.t.default: torch.t,
+}
+
+
+def cuda_device(x: Tensor) -> int | None:
+    """Number of the CUDA device of a tensor."""
+    return x.get_device() if x.is_cuda else None
 
 
 def recorder() -> Recorder | None:
@@ -102,10 +112,13 @@ def _may_replay(tensors: list[Tensor]) -> bool:
 
 
 def _hooked() -> bool:
+    """Whether launches are watched, or have other tiles than those that were recorded."""
     import triton
 
+    from nsa.ops._triton.tuning import tiles_are_chosen
+
     hooks = triton.knobs.runtime
-    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls or tiles_are_chosen())
 
 
 @dataclass
@@ -145,7 +158,7 @@ class Recorder(TorchDispatchMode):
         self._storages: dict[str, StorageWeakRef] = {}
         self._in_storage: dict[str, list[str]] = {}
         self._streams: dict[int, str] = {}
-        self._device = tensors[0].get_device() if tensors[0].is_cuda else None
+        self._device = cuda_device(tensors[0])
         self.sides: list[str] = []
         if self._device is not None:
             self._streams[torch._C._cuda_getCurrentRawStream(self._device)] = "s0"
@@ -172,12 +185,12 @@ class Recorder(TorchDispatchMode):
         results = result if isinstance(result, tuple | list) else (result,)
         known = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         new = [x for x in results if isinstance(x, Tensor) and not any(x is y for y in known)]
-        if op in _EMPTY:
-            call = self._empty(new[0])
+        if op in _EMPTY or op in _ZEROS:
+            call = self._empty(new[0]) + ".zero_()" * (op in _ZEROS)
         else:
             given = [self._expression(x, needs) for x in args]
             given += [f"{name}={self._expression(x, needs)}" for name, x in kwargs.items()]
-            call = f"{self.constant(op._op)}({', '.join(given)})"
+            call = f"{self.constant(_FUNCTIONS.get(op, op._op))}({', '.join(given)})"
         makes = [self._new(x, known) for x in new]
         if new and len(new) == len(results):
             call = f"{', '.join(makes)}{',' * (isinstance(result, tuple | list))} = {call}"

@@ -1,8 +1,12 @@
-"""Checkpoints on disk: whole or absent, verified, and loaded without running any code from the file.
+"""Checkpoints on disk: whole or absent, verified, and loaded without running code from a file.
 
-A checkpoint is a folder ``step-00001000`` with ``tensors.safetensors`` (every tensor), ``meta.json`` (all that is not a tensor)
-and ``SHA256SUMS`` (hashes of the two, as ``sha256sum -c`` reads them). It is written under another name, flushed to the disk
-and only then renamed, so that a folder of this name is complete.
+A checkpoint is a folder ``step-00001000`` with the tensors in safetensors files, ``meta.json`` (all
+that is not a tensor) and ``SHA256SUMS`` (hashes of the others, as ``sha256sum -c`` reads them).
+Replicas write one file, ``tensors.safetensors``. With shards every process writes a file of its
+own, ``tensors-00001-of-00004.safetensors``: a tensor that is in several files is cut along its
+first dimension, in the order of the files, so any number of processes can read its part. The
+folder is written under another name, flushed to the disk and only then renamed, so that a folder of
+this name is complete.
 """
 
 from __future__ import annotations
@@ -14,8 +18,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,137 +29,186 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from nsa.errors import UserError, check, fail
-from nsa.train.distributed.sharding import gather, put
+from nsa.train.distributed.processes import Processes
+from nsa.train.distributed.sharding import first_row, own_part
 from nsa.train.environment import version
 from nsa.train.run_folder import flush_folder, write_flushed
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
-TENSORS, META, SUMS = "tensors.safetensors", "meta.json", "SHA256SUMS"
-_SUMS_TEXT = re.compile("".join(rf"([0-9a-f]{{64}})  {re.escape(name)}\n" for name in (TENSORS, META)).encode())
-# Of what a run writes into meta.json.
+FORMAT = 3
+READABLE = (2, 3)  # format 2 always had one file of tensors
+META, SUMS = "meta.json", "SHA256SUMS"
+# What a run writes into meta.json.
 _KINDS: dict[str, Any] = {
-    "step": int, "progress": dict, "sampler": dict, "rng": dict, "config": dict, "data": dict,
+    "step": int,
+    "progress": dict,
+    "sampler": dict,
+    "rng": dict,
+    "config": dict,
+    "data": dict,
     "val_bits_per_byte": float | int | None,
-}  # fmt: skip
+}
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = ".unfinished-"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "U8": torch.uint8,
-}
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies or will lie."""
+    """Where the checkpoint of a step is or will be."""
     return folder / f"step-{step:08d}"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in ``folder``, oldest first."""
     found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Optimizer steps done, from the name of a checkpoint."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint with the lowest held-out figure of its own step; None where no step with one was evaluated."""
-    figures: dict[Path, float] = {}
+    """The checkpoint with the lowest validation loss of its own step; None without such a loss."""
+    figures = {}
     for path in list_checkpoints(folder):
-        try:
-            figure = read_meta(path).get("val_bits_per_byte")
-        except UserError:  # damaged: whoever wants to load it is told
-            continue
-        if figure is not None:
-            figures[path] = figure
-    return min(figures, key=lambda path: figures[path], default=None)
+        with suppress(UserError):  # damaged; loading it says so
+            figures[path] = read_meta(path)["val_bits_per_byte"]
+    known = [path for path, figure in figures.items() if figure is not None]
+    return min(known, key=lambda path: figures[path], default=None)
 
 
 def find_checkpoint(function: str, folder: Path, which: str) -> Path:
-    """The checkpoint that the user means.
+    """The checkpoint that the user asks for.
 
     Args:
         function: the command, for messages.
         folder: folder of all checkpoints of a run.
-        which: ``last``, ``best`` (the lowest held-out figure), or a number of optimizer steps.
+        which: ``last``, ``best`` (the lowest validation loss), or a number of optimizer steps.
 
     Raises:
         ValueError: there is none.
     """
-    found = {int(path.name.removeprefix("step-")): path for path in list_checkpoints(folder)}
+    found = {str(step_of(path)): path for path in list_checkpoints(folder)}
     check(bool(found), function, "RUN", "hold a checkpoint", folder.parent)
     if which == "last":
-        return found[max(found)]
+        return list(found.values())[-1]
     if which == "best":
         best = best_checkpoint(folder)
-        hint = "Of no step that was evaluated there is one."
+        hint = "None of them belongs to a step that was evaluated."
         check(best is not None, function, "--checkpoint", "be last or a step", which, hint)
         assert best is not None
         return best
-    steps = ", ".join(map(str, found))
-    exists = which.isdecimal() and int(which) in found
-    check(exists, function, "--checkpoint", f"be last, best or one of {steps}", which)
-    return found[int(which)]
+    rule = f"be last, best or one of {', '.join(found)}"
+    step = which.lstrip("0") or "0"
+    check(which.isdecimal() and step in found, function, "--checkpoint", rule, which)
+    return found[step]
 
 
-def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], *, keep: int) -> Path:
+# --- writing --------------------------------------------------------------------------------------
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    meta: Mapping[str, Any],
+    *,
+    keep: int,
+    writers: Processes | None = None,
+) -> Path:
     """Write a checkpoint, then remove all but the newest ``keep`` and the best.
 
     Args:
         folder: folder of all checkpoints of a run; made if need be.
         step: optimizer steps done, for the name.
-        tensors: everything that is a tensor, by name.
-        meta: everything else, as JSON; ``val_bits_per_byte`` is what :func:`best_checkpoint` compares.
+        tensors: what this process writes, by name; see :func:`own_tensors`.
+        meta: everything else, as JSON; ``val_bits_per_byte`` is what :func:`best_checkpoint`
+            compares.
         keep: newest checkpoints that stay, this one included.
+        writers: the processes that write a file each and call this together; None for one.
 
     Returns:
         The folder of this checkpoint.
 
     Raises:
         FileExistsError: there is a checkpoint of this step.
-        OSError: it could not be written; what was there before is untouched.
+        OSError: it could not be written, by this process or by another one; what was there before
+            is untouched.
     """
+    writers = writers or Processes()
+    names = _tensor_files(writers.world_size)
     target = checkpoint_path(folder, step)
-    if target.exists():
-        raise FileExistsError(f"{target} exists already")
-    folder.mkdir(parents=True, exist_ok=True)
-    _remove_unfinished(folder)  # of a process that was killed here
     unfinished = folder / f"{_UNFINISHED}{target.name}"
+
+    def prepare() -> None:
+        if writers.is_main:
+            if target.exists():
+                raise FileExistsError(f"{target} exists already")
+            folder.mkdir(parents=True, exist_ok=True)
+            _remove_unfinished(folder)  # left by a process that was killed here
+            unfinished.mkdir()
+
     try:
-        _write_files(unfinished, tensors, meta)
+        _on_all(writers, prepare)
+        file = unfinished / names[writers.rank]
+        digests = _on_all(writers, lambda: _write_tensors(file, tensors))
+        if not writers.is_main:
+            return target
+        versions = {"format": FORMAT, "nsa": version("nsa"), "torch": torch.__version__}
+        write_flushed(unfinished / META, json.dumps({**versions, **meta}, indent=1))
+        for name in names:  # which safetensors makes readable for their owner alone
+            shutil.copymode(unfinished / META, unfinished / name)
+        hashes = zip([*digests, _sha256(unfinished / META)], [*names, META], strict=True)
+        write_flushed(unfinished / SUMS, _sums_text(hashes))
+        flush_folder(unfinished)
     except OSError:
-        _remove_unfinished(folder)  # a full disk needs the room
+        if writers.is_main:
+            _remove_unfinished(folder)  # a full disk needs the room
         raise
     unfinished.rename(target)
     flush_folder(folder)
     best = best_checkpoint(folder)
     for old in list_checkpoints(folder)[:-keep]:
-        if old != best:
-            old.rename(folder / f"{_UNFINISHED}{old.name}")  # never half of a checkpoint under a valid name
+        if old != best:  # renamed first: never half of a checkpoint under a valid name
+            old.rename(folder / f"{_UNFINISHED}{old.name}")
     _remove_unfinished(folder)
     return target
 
 
-def _write_files(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-    folder.mkdir()
+def own_tensors(tensors: Mapping[str, Tensor], *, is_main: bool) -> dict[str, Tensor]:
+    """What this process writes: its part of each sharded tensor; the main one also whole ones."""
+    own = (name for name, tensor in tensors.items() if is_main or isinstance(tensor, DTensor))
+    return {name: own_part(tensors[name].detach()) for name in own}
+
+
+def _on_all(writers: Processes, action: Callable[[], Any]) -> list[Any]:
+    """What ``action`` returns on each process; an OSError on one of them is raised on all."""
+    result, failure = None, None
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
+        result = action()
+    except OSError as error:
+        failure = error
+    found = writers.all_of((result, "" if failure is None else str(failure)))
+    if failure is not None:
+        raise failure
+    for _, text in found:
+        if text:
+            raise OSError(text)
+    return [result for result, _ in found]
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write one file and flush it; returns its hash."""
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     except SafetensorError as error:  # its form of an OSError
-        raise OSError(f"{folder / TENSORS}: {error}") from error
-    with (folder / TENSORS).open("rb") as file:
+        raise OSError(f"{path}: {error}") from error
+    with path.open("rb") as file:
         os.fsync(file.fileno())
-    write_flushed(
-        folder / META, json.dumps({"format": FORMAT, "nsa": version("nsa"), "torch": torch.__version__, **meta}, indent=1)
-    )
-    shutil.copymode(folder / META, folder / TENSORS)  # which safetensors lets nobody but its owner read
-    write_flushed(folder / SUMS, "".join(f"{_sha256(folder / name)}  {name}\n" for name in (TENSORS, META)))
-    flush_folder(folder)
+    return _sha256(path)
 
 
 def _remove_unfinished(folder: Path) -> None:
@@ -162,56 +216,56 @@ def _remove_unfinished(folder: Path) -> None:
         shutil.rmtree(leftover)
 
 
+def _tensor_files(number: int) -> list[str]:
+    if number == 1:
+        return ["tensors.safetensors"]
+    return [f"tensors-{part:05d}-of-{number:05d}.safetensors" for part in range(1, number + 1)]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sums_text(hashes: Any) -> str:
+    return "".join(f"{digest}  {name}\n" for digest, name in hashes)
+
+
+# --- reading --------------------------------------------------------------------------------------
 def read_meta(path: Path) -> dict[str, Any]:
     """Everything of a checkpoint that is not a tensor.
 
     Raises:
-        ValueError: no complete, undamaged checkpoint of this format is there; the message names the file.
+        ValueError: no complete, undamaged checkpoint of a format that can be read is there; the
+            message names the file.
     """
-    check(
-        _NAME.fullmatch(path.name) is not None and path.is_dir(),
-        "read_meta",
-        "path",
-        "be the folder of a checkpoint, step-<number>",
-        path,
-    )
-    if not (path / SUMS).exists():  # format 1 kept its hashes elsewhere
-        _check_format(path, _parse_meta(path))
-    _verify(path, META)
+    is_one = _NAME.fullmatch(path.name) is not None and path.is_dir()
+    check(is_one, "read_meta", "path", "be the folder of a checkpoint, step-<number>", path)
+    if (path / SUMS).exists():  # format 1 kept its hashes elsewhere
+        _verify(path, META)
     meta = _parse_meta(path)
-    check(isinstance(meta, dict), "read_meta", "path", "hold a checkpoint with JSON in meta.json", path)
-    assert isinstance(meta, dict)
-    _check_format(path, meta)
+    _read_sums(path)
+    if meta is None:
+        fail("read_meta", "path", "hold a checkpoint with JSON in meta.json", path)
     for name, kind in _KINDS.items():
-        fits = name not in meta or isinstance(meta[name], kind)
-        check(fits, "read_meta", "path", f"have a {name} of its kind in meta.json", f"{meta.get(name)!r:.60} in {path}")
+        found = f"{meta[name]!r:.60} in {path}" if name in meta else f"none in {path}"
+        fits = name in meta and isinstance(meta[name], kind)
+        check(fits, "read_meta", "path", f"have a {name} of its kind in meta.json", found)
     return meta
 
 
-def _parse_meta(path: Path) -> Any:
-    """What stands in meta.json; None where it is missing or no JSON."""
+def _parse_meta(path: Path) -> dict[str, Any] | None:
+    """The content of meta.json, of a format that can be read; None where it is no JSON object."""
     try:
-        return json.loads((path / META).read_text(encoding="utf-8"))
+        meta = json.loads((path / META).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
-
-
-def _check_format(path: Path, meta: Any) -> None:
-    if isinstance(meta, dict) and meta.get("format") != FORMAT:
-        made = meta.get("nsa", "0.0, before the first release")
-        found = f"format {meta.get('format')} of nsa {made} in {path}"
-        fail("read_meta", "path", f"hold a checkpoint of format {FORMAT}", found, "That version of nsa can read it.")
-
-
-def read_run_meta(path: Path) -> dict[str, Any]:
-    """:func:`read_meta` of a checkpoint that a run wrote: what a run is continued from is there.
-
-    Raises:
-        ValueError: as of :func:`read_meta`, or something is missing.
-    """
-    meta = read_meta(path)
-    missing = [name for name in _KINDS if name not in meta]
-    check(not missing, "read_meta", "path", f"hold {', '.join(missing)} in meta.json", f"none in {path}")
+    if not isinstance(meta, dict):
+        return None
+    if meta.get("format") not in READABLE:
+        found = f"format {meta.get('format')} of nsa {meta.get('nsa')} in {path}"
+        rule = f"hold a checkpoint of format {' or '.join(map(str, READABLE))}"
+        fail("read_meta", "path", rule, found, "That version of nsa can read it.")
     return meta
 
 
@@ -220,97 +274,133 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
     Args:
         path: folder of a checkpoint.
-        tensors: destinations by name, sharded or whole. Names have groups, the part before the first point; of each group that
-            is read, the checkpoint must hold exactly these names.
+        tensors: destinations by name; of a sharded one each process reads its part. Names have
+            groups, the part before the first point; of each group that is read, the checkpoint must
+            hold exactly these names.
 
     Raises:
-        ValueError: the checkpoint is damaged (the message names the file), or belongs to something else (it names the first
-            difference). Nothing has been loaded then.
+        ValueError: the checkpoint is damaged (the message names the file), or belongs to something
+            else (it names the first difference). Nothing has been loaded then.
     """
     read_meta(path)
-    _verify(path, TENSORS)
-    try:
-        with safe_open(path / TENSORS, framework="pt") as file:
-            _check_same(path, file, tensors)
-            for name, tensor in tensors.items():
-                put(tensor, file.get_tensor(name))
-    except SafetensorError as error:
-        fail("load_tensors", "path", "hold tensors in the format of safetensors", f"{path / TENSORS} ({error})")
+    names = [name for name in _read_sums(path) if name != META]
+    for name in names:
+        _verify(path, name)
+    with ExitStack() as files:
+        stored: dict[str, list[Any]] = {}
+        for name in names:
+            try:
+                file = files.enter_context(safe_open(path / name, framework="pt"))
+            except SafetensorError as error:
+                rule = "hold tensors in the format of safetensors"
+                fail("load_tensors", "path", rule, f"{path / name} ({error})")
+            for key in file.keys():  # noqa: SIM118 (a file, not a dictionary)
+                stored.setdefault(key, []).append(file.get_slice(key))
+        _check_same(path, stored, tensors)
+        for key, tensor in tensors.items():
+            _read_into(tensor, stored[key])
 
 
-def _check_same(path: Path, file: Any, tensors: Mapping[str, Tensor]) -> None:
-    groups = {name.partition(".")[0] for name in tensors}
-    names = [name for name in file.keys() if name.partition(".")[0] in groups]  # noqa: SIM118 (a file, not a dictionary)
+def _check_same(path: Path, stored: Mapping[str, list[Any]], tensors: Mapping[str, Tensor]) -> None:
+    hint, groups = f"It is {path}.", {name.partition(".")[0] for name in tensors}
     for name, tensor in tensors.items():
-        found = None
-        if name in names:
-            entry = file.get_slice(name)
-            found = f"{tuple(entry.get_shape())} {_DTYPES.get(entry.get_dtype(), entry.get_dtype())}"
         wanted = f"{tuple(tensor.shape)} {tensor.dtype}"
-        check(found == wanted, "load_tensors", "path", f"hold {name} as {wanted}", found, f"It is {path}.")
-    extra = sorted(set(names) - set(tensors))
-    check(not extra, "load_tensors", "path", f"hold no {extra[0] if extra else ''}", "one", f"It is {path}.")
+        found = _described(stored.get(name, []))
+        check(found == wanted, "load_tensors", "path", f"hold {name} as {wanted}", found, hint)
+    for name in sorted(stored.keys() - tensors.keys()):
+        is_extra = name.partition(".")[0] in groups
+        check(not is_extra, "load_tensors", "path", f"hold no {name}", "one", hint)
+
+
+def _described(parts: Sequence[Any]) -> str | None:
+    """Shape and dtype of a tensor from its parts, one in each file; None without any."""
+    shapes = [part.get_shape() for part in parts]
+    if not parts:
+        return None
+    kinds = {(part.get_dtype(), *shape[1:]) for part, shape in zip(parts, shapes, strict=True)}
+    if len(kinds) > 1:
+        return "parts that do not fit together"
+    if len(parts) > 1:
+        shapes[0][0] = sum(shape[0] for shape in shapes)
+    first = parts[0][:0] if shapes[0] else parts[0][...]
+    return f"{tuple(shapes[0])} {first.dtype}"
+
+
+def _read_into(target: Tensor, parts: Sequence[Any]) -> None:
+    """Copy this process's rows of a tensor whose rows are spread over ``parts``, in order."""
+    own = own_part(target)
+    if own.ndim == 0:
+        own.copy_(parts[0][...])
+        return
+    begin = -first_row(target)  # of the present file's rows, counted from the first row of ``own``
+    for part in parts:
+        end = begin + part.get_shape()[0]
+        first, last = max(begin, 0), min(end, own.shape[0])
+        if first < last:
+            own[first:last].copy_(part[first - begin : last - begin])
+        begin = end
+
+
+def _read_sums(path: Path) -> dict[str, str]:
+    """Files of a checkpoint with their hashes: those of the tensors in order, then meta.json."""
+    text = (path / SUMS).read_bytes().decode(errors="replace") if (path / SUMS).is_file() else ""
+    sums = {name: digest for digest, name in re.findall(r"([0-9a-f]{64})  (.+)\n", text)}
+    whole = [*_tensor_files(len(sums) - 1), META]
+    same = list(sums) == whole and text == _sums_text((sums[name], name) for name in whole)
+    _check_undamaged(same, path / SUMS)
+    return sums
 
 
 def _verify(path: Path, name: str) -> None:
     """Compare a file with its hash."""
-    sums = (path / SUMS).read_bytes() if (path / SUMS).is_file() else b""
-    expected = _SUMS_TEXT.fullmatch(sums)
+    digest, file = _read_sums(path)[name], path / name
+    _check_undamaged(file.is_file() and _sha256(file) == digest, file)
+
+
+def _check_undamaged(is_same: bool, file: Path) -> None:
     hint = "Remove this folder to go on from the checkpoint before it."
-    found = f"{path / SUMS} missing or changed"
-    check(expected is not None, "read_meta", "path", "hold an undamaged checkpoint", found, hint)
-    assert expected is not None
-    file = path / name
-    same = file.is_file() and _sha256(file) == expected[1 + (TENSORS, META).index(name)].decode()
-    check(same, "read_meta", "path", "hold an undamaged checkpoint", f"{file} missing or changed", hint)
+    found = f"{file} missing or changed"
+    check(is_same, "read_meta", "path", "hold an undamaged checkpoint", found, hint)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
+# --- a thread that writes -------------------------------------------------------------------------
 class CheckpointWriter:
     """Writes checkpoints in a thread of its own while training goes on, one at a time.
 
-    A checkpoint that cannot be written, on a full disk for example, is a warning: the older ones stay and training goes on. So
-    is one that nobody could go on from, with a weight or moment that is not finite: it must not push out the older ones. Any
-    other error is a bug and comes out of the next call.
+    A checkpoint that cannot be written, on a full disk for example, is a warning: the older ones
+    stay and training goes on. The same holds for a checkpoint with a weight or moment that is not
+    finite, which must not replace the older ones. Any other error is a bug: the next call
+    raises it.
 
     Args:
         folder: folder of all checkpoints of a run.
         keep: see :func:`save_checkpoint`.
-        writes: whether this process is the one that writes; the others only hand over their parts of sharded tensors.
+        writers: see :func:`save_checkpoint`; they call every method together.
 
     Attributes:
         newest_step: step of the newest checkpoint, written or being written; None without one.
         failure: why the last one could not be written; None if it could.
     """
 
-    def __init__(self, folder: Path, keep: int, *, writes: bool = True) -> None:
-        self._folder, self._keep, self._writes = folder, keep, writes
+    def __init__(self, folder: Path, keep: int, writers: Processes | None = None) -> None:
+        self._folder, self._keep, self._writers = folder, keep, writers or Processes()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         found = list_checkpoints(folder)
-        self._written = self.newest_step = int(found[-1].name.removeprefix("step-")) if found else None
+        self._written = self.newest_step = step_of(found[-1]) if found else None
         self.failure: str | None = None
 
     def submit(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Copy the tensors to main memory and start writing; waits for the checkpoint before it.
 
-        Sharded tensors are gathered one at a time; for these all processes must come here together.
-
         Args:
             step: optimizer steps done.
-            tensors: as of :func:`save_checkpoint`. Operations that come later on the current stream may change them.
+            tensors: all tensors, sharded or whole. Operations that come later on the current stream
+                may change them.
             meta: as of :func:`save_checkpoint`.
         """
-        if not self._writes:
-            for tensor in tensors.values():
-                gather(tensor)
-            return
         self.wait()
-        snapshot = _Snapshot.of(tensors)
+        snapshot = _Snapshot.of(own_tensors(tensors, is_main=self._writers.is_main))
         self.newest_step = step
         self._writing = self._thread.submit(self._write, step, snapshot, meta)
 
@@ -320,7 +410,7 @@ class CheckpointWriter:
             self.wait()
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Wait until nothing is being written."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
@@ -331,59 +421,71 @@ class CheckpointWriter:
         self.wait()
 
     def _write(self, step: int, snapshot: _Snapshot, meta: Mapping[str, Any]) -> None:
-        if snapshot.complete is not None:
-            snapshot.complete.synchronize()
         begin = time.perf_counter()
-        broken = [name for name, largest in snapshot.largest.items() if not largest.isfinite()]
-        if broken:
-            self._fail(step, f"{broken[0]} is not finite")
-            return
         try:
-            path = save_checkpoint(self._folder, step, snapshot.copies, meta, keep=self._keep)
+            _on_all(self._writers, snapshot.check_finite)
+            path = save_checkpoint(
+                self._folder,
+                step,
+                snapshot.tensors,
+                meta,
+                keep=self._keep,
+                writers=self._writers,
+            )
         except OSError as error:
-            self._fail(step, str(error))
+            self.failure = f"checkpoint of step {step} could not be written ({error})"
+            self.newest_step = self._written
+            kept = list_checkpoints(self._folder)
+            newest = f"the newest is {kept[-1].name}" if kept else "there is none yet"
+            self._log(logging.WARNING, "checkpoint failed", f"{self.failure}; {newest}", step)
             return
         self._written, self.failure = step, None
         seconds = time.perf_counter() - begin
-        logger.info("checkpoint %s (%.1f s)", path, seconds, extra={"event": "checkpoint", "step": step})
+        self._log(logging.INFO, "checkpoint", f"checkpoint {path} ({seconds:.1f} s)", step)
 
-    def _fail(self, step: int, why: str) -> None:
-        self.failure = f"checkpoint of step {step} could not be written ({why})"
-        kept = list_checkpoints(self._folder)
-        left = f"the newest is {kept[-1].name}" if kept else "there is none yet"
-        logger.warning("%s; %s", self.failure, left, extra={"event": "checkpoint failed", "step": step})
-        self.newest_step = self._written
+    def _log(self, level: int, event: str, text: str, step: int) -> None:
+        if self._writers.is_main:
+            logger.log(level, "%s", text, extra={"event": event, "step": step})
 
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """Tensors as they were at one moment.
+    """Tensors in main memory as they were at one moment, and whether each is finite.
 
     Attributes:
-        copies: in main memory; from a GPU they go through pinned memory.
-        largest: the largest absolute value of each that has one, found where the tensor lies; NaN if there is one among them.
-        complete: when both are there; None if they are.
+        tensors: copies, which from a GPU go through pinned memory.
+        finite: by name, computed where the tensor is.
+        complete: recorded after the last copy; None without a GPU.
     """
 
-    copies: dict[str, Tensor]
-    largest: dict[str, Tensor]
+    tensors: dict[str, Tensor]
+    finite: dict[str, Tensor]
     complete: torch.cuda.Event | None
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> _Snapshot:
-        copies, largest = dict[str, Tensor](), dict[str, Tensor]()
+        copies = {name: _in_main_memory(tensor) for name, tensor in tensors.items()}
+        finite = {}
         for name, tensor in tensors.items():
-            whole = gather(tensor)
-            copies[name] = _in_main_memory(whole)
-            if whole.is_floating_point() and whole.numel() > 0:
-                largest[name] = _in_main_memory(torch.linalg.vector_norm(whole, float("inf")))
-        if not any(tensor.is_cuda for tensor in tensors.values()):
-            return cls(copies, largest, None)
-        complete = torch.cuda.Event()
-        complete.record()
-        return cls(copies, largest, complete)
+            if tensor.is_floating_point() and tensor.numel() > 0:
+                largest = torch.linalg.vector_norm(tensor, float("inf"))
+                finite[name] = _in_main_memory(largest.isfinite())
+        complete = None
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            complete = torch.cuda.Event()
+            complete.record()
+        return cls(copies, finite, complete)
+
+    def check_finite(self) -> None:
+        """Refuse what no run could continue from, as an OSError like any other failure to write."""
+        if self.complete is not None:
+            self.complete.synchronize()
+        broken = [name for name, is_finite in self.finite.items() if not is_finite]
+        if broken:
+            raise OSError(f"{broken[0]} is not finite")
 
 
 def _in_main_memory(tensor: Tensor) -> Tensor:
-    """A copy, which from a GPU is there when what the current stream was given so far is done."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=tensor.is_cuda)
+    """A copy; from a GPU it is complete once the current stream has done its work so far."""
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor, non_blocking=tensor.is_cuda)

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, devices, commit and command line, as recorded in every run folder."""
+"""What a run ran on: versions, devices, commit and command line, as its folder records them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from nsa.extras import CORE, EXTRAS
 from nsa.train.distributed.launch import communication_settings
 
 PACKAGE = Path(__file__).resolve().parents[1]
-RECORDED = tuple(dict.fromkeys(("nsa", *CORE, *(package for extra in EXTRAS.values() for package in extra))))
+RECORDED = tuple(
+    dict.fromkeys(("nsa", *CORE, *(package for extra in EXTRAS.values() for package in extra))),
+)
 _PROGRAM_TIME_LIMIT_S = 20
 
 
@@ -26,8 +28,8 @@ def collect() -> dict[str, Any]:
     """Everything a reader needs to judge or repeat a run.
 
     Returns:
-        JSON-ready values: start time in UTC, command line, versions, commit, CPU and GPUs, settings of the libraries by which
-        processes exchange tensors. What is absent is None.
+        JSON-ready values: start time in UTC, command line, versions, commit, CPU and GPUs, settings
+        of the libraries by which processes exchange tensors. What is absent is None.
     """
     return {
         "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -54,15 +56,19 @@ def code_version() -> dict[str, Any]:
     """Commit of the checkout that this package was imported from.
 
     Returns:
-        ``commit`` (None without one), ``dirty`` (whether tracked files of the package differ from it, or files of it are not
-        tracked) and ``note`` (why there is no commit).
+        ``commit`` (None without one), ``dirty`` (whether tracked files of the package differ from
+        it, or files of it are not tracked) and ``note`` (why there is no commit).
     """
     if shutil.which("git") is None:
         return {"commit": None, "dirty": None, "note": "no git on this machine"}
     commit = _run("git", "-C", str(PACKAGE), "rev-parse", "HEAD")
     tracked = _run("git", "-C", str(PACKAGE), "ls-files", "--error-unmatch", "__init__.py")
     if commit is None or tracked is None:
-        return {"commit": None, "dirty": None, "note": "the package was not imported from a git checkout with a commit"}
+        return {
+            "commit": None,
+            "dirty": None,
+            "note": "the package was not imported from a git checkout with a commit",
+        }
     status = _run("git", "-C", str(PACKAGE), "status", "--porcelain", "--", ".")
     return {"commit": commit, "dirty": bool(status), "note": None}
 
@@ -84,12 +90,14 @@ def cuda() -> dict[str, Any] | None:
     gpus = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        gpus.append({
-            "name": properties.name,
-            "memory_gib": round(properties.total_memory / 2**30, 1),
-            "compute_capability": f"{properties.major}.{properties.minor}",
-            "multiprocessors_count": properties.multi_processor_count,
-        })  # fmt: skip
+        gpus.append(
+            {
+                "name": properties.name,
+                "memory_gib": round(properties.total_memory / 2**30, 1),
+                "compute_capability": f"{properties.major}.{properties.minor}",
+                "multiprocessors_count": properties.multi_processor_count,
+            },
+        )
     return {
         "runtime": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
@@ -115,16 +123,17 @@ def nvidia_driver() -> str | None:
 
 
 def nvidia_topology() -> str | None:
-    """How GPUs, network cards and CPUs are connected, as ``nvidia-smi topo -m`` prints it; None without the program."""
+    """How GPUs, network cards and CPUs are connected (``nvidia-smi topo -m``); None without it."""
     answer = _run("nvidia-smi", "topo", "-m")
-    return None if answer is None else re.sub(r"\x1b\[[0-9;]*m", "", answer)  # it underlines its header even for a file
+    # It underlines its header even for a file.
+    return None if answer is None else re.sub(r"\x1b\[[0-9;]*m", "", answer)
 
 
 def gpu_links(topology: str) -> dict[tuple[int, int], str]:
-    """Entries of the matrix of :func:`nvidia_topology` for pairs of GPUs: ``NV18`` is NVLink with 18 links, others are PCIe.
+    """The links between pairs of GPUs: ``NV18`` is NVLink with 18 links, others are PCIe.
 
     Args:
-        topology: the matrix as text.
+        topology: what :func:`nvidia_topology` gives.
     """
     lines = [line.split() for line in topology.splitlines()]
     header = next((words for words in lines if words[:1] == ["GPU0"] and "X" not in words), [])
@@ -133,13 +142,18 @@ def gpu_links(topology: str) -> dict[tuple[int, int], str]:
     for words in lines:
         if words and re.fullmatch(r"GPU\d+", words[0]) and "X" in words:
             row = int(words[0][3:])
-            found |= {(row, column): code for column, code in zip(columns, words[1:], strict=False) if row < column}
+            codes = zip(columns, words[1:], strict=False)
+            found |= {(row, column): code for column, code in codes if row < column}
     return found
 
 
 def pcie_links() -> list[tuple[str, str]] | None:
-    """Generation and lanes of each GPU's PCIe link, the most that both ends can do; None without the program."""
-    answer = _run("nvidia-smi", "--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader")
+    """Highest generation and lanes of each GPU's PCIe link; None without ``nvidia-smi``."""
+    answer = _run(
+        "nvidia-smi",
+        "--query-gpu=pcie.link.gen.max,pcie.link.width.max",
+        "--format=csv,noheader",
+    )
     if answer is None:
         return None
     links = [line.partition(",") for line in answer.splitlines()]
@@ -151,7 +165,13 @@ def _run(*command: str) -> str | None:
     if shutil.which(command[0]) is None:
         return None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROGRAM_TIME_LIMIT_S, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_PROGRAM_TIME_LIMIT_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return None
     return done.stdout.strip() if done.returncode == 0 else None

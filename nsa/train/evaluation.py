@@ -1,4 +1,4 @@
-"""Held-out loss in bits per byte of text, comparable between tokenizers."""
+"""Validation loss in bits per byte of text, comparable between tokenizers."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ def evaluate(
     compute_dtype: str = "fp32",
     sum_processes: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, float]:
-    """Loss over held-out windows.
+    """Loss over validation windows.
 
     Args:
         loss: the language model with its loss, on any device.
         batches: for example from :func:`nsa.train.data.validation_batches`, on any device.
         compute_dtype: ``bf16`` or ``fp32``, as in training.
-        sum_processes: sums a tensor over the processes that share the batches; None where there is one.
+        sum_processes: sums a tensor over the processes that share the batches; None where there is
+            one.
 
     Returns:
-        ``loss_nats``, mean over the targets; ``bits_per_byte``, the summed loss in bits over the bytes of text that the targets
-        spell; ``num_targets`` and ``num_bytes`` behind these figures.
+        ``loss_nats``, mean over the targets; ``bits_per_byte``, the summed loss in bits over the
+        bytes of text that the targets spell; ``num_targets`` and ``num_bytes`` behind these
+        figures.
 
     Raises:
         ValueError: the batches hold no target.
@@ -50,8 +52,15 @@ def evaluate(
             total[2] += batch.num_bytes
     finally:
         loss.model.train(was_training)
-    nats, num_targets, num_bytes = (total if sum_processes is None else sum_processes(total)).tolist()
-    check(num_targets > 0 and num_bytes > 0, "evaluate", "batches", "hold at least one target", num_targets)
+    total = total if sum_processes is None else sum_processes(total)
+    nats, num_targets, num_bytes = total.tolist()
+    check(
+        num_targets > 0 and num_bytes > 0,
+        "evaluate",
+        "batches",
+        "hold at least one target",
+        num_targets,
+    )
     return {
         "loss_nats": nats / num_targets,
         "bits_per_byte": nats / math.log(2) / num_bytes,

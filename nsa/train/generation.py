@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -22,7 +22,8 @@ class Sampling:
     Attributes:
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: draws among the k likeliest tokens; 0 means all.
-        top_p: draws among the likeliest tokens that together reach this probability (Holtzman et al., arXiv:1904.09751).
+        top_p: draws among the likeliest tokens that together reach this probability (Holtzman et
+            al., arXiv:1904.09751).
 
     Raises:
         ValueError: a value is out of range.
@@ -52,7 +53,8 @@ class Sampling:
             logits = logits.masked_fill(logits < smallest, -torch.inf)
         probability, token = logits.softmax(-1).sort(descending=True, stable=True)
         before = probability.cumsum(-1) - probability
-        probability = probability.masked_fill(before >= self.top_p, 0.0)  # the first token always stays
+        # The first token always stays.
+        probability = probability.masked_fill(before >= self.top_p, 0.0)
         return int(token[torch.multinomial(probability, 1, generator=generator)])
 
 
@@ -70,9 +72,9 @@ def generate(
 ) -> Iterator[list[bytes]]:
     """Continue prompts, token by token, all of them together.
 
-    The prompts run through the decode cache once; each later step reads what the sparse pattern lets it see. A prompt ends when
-    the separator is drawn, and the others go on. Its text depends on its own prompt and seed alone, not on its neighbours,
-    up to rounding.
+    The prompts run through the decode cache once; each later step reads what the sparse pattern
+    lets it see. A prompt ends when the separator is drawn, and the others go on. Its text depends
+    on its own prompt and seed alone, not on its neighbours, up to rounding.
 
     Args:
         model: the language model.
@@ -86,8 +88,8 @@ def generate(
         compute_dtype: ``bf16`` or ``fp32``.
 
     Yields:
-        For each step, the bytes that each prompt gained; empty for a prompt that has ended. A character may be spread over
-        several steps.
+        For each step, the bytes that each prompt gained; empty for a prompt that has ended. A
+        character may be spread over several steps.
 
     Raises:
         ValueError: an empty prompt, or a sampling value out of range; before anything is computed.
@@ -95,81 +97,45 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p)
     check(len(prompts) > 0, "generate", "prompts", "hold at least one prompt", len(prompts))
     check(max_new_tokens >= 0, "generate", "max_new_tokens", "be at least 0", max_new_tokens)
-    check(
-        tokenizer.vocab_size == model.config.vocab_size,
-        "generate", "tokenizer", f"have the model's vocabulary ({model.config.vocab_size})", tokenizer.vocab_size,
-    )  # fmt: skip
-    encoded = [list(prompt) if isinstance(prompt, list) else tokenizer.encode(prompt) for prompt in prompts]
-    for prompt, tokens in zip(prompts, encoded, strict=True):
+    rule = f"have the model's vocabulary ({model.config.vocab_size})"
+    fits = tokenizer.vocab_size == model.config.vocab_size
+    check(fits, "generate", "tokenizer", rule, tokenizer.vocab_size)
+    new_tokens = [list(p) if isinstance(p, list) else tokenizer.encode(p) for p in prompts]
+    for prompt, tokens in zip(prompts, new_tokens, strict=True):
         check(len(tokens) > 0, "generate", "prompts", "hold at least one token each", repr(prompt))
-    return _stream(model, tokenizer, encoded, max_new_tokens, sampling, seed, compute_dtype)
 
+    def steps() -> Iterator[list[bytes]]:
+        cache = model.new_cache(len(prompts))
+        generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
+        for _ in range(max_new_tokens):
+            logits = _next_logits(model, new_tokens, cache, compute_dtype)
+            for index, generator in enumerate(generators):
+                if new_tokens[index]:
+                    token = sampling.draw(logits[index], generator)
+                    new_tokens[index] = [] if token == tokenizer.separator_id else [token]
+            if not any(new_tokens):
+                return
+            yield [tokenizer.decode(tokens) for tokens in new_tokens]
 
-def complete(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str | bytes | list[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    compute_dtype: str = "fp32",
-    until: Callable[[], bool] = lambda: False,
-) -> list[bytes]:
-    """What :func:`generate` gives, joined: the continuation of each prompt, without the prompt.
-
-    ``until`` is asked after each token; True ends the texts there.
-    """
-    steps = generate(
-        model, tokenizer, prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-        seed=seed, compute_dtype=compute_dtype,
-    )  # fmt: skip
-    texts = [b""] * len(prompts)
-    for pieces in steps:
-        texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
-        if until():
-            break
-    return texts
-
-
-def _stream(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    new_tokens: list[list[int]],
-    max_new_tokens: int,
-    sampling: Sampling,
-    seed: int,
-    compute_dtype: str,
-) -> Iterator[list[bytes]]:
-    cache = model.new_cache(len(new_tokens))
-    generators = [torch.Generator().manual_seed(seed + index) for index in range(len(new_tokens))]
-    for _ in range(max_new_tokens):
-        logits = _next_logits(model, new_tokens, cache, compute_dtype)
-        pieces: list[bytes] = []
-        for index, generator in enumerate(generators):
-            drawn = [sampling.draw(logits[index], generator)] if new_tokens[index] else []
-            if drawn == [tokenizer.separator_id]:
-                drawn = []
-            new_tokens[index] = drawn
-            pieces.append(tokenizer.decode(drawn))
-        if not any(new_tokens):
-            return
-        yield pieces
+    return steps()
 
 
 @torch.no_grad()
-def _next_logits(model: LanguageModel, new_tokens: list[list[int]], cache: Cache, compute_dtype: str) -> Tensor:
-    """Logits ``[B, vocab_size]`` on the CPU after the new tokens of each sequence; meaningless for one without new tokens."""
-    device = model.embedding.weight.device
-    offsets = [0, *accumulate(len(tokens) for tokens in new_tokens)]
+def _next_logits(
+    model: LanguageModel,
+    new_tokens: list[list[int]],
+    cache: Cache,
+    compute_dtype: str,
+) -> Tensor:
+    """Logits ``[B, vocab_size]`` on the CPU, meaningless for a sequence without new tokens."""
+    device, lengths = model.embedding.weight.device, [len(tokens) for tokens in new_tokens]
     packed = torch.tensor([token for tokens in new_tokens for token in tokens], device=device)
+    offsets = list(accumulate(lengths, initial=0))
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=device)
     was_training = model.training
     model.eval()
     with autocast(device, compute_dtype):
-        hidden = model.hidden_states(packed, cu_seqlens, max(len(tokens) for tokens in new_tokens), cache)
+        hidden = model.hidden_states(packed, cu_seqlens, max(lengths), cache)
         logits = model.head(hidden[(cu_seqlens[1:].long() - 1).clamp(min=0)])
     model.train(was_training)
-    return logits.float().cpu() if logits.dtype != torch.float64 else logits.cpu()
+    return logits.to("cpu", torch.promote_types(logits.dtype, torch.float32))

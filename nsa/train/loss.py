@@ -15,7 +15,7 @@ ROWS = 64  # the number of logits of a position is a multiple of this
 
 
 class NextTokenLoss(nn.Module):
-    """A language model together with its loss: the module that is trained, compiled and, over several GPUs, wrapped.
+    """A language model with its loss: the module that is trained, compiled, replicated or sharded.
 
     Args:
         model: the language model.
@@ -27,7 +27,13 @@ class NextTokenLoss(nn.Module):
         self.model = model
         self.chunk = chunk
 
-    def forward(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+    ) -> Tensor:
         """Summed cross entropy over the targets, nats, fp32 scalar.
 
         Args:
@@ -43,15 +49,16 @@ class NextTokenLoss(nn.Module):
 def cross_entropy_sum(hidden: Tensor, head: Tensor, targets: Tensor, chunk: int = 0) -> Tensor:
     """Cross entropy summed over the targets.
 
-    A sum and not a mean: micro-batches differ in how many targets they have, and only sums divided by the number of targets of
-    the whole optimizer step give the mean over its tokens.
+    A sum and not a mean: micro-batches differ in how many targets they have, and only sums divided
+    by the number of targets of the whole optimizer step give the mean over its tokens.
 
     Args:
         hidden: final hidden states ``[T, width]``.
         head: output matrix ``[vocab_size, width]``.
         targets: int64 ``[T]``, -100 where nothing is predicted.
-        chunk: positions whose logits exist at a time, recomputed in the backward pass, so that memory does not grow with
-            ``T * vocab_size``; 0 means all at once, with no recomputation.
+        chunk: positions whose logits exist at a time, recomputed in the backward pass, so that
+            memory does not grow with ``T * vocab_size``; 0 means all at once, with no
+            recomputation.
 
     Returns:
         fp32 scalar (fp64 for fp64 inputs), nats. Without a target it is 0, and so is its gradient.
@@ -65,7 +72,10 @@ def cross_entropy_sum(hidden: Tensor, head: Tensor, targets: Tensor, chunk: int 
     vocab_size, head = head.shape[0], _aligned(head)
     if chunk == 0 or chunk >= hidden.shape[0]:
         return _cross_entropy(hidden, head, targets, vocab_size)
-    total = hidden.new_zeros((), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+    total = hidden.new_zeros(
+        (),
+        dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
+    )
     for rows, labels in zip(hidden.split(chunk), targets.split(chunk), strict=True):
         inputs = (rows, head, labels, vocab_size)
         part = checkpoint(_cross_entropy, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -75,10 +85,10 @@ def cross_entropy_sum(hidden: Tensor, head: Tensor, targets: Tensor, chunk: int 
 
 
 def _aligned(head: Tensor) -> Tensor:
-    """The output matrix with rows of zeros up to a multiple of ``ROWS``, in the precision of the product.
+    """The output matrix, padded with zeros to a multiple of ``ROWS`` rows, in the product's dtype.
 
-    GPT-2 has 50,257 tokens: rows of so many logits do not lie as the fast matrix products want them,
-    and the three of them take three times as long (H200, bf16).
+    GPT-2 has 50,257 tokens: rows of so many logits are not aligned as the fast matrix
+    products need them, and the three products take three times as long (H200, bf16).
     """
     missing = -head.shape[0] % ROWS
     if missing == 0:

@@ -1,4 +1,4 @@
-"""Optimizers over fp32 master weights: decay groups, fused AdamW, Muon, and updates that a flag on the device can cancel."""
+"""Optimizers over fp32 master weights: decay groups, AdamW, Muon, updates that can be cancelled."""
 
 from __future__ import annotations
 
@@ -34,36 +34,42 @@ class ParameterGroups:
 def parameter_groups(model: LanguageModel, name: str = "adamw") -> ParameterGroups:
     """Sort the trainable parameters of ``model``.
 
-    Decayed are the matrices of linear layers and of phi ``mlp``. A tied head is the embedding and is not. Muon takes the
-    projections of attention and MLP; gates, phi and the head stay with AdamW.
+    Decayed are the matrices of linear layers and of phi ``mlp``. A tied head is the embedding and
+    is not. Muon takes the projections of attention and MLP; gates, phi and the head stay with
+    AdamW.
 
     Raises:
         ValueError: a trainable parameter is not fp32: optimizers work on master weights.
     """
-    layers = [part for layer in model.decoder_layers() for part in (layer.attention, layer.mlp)]
-    hidden = {id(child.weight) for part in layers for child in part.children() if isinstance(child, nn.Linear)}
-    matrices = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    projections, matrices = set[Tensor](), set[Tensor]()
+    for layer in model.decoder_layers():
+        for child in (*layer.attention.children(), *layer.mlp.children()):
+            if isinstance(child, nn.Linear):
+                projections.add(child.weight)
     for module in model.modules():
-        if isinstance(module, Compression) and module.phi == "mlp":
-            matrices |= {id(module.w1), id(module.w2)}
-    matrices.discard(id(model.embedding.weight))
+        if isinstance(module, nn.Linear):
+            matrices.add(module.weight)
+        elif isinstance(module, Compression) and module.phi == "mlp":
+            matrices |= {module.w1, module.w2}
+    matrices.discard(model.embedding.weight)
     groups = ParameterGroups({}, {}, {})
     for key, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        check(parameter.dtype == torch.float32, "parameter_groups", key, "be an fp32 master weight", parameter.dtype)
-        if name == "muon" and id(parameter) in hidden:
+        is_master, rule = parameter.dtype == torch.float32, "be an fp32 master weight"
+        check(is_master, "parameter_groups", key, rule, parameter.dtype)
+        if name == "muon" and parameter in projections:
             groups.muon[key] = parameter
         else:
-            (groups.decayed if id(parameter) in matrices else groups.plain)[key] = parameter
+            (groups.decayed if parameter in matrices else groups.plain)[key] = parameter
     return groups
 
 
 class ModelOptimizer:
     """The optimizers of a model as one: every trainable parameter belongs to exactly one of them.
 
-    The state of all parameters exists from the start, so that a checkpoint can be loaded into it and memory does not grow at
-    the first step.
+    The state of all parameters exists from the start, so that a checkpoint can be loaded into it
+    and memory does not grow at the first step.
 
     Args:
         model: the model; its trainable parameters are fp32.
@@ -78,30 +84,30 @@ class ModelOptimizer:
             {"params": list(groups.plain.values()), "weight_decay": 0.0},
         ]
         self.adamw = torch.optim.AdamW(
-            [part for part in parts if part["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+            [part for part in parts if part["params"]],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
         )
         self.muon: torch.optim.Muon | None = None
         if groups.muon:
-            self.muon = torch.optim.Muon(list(groups.muon.values()), lr=config.muon_lr, weight_decay=config.weight_decay)
-        self._peaks = [(group, group["lr"]) for optimizer in self._optimizers() for group in optimizer.param_groups]
-        self._create_state()
-
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return [self.adamw] if self.muon is None else [self.adamw, self.muon]
-
-    def _create_state(self) -> None:
-        for group in self.adamw.param_groups:
-            for parameter in group["params"]:
+            lr, decay = config.muon_lr, config.weight_decay
+            self.muon = torch.optim.Muon(groups.muon.values(), lr=lr, weight_decay=decay)
+        self._optimizers: list[torch.optim.Optimizer] = [self.adamw]
+        self._optimizers += [] if self.muon is None else [self.muon]
+        rates = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        self._peaks = [(group, group["lr"]) for group in rates]
+        for name, parameter in self.named.items():
+            if name in groups.muon:
+                assert self.muon is not None
+                self.muon.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+            else:
                 self.adamw.state[parameter] = {
                     "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
                 }
-        for group in [] if self.muon is None else self.muon.param_groups:
-            for parameter in group["params"]:
-                assert self.muon is not None
-                momentum = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                self.muon.state[parameter] = {"momentum_buffer": momentum}
 
     def parameters(self) -> list[nn.Parameter]:
         """All trainable parameters."""
@@ -119,52 +125,57 @@ class ModelOptimizer:
         return rate
 
     def step(self, cancel: Tensor) -> None:
-        """Update all parameters, unless ``cancel`` is 1: then parameters and optimizer state keep their bits.
+        """Update all parameters; if ``cancel`` is 1, they and the optimizer state keep their bits.
 
         Args:
             cancel: fp32 scalar on the parameters' device, 0 or 1; the host does not wait for it.
         """
-        self.adamw.found_inf = cancel  # type: ignore[attr-defined]  # how PyTorch's fused optimizers take the flag
+        # How PyTorch's fused optimizers take the flag.
+        self.adamw.found_inf = cancel  # type: ignore[attr-defined]
         self.adamw.step()
         if self.muon is not None:
             self._muon_step(self.muon, cancel)
 
     @torch.no_grad()
     def _muon_step(self, muon: torch.optim.Muon, cancel: Tensor) -> None:
-        """Muon cannot be told to skip: keep copies of what it changes, and put them back on the device if need be."""
-        changed = [own_part(p.detach()) for group in muon.param_groups for p in group["params"]]
+        """Muon cannot be told to skip: copies of what it changes are restored if need be."""
+        (group,) = muon.param_groups
+        changed = [own_part(parameter.detach()) for parameter in group["params"]]
         changed += [own_part(state["momentum_buffer"]) for state in muon.state.values()]
         before = [tensor.clone() for tensor in changed]
-        for group in muon.param_groups:
-            for parameter in group["params"]:
-                if isinstance(parameter, DTensor):
-                    _muon_step_gathered(muon, group, parameter)
-                    parameter.grad = None  # done
+        for parameter in group["params"]:
+            if isinstance(parameter, DTensor):
+                _muon_step_gathered(muon, group, parameter)
+                parameter.grad = None  # done
         muon.step()
         for tensor, old in zip(changed, before, strict=True):
             torch.where(cancel.bool(), old, tensor, out=tensor)
 
     def zero_grad(self, *, drop: bool = True) -> None:
         """Drop all gradients, or make them zero where they are."""
-        for optimizer in self._optimizers():
+        for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=drop)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The live state by ``<parameter>.<state>``: to be saved, and to be loaded into."""
         found: dict[str, Tensor] = {}
         for name, parameter in self.named.items():
-            for optimizer in self._optimizers():
-                found |= {f"{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+            for optimizer in self._optimizers:
+                state = optimizer.state.get(parameter, {})
+                found |= {f"{name}.{key}": value for key, value in state.items()}
         return found
 
 
 def _muon_step_gathered(muon: torch.optim.Muon, group: dict[str, Any], parameter: Tensor) -> None:
-    """Muon orthogonalises whole matrices: a sharded one is gathered, updated by every process alike and sharded again."""
+    """Muon needs whole matrices: every process gathers a sharded one and updates it alike."""
     assert parameter.grad is not None
     momentum = muon.state[parameter]["momentum_buffer"]
     whole, whole_momentum = nn.Parameter(gather(parameter)), gather(momentum)
     whole.grad = gather(parameter.grad)
-    alone = torch.optim.Muon([whole], **{name: value for name, value in group.items() if name != "params"})
+    alone = torch.optim.Muon(
+        [whole],
+        **{name: value for name, value in group.items() if name != "params"},
+    )
     alone.state[whole] = {"momentum_buffer": whole_momentum}
     alone.step()
     put(parameter.detach(), whole.detach())

@@ -1,4 +1,4 @@
-"""What a run reports while it trains: evaluations, rows of metrics, warnings about them, and the sample at the end."""
+"""What a run reports: evaluations, rows of metrics, warnings, and the sample at the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -16,12 +16,12 @@ from nsa.lm.model import LanguageModel
 from nsa.train.config import TrainConfig
 from nsa.train.data import Batch, DataBundle, validation_batches
 from nsa.train.distributed.processes import Processes
-from nsa.train.distributed.sharding import gather, put
+from nsa.train.distributed.sharding import gather
 from nsa.train.distributed.strategy import Replicated
 from nsa.train.evaluation import evaluate
 from nsa.train.execution.compilation import Compiled, compilations
 from nsa.train.execution.startup import Startup
-from nsa.train.generation import complete
+from nsa.train.generation import generate
 from nsa.train.run_folder import RunFolder
 from nsa.train.state import TrainState, Window
 from nsa.train.telemetry.layer_statistics import LayerStatistics
@@ -45,8 +45,8 @@ Beat = Callable[[str, int, float], None]  # phase, step, longest duration in sec
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What the parts of a trainer share.
+class RunContext:
+    """What the trainer shares with its reports.
 
     Attributes:
         config: the run.
@@ -54,56 +54,58 @@ class Surroundings:
         device: where this process computes.
         strategy: how the processes share the model.
         processes: this process among those of the run.
-        requests: what somebody asks of the run.
-        on_row: called with each row of metrics after it was written.
-        beat: called with a sign of life whenever something begins.
+        requests: what signals and the halt file ask of the run.
         startup: the clock of the start.
+        on_row: called with each row of metrics after it was written.
+        beat: called with a heartbeat whenever something begins.
     """
 
     config: TrainConfig
     run_folder: RunFolder
     device: torch.device
     strategy: Replicated
-    processes: Processes = field(default_factory=Processes)
-    requests: Requests = field(default_factory=Requests)
-    on_row: Callable[[Row], None] | None = None
-    beat: Beat = lambda phase, step, limit_s: None
-    startup: Startup = field(default_factory=Startup)
+    processes: Processes
+    requests: Requests
+    startup: Startup
+    on_row: Callable[[Row], None] | None
+    beat: Beat
 
 
 class Reports:
     """Evaluates and writes the rows of metrics of a run.
 
-    Every process goes through it at the same steps, for evaluations are shared; the main one writes.
+    Every process goes through it at the same steps, for evaluations are shared; the main one
+    writes.
 
     Args:
-        around: the run.
-        data: what it trains and validates on.
-        state: how far it is.
+        run: the run.
+        data: training and validation data.
+        state: progress of the run.
 
     Attributes:
         last_row: the newest row; empty before the first of this process.
-        validated: step and bits per byte of the newest evaluation; None before the first of this process.
+        validated: step and bits per byte of the newest evaluation; None before the first of this
+            process.
     """
 
-    def __init__(self, around: Surroundings, data: DataBundle, state: TrainState) -> None:
-        self._around, self._config, self._data, self._state = around, around.config, data, state
+    def __init__(self, run: RunContext, data: DataBundle, state: TrainState) -> None:
+        self._run, self._config, self._data, self._state = run, run.config, data, state
         self.last_row: Row = {}
         self.validated: tuple[int, float] | None = None
-        self._flops_per_token = flops_per_token(state.model, around.config.seq_len)
-        self._peak_flops = peak_flops(around.device, around.config.compute_dtype)
-        self._health = Health(around.config.optim.warmup_steps)
-        self._clock = DeviceClock(around.device)
-        self._layers = LayerStatistics(state.model) if around.config.telemetry else None
-        self._metrics = MetricsWriter(around.run_folder) if around.processes.is_main else None
+        self._flops_per_token = flops_per_token(state.model, run.config.seq_len)
+        self._peak_flops = peak_flops(run.device, run.config.compute_dtype)
+        self._health = Health(run.config.optim.warmup_steps)
+        self._clock = DeviceClock(run.device)
+        self._layers = LayerStatistics(state.model) if run.config.telemetry else None
+        self._metrics = MetricsWriter(run.run_folder) if run.processes.is_main else None
         self._steps_done = 0
         self._has_evaluated = self._has_told_start = False
-        compilations.listen(around.device)
+        compilations.listen(run.device)
         if self._peak_flops is None:
             logger.info("mfu: left out, the peak rate of this device and dtype is not known")
 
     def rewind(self) -> None:
-        """Set aside rows of steps that will be done again; to be called once the state is the one to go on from."""
+        """Set aside rows of steps that the resumed run will do again."""
         if self._metrics is not None:
             self._metrics.rewind(self._state.progress.reported_step)
 
@@ -113,7 +115,10 @@ class Reports:
             self._metrics.close()
 
     def due(self, every: int, ahead: int = 0) -> bool:
-        """Whether the step just done, or the one so many ahead, is a multiple of ``every`` (0: none is), or the last one."""
+        """Whether the step just done (or so many later) is the last or a multiple of ``every``.
+
+        With 0 only the last step is due.
+        """
         step = self._state.progress.step + ahead
         return step == self._config.steps or (every > 0 and step > 0 and step % every == 0)
 
@@ -126,9 +131,9 @@ class Reports:
 
     @contextmanager
     def observed(self) -> Iterator[None]:
-        """Around what the next step queues on the device: its time there and, if it has a row, what its layers do."""
+        """Measures a step: its time on the device and, if it has a row, its layers' statistics."""
         layers = self._layers if self.row_due(ahead=1) else None
-        startup, before = self._around.startup, compilations.now
+        startup, before = self._run.startup, compilations.now
         if self._steps_done == 0:
             startup.begin_step()
         if layers is not None:
@@ -137,10 +142,10 @@ class Reports:
         with self._clock.step(pause_follows=pause_follows):
             yield
         if layers is not None:
-            layers.stop(self._around.processes.sum, self._around.processes.most)
+            layers.stop(self._run.processes.sum, self._run.processes.most)
         self._steps_done += 1
         if self._steps_done == 1:
-            startup.end_step(self._around.device)
+            startup.end_step(self._run.device)
         elif self._steps_done > STARTING_STEPS:
             self._warn_of(compilations.now - before, f"step {self._state.progress.step + 1}")
 
@@ -154,15 +159,15 @@ class Reports:
     def report(self) -> None:
         """Evaluate and write a row of metrics, where either is due and not done for this step.
 
-        A request to stop ends an evaluation; the resumed run then does it in full, so that its rows are those of an undisturbed
-        run.
+        A request to stop ends an evaluation; the resumed run then does it in full, so that its rows
+        are those of an undisturbed run.
         """
         progress = self._state.progress
         if not self.row_due() or progress.reported_step == progress.step:
             return
         if self._layers is not None:
             progress.window.layers |= self._layers.row()
-        busy = utilisation_row(self._around.device)  # by the training steps, not by an evaluation
+        busy = utilisation_row(self._run.device)  # by the training steps, not by an evaluation
         validation: Row = {}
         if self._evaluation_due():
             try:
@@ -176,10 +181,11 @@ class Reports:
             return
         self.last_row = row
         self._metrics.write(row)
-        if self._around.on_row is not None:
-            self._around.on_row(row)
+        if self._run.on_row is not None:
+            self._run.on_row(row)
         for kind, text in self._health.look(row):
-            logger.warning("step %d: %s", progress.step, text, extra={"event": kind, "step": progress.step})
+            details = {"event": kind, "step": progress.step}
+            logger.warning("step %d: %s", progress.step, text, extra=details)
 
     def _training_row(self) -> Row:
         progress, window = self._state.progress, self._state.progress.window
@@ -199,29 +205,30 @@ class Reports:
             "tokens_per_s_total": progress.tokens / progress.seconds,
             "eta_s": (self._config.steps - progress.step) * progress.seconds / progress.step,
             "compilations": compilations.now.compilations,
-            **memory_row(self._around.device),
+            **memory_row(self._run.device),
             **self._clock.row(),
         }
         row |= window.layers
-        if not self._has_told_start and self._around.startup.first_step_s is not None:
-            row["first_step_s"] = self._around.startup.first_step_s
+        if not self._has_told_start and self._run.startup.first_step_s is not None:
+            row["first_step_s"] = self._run.startup.first_step_s
             self._has_told_start = True
-        if self._around.device.type == "cuda":
+        if self._run.device.type == "cuda":
             row["kernel_compilations"] = compilations.now.kernels
         if self._data.description["synthetic"]:
             row["data_synthetic"] = True
         if self._peak_flops is not None:
-            row["mfu"] = tokens_per_s * self._flops_per_token / (self._peak_flops * self._around.processes.world_size)
+            peak = self._peak_flops * self._run.processes.world_size
+            row["mfu"] = tokens_per_s * self._flops_per_token / peak
         return row
 
     def _of_every_rank(self, row: Row) -> Row:
         """What each process of several has of the metrics in which they may differ."""
-        if self._around.processes.world_size == 1:
+        if self._run.processes.world_size == 1:
             return {}
         mine = [float(row.get(name, math.nan)) for name in RANK_METRICS]
         return {
             f"{name}_rank_{rank}": value
-            for rank, values in enumerate(self._around.processes.all_of(mine))
+            for rank, values in enumerate(self._run.processes.all_of(mine))
             for name, value in zip(RANK_METRICS, values, strict=True)
             if not math.isnan(value)
         }
@@ -235,14 +242,16 @@ class Reports:
             config.eval_windows,
             document_mask=config.data.document_mask,
         )
-        strategy, before = self._around.strategy, compilations.now
+        strategy, before = self._run.strategy, compilations.now
         try:
             result = evaluate(
-                strategy.loss, self._share(batches), compute_dtype=config.compute_dtype,
-                sum_processes=self._around.processes.sum,
-            )  # fmt: skip
+                strategy.loss,
+                self._share(batches),
+                compute_dtype=config.compute_dtype,
+                sum_processes=self._run.processes.sum,
+            )
         finally:
-            strategy.rest()
+            strategy.reshard()
         if self._has_evaluated:
             self._warn_of(compilations.now - before, f"evaluation after step {progress.step}")
         self._has_evaluated = True
@@ -253,64 +262,69 @@ class Reports:
         return {"val_loss_nats": result["loss_nats"], "val_bits_per_byte": figure}
 
     def _share(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """This process's part of the batches, which all processes go through together.
+        """This process's part of the batches; all processes go through them together.
 
-        Where no process can run the model alone, one that has no batch in the last round takes part with one that counts for
-        nothing.
+        Where all processes take part in every pass, one that has no batch in the last round takes
+        part with one that counts for nothing.
         """
-        around, number, batch = self._around, -1, None
+        run, turn, batch = self._run, -1, None
         for number, batch in enumerate(batches):
-            if number % around.processes.world_size == 0:
+            turn = number % run.processes.world_size
+            if turn == 0:
                 limit_s = self._slow_step_s if number == 0 else self._config.stall_limit_s
-                around.beat("evaluation", self._state.progress.step, limit_s)
-                if around.processes.largest(around.requests.stop)[0]:
+                run.beat("evaluation", self._state.progress.step, limit_s)
+                if run.processes.largest(run.requests.stop)[0]:
                     raise _InterruptedError
-            if number % around.processes.world_size == around.processes.rank:
+            if turn == run.processes.rank:
                 yield batch
-        if around.strategy.in_step and batch is not None and number % around.processes.world_size < around.processes.rank:
+        if run.strategy.in_step and batch is not None and turn < run.processes.rank:
             yield batch.without_targets()
 
     def write_sample(self) -> None:
-        """Let the model continue the beginning of the held-out text; all processes come here, the main one writes."""
+        """Continue the validation text; all processes call this, the main one writes."""
         config, tokenizer = self._config, self._data.tokenizer
         if config.sample_tokens == 0:
             return
         model = self._whole_model()
-        if not self._around.processes.is_main:
+        if not self._run.processes.is_main:
             return
-        prompt = self._data.validation.window(config.seq_len, 0)[: min(SAMPLE_PROMPT_TOKENS, config.seq_len)].tolist()
+        size = min(SAMPLE_PROMPT_TOKENS, config.seq_len)
+        prompt = self._data.validation.window(config.seq_len, 0)[:size].tolist()
         self._in_sample()
-        begin, drawn, limit_s = time.monotonic(), 0, config.sample_limit_s
+        begin, limit_s = time.monotonic(), config.sample_limit_s
+        pieces: list[bytes] = []
         is_late = False
-
-        def is_over() -> bool:
-            nonlocal drawn, is_late
-            drawn += 1
-            is_late = 0 < limit_s < time.monotonic() - begin and drawn < config.sample_tokens
-            return self._in_sample() or is_late
-
-        (text,) = complete(
-            model, tokenizer, [prompt], max_new_tokens=config.sample_tokens, temperature=SAMPLE_TEMPERATURE,
-            seed=config.seed, compute_dtype=config.compute_dtype, until=is_over,
-        )  # fmt: skip
+        for (piece,) in generate(
+            model,
+            tokenizer,
+            [prompt],
+            max_new_tokens=config.sample_tokens,
+            temperature=SAMPLE_TEMPERATURE,
+            seed=config.seed,
+            compute_dtype=config.compute_dtype,
+        ):
+            pieces.append(piece)
+            is_late = 0 < limit_s < time.monotonic() - begin and len(pieces) < config.sample_tokens
+            if self._in_sample() or is_late:
+                break
         parts = [
-            f"--- prompt, held-out text\n{_shown(tokenizer.decode(prompt))}",
-            f"--- continuation, temperature {SAMPLE_TEMPERATURE}\n{_shown(text)}",
+            f"--- prompt, validation text\n{_shown(tokenizer.decode(prompt))}",
+            f"--- continuation, temperature {SAMPLE_TEMPERATURE}\n{_shown(b''.join(pieces))}",
         ]
         if is_late:
-            tokens = f"{drawn} of {config.sample_tokens} tokens"
+            tokens = f"{len(pieces)} of {config.sample_tokens} tokens"
             parts.append(f"--- ended after {tokens} by sample_limit_s ({limit_s:g} s)")
         try:
-            self._around.run_folder.sample.write_text("\n".join(parts) + "\n", encoding="utf-8")
+            self._run.run_folder.sample.write_text("\n".join(parts) + "\n", encoding="utf-8")
         except OSError as error:
             logger.warning("sample.txt could not be written (%s)", error)
 
     def _in_sample(self) -> bool:
-        """Give a sign of life between two tokens; whether somebody wants the end."""
-        around = self._around
-        around.beat("sample", self._state.progress.step, self._slow_step_s)
-        around.requests.look_for_halt_file()
-        return around.requests.stop != 0
+        """Send a heartbeat between two tokens; returns whether the run was asked to stop."""
+        run = self._run
+        run.beat("sample", self._state.progress.step, self._slow_step_s)
+        run.requests.look_for_halt_file()
+        return run.requests.stop != 0
 
     @property
     def _slow_step_s(self) -> float:
@@ -318,23 +332,19 @@ class Reports:
         return max(self._config.stall_limit_s, 300.0)
 
     def _whole_model(self) -> LanguageModel:
-        """A model that the main process can run alone; all processes have to ask for it."""
-        model, around = self._state.model, self._around
-        if not around.strategy.in_step:
+        """A model that the main process can run alone; all processes must call this."""
+        model, run = self._state.model, self._run
+        if not run.strategy.in_step:
             return model
-        whole = None
-        if around.processes.is_main:
-            with around.device:
-                whole = LanguageModel(model.config)
-        for name, weight in model.named_parameters():
-            gathered = gather(weight)
-            if whole is not None:
-                put(whole.get_parameter(name).detach(), gathered)
-        return model if whole is None else whole
+        with run.device if run.processes.is_main else torch.device("meta"):
+            whole = LanguageModel(model.config)
+        for name, weight in model.named_parameters():  # one at a time: the others have no room
+            whole.get_parameter(name).detach().copy_(gather(weight))
+        return whole
 
 
 class _InterruptedError(Exception):
-    """Somebody asked for the end during an evaluation."""
+    """The run was asked to stop during an evaluation."""
 
 
 def _shown(text: bytes) -> str:

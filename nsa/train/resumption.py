@@ -4,78 +4,84 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nsa.errors import check
-from nsa.train.checkpoint import list_checkpoints, read_run_meta
-from nsa.train.config import CheckpointingConfig, ParallelConfig, TrainConfig
+from nsa.train.checkpoint import list_checkpoints, read_meta
+from nsa.train.config import TrainConfig
 from nsa.train.load import RENAMED
 from nsa.train.run_folder import RunFolder
 
-# Settings that a resumed run may change. None of them alters a single weight, but for rounding where a global batch is divided
-# into other micro-batches or among other processes, or what these send each other is bf16, for what follows a step that is not
-# finite (an exact resumption meets that step again, and with policy stop it would never get beyond it), and for the learning
-# rate of the steps to come where their number changes. Where the data lie may change, what they are may not: their description
-# has hashes or, for a stream, the commit and the files' versions.
-RESUME_MAY_CHANGE = frozenset({
-    "steps", "log_every", "eval_every", "eval_windows", "checkpoint_every", "keep_checkpoints", "nonfinite", "nonfinite_limit",
-    "sample_tokens", "sample_limit_s", "telemetry", "data_limit_s", "stall_limit_s", "world_size",
-    "micro_batch", "accumulation", "cuda_graphs", "memory_fraction",
-    "data.path", "data.revision", "data.time_limit_s",
-    *(f"parallel.{entry.name}" for entry in dataclasses.fields(ParallelConfig)),
-    *(f"checkpointing.{entry.name}" for entry in dataclasses.fields(CheckpointingConfig)),
-})  # fmt: skip
+# Settings that a resumed run may change: none of them alters a weight, except
+# - by rounding, where a global batch is divided into other micro-batches or among other processes,
+#   or where these send each other bf16;
+# - what follows a step that is not finite: an exact resumption meets that step again and, with
+#   policy stop, would never get past it;
+# - the learning rate of the steps to come, where their number changes.
+# The place of the data may change, but not what they are: their description has hashes or, for a
+# stream, the commit and the files' versions.
+RESUME_MAY_CHANGE = {
+    "steps",
+    "log_every",
+    "eval_every",
+    "eval_windows",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "nonfinite",
+    "nonfinite_limit",
+    "sample_tokens",
+    "sample_limit_s",
+    "telemetry",
+    "data_limit_s",
+    "stall_limit_s",
+    "world_size",
+    "micro_batch",
+    "accumulation",
+    "cuda_graphs",
+    "memory_fraction",
+    "parallel",
+    "checkpointing",
+    "data.path",
+    "data.revision",
+    "data.time_limit_s",
+}  # settings, or whole sections
 
 
 def resumed_checkpoint(config: TrainConfig, run_folder: RunFolder, device: torch.device) -> Path:
-    """The checkpoint that a run goes on from, once everything that needs no data has been compared with it.
+    """The checkpoint that a run goes on from, after comparing all that needs no data with it.
 
     Args:
         config: the run as it is to go on.
-        run_folder: where it lies.
+        run_folder: its folder.
         device: where it will compute.
 
     Raises:
-        ValueError: there is no checkpoint, it is damaged, it comes from another kind of device, or the configuration changes
-            what a resumption must not change.
+        ValueError: there is no checkpoint, it is damaged, it comes from another kind of device, or
+            the configuration changes what a resumption must not change.
     """
     found = list_checkpoints(run_folder.checkpoints)
     hint = "It stopped before its first one; remove the folder and start the run anew."
     check(bool(found), "train", "--resume", "name a run with a checkpoint", run_folder.path, hint)
-    saved = read_run_meta(found[-1])
+    saved = read_meta(found[-1])
+    # A setting that did not exist yet when the checkpoint was written had the effect of its
+    # default.
+    before = _flat(dataclasses.asdict(TrainConfig()))
+    before |= {RENAMED.get(name, name): value for name, value in _flat(saved["config"]).items()}
+    now = _flat(dataclasses.asdict(config))
+    names = before.keys() | now.keys()
+    fixed = (n for n in names if not {n, n.partition(".")[0]} & RESUME_MAY_CHANGE)
     hint = "Only a new run can change it; --init-from starts one with these weights."
-    # A setting that was not there yet when the checkpoint was written had the effect of its default.
-    before = {**_flat(_as_json(dataclasses.asdict(TrainConfig()))), **_flat(with_new_names(saved["config"]))}
-    now = _flat(_as_json(dataclasses.asdict(config)))
-    for name in sorted((before.keys() | now.keys()) - RESUME_MAY_CHANGE):
-        _check_same(name, before, now, hint)
+    _check_same(before, now, fixed, hint)
     done = int(saved["step"])
     check(config.steps >= done, "train", "steps", f"be at least those done ({done})", config.steps)
     kind, hint = saved["rng"].get("device"), "Another kind would not continue exactly."
-    check(kind == device.type, "train", "device", f"be {kind} as in the checkpoint", device.type, hint)
+    rule = f"be {kind} as in the checkpoint"
+    check(kind == device.type, "train", "device", rule, device.type, hint)
     return found[-1]
-
-
-def with_new_names(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a checkpoint with the settings that were renamed since under their new names."""
-    tree: dict[str, Any] = json.loads(json.dumps(saved))
-    for old, new in RENAMED.items():
-        *parents, last = old.split(".")
-        section: Any = tree
-        for parent in parents:
-            section = section.get(parent, {}) if isinstance(section, dict) else {}
-        if isinstance(section, dict) and last in section:
-            value = section.pop(last)
-            *parents, last = new.split(".")
-            section = tree
-            for parent in parents:
-                section = section.setdefault(parent, {})
-            section[last] = value
-    return tree
 
 
 def check_same_data(checkpoint: Path, description: Mapping[str, Any]) -> None:
@@ -85,30 +91,27 @@ def check_same_data(checkpoint: Path, description: Mapping[str, Any]) -> None:
         checkpoint: folder of a checkpoint.
         description: of the data that were opened, see :class:`nsa.train.data.DataBundle`.
     """
-    before, now = _flat(read_run_meta(checkpoint)["data"]), _flat(_as_json(dict(description)))
-    for name in sorted(before.keys() | now.keys()):
-        _check_same(name, before, now, "The text has changed since.")
+    before, now = _flat(read_meta(checkpoint)["data"]), _flat(description)
+    _check_same(before, now, before.keys() | now.keys(), "The text has changed since.")
 
 
-def _check_same(name: str, before: Mapping[str, Any], now: Mapping[str, Any], hint: str) -> None:
-    same = before.get(name) == now.get(name)
-    check(same, "train", name, f"stay as in the checkpoint ({before.get(name)})", now.get(name), hint)
+def _check_same(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    names: Iterable[str],
+    hint: str,
+) -> None:
+    for name in sorted(names):
+        old, new = before.get(name), now.get(name)
+        check(old == new, "train", name, f"stay as in the checkpoint ({old})", new, hint)
 
 
-def _as_json(tree: dict[str, Any]) -> dict[str, Any]:
-    """What comes back from a JSON file, with lists for tuples."""
-    plain: dict[str, Any] = json.loads(json.dumps(tree))
-    return plain
-
-
-def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of nested dictionaries by dotted name."""
-    return dict(_dotted(tree, ""))
-
-
-def _dotted(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values of nested dictionaries by dotted name, as JSON has them: lists for tuples."""
+    found: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict):
-            yield from _dotted(value, f"{prefix}{name}.")
+            found |= _flat(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", value
+            found[prefix + name] = json.loads(json.dumps(value))
+    return found

@@ -19,7 +19,7 @@ def seed_everything(seed: int) -> None:
 
 
 def rng_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """State of all generators: tensors by name, and the few numbers beside them as JSON types.
+    """State of all generators: tensors by name, and a few numbers as JSON types.
 
     Args:
         device: where the run computes; the CUDA generator is part of the state when it is a GPU.
@@ -27,12 +27,12 @@ def rng_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors = {
-        "python": torch.tensor(words, dtype=torch.int64),
-        "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-        "torch": torch.get_rng_state(),
+        "rng.python": torch.tensor(words, dtype=torch.int64),
+        "rng.numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+        "rng.torch": torch.get_rng_state(),
     }
     if device.type == "cuda":
-        tensors["cuda"] = torch.cuda.get_rng_state(device)
+        tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
     numbers = {
         "python_version": version,
         "python_gauss": gauss,
@@ -45,18 +45,17 @@ def rng_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, numbers
 
 
-def set_rng_state(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], device: torch.device) -> None:
+def set_rng_state(
+    tensors: Mapping[str, Tensor],
+    numbers: Mapping[str, Any],
+    device: torch.device,
+) -> None:
     """Undo everything drawn since :func:`rng_state` gave these, on the same kind of device."""
-    random.setstate((numbers["python_version"], tuple(tensors["python"].tolist()), numbers["python_gauss"]))
-    np.random.set_state(
-        (
-            numbers["numpy_kind"],
-            tensors["numpy"].numpy().astype(np.uint32),
-            numbers["numpy_position"],
-            numbers["numpy_has_gauss"],
-            numbers["numpy_cached"],
-        )
-    )
-    torch.set_rng_state(tensors["torch"])
+    words = tuple(tensors["rng.python"].tolist())
+    random.setstate((numbers["python_version"], words, numbers["python_gauss"]))
+    keys = tensors["rng.numpy"].numpy().astype(np.uint32)
+    rest = ("numpy_position", "numpy_has_gauss", "numpy_cached")
+    np.random.set_state((numbers["numpy_kind"], keys, *(numbers[name] for name in rest)))
+    torch.set_rng_state(tensors["rng.torch"])
     if device.type == "cuda":
-        torch.cuda.set_rng_state(tensors["cuda"], device)
+        torch.cuda.set_rng_state(tensors["rng.cuda"], device)

@@ -1,11 +1,10 @@
-"""The folder that a run leaves behind: where each file is, and the rule that no run writes over another."""
+"""The folder of a run: where each file is, and the rule that no run writes over another."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,8 @@ class RunFolder:
     Attributes:
         path: the folder.
         config: ``config.yaml``, the resolved configuration; never rewritten.
-        environment: ``environment.json``, one entry under ``launches`` for the start and for each resumption.
+        environment: ``environment.json``, one entry under ``launches`` for the start and for each
+            resumption.
         metrics_jsonl: ``metrics.jsonl``, one row a line, appended as the run goes.
         metrics_csv: ``metrics.csv``, the same rows with a header.
         tensorboard: ``tensorboard/``, event files.
@@ -35,7 +35,7 @@ class RunFolder:
         events: ``events.jsonl``, what happened to the run: starts, checkpoints, warnings, ends.
         stacks: ``stacks/``, what each process was doing when it was asked, by rank.
         tracking: ``tracking.json``, how far ``nsa track`` has come with each tracker.
-        halt: ``halt``, a file that somebody makes to end the run with a checkpoint.
+        halt: ``halt``, a file that ends the run with a checkpoint when it appears.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,7 +59,13 @@ class RunFolder:
         return f"RunFolder({str(self.path)!r})"
 
     @classmethod
-    def create(cls, path: str | Path, config: TrainConfig, *, init_from: Path | None = None) -> RunFolder:
+    def create(
+        cls,
+        path: str | Path,
+        config: TrainConfig,
+        *,
+        init_from: Path | None = None,
+    ) -> RunFolder:
         """Make a new run folder with ``config.yaml``, ``environment.json`` and ``checkpoints/``.
 
         Args:
@@ -78,11 +84,13 @@ class RunFolder:
         try:
             folder.path.mkdir()
         except FileExistsError:
+            rule = "not exist yet, because no run writes over another"
             hint = f"Give another --run-dir, or continue that run with: nsa train --resume {path}"
-            fail("run folder", "--run-dir", "not exist yet, because no run writes over another", path, hint)
+            fail("run folder", "--run-dir", rule, path, hint)
         folder.checkpoints.mkdir()
         source = None if init_from is None else str(init_from.resolve())
-        folder._append_launch({"resumed_from_step": None, "init_from": source, "overrides": {}, **environment})
+        environment |= {"resumed_from_step": None, "init_from": source, "overrides": {}}
+        folder._append_launch(environment)
         replace_text(folder.config, to_yaml(config))  # last: a folder that has it is whole
         return folder
 
@@ -91,14 +99,18 @@ class RunFolder:
         """The run folder at ``path``.
 
         Raises:
-            UserError: if there is none, with the nearest name beside it.
+            UserError: if there is none; the message has the nearest name.
         """
         folder = cls(Path(path))
         if not folder.config.is_file():
-            siblings = sorted(config.parent.name for config in folder.path.parent.glob("*/config.yaml"))
+            configs = folder.path.parent.glob("*/config.yaml")
+            siblings = sorted(config.parent.name for config in configs)
             near = difflib.get_close_matches(folder.path.name, siblings, n=1, cutoff=0.0)
-            hint = f"The nearest run is {folder.path.parent / near[0]}." if near else "Start one with: nsa train CONFIG"
-            fail("run folder", "RUN", "be a folder that a run made (with config.yaml in it)", path, hint)
+            hint = "Start one with: nsa train CONFIG"
+            if near:
+                hint = f"The nearest run is {folder.path.parent / near[0]}."
+            rule = "be a folder that a run made (with config.yaml in it)"
+            fail("run folder", "RUN", rule, path, hint)
         return folder
 
     def holds_no_run(self) -> bool:
@@ -107,17 +119,16 @@ class RunFolder:
         return not has_rows and not any(self.checkpoints.iterdir())
 
     def load_config(self, overrides: Mapping[str, str] | None = None) -> TrainConfig:
-        """The configuration that the run was started with, as long as it was last extended to, with ``overrides`` on top."""
-        extended = [{"steps": launch["overrides"]["steps"]} for launch in self.launches() if "steps" in launch["overrides"]]
-        return load_config(self.config, {**(extended[-1] if extended else {}), **(overrides or {})})
+        """The configuration of the run, with the newest ``steps`` and with ``overrides`` on top."""
+        given = [launch["overrides"] for launch in self.launches()]
+        steps = {name: text for each in given for name, text in each.items() if name == "steps"}
+        return load_config(self.config, {**steps, **(overrides or {})})
 
     def former_ends(self) -> set[int]:
-        """Steps that the run was to have at its start and at each resumption, which may have extended it."""
-        overrides = [{}, *(launch["overrides"] for launch in self.launches())]
-        return {
-            load_config(self.config, {name: text for name, text in given.items() if name == "steps"}).steps
-            for given in overrides
-        }
+        """The ``steps`` of the run at its start and at each resumption."""
+        extended = (launch["overrides"].get("steps") for launch in self.launches())
+        ends = (load_config(self.config, {"steps": text}).steps for text in extended if text)
+        return {load_config(self.config).steps, *ends}
 
     def launches(self) -> list[dict[str, Any]]:
         """The start and the resumptions of the run, oldest first, as ``environment.json`` has them.
@@ -129,26 +140,34 @@ class RunFolder:
             return []
         try:
             launches = json.loads(self.environment.read_text(encoding="utf-8"))["launches"]
-            is_record = all("resumed_from_step" in launch and isinstance(launch["overrides"], dict) for launch in launches)
+            fits = bool(launches) and isinstance(launches, list)
+            for launch in launches:
+                fits &= "resumed_from_step" in launch and isinstance(launch["overrides"], dict)
         except (ValueError, KeyError, TypeError, RecursionError):
-            launches, is_record = [], False
-        fits = isinstance(launches, list) and bool(launches) and is_record
+            launches, fits = [], False
+        name, rule = self.environment.name, "hold the launches of the run in JSON"
         hint = "Move the file away to go on without its record."
-        check(fits, "run folder", self.environment.name, "hold the launches of the run in JSON", self.environment, hint)
+        check(fits, "run folder", name, rule, self.environment, hint)
         return list(launches)
 
-    def record_launch(self, *, resumed_from_step: int | None = None, overrides: Mapping[str, str] | None = None) -> None:
+    def record_launch(
+        self,
+        *,
+        resumed_from_step: int | None = None,
+        overrides: Mapping[str, str] | None = None,
+    ) -> None:
         """Add this process to ``environment.json``.
 
         Args:
             resumed_from_step: optimizer steps done when this launch began; None for the first.
             overrides: settings in which this launch differs from ``config.yaml``.
         """
-        self._append_launch({"resumed_from_step": resumed_from_step, "overrides": dict(overrides or {}), **collect()})
+        launch = {"resumed_from_step": resumed_from_step, "overrides": dict(overrides or {})}
+        self._append_launch({**launch, **collect()})
 
     @contextmanager
     def in_use(self) -> Iterator[str]:
-        """Keep a second process from going on with the same run; ends with this process, however that ends.
+        """Keep a second process from going on with the same run, as long as this process lives.
 
         Yields:
             A remark for the user where the file system has no locks, otherwise nothing.
@@ -164,9 +183,16 @@ class RunFolder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 hint = "Stop that process first, or touch the file halt in the run folder."
-                fail("run folder", "RUN", "be a run that no other process works on", self.path, hint)
+                fail(
+                    "run folder",
+                    "RUN",
+                    "be a run that no other process works on",
+                    self.path,
+                    hint,
+                )
             except OSError as error:
-                remark = f"{self.path} cannot be locked ({error.strerror}): nothing keeps a second process from this run"
+                remark = f"{self.path} cannot be locked ({error.strerror})"
+                remark += ": nothing keeps a second process from this run"
             yield remark
 
     def is_in_use(self) -> bool:
@@ -181,7 +207,8 @@ class RunFolder:
         return False
 
     def _append_launch(self, launch: dict[str, Any]) -> None:
-        replace_text(self.environment, json.dumps({"launches": [*self.launches(), launch]}, indent=2) + "\n")
+        launches = {"launches": [*self.launches(), launch]}
+        replace_text(self.environment, json.dumps(launches, indent=2) + "\n")
 
 
 def next_run_path(config_path: str | Path, root: str | Path = "runs") -> Path:
@@ -196,12 +223,13 @@ def next_run_path(config_path: str | Path, root: str | Path = "runs") -> Path:
     """
     stem = Path(config_path).stem
     check(bool(stem), "run folder", "CONFIG", "have a file name", config_path)
-    taken = [re.fullmatch(rf"{re.escape(stem)}-(\d+)", path.name) for path in Path(root).glob(f"{stem}-*")]
-    return Path(root) / f"{stem}-{1 + max((int(match[1]) for match in taken if match), default=0)}"
+    ends = (path.name.removeprefix(f"{stem}-") for path in Path(root).glob(f"{stem}-*"))
+    last = max((int(end) for end in ends if end.isdecimal()), default=0)
+    return Path(root) / f"{stem}-{last + 1}"
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, sees the old text or the new one and nothing between."""
+    """Write a file so that a reader, or a crash, sees either the old text or the new one."""
     temporary = path.with_name(path.name + ".tmp")
     write_flushed(temporary, text)
     temporary.replace(path)

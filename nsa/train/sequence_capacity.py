@@ -33,7 +33,13 @@ class SequenceCapacity:
         processes: this process among those of the run.
     """
 
-    def __init__(self, config: TrainConfig, source: TokenSource, progress: Progress, processes: Processes) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        source: TokenSource,
+        progress: Progress,
+        processes: Processes,
+    ) -> None:
         self._progress, self._processes = progress, processes
         progress.sequence_capacity = max(progress.sequence_capacity, _capacity(config, source))
 

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nsa.errors import UserError, check, fail
 from nsa.lm.model import LanguageModel
-from nsa.train.checkpoint import load_tensors, read_run_meta
+from nsa.train.checkpoint import load_tensors, read_meta
 from nsa.train.data import Sampler
 from nsa.train.optim import ModelOptimizer
 from nsa.train.rng import rng_state, set_rng_state
@@ -48,6 +49,15 @@ class Window:
     finite_steps: int = 0
     layers: dict[str, float] = field(default_factory=dict)
 
+    def add(self, loss: float, targets: int, num_bytes: int, grad_norm: float) -> None:
+        """Count the figures of a step that was finite."""
+        self.loss += loss
+        self.targets += targets
+        self.bytes += num_bytes
+        self.grad_norm += grad_norm
+        self.grad_norm_max = max(self.grad_norm_max, grad_norm)
+        self.finite_steps += 1
+
     @property
     def grad_norm_mean(self) -> float:
         """Mean over the finite steps; NaN when there was none."""
@@ -75,9 +85,10 @@ class Progress:
         nonfinite_steps: steps whose loss or gradient was not finite.
         nonfinite_streak: how many of them came last, without a finite one between.
         reported_step: step of the newest row of metrics; 0 before the first.
-        best_val_bits_per_byte: lowest held-out figure so far.
+        best_val_bits_per_byte: lowest validation loss so far.
         best_val_step: its step.
-        sequence_capacity: sequences that every micro-batch is padded to; 0 where they are not padded.
+        sequence_capacity: sequences that every micro-batch is padded to; 0 where they are not
+            padded.
         window: sums for the next row of metrics.
     """
 
@@ -106,11 +117,10 @@ class Progress:
             progress = cls(**{**values, "window": Window(**window)})
         except (KeyError, TypeError, ValueError, AttributeError):
             fail("checkpoint", "progress", "hold the counters of a run", str(values)[:80])
-        for part in (progress, progress.window):
-            for name, value in vars(part).items():
-                is_number = isinstance(value, int | float) and not isinstance(value, bool)
-                fits = is_number or name in ("window", "layers") or (value is None and name.startswith("best_"))
-                check(fits, "checkpoint", f"progress.{name}", "be a number", repr(value))
+        for name, value in (*vars(progress).items(), *vars(progress.window).items()):
+            fits = isinstance(value, int | float) and not isinstance(value, bool)
+            fits |= name in ("window", "layers") or (value is None and name.startswith("best_"))
+            check(fits, "checkpoint", f"progress.{name}", "be a number", repr(value))
         return progress
 
 
@@ -121,7 +131,7 @@ def weights(model: LanguageModel) -> dict[str, Tensor]:
 
 @dataclass
 class TrainState:
-    """What resumes: weights, optimizer moments, counters, place in the data, random number generators.
+    """What resumes: weights, moments, counters, place in the data, random generators.
 
     The learning rate needs no entry, being a function of the step.
 
@@ -139,18 +149,19 @@ class TrainState:
 
     def training_tensors(self) -> dict[str, Tensor]:
         """Live weights and optimizer state, by name."""
-        moments = {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_tensors().items()}
+        state = self.optimizer.state_tensors().items()
+        moments = {f"optimizer.{name}": tensor for name, tensor in state}
         return {**weights(self.model), **moments}
 
     def contents(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What a checkpoint holds: live tensors by name, and the rest as JSON."""
-        rng_tensors, rng_numbers = rng_state(self.model.embedding.weight.device)
-        tensors = {**self.training_tensors(), **{f"rng.{name}": tensor for name, tensor in rng_tensors.items()}}
+        generators, numbers = rng_state(self._device)
+        tensors = {**self.training_tensors(), **generators}
         meta = {
             "step": self.progress.step,
             "progress": asdict(self.progress),
             "sampler": self.sampler.state_dict(),
-            "rng": rng_numbers,
+            "rng": numbers,
         }
         return tensors, meta
 
@@ -160,19 +171,23 @@ class TrainState:
         Raises:
             ValueError: the checkpoint is damaged or belongs to another model, optimizer or data.
         """
-        meta = read_run_meta(path)
-        device = self.model.embedding.weight.device
-        rng_tensors, _ = rng_state(device)
-        load_tensors(path, {**self.training_tensors(), **{f"rng.{name}": tensor for name, tensor in rng_tensors.items()}})
+        meta = read_meta(path)
+        generators, _ = rng_state(self._device)
+        load_tensors(path, {**self.training_tensors(), **generators})
         self.progress = Progress.from_json(meta["progress"])
         try:
             self.sampler.load_state_dict(meta["sampler"])
-            set_rng_state(rng_tensors, meta["rng"], device)
+            set_rng_state(generators, meta["rng"], self._device)
         except UserError:
             raise
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            fail("checkpoint", "meta.json", "say where the data and the random generators were", f"{path} ({error!r})")
+            rule = "say where the data and the random generators were"
+            fail("checkpoint", "meta.json", rule, f"{path} ({error!r})")
 
     def load_training_tensors(self, path: Path) -> None:
-        """Take back weights and optimizer state alone; counters and data go on from where they are."""
+        """Take back weights and optimizer state; counters and place in the data stay."""
         load_tensors(path, self.training_tensors())
+
+    @property
+    def _device(self) -> torch.device:
+        return self.model.embedding.weight.device

@@ -1,20 +1,18 @@
-"""The training loop: optimizer steps, checkpoints, what to do about non-finite steps, missing data and requests to stop."""
+"""The training loop: optimizer steps, checkpoints, non-finite steps, missing data, requests."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
 import logging
 import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +36,7 @@ from nsa.train.execution.precision import autocast, choose_device, grow_segments
 from nsa.train.execution.startup import Startup
 from nsa.train.loss import NextTokenLoss
 from nsa.train.optim import ModelOptimizer
-from nsa.train.reports import Beat, Reports, Surroundings
+from nsa.train.reports import Beat, Reports, RunContext
 from nsa.train.resumption import check_same_data, resumed_checkpoint
 from nsa.train.rng import seed_everything
 from nsa.train.run_folder import RunFolder
@@ -64,7 +62,7 @@ class RunResult:
     """How a run ended.
 
     Attributes:
-        finished: whether all steps were done; otherwise somebody asked it to stop.
+        finished: whether all steps were done; otherwise the run was asked to stop.
         signal: name of the signal that asked; None for the halt file.
         step: optimizer steps done.
         row: the last row of metrics; empty if this process wrote none.
@@ -88,24 +86,29 @@ class _StepInfo:
 class Trainer:
     """A training run, or one process's part of it.
 
-    Every process holds the whole state and comes to the same decisions at the same steps; the main one writes.
+    Every process holds the whole state and comes to the same decisions at the same steps; the main
+    one writes.
 
     Args:
         config: the run.
         run_folder: where everything is written.
         processes: this process among those of the run; None for a run of one.
         resume: continue from the newest checkpoint of ``run_folder`` instead of starting.
-        init_from: checkpoint of another run, with whose weights and tokenizer a new one starts; None draws the weights.
+        init_from: checkpoint of another run, with whose weights and tokenizer a new one starts;
+            None draws the weights.
         on_row: called with each row of metrics after it was written.
         on_step: called after each optimizer step, before the next one begins.
-        stops_at_once: whether a signal ends the process at once, instead of the run with a checkpoint.
-        beat: called with a sign of life (phase, step, longest duration in seconds) whenever something begins.
+        stops_at_once: whether a signal ends the process at once, instead of the run with a
+            checkpoint.
+        beat: called with a heartbeat (phase, step, longest duration in seconds) whenever
+            something begins.
 
     Attributes:
         startup: the clock of the start, until the end of the first step.
 
     Raises:
-        ValueError: the configuration does not fit the launch, the device, the tokenizer or the checkpoint.
+        ValueError: the configuration does not fit the launch, the device, the tokenizer or the
+            checkpoint.
     """
 
     def __init__(
@@ -131,13 +134,8 @@ class Trainer:
         resumed = resumed_checkpoint(config, run_folder, self.device) if resume else None
         self._kernels_ahead = KernelsAhead(config, self.device, launch)
         compilations.before_kernel = self._kernels_ahead.wait
-        self.startup.begin("model")  # before the data: what does not fit is refused without reading them
-        self.model = LanguageModel(config.model).to(self.device)
-        checkpoint_activations(self.model, config.checkpointing)
-        loss = NextTokenLoss(self.model, config.loss_chunk)
-        self.strategy = distribute(loss, config.parallel, self.processes, self.device, captured=config.cuda_graphs)
-        if init_from is not None:
-            self._begin_with(init_from)
+        self.startup.begin("model")  # before the data: a refusal need not wait for them
+        self._make_model(init_from)
         self.startup.begin("data")
         self._open_data(resumed, init_from)
         sampler = self.data.sampler(config.seq_len, config.seed)
@@ -151,47 +149,63 @@ class Trainer:
         self._results: LateReader[_StepInfo] = LateReader()
         halt = run_folder.halt if self.processes.is_main else None
         self._requests = Requests(halt, launched=launch.launcher, listens=not stops_at_once)
-        around = Surroundings(config, run_folder, self.device, self.strategy, self.processes, self._requests, on_row, beat)
-        around = dataclasses.replace(around, startup=self.startup)
-        self._checkpoints = CheckpointWriter(run_folder.checkpoints, config.keep_checkpoints, writes=self.processes.is_main)
+        writers = self.processes.for_thread() if self.strategy.in_step else Processes()
+        keep = config.keep_checkpoints
+        self._checkpoints = CheckpointWriter(run_folder.checkpoints, keep, writers)
         self._step_s = math.inf
         if resumed is not None:
             self.startup.begin("checkpoint")
             self._resume(resumed)
-        self._reports = Reports(around, self.data, self.state)  # its files are touched only by a run that will go on
-        self._capacity = SequenceCapacity(config, self.data.train, self.state.progress, self.processes)
+        place = (config, run_folder, self.device, self.strategy, self.processes)
+        run = RunContext(*place, self._requests, self.startup, on_row, beat)
+        # Last: its files are touched only by a run that will go on.
+        self._reports = Reports(run, self.data, self.state)
+        progress, source = self.state.progress, self.data.train
+        self._capacity = SequenceCapacity(config, source, progress, self.processes)
         self._reports.rewind()
-        self._describe(launch.allocator)
+        self._log_description(launch.allocator)
         self.startup.begin("first batch")
 
-    # --- setting up -------------------------------------------------------------------------------------------------------
+    # --- setting up -------------------------------------------------------------------------------
     @staticmethod
     def _prepare_device(config: TrainConfig, launch: Launch) -> torch.device:
         """The device of this process, with the settings that hold for all of PyTorch."""
         device = choose_device(config.device, launch.local_rank)
         set_tf32(config.tf32)
-        fits = config.allocator == "default" or device.type == "cuda"
-        check(fits, "train", "allocator", "be default on a CPU", config.allocator)
-        fits, hint = not config.cuda_graphs or device.type == "cuda", "Give --cuda-graphs false."
-        check(fits, "train", "cuda_graphs", "be false on a CPU", True, hint)
-        fits = config.memory_fraction == 1 or device.type == "cuda"
-        check(fits, "train", "memory_fraction", "be 1 on a CPU", config.memory_fraction)
+        if device.type == "cpu":
+            of_a_gpu = {"allocator": "default", "cuda_graphs": False, "memory_fraction": 1}
+            for name, off in of_a_gpu.items():
+                value, rule = getattr(config, name), f"be {str(off).lower()} on a CPU"
+                check(value == off, "train", name, rule, value)
         if config.memory_fraction < 1:
             torch.cuda.set_per_process_memory_fraction(config.memory_fraction, device)
         if config.allocator == "expandable_segments":
             grow_segments()
         return device
 
-    def _begin_with(self, checkpoint: Path) -> None:
-        """Take over the weights of another run, whose configuration may differ in what has no weights."""
+    def _make_model(self, init_from: Path | None) -> None:
+        """The model and how the processes share it; with the weights of another run if given."""
+        config = self.config
+        self.model = LanguageModel(config.model).to(self.device)
+        checkpoint_activations(self.model, config.checkpointing)
+        self.strategy = distribute(
+            NextTokenLoss(self.model, config.loss_chunk),
+            config.parallel,
+            self.processes,
+            self.device,
+            captured=config.cuda_graphs,
+        )
+        if init_from is None:
+            return
         try:
-            load_tensors(checkpoint, weights(self.model))
+            load_tensors(init_from, weights(self.model))
         except UserError as error:
             raise UserError("train", "--init-from", error.rule, error.value, error.hint) from None
-        logger.info("the run begins with the weights of %s", checkpoint, extra={"event": "start", "step": 0})
+        details = {"event": "start", "step": 0}
+        logger.info("the run begins with the weights of %s", init_from, extra=details)
 
     def _open_data(self, resumed: Path | None, init_from: Path | None) -> None:
-        """The main process makes the tokenizer of a new run; the others and resumed runs take that one."""
+        """Read the data; the main process of a new run makes the tokenizer for the others."""
         config, is_made = self.config, resumed is not None or not self.processes.is_main
         tokenizer = self.run_folder.tokenizer if is_made else None
         if tokenizer is None and init_from is not None:
@@ -206,31 +220,36 @@ class Trainer:
             if not is_made:
                 self.data.tokenizer.save(self.run_folder.tokenizer)
         ours, size = config.model.vocab_size, self.data.tokenizer.vocab_size
-        hint = f"Give --model.vocab-size {size}."
-        check(ours == size, "train", "model.vocab_size", f"equal the tokenizer's ({size})", ours, hint)
+        rule, hint = f"equal the tokenizer's ({size})", f"Give --model.vocab-size {size}."
+        check(ours == size, "train", "model.vocab_size", rule, ours, hint)
         if resumed is not None:
             check_same_data(resumed, self.data.description)
 
-    def _describe(self, allocator: str) -> None:
+    def _log_description(self, allocator: str) -> None:
         config = self.config
-        processes = f"{config.world_size} process{'es' if config.world_size > 1 else ''}"
-        windows = f"{config.micro_batch} windows x {config.accumulation} micro-batches x {processes}"
         logger.info("model: %s", self.model.parameter_summary())
+        processes = f"{config.world_size} process{'es' if config.world_size > 1 else ''}"
         logger.info(
-            "batch: %s = %d windows of %d tokens = %s tokens an optimizer step",
-            windows, config.global_batch, config.seq_len, f"{config.global_batch * config.seq_len:,}",
-        )  # fmt: skip
+            "batch: %d windows x %d micro-batches x %s = %s = %s tokens an optimizer step",
+            config.micro_batch,
+            config.accumulation,
+            processes,
+            f"{config.global_batch} windows of {config.seq_len} tokens",
+            f"{config.global_batch * config.seq_len:,}",
+        )
+        switches = {
+            "TF32": config.tf32,
+            "compile": config.compile,
+            "CUDA graphs": config.cuda_graphs,
+        }
+        settings = filter(None, (allocator, config.allocator.removeprefix("default")))
         logger.info(
-            "device: %s, compute %s over fp32 master weights, TF32 %s, compile %s, CUDA graphs %s, allocator settings %s",
-            self.device.type, config.compute_dtype, *_on_or_off(config.tf32, config.compile, config.cuda_graphs),
-            ", ".join(filter(None, (allocator, config.allocator.removeprefix("default")))) or "default",
-        )  # fmt: skip
-
-    def _description(self) -> dict[str, Any]:
-        """What a checkpoint says about the run that it belongs to."""
-        config = dataclasses.asdict(self.config)
-        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
-        return {"config": config, "config_sha256": digest, "data": self.data.description}
+            "device: %s, compute %s over fp32 master weights, %s, allocator settings %s",
+            self.device.type,
+            config.compute_dtype,
+            ", ".join(f"{name} {'on' if on else 'off'}" for name, on in switches.items()),
+            ", ".join(settings) or "default",
+        )
 
     def _resume(self, path: Path) -> None:
         self.state.load(path)
@@ -241,23 +260,22 @@ class Trainer:
         """Say something that belongs to the history of the run."""
         logger.log(level, "%s", text, extra={"event": kind, "step": self.state.progress.step})
 
-    # --- one optimizer step -----------------------------------------------------------------------------------------------
+    # --- one optimizer step -----------------------------------------------------------------------
     def next_batches(self) -> list[Batch]:
-        """This process's micro-batches of one optimizer step, on the host; advances the place in the data."""
+        """This process's micro-batches of the next optimizer step, on the host."""
         batches = self._draw(self.state.sampler)
         if needed := self._capacity.needed(batches):
             self._grow(needed)
         return self._capacity.padded(batches)
 
     def _draw(self, sampler: Sampler) -> list[Batch]:
-        config, processes = self.config, self.processes
-        windows = [
-            sampler.next_windows(config.micro_batch, rank=processes.rank, world_size=processes.world_size)
-            for _ in range(config.accumulation)
-        ]
-        return [
-            collate(self.data.train, indices, config.seq_len, document_mask=config.data.document_mask) for indices in windows
-        ]
+        config, batches = self.config, []
+        rank, world_size = self.processes.rank, self.processes.world_size
+        masked = config.data.document_mask
+        for _ in range(config.accumulation):
+            indices = sampler.next_windows(config.micro_batch, rank=rank, world_size=world_size)
+            batches.append(collate(self.data.train, indices, config.seq_len, document_mask=masked))
+        return batches
 
     def _grow(self, needed: int) -> None:
         """Raise the capacity on all processes together, which has the next step captured anew."""
@@ -266,21 +284,23 @@ class Trainer:
     def train_step(self, batches: Sequence[Batch], num_targets: int | None = None) -> Tensor:
         """One optimizer step over micro-batches; nothing in it waits for the device.
 
-        The loss is the mean over all targets of the step, however they are spread over micro-batches and processes.
+        The loss is the mean over all targets of the step, however they are spread over
+        micro-batches and processes.
 
         Args:
             batches: this process's micro-batches, on the host.
             num_targets: targets of the step over all processes; None means those of ``batches``.
 
         Returns:
-            On the device, fp32 ``[3]``, the same on every process: summed loss in nats, gradient norm before clipping, and
-            whether the update was cancelled because one of the two is not finite, 1 or 0.
+            On the device, fp32 ``[3]``, the same on every process: summed loss in nats, gradient
+            norm before clipping, and whether the update was cancelled because one of the two is not
+            finite, 1 or 0.
         """
-        processes = self.processes
         if num_targets is None:
             num_targets = sum(batch.num_targets for batch in batches)
         # Gradients are averaged over the processes.
-        divisor = torch.full((), max(num_targets, 1) / processes.world_size, device=self.device)
+        mean = max(num_targets, 1) / self.processes.world_size
+        divisor = torch.full((), mean, device=self.device)
         loss = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
             with self.strategy.accumulating(last=number == len(batches)):
@@ -288,13 +308,13 @@ class Trainer:
                     loss += self._forward_backward(batch, divisor)
                 else:
                     loss += self._replay(batch, divisor, number == 1)
-        processes.sum(loss)
+        self.processes.sum(loss)
         self.strategy.exchange(_gradients(self.state.optimizer.parameters()))
         with stage(OPTIMIZER):
             return self._update(loss)
 
     def _update(self, loss: Tensor) -> Tensor:
-        """Clip, update and drop the gradients, unless a replay overwrites them; returns what :meth:`train_step` returns."""
+        """Clip, update and drop the gradients; returns what :meth:`train_step` returns."""
         config, optimizer = self.config, self.state.optimizer
         parameters = optimizer.parameters()
         grad_norm = self.strategy.norm(_gradients(parameters))
@@ -314,7 +334,8 @@ class Trainer:
             torch._dynamo.maybe_mark_dynamic(batch.cu_seqlens, 0)
         with stage(FORWARD):
             with autocast(self.device, self.config.compute_dtype):
-                loss_sum = self.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
+                sequences = (batch.cu_seqlens, batch.max_seqlen)
+                loss_sum = self.loss(batch.tokens, batch.targets, *sequences)
             scaled = loss_sum / divisor
         with stage(BACKWARD):
             scaled.backward()
@@ -331,31 +352,32 @@ class Trainer:
             self._launches_singly = before
 
     def beat(self, phase: str, limit_s: float) -> None:
-        """Give a sign of life before something that may take up to ``limit_s`` seconds."""
+        """Send a heartbeat before something that may take up to ``limit_s`` seconds."""
         self._beat(phase, self.state.progress.step, limit_s)
 
     def _set_lr(self, step: int) -> None:
-        optim = self.config.optim
-        self.state.optimizer.set_lr(lr_factor(step, self.config.steps, optim.warmup_steps, optim.min_lr_ratio))
+        steps, optim = self.config.steps, self.config.optim
+        factor = lr_factor(step, steps, optim.warmup_steps, optim.min_lr_ratio)
+        self.state.optimizer.set_lr(factor)
 
-    # --- the run ----------------------------------------------------------------------------------------------------------
+    # --- the run ----------------------------------------------------------------------------------
     def run(self) -> RunResult:
-        """Train until all steps are done or somebody asks to stop; either way a checkpoint is left.
+        """Train until all steps are done or the run is asked to stop; both leave a checkpoint.
 
         Raises:
-            TrainingStoppedError: the policy for non-finite steps ended the run, no data came, or the last checkpoint could not
-                be written.
+            TrainingStoppedError: the policy for non-finite steps ended the run, no data came, or
+                the last checkpoint could not be written.
         """
         progress, steps = self.state.progress, self.config.steps
         begun, stop = time.perf_counter() - progress.seconds, 0
-        ahead = self._batches_ahead()
-        with (
-            self._requests, closing(self._checkpoints), closing(self._reports), closing(ahead), closing(self._kernels_ahead)
-        ):  # fmt: skip
+        with self._requests, ExitStack() as open_parts:
+            ahead = self._batches_ahead()
+            for part in (self._checkpoints, self._reports, ahead, self._kernels_ahead):
+                open_parts.enter_context(closing(part))
             if self.config.nonfinite == "rollback":
                 self._checkpoint()  # something to go back to
             self._reports.report()  # a signal may have come between a step and its row
-            while progress.step < steps and not (stop := self._attend()):
+            while progress.step < steps and not (stop := self._handle_requests()):
                 if not self._timed_step(ahead):
                     continue
                 progress.seconds = time.perf_counter() - begun
@@ -372,8 +394,12 @@ class Trainer:
         sampler.load_state_dict(self.state.sampler.state_dict())
         return Prefetcher(lambda: (self._draw(sampler), sampler.state_dict()))
 
-    def _attend(self) -> int:
-        """See to what was asked of any process since the last step; returns what asks for the end, as ``Requests.stop``."""
+    def _handle_requests(self) -> int:
+        """Write a checkpoint if one was asked for since the last step, of any process.
+
+        Returns:
+            What asked for the end, as ``Requests.stop``.
+        """
         requests = self._requests
         requests.look_for_halt_file()
         checkpoint, requests.checkpoint = requests.checkpoint, False
@@ -383,12 +409,12 @@ class Trainer:
         return stop
 
     def _is_asked_to_stop(self) -> bool:
-        """Whether anybody has asked this process for the end."""
+        """Whether this process was asked to stop."""
         self._requests.look_for_halt_file()
         return self._requests.stop != 0
 
     def _timed_step(self, ahead: Prefetcher[Drawn]) -> bool:
-        """A step with its bookkeeping; False if none was done because somebody asked for the end while no batch came."""
+        """One step with its bookkeeping; False if the run was asked to stop while no batch came."""
         progress, window = self.state.progress, self.state.progress.window
         begin = time.perf_counter()
         taken = self._take(ahead)
@@ -400,30 +426,31 @@ class Trainer:
             with self._reports.observed():
                 results = self.train_step(batches, targets)
         except CaptureError as error:
-            raise TrainingStoppedError(f"{error} In this run {self._left()}.") from error
+            raise TrainingStoppedError(f"{error} In this run {self._last_checkpoint()}.") from error
         self._kernels_ahead.close()  # after the first step there is nothing left to compile
         self._results.put(_StepInfo(progress.step, targets, num_bytes), results)
-        progress.step += 1
         tokens = self.config.global_batch * self.config.seq_len
+        progress.step += 1
         progress.tokens += tokens
-        window.tokens += tokens
-        window.steps += 1
         # The figures of the step before are read while the device works on this one.
         self._read_results(keep=0 if self._reports.row_due() else 1)
         self._checkpoints.poll()
         self._step_s = time.perf_counter() - begin
+        window.steps += 1
+        window.tokens += tokens
         window.seconds += self._step_s
         window.data_seconds += fetched - begin
         return True
 
     @in_stage(DATA)
     def _take(self, ahead: Prefetcher[Drawn]) -> tuple[list[Batch], int, int] | None:
-        """This process's micro-batches of the next step, and the targets and bytes of text of all processes'.
+        """This process's micro-batches, and the targets and bytes of text of all processes'.
 
-        None if some process has no batch and was asked for the end while it waited.
+        None if some process has no batch and was asked to stop while it waited.
         """
-        config, step = self.config, self.state.progress.step
-        limit_s = STARTING_LIMIT_S if self._step_s == math.inf else max(config.stall_limit_s, 10 * self._step_s)
+        step, is_first = self.state.progress.step, self._step_s == math.inf
+        limit_s = max(self.config.stall_limit_s, 10 * self._step_s)
+        limit_s = STARTING_LIMIT_S if is_first else limit_s
         patience_s = self._data_patience_s()
         drawn, starved = None, ""
         self._beat("data", step, max(limit_s, patience_s + 10) if patience_s else 0)
@@ -434,17 +461,21 @@ class Trainer:
         except UserError as error:  # of a source that has given up, or found its data damaged
             starved = str(error)
         batches, place = drawn or ([], {})
-        counted = (sum(batch.num_targets for batch in batches), sum(batch.num_bytes for batch in batches))
-        self._beat("step", step, max(limit_s, patience_s + 10))  # the others may still wait for theirs
+        self._beat("step", step, max(limit_s, patience_s + 10))  # others may still wait for theirs
         needed = self._capacity.needed(batches)
         targets, num_bytes, num_without, num_starved, num_larger = self.processes.total(
-            *counted, int(drawn is None), int(bool(starved)), int(needed > 0)
+            sum(batch.num_targets for batch in batches),
+            sum(batch.num_bytes for batch in batches),
+            int(drawn is None),
+            int(bool(starved)),
+            int(needed > 0),
         )
         if num_starved:
             self._checkpoint()
             self._checkpoints.wait()
-            what = f"data starvation after step {step}: {starved or 'another process got no batch'}"
-            raise TrainingStoppedError(f"{what}; {self._left()}. See why the data do not come, then resume.")
+            why = f"after step {step}: {starved or 'another process got no batch'}"
+            hint = "See why the data do not come, then resume."
+            raise TrainingStoppedError(f"data starvation {why}; {self._last_checkpoint()}. {hint}")
         if num_without:
             return None
         if num_larger:
@@ -454,105 +485,105 @@ class Trainer:
         return self._capacity.padded(batches), targets, num_bytes
 
     def _data_patience_s(self) -> float:
-        """Longest wait for a batch, 0 without limit. A stream tries again and gives up by itself; this comes after that."""
+        """Longest wait for a batch; 0 waits for ever.
+
+        A stream tries again and gives up by itself; this comes after that. A resumed stream first
+        finds its way back, at worst through most of a large file.
+        """
         config = self.config
         if config.data.source != "stream" or config.data_limit_s == 0:
             return config.data_limit_s
-        # A resumed stream first finds its way back, through most of a large file at worst.
         return STARTING_LIMIT_S if self._step_s == math.inf else config.data.time_limit_s + 10
 
     def _read_results(self, keep: int) -> None:
         """Take in the figures of all steps but the newest ``keep``."""
-        progress, window = self.state.progress, self.state.progress.window
+        progress = self.state.progress
         nonfinite = []
         for info, (loss, grad_norm, cancelled) in self._results.take(keep):
             if cancelled:
-                nonfinite.append(info.step)
+                nonfinite.append(info.step + 1)
                 progress.nonfinite_steps += 1
                 progress.nonfinite_streak += 1
-                continue
-            progress.nonfinite_streak = 0
-            window.loss += loss
-            window.targets += info.targets
-            window.bytes += info.bytes
-            window.grad_norm += grad_norm
-            window.grad_norm_max = max(window.grad_norm_max, grad_norm)
-            window.finite_steps += 1
+            else:
+                progress.nonfinite_streak = 0
+                progress.window.add(loss, info.targets, info.bytes, grad_norm)
         if nonfinite:
-            self._on_nonfinite(nonfinite)
+            self._on_nonfinite(", ".join(map(str, nonfinite)))
 
-    def _on_nonfinite(self, steps: list[int]) -> None:
-        """Follow the policy; the updates of these steps have been cancelled on the device already."""
+    def _on_nonfinite(self, steps: str) -> None:
+        """Follow the policy; the updates of these steps have been cancelled on the device."""
         config, streak = self.config, self.state.progress.nonfinite_streak
-        what = f"loss or gradient not finite in step {', '.join(str(step + 1) for step in steps)}"
-        if config.nonfinite == "stop" or streak >= config.nonfinite_limit:
-            why = (
-                "policy stop" if config.nonfinite == "stop" else f"{streak} in a row, nonfinite_limit {config.nonfinite_limit}"
-            )
+        what, why = f"loss or gradient not finite in step {steps}", ""
+        if config.nonfinite == "stop":
+            why = "policy stop"
+        elif streak >= config.nonfinite_limit:
+            why = f"{streak} in a row, nonfinite_limit {config.nonfinite_limit}"
+        if why:
             self._checkpoints.wait()
             hint = "A lower optim.lr or a longer optim.warmup_steps may help."
-            raise TrainingStoppedError(f"{what} ({why}); {self._left()}. {hint}")
-        if config.nonfinite == "rollback":
-            self._results.take(keep=0)  # of steps made with the weights that are given up
-            path = self._newest_checkpoint()
-            self.state.load_training_tensors(path)
-            self._note(
-                "rollback", f"{what}: weights and optimizer state are those of {path.name} again, data go on", logging.WARNING
-            )
-        else:
+            raise TrainingStoppedError(f"{what} ({why}); {self._last_checkpoint()}. {hint}")
+        if config.nonfinite == "skip":
             self._note("nonfinite", f"{what}: update left out", logging.WARNING)
+            return
+        self._results.take(keep=0)  # of steps made with the weights that are given up
+        path = self._newest_checkpoint()
+        self.state.load_training_tensors(path)
+        now = f"weights and optimizer state are those of {path.name} again, data go on"
+        self._note("rollback", f"{what}: {now}", logging.WARNING)
 
-    # --- checkpoints ------------------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------
     def _checkpoint(self) -> None:
         """Begin a checkpoint of this step, if there is none."""
         self._read_results(keep=0)
-        progress, validated = self.state.progress, self._reports.validated
-        (is_wanted,) = self.processes.largest(int(self.processes.is_main and self._checkpoints.newest_step != progress.step))
-        if not is_wanted:
+        step, validated = self.state.progress.step, self._reports.validated
+        if self._newest_step() == step:
             return
-        self._beat("checkpoint", progress.step, CHECKPOINT_LIMIT_S)
-        figure = validated[1] if validated is not None and validated[0] == progress.step else None
-        tensors, meta = self.state.contents()
-        self._checkpoints.submit(progress.step, tensors, {**meta, "val_bits_per_byte": figure, **self._description()})
+        self._beat("checkpoint", step, CHECKPOINT_LIMIT_S)
+        if self.strategy.in_step or self.processes.is_main:
+            figure = validated[1] if validated is not None and validated[0] == step else None
+            tensors, meta = self.state.contents()
+            meta["config"] = dataclasses.asdict(self.config)
+            meta["data"], meta["val_bits_per_byte"] = self.data.description, figure
+            self._checkpoints.submit(step, tensors, meta)
+
+    def _newest_step(self) -> int:
+        """Step of the newest checkpoint, -1 without one; the same on every process."""
+        newest = self._checkpoints.newest_step if self.processes.is_main else None
+        return self.processes.largest(-1 if newest is None else newest)[0]
 
     def _newest_checkpoint(self) -> Path:
-        """The same one on every process."""
         self._checkpoints.wait()
-        (step,) = self.processes.largest(self._checkpoints.newest_step or 0 if self.processes.is_main else 0)
-        return checkpoint_path(self.run_folder.checkpoints, step)
+        return checkpoint_path(self.run_folder.checkpoints, self._newest_step())
 
-    def _left(self) -> str:
+    def _last_checkpoint(self) -> str:
         """What a run that ends leaves behind."""
         found = list_checkpoints(self.run_folder.checkpoints)
         return f"the last checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
 
     def _finish(self, stop: int) -> None:
-        """The last checkpoint, the sample, and what there is to say at the end."""
+        """The last checkpoint, the sample, and the last lines of the log."""
         progress, steps = self.state.progress, self.config.steps
-        self._checkpoints.wait()  # if it has failed, here is another try
+        self._checkpoints.wait()  # if it has failed, the next line tries again
         self._checkpoint()
         self._checkpoints.wait()
-        self._beat("end", progress.step, STARTING_LIMIT_S)  # for the main process writes a sample
+        self._beat("end", progress.step, STARTING_LIMIT_S)  # the main process writes a sample
         if progress.step >= steps:
             self._reports.write_sample()
         self.processes.wait_for_all()
         if progress.best_val_step is not None:
-            best = progress.best_val_bits_per_byte
-            logger.info("best held-out figure: %.4f bits per byte at step %d", best, progress.best_val_step)
+            best = f"{progress.best_val_bits_per_byte:.4f} bits per byte"
+            logger.info("best validation loss: %s at step %d", best, progress.best_val_step)
         if progress.step < steps:
             who = "the halt file" if stop == HALT else signal.Signals(stop).name
-            self._note("stop", f"stopped by {who} after step {progress.step} of {steps}; resume to go on")
+            text = f"stopped by {who} after step {progress.step} of {steps}; resume to go on"
+            self._note("stop", text)
         if HALT in (stop, self._requests.stop) and self.processes.is_main:
-            self.run_folder.halt.unlink(missing_ok=True)  # obeyed: it must not end the resumed run as well
+            self.run_folder.halt.unlink(missing_ok=True)  # it must not end the resumed run as well
         if self._checkpoints.failure is not None:
-            raise TrainingStoppedError(f"{self._checkpoints.failure}; {self._left()}")
-
-
-def _on_or_off(*switches: bool) -> list[str]:
-    return ["on" if on else "off" for on in switches]
+            raise TrainingStoppedError(f"{self._checkpoints.failure}; {self._last_checkpoint()}")
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     gradients = [parameter.grad for parameter in parameters]
-    assert all(gradient is not None for gradient in gradients), "a trainable parameter got no gradient"
+    assert all(gradient is not None for gradient in gradients), "a parameter got no gradient"
     return cast(list[Tensor], gradients)

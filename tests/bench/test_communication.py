@@ -20,9 +20,15 @@ TRACES: dict[str, tuple[list[dict[str, Any]], tuple[float, float, float]]] = {
     "hidden": ([kernel("gemm", 0, 20), kernel(SENT, 5, 10)], (10, 0, 0)),
     "half hidden": ([kernel("gemm", 0, 10), kernel(SENT, 5, 10)], (10, 5, 0)),
     "two at a time count once": ([kernel(SENT, 0, 10), kernel(SENT, 5, 10)], (15, 15, 0)),
-    "a gap between two kernels": ([kernel("a", 0, 4), kernel("b", 6, 4), kernel(SENT, 2, 6)], (6, 2, 0)),
+    "a gap between two kernels": (
+        [kernel("a", 0, 4), kernel("b", 6, 4), kernel(SENT, 2, 6)],
+        (6, 2, 0),
+    ),
     "idle time is not communication": ([kernel("a", 0, 1), kernel(SENT, 50, 1)], (1, 1, 49)),
-    "copies hide too": ([kernel("Memcpy DtoD", 0, 10, cat="gpu_memcpy"), kernel(SENT, 0, 10)], (10, 0, 0)),
+    "copies hide too": (
+        [kernel("Memcpy DtoD", 0, 10, cat="gpu_memcpy"), kernel(SENT, 0, 10)],
+        (10, 0, 0),
+    ),
     "the host does not": (
         [kernel("nccl:all_reduce", 0, 9, cat="cpu_op"), {"ph": "i", "cat": "kernel", "name": SENT}],
         (0, 0, 0),

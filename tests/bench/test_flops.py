@@ -1,28 +1,29 @@
-"""Useful operations against counting what the reference lets a query see."""
+"""Useful operations and bytes, beside counting what the reference lets a query see."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from nsa import NSAConfig
-from nsa.bench import flops
-from nsa.bench.points import Point, hand_made_choice, parse_shape
+from nsa.bench.cases import CASES, Problem
+from nsa.bench.flops import useful_bytes, useful_flops
+from nsa.bench.points import Point, hand_made_selection, parse_shape
 from nsa.ops._sequences import open_sequences
 from nsa.ops._visibility import visible_compressed, visible_tokens, visible_window
 from nsa.ops.selected.reference import visible_selected
-
-SMALL = {
-    "compress_block_size": 8, "compress_stride": 4, "block_size": 16, "num_selected_blocks": 4, "window_size": 32,
-}  # fmt: skip
+from tests.bench.test_gate import SMALL
 
 
-def counted(at: Point, config: NSAConfig) -> dict[str, int]:
+def counted(problem: Problem) -> dict[str, int]:
     """Visible pairs of one sequence, by the reference's masks."""
-    q = torch.zeros(1, at.seq_len, config.num_heads, config.head_dim)
-    sequences = open_sequences("test", q, (1, at.seq_len), None, None, None, None, "reference")
-    choice = hand_made_choice(at, config).flatten(0, 1)
-    chosen = visible_selected(choice, config, sequences)
+    point, config = replace(problem.point, batch=1), problem.config
+    q = torch.zeros(1, point.seq_len, config.num_heads, config.head_dim)
+    shape = (1, point.seq_len)
+    sequences = open_sequences("test", q, shape, None, None, None, None, "reference")
+    selection = hand_made_selection(point, config).flatten(0, 1)
+    chosen = visible_selected(selection, config, sequences)
     assert bool((chosen.sum((0, 2, 3)) == chosen[:, 0].sum()).all())
     return {
         "dense": int(visible_tokens(sequences).sum()),
@@ -34,23 +35,43 @@ def counted(at: Point, config: NSAConfig) -> dict[str, int]:
 
 @pytest.mark.parametrize("seq_len", [1, 7, 8, 16, 17, 64, 65, 200])
 def test_pairs_are_those_that_the_reference_sees(seq_len: int) -> None:
-    at = Point(parse_shape("4x2x16x32"), seq_len, 1, "random", torch.float32, torch.device("cpu"))
-    config = at.shape.config(SMALL)
-    pairs = counted(at, config)
-    many = Point(at.shape, seq_len, 3, "random", at.dtype, at.device)
+    shape, cpu = parse_shape("4x2x16x32"), torch.device("cpu")
+    point = Point(shape, seq_len, 3, "random", torch.float32, cpu)
+    whole = Problem(CASES["attention"], point, shape.config(SMALL), {})
+    pairs = counted(whole)
     heads = 3 * 4  # sequences by heads
     forward, both = 2 * 16 + 2 * 32, (2 * 16 + 2 * 32) + (6 * 16 + 4 * 32)
-    assert flops.dense_flops(many, config, backward=False) == heads * pairs.pop("dense") * forward
-    for case, count in pairs.items():
-        assert flops.useful_flops(case, many, config, backward=False) == heads * count * forward
-        assert flops.useful_flops(case, many, config, backward=True) == heads * count * both
-    whole = flops.useful_flops("attention", many, config, backward=True)
-    assert whole == heads * sum(pairs.values()) * both
-    choice = flops.useful_flops("attention.choice", many, config, backward=False)
-    assert choice == heads * pairs["attention.compressed"] * 2 * 16
+    dense = heads * pairs.pop("dense") * forward
+    assert useful_flops(whole, backward=False, dense=True) == dense
+    for name, count in pairs.items():
+        problem = replace(whole, case=CASES[name])
+        assert useful_flops(problem, backward=False) == heads * count * forward
+        assert useful_flops(problem, backward=True) == heads * count * both
+    assert useful_flops(whole, backward=True) == heads * sum(pairs.values()) * both
+    selection = replace(whole, case=CASES["attention.choice"])
+    operations = heads * pairs["attention.compressed"] * 2 * 16
+    assert useful_flops(selection, backward=False) == operations
 
 
-def test_what_moves_bytes_has_no_operations() -> None:
-    at = Point(parse_shape("4x2x16x32"), 64, 1, "random", torch.float32, torch.device("cpu"))
-    for case in ("attention.compress", "attention.combine"):
-        assert flops.useful_flops(case, at, at.shape.config(), backward=True) is None
+@pytest.mark.parametrize(
+    ("case", "sizes", "forward", "both"),
+    [
+        ("compress", {"k_cmp_raw": 10, "v_cmp_raw": 10, "dk_cmp": 3, "dv_cmp": 3}, 26, 52),
+        (
+            "combine",
+            dict.fromkeys(("out_cmp", "out_slc", "out_win", "gates", "dout"), 8),
+            8 * 5,
+            8 * (5 + 1 + 4 + 4),
+        ),
+    ],
+)
+def test_useful_bytes_count_each_tensor_as_often_as_it_must_move(
+    case: str, sizes: dict[str, int], forward: int, both: int
+) -> None:
+    shape = parse_shape("4x2x16x32")
+    point = Point(shape, 64, 1, "random", torch.float32, torch.device("cpu"))
+    tensors = {name: torch.zeros(size) for name, size in sizes.items()}
+    problem = Problem(CASES[f"attention.{case}"], point, shape.config(), tensors)
+    assert useful_bytes(problem, backward=False) == 4 * forward
+    assert useful_bytes(problem, backward=True) == 4 * both
+    assert useful_flops(problem, backward=True) is None

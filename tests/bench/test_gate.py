@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,34 +11,30 @@ import torch
 from torch import Tensor
 
 from nsa import window_attention
-from nsa.bench.cases import CASES, Tensors, prepare
+from nsa.bench.cases import CASES, prepare
 from nsa.bench.gate import Gate, Verdict, approximates
+from nsa.bench.implementations import IMPLEMENTATIONS
 from nsa.bench.points import Point, make_tensors, parse_shape
-from nsa.bench.providers import PROVIDERS
 
-CPU = torch.device("cpu")
-SMALL = {
-    "compress_block_size": 8, "compress_stride": 4, "block_size": 16, "num_selected_blocks": 4, "window_size": 32,
-}  # fmt: skip
+SHAPE = parse_shape("4x2x16x32")
+SMALL = {"compress_block_size": 8, "compress_stride": 4, "block_size": 16}
+SMALL |= {"num_selected_blocks": 4, "window_size": 32}
 
 
 @cache
-def measured(name: str, dtype: torch.dtype = torch.float32) -> tuple[Gate, dict[str, Tensor], Tensors]:
-    """Gate of a case, right results by name, and its inputs."""
-    point = Point(parse_shape("4x2x16x32"), 160, 3, "shared4", dtype, CPU)
-    config = point.shape.config(SMALL)
-    case = CASES[name]
-    tensors = prepare(case, make_tensors(point, config), point, config, "reference")
-    work = PROVIDERS["reference"].work(case, tensors, point, config)
-    results = work.run(case.modes[-1])
-    names = [*case.outputs, *(f"d{leaf}" for leaf in work.leaves)]
-    return Gate(case, tensors, point, config), dict(zip(names, results, strict=True)), tensors
+def measured(name: str, dtype: torch.dtype = torch.float32) -> tuple[Gate, dict[str, Tensor]]:
+    """Gate of a case, and right results by name."""
+    point = Point(SHAPE, 160, 3, "shared4", dtype, torch.device("cpu"))
+    config, case = SHAPE.config(SMALL), CASES[name]
+    problem = prepare(case, make_tensors(point, config), point, config, "reference")
+    work = IMPLEMENTATIONS["reference"].work(problem)
+    return Gate(problem), problem.named(work.run(case.modes[-1]), work.leaves)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_right_results_pass(name: str, dtype: torch.dtype) -> None:
-    gate, results, _ = measured(name, dtype)
+    gate, results = measured(name, dtype)
     verdict = gate.check(results)
     assert verdict.correct, verdict.note
     assert set(verdict.errors) == (set(results) if name != "attention.choice" else set())
@@ -45,13 +42,13 @@ def test_right_results_pass(name: str, dtype: torch.dtype) -> None:
 
 
 def test_a_result_that_nothing_is_compared_with_is_held_back() -> None:
-    gate, results, _ = measured("attention.window")
+    gate, results = measured("attention.window")
     verdict = gate.check({**results, "dk_slc": results["dk_win"]})
     assert (verdict.correct, verdict.note) == (False, "dk_slc: nothing to compare with")
 
 
 def altered(name: str, which: str, change: Callable[[Tensor], Tensor]) -> Verdict:
-    gate, results, _ = measured(name)
+    gate, results = measured(name)
     return gate.check({**results, which: change(results[which].detach().clone())})
 
 
@@ -60,7 +57,7 @@ def scaled(x: Tensor) -> Tensor:
 
 
 def one_infinite(x: Tensor) -> Tensor:
-    x.flatten()[x.numel() // 3] = torch.inf  # on no sampled row, in a sequence that is not looked at
+    x.flatten()[x.numel() // 3] = torch.inf  # on no sampled row
     return x
 
 
@@ -82,7 +79,11 @@ RESULTS = [
 
 @pytest.mark.parametrize("change", [scaled, one_infinite, neighbours, other_group])
 @pytest.mark.parametrize(("name", "which"), RESULTS)
-def test_a_wrong_result_is_held_back(name: str, which: str, change: Callable[[Tensor], Tensor]) -> None:
+def test_a_wrong_result_is_held_back(
+    name: str,
+    which: str,
+    change: Callable[[Tensor], Tensor],
+) -> None:
     verdict = altered(name, which, change)
     assert verdict.correct is False
     assert verdict.note is not None
@@ -90,8 +91,9 @@ def test_a_wrong_result_is_held_back(name: str, which: str, change: Callable[[Te
 
 
 def test_a_window_that_is_one_token_too_long_is_held_back() -> None:
-    gate, results, tensors = measured("attention.window")
-    longer = parse_shape("4x2x16x32").config({**SMALL, "window_size": 33})
+    gate, results = measured("attention.window")
+    tensors = gate.problem.tensors
+    longer = SHAPE.config({**SMALL, "window_size": 33})
     leaves = {name: tensors[name].detach().requires_grad_() for name in ("q", "k_win", "v_win")}
     out, _ = window_attention(leaves["q"], leaves["k_win"], leaves["v_win"], longer)
     grads = torch.autograd.grad(out, tuple(leaves.values()), tensors["dout"])
@@ -100,27 +102,37 @@ def test_a_window_that_is_one_token_too_long_is_held_back() -> None:
 
 
 def test_a_branch_that_is_missing_is_held_back() -> None:
-    gate, results, tensors = measured("attention")
-    config = parse_shape("4x2x16x32").config({**SMALL, "branches": ("cmp", "slc")})
-    (wrong,) = CASES["attention"].call(tensors, config, "reference")
+    gate, results = measured("attention")
+    config = SHAPE.config({**SMALL, "branches": ("cmp", "slc")})
+    (wrong,) = CASES["attention"].call(gate.problem.tensors, config, "reference")
     assert gate.check({"out": results["out"]}).correct
     assert gate.check({"out": wrong}).correct is False
 
 
 def test_dense_attention_is_compared_with_dense_attention() -> None:
-    gate, results, x = measured("attention")
+    gate, results = measured("attention")
+    x = gate.problem.tensors
     leaves = [x[name].detach().requires_grad_() for name in ("q", "k_slc", "v_slc")]
     q, k, v = (y.transpose(1, 2) for y in leaves)
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        is_causal=True,
+        enable_gqa=True,
+    ).transpose(1, 2)
     grads = torch.autograd.grad(out, leaves, x["dout"])
     right = dict(zip(("out", "dq", "dk_slc", "dv_slc"), (out, *grads), strict=True))
     assert gate.check(right, dense=True).correct
     assert gate.check({"out": results["out"]}, dense=True).correct is False
-    unmasked = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+    unmasked = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(
+        1,
+        2,
+    )
     assert gate.check({"out": unmasked}, dense=True).correct is False
 
 
-# --------------------------------------------------------------------------------------------------------- the choice
+# ------------------------------------------------------------------------------------- selection
 
 
 def swapped(ids: Tensor) -> Tensor:
@@ -129,7 +141,9 @@ def swapped(ids: Tensor) -> Tensor:
 
 
 def future(ids: Tensor) -> Tensor:
-    ids[1, 20, 0] = torch.tensor([0, 1, 2, -1])  # a sequence that is not looked at, but 20 // 16 is 1
+    ids[1, 20, 0] = torch.tensor(
+        [0, 1, 2, -1],
+    )  # a sequence that is not looked at, but 20 // 16 is 1
     return ids
 
 
@@ -162,22 +176,26 @@ def worse(ids: Tensor) -> Tensor:
     return torch.where(late[..., None], made, ids).int()
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (swapped, "not ascending"), (future, "a block of the future"), (unforced, "a forced block is missing"),
-        (hole, "not ascending"), (twice, "not ascending"),
-        (dropped, "not as many blocks"), (worse, "differ from fp64"),
-    ],
-)  # fmt: skip
-def test_a_wrong_choice_is_held_back(change: Callable[[Tensor], Tensor], why: str) -> None:
+WRONG = (
+    (swapped, "not ascending"),
+    (future, "a block of the future"),
+    (unforced, "a forced block is missing"),
+    (hole, "not ascending"),
+    (twice, "not ascending"),
+    (dropped, "not as many blocks"),
+    (worse, "differ from fp64"),
+)
+
+
+@pytest.mark.parametrize(("change", "why"), WRONG)
+def test_a_wrong_selection_is_held_back(change: Callable[[Tensor], Tensor], why: str) -> None:
     verdict = altered("attention.choice", "block_indices", change)
     assert verdict.correct is False
     assert why in str(verdict.note)
 
 
 def test_recall_counts_the_blocks_that_were_found() -> None:
-    gate, results, _ = measured("attention.choice")
+    gate, results = measured("attention.choice")
     right = results["block_indices"]
     assert gate.recall(right) == 1.0
     found = gate.recall(worse(right.clone()))
@@ -186,13 +204,14 @@ def test_recall_counts_the_blocks_that_were_found() -> None:
     assert found < 1 - 0.3 * late / 160 / 4
 
 
-def test_an_approximation_is_held_to_its_own_choice_and_recalls_part_of_the_exact_one() -> None:
-    gate, results, _ = measured("attention.choice")
-    config = parse_shape("4x2x16x32").config({**SMALL, "score_precision": "fp8"})
-    approximate = Gate(gate.case, gate.tensors, gate.point, config)
-    (found,) = PROVIDERS["reference"].work(gate.case, gate.tensors, gate.point, config).run("fwd")
+def test_an_approximation_is_held_to_its_own_selection() -> None:
+    """And finds a part of the exact one."""
+    gate, results = measured("attention.choice")
+    problem = replace(gate.problem, config=SHAPE.config({**SMALL, "score_precision": "fp8"}))
+    approximate = Gate(problem)
+    (found,) = IMPLEMENTATIONS["reference"].work(problem).run("fwd")
     assert approximate.check({"block_indices": found}).correct
     assert 0.9 < approximate.recall(found) < 1
     assert approximate.check({"block_indices": results["block_indices"]}).correct is False
-    assert approximates(config)
-    assert not approximates(gate.config)
+    assert approximates(problem.config)
+    assert not approximates(gate.problem.config)

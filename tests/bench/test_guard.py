@@ -1,7 +1,8 @@
-"""The guard holds ratios of new rows against those of committed ones."""
+"""The guard compares ratios of new rows with those of committed ones."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,56 +11,12 @@ import pytest
 
 from nsa import cli
 from nsa.bench.guard import guard
-from nsa.bench.rows import Row, RowFile
+from nsa.bench.rows import Row
 from nsa.errors import UserError
-from tests.bench.rows import make_row
-
-
-def pair(ours_ms: float, dense_ms: float = 4.0, *, ours_mib: float = 90.0, **values: Any) -> list[Row]:
-    """Attention of ours and dense attention in one run."""
-    return [
-        make_row(**values, provider="dense-cudnn", ms_p50=dense_ms, peak_mib=30.0),
-        make_row(**values, ms_p50=ours_ms, peak_mib=ours_mib),
-    ]
-
-
-def training(ours_ms: float, dense_ms: float = 4.0, **values: Any) -> list[Row]:
-    given = {"case": "train", "choice": "model", "mode": "fwd_bwd", **values}
-    return [make_row(**given, provider=name, ms_p50=ms) for name, ms in (("dense", dense_ms), ("nsa", ours_ms))]
-
-
-@pytest.mark.parametrize("made", [pair, training])
-def test_ratios_and_not_times_are_compared(made: Any) -> None:
-    lines, passed = guard(made(4.0, 8.0), made(2.0, 4.0), 0.05)  # a GPU of half the clock
-    assert passed
-    assert lines[-1] == "2 ratios compared, 0 worse by more than 5%, 0 without a baseline, 0 wrong rows"
-    lines, passed = guard(made(2.11), made(2.0), 0.05)
-    assert not passed
-    assert [line.split()[-1] for line in lines[1:3]] == ["WORSE", "ok"]
-    assert guard(made(2.11), made(2.0), 0.06)[1]
-    assert guard(made(1.0), made(2.0), 0.0)[1]
-
-
-def test_memory_is_guarded_too() -> None:
-    lines, passed = guard(pair(2.0, ours_mib=100.0), pair(2.0), 0.05)
-    assert not passed
-    assert [line.split()[-1] for line in lines[1:3]] == ["ok", "WORSE"]
-
-
-@pytest.mark.parametrize("field", ["gpu", "shape", "dtype"])
-def test_only_the_same_kind_is_compared(field: str) -> None:
-    other: dict[str, Any] = {field: "another"}
-    with pytest.raises(UserError, match="have a ratio with a baseline"):
-        guard(pair(2.0, **other), pair(2.0), 0.05)
-    lines, passed = guard([*pair(2.0), *pair(9.0, seq_len=64, run_id="b")], pair(2.0), 0.05)
-    assert passed
-    assert "2 without a baseline" in lines[-1]
-
+from tests.bench.rows import H200, WRONG, make_row, training, write_rows
 
 SETTINGS = {"micro_batch": 32, "compile": True, "cuda_graphs": True, "checkpointing": "none"}
-
-
-OTHER = (
+OTHER: tuple[dict[str, Any], ...] = (
     {"micro_batch": 2},
     {"compile": False},
     {"cuda_graphs": False},
@@ -68,28 +25,70 @@ OTHER = (
 )
 
 
+def pair(ms: float, dense_ms: float = 4.0, *, mib: float = 90.0, **values: Any) -> list[Row]:
+    """This library's attention and dense attention in one run."""
+    dense = make_row(**values, provider="dense-cudnn", ms_p50=dense_ms, peak_mib=30.0)
+    return [dense, make_row(**values, ms_p50=ms, peak_mib=mib)]
+
+
+def steps(ms: float, dense_ms: float = 4.0, **values: Any) -> list[Row]:
+    return [training("dense", dense_ms, **values), training("nsa", ms, **values)]
+
+
+def refused(rows: list[Row], baseline: list[Row]) -> bool:
+    with pytest.raises(UserError, match="have a ratio with a baseline"):
+        guard(rows, baseline, 0.05)
+    return True
+
+
+@pytest.mark.parametrize("made", [pair, steps])
+def test_ratios_and_not_times_are_compared(made: Callable[..., list[Row]]) -> None:
+    lines, passed = guard(made(4.0, 8.0), made(2.0, 4.0), 0.05)  # a GPU of half the clock
+    assert passed
+    said = "2 ratios compared, 0 worse by more than 5%, 0 without a baseline, 0 wrong rows"
+    assert lines[-1] == said
+    lines, passed = guard(made(2.11), made(2.0), 0.05)
+    assert not passed
+    assert [line.split()[-1] for line in lines[1:3]] == ["WORSE", "ok"]
+    assert guard(made(2.11), made(2.0), 0.06)[1]
+    assert guard(made(1.0), made(2.0), 0.0)[1]
+
+
+def test_memory_is_guarded_too() -> None:
+    lines, passed = guard(pair(2.0, mib=100.0), pair(2.0), 0.05)
+    assert not passed
+    assert [line.split()[-1] for line in lines[1:3]] == ["ok", "WORSE"]
+
+
+@pytest.mark.parametrize("name", ["gpu", "shape", "dtype"])
+def test_only_the_same_kind_is_compared(name: str) -> None:
+    other: dict[str, Any] = {name: "another"}
+    assert refused(pair(2.0, **other), pair(2.0))
+    lines, passed = guard([*pair(2.0), *pair(9.0, seq_len=64, run_id="b")], pair(2.0), 0.05)
+    assert passed
+    assert "2 without a baseline" in lines[-1]
+
+
 @pytest.mark.parametrize("other", OTHER, ids=str)
 def test_steps_of_other_settings_are_not_compared(other: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="have a ratio with a baseline"):
-        guard(training(3.0, settings={**SETTINGS, **other}), training(2.0, settings=SETTINGS), 0.05)
+    known = steps(2.0, settings=SETTINGS)
+    assert refused(steps(3.0, settings={**SETTINGS, **other}), known)
     beside = {**SETTINGS, **other, "loss_chunk": 1024}
-    newer = training(1.0, settings=beside, run_id="newer", date="2026-02-01T00:00:00+00:00")
-    lines, passed = guard(
-        training(2.0, settings={**SETTINGS, "telemetry": True}), [*training(2.0, settings=SETTINGS), *newer], 0.05
-    )
+    newer = steps(1.0, settings=beside, run_id="newer", date="2026-02-01T00:00:00+00:00")
+    new = steps(2.0, settings={**SETTINGS, "telemetry": True})
+    lines, passed = guard(new, [*known, *newer], 0.05)
     assert passed
     assert lines[-1].startswith("2 ratios compared, 0 worse")
 
 
 def test_a_row_without_the_setting_is_one_without_document_masks() -> None:
-    new = training(2.0, settings={**SETTINGS, "document_mask": False})
-    assert guard(new, training(2.0, settings=SETTINGS), 0.05)[1]
+    new = steps(2.0, settings={**SETTINGS, "document_mask": False})
+    assert guard(new, steps(2.0, settings=SETTINGS), 0.05)[1]
 
 
-def test_dense_models_are_no_ratio_of_ours() -> None:
-    unmasked = training(2.0)[1:]
-    rows = [*training(2.0), *(replace(row, provider="dense-unmasked") for row in unmasked)]
-    lines, _ = guard(rows, training(2.0), 0.05)
+def test_dense_models_are_no_ratio_of_this_library() -> None:
+    unmasked = replace(steps(2.0)[1], provider="dense-unmasked")
+    lines, _ = guard([*steps(2.0), unmasked], steps(2.0), 0.05)
     assert lines[-1].startswith("2 ratios compared, 0 worse by more than 5%, 0 without a baseline")
 
 
@@ -99,36 +98,27 @@ def test_the_newest_baseline_counts() -> None:
     assert not guard(pair(4.0), pair(2.0), 0.05)[1]
 
 
-def test_without_dense_attention_in_the_run_there_is_no_ratio() -> None:
-    with pytest.raises(UserError, match="have a ratio with a baseline"):
-        guard(pair(2.0)[1:], pair(2.0), 0.05)
-
-
-def test_a_ratio_to_a_twin_that_is_too_slow_is_none() -> None:
-    h200 = {"gpu": "NVIDIA H200"}
-    slow = training(2.0, 4.0, **h200, tokens_per_s=600e3)
-    with pytest.raises(UserError, match="have a ratio with a baseline"):
-        guard(slow, training(2.0, 4.0, **h200, tokens_per_s=700e3), 0.05)
+def test_without_a_sound_denominator_there_is_no_ratio() -> None:
+    assert refused(pair(2.0)[1:], pair(2.0))
+    slow = steps(2.0, 4.0, **H200, tokens_per_s=600e3)  # misses its target
+    assert refused(slow, steps(2.0, 4.0, **H200, tokens_per_s=700e3))
 
 
 def test_a_wrong_row_fails() -> None:
-    red = make_row(correct=False, ms_p50=None, ms_p20=None, ms_p80=None, note="dq is wrong")
-    lines, passed = guard([*pair(2.0), red], pair(2.0), 0.05)
+    lines, passed = guard([*pair(2.0), make_row(**WRONG)], pair(2.0), 0.05)
     assert not passed
-    assert "wrong: attention nsa fwd S 2,048: dq is wrong" in lines
+    assert "wrong: attention, nsa, seed, random, S 2,048, fwd: dq is wrong" in lines
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "results").mkdir()
-    paths = [tmp_path / "results" / "old.jsonl", tmp_path / "results" / "new.jsonl"]
-    for path, ms in zip(paths, (2.0, 3.0), strict=True):
-        file = RowFile(path)
-        for row in pair(ms):
-            file.add(row)
-    (tmp_path / "results" / "of-another-kind.jsonl").write_text('{"processes": 2}\n', encoding="utf-8")
-    words = ["bench", "guard", str(paths[1]), "--baseline", str(tmp_path / "results")]  # the new rows lie there too
+    folder = tmp_path / "results"
+    write_rows(folder / "old.jsonl", pair(2.0))
+    new = str(write_rows(folder / "new.jsonl", pair(3.0)))
+    (folder / "of-another-kind.jsonl").write_text('{"processes": 2}\n', encoding="utf-8")
+    words = ["bench", "guard", new, "--baseline", str(folder)]  # the new rows lie there, too
     assert cli.main(words) == 1
     assert "+50.0%" in capsys.readouterr().out
     assert cli.main([*words, "--tolerance", "0.6"]) == 0
-    assert cli.main(["bench", "guard", str(paths[1]), "--baseline", str(tmp_path / "gone")]) == 2
-    assert "--baseline must be a file or folder of rows that exists" in capsys.readouterr().err
+    assert cli.main([*words[:-1], str(tmp_path / "gone")]) == 2
+    rule = "--baseline must be a file or folder of rows that exists"
+    assert rule in capsys.readouterr().err

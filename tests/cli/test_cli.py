@@ -99,7 +99,7 @@ def test_train_eval_generate_and_resume(tiny: Path, capsys: pytest.CaptureFixtur
     measured = float(said.partition("bits per byte: ")[2].split()[0])
     assert measured == pytest.approx(float(rows[-1]["val_bits_per_byte"]), abs=1e-4)
     assert "bigram baseline: " in said
-    assert "held out: 2 of" in said
+    assert "validation: 2 of" in said
 
     generate = ["generate", "runs/tiny-1", "--prompt", "the quick", "--max-new-tokens", "8", "--seed", "3"]
     assert cli.main(generate) == 0

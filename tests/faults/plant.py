@@ -1,4 +1,6 @@
-"""Faults planted in a process before it trains; also a program: ``plant.py FAULT [ARGUMENT ...] -- WORDS OF NSA``."""
+"""Faults planted in a process before it trains; also a program: ``plant.py FAULT [ARGUMENT ...] --
+WORDS OF NSA``.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def _at_step(step: str, rank: str, action: Any) -> None:
 
 def _stuck_in_c(step: str) -> None:
     """The main thread calls C code that keeps the interpreter to itself and does not return."""
-    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # PyDLL does not release the interpreter
+    library, mutex = (
+        ctypes.PyDLL(None),
+        ctypes.create_string_buffer(64),
+    )  # PyDLL does not release the interpreter
 
     def deadlock(trainer: Any) -> None:
         library.pthread_mutex_lock(mutex)
@@ -58,7 +63,12 @@ def _lose_data(window: str, rank: str = "0") -> None:
     def give_up() -> None:
         from nsa.train.data import DataUnavailableError
 
-        raise DataUnavailableError("DocumentReader", "source", "send documents within the time limit of 300 s", "none")
+        raise DataUnavailableError(
+            "DocumentReader",
+            "source",
+            "send documents within the time limit of 300 s",
+            "none",
+        )
 
     _after_micro_batches(window, rank, give_up)
 

@@ -1,4 +1,6 @@
-"""A full disk: a warning, the older checkpoint stays, training goes on, and what waited is written once there is room."""
+"""A full disk: a warning, the older checkpoint stays, training goes on, and what waited is written
+once there is room.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nsa.train.checkpoint import list_checkpoints
-from tests.faults.cases import Nsa, events, outcome, rows_of, write_config
+from tests.faults.cases import Nsa, complete, events, outcome, rows_of, write_config
 
 
 @pytest.fixture
@@ -18,7 +20,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 3 MiB; only the superuser of a whole machine may mount one."""
     path = tmp_path / "disk"
     path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", path], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", path],
+        capture_output=True,
+        check=False,
+    )
     if mounted.returncode:
         pytest.skip("mounting is refused here; the test with RLIMIT_FSIZE takes its place")
     yield path
@@ -40,17 +46,25 @@ def fill(path: Path) -> Path:
 
 def test_full_disk_is_survived(tmp_path: Path, small_disk: Path, count) -> None:
     config = write_config(tmp_path, steps=60, keep_checkpoints=1)
-    with Nsa("train", config, "--run-dir", tmp_path / "whole", said=tmp_path / "said") as nsa:
-        assert nsa.end() == 0
+    complete("train", config, "--run-dir", tmp_path / "whole", folder=tmp_path)
     path = small_disk / "run"
-    with Nsa("train", config, "--run-dir", path, said=tmp_path / "said", fault=("slow", "0.05")) as nsa:
+    with Nsa(
+        "train",
+        config,
+        "--run-dir",
+        path,
+        said=tmp_path / "said",
+        fault=("slow", "0.05"),
+    ) as nsa:
         nsa.wait_until(lambda: len(list_checkpoints(path / "checkpoints")) == 1)
         filler = fill(small_disk)
         nsa.wait_until(lambda: nsa.text.count("could not be written (") >= 3)
         kept = list_checkpoints(path / "checkpoints")
         rows = rows_of(path)
         assert kept
-        nsa.wait_until(lambda: "rows of metrics could not be written and wait in memory" in nsa.text)
+        nsa.wait_until(
+            lambda: "rows of metrics could not be written and wait in memory" in nsa.text,
+        )
         filler.unlink()
         nsa.wait_until(lambda: rows_of(path) > rows + 1)
         assert nsa.end() == 0, nsa.text
@@ -60,10 +74,21 @@ def test_full_disk_is_survived(tmp_path: Path, small_disk: Path, count) -> None:
     count("full disk (small tmpfs), training went on, nothing lost", 1, 1)
 
 
-def test_run_whose_last_checkpoint_has_no_room_says_so(tmp_path: Path, small_disk: Path, count) -> None:
+def test_run_whose_last_checkpoint_has_no_room_says_so(
+    tmp_path: Path,
+    small_disk: Path,
+    count,
+) -> None:
     config = write_config(tmp_path, steps=40, checkpoint_every=10)
     path = small_disk / "run"
-    with Nsa("train", config, "--run-dir", path, said=tmp_path / "said", fault=("slow", "0.05")) as nsa:
+    with Nsa(
+        "train",
+        config,
+        "--run-dir",
+        path,
+        said=tmp_path / "said",
+        fault=("slow", "0.05"),
+    ) as nsa:
         nsa.wait_until(lambda: len(list_checkpoints(path / "checkpoints")) == 1)
         fill(small_disk)
         assert nsa.end() == 1
@@ -74,9 +99,18 @@ def test_run_whose_last_checkpoint_has_no_room_says_so(tmp_path: Path, small_dis
 
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="needs file size limits")
 def test_files_that_may_not_grow(tmp_path: Path, count) -> None:
-    """RLIMIT_FSIZE below the size of a checkpoint: every write of one fails half-way, the run goes on to its end."""
+    """RLIMIT_FSIZE below the size of a checkpoint: every write of one fails half-way, the run goes
+    on to its end.
+    """
     config = write_config(tmp_path, steps=20, checkpoint_every=5)
-    with Nsa("train", config, "--run-dir", tmp_path / "run", said=tmp_path / "said", fault=("small-files", "60000")) as nsa:
+    with Nsa(
+        "train",
+        config,
+        "--run-dir",
+        tmp_path / "run",
+        said=tmp_path / "said",
+        fault=("small-files", "60000"),
+    ) as nsa:
         assert nsa.end() == 1
         assert "checkpoint of step 5 could not be written" in nsa.text
         assert "step 20/20 |" in nsa.text

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cases import Nsa, Ranks, events, rows_of, torchrun, write_config
+from tests.faults.cases import TWO_RANKS, Nsa, Ranks, events, rows_of, torchrun, write_config
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/wchan").exists(), reason="needs /proc")
 
@@ -18,7 +18,14 @@ LINUX = pytest.mark.skipif(not Path("/proc/self/wchan").exists(), reason="needs 
 def test_main_thread_stuck_in_c_with_the_interpreter(tmp_path: Path, count) -> None:
     """No Python thread of the process can run any more; its stacks are written all the same."""
     config = write_config(tmp_path, stall_limit_s=2.0, data_limit_s=1.0)
-    with Nsa("train", config, "--run-dir", tmp_path / "run", said=tmp_path / "said", fault=("stuck-in-c", "8")) as nsa:
+    with Nsa(
+        "train",
+        config,
+        "--run-dir",
+        tmp_path / "run",
+        said=tmp_path / "said",
+        fault=("stuck-in-c", "8"),
+    ) as nsa:
         nsa.wait_until(lambda: rows_of(tmp_path / "run") == 2)  # of steps 3 and 6
         begin = time.monotonic()
         assert nsa.end(60) == -signal.SIGKILL
@@ -31,7 +38,8 @@ def test_main_thread_stuck_in_c_with_the_interpreter(tmp_path: Path, count) -> N
     assert 'tests/faults/plant.py", line' in said  # the stack shows where
     assert "in train_step" in said
     assert "ending rank 0" in said
-    assert said[said.index("watchdog:") :].splitlines()[0] in (tmp_path / "run" / "log.txt").read_text()
+    first = said[said.index("watchdog:") :].splitlines()[0]
+    assert first in (tmp_path / "run" / "log.txt").read_text()
     assert [event["kind"] for event in events(tmp_path / "run")][-2:] == ["hang", "end"]
     assert (tmp_path / "run" / "stacks" / "rank-0.txt").stat().st_size > 0
     count("hang in C code, ended and reported", 1, 1)
@@ -51,9 +59,11 @@ def test_stopped_process_of_one(tmp_path: Path, count) -> None:
 
 @LINUX
 def test_one_rank_stopped(tmp_path: Path, count) -> None:
-    """The other rank waits for it in a collective and says so; of the stopped one the state is read from outside."""
+    """The other rank waits for it in a collective and says so; of the stopped one the state is read
+    from outside.
+    """
     config = write_config(tmp_path, steps=10_000, stall_limit_s=3.0, data_limit_s=1.0)
-    words = ("train", config, "--run-dir", tmp_path / "run", "--world-size", "2", "--accumulation", "1")
+    words = ("train", config, "--run-dir", tmp_path / "run", *TWO_RANKS)
     with Ranks(*words, folder=tmp_path) as run:
         run.ranks[0].wait_until(lambda: rows_of(tmp_path / "run") > 2)
         run.ranks[1].kill(signal.SIGSTOP)
@@ -64,7 +74,13 @@ def test_one_rank_stopped(tmp_path: Path, count) -> None:
     assert all(code != 0 for code in codes), codes
     assert "stacks (also in" in said[0]
     assert "nsa/train/trainer.py" in said[0]
-    for part in ("rank 1", "state: state T (stopped)", "wait channel", "last heartbeat: number", "stacks: none"):
+    for part in (
+        "rank 1",
+        "state: state T (stopped)",
+        "wait channel",
+        "last heartbeat: number",
+        "stacks: none",
+    ):
         assert part in said[1]
     hangs = [event["message"] for event in events(tmp_path / "run") if event["kind"] == "hang"]
     assert {message.split()[2] for message in hangs} == {"0", "1"}
@@ -91,11 +107,14 @@ def test_a_process_says_where_it_stands_when_another_rank_hangs(tmp_path: Path) 
 
 
 def test_a_pause_of_everything_is_no_hang(tmp_path: Path) -> None:
-    """Ctrl-Z and a machine that sleeps stop the watchdog as well; time that it did not see does not count."""
+    """Ctrl-Z and a machine that sleeps stop the watchdog as well; time that it did not see does not
+    count.
+    """
     config = write_config(tmp_path, steps=10_000, stall_limit_s=4.0, data_limit_s=1.0)
     with Nsa("train", config, "--run-dir", tmp_path / "run", said=tmp_path / "said") as nsa:
         nsa.wait_until(lambda: rows_of(tmp_path / "run") > 2)
-        children = [int(word) for word in Path(f"/proc/{nsa.pid}/task/{nsa.pid}/children").read_text().split()]
+        listed = Path(f"/proc/{nsa.pid}/task/{nsa.pid}/children").read_text()
+        children = [int(word) for word in listed.split()]
         assert len(children) == 1
         for pid in (*children, nsa.pid):
             os.kill(pid, signal.SIGSTOP)
@@ -126,7 +145,7 @@ def test_a_process_that_goes_on_in_time_is_left_alone(tmp_path: Path) -> None:
 def test_one_rank_stopped_under_torchrun_with_the_usual_limits(tmp_path: Path, count) -> None:
     """The whole as a user has it, from SIGSTOP to the end of torchrun, within 60 s."""
     config = write_config(tmp_path, steps=1_000_000, checkpoint_every=100_000, eval_every=0)
-    process = torchrun("train", config, "--run-dir", tmp_path / "run", "--world-size", "2", "--accumulation", "1")
+    process = torchrun("train", config, "--run-dir", tmp_path / "run", *TWO_RANKS)
     try:
         deadline = time.monotonic() + 120
         while rows_of(tmp_path / "run") < 3:
@@ -145,7 +164,12 @@ def test_one_rank_stopped_under_torchrun_with_the_usual_limits(tmp_path: Path, c
     assert f"rank 1 (process {stopped})" in said
     assert "state: state T (stopped)" in said
     assert "nsa/train/trainer.py" in said
-    count("one rank of two stopped under torchrun, reported and ended within 60 s", 1, 1, seconds=round(seconds))
+    count(
+        "one rank of two stopped under torchrun, reported and ended within 60 s",
+        1,
+        1,
+        seconds=round(seconds),
+    )
 
 
 def _pid_of_rank(path: Path, rank: int) -> int:

@@ -1,4 +1,6 @@
-"""SIGKILL at any moment, also while a checkpoint is being written: the resumed run is the undisturbed one, bit for bit."""
+"""SIGKILL at any moment, also while a checkpoint is being written: the resumed run is the
+undisturbed one, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,27 @@ from typing import Any
 
 import pytest
 
-from nsa.train.checkpoint import list_checkpoints
-from tests.faults.cases import Nsa, outcome, write_config
+from nsa.train.checkpoint import list_checkpoints, step_of
+from tests.faults.cases import Nsa, complete, outcome, write_config
 
 STEPS, EVERY = 30, 2  # of a run, from one checkpoint to the next
 KILLS = 10  # of a test; several tests share the work between processes
 
 
 def _kill(nsa: Nsa, path: Path, rng: random.Random) -> bool:
-    """At a random moment, often one at which a checkpoint is being written; False if the run ended before."""
+    """At a random moment, often one at which a checkpoint is being written; False if the run ended
+    before.
+    """
     nsa.wait_until((path / "config.yaml").exists, poll_s=0.002)
-    number = rng.randrange(STEPS // EVERY)  # counted in checkpoints, for a loaded machine makes every time another one
+    # Counted in checkpoints: on a loaded machine no time is like another.
+    number = rng.randrange(STEPS // EVERY)
     nsa.wait_until(lambda: _newest(path) >= number * EVERY, poll_s=0.001)
     time.sleep(rng.uniform(0, 0.1))
     if rng.random() < 0.5:
-        nsa.wait_until(lambda: any(name[0] == "." for name in os.listdir(path / "checkpoints")), poll_s=0)
+        nsa.wait_until(
+            lambda: any(name[0] == "." for name in os.listdir(path / "checkpoints")),
+            poll_s=0,
+        )
     nsa.process.kill()
     nsa.process.join()
     return nsa.process.exitcode == -signal.SIGKILL
@@ -34,16 +42,18 @@ def _kill(nsa: Nsa, path: Path, rng: random.Random) -> bool:
 
 def _newest(path: Path) -> int:
     """Step of the newest checkpoint, 0 before the first."""
-    return max(
-        (int(name.removeprefix("step-")) for name in os.listdir(path / "checkpoints") if name.startswith("step-")), default=0
-    )
+    return max(map(step_of, list_checkpoints(path / "checkpoints")), default=0)
 
 
 def kills(tmp_path: Path, number: int, seed: int, **changes: Any) -> tuple[int, int, int]:
-    """Kill and resume runs; returns how many resumed identically, were writing a checkpoint, had none yet."""
-    rng, config = random.Random(seed), write_config(tmp_path, steps=STEPS, checkpoint_every=EVERY, **changes)
-    with Nsa("train", config, "--run-dir", tmp_path / "whole", said=tmp_path / "said") as nsa:
-        assert nsa.end() == 0, nsa.text
+    """Kill and resume runs; returns how many resumed identically, were writing a checkpoint, had
+    none yet.
+    """
+    rng, config = (
+        random.Random(seed),
+        write_config(tmp_path, steps=STEPS, checkpoint_every=EVERY, **changes),
+    )
+    complete("train", config, "--run-dir", tmp_path / "whole", folder=tmp_path)
     expected = outcome(tmp_path / "whole")
     identical = writing = without = 0
     while identical < number:
@@ -65,17 +75,29 @@ def kills(tmp_path: Path, number: int, seed: int, **changes: Any) -> tuple[int, 
             assert nsa.end() == 0, nsa.text
         assert outcome(path) == expected, f"run {identical} of seed {seed}"
         identical += 1
-    assert without < max(number / 2, 2), "hardly any of the killed runs had a checkpoint to resume from"
+    assert without < max(number / 2, 2), "hardly any of the killed runs had a checkpoint"
     return identical, writing, without
 
 
 def test_killed_at_random_moments(tmp_path: Path, count) -> None:
     identical, writing, without = kills(tmp_path, 3, seed=1)
-    count("killed at random moments", 3, identical, while_writing_a_checkpoint=writing, before_the_first=without)
+    count(
+        "killed at random moments",
+        3,
+        identical,
+        while_writing_a_checkpoint=writing,
+        before_the_first=without,
+    )
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("part", range(10))
 def test_killed_at_random_moments_100_times(tmp_path: Path, count, part: int) -> None:
     identical, writing, without = kills(tmp_path, KILLS, seed=100 + part)
-    count("killed at random moments", KILLS, identical, while_writing_a_checkpoint=writing, before_the_first=without)
+    count(
+        "killed at random moments",
+        KILLS,
+        identical,
+        while_writing_a_checkpoint=writing,
+        before_the_first=without,
+    )

@@ -1,4 +1,6 @@
-"""NaN planted in the weights of one rank of two: every rank follows the same policy at the same step."""
+"""NaN planted in the weights of one rank of two: every rank follows the same policy at the same
+step.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import pytest
 
 from nsa.train.checkpoint import list_checkpoints
 from nsa.train.telemetry.metrics import read_metrics
-from tests.faults.cases import Nsa, Ranks, events, outcome, write_config
+from tests.faults.cases import TWO_RANKS, Nsa, Ranks, complete, events, outcome, write_config
 
 CASES = [
     ("rollback", "ddp"),
@@ -19,9 +21,21 @@ CASES = [
 
 @pytest.mark.parametrize(("policy", "strategy"), CASES)
 def test_policy_is_coherent_on_all_ranks(tmp_path: Path, policy: str, strategy: str, count) -> None:
-    config = write_config(tmp_path, steps=16, nonfinite=policy, nonfinite_limit=3, checkpoint_every=4)
-    words = ("train", config, "--run-dir", tmp_path / "run", "--world-size", "2", "--accumulation", "1")
-    with Ranks(*words, "--parallel.strategy", strategy, folder=tmp_path, fault=("nan-in-weights", "9", "1")) as run:
+    config = write_config(
+        tmp_path,
+        steps=16,
+        nonfinite=policy,
+        nonfinite_limit=3,
+        checkpoint_every=4,
+    )
+    words = ("train", config, "--run-dir", tmp_path / "run", *TWO_RANKS)
+    with Ranks(
+        *words,
+        "--parallel.strategy",
+        strategy,
+        folder=tmp_path,
+        fault=("nan-in-weights", "9", "1"),
+    ) as run:
         codes = run.end()
         text = run.text
     kinds = [event["kind"] for event in events(tmp_path / "run")]
@@ -42,17 +56,32 @@ def test_policy_is_coherent_on_all_ranks(tmp_path: Path, policy: str, strategy: 
 
 
 def test_weights_that_are_not_finite_never_become_a_checkpoint(tmp_path: Path, count) -> None:
-    """Those that are lost must not push out the last sound ones: the run resumes from these, identically."""
-    config = write_config(tmp_path, steps=20, checkpoint_every=2, keep_checkpoints=1, nonfinite="skip", nonfinite_limit=6)
-    with Nsa("train", config, "--run-dir", tmp_path / "whole", said=tmp_path / "said") as nsa:
-        assert nsa.end() == 0
+    """Those that are lost must not push out the last sound ones: the run resumes from these,
+    identically.
+    """
+    config = write_config(
+        tmp_path,
+        steps=20,
+        checkpoint_every=2,
+        keep_checkpoints=1,
+        nonfinite="skip",
+        nonfinite_limit=6,
+    )
+    complete("train", config, "--run-dir", tmp_path / "whole", folder=tmp_path)
     path = tmp_path / "run"
-    with Nsa("train", config, "--run-dir", path, said=tmp_path / "said", fault=("nan-in-weights", "9")) as nsa:
+    with Nsa(
+        "train",
+        config,
+        "--run-dir",
+        path,
+        said=tmp_path / "said",
+        fault=("nan-in-weights", "9"),
+    ) as nsa:
         assert nsa.end() == 1
-        assert "checkpoint of step 10 could not be written (model.norm.weight is not finite); the newest is" in nsa.text
+        why = "(model.norm.weight is not finite); the newest is"
+        assert f"checkpoint of step 10 could not be written {why}" in nsa.text
         assert "6 in a row, nonfinite_limit 6" in nsa.text
     assert list_checkpoints(path / "checkpoints")[-1].name == "step-00000008"
-    with Nsa("train", "--resume", path, said=tmp_path / "said") as nsa:
-        assert nsa.end() == 0
+    complete("train", "--resume", path, folder=tmp_path)
     assert outcome(path) == outcome(tmp_path / "whole")
     count("NaN in the weights, no checkpoint of it, resumed identically", 1, 1)

@@ -1,4 +1,6 @@
-"""Several processes: the same run as one process, resumed on another number or strategy, and restarted when one dies."""
+"""Several processes: the same run as one process, resumed on another number or strategy, and
+restarted when one dies.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +11,32 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from nsa.train.checkpoint import list_checkpoints
 from nsa.train.telemetry.metrics import Row, read_metrics
-from tests.faults.cases import Nsa, Ranks, events, outcome, torchrun, write_config
-from tests.train.cases import reproducible_rows
+from tests.faults.cases import (
+    TWO_RANKS,
+    Nsa,
+    Ranks,
+    complete,
+    events,
+    outcome,
+    torchrun,
+    write_config,
+)
+from tests.train.cases import reproducible_rows, stored_tensors
 
-TWO = ("--world-size", "2", "--accumulation", "1")
 FSDP = ("--parallel.strategy", "fsdp")
 
 
 def near(rows: list[Row], expected: list[Row]) -> None:
-    """Equal but for the rounding of sums in another order, and for the number of calls that a step is divided into."""
-    rows, expected = ([{k: v for k, v in row.items() if "_calls" not in k} for row in each] for each in (rows, expected))
+    """Equal but for the rounding of sums in another order, and for the number of calls that a step
+    is divided into.
+    """
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
     for row, wanted in zip(rows, expected, strict=True):
-        assert row == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+        found, wanted = ({k: v for k, v in r.items() if "_calls" not in k} for r in (row, wanted))
+        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +44,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one process, with its configuration beside it."""
     folder = tmp_path_factory.mktemp("whole")
     config = write_config(folder, steps=20, eval_windows=5, checkpoint_every=6)
-    with Nsa("train", config, "--run-dir", folder / "run", said=folder / "said") as nsa:
-        assert nsa.end() == 0
+    complete("train", config, "--run-dir", folder / "run", folder=folder)
     return folder
 
 
@@ -43,7 +53,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
     """The same run by two processes with shards, which writes a sample too."""
     folder = tmp_path_factory.mktemp("sharded")
     words = ("train", whole / "tiny.yaml", "--run-dir", folder / "run", "--sample-tokens", "9")
-    with Ranks(*words, *TWO, *FSDP, folder=folder) as run:
+    with Ranks(*words, *TWO_RANKS, *FSDP, folder=folder) as run:
         assert run.end() == [0, 0], run.text
         assert "2 windows x 1 micro-batches x 2 processes = 4 windows" in run.ranks[0].text
         assert "parallel: fsdp over 2 processes, gradients sent in fp32" in run.ranks[0].text
@@ -52,16 +62,17 @@ def sharded(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(list_checkpoints(path / "checkpoints")[-1] / "tensors.safetensors")
+    return stored_tensors(list_checkpoints(path / "checkpoints")[-1])
 
 
 def test_rows_have_the_figures_of_every_rank(whole: Path, sharded: Path) -> None:
     for row in read_metrics(sharded / "metrics.jsonl"):
         assert row["step_time_ms_rank_0"] == row["step_time_ms"]
         assert float(row["step_time_ms_rank_1"]) > float(row["data_time_ms_rank_1"]) >= 0
-        assert row["step_time_ms_rank_1"] != row["step_time_ms_rank_0"], "each rank has a clock of its own"
+        assert row["step_time_ms_rank_1"] != row["step_time_ms_rank_0"], "one clock for both"
         assert "step_time_ms_rank_2" not in row
-    assert not any("_rank_" in name for row in read_metrics(whole / "run" / "metrics.jsonl") for name in row)
+    rows = read_metrics(whole / "run" / "metrics.jsonl")
+    assert not any("_rank_" in name for row in rows for name in row)
 
 
 def test_shards_train_like_one_process(whole: Path, sharded: Path) -> None:
@@ -76,30 +87,65 @@ def test_shards_train_like_one_process(whole: Path, sharded: Path) -> None:
     assert len(sample.partition("--- continuation, temperature 0.8\n")[2]) > 4
 
 
-# What the processes send each other and when; and micro-batches of one window, of which each process has one or two.
-DDP_OPTIONS = ("--parallel.static-graph", "true", "--parallel.bucket-mib", "0.01", "--checkpointing.policy", "full")
+# What the processes send each other and when; and micro-batches of one window, of which each
+# process has one or two.
+DDP_OPTIONS = (
+    "--parallel.static-graph",
+    "true",
+    "--parallel.bucket-mib",
+    "0.01",
+    "--checkpointing.policy",
+    "full",
+)
 FEW_WINDOWS = ("--micro-batch", "1")
 
 
 @pytest.mark.parametrize(
     ("number", "accumulation", "words"),
-    [(2, 1, ()), (2, 2, (*FEW_WINDOWS, *DDP_OPTIONS)), (4, 1, FEW_WINDOWS), (4, 1, (*FEW_WINDOWS, *FSDP))],
+    [
+        (2, 1, ()),
+        (2, 2, (*FEW_WINDOWS, *DDP_OPTIONS)),
+        (4, 1, FEW_WINDOWS),
+        (4, 1, (*FEW_WINDOWS, *FSDP)),
+    ],
     ids=["replicas", "options of replicas", "four replicas", "four shards"],
 )
-def test_processes_train_like_one(tmp_path: Path, whole: Path, number: int, accumulation: int, words: tuple[str, ...]) -> None:
+def test_processes_train_like_one(
+    tmp_path: Path,
+    whole: Path,
+    number: int,
+    accumulation: int,
+    words: tuple[str, ...],
+) -> None:
     divided = ("--world-size", str(number), "--accumulation", str(accumulation), *words)
-    with Ranks("train", whole / "tiny.yaml", "--run-dir", tmp_path / "run", *divided, folder=tmp_path, number=number) as run:
+    with Ranks(
+        "train",
+        whole / "tiny.yaml",
+        "--run-dir",
+        tmp_path / "run",
+        *divided,
+        folder=tmp_path,
+        number=number,
+    ) as run:
         assert run.end() == [0] * number, run.text
     near(reproducible_rows(tmp_path / "run"), reproducible_rows(whole / "run"))
 
 
 def test_muon_and_a_tied_head_on_shards(tmp_path: Path, whole: Path) -> None:
-    """Without clipping, whose factor is rounded otherwise, nothing is: the matrices are whole when they are orthogonalised."""
-    words: tuple[str | Path, ...] = ("train", whole / "tiny.yaml", "--optim.name", "muon", "--optim.grad-clip", "0")
+    """Without clipping, whose factor is rounded otherwise, nothing is: the matrices are whole when
+    they are orthogonalised.
+    """
+    words: tuple[str | Path, ...] = (
+        "train",
+        whole / "tiny.yaml",
+        "--optim.name",
+        "muon",
+        "--optim.grad-clip",
+        "0",
+    )
     words = (*words, "--loss-chunk", "50", "--model.tie-head", "true", "--sample-tokens", "5")
-    with Nsa(*words, "--run-dir", tmp_path / "one", said=tmp_path / "said") as nsa:
-        assert nsa.end() == 0
-    more = (*TWO, "--checkpointing.policy", "full", *FSDP)
+    complete(*words, "--run-dir", tmp_path / "one", folder=tmp_path)
+    more = (*TWO_RANKS, "--checkpointing.policy", "full", *FSDP)
     with Ranks(*words, "--run-dir", tmp_path / "run", *more, folder=tmp_path) as run:
         assert run.end() == [0, 0], run.text
     near(reproducible_rows(tmp_path / "run"), reproducible_rows(tmp_path / "one"))
@@ -118,20 +164,24 @@ def halted(words: tuple[str | Path, ...], folder: Path, number: int) -> None:
 
 
 SWITCHES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
-    "one to shards": (1, (), (*TWO, *FSDP)),
-    "shards to replicas": (2, (*TWO, *FSDP), ("--parallel.strategy", "ddp")),
-    "replicas to one": (2, TWO, ("--world-size", "1", "--accumulation", "2")),
+    "one to shards": (1, (), (*TWO_RANKS, *FSDP)),
+    "shards to replicas": (2, (*TWO_RANKS, *FSDP), ("--parallel.strategy", "ddp")),
+    "replicas to one": (2, TWO_RANKS, ("--world-size", "1", "--accumulation", "2")),
 }
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
-def test_resumed_on_another_number_or_strategy_the_data_go_on(tmp_path: Path, whole: Path, switch: str, count) -> None:
+def test_resumed_on_another_number_or_strategy_the_data_go_on(
+    tmp_path: Path,
+    whole: Path,
+    switch: str,
+    count,
+) -> None:
     path = tmp_path / "run"
     number, first, then = SWITCHES[switch]
     halted(("train", whole / "tiny.yaml", "--run-dir", path, *first), tmp_path, number)
     if "--world-size" in then and then[then.index("--world-size") + 1] == "1":
-        with Nsa("train", "--resume", path, *then, said=tmp_path / "said") as nsa:
-            assert nsa.end() == 0, nsa.text
+        complete("train", "--resume", path, *then, folder=tmp_path)
     else:
         with Ranks("train", "--resume", path, *then, folder=tmp_path) as run:
             assert run.end() == [0, 0], run.text
@@ -143,7 +193,7 @@ def test_resumed_on_another_number_or_strategy_the_data_go_on(tmp_path: Path, wh
 
 def test_shards_resume_bit_for_bit(tmp_path: Path, whole: Path, sharded: Path, count) -> None:
     path = tmp_path / "run"
-    halted(("train", whole / "tiny.yaml", "--run-dir", path, *TWO, *FSDP), tmp_path, 2)
+    halted(("train", whole / "tiny.yaml", "--run-dir", path, *TWO_RANKS, *FSDP), tmp_path, 2)
     with Ranks("train", "--resume", path, folder=tmp_path) as run:
         assert run.end() == [0, 0], run.text
     assert outcome(path) == outcome(sharded)
@@ -157,8 +207,27 @@ def test_two_nodes_are_two_agents(tmp_path: Path, whole: Path, strategy: str, co
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{free.getsockname()[1]}"
-    nodes = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", place, "--rdzv-id", "two")
-    words = ("train", whole / "tiny.yaml", "--run-dir", tmp_path / "run", *TWO, "--parallel.strategy", strategy)
+    nodes = (
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        place,
+        "--rdzv-id",
+        "two",
+    )
+    words = (
+        "train",
+        whole / "tiny.yaml",
+        "--run-dir",
+        tmp_path / "run",
+        *TWO_RANKS,
+        "--parallel.strategy",
+        strategy,
+    )
     agents = [torchrun(*words, place=nodes) for _ in range(2)]
     try:
         said = [agent.communicate(timeout=180)[0] for agent in agents]
@@ -170,11 +239,25 @@ def test_two_nodes_are_two_agents(tmp_path: Path, whole: Path, strategy: str, co
     count("two torchrun agents, one run", 1, 1)
 
 
-def test_rank_that_dies_is_started_anew_and_the_run_resumes(tmp_path: Path, whole: Path, count) -> None:
-    """SIGKILL to one rank; torchrun ends the other, starts both again with the same words, and the run goes on."""
+def test_rank_that_dies_is_started_anew_and_the_run_resumes(
+    tmp_path: Path,
+    whole: Path,
+    count,
+) -> None:
+    """SIGKILL to one rank; torchrun ends the other, starts both again with the same words, and the
+    run goes on.
+    """
     path = tmp_path / "run"
     fault = ("die", "13", "1", str(int(signal.SIGKILL)))
-    process = torchrun("train", whole / "tiny.yaml", "--run-dir", path, *TWO, fault=fault, restarts=1)
+    process = torchrun(
+        "train",
+        whole / "tiny.yaml",
+        "--run-dir",
+        path,
+        *TWO_RANKS,
+        fault=fault,
+        restarts=1,
+    )
     try:
         said, _ = process.communicate(timeout=180)
     finally:
@@ -187,19 +270,41 @@ def test_rank_that_dies_is_started_anew_and_the_run_resumes(tmp_path: Path, whol
     count("rank killed under torchrun, restarted and resumed", 1, 1)
 
 
-def test_what_cannot_be_divided_or_sent_is_refused_before_the_start(tmp_path: Path, whole: Path) -> None:
+def test_what_cannot_be_divided_or_sent_is_refused_before_the_start(
+    tmp_path: Path,
+    whole: Path,
+) -> None:
     path = tmp_path / "run"
-    with Ranks("train", whole / "tiny.yaml", "--run-dir", path, "--world-size", "2", folder=tmp_path) as run:
+    with Ranks(
+        "train",
+        whole / "tiny.yaml",
+        "--run-dir",
+        path,
+        "--world-size",
+        "2",
+        folder=tmp_path,
+    ) as run:
         assert run.end() == [2, 2]
-        assert "global_batch must equal micro_batch * accumulation * world_size (8), got 4" in run.text
+        rule = "global_batch must equal micro_batch * accumulation * world_size (8)"
+        assert f"{rule}, got 4" in run.text
     with Ranks("train", whole / "tiny.yaml", "--run-dir", path, folder=tmp_path) as run:
         assert run.end() == [2, 2]
-        assert "world_size must equal the number of processes launched (2), got 1. Start it with: torchrun" in run.text
-    with Ranks("train", whole / "tiny.yaml", *TWO, folder=tmp_path) as run:
+        rule = "world_size must equal the number of processes launched (2)"
+        assert f"{rule}, got 1. Start it with: torchrun" in run.text
+    with Ranks("train", whole / "tiny.yaml", *TWO_RANKS, folder=tmp_path) as run:
         assert run.end() == [2, 2]
         assert "--run-dir must be given with torchrun" in run.text
     compressed = ("--parallel.gradient-compression", "bf16")
-    with Ranks("train", whole / "tiny.yaml", "--run-dir", path, *TWO, *compressed, folder=tmp_path) as run:
+    with Ranks(
+        "train",
+        whole / "tiny.yaml",
+        "--run-dir",
+        path,
+        *TWO_RANKS,
+        *compressed,
+        folder=tmp_path,
+    ) as run:
         assert run.end() == [2, 2]
-        assert "parallel.gradient_compression must be none with parallel.strategy ddp on CPUs, got bf16" in run.text
+        rule = "parallel.gradient_compression must be none with parallel.strategy ddp on CPUs"
+        assert f"{rule}, got bf16" in run.text
     assert not path.exists()

@@ -24,10 +24,9 @@ from hypothesis import strategies as st
 from nsa.errors import UserError
 from nsa.train.config import DataConfig
 from nsa.train.data import Origin, PrepareConfig, collate, open_data, open_shards, preparation, prepare
-from nsa.train.data.preparation import Report
 from nsa.train.data.shards import INDEX, PROGRESS, STAMP, TOKENIZER
 from tests.train.data.data_sets import hang_up, hub, make_texts, stall, write_folder
-from tests.train.data.test_stream import on_hub
+from tests.train.data.test_reader import on_hub
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -180,7 +179,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(source: Path, tokenizer: Any = "byte") -> PrepareConfig:
-    """Bytes become tokens where they are read, the others in processes of their own."""
     return PrepareConfig(Origin(str(source)), tokenizer, validation_fraction=0.2, shard_tokens=100_000)
 
 
@@ -195,12 +193,13 @@ def test_killed_preparation_goes_on_40_times(source: Path, tmp_path: Path, count
     count("preparations killed, gone on identically", 10, killed(source, tmp_path, ("byte", "gpt2")[part % 2], 10, 10 + part))
 
 
-def test_a_reader_that_dies_is_replaced(tmp_path: Path, count) -> None:
+@pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
+def test_a_process_that_reads_and_tokenises_is_replaced(tmp_path: Path, tokenizer: str, count) -> None:
     source = write_folder(tmp_path / "set", "jsonl", make_texts(12_000, longest=200), files=5)  # more than a pipe holds
-    prepare(config_of(source), tmp_path / "whole")
+    prepare(config_of(source, tokenizer), tmp_path / "whole")
     kills = 0
 
-    def kill(report: Report) -> None:
+    def kill(report: object) -> None:
         nonlocal kills
         for process in multiprocessing.active_children():
             if process.name == "nsa-documents" and kills < 2:
@@ -208,25 +207,10 @@ def test_a_reader_that_dies_is_replaced(tmp_path: Path, count) -> None:
                 process.join()
                 kills += 1
 
-    prepare(config_of(source), tmp_path / "cut", on_progress=kill)
+    prepare(config_of(source, tokenizer), tmp_path / "cut", on_progress=kill)
     assert kills == 2
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
     count("reading processes killed, replaced", 2, 2)
-
-
-def test_a_worker_that_dies_is_an_error_and_the_work_goes_on(source: Path, tmp_path: Path, count) -> None:
-    prepare(config_of(source, "gpt2"), tmp_path / "whole")
-
-    def kill(report: Report) -> None:
-        for process in multiprocessing.active_children():
-            if process.name != "nsa-documents":
-                process.kill()
-
-    with pytest.raises(UserError, match=r"--workers must stay alive, got one that died\. Memory may have run out"):
-        prepare(config_of(source, "gpt2"), tmp_path / "cut", on_progress=kill)
-    prepare(config_of(source, "gpt2"), tmp_path / "cut")
-    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
-    count("tokenising processes killed, said and gone on", 1, 1)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`nsa bench attention` over the kernels themselves, in the interpreter: gate and variants; there is nothing to time."""
+"""`nsa bench` over the kernels themselves, in the interpreter: gate and variants, no times."""
 
 from __future__ import annotations
 
@@ -10,43 +10,74 @@ import torch
 from nsa.bench import attention, cases, tune
 from nsa.bench.attention import Plan, bench_attention
 from nsa.bench.clock import Timing
-from nsa.bench.points import Point, parse_shape
-from nsa.bench.providers import Work
+from nsa.bench.implementations import IMPLEMENTATIONS, Work, override_tiles
+from nsa.bench.points import Point, make_tensors, parse_shape
 from nsa.bench.rows import read_rows
 from nsa.bench.variants import Variant
+from nsa.ops._triton.tuning import TileKey
 
-SMALL = {
-    "compress_block_size": 8, "compress_stride": 4, "block_size": 16, "num_selected_blocks": 4, "window_size": 32,
-}  # fmt: skip
-CASES = ["attention.compress", "attention.compressed", "attention.choice", "attention.window", "attention.combine"]
+SMALL = {"compress_block_size": 8, "compress_stride": 4, "block_size": 16}
+SMALL |= {"num_selected_blocks": 4, "window_size": 32}
+NOT_TIMED = Timing(1.0, 1.0, 1.0, 1, 1, "not timed")
+OPERATORS = ("compress", "compressed", "choice", "window", "combine")
+CASES = [f"attention.{name}" for name in OPERATORS]
 
 
 def test_the_kernels_to_tune_are_those_that_look_tiles_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "time_call", lambda call, *_, **__: (call(), Timing(1.0, 1.0, 1.0, 1, 1, "not timed"))[1])
-    points = [Point(parse_shape("3x1x16x16"), 128, 1, "random", torch.float32, torch.device("cpu"))]
+    monkeypatch.setattr(tune, "time_call", lambda call, *_, **__: (call(), NOT_TIMED)[1])
+    shape, cpu = parse_shape("3x1x16x16"), torch.device("cpu")
+    points = [Point(shape, 128, 1, "random", torch.float32, cpu)]
     bench = tune.Bench(cases.CASES["attention.window"], points)
     tasks = bench.tasks()
-    found = [(task.key.kernel, task.key.head_size, task.key.element_size, task.mode, task.seqs) for task in tasks]
-    assert found == [
-        ("window_attention_fwd", 16, 4, "fwd", (128,)),
-        ("window_attention_dq", 16, 4, "fwd_bwd", (128,)),
-        ("window_attention_dkv", 16, 4, "fwd_bwd", (128,)),
+    assert [(task.key, task.mode, task.seqs) for task in tasks] == [
+        (TileKey(f"window_attention_{name}", 16, 4), mode, (128,))
+        for name, mode in (("fwd", "fwd"), ("dq", "fwd_bwd"), ("dkv", "fwd_bwd"))
     ]
     other = tasks[0].start._replace(rows=16)
     assert bench.measure(tasks[0])(other) == {128: 1.0}
     assert bench.fault(tasks[0], other) is None
     monkeypatch.setattr(Work, "run", lambda self, mode: (torch.zeros(1, 128, 3, 16),))
-    assert str(bench.fault(tasks[0], other)).startswith("S 128: attention.window out: error 1 is above")
+    assert str(bench.fault(tasks[0], other)).startswith(
+        "S 128: attention.window out: error 1 is above",
+    )
+
+
+def test_other_tiles_are_looked_up_though_launches_are_replayed() -> None:
+    shape, cpu = parse_shape("3x1x16x16"), torch.device("cpu")
+    point, config = Point(shape, 128, 1, "random", torch.float32, cpu), shape.config(SMALL)
+    case = cases.CASES["attention.window"]
+    problem = cases.prepare(case, make_tensors(point, config), point, config, "triton")
+    work = IMPLEMENTATIONS["nsa"].work(problem)
+    for mode in case.modes * 4:
+        work.run(mode)
+    overrides = {f"window_attention_{name}": {"rows": 16} for name in ("fwd", "dq", "dkv")}
+    with override_tiles(overrides) as unused:
+        work.run("fwd_bwd")
+    assert not unused
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_kernels_pass_the_gate_and_a_variant_is_looked_up(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "time_call", lambda *_, **__: Timing(1.0, 1.0, 1.0, 1, 1, "not timed"))
-    variants = [Variant("small", config=SMALL), Variant("tiles", config=SMALL, tiles={"*": {"rows": 16}})]
+def test_kernels_pass_the_gate_and_a_variant_is_looked_up(
+    case: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "time_call", lambda *_, **__: NOT_TIMED)
+    variants = [
+        Variant("small", config=SMALL),
+        Variant("tiles", config=SMALL, tiles={"*": {"rows": 16}}),
+    ]
     plan = Plan(
-        parse_shape("3x1x16x16"), [128], tokens=128, cases=[case], providers=["small"], variants=variants, dtype=torch.float32,
-        out=tmp_path / "rows.jsonl", budget_ms=1,
-    )  # fmt: skip
+        parse_shape("3x1x16x16"),
+        [128],
+        tokens=128,
+        cases=[case],
+        providers=["small"],
+        variants=variants,
+        dtype=torch.float32,
+        out=tmp_path / "rows.jsonl",
+        budget_ms=1,
+    )
     assert bench_attention(plan, torch.device("cpu"))
     rows = read_rows([tmp_path / "rows.jsonl"])
     assert all(row.correct for row in rows if row.provider == "small")

@@ -133,7 +133,8 @@ def test_memory_is_let_go_where_python_lets_it_go() -> None:
 
     for number in range(4):
         assert work(torch.full((3,), float(number))).tolist() == [6 * number + 3] * 3
-    text = next(program for program in work.programs.values() if program).text
+    programs: dict[Any, Any] = work.programs  # type: ignore[attr-defined]
+    text = next(program for program in programs.values() if program).text
     lines = [line.strip() for line in text.splitlines()]
     made = {line.split()[0]: place for place, line in enumerate(lines) if " = c" in line}
     freed = {line.split()[0]: place for place, line in enumerate(lines) if line.endswith("= None")}
@@ -209,15 +210,15 @@ def test_attention(programs: list[Any], changes: dict[str, Any], lengths: tuple[
 
     def step(seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
-        sizes = [(4, 16), *[(2, 16)] * 6]
-        leaves = [torch.randn(96, *size, requires_grad=True) for size in sizes]
+        q, q_cmp = (torch.randn(96, 4, 16, requires_grad=True) for _ in range(2))
+        k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = (torch.randn(96, 2, 16, requires_grad=True) for _ in range(6))
         gates = torch.rand(96, 4, 3, requires_grad=True)
         phi = None if config.phi == "mean" else (module.phi_k.weights(), module.phi_v.weights())
-        q_cmp = torch.randn(96, 4, 16, requires_grad=True) if config.compress_rope == "none" else None
         out = native_sparse_attention(
-            *leaves, gates, phi, config, q_cmp=q_cmp, rope=rope, cu_seqlens_q=offsets, backend="triton"
+            q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, phi, config, rope=rope, cu_seqlens_q=offsets,
+            q_cmp=q_cmp if config.compress_rope == "none" else None, backend="triton",
         )  # fmt: skip
-        given = [*leaves, gates, *module.parameters(), *([] if q_cmp is None else [q_cmp])]
+        given = [q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *module.parameters()]
         grads = torch.autograd.grad(out, given, torch.randn(out.shape), allow_unused=True)
         return [out.detach(), *(x for x in grads if x is not None)]
 

@@ -53,9 +53,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     main = FakeStream(0, said)
     cuda: Any = SimpleNamespace(Stream=make, stream=current, current_stream=lambda device: main)
     monkeypatch.setattr(torch, "cuda", cuda)
-    _side_stream._side.cache_clear()
+    _side_stream.side_of.cache_clear()
     yield said
-    _side_stream._side.cache_clear()
+    _side_stream.side_of.cache_clear()
 
 
 def test_both_begin_and_end_together(said: list[str]) -> None:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import KernelInterface
 
 from nsa import NSAConfig
-from nsa.ops import _side_stream
+from nsa.ops import _replay, _side_stream
 from nsa.ops._packed import compressed_cu_seqlens
 from nsa.ops.attention import ops as whole
 from nsa.ops.selected import launch as triton_launch
@@ -37,6 +38,7 @@ class ModelStream:
 
     def __init__(self, number: int) -> None:
         self.number, self.device, self.clock = number, CUDA, {number: 0}
+        self.cuda_stream = number
 
     def tick(self) -> int:
         self.clock[self.number] += 1
@@ -81,14 +83,18 @@ class StreamModel(TorchDispatchMode):
         self.current, self.made = [self.calling], [self.calling]
         self.memory: dict[int, Memory] = {}
         self.faults: list[str] = []
-        self.launches: list[int] = []  # the stream of each
+        self.launches: list[int] = []  # the stream of each kernel and of each operator that writes
         for name, stand_in in (
             ("Stream", self.new_stream),
             ("stream", self.on),
             ("current_stream", lambda device: self.current[-1]),
+            ("set_stream", self.set_stream),
         ):
             monkeypatch.setattr(torch.cuda, name, stand_in)
-        _side_stream._side.cache_clear()
+        now = lambda device: self.current[-1].number  # noqa: E731
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", now, raising=False)
+        monkeypatch.setattr(_replay, "cuda_device", lambda x: 0)
+        _side_stream.side_of.cache_clear()
         real = _side_stream.fork_join
         for module in (whole, triton_launch):
             monkeypatch.setattr(module, "fork_join", lambda device, enabled=True: real(CUDA, enabled))
@@ -104,13 +110,26 @@ class StreamModel(TorchDispatchMode):
         yield
         self.current.pop()
 
+    def set_stream(self, stream: ModelStream) -> None:
+        self.current[-1] = stream
+
     def launch(self, *arguments: Any, **named: Any) -> None:
-        self.launches.append(self.current[-1].number)
-        self.touch("a kernel", [*arguments, *named.values()])
+        number, given = self.current[-1].number, (*arguments, *named.values())
+        self.launch_on(0, 0, 0, number, *given)
+        recording = _replay.recorder()
+        if recording is not None:
+            recording.launch(self.launch_on, (0, 0, 0, number), given, ())
+
+    def launch_on(self, x: int, y: int, z: int, number: int, *arguments: Any) -> None:
+        self.launches.append(number)
+        with self.on(self.made[number]):
+            self.touch("a kernel", arguments)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         self.touch(str(func), [args, kwargs])
         result = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable or func in _replay._ZEROS:
+            self.launches.append(self.current[-1].number)
         self.touch(str(func), [result])
         return result
 
@@ -151,7 +170,7 @@ class StreamModel(TorchDispatchMode):
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamModel]:
     yield StreamModel(monkeypatch)
-    _side_stream._side.cache_clear()
+    _side_stream.side_of.cache_clear()
 
 
 # --------------------------------------------------------------------------------------------------- the model itself
@@ -278,6 +297,23 @@ class Call:
         return cu, cu, cu_cmp, NUMBER, LENGTH, LENGTH, self.pattern.text, 0.25, self.algorithm
 
 
+def call_and_replay(function: Callable[..., Any], model: StreamModel, *arguments: Any) -> Any:
+    """Results of a plain call, after one that was recorded and its replay: launches are on the same streams."""
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    launches = []
+    with mock.patch.object(_replay, "on_gpu", return_value=False):
+        program, results = _replay.record(function, arguments, tensors)
+        model.check(results)
+        for run in (lambda: program(*tensors), lambda: function(*arguments)):
+            before = len(model.launches)
+            results = run()
+            model.check(results)
+            assert model.current == [model.calling]
+            launches.append(model.launches[before:])
+    assert launches[0] == launches[1]
+    return results
+
+
 def changed(**changes: Any) -> NSAConfig:
     return dataclasses.replace(PATTERN, **changes)
 
@@ -313,15 +349,14 @@ def test_whole_attention(name: str, model: StreamModel) -> None:
         for x in (*given, *where):
             if isinstance(x, Tensor):
                 model.hold(x, "an input")
-        results = whole._forward(*given, *where)
-        model.check(results)
+        results = call_and_replay(whole._forward, model, *given, *where)
         # Integers that kernels left out may be anything; used as places they must be some.
         saved = [x if x.dtype.is_floating_point else torch.zeros_like(x) for x in results[1:]]
         if call.strided and saved[1].numel():
             saved[1] = saved[1].contiguous()  # lse of the compressed branch, as a compiler may hand it over
         dout = torch.zeros_like(results[0])
         del results
-        model.check(whole._backward(*given, *saved, dout, *where))
+        call_and_replay(whole._backward, model, *given, *saved, dout, *where)
     on = call.pattern.branches
     expected = 1 if len(on) == 1 else 3 if "slc" in on else 2
     assert len(set(model.launches)) == expected
@@ -342,5 +377,5 @@ def test_selected_attention_alone(algorithm: str, model: StreamModel) -> None:
         model.check([out, lse, order, union])
         order, union = torch.zeros_like(order), torch.zeros_like(union)
         dout = torch.zeros_like(out)
-        model.check(selected._backward(q, k, v, indices, out, lse, order, union, dout, *where))
+        call_and_replay(selected._backward, model, q, k, v, indices, out, lse, order, union, dout, *where)
     assert set(model.launches) == {0, 1}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nsa import cli
-from nsa.bench.rows import Row, RowFile
+from nsa.bench.rows import Row
 from nsa.bench.subjects import differences
 from nsa.errors import UserError
 from nsa.plan import measure
@@ -20,7 +20,7 @@ from nsa.plan.plan import ASSUMED_MFU, alternatives, expected_speed, make_plan, 
 from nsa.train.config import CheckpointingConfig, TrainConfig
 from nsa.train.load import load_config
 from nsa.train.telemetry.throughput import peak_of
-from tests.bench.rows import make_row
+from tests.bench.rows import make_row, write_rows
 from tests.bench.test_documented_figures import ROOT
 from tests.bench.test_train import write_config
 
@@ -220,7 +220,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "GPU hours x 2",
     ):
         assert line in said
-    RowFile(tmp_path / "rows.jsonl").add(step(gpu=KNOWN["h100"].name, tokens_per_s=1e6))
+    write_rows(tmp_path / "rows.jsonl", [step(gpu=KNOWN["h100"].name, tokens_per_s=1e6)])
     assert cli.main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["tokens_per_s"] == 1e6

@@ -21,70 +21,101 @@ from nsa.train import checkpoint
 from nsa.train.checkpoint import (
     CheckpointWriter,
     best_checkpoint,
+    find_checkpoint,
     list_checkpoints,
     load_tensors,
     read_meta,
     save_checkpoint,
 )
-from tests.train.cases import rewrite_hashes
+from tests.train.cases import rewrite_hashes, run_meta
 
 
-def tensors(seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
     return {
         "model.weight": torch.randn(3, 5, generator=generator),
         "model.tied": torch.randn(2, generator=generator, dtype=torch.float64),
-        "optimizer.weight.step": torch.tensor(7.0 + seed),
+        "optimizer.weight.step": torch.tensor(7.0),
         "rng.torch": torch.get_rng_state(),
         "rng.numpy": torch.arange(4),
         "empty": torch.zeros(0, 3),
     }
 
 
-def test_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    saved = tensors()
-    values = {"step": 3, "loss": 0.1 + 0.2, "none": None, "nested": {"list": [1, 2]}}
-    path = save_checkpoint(tmp_path / "checkpoints", 3, saved, values, keep=2)
+def save(folder: Path, step: int = 1, keep: int = 1, **meta: Any) -> Path:
+    return save_checkpoint(folder, step, tensors(), run_meta(**meta), keep=keep)
+
+
+def steps(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder)]
+
+
+def test_comes_back_bit_for_bit_in_place_and_in_part(tmp_path: Path) -> None:
+    values: dict[str, Any] = {"data": {"loss": 0.1 + 0.2, "none": None, "nested": [1, 2]}}
+    path = save(tmp_path / "checkpoints", 3, **values)
     assert path.name == "step-00000003"
-    assert len({file.stat().st_mode for file in path.iterdir()}) == 1  # whoever may read one may read all
-    loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1  # all can be read, or none
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
     load_tensors(path, loaded)
-    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    assert all(torch.equal(tensors()[name], loaded[name]) for name in loaded)
     meta = read_meta(path)
     assert {name: meta[name] for name in values} == values
-
-
-def test_loads_in_place_and_in_part(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, 1, tensors(), {}, keep=1)
     weight = torch.zeros(3, 5, requires_grad=True)
     address = weight.data_ptr()
-    load_tensors(path, {"model.weight": weight.detach(), "model.tied": torch.zeros(2, dtype=torch.float64)})
+    load_tensors(path, {"model.weight": weight.detach(), "model.tied": loaded["model.tied"]})
     assert weight.data_ptr() == address
     assert torch.equal(weight.detach(), tensors()["model.weight"])
 
 
+def test_a_checkpoint_of_format_2_still_loads(tmp_path: Path) -> None:
+    """One file whatever the number of processes was, and no other difference."""
+    path = save(tmp_path)
+    (path / "meta.json").write_text(json.dumps({**read_meta(path), "format": 2}))
+    rewrite_hashes(path)
+    assert sorted(file.name for file in path.iterdir()) == [
+        "SHA256SUMS",
+        "meta.json",
+        "tensors.safetensors",
+    ]
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
+    load_tensors(path, loaded)
+    assert all(torch.equal(tensors()[name], loaded[name]) for name in loaded)
+
+
 def test_newest_are_kept_in_order(tmp_path: Path) -> None:
+    (tmp_path / ".unfinished-step-00000009").mkdir(parents=True)  # of a process that was killed
+    (tmp_path / ".unfinished-step-00000009" / "tensors.safetensors").write_bytes(b"half")
+    assert steps(tmp_path) == []
     for step in (1, 5, 30, 200):
-        save_checkpoint(tmp_path, step, tensors(), {}, keep=2)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000030", "step-00000200"]
+        save(tmp_path, step, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", "step-00000200"]
+    assert steps(tmp_path) == [30, 200]
     with pytest.raises(FileExistsError):
-        save_checkpoint(tmp_path, 200, tensors(), {}, keep=2)
+        save(tmp_path, 200)
+    assert find_checkpoint("test", tmp_path, "30").name == "step-00000030"
+    with pytest.raises(
+        ValueError,
+        match="--checkpoint must be last, best or one of 30, 200, got 31",
+    ):
+        find_checkpoint("test", tmp_path, "31")
 
 
 class _Death(BaseException):
     """Stands for the end of the process: nothing in the code under test may catch it."""
 
 
-def test_killed_while_writing_leaves_the_old_or_the_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writing ends at each call that flushes or renames; the one checkpoint to keep is the old or the new, and whole."""
+def test_killed_while_writing_leaves_the_old_or_the_new(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Writing ends at each call that flushes or renames; the checkpoint to keep is whole."""
     newest: list[int] = []
     for moment in range(1, 99):
         folder = tmp_path / str(moment)
-        save_checkpoint(folder, 2, {"a": torch.full((9,), 2.0)}, {}, keep=1)
+        save_checkpoint(folder, 2, {"a": torch.full((9,), 2.0)}, run_meta(), keep=1)
         calls = iter(range(1, 999))
 
-        def dying(real: Callable[..., Any], calls: Iterator[int] = calls, moment: int = moment) -> Callable[..., Any]:
+        def dying(real: Any, calls: Iterator[int] = calls, moment: int = moment) -> Any:
             def call(*args: Any) -> Any:
                 if next(calls) == moment:
                     raise _Death
@@ -96,7 +127,7 @@ def test_killed_while_writing_leaves_the_old_or_the_new(tmp_path: Path, monkeypa
             patch.setattr(os, "fsync", dying(os.fsync))
             patch.setattr(Path, "rename", dying(Path.rename))
             try:
-                save_checkpoint(folder, 3, {"a": torch.full((9,), 3.0)}, {}, keep=1)
+                save_checkpoint(folder, 3, {"a": torch.full((9,), 3.0)}, run_meta(), keep=1)
                 survived = True
             except _Death:
                 survived = False
@@ -112,37 +143,29 @@ def test_killed_while_writing_leaves_the_old_or_the_new(tmp_path: Path, monkeypa
     assert (newest[0], newest[-1]) == (2, 3)
 
 
-def test_unfinished_ones_are_never_seen_and_then_removed(tmp_path: Path) -> None:
-    (tmp_path / ".unfinished-step-00000009").mkdir(parents=True)
-    (tmp_path / ".unfinished-step-00000009" / "tensors.safetensors").write_bytes(b"half")
-    (tmp_path / "step-x").mkdir()
-    assert list_checkpoints(tmp_path) == []
-    save_checkpoint(tmp_path, 1, tensors(), {}, keep=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-x"]
-
-
 @pytest.mark.parametrize("name", ["tensors.safetensors", "meta.json", "SHA256SUMS"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "empty"])
 def test_damage_is_noticed(tmp_path: Path, damage: str, name: str) -> None:
-    path = save_checkpoint(tmp_path, 1, tensors(), {}, keep=1)
+    path = save(tmp_path)
     file = path / name
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     if damage == "remove":
         file.unlink()
     else:
-        file.write_bytes({"flip": bytes(content), "truncate": bytes(content[:-1]), "empty": b""}[damage])
+        file.write_bytes(
+            {"flip": bytes(content), "truncate": bytes(content[:-1]), "empty": b""}[damage],
+        )
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
-    with pytest.raises(
-        ValueError, match=rf"path must hold an undamaged checkpoint, got .*{name} missing or .*Remove this folder"
-    ):
+    message = rf"must hold an undamaged checkpoint, got .*{name} missing or .*Remove this folder"
+    with pytest.raises(ValueError, match=message):
         load_tensors(path, loaded)
     assert not any(tensor.any() for tensor in loaded.values())
 
 
 def test_hashes_are_those_of_the_usual_program(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, 1, tensors(), {}, keep=1)
-    done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=path, capture_output=True, text=True, check=True)
+    command = ["sha256sum", "-c", "SHA256SUMS"]
+    done = subprocess.run(command, cwd=save(tmp_path), capture_output=True, text=True, check=True)
     assert done.stdout == "tensors.safetensors: OK\nmeta.json: OK\n"
 
 
@@ -150,35 +173,24 @@ def test_hashes_are_those_of_the_usual_program(tmp_path: Path) -> None:
     ("name", "tensor", "message"),
     [
         ("model.weight", torch.zeros(3, 6), r"hold model\.weight as \(3, 6\) torch\.float32"),
-        ("model.weight", torch.zeros(3, 5, dtype=torch.float64), r"hold model\.weight as \(3, 5\) torch\.float64"),
+        ("model.weight", torch.zeros(3, 5).double(), r"model\.weight as \(3, 5\) torch\.float64"),
         ("model.other", torch.zeros(1), r"hold model\.other as \(1,\) torch\.float32, got None"),
+        (
+            "model.weight",
+            torch.zeros(3, 5),
+            r"hold no model\.tied, got one\. It is .*step-00000001",
+        ),
     ],
 )
 def test_another_model_is_refused(tmp_path: Path, name: str, tensor: Tensor, message: str) -> None:
-    path = save_checkpoint(tmp_path, 1, tensors(), {}, keep=1)
     with pytest.raises(ValueError, match=message):
-        load_tensors(path, {name: tensor})
-
-
-def test_a_larger_model_is_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, 1, tensors(), {}, keep=1)
-    weight = torch.zeros(3, 5)
-    with pytest.raises(ValueError, match=r"path must hold no model\.tied, got one\. It is .*step-00000001"):
-        load_tensors(path, {"model.weight": weight})
-    assert not weight.any()
+        load_tensors(save(tmp_path), {name: tensor})
+    assert not tensor.any()
 
 
 def test_no_checkpoint_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="be the folder of a checkpoint"):
         read_meta(tmp_path / "step-00000001")
-
-
-def test_another_format_is_refused(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, 1, tensors(), {}, keep=1)
-    (path / "meta.json").write_text(json.dumps({**read_meta(path), "format": 99}))
-    rewrite_hashes(path)
-    with pytest.raises(ValueError, match="hold a checkpoint of format 2, got format 99 of nsa "):
-        read_meta(path)
 
 
 class _Harmful:
@@ -190,58 +202,63 @@ class _Harmful:
 
 
 def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, 1, {"a": torch.zeros(4)}, {}, keep=1)
-    (path / "tensors.safetensors").write_bytes(pickle.dumps(_Harmful(f"touch {tmp_path}/ran"), protocol=2))
+    path = save(tmp_path)
+    harmful = pickle.dumps(_Harmful(f"touch {tmp_path}/ran"), protocol=2)
+    (path / "tensors.safetensors").write_bytes(harmful)
     rewrite_hashes(path)
-    with pytest.raises(ValueError, match=r"hold tensors in the format of safetensors, got .*tensors\.safetensors"):
+    with pytest.raises(
+        ValueError,
+        match=r"in the format of safetensors, got .*tensors\.safetensors",
+    ):
         load_tensors(path, {"a": torch.zeros(4)})
     assert not (tmp_path / "ran").exists()
-
-
-# ------------------------------------------------------------------------------------------------------------------ best
 
 
 def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
     figures = {1: 3.0, 2: None, 3: 2.0, 4: 2.5, 5: 2.6, 6: None, 7: 1.5, 8: 1.7}
     kept = {}
     for step, figure in figures.items():
-        save_checkpoint(tmp_path, step, {"a": torch.zeros(1)}, {"val_bits_per_byte": figure}, keep=2)
-        kept[step] = [int(path.name[-1]) for path in list_checkpoints(tmp_path)]
-    assert kept == {1: [1], 2: [1, 2], 3: [2, 3], 4: [3, 4], 5: [3, 4, 5], 6: [3, 5, 6], 7: [6, 7], 8: [7, 8]}
+        save(tmp_path, step, keep=2, val_bits_per_byte=figure)
+        kept[step] = steps(tmp_path)
+    assert list(kept.values()) == [
+        [1],
+        [1, 2],
+        [2, 3],
+        [3, 4],
+        [3, 4, 5],
+        [3, 5, 6],
+        [6, 7],
+        [7, 8],
+    ]
     assert best_checkpoint(tmp_path) == tmp_path / "step-00000007"
+    (tmp_path / "step-00000007" / "meta.json").write_text("{")  # a damaged one is not the best
+    assert best_checkpoint(tmp_path) == tmp_path / "step-00000008"
+    save(tmp_path, 9, val_bits_per_byte=4.0)
+    assert steps(tmp_path) == [8, 9]
 
 
-def test_a_damaged_one_is_not_the_best_and_does_not_stop_the_next(tmp_path: Path) -> None:
-    for step, figure in ((1, 2.0), (2, 3.0)):
-        save_checkpoint(tmp_path, step, {"a": torch.zeros(1)}, {"val_bits_per_byte": figure}, keep=2)
-    (tmp_path / "step-00000001" / "meta.json").write_text("{")
-    assert best_checkpoint(tmp_path) == tmp_path / "step-00000002"
-    save_checkpoint(tmp_path, 3, {"a": torch.zeros(1)}, {"val_bits_per_byte": 4.0}, keep=1)
-    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["2", "3"]
-
-
-# ---------------------------------------------------------------------------------------------------- beside training
+# --- the thread that writes -----------------------------------------------------------------------
 
 
 def test_writing_goes_on_beside_training_with_the_tensors_of_the_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     may_write, calls = threading.Event(), []
-    real = save_file
 
     def slow(*args: Any) -> None:
         calls.append(threading.current_thread().name)
         assert may_write.wait(20)
-        real(*args)
+        save_file(*args)
 
     monkeypatch.setattr(checkpoint, "save_file", slow)
     writer = CheckpointWriter(tmp_path, keep=3)
     live = {"a": torch.ones(1000)}
-    writer.submit(1, live, {})
+    writer.submit(1, live, run_meta())
     live["a"].zero_()  # the next optimizer step
-    assert list_checkpoints(tmp_path) == []
+    assert steps(tmp_path) == []
     assert writer.newest_step == 1
-    second = threading.Thread(target=writer.submit, args=(2, live, {}))
+    second = threading.Thread(target=writer.submit, args=(2, live, run_meta()))
     second.start()  # waits for the first: one at a time
     second.join(0.3)
     assert second.is_alive()
@@ -249,19 +266,20 @@ def test_writing_goes_on_beside_training_with_the_tensors_of_the_moment(
     may_write.set()
     second.join(20)
     writer.close()
-    loaded = {"a": torch.full((1000,), 7.0)}
-    load_tensors(tmp_path / "step-00000001", loaded)
-    assert torch.equal(loaded["a"], torch.ones(1000))
-    load_tensors(tmp_path / "step-00000002", loaded)
-    assert torch.equal(loaded["a"], torch.zeros(1000))
+    for path, value in zip(list_checkpoints(tmp_path), (1.0, 0.0), strict=True):
+        loaded = {"a": torch.full((1000,), 7.0)}
+        load_tensors(path, loaded)
+        assert torch.equal(loaded["a"], torch.full((1000,), value))
     assert all(name.startswith("checkpoint") for name in calls)
 
 
 def test_a_write_that_fails_is_a_warning_and_a_bug_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    writer = CheckpointWriter(tmp_path, keep=3)
-    writer.submit(1, {"a": torch.ones(9)}, {})
+    writer, live = CheckpointWriter(tmp_path, keep=3), {"a": torch.ones(9)}
+    writer.submit(1, live, run_meta())
     writer.wait()
 
     def fail(error: BaseException) -> Callable[..., None]:
@@ -271,17 +289,21 @@ def test_a_write_that_fails_is_a_warning_and_a_bug_is_not(
         return raise_it
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", fail(OSError(errno.ENOSPC, "No space left on device")))
-        writer.submit(2, {"a": torch.ones(9)}, {})
+        patch.setattr(
+            checkpoint,
+            "save_file",
+            fail(OSError(errno.ENOSPC, "No space left on device")),
+        )
+        writer.submit(2, live, run_meta())
         writer.wait()
         assert "checkpoint of step 2 could not be written" in caplog.text
         assert "the newest is step-00000001" in caplog.text
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
         assert (writer.newest_step, bool(writer.failure)) == (1, True)
         patch.setattr(checkpoint, "save_file", fail(ZeroDivisionError("a bug")))
-        writer.submit(3, {"a": torch.ones(9)}, {})
+        writer.submit(3, live, run_meta())
         with pytest.raises(ZeroDivisionError, match="a bug"):
             writer.wait()
-    writer.submit(4, {"a": torch.ones(9)}, {})
+    writer.submit(4, live, run_meta())
     writer.close()
     assert (writer.newest_step, writer.failure) == (4, None)

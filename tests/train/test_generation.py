@@ -12,18 +12,30 @@ from torch import Tensor
 
 from nsa.lm.model import LanguageModel
 from nsa.train.data import ByteTokenizer
-from nsa.train.generation import Sampling, complete, generate
+from nsa.train.generation import Sampling, generate
 from tests.train.cases import MODEL
 
 TOKENIZER = ByteTokenizer()
-PROMPTS = ["a", "some longer prompt than the others, over a few blocks of the pattern", "\u00e9t\u00e9"]
+PROMPTS = [
+    "a",
+    "some longer prompt than the others, over a few blocks of the pattern",
+    "\u00e9t\u00e9",
+]
 ATTENTION = pytest.mark.parametrize("attention", ["nsa", "dense"])
 
 
+def complete(*args: Any, **options: Any) -> list[bytes]:
+    """The pieces of each text joined."""
+    return [b"".join(pieces) for pieces in zip(*generate(*args, **options), strict=True)]
+
+
 def make_model(attention: str = "nsa", scale: float = 20.0) -> LanguageModel:
-    """An untrained model with a head so large that it has opinions; in fp64, so that rounding decides nothing."""
+    """An untrained model with a head so large that it has opinions; in fp64, so that rounding
+    decides nothing.
+    """
     torch.manual_seed(1)
-    model = LanguageModel(dataclasses.replace(MODEL, attention=attention)).double()  # type: ignore[arg-type]
+    config = dataclasses.replace(MODEL, attention=attention)  # type: ignore[arg-type]
+    model = LanguageModel(config).double()
     with torch.no_grad():
         model.head.weight.mul_(scale)
         model.head.weight[TOKENIZER.separator_id] = 0
@@ -44,51 +56,40 @@ def test_greedy_is_the_likeliest_token_each_time(attention: str) -> None:
     found = complete(model, TOKENIZER, PROMPTS, max_new_tokens=40, temperature=0)
     assert found == [without_cache(model, prompt, 40) for prompt in PROMPTS]
     assert complete(model, TOKENIZER, PROMPTS, max_new_tokens=40, temperature=1.0, top_k=1) == found
-    assert complete(model, TOKENIZER, PROMPTS, max_new_tokens=40, temperature=1.0, top_p=1e-9) == found
+    nucleus = {"temperature": 1.0, "top_p": 1e-9}
+    assert complete(model, TOKENIZER, PROMPTS, max_new_tokens=40, **nucleus) == found
 
 
 @ATTENTION
 def test_batch_equals_its_prompts(attention: str) -> None:
     model = make_model(attention)
     together = complete(model, TOKENIZER, PROMPTS, max_new_tokens=30, seed=5)
-    alone = [complete(model, TOKENIZER, [prompt], max_new_tokens=30, seed=5 + index)[0] for index, prompt in enumerate(PROMPTS)]
-    assert together == alone
+    for index, prompt in enumerate(PROMPTS):
+        alone = complete(model, TOKENIZER, [prompt], max_new_tokens=30, seed=5 + index)
+        assert alone == [together[index]]
 
 
 def test_seed_decides() -> None:
     model = make_model(scale=5.0)
-    first, again, other = (complete(model, TOKENIZER, ["to be"], max_new_tokens=30, seed=seed) for seed in (3, 3, 4))
+    options = ({"max_new_tokens": 30, "seed": seed} for seed in (3, 3, 4))
+    first, again, other = (complete(model, TOKENIZER, ["to be"], **each) for each in options)
     assert first == again != other
     twice = complete(model, TOKENIZER, ["to be", "to be"], max_new_tokens=30, seed=3)
     assert twice == [first[0], other[0]]
 
 
-def test_global_generators_are_not_touched() -> None:
-    model = make_model()
-    before = torch.get_rng_state()
-    complete(model, TOKENIZER, ["x"], max_new_tokens=5)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_stream_joins_to_the_whole_text() -> None:
-    model = make_model()
-    steps = list(generate(model, TOKENIZER, PROMPTS, max_new_tokens=12, seed=2))
-    assert len(steps) == 12
-    assert all(len(step) == len(PROMPTS) for step in steps)
-    joined = [b"".join(pieces) for pieces in zip(*steps, strict=True)]
-    assert joined == complete(model, TOKENIZER, PROMPTS, max_new_tokens=12, seed=2)
-
-
 def test_separator_ends_one_text_and_not_the_others() -> None:
     model = make_model()
-    # The head now answers the hidden state after some steps of the first prompt's text with the separator.
+    # The head now answers the hidden state after some steps of the first prompt's text with the
+    # separator.
     steps = 7
     text = TOKENIZER.encode(PROMPTS[0]) + list(without_cache(model, PROMPTS[0], steps))
     with torch.no_grad():
         hidden = model.hidden_states(torch.tensor(text))[-1]
         model.head.weight[TOKENIZER.separator_id] = 100 * hidden / hidden.norm()
         model.head.bias = torch.nn.Parameter(torch.zeros(256, dtype=torch.float64))
-        model.head.bias[TOKENIZER.separator_id] = 1 - 100 * hidden.norm() + (model.head.weight @ hidden)[1:].max()
+        largest = (model.head.weight @ hidden)[1:].max()
+        model.head.bias[TOKENIZER.separator_id] = 1 - 100 * hidden.norm() + largest
     pieces = list(generate(model, TOKENIZER, PROMPTS[:2], max_new_tokens=20, temperature=0))
     first = [piece[0] for piece in pieces]
     assert b"".join(first) == without_cache(model, PROMPTS[0], steps)
@@ -104,12 +105,6 @@ def test_synthetic_tasks_have_no_end() -> None:
     assert len(text) == 9
 
 
-def test_token_prompts_are_taken_as_they_are() -> None:
-    model = make_model()
-    by_text = complete(model, TOKENIZER, ["some"], max_new_tokens=9, temperature=0)
-    assert complete(model, TOKENIZER, [list(b"some")], max_new_tokens=9, temperature=0) == by_text
-
-
 def test_gradients_and_mode_of_the_caller_stay() -> None:
     model = make_model().train()
     stream = generate(model, TOKENIZER, ["x"], max_new_tokens=3)
@@ -118,7 +113,7 @@ def test_gradients_and_mode_of_the_caller_stay() -> None:
     assert model.training
 
 
-# -------------------------------------------------------------------------------------------------------------- sampling
+# ---  ---------------------------------------------------------------------------------------------
 
 
 def frequencies(sampling: Sampling, logits: Tensor, draws: int = 4000) -> Tensor:
@@ -144,8 +139,16 @@ LOGITS = torch.tensor([0.5, 0.05, 0.2, 0.25]).log()
         (Sampling(top_k=3, top_p=0.5), [1, 0, 0, 0]),
     ],
 )
-def test_tokens_are_drawn_as_often_as_they_should(sampling: Sampling, expected: list[float]) -> None:
-    torch.testing.assert_close(frequencies(sampling, LOGITS), torch.tensor(expected).float(), rtol=0, atol=0.025)
+def test_tokens_are_drawn_as_often_as_they_should(
+    sampling: Sampling,
+    expected: list[float],
+) -> None:
+    torch.testing.assert_close(
+        frequencies(sampling, LOGITS),
+        torch.tensor(expected).float(),
+        rtol=0,
+        atol=0.025,
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,13 +161,19 @@ def test_tokens_are_drawn_as_often_as_they_should(sampling: Sampling, expected: 
         ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, got -1"),
     ],
 )
-def test_bad_settings_are_refused_before_anything_runs(settings: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_refused_before_anything_runs(
+    settings: dict[str, Any],
+    message: str,
+) -> None:
     with pytest.raises(ValueError, match=f"generate: {message}"):
         generate(make_model(), TOKENIZER, ["x"], **{"max_new_tokens": 1, **settings})
 
 
 def test_bad_prompts_are_refused() -> None:
-    with pytest.raises(ValueError, match="generate: prompts must hold at least one token each, got ''"):
+    with pytest.raises(
+        ValueError,
+        match="generate: prompts must hold at least one token each, got ''",
+    ):
         generate(make_model(), TOKENIZER, ["x", ""], max_new_tokens=1)
     with pytest.raises(ValueError, match="generate: prompts must hold at least one prompt, got 0"):
         generate(make_model(), TOKENIZER, [], max_new_tokens=1)

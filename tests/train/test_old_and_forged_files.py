@@ -1,4 +1,6 @@
-"""Files of a run that an earlier version wrote, or that somebody changed: they are read, or refused in one line."""
+"""Files of a run that an earlier version wrote, or that somebody changed: they are read, or refused
+in one line.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def change_meta(run: Path, change: Callable[[Meta], object]) -> Path:
     return path
 
 
-# ----------------------------------------------------------------------------------------------------- checkpoints
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_from_before_a_setting_existed_counts_as_its_default(tmp_path: Path) -> None:
@@ -51,21 +53,28 @@ def test_a_checkpoint_from_before_a_setting_existed_counts_as_its_default(tmp_pa
     change_meta(tmp_path / "run", older)
     assert make_trainer(config, tmp_path / "run", resume=True).state.progress.step == 4
     changed = dataclasses.replace(config, tf32=True)
-    with pytest.raises(ValueError, match=r"train: tf32 must stay as in the checkpoint \(False\), got True"):
+    with pytest.raises(
+        ValueError,
+        match=r"train: tf32 must stay as in the checkpoint \(False\), got True",
+    ):
         make_trainer(changed, tmp_path / "run", resume=True)
     assert read_metrics(tmp_path / "run" / "metrics.jsonl") == whole
 
 
-def test_a_checkpoint_of_another_format_is_refused_with_the_version_that_reads_it(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_format_is_refused_with_the_version_that_reads_it(
+    tmp_path: Path,
+) -> None:
     config = tiny_config(tmp_path, steps=2)
     make_trainer(config, tmp_path / "run").run()
     change_meta(tmp_path / "run", lambda meta: meta.update(format=9, nsa="7.1.0"))
-    with pytest.raises(ValueError, match=r"format 2, got format 9 of nsa 7\.1\.0 in .* That version of nsa can read it"):
+    with pytest.raises(
+        ValueError,
+        match=r"format 2 or 3, got format 9 of nsa 7\.1\.0 in .* That version of nsa can read it",
+    ):
         make_trainer(config, tmp_path / "run", resume=True)
-
     path = change_meta(tmp_path / "run", lambda meta: meta.update(format=1, nsa="0.0"))
     (path / "SHA256SUMS").unlink()
-    with pytest.raises(ValueError, match=r"format 2, got format 1 of nsa 0\.0 in "):
+    with pytest.raises(ValueError, match=r"format 2 or 3, got format 1 of nsa 0\.0 in "):
         make_trainer(config, tmp_path / "run", resume=True)
 
 
@@ -87,7 +96,11 @@ FORGED: dict[str, Callable[[Meta], object]] = {
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_a_forged_meta_ends_in_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_forged_meta_ends_in_one_line(
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     config = tiny_config(tmp_path, steps=2)
     make_trainer(config, tmp_path / "run").run()
     change_meta(tmp_path / "run", FORGED[name])
@@ -98,7 +111,11 @@ def test_a_forged_meta_ends_in_one_line(name: str, tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "{", "null", "[" * 100_000])
-def test_a_meta_that_is_no_object_ends_in_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_meta_that_is_no_object_ends_in_one_line(
+    text: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     make_trainer(tiny_config(tmp_path, steps=2), tmp_path / "run").run()
     path = list_checkpoints(tmp_path / "run" / "checkpoints")[-1]
     (path / "meta.json").write_text(text)
@@ -118,23 +135,40 @@ def test_progress_of_version_0_1_0_is_read() -> None:
         Progress.from_json({**dataclasses.asdict(Progress()), "step": "x"})
 
 
-# ------------------------------------------------------------------------------------------------------ other files
+# --- other files ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"launches": []}', '{"launches": 3}', '{"launches": [{}]}', "[" * 100_000])
-def test_a_broken_environment_ends_in_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"launches": []}', '{"launches": 3}', '{"launches": [{}]}', "[" * 100_000],
+)
+def test_a_broken_environment_ends_in_one_line(
+    text: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     make_trainer(tiny_config(tmp_path, steps=2), tmp_path / "run").run()
     (tmp_path / "run" / "environment.json").write_text(text)
     for words in (["train", "--resume"], ["check"], ["report"]):
         assert cli.main([*words, str(tmp_path / "run")]) == 2
-        assert "environment.json must hold the launches of the run in JSON" in capsys.readouterr().err
+        rule = "environment.json must hold the launches of the run in JSON"
+        assert rule in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "[]", '{"kind": "start"}', '{"kind": 1, "message": "a", "time_unix_s": 1}', "[" * 100_000]
+    "line",
+    [
+        "{",
+        "[]",
+        '{"kind": "start"}',
+        '{"kind": 1, "message": "a", "time_unix_s": 1}',
+        "[" * 100_000,
+    ],
 )
 def test_a_broken_event_ends_in_one_line_unless_it_is_the_last(
-    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    line: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = make_trainer(tiny_config(tmp_path, steps=2), tmp_path / "run").run_folder
     good = json.dumps({"kind": "start", "message": "a", "time_unix_s": 1.5, "step": None})
@@ -147,7 +181,8 @@ def test_a_broken_event_ends_in_one_line_unless_it_is_the_last(
 
 def test_a_run_folder_may_have_any_name(tmp_path: Path) -> None:
     for name in (r"cost$\frac$", "a{b}%s", "<b>&'"):
-        assert cli.main(["train", str(write_tiny(tmp_path)), "--run-dir", str(tmp_path / name)]) == 0
+        words = ["train", str(write_tiny(tmp_path)), "--run-dir", str(tmp_path / name)]
+        assert cli.main(words) == 0
         assert (tmp_path / name / "loss.png").stat().st_size > 0
         assert cli.main(["report", str(tmp_path / name), str(tmp_path / name)]) == 0
 
@@ -158,7 +193,7 @@ def write_tiny(tmp_path: Path) -> Path:
     return path
 
 
-# ------------------------------------------------------------------------------------------------------------- YAML
+# --- YAML -----------------------------------------------------------------------------------------
 
 
 def refused(tmp_path: Path, text: str) -> str:
@@ -175,7 +210,8 @@ def test_yaml_that_holds_itself_or_nests_without_end(tmp_path: Path) -> None:
     assert "nested too deeply" in refused(tmp_path, "steps: " + "[" * 20_000)
     assert "nested too deeply" in refused(tmp_path, "{a: " * 20_000)
     assert "odd.yaml" in refused(tmp_path, "optim: {betas: &b [*b, 0.9]}")
-    laughs = "a0: &a0 {x: 1, y: 2}\n" + "".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}\n" for n in range(1, 40))
+    more = (f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}\n" for n in range(1, 40))
+    laughs = "a0: &a0 {x: 1, y: 2}\n" + "".join(more)
     assert "hold at most 10,000 values, aliases included" in refused(tmp_path, laughs)
     with pytest.raises(UserError, match="betas must be a list of 2 numbers"):
         load_config(None, {"optim.betas": "[" * 20_000})
@@ -183,15 +219,20 @@ def test_yaml_that_holds_itself_or_nests_without_end(tmp_path: Path) -> None:
 
 def test_steps_have_an_upper_limit(tmp_path: Path) -> None:
     assert load_config(None, {"steps": "1_000_000_000"}).steps == 10**9
-    with pytest.raises(UserError, match=r"--steps: steps must be at most 1,000,000,000, got 1000000001"):
+    with pytest.raises(
+        UserError,
+        match=r"--steps: steps must be at most 1,000,000,000, got 1000000001",
+    ):
         load_config(None, {"steps": "1000000001"})
 
 
-# -------------------------------------------------------------------------------------------------- renamed settings
+# --- renamed settings -----------------------------------------------------------------------------
 
 
 def test_a_renamed_setting_is_taken_for_one_release(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     renamed = {"optim.rate": "optim.lr", "windows": "data.pattern"}
     monkeypatch.setattr(load, "RENAMED", renamed)
@@ -201,14 +242,25 @@ def test_a_renamed_setting_is_taken_for_one_release(
     config = load_config(path, {"optim.rate": "0.5"})
     assert (config.optim.lr, config.data.pattern) == (0.5, "*.md")
     assert "--optim.rate: the setting optim.rate is called optim.lr now" in caplog.text
-    assert "old.yaml:2: the setting windows is called data.pattern now; the old name goes with the next release" in caplog.text
+    renaming = "old.yaml:2: the setting windows is called data.pattern now;"
+    assert f"{renaming} the old name goes with the next release" in caplog.text
     assert load_config(path).optim.lr == 0.25
-    run = ["train", str(write_tiny(tmp_path)), "--run-dir", str(tmp_path / "named"), "--optim.rate", "0.125"]
+    run = [
+        "train",
+        str(write_tiny(tmp_path)),
+        "--run-dir",
+        str(tmp_path / "named"),
+        "--optim.rate",
+        "0.125",
+    ]
     assert cli.main(run) == 0
     assert load_config(tmp_path / "named" / "config.yaml").optim.lr == 0.125
     assert "not stand beside optim.lr" in refused(tmp_path, "optim: {rate: 0.25, lr: 0.5}")
 
     config = tiny_config(tmp_path, steps=2)
     make_trainer(config, tmp_path / "run").run()
-    change_meta(tmp_path / "run", lambda meta: meta["config"]["optim"].update(rate=meta["config"]["optim"].pop("lr")))
+    change_meta(
+        tmp_path / "run",
+        lambda meta: meta["config"]["optim"].update(rate=meta["config"]["optim"].pop("lr")),
+    )
     assert make_trainer(config, tmp_path / "run", resume=True).state.progress.step == 2

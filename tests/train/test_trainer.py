@@ -22,10 +22,10 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.train import reports
-from nsa.train.config import DataConfig, OptimConfig, ParallelConfig, TrainConfig
-from nsa.train.data import Batch, Sampler, TextSource, collate
+from nsa.train.config import DataConfig, ParallelConfig, TrainConfig
+from nsa.train.data import Batch, Sampler, TextSource
 from nsa.train.distributed.launch import Launch, check_launch
-from nsa.train.generation import complete
+from nsa.train.generation import generate
 from nsa.train.run_folder import RunFolder
 from nsa.train.schedule import lr_factor
 from nsa.train.telemetry.metrics import Row, read_metrics
@@ -34,14 +34,15 @@ from tests.train.cases import make_trainer, reproducible_rows, tiny_config
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    named = trainer.model.named_parameters()
+    return {name: parameter.detach().clone() for name, parameter in named}
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return all(torch.equal(left[name], right[name]) for name in left)
 
 
-# ------------------------------------------------------------------------------------------------------------ one step
+# --- one step -------------------------------------------------------------------------------------
 
 
 def test_micro_batches_equal_one_big_batch(tmp_path: Path) -> None:
@@ -65,11 +66,15 @@ def test_loss_and_gradient_norm_by_hand(tmp_path: Path) -> None:
     for batch in batches:
         logits = trainer.model(batch.tokens, batch.cu_seqlens, batch.max_seqlen)
         total = total + nn.functional.cross_entropy(logits, batch.targets, reduction="sum")
-    gradients = torch.autograd.grad(total / sum(batch.num_targets for batch in batches), list(trainer.model.parameters()))
+    gradients = torch.autograd.grad(
+        total / sum(batch.num_targets for batch in batches),
+        list(trainer.model.parameters()),
+    )
     norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
     loss, grad_norm, cancelled = trainer.train_step(batches).tolist()
     assert loss == pytest.approx(total.item(), rel=1e-5)
-    assert grad_norm == pytest.approx(norm.item(), rel=1e-4)  # over all parameters, and not of zeroed gradients
+    # Over all parameters, and not of zeroed gradients.
+    assert grad_norm == pytest.approx(norm.item(), rel=1e-4)
     assert grad_norm > 0.1
     assert cancelled == 0
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
@@ -77,20 +82,32 @@ def test_loss_and_gradient_norm_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("clip", [0.0, 1e-3])
 def test_clipping(tmp_path: Path, clip: float) -> None:
-    """AdamW does not see the gradient's scale, its first moment does: a tenth of the gradient that reached it."""
+    """AdamW does not see the gradient's scale, its first moment does: a tenth of the gradient that
+    reached it.
+    """
     trainer = make_trainer(tiny_config(tmp_path, optim={"grad_clip": clip}), tmp_path / "run")
     _, grad_norm, _ = trainer.train_step(trainer.next_batches()).tolist()
-    moments = [tensor for name, tensor in trainer.state.optimizer.state_tensors().items() if name.endswith(".exp_avg")]
+    state = trainer.state.optimizer.state_tensors().items()
+    moments = [tensor for name, tensor in state if name.endswith(".exp_avg")]
     reached = 10 * torch.cat([moment.flatten() for moment in moments]).norm().item()
     assert reached == pytest.approx(clip if clip else grad_norm, rel=1e-3)
 
 
 def test_schedule_counts_optimizer_steps(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, accumulation=4, micro_batch=1, steps=6, log_every=1, optim={"warmup_steps": 3})
+    config = tiny_config(
+        tmp_path,
+        accumulation=4,
+        micro_batch=1,
+        steps=6,
+        log_every=1,
+        optim={"warmup_steps": 3},
+    )
     make_trainer(config, tmp_path / "run").run()
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert [row["learning_rate"] for row in rows] == pytest.approx([1e-2 * lr_factor(step, 6, 3) for step in range(6)])
+    assert [row["learning_rate"] for row in rows] == pytest.approx(
+        [1e-2 * lr_factor(step, 6, 3) for step in range(6)],
+    )
     assert [row["tokens"] for row in rows] == [4 * 64 * step for step in range(1, 7)]
 
 
@@ -104,7 +121,9 @@ def test_master_weights_stay_fp32_under_bf16_compute(tmp_path: Path) -> None:
         results[dtype] = trainer.train_step(trainer.next_batches()).tolist()
         assert set(seen) == {torch.float32 if dtype == "fp32" else torch.bfloat16}
         assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
-        assert {tensor.dtype for tensor in trainer.state.training_tensors().values()} == {torch.float32}
+        assert {tensor.dtype for tensor in trainer.state.training_tensors().values()} == {
+            torch.float32,
+        }
     assert results["bf16"][:2] == pytest.approx(results["fp32"][:2], rel=0.02)
     assert results["bf16"][0] != results["fp32"][0]
 
@@ -118,10 +137,19 @@ class _NoReading(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_step_reads_nothing_off_the_device(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reads_nothing_off_the_device(
+    tmp_path: Path,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for module in ("_sequences", "_checks"):  # as of offsets on a GPU
         monkeypatch.setattr(f"nsa.ops.{module}.reads_contents", lambda index: False)
-    config = tiny_config(tmp_path, model={"attention": "dense"}, optim={"name": name}, loss_chunk=32)
+    config = tiny_config(
+        tmp_path,
+        model={"attention": "dense"},
+        optim={"name": name},
+        loss_chunk=32,
+    )
     trainer = make_trainer(config, tmp_path / "run")
     batches = trainer.next_batches()
     with pytest.raises(AssertionError, match="reads a value"), _NoReading():
@@ -132,11 +160,21 @@ def test_a_step_reads_nothing_off_the_device(tmp_path: Path, name: str, monkeypa
 
 def test_optimizers_and_chunks_and_attention_all_learn(tmp_path: Path) -> None:
     variants: list[dict[str, Any]] = [
-        {}, {"optim": {"name": "muon"}}, {"loss_chunk": 17}, {"model": {"attention": "dense"}},
+        {},
+        {"optim": {"name": "muon"}},
+        {"loss_chunk": 17},
+        {"model": {"attention": "dense"}},
         {"model": {"tie_head": True, "mlp": "swiglu"}},
-    ]  # fmt: skip
+    ]
     for index, changes in enumerate(variants):
-        config = tiny_config(tmp_path, steps=30, log_every=5, eval_every=0, checkpoint_every=0, **changes)
+        config = tiny_config(
+            tmp_path,
+            steps=30,
+            log_every=5,
+            eval_every=0,
+            checkpoint_every=0,
+            **changes,
+        )
         make_trainer(config, tmp_path / f"run{index}").run()
         rows = read_metrics(tmp_path / f"run{index}" / "metrics.jsonl")
         assert float(rows[-1]["loss_nats"]) < 0.7 * math.log(256), changes
@@ -157,7 +195,10 @@ def test_compiled_equals_eager(tmp_path: Path, attention: str, by_layer: bool) -
     results = []
     for compiled in (False, True):
         config = tiny_config(
-            tmp_path, model={"attention": attention}, compile=compiled, parallel=ParallelConfig(compile_layers=by_layer)
+            tmp_path,
+            model={"attention": attention},
+            compile=compiled,
+            parallel=ParallelConfig(compile_layers=by_layer),
         )
         trainer = make_trainer(config, tmp_path / f"run{compiled}")
         assert isinstance(trainer.loss, nn.Module)
@@ -170,23 +211,36 @@ def test_compiled_equals_eager(tmp_path: Path, attention: str, by_layer: bool) -
 
 @pytest.mark.parametrize(("attention", "by_layer"), [("nsa", True), ("dense", False)])
 @pytest.mark.usefixtures("traced")
-def test_nothing_is_compiled_after_the_first_step(tmp_path: Path, attention: str, by_layer: bool) -> None:
-    """Whatever documents a batch holds: of one token, of whole windows, dozens a window; with evaluations and a sample."""
+def test_nothing_is_compiled_after_the_first_step(
+    tmp_path: Path,
+    attention: str,
+    by_layer: bool,
+) -> None:
+    """Whatever documents a batch holds: of one token, of whole windows, dozens a window; with
+    evaluations and a sample.
+    """
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / "long.txt").write_text("the sea and the old stones of it " * 60)
     for index in range(200):
         (folder / f"short{index:03d}.txt").write_text("x" * (index % 5) + f"{index}")
     config = tiny_config(
-        tmp_path, model={"attention": attention, "num_layers": 2}, compile=True, sample_tokens=3, steps=16,
-        data=DataConfig(source="folder", path=str(folder)), parallel=ParallelConfig(compile_layers=by_layer),
-    )  # fmt: skip
+        tmp_path,
+        model={"attention": attention, "num_layers": 2},
+        compile=True,
+        sample_tokens=3,
+        steps=16,
+        data=DataConfig(source="folder", path=str(folder)),
+        parallel=ParallelConfig(compile_layers=by_layer),
+    )
     trainer = make_trainer(config, tmp_path / "run")
     numbers: set[int] = set()
     step, drawn = trainer.train_step, trainer._draw
 
     def watched(batches: Sequence[Batch], num_targets: int | None = None) -> Tensor:
-        assert {batch.num_sequences for batch in batches} == {trainer.state.progress.sequence_capacity}
+        assert {batch.num_sequences for batch in batches} == {
+            trainer.state.progress.sequence_capacity,
+        }
         stance = "default" if trainer.state.progress.step == 0 else "fail_on_recompile"
         with torch.compiler.set_stance(stance):
             return step(batches, num_targets)
@@ -204,12 +258,21 @@ def test_nothing_is_compiled_after_the_first_step(tmp_path: Path, attention: str
 
 @pytest.mark.usefixtures("traced")
 def test_a_fuller_batch_raises_the_capacity_for_good(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Where the data have no index, as a stream; the resumed run begins with what the checkpoint says."""
+    """Where the data have no index, as a stream; the resumed run begins with what the checkpoint
+    says.
+    """
     monkeypatch.setattr(TextSource, "most_sequences", lambda *_: None)
     monkeypatch.setattr("nsa.train.sequence_capacity.SHORT_DOCUMENT", 10**6)
-    changes: dict[str, Any] = {"model": {"attention": "dense"}, "steps": 3, "seq_len": 256, "checkpoint_every": 2}
+    changes: dict[str, Any] = {
+        "model": {"attention": "dense"},
+        "steps": 3,
+        "seq_len": 256,
+        "checkpoint_every": 2,
+    }
     config = tiny_config(tmp_path, compile=True, **changes)
     with caplog.at_level(logging.WARNING):
         trainer = make_trainer(config, tmp_path / "run")
@@ -225,10 +288,11 @@ def test_a_fuller_batch_raises_the_capacity_for_good(
 def test_batches_are_not_padded_where_nothing_is_compiled(tmp_path: Path) -> None:
     trainer = make_trainer(tiny_config(tmp_path), tmp_path / "run")
     assert trainer.state.progress.sequence_capacity == 0
-    assert all(int(batch.cu_seqlens.diff().min()) > 0 for _ in range(3) for batch in trainer.next_batches())
+    batches = [batch for _ in range(3) for batch in trainer.next_batches()]
+    assert all(int(batch.cu_seqlens.diff().min()) > 0 for batch in batches)
 
 
-# -------------------------------------------------------------------------------------------------------------- the run
+# --- the run --------------------------------------------------------------------------------------
 
 
 def test_rows_of_a_run(tmp_path: Path) -> None:
@@ -240,21 +304,32 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
     assert (result.finished, result.signal, result.step) == (True, None, 11)
     assert [row["step"] for row in rows] == [2, 4, 5, 6, 8, 10, 11]
     assert [row["step"] for row in rows if "val_bits_per_byte" in row] == [5, 10, 11]
-    assert [{**row, "time_unix_s": 0} for row in rows] == [{**row, "time_unix_s": 0} for row in seen]
+    for row, given in zip(rows, seen, strict=True):
+        assert {**row, "time_unix_s": 0} == {**given, "time_unix_s": 0}
     assert float(rows[0]["loss_nats"]) == pytest.approx(math.log(256), rel=0.1)
     progress = trainer.state.progress
-    validations = {row["step"]: row["val_bits_per_byte"] for row in rows if "val_bits_per_byte" in row}
+    validated = [row for row in rows if "val_bits_per_byte" in row]
+    validations = {row["step"]: row["val_bits_per_byte"] for row in validated}
     assert progress.best_val_bits_per_byte == min(validations.values())
     assert validations[progress.best_val_step or 0] == progress.best_val_bits_per_byte
     for row in rows:
         assert 0 < float(row["data_time_ms"]) < float(row["step_time_ms"])
-        assert float(row["tokens_per_s"]) == pytest.approx(256 / float(row["step_time_ms"]) * 1000, rel=1e-6)
+        assert float(row["tokens_per_s"]) == pytest.approx(
+            256 / float(row["step_time_ms"]) * 1000,
+            rel=1e-6,
+        )
         assert row["nonfinite_steps"] == 0
 
 
 def test_a_row_averages_over_the_steps_since_the_row_before(tmp_path: Path) -> None:
-    every = make_trainer(tiny_config(tmp_path, steps=6, log_every=1, eval_every=0), tmp_path / "every")
-    third = make_trainer(tiny_config(tmp_path, steps=6, log_every=3, eval_every=0), tmp_path / "third")
+    every = make_trainer(
+        tiny_config(tmp_path, steps=6, log_every=1, eval_every=0),
+        tmp_path / "every",
+    )
+    third = make_trainer(
+        tiny_config(tmp_path, steps=6, log_every=3, eval_every=0),
+        tmp_path / "third",
+    )
     targets, num_bytes = [], []
     for _ in range(6):
         batches = every.next_batches()
@@ -263,12 +338,17 @@ def test_a_row_averages_over_the_steps_since_the_row_before(tmp_path: Path) -> N
     every.state.sampler.position = 0
     every.run()
     third.run()
-    losses = [float(row["loss_nats"]) for row in read_metrics(tmp_path / "every" / "metrics.jsonl")]
-    rows = read_metrics(tmp_path / "third" / "metrics.jsonl")
+    single, rows = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("every", "third"))
+    losses, norms = ([float(row[name]) for row in single] for name in ("loss_nats", "grad_norm"))
     for row, part in zip(rows, (slice(0, 3), slice(3, 6)), strict=True):
+        assert row["grad_norm"] == pytest.approx(sum(norms[part]) / 3)
+        assert row["grad_norm_max"] == pytest.approx(max(norms[part]))
         nats = sum(loss * count for loss, count in zip(losses[part], targets[part], strict=True))
         assert float(row["loss_nats"]) == pytest.approx(nats / sum(targets[part]), rel=1e-6)
-        assert float(row["bits_per_byte"]) == pytest.approx(nats / math.log(2) / sum(num_bytes[part]), rel=1e-6)
+        assert float(row["bits_per_byte"]) == pytest.approx(
+            nats / math.log(2) / sum(num_bytes[part]),
+            rel=1e-6,
+        )
 
 
 def test_same_seed_same_run(tmp_path: Path) -> None:
@@ -279,17 +359,24 @@ def test_same_seed_same_run(tmp_path: Path) -> None:
 
 
 def test_evaluation_is_on_held_out_text(tmp_path: Path) -> None:
-    """A model that has learnt its training text by heart is bad at the held-out text, which is of another kind."""
+    """A model that has learnt its training text by heart is bad at the held-out text, which is of
+    another kind.
+    """
     text = tmp_path / "text"
     text.mkdir()
     known = [f"{index} {'abc' * 180}" for index in range(9)]
     first = min(hashlib.sha256(document.encode()).hexdigest() for document in known)
-    other = (f"{index} {'zyxw' * 135}" for index in range(999))  # documents are held out in the order of their hashes
-    unknown = next(document for document in other if hashlib.sha256(document.encode()).hexdigest() < first)
+    # Documents are held out in the order of their hashes.
+    other = (f"{index} {'zyxw' * 135}" for index in range(999))
+    digests = ((hashlib.sha256(text_.encode()).hexdigest(), text_) for text_ in other)
+    unknown = next(document for digest, document in digests if digest < first)
     for index, document in enumerate([*known, unknown]):
         (text / f"{index}.txt").write_text(document)
     config = tiny_config(tmp_path / "unused", steps=40, eval_every=0, checkpoint_every=0)
-    config = dataclasses.replace(config, data=DataConfig(source="folder", path=str(text), validation_fraction=0.12))
+    config = dataclasses.replace(
+        config,
+        data=DataConfig(source="folder", path=str(text), validation_fraction=0.12),
+    )
     trainer = make_trainer(config, tmp_path / "run")
     assert b"zyxw" in bytes(trainer.data.validation.window(64, 0).astype("uint8"))
     row = trainer.run().row
@@ -301,7 +388,8 @@ def test_sample_continues_held_out_text(tmp_path: Path) -> None:
     trainer = make_trainer(tiny_config(tmp_path, steps=2, sample_tokens=9), tmp_path / "run")
     trainer.run()
     text = (tmp_path / "run" / "sample.txt").read_text(encoding="utf-8")
-    prompt = bytes(trainer.data.validation.window(64, 0)[:64].astype("uint8")).replace(b"\0", b"").decode()
+    window = bytes(trainer.data.validation.window(64, 0)[:64].astype("uint8"))
+    prompt = window.replace(b"\0", b"").decode()
     assert prompt in text
     assert "--- continuation" in text
 
@@ -316,17 +404,15 @@ def test_the_sample_does_not_hold_up_the_end(
     """A token takes a second here; the file holds the beginning of the whole sample."""
     config = tiny_config(tmp_path, steps=2, sample_tokens=6, sample_limit_s=limit_s)
     trainer = make_trainer(config, tmp_path / "run")
-    now, whole = [0.0], []
+    now, whole = [0.0], list[bytes]()
 
-    def slowly(*args: Any, until: Callable[[], bool], **given: Any) -> list[bytes]:
-        whole.extend(complete(*args, **given))
-        while now[0] < 6:
+    def slowly(*args: Any, **given: Any) -> Iterator[list[bytes]]:
+        whole.extend(piece for (piece,) in generate(*args, **given))
+        for piece in whole:
             now[0] += 1.0
-            if until():
-                break
-        return [whole[0][: int(now[0])]]
+            yield [piece]
 
-    monkeypatch.setattr(reports, "complete", slowly)
+    monkeypatch.setattr(reports, "generate", slowly)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     trainer._reports.write_sample()
     text = (tmp_path / "run" / "sample.txt").read_text(encoding="utf-8", errors="replace")
@@ -334,22 +420,26 @@ def test_the_sample_does_not_hold_up_the_end(
     assert text.endswith(said) == (drawn == 3)
     assert ("sample_limit_s" in text) == (drawn == 3)
     continuation = text.partition("temperature 0.8\n")[2].removesuffix(said).removesuffix("\n")
-    assert continuation == whole[0][:drawn].decode(errors="replace")
+    assert continuation == b"".join(whole[:drawn]).decode(errors="replace")
 
 
-def test_the_sample_ends_when_somebody_wants_the_end_and_gives_signs_of_life(tmp_path: Path) -> None:
+def test_the_sample_ends_when_somebody_wants_the_end_and_gives_signs_of_life(
+    tmp_path: Path,
+) -> None:
     """It comes after the last checkpoint, and on a slow machine it takes minutes."""
     config = tiny_config(tmp_path, steps=2, sample_tokens=50)
     beats: list[tuple[str, float]] = []
 
     def beat(phase: str, step: int, limit_s: float) -> None:
         beats.append((phase, limit_s))
-        if sum(phase == "sample" for phase, _ in beats) == 4:  # before the prompt and after three tokens
+        # Before the prompt and after three tokens.
+        if sum(phase == "sample" for phase, _ in beats) == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 
     trainer = Trainer(config, RunFolder.create(tmp_path / "run", config), beat=beat)
     assert trainer.run().finished
-    continuation = (tmp_path / "run" / "sample.txt").read_text(encoding="utf-8").partition("temperature 0.8\n")[2]
+    sample = (tmp_path / "run" / "sample.txt").read_text(encoding="utf-8")
+    continuation = sample.partition("temperature 0.8\n")[2]
     assert 0 < len(continuation.removesuffix("\n")) <= 3
     assert [phase for phase, _ in beats].count("sample") == 4
     assert all(limit_s > 0 for _, limit_s in beats)
@@ -362,12 +452,14 @@ def test_checkpoints_while_running_and_at_the_end(tmp_path: Path) -> None:
     assert names == ["step-00000008", "step-00000010"]
 
 
-# --------------------------------------------------------------------------------------------------------- not finite
+# --- not finite -----------------------------------------------------------------------------------
 
 
 @contextmanager
 def poisoned(trainer: Trainer, steps: set[int], where: str) -> Iterator[None]:
-    """Plant NaN in the loss, the gradient of one weight, or the weights at the given optimizer steps (0-based)."""
+    """Plant NaN in the loss, the gradient of one weight, or the weights at the given optimizer
+    steps (0-based).
+    """
     real: Callable[..., Tensor] = trainer.loss
     weight = trainer.model.norm.weight
 
@@ -378,7 +470,9 @@ def poisoned(trainer: Trainer, steps: set[int], where: str) -> Iterator[None]:
             with torch.no_grad():
                 weight[3] = math.nan
         value = real(*args)
-        return value * math.nan if where == "loss" else value + (weight[0] * 0 * math.inf if where == "gradient" else 0)
+        if where == "loss":
+            return value * math.nan
+        return value + (weight[0] * 0 * math.inf if where == "gradient" else 0)
 
     trainer.loss = loss
     yield
@@ -401,13 +495,16 @@ def test_nonfinite_step_changes_nothing(tmp_path: Path, where: str, name: str) -
 
 
 def test_skip_counts_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make_trainer(tiny_config(tmp_path, log_every=1, eval_every=0), tmp_path / "run")
+    """Three in all, but never ``nonfinite_limit`` in a row."""
+    config = tiny_config(tmp_path, log_every=1, eval_every=0, nonfinite_limit=3)
+    trainer = make_trainer(config, tmp_path / "run")
     with poisoned(trainer, {4, 5, 8}, "loss"):
         result = trainer.run()
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert result.finished
     assert [row["nonfinite_steps"] for row in rows] == [0, 0, 0, 0, 1, 2, 2, 2, 3, 3, 3, 3]
-    assert [math.isfinite(float(row["loss_nats"])) for row in rows] == [step not in (4, 5, 8) for step in range(12)]
+    finite = [math.isfinite(float(row["loss_nats"])) for row in rows]
+    assert finite == [step not in (4, 5, 8) for step in range(12)]
     assert "not finite in step 5: update left out" in caplog.text
 
 
@@ -426,7 +523,10 @@ def test_too_many_in_a_row_end_the_run(tmp_path: Path, log_every: int) -> None:
     config = tiny_config(tmp_path, steps=40, log_every=log_every, eval_every=0, nonfinite_limit=3)
     trainer = make_trainer(config, tmp_path / "run")
     message = r"3 in a row, nonfinite_limit 3\); the last checkpoint is .*step-00000004"
-    with poisoned(trainer, set(range(5, 99)), "weights"), pytest.raises(TrainingStoppedError, match=message):
+    with (
+        poisoned(trainer, set(range(5, 99)), "weights"),
+        pytest.raises(TrainingStoppedError, match=message),
+    ):
         trainer.run()
     assert trainer.state.progress.step <= 9
 
@@ -445,13 +545,17 @@ def test_stop_ends_the_run_at_the_first(tmp_path: Path) -> None:
 
 def test_rollback_takes_back_weights_and_moments(tmp_path: Path) -> None:
     """Skipping cannot help when the weights themselves are lost."""
-    trainer = make_trainer(tiny_config(tmp_path, nonfinite="rollback", log_every=1, eval_every=0), tmp_path / "run")
+    trainer = make_trainer(
+        tiny_config(tmp_path, nonfinite="rollback", log_every=1, eval_every=0),
+        tmp_path / "run",
+    )
     loaded: list[bool] = []
     real = trainer.state.load_training_tensors
 
     def load(path: Path) -> None:
         real(path)
-        finite = all(tensor.isfinite().all() for tensor in trainer.state.training_tensors().values())
+        tensors = trainer.state.training_tensors().values()
+        finite = all(tensor.isfinite().all() for tensor in tensors)
         loaded.append(finite and path.name == "step-00000004")
 
     trainer.state.load_training_tensors = load  # type: ignore[method-assign]
@@ -465,35 +569,42 @@ def test_rollback_takes_back_weights_and_moments(tmp_path: Path) -> None:
 
 
 def test_rollback_has_something_to_go_back_to_from_the_start(tmp_path: Path) -> None:
-    trainer = make_trainer(tiny_config(tmp_path, nonfinite="rollback", checkpoint_every=0), tmp_path / "run")
+    trainer = make_trainer(
+        tiny_config(tmp_path, nonfinite="rollback", checkpoint_every=0),
+        tmp_path / "run",
+    )
     with poisoned(trainer, {0}, "weights"):
         assert trainer.run().finished
 
 
-# ----------------------------------------------------------------------------------------------------------- refusals
-
-
-def test_batch_that_does_not_add_up_is_refused_before_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"global_batch must equal micro_batch \* accumulation \* world_size \(4\), got 5"):
-        tiny_config(tmp_path, global_batch=5)
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def test_launch_that_does_not_fit_is_refused() -> None:
     config = TrainConfig(world_size=2, global_batch=8)
-    with pytest.raises(ValueError, match=r"world_size must equal the number of processes launched \(1\), got 2"):
+    with pytest.raises(
+        ValueError,
+        match=r"world_size must equal the number of processes launched \(1\), got 2",
+    ):
         check_launch(config, Launch())
     check_launch(config, Launch(world_size=2))
     check_launch(TrainConfig(), Launch())
 
 
 def test_vocabulary_must_be_the_tokenizers(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model\.vocab_size must equal the tokenizer's \(256\), got 300"):
+    with pytest.raises(
+        ValueError,
+        match=r"model\.vocab_size must equal the tokenizer's \(256\), got 300",
+    ):
         make_trainer(tiny_config(tmp_path, model={"vocab_size": 300}), tmp_path / "run")
 
 
 def test_gpu_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="device must be cpu or auto where PyTorch finds no CUDA GPU, got cuda"):
+    with pytest.raises(
+        ValueError,
+        match="device must be cpu or auto where PyTorch finds no CUDA GPU, got cuda",
+    ):
         make_trainer(tiny_config(tmp_path, device="cuda"), tmp_path / "run")
 
 
@@ -501,95 +612,44 @@ def test_gpu_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     ("setting", "message"),
     [
         ({"cuda_graphs": True}, "train: cuda_graphs must be false on a CPU, got True"),
-        ({"allocator": "expandable_segments"}, "train: allocator must be default on a CPU, got expandable_segments"),
+        (
+            {"allocator": "expandable_segments"},
+            "train: allocator must be default on a CPU, got expandable_segments",
+        ),
+        ({"memory_fraction": 0.5}, r"train: memory_fraction must be 1 on a CPU, got 0\.5"),
     ],
     ids=str,
 )
-def test_settings_of_a_gpu_are_refused_on_a_cpu(tmp_path: Path, setting: dict[str, Any], message: str) -> None:
+def test_settings_of_a_gpu_are_refused_on_a_cpu(
+    tmp_path: Path,
+    setting: dict[str, Any],
+    message: str,
+) -> None:
     with pytest.raises(ValueError, match=message):
         make_trainer(tiny_config(tmp_path, **setting), tmp_path / "run")
 
 
-def test_batch_and_model_are_said_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_and_model_are_said_at_the_start(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO", logger="nsa")
     make_trainer(tiny_config(tmp_path), tmp_path / "run")
-    assert "2 windows x 2 micro-batches x 1 process = 4 windows of 64 tokens = 256 tokens an optimizer step" in caplog.text
+    batch = "2 windows x 2 micro-batches x 1 process = 4 windows of 64 tokens"
+    assert f"{batch} = 256 tokens an optimizer step" in caplog.text
     assert "0.0M parameters: embedding 8,192" in caplog.text
 
 
-def test_documents_do_not_see_each_other_in_training(tmp_path: Path) -> None:
-    """What a document's targets cost does not change with the text of the document packed before it."""
-    trainer = make_trainer(tiny_config(tmp_path), tmp_path / "run")
-    index = next(i for i in range(99) if 0 in trainer.data.train.window(64, i)[:40])
-    batch = collate(trainer.data.train, [index], 64, document_mask=True)
-    end = int(batch.cu_seqlens[1])
-    changed = dataclasses.replace(batch, tokens=batch.tokens.clone())
-    changed.tokens[: end - 1] = 65
-    losses = []
-    for part in (batch, changed):
-        logits = trainer.model(part.tokens, part.cu_seqlens, part.max_seqlen)[end:]
-        losses.append(nn.functional.cross_entropy(logits, part.targets[end:], reduction="sum"))
-    assert losses[0] == losses[1]
-
-
-def test_optimizer_defaults_are_those_of_the_seed_configuration() -> None:
-    optim = OptimConfig()
-    assert (optim.lr, optim.betas, optim.warmup_steps, optim.weight_decay, optim.grad_clip) == (
-        2e-4,
-        (0.9, 0.999),
-        2000,
-        0.01,
-        1,
-    )
-
-
-def test_row_has_mean_and_maximum_of_the_gradient_norm(tmp_path: Path) -> None:
-    trainer = make_trainer(tiny_config(tmp_path, steps=6, log_every=3, eval_every=0), tmp_path / "run")
-    real, norms = trainer.train_step, list[float]()
-
-    def step(batches: Any, num_targets: int | None = None) -> torch.Tensor:
-        results = real(batches, num_targets)
-        norms.append(float(results[1]))
-        return results
-
-    trainer.train_step = step  # type: ignore[method-assign]
-    trainer.run()
-    for row, found in zip(read_metrics(tmp_path / "run" / "metrics.jsonl"), (norms[:3], norms[3:]), strict=True):
-        assert row["grad_norm"] == pytest.approx(sum(found) / 3)
-        assert row["grad_norm_max"] == pytest.approx(max(found))
-        assert max(found) > sum(found) / 3
-
-
-def test_a_finite_step_ends_a_streak(tmp_path: Path) -> None:
-    """Many steps that are not finite, never as many in a row as nonfinite_limit: the run goes on to its end."""
-    config = tiny_config(tmp_path, steps=12, eval_every=0, nonfinite_limit=3)
-    trainer = make_trainer(config, tmp_path / "run")
-    real = trainer.train_step
-
-    def step(batches: Any, num_targets: int | None = None) -> torch.Tensor:
-        results = real(batches, num_targets)
-        if trainer.state.progress.step % 3 != 2:
-            results[2] = 1.0
-        return results
-
-    trainer.train_step = step  # type: ignore[method-assign]
-    result = trainer.run()
-    assert (result.finished, result.row["nonfinite_steps"]) == (True, 8)
-    assert trainer.state.progress.nonfinite_streak == 0
-
-
-def test_memory_fraction_needs_a_gpu(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"train: memory_fraction must be 1 on a CPU, got 0\.5"):
-        make_trainer(tiny_config(tmp_path, memory_fraction=0.5), tmp_path / "run")
-    with pytest.raises(ValueError, match="memory_fraction must be above 0 and at most 1, got 0"):
-        tiny_config(tmp_path, memory_fraction=0.0)
-
-
-def test_memory_fraction_caps_the_allocator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_fraction_caps_the_allocator(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
     capped: list[tuple[float, str]] = []
     monkeypatch.setattr("nsa.train.trainer.choose_device", lambda *args: torch.device("cuda", 0))
     monkeypatch.setattr(
-        torch.cuda, "set_per_process_memory_fraction", lambda share, device: capped.append((share, str(device)))
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda share, device: capped.append((share, str(device))),
     )
     for share in (1.0, 0.25):
         Trainer._prepare_device(tiny_config(tmp_path, memory_fraction=share), Launch())

@@ -93,7 +93,7 @@ def fineweb_rows() -> Iterator[dict[str, str | float]]:
     Installed packages are not among them: machines with the same Python have the same documents.
     """
     lengths = random.Random(0)
-    for document in itertools.chain(corpus_files(), stdlib_files()):
+    for document in itertools.chain(corpus_files().documents, stdlib_files().documents):
         text, begin, number = document.text.decode(), 0, 0
         while begin < len(text):
             length = MEDIAN_CHARACTERS * math.exp(lengths.gauss(0.0, SPREAD))

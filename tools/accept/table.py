@@ -57,7 +57,7 @@ def terminal_table(rows: Sequence[Row]) -> str:
     lines = [(*line[:-1], line[-1][:NOTE_SHOWN]) for line in map(cells, rows)]
     passed = sum(row.passed for row in rows)
     total = f"{passed} of {len(rows)} cases passed"
-    return "\n".join([*align([HEADER, *lines], words=(0, 1)), "", total])
+    return "\n".join([*align([HEADER, *lines]), "", total])
 
 
 def page(files: Iterable[Path]) -> str:

@@ -304,6 +304,11 @@ def tiles_chosen_by(choose: Choose) -> Iterator[None]:
         _choose = None
 
 
+def tiles_are_chosen() -> bool:
+    """Whether look-ups go through another choice now: launches that are remembered have other tiles."""
+    return _choose is not None
+
+
 def tile_for(kernel: str, q: Tensor, v: Tensor) -> Tile:
     """The tile of ``kernel`` for these inputs: from the table of their GPU, or the default."""
     key = TileKey(kernel, max(q.shape[-1], v.shape[-1]), q.element_size())

@@ -5,21 +5,26 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nsa.errors import check, fail
+from nsa.errors import check
 from nsa.train.config import DataConfig
-from nsa.train.data.documents import TextFiles, corpus_files, folder_files, stdlib_files
+from nsa.train.data.documents import (
+    SIDES,
+    corpus_files,
+    folder_files,
+    num_bytes,
+    split_documents,
+    stdlib_files,
+)
+from nsa.train.data.reader import Origin
 from nsa.train.data.sampler import Sampler
-from nsa.train.data.shards import ShardSource, open_shards
+from nsa.train.data.shards import open_shards
 from nsa.train.data.source import DataUnavailableError, TextSource, TokenSource
-from nsa.train.data.split import Piece, Split, split_documents
-from nsa.train.data.stream import Origin
-from nsa.train.data.stream_source import StreamSampler, StreamSource, read_held_out
+from nsa.train.data.stream import StreamSampler, StreamSource, read_validation
 from nsa.train.data.synthetic import TASKS, SyntheticSource
-from nsa.train.data.tokenise import SIDES
 from nsa.train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -33,7 +38,7 @@ class DataBundle:
 
     Attributes:
         train: windows to train on.
-        validation: windows held out; no text of theirs is in ``train``.
+        validation: windows for validation; no text of theirs is in ``train``.
         tokenizer: of both.
         description: what the data are, for the log and the run folder; plain JSON types.
     """
@@ -50,140 +55,164 @@ class DataBundle:
         return Sampler(self.train.num_windows(seq_len), seed)
 
 
-def open_data(config: DataConfig, *, seed: int, seq_len: int, run_folder_tokenizer: str | Path | None = None) -> DataBundle:
-    """Open, divide and tokenise the text that a configuration names, or set up the synthetic task that it names.
+def open_data(
+    config: DataConfig,
+    *,
+    seed: int,
+    seq_len: int,
+    run_folder_tokenizer: str | Path | None = None,
+) -> DataBundle:
+    """Open, split and tokenise the text of a configuration, or set up its synthetic task.
 
-    Nothing stands in for text that cannot be read: that is an error, unless the data are not there at all and
-    ``config.synthetic_fallback`` asks for a task by name.
+    Nothing replaces text that cannot be read: that is an error, unless the data are not there at
+    all and ``config.synthetic_fallback`` asks for a task by name.
 
     Args:
         config: see :class:`nsa.train.config.DataConfig`.
-        seed: of synthetic tasks; text, its division and its tokenizer do not depend on it.
+        seed: of synthetic tasks; text, its split and its tokenizer do not depend on it.
         seq_len: tokens of a window; both sides must have at least one window.
         run_folder_tokenizer: tokenizer file of an existing run, taken instead of making one.
 
     Raises:
         DataUnavailableError: shards that do not exist, or a stream that cannot be reached.
-        ValueError: a missing, damaged or unsuitable file, too little text for a window, or a tokenizer of another kind than
-            configured.
+        ValueError: a missing, damaged or unsuitable file, too little text for a window, or a
+            tokenizer of another kind than configured.
     """
-    tokenizer = None if run_folder_tokenizer is None else load_tokenizer(run_folder_tokenizer)
-    if tokenizer is not None:
-        check(
-            tokenizer.kind == config.tokenizer,
-            "open_data", "run_folder_tokenizer", f"be of the configured kind ({config.tokenizer})", tokenizer.kind,
-        )  # fmt: skip
-        check(
-            (tokenizer.separator_id is None) == (config.source in TASKS),
-            "open_data", "run_folder_tokenizer", "have a separator if and only if the data are text", run_folder_tokenizer,
-        )  # fmt: skip
-    if config.source in TASKS:
+    tokenizer, where = None, ("open_data", "run_folder_tokenizer")
+    is_task = config.source in TASKS
+    if run_folder_tokenizer is not None:
+        tokenizer = load_tokenizer(run_folder_tokenizer)
+        rule = f"be of the configured kind ({config.tokenizer})"
+        check(tokenizer.kind == config.tokenizer, *where, rule, tokenizer.kind)
+        rule = "have a separator if and only if the data are text"
+        check((tokenizer.separator_id is None) == is_task, *where, rule, run_folder_tokenizer)
+    if is_task:
         rule = f"be byte for the synthetic task {config.source}"
-        check(config.tokenizer == "byte", "open_data", "data.tokenizer", rule, config.tokenizer)
-        return _synthetic_bundle(config.source, ByteTokenizer(separator=False), seed, seq_len)
+        is_byte = config.tokenizer == "byte"
+        check(is_byte, "open_data", "data.tokenizer", rule, config.tokenizer)
+        return _open_task(config.source, ByteTokenizer(separator=False), seed, seq_len)
     try:
-        opened = _open_text(config, tokenizer)
+        data = _OPENERS[config.source](config, tokenizer)
     except DataUnavailableError as error:
-        if config.synthetic_fallback == "none":
+        task = config.synthetic_fallback
+        if task == "none":
             raise
-        logger.warning("SYNTHETIC DATA (%s) instead, as data.synthetic_fallback says: %s", config.synthetic_fallback, error)
-        stand_in = make_tokenizer(config, ()) if tokenizer is None else tokenizer
-        return _synthetic_bundle(config.synthetic_fallback, stand_in, seed, seq_len)
-    return _with_windows(opened, seq_len)
+        what = "SYNTHETIC DATA (%s) instead, as data.synthetic_fallback says: %s"
+        logger.warning(what, task, error)
+        return _open_task(task, tokenizer or make_tokenizer(config, ()), seed, seq_len)
+    named = {"source": config.source, "synthetic": False, **data.description}
+    return replace(data, description={**named, **_describe(data, seq_len)})
 
 
-def _open_text(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
-    if config.source == "shards":
-        return _open_shards(config, tokenizer)
-    if config.source == "stream":
-        return _open_stream(config, tokenizer)
-    files = _text_files(config)
-    split = split_documents(files, config.validation_fraction)
-    if tokenizer is None:
-        tokenizer = make_tokenizer(config, (piece.text for piece in split.train))
-    train, validation = (_text_source(pieces, tokenizer) for pieces in (split.train, split.validation))
-    return DataBundle(train, validation, tokenizer, _describe(config, files, split, tokenizer))
-
-
-def _with_windows(data: DataBundle, seq_len: int) -> DataBundle:
-    """The same with the numbers of windows in the description, after a check that there are any."""
-    description = dict(data.description)
-    for side, name, source in (("train", "training", data.train), ("validation", "validation", data.validation)):
+def _describe(data: DataBundle, seq_len: int) -> dict[str, Any]:
+    """The tokenizer, and the number of windows after a check that there are any."""
+    description: dict[str, Any] = {
+        "tokenizer": data.tokenizer.kind,
+        "tokenizer_fingerprint": data.tokenizer.fingerprint,
+        "vocab_size": data.tokenizer.vocab_size,
+    }
+    for side, name in zip(SIDES, ("training", "validation"), strict=True):
+        source = getattr(data, side)
         if isinstance(source, StreamSource):
-            continue  # nobody knows how long it is
-        assert isinstance(source, (TextSource, ShardSource)), "a source without text"
-        if source.num_windows(seq_len) == 0:
-            size = f"{source.num_tokens} tokens of the {name} text ({description[f'{side}_bytes']} bytes)"
+            continue  # its length is not known
+        windows = source.num_windows(seq_len)
+        if isinstance(source, TextSource):
+            description[f"{side}_tokens"] = source.num_tokens
+            size = f"{data.description[f'{side}_bytes']} bytes"
+            rule = f"be below the {source.num_tokens} tokens of the {name} text ({size})"
             hint = "Take more text, shorter windows, or another share of validation text."
-            fail("open_data", "seq_len", f"be below the {size}", seq_len, hint)
-        description[f"{side}_tokens"] = source.num_tokens
-        description[f"{side}_windows"] = source.num_windows(seq_len)
-    return replace(data, description=description)
+            check(windows > 0, "open_data", "seq_len", rule, seq_len, hint)
+        description[f"{side}_windows"] = windows
+    return description
 
 
-def _synthetic_bundle(task: str, tokenizer: Tokenizer, seed: int, seq_len: int) -> DataBundle:
-    train, validation = (SyntheticSource(task, side, seed, tokenizer.vocab_size) for side in ("train", "validation"))
+def _open_task(task: str, tokenizer: Tokenizer, seed: int, seq_len: int) -> DataBundle:
+    train, validation = (SyntheticSource(task, side, seed, tokenizer.vocab_size) for side in SIDES)
     description = {
         "source": task,
         "synthetic": True,
         "provenance": "Synthetic task, made from random numbers; no text.",
         "seed": seed,
         "ideal_loss_nats": train.ideal_loss,
-        "train_windows": train.num_windows(seq_len),
-        "validation_windows": validation.num_windows(seq_len),
-        **_describe_tokenizer(tokenizer),
     }
+    data = DataBundle(train, validation, tokenizer, description)
+    return replace(data, description={**description, **_describe(data, seq_len)})
+
+
+def _open_files(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
+    if config.source == "corpus":
+        files = corpus_files()
+    elif config.source == "stdlib":
+        files = stdlib_files()
+    else:
+        files = folder_files(str(config.path), config.pattern)
+    split = split_documents(files.documents, config.validation_fraction)
+    if tokenizer is None:
+        tokenizer = make_tokenizer(config, (document.text for document in split.train))
+    sizes = [num_bytes(documents) for documents in (split.train, split.validation)]
+    description: dict[str, Any] = {
+        "provenance": files.provenance,
+        "split_rule": split.rule,
+        "validation_share": sizes[1] / sum(sizes),
+        "validation_names": [document.name for document in split.validation[:_NAMES_SHOWN]],
+        "duplicates_left_out": split.num_duplicates,
+        "unreadable_left_out": len(files.skipped),
+    }
+    sources = []
+    for side, documents, size in zip(SIDES, (split.train, split.validation), sizes, strict=True):
+        description[f"{side}_documents"] = len(documents)
+        description[f"{side}_bytes"] = size
+        # It covers the text and where one document ends.
+        description[f"{side}_sha256"] = _sha256(document.sha256 for document in documents)
+        tokens = tokenizer.encode_batch([document.text for document in documents])
+        sources.append(TextSource(tokens, tokenizer.separator_id, tokenizer.token_bytes))
+    train, validation = sources
     return DataBundle(train, validation, tokenizer, description)
 
 
 def _open_shards(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
     folder = open_shards(str(config.path))
     ours, index = folder.tokenizer, folder.index
-    check(ours.kind == config.tokenizer, "open_data", "data.tokenizer", f"be {ours.kind}, as the shards are", config.tokenizer)
+    rule = f"be {ours.kind}, as the shards are"
+    same = config.tokenizer == ours.kind
+    check(same, "open_data", "data.tokenizer", rule, config.tokenizer)
     same = tokenizer is None or tokenizer.fingerprint == ours.fingerprint
     check(same, "open_data", "data.path", "hold shards of the run's tokenizer", config.path)
     description: dict[str, Any] = {
-        "source": "shards",
-        "synthetic": False,
         "provenance": _provenance(index["source"]),
         "split_rule": "hash",
         "validation_fraction": index["request"]["validation_fraction"],
     }
     for side in SIDES:
         of_side = index["sides"][side]
-        hashes = "".join(shard.tokens_sha256 for shard in folder.shards[side])
         description[f"{side}_documents"] = of_side["documents"]
         description[f"{side}_bytes"] = of_side["text_bytes"]
-        description[f"{side}_sha256"] = hashlib.sha256(hashes.encode()).hexdigest()
-    train, validation = (folder.source(side) for side in SIDES)
-    return DataBundle(train, validation, ours, {**description, **_describe_tokenizer(ours)})
+        shards = folder.shards(side)
+        description[f"{side}_sha256"] = _sha256(shard["tokens_sha256"] for shard in shards)
+    return DataBundle(folder.source("train"), folder.source("validation"), ours, description)
 
 
 def _open_stream(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
-    tokenizer = make_tokenizer(config, ()) if tokenizer is None else tokenizer
-    assert tokenizer.separator_id is not None  # checked for a tokenizer that was loaded; those made for text have one
-    origin = Origin(str(config.path), config.subset, config.split, config.revision, config.text_field)
-    share, time_limit_s = config.validation_fraction, config.time_limit_s
-    held_out = read_held_out(origin, tokenizer, share, time_limit_s, config.validation_tokens)
-    found = held_out.found
+    tokenizer = tokenizer or make_tokenizer(config, ())
+    revision = config.revision
+    origin = Origin(str(config.path), config.subset, config.split, revision, config.text_field)
+    found, documents, tokens = read_validation(origin, tokenizer, config)
     origin = replace(origin, revision=found.revision)
-    name = origin.source if found.revision else "Files on this machine"  # which may lie elsewhere when the run is resumed
-    named = {"name": name, "subset": origin.subset, "split": origin.split}
+    # Files on this machine may lie elsewhere when the run is resumed.
+    name = origin.source if found.revision else "Files on this machine"
     description = {
-        "source": "stream",
-        "synthetic": False,
-        "provenance": _provenance({**named, "revision": found.revision, "licence": found.licence}),
+        "provenance": _provenance({**asdict(origin), "name": name, "licence": found.licence}),
         "split_rule": "hash",
-        "validation_fraction": share,
+        "validation_fraction": config.validation_fraction,
         "revision": found.revision,
         "files_fingerprint": found.fingerprint,
-        "validation_documents": held_out.num_documents,
-        "validation_bytes": held_out.num_bytes,
-        "validation_sha256": hashlib.sha256(held_out.tokens.tobytes()).hexdigest(),
-        **_describe_tokenizer(tokenizer),
+        "validation_documents": len(documents),
+        "validation_bytes": sum(row.num_bytes for row in documents),
+        "validation_sha256": hashlib.sha256(tokens.tobytes()).hexdigest(),
     }
-    validation = TextSource([held_out.tokens[:-1]], tokenizer.separator_id, tokenizer.token_bytes)
-    return DataBundle(StreamSource(origin, tokenizer, share, time_limit_s), validation, tokenizer, description)
+    train = StreamSource(origin, tokenizer, config)
+    validation = TextSource([tokens[:-1]], tokenizer.separator_id, tokenizer.token_bytes)
+    return DataBundle(train, validation, tokenizer, description)
 
 
 def _provenance(source: Mapping[str, Any]) -> str:
@@ -193,49 +222,15 @@ def _provenance(source: Mapping[str, Any]) -> str:
     return f"{source['name']}{subset}, split {source['split']}{revision}. Licence: {licence}."
 
 
-def _text_files(config: DataConfig) -> TextFiles:
-    if config.source == "corpus":
-        return corpus_files()
-    if config.source == "stdlib":
-        return stdlib_files()
-    return folder_files(str(config.path), config.pattern)
+def _sha256(hashes: Iterable[str]) -> str:
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
-def _text_source(pieces: Iterable[Piece], tokenizer: Tokenizer) -> TextSource:
-    separator_id = tokenizer.separator_id
-    assert separator_id is not None  # checked for a tokenizer that was loaded; those made for text have one
-    return TextSource(tokenizer.encode_batch([piece.text for piece in pieces]), separator_id, tokenizer.token_bytes)
-
-
-def _describe(config: DataConfig, files: TextFiles, split: Split, tokenizer: Tokenizer) -> dict[str, Any]:
-    hashes = {side: _sha256(pieces) for side, pieces in (("train", split.train), ("validation", split.validation))}
-    return {
-        "source": config.source,
-        "synthetic": False,
-        "provenance": files.provenance,
-        "split_rule": split.rule,
-        "validation_share": split.validation_share,
-        "train_documents": len(split.train),
-        "validation_documents": len(split.validation),
-        "validation_names": [piece.name for piece in split.validation[:_NAMES_SHOWN]],
-        "duplicates_left_out": split.num_duplicates,
-        "unreadable_left_out": len(files.skipped),
-        "train_bytes": sum(len(piece.text) for piece in split.train),
-        "validation_bytes": sum(len(piece.text) for piece in split.validation),
-        "train_sha256": hashes["train"],
-        "validation_sha256": hashes["validation"],
-        **_describe_tokenizer(tokenizer),
-    }
-
-
-def _describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
-    return {
-        "tokenizer": tokenizer.kind,
-        "tokenizer_fingerprint": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-    }
-
-
-def _sha256(pieces: Iterable[Piece]) -> str:
-    """Hash of the pieces' hashes in order: it covers the text and where one document ends."""
-    return hashlib.sha256("".join(piece.sha256 for piece in pieces).encode()).hexdigest()
+# By ``DataConfig.source``; what they return lacks the description that all of them share.
+_OPENERS = {
+    "corpus": _open_files,
+    "stdlib": _open_files,
+    "folder": _open_files,
+    "shards": _open_shards,
+    "stream": _open_stream,
+}

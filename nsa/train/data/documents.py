@@ -1,28 +1,43 @@
-"""Where text comes from: the embedded corpus, the standard library, a folder. One document is one file."""
+"""Where text comes from (one document is one file), and its split into training and validation.
+
+Text is split before it is tokenised. So a tokenizer trained here sees training text alone, no token
+spans the border, and each side becomes an array of its own: a window cannot reach from one into the
+other.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import platform
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path, PurePath
+from typing import Literal, NamedTuple
 
 from nsa.errors import check, fail
 
+Side = Literal["train", "validation"]
+SIDES: tuple[Side, Side] = ("train", "validation")
+
+_CORPUS = Path(__file__).with_name("corpus")
+_PLAYS = (
+    "Eight plays by William Shakespeare, from Project Gutenberg by way of the source distribution "
+    "shakespeare 0.6 (Open Knowledge Foundation). Public domain. "
+    "See nsa/train/data/corpus/README.md."
+)
 _INSTALLED = {"site-packages", "dist-packages"}
+_ACCEPTED_SHARE = 0.8  # whole documents are taken if they reach this part of the share asked for
+_LINE_SEARCH = 8  # a cut moves on to the next line if that is within one eighth of the tail
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text.
+    """One text, or a part of one that the split has cut.
 
     Attributes:
-        name: where it came from, for people.
+        name: where it came from, for the user.
         text: its bytes: valid UTF-8, not empty, no NUL.
     """
 
@@ -36,8 +51,43 @@ class Document:
 
     @cached_property
     def identity(self) -> str:
-        """The same, without newlines at the end of the text."""
+        """See :func:`identity_of`."""
         return identity_of(self.text)
+
+
+class TextFiles(NamedTuple):
+    """Text files in a fixed order.
+
+    Attributes:
+        documents: one for each file that is not empty.
+        provenance: source and licence of the text, a sentence or two.
+        skipped: names of files that are not text, where that is no error.
+    """
+
+    documents: list[Document]
+    provenance: str
+    skipped: list[str]
+
+
+class Split(NamedTuple):
+    """Training and validation text: no text, and no byte of a document, is on both sides.
+
+    Attributes:
+        train: training documents.
+        validation: validation documents.
+        rule: ``documents`` (validation takes whole ones) or ``tail`` (the end of the text).
+        num_duplicates: documents left out because another has the same content.
+    """
+
+    train: Sequence[Document]
+    validation: Sequence[Document]
+    rule: str
+    num_duplicates: int
+
+
+def num_bytes(documents: Iterable[Document]) -> int:
+    """Bytes of text of all documents."""
+    return sum(len(document.text) for document in documents)
 
 
 def identity_of(text: bytes) -> str:
@@ -45,108 +95,20 @@ def identity_of(text: bytes) -> str:
     return hashlib.sha256(text.rstrip(b"\r\n")).hexdigest()
 
 
-class TextFiles:
-    """Text files in a fixed order; iterating reads one at a time and yields a :class:`Document` each.
+def side_of(text: bytes, validation_fraction: float) -> Side:
+    """The side of a document of a data set: validation if its hash is below the fraction.
 
-    Empty files hold no document and are left out. A file is no text if it is not UTF-8 or holds a NUL byte, which marks binary
-    files and is the byte tokenizer's separator; what happens then depends on ``strict``.
-
-    Attributes:
-        provenance: source and licence of the text, a sentence or two.
-        skipped: names of the unreadable files that the latest iteration left out; always empty under ``strict``.
-
-    Args:
-        paths: names and files.
-        provenance: see above.
-        strict: whether a file that is not text is an error; otherwise it is left out and listed in ``skipped``.
-
-    Raises:
-        ValueError: on iteration, for a file that is not text (under ``strict``) or when no file holds any text.
+    That is the SHA-256 of its text, newlines at its end apart, as a number from 0 to 1. A
+    document's side depends on its text alone. So the sides share no document, whatever the order
+    and the number of copies, and a data set that grows moves none from one side to the other.
     """
-
-    def __init__(self, paths: Sequence[tuple[str, Traversable]], provenance: str, *, strict: bool) -> None:
-        self.provenance = provenance
-        self.skipped: list[str] = []
-        self._paths = tuple(paths)
-        self._strict = strict
-
-    def __iter__(self) -> Iterator[Document]:
-        self.skipped = []
-        found = False
-        for name, path in self._paths:
-            text, fault = _read(path)
-            if fault and self._strict:
-                fail("open_data", "data.path", "hold text files only", f"{fault} in {name}", "Choose files with data.pattern.")
-            if fault:
-                self.skipped.append(name)
-            elif text:
-                found = True
-                yield Document(name, text)
-        check(found, "open_data", "data.source", "hold text", f"{len(self._paths)} files without any")
-
-
-def corpus_files() -> TextFiles:
-    """The embedded corpus: eight public-domain plays, about 1 MB of English."""
-    folder = files("nsa.train.data") / "corpus"
-    plays = sorted((entry for entry in folder.iterdir() if entry.name.endswith(".txt")), key=lambda entry: entry.name)
-    provenance = (
-        "Eight plays by William Shakespeare, from Project Gutenberg by way of the source distribution shakespeare 0.6 "
-        "(Open Knowledge Foundation). Public domain. See nsa/train/data/corpus/README.md."
-    )
-    return TextFiles([(play.name, play) for play in plays], provenance, strict=True)
-
-
-def stdlib_files() -> TextFiles:
-    """The ``*.py`` files of the running Python's standard library, sorted by path; installed packages are not part of it.
-
-    A few of its test files are deliberately not UTF-8 or hold NUL bytes; they are left out.
-    """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    found = (path.relative_to(root) for path in root.rglob("*.py") if path.is_file())
-    names = sorted(name.as_posix() for name in found if not _INSTALLED & set(name.parts))
-    provenance = f"Standard library of Python {platform.python_version()}. Python Software Foundation License."
-    return TextFiles([(name, root / name) for name in names], provenance, strict=False)
-
-
-def folder_files(path: str, pattern: str = "*") -> TextFiles:
-    """A text file, or the files below a folder whose names match a pattern, sorted by path.
-
-    Files and folders whose names begin with a dot are no part of it. Links to folders are not followed.
-
-    Args:
-        path: file or folder.
-        pattern: glob matched at every depth, for example ``*.txt``; of no effect on a single file.
-
-    Raises:
-        ValueError: nothing exists at ``path``, or nothing matches, or the pattern is no relative glob.
-    """
-    root = Path(path)
-    provenance = f"Text below {root.name or root}, given by the user, who knows its licence."
-    if root.is_file():
-        return TextFiles([(root.name, root)], provenance, strict=True)
-    check(root.is_dir(), "open_data", "data.path", "name an existing file or folder", path)
-    check(
-        pattern != "" and not PurePath(pattern).is_absolute() and ".." not in PurePath(pattern).parts,
-        "open_data", "data.pattern", "be a glob below data.path, such as *.txt", repr(pattern),
-    )  # fmt: skip
-    found = (entry.relative_to(root) for entry in root.rglob(pattern) if entry.is_file())
-    names = sorted({name.as_posix() for name in found if not any(part.startswith(".") for part in name.parts)})
-    check(bool(names), "open_data", "data.pattern", f"match a file below {path}", repr(pattern), "Hidden files do not count.")
-    return TextFiles([(name, root / name) for name in names], provenance, strict=True)
-
-
-def _read(path: Traversable) -> tuple[bytes, str]:
-    """The bytes of a file, and what keeps them from being text: empty when nothing does."""
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        return b"", f"{error.strerror}"
-    return text, fault_of_text(text)
+    number = int(identity_of(text)[:16], 16)
+    return "validation" if number < validation_fraction * 2**64 else "train"
 
 
 def fault_of_text(text: bytes) -> str:
-    """What keeps bytes from being the text of a :class:`Document`; empty when nothing does."""
-    position = text.find(b"\0")
+    """Why bytes are not the text of a :class:`Document`; empty if they are."""
+    position = text.find(b"\0")  # marks binary files, and is the byte tokenizer's separator
     if position >= 0:
         return f"a NUL byte at offset {position}"
     try:
@@ -154,3 +116,150 @@ def fault_of_text(text: bytes) -> str:
     except UnicodeDecodeError as error:
         return f"bytes that are not UTF-8 at offset {error.start}"
     return ""
+
+
+def corpus_files() -> TextFiles:
+    """The embedded corpus: eight public-domain plays, about 1 MB of English."""
+    return _read(_CORPUS, _matching(_CORPUS, "*.txt"), _PLAYS, strict=True)
+
+
+def stdlib_files() -> TextFiles:
+    """The ``*.py`` files of the running Python's standard library, without installed packages.
+
+    A few of its test files are deliberately not UTF-8 or hold NUL bytes; they are skipped.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = [name for name in _matching(root, "*.py") if not _INSTALLED & {*PurePath(name).parts}]
+    version = platform.python_version()
+    provenance = f"Standard library of Python {version}. Python Software Foundation License."
+    return _read(root, names, provenance, strict=False)
+
+
+def folder_files(path: str, pattern: str = "*") -> TextFiles:
+    """A text file, or the files below a folder whose names match a pattern, sorted by path.
+
+    Files and folders whose names begin with a dot are no part of it. Links to folders are not
+    followed.
+
+    Args:
+        path: file or folder.
+        pattern: glob matched at every depth, for example ``*.txt``; of no effect on a single file.
+
+    Raises:
+        ValueError: nothing exists at ``path``, nothing matches, a file is not text, or the pattern
+            is no relative glob.
+    """
+    root = Path(path)
+    provenance = f"Text below {root.name or root}, given by the user, who knows its licence."
+    if root.is_file():
+        return _read(root.parent, [root.name], provenance, strict=True)
+    check(root.is_dir(), "open_data", "data.path", "name an existing file or folder", path)
+    where, given = ("open_data", "data.pattern"), PurePath(pattern)
+    is_below = pattern != "" and not given.is_absolute() and ".." not in given.parts
+    check(is_below, *where, "be a glob below data.path, such as *.txt", repr(pattern))
+    found = _matching(root, pattern)
+    names = [name for name in found if not name.startswith(".") and "/." not in name]
+    rule, hint = f"match a file below {path}", "Hidden files do not count."
+    check(bool(names), *where, rule, repr(pattern), hint)
+    return _read(root, names, provenance, strict=True)
+
+
+def _matching(root: Path, pattern: str) -> list[str]:
+    return sorted(
+        {path.relative_to(root).as_posix() for path in root.rglob(pattern) if path.is_file()},
+    )
+
+
+def _read(root: Path, names: Sequence[str], provenance: str, *, strict: bool) -> TextFiles:
+    """Read files; one that is not text is an error if ``strict``, and is skipped otherwise."""
+    files = TextFiles([], provenance, [])
+    for name in names:
+        try:
+            text = (root / name).read_bytes()
+            fault = fault_of_text(text)
+        except OSError as error:
+            text, fault = b"", f"{error.strerror}"
+        if fault and strict:
+            rule, hint = "hold text files only", "Choose files with data.pattern."
+            fail("open_data", "data.path", rule, f"{fault} in {name}", hint)
+        if fault:
+            files.skipped.append(name)
+        elif text:
+            files.documents.append(Document(name, text))
+    found = f"{len(names)} files without any"
+    check(bool(files.documents), "open_data", "data.source", "hold text", found)
+    return files
+
+
+def split_documents(documents: Sequence[Document], validation_fraction: float) -> Split:
+    """Set a share of the text aside for validation.
+
+    Documents with the same content, final newlines apart, count once. Validation takes whole
+    documents where they can make up the share: in the order of their content's SHA-256, each that
+    still fits. If they reach less than 0.8 of it (few documents, or large ones), it takes the end
+    of the text: whole documents from the last backwards, and the tail of the one that the border
+    falls in, cut after a line where one ends nearby.
+
+    Validation documents taken by hash keep that order, so that the first windows of validation are
+    a fair sample; all others keep their own order.
+
+    Args:
+        documents: in a fixed order.
+        validation_fraction: share of the bytes for validation, above 0 and at most 0.5.
+
+    Raises:
+        ValueError: there is too little text to divide.
+    """
+    first: dict[str, Document] = {}
+    for document in documents:
+        first.setdefault(document.identity, document)
+    train = list(first.values())
+    num_duplicates = len(documents) - len(train)
+    target = validation_fraction * num_bytes(train)
+    validation: list[Document] = []
+    size = 0
+    for document in sorted(train, key=lambda document: document.sha256):
+        if size + len(document.text) <= target:
+            validation.append(document)
+            size += len(document.text)
+    rule = "documents"
+    if not size >= _ACCEPTED_SHARE * target > 0:
+        train, validation = _tail(train, target)
+        rule = "tail"
+    # A training document may also equal the tail that was cut off another one.
+    taken = {document.identity for document in validation}
+    kept = [document for document in train if document.identity not in taken]
+    if rule == "tail":
+        num_duplicates += len(train) - len(kept)
+    for side, of_side in zip(SIDES, (kept, validation), strict=True):
+        hint = "There is too little text to divide."
+        check(bool(of_side), "split_documents", side, "hold text", "0 bytes", hint)
+    return Split(kept, validation, rule, num_duplicates)
+
+
+def _tail(documents: Sequence[Document], target: float) -> tuple[list[Document], list[Document]]:
+    train: list[Document] = []
+    validation: list[Document] = []
+    missing = target
+    for document in reversed(documents):
+        name, text, size = document.name, document.text, len(document.text)
+        cut = 0 if missing > 0 else size
+        if 0 < missing < size:
+            cut = _line_start(text, size - round(missing))
+        if cut < size:
+            validation.append(Document(name, text[cut:]))
+        if cut > 0:
+            train.append(Document(name, text[:cut]))
+        missing = 0 if cut > 0 else missing - size
+    return train[::-1], validation[::-1]
+
+
+def _line_start(text: bytes, position: int) -> int:
+    """First line start at or soon after a position; without one nearby, the next character."""
+    end = position + (len(text) - position) // _LINE_SEARCH
+    newline = text.find(b"\n", max(position - 1, 0), end)
+    if newline >= 0:
+        return newline + 1
+    while position < len(text) and text[position] & 0xC0 == 0x80:
+        position += 1
+    return position

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import ExitStack
 from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -30,7 +30,7 @@ class Prefetcher(Generic[Item]):
 
     def __init__(self, make: Callable[[], Item], ahead: int = 2) -> None:
         self._make = make
-        self._ready: queue.Queue[Item | _Failure] = queue.Queue(ahead)
+        self._ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(ahead)
         self._closed = threading.Event()
         # A daemon: a read that never returns must not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name="batches", daemon=True)
@@ -51,16 +51,17 @@ class Prefetcher(Generic[Item]):
         """
         deadline = time.monotonic() + (timeout_s or math.inf)
         while True:
+            left_s = max(deadline - time.monotonic(), 0)
             try:
-                item = self._ready.get(timeout=max(min(_POLL_S, deadline - time.monotonic()), 0))
+                item, error = self._ready.get(timeout=min(_POLL_S, left_s))
                 break
             except queue.Empty:
                 if give_up():
                     return None
-                if time.monotonic() >= deadline:
+                if left_s <= _POLL_S:
                     raise StarvedError(f"no batch in {timeout_s:g} s") from None
-        if isinstance(item, _Failure):
-            raise item.error
+        if error is not None:
+            raise error
         return item
 
     def close(self) -> None:
@@ -76,32 +77,13 @@ class Prefetcher(Generic[Item]):
             self._thread.join(0.01)
 
     def _work(self) -> None:
-        while not self._closed.is_set():
-            with _Handover(self._ready) as failed:
-                self._ready.put(self._make())
-            if failed:
-                return
+        with ExitStack() as stack:
+            stack.push(self._ended)
+            while not self._closed.is_set():
+                self._ready.put((self._make(), None))
 
-
-class _Failure:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
-class _Handover:
-    """Hands whatever goes wrong inside over to the thread that waits, where it is raised."""
-
-    def __init__(self, ready: queue.Queue[Any]) -> None:
-        self._ready, self._failed = ready, False
-
-    def __bool__(self) -> bool:
-        return self._failed
-
-    def __enter__(self) -> _Handover:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+    def _ended(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        """Hand whatever ended the thread over to the one that waits, where it is raised."""
         if error is not None:
-            self._failed = True
-            self._ready.put(_Failure(error))
-        return self._failed
+            self._ready.put((None, error))
+        return True

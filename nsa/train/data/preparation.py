@@ -1,4 +1,7 @@
-"""``nsa data prepare``: a data set becomes memory-mapped shards, once, and exactly the same however often it is interrupted."""
+"""``nsa data prepare``: a data set becomes memory-mapped shards, once.
+
+The result is exactly the same however often the preparation is interrupted.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,27 @@ import errno
 import json
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any, Literal, NamedTuple
 
 from nsa.errors import check, fail
-from nsa.train.config import DataConfig
-from nsa.train.data.processes import ChildDiedError, Workers
-from nsa.train.data.shard_writer import ShardWriter
-from nsa.train.data.shards import FORMAT, INDEX, PROGRESS, STAMP, TOKENIZER, index_digest, shard_dtype
-from nsa.train.data.stream import Batch, DocumentReader, Found, Origin, Place
-from nsa.train.data.tokenise import SIDES, Side, Texts, TokenBatch, Tokenise, is_text, side_of
-from nsa.train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
+from nsa.train.data.documents import SIDES, Side
+from nsa.train.data.reader import Found, Origin, Place, read_documents
+from nsa.train.data.shard_writer import NOTHING, ShardWriter
+from nsa.train.data.shards import (
+    FORMAT,
+    INDEX,
+    PROGRESS,
+    STAMP,
+    TOKENIZER,
+    index_digest,
+)
+from nsa.train.data.tokenise import Row, kind_of, tokenise
+from nsa.train.data.tokenizer import Tokenizer, Tokens, load_tokenizer, make_tokenizer, token_dtype
 from nsa.train.distributed.launch import check_platform
 from nsa.train.run_folder import replace_text
 
@@ -39,11 +46,13 @@ class PrepareConfig:
 
     Attributes:
         origin: the data set.
-        tokenizer: ``byte``, ``gpt2``, ``bpe`` (trained on the first 64 MiB of the training text) or ``file``.
+        tokenizer: ``byte``, ``gpt2``, ``bpe`` (trained on the first 64 MiB of the training text) or
+            ``file``.
         tokenizer_path: a ``tokenizers`` JSON file, for ``file``.
         bpe_vocab_size: vocabulary of ``bpe``, separator included.
-        validation_fraction: share of the documents held out, by hash.
-        max_tokens: end with the document that brings the training text to so many tokens; None takes everything.
+        validation_fraction: share of the documents for validation, by hash.
+        max_tokens: end with the document that brings the training text to so many tokens; None
+            takes everything.
         shard_tokens: a shard ends with the document that brings it to so many tokens.
         licence: of the text, where the hub does not state it.
     """
@@ -58,15 +67,21 @@ class PrepareConfig:
     licence: str | None = None
 
     def __post_init__(self) -> None:
-        share = self.validation_fraction
-        check(0 < share <= 0.5, "prepare", "--validation-fraction", "be above 0 and at most 0.5", share)
-        check(self.max_tokens is None or self.max_tokens > 0, "prepare", "--max-tokens", "be positive", self.max_tokens)
-        check(self.shard_tokens > 0, "prepare", "--shard-tokens", "be positive", self.shard_tokens)
+        share, rule = self.validation_fraction, "be above 0 and at most 0.5"
+        check(0 < share <= 0.5, "prepare", "--validation-fraction", rule, share)
+        limit, size = self.max_tokens, self.shard_tokens
+        check(limit is None or limit > 0, "prepare", "--max-tokens", "be positive", limit)
+        check(size > 0, "prepare", "--shard-tokens", "be positive", size)
+        path, rule = self.tokenizer_path, "be given with --tokenizer file and only then"
+        is_wanted = self.tokenizer == "file"
+        check((path is not None) == is_wanted, "prepare", "--tokenizer-path", rule, path)
 
 
 @dataclass
 class Progress:
-    """How far a preparation has come; what is committed to ``progress.json`` is this, the open shards, and what was asked for.
+    """How far a preparation has come.
+
+    What is committed to ``progress.json`` is this, the open shards, and what was asked for.
 
     Attributes:
         place: next document to read.
@@ -83,23 +98,18 @@ class Progress:
     text_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SIDES, 0))
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """What a preparation says while it goes.
 
     Attributes:
-        files: files done and files in all.
-        documents: documents written so far, interrupted attempts included.
-        tokens: their tokens.
-        train_tokens: of these, training tokens.
-        text_bytes: their text.
+        found: the data set.
+        progress: how far it has come, interrupted attempts included.
+        writers: of each side, with its documents and tokens.
     """
 
-    files: tuple[int, int]
-    documents: int
-    tokens: int
-    train_tokens: int
-    text_bytes: int
+    found: Found
+    progress: Progress
+    writers: dict[Side, ShardWriter]
 
 
 def prepare(
@@ -112,13 +122,15 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenise a data set into shards.
 
-    Ended at any moment, even by SIGKILL, it goes on when it is called again with the same configuration, and the files are then
-    bit for bit those of a preparation that nobody disturbed. They do not depend on the number of workers either.
+    Ended at any moment, even by SIGKILL, it goes on when it is called again with the same
+    configuration, and the files are then bit for bit those of a preparation without interruption.
+    They do not depend on the number of workers either.
 
     Args:
         config: what to prepare.
         out: folder for the shards; new, empty, or that of an interrupted preparation.
-        workers: processes that tokenise; None takes one for each core that this process may use. Bytes need none.
+        workers: threads that tokenise; None takes one for each core that this process may use.
+            Bytes need one.
         time_limit_s: seconds without a document after which the source is given up.
         on_progress: called at the beginning and after each batch.
 
@@ -131,189 +143,143 @@ def prepare(
     """
     check_platform("prepare")
     check(workers is None or workers > 0, "prepare", "--workers", "be positive", workers)
+    threads = 1 if config.tokenizer == "byte" else workers or _num_cores()
     folder = Path(out)
     with _room_on_disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with _only_one(folder):
-            done = _read(folder / INDEX)
-            saved = _read(folder / PROGRESS)
-            if done is None and saved is not None and _nothing_read(saved) and saved["request"] != asdict(config):
-                saved = None  # a first try that was mistaken, for example in the name of the column
+            done, saved = _read(folder / INDEX), _read(folder / PROGRESS)
+            if done is None and saved is not None and _is_mistaken_start(saved, config):
                 _remove_ours(folder)
+                saved = None
             _check_folder(folder, config, done or saved)
             if done is None:
-                done = _Preparation(config, folder, saved, time_limit_s, on_progress).run(workers or _num_cores())
+                done = _prepare(config, folder, saved, threads, time_limit_s, on_progress)
     return done
 
 
-class _Preparation:
-    """One attempt at a preparation, from where the one before broke off."""
-
-    def __init__(
-        self,
-        config: PrepareConfig,
-        folder: Path,
-        saved: dict[str, Any] | None,
-        time_limit_s: float,
-        on_progress: Callable[[Report], None],
-    ) -> None:
-        self._config, self._folder, self._time_limit_s, self._on_progress = config, folder, time_limit_s, on_progress
-        self._saved = saved
-        self._progress = Progress()
-        self._origin = config.origin
-        if saved is not None:
-            self._progress = Progress(**{**saved["progress"], "place": Place(*saved["progress"]["place"])})
-            self._origin = replace(config.origin, revision=saved["found"]["revision"])
-
-    def run(self, workers: int) -> dict[str, Any]:
-        """Read, tokenise and write everything that is left, then the index."""
-        place, limit = self._progress.place, self._time_limit_s
-        transform = self._tokenise() if self._is_read_as_tokens else _unchanged
-        with DocumentReader(self._origin, transform, start=place, time_limit_s=limit) as reader, ExitStack() as files:
-            self._begin(reader.found, files)
-            committed = time.monotonic()
-            with closing(self._tokenised(reader, workers)) as batches:
-                for tokens, end in batches:
-                    self._write(tokens, end)
-                    if self._progress.is_enough:
-                        break
-                    if time.monotonic() - committed > _COMMIT_S:
-                        self._commit()
-                        committed = time.monotonic()
-                    self._report()
-            return self._finish()
-
-    @property
-    def _is_read_as_tokens(self) -> bool:
-        """Bytes are tokens at once: to send them to another process would take longer."""
-        return self._config.tokenizer == "byte"
-
-    def _tokenise(self) -> Tokenise:
-        tokenizer = ByteTokenizer() if self._is_read_as_tokens else self._tokenizer
-        return Tokenise(tokenizer, self._config.validation_fraction)
-
-    def _tokenised(self, reader: DocumentReader[Any], workers: int) -> Generator[tuple[TokenBatch, Place], None, None]:
-        """Batches of tokens, each with the place after it."""
-        if self._progress.is_enough:
-            return
-        if self._is_read_as_tokens:
-            for batch in reader:
-                yield batch.payload, batch.end
-            return
-        ends: deque[Place] = deque()
-        with _workers(workers, self._tokenise()) as tokenisers:
-            for tokens in tokenisers.map(_payloads(reader, ends)):
-                yield tokens, ends.popleft()
-
-    def _begin(self, found: Found, files: ExitStack) -> None:
-        """Open everything, now that the source has answered; ``files`` closes what is open when it ends."""
-        saved, source = self._saved, self._origin.source
-        same = saved is None or saved["found"]["fingerprint"] == found.fingerprint
-        rule = "hold the same files as before the interruption"
-        check(same, "prepare", "SOURCE", rule, f"other files in {source}", "Remove --out to start anew.")
-        self._found = found
-        self._tokenizer = self._find_tokenizer(saved)
-        dtype = shard_dtype(self._tokenizer.vocab_size)
-        before = {side: None if saved is None else saved["sides"][side] for side in SIDES}
-        size = self._config.shard_tokens
-        self._writers: dict[Side, ShardWriter] = {}
-        for side in SIDES:
-            writer = ShardWriter(self._folder, side, dtype, size, before[side])
-            self._writers[side] = files.enter_context(closing(writer))
-        self._commit()
-        self._report()
-
-    def _find_tokenizer(self, saved: dict[str, Any] | None) -> Tokenizer:
-        path = self._folder / TOKENIZER
-        if saved is not None:
-            tokenizer = load_tokenizer(path)
-            wanted = saved["tokenizer_fingerprint"]
-            check(
-                tokenizer.fingerprint == wanted, "prepare", str(path), f"have the fingerprint {wanted}", tokenizer.fingerprint
-            )
-            return tokenizer
-        config = self._config
-        wanted = DataConfig(
-            tokenizer=config.tokenizer, tokenizer_path=config.tokenizer_path, bpe_vocab_size=config.bpe_vocab_size
-        )
-        tokenizer = make_tokenizer(wanted, self._training_sample())
-        unfinished = path.with_name(path.name + ".tmp")
-        tokenizer.save(unfinished)
-        unfinished.replace(path)
-        return tokenizer
-
-    def _training_sample(self) -> Iterator[bytes]:
-        """Training text to learn a vocabulary from; only read if somebody asks."""
-        size = 0
-        with DocumentReader(self._config.origin, _unchanged, time_limit_s=self._time_limit_s) as reader:
-            for batch in reader:
-                for text in batch.payload:
-                    if text and is_text(text) and side_of(text, self._config.validation_fraction) == "train":
-                        yield text
-                        size += len(text)
-                if size >= _BPE_SAMPLE_BYTES:
-                    return
-
-    def _write(self, tokens: TokenBatch, end: Place) -> None:
-        progress, limit = self._progress, self._config.max_tokens
-        progress.place = end
-        if limit is not None:
-            reached = self._writers["train"].num_tokens + np.cumsum(np.where(tokens.held_out, 0, tokens.lengths))
-            rows = int(np.searchsorted(reached, limit)) + 1
-            progress.is_enough = rows <= len(reached)
-            tokens = tokens.head(rows)
-        progress.empty += int(tokens.empty.sum())
-        progress.unreadable += int(tokens.unreadable.sum())
-        for side, writer in self._writers.items():
-            is_of_side = tokens.is_of(side)
-            lengths = tokens.lengths[is_of_side]
-            progress.text_bytes[side] += int(tokens.num_bytes[is_of_side].sum())
-            writer.append(tokens.tokens[side], lengths[lengths > 0])
-
-    def _commit(self) -> None:
-        """Shards first, then the note of how far they go: whatever is interrupted, the note never says too much."""
-        state = {
-            "request": asdict(self._config),
-            "found": {"fingerprint": self._found.fingerprint, "revision": self._found.revision},
-            "tokenizer_fingerprint": self._tokenizer.fingerprint,
-            "progress": asdict(self._progress),
-            "sides": {side: writer.commit() for side, writer in self._writers.items()},
-        }
-        replace_text(self._folder / PROGRESS, json.dumps(state))
-
-    def _report(self) -> None:
-        train, validation = (self._writers[side] for side in SIDES)
-        self._on_progress(
-            Report(
-                files=(self._progress.place.file, len(self._found.files)),
-                documents=train.num_documents + validation.num_documents,
-                tokens=train.num_tokens + validation.num_tokens,
-                train_tokens=train.num_tokens,
-                text_bytes=sum(self._progress.text_bytes.values()),
-            )
-        )
-
-    def _finish(self) -> dict[str, Any]:
-        counts = {side: writer.num_documents for side, writer in self._writers.items()}
-        if not all(counts.values()):  # the next try may take another share
-            for writer in self._writers.values():
-                writer.close()
-            _remove_ours(self._folder)
-            share = self._config.validation_fraction
-            found = f"{share}, which leaves {counts['train']} documents for training and {counts['validation']} held out"
-            hint = "Take another share or more documents."
-            fail("prepare", "--validation-fraction", "leave documents on both sides", found, hint)
-        index = _index(self._config, self._found, self._tokenizer, self._progress, self._writers)
-        replace_text(self._folder / INDEX, json.dumps(index, indent=1) + "\n")
-        (self._folder / PROGRESS).unlink()
-        return index
-
-
-def _index(
-    config: PrepareConfig, found: Found, tokenizer: Tokenizer, progress: Progress, writers: dict[Side, ShardWriter]
+def _prepare(
+    config: PrepareConfig,
+    folder: Path,
+    saved: dict[str, Any] | None,
+    threads: int,
+    time_limit_s: float,
+    on_progress: Callable[[Report], None],
 ) -> dict[str, Any]:
-    """Content of ``index.json``; nothing in it depends on when or in how many attempts the data were prepared."""
-    origin = config.origin
+    """Read, tokenise and write everything, or what an interrupted preparation has left."""
+    origin, progress, path = config.origin, Progress(), folder / TOKENIZER
+    before = dict.fromkeys(SIDES, NOTHING)
+    if saved is None:
+        texts = _training_sample(config, time_limit_s) if config.tokenizer == "bpe" else ()
+        tokenizer = make_tokenizer(config, texts)
+    else:
+        origin = replace(origin, revision=saved["found"]["revision"])
+        progress, before = Progress(**saved["progress"]), saved["sides"]
+        tokenizer, wanted = load_tokenizer(path), saved["tokenizer_fingerprint"]
+        same = tokenizer.fingerprint == wanted
+        check(same, "prepare", str(path), f"have the fingerprint {wanted}", tokenizer.fingerprint)
+    found, batches = read_documents(
+        origin,
+        partial(tokenise, tokenizer, config.validation_fraction, SIDES),
+        start=Place(*progress.place),
+        time_limit_s=time_limit_s,
+        threads=threads,
+    )
+    with closing(batches):
+        if saved is None:
+            tokenizer.save(f"{path}.tmp")
+            Path(f"{path}.tmp").replace(path)
+        else:
+            rule = "hold the same files as before the interruption"
+            others, hint = f"other files in {origin.source}", "Remove --out to start anew."
+            same = saved["found"]["fingerprint"] == found.fingerprint
+            check(same, "prepare", "SOURCE", rule, others, hint)
+        sizes = (tokenizer.vocab_size, config.shard_tokens)
+        writers = {side: ShardWriter(folder, side, *sizes, before[side]) for side in SIDES}
+        report = Report(found, progress, writers)
+        _commit(folder, config, tokenizer, report)
+        on_progress(report)
+        committed = time.monotonic()
+        for batch in () if progress.is_enough else batches:
+            progress.place = batch.end
+            _write(*batch.payload, progress, writers, config.max_tokens)
+            if progress.is_enough:
+                break
+            if time.monotonic() - committed > _COMMIT_S:
+                _commit(folder, config, tokenizer, report)
+                committed = time.monotonic()
+            on_progress(report)
+    return _finish(folder, config, tokenizer, report)
+
+
+def _training_sample(config: PrepareConfig, time_limit_s: float) -> list[bytes]:
+    """Training text to learn a vocabulary from."""
+    share, texts = config.validation_fraction, list[bytes]()
+    _, batches = read_documents(config.origin, list, time_limit_s=time_limit_s)
+    with closing(batches):
+        for batch in batches:
+            texts += [text for text in batch.payload if kind_of(text, share) == "train"]
+            if sum(map(len, texts)) >= _BPE_SAMPLE_BYTES:
+                break
+    return texts
+
+
+def _write(
+    rows: list[Row],
+    tokens: Tokens,
+    progress: Progress,
+    writers: dict[Side, ShardWriter],
+    max_tokens: int | None,
+) -> None:
+    documents: dict[Side, list[Tokens]] = {side: [] for side in SIDES}
+    start = 0
+    train_tokens = writers["train"].total("tokens")
+    for row in rows:
+        if row.kind == "empty":
+            progress.empty += 1
+        elif row.kind == "unreadable":
+            progress.unreadable += 1
+        else:
+            documents[row.kind].append(tokens[start : start + row.num_tokens])
+            progress.text_bytes[row.kind] += row.num_bytes
+        if row.kind == "train":
+            train_tokens += row.num_tokens
+        start += row.num_tokens
+        progress.is_enough = max_tokens is not None and train_tokens >= max_tokens
+        if progress.is_enough:
+            break
+    for side, writer in writers.items():
+        writer.append(documents[side])
+
+
+def _commit(folder: Path, config: PrepareConfig, tokenizer: Tokenizer, report: Report) -> None:
+    """Shards first, then the note of how far they go, so that it never says too much."""
+    found = report.found
+    state = {
+        "request": asdict(config),
+        "found": {"fingerprint": found.fingerprint, "revision": found.revision},
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+        "progress": asdict(report.progress),
+        "sides": {side: writer.commit() for side, writer in report.writers.items()},
+    }
+    replace_text(folder / PROGRESS, json.dumps(state))
+
+
+def _finish(
+    folder: Path,
+    config: PrepareConfig,
+    tokenizer: Tokenizer,
+    report: Report,
+) -> dict[str, Any]:
+    """Write the index; nothing in it depends on when or in how many attempts data were prepared."""
+    origin, (found, progress, writers) = config.origin, report
+    train, validation = (writer.total("documents") for writer in writers.values())
+    if not (train and validation):  # the next try may take another share
+        _remove_ours(folder)
+        rule, hint = "leave documents on both sides", "Take another share or more documents."
+        which = f"which leaves {train} documents for training and {validation} for validation"
+        share = f"{config.validation_fraction}, {which}"
+        fail("prepare", "--validation-fraction", rule, share, hint)
     index: dict[str, Any] = {
         "format": FORMAT,
         "request": asdict(config),
@@ -332,26 +298,29 @@ def _index(
             "separator_id": tokenizer.separator_id,
             "fingerprint": tokenizer.fingerprint,
         },
-        "token_dtype": shard_dtype(tokenizer.vocab_size).newbyteorder("=").name,
+        "token_dtype": token_dtype(tokenizer.vocab_size).name,
         "byte_order": "little",
         "left_out": {"empty": progress.empty, "unreadable": progress.unreadable},
         "sides": {
             side: {
-                "tokens": writer.num_tokens,
-                "documents": writer.num_documents,
+                "tokens": writer.total("tokens"),
+                "documents": writer.total("documents"),
                 "text_bytes": progress.text_bytes[side],
                 "shards": writer.finish(),
             }
             for side, writer in writers.items()
         },
     }
-    return {**index, "sha256": index_digest(index)}
+    index["sha256"] = index_digest(index)
+    replace_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
+    (folder / PROGRESS).unlink()
+    return index
 
 
-# --- folder ---------------------------------------------------------------------------------------------------------------
+# --- folder ---------------------------------------------------------------------------------------
 @contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
-    """Keep a second preparation out of the folder; the lock goes with the process, however that ends."""
+    """Keep a second preparation out of the folder; the lock ends with the process."""
     import fcntl  # not on Windows, see check_platform
 
     path = folder / _LOCK
@@ -359,7 +328,8 @@ def _only_one(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            fail("prepare", "--out", "be a folder that no other process prepares data in", folder)
+            rule = "be a folder that no other process prepares data in"
+            fail("prepare", "--out", rule, folder)
         try:
             yield
         finally:
@@ -376,80 +346,53 @@ def _room_on_disk(folder: Path) -> Iterator[None]:
         if error.errno not in _NO_ROOM:
             raise
         hint = "Make room and give the same command again: it goes on where it stopped."
-        fail("prepare", "--out", "have room for the shards", f"'{error.strerror}' in {folder}", hint)
+        found = f"'{error.strerror}' in {folder}"
+        fail("prepare", "--out", "have room for the shards", found, hint)
 
 
 def _check_folder(folder: Path, config: PrepareConfig, saved: dict[str, Any] | None) -> None:
-    """Refuse a folder with other things in it, and one that was begun with another configuration."""
+    """Refuse a folder with other things in it, and one begun with another configuration."""
     if saved is None:
-        names = {path.name.removesuffix(".tmp") for path in folder.iterdir()}
-        others = sorted(names - _OURS)
-        check(
-            not others,
-            "prepare",
-            "--out",
-            "be a new folder, or one that prepare has begun",
-            f"one with {', '.join(others[:3])}",
-        )
+        others = sorted({path.name.removesuffix(".tmp") for path in folder.iterdir()} - _OURS)
+        rule = "be a new folder, or one that prepare has begun"
+        check(not others, "prepare", "--out", rule, f"one with {', '.join(others[:3])}")
         return
-    before, now = (dict(_flat(request)) for request in (saved["request"], asdict(config)))
+    before, now = (_flat(request) for request in (saved["request"], asdict(config)))
     for name, value in now.items():
+        rule = f"be {before.get(name)} as in {folder} so far"
         hint = "Give another --out, or remove this one."
-        check(before.get(name) == value, "prepare", name, f"be {before.get(name)} as in {folder} so far", value, hint)
+        check(before.get(name) == value, "prepare", name, rule, value, hint)
 
 
-def _nothing_read(saved: dict[str, Any]) -> bool:
-    return Place(*saved["progress"]["place"]) == Place()
+def _is_mistaken_start(saved: dict[str, Any], config: PrepareConfig) -> bool:
+    """Whether nothing has been read and another configuration is given, as after a wrong column."""
+    return saved["progress"]["place"] == [0, 0] and saved["request"] != asdict(config)
+
+
+def _flat(request: dict[str, Any]) -> dict[str, Any]:
+    return {**request, **request["origin"], "origin": None}
 
 
 def _remove_ours(folder: Path) -> None:
-    for path in (folder / PROGRESS, folder / TOKENIZER, *(path for side in SIDES for path in folder.glob(f"{side}-*"))):
+    shards = (path for side in SIDES for path in folder.glob(f"{side}-*"))
+    for path in (folder / PROGRESS, folder / TOKENIZER, *shards):
         path.unlink(missing_ok=True)
-
-
-def _flat(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value)
-        else:
-            yield name, value
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
+    hint = "Remove the folder to start anew."
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        fail("prepare", str(path), "be JSON", "a damaged file", f"{error}. Remove the folder to start anew.")
-    if not isinstance(content, dict) or "request" not in content:
-        fail("prepare", str(path), "be a file of a preparation", "other content", "Remove the folder to start anew.")
+        fail("prepare", str(path), "be JSON", "a damaged file", f"{error}. {hint}")
+    is_ours = isinstance(content, dict) and "request" in content
+    check(is_ours, "prepare", str(path), "be a file of a preparation", "other content", hint)
     return content
 
 
-# --- processes ------------------------------------------------------------------------------------------------------------
 def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _unchanged(texts: Texts) -> Texts:
-    return texts
-
-
-def _payloads(batches: Iterable[Batch[Texts]], ends: deque[Place]) -> Iterator[Texts]:
-    """The texts of batches; the place after each goes to ``ends``."""
-    for batch in batches:
-        ends.append(batch.end)
-        yield batch.payload
-
-
-@contextmanager
-def _workers(number: int, tokenise: Tokenise) -> Iterator[Workers[Texts, TokenBatch]]:
-    workers = Workers[Texts, TokenBatch](number, tokenise)
-    try:
-        yield workers
-    except ChildDiedError:
-        hint = "Memory may have run out: give fewer --workers. The same command goes on where it stopped."
-        fail("prepare", "--workers", "stay alive", "one that died", hint)
-    finally:
-        workers.close()
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

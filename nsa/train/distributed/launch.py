@@ -20,7 +20,8 @@ class Launch:
         world_size: processes of the run.
         launcher: whether torchrun started this process.
         restart: how many times torchrun has started the processes anew after one of them died.
-        allocator: settings of PyTorch's CUDA allocator, as given in the environment; empty means its defaults.
+        allocator: settings of PyTorch's CUDA allocator, as given in the environment; empty means
+            its defaults.
     """
 
     rank: int = 0
@@ -33,13 +34,15 @@ class Launch:
 
 def read_launch() -> Launch:
     """The launch as torchrun and the shell describe it; without torchrun, a single process."""
+    environment = os.environ
+    former = environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
     return Launch(
-        rank=int(os.environ.get("RANK", "0")),
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        launcher="RANK" in os.environ,
-        restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        allocator=os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")),
+        rank=int(environment.get("RANK", "0")),
+        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        world_size=int(environment.get("WORLD_SIZE", "1")),
+        launcher="RANK" in environment,
+        restart=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        allocator=environment.get("PYTORCH_ALLOC_CONF", former),
     )
 
 
@@ -50,11 +53,10 @@ def check_launch(config: TrainConfig, launch: Launch) -> None:
         ValueError: the platform is Windows, or the number of processes differs from ``world_size``.
     """
     check_platform("train")
-    check(
-        config.world_size == launch.world_size,
-        "train", "world_size", f"equal the number of processes launched ({launch.world_size})", config.world_size,
-        f"Start it with: torchrun --standalone --nproc-per-node {config.world_size} -m nsa train ...",
-    )  # fmt: skip
+    ours, launched = config.world_size, launch.world_size
+    command = f"torchrun --standalone --nproc-per-node {ours} -m nsa train ..."
+    rule = f"equal the number of processes launched ({launched})"
+    check(ours == launched, "train", "world_size", rule, ours, f"Start it with: {command}")
 
 
 def check_platform(function: str) -> None:
@@ -71,11 +73,11 @@ def check_platform(function: str) -> None:
 
 
 def communication_settings() -> dict[str, str]:
-    """What the environment tells the libraries through which processes exchange tensors, NCCL and gloo."""
+    """Environment variables that NCCL and gloo read."""
     prefixes = ("NCCL_", "TORCH_NCCL_", "GLOO_")
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 
 
 def one_thread_for_tokenizers() -> None:
-    """Keep the ``tokenizers`` library to one thread in this process: processes share the work already."""
+    """Keep ``tokenizers`` to one thread in this process: processes share the work already."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

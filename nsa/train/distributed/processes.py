@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,75 +13,83 @@ from torch.distributed.rendezvous import rendezvous
 
 from nsa.train.distributed.launch import Launch
 
+T = TypeVar("T")
+
 
 class Processes:
-    """This process among those of the run. With one process every method is free of communication.
+    """This process among those of the run. With one process no method communicates.
 
-    Two kinds of agreement are needed. Tensors of the training step are summed on their device (NCCL or gloo) without the host
-    waiting. Small numbers that the host decides by, such as "somebody asked for a stop", are exchanged between the hosts
+    Tensors of the training step are summed on their device (NCCL or gloo) without the host waiting.
+    Values by which the hosts decide, such as a request to stop, are exchanged between the hosts
     (gloo), so that all processes take the same branch at the same step.
 
     Args:
         rank: of this process.
         world_size: number of processes; above 1 the process group must exist, see :func:`join`.
+        group: the process group; None for the default one.
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.rank, self.world_size, self._group = rank, world_size, group
 
     @property
     def is_main(self) -> bool:
         """Whether this is the one that writes files."""
         return self.rank == 0
 
+    def for_thread(self) -> Processes:
+        """The same hosts with a process group of their own, for use in another thread.
+
+        All processes must call this together.
+        """
+        group = dist.new_group(backend="gloo") if self.world_size > 1 else None
+        return Processes(self.rank, self.world_size, group)
+
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the processes, in place, on the tensor's device; the host does not wait for a GPU."""
-        if self.world_size > 1:
-            dist.all_reduce(tensor)
-        return tensor
+        """Sum over the processes, in place, on the tensor's device; the host does not wait."""
+        return self._reduce(tensor, dist.ReduceOp.SUM)
 
     def most(self, tensor: Tensor) -> Tensor:
         """Largest of each element over the processes, the same way."""
-        if self.world_size > 1:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return tensor
+        return self._reduce(tensor, dist.ReduceOp.MAX)
 
     def total(self, *numbers: int) -> list[int]:
         """Sums of host numbers over the processes."""
-        return self._exchange(numbers, dist.ReduceOp.SUM)
+        return [int(value) for value in self.sum(torch.tensor(numbers, dtype=torch.int64))]
 
     def largest(self, *numbers: int) -> list[int]:
         """The largest of each host number over the processes."""
-        return self._exchange(numbers, dist.ReduceOp.MAX)
+        return [int(value) for value in self.most(torch.tensor(numbers, dtype=torch.int64))]
 
-    def all_of(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The host numbers of every process, by rank; each has as many."""
-        if self.world_size == 1:
-            return [list(numbers)]
-        mine = torch.tensor(numbers, dtype=torch.float64)
-        found = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(found, mine)
-        return [values.tolist() for values in found]
+    def all_of(self, value: T) -> list[T]:
+        """A host value of every process, by rank."""
+        found = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(found, value, self._group)
+        return found
 
     def wait_for_all(self) -> None:
-        """Until every process is here."""
+        """Wait until every process is here."""
         self.total(0)
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """The main process goes through the block before the others, which then find the files that it made."""
+        """Run the block in the main process first: the others then find the files that it made."""
         if not self.is_main:
             self.wait_for_all()
         yield
         if self.is_main:
             self.wait_for_all()
 
-    def _exchange(self, numbers: tuple[int, ...], operation: dist.ReduceOp.RedOpType) -> list[int]:
-        if self.world_size == 1:
-            return list(numbers)
-        values = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(values, operation)
-        return [int(value) for value in values]
+    def _reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.world_size > 1:
+            dist.all_reduce(tensor, operation, self._group)
+        return tensor
 
 
 @contextmanager
@@ -89,19 +98,24 @@ def join(launch: Launch, device: torch.device) -> Iterator[Processes]:
 
     Args:
         launch: from torchrun.
-        device: where this process computes; its tensors are exchanged through NCCL on a GPU and gloo on the CPU.
+        device: where this process computes; its tensors are exchanged through NCCL on a GPU and
+            gloo on the CPU.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if launch.world_size == 1:
         yield Processes()
         return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    is_gpu = device.type == "cuda"
     store, rank, world_size = next(rendezvous("env://"))
     # torchrun keeps the store over a restart, with the addresses of the processes that are gone.
-    store = dist.PrefixStore(f"restart-{launch.restart}", store)  # type: ignore[attr-defined]
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, device_id=device if device.type == "cuda" else None
+        "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+        store=dist.PrefixStore(f"restart-{launch.restart}", store),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=world_size,
+        device_id=device if is_gpu else None,
     )
     yield Processes(launch.rank, launch.world_size)
-    dist.destroy_process_group()  # after an error it might wait for processes that are gone; leaving ends the group too
+    # Not after an error: it might wait for processes that are gone. Leaving ends the group too.
+    dist.destroy_process_group()

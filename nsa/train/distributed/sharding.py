@@ -1,4 +1,4 @@
-"""Tensors of which every process holds a part (FSDP2), beside those that every process holds whole."""
+"""Sharded tensors (FSDP2), of which every process holds some rows, and whole ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """The whole tensor; of a sharded one all processes must ask, and each gets it. Nothing is recorded for gradients."""
+    """The whole tensor, without gradients; all processes must call this for a sharded one."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -19,16 +19,23 @@ def own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def first_row(tensor: Tensor) -> int:
+    """Row of the whole tensor where :func:`own_part` begins; FSDP2 cuts as torch.chunk does."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    rows, mesh = tensor.shape[0], tensor.device_mesh
+    return min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
+
+
 def put(target: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor into ``target``, of which every process takes its part; nothing is sent.
+    """Copy a whole tensor into a sharded or whole ``target``; nothing is sent.
 
     Args:
-        target: a tensor without gradient, sharded or not.
+        target: a tensor without gradient.
         whole: same shape, on any device, equal on all processes.
     """
-    if not isinstance(target, DTensor):
-        target.copy_(whole)
-        return
-    whole = whole.to(target.device)
-    part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-    own_part(target).copy_(own_part(cast(Tensor, part)))
+    if isinstance(target, DTensor):
+        mesh, placements = target.device_mesh, target.placements
+        shards = distribute_tensor(whole.to(target.device), mesh, placements, src_data_rank=None)
+        whole = own_part(cast(Tensor, shards))
+    own_part(target).copy_(whole)

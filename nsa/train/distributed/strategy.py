@@ -1,7 +1,8 @@
-"""How the processes of a run share the training of one model: equal replicas (DDP) or shards (FSDP2)."""
+"""How processes share the training of one model: equal replicas (DDP) or shards (FSDP2)."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,10 +26,11 @@ from nsa.train.telemetry.throughput import MIB
 logger = logging.getLogger(__name__)
 
 Compiler = Callable[[Any], Any]
+Layer = Callable[..., Tensor]
 
 
 class Replicated:
-    """One process, or several that hold equal replicas and average their gradients in the backward pass.
+    """One process, or several that hold equal replicas and average their gradients.
 
     Every trainable parameter must take part in every backward pass.
 
@@ -37,18 +39,24 @@ class Replicated:
         config: what the processes send each other, and when.
         processes: this process among those of the run.
         device: where this process computes.
-        captured: whether backward passes are replayed from CUDA graphs, in which DDP cannot send anything; gradients are then
-            averaged after the last of them.
+        captured: whether backward passes are replayed from CUDA graphs, in which DDP cannot send
+            anything; gradients are then averaged after the last of them.
 
     Attributes:
-        loss: the module without what training wraps around it, for evaluations.
-        in_step: whether no process can run the module alone.
+        loss: the module without DDP or compilation, for evaluations.
+        in_step: whether all processes must take part in every pass, since each has some rows alone.
     """
 
     in_step = False
 
     def __init__(
-        self, loss: NextTokenLoss, config: ParallelConfig, processes: Processes, device: torch.device, *, captured: bool = False
+        self,
+        loss: NextTokenLoss,
+        config: ParallelConfig,
+        processes: Processes,
+        device: torch.device,
+        *,
+        captured: bool = False,
     ) -> None:
         self.loss, self._config, self._processes, self._device = loss, config, processes, device
         self._captured = captured
@@ -61,12 +69,12 @@ class Replicated:
         Args:
             compiler: from a module or function to its compiled form; None leaves it as it is.
         """
-        is_alone = self._processes.world_size == 1
         loss: nn.Module = self.loss
-        if compiler is not None:
-            by_layer = self._config.compile_layers
-            loss = _with_compiled_layers(self.loss, compiler) if by_layer else cast(nn.Module, compiler(self.loss))
-        if is_alone or self._captured:
+        if compiler is not None and self._config.compile_layers:
+            _compile_layers(self.loss, compiler)
+        elif compiler is not None:
+            loss = compiler(self.loss)
+        if self._processes.world_size == 1 or self._captured:
             return loss
         self._replica = DistributedDataParallel(
             loss,
@@ -80,71 +88,91 @@ class Replicated:
         return self._replica
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """Context of the forward and backward pass of one micro-batch: only the last one of a step exchanges gradients."""
-        # A static graph is learnt from the first backward pass, which must exchange gradients for that.
+        """Context of one micro-batch's passes: only the last one of a step exchanges gradients."""
+        # A static graph is learnt from the first backward pass, which must exchange gradients.
         first, self._is_first = self._is_first, False
         if self._replica is None or last or (first and self._config.static_graph):
             return nullcontext()
         return self._replica.no_sync()
 
     def exchange(self, gradients: Sequence[Tensor]) -> None:
-        """Average gradients over the processes in place, after the last micro-batch, where no backward pass has done it."""
+        """Average gradients in place after the last micro-batch, where no backward pass does it."""
         if not self._captured or self._processes.world_size == 1:
             return
-        dtype = torch.bfloat16 if self._config.gradient_compression == "bf16" else torch.float32
+        dtype = _reduce_dtype(self._config)
         for bucket in _buckets(gradients, self._config.bucket_mib):
             sent = torch.cat([gradient.flatten().to(dtype) for gradient in bucket])
             self._processes.sum(sent.div_(self._processes.world_size))
             parts = sent.split([gradient.numel() for gradient in bucket])
-            torch._foreach_copy_(bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)])
+            for gradient, part in zip(bucket, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Euclidean norm over all gradients, fp32 scalar, the same on every process; nothing waits for the device."""
+        """Euclidean norm over all gradients, fp32 scalar, the same on every process.
+
+        Nothing waits for the device.
+        """
         return get_total_norm(list(gradients))
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         """After passes without gradients: hold no more of the model than between two steps."""
 
 
 class Sharded(Replicated):
     """Several processes that each hold a part of every weight, gradient and moment (FSDP2).
 
-    A layer's weights are gathered before its forward pass and again before its backward pass, its gradients are averaged and
-    scattered after it, each beside the computation of its neighbours. Embedding, last norm and head form the outermost unit.
+    A layer's weights are gathered before its forward pass and again before its backward pass, its
+    gradients are averaged and scattered after it, while its neighbours compute. Embedding, last
+    norm and head form the outermost unit.
     """
 
     in_step = True
 
-    def __init__(self, loss: NextTokenLoss, config: ParallelConfig, processes: Processes, device: torch.device) -> None:
+    def __init__(
+        self,
+        loss: NextTokenLoss,
+        config: ParallelConfig,
+        processes: Processes,
+        device: torch.device,
+    ) -> None:
         super().__init__(loss, config, processes, device)
         mesh = init_device_mesh(device.type, (processes.world_size,))
-        reduced = torch.bfloat16 if config.gradient_compression == "bf16" else torch.float32
         gathered = torch.bfloat16 if config.gather_dtype == "bf16" else None
-        # The residual stream begins in the embedding and stays fp32, so the outermost unit is gathered as it is stored.
-        of_layers = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, cast_forward_inputs=False)
+        policy = functools.partial(
+            MixedPrecisionPolicy,
+            reduce_dtype=_reduce_dtype(config),
+            cast_forward_inputs=False,
+        )
         for layer in loss.model.decoder_layers():
-            fully_shard(layer, mesh=mesh, mp_policy=of_layers)
-        fully_shard(loss, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduced, cast_forward_inputs=False))
+            fully_shard(layer, mesh=mesh, mp_policy=policy(param_dtype=gathered))
+        # The residual stream begins in the embedding and stays fp32: gathered as it is stored.
+        fully_shard(loss, mesh=mesh, mp_policy=policy())
 
     def training_module(self, compiler: Compiler | None) -> nn.Module:
-        """What is called in training; compiled is each layer, since gathering and scattering stand between them."""
-        return self.loss if compiler is None else _with_compiled_layers(self.loss, compiler)
+        """What is called in training; layers are compiled one by one, weights gathered between."""
+        if compiler is not None:
+            _compile_layers(self.loss, compiler)
+        return self.loss
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """Sets it for all modules until the next call; gradients wait unsharded for the last micro-batch."""
+        """Holds until the next call; unsharded gradients wait for the last micro-batch."""
         root = cast(FSDPModule, self.loss)
         root.set_requires_gradient_sync(last)
         root.set_is_last_backward(last)
         return nullcontext()
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Of the parts that each process holds; summed in fp64, so that squares neither overflow nor vanish."""
+        """Of the parts that each process holds, summed in fp64: no square overflows or vanishes."""
         of_parts = get_total_norm([own_part(gradient) for gradient in gradients])
         return self._processes.sum(of_parts.double().square()).sqrt().float()
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         """After a backward pass the outermost unit is sharded again by itself."""
         cast(FSDPModule, self.loss).reshard()
+
+
+def _reduce_dtype(config: ParallelConfig) -> torch.dtype:
+    return torch.bfloat16 if config.gradient_compression == "bf16" else torch.float32
 
 
 def _buckets(gradients: Sequence[Tensor], bucket_mib: float) -> list[list[Tensor]]:
@@ -159,14 +187,14 @@ def _buckets(gradients: Sequence[Tensor], bucket_mib: float) -> list[list[Tensor
     return buckets
 
 
-def _with_compiled_layers(loss: NextTokenLoss, compiler: Compiler) -> NextTokenLoss:
-    """``loss`` itself, each of whose layers is now a graph of its own in passes that record gradients."""
+def _compile_layers(loss: NextTokenLoss, compiler: Compiler) -> None:
+    """Make each layer a graph of its own, in passes that record gradients."""
     for layer in loss.model.decoder_layers():
-        layer.forward = _in_training(compiler(layer.forward), layer.forward)  # type: ignore[method-assign]
-    return loss
+        forward = _in_training(compiler(layer.forward), layer.forward)
+        layer.forward = forward  # type: ignore[method-assign]
 
 
-def _in_training(compiled: Callable[..., Tensor], eager: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _in_training(compiled: Layer, eager: Layer) -> Layer:
     """Evaluations run the layer as it is: they would need a graph of their own."""
 
     def forward(*args: Any) -> Tensor:
@@ -176,9 +204,14 @@ def _in_training(compiled: Callable[..., Tensor], eager: Callable[..., Tensor]) 
 
 
 def distribute(
-    loss: NextTokenLoss, config: ParallelConfig, processes: Processes, device: torch.device, *, captured: bool = False
+    loss: NextTokenLoss,
+    config: ParallelConfig,
+    processes: Processes,
+    device: torch.device,
+    *,
+    captured: bool = False,
 ) -> Replicated:
-    """The strategy of a run; a single process has nothing to share, whatever the configuration says.
+    """The strategy of a run; one process has nothing to share, whatever the configuration says.
 
     Args:
         loss: the model with its loss on ``device``, its weights equal on all processes.
@@ -188,27 +221,24 @@ def distribute(
         captured: whether backward passes are replayed from CUDA graphs.
 
     Raises:
-        ValueError: ``ddp`` on CPUs cannot send bf16; what ``fsdp`` sends cannot be captured, and in captured passes ``ddp`` has
-            no static graph.
+        ValueError: ``ddp`` on CPUs cannot send bf16; what ``fsdp`` sends cannot be captured, and in
+            captured passes ``ddp`` has no static graph.
     """
     if processes.world_size == 1:
         return Replicated(loss, config, processes, device, captured=captured)
-    hint = "Give --cuda-graphs false."
-    check(
-        config.strategy == "ddp" or not captured, "train", "cuda_graphs", "be false with parallel.strategy fsdp", captured, hint
-    )
-    check(
-        not (config.static_graph and captured), "train", "parallel.static_graph", "be false with cuda_graphs", True,
-        "Give --parallel.static-graph false: captured passes send nothing; or --cuda-graphs false.",
-    )  # fmt: skip
-    check(
-        config.strategy == "fsdp" or config.gradient_compression == "none" or device.type == "cuda",
-        "train", "parallel.gradient_compression", "be none with parallel.strategy ddp on CPUs", config.gradient_compression,
-    )  # fmt: skip
-    logger.info(
-        "parallel: %s over %d processes, gradients sent in %s",
-        config.strategy, processes.world_size, "bf16" if config.gradient_compression == "bf16" else "fp32",
-    )  # fmt: skip
-    if config.strategy == "fsdp":
+    is_sharded, sent = config.strategy == "fsdp", config.gradient_compression
+    fits, hint = not (is_sharded and captured), "Give --cuda-graphs false."
+    check(fits, "train", "cuda_graphs", "be false with parallel.strategy fsdp", captured, hint)
+    fits = not (config.static_graph and captured)
+    hint = "Give --parallel.static-graph false: captured passes send nothing;"
+    hint = f"{hint} or --cuda-graphs false."
+    check(fits, "train", "parallel.static_graph", "be false with cuda_graphs", True, hint)
+    fits = is_sharded or sent == "none" or device.type == "cuda"
+    rule = "be none with parallel.strategy ddp on CPUs"
+    check(fits, "train", "parallel.gradient_compression", rule, sent)
+    size, kind = processes.world_size, "bf16" if sent == "bf16" else "fp32"
+    text = "parallel: %s over %d processes, gradients sent in %s"
+    logger.info(text, config.strategy, size, kind)
+    if is_sharded:
         return Sharded(loss, config, processes, device)
     return Replicated(loss, config, processes, device, captured=captured)

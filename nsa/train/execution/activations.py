@@ -13,34 +13,43 @@ def checkpoint_activations(model: LanguageModel, config: CheckpointingConfig) ->
     """Let the layers of ``model`` keep what the policy says.
 
     Raises:
-        ValueError: the policy ``operators`` for sparse attention on a CPU, where it is the reference and no single operator.
+        ValueError: the policy ``operators`` for sparse attention on a CPU, where it is the
+            reference and no single operator.
     """
     device = model.embedding.weight.device.type
     check(
         config.policy != "operators" or model.config.attention == "dense" or device == "cuda",
-        "train", "checkpointing.policy", "not be operators with attention nsa on a CPU", config.policy,
+        "train",
+        "checkpointing.policy",
+        "not be operators with attention nsa on a CPU",
+        config.policy,
         "On a CPU attention is no single operator; take full.",
-    )  # fmt: skip
+    )
     for index, layer in enumerate(model.decoder_layers()):
         layer.keeps = config.keeps(index)
 
 
 def kept_bytes(config: LMConfig, keeps: Keeps, activation_bytes: int = 2) -> dict[str, int]:
-    """What a layer that computes something twice keeps from its forward pass to its backward pass, bytes a token by tensor.
+    """What a layer that recomputes something keeps for its backward pass, bytes a token by tensor.
 
     While the layer runs backward, all that it computes again is there too, of one layer at a time.
 
     Args:
         config: the model.
-        keeps: ``attention`` or ``input``; of ``everything``, what is kept is up to PyTorch and its compiler.
-        activation_bytes: of an element of what matrix products give: 2 for bf16 compute, 4 for fp32.
+        keeps: ``attention`` or ``input``; of ``everything``, what is kept is up to PyTorch and its
+            compiler.
+        activation_bytes: of an element of what matrix products give: 2 for bf16 compute, 4 for
+            fp32.
     """
     check(keeps != "everything", "kept_bytes", "keeps", "be attention or input", keeps)
     kept = {"input": 4 * config.width}  # the residual stream is fp32
     if keeps == "input":
         return kept
     pattern = config.nsa
-    output, statistics = activation_bytes * pattern.num_heads * pattern.value_dim, 4 * pattern.num_heads
+    output, statistics = (
+        activation_bytes * pattern.num_heads * pattern.value_dim,
+        4 * pattern.num_heads,
+    )
     if config.attention == "dense":
         return {**kept, "out": output, "lse": statistics}
     kept["out"] = output

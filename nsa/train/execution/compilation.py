@@ -153,7 +153,7 @@ class CompilationCounter:
 
 
 def _chain_hooks(begins: Callable[[], None], ends: Callable[[], None]) -> None:
-    """Have Triton call these around a compilation at launch, beside the hooks that it has."""
+    """Have Triton call these before and after a compilation at launch, and its other hooks too."""
     import triton
 
     runtime = triton.knobs.runtime

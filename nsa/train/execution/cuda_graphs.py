@@ -1,4 +1,4 @@
-"""Forward and backward of a micro-batch as one CUDA graph, which the host launches instead of thousands of kernels."""
+"""Forward and backward of a micro-batch as a CUDA graph: one launch in place of thousands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CaptureError(RuntimeError):
         first = next(iter(str(error).splitlines()), type(error).__name__)
         super().__init__(
             f"cuda_graphs: a micro-batch of {shape} could not be captured ({first}). "
-            "Give --cuda-graphs false to run without CUDA graphs."
+            "Give --cuda-graphs false to run without CUDA graphs.",
         )
 
 
@@ -41,21 +41,28 @@ class _Captured:
 
 
 class Replay:
-    """Runs micro-batches from two graphs: the first of a step makes its gradients, the others add to them.
+    """Runs micro-batches from two graphs: the first of a step makes gradients, the others add.
 
-    The first step runs as it is, which compiles what has to be compiled. The graphs are captured in the second one, and again
-    when a micro-batch of another shape begins a step; the trainer pads micro-batches to one number of sequences, so that is
-    rare. Run as it is, a new shape would need as much memory again beside that of the graphs, so it is captured at once, by the
-    code that the first step compiled. A graph writes each ``.grad`` to the place that it was captured with, so nobody may drop
-    gradients between two steps, and nobody needs to zero them. Graphs share their memory, since one runs at a time.
+    The first step runs as it is, which compiles what has to be compiled. The graphs are captured in
+    the second one, and again when a micro-batch of another shape begins a step; the trainer pads
+    micro-batches to one number of sequences, so that is rare. Run as it is, a new shape would need
+    as much memory again as the graphs, so it is captured at once, by the code that the first step
+    compiled. A graph writes each ``.grad`` to the place that it was captured with, so gradients
+    must not be dropped between two steps, and need no zeroing. Graphs share their memory, since one
+    runs at a time.
 
     Args:
-        run: forward and backward of a micro-batch on the device, its loss divided by a scalar before the backward pass; gives
-            the loss that was divided. It may not wait for the device.
+        run: forward and backward of a micro-batch on the device, its loss divided by a scalar
+            before the backward pass; gives the loss that was divided. It may not wait for the
+            device.
         parameters: those that get gradients.
     """
 
-    def __init__(self, run: Callable[[Batch, Tensor], Tensor], parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        run: Callable[[Batch, Tensor], Tensor],
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
         self._run, self._parameters = run, parameters
         self._steps = 0
         self._captured: dict[tuple[int, int, bool], _Captured] = {}
@@ -90,11 +97,12 @@ class Replay:
 
     def _capture(self, batch: Batch, divisor: Tensor) -> _Captured:
         pool = next((captured.graph.pool() for captured in self._captured.values()), None)
-        # The host's figures are of this batch alone; whoever replays the graph has those of theirs.
+        # The host's figures belong to this batch alone, not to those of later replays.
         batch = replace(batch, num_bytes=0, num_targets=0)
         graph = torch.cuda.CUDAGraph()
-        # Other threads fetch data and write checkpoints meanwhile; what they ask of CUDA is none of the capture's business.
-        # Compilation copies to the device, which would spoil the capture: the stance makes it an error of its own.
+        # Other threads fetch data and write checkpoints meanwhile; what they ask of CUDA is none of
+        # the capture's business. Compilation copies to the device, which would spoil the capture:
+        # the stance makes it an error of its own.
         mode = "thread_local"
         try:
             with (

@@ -71,8 +71,10 @@ class KernelsAhead:
             self._said = files.enter_context(tempfile.TemporaryFile())
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, *target, "--stamp", str(stamp)],
-                stdin=subprocess.PIPE, stdout=self._said, stderr=self._said,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=self._said,
+                stderr=self._said,
+            )
             files.pop_all()  # closed with the process
         assert self._process.stdin is not None
         self._process.stdin.write(to_yaml(config).encode())
@@ -80,17 +82,23 @@ class KernelsAhead:
         self._end = weakref.finalize(self, _end, self._process, self._said)
 
     def wait(self) -> None:
-        """Until the kernels are there; the first launch waits, or it would compile what is being compiled."""
+        """Wait for the kernels: the first launch would otherwise compile them a second time."""
         if self._end is None or not self._end.alive:
             return
         try:
             self._process.wait(LONGEST_WAIT_S)
         except subprocess.TimeoutExpired:
-            logger.warning("kernels are not compiled after %d s: the run compiles them itself", LONGEST_WAIT_S)
+            logger.warning(
+                "kernels are not compiled after %d s: the run compiles them itself",
+                LONGEST_WAIT_S,
+            )
         if self._process.returncode:
             self._said.seek(0)
             last = self._said.read().decode(errors="replace").strip().rpartition("\n")[2]
-            logger.warning("kernels could not be compiled ahead (%s): the first step takes longer", last)
+            logger.warning(
+                "kernels could not be compiled ahead (%s): the first step takes longer",
+                last,
+            )
         self.close()
 
     def close(self) -> None:
@@ -100,7 +108,7 @@ class KernelsAhead:
 
 
 def _stamp(config: TrainConfig, gpu: str) -> Path:
-    """The file beside Triton's compiled kernels that says that those of a configuration are there."""
+    """The file in Triton's cache that says that the kernels of a configuration are there."""
     import triton
 
     decisive = (config.seq_len, config.micro_batch, config.compute_dtype, config.telemetry)
@@ -133,9 +141,15 @@ class _Unmultiplied(torch.autograd.Function):
 
 
 class _WithoutProducts(TorchFunctionMode):
-    """PyTorch's products are left out: what kernels are launched does not depend on their values."""
+    """Leaves out PyTorch's products: which kernels are launched does not depend on their values."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         if function is nn.functional.linear:
             x, weight = args[:2]
             dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
@@ -163,13 +177,22 @@ def _launches_of(gpu: str, capability: tuple[int, int]) -> Iterator[list[Launche
     # Of our operators, into which a mode does not see.
     torch.mm = lambda a, b: a.new_empty(a.shape[0], b.shape[1])  # type: ignore[assignment]
     try:
-        with as_on_gpu(), tiles_chosen_by(lambda key, _: (table and table.find(key)) or default_tile(key, capability)):
+        with (
+            as_on_gpu(),
+            tiles_chosen_by(
+                lambda key, _: (table and table.find(key)) or default_tile(key, capability),
+            ),
+        ):
             yield launched
     finally:
         JITFunction.run, torch.mm = run, product
 
 
-def launches_of_a_step(config: TrainConfig, gpu: str, capability: tuple[int, int]) -> list[Launched]:
+def launches_of_a_step(
+    config: TrainConfig,
+    gpu: str,
+    capability: tuple[int, int],
+) -> list[Launched]:
     """The launches of a training step, one of each kind, those first that take longest to compile.
 
     Args:
@@ -180,10 +203,14 @@ def launches_of_a_step(config: TrainConfig, gpu: str, capability: tuple[int, int
     model, num_tokens = config.model, config.micro_batch * config.seq_len
     # Of documents there would be more; kernels of dense attention are PyTorch's in any case.
     offsets = torch.arange(config.micro_batch + 1, dtype=torch.int32) * config.seq_len
-    with _launches_of(gpu, capability) as launched, autocast(torch.device("cpu"), config.compute_dtype):
+    with (
+        _launches_of(gpu, capability) as launched,
+        autocast(torch.device("cpu"), config.compute_dtype),
+    ):
         embedding = Embedding(model.vocab_size, model.width)
         embedding(torch.zeros(num_tokens, dtype=torch.int64)).sum().backward()
-        for pattern in dict.fromkeys(model.nsa.for_layer(layer) for layer in range(model.num_layers)):
+        patterns = dict.fromkeys(map(model.nsa.for_layer, range(model.num_layers)))
+        for pattern in patterns:
             dense = model.attention == "dense"
             attention = (DenseAttention if dense else NativeSparseAttention)(model.width, pattern)
             if isinstance(attention, NativeSparseAttention) and config.telemetry:
@@ -208,7 +235,11 @@ def _kind(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[A
         return (x.base.dtype, tuple(x.block_shape)) if hasattr(x, "block_shape") else type(x)
 
     options = {name: value for name, value in kwargs.items() if name != "grid"}
-    return kernel, tuple(kind(x) for x in args), tuple(sorted((name, str(value)) for name, value in options.items()))
+    return (
+        kernel,
+        tuple(kind(x) for x in args),
+        tuple(sorted((name, str(value)) for name, value in options.items())),
+    )
 
 
 def compile_launches(launches: list[Launched], arch: int, processes: int) -> None:
@@ -233,12 +264,15 @@ def _compile(number: int) -> None:
 
     kernel, args, kwargs = _launches[number]
     compiled = kernel.warmup(*args, **kwargs)
-    if hasattr(driver, "make_launcher"):  # before Triton 3.7 each has a launcher in C, which is kept on disk as well
+    if hasattr(
+        driver,
+        "make_launcher",
+    ):  # before Triton 3.7 each has a launcher in C, which is kept on disk as well
         driver.CudaLauncher(compiled.src, compiled.metadata)
 
 
 def main() -> None:
-    """Compile for the configuration on standard input; the arguments are the GPU's name and compute capability."""
+    """Compile for the configuration on standard input; arguments: the GPU and its capability."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("gpu")
     parser.add_argument("capability", type=int, nargs=2)

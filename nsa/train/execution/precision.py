@@ -22,12 +22,21 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     available = torch.cuda.is_available()
     check(
         name != "cuda" or available,
-        "choose_device", "device", "be cpu or auto where PyTorch finds no CUDA GPU", name,
-    )  # fmt: skip
+        "choose_device",
+        "device",
+        "be cpu or auto where PyTorch finds no CUDA GPU",
+        name,
+    )
     if name == "cpu" or not available:
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    check(local_rank < count, "choose_device", "local_rank", f"be below the number of GPUs ({count})", local_rank)
+    check(
+        local_rank < count,
+        "choose_device",
+        "local_rank",
+        f"be below the number of GPUs ({count})",
+        local_rank,
+    )
     check_kernels_run("choose_device", "device", local_rank, "Give --device cpu.")
     return torch.device("cuda", local_rank)
 
@@ -37,13 +46,14 @@ def autocast(device: torch.device, compute_dtype: str) -> torch.autocast:
 
     Args:
         device: where the model is.
-        compute_dtype: ``bf16`` runs matrix products and attention in bf16 while parameters stay fp32; ``fp32`` changes nothing.
+        compute_dtype: ``bf16`` runs matrix products and attention in bf16 while parameters stay
+            fp32; ``fp32`` changes nothing.
     """
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=compute_dtype == "bf16")
 
 
 def set_tf32(enabled: bool) -> None:
-    """Whether fp32 matrix products may round their inputs to TF32 on NVIDIA GPUs; holds for the whole process."""
+    """Let fp32 matrix products round their inputs to TF32, or not, in the whole process."""
     torch.set_float32_matmul_precision("high" if enabled else "highest")
 
 

@@ -19,7 +19,8 @@ class Startup:
     """Times a start, from the construction of a trainer to the end of this process's first step.
 
     The phases follow one another: each ends where the next one begins. Of the last one, the step
-    itself, :data:`nsa.train.execution.compilation.compilations` knows what was compiled and captured in it.
+    itself, :data:`nsa.train.execution.compilation.compilations` knows what was compiled and
+    captured in it.
 
     Attributes:
         first_step_s: the whole start, seconds; None before the end of the first step.

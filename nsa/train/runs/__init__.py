@@ -1,1 +1,1 @@
-"""What lies in a run folder, and what reads it."""
+"""What reads a run folder."""

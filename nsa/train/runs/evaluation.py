@@ -7,11 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from nsa.errors import UserError, check, fail
-from nsa.lm.model import LanguageModel
-from nsa.train.checkpoint import find_checkpoint, read_run_meta
+from nsa.errors import UserError, check
+from nsa.train.checkpoint import find_checkpoint, read_meta
 from nsa.train.config import TrainConfig
 from nsa.train.data import (
     Batch,
@@ -40,12 +37,7 @@ _SAME_DATA = ("train_sha256", "validation_sha256", "tokenizer_fingerprint")
 
 
 class Finding(NamedTuple):
-    """Something that an evaluation found.
-
-    Attributes:
-        line: for the reader.
-        figures: the same by name, in plain JSON types.
-    """
+    """A line for the reader, and the same figures by name as JSON has them."""
 
     line: str
     figures: dict[str, Any]
@@ -60,12 +52,13 @@ def evaluate_run(
     num_windows: int | None = None,
     micro_batch: int | None = None,
 ) -> Iterator[Finding]:
-    """Measure a checkpoint of a run on its held-out data, or on any other text.
+    """Measure a checkpoint of a run on its validation data, or on any other text.
 
     Args:
         folder: the run.
         checkpoint: ``last``, ``best`` or a number of optimizer steps.
-        text: file or folder of text, ``-`` for standard input; None takes the run's held-out data.
+        text: file or folder of text, ``-`` for standard input; None takes the run's validation
+            data.
         device: ``auto``, ``cpu`` or ``cuda``.
         num_windows: windows to measure, the first ones; None for all.
         micro_batch: windows computed at a time; None takes the run's.
@@ -74,109 +67,132 @@ def evaluate_run(
         Findings, each as soon as it is known.
 
     Raises:
-        ValueError: no such checkpoint, no such device, no text, or data that are no longer those of the run.
+        ValueError: no such checkpoint, no such device, no text, or data that are no longer those of
+            the run.
     """
     config = folder.load_config()
     check(num_windows is None or num_windows > 0, "eval", "--windows", "be positive", num_windows)
     size = config.micro_batch if micro_batch is None else micro_batch
     check(size > 0, "eval", "--micro-batch", "be positive", micro_batch)
     place, path = choose_device(device), find_checkpoint("eval", folder.checkpoints, checkpoint)
-    given = None if text is None else _read_text(folder, text)  # what is mistyped is refused before anything is loaded
+    given = None if text is None else _read_text(folder, text)  # a mistyped path is refused first
     model, step = load_model(config.model, path, place)
-    if given is not None:
-        yield from _describe(model, folder, step, place, config)
-        yield from _measure_text(model, config, given, str(text), num_windows, size)
-        return
-    data = open_data(config.data, seed=config.seed, seq_len=config.seq_len, run_folder_tokenizer=folder.tokenizer)
-    _check_same_data(path, data)
-    yield from _describe(model, folder, step, place, config)
-    available = data.validation.num_windows(config.seq_len)
-    windows = min(num_windows or available, available)
-    batches = validation_batches(
-        data.validation, config.seq_len, size, windows, document_mask=config.data.document_mask
-    )  # fmt: skip
-    result = evaluate(NextTokenLoss(model, config.loss_chunk), batches, compute_dtype=config.compute_dtype)
-    yield from _figures(result, config, windows, available, "held out", config.data.source)
-    yield from _compared(data, result["bits_per_byte"], windows * config.seq_len)
-
-
-def _describe(
-    model: LanguageModel, folder: RunFolder, step: int, device: torch.device, config: TrainConfig
-) -> Iterator[Finding]:
-    yield Finding(f"model: {model.parameter_summary()}", {"parameters": model.num_parameters()["total"]})
+    data = None if text is not None else _open_data(folder, config, path)
     yield Finding(
-        f"checkpoint: step {step} of {folder.path}, on {device.type} in {config.compute_dtype}",
-        {"run": str(folder.path), "step": step, "device": device.type, "compute_dtype": config.compute_dtype},
+        f"model: {model.parameter_summary()}",
+        {"parameters": model.num_parameters()["total"]},
     )
-
-
-def _figures(
-    result: dict[str, float], config: TrainConfig, windows: int, available: int, what: str, name: str
-) -> Iterator[Finding]:
-    measured = (
-        f"{windows} of {available} windows of {config.seq_len} tokens, {result['num_targets']:,.0f} targets that "
-        f"spell {result['num_bytes']:,.0f} bytes of {name}"
+    where = {"run": str(folder.path), "step": step, "device": place.type}
+    yield Finding(
+        f"checkpoint: step {step} of {folder.path}, on {place.type} in {config.compute_dtype}",
+        {**where, "compute_dtype": config.compute_dtype},
     )
+    rest = None
+    if data is not None:
+        source: TokenSource = data.validation
+    else:
+        assert given is not None
+        source, rest = given, _shorter_window(given, config)
+    whole = source.num_windows(config.seq_len)
+    available = whole + (rest is not None)
+    windows = min(num_windows or available, available)
+    result = evaluate(
+        NextTokenLoss(model, config.loss_chunk),
+        _batches(source, rest, config, windows, size),
+        compute_dtype=config.compute_dtype,
+    )
+    name = config.data.source if text is None else "standard input" if text == "-" else text
+    targets, num_bytes = result["num_targets"], result["num_bytes"]
+    measured = f"{windows} of {available} windows of {config.seq_len} tokens"
+    spelt = f"{targets:,.0f} targets that spell {num_bytes:,.0f} bytes of {name}"
     counts = {"windows": windows, "windows_available": available, "seq_len": config.seq_len}
     yield Finding(
-        f"{what}: {measured}",
-        {"text": name, **counts, "num_targets": result["num_targets"], "num_bytes": result["num_bytes"]},
+        f"{'validation' if text is None else 'text'}: {measured}, {spelt}",
+        {"text": name, **counts, "num_targets": targets, "num_bytes": num_bytes},
     )
-    yield Finding(f"loss: {result['loss_nats']:.4f} nats per token", {"loss_nats": result["loss_nats"]})
-    yield Finding(f"bits per byte: {result['bits_per_byte']:.4f}", {"bits_per_byte": result["bits_per_byte"]})
+    nats, bits = result["loss_nats"], result["bits_per_byte"]
+    yield Finding(f"loss: {nats:.4f} nats per token", {"loss_nats": nats})
+    yield Finding(f"bits per byte: {bits:.4f}", {"bits_per_byte": bits})
+    if data is not None:
+        yield from _compared(data, bits, windows * config.seq_len)
 
 
-# --- held-out data --------------------------------------------------------------------------------------------------------
+def _batches(
+    source: TokenSource,
+    rest: Batch | None,
+    config: TrainConfig,
+    windows: int,
+    size: int,
+) -> Iterator[Batch]:
+    """So many windows; behind the whole ones ``rest``, which may be shorter."""
+    whole, masked = source.num_windows(config.seq_len), config.data.document_mask
+    if whole or rest is None:
+        full = min(windows, whole)
+        yield from validation_batches(source, config.seq_len, size, full, document_mask=masked)
+    if rest is not None and windows > whole:
+        yield rest
+
+
+# --- validation data ------------------------------------------------------------------------------
 def _compared(data: DataBundle, figure: float, num_targets: int) -> Iterator[Finding]:
-    """What the figure of the model on the first ``num_targets`` of the held-out targets is to be compared with."""
+    """What to compare the model's figure on the first ``num_targets`` targets with."""
     if data.description["synthetic"]:
         ideal = data.description["ideal_loss_nats"]
         line = f"lowest possible loss: {ideal:.4f} nats per token (synthetic task, no text)"
         yield Finding(line, {"ideal_loss_nats": ideal})
         return
     if isinstance(data.train, StreamSource):
-        yield Finding("no bigram baseline: a stream's training text is not kept (nsa data prepare makes shards of it)", {})
+        why = "a stream's training text is not kept (nsa data prepare makes shards of it)"
+        yield Finding(f"no bigram baseline: {why}", {})
         return
     train, validation = (_text(source) for source in (data.train, data.validation))
     bigram = bigram_bits_per_byte(train, validation, num_targets=num_targets)
-    counted = f"{train.num_tokens:,} tokens of" if train.num_tokens < data.description["train_tokens"] else "the"
+    is_part = train.num_tokens < data.description["train_tokens"]
+    counted = f"{train.num_tokens:,} tokens of" if is_part else "the"
     yield Finding(
-        f"bigram baseline: {bigram:.4f} bits per byte, counted on {counted} training text, measured on the same held-out text",
+        f"bigram baseline: {bigram:.4f} bits per byte, counted on {counted} training text, "
+        "measured on the same validation text",
         {"bigram_bits_per_byte": bigram},
     )
     difference = bigram - figure
-    verdict = "better" if difference > 0 else "WORSE"
-    yield Finding(f"the model is {abs(difference):.4f} bits per byte {verdict} than the bigram baseline", {})
+    verdict = f"{abs(difference):.4f} bits per byte {'better' if difference > 0 else 'WORSE'}"
+    yield Finding(f"the model is {verdict} than the bigram baseline", {})
 
 
 def _text(source: TokenSource) -> TextSource:
     """The text of one side in memory, of shards only as much as a bigram model needs."""
     if isinstance(source, ShardSource):
-        separator_id = source.separator_id
-        assert separator_id is not None, "shards without a separator"
-        return TextSource([source.tokens(0, _BIGRAM_TOKENS)], separator_id, source.token_bytes)
+        first = source.read(0, _BIGRAM_TOKENS)
+        return TextSource([first], source.separator_id, source.token_bytes)
     assert isinstance(source, TextSource), "neither shards nor text"
     return source
 
 
-def _check_same_data(checkpoint: Path, data: DataBundle) -> None:
-    """Held-out text is held out only while the data are those that the model was trained with."""
-    recorded = read_run_meta(checkpoint)["data"]
+def _open_data(folder: RunFolder, config: TrainConfig, checkpoint: Path) -> DataBundle:
+    """The data of the run; validation text that the model may have been trained on is refused."""
+    data = open_data(
+        config.data,
+        seed=config.seed,
+        seq_len=config.seq_len,
+        run_folder_tokenizer=folder.tokenizer,
+    )
+    before, now = read_meta(checkpoint)["data"], data.description
     for name in _SAME_DATA:
-        if recorded.get(name) != data.description.get(name):
-            hint = "The text or its division has changed since: what is held out now may have been trained on."
-            fail("eval", f"data {name}", f"be that of the run ({recorded.get(name)})", data.description.get(name), hint)
+        old, new = before.get(name), now.get(name)
+        hint = "The text or its division has changed: the model may have been trained on this part."
+        check(old == new, "eval", f"data {name}", f"be that of the run ({old})", new, hint)
+    return data
 
 
-# --- any text -------------------------------------------------------------------------------------------------------------
+# --- any text -------------------------------------------------------------------------------------
 def _read_text(folder: RunFolder, text: str) -> TextSource:
-    """All tokens of a file, a folder or standard input, in the run's vocabulary; one document is one file."""
+    """All tokens of a file, a folder or standard input; one document is one file."""
     tokenizer = load_tokenizer(folder.tokenizer)
     separator_id, hint = tokenizer.separator_id, "Its synthetic task knows no text."
     check(separator_id is not None, "eval", "--text", "be left out for this run", text, hint)
     assert separator_id is not None
     try:
-        documents = [_standard_input()] if text == "-" else list(folder_files(text))
+        documents = [_standard_input()] if text == "-" else folder_files(text).documents
     except UserError as error:
         raise UserError("eval", "--text", error.rule, error.value) from None
     tokens = tokenizer.encode_batch([document.text for document in documents])
@@ -192,22 +208,11 @@ def _standard_input() -> Document:
     return Document("standard input", content)
 
 
-def _measure_text(
-    model: LanguageModel, config: TrainConfig, source: TextSource, name: str, num_windows: int | None, size: int
-) -> Iterator[Finding]:
-    """The whole text, to its last token: the last window may be shorter than the others."""
-    whole, masked = source.num_windows(config.seq_len), config.data.document_mask
-    rest = source.tokens[whole * config.seq_len :]
-    available = whole + (len(rest) > 1)
-    windows = min(num_windows or available, available)
-
-    def batches() -> Iterator[Batch]:
-        if whole:
-            yield from validation_batches(source, config.seq_len, size, min(windows, whole), document_mask=masked)
-        if windows > whole:
-            assert source.separator_id is not None
-            last = TextSource([rest[:-1]], source.separator_id, source.token_bytes)
-            yield collate(last, [0], len(rest) - 1, document_mask=masked)
-
-    result = evaluate(NextTokenLoss(model, config.loss_chunk), batches(), compute_dtype=config.compute_dtype)
-    yield from _figures(result, config, windows, available, "text", "standard input" if name == "-" else name)
+def _shorter_window(text: TextSource, config: TrainConfig) -> Batch | None:
+    """The tokens behind the last whole window."""
+    rest = text.tokens[text.num_windows(config.seq_len) * config.seq_len :]
+    if len(rest) < 2:
+        return None
+    assert text.separator_id is not None
+    source = TextSource([rest[:-1]], text.separator_id, text.token_bytes)
+    return collate(source, [0], len(rest) - 1, document_mask=config.data.document_mask)

@@ -8,11 +8,15 @@ import torch
 
 from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
-from nsa.train.checkpoint import load_tensors, read_run_meta
+from nsa.train.checkpoint import load_tensors, step_of
 from nsa.train.state import weights
 
 
-def load_model(config: LMConfig, checkpoint: Path, device: torch.device) -> tuple[LanguageModel, int]:
+def load_model(
+    config: LMConfig,
+    checkpoint: Path,
+    device: torch.device,
+) -> tuple[LanguageModel, int]:
     """The model of a checkpoint, with its fp32 weights.
 
     Args:
@@ -28,4 +32,4 @@ def load_model(config: LMConfig, checkpoint: Path, device: torch.device) -> tupl
     """
     model = LanguageModel(config).to(device)
     load_tensors(checkpoint, weights(model))
-    return model.eval(), int(read_run_meta(checkpoint)["step"])
+    return model.eval(), step_of(checkpoint)

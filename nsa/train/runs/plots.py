@@ -1,23 +1,87 @@
-"""Plots of a run, made from its metrics."""
+"""Curves of runs over their steps, made from the rows of metrics: ``loss.png`` and the report."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
 
 from nsa.train.telemetry.metrics import Row, read_metrics
 
-_TRAINING, _VALIDATION = "#4477aa", "#cc3311"  # apart for colour-blind readers too
+# Of each plot: its label, the metric that is a line and the metric that is dots.
+Plots = Sequence[tuple[str, str, str]]
+LOSSES: Plots = (
+    ("nats per token", "loss_nats", "val_loss_nats"),
+    ("bits per byte of text", "bits_per_byte", "val_bits_per_byte"),
+)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line in every plot of a figure, with dots of another metric.
+
+    Attributes:
+        label: its name in the legend.
+        colour: as matplotlib knows it.
+        rows: rows of metrics.
+        scale: what a step counts on the horizontal axis.
+    """
+
+    label: str
+    colour: Any
+    rows: Sequence[Row]
+    scale: int = 1
+
+
+def curves_figure(curves: Sequence[Curve], plots: Plots, unit: str = "optimizer steps") -> Figure:
+    """The plots side by side.
+
+    Args:
+        curves: one for each run.
+        plots: what to plot.
+        unit: of the horizontal axis.
+    """
+    figure = Figure(figsize=(5.5 * len(plots), 3.6), layout="constrained")
+    for axes, (label, line, dots) in zip(axes_of(figure, len(plots)), plots, strict=True):
+        for curve in curves:
+            draw(axes, curve, line)
+            draw(axes, curve, dots, marker="o", linestyle="none", markersize=3, label=None)
+        finish(axes, label, unit, legend=len(curves) > 1)
+    return figure
+
+
+def axes_of(figure: Figure, number: int) -> list[Axes]:
+    """So many axes in a row."""
+    return list(figure.subplots(1, number, squeeze=False)[0])
+
+
+def draw(axes: Axes, curve: Curve, metric: str, **style: Any) -> None:
+    """Draw one metric, where a row has it."""
+    rows = [row for row in curve.rows if metric in row]
+    if rows:
+        lone = {"marker": "."} if len(rows) == 1 else {}  # a line through one point is invisible
+        steps = [int(row["step"]) * curve.scale for row in rows]
+        values = [float(row[metric]) for row in rows]
+        style = {"label": curve.label, "linewidth": 1.2, **lone, **style}
+        axes.plot(steps, values, color=curve.colour, **style)
+
+
+def finish(axes: Axes, title: str, unit: str, *, legend: bool) -> None:
+    """Title, unit, grid and legend."""
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel(unit)
+    axes.grid(alpha=0.3)
+    if legend and axes.get_legend_handles_labels()[0]:
+        for text in axes.legend(fontsize=7).get_texts():
+            text.set_parse_math(False)  # the name of a folder, in which $ is a dollar
 
 
 def plot_losses(metrics: str | Path, target: str | Path, *, title: str = "") -> bool:
-    """Write the plot of :func:`loss_figure` for a run.
+    """Plot training loss (line) and validation loss (dots) of a run.
 
     Args:
         metrics: ``metrics.jsonl`` of the run.
@@ -29,39 +93,9 @@ def plot_losses(metrics: str | Path, target: str | Path, *, title: str = "") -> 
     """
     rows = read_metrics(metrics)
     if rows:
+        figure = curves_figure([Curve("training", "#4477aa", rows)], LOSSES)
+        figure.suptitle(title, parse_math=False)
         temporary = Path(target).with_suffix(".tmp")
-        loss_figure(rows, title=title).savefig(temporary, dpi=120, format="png")
+        figure.savefig(temporary, dpi=120, format="png")
         temporary.replace(target)
     return bool(rows)
-
-
-def loss_figure(rows: Sequence[Row], *, title: str = "") -> Figure:
-    """Training and held-out loss over the optimizer steps, with the tokens above: nats per token, and bits per byte of text."""
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _plot(left, rows, "loss_nats", "val_loss_nats", "loss (nats per token)")
-    _plot(right, rows, "bits_per_byte", "val_bits_per_byte", "loss (bits per byte of text)")
-    if title:
-        figure.suptitle(title, parse_math=False)  # the name of a folder, in which $ is a dollar
-    return figure
-
-
-def _plot(axes: Axes, rows: Sequence[Row], training: str, validation: str, label: str) -> None:
-    for name, legend, colour, marker in ((training, "training", _TRAINING, None), (validation, "held out", _VALIDATION, "o")):
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        if points:
-            steps, values = zip(*points, strict=True)
-            lone = marker or ("." if len(points) == 1 else None)  # a line through one point is invisible
-            axes.plot(steps, values, color=colour, marker=lone, markersize=4, linewidth=1.3, label=legend)
-    axes.set_xlabel("optimizer steps")
-    axes.set_ylabel(label)
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
-    tokens_per_step = float(rows[-1]["tokens"]) / max(float(rows[-1]["step"]), 1) if "tokens" in rows[-1] else 0.0
-    if tokens_per_step > 0:
-        above = axes.secondary_xaxis(
-            "top", functions=(partial(np.multiply, tokens_per_step), partial(np.multiply, 1 / tokens_per_step))
-        )
-        above.set_xlabel("tokens")
-        above.xaxis.set_major_formatter(EngFormatter(sep=""))

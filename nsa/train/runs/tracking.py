@@ -1,4 +1,4 @@
-"""``nsa track``: rows of a run go to a tracker, by a process that the run knows nothing of."""
+"""``nsa track``: sends the rows of a run to a tracker, from a process apart from the run."""
 
 from __future__ import annotations
 
@@ -20,18 +20,26 @@ _POLL_S = 5.0
 _IDLE_LOOKS = 3  # a run whose processes are started anew is left alone in between
 
 
-def track(folder: RunFolder, service: str, *, project: str = "nsa", follow: bool = False) -> Iterator[str]:
+def track(
+    folder: RunFolder,
+    service: str,
+    *,
+    project: str = "nsa",
+    follow: bool = False,
+) -> Iterator[str]:
     """Send the rows of a run that a tracker does not have yet.
 
-    They are read from ``metrics.jsonl``. So a tracker that fails, or a network that hangs, cannot touch the run, and a run on a
-    machine without a network is sent from a copy of its folder. ``tracking.json`` in the run folder says how far each tracker
-    has come; rows that a resumption makes anew are equal and not sent again.
+    They are read from ``metrics.jsonl``. So a tracker that fails, or a network that hangs, cannot
+    touch the run, and a run on a machine without a network is sent from a copy of its folder.
+    ``tracking.json`` in the run folder says how far each tracker has come; rows that a resumption
+    makes anew are equal and not sent again.
 
     Args:
         folder: run folder.
         service: ``trackio`` or ``wandb``.
         project: where the tracker shows the run.
-        follow: go on with new rows until the run ends: no process has worked on it for some seconds.
+        follow: go on with new rows until the run ends: no process has worked on it for some
+            seconds.
 
     Yields:
         Lines for the user, one for each time that something was sent.
@@ -41,26 +49,33 @@ def track(folder: RunFolder, service: str, *, project: str = "nsa", follow: bool
     """
     check(service in SERVICES, "track", "--to", f"be one of {', '.join(SERVICES)}", service)
     is_there = importlib.util.find_spec(service) is not None
-    check(is_there, "track", "--to", "be a package that is installed", service, f"Install it: pip install {service}")
+    hint = f"Install it: pip install {service}"
+    check(is_there, "track", "--to", "be a package that is installed", service, hint)
     config, name = folder.load_config(), _name(folder)
     more = {"id": name, "dir": str(folder.path)} if service == "wandb" else {}
     tracker = importlib.import_module(service).init(
-        project=project, name=name, config=dataclasses.asdict(config), resume="allow", **more
+        project=project,
+        name=name,
+        config=dataclasses.asdict(config),
+        resume="allow",
+        **more,
     )
-    state = json.loads(folder.tracking.read_text(encoding="utf-8")) if folder.tracking.exists() else {}
-    key = f"{service} {project}"
+    key, sent = f"{service} {project}", folder.tracking
+    state = json.loads(sent.read_text(encoding="utf-8")) if sent.exists() else {}
     idle = 0
     try:
         while True:
-            idle = 0 if folder.is_in_use() else idle + 1  # before the rows are read: none can come after the last look
+            # Before the rows are read: none can come after the last look.
+            idle = 0 if folder.is_in_use() else idle + 1
             rows = read_metrics(folder.metrics_jsonl) if folder.metrics_jsonl.exists() else []
             new = [row for row in rows if int(row["step"]) > state.get(key, 0)]
             for row in new:
                 tracker.log(_figures(row), step=int(row["step"]))
             if new:
                 state[key] = int(new[-1]["step"])
-                replace_text(folder.tracking, json.dumps(state) + "\n")
-                yield f"{service}, project {project}, run {name}: {len(new)} rows to step {state[key]}"
+                replace_text(sent, json.dumps(state) + "\n")
+                rows_sent = f"{len(new)} rows to step {state[key]}"
+                yield f"{service}, project {project}, run {name}: {rows_sent}"
             if not follow or idle == _IDLE_LOOKS or (idle and state.get(key, 0) >= config.steps):
                 return
             time.sleep(_POLL_S)
@@ -69,11 +84,13 @@ def track(folder: RunFolder, service: str, *, project: str = "nsa", follow: bool
 
 
 def _name(folder: RunFolder) -> str:
-    """The same at every call and for a copy of the folder, another one for another run of that name."""
+    """The same for a copy of the folder, another one for another run of that name."""
     first = next(iter(folder.launches()), {})
-    return f"{folder.path.resolve().name}-{hashlib.sha256(json.dumps(first).encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(json.dumps(first).encode()).hexdigest()
+    return f"{folder.path.resolve().name}-{digest[:8]}"
 
 
 def _figures(row: Row) -> dict[str, Any]:
     """What a tracker draws over the steps."""
-    return {name: float(value) for name, value in row.items() if name != "step" and not isinstance(value, str)}
+    numbers = ((name, value) for name, value in row.items() if not isinstance(value, str))
+    return {name: float(value) for name, value in numbers if name != "step"}

@@ -20,19 +20,38 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-WORDS = ("sea", "and", "stone", "were", "old", "when", "é ß", "漢字", "🙂", "name\n", "for", "either,", "of", "them.", "don't")
+WORDS = (
+    "sea",
+    "and",
+    "stone",
+    "were",
+    "old",
+    "when",
+    "é ß",
+    "漢字",
+    "🙂",
+    "name\n",
+    "for",
+    "either,",
+    "of",
+    "them.",
+    "don't",
+)
 
 
 def make_texts(number: int, seed: int = 0, longest: int = 120) -> list[str]:
     """Different documents of 1 to ``longest`` words."""
     rng = np.random.default_rng(seed)
-    return [f"{i} " + " ".join(rng.choice(WORDS, size=rng.integers(1, longest))) for i in range(number)]
+    words = (rng.choice(WORDS, size=rng.integers(1, longest)) for _ in range(number))
+    return [" ".join([str(i), *of_text]) for i, of_text in enumerate(words)]
 
 
 def write_parquet(path: Path, texts: Sequence[str | None], *, rows: int = 7) -> Path:
     """A Parquet file of several row groups with a column beside the text."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = pyarrow.table({"text": pyarrow.array(texts, type=pyarrow.string()), "number": range(len(texts))})
+    table = pyarrow.table(
+        {"text": pyarrow.array(texts, type=pyarrow.string()), "number": range(len(texts))},
+    )
     pyarrow.parquet.write_table(table, path, row_group_size=rows)
     return path
 
@@ -40,13 +59,14 @@ def write_parquet(path: Path, texts: Sequence[str | None], *, rows: int = 7) -> 
 def write_jsonl(path: Path, texts: Sequence[str | None]) -> Path:
     """JSON lines, compressed if the name says so."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    raw = "".join(json.dumps({"text": text, "number": i}) + "\n" for i, text in enumerate(texts)).encode()
+    rows = [json.dumps({"text": text, "number": i}) + "\n" for i, text in enumerate(texts)]
+    raw = "".join(rows).encode()
     path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
     return path
 
 
 def write_folder(path: Path, kind: str, texts: Sequence[str], files: int = 3) -> Path:
-    """The same documents in the same order as ``files`` files of a kind: ``parquet``, ``jsonl``, ``jsonl.gz`` or ``txt``."""
+    """The same documents in the same order as ``files`` files; of kind ``txt``, one file each."""
     if kind == "txt":
         path.mkdir(parents=True)
         for number, text in enumerate(texts):
@@ -93,7 +113,13 @@ class _Hub(BaseHTTPRequestHandler):
             self._send(b"{}", 404, {"X-Error-Code": "RevisionNotFound"})
         else:
             names = [{"rfilename": name} for name in files]
-            about = {"id": asked[2], "sha": COMMIT, "cardData": {"license": "odc-by"}, "siblings": names, "tags": []}
+            about = {
+                "id": asked[2],
+                "sha": COMMIT,
+                "cardData": {"license": "odc-by"},
+                "siblings": names,
+                "tags": [],
+            }
             self._send(json.dumps(about).encode())
 
     def _send_file(self, files: dict[str, bytes], name: str, fault: Fault | None) -> None:
@@ -110,7 +136,13 @@ class _Hub(BaseHTTPRequestHandler):
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
         self._send(content[start:stop], 206, headers, fault)
 
-    def _send(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None, fault: Fault | None = None) -> None:
+    def _send(
+        self,
+        body: bytes,
+        status: int = 200,
+        headers: dict[str, str] | None = None,
+        fault: Fault | None = None,
+    ) -> None:
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
             self.send_header(name, value)
@@ -128,7 +160,12 @@ def _tree(files: dict[str, bytes], folder: str) -> list[dict[str, Any]]:
             entry, slash, _ = name.removeprefix(prefix).partition("/")
             kind = "directory" if slash else "file"
             oid = hashlib.sha1(content).hexdigest()
-            found[entry] = {"type": kind, "path": prefix + entry, "oid": oid, "size": 0 if slash else len(content)}
+            found[entry] = {
+                "type": kind,
+                "path": prefix + entry,
+                "oid": oid,
+                "size": 0 if slash else len(content),
+            }
     return list(found.values())
 
 
@@ -138,7 +175,8 @@ def hub(data_sets: dict[str, dict[str, bytes]], faults: dict[str, Fault]) -> Ite
 
     Args:
         data_sets: by name, the content of each file by path.
-        faults: by the name of a data set, what is called in place of sending a part of a file; True if it has dealt with it.
+        faults: by the name of a data set, what is called before a part of a file is sent; True if
+            it has dealt with it.
     """
     handler = type("Handler", (_Hub,), {"data_sets": data_sets, "faults": faults})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -153,12 +191,12 @@ def hub(data_sets: dict[str, dict[str, bytes]], faults: dict[str, Fault]) -> Ite
 
 
 def stall(after: int, times: int) -> Fault:
-    """A fault: half of what was asked for and then nothing; ``times`` times, after that many good answers."""
+    """Half of what was asked for, then nothing: ``times`` times, after that many good answers."""
     return _now_and_then(after, times, lambda: time.sleep(120))
 
 
 def hang_up(after: int, times: int) -> Fault:
-    """A fault: half of what was asked for and the end of the connection; ``times`` times, after that many good answers."""
+    """As :func:`stall`, but the connection ends."""
     return _now_and_then(after, times, lambda: None)
 
 

@@ -1,4 +1,4 @@
-"""Batches made ahead: in order, within the limit, and by a thread that is gone when it is closed."""
+"""Batches made ahead: in order, within the limit, by a thread that ends when it is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs on prepared shards, straight from a stream, and on synthetic data where somebody asked for them."""
+"""Runs on prepared shards, straight from a stream, and on the synthetic fallback."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from nsa import cli
 from nsa.train.config import DataConfig, TrainConfig
 from nsa.train.data import (
     DataUnavailableError,
-    DocumentReader,
     Origin,
     PrepareConfig,
     Sampler,
     ShardSource,
-    StreamSampler,
     StreamSource,
     TextSource,
     open_data,
     prepare,
 )
+from nsa.train.data.reader import read_documents
+from nsa.train.data.stream import StreamSampler
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.evaluation import evaluate_run
 from nsa.train.sources import is_mistyped_path
@@ -48,19 +48,28 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shards(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("shards") / "out"
     origin = Origin(str(source))
-    prepare(PrepareConfig(origin, "byte", validation_fraction=0.1, shard_tokens=9_000, licence="CC0"), out)
+    prepare(
+        PrepareConfig(origin, "byte", validation_fraction=0.1, shard_tokens=9_000, licence="CC0"),
+        out,
+    )
     return out
 
 
 def stream_config(source: Path, **changes: Any) -> DataConfig:
-    return DataConfig(source="stream", path=str(source), validation_tokens=2000, time_limit_s=60, **changes)
+    return DataConfig(
+        source="stream",
+        path=str(source),
+        validation_tokens=2000,
+        time_limit_s=60,
+        **changes,
+    )
 
 
 def run_config(tmp_path: Path, data: DataConfig, **changes: Any) -> TrainConfig:
     return dataclasses.replace(tiny_config(tmp_path, **changes), data=data)
 
 
-# ------------------------------------------------------------------------------------------------------ opening the data
+# ---------------------------------------------------------------------------- opening the data
 
 
 def test_shards_open_with_their_description(shards: Path) -> None:
@@ -72,7 +81,7 @@ def test_shards_open_with_their_description(shards: Path) -> None:
     for side, opened in (("train", data.train), ("validation", data.validation)):
         assert described[f"{side}_tokens"] == opened.num_tokens == index["sides"][side]["tokens"]
         assert described[f"{side}_windows"] == opened.num_windows(64)
-        assert described[f"{side}_bytes"] == int(opened.token_bytes[opened.tokens(0, 10**9)].sum())
+        assert described[f"{side}_bytes"] == int(opened.token_bytes[opened.read(0, 10**9)].sum())
     assert described["synthetic"] is False
     assert described["provenance"].endswith("split train. Licence: CC0.")
     assert json.loads(json.dumps(described)) == described
@@ -90,9 +99,9 @@ def test_shards_and_stream_hold_the_same_text(shards: Path, source: Path) -> Non
     assert isinstance(prepared.validation, ShardSource)
     for index in range(prepared.train.num_windows(64)):
         assert (prepared.train.window(64, index) == streamed.train.window(64, index)).all()
-    held_out = streamed.validation.tokens
-    assert 2000 <= len(held_out) < 3000
-    assert (prepared.validation.tokens(0, len(held_out)) == held_out).all()
+    tokens = streamed.validation.tokens
+    assert 2000 <= len(tokens) < 3000
+    assert (prepared.validation.read(0, len(tokens)) == tokens).all()
     assert isinstance(streamed.sampler(64, 7), StreamSampler)
     assert json.loads(json.dumps(streamed.description)) == streamed.description
     assert "train_windows" not in streamed.description
@@ -100,8 +109,15 @@ def test_shards_and_stream_hold_the_same_text(shards: Path, source: Path) -> Non
 
 
 def test_mistakes_in_what_is_opened_are_named(shards: Path, source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data\.tokenizer must be byte, as the shards are, got gpt2"):
-        open_data(DataConfig(source="shards", path=str(shards), tokenizer="gpt2"), seed=1, seq_len=64)
+    with pytest.raises(
+        ValueError,
+        match=r"data\.tokenizer must be byte, as the shards are, got gpt2",
+    ):
+        open_data(
+            DataConfig(source="shards", path=str(shards), tokenizer="gpt2"),
+            seed=1,
+            seq_len=64,
+        )
     for config, side in (
         (DataConfig(source="shards", path=str(shards)), r"\d+ tokens of the training text"),
         (stream_config(source), r"\d+ tokens of the validation text"),
@@ -109,9 +125,16 @@ def test_mistakes_in_what_is_opened_are_named(shards: Path, source: Path, tmp_pa
         with pytest.raises(ValueError, match=f"seq_len must be below the {side}"):
             open_data(config, seed=1, seq_len=1_000_000)
     path = tmp_path / "tokenizer.json"
-    data = open_data(DataConfig(source="corpus", tokenizer="bpe", bpe_vocab_size=300), seed=1, seq_len=64)
+    data = open_data(
+        DataConfig(source="corpus", tokenizer="bpe", bpe_vocab_size=300),
+        seed=1,
+        seq_len=64,
+    )
     data.tokenizer.save(path)
-    prepare(PrepareConfig(Origin(str(source)), "bpe", bpe_vocab_size=301, validation_fraction=0.1), tmp_path / "bpe")
+    prepare(
+        PrepareConfig(Origin(str(source)), "bpe", bpe_vocab_size=301, validation_fraction=0.1),
+        tmp_path / "bpe",
+    )
     config = DataConfig(source="shards", path=str(tmp_path / "bpe"), tokenizer="bpe")
     assert open_data(config, seed=1, seq_len=64).tokenizer.vocab_size == 301
     with pytest.raises(ValueError, match=r"data\.path must hold shards of the run's tokenizer"):
@@ -119,14 +142,22 @@ def test_mistakes_in_what_is_opened_are_named(shards: Path, source: Path, tmp_pa
 
 
 def test_nothing_stands_in_for_data_that_are_not_there(tmp_path: Path) -> None:
-    for config in (DataConfig(source="shards", path=str(tmp_path / "gone")), stream_config(tmp_path / "not" / "there")):
+    for config in (
+        DataConfig(source="shards", path=str(tmp_path / "gone")),
+        stream_config(tmp_path / "not" / "there"),
+    ):
         with pytest.raises(DataUnavailableError):
             open_data(config, seed=1, seq_len=64)
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
 @pytest.mark.parametrize("kind", ["shards", "stream"])
-def test_synthetic_data_stand_in_when_asked_for_by_name(tmp_path: Path, kind: Any, tokenizer: Any, caplog) -> None:
+def test_synthetic_data_stand_in_when_asked_for_by_name(
+    tmp_path: Path,
+    kind: Any,
+    tokenizer: Any,
+    caplog,
+) -> None:
     path = str(tmp_path / "not" / "there")
     config = DataConfig(source=kind, path=path, tokenizer=tokenizer, synthetic_fallback="copy")
     data = open_data(config, seed=1, seq_len=64)
@@ -146,16 +177,19 @@ def test_damaged_data_are_not_replaced_by_synthetic_ones(shards: Path, tmp_path:
         open_data(config, seed=1, seq_len=64)
 
 
-# ------------------------------------------------------------------------------------------------------------- training
+# ------------------------------------------------------------------------------------ training
 
 
 @pytest.mark.parametrize("kind", ["shards", "stream"])
 def test_a_run_that_was_cut_is_the_run_that_was_not(kind: str, tmp_path: Path) -> None:
-    """Resumed after half the steps, in the second pass through the data, which lie elsewhere by then."""
+    """Resumed after half the steps, in the second epoch; the data lie elsewhere by then."""
     source = write_folder(tmp_path / "source", "jsonl", TEXTS[:30])
     data = stream_config(source, validation_fraction=0.4)
     if kind == "shards":
-        prepare(PrepareConfig(Origin(str(source)), "byte", validation_fraction=0.4), tmp_path / "shards")
+        prepare(
+            PrepareConfig(Origin(str(source)), "byte", validation_fraction=0.4),
+            tmp_path / "shards",
+        )
         data = DataConfig(source="shards", path=str(tmp_path / "shards"))
     config = run_config(tmp_path, data, steps=16, checkpoint_every=8, log_every=1)
     make_trainer(config, tmp_path / "whole").run()
@@ -176,26 +210,43 @@ def test_a_run_that_was_cut_is_the_run_that_was_not(kind: str, tmp_path: Path) -
 def test_another_text_is_noticed_on_resume(shards: Path, source: Path, tmp_path: Path) -> None:
     config = run_config(tmp_path, DataConfig(source="shards", path=str(shards)), steps=2)
     make_trainer(config, tmp_path / "run").run()
-    prepare(PrepareConfig(Origin(str(source)), "byte", validation_fraction=0.1, max_tokens=20_000), tmp_path / "less")
-    less = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(tmp_path / "less")))
-    with pytest.raises(ValueError, match=r"must stay as in the checkpoint .* The text has changed since\."):
+    prepare(
+        PrepareConfig(Origin(str(source)), "byte", validation_fraction=0.1, max_tokens=20_000),
+        tmp_path / "less",
+    )
+    less = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, path=str(tmp_path / "less")),
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"must stay as in the checkpoint .* The text has changed since\.",
+    ):
         make_trainer(less, tmp_path / "run", resume=True)
 
 
-def test_every_row_says_that_the_data_are_synthetic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_row_says_that_the_data_are_synthetic(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     data = DataConfig(source="shards", path=str(tmp_path / "gone"), synthetic_fallback="uniform")
     config = run_config(tmp_path, data, steps=3, log_every=1)
     make_trainer(config, tmp_path / "run").run()
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert len(rows) == 3
     assert all(json.loads(row)["data_synthetic"] is True for row in rows)
-    header, *cells = [line.split(",") for line in (tmp_path / "run" / "metrics.csv").read_text().splitlines()]
+    lines = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
+    header, *cells = [line.split(",") for line in lines]
     assert [row[header.index("data_synthetic")] for row in cells] == ["true"] * 3
     said = [found.line for found in evaluate_run(RunFolder.open(tmp_path / "run"), num_windows=2)]
     assert any("synthetic task, no text" in line for line in said)
 
 
-def test_evaluation_of_runs_on_shards_and_streams(shards: Path, source: Path, tmp_path: Path) -> None:
+def test_evaluation_of_runs_on_shards_and_streams(
+    shards: Path,
+    source: Path,
+    tmp_path: Path,
+) -> None:
     for data, last in (
         (DataConfig(source="shards", path=str(shards)), "than the bigram baseline"),
         (stream_config(source), "no bigram baseline: a stream's training text is not kept"),
@@ -214,35 +265,58 @@ for name in ("datasets", "huggingface_hub", "pyarrow", "tiktoken"):
 import nsa.train.trainer
 from nsa.train.config import DataConfig
 from nsa.train.data import collate, open_data
-data = open_data(DataConfig(source="shards", path=sys.argv[1], tokenizer="gpt2"), seed=1, seq_len=64)
+config = DataConfig(source="shards", path=sys.argv[1], tokenizer="gpt2")
+data = open_data(config, seed=1, seq_len=64)
 batch = collate(data.train, data.sampler(64, 1).next_windows(2), 64, document_mask=True)
 print(len(data.tokenizer.decode(batch.tokens.tolist())), len(data.tokenizer.encode("a prompt")))
 """
 
 
-def test_training_from_shards_needs_none_of_the_packages_that_made_them(source: Path, tmp_path: Path) -> None:
+def test_training_from_shards_needs_none_of_the_packages_that_made_them(
+    source: Path,
+    tmp_path: Path,
+) -> None:
     prepare(PrepareConfig(Origin(str(source)), "gpt2", validation_fraction=0.1), tmp_path / "out")
     command = [sys.executable, "-c", WITHOUT, str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[1] == "2"
 
 
-# ------------------------------------------------------------------------------------------------------------- commands
+# ------------------------------------------------------------------------------------ commands
 
 
 def test_the_commands(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["data", "prepare", str(source), "--out", "out", "--tokenizer", "byte", "--validation-fraction", "0.1"]
+    words = [
+        "data",
+        "prepare",
+        str(source),
+        "--out",
+        "out",
+        "--tokenizer",
+        "byte",
+        "--validation-fraction",
+        "0.1",
+    ]
     assert cli.main(words) == 0
     said = capsys.readouterr().out
     assert "train: " in said
     assert "NOTHING" not in said
-    assert said.endswith(
-        "train on it with: --data.source shards --data.path out --data.tokenizer byte --model.vocab-size 256\n"
-    )
+    data = "--data.source shards --data.path out --data.tokenizer byte"
+    assert said.endswith(f"train on it with: {data} --model.vocab-size 256\n")
     assert cli.main(["data", "verify", "out"]) == 0
     assert "4 files, " in capsys.readouterr().out
     assert cli.main(["data", "bench", "out", "--seq-len", "64", "--seconds", "0.1"]) == 0
@@ -256,22 +330,39 @@ def test_the_commands(
 
 
 def test_a_preparation_that_holds_nothing_out_fails_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder, out = write_folder(tmp_path / "set", "txt", TEXTS[:40]), tmp_path / "out"
-    words = ["data", "prepare", str(folder), "--out", str(out), "--tokenizer", "byte", "--validation-fraction"]
+    words = [
+        "data",
+        "prepare",
+        str(folder),
+        "--out",
+        str(out),
+        "--tokenizer",
+        "byte",
+        "--validation-fraction",
+    ]
     assert cli.main([*words, "1e-9"]) == 2
     said = capsys.readouterr().err
-    assert "--validation-fraction must leave documents on both sides, got 1e-09, which leaves 40 documents for training" in said
+    assert "--validation-fraction must leave documents on both sides, got 1e-09, which" in said
+    assert "which leaves 40 documents for training and 0 for validation" in said
     assert not out.exists()
     assert cli.main([*words, "0.3"]) == 0, "the same folder takes the next try"
 
 
-@pytest.mark.parametrize("source", ["texts/nothing.jsonl", "nothing.parquet", "./nothing", "a/b/c", "/no/such/folder", ".."])
+@pytest.mark.parametrize(
+    "source",
+    ["texts/nothing.jsonl", "nothing.parquet", "./nothing", "a/b/c", "/no/such/folder", ".."],
+)
 def test_a_mistyped_path_is_refused_before_anything_is_started(
-    source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    source: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("nsa.train.data.stream.Child", None)  # no process that could ask the hub
+    monkeypatch.setattr("nsa.train.data.reader._serve", None)  # nothing that could ask the hub
     monkeypatch.chdir(tmp_path)
     source = "no/such/../path" if source == ".." else source
     begin = time.monotonic()
@@ -279,13 +370,23 @@ def test_a_mistyped_path_is_refused_before_anything_is_started(
     assert time.monotonic() - begin < 1
     assert f"SOURCE must exist, got {source}. It is no name on the hub" in capsys.readouterr().err
     with pytest.raises(DataUnavailableError, match="source must exist"):
-        DocumentReader(Origin(source), str, time_limit_s=1)
+        read_documents(Origin(source), list, time_limit_s=1)
     assert not Path("out").exists()
 
 
-def test_names_on_the_hub_and_what_exists_are_no_mistyped_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_on_the_hub_and_what_exists_are_no_mistyped_paths(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("odd name").mkdir()
     Path("plain.txt").touch()
-    for source in ("HuggingFaceFW/fineweb-edu", "imdb", "a.b/c_d", "odd name", "plain.txt", str(tmp_path)):
+    for source in (
+        "HuggingFaceFW/fineweb-edu",
+        "imdb",
+        "a.b/c_d",
+        "odd name",
+        "plain.txt",
+        str(tmp_path),
+    ):
         assert not is_mistyped_path(source)

@@ -1,239 +1,136 @@
 from __future__ import annotations
 
-import gzip
 import json
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nsa.errors import UserError
-from nsa.train.data import DataUnavailableError, DocumentReader, Origin
-from nsa.train.data.stream import Batch, Place
-from nsa.train.data.tokenise import Texts
-from tests.train.data.data_sets import COMMIT, hang_up, hub, make_texts, stall, write_folder, write_jsonl, write_parquet
+from nsa.train.config import DataConfig
+from nsa.train.data import ByteTokenizer, Origin, StreamSource, collate
+from nsa.train.data.documents import side_of
+from nsa.train.data.stream import BEGINNING, StreamSampler, read_validation
+from tests.train.data.data_sets import make_texts, write_folder, write_jsonl
 
-ROOT = Path(__file__).resolve().parents[3]
-TEXTS = make_texts(200)
-
-
-def as_list(texts: Texts) -> list[str]:
-    return [text.decode() for text in texts]
-
-
-def read(source: Path | str, *, start: Place = Place(), **origin: Any) -> list[str]:  # noqa: B008
-    with DocumentReader(Origin(str(source), **origin), as_list, start=start, time_limit_s=60) as reader:
-        return [text for batch in reader for text in batch.payload]
-
-
-def refusal(source: Path | str, **origin: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        read(source, **origin)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "txt"])
-def test_every_form_gives_the_same_documents_in_order(kind: str, tmp_path: Path) -> None:
-    with DocumentReader(Origin(str(write_folder(tmp_path / "set", kind, TEXTS))), as_list, time_limit_s=60) as reader:
-        batches: list[Batch[list[str]]] = list(reader)
-    assert [text for batch in batches for text in batch.payload] == TEXTS
-    found = reader.found
-    assert found.format == {"parquet": "parquet", "txt": "text"}.get(kind, "json")
-    assert (found.revision, found.licence) == (None, None)
-    assert len(found.files) == (200 if kind == "txt" else 3)
-    assert all(not Path(name).is_absolute() for name in found.files)
-
-
-def test_single_file_and_other_column(tmp_path: Path) -> None:
-    assert read(write_parquet(tmp_path / "a.parquet", TEXTS)) == TEXTS
-    path = tmp_path / "b.jsonl"
-    path.write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS))
-    assert read(path, text_field="body") == TEXTS
-
-
-@pytest.mark.parametrize("kind", ["parquet", "jsonl", "txt"])
-def test_reading_goes_on_from_any_place(kind: str, tmp_path: Path) -> None:
-    """Places in the middle of row groups, at their borders, and at those of files."""
-    source = write_folder(tmp_path / "set", kind, TEXTS[:40], files=2)
-    with DocumentReader(Origin(str(source)), as_list, time_limit_s=60) as reader:
-        (batch,) = list(reader)
-    places = [batch.place_of(row) for row in range(40)]
-    expected = [(row, 0) if kind == "txt" else (row // 20, row % 20) for row in range(40)]
-    assert places == expected
-    for row in (0, 6, 7, 19, 20, 39):
-        assert read(source, start=places[row]) == TEXTS[row:40]
-    assert read(source, start=batch.end) == []
-
-
-def test_rows_without_text_are_empty(tmp_path: Path) -> None:
-    for path in (
-        write_parquet(tmp_path / "a.parquet", ["a", None, "", "b"]),
-        write_jsonl(tmp_path / "b.jsonl", ["a", None, "", "b"]),
-    ):
-        assert read(path) == ["a", "", "", "b"]
-
-
-def test_batches_are_of_bounded_size(tmp_path: Path) -> None:
-    texts = ["x" * 100_000] * 200 + ["y"] * 3000
-    with DocumentReader(Origin(str(write_parquet(tmp_path / "a.parquet", texts, rows=500))), len_of, time_limit_s=60) as reader:
-        sizes = [batch.payload for batch in reader]
-    assert sum(rows for rows, _ in sizes) == 3200
-    assert max(rows for rows, _ in sizes) == 1000
-    assert 4 << 20 <= max(size for _, size in sizes) < (4 << 20) + 100_000
-
-
-def len_of(texts: Texts) -> tuple[int, int]:
-    return len(texts.lengths), len(texts.buffer)
-
-
-def test_texts_are_their_slices() -> None:
-    texts = Texts(b"abcde", np.array([2, 0, 3]))
-    assert list(texts) == [b"ab", b"", b"cde"]
-
-
-def test_mistakes_are_named(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", TEXTS[:5])
-    assert "text_field must be one of the columns of a.parquet (text, number), got body" in refusal(path, text_field="body")
-    assert "text_field must hold text in a.parquet, got int64" in refusal(path, text_field="number")
-    assert "split must be one of train, got test" in refusal(tmp_path, split="test")
-    assert "subset must be left out for a single file, got x" in refusal(path, subset="x")
-    other = tmp_path / "a.docx"
-    other.write_bytes(b"PK")
-    assert "source must have a name that ends in .parquet, .jsonl" in refusal(other)
-    (tmp_path / "empty").mkdir()
-    assert "empty doesn't contain any data files" in refusal(tmp_path / "empty")
-    with pytest.raises(DataUnavailableError, match=r"source must exist, got a/b/c\. It is no name on the hub"):
-        read("a/b/c")
-    with pytest.raises(ValueError, match="time_limit_s must be positive, got 0"):
-        DocumentReader(Origin(str(path)), as_list, time_limit_s=0)
-
-
-@pytest.mark.parametrize(
-    ("name", "raw", "message"),
-    [
-        ("a.parquet", b"PAR1" + 2000 * b"x", "a.parquet. ArrowInvalid: Parquet magic bytes not found"),
-        ("a.parquet", b"", "a.parquet. ArrowInvalid: Parquet file size is 0 bytes."),
-        ("a.jsonl", b'{"text": "fine"}\n{"text": broken\n', "a.jsonl. ArrowInvalid: JSON parse error"),
-        ("a.jsonl", b"", "source must begin with a file that holds documents, got the empty a.jsonl."),
-        (
-            "a.jsonl.gz",
-            gzip.compress(b'{"text": "fine"}\n' * 99, mtime=0)[:-12],
-            "a.jsonl.gz. EOFError: Compressed file ended before",
-        ),
-        ("a.txt", b"\xff\xfe", "a.txt. UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position 0"),
-    ],
+TEXTS = make_texts(2500, longest=6)
+SHARE = 0.2
+TRAIN = np.frombuffer(
+    b"".join(t.encode() + b"\0" for t in TEXTS if side_of(t.encode(), SHARE) == "train"),
+    np.uint8,
 )
-def test_damaged_files_are_named(name: str, raw: bytes, message: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(raw)
-    assert message in refusal(tmp_path / name)
 
 
-def test_a_damaged_file_among_others_is_named(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "set", "parquet", make_texts(600), files=3)
-    raw = bytearray((source / "part-00001.parquet").read_bytes())
-    raw[len(raw) // 2 : len(raw) // 2 + 200] = bytes(200)
-    (source / "part-00001.parquet").write_bytes(bytes(raw))
-    assert f"source must hold documents that can be read, got part-00001.parquet of {source}. " in refusal(source)
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("source") / "set", "jsonl", TEXTS)
 
 
-def test_a_clone_from_the_hub_has_its_subsets(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "clone" / "data", "parquet", TEXTS).parent
-    subsets = "- config_name: small\n  data_files: data/part-00000.parquet\n- config_name: all\n  data_files: data/*.parquet\n"
-    (source / "README.md").write_text(f"---\nconfigs:\n{subsets}---\n")
-    assert read(source, subset="all") == TEXTS
-    assert read(source, subset="small") == TEXTS[:67]
-    assert "['small', 'all']" in refusal(source)
-    assert "BuilderConfig 'huge' not found" in refusal(source, subset="huge")
+def config_of(source: Path, wanted: int = 1) -> DataConfig:
+    path = str(source)
+    return DataConfig("stream", path, validation_fraction=SHARE, validation_tokens=wanted)
 
 
-def test_a_bug_in_the_reading_process_keeps_its_traceback(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", TEXTS[:5])
-    with (
-        pytest.raises(RuntimeError, match="KeyError: 'a bug'"),
-        DocumentReader(Origin(str(path)), bug, time_limit_s=60) as reader,
+def stream(source: Path) -> StreamSource:
+    return StreamSource(Origin(str(source)), ByteTokenizer(), config_of(source))
+
+
+def tokens_at(start: int, stop: int) -> np.ndarray:
+    """Of the training documents over and over."""
+    return TRAIN[np.arange(start, stop) % len(TRAIN)]
+
+
+def test_windows_are_the_training_documents_over_and_over(source: Path) -> None:
+    made, seq_len = stream(source), 1000
+    for index in range(2 * len(TRAIN) // seq_len):
+        window = made.window(seq_len, index)
+        assert window.dtype == np.int64
+        assert np.array_equal(window, tokens_at(index * seq_len, (index + 1) * seq_len + 1))
+    with pytest.raises(
+        ValueError,
+        match=r"StreamSource\.window: index must be at least \d+, windows do not come back, got 0",
     ):
-        list(reader)
+        made.window(seq_len, 0)
+    made.close()
 
 
-def bug(texts: Texts) -> None:
-    raise KeyError("a bug")
-
-
-HUB_PROGRAM = """
-import json, sys, time
-from nsa.errors import UserError
-from nsa.train.data import DocumentReader, Origin
-from tests.train.data.test_stream import as_list
-
-def attempt(name, limit, **origin):
-    begin, found, texts, error = time.monotonic(), None, [], None
-    try:
-        with DocumentReader(Origin(name, **origin), as_list, time_limit_s=limit) as reader:
-            found = [reader.found.revision, reader.found.licence, reader.found.format, list(reader.found.files)]
-            for batch in reader:
-                texts += batch.payload
-    except UserError as caught:
-        error = [type(caught).__name__, str(caught)]
-    return dict(seconds=time.monotonic() - begin, found=found, texts=texts, error=error)
-
-if __name__ == "__main__":
-    attempt("own/nothing", 60)  # starts the process that the others are forked from, which takes long on a busy machine
-    print(json.dumps([attempt(name, limit, **origin) for name, limit, origin in json.loads(sys.argv[1])]))
-"""
-
-
-def on_hub(address: str, home: Path, *attempts: tuple[str, float, dict[str, str]]) -> list[dict[str, Any]]:
-    """Attempts to read from the hub at an address, in a program of its own, since libraries read the address on import."""
-    environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(home), "PYTHONPATH": str(ROOT)}
-    environment.pop("HF_HUB_OFFLINE", None)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(HUB_PROGRAM), json.dumps(attempts)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    return json.loads(done.stdout)
-
-
-def test_the_hub(tmp_path: Path) -> None:
-    """The code that reads local copies reads the hub: at a commit, in spite of faults, and not for ever."""
-    files = {"README.md": b"---\nconfigs:\n- config_name: small\n  data_files: data/*.parquet\n---\n"}
-    for path in sorted(write_folder(tmp_path / "set", "parquet", TEXTS).iterdir()):
-        files[f"data/{path.name}"] = path.read_bytes()
-    names = ("own/good", "own/flaky", "own/slow", "own/dead")
-    faults = {"own/flaky": hang_up(2, 1), "own/slow": stall(2, 1), "own/dead": stall(2, 10**9)}
-    with hub(dict.fromkeys(names, files), faults) as address:
-        good, flaky, slow, dead, missing, subset, revision = on_hub(
-            address,
-            tmp_path / "home",
-            ("own/good", 30, {"subset": "small"}),
-            ("own/flaky", 30, {}),
-            ("own/slow", 8, {}),
-            ("own/dead", 4, {}),
-            ("own/missing", 30, {}),
-            ("own/good", 30, {"subset": "huge"}),
-            ("own/good", 30, {"revision": "v9"}),
+@settings(max_examples=12)
+@given(data=st.data())
+def test_state_resumes_exactly_at_every_window(data: st.DataObject, source: Path) -> None:
+    """At any position, in any epoch; the state is plain integers."""
+    seq_len, position = data.draw(st.integers(1, 3000)), data.draw(st.integers(0, 60))
+    first = stream(source)
+    sampler = StreamSampler(first, seq_len)
+    for _ in range(position):
+        (index,) = sampler.next_windows(1)
+        first.window(seq_len, index)
+    state = json.loads(json.dumps(sampler.state_dict()))
+    assert set(state) == {"position", *BEGINNING}
+    assert state["position"] == position
+    second = stream(source)
+    resumed = StreamSampler(second, seq_len)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    for _ in range(3):
+        (index,) = resumed.next_windows(1)
+        assert np.array_equal(
+            second.window(seq_len, index),
+            tokens_at(index * seq_len, (index + 1) * seq_len + 1),
         )
-    assert good["error"] is None
-    assert good["found"] == [COMMIT, "odc-by", "parquet", [name for name in files if name != "README.md"]]
-    assert good["texts"] == flaky["texts"] == slow["texts"] == TEXTS
-    assert slow["seconds"] > 2  # a quarter of its limit
-    kind, message = dead["error"]
-    assert kind == "DataUnavailableError"
-    assert "source must send documents within the time limit of 4 s, got none from own/dead. Attempts: " in message
-    assert "Silent for" in message
-    assert 3 < dead["seconds"] < 12
-    assert "source must exist on the hub, got own/missing (nor is there such a file or folder here)" in missing["error"][1]
-    assert "huge" in subset["error"][1]
-    assert "revision must exist on the hub, got v9" in revision["error"][1]
+    assert sampler.state_dict() == state  # setting one moves no other
+    first.close()
+    second.close()
 
 
-def test_without_network_the_error_comes_in_seconds(tmp_path: Path) -> None:
-    (refused,) = on_hub("http://127.0.0.1:9", tmp_path, ("own/set", 300, {}))
-    assert refused["error"][0] == "DataUnavailableError"
-    assert "source must be reachable, got own/set (there is no such file or folder here)" in refused["error"][1]
-    assert "Check the network, or give a copy on this machine." in refused["error"][1]
-    assert refused["seconds"] < 15  # of 300
+def test_two_samplers_of_one_stream_follow_each_other(source: Path) -> None:
+    """One draws ahead, the other is told how far training has come."""
+    made = stream(source)
+    ahead, behind = StreamSampler(made, 100), StreamSampler(made, 100)
+    batches = []
+    for _ in range(5):
+        batches.append(collate(made, ahead.next_windows(3), 100, document_mask=True))
+        behind.load_state_dict(ahead.state_dict())
+        assert behind.state_dict() == ahead.state_dict()
+    assert np.array_equal(
+        np.concatenate([batch.tokens.numpy() for batch in batches]),
+        tokens_at(0, 1500),
+    )
+    made.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_share_the_windows(source: Path, world_size: int) -> None:
+    """Each rank reads the stream and takes its own windows; the state is that of all of them."""
+    ranks = [stream(source) for _ in range(world_size)]
+    samplers = [StreamSampler(rank, 50) for rank in ranks]
+    drawn = []
+    for _ in range(4):
+        for rank, sampler in enumerate(samplers):
+            indices = sampler.next_windows(2, rank=rank, world_size=world_size)
+            drawn += [ranks[rank].window(50, index)[:-1] for index in indices]
+    assert np.array_equal(np.concatenate(drawn), tokens_at(0, 4 * 2 * world_size * 50))
+    assert len({json.dumps(sampler.state_dict()) for sampler in samplers}) == 1
+    for made in ranks:
+        made.close()
+
+
+def test_validation_documents_are_the_first_ones(source: Path) -> None:
+    expected = [text for text in map(str.encode, TEXTS) if side_of(text, SHARE) == "validation"]
+    sizes = np.cumsum([len(text) + 1 for text in expected])
+    for wanted in (1, 500, int(sizes[-1]), 10**9):
+        config = config_of(source, wanted)
+        _, rows, tokens = read_validation(Origin(str(source)), ByteTokenizer(), config)
+        kept = expected[: int(np.searchsorted(sizes, wanted)) + 1]
+        assert tokens.tobytes() == b"".join(text + b"\0" for text in kept)
+        assert [row.num_bytes for row in rows] == list(map(len, kept))
+
+
+def test_data_without_training_text_are_an_error(tmp_path: Path) -> None:
+    made = stream(write_jsonl(tmp_path / "a.jsonl", ["", "", ""]))
+    with pytest.raises(
+        UserError,
+        match=r"data\.path must hold training text, got none in .*a\.jsonl",
+    ):
+        made.window(10, 0)

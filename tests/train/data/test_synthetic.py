@@ -5,24 +5,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from nsa.train.config import DataConfig
-from nsa.train.data import SyntheticSource, collate, open_data
+from nsa.train.data import collate, open_data
+from nsa.train.data.synthetic import SyntheticSource
 
-TASKS = ("uniform", "copy", "induction", "needle")
 SHORTEST = {"uniform": 1, "copy": 2, "induction": 7, "needle": 17}
 
 
-def known_answer(task: str, tokens: NDArray[np.int64], target: int) -> int | None:
-    """The token at ``target`` as the task's rule gives it from the tokens before; None where it says nothing."""
-    seen = tokens[:target].tolist()
+def known_answer(task: str, seen: list[int]) -> int | None:
+    """The next token by the task's rule from the tokens before; None where it says nothing."""
+    target = len(seen)
     if task == "copy" and 0 in seen:
         half = seen.index(0)
         return seen[target - half - 1] if target <= 2 * half else None
     if task == "induction" and target % 2 == 1:
-        key = seen[-1]
-        earlier = [i for i in range(0, target - 1, 2) if seen[i] == key]
+        earlier = [i for i in range(0, target - 1, 2) if seen[i] == seen[-1]]
         return seen[earlier[0] + 1] if earlier else None
     if task == "needle" and seen.count(0) == 2:
         first, second = (i for i, token in enumerate(seen) if token == 0)
@@ -34,64 +32,60 @@ def known_answer(task: str, tokens: NDArray[np.int64], target: int) -> int | Non
 @pytest.mark.parametrize("seq_len", [17, 18, 64, 255])
 def test_exactly_the_targets_with_a_known_answer_count(task: str, seq_len: int) -> None:
     source = SyntheticSource(task, "train", seed=1)
-    assert source.ideal_loss == source.ideal_bits_per_byte == 0
+    assert source.ideal_loss == 0
     for index in (0, 1, 77, source.num_windows(seq_len) - 1):
-        tokens, counted = source.window(seq_len, index), source.target_mask(seq_len, index)
+        tokens = source.window(seq_len, index)
         assert tokens.dtype == np.int64
         assert tokens.shape == (seq_len + 1,)
         assert 0 <= tokens.min() <= tokens.max() < 256
-        assert counted is not None
+        values = tokens.tolist()
+        answers = [known_answer(task, values[:target]) for target in range(1, seq_len + 1)]
+        counted = source.target_mask(seq_len, index)
+        assert counted.tolist() == [answer is not None for answer in answers]
         assert counted.any()
-        for target in range(1, seq_len + 1):
-            answer = known_answer(task, tokens, target)
-            assert (answer is not None) == counted[target - 1], target
-            assert answer is None or answer == tokens[target]
+        for answer, token in zip(answers, values[1:], strict=True):
+            assert answer in (None, token)
 
 
 def test_uniform_bytes_are_uniform_and_cost_eight_bits() -> None:
     source = SyntheticSource("uniform", "train", seed=1)
-    counts = np.bincount(np.concatenate([source.window(4096, i) for i in range(64)]), minlength=256)
-    expected = counts.sum() / 256
+    windows = np.concatenate([source.window(4096, i) for i in range(64)])
+    counts, expected = np.bincount(windows, minlength=256), len(windows) / 256
     assert ((counts - expected) ** 2 / expected).sum() < 255 + 5 * math.sqrt(2 * 255)
-    mask = source.target_mask(4096, 0)
-    assert mask is not None
-    assert mask.all()
-    assert source.ideal_bits_per_byte == pytest.approx(8, abs=1e-12)
+    assert source.target_mask(4096, 0).all()
     batch = collate(source, [0, 1], 64, document_mask=True)
-    assert source.ideal_loss * batch.num_targets / math.log(2) / batch.num_bytes == pytest.approx(8, abs=1e-12)
+    bits = source.ideal_loss * batch.num_targets / math.log(2)
+    assert bits / batch.num_bytes == pytest.approx(8, abs=1e-12)
     assert batch.cu_seqlens.tolist() == [0, 64, 128]  # byte 0 is a byte as any other here
 
 
 def test_needle_hides_at_every_depth() -> None:
     source = SyntheticSource("needle", "train", seed=1)
-    places = [int(np.flatnonzero(source.window(40, i) == 0)[0]) for i in range(800)]
-    assert set(places) == set(range(41 - 2 * 9 + 1))
+    places = {source.window(40, i).tolist().index(0) for i in range(800)}
+    assert places == set(range(41 - 2 * 9 + 1))
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", SHORTEST)
 def test_any_window_is_reached_at_once_and_none_is_on_both_sides(task: str) -> None:
-    train, again = SyntheticSource(task, "train", seed=4), SyntheticSource(task, "train", seed=4)
-    late = train.window(64, 900_000)
-    assert np.array_equal(again.window(64, 900_000), late)
-    validation, other_seed = SyntheticSource(task, "validation", seed=4), SyntheticSource(task, "train", seed=5)
-    sides = [{source.window(64, i).tobytes() for i in range(200)} for source in (train, validation, other_seed)]
-    assert [len(side) for side in sides] == [200, 200, 200]
-    assert not sides[0] & sides[1]
-    assert not sides[0] & sides[2]
+    train, again = (SyntheticSource(task, "train", seed=4) for _ in range(2))
+    last = train.window(64, 900_000)
+    assert np.array_equal(again.window(64, 900_000), last)
+    others = SyntheticSource(task, "validation", seed=4), SyntheticSource(task, "train", seed=5)
+    sides = [{source.window(64, i).tobytes() for i in range(200)} for source in (train, *others)]
+    assert len(set.union(*sides)) == 600
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_shortest_window_works_and_a_shorter_one_is_an_error(task: str) -> None:
-    source, seq_len = SyntheticSource(task, "train", seed=4), SHORTEST[task]
-    mask = source.target_mask(seq_len, 0)
-    assert mask is not None
-    assert mask.any()
-    assert source.window(seq_len, 0).shape == mask.shape + np.array([1])
-    with pytest.raises(ValueError, match=f"seq_len must be at least {seq_len} for {task}, got {seq_len - 1}"):
+@pytest.mark.parametrize(("task", "seq_len"), SHORTEST.items())
+def test_shortest_window_works_and_a_shorter_one_is_an_error(task: str, seq_len: int) -> None:
+    source = SyntheticSource(task, "train", seed=4)
+    assert source.target_mask(seq_len, 0).any()
+    assert source.window(seq_len, 0).shape == (seq_len + 1,)
+    message = f"seq_len must be at least {seq_len} for {task}, got {seq_len - 1}"
+    with pytest.raises(ValueError, match=message):
         source.window(seq_len - 1, 0)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", SHORTEST)
 def test_synthetic_data_come_by_name_and_say_so(task: Any) -> None:
     data = open_data(DataConfig(source=task), seed=3, seq_len=32)
     assert data.description["synthetic"] is True
@@ -99,5 +93,6 @@ def test_synthetic_data_come_by_name_and_say_so(task: Any) -> None:
     assert isinstance(data.train, SyntheticSource)
     assert data.description["ideal_loss_nats"] == data.train.ideal_loss
     assert open_data(DataConfig(), seed=3, seq_len=32).description["synthetic"] is False
-    with pytest.raises(ValueError, match=rf"data\.tokenizer must be byte for the synthetic task {task}, got gpt2"):
+    message = rf"data\.tokenizer must be byte for the synthetic task {task}, got gpt2"
+    with pytest.raises(ValueError, match=message):
         open_data(DataConfig(source=task, tokenizer="gpt2"), seed=3, seq_len=32)

@@ -40,7 +40,8 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.ids += [value or "" for name, value in attrs if name == "id"]
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        links = ("src", "href", "xlink:href")
+        self.links += [value or "" for name, value in attrs if name in links]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -61,7 +62,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
     """Two runs, one of which was stopped, resumed and has a name that means something in HTML."""
     folder = tmp_path_factory.mktemp("runs")
     made = []
-    for name, changes in (("a <b> & c", {}), ("dense", {"model": {"attention": "dense"}, "optim": {"lr": 0.02}})):
+    for name, changes in (
+        ("a <b> & c", {}),
+        ("dense", {"model": {"attention": "dense"}, "optim": {"lr": 0.02}}),
+    ):
         config = tiny_config(folder, steps=12, log_every=2, eval_every=4, **changes)
 
         def stop(row: Row) -> None:
@@ -81,16 +85,27 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
 def test_page_of_two_runs(folders: list[RunFolder]) -> None:
     text = report_page(folders)
     page = Page(text)
-    images = [base64.b64decode(link.removeprefix("data:image/svg+xml;base64,")) for link in page.links]
-    assert len(images) == 5  # loss, optimisation, throughput, gates and selection of the one that has some
+    prefix = "data:image/svg+xml;base64,"
+    images = [base64.b64decode(link.removeprefix(prefix)) for link in page.links]
+    # Loss, optimisation, throughput, gates and selection of the one that has some.
+    assert len(images) == 5
     assert all(ElementTree.fromstring(image).tag.endswith("svg") for image in images)
     assert len(page.ids) == len(set(page.ids))
     assert not re.search(r"(?:src|href)=\"(?!data:)|@import|url\(", text)
     shown = "".join(page.words)
-    for part in ("a <b> & c", "dense", "12 of 12", "agree", "resumed <here>", "model.attention", "optim.lr", "versions.torch"):
+    for part in (
+        "a <b> & c",
+        "dense",
+        "12 of 12",
+        "agree",
+        "resumed <here>",
+        "model.attention",
+        "optim.lr",
+        "versions.torch",
+    ):
         assert part in shown, part
-    assert "No gates were recorded" not in shown
-    assert "No choice of blocks" not in shown
+    assert "fixed gates, or telemetry" not in shown
+    assert "no selected branch" not in shown
 
 
 def test_page_of_one_run_shows_what_differs_from_the_defaults(folders: list[RunFolder]) -> None:
@@ -100,7 +115,10 @@ def test_page_of_one_run_shows_what_differs_from_the_defaults(folders: list[RunF
     assert "optim.betas" not in shown
 
 
-def test_runs_with_steps_of_different_sizes_lie_over_tokens(folders: list[RunFolder], tmp_path: Path) -> None:
+def test_runs_with_steps_of_different_sizes_lie_over_tokens(
+    folders: list[RunFolder],
+    tmp_path: Path,
+) -> None:
     config = tiny_config(tmp_path, steps=6, micro_batch=4)
     make_trainer(config, tmp_path / "larger").run()
 
@@ -115,7 +133,8 @@ def test_runs_with_steps_of_different_sizes_lie_over_tokens(folders: list[RunFol
 def test_use_of_a_gpu_is_shown(folders: list[RunFolder], tmp_path: Path) -> None:
     path = shutil.copytree(folders[1].path, tmp_path / "gpu")
     assert "Nothing was recorded: no GPU." in report_page(folders)
-    rows = [{**row, "mfu": 0.3, "memory_reserved_mib": 9.0} for row in read_metrics(path / "metrics.jsonl")]
+    more = {"mfu": 0.3, "memory_reserved_mib": 9.0}
+    rows = [{**row, **more} for row in read_metrics(path / "metrics.jsonl")]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "no GPU" not in report_page([RunFolder.open(path)])
 
@@ -135,7 +154,21 @@ def test_run_without_rows_has_a_page(tmp_path: Path) -> None:
     assert "Nothing was recorded." in shown
 
 
-def test_command(folders: list[RunFolder], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", *(str(folder.path) for folder in folders), "--output", str(tmp_path / "page.html")]) == 0
+def test_command(
+    folders: list[RunFolder],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        cli.main(
+            [
+                "report",
+                *(str(folder.path) for folder in folders),
+                "--output",
+                str(tmp_path / "page.html"),
+            ],
+        )
+        == 0
+    )
     assert capsys.readouterr().out == f"report: {tmp_path / 'page.html'}\n"
     Page((tmp_path / "page.html").read_text(encoding="utf-8"))

@@ -1,4 +1,6 @@
-"""Rows reach a tracker once each, beside the run or after it. The tracker stands in for both real ones."""
+"""Rows reach a tracker once each, beside the run or after it. The tracker stands in for both real
+ones.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,6 @@ from typing import Any
 import pytest
 
 from nsa import cli
-from nsa.train.run_folder import RunFolder
 from nsa.train.runs import tracking
 from nsa.train.telemetry.metrics import Row, read_metrics
 from tests.train.cases import make_trainer, tiny_config
@@ -27,7 +28,15 @@ class Tracker:
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.finished = 0
 
-    def init(self, *, project: str, name: str, config: dict[str, Any], resume: str, **more: str) -> Tracker:
+    def init(
+        self,
+        *,
+        project: str,
+        name: str,
+        config: dict[str, Any],
+        resume: str,
+        **more: str,
+    ) -> Tracker:
         self.inits.append({"project": project, "name": name, "resume": resume, **more})
         assert config["seq_len"] == 64
         return self
@@ -50,7 +59,11 @@ def tracker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return made
 
 
-def test_rows_are_sent_once(tmp_path: Path, tracker: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_sent_once(
+    tmp_path: Path,
+    tracker: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     config = tiny_config(tmp_path)
 
     def stop(row: Row) -> None:
@@ -67,7 +80,8 @@ def test_rows_are_sent_once(tmp_path: Path, tracker: Any, capsys: pytest.Capture
     make_trainer(config, path, resume=True).run()
     assert cli.main([*words, "--follow"]) == 0  # ends, since all steps are done
     rows = read_metrics(path / "metrics.jsonl")
-    assert tracker.logged == [(row["step"], {name: row[name] for name in row if name != "step"}) for row in rows]
+    steps = [row.pop("step") for row in rows]
+    assert tracker.logged == list(zip(steps, rows, strict=True))
     assert len({json.dumps(given) for given in tracker.inits}) == 1
     assert tracker.inits[0]["resume"] == "allow"
     assert tracker.inits[0]["name"].startswith("run-")
@@ -75,29 +89,12 @@ def test_rows_are_sent_once(tmp_path: Path, tracker: Any, capsys: pytest.Capture
     assert "3 rows to step 12" in capsys.readouterr().out
 
 
-def test_following_waits_for_new_rows(tmp_path: Path, tracker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And an end by Ctrl-C leaves the tracker finished."""
-    config, path, waits = tiny_config(tmp_path), tmp_path / "run", 0
-
-    def sleep(seconds: float) -> None:
-        nonlocal waits
-        waits += 1
-        if waits == 2:
-            make_trainer(config, tmp_path / "other").run()
-            (path / "metrics.jsonl").write_bytes((tmp_path / "other" / "metrics.jsonl").read_bytes()[:-1])  # a torn line
-        elif waits == 3:
-            raise KeyboardInterrupt
-
-    make_trainer(config, path)
-    monkeypatch.setattr(RunFolder, "is_in_use", lambda folder: True)
-    monkeypatch.setattr(tracking, "time", types.SimpleNamespace(sleep=sleep))
-    assert cli.main(["track", str(path), "--to", tracker.service, "--follow"]) == 128 + signal.SIGINT
-    assert [step for step, _ in tracker.logged] == [2, 4, 5, 6, 8, 10]
-    assert (waits, tracker.finished) == (3, 1)
-
-
-def test_following_ends_with_the_run(tmp_path: Path, tracker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that was stopped before its last step: what it wrote last is sent, then nobody waits for more."""
+def test_following_ends_with_the_run(
+    tmp_path: Path,
+    tracker: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run that was stopped before its last step: what it wrote last is sent."""
     config, path, waits = tiny_config(tmp_path, steps=100_000), tmp_path / "run", 0
     folder = make_trainer(config, path).run_folder
     make_trainer(dataclasses.replace(config, steps=12), tmp_path / "other").run()
@@ -110,7 +107,9 @@ def test_following_ends_with_the_run(tmp_path: Path, tracker: Any, monkeypatch: 
             assert waits < 20, "it goes on without a run"
             assert folder.is_in_use() == (waits <= 5)
             if waits == 5:
-                (path / "metrics.jsonl").write_bytes((tmp_path / "other" / "metrics.jsonl").read_bytes())
+                (path / "metrics.jsonl").write_bytes(
+                    (tmp_path / "other" / "metrics.jsonl").read_bytes(),
+                )
                 run.close()
 
         monkeypatch.setattr(tracking, "time", types.SimpleNamespace(sleep=sleep))
@@ -120,7 +119,9 @@ def test_following_ends_with_the_run(tmp_path: Path, tracker: Any, monkeypatch: 
 
 
 def test_unknown_or_missing_tracker(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make_trainer(tiny_config(tmp_path), tmp_path / "run")
     assert cli.main(["track", str(tmp_path / "run"), "--to", "mlflow"]) == 2

@@ -1,0 +1,458 @@
+"""Documents of a data set, read through ``datasets`` and tokenised by a process of its own.
+
+The process makes a stalled server harmless: a read that hangs cannot be interrupted, a process can
+be ended and another one started where the documents broke off. ``datasets`` is imported there and
+nowhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import lzma
+import multiprocessing
+import os
+import re
+import signal
+import textwrap
+import threading
+import time
+import traceback
+import zlib
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
+
+from nsa.errors import UserError, check, fail
+from nsa.extras import install_command
+from nsa.train.data.source import DataUnavailableError
+from nsa.train.data.tokenizer import MAX_TEXTS, batches_of_texts
+from nsa.train.distributed.launch import one_thread_for_tokenizers
+from nsa.train.sources import COMPRESSED, FORMATS, is_mistyped_path
+
+if TYPE_CHECKING:
+    import datasets
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CONTACT_S = 10  # for one answer of a server that is asked whether it is there
+_ATTEMPTS = 4  # a process that is silent for this part of the time limit is ended and replaced
+_LONGEST_PAUSE_S = 30
+_CLOSING_S = 2.0
+_READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
+_FORMAT_LIBRARIES = {"datasets", "pyarrow", "zstandard"}
+_BUSY = (408, 425, 429)  # answers of a server that may say something else a little later
+_NO_CONNECTION = {"ConnectError", "ConnectTimeout", "ConnectionError"}
+_NETWORK_LIBRARIES = {"fsspec", "httpcore", "httpx", "httpx2", "huggingface_hub"}
+
+
+class Place(NamedTuple):
+    """The next document to read: the number of its file in the data set, and of its row in it."""
+
+    file: int = 0
+    row: int = 0
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What to read.
+
+    Attributes:
+        source: a local file or folder, or a data set on the Hugging Face hub (``owner/name``).
+        subset: the data set's configuration, for example ``sample-10BT``.
+        split: its split.
+        revision: commit, branch or tag on the hub.
+        text_field: column that holds the text.
+    """
+
+    source: str
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    text_field: str = "text"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the source turned out to be.
+
+    Attributes:
+        format: reader of ``datasets``: ``parquet``, ``json``, ``text`` or another.
+        files: names of its files, in the order in which they are read.
+        fingerprint: SHA-256 over names and versions of the files (commit on the hub, time of change
+            on a disk).
+        revision: commit on the hub; None elsewhere.
+        licence: as the hub states it; None elsewhere.
+    """
+
+    format: str
+    files: tuple[str, ...]
+    fingerprint: str
+    revision: str | None
+    licence: str | None
+
+
+class DocumentBatch(NamedTuple, Generic[T]):
+    """Consecutive documents of one file.
+
+    Attributes:
+        start: place of the first.
+        end: place after the last.
+        payload: what ``transform`` made of their texts.
+    """
+
+    start: Place
+    end: Place
+    payload: T
+
+
+# Sent by a reading process that looks for its place, or tokenises: nothing hangs.
+_ALIVE = "alive"
+
+
+def read_documents(
+    origin: Origin,
+    transform: Callable[[list[bytes]], T],
+    *,
+    start: Place = Place(),  # noqa: B008 a named tuple does not change
+    time_limit_s: float,
+    threads: int = 1,
+) -> tuple[Found, Generator[DocumentBatch[T], None, None]]:
+    """Read documents in the data set's own order.
+
+    A read that fails because of the network, or is silent for a quarter of the time limit, is made
+    again from the same place after a pause of 1, 2, 4, .. seconds. When no document has come for
+    the whole time limit, or there is no connection in the first place, that is an error. Failures
+    of local files are errors at once. Time that the caller takes does not count.
+
+    Args:
+        origin: what to read.
+        transform: applied to the texts of each batch inside the reading process; an empty text
+            stands for a row without one.
+        start: place to begin at.
+        time_limit_s: seconds without a document after which reading is given up.
+        threads: batches that are transformed at the same time.
+
+    Returns:
+        What the source turned out to be, and the documents; closing these ends the process.
+
+    Raises:
+        DataUnavailableError: the source does not exist, cannot be reached, or stays silent.
+        UserError: it cannot be read as documents.
+    """
+    check(time_limit_s > 0, "read_documents", "time_limit_s", "be positive", time_limit_s)
+    rule = "be shards prepared elsewhere, where the package datasets is not installed"
+    hint = f"Install with: {install_command('data')}"
+    has_datasets = find_spec("datasets") is not None
+    check(has_datasets, "read_documents", "source", rule, origin.source, hint)
+    if is_mistyped_path(origin.source):
+        _unavailable("exist", origin.source, "It is no name on the hub.")
+    messages = _messages(origin, start, transform, threads, time_limit_s)
+    return next(messages), messages
+
+
+def _messages(
+    origin: Origin,
+    start: Place,
+    transform: Callable[..., T],
+    threads: int,
+    time_limit_s: float,
+) -> Generator[Any, None, None]:
+    """What the source is, then its documents, from as many processes as it takes."""
+    found: Found | None = None
+    attempt, left_s = 0, time_limit_s
+    while True:
+        failure: OSError | None = None
+        with _reading_process(origin, start, transform, threads) as connection:
+            while failure is None:
+                begin = time.monotonic()
+                message = _receive(connection, min(time_limit_s / _ATTEMPTS, left_s))
+                if message is None:
+                    return
+                if isinstance(message, DocumentBatch):
+                    attempt, left_s, start = 0, time_limit_s, message.end
+                    yield message
+                elif isinstance(message, Found):
+                    if found is None:
+                        found, origin = message, replace(origin, revision=message.revision)
+                        yield found
+                    # Another process has taken over.
+                    rule, same = "stay the same while it is read", message == found
+                    what = f"other files in {origin.source}"
+                    check(same, "read_documents", "source", rule, what)
+                elif isinstance(message, OSError):
+                    failure = message
+                elif isinstance(message, Exception):
+                    raise message
+        if isinstance(failure, ConnectionError) and found is None:
+            where = f"{origin.source} (there is no such file or folder here)"
+            hint = f"{failure} Check the network, or give a copy on this machine."
+            _unavailable("be reachable", where, hint)
+        pause = min(2.0**attempt, _LONGEST_PAUSE_S)
+        attempt += 1
+        left_s -= time.monotonic() - begin + pause
+        if left_s < 0:
+            rule = f"send documents within the time limit of {time_limit_s:g} s"
+            hint = f"Attempts: {attempt}, the last one: {failure}"
+            _unavailable(rule, f"none from {origin.source}", hint)
+        logger.warning("reading %s again in %.0f s: %s", origin.source, pause, failure)
+        time.sleep(pause)
+
+
+@contextmanager
+def _reading_process(*arguments: Any) -> Iterator[Connection]:
+    """The pipe to a new process, which ends with this context or with this process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["nsa.train.data", "datasets"])  # imported once, not by each
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=_serve,
+        args=(theirs, *arguments),
+        daemon=True,
+        name="nsa-documents",
+    )
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        ours.close()  # which ends it, unless it hangs
+        process.join(timeout=_CLOSING_S)
+        process.kill()
+        process.join(timeout=_CLOSING_S)
+
+
+def _receive(connection: Connection, patience_s: float) -> Any:
+    try:
+        if connection.poll(max(patience_s, 0)):
+            return connection.recv()
+    except (EOFError, OSError):  # also in the middle of a message
+        return OSError("The reading process died; memory may have run out.")
+    return OSError(f"Silent for {patience_s:.1f} s.")
+
+
+def _unavailable(rule: str, value: Any, hint: str = "", argument: str = "source") -> NoReturn:
+    raise DataUnavailableError("read_documents", argument, rule, value, hint) from None
+
+
+# --- in the reading process -----------------------------------------------------------------------
+def _serve(
+    connection: Connection,
+    origin: Origin,
+    start: Place,
+    transform: Callable[[list[bytes]], T],
+    threads: int,
+) -> None:
+    """Send what was found, batches, and at the end None, or the error that ended the reading."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
+    one_thread_for_tokenizers()
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    file = ""  # that is being read
+
+    def ended(kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is not None and not isinstance(error, ConnectionError):  # the parent has gone
+            connection.send(_failure(error, origin, file))
+        return True
+
+    with ExitStack() as stack:
+        stack.push(ended)
+        documents, found = open_documents(origin)
+        connection.send(found)
+        pool = stack.enter_context(ThreadPoolExecutor(threads))
+        waiting: deque[tuple[Place, int, Future[T]]] = deque()
+
+        def send_next() -> None:
+            place, rows, result = waiting.popleft()
+            while not wait([result], timeout=1).done:
+                connection.send(_ALIVE)
+            end = place._replace(row=place.row + rows)
+            connection.send(DocumentBatch(place, end, result.result()))
+
+        for name, place, texts in _texts(documents, found, origin, start):
+            file = name
+            if texts:
+                waiting.append((place, len(texts), pool.submit(transform, texts)))
+            else:
+                connection.send(_ALIVE)
+            if len(waiting) > threads:
+                send_next()
+        while waiting:
+            send_next()
+        connection.send(None)
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "not a child process"
+    parent.join()
+    os._exit(1)
+
+
+def _failure(error: BaseException, origin: Origin, file: str) -> Exception:
+    """What the parent raises; an ``OSError`` if it is to try again."""
+    source, library = Path(origin.source), type(error).__module__.partition(".")[0]
+    text = _sentence(f"{type(error).__name__}: {error}")
+    if isinstance(error, UserError):
+        return error
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    is_refusal = status is not None and 400 <= status < 500 and status not in _BUSY
+    is_network = isinstance(error, _READ_ERRORS) or library in _NETWORK_LIBRARIES
+    if is_network and not source.exists() and not is_refusal:
+        names = {cls.__name__ for cls in type(error).__mro__}
+        return ConnectionError(text) if names & _NO_CONNECTION else OSError(text)
+    is_format = isinstance(error, (*_READ_ERRORS, ValueError)) or library in _FORMAT_LIBRARIES
+    if is_refusal or is_format:
+        what = f"{file} of {source}" if file and not source.is_file() else source
+        return UserError("read_documents", "source", "hold documents that can be read", what, text)
+    bug = "".join(traceback.format_exception(error))
+    return RuntimeError(f"the process that reads documents ended with an error:\n{bug}")
+
+
+def _sentence(text: str) -> str:
+    line = textwrap.shorten(text, 300, placeholder="...").removesuffix(".")
+    return line[:1].upper() + line[1:] + "."
+
+
+def open_documents(origin: Origin) -> tuple[datasets.IterableDataset, Found]:
+    """Find the files of a data set, on this machine or elsewhere, by the same code.
+
+    Raises:
+        DataUnavailableError: it does not exist.
+        UserError: the subset or split does not, or ``datasets`` finds no data in it.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    # The lock of its own, between processes, would outlive a process that is killed.
+    datasets.utils.tqdm.set_lock(threading.RLock())
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # an exception says the same
+    path, split = Path(origin.source), origin.split
+    revision = licence = None
+    if not path.exists():
+        revision, licence = _ask_hub(origin)
+        origin = replace(origin, revision=revision)
+    try:
+        builder = _builder(origin, path)
+    except UserError:
+        raise
+    except (datasets.exceptions.DatasetsError, ValueError) as error:
+        rule, hint = "be a data set that datasets can read", _sentence(str(error))
+        fail("read_documents", "source", rule, origin.source, hint)
+    files = builder.config.data_files or {}
+    rule = f"be one of {', '.join(map(str, files)) or 'none'}"
+    check(split in files, "read_documents", "split", rule, split)
+    names = [re.sub(r"^hf://datasets/[^@]+@[^/]+/", "", name) for name in files[split]]
+    if path.exists():
+        root = path if path.is_dir() else path.parent
+        names = [os.path.relpath(name, root) for name in names]
+    versions = json.dumps([names, files[split].origin_metadata])
+    digest = hashlib.sha256(versions.encode()).hexdigest()
+    try:
+        documents = builder.as_streaming_dataset(split=split)
+    except StopIteration:  # of the JSON reader, which looks at the first rows for the columns
+        rule, found = "begin with a file that holds documents", f"the empty {names[0]}"
+        fail("read_documents", "source", rule, found)
+    return documents, Found(builder.name, tuple(names), digest, revision, licence)
+
+
+def _builder(origin: Origin, path: Path) -> datasets.DatasetBuilder:
+    from datasets import load_dataset_builder
+
+    if path.is_file():
+        rule = "be left out for a single file"
+        check(origin.subset is None, "read_documents", "subset", rule, origin.subset)
+        suffixes = [suffix for suffix in path.suffixes if suffix not in COMPRESSED] or ["none"]
+        rule = f"have a name that ends in {', '.join(FORMATS)}, maybe compressed"
+        check(suffixes[-1] in FORMATS, "read_documents", "source", rule, path)
+        files = {origin.split: [origin.source]}
+        how: dict[str, Any] = {"path": FORMATS[suffixes[-1]], "data_files": files}
+    else:
+        source = str(path.resolve()) if path.exists() else origin.source
+        how = {"path": source, "name": origin.subset, "revision": origin.revision}
+    builder = load_dataset_builder(**how)
+    if builder.name == "text":  # a file is one document, not one a line
+        how["sample_by"] = "document"
+    elif builder.name == "parquet":  # decoded in pieces, not by row groups, which may be large
+        how["batch_size"] = MAX_TEXTS
+    else:
+        return builder
+    return load_dataset_builder(**how)
+
+
+def _ask_hub(origin: Origin) -> tuple[str | None, str | None]:
+    """The commit that a data set's revision means now, and its licence.
+
+    That is a quick question before ``datasets`` asks many.
+    """
+    from huggingface_hub import HfApi, errors
+
+    source, revision = origin.source, origin.revision
+    try:
+        info = HfApi().dataset_info(source, revision=revision, timeout=_CONTACT_S)
+    except errors.HFValidationError:
+        _unavailable("exist", source, "It is no name on the hub.")
+    except errors.GatedRepoError:
+        _unavailable("be open to you", source, "Accept its terms on the hub and log in there.")
+    except errors.RevisionNotFoundError:
+        _unavailable("exist on the hub", revision, argument="revision")
+    except errors.RepositoryNotFoundError:
+        where = f"{source} (nor is there such a file or folder here)"
+        _unavailable("exist on the hub", where)
+    return info.sha, None if info.card_data is None else info.card_data.get("license")
+
+
+def _texts(
+    documents: datasets.IterableDataset,
+    found: Found,
+    origin: Origin,
+    start: Place,
+) -> Iterator[tuple[str, Place, list[bytes]]]:
+    """Consecutive texts with their file and the place of the first.
+
+    A file begins with a list of none, as does what is skipped to get to the place to start at.
+    """
+    for file, rows in enumerate(_files(documents, start.file), start=start.file):
+        name, place = found.files[file], Place(file)
+        yield name, place, []
+        skip = start.row if file == start.file else 0
+        for table in rows.with_format("arrow").iter(batch_size=MAX_TEXTS):
+            texts = _column(table, origin.text_field, name)[max(skip - place.row, 0) :].to_pylist()
+            place = place._replace(row=place.row + table.num_rows - len(texts))
+            for batch in batches_of_texts(texts) if texts else [[]]:
+                yield name, place, batch
+                place = place._replace(row=place.row + len(batch))
+
+
+def _files(documents: datasets.IterableDataset, first: int) -> Iterator[datasets.IterableDataset]:
+    """The files of a data set from number ``first`` on, each as a data set.
+
+    Halving costs n log n in all; asking for each by its number would cost n squared.
+    """
+    if documents.num_shards == 1:
+        yield documents
+        return
+    for number in range(2):
+        half = documents.shard(2, number, contiguous=True)
+        if first < half.num_shards:
+            yield from _files(half, max(first, 0))
+        first -= half.num_shards
+
+
+def _column(table: Any, name: str, file: str) -> Any:
+    """The texts as bytes, empty ones where there is none."""
+    rule = f"be one of the columns of {file} ({', '.join(table.column_names)})"
+    check(name in table.column_names, "read_documents", "text_field", rule, name)
+    column = table.column(name)
+    kind = str(column.type)
+    is_text = kind in ("string", "large_string", "string_view")
+    check(is_text, "read_documents", "text_field", f"hold text in {file}", kind)
+    return column.cast("large_binary").fill_null(b"")

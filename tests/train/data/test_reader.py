@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa.errors import UserError
+from nsa.train.data import DataUnavailableError, Origin
+from nsa.train.data.reader import DocumentBatch, Found, Place, read_documents
+from tests.train.data.data_sets import (
+    COMMIT,
+    hang_up,
+    hub,
+    make_texts,
+    stall,
+    write_folder,
+    write_jsonl,
+    write_parquet,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+TEXTS = make_texts(200)
+
+
+def as_list(texts: list[bytes]) -> list[str]:
+    return [text.decode() for text in texts]
+
+
+def batches_of(
+    source: Path | str,
+    transform: Callable[[list[bytes]], Any] = as_list,
+    start: Place = Place(),  # noqa: B008
+    **origin: Any,
+) -> tuple[Found, list[DocumentBatch[Any]]]:
+    origin_of = Origin(str(source), **origin)
+    found, batches = read_documents(origin_of, transform, start=start, time_limit_s=60, threads=2)
+    with closing(batches):
+        return found, list(batches)
+
+
+def read(source: Path | str, **how: Any) -> list[str]:
+    return [text for batch in batches_of(source, **how)[1] for text in batch.payload]
+
+
+def refusal(source: Path | str, **origin: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        read(source, **origin)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "txt"])
+def test_every_form_gives_the_same_documents_in_order(kind: str, tmp_path: Path) -> None:
+    found, batches = batches_of(write_folder(tmp_path / "set", kind, TEXTS))
+    assert [text for batch in batches for text in batch.payload] == TEXTS
+    assert found.format == {"parquet": "parquet", "txt": "text"}.get(kind, "json")
+    assert (found.revision, found.licence) == (None, None)
+    assert len(found.files) == (200 if kind == "txt" else 3)
+    assert all(not Path(name).is_absolute() for name in found.files)
+
+
+def test_single_file_and_other_column(tmp_path: Path) -> None:
+    assert read(write_parquet(tmp_path / "a.parquet", TEXTS)) == TEXTS
+    path = tmp_path / "b.jsonl"
+    path.write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS))
+    assert read(path, text_field="body") == TEXTS
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "txt"])
+def test_reading_goes_on_from_any_place(kind: str, tmp_path: Path) -> None:
+    """Places in the middle of row groups, at their borders, and at those of files."""
+    source = write_folder(tmp_path / "set", kind, TEXTS[:40], files=2)
+    size = 1 if kind == "txt" else 20
+    batches = batches_of(source)[1]
+    places = [(batch.start, batch.end) for batch in batches]
+    assert places == [((file, 0), (file, size)) for file in range(40 // size)]
+    for row in (0, 6, 7, 19, 20, 39):
+        assert read(source, start=Place(row // size, row % size)) == TEXTS[row:40]
+    assert read(source, start=batches[-1].end) == []
+
+
+def test_rows_without_text_are_empty(tmp_path: Path) -> None:
+    for write, name in ((write_parquet, "a.parquet"), (write_jsonl, "b.jsonl")):
+        assert read(write(tmp_path / name, ["a", None, "", "b"])) == ["a", "", "", "b"]
+
+
+def test_batches_are_of_bounded_size(tmp_path: Path) -> None:
+    texts = ["x" * 100_000] * 200 + ["y"] * 3000
+    batches = batches_of(write_parquet(tmp_path / "a.parquet", texts, rows=500), len_of)[1]
+    rows, sizes = zip(*(batch.payload for batch in batches), strict=True)
+    assert sum(rows) == 3200
+    assert max(rows) == 1000
+    assert (1 << 20) - 100_000 < max(sizes) <= 1 << 20
+
+
+def len_of(texts: list[bytes]) -> tuple[int, int]:
+    return len(texts), sum(map(len, texts))
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", TEXTS[:5])
+    assert "text_field must be one of the columns of a.parquet (text, number), got body" in refusal(
+        path,
+        text_field="body",
+    )
+    assert "text_field must hold text in a.parquet, got int64" in refusal(path, text_field="number")
+    assert "split must be one of train, got test" in refusal(tmp_path, split="test")
+    assert "subset must be left out for a single file, got x" in refusal(path, subset="x")
+    other = tmp_path / "a.docx"
+    other.write_bytes(b"PK")
+    assert "source must have a name that ends in .parquet, .jsonl" in refusal(other)
+    (tmp_path / "empty").mkdir()
+    assert "empty doesn't contain any data files" in refusal(tmp_path / "empty")
+    with pytest.raises(
+        DataUnavailableError,
+        match=r"source must exist, got a/b/c\. It is no name on the hub",
+    ):
+        read("a/b/c")
+    with pytest.raises(ValueError, match="time_limit_s must be positive, got 0"):
+        read_documents(Origin(str(path)), as_list, time_limit_s=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "message"),
+    [
+        (
+            "a.parquet",
+            b"PAR1" + 2000 * b"x",
+            "a.parquet. ArrowInvalid: Parquet magic bytes not found",
+        ),
+        ("a.parquet", b"", "a.parquet. ArrowInvalid: Parquet file size is 0 bytes."),
+        (
+            "a.jsonl",
+            b'{"text": "fine"}\n{"text": broken\n',
+            "a.jsonl. ArrowInvalid: JSON parse error",
+        ),
+        (
+            "a.jsonl",
+            b"",
+            "source must begin with a file that holds documents, got the empty a.jsonl.",
+        ),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "fine"}\n' * 99, mtime=0)[:-12],
+            "a.jsonl.gz. EOFError: Compressed file ended before",
+        ),
+        (
+            "a.txt",
+            b"\xff\xfe",
+            "a.txt. UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position 0",
+        ),
+    ],
+)
+def test_damaged_files_are_named(name: str, raw: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(raw)
+    assert message in refusal(tmp_path / name)
+
+
+def test_a_damaged_file_among_others_is_named(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "set", "parquet", make_texts(600), files=3)
+    raw = bytearray((source / "part-00001.parquet").read_bytes())
+    raw[len(raw) // 2 : len(raw) // 2 + 200] = bytes(200)
+    (source / "part-00001.parquet").write_bytes(bytes(raw))
+    what = f"part-00001.parquet of {source}. "
+    assert f"source must hold documents that can be read, got {what}" in refusal(source)
+
+
+def test_a_clone_from_the_hub_has_its_subsets(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "clone" / "data", "parquet", TEXTS).parent
+    small, whole = (f"data_files: data/{name}.parquet" for name in ("part-00000", "*"))
+    subsets = f"- config_name: small\n  {small}\n- config_name: all\n  {whole}\n"
+    (source / "README.md").write_text(f"---\nconfigs:\n{subsets}---\n")
+    assert read(source, subset="all") == TEXTS
+    assert read(source, subset="small") == TEXTS[:67]
+    assert "['small', 'all']" in refusal(source)
+    assert "BuilderConfig 'huge' not found" in refusal(source, subset="huge")
+
+
+def test_a_bug_in_the_reading_process_keeps_its_traceback(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", TEXTS[:5])
+    with pytest.raises(RuntimeError, match="KeyError: 'a bug'"):
+        batches_of(path, bug)
+
+
+def bug(texts: list[bytes]) -> None:
+    raise KeyError("a bug")
+
+
+HUB_PROGRAM = """
+import json, sys, time
+from contextlib import closing
+from nsa.errors import UserError
+from nsa.train.data import Origin
+from nsa.train.data.reader import read_documents
+from tests.train.data.test_reader import as_list
+
+def attempt(name, limit, **origin):
+    begin, found, texts, error = time.monotonic(), None, [], None
+    try:
+        source, batches = read_documents(Origin(name, **origin), as_list, time_limit_s=limit)
+        found = [source.revision, source.licence, source.format, list(source.files)]
+        with closing(batches):
+            for batch in batches:
+                texts += batch.payload
+    except UserError as caught:
+        error = [type(caught).__name__, str(caught)]
+    return dict(seconds=time.monotonic() - begin, found=found, texts=texts, error=error)
+
+if __name__ == "__main__":
+    # Starts the process that the others are forked from, which takes long on a busy machine.
+    attempt("own/nothing", 60)
+    attempts = json.loads(sys.argv[1])
+    print(json.dumps([attempt(name, limit, **origin) for name, limit, origin in attempts]))
+"""
+
+
+def on_hub(
+    address: str,
+    home: Path,
+    *attempts: tuple[str, float, dict[str, str]],
+) -> list[dict[str, Any]]:
+    """Attempts to read from the hub at an address, which libraries read on import."""
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": address,
+        "HF_HOME": str(home),
+        "PYTHONPATH": str(ROOT),
+    }
+    environment.pop("HF_HUB_OFFLINE", None)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(HUB_PROGRAM), json.dumps(attempts)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def test_the_hub(tmp_path: Path) -> None:
+    """The code that reads local copies reads the hub: at a commit, and in spite of faults."""
+    files = {
+        "README.md": b"---\nconfigs:\n- config_name: small\n  data_files: data/*.parquet\n---\n",
+    }
+    for path in sorted(write_folder(tmp_path / "set", "parquet", TEXTS).iterdir()):
+        files[f"data/{path.name}"] = path.read_bytes()
+    names = ("own/good", "own/flaky", "own/slow", "own/dead")
+    faults = {"own/flaky": hang_up(2, 1), "own/slow": stall(2, 1), "own/dead": stall(2, 10**9)}
+    with hub(dict.fromkeys(names, files), faults) as address:
+        good, flaky, slow, dead, missing, subset, revision = on_hub(
+            address,
+            tmp_path / "home",
+            ("own/good", 30, {"subset": "small"}),
+            ("own/flaky", 30, {}),
+            ("own/slow", 8, {}),
+            ("own/dead", 4, {}),
+            ("own/missing", 30, {}),
+            ("own/good", 30, {"subset": "huge"}),
+            ("own/good", 30, {"revision": "v9"}),
+        )
+    assert good["error"] is None
+    assert good["found"] == [
+        COMMIT,
+        "odc-by",
+        "parquet",
+        [name for name in files if name != "README.md"],
+    ]
+    assert good["texts"] == flaky["texts"] == slow["texts"] == TEXTS
+    assert slow["seconds"] > 2  # a quarter of its limit
+    kind, message = dead["error"]
+    assert kind == "DataUnavailableError"
+    assert "send documents within the time limit of 4 s, got none from own/dead. Attem" in message
+    assert "Silent for" in message
+    assert 3 < dead["seconds"] < 12
+    where = "own/missing (nor is there such a file or folder here)"
+    assert f"source must exist on the hub, got {where}" in missing["error"][1]
+    assert "huge" in subset["error"][1]
+    assert "revision must exist on the hub, got v9" in revision["error"][1]
+
+
+def test_without_network_the_error_comes_in_seconds(tmp_path: Path) -> None:
+    (refused,) = on_hub("http://127.0.0.1:9", tmp_path, ("own/set", 300, {}))
+    assert refused["error"][0] == "DataUnavailableError"
+    where = "own/set (there is no such file or folder here)"
+    assert f"source must be reachable, got {where}" in refused["error"][1]
+    assert "Check the network, or give a copy on this machine." in refused["error"][1]
+    assert refused["seconds"] < 15  # of 300
