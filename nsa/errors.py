@@ -22,18 +22,24 @@ class UserError(ValueError):
 
     def __init__(self, function: str, argument: str, rule: str, value: Any, hint: str = "") -> None:
         super().__init__(f"{function}: {argument} must {rule}, got {value}. {hint}".rstrip())
-        self.function, self.argument, self.rule, self.value, self.hint = function, argument, rule, value, hint
+        self.function, self.argument, self.rule, self.value, self.hint = (
+            function,
+            argument,
+            rule,
+            value,
+            hint,
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.function, self.argument, self.rule, self.value, self.hint)
 
 
 class UsageError(ValueError):
-    """A command line that cannot be run as it is; one line in the words that command lines are spoken of."""
+    """A command line that cannot be run as it is, in the usual words for command lines."""
 
 
 def fail(function: str, argument: str, rule: str, value: Any, hint: str = "") -> NoReturn:
-    """Raise a :class:`UserError`, which is a ``ValueError``, that names the argument, the rule and the value.
+    """Raise a :class:`UserError`, a ``ValueError`` that names the argument, the rule and the value.
 
     Args:
         function: public name that the user called, for example ``"window_attention"``.
@@ -48,10 +54,46 @@ def fail(function: str, argument: str, rule: str, value: Any, hint: str = "") ->
     raise UserError(function, argument, rule, value, hint)
 
 
-def check(condition: bool, function: str, argument: str, rule: str, value: Any, hint: str = "") -> None:
+def check(
+    condition: bool,
+    function: str,
+    argument: str,
+    rule: str,
+    value: Any,
+    hint: str = "",
+) -> None:
     """Raise as :func:`fail` does unless ``condition`` holds."""
     if not condition:
         fail(function, argument, rule, value, hint)
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Check that fields of a dataclass are above 0; the message names the class and the field."""
+    for name in names:
+        value = getattr(config, name)
+        check(value > 0, type(config).__name__, name, "be positive", value)
+
+
+def check_not_negative(config: Any, *names: str) -> None:
+    """Check that fields of a dataclass are 0 or above, as :func:`check_positive`."""
+    for name in names:
+        value = getattr(config, name)
+        check(value >= 0, type(config).__name__, name, "be at least 0", value)
+
+
+def check_default(config: Any, needed: bool, where: str, *names: str) -> None:
+    """Check that fields of a dataclass have their defaults where nothing needs them.
+
+    Args:
+        config: the dataclass.
+        needed: whether they may differ.
+        where: what does not need them, for example ``policy full``.
+        names: the fields.
+    """
+    for name in names:
+        value, default = getattr(config, name), type(config).__dataclass_fields__[name].default
+        fits = needed or value == default
+        check(fits, type(config).__name__, name, f"be left at {default} with {where}", value)
 
 
 LIKE = 0.6  # as difflib's own
@@ -60,13 +102,27 @@ LIKE = 0.6  # as difflib's own
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
     """The candidate that ``word`` most likely stands for; None where none is like it.
 
-    A dotted name is compared as a whole and by its last part, so that ``--lr`` finds ``--optim.lr``.
+    A dotted name is compared as a whole and by its last part, so that ``--lr`` finds
+    ``--optim.lr``.
     """
 
-    def likeness(candidate: str) -> tuple[float, float]:
-        whole = difflib.SequenceMatcher(None, word, candidate).ratio()
-        last = difflib.SequenceMatcher(None, word.split(".")[-1].lstrip("-"), candidate.split(".")[-1].lstrip("-")).ratio()
-        return max(whole, last), whole
+    def ratio(first: str, second: str) -> float:
+        return difflib.SequenceMatcher(None, first, second).ratio()
 
-    found = max(sorted(candidates), key=likeness)
-    return found if likeness(found)[0] >= LIKE else None
+    def likeness(candidate: str) -> tuple[float, float]:
+        last, of_candidate = (name.split(".")[-1].lstrip("-") for name in (word, candidate))
+        whole = ratio(word, candidate)
+        return max(whole, ratio(last, of_candidate)), whole
+
+    found = max(sorted(candidates), key=likeness, default=None)
+    return found if found is not None and likeness(found)[0] >= LIKE else None
+
+
+def nearest_hint(name: str | None) -> str:
+    """The sentence for what :func:`nearest` found; empty where that is nothing."""
+    return "" if name is None else f"The nearest is {name}."
+
+
+def option(name: str) -> str:
+    """The option of the command line for an argument or a setting."""
+    return f"--{name.replace('_', '-')}"

@@ -43,7 +43,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 # Lowest first, as in docs/design.md; a module may import its own layer and those below it.
 LAYERS = (
-    r"nsa\.(errors|stages)",
+    r"nsa\.(docstrings|errors|stages)",
     r"nsa\.(configs|extras)",
     r"nsa\.config",
     r"nsa\.rope",

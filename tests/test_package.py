@@ -140,7 +140,7 @@ def test_commands_of_the_core(core: Installed) -> None:
     assert [line.split()[0] for line in core("nsa", "configs").splitlines()] == configs.names()
     said = core("nsa", "doctor")
     assert "no problem found" in said
-    assert "data: without numpy, PyYAML, matplotlib, rich, " in said
+    assert "data: without numpy, PyYAML, matplotlib, pydantic, " in said
     assert "configurations\n  not loaded: that needs the extra train" in said
 
 
@@ -149,7 +149,7 @@ def test_commands_of_the_core(core: Installed) -> None:
     [
         (["train", "cpu-small"], "train"),
         (["train", "--help"], "train"),
-        (["plan", "seed"], "train"),
+        (["plan", "78m"], "train"),
         (["eval", "run"], "train"),
         (["bench", "train"], "train"),
         (["bench", "attention"], "bench"),

@@ -124,4 +124,4 @@ def test_the_doctor_runs(windows: dict[str, Any]) -> None:
     code, said, _ = windows["said"][-1]
     assert code == 0
     assert "cpu: eager PyTorch" in said
-    assert "  seed: loads" in said
+    assert "  78m: loads" in said

@@ -20,9 +20,9 @@ BOTH = f"{WHOLE},attention.selected"
 CHOICE = f"{ATTENTION} --case attention.choice"
 OPERATORS = f"{CHOICE},attention.compress,attention.compressed,attention.window,attention.combine"
 OPERATORS += " --provider nsa"
-TRAIN = "bench train --config seed"
+TRAIN = "bench train --config 78m"
 # Whole windows, so that the dense model takes the causal kernel; 65,536 tokens a step at once.
-UNMASKED = "--set data.document_mask=false"
+UNMASKED = "--data.document-mask false"
 STEP = f"--tokens 65536 --micro-batch 32 {UNMASKED}"
 MODELS = "--mode fwd_bwd --provider nsa,dense"
 DENSE = "--provider nsa,dense-cudnn"
@@ -76,7 +76,7 @@ MEASUREMENTS = {
         f"{SELECTED} --seqs 2048,4096,8192,65536 {SHARED} {ALGORITHMS}",
         f"{SELECTED} --shape wide --seqs 8192,65536 {SHARED} {ALGORITHMS}",
     ],
-    "memory": [f"{TRAIN} --set cuda_graphs=false {STEP} --mode fwd_bwd {NSA} {POLICIES}"],
+    "memory": [f"{TRAIN} --cuda-graphs false {STEP} --mode fwd_bwd {NSA} {POLICIES}"],
     "host": ["bench host"],
     "switches": [
         f"{TRAIN} {STEP} --mode fwd_bwd {NSA} {SWITCHES} {EAGER}",
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         file = f"{name}/{gpu}.jsonl" if name in FOLDERS else f"results/{gpu}-{name}.jsonl"
         words = [*text.split(), "--out", str(options.out / file)]
         if options.shards and text.startswith(TRAIN):
-            words += ["--set", "data.source=shards", "--set", f"data.path={options.shards}"]
+            words += ["--data.source", "shards", "--data.path", options.shards]
         if options.commit:
             words += ["--commit", options.commit]
         print("$ nsa", *words, flush=True)

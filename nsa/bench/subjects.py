@@ -63,7 +63,7 @@ class Batching:
             ValueError: the windows of a step are no whole number of micro-batches, or the run needs
                 several processes.
         """
-        hint = "Give --set world_size=1 --set accumulation=N, N times as large as before."
+        hint = "Give --world-size 1 --accumulation N, N times as large as before."
         check(config.world_size == 1, _WHERE, "world_size", "be 1", config.world_size, hint)
         seq_len = self.seq_len or config.seq_len
         windows = config.global_batch

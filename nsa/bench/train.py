@@ -94,7 +94,7 @@ def bench_train(plan: TrainPlan, device: torch.device) -> bool:
     check_platform(where)
     launcher = read_launch().launcher
     check(not launcher, where, "the command", "be started as one process", launcher)
-    hint = "Give --set device=cpu to measure on this CPU all the same."
+    hint = "Give --device cpu to measure on this CPU all the same."
     for subject in plan.subjects:
         fits = device.type == "cuda" or subject.config.device == "cpu"
         check(fits, where, "the machine", "have a CUDA GPU", "none", hint)

@@ -1,213 +1,61 @@
-"""Options of ``nsa bench``; everything heavy is imported when a command runs."""
+"""``nsa bench``; everything heavy is imported when a command runs."""
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from nsa.errors import check, fail
+from nsa import configs
+from nsa.cli.commands import Command, Group
+from nsa.errors import check, fail, option
 
-BENCH = """\
-Measure the attention operators and training steps of this library beside others, tune the tiles of
-its kernels for this GPU, and make a report. How to repeat the committed figures, and what each
-field of a row means: docs/benchmarks.md.
-"""
-
-ATTENTION = """\
-Measure whole attention and each operator, forward and forward with backward, beside dense attention
-and FlexAttention of PyTorch and the reference. A result is compared with fp64 on sampled rows
-before it is timed; a wrong one gets no figure, and the exit code is 1. For example
-  nsa bench attention --shape seed --seqs 2048,65536 --out benchmarks/results/mine.jsonl
-  nsa bench attention --case attention.window --variant narrow:window_attention_*.keys=32
-  nsa bench attention --provider reference --seqs 512 --tokens 512      (without a GPU)
-"""
-
-TRAIN = """\
-Measure training steps of a configuration as it is, by the trainer itself, on the text that it
-names, with everything on: tokens/s, step time, MFU, memory; and the forward pass alone. Beside it
-the dense model, and a dense model whose MLP is widened to as many parameters. What --set, --seqs,
---tokens and --micro-batch change stands in the rows. Loss and gradients are compared with the fp64
-reference first; a wrong model gets no figure, and the exit code is 1. For example
-  nsa bench train --config seed --out benchmarks/results/mine.jsonl
-  nsa bench train --config seed --tokens 65536 --micro-batch 32 --dense-unmasked
-  nsa bench train --config seed --seqs 8192 --set data.document_mask=false
-  nsa bench train --config seed other.yaml            (A/B of two configurations)
-  nsa bench train --variant eager:compile=false --provider nsa     (A/B of a setting)
-"""
-
-GUARD = """\
-Compare ratios to dense attention, of time and of memory, with those of committed rows from the same
-kind of GPU. Exit code 1 if one is worse by more than the tolerance, or if a row is wrong.
-"""
-
-SCALING = """\
-Measure training steps of CONFIG on the processes that there are, by the trainer itself; the global
-batch stays that of CONFIG and is divided among them. On GPUs the time of NCCL's kernels is measured
-too, and the part of it in which nothing else runs. To be started by torchrun, or alone for the
-speed of one process; rows of one file are compared. For example
-  nsa bench scaling seed --out rows.jsonl
-  torchrun --standalone --nproc-per-node 2 -m nsa bench scaling seed --out rows.jsonl
-  torchrun --standalone --nproc-per-node 2 -m nsa bench scaling seed --buckets 10 25 50 100
-  torchrun --standalone --nproc-per-node 2 -m nsa bench scaling seed --set parallel.strategy=fsdp
-"""
-
-HOST = """\
-Measure what the layer costs the CPU: milliseconds in which one call, forward or forward with
-backward, is issued while the GPU is idle, kernels launched, and the time that the GPU needs for
-them. The function and the module, eager and compiled, with bf16 weights and with fp32 weights under
-autocast, beside the attention layer of transformers' Llama (SDPA) in the same run. Results are
-compared with fp64 first; a wrong one gets no figure, and the exit code is 1. For example
-  nsa bench host --out benchmarks/host/mine.jsonl
-  nsa bench host --case host.module --mode compiled,reduce_overhead --tokens 2048
-"""
-
-TUNE = """\
-Measure candidate tiles of the kernels on this GPU and write the tuning table that the library reads
-from then on. Nothing is tuned unless this command is run.
-"""
-
-REPORT = """\
-Make a report with plots from rows alone: times over length, ratios to dense attention, memory,
-targets.
-"""
+Dtype = Literal["bfloat16", "float16", "float32"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-DTYPES = ("bfloat16", "float16", "float32")
-_SHAPES = "seed, wide, paper or HqxHkvxDxDv (default seed)"
 
 
-def add_attention(parser: argparse.ArgumentParser) -> None:
-    """Options of ``nsa bench attention``."""
-    add = parser.add_argument
-    _add_point(parser)
-    choices = "random, shared4, shared16 (default random)"
-    add("--choice", default="random", metavar="LIST", help=choices)
-    add("--case", metavar="LIST", help="for example attention,attention.window (default all)")
-    providers = "nsa, dense-cudnn, dense-fa2, flex, reference (default all); tiled, gathered"
-    add("--provider", metavar="LIST", help=providers)
-    variant = "nsa with other options (a field of NSAConfig) or tiles (KERNEL.FIELD)"
-    _add_list(parser, "--variant", "NAME:KEY=VALUE,...", variant)
-    recall = "how much of the exact selection each finds (always where the pattern approximates it)"
-    add("--recall", action="store_true", help=recall)
-    budget = "time spent on the samples of a figure (default 300)"
-    add("--budget-ms", type=float, default=300.0, metavar="MS", help=budget)
-    _add_output(parser)
+def attention(
+    *,
+    shape: str = "seed",
+    seqs: str = "2048,65536",
+    tokens: int | None = None,
+    dtype: Dtype = "bfloat16",
+    choice: str = "random",
+    case: str | None = None,
+    provider: str | None = None,
+    variant: list[str] | None = None,
+    recall: bool = False,
+    out: Path | None = None,
+    commit: str | None = None,
+    budget_ms: float = 300.0,
+) -> int:
+    """Measure the attention operators.
 
+    Whole attention and each operator, forward and forward with backward, beside dense attention and
+    FlexAttention of PyTorch and the reference. A result is compared with fp64 on sampled rows
+    before it is timed; a wrong one gets no figure, and the exit code is 1. For example
+      nsa bench attention --shape seed --seqs 2048,65536 --out benchmarks/results/mine.jsonl
+      nsa bench attention --case attention.window --variant narrow:window_attention_*.keys=32
+      nsa bench attention --provider reference --seqs 512 --tokens 512      (without a GPU)
 
-def add_tune(parser: argparse.ArgumentParser) -> None:
-    """Options of ``nsa bench tune``."""
-    add = parser.add_argument
-    _add_point(parser)
-    kernels = "for example window_attention_* (default all)"
-    add("--kernel", default="*", metavar="PATTERN", help=kernels)
-    add("--out", metavar="FILE", help="table to write (default that of this GPU in the package)")
-    minutes = "stop looking after this time; what was found is written"
-    add("--minutes", type=float, metavar="N", help=minutes)
-    jobs = max(1, min(8, (os.cpu_count() or 1) // 2))
-    text = "processes that compile candidates ahead (default half of the cores, at most 8)"
-    add("--jobs", type=int, default=jobs, metavar="N", help=text)
-
-
-def add_train(parser: argparse.ArgumentParser) -> None:
-    """Options of ``nsa bench train``."""
-    add = parser.add_argument
-    configs = "configuration; of several, the others are compared with the first (default seed)"
-    add("--config", nargs="+", default=["seed"], metavar="CONFIG", help=configs)
-    _add_list(parser, "--set", "KEY=VALUE", "a setting for all, for example compile=true")
-    variant = "the first configuration with other settings"
-    _add_list(parser, "--variant", "NAME:KEY=VALUE,...", variant)
-    providers = "nsa, dense, dense-matched (default all; of several configurations the first's own)"
-    add("--provider", metavar="LIST", help=providers)
-    unmasked = "also dense attention across documents, as provider dense-unmasked"
-    add("--dense-unmasked", action="store_true", help=unmasked)
-    add("--seqs", metavar="LIST", help="other lengths S, for example 2048,8192")
-    add("--tokens", type=int, metavar="N", help="other tokens of an optimizer step")
-    micro_batch = "other windows of one forward and backward; with --tokens at most all of a step"
-    add("--micro-batch", type=int, metavar="N", help=micro_batch)
-    modes = "fwd, fwd_bwd (default both)"
-    add("--mode", default="fwd,fwd_bwd", metavar="LIST", help=modes)
-    _add_steps(parser, warmup=20, steps=40)
-    _add_output(parser)
-
-
-def add_scaling(parser: argparse.ArgumentParser) -> None:
-    """Options of ``nsa bench scaling``."""
-    add = parser.add_argument
-    add("config", metavar="CONFIG", help="name of a configuration (see nsa configs) or a YAML file")
-    buckets = "sizes of DDP's buckets to try"
-    add("--buckets", nargs="+", type=float, default=[], metavar="MIB", help=buckets)
-    _add_list(parser, "--set", "KEY=VALUE", "a setting of CONFIG, for example compile=true")
-    _add_steps(parser, warmup=10, steps=20)
-    _add_output(parser)
-
-
-def add_host(parser: argparse.ArgumentParser) -> None:
-    """Options of ``nsa bench host``."""
-    add = parser.add_argument
-    add("--shape", default="seed", metavar="SHAPE", help=_SHAPES)
-    add("--width", type=int, default=768, metavar="N", help="of the layer's input (default 768)")
-    tokens = "256,2048,8192"
-    text = f"tokens, one sequence each (default {tokens})"
-    add("--tokens", default=tokens, metavar="LIST", help=text)
-    add("--case", metavar="LIST", help="host.function, host.module (default both)")
-    add("--provider", metavar="LIST", help="nsa, llama (default both)")
-    modes = "fwd, fwd_bwd, compiled, reduce_overhead (default all)"
-    add("--mode", metavar="LIST", help=modes)
-    add("--weights", metavar="LIST", help="bfloat16, float32 (default both)")
-    add("--calls", type=int, default=40, metavar="N", help="timed calls of a figure (default 40)")
-    _add_output(parser)
-
-
-def add_guard(parser: argparse.ArgumentParser) -> None:
-    """Options of ``nsa bench guard``."""
-    add = parser.add_argument
-    add("rows", nargs="+", metavar="ROWS.jsonl", help="files of new rows")
-    baseline = "files or folders of rows to compare with (default those that the package carries)"
-    add("--baseline", nargs="+", metavar="PATH", help=baseline)
-    tolerance = "share by which a ratio may be worse (default 0.05)"
-    add("--tolerance", type=float, default=0.05, metavar="X", help=tolerance)
-
-
-def add_report(parser: argparse.ArgumentParser) -> None:
-    """Options of ``nsa bench report``."""
-    parser.add_argument("rows", nargs="+", metavar="ROWS.jsonl", help="files of rows")
-    folder = "folder for report.md and its plots"
-    parser.add_argument("--out", required=True, metavar="DIR", help=folder)
-
-
-def _add_point(parser: argparse.ArgumentParser) -> None:
-    add, seqs = parser.add_argument, "2048,65536"
-    add("--shape", default="seed", metavar="SHAPE", help=_SHAPES)
-    add("--seqs", default=seqs, metavar="LIST", help=f"lengths S (default {seqs})")
-    tokens = "tokens of all sequences together (default 65536 for seed, else one sequence)"
-    add("--tokens", type=int, metavar="N", help=tokens)
-    dtypes = f"{', '.join(DTYPES)} (default bfloat16)"
-    add("--dtype", default="bfloat16", metavar="DTYPE", help=dtypes)
-
-
-def _add_list(parser: argparse.ArgumentParser, name: str, metavar: str, text: str) -> None:
-    text += "; may be given several times"
-    parser.add_argument(name, action="append", default=[], metavar=metavar, help=text)
-
-
-def _add_steps(parser: argparse.ArgumentParser, *, warmup: int, steps: int) -> None:
-    add = parser.add_argument
-    text = f"steps before the timed ones (default {warmup})"
-    add("--warmup", type=int, default=warmup, metavar="N", help=text)
-    add("--steps", type=int, default=steps, metavar="N", help=f"timed steps (default {steps})")
-
-
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", metavar="FILE", help="JSONL file to append the rows to")
-    text = "commit to record where the checkout has no git"
-    parser.add_argument("--commit", metavar="ID", help=text)
-
-
-def run_attention(args: argparse.Namespace) -> int:
-    """``nsa bench attention``."""
+    Args:
+        shape: seed, wide, paper or HqxHkvxDxDv
+        seqs: lengths S
+        tokens: of all sequences together (default 65536 for seed, else one sequence)
+        dtype: of the inputs
+        choice: random, shared4, shared16
+        case: for example attention,attention.window (default all)
+        provider: nsa, dense-cudnn, dense-fa2, flex, reference (default all); tiled, gathered
+        variant: NAME:KEY=VALUE,...: nsa with other options (a field of NSAConfig) or tiles
+            (KERNEL.FIELD); may be given several times
+        recall: how much of the exact selection each finds (always where the pattern approximates
+            it)
+        out: JSONL file to append the rows to
+        commit: commit to record where the checkout has no git
+        budget_ms: time spent on the samples of a figure
+    """
     from nsa.bench.attention import Plan, bench_attention
     from nsa.bench.cases import CASES
     from nsa.bench.implementations import IMPLEMENTATIONS
@@ -215,85 +63,279 @@ def run_attention(args: argparse.Namespace) -> int:
     from nsa.bench.variants import parse_variant
 
     names, variants = list(IMPLEMENTATIONS), []
-    for text in args.variant:
+    for text in variant or []:
         variants.append(parse_variant(text, names))
         names.append(variants[-1].name)
     plan = Plan(
-        **_point(args),
-        **_output(args),
-        choices=_words("--choice", args.choice, CHOICES),
-        cases=_words("--case", args.case, CASES),
-        providers=None if args.provider is None else _words("--provider", args.provider, names),
+        **_point(shape, seqs, tokens, dtype),
+        choices=_words("--choice", choice, CHOICES),
+        cases=_words("--case", case, CASES),
+        providers=None if provider is None else _words("--provider", provider, names),
         variants=variants,
-        recall=args.recall,
-        budget_ms=args.budget_ms,
+        out=out,
+        recall=recall,
+        commit=commit,
+        budget_ms=budget_ms,
     )
     return 0 if bench_attention(plan, _device()) else 1
 
 
-def run_train(args: argparse.Namespace) -> int:
-    """``nsa bench train``."""
+def train(
+    *,
+    config: tuple[str, ...] = ("78m",),
+    variant: list[str] | None = None,
+    provider: str | None = None,
+    dense_unmasked: bool = False,
+    seqs: str | None = None,
+    tokens: int | None = None,
+    micro_batch: int | None = None,
+    mode: str = "fwd,fwd_bwd",
+    warmup: int = 20,
+    steps: int = 40,
+    out: Path | None = None,
+    commit: str | None = None,
+    **settings: str,
+) -> int:
+    """Measure training steps.
+
+    Those of a configuration as it is, by the trainer itself, on the text that it names, with
+    everything on: tokens/s, step time, MFU, memory; and the forward pass alone. Beside it the dense
+    model, and a dense model whose MLP is widened to as many parameters. What settings, --seqs,
+    --tokens and --micro-batch change stands in the rows. Loss and gradients are compared with the
+    fp64 reference first; a wrong model gets no figure, and the exit code is 1. For example
+      nsa bench train --config 78m --out benchmarks/results/mine.jsonl
+      nsa bench train --config 78m --tokens 65536 --micro-batch 32 --dense-unmasked
+      nsa bench train --config 78m --seqs 8192 --data.document-mask false
+      nsa bench train --config 78m other.yaml            (A/B of two configurations)
+      nsa bench train --variant eager:compile=false --provider nsa     (A/B of a setting)
+
+    Args:
+        config: configuration; of several, the others are compared with the first
+        variant: NAME:KEY=VALUE,...: the first configuration with other settings; may be given
+            several times
+        provider: nsa, dense, dense-matched (default all; with several configurations the first's
+            own)
+        dense_unmasked: also dense attention across documents, as provider dense-unmasked
+        seqs: other lengths S, for example 2048,8192
+        tokens: other tokens of an optimizer step
+        micro_batch: other windows of one forward and backward; with --tokens at most all of a step
+        mode: fwd, fwd_bwd
+        warmup: steps before the timed ones
+        steps: timed steps
+        out: JSONL file to append the rows to
+        commit: commit to record where the checkout has no git
+        settings: of all configurations
+    """
     from nsa.bench.cases import MODES
     from nsa.bench.subjects import PROVIDERS, Batching, find_subjects
     from nsa.bench.train import TrainPlan, bench_train
-    from nsa.bench.variants import parse_settings
 
-    _check_least("nsa bench train", args, tokens=1, micro_batch=1, steps=1, warmup=0)
-    paths = [Path(path) for path in args.config]
-    names = None if args.provider is None else _words("--provider", args.provider, PROVIDERS)
-    settings = parse_settings("nsa bench train", "--set", args.set)
-    lengths = [None] if args.seqs is None else _lengths(args.seqs)
+    where = "nsa bench train"
+    _at_least(where, 1, tokens=tokens, micro_batch=micro_batch, steps=steps)
+    _at_least(where, 0, warmup=warmup)
+    paths = [Path(path) for path in config]
+    names = None if provider is None else _words("--provider", provider, PROVIDERS)
+    subjects = find_subjects(paths, settings, variant or [], names, unmasked=dense_unmasked)
+    lengths = [None] if seqs is None else _lengths(seqs)
     plan = TrainPlan(
-        **_output(args),
-        shape=paths[0].stem,
-        subjects=find_subjects(paths, settings, args.variant, names, unmasked=args.dense_unmasked),
-        batchings=[Batching(length, args.tokens, args.micro_batch) for length in lengths],
-        modes=_words("--mode", args.mode, MODES),
-        warmup=args.warmup,
-        steps=args.steps,
+        shape=configs.name_in_rows(paths[0]),
+        subjects=subjects,
+        batchings=[Batching(length, tokens, micro_batch) for length in lengths],
+        modes=_words("--mode", mode, MODES),
+        warmup=warmup,
+        steps=steps,
+        out=out,
+        commit=commit,
     )
     return 0 if bench_train(plan, _device()) else 1
 
 
-def run_host(args: argparse.Namespace) -> int:
-    """``nsa bench host``."""
+def scaling(
+    config: str,
+    *,
+    buckets: tuple[float, ...] = (),
+    warmup: int = 10,
+    steps: int = 20,
+    out: Path | None = None,
+    commit: str | None = None,
+    **settings: str,
+) -> int:
+    """Measure training on several processes.
+
+    Training steps of CONFIG on the processes that there are, by the trainer itself; the global
+    batch stays that of CONFIG and is divided among them. On GPUs the time of NCCL's kernels is
+    measured too, and the part of it in which nothing else runs. To be started by torchrun, or alone
+    for the speed of one process; rows of one file are compared. For example
+      nsa bench scaling 78m --out rows.jsonl
+      torchrun --standalone --nproc-per-node 2 -m nsa bench scaling 78m --out rows.jsonl
+      torchrun --standalone --nproc-per-node 2 -m nsa bench scaling 78m --buckets 10 25 50 100
+      torchrun --standalone --nproc-per-node 2 -m nsa bench scaling 78m --parallel.strategy fsdp
+
+    Args:
+        config: name of a configuration (see nsa configs) or a YAML file
+        buckets: sizes of DDP's buckets to try, MiB
+        warmup: steps before the timed ones
+        steps: timed steps
+        out: JSONL file to append the rows to
+        commit: commit to record where the checkout has no git
+        settings: of CONFIG
+    """
+    from nsa.bench.scaling import ScalingPlan, bench_scaling
+    from nsa.train.distributed.launch import read_launch
+    from nsa.train.load import load_config
+
+    _at_least("nsa bench scaling", 0, warmup=warmup)
+    _at_least("nsa bench scaling", 1, steps=steps)
+    plan = ScalingPlan(
+        name=configs.name_in_rows(config),
+        config=load_config(config, settings),
+        buckets_mib=buckets,
+        warmup=warmup,
+        steps=steps,
+        out=out,
+        commit=commit,
+    )
+    bench_scaling(plan, read_launch())
+    return 0
+
+
+def host(
+    *,
+    shape: str = "seed",
+    width: int = 768,
+    tokens: str = "256,2048,8192",
+    case: str | None = None,
+    provider: str | None = None,
+    mode: str | None = None,
+    weights: str | None = None,
+    calls: int = 40,
+    out: Path | None = None,
+    commit: str | None = None,
+) -> int:
+    """Measure what a layer costs the CPU.
+
+    Milliseconds in which one call, forward or forward with backward, is issued while the GPU is
+    idle, kernels launched, and the time that the GPU needs for them. The function and the module,
+    eager and compiled, with bf16 weights and with fp32 weights under autocast, beside the attention
+    layer of transformers' Llama (SDPA) in the same run. Results are compared with fp64 first; a
+    wrong one gets no figure, and the exit code is 1. For example
+      nsa bench host --out benchmarks/host/mine.jsonl
+      nsa bench host --case host.module --mode compiled,reduce_overhead --tokens 2048
+
+    Args:
+        shape: seed, wide, paper or HqxHkvxDxDv
+        width: size of the layer's input
+        tokens: tokens, one sequence each
+        case: host.function, host.module (default both)
+        provider: nsa, llama (default both)
+        mode: fwd, fwd_bwd, compiled, reduce_overhead (default all)
+        weights: bfloat16, float32 (default both)
+        calls: timed calls of a figure
+        out: JSONL file to append the rows to
+        commit: commit to record where the checkout has no git
+    """
     from nsa.bench.host import CASES, MODES, PROVIDERS, WEIGHTS, HostPlan, bench_host
     from nsa.bench.points import parse_shape
 
-    _check_least("nsa bench host", args, width=1, calls=1)
+    _at_least("nsa bench host", 1, width=width, calls=calls)
     plan = HostPlan(
-        **_output(args),
-        shape=parse_shape(args.shape),
-        width=args.width,
-        tokens=_lengths(args.tokens, "--tokens"),
-        cases=_words("--case", args.case, CASES),
-        providers=_words("--provider", args.provider, PROVIDERS),
-        modes=_words("--mode", args.mode, MODES),
-        weights=_words("--weights", args.weights, WEIGHTS),
-        calls=args.calls,
+        shape=parse_shape(shape),
+        width=width,
+        tokens=_lengths(tokens, "--tokens"),
+        cases=_words("--case", case, CASES),
+        providers=_words("--provider", provider, PROVIDERS),
+        modes=_words("--mode", mode, MODES),
+        weights=_words("--weights", weights, WEIGHTS),
+        calls=calls,
+        out=out,
+        commit=commit,
     )
     return 0 if bench_host(plan, _device()) else 1
 
 
-def run_guard(args: argparse.Namespace) -> int:
-    """``nsa bench guard``."""
-    from nsa.bench.guard import guard
+def tune(
+    *,
+    shape: str = "seed",
+    seqs: str = "2048,65536",
+    tokens: int | None = None,
+    dtype: Dtype = "bfloat16",
+    kernel: str = "*",
+    out: Path | None = None,
+    minutes: float | None = None,
+    jobs: int = max(1, min(8, (os.cpu_count() or 1) // 2)),
+) -> int:
+    """Choose the tiles of the kernels for this GPU.
+
+    Candidate tiles are measured, and the tuning table is written that the library reads from then
+    on. Nothing is tuned unless this command is run.
+
+    Args:
+        shape: seed, wide, paper or HqxHkvxDxDv
+        seqs: lengths S
+        tokens: of all sequences together (default 65536 for seed, else one sequence)
+        dtype: of the inputs
+        kernel: pattern of their names, for example window_attention_*
+        out: table to write (default that of this GPU inside the package)
+        minutes: stop looking after this time; what was found is written
+        jobs: processes that compile candidates ahead: half of the cores and at most 8 unless given
+    """
+    from nsa.bench.tune import TunePlan, bench_tune
+
+    _at_least("nsa bench tune", 0, jobs=jobs)
+    point = _point(shape, seqs, tokens, dtype)
+    plan = TunePlan(**point, kernel=kernel, out=out, minutes=minutes, jobs=jobs)
+    return 0 if bench_tune(plan, _device()) else 1
+
+
+def guard(
+    rows: tuple[str, ...],
+    *,
+    baseline: tuple[str, ...] | None = None,
+    tolerance: float = 0.05,
+) -> int:
+    """Compare ratios with committed rows.
+
+    Ratios to dense attention, of time and of memory, are compared with those of committed rows from
+    the same kind of GPU. Exit code 1 if one is worse by more than the tolerance, or if a row is
+    wrong.
+
+    Args:
+        rows: files of new rows
+        baseline: files or folders of rows to compare with (default those that the package carries)
+        tolerance: share by which a ratio may be worse
+    """
+    from nsa.bench import guard
     from nsa.bench.rows import read_rows
 
     where = "nsa bench guard"
-    _check_least(where, args, tolerance=0)
-    new = row_files(where, "ROWS.jsonl", args.rows)
+    check(tolerance >= 0, where, "--tolerance", "be at least 0", tolerance)
+    new = row_files(where, "ROWS", rows)
     known = carried_rows("results")
-    if args.baseline is not None:
-        known = row_files(where, "--baseline", args.baseline)
-    given = {path.resolve() for path in new}
-    known = [path for path in known if path.resolve() not in given]
-    lines, passed = guard(read_rows(new), read_rows(known), args.tolerance)
+    if baseline is not None:
+        known = row_files(where, "--baseline", baseline)
+    known = [path for path in known if path.resolve() not in {other.resolve() for other in new}]
+    lines, passed = guard.guard(read_rows(new), read_rows(known), tolerance)
     print("\n".join(lines))
     return 0 if passed else 1
 
 
-def row_files(function: str, option: str, paths: list[str]) -> list[Path]:
+def report(rows: tuple[Path, ...], *, out: Path) -> int:
+    """Make a report from measured rows.
+
+    With plots, from rows alone: times over length, ratios to dense attention, memory, targets.
+
+    Args:
+        rows: files of rows
+        out: folder for report.md and its plots
+    """
+    from nsa.bench.report import write_report
+    from nsa.bench.rows import read_rows
+
+    print(write_report(read_rows(list(rows)), out))
+    return 0
+
+
+def row_files(function: str, option: str, paths: Sequence[str]) -> list[Path]:
     """Files of rows: those named, and those in named folders, which may hold other files too.
 
     Raises:
@@ -327,71 +369,20 @@ def _rows_in(folder: Path) -> list[Path]:
     return found
 
 
-def run_tune(args: argparse.Namespace) -> int:
-    """``nsa bench tune``."""
-    from nsa.bench.tune import TunePlan, bench_tune
-
-    _check_least("nsa bench tune", args, jobs=0)
-    out = None if args.out is None else Path(args.out)
-    options = {"kernel": args.kernel, "out": out, "minutes": args.minutes, "jobs": args.jobs}
-    return 0 if bench_tune(TunePlan(**_point(args), **options), _device()) else 1
-
-
-def run_scaling(args: argparse.Namespace) -> int:
-    """``nsa bench scaling``."""
-    from nsa.bench.scaling import ScalingPlan, bench_scaling
-    from nsa.bench.variants import parse_settings
-    from nsa.train.distributed.launch import read_launch
-    from nsa.train.load import load_config
-
-    where = "nsa bench scaling"
-    _check_least(where, args, warmup=0, steps=1)
-    path = Path(args.config)
-    plan = ScalingPlan(
-        **_output(args),
-        name=path.stem,
-        config=load_config(path, parse_settings(where, "--set", args.set)),
-        buckets_mib=args.buckets,
-        warmup=args.warmup,
-        steps=args.steps,
-    )
-    bench_scaling(plan, read_launch())
-    return 0
-
-
-def run_report(args: argparse.Namespace) -> int:
-    """``nsa bench report``."""
-    from nsa.bench.report import write_report
-    from nsa.bench.rows import read_rows
-
-    print(write_report(read_rows([Path(path) for path in args.rows]), Path(args.out)))
-    return 0
-
-
-def _point(args: argparse.Namespace) -> dict[str, Any]:
+def _point(shape: str, seqs: str, tokens: int | None, dtype: Dtype) -> dict[str, Any]:
     import torch
 
     from nsa.bench.points import parse_shape
 
-    rule = f"be one of {', '.join(DTYPES)}"
-    check(args.dtype in DTYPES, "nsa bench", "--dtype", rule, repr(args.dtype))
-    _check_least("nsa bench", args, tokens=1)
-    return {
-        "shape": parse_shape(args.shape),
-        "seqs": _lengths(args.seqs),
-        "tokens": args.tokens,
-        "dtype": getattr(torch, args.dtype),
-    }
+    _at_least("nsa bench", 1, tokens=tokens)
+    lengths, kind = _lengths(seqs), getattr(torch, dtype)
+    return {"shape": parse_shape(shape), "seqs": lengths, "tokens": tokens, "dtype": kind}
 
 
-def _output(args: argparse.Namespace) -> dict[str, Any]:
-    return {"out": None if args.out is None else Path(args.out), "commit": args.commit}
-
-
-def _check_least(function: str, args: argparse.Namespace, **least: int) -> None:
-    for name, bound in least.items():
-        value, option = getattr(args, name), f"--{name.replace('_', '-')}"
-        check(value is None or value >= bound, function, option, f"be at least {bound}", value)
+def _at_least(where: str, least: int, **given: int | None) -> None:
+    for name, value in given.items():
+        fits = value is None or value >= least
+        check(fits, where, option(name), f"be at least {least}", value)
 
 
 def _lengths(text: str, option: str = "--seqs") -> list[int]:
@@ -415,3 +406,19 @@ def _device() -> Any:
 
     cuda = torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+COMMANDS = Group(
+    "Measure this library's speed beside others.\n"
+    "Also: tune the tiles of its kernels for this GPU, and make a report. How to repeat the\n"
+    "committed figures, and what each field of a row means: docs/benchmarks.md.",
+    {
+        "attention": Command(attention, "bench"),
+        "train": Command(train, "train"),
+        "scaling": Command(scaling, "train"),
+        "host": Command(host, "bench"),
+        "tune": Command(tune, "bench"),
+        "guard": Command(guard, "bench"),
+        "report": Command(report, "bench"),
+    },
+)

@@ -1,132 +1,98 @@
-"""Words of ``nsa data``; everything heavy is imported when a command runs."""
+"""``nsa data``; everything heavy is imported when a command runs."""
 
 from __future__ import annotations
 
-import argparse
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from nsa.cli.commands import Command, Group
 from nsa.errors import check
 from nsa.train.sources import is_mistyped_path
 
 if TYPE_CHECKING:
     from nsa.train.data.preparation import Report
 
-DATA = """\
-Prepare text for training, check what was prepared, and measure how fast it is read. Formats and
-examples: docs/data.md.
-"""
-
-PREPARE = """\
-Tokenise a data set once, into memory-mapped shards that training reads by number. SOURCE is a data
-set on the Hugging Face hub or a local file or folder: Parquet, JSON lines or text, which may be
-compressed. For example
-  nsa data prepare HuggingFaceFW/fineweb-edu --subset sample-10BT --out data/fineweb-edu-10bt
-  nsa data prepare texts/ --tokenizer byte --validation-fraction 0.1 --out data/texts
-Ended at any moment, the same command goes on where it stopped, and the result is bit for bit that
-of a single run.
-"""
-
-VERIFY = """\
-Read every shard of FOLDER again and compare it with its SHA-256. Exit code 2 names what is damaged.
-"""
-
-BENCH = """\
-Measure how many tokens a second the loader delivers from the shards in FOLDER: random windows,
-collated to batches as in training, in this process alone.
-"""
-
 _LINE_S = 10.0  # from one line of progress to the next where there is no terminal
 
 
-def add_prepare(parser: argparse.ArgumentParser) -> None:
-    """Words of ``nsa data prepare``."""
-    add = parser.add_argument
-    add("source", metavar="SOURCE", help="owner/name on the hub, or a file or folder")
-    add("--out", metavar="FOLDER", required=True, help="folder for the shards")
-    add("--subset", metavar="NAME", help="the data set's configuration, for example sample-10BT")
-    add("--split", default="train", metavar="NAME", help="its split (default %(default)s)")
-    add("--revision", metavar="ID", help="commit, branch or tag on the hub (default the newest)")
-    add(
-        "--text-field",
-        default="text",
-        metavar="NAME",
-        help="column that holds the text (default %(default)s)",
-    )
-    kinds = ("byte", "gpt2", "bpe", "file")
-    add("--tokenizer", default="gpt2", choices=kinds, help="(default %(default)s)")
-    add("--tokenizer-path", metavar="FILE", help="a tokenizers JSON file, with --tokenizer file")
-    add(
-        "--bpe-vocab-size",
-        type=int,
-        default=8192,
-        metavar="N",
-        help="with --tokenizer bpe, which is trained (default %(default)s)",
-    )
-    add(
-        "--validation-fraction",
-        type=float,
-        default=0.005,
-        metavar="X",
-        help="documents for validation, by hash (default %(default)s)",
-    )
-    add(
-        "--max-tokens",
-        type=int,
-        metavar="N",
-        help="end with the document that reaches N training tokens (default: all)",
-    )
-    add(
-        "--shard-tokens",
-        type=int,
-        default=100_000_000,
-        metavar="N",
-        help="size of a shard (default %(default)s)",
-    )
-    add("--licence", metavar="TEXT", help="of the text, where the hub does not state it")
-    add(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="threads that tokenise (default one for each core; bytes need one)",
-    )
-    add(
-        "--time-limit-s",
-        type=float,
-        default=300.0,
-        metavar="S",
-        help="give up after S seconds without text (default %(default)g)",
-    )
+def prepare(
+    source: str,
+    *,
+    out: str,
+    subset: str | None = None,
+    split: str = "train",
+    revision: str | None = None,
+    text_field: str = "text",
+    tokenizer: Literal["byte", "gpt2", "bpe", "file"] = "gpt2",
+    tokenizer_path: str | None = None,
+    bpe_vocab_size: int = 8192,
+    validation_fraction: float = 0.005,
+    max_tokens: int | None = None,
+    shard_tokens: int = 100_000_000,
+    licence: str | None = None,
+    workers: int | None = None,
+    time_limit_s: float = 300.0,
+) -> int:
+    """Tokenise a data set into shards.
 
+    They are memory-mapped files that training reads by number. SOURCE is a data set on the Hugging
+    Face hub or a local file or folder: Parquet, JSON lines or text, which may be compressed. For
+    example
+      nsa data prepare HuggingFaceFW/fineweb-edu --subset sample-10BT --out data/fineweb-edu-10bt
+      nsa data prepare texts/ --tokenizer byte --validation-fraction 0.1 --out data/texts
+    Ended at any moment, the same command goes on where it stopped, and the result is bit for bit
+    that of a single run.
 
-def run_prepare(args: argparse.Namespace) -> int:
-    """``nsa data prepare``."""
-    hint = "It is no name on the hub."
-    check(not is_mistyped_path(args.source), "prepare", "SOURCE", "exist", args.source, hint)
-    from nsa.train.data import Origin, PrepareConfig, prepare
+    Args:
+        source: owner/name on the hub, or a file or folder
+        out: folder for the shards
+        subset: the data set's configuration, for example sample-10BT
+        split: its split
+        revision: commit, branch or tag on the hub (default the newest commit)
+        text_field: column that holds the text
+        tokenizer: what makes tokens of it
+        tokenizer_path: a tokenizers JSON file, with --tokenizer file
+        bpe_vocab_size: with --tokenizer bpe, which is trained
+        validation_fraction: documents for validation, by hash
+        max_tokens: end with the document that reaches N training tokens (default all)
+        shard_tokens: size of a shard
+        licence: of the text, for the index, where the hub does not state it
+        workers: threads that tokenise (default one for each core; bytes need one)
+        time_limit_s: give up after S seconds without text
+    """
+    mistyped = is_mistyped_path(source)
+    check(not mistyped, "prepare", "SOURCE", "exist", source, "It is no name on the hub.")
+    from nsa.train import data
 
-    given = vars(args)
-    origin = Origin(**{name: given[name] for name in Origin.__dataclass_fields__})
-    names = PrepareConfig.__dataclass_fields__.keys() - {"origin"}
-    config = PrepareConfig(origin, **{name: given[name] for name in names})
-    lines = _ProgressLines(args.max_tokens)
+    config = data.PrepareConfig(
+        origin=data.Origin(source, subset, split, revision, text_field),
+        tokenizer=tokenizer,
+        tokenizer_path=tokenizer_path,
+        bpe_vocab_size=bpe_vocab_size,
+        validation_fraction=validation_fraction,
+        max_tokens=max_tokens,
+        shard_tokens=shard_tokens,
+        licence=licence,
+    )
+    lines = _ProgressLines(max_tokens)
     with lines.bar:
-        index = prepare(
+        index = data.prepare(
             config,
-            args.out,
-            workers=args.workers,
-            time_limit_s=args.time_limit_s,
+            out,
+            workers=workers,
+            time_limit_s=time_limit_s,
             on_progress=lines.report,
         )
     for side, found in index["sides"].items():
-        documents, tokens = f"{found['documents']:,} documents", f"{found['tokens']:,} tokens"
-        print(f"{side}: {documents}, {tokens}, {found['text_bytes']:,} bytes of text")
-    empty, unreadable = (index["left_out"][name] for name in ("empty", "unreadable"))
+        counts = f"{found['documents']:,} documents, {found['tokens']:,} tokens"
+        print(f"{side}: {counts}, {found['text_bytes']:,} bytes of text")
+    empty, unreadable = index["left_out"]["empty"], index["left_out"]["unreadable"]
     if empty or unreadable:
-        print(f"left out: {empty:,} rows without text, {unreadable:,} not UTF-8 or with a NUL byte")
-    tokenizer = index["tokenizer"]
-    data = f"--data.source shards --data.path {args.out} --data.tokenizer {tokenizer['kind']}"
-    print(f"train on it with: {data} --model.vocab-size {tokenizer['vocab_size']}")
+        rest = f"{unreadable:,} not UTF-8 or with a NUL byte"
+        print(f"left out: {empty:,} rows without text, {rest}")
+    kind, size = index["tokenizer"]["kind"], index["tokenizer"]["vocab_size"]
+    words = f"--data.source shards --data.path {out} --data.tokenizer {kind}"
+    print(f"train on it with: {words} --model.vocab-size {size}")
     return 0
 
 
@@ -173,46 +139,59 @@ class _ProgressLines:
             print(f"{speed} | {text} of text | {counts} | {file}", flush=True)
 
 
-def add_verify(parser: argparse.ArgumentParser) -> None:
-    """Words of ``nsa data verify``."""
-    parser.add_argument("folder", metavar="FOLDER", help="made by nsa data prepare")
+def verify(folder: str) -> int:
+    """Compare shards with their SHA-256.
 
+    Every shard of FOLDER is read again. Exit code 2 names what is damaged.
 
-def run_verify(args: argparse.Namespace) -> int:
-    """``nsa data verify``."""
+    Args:
+        folder: made by nsa data prepare
+    """
     from nsa.train.data import open_shards
 
-    files = open_shards(args.folder, verify=True).files()
+    files = open_shards(folder, verify=True).files()
     total = sum(size for size, _ in files.values())
-    print(f"{len(files)} files, {total:,} bytes: all as {args.folder}/index.json says")
+    print(f"{len(files)} files, {total:,} bytes: all as {folder}/index.json says")
     return 0
 
 
-def add_bench(parser: argparse.ArgumentParser) -> None:
-    """Words of ``nsa data bench``."""
-    add_verify(parser)
-    add = parser.add_argument
-    windows, batch = "tokens of a window", "windows of a batch"
-    add("--seq-len", type=int, default=2048, metavar="N", help=f"{windows} (default %(default)s)")
-    add("--micro-batch", type=int, default=8, metavar="N", help=f"{batch} (default %(default)s)")
-    add("--seconds", type=float, default=5.0, metavar="S", help="time to measure for (default 5)")
+def bench(folder: str, *, seq_len: int = 2048, micro_batch: int = 8, seconds: float = 5.0) -> int:
+    """Measure the loader.
 
+    How many tokens a second it delivers from the shards in FOLDER: random windows, collated to
+    batches as in training, in this process alone.
 
-def run_bench(args: argparse.Namespace) -> int:
-    """``nsa data bench``."""
+    Args:
+        folder: made by nsa data prepare
+        seq_len: tokens of a window
+        micro_batch: windows of a batch
+        seconds: time to measure for
+    """
     from nsa.train.data import Sampler, collate, open_shards
 
-    for name in ("seq_len", "micro_batch", "seconds"):
-        option, value = f"--{name.replace('_', '-')}", getattr(args, name)
-        check(value > 0, "nsa data bench", option, "be positive", value)
-    source, windows = open_shards(args.folder).source("train"), args.micro_batch
-    sampler = Sampler(source.num_windows(args.seq_len), seed=0)
+    given = {"--seq-len": seq_len, "--micro-batch": micro_batch, "--seconds": seconds}
+    for name, value in given.items():
+        check(value > 0, "nsa data bench", name, "be positive", value)
+    source = open_shards(folder).source("train")
+    sampler = Sampler(source.num_windows(seq_len), seed=0)
     begin, batches = time.perf_counter(), 0  # the start of an epoch is included
-    while (elapsed := time.perf_counter() - begin) < args.seconds:
-        indices = sampler.next_windows(windows)
-        collate(source, indices, args.seq_len, document_mask=True)
+    while (elapsed := time.perf_counter() - begin) < seconds:
+        indices = sampler.next_windows(micro_batch)
+        collate(source, indices, seq_len, document_mask=True)
         batches += 1
-    speed = batches * windows * args.seq_len / elapsed
-    batch = f"batches of {windows} windows of {args.seq_len} tokens"
+    speed = batches * micro_batch * seq_len / elapsed
+    batch = f"batches of {micro_batch} windows of {seq_len} tokens"
     print(f"loader: {speed:,.0f} tokens/s, {batch}, one process")
     return 0
+
+
+COMMANDS = Group(
+    "Prepare text for training.\n"
+    "Also: check what was prepared, and measure how fast it is read. Formats and examples:\n"
+    "docs/data.md.",
+    {
+        "prepare": Command(prepare, "data"),
+        "verify": Command(verify, "train"),
+        "bench": Command(bench, "train"),
+    },
+)

@@ -7,97 +7,96 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from nsa import configs
-from nsa.bench.points import Shape, parse_shape
+from nsa.bench.points import parse_shape
 from nsa.config import NSAConfig
 from nsa.errors import UserError, check
 from nsa.extras import CORE, EXTRAS, install_command, lacking, missing
 from nsa.module import NativeSparseAttention
 from nsa.ops._backend import choose_backend
 from nsa.ops._capability import LEAST_CAPABILITY, is_too_old
-from nsa.ops._triton.tuning import LONG_KEYS, TABLES, TileKey, TileTable, default_tile, device_table, load_table
+from nsa.ops._triton.tuning import (
+    LONG_KEYS,
+    TABLES,
+    TileKey,
+    TileTable,
+    default_tile,
+    device_table,
+    load_table,
+)
 from nsa.ops.selected.algorithm import LIMIT_4, always_tiled
 from nsa.train import environment
 from nsa.train.telemetry.throughput import utilisation_row
 
 _MIN_FREE_GIB = 2.0  # three checkpoints of a small model, metrics and plots
 _PROBE = NSAConfig(
-    num_heads=2, num_kv_heads=1, head_dim=16, value_dim=16, compress_block_size=8, compress_stride=4, block_size=16,
-    num_selected_blocks=4, window_size=32,
-)  # fmt: skip
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    value_dim=16,
+    compress_block_size=8,
+    compress_stride=4,
+    block_size=16,
+    num_selected_blocks=4,
+    window_size=32,
+)
 _PROBE_TOKENS, _PROBE_WIDTH = 256, 32
+Lines = Iterator[str]
 
 
 class Problem(str):
     """A line about something that will not work."""
 
 
-@dataclass(frozen=True)
-class Question:
-    """What would run for a shape?
-
-    Attributes:
-        shape: heads and their sizes.
-        seq_len: tokens of the longest sequence.
-        dtype: ``bf16``, ``fp16`` or ``fp32``.
-    """
-
-    shape: Shape
-    seq_len: int
-    dtype: str = "bf16"
-
-    @classmethod
-    def of(cls, shape: str, seq_len: int, dtype: str) -> Question:
-        """From the words of a command line.
-
-        Raises:
-            UserError: no such shape, or no tokens.
-        """
-        check(seq_len > 0, "nsa doctor", "--seq", "be positive", seq_len)
-        return cls(parse_shape(shape), seq_len, dtype)
-
-
-def diagnose(folder: Path | None = None, question: Question | None = None) -> int:
+def diagnose(
+    folder: Path | None = None,
+    shape: str | None = None,
+    seq_len: int = 0,
+    dtype: str = "bf16",
+) -> int:
     """Print what there is.
 
     Args:
         folder: of configurations to check; None takes those of the package.
-        question: a shape to answer for, too.
+        shape: also say what runs for these heads, see :func:`nsa.bench.points.parse_shape`.
+        seq_len: tokens of the longest sequence, with ``shape``.
+        dtype: ``bf16``, ``fp16`` or ``fp32``, with ``shape``.
 
     Returns:
         Number of problems.
     """
-    problems: list[str] = []
-    for title, lines in _sections(folder, question):
+    sections = {
+        "versions": _versions(),
+        "extras": _extras(),
+        "machine": _machine(),
+        "GPUs": _gpus(),
+        "attention operators": _operators(),
+        "tiles of the kernels": _tiles(),
+    }
+    if shape is not None:
+        check(seq_len > 0, "nsa doctor", "--seq", "be positive", seq_len)
+        config = parse_shape(shape).config()
+        heads = f"{config.num_heads} heads in {config.num_kv_heads} groups"
+        sizes = f"D {config.head_dim}, Dv {config.value_dim}"
+        title = f"{heads}, {sizes}, {dtype}, sequences of up to {seq_len:,} tokens"
+        sections[title] = _kernels(config, seq_len, dtype)
+    sections["configurations"] = _configs(folder)
+    count = 0
+    for title, lines in sections.items():
         print(title)
         for line in lines:
             is_problem = isinstance(line, Problem)
-            print(f"  {'PROBLEM: ' if is_problem else ''}{line}", flush=True)
-            problems += [line] * is_problem
-    print(f"{len(problems)} problem{'s' * (len(problems) != 1)} found" if problems else "no problem found")
-    return len(problems)
+            print(f"  {'PROBLEM: ' * is_problem}{line}", flush=True)
+            count += is_problem
+    print(f"{count} problem{'s' * (count != 1)} found" if count else "no problem found")
+    return count
 
 
-def _sections(folder: Path | None, question: Question | None) -> Iterator[tuple[str, Iterator[str]]]:
-    yield "versions", _versions()
-    yield "extras", _extras()
-    yield "machine", _machine()
-    yield "GPUs", _gpus()
-    yield "attention operators", _operators()
-    yield "tiles of the kernels", _tiles()
-    if question is not None:
-        heads = f"{question.shape.num_heads} heads in {question.shape.num_kv_heads} groups"
-        sizes = f"D {question.shape.head_dim}, Dv {question.shape.value_dim}"
-        yield f"{heads}, {sizes}, {question.dtype}, sequences of up to {question.seq_len:,} tokens", _kernels(question)
-    yield "configurations", _configs(folder)
-
-
-def _versions() -> Iterator[str]:
+def _versions() -> Lines:
     yield f"python {platform.python_version()} on {platform.platform()}"
     for name in environment.RECORDED:
         found = environment.version(name)
@@ -106,16 +105,15 @@ def _versions() -> Iterator[str]:
         if name == "triton" and not found and sys.platform != "linux":
             yield f"no triton: there is none for {sys.platform}; operators run in eager PyTorch"
             continue
-        yield f"{name} {found}" if found else Problem(f"{name} is not installed. Install it with: pip install {name}")
+        absent = f"{name} is not installed. Install it with: pip install {name}"
+        yield f"{name} {found}" if found else Problem(absent)
     code = environment.code_version()
-    yield (
-        f"commit {code['commit']}{', with changes' if code['dirty'] else ''}"
-        if code["commit"]
-        else f"commit unknown: {code['note']}"
-    )
+    changed = ", with changes" if code["dirty"] else ""
+    known = f"commit {code['commit']}{changed}"
+    yield known if code["commit"] else f"commit unknown: {code['note']}"
 
 
-def _extras() -> Iterator[str]:
+def _extras() -> Lines:
     """Which extras are installed; commands that need another one refuse and name it."""
     for extra in EXTRAS:
         absent = missing(extra)
@@ -123,58 +121,60 @@ def _extras() -> Iterator[str]:
         yield f"{extra}: {without if absent else 'installed'}"
 
 
-def _machine() -> Iterator[str]:
+def _machine() -> Lines:
     cpu = environment.cpu()
-    yield f"{cpu['cores_count']} CPU cores, {cpu['memory_gib']} GiB of memory, {torch.get_num_threads()} threads for PyTorch"
+    memory, threads = f"{cpu['memory_gib']} GiB of memory", torch.get_num_threads()
+    yield f"{cpu['cores_count']} CPU cores, {memory}, {threads} threads for PyTorch"
     free_gib = shutil.disk_usage(Path.cwd()).free / 2**30
     line = f"{free_gib:.1f} GiB free on the disk of {Path.cwd()}"
-    yield line if free_gib >= _MIN_FREE_GIB else Problem(f"{line}; a small run takes up to {_MIN_FREE_GIB:.0f} GiB")
+    short = Problem(f"{line}; a small run takes up to {_MIN_FREE_GIB:.0f} GiB")
+    yield line if free_gib >= _MIN_FREE_GIB else short
 
 
-def _gpus() -> Iterator[str]:
+def _gpus() -> Lines:
     found = environment.cuda()
     if found is None:
-        built = (
-            "PyTorch was built without CUDA"
-            if torch.version.cuda is None
-            else f"PyTorch for CUDA {torch.version.cuda} finds none"
-        )
+        built = f"PyTorch for CUDA {torch.version.cuda} finds none"
+        if torch.version.cuda is None:
+            built = "PyTorch was built without CUDA"
         driver = environment.nvidia_driver()
-        if driver is None:
-            yield f"none: {built}; training runs on the CPU"
-        else:
-            yield Problem(
-                f"an NVIDIA driver ({driver}) is there, but {built}. Install the CUDA build of PyTorch for that driver."
-            )
+        what = f"an NVIDIA driver ({driver}) is there, but {built}"
+        advice = "Install the CUDA build of PyTorch for that driver."
+        none = f"none: {built}; training runs on the CPU"
+        yield none if driver is None else Problem(f"{what}. {advice}")
         return
     yield f"driver {found['driver']}, CUDA {found['runtime']}, cuDNN {found['cudnn']}"
     for index, gpu in enumerate(found["gpus"]):
         free, total = torch.cuda.mem_get_info(index)
-        yield (
-            f"{index}: {gpu['name']}, compute capability {gpu['compute_capability']}, {gpu['multiprocessors_count']} "
-            f"multiprocessors, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
-        )
+        size = f"{gpu['multiprocessors_count']} multiprocessors"
+        memory = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+        capability = f"compute capability {gpu['compute_capability']}"
+        yield f"{index}: {gpu['name']}, {capability}, {size}, {memory}"
         if is_too_old(index):
             least = ".".join(map(str, LEAST_CAPABILITY))
             needed = f"the Triton kernels need compute capability {least} or above"
-            yield Problem(f"{index}: {gpu['name']} is too old: {needed}. Train with: --device cpu")
+            old = f"{index}: {gpu['name']} is too old"
+            yield Problem(f"{old}: {needed}. Train with: --device cpu")
     yield from _utilisation(len(found["gpus"]))
     yield from _connections(len(found["gpus"]))
 
 
-def _utilisation(num_gpus: int) -> Iterator[str]:
+def _utilisation(num_gpus: int) -> Lines:
     """Whether rows of metrics will say how busy the GPUs are."""
     version = environment.version("nvidia-ml-py")
     if version is None:
-        yield "runs will not record gpu_utilisation_percent: no nvidia-ml-py. Install it with: pip install nvidia-ml-py"
+        lost = "runs will not record gpu_utilisation_percent: no nvidia-ml-py"
+        yield f"{lost}. Install it with: pip install nvidia-ml-py"
         return
     for index in range(num_gpus):
         row = utilisation_row(torch.device("cuda", index))
-        said = f"{row['gpu_utilisation_percent']:.0f}% busy" if row else "the driver keeps no gpu_utilisation_percent"
+        said = "the driver keeps no gpu_utilisation_percent"
+        if row:
+            said = f"{row['gpu_utilisation_percent']:.0f}% busy"
         yield f"{index}: {said} (nvidia-ml-py {version})"
 
 
-def _connections(num_gpus: int) -> Iterator[str]:
+def _connections(num_gpus: int) -> Lines:
     """How GPUs are connected to the host and to each other."""
     for index, (generation, width) in enumerate(environment.pcie_links() or []):
         yield f"{index}: PCIe generation {generation}, {width} lanes"
@@ -186,7 +186,8 @@ def _connections(num_gpus: int) -> Iterator[str]:
         return
     for (first, second), code in environment.gpu_links(topology).items():
         peers = torch.cuda.can_device_access_peer(first, second)
-        yield f"GPU {first} to GPU {second}: {_link_meaning(code)}; direct access {'yes' if peers else 'no'}"
+        link, direct = _link_meaning(code), "yes" if peers else "no"
+        yield f"GPU {first} to GPU {second}: {link}; direct access {direct}"
     yield from topology.splitlines()
 
 
@@ -195,13 +196,16 @@ def _link_meaning(code: str) -> str:
     if code.startswith("NV"):
         return f"NVLink, {code[2:]} links"
     ways = {
-        "PIX": "PCIe, one switch", "PXB": "PCIe, several switches", "PHB": "PCIe through the CPU's bridge",
-        "NODE": "PCIe through the bridges of one NUMA node", "SYS": "PCIe and the link between CPUs",
-    }  # fmt: skip
+        "PIX": "PCIe, one switch",
+        "PXB": "PCIe, several switches",
+        "PHB": "PCIe through the CPU's bridge",
+        "NODE": "PCIe through the bridges of one NUMA node",
+        "SYS": "PCIe and the link between CPUs",
+    }
     return ways.get(code, code)
 
 
-def _operators() -> Iterator[str]:
+def _operators() -> Lines:
     """Which implementation runs on each device and why, shown by running it."""
     for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
         if device == "cuda" and is_too_old(torch.cuda.current_device()):
@@ -214,41 +218,45 @@ def _operators() -> Iterator[str]:
         out.sum().backward()
         finite = bool(out.isfinite().all())
         elapsed_ms = 1000 * (time.perf_counter() - begin)
-        what = {"reference": "eager PyTorch", "triton": "Triton kernels"}[choose_backend("nsa doctor", "auto", x)]
-        yield f"{device}: {what}. A first forward and backward of {_PROBE_TOKENS} tokens took {elapsed_ms:.0f} ms."
+        is_eager = choose_backend("nsa doctor", "auto", x) == "reference"
+        what = "eager PyTorch" if is_eager else "Triton kernels"
+        took = f"{_PROBE_TOKENS} tokens took {elapsed_ms:.0f} ms"
+        yield f"{device}: {what}. A first forward and backward of {took}."
         if not finite:
             yield Problem(f"the attention layer gave values that are not finite on {device}")
 
 
-def _tiles() -> Iterator[str]:
+def _tiles() -> Lines:
     """Which tuning table each GPU takes."""
     for index in range(torch.cuda.device_count()):
         table, capability = device_table(index)
-        if table is None:
-            where = f"defaults of compute capability {'.'.join(map(str, capability))}. Measure better ones with: nsa bench tune"
-        else:
+        defaults = f"defaults of compute capability {'.'.join(map(str, capability))}"
+        where = f"{defaults}. Measure better ones with: nsa bench tune"
+        if table is not None:
             where = f"{len(table.rows)} measured on {table.gpu}; defaults for the rest"
         yield f"GPU {index}, {torch.cuda.get_device_name(index)}: {where}"
     if not torch.cuda.device_count():
         yield "none: no GPU"
 
 
-def _kernels(question: Question) -> Iterator[str]:
+def _kernels(config: NSAConfig, seq_len: int, dtype: str) -> Lines:
     """Which kernels and algorithms run for a shape, with which tiles, and why."""
-    config = question.shape.config()
     yield "on a CPU: eager PyTorch"
-    lengths = (question.seq_len, question.seq_len, config.block_size)
-    tiled = always_tiled("auto", config.group_size, config.num_selected_blocks, *lengths)
-    limit = f"{LIMIT_4 * config.num_selected_blocks / 4:g} blocks or fewer, the mean over tiles of neighbouring queries"
+    n, lengths = config.num_selected_blocks, (seq_len, seq_len, config.block_size)
+    tiled = always_tiled("auto", config.group_size, n, *lengths)
+    limit = f"{LIMIT_4 * n / 4:g} blocks or fewer"
     if tiled:
-        yield f"selected branch: the tiled algorithm, because in sequences so short a tile chooses {limit}"
+        why = f"because in sequences so short a tile chooses {limit}"
+        yield f"selected branch: the tiled algorithm, {why}, the mean over tiles"
     else:
-        yield f"selected branch: decided on the GPU in each call: tiled while a tile chooses {limit}; otherwise gathered"
-        yield "  (in training the metrics selected_tiled_calls and selected_gathered_calls say what ran)"
+        yield "selected branch: decided on the GPU in each call (in training the metrics"
+        yield "  selected_tiled_calls and selected_gathered_calls say what ran):"
+        yield f"  tiled while a tile chooses {limit}, the mean over tiles; otherwise gathered"
     for gpu, capability, table in _gpus_or_tables():
         yield f"{gpu}:"
-        for kernel in kernel_names(question.seq_len, tiled, config):
-            yield f"  {kernel}: {_tile_line(kernel, question, capability, table)}"
+        for kernel in kernel_names(seq_len, tiled, config):
+            size, item_size = max(config.head_dim, config.value_dim), 4 if dtype == "fp32" else 2
+            yield f"  {kernel}: {_tile_line(TileKey(kernel, size, item_size), capability, table)}"
 
 
 def kernel_names(seq_len: int, tiled: bool, config: NSAConfig) -> list[str]:
@@ -262,7 +270,7 @@ def kernel_names(seq_len: int, tiled: bool, config: NSAConfig) -> list[str]:
     num_compressed = max((seq_len - config.compress_block_size) // config.compress_stride + 1, 0)
     long = "_long" if num_compressed >= LONG_KEYS else ""
     names = [f"compressed_attention_{kind}{long}" for kind in ("fwd", "dq", "dkv")]
-    names += ["select_blocks", "selected_attention_fwd", "selected_attention_dq", "selected_attention_dkv"]
+    names += ["select_blocks", *(f"selected_attention_{kind}" for kind in ("fwd", "dq", "dkv"))]
     names += [] if tiled else ["selected_gather_fwd", "selected_gather_dkv"]
     return [*names, *(f"window_attention_{kind}" for kind in ("fwd", "dq", "dkv"))]
 
@@ -277,21 +285,25 @@ def _gpus_or_tables() -> Iterator[tuple[str, tuple[int, int] | None, TileTable |
             yield f"no GPU is here; on the {table.gpu}", None, table
 
 
-def _tile_line(kernel: str, question: Question, capability: tuple[int, int] | None, table: TileTable | None) -> str:
-    size = max(question.shape.head_dim, question.shape.value_dim)
-    key = TileKey(kernel, size, 4 if question.dtype == "fp32" else 2)
+def _tile_line(
+    key: TileKey,
+    capability: tuple[int, int] | None,
+    table: TileTable | None,
+) -> str:
+    version = "the smallest GPU"
+    if capability is not None:
+        version = f"compute capability {'.'.join(map(str, capability))}"
+    tile, why = default_tile(key, capability), f"default of {version}"
     found = None if table is None else table.find(key)
-    tile = found or default_tile(key, capability)
+    if found is not None and table is not None:
+        larger = "" if key in table.rows else " for larger heads"
+        tile, why = found, f"measured on {table.gpu}{larger}"
     loads = ", loads by TMA where tensors are aligned to 16 bytes" if tile.tma else ""
-    if found is None or table is None:
-        version = "the smallest GPU" if capability is None else f"compute capability {'.'.join(map(str, capability))}"
-        why = f"default of {version}"
-    else:
-        why = f"measured on {table.gpu}" if key in table.rows else f"measured on {table.gpu} for larger heads"
-    return f"{tile.rows} rows, {tile.keys} keys, {tile.warps} warps, {tile.stages} stages{loads} ({why})"
+    counts = f"{tile.rows} rows, {tile.keys} keys, {tile.warps} warps, {tile.stages} stages"
+    return f"{counts}{loads} ({why})"
 
 
-def _configs(folder: Path | None) -> Iterator[str]:
+def _configs(folder: Path | None) -> Lines:
     chosen = configs.FOLDER if folder is None else folder
     if not chosen.is_dir():
         yield Problem(f"no folder {chosen}")
@@ -310,6 +322,7 @@ def _configs(folder: Path | None) -> Iterator[str]:
         else:
             step_tokens = config.global_batch * config.seq_len
             name = path.stem if folder is None else path
-            yield f"{name}: loads; {config.model.attention}, {config.steps:,} steps of {step_tokens:,} tokens"
+            run = f"{config.steps:,} steps of {step_tokens:,} tokens"
+            yield f"{name}: loads; {config.model.attention}, {run}"
     if not paths:
         yield Problem(f"no *.yaml in {chosen}")

@@ -1,137 +1,143 @@
-"""Words of ``nsa eval`` and ``nsa generate``; everything heavy is imported when a command runs."""
+"""``nsa eval`` and ``nsa generate``; everything heavy is imported when a command runs."""
 
 from __future__ import annotations
 
-import argparse
 import codecs
-import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from json import dumps
+from typing import Any, Literal
 
 from nsa.errors import check, fail
 
-EVAL = """\
-Measure a checkpoint of RUN on its held-out text, in bits per byte, beside a smoothed bigram model of the training text on
-exactly the same held-out text; a synthetic task has the lowest possible loss beside it instead. Or on any other text:
-  nsa eval runs/cpu-small-1 --checkpoint best
-  nsa eval runs/cpu-small-1 --text letters.txt --json
-  cat letters.txt | nsa eval runs/cpu-small-1 --text -
-"""
-
-GENERATE = """\
-Continue prompts with a checkpoint of RUN. The text is printed as it is drawn; of several prompts the first one is, and the
-others follow when it has ended. The same seed gives the same text on the same machine.
-"""
+Device = Literal["auto", "cpu", "cuda"]
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="run folder, for example runs/cpu-small-1")
-    parser.add_argument("--checkpoint", default="last", metavar="WHICH", help="last, best or a step (default last)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where to compute (default auto)")
+def evaluate(
+    run: str,
+    *,
+    checkpoint: str = "last",
+    device: Device = "auto",
+    text: str | None = None,
+    json: bool = False,
+    windows: int | None = None,
+    micro_batch: int | None = None,
+) -> int:
+    """Measure a trained model on text.
 
+    A checkpoint of RUN on its held-out text, in bits per byte, beside a smoothed bigram model of
+    the training text on exactly the same held-out text; a synthetic task has the lowest possible
+    loss beside it instead. Or on any other text:
+      nsa eval runs/cpu-small-1 --checkpoint best
+      nsa eval runs/cpu-small-1 --text letters.txt --json
+      cat letters.txt | nsa eval runs/cpu-small-1 --text -
 
-def add_eval(parser: argparse.ArgumentParser) -> None:
-    """Words of ``nsa eval``."""
-    _add_run(parser)
-    parser.add_argument("--text", metavar="PATH", help="file or folder of text to measure, - for standard input")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    parser.add_argument("--windows", type=int, metavar="N", help="windows to measure, the first ones (default all)")
-    parser.add_argument(
-        "--micro-batch",
-        type=int,
-        metavar="N",
-        help="windows computed at a time (default the run's)",
-    )
-
-
-def run_eval(args: argparse.Namespace) -> int:
-    """``nsa eval``."""
+    Args:
+        run: run folder, for example runs/cpu-small-1
+        checkpoint: last, best or a step
+        device: where to compute
+        text: file or folder of text to measure, - for standard input
+        json: one JSON object instead of lines
+        windows: windows to measure, the first ones (default all)
+        micro_batch: windows computed at a time (default the run's)
+    """
     from nsa.train.run_folder import RunFolder
 
-    folder, figures = RunFolder.open(args.run), dict[str, Any]()
+    folder, figures = RunFolder.open(run), dict[str, Any]()
     config = folder.load_config()
+
+    # PyTorch from here on: a mistyped path is answered without it.
     from nsa.train.execution.precision import choose_device
-    from nsa.train.runs.evaluation import evaluate_run  # PyTorch from here on: a mistyped path is answered without it
+    from nsa.train.runs.evaluation import evaluate_run
     from nsa.train.watch.out_of_memory import check_fits, explained
 
-    check_fits("eval", config.model, choose_device(args.device or "auto"), training=False)
-    windows = args.micro_batch or config.micro_batch
-    fewer = f"--micro-batch {windows // 2} or " if windows > 1 else ""
+    check_fits("eval", config.model, choose_device(device), training=False)
+    at_a_time = micro_batch or config.micro_batch
+    fewer = f"--micro-batch {at_a_time // 2} or " if at_a_time > 1 else ""
     with explained("eval", "the evaluation", lambda: f"Give {fewer}--device cpu."):
         for finding in evaluate_run(
-            folder, checkpoint=args.checkpoint, text=args.text, device=args.device or "auto", num_windows=args.windows,
-            micro_batch=args.micro_batch,
-        ):  # fmt: skip
+            folder,
+            checkpoint=checkpoint,
+            text=text,
+            device=device,
+            num_windows=windows,
+            micro_batch=micro_batch,
+        ):
             figures |= finding.figures
-            if not args.json:
+            if not json:
                 print(finding.line, flush=True)
-    if args.json:
-        print(json.dumps(figures))
+    if json:
+        print(dumps(figures))
     return 0
 
 
-def add_generate(parser: argparse.ArgumentParser) -> None:
-    """Words of ``nsa generate``."""
-    _add_run(parser)
-    parser.add_argument(
-        "--prompt",
-        action="append",
-        required=True,
-        metavar="TEXT",
-        help="text to continue, - for standard input as it is; may be given several times",
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="tokens to draw at most (default 256)")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="X",
-        help="below 1 bolder guesses are rarer, 0 takes the likeliest (default 0.8)",
-    )
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens (default 0: all)")
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="draw among the likeliest tokens that reach probability P (default 1)",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="prompt i draws with seed N + i (default 0)")
+def generate(
+    run: str,
+    *,
+    checkpoint: str = "last",
+    device: Device = "auto",
+    prompt: list[str],
+    max_new_tokens: int = 256,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> int:
+    """Let a trained model continue a prompt.
 
+    The text is printed as it is drawn; of several prompts the first one is, and the others follow
+    when it has ended. The same seed gives the same text on the same machine.
 
-def run_generate(args: argparse.Namespace) -> int:
-    """``nsa generate``."""
+    Args:
+        run: run folder, for example runs/cpu-small-1
+        checkpoint: last, best or a step
+        device: where to compute
+        prompt: text to continue, - for standard input as it is; may be given several times
+        max_new_tokens: tokens to draw at most
+        temperature: below 1 bolder guesses are rarer, 0 takes the likeliest
+        top_k: draw among the K likeliest tokens, 0 for all
+        top_p: draw among the likeliest tokens that reach probability P
+        seed: prompt i draws with seed N + i
+    """
     from nsa.train.run_folder import RunFolder
 
-    folder = RunFolder.open(args.run)
+    folder = RunFolder.open(run)
     config = folder.load_config()
+
+    # PyTorch from here on, as above.
+    from nsa.train import generation
     from nsa.train.checkpoint import find_checkpoint
     from nsa.train.data import load_tokenizer
     from nsa.train.execution.precision import choose_device
-    from nsa.train.generation import generate  # PyTorch from here on, as above
     from nsa.train.runs.inference import load_model
     from nsa.train.watch.out_of_memory import check_fits, explained
 
-    checkpoint = find_checkpoint("generate", folder.checkpoints, args.checkpoint)
-    device = choose_device(args.device or "auto")
-    check_fits("generate", config.model, device, training=False)
-    prompts = _prompts(args.prompt)
+    path = find_checkpoint("generate", folder.checkpoints, checkpoint)
+    where = choose_device(device)
+    check_fits("generate", config.model, where, training=False)
+    prompts = _prompts(prompt)
     hint = "Give fewer prompts, fewer --max-new-tokens or --device cpu."
     with explained("generate", "the text", lambda: hint):
-        model, _ = load_model(config.model, checkpoint, device)
-        steps = generate(
-            model, load_tokenizer(folder.tokenizer), prompts,
-            max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
-            top_p=args.top_p, seed=args.seed, compute_dtype=config.compute_dtype,
-        )  # fmt: skip
+        model, _ = load_model(config.model, path, where)
+        steps = generation.generate(
+            model,
+            load_tokenizer(folder.tokenizer),
+            prompts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            compute_dtype=config.compute_dtype,
+        )
         _print_texts(prompts, steps)
     return 0
 
 
 def _prompts(given: Sequence[str]) -> list[str]:
     """The prompts, one of which may be standard input."""
-    check(given.count("-") <= 1, "generate", "--prompt", "be - once", f"it {given.count('-')} times")
+    times = given.count("-")
+    check(times <= 1, "generate", "--prompt", "be - once", f"it {times} times")
     return [_standard_input() if prompt == "-" else prompt for prompt in given]
 
 
@@ -140,7 +146,12 @@ def _standard_input() -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        fail("generate", "standard input", "be text in UTF-8", f"another byte at offset {error.start}")
+        fail(
+            "generate",
+            "standard input",
+            "be text in UTF-8",
+            f"another byte at offset {error.start}",
+        )
 
 
 def _print_texts(prompts: Sequence[str], steps: Any) -> None:

@@ -1,9 +1,9 @@
-"""Words of ``nsa plan``; everything heavy is imported when the command runs."""
+"""``nsa plan``; everything heavy is imported when it runs."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,62 +12,50 @@ from nsa.errors import check
 if TYPE_CHECKING:
     from nsa.train.config import TrainConfig
 
-PLAN = """\
-Say what a run will need before it runs: parameters, operations of a token, memory of a step by
-part, time and cost. No GPU is needed. A run that does not fit into the GPU is refused (exit code
-2), with a change under which it fits. For example
-  nsa plan seed --gpu h200 --price-per-gpu-hour 3.5
-  nsa plan seed --gpu l40s --micro-batch 32 --accumulation 1 --global-batch 32
-  nsa plan seed seed-dense --measure          (on a GPU: planned beside measured memory)
-Every setting of the file can be given here too, as of `nsa train`.
-"""
 
+def plan(
+    config: tuple[str, ...],
+    *,
+    gpu: str | None = None,
+    memory_gib: float | None = None,
+    price_per_gpu_hour: float | None = None,
+    mfu: float | None = None,
+    rows: tuple[str, ...] = (),
+    json: bool = False,
+    measure: bool = False,
+    **settings: str,
+) -> int:
+    """Say what a run will need before it runs.
 
-def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Words of ``nsa plan`` beside the settings of the configuration."""
-    parser.add_argument(
-        "config",
-        metavar="CONFIG",
-        nargs="+",
-        help="name of a configuration (see nsa configs) or a YAML file",
-    )
-    parser.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help="for example h200, 'NVIDIA H100 PCIe', cpu (default that of this machine)",
-    )
-    memory = "memory of the GPU (default that of --gpu)"
-    parser.add_argument("--memory-gib", type=float, metavar="X", help=memory)
-    price = "gives the cost, in the same currency"
-    parser.add_argument("--price-per-gpu-hour", type=float, metavar="X", help=price)
-    parser.add_argument(
-        "--mfu",
-        type=float,
-        metavar="X",
-        help="share of the GPU's peak to reckon with, between 0 and 1",
-    )
-    rows = "files or folders of measured rows (default those that the package carries)"
-    parser.add_argument("--rows", nargs="+", metavar="PATH", help=rows)
-    parser.add_argument("--json", action="store_true", help="a JSON object a line")
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="run a few steps and compare their memory with the plan's",
-    )
+    Parameters, operations of a token, memory of a step by part, time and cost. No GPU is needed. A
+    run that does not fit into the GPU is refused (exit code 2), with a change under which it fits.
+    For example
+      nsa plan 78m --gpu h200 --price-per-gpu-hour 3.5
+      nsa plan 78m --gpu l40s --micro-batch 32 --accumulation 1 --global-batch 32
+      nsa plan 78m 78m-dense --measure          (on a GPU: planned beside measured memory)
+    Every setting of the file can be given here too, as of `nsa train`.
 
-
-def run_plan(args: argparse.Namespace, overrides: Mapping[str, str]) -> int:
-    """``nsa plan``; ``overrides`` are settings given on the command line."""
+    Args:
+        config: name of a configuration (see nsa configs) or a YAML file
+        gpu: for example h200, 'NVIDIA H100 PCIe', cpu (default that of this machine)
+        memory_gib: memory of the GPU (default that of --gpu)
+        price_per_gpu_hour: gives the cost, in the same currency
+        mfu: share of the GPU's peak to reckon with, between 0 and 1
+        rows: files or folders of measured rows (default those that the package carries)
+        json: a JSON object a line
+        measure: run a few steps and compare their memory with the plan's
+        settings: of the configuration
+    """
     from nsa.train.load import load_config
 
-    for option in ("memory_gib", "price_per_gpu_hour", "mfu"):
-        value, name = getattr(args, option), f"--{option.replace('_', '-')}"
+    price = price_per_gpu_hour
+    given = {"--memory-gib": memory_gib, "--price-per-gpu-hour": price, "--mfu": mfu}
+    for name, value in given.items():
         check(value is None or value > 0, "nsa plan", name, "be positive", value)
-    check(args.mfu is None or args.mfu <= 1, "nsa plan", "--mfu", "be at most 1", args.mfu)
-    configs = {path: load_config(path, overrides) for path in args.config}
-    if args.measure:
+    check(mfu is None or mfu <= 1, "nsa plan", "--mfu", "be at most 1", mfu)
+    configs = {path: load_config(path, settings) for path in config}
+    if measure:
         return _measure(configs)
-    import json
 
     from nsa.bench.rows import read_rows
     from nsa.cli.bench import carried_rows, row_files
@@ -75,16 +63,16 @@ def run_plan(args: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     from nsa.plan.plan import make_plan, refuse_what_does_not_fit
     from nsa.plan.report import plan_json, plan_lines
 
-    gpu = find_gpu(args.gpu, args.memory_gib)
-    given = args.rows and row_files("nsa plan", "--rows", args.rows)
-    rows = read_rows(given or carried_rows("results", "memory"))
-    for path, config in configs.items():
-        plan = make_plan(config, gpu, rows, args.mfu)
-        if args.json:
-            print(json.dumps(plan_json(Path(path).stem, plan, args.price_per_gpu_hour)))
+    target = find_gpu(gpu, memory_gib)
+    files = row_files("nsa plan", "--rows", rows) if rows else carried_rows("results", "memory")
+    measured = read_rows(files)
+    for path, run in configs.items():
+        found = make_plan(run, target, measured, mfu)
+        if json:
+            print(dumps(plan_json(Path(path).stem, found, price)))
         else:
-            print("\n".join(plan_lines(path, plan, args.price_per_gpu_hour)), flush=True)
-        refuse_what_does_not_fit(plan)
+            print("\n".join(plan_lines(path, found, price)), flush=True)
+        refuse_what_does_not_fit(found)
     return 0
 
 

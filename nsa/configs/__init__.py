@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from nsa.errors import fail, nearest
 
+logger = logging.getLogger(__name__)
+
 FOLDER = Path(__file__).parent
+# Names of the release before: commands take them for one release, and rows measured by `nsa bench`
+# keep them, so that they compare with older ones.
+RENAMED = {
+    "seed": "78m",
+    "seed-dense": "78m-dense",
+    "seed-gpt2": "117m",
+    "seed-gpt2-dense": "117m-dense",
+    "seed-fineweb": "117m-fineweb",
+    "seed-fineweb-dense": "117m-fineweb-dense",
+}
 
 
 def names() -> list[str]:
@@ -18,7 +31,8 @@ def find(config: str | Path) -> Path:
     """File of a configuration.
 
     Args:
-        config: a name of :func:`names`, or the path of a YAML file, which ends in ``.yaml`` or ``.yml`` or lies in a folder.
+        config: a name of :func:`names`, or the path of a YAML file, which ends in ``.yaml`` or
+            ``.yml`` or lies in a folder.
 
     Returns:
         A path; only that of a name is known to exist.
@@ -29,12 +43,26 @@ def find(config: str | Path) -> Path:
     path = Path(config)
     if path.suffix in (".yaml", ".yml") or path.parent != Path():
         return path
-    if str(config) not in names():
-        near = nearest(str(config), names())
+    name = RENAMED.get(str(config), str(config))
+    if name != str(config):
+        said = "the configuration %s is called %s now; the old name goes with the next release"
+        logger.warning(said, config, name)
+    if name not in names():
+        near = nearest(name, names())
         hint = "`nsa configs` lists them; the path of a file ends in .yaml."
         hint = hint if near is None else f"The nearest is {near}; {hint}"
-        fail("configuration", "name", "be one that comes with the package", repr(str(config)), hint)
-    return FOLDER / f"{config}.yaml"
+        fail("configuration", "name", "be one that comes with the package", repr(name), hint)
+    return FOLDER / f"{name}.yaml"
+
+
+def name_in_rows(config: str | Path) -> str:
+    """What rows call a configuration as their shape: the name that their first rows had.
+
+    Args:
+        config: as for :func:`find`.
+    """
+    name = Path(config).stem
+    return next((old for old, new in RENAMED.items() if new == name), name)
 
 
 def summary(name: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nsa.config import NSAConfig
-from nsa.errors import check
+from nsa.errors import check, check_positive
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,9 @@ class LMConfig:
         mlp_hidden_size: hidden size of the MLP.
         tie_head: whether the output head is the embedding matrix.
         norm_eps: constant inside RMSNorm.
-        init_std: standard deviation of the initial weights; output projections get it divided by sqrt(2 * num_layers), and the
-            head of a wide model gets less, so that the first loss is near ln(vocab_size).
+        init_std: standard deviation of the initial weights; output projections get it divided by
+            sqrt(2 * num_layers), and the head of a wide model gets less, so that the first loss is
+            near ln(vocab_size).
     """
 
     vocab_size: int = 256
@@ -39,7 +40,13 @@ class LMConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "width", "num_layers", "mlp_hidden_size", "norm_eps", "init_std"):
-            check(getattr(self, name) > 0, "LMConfig", name, "be positive", getattr(self, name))
-        check(self.attention in ("nsa", "dense"), "LMConfig", "attention", "be nsa or dense", self.attention)
+        check_positive(self, "vocab_size", "width", "num_layers", "mlp_hidden_size")
+        check_positive(self, "norm_eps", "init_std")
+        check(
+            self.attention in ("nsa", "dense"),
+            "LMConfig",
+            "attention",
+            "be nsa or dense",
+            self.attention,
+        )
         check(self.mlp in ("silu", "swiglu"), "LMConfig", "mlp", "be silu or swiglu", self.mlp)

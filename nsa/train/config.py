@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from nsa.errors import check
+from nsa.errors import check, check_default, check_not_negative, check_positive
 from nsa.lm.config import LMConfig
 
 if TYPE_CHECKING:
     from nsa.lm.recomputation import Keeps
 
 MAX_STEPS = 1_000_000_000
+Text = Literal["corpus", "stdlib", "folder", "shards", "stream"]
+Synthetic = Literal["uniform", "copy", "induction", "needle"]
 
 
 @dataclass(frozen=True)
@@ -19,29 +21,34 @@ class DataConfig:
     """Where tokens come from.
 
     Attributes:
-        source: ``corpus`` (embedded plays), ``stdlib`` (the running Python's standard library), ``folder`` (a text file or a
-            folder of them), ``shards`` (what ``nsa data prepare`` made), ``stream`` (a data set while it is read), or a
-            synthetic task: ``uniform``, ``copy``, ``induction``, ``needle``.
-        path: file or folder of ``folder``, folder of ``shards``; for ``stream`` a data set on the Hugging Face hub or a
-            local file or folder of Parquet, JSON lines or text.
+        source: ``corpus`` (embedded plays), ``stdlib`` (the running Python's standard library),
+            ``folder`` (a text file or a folder of them), ``shards`` (what ``nsa data prepare``
+            made), ``stream`` (a data set while it is read), or a synthetic task: ``uniform``,
+            ``copy``, ``induction``, ``needle``.
+        path: file or folder of ``folder``, folder of ``shards``; for ``stream`` a data set on the
+            Hugging Face hub or a local file or folder of Parquet, JSON lines or text.
         pattern: glob of the files of a folder, for example ``*.txt``.
-        tokenizer: ``byte``, ``gpt2`` (GPT-2 BPE), ``bpe`` (trained on the training text of this run), or ``file``; for
-            ``shards`` the kind that they were made with.
-        tokenizer_path: a ``tokenizers`` JSON file, for ``file``; not for ``shards``, which bring theirs.
+        tokenizer: ``byte``, ``gpt2`` (GPT-2 BPE), ``bpe`` (trained on the training text of this
+            run), or ``file``; for ``shards`` the kind that they were made with.
+        tokenizer_path: a ``tokenizers`` JSON file, for ``file``; not for ``shards``, which bring
+            theirs.
         bpe_vocab_size: vocabulary of ``bpe``, separator included.
         document_mask: whether documents inside a window are invisible to each other.
-        validation_fraction: share of the text held out, between 0 and 0.5; of ``shards`` it was settled when they were made.
+        validation_fraction: share of the text held out, between 0 and 0.5; of ``shards`` it was
+            settled when they were made.
         subset: configuration of a data set of ``stream``, for example ``sample-10BT``.
         split: split of a data set of ``stream``.
         revision: commit, branch or tag on the hub, for ``stream``.
         text_field: column that holds the text, for ``stream``.
         time_limit_s: seconds without a document after which a ``stream`` is given up.
-        validation_tokens: tokens of held-out text that a ``stream`` is read for before training begins.
-        synthetic_fallback: synthetic task to train on if ``shards`` or a ``stream`` are not there when the run starts; every
-            row of metrics then says ``data_synthetic``. ``none`` makes that an error.
+        validation_tokens: tokens of held-out text that a ``stream`` is read for before training
+            begins.
+        synthetic_fallback: synthetic task to train on if ``shards`` or a ``stream`` are not there
+            when the run starts; every row of metrics then says ``data_synthetic``. ``none`` makes
+            that an error.
     """
 
-    source: Literal["corpus", "stdlib", "folder", "shards", "stream", "uniform", "copy", "induction", "needle"] = "corpus"
+    source: Literal[Text, Synthetic] = "corpus"
     path: str | None = None
     pattern: str = "*"
     tokenizer: Literal["byte", "gpt2", "bpe", "file"] = "byte"
@@ -55,43 +62,44 @@ class DataConfig:
     text_field: str = "text"
     time_limit_s: float = 300.0
     validation_tokens: int = 262_144
-    synthetic_fallback: Literal["none", "uniform", "copy", "induction", "needle"] = "none"
+    synthetic_fallback: Literal["none", Synthetic] = "none"
 
     def __post_init__(self) -> None:
         own_tokenizer = self.tokenizer == "file" and self.source != "shards"
+        of_file = "tokenizer file (and another source than shards)"
+        reads = self.source in ("folder", "shards", "stream")
         for name, rule, is_wanted in (
-            ("path", "source folder, shards or stream", self.source in ("folder", "shards", "stream")),
-            ("tokenizer_path", "tokenizer file (and another source than shards)", own_tokenizer),
+            ("path", "source folder, shards or stream", reads),
+            ("tokenizer_path", of_file, own_tokenizer),
         ):
             given = getattr(self, name)
-            check((given is not None) == is_wanted, "DataConfig", name, f"be given with {rule} and only then", given)
-        for name, sources in _BELONGS_TO.items():
-            given, default = getattr(self, name), type(self).__dataclass_fields__[name].default
-            rule = f"be left at {default} with source {self.source}"
-            check(given == default or self.source in sources, "DataConfig", name, rule, given)
+            rule = f"be given with {rule} and only then"
+            check((given is not None) == is_wanted, "DataConfig", name, rule, given)
+        where, is_stream = f"source {self.source}", self.source == "stream"
+        check_default(self, self.source == "folder", where, "pattern")
+        check_default(self, is_stream, where, *_OF_A_STREAM)
+        check_default(self, self.source in ("shards", "stream"), where, "synthetic_fallback")
+        is_split_here = self.source in ("corpus", "stdlib", "folder", "stream")
+        check_default(self, is_split_here, where, "validation_fraction")
         share = self.validation_fraction
-        check(0 < share <= 0.5, "DataConfig", "validation_fraction", "be above 0 and at most 0.5", share)
-        for name in ("time_limit_s", "validation_tokens"):
-            check(getattr(self, name) > 0, "DataConfig", name, "be positive", getattr(self, name))
-        trains = self.tokenizer == "bpe" and self.source == "stream"
-        hint = "A vocabulary is trained by `nsa data prepare`."
-        check(not trains, "DataConfig", "tokenizer", "be byte, gpt2 or file with source stream", "bpe", hint)
-        fits = self.synthetic_fallback == "none" or self.tokenizer in ("byte", "gpt2")
-        check(fits, "DataConfig", "synthetic_fallback", f"be none with tokenizer {self.tokenizer}", self.synthetic_fallback)
+        rule = "be above 0 and at most 0.5"
+        check(0 < share <= 0.5, "DataConfig", "validation_fraction", rule, share)
+        check_positive(self, "time_limit_s", "validation_tokens")
+        trains = self.tokenizer == "bpe" and is_stream
+        rule, hint = "be byte, gpt2 or file with source stream", "`nsa data prepare` trains one."
+        check(not trains, "DataConfig", "tokenizer", rule, "bpe", hint)
+        fits = self.tokenizer in ("byte", "gpt2")
+        check_default(self, fits, f"tokenizer {self.tokenizer}", "synthetic_fallback")
 
 
-_STREAM = ("stream",)
-_BELONGS_TO = {
-    "pattern": ("folder",),
-    "subset": _STREAM,
-    "split": _STREAM,
-    "revision": _STREAM,
-    "text_field": _STREAM,
-    "time_limit_s": _STREAM,
-    "validation_tokens": _STREAM,
-    "synthetic_fallback": ("shards", "stream"),
-    "validation_fraction": ("corpus", "stdlib", "folder", "stream"),
-}
+_OF_A_STREAM = (
+    "subset",
+    "split",
+    "revision",
+    "text_field",
+    "time_limit_s",
+    "validation_tokens",
+)
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,8 @@ class OptimConfig:
         warmup_steps: linear warm-up.
         betas: AdamW's moment decays.
         eps: AdamW's epsilon.
-        weight_decay: decoupled decay of matrices (embeddings, norms, biases and gates' biases are not decayed).
+        weight_decay: decoupled decay of matrices (embeddings, norms, biases and gates' biases are
+            not decayed).
         grad_clip: largest gradient norm; 0 switches clipping off.
     """
 
@@ -121,24 +130,25 @@ class OptimConfig:
     grad_clip: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("lr", "muon_lr", "eps"):
-            check(getattr(self, name) > 0, "OptimConfig", name, "be positive", getattr(self, name))
-        check(all(0 <= beta < 1 for beta in self.betas), "OptimConfig", "betas", "lie between 0 and 1, 1 excluded", self.betas)
-        check(0 <= self.min_lr_ratio <= 1, "OptimConfig", "min_lr_ratio", "lie between 0 and 1", self.min_lr_ratio)
-        for name in ("warmup_steps", "weight_decay", "grad_clip"):
-            check(getattr(self, name) >= 0, "OptimConfig", name, "be at least 0", getattr(self, name))
+        check_positive(self, "lr", "muon_lr", "eps")
+        check_not_negative(self, "warmup_steps", "weight_decay", "grad_clip")
+        rule = "lie between 0 and 1, 1 excluded"
+        check(all(0 <= beta < 1 for beta in self.betas), "OptimConfig", "betas", rule, self.betas)
+        share = self.min_lr_ratio
+        check(0 <= share <= 1, "OptimConfig", "min_lr_ratio", "lie between 0 and 1", share)
 
 
 @dataclass(frozen=True)
 class CheckpointingConfig:
-    """Activation checkpointing: what is dropped after the forward pass and computed again in the backward pass.
+    """Activation checkpointing: what is computed again in the backward pass instead of kept.
 
-    It trades time for memory and leaves every gradient as it is. ``docs/planning.md`` has the figures.
+    It trades time for memory and leaves every gradient as it is. Figures: ``docs/planning.md``.
 
     Attributes:
-        policy: ``none``; ``full``, every layer keeps its input alone; ``range``, the layers from ``first`` to ``last`` do;
-            ``every``, each ``every``-th layer does; ``operators``, every layer also keeps what its attention computed, the
-            costliest part to repeat (with ``model.attention`` nsa on a GPU alone).
+        policy: ``none``; ``full``, every layer keeps its input alone; ``range``, the layers from
+            ``first`` to ``last`` do; ``every``, each ``every``-th layer does; ``operators``, every
+            layer also keeps what its attention computed, the costliest part to repeat (with
+            ``model.attention`` nsa on a GPU alone).
         first: first layer of a ``range``, counted from 0.
         last: last layer of a ``range``, itself included.
         every: 2 means the layers 1, 3, 5 and so on.
@@ -150,12 +160,13 @@ class CheckpointingConfig:
     every: int = 2
 
     def __post_init__(self) -> None:
-        for name, policy, default in (("first", "range", 0), ("last", "range", 0), ("every", "every", 2)):
-            given, rule = getattr(self, name), f"be left at {default} with policy {self.policy}"
-            check(self.policy == policy or given == default, "CheckpointingConfig", name, rule, given)
-        check(self.every > 0, "CheckpointingConfig", "every", "be positive", self.every)
-        check(self.first >= 0, "CheckpointingConfig", "first", "be at least 0", self.first)
-        check(self.last >= self.first, "CheckpointingConfig", "last", f"be at least first ({self.first})", self.last)
+        where = f"policy {self.policy}"
+        check_default(self, self.policy == "range", where, "first", "last")
+        check_default(self, self.policy == "every", where, "every")
+        check_positive(self, "every")
+        check_not_negative(self, "first")
+        rule = f"be at least first ({self.first})"
+        check(self.last >= self.first, "CheckpointingConfig", "last", rule, self.last)
 
     def keeps(self, layer: int) -> Keeps:
         """What a layer keeps; see :class:`nsa.lm.model.DecoderLayer`.
@@ -179,16 +190,19 @@ class ParallelConfig:
     """How several processes share a run; with one, only ``compile_layers`` has an effect.
 
     Attributes:
-        strategy: ``ddp``, equal replicas of the model that average their gradients; ``fsdp``, every process holds a part of all
-            weights, gradients and moments (FSDP2).
+        strategy: ``ddp``, equal replicas of the model that average their gradients; ``fsdp``, every
+            process holds a part of all weights, gradients and moments (FSDP2).
         gradient_compression: ``bf16`` sends gradients rounded, half the bytes; ``none`` sends fp32.
-        gather_dtype: of the layers' weights where ``fsdp`` gathers them; ``bf16`` halves the bytes and rounds norms and biases
-            too (matrix products round their weights anyway), and needs ``compute_dtype`` bf16.
+        gather_dtype: of the layers' weights where ``fsdp`` gathers them; ``bf16`` halves the bytes
+            and rounds norms and biases too (matrix products round their weights anyway), and needs
+            ``compute_dtype`` bf16.
         bucket_mib: gradients that ``ddp`` sends at a time, MiB.
-        static_graph: tells ``ddp`` that every step is like the first; not with ``cuda_graphs``, where it sends nothing itself.
-        compile_layers: with ``compile``, whether each layer is a graph of its own: compiled once for all layers, which shortens
-            the start, and with several processes gradients are sent while those of the layers before are computed. One process
-            and ``ddp`` may also have the whole model as one graph.
+        static_graph: tells ``ddp`` that every step is like the first; not with ``cuda_graphs``,
+            where it sends nothing itself.
+        compile_layers: with ``compile``, whether each layer is a graph of its own: compiled once
+            for all layers, which shortens the start, and with several processes gradients are sent
+            while those of the layers before are computed. One process and ``ddp`` may also have the
+            whole model as one graph.
     """
 
     strategy: Literal["ddp", "fsdp"] = "ddp"
@@ -199,16 +213,10 @@ class ParallelConfig:
     compile_layers: bool = True
 
     def __post_init__(self) -> None:
-        check(self.bucket_mib > 0, "ParallelConfig", "bucket_mib", "be positive", self.bucket_mib)
-        for name, strategy in (
-            ("gather_dtype", "fsdp"),
-            ("bucket_mib", "ddp"),
-            ("static_graph", "ddp"),
-            ("compile_layers", "ddp"),
-        ):
-            given, default = getattr(self, name), type(self).__dataclass_fields__[name].default
-            rule = f"be left at {default} with strategy {self.strategy}"
-            check(given == default or self.strategy == strategy, "ParallelConfig", name, rule, given)
+        check_positive(self, "bucket_mib")
+        where, is_ddp = f"strategy {self.strategy}", self.strategy == "ddp"
+        check_default(self, not is_ddp, where, "gather_dtype")
+        check_default(self, is_ddp, where, "bucket_mib", "static_graph", "compile_layers")
 
 
 @dataclass(frozen=True)
@@ -226,36 +234,43 @@ class TrainConfig:
         micro_batch: windows of one forward and backward on one process.
         accumulation: micro-batches of one optimizer step.
         world_size: processes the run is meant for.
-        global_batch: windows of one optimizer step; must equal ``micro_batch * accumulation * world_size``.
+        global_batch: windows of one optimizer step; must equal ``micro_batch * accumulation *
+            world_size``.
         seed: of initialisation and data order.
         device: ``auto`` takes a CUDA GPU where there is one.
-        compute_dtype: ``bf16`` runs matrix products under autocast, master weights stay fp32; ``fp32`` runs none.
+        compute_dtype: ``bf16`` runs matrix products under autocast, master weights stay fp32;
+            ``fp32`` runs none.
         compile: whether model and loss go through ``torch.compile``, as one graph.
-        cuda_graphs: whether forward and backward of a micro-batch are replayed from a CUDA graph, which spares the host its
-            work: for micro-batches of few tokens. Needs a GPU; several processes need ``parallel.strategy`` ddp.
+        cuda_graphs: whether forward and backward of a micro-batch are replayed from a CUDA graph,
+            which spares the host its work: for micro-batches of few tokens. Needs a GPU; several
+            processes need ``parallel.strategy`` ddp.
         tf32: whether fp32 matrix products may use TF32.
-        allocator: ``expandable_segments`` lets PyTorch's CUDA allocator grow its segments, so that sizes that change from step
-            to step leave less memory in pieces; ``default`` leaves it as it is, or as PYTORCH_ALLOC_CONF says. Needs a GPU.
-        memory_fraction: share of the GPU's memory that PyTorch may take; beyond it the run ends as if there were no more, which
-            leaves the rest to others. Needs a GPU unless it is 1.
+        allocator: ``expandable_segments`` lets PyTorch's CUDA allocator grow its segments, so that
+            sizes that change from step to step leave less memory in pieces; ``default`` leaves it
+            as it is, or as PYTORCH_ALLOC_CONF says. Needs a GPU.
+        memory_fraction: share of the GPU's memory that PyTorch may take; beyond it the run ends as
+            if there were no more, which leaves the rest to others. Needs a GPU unless it is 1.
         loss_chunk: positions whose logits exist at a time; 0 means all.
-        telemetry: whether gates and choices of every layer are summed up in the steps that have a row.
+        telemetry: whether gates and choices of every layer are summed up in the steps that have a
+            row.
         log_every: optimizer steps from one row of metrics to the next; 0 means only at the end.
         eval_every: optimizer steps from one evaluation to the next; 0 means only at the end.
         checkpoint_every: optimizer steps from one checkpoint to the next; 0 means only at the end.
         eval_windows: held-out windows of an evaluation, at most what there is.
-        keep_checkpoints: newest checkpoints kept; the best one stays beside them. It is the one with the lowest held-out figure
-            among those taken at a step that was evaluated, so ``checkpoint_every`` should be a multiple of ``eval_every``.
-        nonfinite: what a non-finite loss or gradient leads to: ``skip`` the update, ``rollback`` to the last checkpoint, or
-            ``stop``.
+        keep_checkpoints: newest checkpoints kept; the best one stays beside them. It is the one
+            with the lowest held-out figure among those taken at a step that was evaluated, so
+            ``checkpoint_every`` should be a multiple of ``eval_every``.
+        nonfinite: what a non-finite loss or gradient leads to: ``skip`` the update, ``rollback`` to
+            the last checkpoint, or ``stop``.
         nonfinite_limit: consecutive such steps after which the run stops whatever the policy.
         sample_tokens: tokens of the sample written at the end, at most.
         sample_limit_s: time after which that sample ends with the tokens that there are, seconds; 0
             means without limit.
-        data_limit_s: longest wait for the next batch, seconds, before the run ends with a checkpoint; 0 means without limit. A
-            stream has ``data.time_limit_s`` instead.
-        stall_limit_s: longest silence of a process, seconds, before the watchdog reports where it hangs and ends it; ten times
-            the last step's duration where that is more; 0 switches the watchdog off.
+        data_limit_s: longest wait for the next batch, seconds, before the run ends with a
+            checkpoint; 0 means without limit. A stream has ``data.time_limit_s`` instead.
+        stall_limit_s: longest silence of a process, seconds, before the watchdog reports where it
+            hangs and ends it; ten times the last step's duration where that is more; 0 switches the
+            watchdog off.
     """
 
     model: LMConfig = field(default_factory=LMConfig)
@@ -292,22 +307,27 @@ class TrainConfig:
     stall_limit_s: float = 40.0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "seq_len", "micro_batch", "accumulation", "world_size", "keep_checkpoints", "nonfinite_limit"):
-            check(getattr(self, name) > 0, "TrainConfig", name, "be positive", getattr(self, name))
-        for name in ("loss_chunk", "log_every", "eval_every", "eval_windows", "checkpoint_every", "sample_tokens",
-                     "sample_limit_s", "data_limit_s", "stall_limit_s"):  # fmt: skip
-            check(getattr(self, name) >= 0, "TrainConfig", name, "be at least 0", getattr(self, name))
-        # Beyond it a run would not end, and what goes over its steps one by one would not either.
-        check(self.steps <= MAX_STEPS, "TrainConfig", "steps", f"be at most {MAX_STEPS:,}", self.steps)
-        share = self.memory_fraction
-        check(0 < share <= 1, "TrainConfig", "memory_fraction", "be above 0 and at most 1", share)
+        check_positive(self, "steps", "seq_len", "micro_batch", "accumulation", "world_size")
+        check_positive(self, "keep_checkpoints", "nonfinite_limit")
+        check_not_negative(self, "loss_chunk", "log_every", "eval_every", "eval_windows")
+        check_not_negative(self, "checkpoint_every", "sample_tokens", "sample_limit_s")
+        check_not_negative(self, "data_limit_s", "stall_limit_s")
+        share, waits, limit = self.memory_fraction, self.data_limit_s, self.stall_limit_s
+        # Beyond it a run would not end, and what goes over its steps one by one would not.
+        rule = f"be at most {MAX_STEPS:,}"
+        check(self.steps <= MAX_STEPS, "TrainConfig", "steps", rule, self.steps)
+        rule = "be above 0 and at most 1"
+        check(0 < share <= 1, "TrainConfig", "memory_fraction", rule, share)
         product = self.micro_batch * self.accumulation * self.world_size
         rule = f"equal micro_batch * accumulation * world_size ({product})"
         check(self.global_batch == product, "TrainConfig", "global_batch", rule, self.global_batch)
         layers, last = self.model.num_layers, self.checkpointing.last
-        check(last < layers, "TrainConfig", "checkpointing.last", f"be below model.num_layers ({layers})", last)
-        fits = self.parallel.gather_dtype == "fp32" or self.compute_dtype == "bf16"
+        rule = f"be below model.num_layers ({layers})"
+        check(last < layers, "TrainConfig", "checkpointing.last", rule, last)
+        gathered = self.parallel.gather_dtype
+        fits = gathered == "fp32" or self.compute_dtype == "bf16"
         rule = f"be fp32 with compute_dtype {self.compute_dtype}"
-        check(fits, "TrainConfig", "parallel.gather_dtype", rule, self.parallel.gather_dtype)
-        below = self.data_limit_s < self.stall_limit_s or 0 in (self.data_limit_s, self.stall_limit_s)
-        check(below, "TrainConfig", "data_limit_s", f"be below stall_limit_s ({self.stall_limit_s:g})", self.data_limit_s)
+        check(fits, "TrainConfig", "parallel.gather_dtype", rule, gathered)
+        rule = f"be below stall_limit_s ({limit:g})"
+        fits = waits < limit or 0 in (waits, limit)
+        check(fits, "TrainConfig", "data_limit_s", rule, waits)

@@ -6,13 +6,14 @@ import errno
 import io
 import json
 import os
-import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,11 @@ import pytest
 import torch
 
 from nsa import cli
+from nsa.cli.commands import Group
+from nsa.errors import option
 from nsa.train.load import load_config, settings
 from nsa.train.telemetry.metrics import read_metrics
+from tests.cli.conftest import Command
 from tests.train.cases import contents
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,9 +35,10 @@ model:
   width: 32
   num_layers: 1
   mlp_hidden_size: 32
-  nsa: {num_heads: 2, num_kv_heads: 1, head_dim: 16, value_dim: 16, compress_block_size: 8, compress_stride: 4, block_size: 16,
-        num_selected_blocks: 4, window_size: 32}
-data: {source: folder, path: TEXTS}
+  nsa:
+    {num_heads: 2, num_kv_heads: 1, head_dim: 16, value_dim: 16, compress_block_size: 8,
+     compress_stride: 4, block_size: 16, num_selected_blocks: 4, window_size: 32}
+data: {source: folder, path: texts}
 optim: {warmup_steps: 1}
 steps: 4
 seq_len: 64
@@ -51,279 +56,296 @@ sample_tokens: 4
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a configuration and its texts, in which the commands run."""
     monkeypatch.chdir(tmp_path)
-    texts = tmp_path / "texts"
-    texts.mkdir()
+    (tmp_path / "texts").mkdir()
     for number in range(10):
-        (texts / f"{number}.txt").write_text(f"the {number} quick brown foxes jump over the lazy dog; " * 20)
-    path = tmp_path / "tiny.yaml"
-    path.write_text(TINY.replace("TEXTS", str(texts)))
-    return path
+        text = f"the {number} quick brown foxes jump over the lazy dog; " * 20
+        (tmp_path / f"texts/{number}.txt").write_text(text)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return tmp_path
 
 
-def run_nsa(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "nsa", *map(str, words)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+@pytest.fixture
+def run(tiny: Path, nsa: Command) -> Path:
+    """The folder of a run of four steps."""
+    nsa("train tiny.yaml --run-dir run --sample-tokens 0 --optim.lr 0.02")
+    return tiny / "run"
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    """The one line that a mistake ends in."""
-    assert cli.main([str(word) for word in words]) == 2
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1
-    assert re.match(r"nsa( \w+)*: ", said.err)
-    return said.err
+def pipe(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content)))
 
 
-# -------------------------------------------------------------------------------------------------- whole commands
+# ------------------------------------------------------------------------------- whole commands
 
 
-def test_train_eval_generate_and_resume(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "tiny.yaml", "--optim.lr", "0.003", "--optim.warmup_steps=2"]) == 0
-    said = capsys.readouterr().out
-    folder = tiny.parent / "runs" / "tiny-1"
-    expected = {
-        "config.yaml", "environment.json", "metrics.jsonl", "metrics.csv", "tensorboard", "checkpoints", "tokenizer.json",
-        "loss.png", "sample.txt", "log.txt", "events.jsonl", "stacks",
-    }  # fmt: skip
-    assert {path.name for path in folder.iterdir()} == expected
-    assert load_config(folder / "config.yaml") == load_config(tiny, {"optim.lr": "0.003", "optim.warmup_steps": "2"})
+def test_train_eval_generate_and_resume(tiny: Path, nsa: Command, refusal: Command) -> None:
+    said = nsa("train tiny.yaml --optim.lr 0.003 --optim.warmup_steps=2")
+    folder = tiny / "runs/tiny-1"
+    files = "checkpoints config.yaml environment.json events.jsonl log.txt loss.png metrics.csv"
+    files += " metrics.jsonl sample.txt stacks tensorboard tokenizer.json"
+    assert sorted(path.name for path in folder.iterdir()) == files.split()
+    expected = load_config("tiny.yaml", {"optim.lr": "0.003", "optim.warmup_steps": "2"})
+    assert load_config(folder / "config.yaml") == expected
     rows = read_metrics(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert ["val_bits_per_byte" in row for row in rows] == [False, True, False, True]
-    assert f"nsa eval {Path('runs') / 'tiny-1'}" in said
+    assert "nsa eval runs/tiny-1" in said
     assert "step 4/4 | loss" in (folder / "log.txt").read_text()
 
-    assert cli.main(["eval", "runs/tiny-1", "--windows", "2"]) == 0
-    said = capsys.readouterr().out
+    said = nsa("eval runs/tiny-1 --windows 2")
     measured = float(said.partition("bits per byte: ")[2].split()[0])
     assert measured == pytest.approx(float(rows[-1]["val_bits_per_byte"]), abs=1e-4)
     assert "bigram baseline: " in said
     assert "validation: 2 of" in said
 
-    generate = ["generate", "runs/tiny-1", "--prompt", "the quick", "--max-new-tokens", "8", "--seed", "3"]
-    assert cli.main(generate) == 0
-    first = capsys.readouterr().out
+    generate = "generate runs/tiny-1 --prompt 'the quick' --max-new-tokens 8 --seed 3"
+    first = nsa(generate)
     assert first.startswith("the quick")
     assert len(first) > len("the quick\n")
-    assert cli.main([*generate, "--prompt", "zz"]) == 0
-    both = capsys.readouterr().out
+    both = nsa(f"{generate} --prompt zz")
     assert both.startswith(f"--- prompt 1\n{first}--- prompt 2\nzz")
 
-    assert cli.main(["train", "--resume", "runs/tiny-1", "--log-every", "2"]) == 0
+    nsa("train --resume runs/tiny-1 --log-every 2")
     launches = json.loads((folder / "environment.json").read_text())["launches"]
     assert [launch["resumed_from_step"] for launch in launches] == [None, 4]
     assert launches[1]["overrides"] == {"log_every": "2"}
-    assert cli.main(["train", "tiny.yaml", "--steps", "2"]) == 0
-    assert (tiny.parent / "runs" / "tiny-2").is_dir()
-    assert "must not exist yet" in refusal(capsys, "train", "tiny.yaml", "--run-dir", "runs/tiny-1")
+    nsa("train tiny.yaml --steps 2")
+    assert (tiny / "runs/tiny-2").is_dir()
+    assert "must not exist yet" in refusal("train tiny.yaml --run-dir runs/tiny-1")
 
 
-def test_a_run_is_extended_and_goes_on_as_long_as_it_was_extended_to(tiny: Path) -> None:
-    run = ["--run-dir", "run", "--sample-tokens", "0"]
-    assert cli.main(["train", "tiny.yaml", *run]) == 0
-    assert cli.main(["train", "--resume", "run", "--steps", "6", "--log-every", "2"]) == 0
-    assert read_metrics(Path("run/metrics.jsonl"))[-1]["step"] == 6
-    assert cli.main(["train", "--resume", "run"]) == 0, "a resumption that says nothing of steps leaves the extension"
-    assert read_metrics(Path("run/metrics.jsonl"))[-1]["step"] == 6
-    assert cli.main(["train", "--resume", "run", "--steps", "7"]) == 0
-    assert read_metrics(Path("run/metrics.jsonl"))[-1]["step"] == 7
+def test_a_run_is_extended_and_goes_on_as_long_as_it_was_extended_to(
+    run: Path,
+    nsa: Command,
+) -> None:
+    for words, last in (("--steps 6 --log-every 2", 6), ("", 6), ("--steps 7", 7)):
+        nsa(f"train --resume run {words}")
+        assert read_metrics(run / "metrics.jsonl")[-1]["step"] == last
 
 
-def test_a_run_begins_with_a_checkpoint_of_another(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    quiet = ["--sample-tokens", "0", "--steps", "2", "--eval-every", "0", "--log-every", "1"]
-    assert cli.main(["train", "tiny.yaml", "--run-dir", "a", "--sample-tokens", "0"]) == 0
-    first = float(read_metrics(Path("a/metrics.jsonl"))[0]["loss_nats"])
-    for which in ("last", "2"):
-        new = ["--run-dir", f"from-{which}", "--init-from", "a", "--checkpoint", which]
-        assert cli.main(["train", "tiny.yaml", *new, *quiet]) == 0
+def test_a_run_begins_with_a_checkpoint_of_another(
+    run: Path,
+    nsa: Command,
+    refusal: Command,
+) -> None:
+    first = float(read_metrics(run / "metrics.jsonl")[0]["loss_nats"])
+    for which, step in (("last", 4), ("2", 2)):
+        words = f"--init-from run --checkpoint {which} --sample-tokens 0 --steps 2 --eval-every 0"
+        nsa(f"train tiny.yaml --run-dir from-{which} {words}")
         assert float(read_metrics(Path(f"from-{which}/metrics.jsonl"))[0]["loss_nats"]) < first
         (launch,) = json.loads(Path(f"from-{which}/environment.json").read_text())["launches"]
-        assert launch["init_from"].endswith({"last": "step-00000004", "2": "step-00000002"}[which])
-    capsys.readouterr()
-    new = ["train", "tiny.yaml", "--run-dir", "b", "--init-from"]
-    assert "be last, best or one of 2, 4, got 3" in refusal(capsys, *new, "a", "--checkpoint", "3")
-    assert "be a folder that a run made" in refusal(capsys, *new, "nothing")
-    assert "--init-from must hold model." in refusal(capsys, *new, "a", "--model.width", "64")
-    assert "--init-from must be left out with --resume" in refusal(capsys, "train", "--resume", "a", "--init-from", "a")
-    assert "--checkpoint must be given with --init-from" in refusal(capsys, "train", "tiny.yaml", "--checkpoint", "best")
+        assert launch["init_from"].endswith(f"step-{step:08d}")
+    new = "train tiny.yaml --run-dir b --init-from"
+    assert "be last, best or one of 2, 4, got 3" in refusal(f"{new} run --checkpoint 3")
+    assert "be a folder that a run made" in refusal(f"{new} nothing")
+    assert "--init-from must hold model." in refusal(f"{new} run --model.width 64")
+    left = "--init-from must be left out with --resume"
+    assert left in refusal("train --resume run --init-from run")
+    alone = "--checkpoint must be given with --init-from"
+    assert alone in refusal("train tiny.yaml --checkpoint best")
     assert not Path("b").exists()
 
 
-def test_a_refused_command_leaves_no_trace_in_a_run(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "tiny.yaml", "--run-dir", "run", "--sample-tokens", "0"]) == 0
-    capsys.readouterr()
-    before = contents(Path("run"))
-    resume = ["train", "--resume", "run"]
-    assert "optim.lr must stay" in refusal(capsys, *resume, "--optim.lr", "1")
-    assert "steps must be at least those done" in refusal(capsys, *resume, "--steps", "3")
-    assert "cuda_graphs must be false on a CPU" in refusal(capsys, *resume, "--device", "cpu", "--cuda-graphs", "true")
-    assert "global_batch must equal" in refusal(capsys, *resume, "--micro-batch", "2")
-    assert "must not exist yet" in refusal(capsys, "train", "tiny.yaml", "--run-dir", "run")
-    text = next(tiny.parent.glob("texts/*"))
+def test_a_refused_command_leaves_no_trace_in_a_run(
+    run: Path,
+    nsa: Command,
+    refusal: Command,
+) -> None:
+    before = contents(run)
+    resume = "train --resume run"
+    for words, why in (
+        ("--optim.lr 1", "optim.lr must stay"),
+        ("--steps 3", "steps must be at least those done"),
+        ("--device cpu --cuda-graphs true", "cuda_graphs must be false on a CPU"),
+        ("--micro-batch 2", "global_batch must equal"),
+    ):
+        assert why in refusal(f"{resume} {words}")
+    assert "must not exist yet" in refusal("train tiny.yaml --run-dir run")
+    text = next(run.parent.glob("texts/*"))
     kept = text.read_text()
     text.write_text("a text that has changed")
-    assert "The text has changed since" in refusal(capsys, *resume)
-    assert "may have been trained on" in refusal(capsys, "eval", "run")
+    assert "The text has changed since" in refusal(resume)
+    assert "may have been trained on" in refusal("eval run")
     text.write_text(kept)
-    assert contents(Path("run")) == before
-    tensors = Path("run/checkpoints/step-00000004/tensors.safetensors")
+    assert contents(run) == before
+    tensors = run / "checkpoints/step-00000004/tensors.safetensors"
     damaged = tensors.read_bytes()[:-8]
     tensors.write_bytes(damaged)
-    assert "undamaged checkpoint" in refusal(capsys, *resume)
-    assert contents(Path("run")) == {**before, str(tensors.relative_to("run")): damaged}
+    assert "undamaged checkpoint" in refusal(resume)
+    assert contents(run) == {**before, str(tensors.relative_to(run)): damaged}
     shutil.rmtree(tensors.parent)
-    assert cli.main(resume) == 0
-    said = [json.loads(line)["kind"] for line in Path("run/events.jsonl").read_text().splitlines()]
+    nsa(resume)
+    said = [json.loads(line)["kind"] for line in (run / "events.jsonl").read_text().splitlines()]
     assert said.count("start") == 2, "a resumption that is not refused is told from its beginning"
     assert "resume" in said
+    shutil.rmtree(run / "checkpoints")
+    for command in (resume, "eval run", "generate run --prompt a"):
+        assert "checkpoint" in refusal(command)
 
 
-def test_a_bug_in_a_resumption_is_in_the_log(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cli.main(["train", "tiny.yaml", "--run-dir", "run", "--sample-tokens", "0"]) == 0
-
+def test_a_bug_in_a_resumption_is_in_the_log(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def bug(*args: object) -> None:
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr("nsa.train.trainer.check_same_data", bug)
     with pytest.raises(ZeroDivisionError):
         cli.main(["train", "--resume", "run"])
-    log = Path("run/log.txt").read_text()
+    log = (run / "log.txt").read_text()
     assert log.count("run folder: run") == 2
     assert "ended by ZeroDivisionError: a bug" in log
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--cuda-graphs true", "cuda_graphs must be false on a CPU"),
+        ("--allocator expandable_segments", "allocator must be default on a CPU"),
+        ("--checkpointing.policy operators", "not be operators with attention nsa"),
+    ],
+)
 def test_settings_of_the_device_are_refused_before_the_data_are_read(
-    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: str, why: str, tiny: Path, refusal: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read(*args: object, **kwargs: object) -> None:
         raise AssertionError("the data were read")
 
     monkeypatch.setattr("nsa.train.trainer.open_data", read)
-    words = ["train", "tiny.yaml", "--device", "cpu"]
-    assert "cuda_graphs must be false on a CPU" in refusal(capsys, *words, "--cuda-graphs", "true")
-    assert "allocator must be default on a CPU" in refusal(capsys, *words, "--allocator", "expandable_segments")
-    assert "not be operators with attention nsa" in refusal(capsys, *words, "--checkpointing.policy", "operators")
+    assert why in refusal(f"train tiny.yaml --device cpu {words}")
 
 
-def test_eval_takes_a_checkpoint_and_any_text_and_prints_json(
-    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert cli.main(["train", "tiny.yaml", "--run-dir", "run", "--sample-tokens", "0"]) == 0
-    capsys.readouterr()
-
-    def figures(*words: str) -> dict[str, Any]:
-        assert cli.main(["eval", "run", "--json", *words]) == 0
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return found
-
-    held_out = figures()
-    rows = {int(row["step"]): row for row in read_metrics(Path("run/metrics.jsonl"))}
+def test_eval_takes_a_checkpoint_and_prints_json(run: Path, nsa: Command, refusal: Command) -> None:
+    held_out = json.loads(nsa("eval run --json"))
+    rows = {int(row["step"]): row for row in read_metrics(run / "metrics.jsonl")}
     assert (held_out["step"], held_out["text"], held_out["run"]) == (4, "folder", "run")
-    assert {"bigram_bits_per_byte", "loss_nats", "num_bytes", "windows_available", "device"} <= set(held_out)
-    for which in ("2", "4"):
-        found = figures("--checkpoint", which, "--windows", "2")
-        assert found["step"] == int(which)
-        assert found["bits_per_byte"] == pytest.approx(rows[int(which)]["val_bits_per_byte"], rel=1e-6)
-    best = figures("--checkpoint", "best")["step"]
-    assert rows[best]["val_bits_per_byte"] == min(row["val_bits_per_byte"] for row in rows.values() if "val_loss_nats" in row)
+    rest = {"bigram_bits_per_byte", "loss_nats", "num_bytes", "windows_available", "device"}
+    assert rest <= held_out.keys()
+    bits = {step: row["val_bits_per_byte"] for step, row in rows.items() if "val_loss_nats" in row}
+    for step in bits:
+        found = json.loads(nsa(f"eval run --json --checkpoint {step} --windows 2"))
+        assert found["step"] == step
+        assert found["bits_per_byte"] == pytest.approx(bits[step], rel=1e-6)
+    best = json.loads(nsa("eval run --json --checkpoint best"))["step"]
+    assert bits[best] == min(bits.values())
+    for command in ("eval run", "generate run --prompt a"):
+        name, why = command.split()[0], "--checkpoint must be last, best or one of 2, 4, got 3."
+        assert refusal(f"{command} --checkpoint 3") == f"nsa: {name}: {why}"
+    assert "--windows must be positive" in refusal("eval run --windows 0")
+
+
+def test_eval_takes_any_text(
+    run: Path,
+    nsa: Command,
+    refusal: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def figures(words: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(nsa(f"eval run --json --text {words}"))
+        return found
 
     text = "the 3 quick brown foxes; " * 11
     Path("letter.txt").write_text(text)
-    of_file = figures("--text", "letter.txt")
-    assert of_file["num_bytes"] == len(text) - 1, "the last window is shorter, and the first byte is nobody's target"
+    of_file = figures("letter.txt")
+    short_by_one = "the last window is shorter, and the first byte is nobody's target"
+    assert of_file["num_bytes"] == len(text) - 1, short_by_one
     assert of_file["windows"] == of_file["windows_available"] == -(-len(text) // 64)
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(text.encode())))
-    piped = figures("--text", "-")
-    assert (piped["bits_per_byte"], piped["text"]) == (of_file["bits_per_byte"], "standard input")
-    assert figures("--text", "texts")["windows"] > 10
-    assert figures("--text", "letter.txt", "--windows", "1")["num_bytes"] == 64
+    pipe(monkeypatch, text.encode())
+    piped = figures("-")
+    assert piped["bits_per_byte"] == of_file["bits_per_byte"]
+    assert piped["text"] == "standard input"
+    assert figures("texts")["windows"] > 10
+    assert figures("letter.txt --windows 1")["num_bytes"] == 64
     Path("short.txt").write_text("ab")
-    assert figures("--text", "short.txt")["num_bytes"] == 1
+    assert figures("short.txt")["num_bytes"] == 1
     shutil.rmtree("texts")
-    assert cli.main(["eval", "run", "--text", "letter.txt"]) == 0, "the run's own text is not needed for another"
-    assert "bits per byte: " in capsys.readouterr().out
+    assert "bits per byte: " in nsa("eval run --text letter.txt"), "its own text is not needed"
 
-    for path, content in (("binary", b"a\0b"), ("latin", "\u00e9".encode("latin-1")), ("empty", b""), ("one", b"a")):
-        Path(path).write_bytes(content)
-        assert refusal(capsys, "eval", "run", "--text", path).startswith("nsa: eval: --text must hold")
-    assert "--text must name an existing file" in refusal(capsys, "eval", "run", "--text", "nowhere")
-    for command in (["eval", "run"], ["generate", "run", "--prompt", "a"]):
-        said = refusal(capsys, *command, "--checkpoint", "3")
-        assert said == f"nsa: {command[0]}: --checkpoint must be last, best or one of 2, 4, got 3.\n"
+    for content in (b"a\0b", "\u00e9".encode("latin-1"), b"", b"a"):
+        Path("odd").write_bytes(content)
+        assert refusal("eval run --text odd").startswith("nsa: eval: --text must hold")
+    assert "--text must name an existing file" in refusal("eval run --text nowhere")
 
 
 def test_generate_takes_a_checkpoint_and_reads_standard_input(
-    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, nsa: Command, refusal: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli.main(["train", "tiny.yaml", "--run-dir", "run", "--sample-tokens", "0", "--optim.lr", "0.05"]) == 0
-    capsys.readouterr()
-
-    def text(*words: str, piped: bytes = b"") -> str:
-        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(piped)))
-        assert cli.main(["generate", "run", "--max-new-tokens", "24", "--seed", "1", *words]) == 0
-        return capsys.readouterr().out
-
-    said = text("--prompt", "the quick")
-    assert text("--prompt", "-", piped=b"the quick") == said
-    assert text("--prompt", "the quick", "--checkpoint", "4") == said
-    assert text("--prompt", "the quick", "--checkpoint", "2") != said
-    assert "be - once" in refusal(capsys, "generate", "run", "--prompt", "-", "--prompt", "-")
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"\xff")))
-    assert "standard input must be text in UTF-8" in refusal(capsys, "generate", "run", "--prompt", "-")
+    generate = "generate run --max-new-tokens 24 --seed 1 --prompt"
+    said = nsa(f"{generate} 'the quick'")
+    pipe(monkeypatch, b"the quick")
+    assert nsa(f"{generate} -") == said
+    assert nsa(f"{generate} 'the quick' --checkpoint 4") == said
+    assert nsa(f"{generate} 'the quick' --checkpoint 2") != said
+    assert "be - once" in refusal("generate run --prompt - --prompt -")
+    pipe(monkeypatch, b"\xff")
+    assert "standard input must be text in UTF-8" in refusal("generate run --prompt -")
+    assert "prompts must hold at least one token" in refusal("generate run --prompt ''")
+    below = "temperature must be at least 0"
+    assert below in refusal("generate run --prompt a --temperature -1")
 
 
-def test_a_synthetic_task_is_measured_against_what_is_possible(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--data.source", "uniform", "--data.path", "null", "--steps", "2", "--run-dir", "run", "--sample-tokens", "0"]
-    assert cli.main(["train", str(tiny), *words]) == 0
-    assert cli.main(["eval", "run", "--windows", "1"]) == 0
-    said = capsys.readouterr().out
+def test_a_synthetic_task_is_measured_against_what_is_possible(
+    tiny: Path,
+    nsa: Command,
+    refusal: Command,
+) -> None:
+    words = "--data.source uniform --data.path null --steps 2 --run-dir run --sample-tokens 0"
+    nsa(f"train tiny.yaml {words}")
+    said = nsa("eval run --windows 1")
     assert "lowest possible loss: 5.5452 nats per token" in said
     assert "bigram" not in said
-    assert "--text must be left out for this run" in refusal(capsys, "eval", "run", "--text", str(tiny))
+    assert "--text must be left out for this run" in refusal("eval run --text tiny.yaml")
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_the_run_goes_on(tiny: Path) -> None:
-    folder = tiny.parent / "run"
-    words = ["train", tiny, "--run-dir", folder, "--steps", "100000", "--checkpoint-every", "0", "--eval-every", "0"]
-    with (tiny.parent / "said").open("w") as said:
-        command = [sys.executable, "-m", "nsa", *map(str, words)]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said)
+    words = "train tiny.yaml --run-dir run --steps 100000 --checkpoint-every 0 --eval-every 0"
+    rows, env = tiny / "run/metrics.jsonl", {**os.environ, "PYTHONPATH": str(ROOT)}
+    with Path("said").open("w") as said:
+        command = [sys.executable, "-m", "nsa", *words.split()]
+        process = subprocess.Popen(command, env=env, stdout=said, stderr=said)
         deadline = time.monotonic() + 60
-        while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text().count("\n") > 2:
+        while not rows.exists() or rows.read_text().count("\n") < 3:
             assert time.monotonic() < deadline
-            assert process.poll() is None, (tiny.parent / "said").read_text()
+            assert process.poll() is None, Path("said").read_text()
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 128 + signal.SIGINT
-    text = (tiny.parent / "said").read_text()
+    text = Path("said").read_text()
     assert "Traceback" not in text
-    assert f"nsa train --resume {folder}" in text
-    (checkpoint,) = (folder / "checkpoints").iterdir()
-    last = read_metrics(folder / "metrics.jsonl")[-1]["step"]
-    assert checkpoint.name == f"step-{last:08d}"
-    assert (folder / "loss.png").exists()
+    assert "nsa train --resume run" in text
+    (checkpoint,) = Path("run/checkpoints").iterdir()
+    assert checkpoint.name == f"step-{read_metrics(rows)[-1]['step']:08d}"
+    assert Path("run/loss.png").exists()
 
 
-def test_the_command_outside_this_process(tiny: Path) -> None:
-    shown = run_nsa("--help", cwd=ROOT)
-    assert shown.returncode == 0
-    assert all(name in shown.stdout for name in ("train", "eval", "generate", "doctor"))
-    wrong = run_nsa("train", tiny, "--optim.lrr", "1", cwd=ROOT)
-    assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr == "nsa train: unrecognized arguments: --optim.lrr; did you mean --optim.lr?\n"
-
+# ------------------------------------------------------------------------- outside this process
 
 AT_ONCE_S = 0.5  # of a core, because other tests run beside this one
-AT_ONCE = (["--help"], ["trian"], ["--version"], ["train", "--optim.lrr", "1"], ["train", "--help"], ["eval"], ["configs"])
-MISTYPED = (
-    ["train", "seeed"],
-    ["train", "none.yaml"],
-    ["train", "--resume", "none"],
-    ["profile", "seeed"],
-    ["eval", "none"],
-    ["generate", "none", "--prompt", "a"],
+AT_ONCE = (
+    "--help",
+    "trian",
+    "--version",
+    "train --optim.lrr 1",
+    "train --help",
+    "eval",
+    "configs",
+    "train 78",
+    "train none.yaml",
+    "train --resume none",
+    "profile 78",
+    "eval none",
+    "generate none --prompt a",
 )
+HEAVY = {"torch", "numpy", "tensorboard", "matplotlib", "rich", "tokenizers", "tiktoken", "triton"}
+MAIN = """
+import sys
+from nsa import cli
+try:
+    code = cli.main()
+finally:
+    print(*sys.modules, file=sys.stderr)
+sys.exit(code)
+"""
 
 
 def used_by_children_s() -> float:
@@ -331,34 +353,29 @@ def used_by_children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-@pytest.mark.parametrize("words", AT_ONCE + MISTYPED, ids=" ".join)
-def test_words_that_compute_nothing_are_answered_at_once(words: list[str]) -> None:
-    """Without PyTorch."""
+@pytest.mark.parametrize("line", AT_ONCE)
+def test_words_that_compute_nothing_are_answered_at_once(line: str) -> None:
+    """Without PyTorch, and without pydantic."""
     before = used_by_children_s()
-    assert run_nsa(*words, cwd=ROOT).returncode in (0, 2)
+    command = [sys.executable, "-c", MAIN, *line.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert used_by_children_s() - before < AT_ONCE_S
-    code = (
-        "import contextlib, json, sys\nfrom nsa import cli\n"
-        "with contextlib.suppress(SystemExit): cli.main(json.loads(sys.argv[1]))\n"
-        "print(json.dumps([*sys.modules]), file=sys.stderr)"
-    )
-    command = [sys.executable, "-c", code, json.dumps(words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    loaded = {name.partition(".")[0] for name in json.loads(done.stderr.splitlines()[-1])}
-    assert not loaded & {"torch", "numpy", "tensorboard", "matplotlib", "rich", "tokenizers", "tiktoken", "triton"}
+    assert done.returncode in (0, 2)
+    loaded = {name.partition(".")[0] for name in done.stderr.splitlines()[-1].split()}
+    assert not loaded & (HEAVY | {"pydantic"})
     assert "nsa" in loaded
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "nsa", "--version"]
-    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    command = [sys.executable, "-m", "nsa", "configs"]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, timeout=60)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
-# -------------------------------------------------------------------------------------------------- help
+# ------------------------------------------------------------------------------------------ help
 
 
 def test_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -368,81 +385,27 @@ def test_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("nsa 0.")
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "generate", "doctor"])
-def test_help_of_each_command_explains_every_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def commands(group: Group, words: str = "") -> Iterator[str]:
+    for name, command in group.commands.items():
+        if isinstance(command, Group):
+            yield from commands(command, f"{words}{name} ")
+        else:
+            yield f"{words}{name}"
+
+
+@pytest.mark.parametrize("line", [*commands(cli.COMMANDS)])
+def test_help_of_each_command(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An argument that its docstring does not describe would be a KeyError."""
     with pytest.raises(SystemExit) as left:
-        cli.main([command, "--help"])
+        cli.main([*line.split(), "--help"])
     assert left.value.code == 0
-    commands = cli._parsers().commands
-    cli._add_settings(commands["train"])
     said = capsys.readouterr().out
-    for action in commands[command]._actions:
-        assert action.help, action.dest
-        assert (action.option_strings[-1] if action.option_strings else str(action.metavar)) in said
-    if command == "train":
-        assert all(f"--{setting.name.replace('_', '-')} VALUE" in said for setting in settings())
-    assert "``" not in said
-
-
-# -------------------------------------------------------------------------------------------------- mistakes
-
-
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        (["trian"], "nsa: unrecognized command: trian; did you mean train?"),
-        (["generat", "x"], "did you mean generate?"),
-        (["--verson"], "nsa: unrecognized arguments: --verson; did you mean --version?"),
-        (["train", "tiny.yaml", "--lr", "3"], "nsa train: unrecognized arguments: --lr; did you mean --optim.lr?"),
-        (["train", "--modle.nsa.window-size=4", "tiny.yaml"], "; did you mean --model.nsa.window-size?"),
-        (["train", "--resum", "x"], "; did you mean --resume?"),
-        (["train", "tiny.yaml", "extra"], "nsa train: unrecognized arguments: extra"),
-        (["train", "tiny.yaml", "-x"], "nsa train: unrecognized arguments: -x"),
-        (["train"], "CONFIG must be given"),
-        (["train", "tiny.yaml", "--steps"], "nsa train: argument --steps: expected one argument"),
-        (["train", "tiny.yaml", "--steps", "1", "--steps", "2"], "nsa train: argument --steps: given twice"),
-        (["train", "tiny.yaml", "--steps", "some"], "--steps: steps must be an integer, got some."),
-        (["train", "tiny.yaml", "--opt", "3"], "unrecognized arguments: --opt"),
-        (["train", "tiny.yml"], "The nearest is tiny.yaml."),
-        (["train", "tiny.yaml", "--data.path", "nowhere"], "nowhere"),
-        (["train", "tiny.yaml", "--model.vocab-size", "300"], "model.vocab_size must equal the tokenizer's"),
-        (["train", "tiny.yaml", "--resume", "x"], "CONFIG must be left out with --resume"),
-        (["train", "--resume", "x", "--run-dir", "y"], "--run-dir must be left out with --resume"),
-        (["train", "--resume", "runs/none"], "be a folder that a run made"),
-        (["eval"], "nsa eval: the following arguments are required: RUN"),
-        (["eval", "runs/none"], "be a folder that a run made"),
-        (["eval", "x", "--device", "tpu"], "invalid choice: 'tpu'"),
-        (["eval", "x", "--optim.lr", "1"], "unrecognized arguments: --optim.lr"),
-        (["generate", "x"], "required: --prompt"),
-        (["generate", "x", "--prompt", "a", "--top-k", "many"], "--top-k: invalid int value: 'many'"),
-        (["generate", "x", "--prompt", "a", "--topk", "4"], "; did you mean --top-k?"),
-        (["generate", "x", "--prompt", "a", "--seed", "1", "--seed", "2"], "argument --seed: given twice"),
-        (["doctor", "now"], "nsa doctor: unrecognized arguments: now"),
-        (["configs", "--zzzzzz"], "nsa configs: unrecognized arguments: --zzzzzz\n"),
-        (["plan", "tiny.yaml", "--mfu", "-1"], "nsa plan: --mfu must be positive"),
-    ],
-)  # fmt: skip
-def test_mistakes_end_in_one_line_that_helps(
-    tiny: Path, capsys: pytest.CaptureFixture[str], words: list[str], answer: str
-) -> None:
-    assert answer in refusal(capsys, *words)
-    assert not list(tiny.parent.glob("runs/*")), "a refused run left a folder"
-
-
-def test_a_run_without_a_checkpoint_or_with_other_data_is_refused(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", str(tiny), "--run-dir", "run", "--steps", "2"]) == 0
-    capsys.readouterr()
-    assert "prompts must hold at least one token" in refusal(capsys, "generate", "run", "--prompt", "")
-    assert "temperature must be at least 0" in refusal(capsys, "generate", "run", "--prompt", "a", "--temperature", "-1")
-    assert "--windows must be positive" in refusal(capsys, "eval", "run", "--windows", "0")
-    assert "optim.lr must stay" in refusal(capsys, "train", "--resume", "run", "--optim.lr", "1")
-    assert Path("run/config.yaml").exists(), "a refused resumption removed the run"
-    (tiny.parent / "texts" / "new.txt").write_text("text that the run has not seen " * 30)
-    assert "may have been trained on" in refusal(capsys, "eval", "run")
-    for checkpoint in Path("run/checkpoints").iterdir():
-        checkpoint.rename(tiny.parent / checkpoint.name)
-    assert "checkpoint" in refusal(capsys, "eval", "run")
-    assert "checkpoint" in refusal(capsys, "generate", "run", "--prompt", "a")
+    assert said.startswith(f"usage: nsa {line} ")
+    assert "`" not in said.partition("options:")[2]
+    if line == "train":
+        assert all(option(setting.name) in said for setting in settings())
+        assert "--optim.name {adamw,muon}" in said
+        assert "(default [0.9, 0.999])" in said
 
 
 def test_nothing_said_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -450,7 +413,64 @@ def test_nothing_said_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None
     assert "usage: nsa" in capsys.readouterr().out
 
 
-# -------------------------------------------------------------------------------------------------- other endings
+# -------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("trian", "nsa: unrecognized command: trian; did you mean train?"),
+        ("generat x", "did you mean generate?"),
+        ("--verson", "nsa: unrecognized arguments: --verson; did you mean --version?"),
+        ("train tiny.yaml --lr 3", "nsa train: unrecognized arguments: --lr; did you mean --optim"),
+        ("train --modle.nsa.window-size=4 tiny.yaml", "; did you mean --model.nsa.window-size?"),
+        ("train --resum x", "; did you mean --resume?"),
+        ("train tiny.yaml extra", "nsa train: unrecognized arguments: extra"),
+        ("train tiny.yaml -x", "nsa train: unrecognized arguments: -x"),
+        ("train", "CONFIG must be given"),
+        ("train tiny.yaml --steps", "nsa train: argument --steps: expected one argument"),
+        ("train tiny.yaml --steps 1 --steps 2", "nsa train: argument --steps: given twice"),
+        ("train --steps some tiny.yaml", "--steps: steps must be a valid integer, got some."),
+        ("train tiny.yaml --opt 3", "unrecognized arguments: --opt"),
+        ("train tiny.yml", "The nearest is tiny.yaml."),
+        ("train tiny.yaml --data.path nowhere", "nowhere"),
+        ("train tiny.yaml --model.vocab-size 300", "model.vocab_size must equal the tokenizer's"),
+        ("train tiny.yaml --resume x", "CONFIG must be left out with --resume"),
+        ("train --resume x --run-dir y", "--run-dir must be left out with --resume"),
+        ("train --resume runs/none", "be a folder that a run made"),
+        ("eval", "nsa eval: the following arguments are required: RUN"),
+        ("eval runs/none", "be a folder that a run made"),
+        ("eval x --device tpu", "invalid choice: 'tpu'"),
+        ("eval x --optim.lr 1", "unrecognized arguments: --optim.lr"),
+        ("generate x", "required: --prompt"),
+        ("generate x --prompt a --top-k many", "--top-k: invalid int value: 'many'"),
+        ("generate x --prompt a --topk 4", "; did you mean --top-k?"),
+        ("doctor now", "nsa doctor: unrecognized arguments: now"),
+        ("configs --zzzzzz", "nsa configs: unrecognized arguments: --zzzzzz"),
+        ("plan tiny.yaml --mfu -1", "nsa plan: --mfu must be positive"),
+    ],
+)
+def test_mistakes_end_in_one_line_that_helps(
+    tiny: Path,
+    refusal: Command,
+    line: str,
+    answer: str,
+) -> None:
+    assert answer in refusal(line)
+    assert not list(tiny.glob("runs/*")), "a refused run left a folder"
+
+
+def test_set_is_taken_for_one_release(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = "bench train --set optim.lr=fast --config tiny.yaml --set seed=3"
+    assert cli.main(shlex.split(line)) == 2
+    first, second, refused = capsys.readouterr().err.splitlines()
+    said = "--set optim.lr=fast is --optim.lr=fast now; --set goes with the next release"
+    assert first == f"nsa bench train: {said}"
+    assert "--seed=3 now" in second
+    assert "--optim.lr: optim.lr must be a valid number, got fast." in refused
+
+
+# ---------------------------------------------------------------------------------- other endings
 
 
 def raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,29 +480,36 @@ def raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_dispatch", command)
 
 
-def test_surroundings_end_in_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_machine_end_in_one_line(
+    refusal: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     raising(OSError(errno.ENOSPC, "No space left on device", "runs/x"), monkeypatch)
-    assert refusal(capsys, "train") == "nsa: No space left on device: runs/x\n"
+    assert refusal("train") == "nsa: No space left on device: runs/x"
 
 
-def test_too_little_gpu_memory_anywhere(
+def test_too_little_gpu_memory_anywhere(refusal: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In commands that know no better; see test_out_of_memory.py for those that do."""
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+    raising(error, monkeypatch)
+    said = "out of memory; 20.00 MiB more were asked for"
+    assert refusal("doctor") == f"nsa: {said}. Take fewer or shorter sequences at a time."
+
+
+BUGS = (ValueError("a bug"), FileNotFoundError(errno.ENOENT, "a bug"), RuntimeError("a bug"))
+
+
+@pytest.mark.parametrize("error", BUGS)
+def test_bugs_keep_their_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    raising(error, monkeypatch)
+    with pytest.raises(type(error), match="a bug"):
+        cli.main([])
+
+
+def test_ctrl_c_outside_of_training_is_quiet(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In commands that know no better; see test_out_of_memory.py for those that do."""
-    raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), monkeypatch)
-    said = "out of memory; 20.00 MiB more were asked for"
-    assert refusal(capsys, "doctor") == f"nsa: {said}. Take fewer or shorter sequences at a time.\n"
-
-
-def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    for error in (ValueError("a bug"), FileNotFoundError(errno.ENOENT, "a bug"), RuntimeError("a bug")):
-        raising(error, monkeypatch)
-        with pytest.raises(type(error), match="a bug"):
-            cli.main([])
-
-
-def test_ctrl_c_outside_of_training_is_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     raising(KeyboardInterrupt(), monkeypatch)
     assert cli.main(["generate"]) == 130
     assert capsys.readouterr().err == "nsa: interrupted\n"

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa import cli, configs
+from nsa import configs
 from nsa.errors import UserError
 from nsa.lm.model import LanguageModel
 from nsa.train.config import TrainConfig
 from nsa.train.data import make_tokenizer
 from nsa.train.load import load_config
 from nsa.train.optim import parameter_groups
+from tests.cli.conftest import Command
 
 ROOT = configs.FOLDER
 PATHS = sorted(ROOT.glob("*.yaml"))
@@ -45,7 +46,7 @@ def state_bytes(config: TrainConfig) -> int:
 
 
 def test_the_configurations_there_must_be() -> None:
-    assert {"1b", "cpu-small", "gpu-small", "seed", "seed-gpt2", "seed-fineweb"} <= NAMES
+    assert {"1b", "cpu-small", "gpu-small", "78m", "117m", "117m-fineweb"} <= NAMES
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
@@ -94,17 +95,46 @@ def test_parameters_tokens_and_memory_in_the_comment(path: Path) -> None:
     assert f"{state_bytes(config) / unit:.{len(memory[1].partition('.')[2])}f}" == memory[1]
 
 
-def test_the_seed_configuration_is_the_one_that_is_specified() -> None:
-    config = load_config(ROOT / "seed.yaml")
+def test_the_78m_configuration_is_the_one_that_is_specified() -> None:
+    config = load_config(ROOT / "78m.yaml")
     model, pattern, optim = config.model, config.model.nsa, config.optim
-    assert (model.width, model.num_layers, model.vocab_size, model.tie_head) == (768, 12, 256, False)
+    assert (model.width, model.num_layers, model.vocab_size, model.tie_head) == (
+        768,
+        12,
+        256,
+        False,
+    )
     assert (model.mlp, model.mlp_hidden_size, model.attention) == ("silu", 4 * 768, "nsa")
-    assert (pattern.num_heads, pattern.num_kv_heads, pattern.head_dim, pattern.value_dim) == (12, 2, 64, 64)
-    assert (pattern.compress_block_size, pattern.compress_stride, pattern.block_size) == (32, 16, 64)
-    assert (pattern.num_selected_blocks, pattern.window_size, pattern.phi, pattern.gate) == (16, 512, "mean", "sigmoid")
+    assert (pattern.num_heads, pattern.num_kv_heads, pattern.head_dim, pattern.value_dim) == (
+        12,
+        2,
+        64,
+        64,
+    )
+    assert (pattern.compress_block_size, pattern.compress_stride, pattern.block_size) == (
+        32,
+        16,
+        64,
+    )
+    assert (pattern.num_selected_blocks, pattern.window_size, pattern.phi, pattern.gate) == (
+        16,
+        512,
+        "mean",
+        "sigmoid",
+    )
     assert (pattern.rope_theta, pattern.rope_scaling, pattern.share_kv) == (10_000, None, False)
-    assert (config.seq_len, config.micro_batch, config.accumulation, config.compute_dtype) == (2048, 2, 2, "bf16")
-    assert (optim.name, optim.lr, optim.betas, optim.warmup_steps) == ("adamw", 2e-4, (0.9, 0.999), 2000)
+    assert (config.seq_len, config.micro_batch, config.accumulation, config.compute_dtype) == (
+        2048,
+        2,
+        2,
+        "bf16",
+    )
+    assert (optim.name, optim.lr, optim.betas, optim.warmup_steps) == (
+        "adamw",
+        2e-4,
+        (0.9, 0.999),
+        2000,
+    )
     assert (optim.min_lr_ratio, optim.weight_decay, optim.grad_clip) == (0.0, 0.01, 1.0)
     assert (config.seed, config.checkpoint_every, config.steps) == (1337, 5000, 50_000)
     assert config.steps * config.global_batch * config.seq_len == 409_600_000
@@ -118,25 +148,33 @@ def num_gate_parameters(config: TrainConfig) -> int:
 def test_the_1b_configuration_is_what_its_name_says() -> None:
     config = load_config(ROOT / "1b.yaml")
     assert 0.9e9 < num_parameters(config) < 1.3e9
-    assert (config.parallel.strategy, config.checkpointing.policy, config.model.attention) == ("fsdp", "operators", "nsa")
+    assert (config.parallel.strategy, config.checkpointing.policy, config.model.attention) == (
+        "fsdp",
+        "operators",
+        "nsa",
+    )
     for world_size, accumulation in ((2, 4), (4, 2)):
         load_config(ROOT / "1b.yaml", {"world_size": str(world_size), "accumulation": str(accumulation)})
 
 
-def test_the_gpt2_seed_is_the_seed_with_another_vocabulary() -> None:
-    seed, gpt2 = (load_config(ROOT / f"{name}.yaml") for name in ("seed", "seed-gpt2"))
-    assert (gpt2.model.vocab_size, gpt2.model.tie_head, gpt2.data.tokenizer) == (50257, True, "gpt2")
+def test_the_117m_configuration_is_the_78m_one_with_another_vocabulary() -> None:
+    bytes_, gpt2 = (load_config(ROOT / f"{name}.yaml") for name in ("78m", "117m"))
+    assert (gpt2.model.vocab_size, gpt2.model.tie_head, gpt2.data.tokenizer) == (
+        50257,
+        True,
+        "gpt2",
+    )
     model = dataclasses.replace(gpt2.model, vocab_size=256, tie_head=False)
     data = dataclasses.replace(gpt2.data, tokenizer="byte")
-    assert dataclasses.replace(gpt2, model=model, data=data, loss_chunk=seed.loss_chunk) == seed
+    assert dataclasses.replace(gpt2, model=model, data=data, loss_chunk=bytes_.loss_chunk) == bytes_
 
 
-def test_the_fineweb_seed_is_the_gpt2_seed_on_prepared_text() -> None:
-    gpt2, fineweb = (load_config(ROOT / f"{name}.yaml") for name in ("seed-gpt2", "seed-fineweb"))
+def test_the_fineweb_configuration_is_the_117m_one_on_prepared_text() -> None:
+    gpt2, fineweb = (load_config(ROOT / f"{name}.yaml") for name in ("117m", "117m-fineweb"))
     assert (fineweb.data.source, fineweb.data.path) == ("shards", "data/fineweb-edu")
     data = dataclasses.replace(fineweb.data, source="stdlib", path=None)
     assert dataclasses.replace(fineweb, data=data) == gpt2
-    prepared = re.search(r"--max-tokens (\d+) --out data/fineweb-edu", (ROOT / "seed-fineweb.yaml").read_text())
+    prepared = re.search(r"--max-tokens (\d+) --out data/fineweb-edu", (ROOT / "117m-fineweb.yaml").read_text())
     assert prepared is not None
     assert int(prepared[1]) > fineweb.steps * fineweb.global_batch * fineweb.seq_len
 
@@ -144,25 +182,32 @@ def test_the_fineweb_seed_is_the_gpt2_seed_on_prepared_text() -> None:
 # ------------------------------------------------------------------------------------------------------------------ names
 
 
-def test_the_names_are_listed_with_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["configs"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_names_are_listed_with_what_they_are(nsa: Command) -> None:
+    lines = nsa("configs").splitlines()
     assert [line.split()[0] for line in lines] == sorted(NAMES)
-    assert "seed                The seed configuration: the pattern of the paper on bytes, S = 2,048." in lines
+    assert "78m                 78M parameters on bytes: the pattern of the paper, S = 2,048." in lines
     assert all(line.endswith(".") and ". " not in line for line in lines)
-    assert cli.main(["configs", "--folder"]) == 0
-    assert capsys.readouterr().out == f"{ROOT}\n"
+    assert nsa("configs --folder") == f"{ROOT}\n"
 
 
 def test_a_word_is_a_name_or_a_path(tmp_path: Path) -> None:
-    assert load_config("seed") == load_config(ROOT / "seed.yaml")
-    for path in ("seed.yaml", "seed.yml", "mine/seed", str(tmp_path / "seed")):
+    assert load_config("78m") == load_config(ROOT / "78m.yaml")
+    for path in ("78m.yaml", "78m.yml", "mine/78m", str(tmp_path / "78m")):
         assert configs.find(path) == Path(path)
     with pytest.raises(UserError) as caught:
-        load_config("sead")
+        load_config("78n")
     assert str(caught.value) == (
-        "configuration: name must be one that comes with the package, got 'sead'. The nearest is seed; "
+        "configuration: name must be one that comes with the package, got '78n'. The nearest is 78m; "
         "`nsa configs` lists them; the path of a file ends in .yaml."
     )
-    with pytest.raises(UserError, match="take it by its name: seed"):
-        load_config("configs/seed.yaml")
+    with pytest.raises(UserError, match="take it by its name: 78m"):
+        load_config("configs/78m.yaml")
+
+
+def test_names_of_the_release_before_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    for old, new in configs.RENAMED.items():
+        assert configs.find(old) == ROOT / f"{new}.yaml"
+        assert f"the configuration {old} is called {new} now" in caplog.text
+        assert configs.name_in_rows(new) == configs.name_in_rows(f"{old}.yaml") == old
+    assert set(configs.RENAMED.values()) <= NAMES
+    assert configs.name_in_rows("cpu-small") == "cpu-small"

@@ -13,22 +13,23 @@ import pytest
 import torch
 
 from nsa import NSAConfig, cli, configs, extras
+from nsa.bench.points import parse_shape
 from nsa.cli import doctor
 from nsa.ops._triton.tuning import Tile, TileKey, tiles_chosen_by
 from nsa.train import environment
+from tests.cli.conftest import Command
 from tools.compile_only.launches import Batch, attend, launches
 
 
-def test_a_sound_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor"]) == 0
-    said = capsys.readouterr().out
+def test_a_sound_machine(nsa: Command) -> None:
+    said = nsa("doctor")
     for part in (
         "python 3.",
         "torch 2.",
         "CPU cores",
         "GiB free",
         "cpu: eager PyTorch",
-        "  seed-gpt2-dense: loads",
+        "  117m-dense: loads",
         "no problem",
     ):
         assert part in said
@@ -47,7 +48,7 @@ def test_problems_are_shown_and_counted(
     said = capsys.readouterr().out
     assert "PROBLEM: no-such-distribution is not installed" in said
     assert "PROBLEM: 0.5 GiB free" in said
-    assert f"PROBLEM: {tmp_path / 'bad.yaml'}:1: steps must be an integer, got 'x'." in said
+    assert f"PROBLEM: {tmp_path / 'bad.yaml'}:1: steps must be a valid integer, got x." in said
     assert f"  {tmp_path / 'good.yaml'}: loads" in said
     assert "3 problems found" in said
     assert "PROBLEM: no folder" in "\n".join(f"PROBLEM: {line}" for line in doctor._configs(tmp_path / "nowhere"))
@@ -123,18 +124,16 @@ def test_connections_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list(doctor._connections(1))) == 3
 
 
-def test_what_runs_for_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--shape", "seed", "--seq", "2048"]) == 0
-    short = capsys.readouterr().out
+def test_what_runs_for_a_shape(nsa: Command, refusal: Command) -> None:
+    short = nsa("doctor --shape seed --seq 2048")
     assert "12 heads in 2 groups, D 64, Dv 64, bf16, sequences of up to 2,048 tokens" in short
     assert "selected branch: the tiled algorithm, because in sequences so short a tile chooses 44 blocks or fewer" in short
     assert re.search(r"on the NVIDIA H200:\n.*compressed_attention_fwd: \d+ rows, .*\(measured on NVIDIA H200\)", short)
     assert "gather_fwd" not in short
-    long = "\n".join(doctor._kernels(doctor.Question.of("64x4x256x128", 65_536, "fp32")))
+    long = "\n".join(doctor._kernels(parse_shape("64x4x256x128").config(), 65_536, "fp32"))
     assert "decided on the GPU in each call" in long
     assert re.search(r"selected_gather_fwd: 16 rows, 16 keys, 8 warps, 1 stages \(default of", long)
-    assert cli.main(["doctor", "--shape", "seed"]) == 2
-    assert "--shape and --seq must be given together" in capsys.readouterr().err
+    assert "--shape and --seq must be given together" in refusal("doctor --shape seed")
 
 
 @pytest.mark.parametrize("longest", [1024, 65_536])

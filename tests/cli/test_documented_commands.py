@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import shlex
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nsa import cli, configs
-from nsa.bench.variants import parse_settings, parse_variant, split_variant
+from nsa.bench.variants import parse_variant, split_variant
 from nsa.config import NSAConfig
 from nsa.errors import UsageError, UserError
 from nsa.train.load import load_config, settings
@@ -45,27 +45,19 @@ def commands(text: str) -> Iterator[list[str]]:
 
 def check_command(words: list[str]) -> None:
     """Words, and the settings of a configuration that exists."""
-    args = cli.parse(words)
-    assert args is not None, words
-    for paths, given in loaded(words, vars(args)):
-        for path in paths:
-            if path in configs.names():
-                load_config(path, given)
-
-
-def loaded(words: list[str], args: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Configurations that a command loads, each with settings on top."""
-    if words[0] in ("train", "plan", "profile"):
-        names = [setting.name for setting in settings() if args.get(setting.name) is not None]
-        given = {name: args[name] for name in names}
-        configs = args["config"] or []
-        yield [configs] if isinstance(configs, str) else configs, given
-    elif words[:2] in (["bench", "train"], ["bench", "scaling"]):
-        given = parse_settings("the document", "--set", args["set"])
-        configs = args["config"]
-        yield [configs] if isinstance(configs, str) else configs, given
-        for text in args.get("variant", []):
-            yield configs[:1], {**given, **split_variant("the document", text)[1]}
+    found = cli.parse(words)
+    assert found is not None, words
+    run, arguments = found
+    if not any(part.kind is part.VAR_KEYWORD for part in inspect.signature(run).parameters.values()):
+        return
+    known = {setting.name for setting in settings()} - inspect.signature(run).parameters.keys()
+    given = {name: text for name, text in arguments.items() if name in known}
+    config = arguments["config"]
+    paths = config if isinstance(config, tuple | list) else [config]
+    for path in set(paths) & set(configs.names()):
+        load_config(path, given)
+        for text in arguments.get("variant") or []:
+            load_config(path, {**given, **split_variant("the document", text)[1]})
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -82,7 +74,9 @@ def test_commands_of_the_measurements_are_taken() -> None:
         words = text.split()
         check_command(words)
         if words[:2] == ["bench", "attention"]:
-            for variant in vars(cli.parse(words))["variant"]:
+            found = cli.parse(words)
+            assert found is not None
+            for variant in found[1]["variant"] or []:
                 assert dataclasses.replace(SEED, **parse_variant(variant).config) != SEED
 
 
@@ -93,15 +87,15 @@ def test_there_are_commands() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "nsa trian seed",
-        "nsa train seed --world-siez 2",
-        "nsa train seed --world-size 2",  # its global batch is another
-        "torchrun --nproc-per-node 2 -m nsa bench scaling seed --set paralel.strategy=fsdp",
+        "nsa trian 78m",
+        "nsa train 78m --world-siez 2",
+        "nsa train 78m --world-size 2",  # its global batch is another
+        "torchrun --nproc-per-node 2 -m nsa bench scaling 78m --paralel.strategy fsdp",
         "nsa bench train --variant eager:compiled=false",
         'nsa bench train "${set[@]}"  # remark',
     ],
 )
 def test_a_stale_command_is_seen(line: str) -> None:
-    (words,) = commands(f"```console\n$ set=(--set no.such=1)\n$ {line}\n```\n")
+    (words,) = commands(f"```console\n$ set=(--no.such 1)\n$ {line}\n```\n")
     with pytest.raises((UsageError, UserError)):
         check_command(words)

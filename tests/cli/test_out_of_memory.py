@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,9 +28,11 @@ from nsa.train.runs import evaluation as report
 from nsa.train.trainer import Trainer
 from nsa.train.watch import out_of_memory
 from nsa.train.watch.out_of_memory import check_fits, free_memory, is_out_of_memory, memory_use, remedies
+from tests.cli.conftest import Command
 from tests.train.cases import tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
+TRAIN = "train tiny.yaml --run-dir run"
 WORDS = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 9 GiB."
 START = "the run must fit into GPU memory, got out of memory; 2.50 GiB more were asked for. "
 
@@ -51,13 +51,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    capsys.readouterr()
-    assert cli.main([str(word) for word in words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line.removeprefix("nsa: ")
-
-
 def fails_at(step: int, fail: Callable[[], NoReturn], monkeypatch: pytest.MonkeyPatch) -> None:
     train_step = Trainer.train_step
 
@@ -71,43 +64,44 @@ def fails_at(step: int, fail: Callable[[], NoReturn], monkeypatch: pytest.Monkey
 
 def test_a_run_that_does_not_begin(
     config: Path,
-    capsys: pytest.CaptureFixture[str],
+    nsa: Command,
+    refusal: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At the set-up of the model and in the first step; nothing is left of it."""
     help = "Give --micro-batch 3 --accumulation 4 or --checkpointing.policy full (slower)"
-    expected = f"train: {START}{help}; `nsa plan` says what a run needs."
+    expected = f"nsa: train: {START}{help}; `nsa plan` says what a run needs."
     with monkeypatch.context() as patch:
         patch.setattr(LanguageModel, "to", no_memory)
-        assert refusal(capsys, "train", config, "--run-dir", "run") == expected
+        assert refusal(TRAIN) == expected
     with monkeypatch.context() as patch:
         fails_at(0, no_memory, patch)
-        assert refusal(capsys, "train", config, "--run-dir", "run") == expected
+        assert refusal(TRAIN) == expected
     assert not Path("run").exists()
-    given = shlex.split(help.partition(" or ")[0])[1:]
-    assert cli.main(["train", str(config), "--run-dir", "run", *given]) == 0
+    nsa(TRAIN + help.removeprefix("Give").partition(" or ")[0])
 
 
 def test_a_later_step_names_the_checkpoint_and_how_to_go_on(
     config: Path,
-    capsys: pytest.CaptureFixture[str],
+    nsa: Command,
+    refusal: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patch:
         fails_at(3, no_memory, patch)
-        line = refusal(capsys, "train", config, "--run-dir", "run")
+        line = refusal(TRAIN)
     said, _, command = line.partition(" Go on with: nsa ")
-    assert said == f"train: {START}The last checkpoint is run/checkpoints/step-00000002."
+    assert said == f"nsa: train: {START}The last checkpoint is run/checkpoints/step-00000002."
     first, _, second = command.partition(" or ")
     assert second == "--checkpointing.policy full (slower)"
     assert "ended by UserError: train: the run must fit" in Path("run/log.txt").read_text()
-    assert cli.main(shlex.split(first)) == 0
-    assert (Path("run/checkpoints/step-00000006")).exists()
+    nsa(first)
+    assert Path("run/checkpoints/step-00000006").exists()
 
 
 def test_the_capture_of_a_graph_ends_in_another_error(
     config: Path,
-    capsys: pytest.CaptureFixture[str],
+    refusal: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def capture() -> NoReturn:
@@ -116,10 +110,8 @@ def test_the_capture_of_a_graph_ends_in_another_error(
         finally:
             raise RuntimeError("CUDA error: operation failed due to an error during capture")
 
-    with monkeypatch.context() as patch:
-        fails_at(0, capture, patch)
-        line = refusal(capsys, "train", config, "--run-dir", "run")
-    assert line.startswith(f"train: {START}Give --micro-batch 3")
+    fails_at(0, capture, monkeypatch)
+    assert refusal(TRAIN).startswith(f"nsa: train: {START}Give --micro-batch 3")
 
 
 def test_another_error_is_a_bug(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,51 +120,50 @@ def test_another_error_is_a_bug(config: Path, monkeypatch: pytest.MonkeyPatch) -
 
     fails_at(1, bug, monkeypatch)
     with pytest.raises(RuntimeError, match="operation failed"):
-        cli.main(["train", str(config), "--run-dir", "run"])
+        cli.main(TRAIN.split())
 
 
 def test_evaluation_and_generation(
     config: Path,
-    capsys: pytest.CaptureFixture[str],
+    nsa: Command,
+    refusal: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert cli.main(["train", str(config), "--run-dir", "run", "--steps", "2"]) == 0
+    nsa(f"{TRAIN} --steps 2")
     end = "must fit into GPU memory, got out of memory; 2.50 GiB more were asked for."
     with monkeypatch.context() as patch:
         patch.setattr(report, "evaluate", no_memory)
-        line = refusal(capsys, "eval", "run")
-        assert line == f"eval: the evaluation {end} Give --micro-batch 3 or --device cpu."
-        line = refusal(capsys, "eval", "run", "--micro-batch", "1")
-        assert line == f"eval: the evaluation {end} Give --device cpu."
-    figures = []
-    for words in ((), ("--micro-batch", "1")):
-        assert cli.main(["eval", "run", *words]) == 0
-        figures.append([line for line in capsys.readouterr().out.splitlines() if "loss" in line])
-    assert figures[0] == figures[1] != []
-    assert "--micro-batch must be positive" in refusal(capsys, "eval", "run", "--micro-batch", "0")
+        start = f"nsa: eval: the evaluation {end} Give"
+        assert refusal("eval run") == f"{start} --micro-batch 3 or --device cpu."
+        assert refusal("eval run --micro-batch 1") == f"{start} --device cpu."
+    both = [nsa("eval run").splitlines(), nsa("eval run --micro-batch 1").splitlines()]
+    first, second = ([line for line in said if "loss" in line] for said in both)
+    assert first == second != []
+    assert "--micro-batch must be positive" in refusal("eval run --micro-batch 0")
     monkeypatch.setattr(generation, "_next_logits", no_memory)
-    line = refusal(capsys, "generate", "run", "--prompt", "a")
     hint = "Give fewer prompts, fewer --max-new-tokens or --device cpu."
-    assert line == f"generate: the text {end} {hint}"
+    assert refusal("generate run --prompt a") == f"nsa: generate: the text {end} {hint}"
 
 
-def test_profile(
-    config: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_profile(config: Path, refusal: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     fails_at(2, no_memory, monkeypatch)
-    words = ["--steps", "99", "--run-dir", "run", "--checkpoint-every", "0"]
-    line = refusal(capsys, "profile", config, *words)
+    line = refusal("profile tiny.yaml --steps 99 --run-dir run --checkpoint-every 0")
     assert line.startswith(f"nsa profile: {START}Give --micro-batch 3 --accumulation 4 or")
 
 
+BENCH = "bench train --config tiny.yaml --provider nsa --device"
+
+
 @pytest.mark.parametrize("where", ["measure_steps", "measure_forward"])
-def test_bench_train(config: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_bench_train(
+    config: Path,
+    nsa: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
     """A row that says so; what was measured before stays, and other models go on."""
     monkeypatch.setattr(train, where, no_memory)
-    words = ["--config", str(config), "--provider", "nsa", "--steps", "2", "--warmup", "1"]
-    assert cli.main(["bench", "train", *words, "--out", "rows.jsonl"]) == 0
+    nsa(f"{BENCH} cpu --steps 2 --warmup 1 --out rows.jsonl")
     step, forward = read_rows([Path("rows.jsonl")])
     why = "not run: out of memory; 2.50 GiB more were asked for. Give --micro-batch 3"
     assert (forward.ms_p50, forward.note) == (None, why)
@@ -232,32 +223,35 @@ def test_what_counts(error: BaseException | None, expected: bool) -> None:
 
 
 def test_what_cannot_fit_is_refused_before_a_folder_is_made(
-    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    config: Path,
+    nsa: Command,
+    refusal: Command,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert cli.main(["train", str(config), "--run-dir", "run"]) == 0
+    nsa(TRAIN)
     count = LanguageModel(tiny_config(Path.cwd()).model).num_parameters()["total"]
-    words: dict[str, tuple[str | Path, ...]] = {
-        "train": ("train", config, "--run-dir", "new"),
-        "nsa profile": ("profile", config, "--wait", "1", "--warmup", "1", "--active", "1", "--run-dir", "new"),
-        "nsa bench train": ("bench", "train", "--config", config, "--set", "device=cpu"),
-        "nsa bench scaling": ("bench", "scaling", config),
-        "eval": ("eval", "run"),
-        "generate": ("generate", "run", "--prompt", "a"),
-    }
-    for name, command in words.items():
-        needed = count * (4 if name in ("eval", "generate") else 16)
-        monkeypatch.setattr(out_of_memory, "free_memory", lambda device, most=needed - 1: most)
-        said = refusal(capsys, *command)
-        assert said.startswith(f"{name}: the model must fit into the memory of the cpu device, got 0.00B parameters")
+    profile = "profile tiny.yaml --wait 1 --warmup 1 --active 1 --run-dir new"
+    for name, line, needed in (
+        ("nsa: train", "train tiny.yaml --run-dir new", 16),
+        ("nsa profile", profile, 16),
+        ("nsa bench train", f"{BENCH} cpu", 16),
+        ("nsa bench scaling", "bench scaling tiny.yaml", 16),
+        ("nsa: eval", "eval run", 4),
+        ("nsa: generate", "generate run --prompt a", 4),
+    ):
+        most = count * needed - 1
+        monkeypatch.setattr(out_of_memory, "free_memory", lambda device, most=most: most)
+        why = "the model must fit into the memory of the cpu device, got 0.00B parameters"
+        assert refusal(line).startswith(f"{name}: {why}")
     assert not Path("new").exists()
     monkeypatch.setattr(out_of_memory, "free_memory", lambda device: 4 * count)
-    assert cli.main(["eval", "run"]) == 0
+    nsa("eval run")
     monkeypatch.setattr(out_of_memory, "free_memory", lambda device: 8 * count)
     check_fits("train", tiny_config(Path.cwd()).model, torch.device("cpu"), shares=2)
 
 
-def test_a_model_of_any_size_is_refused_at_once(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refusal(capsys, "train", config, "--model.width", "65536", "--model.num-layers", "100", "--run-dir", "new")
+def test_a_model_of_any_size_is_refused_at_once(config: Path, refusal: Command) -> None:
+    said = refusal("train tiny.yaml --model.width 65536 --model.num-layers 100 --run-dir new")
     assert "which take" in said
     assert "with their gradients and moments" in said
 
@@ -276,25 +270,24 @@ def test_free_memory_of_a_machine_and_of_a_container(tmp_path: Path, monkeypatch
 
 
 def test_bench_train_wants_a_gpu_unless_it_is_told_otherwise(
-    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    config: Path,
+    refusal: Command,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(train, "check_model", no_memory)
-    said = refusal(capsys, "bench", "train", "--config", config, "--set", "device=auto")
-    hint = "Give --set device=cpu to measure on this CPU all the same."
+    said = refusal(f"{BENCH} auto")
+    hint = "Give --device cpu to measure on this CPU all the same."
     assert said == f"nsa bench train: the machine must have a CUDA GPU, got none. {hint}"
 
 
 def test_sigterm_ends_a_benchmark_at_once(config: Path) -> None:
-    command = [sys.executable, "-m", "nsa", "bench", "train", "--config", str(config), "--set", "device=cpu"]
-    words = ["--warmup", "1", "--steps", "100000", "--mode", "fwd_bwd", "--provider", "nsa"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([*command, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    before = set(Path(tempfile.gettempdir()).glob("*/run/metrics.jsonl"))
+    """Its run, in a folder of its own, writes no checkpoint first."""
+    line = f"{BENCH} cpu --warmup 1 --steps 100000 --mode fwd_bwd"
+    command = [sys.executable, "-m", "nsa", *line.split()]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(Path.cwd())}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     deadline = time.monotonic() + 120
-    rows = Path()
-    while not rows.is_file() or not rows.read_text():
-        new = set(Path(tempfile.gettempdir()).glob("*/run/metrics.jsonl")) - before
-        rows = min(new, default=Path())
+    while not any(rows.read_text() for rows in Path.cwd().glob("*/run/metrics.jsonl")):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -303,4 +296,4 @@ def test_sigterm_ends_a_benchmark_at_once(config: Path) -> None:
     said, _ = process.communicate(timeout=30)
     assert time.monotonic() - begin < 2
     assert process.returncode == -signal.SIGTERM
-    assert "received" not in said
+    assert b"received" not in said

@@ -38,8 +38,8 @@ class Peak(NamedTuple):
 # graphs, masked documents.
 ACCEPTED = [
     Peak("acceptance run at 0f400f1", 3229.7, "gpu-small"),
-    Peak("acceptance run at 0f400f1", 2872.2, "seed"),
-    Peak("acceptance run at 0f400f1", 4199.2, "seed-gpt2"),
+    Peak("acceptance run at 0f400f1", 2872.2, "78m"),
+    Peak("acceptance run at 0f400f1", 4199.2, "117m"),
 ]
 
 
@@ -54,7 +54,7 @@ def of_training_rows() -> Iterator[Peak]:
             words["checkpointing.policy"] = row.settings["checkpointing"]
             words["data.document_mask"] = row.is_masked
             words |= {"seq_len": row.seq_len, "global_batch": row.batch}
-            config = "seed" if row.settings["attention"] == "nsa" else "seed-dense"
+            config = "78m" if row.settings["attention"] == "nsa" else "78m-dense"
             yield Peak(f"{row.provider}, {row.commit}", row.peak_mib, config, words)
 
 

@@ -35,7 +35,7 @@ LARGE = {"micro_batch": 32, "accumulation": 1, "global_batch": 32, "compile": Fa
 def parts(**changes: Any) -> dict[str, int]:
     given = {**LARGE, "cuda_graphs": False, **changes}
     words = {name.replace("__", "."): str(value) for name, value in given.items()}
-    return step_memory(load_config("seed", words)).parts
+    return step_memory(load_config("78m", words)).parts
 
 
 def saved_by_autograd(config: TrainConfig) -> int:

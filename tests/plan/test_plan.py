@@ -29,7 +29,7 @@ PARAMETERS = 78_601_392
 
 
 def seed(**changes: Any) -> TrainConfig:
-    return replace(load_config("seed"), **changes)
+    return replace(load_config("78m"), **changes)
 
 
 # ---------------------------------------------------------------------------------- time and cost
@@ -122,7 +122,7 @@ def test_time_and_operations() -> None:
     assert make_plan(config, find_gpu(None, 10.0)).gpu_hours is None
     assert make_plan(seed(compute_dtype="fp32"), H200).speed is None  # the peak is that of bf16
     # 6 operations a parameter in a product; 12 layers, 12 heads of 128 elements, 6 for each key.
-    dense = make_plan(load_config("seed-dense"), None)
+    dense = make_plan(load_config("78m-dense"), None)
     in_products = 256 * 768 + 12 * (768 * 1024 + 768 * 768 + 2 * 768 * 3072)
     attended = 6 * 12 * 12 * 128 * 1024.5
     assert dense.flops_per_token == pytest.approx(6 * in_products + attended)
@@ -209,10 +209,10 @@ def test_changes_that_need_less_train_the_same() -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "seed", "--gpu", "h100", "--price-per-gpu-hour", "2", "--rows", str(tmp_path)]
+    words = ["plan", "78m", "--gpu", "h100", "--price-per-gpu-hour", "2", "--rows", str(tmp_path)]
     assert cli.main(words) == 0
     said = capsys.readouterr().out
-    assert said.startswith("seed, on 1 x NVIDIA H100 80GB HBM3 of 79.2 GiB\n")
+    assert said.startswith("78m, on 1 x NVIDIA H100 80GB HBM3 of 79.2 GiB\n")
     for line in (
         "tokens      409,600,000 = 50,000 steps x 4 windows x 2,048",
         "saved for backward: attention",
@@ -230,7 +230,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_committed_rows_give_the_speed(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "seed", "--gpu", "h200", "--json", "--checkpointing.policy", "full"]
+    words = ["plan", "78m", "--gpu", "h200", "--json", "--checkpointing.policy", "full"]
     results = str(ROOT / "benchmarks/results")
     for given, policy in (([], "full"), (["--rows", results], "none")):
         assert cli.main([*words, *given]) == 0

@@ -38,7 +38,7 @@ from tools.accept.setting import Machine, Setting
 ROOT = Path(__file__).resolve().parents[2]
 H200 = Machine("NVIDIA H200", 1, "c0ffee")
 CPU = Machine("cpu", 0, "c0ffee")
-SEED = Case("seed", "train", "seed", 10)
+SEED = Case("78m", "train", "78m", 10)
 TINY_LIMIT_S = 120.0
 
 
@@ -127,7 +127,7 @@ def judge(tmp_path: Path, fake_nsa: Callable[..., None]) -> Judge:
         fake_nsa(rows, code=code, seconds=seconds, events=events)
         deadline = time.monotonic() + limit_s
         setting = Setting(tmp_path / "out", machine, "1", deadline, say=lambda line: None)
-        setting.plans["seed"] = plan_mib
+        setting.plans["78m"] = plan_mib
         known = [] if committed is None else [some_row(loss_last=committed)]
         return run_case(case, setting, known)
 
@@ -142,7 +142,7 @@ def test_a_sound_run_passes_with_its_figures(judge: Judge) -> None:
     assert found == (409_600.0, 0.25, 0, 1.3)
     assert (row.host_ms, row.peak_mib, row.plan_mib) == (3.0, 3000.0, 2900.0)
     assert (row.loss_first, row.loss_last) == (4.8, 2.0)
-    assert (row.config, row.gpu, row.commit, row.leg) == ("seed", "NVIDIA H200", "c0ffee", "1")
+    assert (row.config, row.gpu, row.commit, row.leg) == ("78m", "NVIDIA H200", "c0ffee", "1")
 
 
 def without(name: str) -> list[MetricsRow]:
@@ -224,9 +224,9 @@ def test_a_quick_run_is_shorter_and_has_an_early_row(tmp_path: Path, fake_nsa: A
     (row,) = run_leg(Leg("quick", (SEED,)), tmp_path, H200, limit_s=60, say=lambda line: None)
     assert row.passed, row.note
     assert (row.note, row.plan_mib) == ("added: --steps 60 --log-every 5", 2900.0)
-    log = (tmp_path / "quick/seed/log.txt").read_text()
-    run = tmp_path / "quick/seed/run"
-    words = f"train seed --run-dir {run} --steps 60 --log-every 5"
+    log = (tmp_path / "quick/78m/log.txt").read_text()
+    run = tmp_path / "quick/78m/run"
+    words = f"train 78m --run-dir {run} --steps 60 --log-every 5"
     assert f"arguments: {words}\n" in log
 
 
@@ -271,11 +271,11 @@ def test_make_train_begins_with_empty_caches(tmp_path: Path, monkeypatch: Any) -
 
 def test_data_on_shards_come_from_the_folder_that_is_given(tmp_path: Path, fake_nsa: Any) -> None:
     fake_nsa(metrics())
-    leg = Leg("3", (Case("seed-fineweb", "train", "seed-fineweb", 10),))
+    leg = Leg("3", (Case("117m-fineweb", "train", "117m-fineweb", 10),))
     given = tmp_path / "prepared"
     (row,) = run_leg(leg, tmp_path, H200, limit_s=60, shards=given, say=lambda line: None)
     assert row.note == "added: --steps 300 --data.path SHARDS"
-    assert f" --data.path {given}\n" in (tmp_path / "full/seed-fineweb/log.txt").read_text()
+    assert f" --data.path {given}\n" in (tmp_path / "full/117m-fineweb/log.txt").read_text()
 
 
 # ------------------------------------------------------------------------------- legs and limits
@@ -346,15 +346,15 @@ def test_legs_are_sound() -> None:
     names = [case.name for leg in LEGS for case in leg.cases]
     assert len(names) == len(set(names))
     quick = {case.config for case in QUICK_LEG.cases if case.trains_configuration}
-    assert quick == {"seed", "seed-gpt2", "gpu-small"}
+    assert quick == {"78m", "117m", "gpu-small"}
 
 
 def test_cases_are_chosen_by_leg_and_name() -> None:
     assert chosen_legs(quick=True, leg=None, only=[]) == [QUICK_LEG]
     assert chosen_legs(quick=False, leg="2", only=[]) == [LEGS[1]]
-    found = chosen_legs(quick=False, leg=None, only=["seed", "1b"])
+    found = chosen_legs(quick=False, leg=None, only=["78m", "1b"])
     assert [(leg.name, [case.name for case in leg.cases]) for leg in found] == [
-        ("1", ["seed"]),
+        ("1", ["78m"]),
         ("4", ["1b"]),
     ]
     mistakes: tuple[tuple[str | None, list[str], str], ...] = (
@@ -372,7 +372,7 @@ def test_a_run_of_several_processes_takes_the_gpus_there_are(gpus: int, words: l
     found = training.processes_words(config, gpus)
     assert found[1::2] == words
     assert found[::2] == (["--world-size", "--accumulation"] if words else [])
-    assert training.processes_words(load_config("seed"), gpus) == []
+    assert training.processes_words(load_config("78m"), gpus) == []
 
 
 # ----------------------------------------------------------------------- resumption, shards, words

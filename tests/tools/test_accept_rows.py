@@ -23,7 +23,7 @@ def test_the_newest_row_of_a_case_wins(tmp_path: Path) -> None:
     write_rows(target, [some_row(date="2026-11-21T10:00:00+00:00", loss_last=3.0)])
     merge([tmp_path / "b", tmp_path / "a"], target, allow_mixed=False)
     found = [(row.config, row.leg, row.loss_last) for row in read_rows(target)]
-    assert found == [("seed", "quick", 2.0), ("seed", "1", 1.9), ("1b", "4", 2.0)]
+    assert found == [("78m", "quick", 2.0), ("78m", "1", 1.9), ("1b", "4", 2.0)]
     merge([tmp_path / "a"], target, allow_mixed=False)
     older = [row.loss_last for row in read_rows(target)]
     assert older == [2.0, 1.9, 2.0]  # they change nothing
@@ -33,7 +33,7 @@ def test_rows_of_several_commits_are_refused_unless_allowed(tmp_path: Path) -> N
     target, source = tmp_path / "h200.jsonl", tmp_path / "leg-4.jsonl"
     write_rows(target, [some_row()])
     write_rows(source, [some_row(config="1b", commit="decade")])
-    with pytest.raises(UserError, match="c0ffee: seed; decade: 1b"):
+    with pytest.raises(UserError, match="c0ffee: 78m; decade: 1b"):
         merge([source], target, allow_mixed=False)
     assert len(read_rows(target)) == 1
     assert len(merge([source], target, allow_mixed=True)) == 2
@@ -77,6 +77,9 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
 def test_losses_are_compared_with_the_same_case_steps_and_gpu() -> None:
     row = some_row()
     assert committed_loss(row, [some_row(loss_last=2.5)]) == 2.5
+    for now, before in (("78m", "seed"), ("117m: eval", "seed-gpt2: eval")):
+        older = some_row(loss_last=2.5, config=before)
+        assert committed_loss(some_row(config=now), [older]) == 2.5
     others = (
         {"leg": "quick"},
         {"note": "added: --steps 60"},

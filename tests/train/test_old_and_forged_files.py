@@ -213,7 +213,7 @@ def test_yaml_that_holds_itself_or_nests_without_end(tmp_path: Path) -> None:
     more = (f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}\n" for n in range(1, 40))
     laughs = "a0: &a0 {x: 1, y: 2}\n" + "".join(more)
     assert "hold at most 10,000 values, aliases included" in refused(tmp_path, laughs)
-    with pytest.raises(UserError, match="betas must be a list of 2 numbers"):
+    with pytest.raises(UserError, match="betas must be a list"):
         load_config(None, {"optim.betas": "[" * 20_000})
 
 

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa.train import reports
 from nsa.train.config import DataConfig, ParallelConfig
 from nsa.train.data import Batch, Sampler, TextSource
-from nsa.train.distributed.launch import Launch
 from nsa.train.generation import generate
 from nsa.train.run_folder import RunFolder
 from nsa.train.schedule import lr_factor
@@ -575,33 +574,3 @@ def test_rollback_has_something_to_go_back_to_from_the_start(tmp_path: Path) -> 
     )
     with poisoned(trainer, {0}, "weights"):
         assert trainer.run().finished
-
-
-# --- the start -----------------------------------------------------------------------------------
-
-
-def test_batch_and_model_are_said_at_the_start(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO", logger="nsa")
-    make_trainer(tiny_config(tmp_path), tmp_path / "run")
-    batch = "2 windows x 2 micro-batches x 1 process = 4 windows of 64 tokens"
-    assert f"{batch} = 256 tokens an optimizer step" in caplog.text
-    assert "0.0M parameters: embedding 8,192" in caplog.text
-
-
-def test_memory_fraction_caps_the_allocator(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    capped: list[tuple[float, str]] = []
-    monkeypatch.setattr("nsa.train.trainer.choose_device", lambda *args: torch.device("cuda", 0))
-    monkeypatch.setattr(
-        torch.cuda,
-        "set_per_process_memory_fraction",
-        lambda share, device: capped.append((share, str(device))),
-    )
-    for share in (1.0, 0.25):
-        Trainer._prepare_device(tiny_config(tmp_path, memory_fraction=share), Launch())
-    assert capped == [(0.25, "cuda:0")]

@@ -61,27 +61,27 @@ def _train(
     return Case(config, "train", config, expected_s, num_gpus, steps_on_two=steps_on_two)
 
 
-def _seed_run(name: str, kind: Kind, expected_s: float) -> Case:
-    return Case(f"seed: {name}", kind, "seed", expected_s, of="seed")
+def _run_of_78m(name: str, kind: Kind, expected_s: float) -> Case:
+    return Case(f"78m: {name}", kind, "78m", expected_s, of="78m")
 
 
-_EVAL, _GENERATE = _seed_run("eval", "eval", 30), _seed_run("generate", "generate", 25)
-_REPORT, _CHECK = _seed_run("report", "report", 8), _seed_run("check", "check", 8)
-_PROFILE = _seed_run("profile", "profile", 60)
-_RESUME = _seed_run("killed and resumed", "resume", 130)
-_RESUME_ON_TWO = Case("seed: resumed on two GPUs", "resume on two", "seed", 110, num_gpus=2)
+_EVAL, _GENERATE = _run_of_78m("eval", "eval", 30), _run_of_78m("generate", "generate", 25)
+_REPORT, _CHECK = _run_of_78m("report", "report", 8), _run_of_78m("check", "check", 8)
+_PROFILE = _run_of_78m("profile", "profile", 60)
+_RESUME = _run_of_78m("killed and resumed", "resume", 130)
+_RESUME_ON_TWO = Case("78m: resumed on two GPUs", "resume on two", "78m", 110, num_gpus=2)
 _FOREIGN = Case("foreign model", "foreign model", "", 110)
 
 QUICK_LEG = Leg(
     QUICK,
     (
         _make_train(1, "gpu-small"),
-        _train("seed", 50),
+        _train("78m", 50),
         _EVAL,
         _GENERATE,
         _REPORT,
         _CHECK,
-        _train("seed-gpt2", 50),
+        _train("117m", 50),
         _RESUME,
         _FOREIGN,
     ),
@@ -91,7 +91,7 @@ LEGS = (
         "1",
         (
             _make_train(1, "gpu-small"),
-            _train("seed", 65),
+            _train("78m", 65),
             _EVAL,
             _GENERATE,
             _REPORT,
@@ -104,9 +104,9 @@ LEGS = (
     Leg(
         "2",
         (
-            _train("seed-dense", 50),
-            _train("seed-gpt2", 65),
-            _train("seed-gpt2-dense", 60),
+            _train("78m-dense", 50),
+            _train("117m", 65),
+            _train("117m-dense", 60),
             _train("gpu-small", 45),
             _train("gpu-small-dense", 40),
             _RESUME,
@@ -115,8 +115,8 @@ LEGS = (
     Leg(
         "3",
         (
-            _train("seed-fineweb", 90),
-            _train("seed-fineweb-dense", 60),
+            _train("117m-fineweb", 90),
+            _train("117m-fineweb-dense", 60),
             _FOREIGN,
         ),
     ),

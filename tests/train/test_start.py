@@ -1,4 +1,4 @@
-"""Settings that do not fit the machine, the launch or each other are refused before anything is read."""
+"""The start of a run: settings that do not fit are refused, and what is said and set before the first step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from nsa.train.config import TrainConfig
 from nsa.train.distributed.launch import Launch, check_launch
+from nsa.train.trainer import Trainer
 from tests.train.cases import make_trainer, tiny_config
 
 
@@ -60,3 +61,30 @@ def test_settings_of_a_gpu_are_refused_on_a_cpu(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         make_trainer(tiny_config(tmp_path, **setting), tmp_path / "run")
+
+
+def test_batch_and_model_are_said_at_the_start(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="nsa")
+    make_trainer(tiny_config(tmp_path), tmp_path / "run")
+    batch = "2 windows x 2 micro-batches x 1 process = 4 windows of 64 tokens"
+    assert f"{batch} = 256 tokens an optimizer step" in caplog.text
+    assert "0.0M parameters: embedding 8,192" in caplog.text
+
+
+def test_memory_fraction_caps_the_allocator(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    capped: list[tuple[float, str]] = []
+    monkeypatch.setattr("nsa.train.trainer.choose_device", lambda *args: torch.device("cuda", 0))
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda share, device: capped.append((share, str(device))),
+    )
+    for share in (1.0, 0.25):
+        Trainer._prepare_device(tiny_config(tmp_path, memory_fraction=share), Launch())
+    assert capped == [(0.25, "cuda:0")]
