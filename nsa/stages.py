@@ -56,8 +56,8 @@ def stage(name: str) -> AbstractContextManager[Any]:
     return _listener(name)
 
 
-def heard() -> bool:
-    """Whether somebody listens to stages."""
+def has_listener() -> bool:
+    """Whether stages are being followed, by a profiler for example."""
     return _listener is not None
 
 

@@ -1,19 +1,21 @@
-"""Replay of an operator's launches: what a call does on the device follows from shapes, so Python works it out once for each.
+"""Replay of an operator's launches.
 
-The second call with the same shapes is recorded: kernels and their arguments, PyTorch's own operators (most of them give
-memory), streams and events, and where memory is let go. From this a function is made in which every step is one line and an
-address is an integer. Later calls run it: the same kernels in the same order, memory made and let go at the same places, at a
-small part of the host time.
+What a call does on the device follows from the shapes of its arguments, so Python works it out
+once per shape. The second call with the same shapes is recorded: kernels and their arguments,
+operators of PyTorch (most of them allocate), streams and events, and where memory is freed. The
+recording becomes a function with one line per step, in which an address is an integer. Later calls
+run this function: the same kernels in the same order, with memory allocated and freed at the same
+places, for a fraction of the host time.
 
-What is recorded may depend on nothing but the arguments' shapes, strides, dtypes, devices, alignment and values that are no
-tensors: not on the contents of a tensor, which a launcher does not look at anyway.
+A recording may depend on shapes, strides, dtypes, devices, alignment, autocast and arguments that
+are not tensors. It must not depend on the contents of a tensor; a launcher never reads them.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,17 +28,27 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from nsa import stages
 from nsa.ops._backend import kernels_run_on_cpu, on_gpu
 
-# Programs of one function that are kept before all are forgotten: shapes that never come again would fill the memory.
+# Programs kept per function. Beyond that all are dropped: shapes that never come back would
+# otherwise fill the memory.
 MOST_PROGRAMS = 256
-# Triton compiles anew for addresses that are no multiples of 16; tensor descriptors ask for the same.
+# Triton compiles another kernel for addresses that are not multiples of 16 bytes, and tensor
+# descriptors need such multiples.
 ALIGNMENT = 16
 
+_FREED = "freed"  # in place of a stream: a step that frees memory
 _current = threading.local()
 Program = Callable[..., Any]
+# Those of every replayed function. None: called once with such arguments, and not recorded yet.
+PROGRAMS: list[dict[tuple[Any, ...], Program | None]] = []
 _aten = torch.ops.aten
-_EMPTY = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default, _aten.empty_strided.default)
+_EMPTY = (
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+)
 _ZEROS = (_aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default)
-# Functions that cost less than the operators that they stand for.
+# Python functions that cost the host less than calling these operators by name.
 _FUNCTIONS = {
     _aten.copy_.default: Tensor.copy_,
     _aten.cumsum.out: torch.cumsum,
@@ -47,22 +59,24 @@ _FUNCTIONS = {
 
 
 def cuda_device(x: Tensor) -> int | None:
-    """Number of the CUDA device of a tensor."""
+    """Index of the CUDA device of a tensor; None on another device."""
     return x.get_device() if x.is_cuda else None
 
 
 def recorder() -> Recorder | None:
-    """Who records the calls of this thread; None: nobody."""
+    """The recorder that is active in this thread, or None."""
     return getattr(_current, "recorder", None)
 
 
 def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a launcher: from the third call with the same shapes on, its launches are replayed.
+    """Decorator of a launcher: replays its launches from the third call with the same shapes on.
 
-    The function takes tensors, None, numbers, text and lists or tuples of these by position, and gives tensors, None, or a list
-    or tuple of them. On a CPU it is replayed where Triton's interpreter runs the kernels.
+    The function takes tensors, None, numbers, text, and lists or tuples of these by position. It
+    returns a tensor, None, or a list or tuple of them. On a CPU, replay is used where Triton's
+    interpreter runs the kernels.
     """
     programs: dict[tuple[Any, ...], Program | None] = {}
+    PROGRAMS.append(programs)
 
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:
@@ -71,6 +85,7 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
         _describe(arguments, key, tensors)
         if not _may_replay(tensors):
             return function(*arguments)
+        key.append(torch.is_autocast_enabled(tensors[0].device.type))
         identities = [id(x) for x in tensors]
         if len(set(identities)) < len(identities):
             key += [identities.index(x) for x in identities]
@@ -92,7 +107,7 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _describe(arguments: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> None:
-    """Add to the key what launches may depend on, and collect the tensors."""
+    """Add what launches may depend on to the key, and collect the tensors."""
     for x in arguments:
         if isinstance(x, Tensor):
             tensors.append(x)
@@ -105,20 +120,27 @@ def _describe(arguments: Iterable[Any], key: list[Any], tensors: list[Tensor]) -
 
 
 def _may_replay(tensors: list[Tensor]) -> bool:
-    """Whether the function would launch kernels, nobody listens to stages or launches, and no recording is under way."""
-    if not tensors or stages.heard() or recorder() is not None:
+    """Whether kernels will be launched, and nothing asks for the launcher itself to run.
+
+    A profiler's stages, Triton's launch hooks and a search for tiles do.
+    """
+    if not tensors or stages.has_listener() or recorder() is not None:
         return False
-    return (on_gpu(tensors[0]) or kernels_run_on_cpu()) and not _hooked()
+    if not (on_gpu(tensors[0]) or kernels_run_on_cpu()):
+        return False
+    hooks, tuning = _triton()
+    watched = hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls
+    return not (watched or tuning.tiles_are_chosen())
 
 
-def _hooked() -> bool:
-    """Whether launches are watched, or have other tiles than those that were recorded."""
+@functools.cache
+def _triton() -> tuple[Any, Any]:
+    """Triton's runtime settings and the tuning module, imported at the first launch."""
     import triton
 
-    from nsa.ops._triton.tuning import tiles_are_chosen
+    from nsa.ops._triton import tuning
 
-    hooks = triton.knobs.runtime
-    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls or tiles_are_chosen())
+    return triton.knobs.runtime, tuning
 
 
 @dataclass
@@ -129,8 +151,8 @@ class Step:
         text: the line.
         makes: names that it assigns.
         needs: names that it reads.
-        effect: whether it does more than to assign.
-        stream: name of the stream that must be current; None where the line says itself on which stream it is.
+        effect: whether it does more than assign names.
+        stream: name of the stream that must be current; None where the line names its stream.
     """
 
     text: str
@@ -141,24 +163,25 @@ class Step:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes what a call does.
+    """Records what a call does.
 
     Args:
-        tensors: the call's tensors.
+        tensors: tensors among the arguments of the call.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
         self.steps: list[Step] = []
-        self.namespace: dict[str, Any] = {"empty": torch.empty_strided, "Descriptor": Descriptor}
+        self.namespace: dict[str, Any] = {"Descriptor": Descriptor, "empty": torch.empty_strided}
         self._names = WeakTensorKeyDictionary()
-        # Of each tensor by name: the one whose memory it lies in, and the first byte.
+        # For each name, the tensor that owns the memory and that tensor's address.
         self._roots: dict[str, tuple[str, int]] = {}
-        # Memory made since: whether it still lives, and all that lies in it.
+        # Memory allocated during the call, by the name of its owner: a weak reference, and the
+        # names of all tensors in it.
         self._storages: dict[str, StorageWeakRef] = {}
         self._in_storage: dict[str, list[str]] = {}
         self._streams: dict[int, str] = {}
-        self._device = cuda_device(tensors[0])
+        self._device, self._tensor_device = cuda_device(tensors[0]), tensors[0].device
         self.sides: list[str] = []
         if self._device is not None:
             self._streams[torch._C._cuda_getCurrentRawStream(self._device)] = "s0"
@@ -168,10 +191,11 @@ class Recorder(TorchDispatchMode):
             self._roots[name] = (name, x.data_ptr())
 
     def constant(self, value: Any) -> str:
-        """A name for a value that stays the same in all calls."""
+        """A name for a value that is the same in every call."""
         if value is None or isinstance(value, bool | int):
             return repr(value)
-        name = next((name for name, other in self.namespace.items() if other is value), None)
+        same = (name for name, other in self.namespace.items() if other is value)
+        name = next(same, None)
         if name is None:
             name = f"c{len(self.namespace)}"
             self.namespace[name] = value
@@ -179,12 +203,13 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._note_memory_let_go()
+        self._record_freed_memory()
         result = op(*args, **kwargs)
         needs: list[str] = []
-        results = result if isinstance(result, tuple | list) else (result,)
+        is_sequence = isinstance(result, tuple | list)
+        results = result if is_sequence else (result,)
         known = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        new = [x for x in results if isinstance(x, Tensor) and not any(x is y for y in known)]
+        new = [x for x in results if isinstance(x, Tensor) and all(x is not y for y in known)]
         if op in _EMPTY or op in _ZEROS:
             call = self._empty(new[0]) + ".zero_()" * (op in _ZEROS)
         else:
@@ -193,9 +218,9 @@ class Recorder(TorchDispatchMode):
             call = f"{self.constant(_FUNCTIONS.get(op, op._op))}({', '.join(given)})"
         makes = [self._new(x, known) for x in new]
         if new and len(new) == len(results):
-            call = f"{', '.join(makes)}{',' * (isinstance(result, tuple | list))} = {call}"
+            call = f"{', '.join(makes)}{',' * is_sequence} = {call}"
         elif new:
-            raise NotImplementedError(f"replay of {op}, which gives some of its arguments")
+            raise NotImplementedError(f"{op} returns some of its arguments; it cannot be replayed")
         self._add(call, makes, needs, effect=op._schema.is_mutable, stream=self._stream())
         for name in makes:
             if self._roots[name][0] == name:
@@ -203,13 +228,22 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _empty(self, x: Tensor) -> str:
-        """Memory like ``x``, by the fastest way that PyTorch has."""
-        if x.is_contiguous():
-            return f"a0.new_empty({tuple(x.shape)}, dtype={self.constant(x.dtype)})"
-        return f"empty({tuple(x.shape)}, {x.stride()}, dtype={self.constant(x.dtype)}, device={self.constant(x.device)})"
+        """The allocation of a tensor like ``x``, by the call that costs the host least."""
+        shape, dtype = tuple(x.shape), f"dtype={self.constant(x.dtype)}"
+        if x.is_contiguous() and x.device == self._tensor_device:
+            return f"a0.new_empty({shape}, {dtype})"
+        return f"empty({shape}, {x.stride()}, {dtype}, device={self.constant(x.device)})"
 
-    def _add(self, text: str, makes: list[str], needs: list[str], *, effect: bool = True, stream: str | None = None) -> None:
-        self.steps.append(Step(text, makes, needs, effect, stream))
+    def _add(
+        self,
+        text: str,
+        makes: Sequence[str] = (),
+        needs: Sequence[str] = (),
+        *,
+        effect: bool = True,
+        stream: str | None = None,
+    ) -> None:
+        self.steps.append(Step(text, [*makes], [*needs], effect, stream))
 
     def _stream(self) -> str:
         if self._device is None:
@@ -217,9 +251,10 @@ class Recorder(TorchDispatchMode):
         return self._streams[torch._C._cuda_getCurrentRawStream(self._device)]
 
     def _new(self, x: Tensor, sources: list[Tensor]) -> str:
-        """A name for a tensor that an operator made of others: in the memory of one of them, or in its own."""
+        """A name for the result of an operator: a view of one of its arguments, or new memory."""
         name, storage = f"t{len(self._roots)}", x.untyped_storage()
-        of = next((y for y in sources if y.untyped_storage()._cdata == storage._cdata), None)
+        views = (y for y in sources if y.untyped_storage()._cdata == storage._cdata)
+        of = next(views, None)
         root, start = (name, x.data_ptr()) if of is None else self._roots[self._name(of)]
         self._names[x], self._roots[name] = name, (root, start)
         if of is None:
@@ -231,7 +266,7 @@ class Recorder(TorchDispatchMode):
 
     def _name(self, x: Tensor) -> str:
         name: str | None = self._names.get(x)
-        if name is None:  # made before the call, for all calls: a table
+        if name is None:  # made before the call and kept for all calls, such as a table
             name = self.constant(x)
             self._names[x] = name
             self._roots[name] = (name, x.data_ptr())
@@ -239,7 +274,7 @@ class Recorder(TorchDispatchMode):
         return name
 
     def _expression(self, x: Any, needs: list[str]) -> str:
-        """An argument of an operator of PyTorch."""
+        """An argument of a PyTorch operator."""
         if isinstance(x, Tensor):
             needs.append(self._name(x))
             return needs[-1]
@@ -248,7 +283,7 @@ class Recorder(TorchDispatchMode):
         return self.constant(x)
 
     def _address(self, x: Any, needs: list[str]) -> str:
-        """An argument of a kernel: tensors by address on a GPU; the interpreter takes them as they are."""
+        """An argument of a kernel. The interpreter takes tensors, a GPU their addresses."""
         if isinstance(x, Tensor):
             if not on_gpu(x):
                 return self._expression(x, needs)
@@ -260,63 +295,79 @@ class Recorder(TorchDispatchMode):
             inner = "".join(f"{self._address(y, needs)}, " for y in x)
             return f"{self.constant(type(x))}({inner})" if hasattr(x, "_fields") else f"({inner})"
         if hasattr(x, "block_shape"):
-            layout = (x.shape, x.strides, x.block_shape, x.padding, getattr(x, "round_f32_to_tf32", False))
+            to_tf32 = getattr(x, "round_f32_to_tf32", False)  # Triton 3.7 and later
+            layout = (x.shape, x.strides, x.block_shape, x.padding, to_tf32)
             return f"Descriptor({self._address(x.base, needs)}, *{self.constant(layout)})"
         return self.constant(x)
 
-    def launch(self, call: Any, before: tuple[Any, ...], args: tuple[Any, ...], after: tuple[Any, ...]) -> None:
-        """Note the launch of a kernel: ``call(*before, *args, *after)``; on a GPU the fourth of ``before`` is the stream."""
-        self._note_memory_let_go()
+    def launch(
+        self,
+        call: Any,
+        before: tuple[Any, ...],
+        args: tuple[Any, ...],
+        after: tuple[Any, ...],
+    ) -> None:
+        """Record the launch of a kernel.
+
+        Args:
+            call: what launches it, called as ``call(*before, *args, *after)``.
+            before: grid, stream and kernel; on a GPU the fourth is the raw stream.
+            args: arguments of the kernel, with its tensors.
+            after: the rest of its arguments.
+        """
+        self._record_freed_memory()
         needs: list[str] = []
         given = [self.constant(x) for x in before]
         if self._device is not None:
             given[3] = f"r{self._stream()[1:]}"
         given += [self._address(x, needs) for x in args]
         given += [self.constant(x) for x in after]
-        self._add(f"{self.constant(call)}({', '.join(given)})", [], needs)
+        self._add(f"{self.constant(call)}({', '.join(given)})", needs=needs)
 
     def side(self, calling: torch.cuda.Stream, side: torch.cuda.Stream) -> None:
-        """Note that a stream is the side stream of another one."""
+        """Record that a stream is the side stream of another one."""
         if side.cuda_stream not in self._streams:
             name = f"s{len(self._streams)}"
             self._streams[side.cuda_stream] = name
             self.sides.append(self._streams[calling.cuda_stream])
 
     def wait_stream(self, waiting: torch.cuda.Stream, awaited: torch.cuda.Stream) -> None:
-        """Note that a stream waits for all that another one was given before."""
-        self._note_memory_let_go()
-        self._add(f"{self._streams[waiting.cuda_stream]}.wait_stream({self._streams[awaited.cuda_stream]})", [], [])
+        """Record that a stream waits for everything submitted to another one so far."""
+        self._record_freed_memory()
+        names = [self._streams[stream.cuda_stream] for stream in (waiting, awaited)]
+        self._add(f"{names[0]}.wait_stream({names[1]})")
 
     def event(self, stream: torch.cuda.Stream) -> str:
-        """Note an event; its name."""
+        """Record an event on a stream, and return its name."""
         name = f"e{len(self.steps)}"
-        self._add(f"{name} = {self._streams[stream.cuda_stream]}.record_event()", [], [])
+        self._add(f"{name} = {self._streams[stream.cuda_stream]}.record_event()")
         return name
 
     def wait_event(self, stream: torch.cuda.Stream, event: str) -> None:
-        """Note that a stream waits for an event."""
-        self._note_memory_let_go()
-        self._add(f"{self._streams[stream.cuda_stream]}.wait_event({event})", [], [])
+        """Record that a stream waits for an event."""
+        self._record_freed_memory()
+        self._add(f"{self._streams[stream.cuda_stream]}.wait_event({event})")
 
-    def _note_memory_let_go(self) -> None:
+    def _record_freed_memory(self) -> None:
         for root, storage in [*self._storages.items()]:
             if storage.expired():
                 del self._storages[root]
-                self.steps.append(Step("", self._in_storage[root], [], effect=False, stream="free"))
+                self._add("", self._in_storage[root], effect=False, stream=_FREED)
 
     def program(self, result: Any) -> Program:
-        """The function that does the same for other tensors, and gives its result."""
+        """The function that repeats the call with other tensors and returns its result."""
         needed: list[str] = []
         returned = self._result(result, needed)
         wanted, kept = set(needed), list[Step]()
         for step in reversed(self.steps):
-            if step.stream == "free" or step.effect or wanted.intersection(step.makes):
+            is_needed = step.effect or wanted.intersection(step.makes)
+            if step.stream == _FREED or is_needed:
                 wanted.update(step.needs)
                 kept.append(step)
         pointers = [f"p{name} = {name}.data_ptr()" for name in self.inputs if f"p{name}" in wanted]
         made, current, lines = set[str](), "s0", [*self._stream_lines(), *pointers]
         for step in reversed(kept):
-            if step.stream == "free":
+            if step.stream == _FREED:
                 names = [name for name in step.makes if name in made]
                 lines += [f"{' = '.join(names)} = None"] if names else []
                 continue
@@ -328,26 +379,30 @@ class Recorder(TorchDispatchMode):
         if current != "s0":
             lines.append("set_stream(s0)")
         lines.append(f"return {returned}")
-        if self.sides:
-            ends = ["set_stream(s0)", *(f"s0.wait_stream(s{number})" for number in range(1, len(self.sides) + 1)), "raise"]
-            lines = ["try:", *(f"    {line}" for line in lines), "except BaseException:", *(f"    {line}" for line in ends)]
-        text = f"def program({', '.join(self.inputs)}):\n" + "".join(f"    {line}\n" for line in lines)
+        if self.sides:  # after an error the calling stream waits for its sides, too
+            waits = [f"s0.wait_stream(s{number})" for number in range(1, len(self.sides) + 1)]
+            ends = [f"    {line}" for line in ("set_stream(s0)", *waits, "raise")]
+            lines = ["try:", *(f"    {line}" for line in lines), "except BaseException:", *ends]
+        head = f"def program({', '.join(self.inputs)}):"
+        text = "".join(f"{line}\n" for line in (head, *(f"    {line}" for line in lines)))
         exec(compile(text, "<replay>", "exec"), self.namespace)
         program: Program = self.namespace["program"]
         program.text = text  # type: ignore[attr-defined]
         return program
 
     def _stream_lines(self) -> list[str]:
-        """The calling stream, its side streams, and what launches take of them."""
+        """The calling stream, its side streams, and their raw handles for launches."""
         if self._device is None:
             return []
         from nsa.ops._side_stream import side_of
 
         device = self._device
-        self.namespace |= {"current": torch._C._cuda_getCurrentRawStream, "set_stream": torch.cuda.set_stream}
+        self.namespace["current"] = torch._C._cuda_getCurrentRawStream
         lines = [f"r0 = current({device})"]
         if self.sides:
-            self.namespace |= {"stream": functools.cache(lambda raw: torch.cuda.current_stream(device)), "side_of": side_of}
+            stream = functools.cache(lambda raw: torch.cuda.current_stream(device))
+            self.namespace |= {"stream": stream, "side_of": side_of}
+            self.namespace["set_stream"] = torch.cuda.set_stream
             lines.append("s0 = stream(r0)")
         for number, calling in enumerate(self.sides, start=1):
             lines += [f"s{number} = side_of({calling})", f"r{number} = s{number}.cuda_stream"]
@@ -360,10 +415,16 @@ class Recorder(TorchDispatchMode):
 
 
 class Descriptor:
-    """What a kernel's launcher reads of a tensor descriptor whose memory begins at ``base``."""
+    """The fields of a tensor descriptor that a launcher reads; its memory begins at ``base``."""
 
     def __init__(
-        self, base: int, shape: list[int], strides: list[int], block_shape: list[int], padding: str, to_tf32: bool
+        self,
+        base: int,
+        shape: list[int],
+        strides: list[int],
+        block_shape: list[int],
+        padding: str,
+        to_tf32: bool,
     ) -> None:
         self.base = Place(base)
         self.shape, self.strides, self.block_shape = shape, strides, block_shape
@@ -371,7 +432,7 @@ class Descriptor:
 
 
 class Place:
-    """An address as launchers of kernels read it."""
+    """An address in the form in which launchers read that of a tensor."""
 
     def __init__(self, address: int) -> None:
         self.address = address
@@ -381,13 +442,17 @@ class Place:
         return self.address
 
 
-def record(function: Callable[..., Any], arguments: tuple[Any, ...], tensors: list[Tensor]) -> tuple[Program, Any]:
-    """Call the function, and the program that does the same."""
-    noting = Recorder(tensors)
-    _current.recorder = noting
+def record(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    tensors: list[Tensor],
+) -> tuple[Program, Any]:
+    """Call the function once; return a program that repeats the call, and the result."""
+    active = Recorder(tensors)
+    _current.recorder = active
     try:
-        with noting:
+        with active:
             result = function(*arguments)
     finally:
         _current.recorder = None
-    return noting.program(result), result
+    return active.program(result), result

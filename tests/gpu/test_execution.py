@@ -21,6 +21,7 @@ from tests.ops.public import Case
 from tests.ops.registration import (
     check_compiled,
     check_operator,
+    check_replay,
     operator_names,
     record_calls,
     run_with_gradients,
@@ -175,6 +176,11 @@ def calls():
 def test_registration(name, calls):
     assert name in calls, "no public function calls it"
     check_operator(name, calls[name])
+
+
+@pytest.mark.parametrize("name", operator_names())
+def test_replay_of_an_operator(name, calls):
+    check_replay(name, calls[name])
 
 
 @pytest.mark.filterwarnings("default")  # the compiler's words about itself

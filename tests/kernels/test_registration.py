@@ -10,7 +10,7 @@ import torch
 from nsa.ops import _register
 from tests.ops.cases import small
 from tests.ops.public import Case
-from tests.ops.registration import check_compiled, check_operator, operator_names, record_calls
+from tests.ops.registration import check_compiled, check_operator, check_replay, operator_names, record_calls
 
 CONFIG = small(num_heads=2, num_kv_heads=1, value_dim=16, phi="linear")
 CASE = Case(CONFIG, (20, 9))
@@ -25,6 +25,11 @@ def calls():
 def test_operator(name, calls):
     assert name in calls, "no public function calls it"
     check_operator(name, calls[name])
+
+
+@pytest.mark.parametrize("name", operator_names())
+def test_replay_of_an_operator(name, calls):
+    check_replay(name, calls[name])
 
 
 class AskedError(Exception):

@@ -158,6 +158,27 @@ def test_programs_are_forgotten_before_they_fill_the_memory(monkeypatch: pytest.
     assert len(calls) == 38
 
 
+def test_autocast_tells_programs_apart() -> None:
+    """Inside autocast PyTorch may give an operator other inputs than it was called with."""
+    scale, calls = launcher()
+    x = torch.randn(4, 5)
+    for _ in range(3):
+        scale(x, [], 0.5)
+    with torch.autocast("cpu"):
+        check(scale(x, [], 0.5), x, [], 0.5)
+    assert len(calls) == 3
+
+
+def test_memory_on_another_device_stays_there() -> None:
+    @replayed
+    def pair(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty(3, device="meta"), x + 1
+
+    for _ in range(4):
+        elsewhere, here = pair(torch.ones(2))
+        assert (elsewhere.device.type, here.device.type) == ("meta", "cpu")
+
+
 def test_a_listener_to_stages_sees_the_launches() -> None:
     scale, calls = launcher()
     x = torch.randn(4, 5)
@@ -191,10 +212,9 @@ def test_a_failed_recording_is_none() -> None:
 @pytest.fixture
 def programs() -> list[Any]:
     """Programs of the registered operators, which begin empty."""
-    found = [x.programs for x in gc.get_objects() if callable(x) and isinstance(getattr(x, "programs", None), dict)]
-    for some in found:
+    for some in _replay.PROGRAMS:
         some.clear()
-    return found
+    return _replay.PROGRAMS
 
 
 @pytest.mark.parametrize("lengths", [None, (30, 0, 66)], ids=["one sequence", "packed"])

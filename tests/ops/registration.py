@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nsa import NSAConfig, Rope, native_sparse_attention
+from nsa.ops import _replay
 from nsa.testing import measure
 from nsa.testing.budget import FLOOR
 from tests.ops.public import (
@@ -86,6 +89,29 @@ def check_operator(name: str, call: Call) -> None:
     namespace, short = name.split("::")
     args, kwargs = call
     torch.library.opcheck(getattr(getattr(torch.ops, namespace), short.split(".")[0]).default, args, kwargs)
+
+
+def check_replay(name: str, call: Call) -> None:
+    """A plain call, one that is recorded and two replays: the same results, and the same changes of arguments."""
+    for programs in _replay.PROGRAMS:
+        programs.clear()
+    operator, found = getattr(torch.ops.nsa, name.removeprefix("nsa::")).default, []
+    with mock.patch.object(_replay, "record", wraps=_replay.record) as record:
+        for number in range(4):
+            args, kwargs = (_copy_all(x) for x in call)
+            with torch.no_grad():
+                results = operator(*args, **kwargs)
+            found.append([x for x in tree_leaves((results, args, kwargs)) if isinstance(x, Tensor)])
+            assert record.called == (number > 0), "is not recorded by the second call"
+    for others in found[1:]:
+        for x, y in zip(found[0], others, strict=True):
+            # Rows that no block is made of are not a number, in some arguments.
+            assert torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
+            assert x.stride() == y.stride()
+
+
+def _copy_all(x: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), x)
 
 
 def whole_of(config: NSAConfig, backend: str) -> Any:

@@ -65,24 +65,21 @@ class Kernel(JITFunction[Any]):
         if device < 0 or warmup or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             return super().run(*args, grid=grid, warmup=warmup, **options)
         key = (device, *self._marks(args), *constants, *constants.values())
+        stream = torch._C._cuda_getCurrentRawStream(device)
         found = self._compiled.get(key)
-        launched = found is None
         if found is None:
             compiled = super().run(*args, grid=grid, warmup=False, **options)
             if len(self._compiled) >= MOST_COMPILED:
                 self._compiled.clear()
-            rest = [constants.get(name, parameter.default) for name, parameter in self.signature.parameters.items()][
-                len(args) :
-            ]
-            found = compiled, compiled.run, compiled.function, compiled.packed_metadata, rest
-            self._compiled[key] = found
-        compiled, run, function, metadata, rest = found  # the last: values of the parameters behind the arguments
-        before = (*(*grid, 1, 1)[:3], torch._C._cuda_getCurrentRawStream(device), function, metadata, None, None, None)
-        if not launched:
-            run(*before, *args, *rest)
+            behind = list(self.signature.parameters.values())[len(args) :]
+            rest = tuple(constants.get(parameter.name, parameter.default) for parameter in behind)
+            self._compiled[key] = compiled, rest
+        else:
+            compiled, rest = found
+            compiled.run(*_before(compiled, grid, stream), *args, *rest)
         recording = recorder()
         if recording is not None:
-            recording.launch(run, before, args, tuple(rest))
+            recording.launch(compiled.run, _before(compiled, grid, stream), args, rest)
         return compiled
 
     def _marks(self, args: tuple[Any, ...]) -> list[Any]:
@@ -100,6 +97,12 @@ class Kernel(JITFunction[Any]):
             else:
                 marks += (type(x), x)
         return marks
+
+
+def _before(compiled: Any, grid: Any, stream: int) -> tuple[Any, ...]:
+    """What a compiled kernel's launcher takes before the arguments; the last are hooks."""
+    size = (*grid, 1, 1)[:3]
+    return *size, stream, compiled.function, compiled.packed_metadata, None, None, None
 
 
 class Interpreted:

@@ -257,7 +257,7 @@ def tiles_chosen_by(choose: Choose) -> Iterator[None]:
 
 
 def tiles_are_chosen() -> bool:
-    """Whether look-ups go through another choice now: launches that are remembered have other tiles."""
+    """Whether :func:`tiles_chosen_by` is active: recorded launches may then have other tiles."""
     return _choose is not None
 
 
