@@ -87,43 +87,48 @@ def native_sparse_attention(
     """Native Sparse Attention: the gated sum of three views of the past (Eq. 5, arXiv:2502.11089).
 
     Args:
-        q: rotated queries, packed ``[T, Hq, D]`` or dense ``[B, T, Hq, D]``; keys and values likewise.
+        q: rotated queries, packed ``[T, Hq, D]`` or dense ``[B, T, Hq, D]``; keys and values
+            likewise.
         k_cmp_raw: unrotated keys of the compressed branch and of the scores, ``[S, Hkv, D]``.
         v_cmp_raw: values of the compressed branch ``[S, Hkv, Dv]``.
         k_slc: rotated keys of the selected branch ``[S, Hkv, D]``.
         v_slc: values of the selected branch ``[S, Hkv, Dv]``.
         k_win: rotated keys of the window ``[S, Hkv, D]``.
         v_win: values of the window ``[S, Hkv, Dv]``.
-        gates: activated gates ``[T, Hq, 3]``, order (cmp, slc, win), none below 0. On a GPU nobody looks (see
-            :func:`check_inputs`); there a gate below 0 makes gradients NaN.
+        gates: activated gates ``[T, Hq, 3]``, order (cmp, slc, win), none below 0. On a GPU nobody
+            looks (see :func:`check_inputs`); there a gate below 0 makes gradients NaN.
         phi: parameters of the compression of keys and of values; None for phi ``mean``.
         config: the sparse pattern. Inputs of a branch that is off are ignored and may be None.
-        q_cmp: queries of the compressed branch and of the scores; None means ``q``. With ``compress_rope="none"`` pass the
-            unrotated queries.
+        q_cmp: queries of the compressed branch and of the scores; None means ``q``. With
+            ``compress_rope="none"`` pass the unrotated queries.
         rope: rotates the compressed keys; None when nothing is rotated.
         softmax_scale: factor on all scores; None means ``D ** -0.5``.
         cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
         cu_seqlens_k: int32 ``[B + 1]`` offsets of the keys; None means those of the queries.
-        max_seqlen_q: at least the longest sequence in queries. Pass it with packed sequences that are short
-            beside all tokens. None: the reference reads it from the offsets. Kernels do not look, for that
-            would wait for the device: they take all tokens for one sequence, the only bound that shapes give.
-            Results are right then, too. But tiles, partial sums of dK and dV and their memory are those of one
-            long sequence, and the selected branch prepares both of its algorithms, where short sequences need
-            the tiled one alone.
-        max_seqlen_k: the same in key tokens; None: that of the queries where the offsets are theirs.
-        sequences: instead of the four before it, from :meth:`nsa.Sequences.packed` or :meth:`nsa.Sequences.padded`; queries and
-            keys are then the same tokens.
+        max_seqlen_q: at least the longest sequence in queries. Pass it with packed sequences that
+            are short beside all tokens. None: the reference reads it from the offsets. Kernels do
+            not look, for that would wait for the device: they take all tokens for one sequence, the
+            only bound that shapes give. Results are right then, too. But tiles, partial sums of dK
+            and dV and their memory are those of one long sequence, and the selected branch prepares
+            both of its algorithms, where short sequences need the tiled one alone.
+        max_seqlen_k: the same in key tokens; None: that of the queries where the offsets are
+            theirs.
+        sequences: instead of the four before it, from :meth:`nsa.Sequences.packed` or
+            :meth:`nsa.Sequences.padded`; queries and keys are then the same tokens.
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
         ``[T, Hq, Dv]`` (``[B, T, Hq, Dv]`` for a dense batch) in the dtype of ``q``.
 
     Raises:
-        ValueError: a tensor of a branch that is on is missing; shapes, dtypes or offsets do not fit.
+        ValueError: a tensor of a branch that is on is missing; shapes, dtypes or offsets do not
+            fit.
     """
     name = "native_sparse_attention"
     backend = choose_backend(name, backend, q)
-    keys = _check_inputs_of_branches(name, config, q, gates, k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win)
+    keys = _check_inputs_of_branches(
+        name, config, q, gates, k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win
+    )
     offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     sequences = open_sequences(name, q, keys, *offsets, backend, sequences)
     q_cmp = _compressed_queries(name, q, q_cmp, rope, config)
@@ -136,8 +141,12 @@ def native_sparse_attention(
     k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win = (
         None if x is None else pack(x) for x in (k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win)
     )
-    inputs = AttentionInputs(pack(q), k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win, pack(gates), phi, q_cmp)
-    return sequences.restore(attend(inputs, config, sequences, rope=rope, softmax_scale=scale, backend=backend))
+    inputs = AttentionInputs(
+        pack(q), k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win, pack(gates), phi, q_cmp
+    )
+    return sequences.restore(
+        attend(inputs, config, sequences, rope=rope, softmax_scale=scale, backend=backend)
+    )
 
 
 def attend(
@@ -160,7 +169,8 @@ def attend(
         rope: rotates the compressed keys.
         softmax_scale: factor on all scores.
         algorithm: of the selected branch, see :func:`nsa.selected_attention`.
-        sums: of :func:`nsa.ops.observation.new_sums`; what gates and choice do is added to them on the device.
+        sums: of :func:`nsa.ops.observation.new_sums`; what gates and choice do is added to them on
+            the device.
         backend: ``auto``, ``reference`` or ``triton``.
     """
     q, k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win, gates, phi, q_cmp = inputs
@@ -184,12 +194,23 @@ def attend(
     branches = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
     union = None
     if backend == "triton":
-        out, chosen, union = run_attention(q, q_cmp, *branches, gates, config, sequences, scale, algorithm)
+        out, chosen, union = run_attention(
+            q, q_cmp, *branches, gates, config, sequences, scale, algorithm
+        )
     else:
         out, chosen = _reference(q, q_cmp, *branches, gates, config, sequences, scale)
     if sums is not None:
         check_sums(name, sums, q)
-        observe(gates, chosen, union, sums, config, sequences, LIMIT_4 * config.num_selected_blocks, backend)
+        observe(
+            gates,
+            chosen,
+            union,
+            sums,
+            config,
+            sequences,
+            LIMIT_4 * config.num_selected_blocks,
+            backend,
+        )
     return out
 
 
@@ -229,13 +250,16 @@ def check_inputs(
         gates: ``[T, Hq, 3]``.
 
     Raises:
-        ValueError: offsets do not start at 0, fall, or give a sequence more queries than keys; a query names a present block
-            twice; a gate is below 0.
+        ValueError: offsets do not start at 0, fall, or give a sequence more queries than keys; a
+            query names a present block twice; a gate is below 0.
     """
     name = "check_inputs"
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     num_queries = None if block_indices is None else block_indices.shape[0]
-    for argument, offsets, num_tokens in (("cu_seqlens_q", cu_seqlens_q, num_queries), ("cu_seqlens_k", cu_seqlens_k, None)):
+    for argument, offsets, num_tokens in (
+        ("cu_seqlens_q", cu_seqlens_q, num_queries),
+        ("cu_seqlens_k", cu_seqlens_k, None),
+    ):
         check_cu_seqlens(name, argument, offsets, offsets.device)
         check_cu_seqlens_contents(name, argument, offsets, num_tokens)
     check_same_count(name, cu_seqlens_q, cu_seqlens_k)
@@ -245,7 +269,13 @@ def check_inputs(
     if block_indices is None:
         return
     check_block_indices(name, block_indices, config)
-    check(block_indices.ndim == 3, name, "block_indices", "be packed [T, Hkv, n]", tuple(block_indices.shape))
+    check(
+        block_indices.ndim == 3,
+        name,
+        "block_indices",
+        "be packed [T, Hkv, n]",
+        tuple(block_indices.shape),
+    )
     positions = query_positions(block_indices.shape[0], cu_seqlens_q, cu_seqlens_k)[:, None, None]
     present = (block_indices >= 0) & (block_indices <= positions // config.block_size)
     ids = torch.where(present, block_indices, -1).sort(-1).values
@@ -253,7 +283,13 @@ def check_inputs(
     if repeated.any():
         token, head, slot = (int(x) for x in repeated.nonzero()[0])
         where = f"block {int(ids[token, head, slot])} twice at query {token}, KV head {head}"
-        check(False, name, "block_indices", "name a block at most once for each query and KV head", where)
+        check(
+            False,
+            name,
+            "block_indices",
+            "name a block at most once for each query and KV head",
+            where,
+        )
 
 
 def _check_inputs_of_branches(
@@ -288,14 +324,29 @@ def _check_gates(name: str, gates: Tensor) -> None:
     """Contents of the gates; a NaN is nobody's mistake here."""
     negative = gates < 0
     if negative.any():
-        check(False, name, "gates", "be at least 0", float(gates[negative][0]), "Give them activated, as by a sigmoid.")
+        check(
+            False,
+            name,
+            "gates",
+            "be at least 0",
+            float(gates[negative][0]),
+            "Give them activated, as by a sigmoid.",
+        )
 
 
-def _compressed_queries(name: str, q: Tensor, q_cmp: Tensor | None, rope: Rope | None, config: NSAConfig) -> Tensor | None:
+def _compressed_queries(
+    name: str, q: Tensor, q_cmp: Tensor | None, rope: Rope | None, config: NSAConfig
+) -> Tensor | None:
     """Packed queries of the compressed branch and the scores; None: those of the other branches."""
     if q_cmp is None:
         rotated = rope is not None and config.compress_rope == "none" and config.scores_blocks
-        check(not rotated, name, "q_cmp", "be given (the unrotated queries) with compress_rope none and a rope", None)
+        check(
+            not rotated,
+            name,
+            "q_cmp",
+            "be given (the unrotated queries) with compress_rope none and a rope",
+            None,
+        )
         return None
     if q_cmp.shape != q.shape:
         fail(name, "q_cmp", f"have the shape of q {tuple(q.shape)}", tuple(q_cmp.shape))

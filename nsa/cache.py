@@ -1,8 +1,9 @@
 """Decode cache on the reference path: what later queries still need of the past, and nothing else.
 
-Each layer keeps, for every sequence: the rotated keys and the values of all tokens for the selected branch; those of the last
-``window_size`` tokens for the window; the compressed keys and values; and the raw tokens from the start of the next compression
-block on, fewer than ``compress_block_size``. All of it is packed, so sequences of a batch may differ in length.
+Each layer keeps, for every sequence: the rotated keys and the values of all tokens for the selected
+branch; those of the last ``window_size`` tokens for the window; the compressed keys and values; and
+the raw tokens from the start of the next compression block on, fewer than ``compress_block_size``.
+All of it is packed, so sequences of a batch may differ in length.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class PackedRows:
         from_old = self.cu_seqlens.long()[sequence] + row
         from_new = self.key.shape[0] + cu_seqlens.long()[sequence] + row - old
         index = torch.where(row < old, from_old, from_new)
-        values = None if self.value is None or value is None else torch.cat((self.value, value))[index]
+        values = (
+            None if self.value is None or value is None else torch.cat((self.value, value))[index]
+        )
         return PackedRows(torch.cat((self.key, key))[index], values, joined)
 
     def last(self, counts: Tensor) -> PackedRows:
@@ -56,15 +59,18 @@ class PackedRows:
         kept = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
         sequence, row, _ = locate(int(kept[-1]), kept)
         index = self.cu_seqlens.long()[1:][sequence] - counts[sequence] + row
-        return PackedRows(self.key[index], None if self.value is None else self.value[index], kept.int())
+        return PackedRows(
+            self.key[index], None if self.value is None else self.value[index], kept.int()
+        )
 
 
 class LayerCache:
     """Cache of one attention layer; see the module's description of what it holds.
 
     Attributes:
-        slc, win, cmp, tail: :class:`PackedRows` of the selected branch, the window, the compressed keys (rotated) and the raw
-            tokens that are still to be compressed; None before the first token, and for branches that are off.
+        slc, win, cmp, tail: :class:`PackedRows` of the selected branch, the window, the compressed
+            keys (rotated) and the raw tokens that are still to be compressed; None before the first
+            token, and for branches that are off.
     """
 
     def __init__(self, config: NSAConfig, batch_size: int) -> None:
@@ -79,7 +85,13 @@ class LayerCache:
     def lengths(self, cu_seqlens: Tensor) -> Tensor:
         """Tokens cached of each sequence, int64 ``[B]``, on the device of ``cu_seqlens``."""
         batch = cu_seqlens.shape[0] - 1
-        check(batch == self.batch_size, "NSACache", "cu_seqlens", f"describe {self.batch_size} sequences", batch)
+        check(
+            batch == self.batch_size,
+            "NSACache",
+            "cu_seqlens",
+            f"describe {self.batch_size} sequences",
+            batch,
+        )
         if self.num_tokens is None:
             self.num_tokens = torch.zeros(batch, dtype=torch.int64, device=cu_seqlens.device)
         return self.num_tokens
@@ -88,12 +100,13 @@ class LayerCache:
     def attend(self, inputs: AttentionInputs, *, rope: Rope, cu_seqlens_q: Tensor) -> Tensor:
         """Take in new tokens, without gradients, and return their attention output ``[T, Hq, Dv]``.
 
-        Inputs as of ``native_sparse_attention``. One call serves prefill, chunks of a prompt and single steps: any number
-        of tokens for each sequence.
+        Inputs as of ``native_sparse_attention``. One call serves prefill, chunks of a prompt and
+        single steps: any number of tokens for each sequence.
         """
         q, k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win, gates, phi, q_cmp = inputs
         config = self.config
-        # All that can be wrong is checked before anything is taken in: a refused call leaves the cache as it was.
+        # All that can be wrong is checked before anything is taken in: a refused call leaves the
+        # cache as it was.
         check_cu_seqlens_contents("NSACache", "cu_seqlens", cu_seqlens_q, q.shape[0])
         before = self.lengths(cu_seqlens_q)
         self.num_tokens = before + lengths(cu_seqlens_q)
@@ -105,17 +118,33 @@ class LayerCache:
             self._compress(k_cmp_raw, v_cmp_raw, phi, rope, cu_seqlens_q, before)
             assert self.cmp is not None
             out_cmp, lse = compressed_attention(
-                q_cmp, self.cmp.key, self.cmp.value, config, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
+                q_cmp,
+                self.cmp.key,
+                self.cmp.value,
+                config,
+                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_k=cu_seqlens_k,
             )
         if "slc" in config.branches:
             assert self.cmp is not None and k_slc is not None and v_slc is not None
             block_indices = select_blocks(
-                q_cmp, self.cmp.key, lse, config, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
+                q_cmp,
+                self.cmp.key,
+                lse,
+                config,
+                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_k=cu_seqlens_k,
             )
             self.slc = _append(self.slc, k_slc, v_slc, cu_seqlens_q)
             assert self.slc.value is not None
             out_slc, _ = selected_attention(
-                q, self.slc.key, self.slc.value, block_indices, config, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
+                q,
+                self.slc.key,
+                self.slc.value,
+                block_indices,
+                config,
+                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_k=cu_seqlens_k,
             )
         if "win" in config.branches:
             assert k_win is not None and v_win is not None
@@ -123,13 +152,24 @@ class LayerCache:
             assert window.value is not None
             # Keys that left the window shift all positions alike, which the window does not see.
             out_win, _ = window_attention(
-                q, window.key, window.value, config, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=window.cu_seqlens
+                q,
+                window.key,
+                window.value,
+                config,
+                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_k=window.cu_seqlens,
             )
             self.win = window.last(lengths(window.cu_seqlens).clamp(max=config.window_size))
         return combine(out_cmp, out_slc, out_win, gates)
 
     def _compress(
-        self, k_raw: Tensor, v_raw: Tensor | None, phi: Phi | None, rope: Rope, cu_seqlens: Tensor, before: Tensor
+        self,
+        k_raw: Tensor,
+        v_raw: Tensor | None,
+        phi: Phi | None,
+        rope: Rope,
+        cu_seqlens: Tensor,
+        before: Tensor,
     ) -> None:
         """Compress the blocks that the new tokens complete, and keep the raw tokens that the next block needs."""
         config = self.config
@@ -141,16 +181,24 @@ class LayerCache:
             # The waiting tokens start where the next block starts, not at position 0.
             sequence, _, _ = locate(key.shape[0], cu_new)
             first = num_compressed(before, config)[sequence] * config.compress_stride
-            key = apply_rope(key, first + compressed_positions(config, waiting.cu_seqlens, key.shape[0]), rope)
+            key = apply_rope(
+                key, first + compressed_positions(config, waiting.cu_seqlens, key.shape[0]), rope
+            )
         value = None
         if waiting.value is not None:
             value, _ = compress(waiting.value, phi_v, config, waiting.cu_seqlens)
         num_new = int(cu_new[-1])
-        self.cmp = _append(self.cmp, key[:num_new], None if value is None else value[:num_new], cu_new)
-        self.tail = waiting.last(lengths(waiting.cu_seqlens) - lengths(cu_new) * config.compress_stride)
+        self.cmp = _append(
+            self.cmp, key[:num_new], None if value is None else value[:num_new], cu_new
+        )
+        self.tail = waiting.last(
+            lengths(waiting.cu_seqlens) - lengths(cu_new) * config.compress_stride
+        )
 
 
-def _append(rows: PackedRows | None, key: Tensor, value: Tensor | None, cu_seqlens: Tensor) -> PackedRows:
+def _append(
+    rows: PackedRows | None, key: Tensor, value: Tensor | None, cu_seqlens: Tensor
+) -> PackedRows:
     if rows is None:
         return PackedRows(key.detach(), None if value is None else value.detach(), cu_seqlens)
     return rows.append(key, value, cu_seqlens)
@@ -171,4 +219,6 @@ class NSACache:
     def __init__(self, config: NSAConfig, num_layers: int, batch_size: int = 1) -> None:
         check(num_layers > 0, "NSACache", "num_layers", "be positive", num_layers)
         check(batch_size > 0, "NSACache", "batch_size", "be positive", batch_size)
-        self.layers = [LayerCache(config.for_layer(layer), batch_size) for layer in range(num_layers)]
+        self.layers = [
+            LayerCache(config.for_layer(layer), batch_size) for layer in range(num_layers)
+        ]

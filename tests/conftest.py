@@ -15,15 +15,20 @@ import torch
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
-# The same examples in every run: a red test stays red until it is mended. Deadlines measure the machine, not the code.
-hypothesis.settings.register_profile("nsa", derandomize=True, database=None, deadline=None, max_examples=50)
+# The same examples in every run: a red test stays red until it is mended. Deadlines measure the
+# machine, not the code.
+hypothesis.settings.register_profile(
+    "nsa", derandomize=True, database=None, deadline=None, max_examples=50
+)
 hypothesis.settings.load_profile("nsa")
 
-# Processes are forked from one that has imported what they need: a start takes a tenth of a second instead of four.
-# All tests of a process share it, whichever starts it, so none may give it a list of its own.
+# Processes are forked from one that has imported what they need: a start takes a tenth of a second
+# instead of four. All tests of a process share it, whichever starts it, so none may give it a list
+# of its own.
 forkserver.set_forkserver_preload([
     "tests.faults.plant", "nsa.cli", "nsa.train.trainer", "nsa.train.runs.plots", "nsa.train.telemetry.progress",
-    "nsa.train.data", "datasets", "numpy.random", "torch._dynamo.convert_frame",  # the last: optimizers, at their first step
+    # the last: optimizers, at their first step
+    "nsa.train.data", "datasets", "numpy.random", "torch._dynamo.convert_frame",
 ])  # fmt: skip
 forkserver.set_forkserver_preload = lambda modules_names: None
 
@@ -54,5 +59,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if totals:
         terminalreporter.section("provoked faults")
     for kind, (number, well) in sorted(totals.items()):
-        more = "".join(f", {remark.replace('_', ' ')} {amount}" for remark, amount in remarks[kind].items())
+        more = "".join(
+            f", {remark.replace('_', ' ')} {amount}" for remark, amount in remarks[kind].items()
+        )
         terminalreporter.line(f"{kind}: {well} of {number}{more}")

@@ -1,8 +1,9 @@
 """A second, naive implementation of docs/semantics.md in NumPy fp64: loops over tokens, heads and blocks.
 
-It shares no code with the library and is slow on purpose: each function should be checkable against the page by reading.
-Everything is for one sequence of S key tokens and T <= S query tokens; row r of the queries has position t = S - T + r.
-A packed batch is a loop over its sequences. Letters are those of the page.
+It shares no code with the library and is slow on purpose: each function should be checkable against
+the page by reading. Everything is for one sequence of S key tokens and T <= S query tokens; row r
+of the queries has position t = S - T + r. A packed batch is a loop over its sequences. Letters are
+those of the page.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray
-Visible = Callable[[int, int], Sequence[int]]  # (query row, KV head) -> indices of the keys that this row sees
+# (query row, KV head) -> indices of the keys that this row sees
+Visible = Callable[[int, int], Sequence[int]]
 
 
-# ------------------------------------------------------------------------------------------------------- compression
+# -------------------------------------------------------------------------------------------------------
+# compression
 
 
 def num_compressed(num_tokens: int, l: int, d: int) -> int:
@@ -30,7 +33,9 @@ def silu(x: Array) -> Array:
     return x / (1.0 + np.exp(-x))
 
 
-def compress(x: Array, l: int, d: int, phi: str = "mean", weights: dict[str, Array] | None = None) -> Array:
+def compress(
+    x: Array, l: int, d: int, phi: str = "mean", weights: dict[str, Array] | None = None
+) -> Array:
     """[S, Hkv, D] raw keys or values -> [C, Hkv, D]."""
     num_tokens, num_heads, dim = x.shape
     out = np.zeros((num_compressed(num_tokens, l, d), num_heads, dim))
@@ -52,7 +57,8 @@ def compress(x: Array, l: int, d: int, phi: str = "mean", weights: dict[str, Arr
     return out
 
 
-# -------------------------------------------------------------------------------------------------------------- RoPE
+# --------------------------------------------------------------------------------------------------------------
+# RoPE
 
 
 def frequency(m: int, dim: int, theta: float, scaling: Any = None) -> float:
@@ -65,7 +71,11 @@ def frequency(m: int, dim: int, theta: float, scaling: Any = None) -> float:
 
     def pair(turns: float) -> float:
         """The pair, not rounded, that turns so often within the original length."""
-        return dim * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return (
+            dim
+            * math.log(scaling.original_max_position / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
     first, last = max(math.floor(pair(scaling.beta_fast)), 0), math.ceil(pair(scaling.beta_slow))
     interpolated = min(max((m - first) / max(last - first, 1), 0.0), 1.0)
@@ -73,15 +83,24 @@ def frequency(m: int, dim: int, theta: float, scaling: Any = None) -> float:
 
 
 def rotate(
-    x: Array, positions: Iterable[int], rotary_dim: int | None = None, theta: float = 10_000.0, scaling: Any = None
+    x: Array,
+    positions: Iterable[int],
+    rotary_dim: int | None = None,
+    theta: float = 10_000.0,
+    scaling: Any = None,
 ) -> Array:
     """[T, H, D] -> [T, H, D]: half-split layout, pairs (m, m + rotary_dim / 2), angle position * frequency of the pair.
 
-    The angle is rounded to fp32, as the page asks. YaRN multiplies cosine and sine by 0.1 ln(factor) + 1.
+    The angle is rounded to fp32, as the page asks. YaRN multiplies cosine and sine by 0.1
+    ln(factor) + 1.
     """
     dim = x.shape[-1] if rotary_dim is None else rotary_dim
     half = dim // 2
-    size = 0.1 * math.log(scaling.factor) + 1.0 if scaling is not None and scaling.kind == "yarn" else 1.0
+    size = (
+        0.1 * math.log(scaling.factor) + 1.0
+        if scaling is not None and scaling.kind == "yarn"
+        else 1.0
+    )
     out = np.array(x, dtype=np.float64)
     for r, position in enumerate(positions):
         for h in range(x.shape[1]):
@@ -98,15 +117,21 @@ def compressed_position(i: int, l: int, d: int, where: str) -> int:
     return {"middle": i * d + (l - 1) // 2, "start": i * d}[where]
 
 
-# ---------------------------------------------------------------------------------------------------------- attention
+# ----------------------------------------------------------------------------------------------------------
+# attention
 
 
-def attention(q: Array, k: Array, v: Array, visible: Visible, scale: float | None = None) -> tuple[Array, Array]:
+def attention(
+    q: Array, k: Array, v: Array, visible: Visible, scale: float | None = None
+) -> tuple[Array, Array]:
     """Softmax attention of every row over its visible keys: out [T, Hq, Dv], lse [T, Hq]. Nothing visible: 0 and -inf."""
     num_rows, num_heads, dim = q.shape
     group = num_heads // k.shape[1]
     scale = dim**-0.5 if scale is None else scale
-    out, lse = np.zeros((num_rows, num_heads, v.shape[-1])), np.full((num_rows, num_heads), -math.inf)
+    out, lse = (
+        np.zeros((num_rows, num_heads, v.shape[-1])),
+        np.full((num_rows, num_heads), -math.inf),
+    )
     for r in range(num_rows):
         for h in range(num_heads):
             keys = list(visible(r, h // group))
@@ -177,7 +202,8 @@ def visible_win(num_queries: int, num_keys: int, w: int) -> Visible:
     return visible
 
 
-# ------------------------------------------------------------------------------------------------------------- choice
+# -------------------------------------------------------------------------------------------------------------
+# choice
 
 
 @cache
@@ -186,7 +212,9 @@ def overlap(i: int, j: int, l: int, d: int, l_sel: int) -> int:
     return len(set(range(i * d, i * d + l)) & set(range(j * l_sel, (j + 1) * l_sel)))
 
 
-def block_scores(q: Array, k_cmp: Array, num_keys: int, l: int, d: int, l_sel: int, scale: float | None = None) -> Array:
+def block_scores(
+    q: Array, k_cmp: Array, num_keys: int, l: int, d: int, l_sel: int, scale: float | None = None
+) -> Array:
     """Eqs. 8 to 10: [T, Hkv, M], the importance of each selection block for each group; what is invisible counts 0."""
     num_rows, num_heads, dim = q.shape
     num_kv_heads = k_cmp.shape[1]
@@ -205,12 +233,18 @@ def block_scores(q: Array, k_cmp: Array, num_keys: int, l: int, d: int, l_sel: i
             p_cmp = np.exp(logits - lse)
             for j in range(num_blocks):
                 # Only blocks near j can share a token with it; the others would add 0.
-                near = range(max(0, (j * l_sel - l) // d), min(len(blocks), ((j + 1) * l_sel) // d + 1))
-                scores[r, h // group, j] += sum(p_cmp[i] * overlap(i, j, l, d, l_sel) / d for i in near)
+                near = range(
+                    max(0, (j * l_sel - l) // d), min(len(blocks), ((j + 1) * l_sel) // d + 1)
+                )
+                scores[r, h // group, j] += sum(
+                    p_cmp[i] * overlap(i, j, l, d, l_sel) / d for i in near
+                )
     return scores
 
 
-def choose_row(scores: Array, t: int, n: int, num_init: int, num_local: int, l_sel: int) -> list[int]:
+def choose_row(
+    scores: Array, t: int, n: int, num_init: int, num_local: int, l_sel: int
+) -> list[int]:
     """The choice of one query and group from its scores [M]: n ids, ascending, padded with -1 at the end."""
     candidates = list(range(t // l_sel + 1))
     if len(candidates) <= n:
@@ -223,7 +257,13 @@ def choose_row(scores: Array, t: int, n: int, num_init: int, num_local: int, l_s
 
 
 def choose(
-    scores: Array, num_keys: int, n: int, num_init: int, num_local: int, l_sel: int, table: Iterable[tuple[int, int]] = ()
+    scores: Array,
+    num_keys: int,
+    n: int,
+    num_init: int,
+    num_local: int,
+    l_sel: int,
+    table: Iterable[tuple[int, int]] = (),
 ) -> Array:
     """[T, Hkv, M] scores -> block_indices [T, Hkv, n]; rows (length, m) of ``table`` give queries below a length m blocks."""
     num_rows, num_kv_heads, _ = scores.shape
@@ -236,7 +276,9 @@ def choose(
     return out
 
 
-def token_ranges(block_indices: Array, num_keys: int, l_sel: int) -> list[list[list[tuple[int, int]]]]:
+def token_ranges(
+    block_indices: Array, num_keys: int, l_sel: int
+) -> list[list[list[tuple[int, int]]]]:
     """Per row and group the visible tokens of its blocks as merged ranges [start, end), ascending."""
     num_rows, num_kv_heads, _ = block_indices.shape
     visible = visible_slc(num_rows, num_keys, block_indices, l_sel)
@@ -252,7 +294,8 @@ def token_ranges(block_indices: Array, num_keys: int, l_sel: int) -> list[list[l
     return out
 
 
-# ---------------------------------------------------------------------------------------------------------- the whole
+# ----------------------------------------------------------------------------------------------------------
+# the whole
 
 
 def combine(outputs: Sequence[Array | None], gates: Array) -> Array:
@@ -285,29 +328,42 @@ def native_sparse_attention(
 ) -> tuple[Array, Array]:
     """The three branches and their sum, one sequence: out [T, Hq, Dv] and block_indices [T, Hkv, n].
 
-    ``config`` is read for its sizes alone. ``rotate_keys(keys, positions)`` rotates compressed keys; None: no RoPE.
+    ``config`` is read for its sizes alone. ``rotate_keys(keys, positions)`` rotates compressed
+    keys; None: no RoPE.
     """
     num_rows, num_keys = q.shape[0], k_cmp_raw.shape[0]
     l, d, l_sel = config.compress_block_size, config.compress_stride, config.block_size
-    n, num_init, num_local = config.num_selected_blocks, config.num_init_blocks, config.num_local_blocks
+    n, num_init, num_local = (
+        config.num_selected_blocks,
+        config.num_init_blocks,
+        config.num_local_blocks,
+    )
     outputs: list[Array | None] = [None, None, None]
     indices = np.full((num_rows, k_cmp_raw.shape[1], n), -1, dtype=np.int64)
     if "cmp" in config.branches or "slc" in config.branches:
         k_cmp = compress(k_cmp_raw, l, d, config.phi, phi_k)
         scoring_q = q if q_cmp is None else q_cmp
         if config.compress_rope != "none" and rotate_keys is not None:
-            positions = [compressed_position(i, l, d, config.compress_rope) for i in range(k_cmp.shape[0])]
+            positions = [
+                compressed_position(i, l, d, config.compress_rope) for i in range(k_cmp.shape[0])
+            ]
             k_cmp = rotate_keys(k_cmp, positions)
     if "cmp" in config.branches:
         v_cmp = compress(v_cmp_raw, l, d, config.phi, phi_v)
-        outputs[0], _ = attention(scoring_q, k_cmp, v_cmp, visible_cmp(num_rows, num_keys, l, d), scale)
+        outputs[0], _ = attention(
+            scoring_q, k_cmp, v_cmp, visible_cmp(num_rows, num_keys, l, d), scale
+        )
     if "slc" in config.branches:
         scores = block_scores(scoring_q, k_cmp, num_keys, l, d, l_sel, scale)
         table = [(length, m) for _, length, m in config.num_selected_blocks_table]
         indices = choose(scores, num_keys, n, num_init, num_local, l_sel, table)
-        outputs[1], _ = attention(q, k_slc, v_slc, visible_slc(num_rows, num_keys, indices, l_sel), scale)
+        outputs[1], _ = attention(
+            q, k_slc, v_slc, visible_slc(num_rows, num_keys, indices, l_sel), scale
+        )
     if "win" in config.branches:
-        outputs[2], _ = attention(q, k_win, v_win, visible_win(num_rows, num_keys, config.window_size), scale)
+        outputs[2], _ = attention(
+            q, k_win, v_win, visible_win(num_rows, num_keys, config.window_size), scale
+        )
     return combine(outputs, gates), indices
 
 
@@ -323,7 +379,11 @@ def layer(weights: dict[str, Array], x: Array, config: Any) -> Array:
         return rotate(heads, positions, config.rotary_dim, config.rope_theta, config.rope_scaling)
 
     def phi(name: str) -> dict[str, Array]:
-        return {key.removeprefix(f"{name}."): value for key, value in weights.items() if key.startswith(f"{name}.")}
+        return {
+            key.removeprefix(f"{name}."): value
+            for key, value in weights.items()
+            if key.startswith(f"{name}.")
+        }
 
     def project_kv(kind: str, branch: str) -> Array:
         name = kind if config.share_kv else f"{kind}_{branch}"

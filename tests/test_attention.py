@@ -51,7 +51,10 @@ SUBSETS = [tuple(c) for size in (1, 2, 3) for c in itertools.combinations(BRANCH
 def test_matches_the_oracle(name):
     batch = named_batch(name)
     inputs = make(batch)
-    near(run(batch.config, inputs, Rope.from_config(batch.config), **batch.kwargs), run_oracle(batch, inputs)[0])
+    near(
+        run(batch.config, inputs, Rope.from_config(batch.config), **batch.kwargs),
+        run_oracle(batch, inputs)[0],
+    )
 
 
 @pytest.mark.parametrize("where", POSITIONS)
@@ -61,7 +64,9 @@ def test_compression_and_rotation(phi, where):
     config = small(phi=phi, compress_rope=where)
     batch = make_batch(config, (140, 9, 257), (140, 9, 30))
     inputs = make(batch)
-    near(run(config, inputs, Rope.from_config(config), **batch.kwargs), run_oracle(batch, inputs)[0])
+    near(
+        run(config, inputs, Rope.from_config(config), **batch.kwargs), run_oracle(batch, inputs)[0]
+    )
 
 
 @pytest.mark.parametrize("phi", ["linear", "mlp"])
@@ -90,9 +95,12 @@ def test_branch_switches(branches):
     needed = {f"{kind}_{branch}" for kind in "kv" for branch in branches}
     needed |= {"k_cmp"} if "slc" in branches else set()
     given: dict[str, Any] = {
-        name: x if name in ("q", "gates") or name.removesuffix("_raw") in needed else None for name, x in inputs.tensors.items()
+        name: x if name in ("q", "gates") or name.removesuffix("_raw") in needed else None
+        for name, x in inputs.tensors.items()
     }
-    out = native_sparse_attention(**given, phi=None, config=config, rope=Rope.from_config(config), **batch.kwargs)
+    out = native_sparse_attention(
+        **given, phi=None, config=config, rope=Rope.from_config(config), **batch.kwargs
+    )
     near(out, expected)
 
 
@@ -116,7 +124,12 @@ def test_inputs_of_a_branch_that_is_off_are_not_read(branches):
         {"num_selected_blocks": 1, "num_init_blocks": 0, "num_local_blocks": 1, "window_size": 1},
         {"window_size": 300},
         {"num_selected_blocks": 20},
-        {"compress_block_size": 32, "compress_stride": 16, "block_size": 64, "num_selected_blocks": 3},
+        {
+            "compress_block_size": 32,
+            "compress_stride": 16,
+            "block_size": 64,
+            "num_selected_blocks": 3,
+        },
         {"compress_block_size": 16, "compress_stride": 16, "block_size": 16},
         {"num_heads": 3, "num_kv_heads": 3},
         {"num_heads": 6, "num_kv_heads": 1},
@@ -129,7 +142,9 @@ def test_other_configs(changes):
     config = small(**changes)
     batch = make_batch(config, (260, 31), (130, 31))
     inputs = make(batch)
-    near(run(config, inputs, Rope.from_config(config), **batch.kwargs), run_oracle(batch, inputs)[0])
+    near(
+        run(config, inputs, Rope.from_config(config), **batch.kwargs), run_oracle(batch, inputs)[0]
+    )
 
 
 def test_every_short_length_alone():
@@ -143,7 +158,9 @@ def test_every_short_length_alone():
 def test_scale():
     batch = named_batch("packed")
     inputs = make(batch)
-    out = run(batch.config, inputs, Rope.from_config(batch.config), softmax_scale=0.6, **batch.kwargs)
+    out = run(
+        batch.config, inputs, Rope.from_config(batch.config), softmax_scale=0.6, **batch.kwargs
+    )
     near(out, run_oracle(batch, inputs, scale=0.6)[0])
 
 
@@ -159,7 +176,14 @@ def test_dense_batch_with_more_keys_than_queries():
 def test_length_hints_change_nothing(hint):
     batch = named_batch("packed")
     inputs = make(batch)
-    out = run(batch.config, inputs, Rope.from_config(batch.config), **batch.kwargs, max_seqlen_q=hint, max_seqlen_k=hint)
+    out = run(
+        batch.config,
+        inputs,
+        Rope.from_config(batch.config),
+        **batch.kwargs,
+        max_seqlen_q=hint,
+        max_seqlen_k=hint,
+    )
     near(out, run_oracle(batch, inputs)[0])
 
 
@@ -178,7 +202,9 @@ def test_one_hot_gates_give_the_single_branch(where):
     k_cmp, _ = compress(x["k_cmp_raw"], None, config, batch.kwargs["cu_seqlens_k"])
     v_cmp, _ = compress(x["v_cmp_raw"], None, config, batch.kwargs["cu_seqlens_k"])
     if where != "none":
-        k_cmp = apply_rope(k_cmp, compressed_positions(config, batch.kwargs["cu_seqlens_k"], k_cmp.shape[0]), rope)
+        k_cmp = apply_rope(
+            k_cmp, compressed_positions(config, batch.kwargs["cu_seqlens_k"], k_cmp.shape[0]), rope
+        )
     out_cmp, lse = compressed_attention(q_cmp, k_cmp, v_cmp, config, **batch.kwargs)
     ids = select_blocks(q_cmp, k_cmp, lse, config, **batch.kwargs)
     out_slc, _ = selected_attention(x["q"], x["k_slc"], x["v_slc"], ids, config, **batch.kwargs)
@@ -205,14 +231,18 @@ def test_full_coverage_with_equal_branches_is_dense_causal_attention():
     config = small(num_selected_blocks=17, window_size=257)
     batch = make_batch(config, (257,))
     inputs = make(batch)
-    inputs.tensors["k_win"], inputs.tensors["v_win"] = inputs.tensors["k_slc"], inputs.tensors["v_slc"]
+    inputs.tensors["k_win"], inputs.tensors["v_win"] = (
+        inputs.tensors["k_slc"],
+        inputs.tensors["v_slc"],
+    )
     inputs.tensors["gates"] = torch.tensor([0.0, 0.25, 0.75]).double().expand(257, 4, 3)
     out = run(config, inputs, Rope.from_config(config))
     q, k, v = (array(inputs.tensors[name]) for name in ("q", "k_slc", "v_slc"))
     near(out, oracle.attention(q, k, v, oracle.visible_dense(257, 257))[0])
 
 
-# ----------------------------------------------------------------------------------------------------------- gradients
+# -----------------------------------------------------------------------------------------------------------
+# gradients
 
 
 @pytest.mark.parametrize("phi", PHIS)
@@ -229,7 +259,9 @@ def test_gradients_match_differences_of_the_oracle(phi, where):
     directions = [batch.rng.standard_normal(g.shape) / g.size**0.5 for g in gradients]
     zero = [np.zeros_like(g) for g in gradients]
     for alone in (None, *range(len(gradients))):
-        along = directions if alone is None else [*zero[:alone], directions[alone], *zero[alone + 1 :]]
+        along = (
+            directions if alone is None else [*zero[:alone], directions[alone], *zero[alone + 1 :]]
+        )
         analytic = sum(float((g * y).sum()) for g, y in zip(gradients, along, strict=True))
         numeric = finite_difference(batch, inputs, along, array(d_out))
         assert abs(analytic - numeric) < 1e-7 * max(1.0, abs(numeric))
@@ -238,7 +270,9 @@ def test_gradients_match_differences_of_the_oracle(phi, where):
 
 @pytest.mark.parametrize("phi", PHIS)
 def test_gradcheck(phi):
-    config = small(phi=phi, num_heads=2, num_kv_heads=1, value_dim=16, num_selected_blocks=3, window_size=6)
+    config = small(
+        phi=phi, num_heads=2, num_kv_heads=1, value_dim=16, num_selected_blocks=3, window_size=6
+    )
     batch = make_batch(config, (70, 5), (20, 5))
     inputs = make(batch).map(leaf)
 
@@ -268,11 +302,17 @@ def test_sequences_shorter_than_a_compression_block(phi):
     out = run(config, inputs, Rope.from_config(config), **batch.kwargs)
     near(out, run_oracle(batch, inputs)[0])
     out.sum().backward()
-    for x in (inputs.tensors["k_cmp_raw"], inputs.tensors["v_cmp_raw"], *inputs.phi_k.values(), *inputs.phi_v.values()):
+    for x in (
+        inputs.tensors["k_cmp_raw"],
+        inputs.tensors["v_cmp_raw"],
+        *inputs.phi_k.values(),
+        *inputs.phi_v.values(),
+    ):
         assert torch.equal(grad(x), torch.zeros_like(x))
 
 
-# ------------------------------------------------------------------------------------------- RoPE and low precision
+# ------------------------------------------------------------------------------------------- RoPE
+# and low precision
 
 
 @pytest.mark.parametrize("where", POSITIONS)
@@ -290,7 +330,9 @@ def test_shift_of_all_positions_changes_nothing(where, offset):
         for name in ("q", "k_slc", "k_win"):
             of_keys = np.concatenate([np.arange(n) for n in batch.lengths_k])
             positions = batch.positions if name == "q" else of_keys
-            rotated.tensors[name] = apply_rope(inputs.tensors[name], torch.from_numpy(positions), rope)
+            rotated.tensors[name] = apply_rope(
+                inputs.tensors[name], torch.from_numpy(positions), rope
+            )
         rotated.q_cmp = inputs.tensors["q"] if where == "none" else None
         return run(config, rotated, rope, **cu)
 
@@ -310,12 +352,18 @@ def test_shift_of_the_queries_alone_changes_much():
 def test_low_precision_end_to_end(dtype):
     """Oracle and library start from the same compressed keys as stored; the choice then follows the agreement rule."""
     batch = make_batch(small(), (257,))
-    config, rope, inputs = batch.config, Rope.from_config(batch.config), make(batch).map(lambda x: x.to(dtype))
+    config, rope, inputs = (
+        batch.config,
+        Rope.from_config(batch.config),
+        make(batch).map(lambda x: x.to(dtype)),
+    )
     out = run(config, inputs, rope)
     assert out.dtype == dtype
     x = inputs.tensors
     k_cmp, cu = compress(x["k_cmp_raw"], None, config)
-    k_cmp = apply_rope(k_cmp, compressed_positions(config, offsets([257]), k_cmp.shape[0]), rope)[: int(cu[-1])]
+    k_cmp = apply_rope(k_cmp, compressed_positions(config, offsets([257]), k_cmp.shape[0]), rope)[
+        : int(cu[-1])
+    ]
     v_cmp = compress(x["v_cmp_raw"], None, config)[0][: int(cu[-1])]
     _, lse = compressed_attention(x["q"], k_cmp, None, config)
     ids = select_blocks(x["q"], k_cmp, lse, config)
@@ -332,4 +380,6 @@ def test_low_precision_end_to_end(dtype):
         plain.append(plain_attention(x["q"], k, v, mask_of(visible, 257, 2, k.shape[0]), 0.25))
     baseline = sum(branch * x["gates"][..., c, None] for c, branch in enumerate(plain))
     assert isinstance(baseline, Tensor)
-    assert_within_budget(out, baseline, torch.from_numpy(oracle.combine(exact, array(x["gates"]))), "out")
+    assert_within_budget(
+        out, baseline, torch.from_numpy(oracle.combine(exact, array(x["gates"]))), "out"
+    )

@@ -39,7 +39,9 @@ def new_cache(config: NSAConfig, batch_size: int = 1) -> LayerCache:
     return NSACache(config, num_layers=1, batch_size=batch_size).layers[0]
 
 
-def feed(module: NativeSparseAttention, x: Tensor, chunks: Sequence[int], cache: LayerCache | None = None) -> Tensor:
+def feed(
+    module: NativeSparseAttention, x: Tensor, chunks: Sequence[int], cache: LayerCache | None = None
+) -> Tensor:
     """Outputs of one sequence fed in chunks of these sizes."""
     cache = new_cache(module.config) if cache is None else cache
     return torch.cat([module(part, cache=cache) for part in x.split(list(chunks))])
@@ -51,7 +53,10 @@ def rows(cache: LayerCache) -> dict[str, np.ndarray]:
     for part in PARTS:
         held = getattr(cache, part)
         if held is not None:
-            found[f"{part}.key"], found[f"{part}.cu_seqlens"] = held.key.numpy(), held.cu_seqlens.numpy()
+            found[f"{part}.key"], found[f"{part}.cu_seqlens"] = (
+                held.key.numpy(),
+                held.cu_seqlens.numpy(),
+            )
             if held.value is not None:
                 found[f"{part}.value"] = held.value.numpy()
     return found
@@ -64,12 +69,14 @@ def same_contents(a: LayerCache, b: LayerCache) -> None:
         np.testing.assert_allclose(x, of_b[name], rtol=0, atol=1e-12, err_msg=name)
 
 
-# ----------------------------------------------------------------------------------------- the same at every position
+# ----------------------------------------------------------------------------------------- the same
+# at every position
 
 
 def test_prefill_and_decode_at_every_length():
     """For t from 1 to 200: prefill of t tokens gives the first t rows, the next step gives row t, and the cache after
-    prefill holds what t single steps leave in it; so decode may go on from any prefill."""
+    prefill holds what t single steps leave in it; so decode may go on from any prefill.
+    """
     config = small(phi="mlp", compress_hidden_size=3)
     module, x = layer(config), tokens(LONGEST + 1)
     full = array(module(x))
@@ -102,7 +109,12 @@ def test_branch_switches(branches, share_kv):
         {"compress_block_size": 16, "compress_stride": 4},
         {"compress_block_size": 16, "compress_stride": 16},
         {"compress_block_size": 4, "compress_stride": 4},
-        {"compress_block_size": 32, "compress_stride": 16, "block_size": 64, "num_selected_blocks": 3},
+        {
+            "compress_block_size": 32,
+            "compress_stride": 16,
+            "block_size": 64,
+            "num_selected_blocks": 3,
+        },
         {"num_init_blocks": 0, "num_local_blocks": 1, "num_selected_blocks": 2},
         {"window_size": 1},
         {"window_size": 7},
@@ -132,13 +144,18 @@ def test_chunk_after_an_edge(first):
 
 
 @settings(max_examples=60)
-@given(chunks=st.lists(st.one_of(st.integers(0, 20), st.sampled_from([1, 8, 16, 64])), min_size=1, max_size=12))
+@given(
+    chunks=st.lists(
+        st.one_of(st.integers(0, 20), st.sampled_from([1, 8, 16, 64])), min_size=1, max_size=12
+    )
+)
 def test_any_chunks(chunks):
     module, x = layer(small(phi="linear")), tokens(sum(chunks))
     near(feed(module, x, chunks), array(module(x)))
 
 
-# ------------------------------------------------------------------------------------------------------------- batches
+# -------------------------------------------------------------------------------------------------------------
+# batches
 
 
 @settings(max_examples=40)
@@ -171,7 +188,11 @@ def test_dense_steps():
     sequences = [tokens(n + 12, seed=b) for b, n in enumerate(lengths)]
     full = [array(module(x)) for x in sequences]
     cache = new_cache(module.config, 3)
-    module(torch.cat([x[:n] for x, n in zip(sequences, lengths, strict=True)]), cu_seqlens=offsets(lengths), cache=cache)
+    module(
+        torch.cat([x[:n] for x, n in zip(sequences, lengths, strict=True)]),
+        cu_seqlens=offsets(lengths),
+        cache=cache,
+    )
     for i in range(12):
         step = torch.stack([x[n + i : n + i + 1] for x, n in zip(sequences, lengths, strict=True)])
         wanted = np.stack([y[n + i : n + i + 1] for y, n in zip(full, lengths, strict=True)])
@@ -200,7 +221,8 @@ def test_caches_of_layers_are_separate():
     near(feed(module, 2 * x, [30, 70], cache.layers[1]), array(module(2 * x)))
 
 
-# ------------------------------------------------------------------------------------------------------- what is kept
+# -------------------------------------------------------------------------------------------------------
+# what is kept
 
 
 def held(cache: LayerCache, part: str, num_sequences: int) -> list[int]:
@@ -227,7 +249,9 @@ def test_only_what_is_needed_is_kept(l, d):
         assert held(cache, "slc", 2) == totals.tolist()
         assert held(cache, "win", 2) == [min(int(n), 32) for n in totals]
         assert held(cache, "cmp", 2) == complete
-        assert held(cache, "tail", 2) == [int(n) - c * d for n, c in zip(totals, complete, strict=True)]
+        assert held(cache, "tail", 2) == [
+            int(n) - c * d for n, c in zip(totals, complete, strict=True)
+        ]
         assert max(held(cache, "tail", 2)) < l
 
 
@@ -283,12 +307,17 @@ def test_fp32():
     near(feed(module, x, [40, *[1] * 100]), array(module(x)), 1e-5)
 
 
-# ------------------------------------------------------------------------------------------------------------ mistakes
+# ------------------------------------------------------------------------------------------------------------
+# mistakes
 
 
-@pytest.mark.parametrize(("argument", "value"), [("num_layers", 0), ("num_layers", -1), ("batch_size", 0)])
+@pytest.mark.parametrize(
+    ("argument", "value"), [("num_layers", 0), ("num_layers", -1), ("batch_size", 0)]
+)
 def test_bad_sizes(argument, value):
-    with pytest.raises(ValueError, match=rf"^NSACache: {argument} must be positive, got {value}\.$"):
+    with pytest.raises(
+        ValueError, match=rf"^NSACache: {argument} must be positive, got {value}\.$"
+    ):
         NSACache(small(), **{"num_layers": 1, argument: value})
 
 
@@ -309,7 +338,9 @@ def test_cache_of_another_config():
         module(tokens(5), cache=new_cache(small(window_size=16)))
 
 
-@pytest.mark.parametrize("bad", [torch.tensor([0, 4], dtype=torch.int32), torch.tensor([1, 5], dtype=torch.int32)])
+@pytest.mark.parametrize(
+    "bad", [torch.tensor([0, 4], dtype=torch.int32), torch.tensor([1, 5], dtype=torch.int32)]
+)
 def test_refused_tokens_leave_the_cache_as_it_was(bad):
     """An error must not count tokens that were never taken in."""
     module, x = layer(small()), tokens(60)

@@ -13,17 +13,37 @@ from nsa import NSAConfig, RopeScaling
 
 def test_defaults_are_those_of_the_page():
     config = NSAConfig()
-    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim) == (12, 2, 64, 64)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim) == (
+        12,
+        2,
+        64,
+        64,
+    )
     assert (config.compress_block_size, config.compress_stride, config.block_size) == (32, 16, 64)
-    assert (config.num_selected_blocks, config.num_init_blocks, config.num_local_blocks) == (16, 1, 2)
+    assert (config.num_selected_blocks, config.num_init_blocks, config.num_local_blocks) == (
+        16,
+        1,
+        2,
+    )
     assert config.window_size == 512
     assert config.branches == ("cmp", "slc", "win")
-    assert (config.share_kv, config.phi, config.compress_rope, config.gate) == (False, "mean", "middle", "sigmoid")
+    assert (config.share_kv, config.phi, config.compress_rope, config.gate) == (
+        False,
+        "mean",
+        "middle",
+        "sigmoid",
+    )
     assert (config.gate_hidden_size, config.rope_theta) == (0, 10_000.0)
 
 
 def test_small_pattern_is_allowed():
-    NSAConfig(compress_block_size=8, compress_stride=4, block_size=16, num_selected_blocks=4, window_size=32)
+    NSAConfig(
+        compress_block_size=8,
+        compress_stride=4,
+        block_size=16,
+        num_selected_blocks=4,
+        window_size=32,
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,19 +61,29 @@ def test_small_pattern_is_allowed():
         ({"value_dim": 100}, "value_dim", "100"),
         ({"value_dim": 512}, "value_dim", "512"),
         ({"compress_block_size": 0}, "compress_block_size", "0"),
-        ({"compress_block_size": 128}, "compress_block_size", "128"),  # longer than a selection block
+        # longer than a selection block
+        ({"compress_block_size": 128}, "compress_block_size", "128"),
         ({"compress_block_size": 30}, "compress_stride", "16"),  # d does not divide l
         ({"compress_stride": 0}, "compress_stride", "0"),
         ({"compress_stride": 2}, "compress_stride", "2"),
         ({"compress_stride": 3, "compress_block_size": 30}, "compress_stride", "3"),
-        ({"compress_stride": 12, "compress_block_size": 24}, "compress_stride", "12"),  # d does not divide l'
-        ({"compress_stride": 32, "compress_block_size": 32, "block_size": 16}, "compress_stride", "32"),
+        # d does not divide l'
+        ({"compress_stride": 12, "compress_block_size": 24}, "compress_stride", "12"),
+        (
+            {"compress_stride": 32, "compress_block_size": 32, "block_size": 16},
+            "compress_stride",
+            "32",
+        ),
         ({"block_size": 48}, "block_size", "48"),
         ({"block_size": 256}, "block_size", "256"),
         ({"block_size": 0}, "block_size", "0"),
         ({"num_selected_blocks": 0}, "num_selected_blocks", "0"),
         ({"num_selected_blocks": 2}, "num_selected_blocks", "2"),  # fewer than the forced ones
-        ({"num_selected_blocks": 8, "num_init_blocks": 4, "num_local_blocks": 5}, "num_selected_blocks", "8"),
+        (
+            {"num_selected_blocks": 8, "num_init_blocks": 4, "num_local_blocks": 5},
+            "num_selected_blocks",
+            "8",
+        ),
         ({"num_init_blocks": -1}, "num_init_blocks", "-1"),
         ({"num_local_blocks": 0}, "num_local_blocks", "0"),
         ({"window_size": 0}, "window_size", "0"),
@@ -134,7 +164,8 @@ def test_frozen_and_comparable():
 
 
 @pytest.mark.parametrize(
-    ("branches", "scores"), [(("cmp",), True), (("slc",), True), (("win",), False), (("slc", "win"), True)]
+    ("branches", "scores"),
+    [(("cmp",), True), (("slc",), True), (("win",), False), (("slc", "win"), True)],
 )
 def test_derived_sizes(branches, scores):
     config = NSAConfig(branches=branches, num_heads=12, num_kv_heads=4)

@@ -13,7 +13,9 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 def test_the_program_prints_what_page_and_picture_show() -> None:
     page = (DOCS / "one-query.md").read_text(encoding="utf-8")
-    (program, printed) = re.findall(r"^```(?:python|text)\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (program, printed) = re.findall(
+        r"^```(?:python|text)\n(.*?)^```", page, re.DOTALL | re.MULTILINE
+    )
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(compile(program, "one-query.md", "exec"), {})
     assert out.getvalue() == printed

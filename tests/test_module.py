@@ -23,7 +23,9 @@ SUBSETS = [tuple(c) for size in (1, 2, 3) for c in itertools.combinations(BRANCH
 PHIS = ("mean", "linear", "mlp")
 
 
-def layer(config: NSAConfig, seed: int = 0, dtype: torch.dtype = torch.float64) -> NativeSparseAttention:
+def layer(
+    config: NSAConfig, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> NativeSparseAttention:
     """A layer whose parameters are all random and large enough that each one matters, those that start at 0 too."""
     torch.manual_seed(seed)
     module = NativeSparseAttention(WIDTH, config).to(dtype)
@@ -40,7 +42,9 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
 def expected(module: NativeSparseAttention, x: Tensor, lengths: tuple[int, ...]) -> np.ndarray:
     weights = {name: array(value) for name, value in module.state_dict().items()}
     batch = make_batch(module.config, lengths)
-    return stack(batch, lambda rows, _, __: (oracle.layer(weights, array(x)[rows], module.config),))[0]
+    return stack(
+        batch, lambda rows, _, __: (oracle.layer(weights, array(x)[rows], module.config),)
+    )[0]
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -52,7 +56,8 @@ def matches(config: NSAConfig, lengths: tuple[int, ...] = (140, 7, 0, 33)) -> No
     near(module(x, cu_seqlens=offsets(lengths)), expected(module, x, lengths))
 
 
-# ------------------------------------------------------------------------------------------------------------- forward
+# -------------------------------------------------------------------------------------------------------------
+# forward
 
 
 @pytest.mark.parametrize("lengths", [(257,), (130, 0, 1, 140, 8), (0, 1, 7, 8, 9, 15, 16, 17)])
@@ -75,7 +80,9 @@ def test_gates(gate, gate_hidden_size):
 @pytest.mark.parametrize("temperature", [0.25, 3.0])
 def test_temperature_of_gates(temperature):
     for gate_hidden_size in (0, 11):
-        matches(small(gate="softmax", gate_temperature=temperature, gate_hidden_size=gate_hidden_size))
+        matches(
+            small(gate="softmax", gate_temperature=temperature, gate_hidden_size=gate_hidden_size)
+        )
 
 
 @pytest.mark.parametrize("share_kv", [False, True])
@@ -99,7 +106,12 @@ def test_gates_of_few_branches(branches, gate):
         {"rope_theta": 10_000.0},
         {"head_dim": 32, "value_dim": 16},
         {"num_init_blocks": 0, "num_local_blocks": 1},
-        {"compress_block_size": 16, "compress_stride": 8, "block_size": 32, "num_selected_blocks": 3},
+        {
+            "compress_block_size": 16,
+            "compress_stride": 8,
+            "block_size": 32,
+            "num_selected_blocks": 3,
+        },
         {"phi": "mlp", "compress_hidden_size": 5},
         {"window_size": 500},
     ],
@@ -166,7 +178,10 @@ def test_order_of_tokens_matters_through_rope():
 @pytest.mark.parametrize("scaling", [RopeScaling("linear", 4.0), RopeScaling("yarn", 4.0, 64)])
 def test_rope_scaling_reaches_all_branches(scaling):
     for branches in (("cmp",), ("slc",), ("win",)):
-        plain, scaled = layer(small(branches=branches)), layer(small(branches=branches, rope_scaling=scaling))
+        plain, scaled = (
+            layer(small(branches=branches)),
+            layer(small(branches=branches, rope_scaling=scaling)),
+        )
         scaled.load_state_dict(plain.state_dict())
         x = tokens(140)
         assert distance(plain(x), scaled(x)) > 1e-4, branches
@@ -195,7 +210,8 @@ def test_bf16_autocast_with_fp32_parameters():
         out = module(x)
     out.sum().backward()
     assert out.dtype == torch.bfloat16
-    # Some rows choose other blocks in bf16: most rows agree to the precision of bf16, all are finite.
+    # Some rows choose other blocks in bf16: most rows agree to the precision of bf16, all are
+    # finite.
     error = (out.float() - exact).norm(dim=-1) / exact.norm(dim=-1)
     assert float(error.detach().median()) < 0.02
     for parameter in module.parameters():
@@ -203,11 +219,14 @@ def test_bf16_autocast_with_fp32_parameters():
         assert bool(grad(parameter).isfinite().all())
 
 
-# ---------------------------------------------------------------------------------------------------------- parameters
+# ----------------------------------------------------------------------------------------------------------
+# parameters
 
 
 def shapes(config: NSAConfig) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(p.shape) for name, p in NativeSparseAttention(WIDTH, config).named_parameters()}
+    return {
+        name: tuple(p.shape) for name, p in NativeSparseAttention(WIDTH, config).named_parameters()
+    }
 
 
 def test_parameters_of_the_default_form():
@@ -234,7 +253,9 @@ def test_shared_keys_and_values():
 @pytest.mark.parametrize("branches", SUBSETS)
 def test_branch_that_is_off_has_no_parameters(branches):
     found = shapes(small(branches=branches, phi="mlp"))
-    projections = {name.removesuffix("_proj.weight") for name in found if name.endswith("_proj.weight")} - {"q", "o"}
+    projections = {
+        name.removesuffix("_proj.weight") for name in found if name.endswith("_proj.weight")
+    } - {"q", "o"}
     wanted = {f"{kind}_{branch}" for kind in "kv" for branch in branches}
     scoring = "slc" in branches and "cmp" not in branches
     assert projections == wanted | ({"k_cmp"} if scoring else set())
@@ -297,7 +318,8 @@ def test_gates_at_the_start(gate):
         assert distance(gates.sum(-1), torch.ones(100, 4)) > 0.1  # they need not sum to 1
 
 
-# ----------------------------------------------------------------------------------------------------------- gradients
+# -----------------------------------------------------------------------------------------------------------
+# gradients
 
 
 @pytest.mark.parametrize("phi", PHIS)
@@ -339,7 +361,14 @@ def test_no_gradient_is_missing_for_any_switches(branches):
 
 
 def test_gradcheck():
-    config = small(num_heads=2, num_kv_heads=1, value_dim=16, phi="mlp", compress_hidden_size=2, gate_hidden_size=2)
+    config = small(
+        num_heads=2,
+        num_kv_heads=1,
+        value_dim=16,
+        phi="mlp",
+        compress_hidden_size=2,
+        gate_hidden_size=2,
+    )
     module = layer(config)
     names = [name for name, _ in module.named_parameters()]
     x = tokens(90)
@@ -348,14 +377,19 @@ def test_gradcheck():
         given = dict(zip(names, parameters, strict=True))
         return torch.func.functional_call(module, given, (x,), {"cu_seqlens": offsets((85, 5))})
 
-    leaves = [x.requires_grad_(), *(p.detach().clone().requires_grad_() for p in module.parameters())]
+    leaves = [
+        x.requires_grad_(),
+        *(p.detach().clone().requires_grad_() for p in module.parameters()),
+    ]
     assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("share_kv", [False, True])
 def test_the_log_says_what_is_frozen(caplog, share_kv):
     with caplog.at_level(logging.INFO, logger="nsa"):
-        NativeSparseAttention(WIDTH, small(branches=("slc", "win"), phi="linear", share_kv=share_kv))
+        NativeSparseAttention(
+            WIDTH, small(branches=("slc", "win"), phi="linear", share_kv=share_kv)
+        )
     assert "frozen" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="nsa"):
@@ -374,7 +408,8 @@ def test_frozen_scores_still_choose():
     assert distance(after[64:], before[64:]) > 1e-3
 
 
-# ------------------------------------------------------------------------------------------------------------- mistakes
+# -------------------------------------------------------------------------------------------------------------
+# mistakes
 
 
 @pytest.mark.parametrize("shape", [(10, WIDTH + 1), (WIDTH,), (2, 3, 4, WIDTH)])
@@ -390,7 +425,11 @@ def test_dense_batch_with_offsets():
 
 @pytest.mark.parametrize(
     "cu_seqlens",
-    [torch.tensor([0, 9], dtype=torch.int32), torch.tensor([1, 10], dtype=torch.int32), torch.tensor([0, 10])],
+    [
+        torch.tensor([0, 9], dtype=torch.int32),
+        torch.tensor([1, 10], dtype=torch.int32),
+        torch.tensor([0, 10]),
+    ],
 )
 def test_bad_offsets(cu_seqlens):
     with pytest.raises(ValueError, match=r"cu_seqlens\w* must .*, got .*\.$"):

@@ -72,7 +72,9 @@ class Installed:
             for file in metadata.files(package) or ():
                 top = file.parts[0]
                 if top not in ("..", "__pycache__") and not (self.site / top).exists():
-                    (self.site / top).symlink_to(Path(str(metadata.distribution(package).locate_file(top))))
+                    (self.site / top).symlink_to(
+                        Path(str(metadata.distribution(package).locate_file(top)))
+                    )
         self.pip("install", "--no-index", "--no-deps", str(wheel))
 
     def pip(self, *words: str) -> str:
@@ -83,7 +85,9 @@ class Installed:
         return self._run([str(self.folder / "bin" / words[0]), *words[1:]], code)
 
     def _run(self, words: list[str], code: int = 0) -> str:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+        }
         done = subprocess.run(
             words, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120, check=False
         )  # fmt: skip
@@ -118,11 +122,18 @@ def core(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 @pytest.fixture(scope="module")
 def train(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    return Installed(tmp_path_factory.mktemp("train") / "env", wheel, needed(*extras.CORE, *extras.EXTRAS["train"]))
+    return Installed(
+        tmp_path_factory.mktemp("train") / "env",
+        wheel,
+        needed(*extras.CORE, *extras.EXTRAS["train"]),
+    )
 
 
 def test_the_core_is_torch_and_triton(core: Installed) -> None:
-    found = {canonicalize_name(entry["name"]) for entry in json.loads(core.pip("list", "--format", "json"))}
+    found = {
+        canonicalize_name(entry["name"])
+        for entry in json.loads(core.pip("list", "--format", "json"))
+    }
     assert found - needed("torch") == {"nsa", *({"triton"} - needed("torch"))}
     assert core.pip("check").startswith("No broken requirements found")
 
@@ -160,32 +171,61 @@ def test_commands_of_the_core(core: Installed) -> None:
 def test_a_missing_extra_is_one_line(core: Installed, words: list[str], extra: str) -> None:
     line = core("nsa", *words, code=2)
     command = " ".join(words[: 2 if words[0] in ("bench", "data") else 1])
-    absent = ", ".join(package for package in extras.EXTRAS[extra] if package not in extras.OPTIONAL)
-    assert line == f"nsa {command}: not installed: {absent}. Install with: pip install 'nsa[{extra}]'\n"
+    absent = ", ".join(
+        package for package in extras.EXTRAS[extra] if package not in extras.OPTIONAL
+    )
+    assert (
+        line
+        == f"nsa {command}: not installed: {absent}. Install with: pip install 'nsa[{extra}]'\n"
+    )
 
 
 def test_ten_steps(train: Installed) -> None:
     """From a name, in any folder; the extra is enough for the run, its evaluation and its text."""
     assert train.pip("check").startswith("No broken requirements found")
-    small = {"model.num_layers": 1, "seq_len": 128, "micro_batch": 2, "global_batch": 2, "eval_windows": 1, "sample_tokens": 2}
+    small = {
+        "model.num_layers": 1,
+        "seq_len": 128,
+        "micro_batch": 2,
+        "global_batch": 2,
+        "eval_windows": 1,
+        "sample_tokens": 2,
+    }
     ten = {"steps": 10, "log_every": 5, "optim.warmup_steps": 2, **small}
-    words = [word for name, value in ten.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words = [
+        word for name, value in ten.items() for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
     assert "finished 10 steps" in train("nsa", "train", "cpu-small", *words)
     folder = train.folder / "runs" / "cpu-small-1"
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [row["step"] for row in rows] == [5, 10]
     assert rows[1]["loss_nats"] < rows[0]["loss_nats"]
     assert (folder / "loss.png").exists()
 
 
-def test_the_wheel_plans_as_the_checkout_does(train: Installed, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_wheel_plans_as_the_checkout_does(
+    train: Installed, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It has the measured rows, and they are found from anywhere."""
     code = "from nsa.cli.bench import carried_rows as c; print(*c('results', 'memory'), sep='\\n')"
     carried = [Path(line) for line in train("python", "-c", code).splitlines()]
     committed = carried_rows("results", "memory")
     assert all(path.is_relative_to(train.site) for path in carried)
     assert [path.read_bytes() for path in carried] == [path.read_bytes() for path in committed]
-    words = ["plan", "cpu-small", "--gpu", "h200", "--compute-dtype", "bf16", "--model.num-layers", "1", "--json"]
+    words = [
+        "plan",
+        "cpu-small",
+        "--gpu",
+        "h200",
+        "--compute-dtype",
+        "bf16",
+        "--model.num-layers",
+        "1",
+        "--json",
+    ]
     assert cli.main(words) == 0
     planned = json.loads(capsys.readouterr().out)
     assert json.loads(train("nsa", *words)) == planned

@@ -16,7 +16,8 @@ from nsa.rope import Rope
 from tests.ops.cases import offsets, small
 
 LENGTH = 70
-ROWS = ((0, 70), (13, 70), (0, 41), (30, 33), (5, 66), (70, 70), (0, 0))  # first token and first padding behind
+# first token and first padding behind
+ROWS = ((0, 70), (13, 70), (0, 41), (30, 33), (5, 66), (70, 70), (0, 0))
 
 
 def mask_of(rows: tuple[tuple[int, int], ...] = ROWS, dtype: torch.dtype = torch.bool) -> Tensor:
@@ -24,7 +25,9 @@ def mask_of(rows: tuple[tuple[int, int], ...] = ROWS, dtype: torch.dtype = torch
     return torch.stack([(place >= begin) & (place < end) for begin, end in rows]).to(dtype)
 
 
-def make(kind: type[NativeSparseAttention | DenseAttention] = NativeSparseAttention, **changes: Any) -> Any:
+def make(
+    kind: type[NativeSparseAttention | DenseAttention] = NativeSparseAttention, **changes: Any
+) -> Any:
     torch.manual_seed(0)
     return kind(24, small(**changes)).double()
 
@@ -73,7 +76,9 @@ def test_the_function_takes_sequences() -> None:
 
     def attend(inputs: list[Tensor], **given: Any) -> Tensor:
         q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = inputs
-        return native_sparse_attention(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, None, config, rope=rope, **given)
+        return native_sparse_attention(
+            q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, None, config, rope=rope, **given
+        )
 
     inputs = [heads(config.num_heads, config.head_dim)]
     inputs += [heads(config.num_kv_heads, size) for size in (config.head_dim, config.value_dim) * 3]
@@ -108,8 +113,14 @@ def test_nothing_is_read_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_compiled_once_for_all_masks() -> None:
     counter = CompileCounter()
-    compiled = torch.compile(lambda mask: Sequences.padded(mask).cu_q, backend=counter, fullgraph=True)
-    masks = mask_of(), mask_of()[[1, 2, 3, 4, 0, 5, 6]], mask_of(((2, 8), (9, 70), (0, 60), (0, 1), (7, 8), (0, 70), (69, 70)))
+    compiled = torch.compile(
+        lambda mask: Sequences.padded(mask).cu_q, backend=counter, fullgraph=True
+    )
+    masks = (
+        mask_of(),
+        mask_of()[[1, 2, 3, 4, 0, 5, 6]],
+        mask_of(((2, 8), (9, 70), (0, 60), (0, 1), (7, 8), (0, 70), (69, 70))),
+    )
     for mask in masks:
         assert torch.equal(compiled(mask), Sequences.padded(mask).cu_q)
     assert counter.frame_count == 1
@@ -139,7 +150,10 @@ def test_masks_that_do_not_fit(given: dict[str, Any], message: str) -> None:
 
 
 def test_a_mask_of_four_dimensions_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Sequences.padded: attention_mask must have shape \[B, T\], got \(2, 1, 5, 5\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"Sequences.padded: attention_mask must have shape \[B, T\], got \(2, 1, 5, 5\)",
+    ):
         Sequences.padded(torch.ones(2, 1, 5, 5, dtype=torch.bool))
 
 

@@ -28,7 +28,8 @@ from tests.ops.whole import phi_parameters
 CONFIG = small(phi="linear")
 ROPE = Rope.from_config(CONFIG)
 
-# Token tensors of an operator by name, and the operator on them: every result has one row for each query.
+# Token tensors of an operator by name, and the operator on them: every result has one row for each
+# query.
 Tokens = dict[str, Tensor]
 Operator = Callable[[Tokens, Batch, dict[str, Any]], list[Tensor]]
 
@@ -57,7 +58,9 @@ def run_choice(x: Tokens, batch: Batch, kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def run_slc(x: Tokens, batch: Batch, kwargs: dict[str, Any]) -> list[Tensor]:
-    return list(selected_attention(x["q"], x["k_slc"], x["v_slc"], x["block_indices"], CONFIG, **kwargs))
+    return list(
+        selected_attention(x["q"], x["k_slc"], x["v_slc"], x["block_indices"], CONFIG, **kwargs)
+    )
 
 
 def run_win(x: Tokens, batch: Batch, kwargs: dict[str, Any]) -> list[Tensor]:
@@ -103,7 +106,9 @@ def leaves_of(x: Tokens) -> Tokens:
 def gradients(name: str, x: Tokens, batch: Batch, seed: int = 5) -> dict[str, Tensor]:
     leaves = leaves_of(x)
     out = OPERATORS[name](leaves, batch, batch.kwargs)[0]
-    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=out.dtype))
+    out.backward(
+        torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=out.dtype)
+    )
     return {key: tensor.grad for key, tensor in leaves.items() if tensor.grad is not None}
 
 
@@ -122,7 +127,9 @@ def test_causality_bit_for_bit(name, lengths_q):
             cut = t + 1 - first if key in OF_QUERIES else t + 1
             factor = 1 if key == "block_indices" else 50
             mixed[key] = torch.cat((tensor[:cut], factor * other[key][cut:]))
-        for actual, wanted in zip(OPERATORS[name](mixed, batch, batch.kwargs), expected, strict=True):
+        for actual, wanted in zip(
+            OPERATORS[name](mixed, batch, batch.kwargs), expected, strict=True
+        ):
             assert torch.equal(actual[: t + 1 - first], wanted[: t + 1 - first]), t
             changed_later |= not torch.equal(actual, wanted)
     assert changed_later
@@ -138,12 +145,15 @@ def test_gradient_reaches_no_later_token(name):
         OPERATORS[name](leaves, batch, batch.kwargs)[0][: t + 1].sum().backward()
         for tensor in leaves.values():
             assert tensor.grad is None or not bool(tensor.grad[t + 1 :].any()), t
-        assert any(tensor.grad is not None and bool(tensor.grad[: t + 1].any()) for tensor in leaves.values()) == (
-            t >= 7 or name != "cmp"
-        )
+        assert any(
+            tensor.grad is not None and bool(tensor.grad[: t + 1].any())
+            for tensor in leaves.values()
+        ) == (t >= 7 or name != "cmp")
 
 
-@pytest.mark.parametrize("lengths", [((130, 0, 257, 1, 140), None), ((200, 131, 257), (1, 130, 33))])
+@pytest.mark.parametrize(
+    "lengths", [((130, 0, 257, 1, 140), None), ((200, 131, 257), (1, 130, 33))]
+)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_packed_equals_separate(name, lengths):
     batch = make_batch(CONFIG, *lengths)
@@ -152,7 +162,9 @@ def test_packed_equals_separate(name, lengths):
     for b, (rows, tokens, _) in enumerate(batch.slices):
         alone = make_batch(CONFIG, (batch.lengths_k[b],), (batch.lengths_q[b],))
         part = {key: tensor[rows if key in OF_QUERIES else tokens] for key, tensor in x.items()}
-        for together, separate in zip(packed, OPERATORS[name](part, alone, alone.kwargs), strict=True):
+        for together, separate in zip(
+            packed, OPERATORS[name](part, alone, alone.kwargs), strict=True
+        ):
             near(separate, array(together[rows]))
 
 
@@ -166,7 +178,9 @@ def test_packed_gradients_equal_separate(name):
     out.backward(d_out)
     for b, (rows, tokens, _) in enumerate(batch.slices):
         alone = make_batch(CONFIG, (batch.lengths_k[b],))
-        part = leaves_of({key: tensor[rows if key in OF_QUERIES else tokens] for key, tensor in x.items()})
+        part = leaves_of(
+            {key: tensor[rows if key in OF_QUERIES else tokens] for key, tensor in x.items()}
+        )
         OPERATORS[name](part, alone, alone.kwargs)[0].backward(d_out[rows])
         for key, tensor in part.items():
             if tensor.grad is not None:
@@ -176,13 +190,16 @@ def test_packed_gradients_equal_separate(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_rows"), [*((name, 130) for name in OPERATORS), *((name, 9) for name in ("slc", "win", "whole"))]
+    ("name", "num_rows"),
+    [*((name, 130) for name in OPERATORS), *((name, 9) for name in ("slc", "win", "whole"))],
 )
 def test_dense_equals_packed(name, num_rows):
     batch = make_batch(CONFIG, (130,) * 3, (num_rows,) * 3)
     x = tokens_of(batch)
     packed = OPERATORS[name](x, batch, batch.kwargs)
-    dense = OPERATORS[name]({key: tensor.unflatten(0, (3, -1)) for key, tensor in x.items()}, batch, {})
+    dense = OPERATORS[name](
+        {key: tensor.unflatten(0, (3, -1)) for key, tensor in x.items()}, batch, {}
+    )
     for flat, shaped in zip(packed, dense, strict=True):
         near(shaped, array(flat.unflatten(0, (3, -1))), 1e-14)
 
@@ -192,7 +209,9 @@ def test_dense_queries_with_compressed_keys_of_more_tokens(name):
     """How many tokens lie behind compressed keys cannot be told without offsets: refused, not guessed."""
     batch = make_batch(CONFIG, (130,) * 3, (9,) * 3)
     with pytest.raises(ValueError, match=r": k_cmp must .*, got "):
-        OPERATORS[name]({key: t.unflatten(0, (3, -1)) for key, t in tokens_of(batch).items()}, batch, {})
+        OPERATORS[name](
+            {key: t.unflatten(0, (3, -1)) for key, t in tokens_of(batch).items()}, batch, {}
+        )
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -211,7 +230,10 @@ def test_nan_reaches_no_other_sequence(name):
         assert torch.equal(a[others], b[others])
     if name != "choice":
         assert bool(dirty[0][~others].isnan().any())
-        clean_gradients, dirty_gradients = gradients(name, x, batch), gradients(name, poisoned, batch)
+        clean_gradients, dirty_gradients = (
+            gradients(name, x, batch),
+            gradients(name, poisoned, batch),
+        )
         assert clean_gradients.keys() == dirty_gradients.keys()
         for key, gradient in clean_gradients.items():
             assert torch.equal(gradient[others], dirty_gradients[key][others]), key
@@ -246,9 +268,15 @@ def test_strides_do_not_matter(name):
     """Heads that are slices of a wider projection give the results of contiguous ones."""
     batch = make_batch(CONFIG, (130, 140))
     x = tokens_of(batch)
-    wide = {key: torch.cat((tensor, tensor), dim=1)[:, : tensor.shape[1]] for key, tensor in x.items()}
+    wide = {
+        key: torch.cat((tensor, tensor), dim=1)[:, : tensor.shape[1]] for key, tensor in x.items()
+    }
     assert not wide["q"].is_contiguous()
-    pairs = zip(OPERATORS[name](wide, batch, batch.kwargs), OPERATORS[name](x, batch, batch.kwargs), strict=True)
+    pairs = zip(
+        OPERATORS[name](wide, batch, batch.kwargs),
+        OPERATORS[name](x, batch, batch.kwargs),
+        strict=True,
+    )
     for a, b in pairs:
         near(a, array(b), 1e-14)
 

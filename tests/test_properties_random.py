@@ -7,14 +7,31 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from nsa import NSAConfig, Rope, blocks_to_ranges, compress, compressed_attention, select_blocks, selected_attention
+from nsa import (
+    NSAConfig,
+    Rope,
+    blocks_to_ranges,
+    compress,
+    compressed_attention,
+    select_blocks,
+    selected_attention,
+)
 from nsa.config import BRANCHES
 from nsa.ops.selection.reference import choose_blocks
 from tests import oracle
 from tests.ops.cases import Batch, array, make_batch, near, offsets
 from tests.ops.whole import make, run, run_oracle
 
-PATTERNS = [(8, 4, 16), (4, 4, 16), (16, 4, 16), (8, 8, 16), (16, 16, 16), (16, 8, 32), (32, 16, 32), (12, 4, 16)]
+PATTERNS = [
+    (8, 4, 16),
+    (4, 4, 16),
+    (16, 4, 16),
+    (8, 8, 16),
+    (16, 16, 16),
+    (16, 8, 32),
+    (32, 16, 32),
+    (12, 4, 16),
+]
 SWITCHES = [BRANCHES, BRANCHES, BRANCHES, ("cmp", "slc"), ("slc", "win"), ("slc",), ("cmp", "win")]
 
 
@@ -48,7 +65,9 @@ def configs(draw: st.DrawFn) -> NSAConfig:
 def batches(draw: st.DrawFn) -> Batch:
     """A long sequence, sparse for most configs, among up to three others, often of lengths at the edges of blocks."""
     config = draw(configs())
-    length = st.one_of(st.integers(0, 40), st.sampled_from([7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65]))
+    length = st.one_of(
+        st.integers(0, 40), st.sampled_from([7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65])
+    )
     lengths_k = draw(st.lists(length, max_size=3))
     lengths_k.insert(draw(st.integers(0, len(lengths_k))), draw(st.integers(120, 170)))
     lengths_q = [draw(st.one_of(st.just(n), st.just(n), st.integers(0, n))) for n in lengths_k]
@@ -63,7 +82,11 @@ def frequencies(config: NSAConfig) -> Rope:
 @given(batch=batches())
 def test_the_whole_matches_the_oracle(batch):
     inputs = make(batch)
-    near(run(batch.config, inputs, frequencies(batch.config), **batch.kwargs), run_oracle(batch, inputs)[0], 2e-12)
+    near(
+        run(batch.config, inputs, frequencies(batch.config), **batch.kwargs),
+        run_oracle(batch, inputs)[0],
+        2e-12,
+    )
 
 
 @settings(max_examples=100)
@@ -82,9 +105,14 @@ def test_the_future_changes_nothing(batch, data):
         start, kept = (rows.start, row + 1) if name in ("q", "gates") else (tokens.start, t + 1)
         x[start : start + kept] = before.tensors[name][start : start + kept]
     if after.q_cmp is not None and before.q_cmp is not None:
-        after.q_cmp[rows.start : rows.start + row + 1] = before.q_cmp[rows.start : rows.start + row + 1]
+        after.q_cmp[rows.start : rows.start + row + 1] = before.q_cmp[
+            rows.start : rows.start + row + 1
+        ]
     after.phi_k, after.phi_v = before.phi_k, before.phi_v
-    results = [run(batch.config, x, frequencies(batch.config), **batch.kwargs)[rows][: row + 1] for x in (before, after)]
+    results = [
+        run(batch.config, x, frequencies(batch.config), **batch.kwargs)[rows][: row + 1]
+        for x in (before, after)
+    ]
     assert torch.equal(*results)
 
 
@@ -95,11 +123,17 @@ def test_packed_equals_separate(batch):
     together = run(batch.config, inputs, frequencies(batch.config), **batch.kwargs)
     for b, (rows, tokens, _) in enumerate(batch.slices):
         part = make(batch)
-        part.tensors = {n: x[rows if n in ("q", "gates") else tokens] for n, x in inputs.tensors.items()}
+        part.tensors = {
+            n: x[rows if n in ("q", "gates") else tokens] for n, x in inputs.tensors.items()
+        }
         part.phi_k, part.phi_v = inputs.phi_k, inputs.phi_v
         part.q_cmp = None if inputs.q_cmp is None else inputs.q_cmp[rows]
         alone = make_batch(batch.config, (batch.lengths_k[b],), (batch.lengths_q[b],))
-        near(run(batch.config, part, frequencies(batch.config), **alone.kwargs), array(together[rows]), 2e-12)
+        near(
+            run(batch.config, part, frequencies(batch.config), **alone.kwargs),
+            array(together[rows]),
+            2e-12,
+        )
 
 
 @settings(max_examples=300)
@@ -118,10 +152,14 @@ def test_the_choice_matches_a_sort(seed, num_levels, num_rows, num_keys, init, l
     config = NSAConfig(num_heads=2, num_kv_heads=2, block_size=16, compress_block_size=16, compress_stride=4,
                        num_selected_blocks=n, num_init_blocks=init, num_local_blocks=local)  # fmt: skip
     num_blocks = -(-num_keys // 16)
-    scores = np.random.default_rng(seed).integers(0, num_levels, (num_rows, 2, num_blocks)).astype(float)
+    scores = (
+        np.random.default_rng(seed).integers(0, num_levels, (num_rows, 2, num_blocks)).astype(float)
+    )
     positions = torch.arange(num_keys - num_rows, num_keys)
     actual = choose_blocks(torch.from_numpy(scores), positions, config)
-    np.testing.assert_array_equal(actual.numpy(), oracle.choose(scores, num_keys, n, init, local, 16))
+    np.testing.assert_array_equal(
+        actual.numpy(), oracle.choose(scores, num_keys, n, init, local, 16)
+    )
 
 
 @settings(max_examples=60)
@@ -135,7 +173,11 @@ def test_chosen_ranges_hold_the_tokens_that_are_attended_to(batch):
     ranges = blocks_to_ranges(ids, batch.config, **batch.kwargs).numpy()
     for rows, tokens, _ in batch.slices:
         visible = tokens_of(ranges[rows])
-        near(out[rows], oracle.attention(array(q)[rows], array(k)[tokens], array(v)[tokens], visible)[0], 2e-12)
+        near(
+            out[rows],
+            oracle.attention(array(q)[rows], array(k)[tokens], array(v)[tokens], visible)[0],
+            2e-12,
+        )
 
 
 def tokens_of(ranges: np.ndarray) -> oracle.Visible:
@@ -144,7 +186,9 @@ def tokens_of(ranges: np.ndarray) -> oracle.Visible:
 
 
 @settings(max_examples=60)
-@given(lengths=st.lists(st.integers(0, 70), min_size=1, max_size=6), pattern=st.sampled_from(PATTERNS))
+@given(
+    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=6), pattern=st.sampled_from(PATTERNS)
+)
 def test_rows_of_compressed_keys(lengths, pattern):
     """Offsets count the complete blocks of each sequence, and S // d rows are enough for any lengths."""
     l, d, l_sel = pattern

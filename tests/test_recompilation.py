@@ -1,7 +1,8 @@
 """Once torch.compile has seen that sizes vary, no batch size, length or number of sequences compiles anything anew.
 
-The operators run as on a GPU, without their kernels: only what is traced around them matters here. The trainer has a test of
-its own, ``tests/train/test_trainer.py::test_nothing_is_compiled_after_the_first_step``.
+The operators run as on a GPU, without their kernels: only what is traced around them matters here.
+The trainer has a test of its own,
+``tests/train/test_trainer.py::test_nothing_is_compiled_after_the_first_step``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ CONFIG = NSAConfig(
     num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, compress_block_size=8, compress_stride=4, block_size=16,
     num_selected_blocks=4, window_size=32,
 )  # fmt: skip
-# The first two show that sizes vary; sizes of 0 and 1, also of compressed keys, are cases of their own for PyTorch.
+# The first two show that sizes vary; sizes of 0 and 1, also of compressed keys, are cases of their
+# own for PyTorch.
 PACKED = [[32, 32], [16, 0, 48, 32], [1] * 60, [96], [5, 0, 0, 0, 70], [7, 64, 2], [128, 128, 3]]
 DENSE = [(2, 32), (3, 48), (4, 17), (5, 65), (2, 128), (7, 3)]
 
@@ -31,7 +33,9 @@ Attend = Callable[..., Tensor]
 
 @pytest.fixture(autouse=True)
 def _without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(KernelInterface, "__getitem__", lambda self, grid: lambda *args, **kwargs: None)
+    monkeypatch.setattr(
+        KernelInterface, "__getitem__", lambda self, grid: lambda *args, **kwargs: None
+    )
     torch.compiler.reset()
     with as_on_gpu():
         yield
@@ -43,17 +47,28 @@ def module() -> NativeSparseAttention:
     return NativeSparseAttention(32, CONFIG)
 
 
-def of_function(*shape: int, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
+def of_function(
+    *shape: int, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
+) -> Tensor:
     """Whole attention as a function of fresh inputs, and its gradients."""
     q = torch.randn(*shape, 4, 16, requires_grad=True)
     keys = [torch.randn(*shape, 2, 16, requires_grad=True) for _ in range(6)]
     gates = torch.rand(*shape, 4, 3, requires_grad=True)
     return compiled(native_sparse_attention)(
-        q, *keys, gates, None, CONFIG, rope=Rope(dim=16), cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen
+        q,
+        *keys,
+        gates,
+        None,
+        CONFIG,
+        rope=Rope(dim=16),
+        cu_seqlens_q=cu_seqlens,
+        max_seqlen_q=max_seqlen,
     )
 
 
-def of_module(*shape: int, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
+def of_module(
+    *shape: int, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
+) -> Tensor:
     x = torch.randn(*shape, 32, requires_grad=True)
     return compiled(module())(x, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
 

@@ -58,10 +58,14 @@ def test_products_depend_on_the_distance_alone():
     products = []
     for position in (0, 1, 17, 4096, 100_000):
         at_q, at_k = torch.tensor([position + 5]), torch.tensor([position])
-        products.append((apply_rope(q, at_q, Rope(16, 256.0)) * apply_rope(k, at_k, Rope(16, 256.0))).sum(-1))
+        products.append(
+            (apply_rope(q, at_q, Rope(16, 256.0)) * apply_rope(k, at_k, Rope(16, 256.0))).sum(-1)
+        )
     for product in products[1:]:
         near(product, array(products[0]))
-    other = apply_rope(q, torch.tensor([6]), Rope(16, 256.0)) * apply_rope(k, torch.tensor([0]), Rope(16, 256.0))
+    other = apply_rope(q, torch.tensor([6]), Rope(16, 256.0)) * apply_rope(
+        k, torch.tensor([0]), Rope(16, 256.0)
+    )
     assert float((other.sum(-1) - products[0]).abs().min()) > 1e-3
 
 
@@ -75,12 +79,16 @@ def test_dense_positions():
     x = make_batch(small(), (130, 130)).q()
     positions = torch.stack((torch.arange(130), torch.arange(50, 180)))
     flat = apply_rope(x, positions.flatten(), Rope(16))
-    assert torch.equal(apply_rope(x.unflatten(0, (2, 130)), positions, Rope(16)), flat.unflatten(0, (2, 130)))
+    assert torch.equal(
+        apply_rope(x.unflatten(0, (2, 130)), positions, Rope(16)), flat.unflatten(0, (2, 130))
+    )
 
 
 def test_gradient():
     x = make_batch(small(), (3,)).q().requires_grad_()
-    assert torch.autograd.gradcheck(lambda y: apply_rope(y, torch.tensor([0, 5, 99]), Rope(8)), (x,))
+    assert torch.autograd.gradcheck(
+        lambda y: apply_rope(y, torch.tensor([0, 5, 99]), Rope(8)), (x,)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -98,7 +106,8 @@ def test_low_precision(dtype):
     assert_within_budget(rotated, plain, exact, "rotated")
 
 
-# ------------------------------------------------------------------------------------------------------------- scaling
+# -------------------------------------------------------------------------------------------------------------
+# scaling
 
 
 def angles(rope: Rope, position: int) -> np.ndarray:
@@ -123,7 +132,8 @@ def test_linear_scaling_divides_positions():
 
 def test_yarn_keeps_fast_and_divides_slow_frequencies():
     """Frequencies that turn more than beta_fast times within the original length stay, those below beta_slow are
-    interpolated; attention is sharpened by (0.1 ln(factor) + 1) squared."""
+    interpolated; attention is sharpened by (0.1 ln(factor) + 1) squared.
+    """
     factor, original, dim, theta = 8.0, 2048, 128, 10_000.0
     rope = Rope(dim, theta, RopeScaling("yarn", factor, original))
     frequency = theta ** (-2 * np.arange(dim // 2) / dim)
@@ -143,7 +153,11 @@ def test_yarn_keeps_fast_and_divides_slow_frequencies():
 def test_yarn_of_factor_one_is_no_scaling():
     x = make_batch(small(), (130,)).q()
     plain = apply_rope(x, torch.arange(130), Rope(16))
-    near(apply_rope(x, torch.arange(130), Rope(16, scaling=RopeScaling("yarn", 1.0))), array(plain), 1e-6)
+    near(
+        apply_rope(x, torch.arange(130), Rope(16, scaling=RopeScaling("yarn", 1.0))),
+        array(plain),
+        1e-6,
+    )
 
 
 @pytest.mark.parametrize("theta", [0.0, 1.0, -10_000.0, math.inf, math.nan])
@@ -155,4 +169,6 @@ def test_base_that_is_none(theta):
 def test_from_config():
     scaling = RopeScaling("linear", 2.0)
     assert Rope.from_config(small()) == Rope(16, 256.0)
-    assert Rope.from_config(small(rotary_dim=8, rope_theta=5.0, rope_scaling=scaling)) == Rope(8, 5.0, scaling)
+    assert Rope.from_config(small(rotary_dim=8, rope_theta=5.0, rope_scaling=scaling)) == Rope(
+        8, 5.0, scaling
+    )

@@ -24,19 +24,36 @@ def test_every_layer_has_its_own_rows_of_the_table() -> None:
     """The outputs of the second layer change with its row, and not with that of the first."""
     tokens = torch.arange(200) % 90
     model = LMConfig(vocab_size=90, width=32, num_layers=2, nsa=PATTERN)
-    tables = {"none": (), "first": ((0, 10_000, 3),), "second": ((1, 10_000, 3),), "all": ((-1, 10_000, 3),)}
+    tables = {
+        "none": (),
+        "first": ((0, 10_000, 3),),
+        "second": ((1, 10_000, 3),),
+        "all": ((-1, 10_000, 3),),
+    }
     seen: dict[str, list[torch.Tensor]] = {}
     for name, table in tables.items():
         torch.manual_seed(1)
-        whole = LanguageModel(dataclasses.replace(model, nsa=dataclasses.replace(PATTERN, num_selected_blocks_table=table)))
+        whole = LanguageModel(
+            dataclasses.replace(
+                model, nsa=dataclasses.replace(PATTERN, num_selected_blocks_table=table)
+            )
+        )
         outputs: list[torch.Tensor] = []
         for layer in whole.decoder_layers():
             layer.attention.register_forward_hook(lambda _, __, out, kept=outputs: kept.append(out))
         with torch.no_grad():
             whole(tokens)
         seen[name] = outputs
-    same = {name: [torch.equal(a, b) for a, b in zip(found, seen["none"], strict=True)] for name, found in seen.items()}
-    assert same == {"none": [True, True], "first": [False, False], "second": [True, False], "all": [False, False]}
+    same = {
+        name: [torch.equal(a, b) for a, b in zip(found, seen["none"], strict=True)]
+        for name, found in seen.items()
+    }
+    assert same == {
+        "none": [True, True],
+        "first": [False, False],
+        "second": [True, False],
+        "all": [False, False],
+    }
     assert torch.equal(seen["first"][0], seen["all"][0])
     assert not torch.equal(seen["first"][1], seen["all"][1])
 
@@ -44,10 +61,14 @@ def test_every_layer_has_its_own_rows_of_the_table() -> None:
 def test_a_tied_head_starts_small_whatever_init_std_says() -> None:
     """The hidden state at the end is near a token's own embedding, whose logit must not start large."""
     torch.manual_seed(0)
-    model = LanguageModel(LMConfig(vocab_size=500, width=64, num_layers=1, nsa=PATTERN, tie_head=True, init_std=0.5))
+    model = LanguageModel(
+        LMConfig(vocab_size=500, width=64, num_layers=1, nsa=PATTERN, tie_head=True, init_std=0.5)
+    )
     assert model.head.weight is model.embedding.weight
     assert model.embedding.weight.std().item() == pytest.approx(3 / 64, rel=0.05)
-    untied = LanguageModel(LMConfig(vocab_size=500, width=64, num_layers=1, nsa=PATTERN, init_std=0.5))
+    untied = LanguageModel(
+        LMConfig(vocab_size=500, width=64, num_layers=1, nsa=PATTERN, init_std=0.5)
+    )
     assert untied.embedding.weight.std().item() == pytest.approx(0.5, rel=0.05)
     assert untied.head.weight.std().item() == pytest.approx(0.5 / 8, rel=0.05)
 
@@ -59,7 +80,9 @@ def test_gates_of_bf16_logits_are_fp32(gate: str) -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         gates = layer.gate(torch.randn(50, 64))
     assert gates.dtype == torch.float32
-    assert not torch.equal(gates, gates.bfloat16().float()), "they were rounded before the activation"
+    assert not torch.equal(gates, gates.bfloat16().float()), (
+        "they were rounded before the activation"
+    )
     if gate == "softmax":
         torch.testing.assert_close(gates.sum(-1), torch.ones(50, 4), rtol=0, atol=1e-6)
 
@@ -71,7 +94,13 @@ def test_a_row_of_zeros_is_scored_in_fp8(zeros: str) -> None:
     q, k_cmp, lse = torch.randn(256, 4, 16), torch.randn(63, 2, 16), torch.full((256, 4), 4.0)
     (q if zeros == "query" else k_cmp)[40:50] = 0.0
     exact, low = (
-        select_blocks(q, k_cmp, lse, dataclasses.replace(PATTERN, score_precision=precision), backend="reference")
+        select_blocks(
+            q,
+            k_cmp,
+            lse,
+            dataclasses.replace(PATTERN, score_precision=precision),
+            backend="reference",
+        )
         for precision in ("exact", "fp8")
     )
     if zeros == "query":

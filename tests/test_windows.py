@@ -100,7 +100,9 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_everything_but_kernels_imports(windows: dict[str, Any]) -> None:
     """And kernels lack Triton alone."""
     assert {name.partition(".")[0] for name in windows["absent"].values()} == {"triton"}
-    kernels = re.compile(r".*\.(triton_\w+|_triton\.\w+|selected\.(index|index_kernels|launch|tiled_\w+|gathered))")
+    kernels = re.compile(
+        r".*\.(triton_\w+|_triton\.\w+|selected\.(index|index_kernels|launch|tiled_\w+|gathered))"
+    )
     assert not [name for name in windows["absent"] if not kernels.fullmatch(name)]
 
 

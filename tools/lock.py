@@ -1,9 +1,10 @@
 """Write ``requirements/*.lock`` from the ranges in ``pyproject.toml``: the newest versions that fit together.
 
-``cpu.lock`` and ``gpu.lock`` pin what the library and its extras import, ``dev.lock`` what only the checks need. The GPU lock
-holds the versions of torch and Triton that the GPU results of this project were measured with. CUDA's packages stand in neither
-file: the CUDA build of torch names each of them in one version, the CPU build none, so that one file serves both builds.
-nvidia-ml-py is none of them: the library itself asks for it.
+``cpu.lock`` and ``gpu.lock`` pin what the library and its extras import, ``dev.lock`` what only the
+checks need. The GPU lock holds the versions of torch and Triton that the GPU results of this
+project were measured with. CUDA's packages stand in neither file: the CUDA build of torch names
+each of them in one version, the CPU build none, so that one file serves both builds. nvidia-ml-py
+is none of them: the library itself asks for it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def normalised(name: str) -> str:
 
 def requirements(project: dict[str, Any], *extras: str) -> list[str]:
     """What the package and some of its extras ask for, without the extras that extras name."""
-    asked = [*project["dependencies"], *(text for extra in extras for text in project["optional-dependencies"][extra])]
+    asked = [
+        *project["dependencies"],
+        *(text for extra in extras for text in project["optional-dependencies"][extra]),
+    ]
     return list(dict.fromkeys(text for text in asked if not text.startswith("nsa[")))
 
 
@@ -50,9 +54,19 @@ def report(wanted: Iterable[str], *options: str) -> list[dict[str, object]]:
     """Metadata of all packages that ``pip install`` would take for what is wanted; nothing is installed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--dry-run",
+            "--ignore-installed",
+        ]
         subprocess.run([*command, "--report", str(path), *options, *wanted], check=True)
-        return [entry["metadata"] for entry in json.loads(path.read_text(encoding="utf-8"))["install"]]
+        return [
+            entry["metadata"] for entry in json.loads(path.read_text(encoding="utf-8"))["install"]
+        ]
 
 
 def needs_of_torch(pin: str) -> list[str]:
@@ -65,19 +79,26 @@ def needs_of_torch(pin: str) -> list[str]:
 
 def resolve(wanted: Iterable[str]) -> Pins:
     """Name and version of everything that is wanted, without local version labels such as ``+cpu``."""
-    return {normalised(str(entry["name"])): str(entry["version"]).partition("+")[0] for entry in report(wanted)}
+    return {
+        normalised(str(entry["name"])): str(entry["version"]).partition("+")[0]
+        for entry in report(wanted)
+    }
 
 
 def lines(pins: Pins) -> str:
     """A lock file's text. Triton has wheels for Linux alone."""
     marker = {"triton": "; sys_platform == 'linux'"}
-    return HEADER + "".join(f"{name}=={version}{marker.get(name, '')}\n" for name, version in sorted(pins.items()))
+    return HEADER + "".join(
+        f"{name}=={version}{marker.get(name, '')}\n" for name, version in sorted(pins.items())
+    )
 
 
 def main() -> None:
     """Resolve and write the three files."""
     if sys.version_info[:2] != (3, 11):
-        sys.exit("make lock: run it with Python 3.11, so that the versions found fit 3.11 and newer ones")
+        sys.exit(
+            "make lock: run it with Python 3.11, so that the versions found fit 3.11 and newer ones"
+        )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     library = [text for text in requirements(project, *LIBRARY) if not text.startswith("torch>")]
     locked: dict[str, Pins] = {}
@@ -89,7 +110,9 @@ def main() -> None:
         }
     fixed = [f"{name}=={version}" for name, version in locked["cpu"].items() if name != "torch"]
     everything = resolve([*fixed, *requirements(project, "dev")])
-    locked["dev"] = {name: version for name, version in everything.items() if name not in locked["cpu"]}
+    locked["dev"] = {
+        name: version for name, version in everything.items() if name not in locked["cpu"]
+    }
     for name, found in locked.items():
         (ROOT / f"requirements/{name}.lock").write_text(lines(found), encoding="utf-8")
         print(f"requirements/{name}.lock: {len(found)} packages")

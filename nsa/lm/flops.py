@@ -30,9 +30,10 @@ def keys_per_query(config: LMConfig, seq_len: int) -> float:
 def flops_per_token(model: LanguageModel, seq_len: int) -> float:
     """Operations of one training token: forward and backward, a multiplication and an addition counted as two.
 
-    Matrix products with parameters take 2 operations a parameter forward and 4 backward; attention takes 2 * (D + Dv) a head
-    and key forward and twice that backward, over the keys that the pattern lets a query see. Norms, rotation, compression,
-    scoring and the optimizer are not counted, nor is anything computed twice.
+    Matrix products with parameters take 2 operations a parameter forward and 4 backward; attention
+    takes 2 * (D + Dv) a head and key forward and twice that backward, over the keys that the
+    pattern lets a query see. Norms, rotation, compression, scoring and the optimizer are not
+    counted, nor is anything computed twice.
 
     Args:
         model: the language model.
@@ -40,7 +41,11 @@ def flops_per_token(model: LanguageModel, seq_len: int) -> float:
     """
     config = model.config
     count = model.num_parameters()
-    in_products = config.vocab_size * config.width + count["attention"] + count["gate"] + count["mlp"]
+    in_products = (
+        config.vocab_size * config.width + count["attention"] + count["gate"] + count["mlp"]
+    )
     head_size = config.nsa.head_dim + config.nsa.value_dim
-    attention = 2 * config.num_layers * config.nsa.num_heads * head_size * keys_per_query(config, seq_len)
+    attention = (
+        2 * config.num_layers * config.nsa.num_heads * head_size * keys_per_query(config, seq_len)
+    )
     return 3.0 * (2 * in_products + attention)

@@ -40,7 +40,11 @@ class MLP(nn.Module):
     def __init__(self, config: LMConfig) -> None:
         super().__init__()
         self.up_proj = nn.Linear(config.width, config.mlp_hidden_size, bias=False)
-        self.gate_proj = nn.Linear(config.width, config.mlp_hidden_size, bias=False) if config.mlp == "swiglu" else None
+        self.gate_proj = (
+            nn.Linear(config.width, config.mlp_hidden_size, bias=False)
+            if config.mlp == "swiglu"
+            else None
+        )
         self.down_proj = nn.Linear(config.mlp_hidden_size, config.width, bias=False)
 
     @stages.in_stage(stages.MLP)
@@ -59,8 +63,9 @@ class DecoderLayer(nn.Module):
         layer: index of the layer, from 0.
 
     Attributes:
-        keeps: what stays in memory from a forward pass to its backward pass. ``everything`` that the gradient needs; of what
-            ``attention`` computed everything, beside the layer's input; or the ``input`` alone. The rest is computed again.
+        keeps: what stays in memory from a forward pass to its backward pass. ``everything`` that
+            the gradient needs; of what ``attention`` computed everything, beside the layer's input;
+            or the ``input`` alone. The rest is computed again.
     """
 
     def __init__(self, config: LMConfig, layer: int) -> None:
@@ -72,17 +77,30 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | DenseLayerCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, sequences: Sequences, cache: LayerCache | DenseLayerCache | None
+    ) -> Tensor:
         """``[T, width]`` packed or ``[B, T, width]`` to the same shape."""
         if self.keeps == "everything" or cache is not None or not torch.is_grad_enabled():
             return self._run(x, sequences, cache)
         inputs = (x, sequences, None)
         if self.keeps == "input":
-            return cast(Tensor, checkpoint(self._run, *inputs, use_reentrant=False, preserve_rng_state=False))
-        out = checkpoint(self._run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=keep_attention)
+            return cast(
+                Tensor,
+                checkpoint(self._run, *inputs, use_reentrant=False, preserve_rng_state=False),
+            )
+        out = checkpoint(
+            self._run,
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=keep_attention,
+        )
         return cast(Tensor, out)
 
-    def _run(self, x: Tensor, sequences: Sequences, cache: LayerCache | DenseLayerCache | None) -> Tensor:
+    def _run(
+        self, x: Tensor, sequences: Sequences, cache: LayerCache | DenseLayerCache | None
+    ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), sequences=sequences, cache=cache)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -98,8 +116,9 @@ class Embedding(nn.Embedding):
 class LanguageModel(nn.Module):
     """A causal language model.
 
-    Parameters are fp32 master weights; for bf16 compute, call it under ``torch.autocast``. The residual stream then stays fp32,
-    matrix products and attention run in bf16, and normalisation and softmax statistics in fp32.
+    Parameters are fp32 master weights; for bf16 compute, call it under ``torch.autocast``. The
+    residual stream then stays fp32, matrix products and attention run in bf16, and normalisation
+    and softmax statistics in fp32.
 
     Args:
         config: sizes, attention, MLP and head.
@@ -109,7 +128,9 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = Embedding(config.vocab_size, config.width)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer) for layer in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         self._initialise()
@@ -119,14 +140,17 @@ class LanguageModel(nn.Module):
     def _initialise(self) -> None:
         """Normal weights; gates and phi keep the start that semantics.md gives them.
 
-        Output projections get less, so that the residual stream does not grow with the number of layers (Radford et al.,
-        "Language Models are Unsupervised Multitask Learners", 2019). So does the head of a wide model: its logits start with a
-        standard deviation of at most 0.5, which keeps the first loss near ln(vocab_size). A tied one gets less still: the final
-        hidden state may be near the token's own embedding, whose logit then starts at no more than 3.
+        Output projections get less, so that the residual stream does not grow with the number of
+        layers (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019). So
+        does the head of a wide model: its logits start with a standard deviation of at most 0.5,
+        which keeps the first loss near ln(vocab_size). A tied one gets less still: the final hidden
+        state may be near the token's own embedding, whose logit then starts at no more than 3.
         """
         config = self.config
         std = config.init_std
-        head_std = min(std, 3.0 / config.width if config.tie_head else 0.5 / math.sqrt(config.width))
+        head_std = min(
+            std, 3.0 / config.width if config.tie_head else 0.5 / math.sqrt(config.width)
+        )
         nn.init.normal_(self.embedding.weight, std=head_std if config.tie_head else std)
         nn.init.normal_(self.head.weight, std=head_std)
         for layer in self.decoder_layers():
@@ -134,7 +158,10 @@ class LanguageModel(nn.Module):
                 for name, child in part.named_children():
                     if isinstance(child, nn.Linear):
                         is_output = name in ("o_proj", "down_proj")
-                        nn.init.normal_(child.weight, std=std / math.sqrt(2 * len(self.layers)) if is_output else std)
+                        nn.init.normal_(
+                            child.weight,
+                            std=std / math.sqrt(2 * len(self.layers)) if is_output else std,
+                        )
 
     def forward(
         self,
@@ -147,9 +174,11 @@ class LanguageModel(nn.Module):
 
         Args:
             tokens: int64, packed ``[T]`` or a dense batch ``[B, T]``.
-            cu_seqlens: int32 ``[B + 1]`` offsets of packed sequences, which do not see each other; None means one sequence.
+            cu_seqlens: int32 ``[B + 1]`` offsets of packed sequences, which do not see each other;
+                None means one sequence.
             max_seqlen: at least the longest sequence, tokens.
-            cache: from :meth:`new_cache`; ``tokens`` then follow those already cached, and the cache takes them in.
+            cache: from :meth:`new_cache`; ``tokens`` then follow those already cached, and the
+                cache takes them in.
 
         Returns:
             ``[T, vocab_size]`` or ``[B, T, vocab_size]``.
@@ -165,7 +194,9 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """What the head is applied to, ``[T, width]`` or ``[B, T, width]``; arguments as of :meth:`forward`."""
         x = self.embedding(tokens)
-        _, sequences = open_layer_input("LanguageModel", x, self.config.width, cu_seqlens, max_seqlen)
+        _, sequences = open_layer_input(
+            "LanguageModel", x, self.config.width, cu_seqlens, max_seqlen
+        )
         if self.config.attention == "nsa":
             sequences = sequences.with_blocks(self.config.nsa)
         caches: Sequence[Any] = [None] * len(self.layers) if cache is None else cache.layers
@@ -185,7 +216,15 @@ class LanguageModel(nn.Module):
 
     def num_parameters(self) -> dict[str, int]:
         """Parameters by part of the model; ``total`` is their sum. A tied head has none of its own."""
-        count = {"embedding": 0, "attention": 0, "gate": 0, "phi": 0, "mlp": 0, "norm": 0, "head": 0}
+        count = {
+            "embedding": 0,
+            "attention": 0,
+            "gate": 0,
+            "phi": 0,
+            "mlp": 0,
+            "norm": 0,
+            "head": 0,
+        }
         counted: set[int] = set()
 
         def add(part: str, module: nn.Module) -> None:
@@ -208,5 +247,7 @@ class LanguageModel(nn.Module):
     def parameter_summary(self) -> str:
         """One line: the total and its parts, for example ``78.6M parameters: embedding 0.2M, ...``."""
         count = self.num_parameters()
-        parts = ", ".join(f"{name} {number:,}" for name, number in count.items() if name != "total" and number)
+        parts = ", ".join(
+            f"{name} {number:,}" for name, number in count.items() if name != "total" and number
+        )
         return f"{count['total'] / 1e6:.1f}M parameters: {parts}"

@@ -5,12 +5,16 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 
 Keeps = Literal["everything", "attention", "input"]
 
-# What attention is on a GPU, and dense attention on a CPU; the sparse reference on the CPU is no single operator. These are
-# names, so that nothing needs to be registered yet.
+# What attention is on a GPU, and dense attention on a CPU; the sparse reference on the CPU is no
+# single operator. These are names, so that nothing needs to be registered yet.
 ATTENTION_OPERATORS = frozenset({
     "nsa.attention.default",
     "aten._scaled_dot_product_cudnn_attention.default",
@@ -24,11 +28,18 @@ ATTENTION_OPERATORS = frozenset({
 def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of a forward pass and of its repetition: outputs of attention operators are kept, all else is computed again.
 
-    Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; selective by operator as in Korthikanti et
-    al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198.
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; selective by
+    operator as in Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+    Models", arXiv:2205.05198.
     """
     return create_selective_checkpoint_contexts(_policy)
 
 
-def _policy(ctx: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if str(operator) in ATTENTION_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(
+    ctx: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if str(operator) in ATTENTION_OPERATORS
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )

@@ -37,7 +37,9 @@ def dense_matched(config: LMConfig) -> LMConfig:
     wanted = parameters_by_part(twin(config, "nsa"))["total"]
     have = parameters_by_part(dense)["total"]
     matrices = 3 if config.mlp == "swiglu" else 2
-    hidden = config.mlp_hidden_size + (wanted - have) / (matrices * config.width * config.num_layers)
+    hidden = config.mlp_hidden_size + (wanted - have) / (
+        matrices * config.width * config.num_layers
+    )
     for step in _STEPS:
         widened = replace(dense, mlp_hidden_size=max(1, round(hidden / step)) * step)
         if abs(parameters_by_part(widened)["total"] / wanted - 1) <= MATCHED_WITHIN:

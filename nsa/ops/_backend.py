@@ -34,7 +34,13 @@ def choose_backend(function: str, backend: str, x: Tensor, argument: str = "q") 
         if x.device.type == "cuda":
             check_kernels_run(function, argument, x.device.index, _NO_KERNELS)
         if not on_gpu(x) and not torch.compiler.is_compiling():
-            check(kernels_run_on_cpu(), function, argument, 'lie on a CUDA GPU for backend="triton"', x.device)
+            check(
+                kernels_run_on_cpu(),
+                function,
+                argument,
+                'lie on a CUDA GPU for backend="triton"',
+                x.device,
+            )
     return backend
 
 

@@ -13,35 +13,55 @@ from nsa.ops._backend import reads_contents
 from nsa.ops._packed import lengths
 
 
-def longest(function: str, argument: str, cu_seqlens: Tensor, hint: int | None, upper: int | None) -> int:
+def longest(
+    function: str, argument: str, cu_seqlens: Tensor, hint: int | None, upper: int | None
+) -> int:
     """At least the longest sequence: the hint, ``upper``, or read from ``cu_seqlens`` (which waits for the device on a GPU)."""
     if hint is None:
         return int(lengths(cu_seqlens).max()) if upper is None else upper
     check(0 <= hint <= 2**30, function, argument, "be at least 0 and at most 2**30", hint)
     if reads_contents(cu_seqlens):
         actual = int(lengths(cu_seqlens).max())
-        check(hint >= actual, function, argument, f"be at least the longest sequence ({actual})", hint)
+        check(
+            hint >= actual, function, argument, f"be at least the longest sequence ({actual})", hint
+        )
     return hint
 
 
-def check_cu_seqlens(function: str, argument: str, cu_seqlens: Tensor, device: torch.device) -> None:
+def check_cu_seqlens(
+    function: str, argument: str, cu_seqlens: Tensor, device: torch.device
+) -> None:
     """Metadata of ``cu_seqlens``."""
     check(cu_seqlens.dtype == torch.int32, function, argument, "be int32", cu_seqlens.dtype)
     check(
         cu_seqlens.ndim == 1 and cu_seqlens.shape[0] >= 2,
         function, argument, "have shape [B + 1] with B at least 1", tuple(cu_seqlens.shape),
     )  # fmt: skip
-    check(cu_seqlens.device == device, function, argument, f"be on {device} like the tokens", cu_seqlens.device)
+    check(
+        cu_seqlens.device == device,
+        function,
+        argument,
+        f"be on {device} like the tokens",
+        cu_seqlens.device,
+    )
 
 
-def check_cu_seqlens_contents(function: str, argument: str, cu_seqlens: Tensor, num_tokens: int | None) -> None:
+def check_cu_seqlens_contents(
+    function: str, argument: str, cu_seqlens: Tensor, num_tokens: int | None
+) -> None:
     """Offsets start at 0, do not fall, and end at the number of tokens (if it is known)."""
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     check(first == 0, function, argument, "start at 0", first)
     shortest = int(lengths(cu_seqlens).min())
     check(shortest >= 0, function, argument, "not decrease", f"a sequence of {shortest} tokens")
     if num_tokens is not None:
-        check(last == num_tokens, function, argument, f"end at the number of tokens ({num_tokens})", last)
+        check(
+            last == num_tokens,
+            function,
+            argument,
+            f"end at the number of tokens ({num_tokens})",
+            last,
+        )
 
 
 def check_same_count(function: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
@@ -54,10 +74,18 @@ def check_same_count(function: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) 
 def check_pair(function: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
     """No sequence has more query tokens than key tokens."""
     missing = int((lengths(cu_seqlens_k) - lengths(cu_seqlens_q)).min())
-    check(missing >= 0, function, "cu_seqlens_k", "give every sequence at least as many keys as queries", f"{-missing} too few")
+    check(
+        missing >= 0,
+        function,
+        "cu_seqlens_k",
+        "give every sequence at least as many keys as queries",
+        f"{-missing} too few",
+    )
 
 
-def check_heads(function: str, argument: str, x: Tensor, num_heads: int, size: int, like: Tensor) -> None:
+def check_heads(
+    function: str, argument: str, x: Tensor, num_heads: int, size: int, like: Tensor
+) -> None:
     """``x`` is ``[..., num_heads, size]``, of the dtype and on the device of ``like``."""
     check(
         x.ndim in (3, 4) and tuple(x.shape[-2:]) == (num_heads, size),
@@ -65,8 +93,20 @@ def check_heads(function: str, argument: str, x: Tensor, num_heads: int, size: i
     )  # fmt: skip
     if not x.dtype.is_floating_point:
         fail(function, argument, "be a float tensor", x.dtype)
-    check(x.dtype == like.dtype, function, argument, f"have the dtype of the other inputs ({like.dtype})", x.dtype)
-    check(x.device == like.device, function, argument, f"be on {like.device} like the other inputs", x.device)
+    check(
+        x.dtype == like.dtype,
+        function,
+        argument,
+        f"have the dtype of the other inputs ({like.dtype})",
+        x.dtype,
+    )
+    check(
+        x.device == like.device,
+        function,
+        argument,
+        f"be on {like.device} like the other inputs",
+        x.device,
+    )
 
 
 def check_qkv(function: str, q: Tensor, k: Tensor, v: Tensor, config: NSAConfig) -> None:
@@ -81,7 +121,9 @@ def check_qkv(function: str, q: Tensor, k: Tensor, v: Tensor, config: NSAConfig)
 def check_block_indices(function: str, block_indices: Tensor, config: NSAConfig) -> None:
     """Metadata of caller-made block indices."""
     dtype = block_indices.dtype
-    check(dtype in (torch.int32, torch.int64), function, "block_indices", "be int32 or int64", dtype)
+    check(
+        dtype in (torch.int32, torch.int64), function, "block_indices", "be int32 or int64", dtype
+    )
     check(
         block_indices.ndim in (3, 4) and block_indices.shape[-2] == config.num_kv_heads,
         function, "block_indices", f"have shape [T, {config.num_kv_heads}, n] or [B, T, {config.num_kv_heads}, n]",

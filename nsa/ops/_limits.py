@@ -1,8 +1,9 @@
 """How much one call of a kernel can number.
 
-Addresses are computed in 64 bits, everything else in 32: rows, blocks, entries and the tiles that they are cut into. These
-limits lie above what the memory of a present GPU holds; beyond them kernels would read and write the wrong rows. They are
-checked when an operator runs, not when it is traced, and messages are made when a check has failed.
+Addresses are computed in 64 bits, everything else in 32: rows, blocks, entries and the tiles that
+they are cut into. These limits lie above what the memory of a present GPU holds; beyond them
+kernels would read and write the wrong rows. They are checked when an operator runs, not when it is
+traced, and messages are made when a check has failed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ LISTED = 2**16
 FEWER = "Give fewer tokens a call."
 
 
-def check_numbers(function: str, argument: str, number: int, what: str, limit: int | None = None, hint: str = FEWER) -> None:
+def check_numbers(
+    function: str,
+    argument: str,
+    number: int,
+    what: str,
+    limit: int | None = None,
+    hint: str = FEWER,
+) -> None:
     """Raise unless ``number``, of ``what``, is below ``limit`` (``NUMBERS`` if it is None)."""
     limit = NUMBERS if limit is None else limit
     if number >= limit:

@@ -25,7 +25,11 @@ def grouped_scores(q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
     batch, num_queries, num_heads, head_dim = q.shape
     num_keys, num_kv_heads = k.shape[1:3]
     dtype, group_size = accumulate_dtype(q), num_heads // num_kv_heads
-    rows = q.to(dtype).view(batch, num_queries, num_kv_heads, group_size, head_dim).permute(0, 2, 3, 1, 4)
+    rows = (
+        q.to(dtype)
+        .view(batch, num_queries, num_kv_heads, group_size, head_dim)
+        .permute(0, 2, 3, 1, 4)
+    )
     rows = rows.reshape(batch, num_kv_heads, group_size * num_queries, head_dim) * softmax_scale
     scores = rows @ k.to(dtype).permute(0, 2, 3, 1)
     return scores.view(batch, num_kv_heads, group_size, num_queries, num_keys)
@@ -44,8 +48,8 @@ def masked_attention(
         softmax_scale: factor on the scores.
 
     Returns:
-        out ``[B, T, Hq, Dv]`` in the dtype of ``q`` (None without ``v``); lse ``[B, T, Hq]`` in the accumulation dtype. A row
-        without a visible key has output 0, lse -inf and zero gradient.
+        out ``[B, T, Hq, Dv]`` in the dtype of ``q`` (None without ``v``); lse ``[B, T, Hq]`` in the
+        accumulation dtype. A row without a visible key has output 0, lse -inf and zero gradient.
     """
     batch, num_queries, num_heads, _ = q.shape
     scores = grouped_scores(q, k, softmax_scale).masked_fill(~visible[:, :, None], -torch.inf)

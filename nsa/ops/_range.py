@@ -32,8 +32,9 @@ def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Ten
         window: whether keys are tokens of a window; otherwise they are compressed blocks.
 
     Returns:
-        The operator: ``(q [T, Hq, D], k [N, Hkv, D], v [N, Hkv, Dv], cu_q, cu_k, cu_key, num_sequences, len_q, len_k, len_key,
-        size, stride, softmax_scale) -> (out [T, Hq, Dv], lse fp32 [T, Hq])``, see ``RangeLayout``; lse has no gradient.
+        The operator: ``(q [T, Hq, D], k [N, Hkv, D], v [N, Hkv, Dv], cu_q, cu_k, cu_key,
+        num_sequences, len_q, len_k, len_key, size, stride, softmax_scale) -> (out [T, Hq, Dv], lse
+        fp32 [T, Hq])``, see ``RangeLayout``; lse has no gradient.
     """
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -72,16 +73,22 @@ def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Ten
     schema = f"({_ARGUMENTS.format(extra=extra)}) -> (Tensor, Tensor, Tensor)"
     operator_backward = register(f"{name}_backward", schema, backward, fake_backward)
     schema = f"({_ARGUMENTS.format(extra='')}) -> (Tensor, Tensor)"
-    return register(name, schema, forward, fake, setup_context=setup_context, backward=differentiate)
+    return register(
+        name, schema, forward, fake, setup_context=setup_context, backward=differentiate
+    )
 
 
 def range_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Memory for out ``[T, Hq, Dv]`` and lse fp32 ``[Hq, T]``: by head, as later kernels read it."""
     num_q, num_heads, _ = q.shape
-    return q.new_empty(num_q, num_heads, v.shape[-1]), q.new_empty(num_heads, num_q, dtype=torch.float32)
+    return q.new_empty(num_q, num_heads, v.shape[-1]), q.new_empty(
+        num_heads, num_q, dtype=torch.float32
+    )
 
 
-def run_range_attention(name: str, window: bool, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> None:
+def run_range_attention(
+    name: str, window: bool, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> None:
     """The kernel of the registered operator ``name``; out and lse are ``range_results``, ``rest`` follows the tensors there."""
     from nsa.ops._triton.range_launch import RangeLayout, range_forward, tile_name
     from nsa.ops._triton.tuning import tile_for
@@ -91,7 +98,9 @@ def run_range_attention(name: str, window: bool, q: Tensor, k: Tensor, v: Tensor
     check_queries(name, q)
     check_keys(name, "k" if window else "k_cmp", k, layout.stride)
     q, k, v = (rows(x) for x in (q, k, v))
-    range_forward(q, k, v, out, lse, layout, softmax_scale, tile_for(tile_name(name, "fwd", layout), q, v))
+    range_forward(
+        q, k, v, out, lse, layout, softmax_scale, tile_for(tile_name(name, "fwd", layout), q, v)
+    )
 
 
 def new_range_backward(
@@ -118,7 +127,9 @@ def new_range_backward(
     *where, softmax_scale = rest
     q, k, v, dout = (rows(x) for x in (q, k, v, dout))
     layout = RangeLayout(window, *where)
-    return RangeBackward.new(q, k, v, out, dout, by_head(lse), dq, layout, softmax_scale, gated or Gated())
+    return RangeBackward.new(
+        q, k, v, out, dout, by_head(lse), dq, layout, softmax_scale, gated or Gated()
+    )
 
 
 def range_query_gradient(name: str, backward: RangeBackward) -> None:
@@ -134,13 +145,16 @@ def range_key_gradients(name: str, backward: RangeBackward) -> tuple[Tensor, Ten
     from nsa.ops._triton.range_launch import range_dkv, tile_name
     from nsa.ops._triton.tuning import tile_for
 
-    return range_dkv(backward, tile_for(tile_name(name, "dkv", backward.layout), backward.q, backward.v))
+    return range_dkv(
+        backward, tile_for(tile_name(name, "dkv", backward.layout), backward.q, backward.v)
+    )
 
 
 def rows(x: Tensor) -> Tensor:
     """``x [N, H, D]`` as kernels read it: the last dimension contiguous, and the heads of a row within 2^31 elements.
 
-    Kernels count rows in 64 bits and heads in 32: heads lie far apart only where they are the outer dimension in memory.
+    Kernels count rows in 64 bits and heads in 32: heads lie far apart only where they are the outer
+    dimension in memory.
     """
     near = (x.shape[1] - 1) * x.stride(1) + x.shape[2] <= 2**31
     return x if near and x.stride(2) == 1 else x.contiguous()

@@ -1,7 +1,7 @@
 """Registration of operators with PyTorch, each behind a guard of the device that its tensors lie on.
 
-``torch.library.custom_op`` would do the same in fewer lines. It checks and wraps every call anew, though, which costs the host
-four times as much as the call itself.
+``torch.library.custom_op`` would do the same in fewer lines. It checks and wraps every call anew,
+though, which costs the host four times as much as the call itself.
 """
 
 from __future__ import annotations
@@ -30,28 +30,38 @@ def register(
 ) -> torch._ops.OpOverload:
     """Register ``nsa::<name>``: the one way in which operators of this library are registered.
 
-    Triton launches on the current device and its current stream. Tensors on another device are therefore worked on with that
-    one made current, as PyTorch's own operators do, so that one process can use several GPUs.
+    Triton launches on the current device and its current stream. Tensors on another device are
+    therefore worked on with that one made current, as PyTorch's own operators do, so that one
+    process can use several GPUs.
 
     Args:
         name: of the operator, without its namespace.
-        schema: its arguments and results, as PyTorch writes them; results are tensors that share no memory with anything.
+        schema: its arguments and results, as PyTorch writes them; results are tensors that share no
+            memory with anything.
         function: the implementation for every device; it is called with positional arguments.
         fake: gives results of the right shapes, dtypes and devices for tensors without memory.
-        setup_context: ``(ctx, inputs, output)``: keeps what ``backward`` needs, as in ``torch.autograd.Function``. Where
-            the result is a list of tensors, ``output`` is a tuple.
-        backward: ``(ctx, *gradients)``: a gradient, or None, for each input, a list of them for a list; ``ctx.needs`` says
-            which are wanted. Without it there are none.
-        replay: whether what the function launches depends on shapes alone, see :func:`nsa.ops._replay.replayed`.
+        setup_context: ``(ctx, inputs, output)``: keeps what ``backward`` needs, as in
+            ``torch.autograd.Function``. Where the result is a list of tensors, ``output`` is a
+            tuple.
+        backward: ``(ctx, *gradients)``: a gradient, or None, for each input, a list of them for a
+            list; ``ctx.needs`` says which are wanted. Without it there are none.
+        replay: whether what the function launches depends on shapes alone, see
+            :func:`nsa.ops._replay.replayed`.
 
     Returns:
         The operator.
     """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, guarded(replayed(function) if replay else function), "CompositeExplicitAutograd")
+    _LIBRARY.impl(
+        name, guarded(replayed(function) if replay else function), "CompositeExplicitAutograd"
+    )
     torch.library.register_fake(f"nsa::{name}", fake, lib=_LIBRARY)
     operator: torch._ops.OpOverload = getattr(torch.ops.nsa, name).default
-    _LIBRARY.impl(name, _recording(operator, setup_context or _keep_nothing, backward or _no_gradient(name)), "Autograd")
+    _LIBRARY.impl(
+        name,
+        _recording(operator, setup_context or _keep_nothing, backward or _no_gradient(name)),
+        "Autograd",
+    )
     return operator
 
 
@@ -80,7 +90,9 @@ def _no_gradient(name: str) -> Callable[..., Any]:
 
 
 def _recording(
-    operator: torch._ops.OpOverload, setup_context: Callable[..., None], backward_of: Callable[..., Any]
+    operator: torch._ops.OpOverload,
+    setup_context: Callable[..., None],
+    backward_of: Callable[..., Any],
 ) -> Callable[..., Any]:
     """The operator as it runs where gradients may be recorded."""
     gives_list = [str(result.type) for result in operator._schema.returns] == ["List[Tensor]"]

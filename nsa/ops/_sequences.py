@@ -11,7 +11,14 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.errors import check, fail
 from nsa.ops._backend import on_gpu, reads_contents
-from nsa.ops._checks import check_cu_seqlens, check_cu_seqlens_contents, check_heads, check_pair, check_same_count, longest
+from nsa.ops._checks import (
+    check_cu_seqlens,
+    check_cu_seqlens_contents,
+    check_heads,
+    check_pair,
+    check_same_count,
+    longest,
+)
 from nsa.ops._packed import compressed_cu_seqlens, lengths, num_compressed
 
 
@@ -20,11 +27,14 @@ class Sequences:
     """Where the sequences of one call lie.
 
     Attributes:
-        offsets: int32 ``[B + 1]`` offsets of the query and key tokens; None when all sequences are alike.
+        offsets: int32 ``[B + 1]`` offsets of the query and key tokens; None when all sequences are
+            alike.
         num_sequences: B.
-        len_q, len_k: tokens of each sequence when ``offsets`` is None, otherwise at least the longest.
+        len_q, len_k: tokens of each sequence when ``offsets`` is None, otherwise at least the
+            longest.
         device: of the tokens.
-        shape: leading shape ``[B, T]`` of the caller's tensors where they are a dense batch; None where they are packed.
+        shape: leading shape ``[B, T]`` of the caller's tensors where they are a dense batch; None
+            where they are packed.
         cu_cmp: int32 ``[B + 1]`` offsets of the compressed blocks, once :meth:`with_blocks` has
             computed them; None before, and when all sequences are alike.
         blocks: size and stride of these blocks.
@@ -53,37 +63,46 @@ class Sequences:
 
         Args:
             cu_seqlens: int32 ``[B + 1]`` offsets.
-            max_seqlen: at least the longest sequence, tokens. None: ``num_tokens`` on a GPU, elsewhere read from the offsets.
-            num_tokens: of all sequences; needed on a GPU without ``max_seqlen``, where nobody looks into the offsets.
+            max_seqlen: at least the longest sequence, tokens. None: ``num_tokens`` on a GPU,
+                elsewhere read from the offsets.
+            num_tokens: of all sequences; needed on a GPU without ``max_seqlen``, where nobody looks
+                into the offsets.
             device: of the tokens; None: that of the offsets.
             function: whom messages name.
 
         Raises:
-            ValueError: the offsets are not offsets, or ``max_seqlen`` is below the longest sequence.
+            ValueError: the offsets are not offsets, or ``max_seqlen`` is below the longest
+                sequence.
         """
-        check_cu_seqlens(function, "cu_seqlens", cu_seqlens, cu_seqlens.device if device is None else device)
+        check_cu_seqlens(
+            function, "cu_seqlens", cu_seqlens, cu_seqlens.device if device is None else device
+        )
         if reads_contents(cu_seqlens):
             check_cu_seqlens_contents(function, "cu_seqlens", cu_seqlens, num_tokens)
         on_device = on_gpu(cu_seqlens)
         known = not on_device or max_seqlen is not None or num_tokens is not None
         check(known, function, "max_seqlen", "be given on a GPU, or num_tokens", None)
-        most = longest(function, "max_seqlen", cu_seqlens, max_seqlen, num_tokens if on_device else None)
+        most = longest(
+            function, "max_seqlen", cu_seqlens, max_seqlen, num_tokens if on_device else None
+        )
         return cls((cu_seqlens, cu_seqlens), cu_seqlens.shape[0] - 1, most, most, cu_seqlens.device)
 
     @classmethod
     def padded(cls, attention_mask: Tensor, *, function: str = "Sequences.padded") -> Sequences:
         """The rows of a padded batch, described once for all layers of a model: each row's tokens are a sequence.
 
-        A row gets what it would get alone, at positions from 0 on, whether its padding lies to its left or its right. No token
-        sees padding; what comes of padding means nothing. Nothing is read off a GPU.
+        A row gets what it would get alone, at positions from 0 on, whether its padding lies to its
+        left or its right. No token sees padding; what comes of padding means nothing. Nothing is
+        read off a GPU.
 
         Args:
-            attention_mask: bool or integer ``[B, T]``: true or 1 for a token, false or 0 for padding. The tokens of a row lie
-                together; on a GPU nobody looks.
+            attention_mask: bool or integer ``[B, T]``: true or 1 for a token, false or 0 for
+                padding. The tokens of a row lie together; on a GPU nobody looks.
             function: whom messages name.
 
         Raises:
-            ValueError: the mask has another shape or dtype; padding lies between the tokens of a row.
+            ValueError: the mask has another shape or dtype; padding lies between the tokens of a
+                row.
         """
         mask, argument = attention_mask, "attention_mask"
         is_index = not (mask.dtype.is_floating_point or mask.dtype.is_complex)
@@ -92,18 +111,23 @@ class Sequences:
         batch, length = mask.shape
         valid = mask != 0
         count = valid.sum(-1)
-        # Padding before the first token, and the rest, where no token sees the padding behind it: two sequences a row.
+        # Padding before the first token, and the rest, where no token sees the padding behind it:
+        # two sequences a row.
         begin = valid.int().cumsum(-1).eq(0).sum(-1) * (count > 0)
         row = torch.arange(batch, device=mask.device) * length
         starts = torch.stack((row, row + begin), dim=-1).flatten()
         cu_seqlens = torch.cat((starts, starts.new_full((1,), batch * length))).int()
         if reads_contents(mask):
             place = torch.arange(length, device=mask.device)
-            together = (valid == ((place >= begin[:, None]) & (place < (begin + count)[:, None]))).all(-1)
+            together = (
+                valid == ((place >= begin[:, None]) & (place < (begin + count)[:, None]))
+            ).all(-1)
             if not together.all():
                 got = f"padding between tokens in row {int(together.int().argmin())}"
                 fail(function, argument, "have the tokens of each row together", got)
-        return cls((cu_seqlens, cu_seqlens), 2 * batch, length, length, mask.device, (batch, length))
+        return cls(
+            (cu_seqlens, cu_seqlens), 2 * batch, length, length, mask.device, (batch, length)
+        )
 
     @property
     def max_q(self) -> int:
@@ -176,25 +200,48 @@ def open_sequences(
         cu_seqlens_k: offsets of the keys.
         max_seqlen_q: hint for the queries.
         max_seqlen_k: hint for the keys.
-        backend: the one that runs. Kernels need no lengths: without a hint they take the number of tokens for the longest.
+        backend: the one that runs. Kernels need no lengths: without a hint they take the number of
+            tokens for the longest.
         sequences: instead of offsets and hints.
     """
     if sequences is not None:
-        check_given(function, "q", q.shape[:-2], q.device, sequences, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        check_given(
+            function,
+            "q",
+            q.shape[:-2],
+            q.device,
+            sequences,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+        )
         if key_shape != tuple(q.shape[:-2]):
-            fail(function, "k", f"have the tokens of q {tuple(q.shape[:-2])} with sequences", key_shape)
+            fail(
+                function,
+                "k",
+                f"have the tokens of q {tuple(q.shape[:-2])} with sequences",
+                key_shape,
+            )
         return replace(sequences, shape=(q.shape[0], q.shape[1]) if q.ndim == 4 else None)
     if q.ndim == 4:
         return _open_dense(function, q, key_shape, cu_seqlens_q, cu_seqlens_k)
     if len(key_shape) != 1:
         fail(function, "k", "be packed [S, Hkv, D] when q is packed", f"leading shape {key_shape}")
     if cu_seqlens_q is None:
-        check(cu_seqlens_k is None, function, "cu_seqlens_q", "be given together with cu_seqlens_k", None)
+        check(
+            cu_seqlens_k is None,
+            function,
+            "cu_seqlens_q",
+            "be given together with cu_seqlens_k",
+            None,
+        )
         if key_shape[0] < q.shape[0]:
             fail(function, "k", f"have at least as many tokens as q ({q.shape[0]})", key_shape[0])
         return Sequences(None, 1, q.shape[0], key_shape[0], q.device)
     if cu_seqlens_k is None:
-        cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q if max_seqlen_k is None else max_seqlen_k
+        cu_seqlens_k, max_seqlen_k = (
+            cu_seqlens_q,
+            max_seqlen_q if max_seqlen_k is None else max_seqlen_k,
+        )
     for argument, offsets, num_tokens in (
         ("cu_seqlens_q", cu_seqlens_q, q.shape[0]),
         ("cu_seqlens_k", cu_seqlens_k, key_shape[0]),
@@ -208,14 +255,26 @@ def open_sequences(
     upper = (q.shape[0], key_shape[0]) if backend == "triton" else (None, None)
     len_q = longest(function, "max_seqlen_q", cu_seqlens_q, max_seqlen_q, upper[0])
     len_k = longest(function, "max_seqlen_k", cu_seqlens_k, max_seqlen_k, upper[1])
-    return Sequences((cu_seqlens_q, cu_seqlens_k), cu_seqlens_q.shape[0] - 1, len_q, len_k, q.device)
+    return Sequences(
+        (cu_seqlens_q, cu_seqlens_k), cu_seqlens_q.shape[0] - 1, len_q, len_k, q.device
+    )
 
 
 def _open_dense(
-    function: str, q: Tensor, key_shape: tuple[int, ...], cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+    function: str,
+    q: Tensor,
+    key_shape: tuple[int, ...],
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
 ) -> Sequences:
     for argument, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check(offsets is None, function, argument, "be left out with a dense batch [B, T, H, D]", "a tensor")
+        check(
+            offsets is None,
+            function,
+            argument,
+            "be left out with a dense batch [B, T, H, D]",
+            "a tensor",
+        )
     batch, num_queries = q.shape[:2]
     if len(key_shape) != 2 or key_shape[0] != batch or key_shape[1] < num_queries:
         rule = f"be dense with batch {batch} and at least {num_queries} tokens each"
@@ -228,8 +287,8 @@ def compressed_key_shape(
 ) -> tuple[int, ...]:
     """Check compressed keys and return the leading shape of the key tokens behind them.
 
-    Without ``cu_seqlens_k`` there are as many key tokens as queries; with it, their number is read on the CPU, and elsewhere
-    taken to fill the rows of ``k_cmp``.
+    Without ``cu_seqlens_k`` there are as many key tokens as queries; with it, their number is read
+    on the CPU, and elsewhere taken to fill the rows of ``k_cmp``.
     """
     check_heads(function, "q", q, config.num_heads, config.head_dim, q)
     check(k_cmp.ndim == 3, function, "k_cmp", "be packed [C, Hkv, D]", tuple(k_cmp.shape))
@@ -237,7 +296,9 @@ def compressed_key_shape(
     stride = config.compress_stride
     if cu_seqlens_k is None:
         key_shape = tuple(q.shape[:-2])
-        exact = math.prod(key_shape[:-1]) * max((key_shape[-1] - config.compress_block_size) // stride + 1, 0)
+        exact = math.prod(key_shape[:-1]) * max(
+            (key_shape[-1] - config.compress_block_size) // stride + 1, 0
+        )
         hint = "Give cu_seqlens_q and cu_seqlens_k when there are more key tokens than queries."
     elif reads_contents(cu_seqlens_k) and cu_seqlens_k.ndim == 1 and cu_seqlens_k.numel() > 1:
         key_shape = (int(cu_seqlens_k[-1]),)
@@ -247,7 +308,9 @@ def compressed_key_shape(
         return (k_cmp.shape[0] * stride,)
     upper = math.prod(key_shape) // stride
     if k_cmp.shape[0] != exact and k_cmp.shape[0] != upper:
-        rule = f"have one row per compressed block ({exact}), or S // compress_stride ({upper}) rows"
+        rule = (
+            f"have one row per compressed block ({exact}), or S // compress_stride ({upper}) rows"
+        )
         fail(function, "k_cmp", rule, k_cmp.shape[0], hint)
     return key_shape
 
@@ -276,32 +339,71 @@ def open_layer_input(
         fail(function, "x", f"have shape [T, {width}] or [B, T, {width}]", tuple(x.shape))
     packed = x if x.ndim == 2 else x.flatten(0, 1)
     if attention_mask is not None:
-        check(sequences is None, function, "attention_mask", "be left out with sequences", "a tensor")
+        check(
+            sequences is None, function, "attention_mask", "be left out with sequences", "a tensor"
+        )
         if x.shape[:-1] != attention_mask.shape:
-            fail(function, "attention_mask", f"have the leading shape of x {tuple(x.shape[:-1])}", tuple(attention_mask.shape))
-        check(attention_mask.device == x.device, function, "attention_mask", f"be on {x.device} like x", attention_mask.device)
+            fail(
+                function,
+                "attention_mask",
+                f"have the leading shape of x {tuple(x.shape[:-1])}",
+                tuple(attention_mask.shape),
+            )
+        check(
+            attention_mask.device == x.device,
+            function,
+            "attention_mask",
+            f"be on {x.device} like x",
+            attention_mask.device,
+        )
         sequences = Sequences.padded(attention_mask, function=function)
     if sequences is not None:
         check_given(function, "x", x.shape[:-1], x.device, sequences, cu_seqlens=cu_seqlens)
         return packed, sequences
     if x.ndim == 2 and cu_seqlens is not None:
-        return x, Sequences.packed(cu_seqlens, max_seqlen, num_tokens=x.shape[0], device=x.device, function=function)
-    check(cu_seqlens is None, function, "cu_seqlens", "be left out with a dense batch [B, T, width]", "a tensor")
+        return x, Sequences.packed(
+            cu_seqlens, max_seqlen, num_tokens=x.shape[0], device=x.device, function=function
+        )
+    check(
+        cu_seqlens is None,
+        function,
+        "cu_seqlens",
+        "be left out with a dense batch [B, T, width]",
+        "a tensor",
+    )
     batch, length = (1, x.shape[0]) if x.ndim == 2 else x.shape[:2]
     return packed, Sequences(None, batch, length, length, x.device)
 
 
 def check_given(
-    function: str, argument: str, shape: tuple[int, ...], device: torch.device, sequences: Sequences, **others: Tensor | None
+    function: str,
+    argument: str,
+    shape: tuple[int, ...],
+    device: torch.device,
+    sequences: Sequences,
+    **others: Tensor | None,
 ) -> None:
     """Sequences that a caller has described fit the tokens, and nothing else describes them."""
     for name, other in others.items():
-        check(other is None, function, name, "be left out with sequences or attention_mask", "a tensor")
+        check(
+            other is None,
+            function,
+            name,
+            "be left out with sequences or attention_mask",
+            "a tensor",
+        )
     if device != sequences.device:
         fail(function, "sequences", f"be on {device} like {argument}", sequences.device)
     if sequences.shape is not None:
         if tuple(shape) not in (sequences.shape, (math.prod(sequences.shape),)):
-            fail(function, "sequences", f"be of a batch of shape {tuple(shape)} like {argument}", sequences.shape)
-    elif sequences.offsets is None and sequences.num_sequences * sequences.len_q != math.prod(shape):
+            fail(
+                function,
+                "sequences",
+                f"be of a batch of shape {tuple(shape)} like {argument}",
+                sequences.shape,
+            )
+    elif sequences.offsets is None and sequences.num_sequences * sequences.len_q != math.prod(
+        shape
+    ):
         rule = f"hold as many tokens as {argument} ({math.prod(shape)})"
         fail(function, "sequences", rule, f"{sequences.num_sequences} of {sequences.len_q}")

@@ -1,21 +1,24 @@
 """A side stream for one operator: work that need not wait for other work is launched on a second stream and joined again.
 
-**Memory.** PyTorch keeps free memory by stream. What a tensor lets go is given to the next tensor made on the same stream, at
-once, because the kernels of one stream run in order; that another stream still reads it, PyTorch does not know. And a side
-stream is not ours alone: PyTorch hands out 32 streams of a priority in turn, so another caller, or FSDP2 with its three, may
-get the same one and make tensors on it that wait for nobody. So nothing here relies on having a stream to itself:
+**Memory.** PyTorch keeps free memory by stream. What a tensor lets go is given to the next tensor
+made on the same stream, at once, because the kernels of one stream run in order; that another
+stream still reads it, PyTorch does not know. And a side stream is not ours alone: PyTorch hands out
+32 streams of a priority in turn, so another caller, or FSDP2 with its three, may get the same one
+and make tensors on it that wait for nobody. So nothing here relies on having a stream to itself:
 
 - A tensor that both streams use, or that outlives the operator (results, saved tensors, gradients), is made on the calling
-  stream before the fork, and lives until the join. Whatever used its memory before is then done when the side begins, and
-  whatever gets it afterwards waits for the side.
+  stream before the fork, and lives until the join. Whatever used its memory before is then done
+  when the side begins, and whatever gets it afterwards waits for the side.
 - A tensor that is made on the side stream is used there alone. It may be let go at any time.
 
-``Tensor.record_stream`` would be second best: memory then comes back when an event has passed and not in the order of the
-program, so that a step needs more of it, by an amount that varies, and in the capture of a CUDA graph it does not come back.
+``Tensor.record_stream`` would be second best: memory then comes back when an event has passed and
+not in the order of the program, so that a step needs more of it, by an amount that varies, and in
+the capture of a CUDA graph it does not come back.
 
-**Priority.** The side stream has a high one: callers put the longer chain of kernels there, and its kernels should get
-multiprocessors first, with those of the calling stream in the gaps. Kernels of ordinary priority can starve meanwhile, NCCL's
-among them; where that shows, give NCCL streams of high priority (``is_high_priority_stream`` of its options).
+**Priority.** The side stream has a high one: callers put the longer chain of kernels there, and its
+kernels should get multiprocessors first, with those of the calling stream in the gaps. Kernels of
+ordinary priority can starve meanwhile, NCCL's among them; where that shows, give NCCL streams of
+high priority (``is_high_priority_stream`` of its options).
 """
 
 from __future__ import annotations

@@ -41,4 +41,6 @@ def visible_tokens(sequences: Sequences) -> Tensor:
 def visible_window(sequences: Sequences, config: NSAConfig) -> Tensor:
     """The last ``window_size`` tokens, the query's own included, bool ``[B, T, S]``."""
     token = torch.arange(sequences.max_k, device=sequences.cu_q.device)
-    return visible_tokens(sequences) & (token > padded_positions(sequences)[..., None] - config.window_size)
+    return visible_tokens(sequences) & (
+        token > padded_positions(sequences)[..., None] - config.window_size
+    )

@@ -29,7 +29,9 @@ class AttentionInputs:
     def to(self, dtype: torch.dtype) -> AttentionInputs:
         """The same inputs rounded to ``dtype``; offsets stay int32."""
         converted = {f.name: getattr(self, f.name) for f in fields(self)}
-        return AttentionInputs(**{n: t.to(dtype) if t.dtype.is_floating_point else t for n, t in converted.items()})
+        return AttentionInputs(
+            **{n: t.to(dtype) if t.dtype.is_floating_point else t for n, t in converted.items()}
+        )
 
 
 def packed_offsets(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
@@ -71,6 +73,10 @@ def make_inputs(
     k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = (
         normal(num_k, heads, size) for _ in range(3) for size in (config.head_dim, config.value_dim)
     )
-    gates = torch.rand(num_q, config.num_heads, 3, generator=generator, device=device).to(dtype).requires_grad_(requires_grad)
+    gates = (
+        torch.rand(num_q, config.num_heads, 3, generator=generator, device=device)
+        .to(dtype)
+        .requires_grad_(requires_grad)
+    )
     offsets = packed_offsets(lengths_q, device), packed_offsets(lengths_k, device)
     return AttentionInputs(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *offsets)

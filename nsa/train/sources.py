@@ -5,7 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".ndjson": "json", ".txt": "text"}
+FORMATS = {
+    ".parquet": "parquet",
+    ".jsonl": "json",
+    ".json": "json",
+    ".ndjson": "json",
+    ".txt": "text",
+}
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 # Of a data set on the hub: a name, or an owner and a name.
 _HUB_NAME = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)?")

@@ -61,7 +61,10 @@ def test_each_loads_and_fits_its_tokenizer(path: Path) -> None:
 def test_the_dense_twin_differs_in_the_attention_alone(name: str) -> None:
     sparse, dense = (load_config(ROOT / f"{stem}.yaml") for stem in (name, f"{name}-dense"))
     assert (sparse.model.attention, dense.model.attention) == ("nsa", "dense")
-    assert dataclasses.replace(dense, model=dataclasses.replace(dense.model, attention="nsa")) == sparse
+    assert (
+        dataclasses.replace(dense, model=dataclasses.replace(dense.model, attention="nsa"))
+        == sparse
+    )
     assert f"twin of {name}.yaml" in comment(ROOT / f"{name}-dense.yaml")
 
 
@@ -72,7 +75,8 @@ def test_short_windows_are_truly_sparse(name: str) -> None:
     assert pattern.branches == ("cmp", "slc", "win")
     assert pattern.num_selected_blocks * pattern.block_size <= config.seq_len / 2
     assert pattern.window_size <= config.seq_len / 4
-    assert pattern.num_selected_blocks > pattern.num_init_blocks + pattern.num_local_blocks  # the scores decide something
+    # the scores decide something
+    assert pattern.num_selected_blocks > pattern.num_init_blocks + pattern.num_local_blocks
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
@@ -138,7 +142,8 @@ def test_the_78m_configuration_is_the_one_that_is_specified() -> None:
     assert (optim.min_lr_ratio, optim.weight_decay, optim.grad_clip) == (0.0, 0.01, 1.0)
     assert (config.seed, config.checkpoint_every, config.steps) == (1337, 5000, 50_000)
     assert config.steps * config.global_batch * config.seq_len == 409_600_000
-    assert abs(num_parameters(config) - 12 * num_gate_parameters(config) - 78.3e6) < 0.05e6  # the 78.3M have no gates per head
+    # the 78.3M have no gates per head
+    assert abs(num_parameters(config) - 12 * num_gate_parameters(config) - 78.3e6) < 0.05e6
 
 
 def num_gate_parameters(config: TrainConfig) -> int:
@@ -154,7 +159,9 @@ def test_the_1b_configuration_is_what_its_name_says() -> None:
         "nsa",
     )
     for world_size, accumulation in ((2, 4), (4, 2)):
-        load_config(ROOT / "1b.yaml", {"world_size": str(world_size), "accumulation": str(accumulation)})
+        load_config(
+            ROOT / "1b.yaml", {"world_size": str(world_size), "accumulation": str(accumulation)}
+        )
 
 
 def test_the_117m_configuration_is_the_78m_one_with_another_vocabulary() -> None:
@@ -174,18 +181,23 @@ def test_the_fineweb_configuration_is_the_117m_one_on_prepared_text() -> None:
     assert (fineweb.data.source, fineweb.data.path) == ("shards", "data/fineweb-edu")
     data = dataclasses.replace(fineweb.data, source="stdlib", path=None)
     assert dataclasses.replace(fineweb, data=data) == gpt2
-    prepared = re.search(r"--max-tokens (\d+) --out data/fineweb-edu", (ROOT / "117m-fineweb.yaml").read_text())
+    prepared = re.search(
+        r"--max-tokens (\d+) --out data/fineweb-edu", (ROOT / "117m-fineweb.yaml").read_text()
+    )
     assert prepared is not None
     assert int(prepared[1]) > fineweb.steps * fineweb.global_batch * fineweb.seq_len
 
 
-# ------------------------------------------------------------------------------------------------------------------ names
+# ------------------------------------------------------------------------------------------------------------------
+# names
 
 
 def test_the_names_are_listed_with_what_they_are(nsa: Command) -> None:
     lines = nsa("configs").splitlines()
     assert [line.split()[0] for line in lines] == sorted(NAMES)
-    assert "78m                 78M parameters on bytes: the pattern of the paper, S = 2,048." in lines
+    assert (
+        "78m                 78M parameters on bytes: the pattern of the paper, S = 2,048." in lines
+    )
     assert all(line.endswith(".") and ". " not in line for line in lines)
     assert nsa("configs --folder") == f"{ROOT}\n"
 

@@ -51,7 +51,9 @@ def test_problems_are_shown_and_counted(
     assert f"PROBLEM: {tmp_path / 'bad.yaml'}:1: steps must be a valid integer, got x." in said
     assert f"  {tmp_path / 'good.yaml'}: loads" in said
     assert "3 problems found" in said
-    assert "PROBLEM: no folder" in "\n".join(f"PROBLEM: {line}" for line in doctor._configs(tmp_path / "nowhere"))
+    assert "PROBLEM: no folder" in "\n".join(
+        f"PROBLEM: {line}" for line in doctor._configs(tmp_path / "nowhere")
+    )
 
 
 def test_no_triton_is_a_problem_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +68,9 @@ def test_no_triton_is_a_problem_where_there_is_one(monkeypatch: pytest.MonkeyPat
     assert not isinstance(line, doctor.Problem)
 
 
-def test_a_driver_without_a_cuda_build_of_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_without_a_cuda_build_of_torch_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(environment, "cuda", lambda: None)
     monkeypatch.setattr(environment, "nvidia_driver", lambda: "580.1")
     (line,) = doctor._gpus()
@@ -85,7 +89,9 @@ def test_whether_utilisation_will_be_recorded(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(environment, "version", lambda name: "13.1")
     slice_of_a_gpu = torch.device("cuda", 1)
     monkeypatch.setattr(
-        doctor, "utilisation_row", lambda gpu: {} if gpu == slice_of_a_gpu else {"gpu_utilisation_percent": 37.0}
+        doctor,
+        "utilisation_row",
+        lambda gpu: {} if gpu == slice_of_a_gpu else {"gpu_utilisation_percent": 37.0},
     )
     assert list(doctor._utilisation(2)) == [
         "0: 37% busy (nvidia-ml-py 13.1)",
@@ -111,7 +117,9 @@ def test_connections_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.gpu_links(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "PHB", (1, 2): "SYS"}
     monkeypatch.setattr(environment, "nvidia_topology", lambda: TOPOLOGY)
     monkeypatch.setattr(environment, "pcie_links", lambda: [("5", "16"), ("5", "16"), ("4", "8")])
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda first, second: (first, second) == (0, 1))
+    monkeypatch.setattr(
+        torch.cuda, "can_device_access_peer", lambda first, second: (first, second) == (0, 1)
+    )
     said = list(doctor._connections(3))
     assert said[2] == "2: PCIe generation 4, 8 lanes"
     assert said[3:6] == [
@@ -127,8 +135,14 @@ def test_connections_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_runs_for_a_shape(nsa: Command, refusal: Command) -> None:
     short = nsa("doctor --shape seed --seq 2048")
     assert "12 heads in 2 groups, D 64, Dv 64, bf16, sequences of up to 2,048 tokens" in short
-    assert "selected branch: the tiled algorithm, because in sequences so short a tile chooses 44 blocks or fewer" in short
-    assert re.search(r"on the NVIDIA H200:\n.*compressed_attention_fwd: \d+ rows, .*\(measured on NVIDIA H200\)", short)
+    assert (
+        "selected branch: the tiled algorithm, because in sequences so short a tile chooses 44 blocks or fewer"
+        in short
+    )
+    assert re.search(
+        r"on the NVIDIA H200:\n.*compressed_attention_fwd: \d+ rows, .*\(measured on NVIDIA H200\)",
+        short,
+    )
     assert "gather_fwd" not in short
     long = "\n".join(doctor._kernels(parse_shape("64x4x256x128").config(), 65_536, "fp32"))
     assert "decided on the GPU in each call" in long

@@ -48,7 +48,9 @@ def check_command(words: list[str]) -> None:
     found = cli.parse(words)
     assert found is not None, words
     run, arguments = found
-    if not any(part.kind is part.VAR_KEYWORD for part in inspect.signature(run).parameters.values()):
+    if not any(
+        part.kind is part.VAR_KEYWORD for part in inspect.signature(run).parameters.values()
+    ):
         return
     known = {setting.name for setting in settings()} - inspect.signature(run).parameters.keys()
     given = {name: text for name, text in arguments.items() if name in known}

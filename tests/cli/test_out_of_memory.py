@@ -27,7 +27,13 @@ from nsa.train.load import to_yaml
 from nsa.train.runs import evaluation as report
 from nsa.train.trainer import Trainer
 from nsa.train.watch import out_of_memory
-from nsa.train.watch.out_of_memory import check_fits, free_memory, is_out_of_memory, memory_use, remedies
+from nsa.train.watch.out_of_memory import (
+    check_fits,
+    free_memory,
+    is_out_of_memory,
+    memory_use,
+    remedies,
+)
 from tests.cli.conftest import Command
 from tests.train.cases import tiny_config
 
@@ -219,7 +225,8 @@ def test_what_counts(error: BaseException | None, expected: bool) -> None:
     assert is_out_of_memory(around) == expected
 
 
-# -------------------------------------------------------------------------------------------------- before anything begins
+# --------------------------------------------------------------------------------------------------
+# before anything begins
 
 
 def test_what_cannot_fit_is_refused_before_a_folder_is_made(
@@ -256,7 +263,9 @@ def test_a_model_of_any_size_is_refused_at_once(config: Path, refusal: Command) 
     assert "with their gradients and moments" in said
 
 
-def test_free_memory_of_a_machine_and_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_of_a_machine_and_of_a_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cpu = torch.device("cpu")
     machine = free_memory(cpu)
     assert 2**20 < machine < math.inf

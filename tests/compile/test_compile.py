@@ -53,7 +53,11 @@ def test_every_kernel_is_launched(sizes):
 
 
 def test_kernel_that_nobody_launches_is_seen():
-    assert unlaunched([Case(64, 64, 6)]) >= {"compress_dw_kernel", "gather_fwd_kernel", "selected_gather_fwd_kernel"}
+    assert unlaunched([Case(64, 64, 6)]) >= {
+        "compress_dw_kernel",
+        "gather_fwd_kernel",
+        "selected_gather_fwd_kernel",
+    }
 
 
 def test_whole_matrix_launches():
@@ -84,19 +88,28 @@ def test_large_tile_is_seen_to_spill():
 )
 def test_faults(size, stack, shared, strict, lenient):
     record = Record(Tuning(89), Case(size, 64, 6), Usage("some_kernel", 255, stack, shared))
-    for expected, found in ((strict, record.fault(lenient=False)), (lenient, record.fault(lenient=True))):
+    for expected, found in (
+        (strict, record.fault(lenient=False)),
+        (lenient, record.fault(lenient=True)),
+    ):
         assert (found is None) if expected is None else found and expected in found, found
 
 
 def test_allowed_stack_belongs_to_a_row_of_a_table(monkeypatch):
-    tables = {tuning.name: tuning.table for arch in SHARED_MEMORY_LIMIT for tuning in tunings(arch) if tuning.table}
+    tables = {
+        tuning.name: tuning.table
+        for arch in SHARED_MEMORY_LIMIT
+        for tuning in tunings(arch)
+        if tuning.table
+    }
     kernels = {function.__name__ for function in jitted_functions()}
     for (name, kernel, head_size), reason in STACK_THAT_WINS.items():
         assert kernel in kernels
         assert any(key.head_size == head_size for key in tables[name].rows)
         assert reason
     assert {kernel for _, kernel in STACK_LET_BE} <= kernels
-    assert not {arch for arch, _ in STACK_LET_BE} & set(ARCHS)  # of GPUs for which `make test` compiles
+    # of GPUs for which `make test` compiles
+    assert not {arch for arch, _ in STACK_LET_BE} & set(ARCHS)
     monkeypatch.setitem(STACK_THAT_WINS, ("nvidia-h200", "selected_some_kernel", 128), "measured")
     monkeypatch.setitem(STACK_THAT_WINS, ("nvidia-h200", "range_some_kernel", 112), "measured")
     defaults, table = tunings(90)
@@ -109,5 +122,7 @@ def test_allowed_stack_belongs_to_a_row_of_a_table(monkeypatch):
         (table, "range_some_kernel", 80, 256, None),
         (table, "range_some_kernel", 128, 8, "more than 0 bytes of stack"),
     ):
-        fault = Record(tuning, Case(size, size, 4), Usage(kernel, 255, stack, 0)).fault(lenient=True)
+        fault = Record(tuning, Case(size, size, 4), Usage(kernel, 255, stack, 0)).fault(
+            lenient=True
+        )
         assert (fault is None) if expected is None else fault and expected in fault, fault

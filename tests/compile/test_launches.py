@@ -40,7 +40,9 @@ class Recorder(NotingGPU):
     def _launcher(self, src: Any, metadata: Any) -> Callable[..., None]:
         return lambda *given: self.launched.append((id(metadata), *given))
 
-    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+    def load_binary(
+        self, name: str, binary: bytes, shared: int, device: int
+    ) -> tuple[int, int, int, int, int]:
         """Handles that tell kernels apart."""
         return id(binary), id(binary) + 1, 32, 0, 1024
 
@@ -62,7 +64,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
 @kernel(do_not_specialize=["varying"])
 def small_kernel(
-    x_ptr, others, other_ptr, number, varying, scale, BLOCK: tl.constexpr, PARTS: tl.constexpr, FLAG: tl.constexpr = False
+    x_ptr,
+    others,
+    other_ptr,
+    number,
+    varying,
+    scale,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    FLAG: tl.constexpr = False,
 ):
     at = tl.arange(0, BLOCK) + tl.program_id(0) * BLOCK
     x = tl.load(x_ptr + at * number) * scale + varying
@@ -84,9 +94,17 @@ def calls() -> Iterator[tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]]
     """Grid, arguments and constants, each of which Triton may look at."""
     memory = torch.zeros(1024)
     for x, other, number, varying, scale in itertools.product(
-        (memory, memory[1:]), (None, memory[1:], memory.bfloat16()), (1, 2, 16), (1, 16, 2**33), (0.5, 1.0)
+        (memory, memory[1:]),
+        (None, memory[1:], memory.bfloat16()),
+        (1, 2, 16),
+        (1, 16, 2**33),
+        (0.5, 1.0),
     ):
-        yield (3,), (x, (memory, memory[2:]), other, number, varying, scale), {"BLOCK": 16, "PARTS": (1, 2)}
+        yield (
+            (3,),
+            (x, (memory, memory[2:]), other, number, varying, scale),
+            {"BLOCK": 16, "PARTS": (1, 2)},
+        )
     plain: tuple[Any, ...] = (memory, (memory, memory[2:]), None, 2, 3, 0.5)
     yield (3,), (*plain[:3], 2**32, *plain[4:]), {"BLOCK": 16, "PARTS": (1, 2)}
     yield (3, 2), plain, {"BLOCK": 16, "PARTS": (1, 3)}
@@ -107,12 +125,16 @@ def test_what_is_found_is_what_triton_takes(gpu: Recorder) -> None:
     for _ in range(2):  # kernels that are new, and kernels that are found
         for grid, args, constants in given:
             small_kernel[grid](*args, **constants)
-        assert [_comparable(launch) for launch in gpu.launched] == [_comparable(launch) for launch in triton_launched]
+        assert [_comparable(launch) for launch in gpu.launched] == [
+            _comparable(launch) for launch in triton_launched
+        ]
         gpu.launched = []
     assert 8 < len({launch[0] for launch in triton_launched}) < len(given)
 
 
-def test_a_kernel_that_was_found_needs_no_look_by_triton(gpu: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_was_found_needs_no_look_by_triton(
+    gpu: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     memory = torch.zeros(1024)
 
     def launch(varying: int, x: Tensor = memory) -> None:
@@ -134,7 +156,9 @@ def test_a_kernel_that_was_found_needs_no_look_by_triton(gpu: Recorder, monkeypa
 def test_descriptors(gpu: Recorder) -> None:
     memory, out = torch.zeros(64, 64), torch.zeros(32)
     for rows, source in ((16, memory), (16, memory), (32, memory), (16, memory.bfloat16())):
-        described_kernel[(1,)](TensorDescriptor(source, [64, 64], [64, 1], [rows, 32]), out, BLOCK=32)
+        described_kernel[(1,)](
+            TensorDescriptor(source, [64, 64], [64, 1], [rows, 32]), out, BLOCK=32
+        )
     kernels = [launch[0] for launch in gpu.launched]
     assert kernels[0] == kernels[1]
     assert len(set(kernels)) == 3
@@ -157,7 +181,9 @@ def test_hooks_are_called(gpu: Recorder) -> None:
     assert gpu.launched[2][7:10] == (None, None, None)
 
 
-def test_compiled_kernels_are_forgotten_before_they_fill_the_memory(gpu: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_kernels_are_forgotten_before_they_fill_the_memory(
+    gpu: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MOST_COMPILED", 4)
     for number in range(2, 30):
         small_kernel[(1,)](torch.zeros(64), (), None, number, 3, 0.5, BLOCK=16, PARTS=())
@@ -165,7 +191,9 @@ def test_compiled_kernels_are_forgotten_before_they_fill_the_memory(gpu: Recorde
     assert len(gpu.launched) == 28
 
 
-def test_whole_attention_is_launched_as_by_triton(gpu: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_attention_is_launched_as_by_triton(
+    gpu: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By Triton for its order, found and recorded, replayed: the same kernels with the same sizes."""
     config = NSAConfig(num_heads=6, num_kv_heads=2, head_dim=64, value_dim=64)
 
@@ -177,7 +205,17 @@ def test_whole_attention_is_launched_as_by_triton(gpu: Recorder, monkeypatch: py
         gates = torch.rand(130, 6, 3, requires_grad=True)
         k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = kv
         out = native_sparse_attention(
-            q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, None, config, rope=Rope.from_config(config)
+            q,
+            k_cmp,
+            v_cmp,
+            k_slc,
+            v_slc,
+            k_win,
+            v_win,
+            gates,
+            None,
+            config,
+            rope=Rope.from_config(config),
         )
         torch.autograd.grad(out, (q, *kv, gates), torch.ones_like(out))
         return gpu.launched
@@ -191,7 +229,9 @@ def test_whole_attention_is_launched_as_by_triton(gpu: Recorder, monkeypatch: py
         with stages_seen_by(lambda name: nullcontext()):  # nothing is replayed
             monkeypatch.setattr(Kernel, "run", by_triton)
             expected = attend()
-    tensors = [any(isinstance(x, Tensor) for launch in some for x in launch) for some in (found, replayed)]
+    tensors = [
+        any(isinstance(x, Tensor) for launch in some for x in launch) for some in (found, replayed)
+    ]
     assert tensors == [True, False]
     for some in (found, replayed):
         assert [*map(_comparable, some)] == [*map(_comparable, expected)]
@@ -206,6 +246,8 @@ def _comparable(launch: Launch) -> list[Any]:
             return "address"
         if hasattr(x, "block_shape"):
             return tuple(x.shape), tuple(x.strides), tuple(x.block_shape), x.padding
-        return tuple(plain(y) for y in x) if isinstance(x, tuple) and not hasattr(x, "_fields") else x
+        return (
+            tuple(plain(y) for y in x) if isinstance(x, tuple) and not hasattr(x, "_fields") else x
+        )
 
     return [*launch[:7], *(plain(x) for x in launch[10:])]

@@ -1,7 +1,8 @@
 """Fuzzing of the public functions: a result equal to the oracle's, or an error that says what is wrong; nothing else.
 
-A case is drawn without a mistake, and must then be accepted and right, or with one (a field of the configuration, an argument
-of the call), and must then be refused in the form of every error message, unless the mistake changes nothing.
+A case is drawn without a mistake, and must then be accepted and right, or with one (a field of the
+configuration, an argument of the call), and must then be refused in the form of every error
+message, unless the mistake changes nothing.
 """
 
 from __future__ import annotations
@@ -31,9 +32,32 @@ from tests.ops.cases import Batch, array, make_batch, near, offsets, stack
 
 WIDTH = 24
 MESSAGE = re.compile(r"[\w.]+: .+ must .+, got .+", re.DOTALL)
-PATTERNS = [(8, 4, 16), (4, 4, 16), (16, 4, 16), (8, 8, 16), (16, 16, 16), (16, 8, 32), (32, 16, 32), (12, 4, 16)]
-SUBSETS = [BRANCHES, BRANCHES, BRANCHES, ("cmp", "slc"), ("slc", "win"), ("cmp", "win"), ("cmp",), ("slc",), ("win",)]
-SCALINGS = [RopeScaling("linear", 2.5), RopeScaling("yarn", 4.0, 64), RopeScaling("yarn", 2.0, 300, 8.0, 0.5)]
+PATTERNS = [
+    (8, 4, 16),
+    (4, 4, 16),
+    (16, 4, 16),
+    (8, 8, 16),
+    (16, 16, 16),
+    (16, 8, 32),
+    (32, 16, 32),
+    (12, 4, 16),
+]
+SUBSETS = [
+    BRANCHES,
+    BRANCHES,
+    BRANCHES,
+    ("cmp", "slc"),
+    ("slc", "win"),
+    ("cmp", "win"),
+    ("cmp",),
+    ("slc",),
+    ("win",),
+]
+SCALINGS = [
+    RopeScaling("linear", 2.5),
+    RopeScaling("yarn", 4.0, 64),
+    RopeScaling("yarn", 2.0, 300, 8.0, 0.5),
+]
 WRONG_FIELDS: dict[str, list[Any]] = {
     "num_heads": [0, -2, 5, 130],
     "num_kv_heads": [0, -1, 3],
@@ -53,7 +77,13 @@ WRONG_FIELDS: dict[str, list[Any]] = {
     "gate": ["relu"],
     "gate_hidden_size": [-1],
     "gate_temperature": [0.0, -1.0, math.inf, math.nan],
-    "num_selected_blocks_table": [((0, 1),), ((-2, 5, 2),), ((-1, 0, 2),), ((-1, 9, 99),), ((-1, 9, 0),)],
+    "num_selected_blocks_table": [
+        ((0, 1),),
+        ((-2, 5, 2),),
+        ((-1, 0, 2),),
+        ((-1, 9, 99),),
+        ((-1, 9, 0),),
+    ],
     "coarse_block_size": [0, -64, 8, 16, 48, 96],
     "num_coarse_blocks": [-1, 3],
     "score_precision": ["fp4", ""],
@@ -66,7 +96,8 @@ WRONG_FIELDS: dict[str, list[Any]] = {
 class Case:
     """One call. ``run`` takes the arguments, ``expected`` gives what the oracle says.
 
-    Of the arguments ``expected`` looks at ``x`` alone, which may be changed into another one that is as good.
+    Of the arguments ``expected`` looks at ``x`` alone, which may be changed into another one that
+    is as good.
     """
 
     function: str
@@ -82,13 +113,18 @@ class Case:
         return max(self.batch.lengths_k) > config.num_selected_blocks * config.block_size
 
 
-# ------------------------------------------------------------------------------------------------------------ drawing
+# ------------------------------------------------------------------------------------------------------------
+# drawing
 
 
 @st.composite
 def fields(draw: st.DrawFn) -> dict[str, Any]:
     l, d, l_sel = draw(st.sampled_from(PATTERNS))
-    init, local, kv_heads = draw(st.integers(0, 1)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    init, local, kv_heads = (
+        draw(st.integers(0, 1)),
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 2)),
+    )
     return {
         "num_heads": kv_heads * draw(st.integers(1, 3)),
         "num_kv_heads": kv_heads,
@@ -122,7 +158,9 @@ def batches(draw: st.DrawFn, config: NSAConfig) -> Batch:
     """Mostly one sequence longer than the chosen blocks, among up to two others."""
     covered = config.num_selected_blocks * config.block_size
     lengths_k = draw(st.lists(st.integers(0, 20), max_size=2))
-    longest = draw(st.one_of(*[st.integers(covered + 1, covered + 24)] * 4, st.integers(1, covered)))
+    longest = draw(
+        st.one_of(*[st.integers(covered + 1, covered + 24)] * 4, st.integers(1, covered))
+    )
     lengths_k.insert(draw(st.integers(0, len(lengths_k))), longest)
     lengths_q = [draw(st.one_of(st.just(n), st.just(n), st.integers(0, n))) for n in lengths_k]
     return make_batch(config, lengths_k, lengths_q, seed=draw(st.integers(0, 2**31)))
@@ -140,7 +178,9 @@ def whole_case(batch: Batch) -> Case:
     config, inputs = batch.config, whole.make(batch)
     arguments = {
         **inputs.tensors,
-        "phi": (nsa.PhiWeights(**inputs.phi_k), nsa.PhiWeights(**inputs.phi_v)) if inputs.phi_k else None,
+        "phi": (nsa.PhiWeights(**inputs.phi_k), nsa.PhiWeights(**inputs.phi_v))
+        if inputs.phi_k
+        else None,
         "config": config,
         "q_cmp": inputs.q_cmp,
         "rope": Rope.from_config(config),
@@ -152,7 +192,12 @@ def whole_case(batch: Batch) -> Case:
 
 def branch_case(batch: Batch, function: str) -> Case:
     config = batch.config
-    l, d, l_sel, w = config.compress_block_size, config.compress_stride, config.block_size, config.window_size
+    l, d, l_sel, w = (
+        config.compress_block_size,
+        config.compress_stride,
+        config.block_size,
+        config.window_size,
+    )
     q, k, v, ids = batch.q(), batch.k(), batch.v(), batch.block_indices()
     if function == "compressed_attention":
         keys, values = batch.compressed(config.head_dim), batch.compressed(config.value_dim)
@@ -172,7 +217,11 @@ def branch_case(batch: Batch, function: str) -> Case:
                 "selected_attention": oracle.visible_slc(num_q, num_k, array(ids)[rows], l_sel),
             }[function]
             part = compressed if function == "compressed_attention" else tokens
-            return (oracle.attention(array(q)[rows], array(keys)[part], array(values)[part], visible)[0],)
+            return (
+                oracle.attention(array(q)[rows], array(keys)[part], array(values)[part], visible)[
+                    0
+                ],
+            )
 
         return stack(batch, one)[0]
 
@@ -185,14 +234,22 @@ def choice_case(batch: Batch) -> Case:
     _, lse = nsa.compressed_attention(q, k_cmp, None, config, **batch.kwargs)
     arguments = {"q": q, "k_cmp": k_cmp, "lse": lse, "config": config, **batch.kwargs}
     table = [(length, n) for _, length, n in config.num_selected_blocks_table]
-    chosen = (config.num_selected_blocks, config.num_init_blocks, config.num_local_blocks, config.block_size, table)
+    chosen = (
+        config.num_selected_blocks,
+        config.num_init_blocks,
+        config.num_local_blocks,
+        config.block_size,
+        table,
+    )
 
     def one(rows: slice, tokens: slice, compressed: slice) -> tuple[np.ndarray]:
         num_k = tokens.stop - tokens.start
         scores = oracle.block_scores(array(q)[rows], array(k_cmp)[compressed], num_k, *sizes)
         return (oracle.choose(scores, num_k, *chosen),)
 
-    return Case("select_blocks", batch, arguments, call("select_blocks"), lambda _: stack(batch, one)[0])
+    return Case(
+        "select_blocks", batch, arguments, call("select_blocks"), lambda _: stack(batch, one)[0]
+    )
 
 
 def compress_case(batch: Batch) -> Case:
@@ -209,7 +266,11 @@ def compress_case(batch: Batch) -> Case:
     def expected(changed: dict[str, Any]) -> np.ndarray:
         def one(rows: slice, tokens: slice, compressed: slice) -> tuple[np.ndarray]:
             part = array(changed["x"].double())[tokens]
-            return (oracle.compress(part, config.compress_block_size, config.compress_stride, config.phi, weights),)
+            return (
+                oracle.compress(
+                    part, config.compress_block_size, config.compress_stride, config.phi, weights
+                ),
+            )
 
         return stack(batch, one)[0]
 
@@ -230,14 +291,24 @@ def layer_case(batch: Batch, *, cached: bool) -> Case:
             return module(changed["x"], cu_seqlens=changed["cu_seqlens"])
         cache = NSACache(config, num_layers=1, batch_size=1).layers[0]
         tokens = changed["x"]
-        first, second = tokens.shape[0] // 2, tokens.shape[0] - tokens.shape[0] // 2 - min(2, tokens.shape[0] // 2)
+        first, second = (
+            tokens.shape[0] // 2,
+            tokens.shape[0] - tokens.shape[0] // 2 - min(2, tokens.shape[0] // 2),
+        )
         parts = tokens.split([first, second, *[1] * (tokens.shape[0] - first - second)])
         return torch.cat([module(part, cache=cache) for part in parts])
 
     def expected(changed: dict[str, Any]) -> np.ndarray:
-        weights, tokens = {name: array(value) for name, value in module.state_dict().items()}, array(changed["x"])
+        weights, tokens = (
+            {name: array(value) for name, value in module.state_dict().items()},
+            array(changed["x"]),
+        )
         bounds = [0, len(tokens)] if cached else cu.tolist()
-        parts = [oracle.layer(weights, tokens[a:b], config) for a, b in itertools.pairwise(bounds) if b > a]
+        parts = [
+            oracle.layer(weights, tokens[a:b], config)
+            for a, b in itertools.pairwise(bounds)
+            if b > a
+        ]
         return np.concatenate([np.empty((0, WIDTH)), *parts])
 
     arguments = {"x": x} if cached else {"x": x, "cu_seqlens": cu}
@@ -255,7 +326,8 @@ MAKERS: dict[str, Callable[[Batch], Case]] = {
     "NSACache": lambda batch: layer_case(batch, cached=True),
 }
 
-# ----------------------------------------------------------------------------------------------------------- mistakes
+# -----------------------------------------------------------------------------------------------------------
+# mistakes
 
 TENSOR_MISTAKES: dict[str, Callable[[Tensor], Any]] = {
     "a token less": lambda x: x[:-1],
@@ -294,13 +366,17 @@ def make_mistake(draw: Callable[..., Any], case: Case) -> None:
         case.arguments[name] = draw(st.sampled_from(OTHER_MISTAKES[name]))
         return
     known = OFFSET_MISTAKES if name.startswith("cu_seqlens") else TENSOR_MISTAKES
-    # Compressed keys do not tell how many tokens they stand for: one more is another call, and as good.
-    undetectable = {"ends one later"} if name == "cu_seqlens_k" and "k_cmp" in case.arguments else set()
+    # Compressed keys do not tell how many tokens they stand for: one more is another call, and as
+    # good.
+    undetectable = (
+        {"ends one later"} if name == "cu_seqlens_k" and "k_cmp" in case.arguments else set()
+    )
     what = draw(st.sampled_from(sorted(known.keys() - undetectable)))
     case.arguments[name] = known[what](case.arguments[name])
 
 
-# ----------------------------------------------------------------------------------------------------------- checking
+# -----------------------------------------------------------------------------------------------------------
+# checking
 
 
 def refuses(action: Callable[[], Any]) -> bool:
@@ -327,15 +403,21 @@ def check_case(data: st.DataObject, counts: Counter[str]) -> None:
             return
     config = NSAConfig(**values)
     batch = data.draw(batches(config))
-    case = MAKERS[data.draw(st.sampled_from(["native_sparse_attention", *MAKERS]), label="function")](batch)
+    case = MAKERS[
+        data.draw(st.sampled_from(["native_sparse_attention", *MAKERS]), label="function")
+    ](batch)
     if where == "call":
         make_mistake(data.draw, case)
         result: list[Tensor] = []
         if refuses(lambda: result.append(case.run(case.arguments))):
             counts["refused"] += 1
             return
-        # The changed argument is one that this call does not read, or as good as the one before, maybe rounded.
-        rounded = any(isinstance(value, Tensor) and value.dtype == torch.float32 for value in case.arguments.values())
+        # The changed argument is one that this call does not read, or as good as the one before,
+        # maybe rounded.
+        rounded = any(
+            isinstance(value, Tensor) and value.dtype == torch.float32
+            for value in case.arguments.values()
+        )
         near(result[0], case.expected(case.arguments), 1e-5 if rounded else 2e-11)
         counts["unread"] += 1
         return
@@ -349,7 +431,9 @@ def fuzz(number: int, part: int) -> Counter[str]:
     counts: Counter[str] = Counter()
 
     @seed(part)
-    @settings(max_examples=number, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=number, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    )
     @given(data=st.data())
     def run(data: st.DataObject) -> None:
         check_case(data, counts)
@@ -361,7 +445,13 @@ def fuzz(number: int, part: int) -> Counter[str]:
 def test_fuzz(count) -> None:
     counts = fuzz(60, part=0)
     number = counts["valid"] + counts["refused"] + counts["unread"]
-    count("fuzzing", number, number, valid=counts["valid"], longer_than_the_chosen_blocks=counts["sparse"])
+    count(
+        "fuzzing",
+        number,
+        number,
+        valid=counts["valid"],
+        longer_than_the_chosen_blocks=counts["sparse"],
+    )
     assert counts["valid"] >= 30
     assert counts["sparse"] >= 20
     assert counts["refused"] >= 5
@@ -376,7 +466,13 @@ def test_fuzz_2000_cases(count, part: int) -> None:
     """At least 2,000 in all, 1,200 of them valid, 800 of these longer than the chosen blocks: a share of each here."""
     counts = fuzz(CASES, part)
     number = counts["valid"] + counts["refused"] + counts["unread"]
-    count("fuzzing", number, number, valid=counts["valid"], longer_than_the_chosen_blocks=counts["sparse"])
+    count(
+        "fuzzing",
+        number,
+        number,
+        valid=counts["valid"],
+        longer_than_the_chosen_blocks=counts["sparse"],
+    )
     assert number >= 2000 / PARTS
     assert counts["valid"] >= 1200 / PARTS
     assert counts["sparse"] >= 800 / PARTS

@@ -23,7 +23,15 @@ from hypothesis import strategies as st
 
 from nsa.errors import UserError
 from nsa.train.config import DataConfig
-from nsa.train.data import Origin, PrepareConfig, collate, open_data, open_shards, preparation, prepare
+from nsa.train.data import (
+    Origin,
+    PrepareConfig,
+    collate,
+    open_data,
+    open_shards,
+    preparation,
+    prepare,
+)
 from nsa.train.data.shards import INDEX, PROGRESS, STAMP, TOKENIZER
 from tests.train.data.data_sets import hang_up, hub, make_texts, stall, write_folder
 from tests.train.data.test_reader import on_hub
@@ -33,14 +41,18 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != STAMP}
 
 
-# ----------------------------------------------------------------------------------------------------- damaged shards
+# -----------------------------------------------------------------------------------------------------
+# damaged shards
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
     source = write_folder(folder / "source", "parquet", make_texts(300))
-    prepare(PrepareConfig(Origin(str(source)), "byte", validation_fraction=0.2, shard_tokens=20_000), folder / "out")
+    prepare(
+        PrepareConfig(Origin(str(source)), "byte", validation_fraction=0.2, shard_tokens=20_000),
+        folder / "out",
+    )
     open_shards(folder / "out")  # leaves its stamp
     return folder / "out"
 
@@ -49,7 +61,18 @@ def damage(folder: Path, rng: random.Random) -> tuple[str, str]:
     """Do harm to one file; its name and what was done."""
     path = rng.choice(sorted(path for path in folder.iterdir() if path.name != STAMP))
     raw, times = path.read_bytes(), path.stat()
-    how = rng.choice(["gone", "truncated", "longer", "bit", "bit without a trace", "empty", "zeros", "another file"])
+    how = rng.choice(
+        [
+            "gone",
+            "truncated",
+            "longer",
+            "bit",
+            "bit without a trace",
+            "empty",
+            "zeros",
+            "another file",
+        ]
+    )
     place = rng.randrange(len(raw))
     if how == "gone":
         path.unlink()
@@ -58,7 +81,9 @@ def damage(folder: Path, rng: random.Random) -> tuple[str, str]:
     elif how == "longer":
         path.write_bytes(raw + rng.randbytes(1 + place))
     elif how.startswith("bit"):
-        path.write_bytes(raw[:place] + bytes([raw[place] ^ 1 << rng.randrange(8)]) + raw[place + 1 :])
+        path.write_bytes(
+            raw[:place] + bytes([raw[place] ^ 1 << rng.randrange(8)]) + raw[place + 1 :]
+        )
         if how == "bit without a trace":
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     elif how == "empty":
@@ -66,7 +91,9 @@ def damage(folder: Path, rng: random.Random) -> tuple[str, str]:
     elif how == "zeros":
         path.write_bytes(raw[:place] + bytes(len(raw) - place))
     else:
-        other = rng.choice(sorted(entry for entry in folder.iterdir() if entry.name not in (STAMP, path.name)))
+        other = rng.choice(
+            sorted(entry for entry in folder.iterdir() if entry.name not in (STAMP, path.name))
+        )
         path.write_bytes(other.read_bytes())
     if how != "gone" and path.read_bytes() == raw:
         return damage(folder, rng)
@@ -98,7 +125,8 @@ def test_damaged_shards_are_refused_by_name_1000_times(shards: Path, tmp_path: P
     count("damaged shards, refused by name", 1000, refused(shards, tmp_path, 1000, seed=2))
 
 
-# ---------------------------------------------------------------------------------------------- preparation interrupted
+# ----------------------------------------------------------------------------------------------
+# preparation interrupted
 
 FORKS = multiprocessing.get_context("forkserver")
 
@@ -114,7 +142,9 @@ class Preparation:
 
     def __init__(self, source: Path, out: Path, tokenizer: str, commit_s: float) -> None:
         self.out = out
-        self.process = FORKS.Process(target=prepare_apart, args=(str(source), str(out), tokenizer, commit_s))
+        self.process = FORKS.Process(
+            target=prepare_apart, args=(str(source), str(out), tokenizer, commit_s)
+        )
         self.process.start()
 
     def __enter__(self) -> Preparation:
@@ -157,7 +187,9 @@ def killed(source: Path, tmp_path: Path, tokenizer: str, number: int, seed: int)
     while kills < number:
         out, is_done = tmp_path / "cut", False
         while not is_done:
-            with Preparation(source, out, tokenizer, 0.02 if kills < number else preparation._COMMIT_S) as run:
+            with Preparation(
+                source, out, tokenizer, 0.02 if kills < number else preparation._COMMIT_S
+            ) as run:
                 if kills < number:
                     run.wait_for_commits(rng.randrange(0, 4))
                     time.sleep(rng.uniform(0, 0.02))
@@ -175,27 +207,44 @@ def killed(source: Path, tmp_path: Path, tokenizer: str, number: int, seed: int)
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("source") / "set", "jsonl", make_texts(12_000, longest=8), files=5)
+    return write_folder(
+        tmp_path_factory.mktemp("source") / "set", "jsonl", make_texts(12_000, longest=8), files=5
+    )
 
 
 def config_of(source: Path, tokenizer: Any = "byte") -> PrepareConfig:
-    return PrepareConfig(Origin(str(source)), tokenizer, validation_fraction=0.2, shard_tokens=100_000)
+    return PrepareConfig(
+        Origin(str(source)), tokenizer, validation_fraction=0.2, shard_tokens=100_000
+    )
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
 def test_killed_preparation_goes_on(source: Path, tmp_path: Path, tokenizer: str, count) -> None:
-    count("preparations killed, gone on identically", 1, killed(source, tmp_path, tokenizer, 1, seed=1))
+    count(
+        "preparations killed, gone on identically",
+        1,
+        killed(source, tmp_path, tokenizer, 1, seed=1),
+    )
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("part", range(4))
-def test_killed_preparation_goes_on_40_times(source: Path, tmp_path: Path, count, part: int) -> None:
-    count("preparations killed, gone on identically", 10, killed(source, tmp_path, ("byte", "gpt2")[part % 2], 10, 10 + part))
+def test_killed_preparation_goes_on_40_times(
+    source: Path, tmp_path: Path, count, part: int
+) -> None:
+    count(
+        "preparations killed, gone on identically",
+        10,
+        killed(source, tmp_path, ("byte", "gpt2")[part % 2], 10, 10 + part),
+    )
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
-def test_a_process_that_reads_and_tokenises_is_replaced(tmp_path: Path, tokenizer: str, count) -> None:
-    source = write_folder(tmp_path / "set", "jsonl", make_texts(12_000, longest=200), files=5)  # more than a pipe holds
+def test_a_process_that_reads_and_tokenises_is_replaced(
+    tmp_path: Path, tokenizer: str, count
+) -> None:
+    # more than a pipe holds
+    source = write_folder(tmp_path / "set", "jsonl", make_texts(12_000, longest=200), files=5)
     prepare(config_of(source, tokenizer), tmp_path / "whole")
     kills = 0
 
@@ -226,20 +275,27 @@ def file_size_limit(folder: Path, size: int) -> Iterator[None]:
 @contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[None]:
     """A disk of its own in ``folder``, full but for ``size`` bytes."""
-    (folder / "ballast").write_bytes(bytes(max(os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize - size, 0)))
+    (folder / "ballast").write_bytes(
+        bytes(max(os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize - size, 0))
+    )
     yield
     (folder / "ballast").unlink()
 
 
 @pytest.fixture(params=["file size limit", "full disk"])
-def little_room(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, Callable[[Path, int], Any]]]:
+def little_room(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[tuple[Path, Callable[[Path, int], Any]]]:
     if request.param == "file size limit":
         yield tmp_path, file_size_limit
         return
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "nsa-test", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(mount, capture_output=True, check=False).returncode
+    ):
         pytest.skip("mounting is refused here; the limit of file sizes is tested")
     try:
         yield folder, small_disk
@@ -247,7 +303,9 @@ def little_room(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tupl
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_is_said_and_the_work_goes_on(source: Path, tmp_path: Path, little_room, monkeypatch, count) -> None:
+def test_a_full_disk_is_said_and_the_work_goes_on(
+    source: Path, tmp_path: Path, little_room, monkeypatch, count
+) -> None:
     monkeypatch.setattr(preparation, "_COMMIT_S", 0.0)
     prepare(config_of(source), tmp_path / "whole")
     disk, limited = little_room
@@ -256,14 +314,17 @@ def test_a_full_disk_is_said_and_the_work_goes_on(source: Path, tmp_path: Path, 
         with limited(disk, size), pytest.raises(UserError) as caught:
             prepare(config_of(source), disk / "cut")
         assert "--out must have room for the shards, got '" in str(caught.value)
-        assert "Make room and give the same command again: it goes on where it stopped." in str(caught.value)
+        assert "Make room and give the same command again: it goes on where it stopped." in str(
+            caught.value
+        )
         said += 1
     prepare(config_of(source), disk / "cut")
     assert contents(disk / "cut") == contents(tmp_path / "whole")
     count("full disks, said and gone on", 3, said)
 
 
-# ------------------------------------------------------------------------------------------------------ a server's faults
+# ------------------------------------------------------------------------------------------------------
+# a server's faults
 
 
 @pytest.mark.faults
@@ -271,14 +332,26 @@ def test_a_server_that_stalls_or_hangs_up_anywhere(tmp_path: Path, count) -> Non
     """A short fault is overcome with every document in its place; one that lasts ends in an error within the time limit."""
     texts = make_texts(3000, longest=20)
     files = {
-        path.name: path.read_bytes() for path in sorted(write_folder(tmp_path / "set", "parquet", texts, files=8).iterdir())
+        path.name: path.read_bytes()
+        for path in sorted(write_folder(tmp_path / "set", "parquet", texts, files=8).iterdir())
     }
     rng = random.Random(5)
-    faults = {f"own/short-{i}": rng.choice([stall, hang_up])(rng.randrange(1, 9), 1) for i in range(20)}
-    faults |= {f"own/lasting-{i}": rng.choice([stall, hang_up])(rng.randrange(1, 9), 10**9) for i in range(5)}
+    faults = {
+        f"own/short-{i}": rng.choice([stall, hang_up])(rng.randrange(1, 9), 1) for i in range(20)
+    }
+    faults |= {
+        f"own/lasting-{i}": rng.choice([stall, hang_up])(rng.randrange(1, 9), 10**9)
+        for i in range(5)
+    }
     with hub(dict.fromkeys(faults, files), faults) as address:
-        attempts: list[tuple[str, float, dict[str, str]]] = [(name, 12.0 if "short" in name else 4.0, {}) for name in faults]
-        done = [result for part in range(0, 25, 5) for result in on_hub(address, tmp_path / "home", *attempts[part : part + 5])]
+        attempts: list[tuple[str, float, dict[str, str]]] = [
+            (name, 12.0 if "short" in name else 4.0, {}) for name in faults
+        ]
+        done = [
+            result
+            for part in range(0, 25, 5)
+            for result in on_hub(address, tmp_path / "home", *attempts[part : part + 5])
+        ]
     for name, result in zip(faults, done, strict=True):
         if "short" in name:
             assert result["error"] is None, (name, result["error"])
@@ -289,7 +362,8 @@ def test_a_server_that_stalls_or_hangs_up_anywhere(tmp_path: Path, count) -> Non
     count("server faults, overcome or ended in time", len(faults), len(done))
 
 
-# ---------------------------------------------------------------------------------------------------------------- fuzzing
+# ----------------------------------------------------------------------------------------------------------------
+# fuzzing
 
 
 def configs(paths: dict[str, str]) -> st.SearchStrategy[dict[str, Any]]:
@@ -297,8 +371,18 @@ def configs(paths: dict[str, str]) -> st.SearchStrategy[dict[str, Any]]:
     sound: list[dict[str, Any]] = [
         {"source": "folder", "path": paths["text"], "validation_fraction": 0.3},
         {"source": "shards", "path": paths["shards"]},
-        {"source": "stream", "path": paths["text"], "validation_fraction": 0.3, "validation_tokens": 100},
-        {"source": "stream", "path": paths["parquet"], "validation_fraction": 0.3, "validation_tokens": 500},
+        {
+            "source": "stream",
+            "path": paths["text"],
+            "validation_fraction": 0.3,
+            "validation_tokens": 100,
+        },
+        {
+            "source": "stream",
+            "path": paths["parquet"],
+            "validation_fraction": 0.3,
+            "validation_tokens": 500,
+        },
         *({"source": task} for task in ("uniform", "copy", "induction", "needle")),
     ]
     odd: dict[str, list[Any]] = {
@@ -317,7 +401,11 @@ def configs(paths: dict[str, str]) -> st.SearchStrategy[dict[str, Any]]:
         "validation_fraction": [0.0, 0.1, 0.3, 0.5, 0.7],
     }
     change = st.sampled_from([(name, value) for name, values in odd.items() for value in values])
-    return st.builds(lambda base, changes: {**base, **dict(changes)}, st.sampled_from(sound), st.lists(change, max_size=3))
+    return st.builds(
+        lambda base, changes: {**base, **dict(changes)},
+        st.sampled_from(sound),
+        st.lists(change, max_size=3),
+    )
 
 
 def fuzz(paths: dict[str, str], number: int) -> tuple[int, int]:
@@ -325,12 +413,21 @@ def fuzz(paths: dict[str, str], number: int) -> tuple[int, int]:
     opened = refused = 0
 
     @settings(max_examples=number, suppress_health_check=list(HealthCheck))
-    @given(given=configs(paths), seq_len=st.sampled_from([20, 64, 1, 300, 10**7]), document_mask=st.booleans())
+    @given(
+        given=configs(paths),
+        seq_len=st.sampled_from([20, 64, 1, 300, 10**7]),
+        document_mask=st.booleans(),
+    )
     def check(given: dict[str, Any], seq_len: int, document_mask: bool) -> None:
         nonlocal opened, refused
         try:
             data = open_data(DataConfig(**given), seed=3, seq_len=seq_len)
-            batch = collate(data.train, data.sampler(seq_len, 3).next_windows(2), seq_len, document_mask=document_mask)
+            batch = collate(
+                data.train,
+                data.sampler(seq_len, 3).next_windows(2),
+                seq_len,
+                document_mask=document_mask,
+            )
         except UserError:
             refused += 1
             return
@@ -380,7 +477,9 @@ def test_odd_configurations_of_data_600_times(paths: dict[str, str], count) -> N
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_odd_indexes_are_refused_by_name(data: st.DataObject, shards: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_odd_indexes_are_refused_by_name(
+    data: st.DataObject, shards: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Fields left out or replaced, even under a hash that fits: nothing but an error that names the file."""
     from nsa.train.data.shards import index_digest
 
@@ -388,7 +487,9 @@ def test_odd_indexes_are_refused_by_name(data: st.DataObject, shards: Path, tmp_
     index.pop("sha256")
     node, places = index, []
     while True:
-        key = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
+        key = data.draw(
+            st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node)))
+        )
         places.append(key)
         if not isinstance(node[key], (dict, list)) or not node[key] or data.draw(st.booleans()):
             break

@@ -1,7 +1,7 @@
 """The sizes of docs/semantics.md as cases that cover them: each value of each letter, not every combination.
 
-Every case has its own kernels to compile, about twenty; lengths and offsets do not add to them. All lengths of interest lie in
-one packed batch, so that kernels meet them side by side.
+Every case has its own kernels to compile, about twenty; lengths and offsets do not add to them. All
+lengths of interest lie in one packed batch, so that kernels meet them side by side.
 """
 
 from __future__ import annotations
@@ -84,6 +84,11 @@ MATRIX: dict[str, Case] = {
 SEED = MATRIX["bf16 G6 D64"].config
 
 
-def seed_case(*lengths: int, dtype: torch.dtype = BF16, queries: tuple[int, ...] | None = None, dense: bool = False) -> Case:
+def seed_case(
+    *lengths: int,
+    dtype: torch.dtype = BF16,
+    queries: tuple[int, ...] | None = None,
+    dense: bool = False,
+) -> Case:
     """Sequences of these lengths in the seed shape: 12 heads, 2 KV heads, head size 64."""
     return Case(SEED, lengths, queries, dtype=dtype, device=DEVICE, dense=dense)

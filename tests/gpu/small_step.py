@@ -13,7 +13,8 @@ from triton import JITFunction
 
 from nsa.ops._triton.kernel import Kernel
 from tests.gpu.matrix import MATRIX
-from tests.ops.public import CHECKS, RUNS, check_choice, check_compress
+from tests.ops.checks import CHECKS
+from tests.ops.public import RUNS, check_choice, check_compress
 from tools.compile_only.launches import jitted_functions, reached_from
 
 
@@ -44,13 +45,17 @@ def main() -> None:
             for name, check in CHECKS.items():
                 RUNS[name](case) if name in RUNS else check(case)
         for phi in ("linear", "mlp"):
-            check_compress(dataclasses.replace(seed, config=dataclasses.replace(seed.config, phi=phi)))
+            check_compress(
+                dataclasses.replace(seed, config=dataclasses.replace(seed.config, phi=phi))
+            )
         # More than 512 queries see a compressed key: sums of chunks.
         longer = dataclasses.replace(seed, lengths_k=(1100,))
         RUNS["compressed"](longer)
         two_stages = {"coarse_block_size": 256, "num_coarse_blocks": 3, "num_local_blocks": 1}
         for changes in (two_stages, {"score_precision": "fp8"}):
-            check_choice(dataclasses.replace(longer, config=dataclasses.replace(seed.config, **changes)))
+            check_choice(
+                dataclasses.replace(longer, config=dataclasses.replace(seed.config, **changes))
+            )
         torch.cuda.synchronize()
     left_out = {function.__name__ for function in jitted_functions() - reached_from(launched)}
     assert not left_out, left_out

@@ -40,7 +40,9 @@ def test_nothing_is_compiled_in_500_steps(tmp_path: Path, attention: str, by_lay
     )  # fmt: skip
     counts: list[int] = []
     trainer = Trainer(
-        config, RunFolder.create(tmp_path / "run", config), on_step=lambda: counts.append(compilations.now.compilations)
+        config,
+        RunFolder.create(tmp_path / "run", config),
+        on_step=lambda: counts.append(compilations.now.compilations),
     )
     trainer.run()
     assert len(counts) == 500
@@ -55,11 +57,21 @@ def test_kernels_ahead_are_those_of_a_step(tmp_path: Path) -> None:
     from tests.gpu.small_step import noted_launches
 
     data = DataConfig(source="corpus")
-    config = tiny_config(tmp_path, model=MODEL, data=data, device="cuda", compute_dtype="bf16", seq_len=2048, telemetry=True)
+    config = tiny_config(
+        tmp_path,
+        model=MODEL,
+        data=data,
+        device="cuda",
+        compute_dtype="bf16",
+        seq_len=2048,
+        telemetry=True,
+    )
     trainer = Trainer(config, RunFolder.create(tmp_path / "run", config))
     with noted_launches() as launched:
         trainer.train_step(trainer.next_batches())
     properties = torch.cuda.get_device_properties(0)
     ahead = launches_of_a_step(config, properties.name, (properties.major, properties.minor))
-    assert {kernel.fn.__name__ for kernel, _, _ in ahead} == {kernel.fn.__name__ for kernel in launched}
+    assert {kernel.fn.__name__ for kernel, _, _ in ahead} == {
+        kernel.fn.__name__ for kernel in launched
+    }
     assert all(isinstance(kernel, JITFunction) for kernel, _, _ in ahead)

@@ -12,7 +12,7 @@ from torch import Tensor
 from nsa import NativeSparseAttention
 from tests.gpu.matrix import MATRIX, SEED, seed_case
 from tests.gpu.test_execution import Step
-from tests.ops.public import CHECKS
+from tests.ops.checks import CHECKS
 
 SECOND = "cuda:1"
 
@@ -49,6 +49,9 @@ def test_module_on_the_second_gpu():
 
     def run() -> list[Tensor]:
         out = module(x)
-        return [out.detach(), *torch.autograd.grad(out, [x, *module.parameters()], torch.ones_like(out))]
+        return [
+            out.detach(),
+            *torch.autograd.grad(out, [x, *module.parameters()], torch.ones_like(out)),
+        ]
 
     same_bits(run)

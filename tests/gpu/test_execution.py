@@ -35,7 +35,9 @@ def no_waiting() -> Iterator[None]:
     """An operation that waits for the device fails."""
     torch.cuda.synchronize()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype feature")
+        warnings.filterwarnings(
+            "ignore", message="Synchronization debug mode is a prototype feature"
+        )
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -61,12 +63,20 @@ class Step:
 @pytest.mark.parametrize("lengths", [(1200, 0, 70), (20_000, 0, 70)], ids=["short", "long"])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"phi": "linear"}, {"phi": "mlp"}, {"coarse_block_size": 256, "num_coarse_blocks": 5}, {"score_precision": "fp8"}],
+    [
+        {},
+        {"phi": "linear"},
+        {"phi": "mlp"},
+        {"coarse_block_size": 256, "num_coarse_blocks": 5},
+        {"score_precision": "fp8"},
+    ],
     ids=["default", "linear", "mlp", "two stages", "fp8"],
 )
 def test_a_step_does_not_wait_for_the_device(changes, lengths):
     """Forward and backward with offsets on the GPU and no hint about lengths."""
-    step = Step(dataclasses.replace(seed_case(*lengths), config=dataclasses.replace(SEED, **changes)))
+    step = Step(
+        dataclasses.replace(seed_case(*lengths), config=dataclasses.replace(SEED, **changes))
+    )
     step.run()
     with no_waiting():
         step.run()
@@ -74,7 +84,10 @@ def test_a_step_does_not_wait_for_the_device(changes, lengths):
 
 def test_streams_do_not_take_each_others_memory():
     """Steps on two streams at once, each of which lets go of its results, give the bits of a step alone."""
-    steps = [Step(dataclasses.replace(seed_case(*lengths), seed=i)) for i, lengths in enumerate([(1200, 0, 70), (6000, 300)])]
+    steps = [
+        Step(dataclasses.replace(seed_case(*lengths), seed=i))
+        for i, lengths in enumerate([(1200, 0, 70), (6000, 300)])
+    ]
     expected = [step.run() for step in steps]
     wrong = torch.zeros(len(steps), dtype=torch.int64, device=DEVICE)
     streams = [torch.cuda.Stream() for _ in steps]
@@ -169,7 +182,9 @@ def test_module_without_a_token(shape):
 @pytest.fixture(scope="module")
 def calls():
     case = dataclasses.replace(MATRIX["bf16 G6 D64"], lengths_k=(300, 70))
-    return record_calls(case, [dataclasses.replace(case, config=dataclasses.replace(case.config, phi="mlp"))])
+    return record_calls(
+        case, [dataclasses.replace(case, config=dataclasses.replace(case.config, phi="mlp"))]
+    )
 
 
 @pytest.mark.parametrize("name", operator_names())
@@ -185,7 +200,10 @@ def test_replay_of_an_operator(name, calls):
 
 @pytest.mark.filterwarnings("default")  # the compiler's words about itself
 def test_compiled_whole_serves_all_lengths():
-    check_compiled([seed_case(*lengths) for lengths in ((1000, 200), (517, 0), (3000, 2222), (20_000, 70))], "inductor")
+    check_compiled(
+        [seed_case(*lengths) for lengths in ((1000, 200), (517, 0), (3000, 2222), (20_000, 70))],
+        "inductor",
+    )
 
 
 @contextmanager
@@ -204,8 +222,9 @@ def compiled_kernels() -> Iterator[list[str]]:
         triton.knobs.runtime.jit_post_compile_hook = before
 
 
-# Where one call is long enough for the next of them, sums are cut into chunks, the selected branch is gathered, in one or in
-# several segments, and compressed keys have tiles for long sequences: each has kernels of its own.
+# Where one call is long enough for the next of them, sums are cut into chunks, the selected branch
+# is gathered, in one or in several segments, and compressed keys have tiles for long sequences:
+# each has kernels of its own.
 REGIMES: tuple[tuple[int, ...], ...] = ((40,), (1000, 24), (3000,), (7000,), (20000,))
 
 
@@ -225,6 +244,16 @@ def test_a_new_length_compiles_no_kernel(name):
     assert any("kernel" in name for name in first)
     assert len(first) < 100
     with compiled_kernels() as later:
-        for others in ((1,), (16, 16), (1024,), (999, 1, 0), (7,) * 20, (5000,), (2048, 2048), (6500, 900), (17000, 300, 1)):
+        for others in (
+            (1,),
+            (16, 16),
+            (1024,),
+            (999, 1, 0),
+            (7,) * 20,
+            (5000,),
+            (2048, 2048),
+            (6500, 900),
+            (17000, 300, 1),
+        ):
             step(*others)
     assert not later, later

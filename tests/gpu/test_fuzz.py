@@ -13,9 +13,11 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.gpu.matrix import MATRIX
-from tests.ops.public import CHECKS, Case
+from tests.ops.checks import CHECKS
+from tests.ops.public import Case
 
-NAMES = ("bf16 G6 D64", "bf16 G3 D32 small", "fp16 G2 D192/128 small", "fp32 G3 D16 l'=32")  # their kernels are compiled by now
+# their kernels are compiled by now
+NAMES = ("bf16 G6 D64", "bf16 G3 D32 small", "fp16 G2 D192/128 small", "fp32 G3 D16 l'=32")
 EXAMPLES = 60
 
 
@@ -23,13 +25,19 @@ EXAMPLES = 60
 def cases(draw: st.DrawFn, like: Case) -> Case:
     """One long sequence, mostly longer than the chosen blocks, among up to six others; sometimes fewer queries than keys."""
     covered = like.config.num_selected_blocks * like.config.block_size
-    long = draw(st.one_of(*[st.integers(covered + 1, covered + 900)] * 4, st.integers(300, max(covered, 300))))
+    long = draw(
+        st.one_of(
+            *[st.integers(covered + 1, covered + 900)] * 4, st.integers(300, max(covered, 300))
+        )
+    )
     lengths = draw(st.lists(st.one_of(st.integers(0, 80), st.integers(0, 700)), max_size=6))
     lengths.insert(draw(st.integers(0, len(lengths))), long)
     queries = None
     if draw(st.integers(0, 3)) == 0:
         queries = tuple(n if n == long else draw(st.integers(0, n)) for n in lengths)
-    return dataclasses.replace(like, lengths_k=tuple(lengths), lengths_q=queries, seed=draw(st.integers(0, 2**31)))
+    return dataclasses.replace(
+        like, lengths_k=tuple(lengths), lengths_q=queries, seed=draw(st.integers(0, 2**31))
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -38,13 +46,22 @@ def test_random_lengths(name: str, count) -> None:
     like = MATRIX[name]
 
     @seed(1)
-    @settings(max_examples=EXAMPLES, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=EXAMPLES, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    )
     @given(case=cases(like), operator=st.sampled_from(["whole", *CHECKS]))
     def run(case: Case, operator: str) -> None:
         CHECKS[operator](case)
         counts["all"] += 1
-        counts["sparse"] += max(case.lengths_k) > like.config.num_selected_blocks * like.config.block_size
+        counts["sparse"] += (
+            max(case.lengths_k) > like.config.num_selected_blocks * like.config.block_size
+        )
 
     run()
-    count("fuzzing of kernels", counts["all"], counts["all"], longer_than_the_chosen_blocks=counts["sparse"])
+    count(
+        "fuzzing of kernels",
+        counts["all"],
+        counts["all"],
+        longer_than_the_chosen_blocks=counts["sparse"],
+    )
     assert counts["sparse"] >= EXAMPLES / 2

@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import NSAConfig, combine, compress, compressed_attention, select_blocks, selected_attention, window_attention
+from nsa import (
+    NSAConfig,
+    combine,
+    compress,
+    compressed_attention,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
 from nsa.testing import AttentionInputs, assert_within_budget, packed_offsets
 from nsa.testing.sampled import (
     SampledCompression,
@@ -38,11 +46,15 @@ def check_whole(case: Case, num_rows: int, num_keys: int, dout: Tensor | None = 
     results = run_whole(case, dout=dout)
     for name, x in {**results.of_queries, **results.of_keys}.items():
         assert bool(x.isfinite().all()), name
-    cu_q, cu_k = (packed_offsets(lengths, case.device) for lengths in (case.queries, case.lengths_k))
+    cu_q, cu_k = (
+        packed_offsets(lengths, case.device) for lengths in (case.queries, case.lengths_k)
+    )
     results.check(sample_rows(cu_q, num_rows), sample_rows(cu_k, num_keys, seed=1))
 
 
-@pytest.mark.parametrize("lengths", [(8192,), (32768,), (131072,), (65536, 1, 4096, 61339)], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [(8192,), (32768,), (131072,), (65536, 1, 4096, 61339)], ids=str
+)
 def test_seed_shape(lengths):
     check_whole(seed_case(*lengths), 96, 12)
 
@@ -102,7 +114,10 @@ def rows_of(x: AttentionInputs) -> Tensor:
 def check_branch(case: Case, x: AttentionInputs, branch: str) -> None:
     config = case.config
     if branch == "cmp":
-        k, v = (compress(raw, None, config, x.cu_seqlens_k, backend=case.backend)[0] for raw in (x.k_cmp_raw, x.v_cmp_raw))
+        k, v = (
+            compress(raw, None, config, x.cu_seqlens_k, backend=case.backend)[0]
+            for raw in (x.k_cmp_raw, x.v_cmp_raw)
+        )
         sampled = sampled_compressed(x.q, k, v, config, **cu(x))
         leaves = [y.detach().requires_grad_() for y in (x.q, k, v)]
         out, lse = compressed_attention(leaves[0], leaves[1], leaves[2], config, **case.offsets(x))
@@ -111,7 +126,9 @@ def check_branch(case: Case, x: AttentionInputs, branch: str) -> None:
         ids = spread_choice(x, config)
         sampled = sampled_selected(x.q, x.k_slc, x.v_slc, ids, config, **cu(x))
         leaves = [y.detach().requires_grad_() for y in (x.q, x.k_slc, x.v_slc)]
-        out, lse = selected_attention(leaves[0], leaves[1], leaves[2], ids, config, **case.offsets(x))
+        out, lse = selected_attention(
+            leaves[0], leaves[1], leaves[2], ids, config, **case.offsets(x)
+        )
         keys = rows_of(x)[2:]
     else:
         sampled = sampled_window(x.q, x.k_win, x.v_win, config, **cu(x))
@@ -124,7 +141,9 @@ def check_branch(case: Case, x: AttentionInputs, branch: str) -> None:
     rows = rows_of(x)
     found = {"out": out.detach(), "lse": lse, "dq": dq}
     check_sampled(lambda d: sampled.at_queries(rows, d, dout), found, rows, case.dtype, branch)
-    check_sampled(lambda d: sampled.at_keys(keys, d, dout), {"dk": dk, "dv": dv}, keys, case.dtype, branch)
+    check_sampled(
+        lambda d: sampled.at_keys(keys, d, dout), {"dk": dk, "dv": dv}, keys, case.dtype, branch
+    )
 
 
 @pytest.mark.parametrize("branch", ["win", "cmp", "slc"])
@@ -175,7 +194,9 @@ def test_compress_beyond_31_bits():
     sampled = SampledCompression(raw, None, config, packed_offsets([raw.shape[0]], DEVICE))
     blocks = torch.tensor([0, sampled.num_blocks // 2, sampled.num_blocks - 1], device=DEVICE)
     tokens = torch.tensor([0, 100, raw.shape[0] - 40, raw.shape[0] - 1], device=DEVICE)
-    check_sampled(lambda d: sampled.at_blocks(blocks, d), {"y": y.detach()}, blocks, BF16, "compress")
+    check_sampled(
+        lambda d: sampled.at_blocks(blocks, d), {"y": y.detach()}, blocks, BF16, "compress"
+    )
     check_sampled(lambda d: sampled.at_tokens(tokens, d, dy), {"dx": dx}, tokens, BF16, "compress")
 
 
@@ -185,6 +206,8 @@ def spread_choice(x: AttentionInputs, config: NSAConfig) -> Tensor:
     current = (positions // config.block_size)[:, None, None]
     step = torch.arange(config.num_selected_blocks, device=x.q.device)
     head = torch.arange(config.num_kv_heads, device=x.q.device)[:, None]
-    ids = torch.where(step == 0, current, (current * step // config.num_selected_blocks + head * (step == 3)))
+    ids = torch.where(
+        step == 0, current, (current * step // config.num_selected_blocks + head * (step == 3))
+    )
     earlier = (ids[..., :, None] == ids[..., None, :]).tril(-1).any(-1)
     return torch.where(earlier, -1, ids).int().contiguous()

@@ -13,10 +13,12 @@ import torch
 
 from nsa import compressed_attention, select_blocks
 from tests.gpu.matrix import DEVICE, MATRIX, SEED, seed_case
+from tests.ops.checks import CHECKS, check_project
 from tests.ops.properties import check_same_bits
-from tests.ops.public import ALGORITHMS, CHECKS, RUNS, check_choice, check_project, run_whole
+from tests.ops.public import ALGORITHMS, RUNS, check_choice, run_whole
 
-# Compiling takes most of the time, on one core a kernel: processes share the GPU and the cache of compiled kernels.
+# Compiling takes most of the time, on one core a kernel: processes share the GPU and the cache of
+# compiled kernels.
 WORKERS = max(1, min(12, (os.cpu_count() or 2) - 2))
 
 
@@ -31,10 +33,13 @@ def verdicts(request):
         chosen = [
             (item.callspec.params["operator"], item.callspec.params["name"])
             for item in request.session.items
-            if getattr(item, "originalname", None) == "test_operator" and item.module is request.module
+            if getattr(item, "originalname", None) == "test_operator"
+            and item.module is request.module
         ]
         # Cases take turns, so that the kernels of one are compiled by several processes.
-        found: dict[tuple[str, str], Future[None]] = {key: pool.submit(run_check, *key) for key in chosen}
+        found: dict[tuple[str, str], Future[None]] = {
+            key: pool.submit(run_check, *key) for key in chosen
+        }
         yield found
         pool.shutdown(cancel_futures=True)
 
@@ -72,7 +77,9 @@ def test_one_block_chosen_by_everyone():
 def test_lists_of_any_length(num_blocks):
     """selected_attention takes any n, not that of the config alone; int64 ids too."""
     generator = torch.Generator(device=DEVICE).manual_seed(0)
-    ids = torch.rand(770, 2, max(num_blocks, 12), generator=generator, device=DEVICE).argsort(-1)[..., :num_blocks]
+    ids = torch.rand(770, 2, max(num_blocks, 12), generator=generator, device=DEVICE).argsort(-1)[
+        ..., :num_blocks
+    ]
     assert ids.dtype == torch.int64
     for algorithm in ALGORITHMS:
         RUNS[algorithm](seed_case(700, 70), block_indices=ids).check()
@@ -114,7 +121,11 @@ def test_place_of_the_rotation(compress_rope):
     ids=["table", "two stages", "bf16", "fp8", "few forced"],
 )
 def test_options_of_the_choice(changes):
-    check_choice(dataclasses.replace(seed_case(3000, 70, 1, 200), config=dataclasses.replace(SEED, **changes)))
+    check_choice(
+        dataclasses.replace(
+            seed_case(3000, 70, 1, 200), config=dataclasses.replace(SEED, **changes)
+        )
+    )
 
 
 def test_ties_go_to_the_lower_block():
@@ -124,7 +135,9 @@ def test_ties_go_to_the_lower_block():
     q, k = torch.zeros_like(x.q), x.k_cmp_raw[: 3000 // 16].contiguous()
     _, lse = compressed_attention(q, k, None, SEED, backend=case.backend)
     found = select_blocks(q, k, lse, SEED, backend=case.backend)
-    assert torch.equal(found.cpu(), select_blocks(q.cpu(), k.cpu(), lse.cpu(), SEED, backend="reference"))
+    assert torch.equal(
+        found.cpu(), select_blocks(q.cpu(), k.cpu(), lse.cpu(), SEED, backend="reference")
+    )
 
 
 @pytest.mark.parametrize("gate", [("softmax", 1.0), ("softmax", 0.3)], ids=str)
@@ -132,5 +145,8 @@ def test_gates_of_a_projection(gate):
     """Of the sigmoid those of the matrix are."""
     case, (activation, temperature) = MATRIX["bf16 G6 D64"], gate
     check_project(
-        dataclasses.replace(case, config=dataclasses.replace(case.config, gate=activation, gate_temperature=temperature))
+        dataclasses.replace(
+            case,
+            config=dataclasses.replace(case.config, gate=activation, gate_temperature=temperature),
+        )
     )

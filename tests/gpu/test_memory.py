@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 from tests.gpu.matrix import MATRIX, seed_case
+from tests.ops.checks import CHECKS
 from tests.ops.poison import poisoned_memory
-from tests.ops.public import CHECKS, Case
+from tests.ops.public import Case
 from tests.ops.registration import tensors_of, whole_of
 
 LIMIT_KIB = 12.0  # a token, beyond inputs, outputs, gradients and what is saved for backward
 LIMIT_RATIO = 8.4  # of the peak at 1,048,576 tokens to that at 131,072
 
 
-@pytest.mark.parametrize("name", ["bf16 G6 D64", "bf16 G6 D64 dense", "bf16 G6 D64 fewer queries", "fp32 G6 D64"])
+@pytest.mark.parametrize(
+    "name", ["bf16 G6 D64", "bf16 G6 D64 dense", "bf16 G6 D64 fewer queries", "fp32 G6 D64"]
+)
 @pytest.mark.parametrize("operator", CHECKS)
 def test_nothing_is_read_before_it_is_written(operator, name):
     """Buffers start as NaN, integers as nonsense: results are still right, also where nothing needs computing."""
@@ -77,7 +80,9 @@ def measure_use(case: Case) -> Use:
 
 def show(use: Use) -> None:
     forward, backward, peak = *use.kib_a_token, use.peak / 2**30
-    print(f"\n{use.tokens:>9,} tokens: forward {forward:6.2f}, backward {backward:6.2f} KiB a token; peak {peak:7.2f} GiB")
+    print(
+        f"\n{use.tokens:>9,} tokens: forward {forward:6.2f}, backward {backward:6.2f} KiB a token; peak {peak:7.2f} GiB"
+    )
 
 
 def check_use(tokens: int) -> Use:

@@ -19,7 +19,14 @@ LAUNCHED = {
     "replayed": {"compile": True, "cuda_graphs": True},
     "replayed eager": {"cuda_graphs": True},
 }  # fmt: skip
-LARGER = {"seq_len": 512, "micro_batch": 16, "eval_every": 0, "checkpoint_every": 0, "compute_dtype": "bf16", "device": "cuda"}
+LARGER = {
+    "seq_len": 512,
+    "micro_batch": 16,
+    "eval_every": 0,
+    "checkpoint_every": 0,
+    "compute_dtype": "bf16",
+    "device": "cuda",
+}
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
@@ -27,7 +34,9 @@ LARGER = {"seq_len": 512, "micro_batch": 16, "eval_every": 0, "checkpoint_every"
 def test_every_kernel_finds_its_stage(tmp_path: Path, how: str, attention: str) -> None:
     model = {"attention": attention, "width": 128, "mlp_hidden_size": 320, "num_layers": 2}
     config = tmp_path / "run.yaml"
-    config.write_text(to_yaml(tiny_config(tmp_path, steps=40, model=model, **LARGER, **LAUNCHED[how])))
+    config.write_text(
+        to_yaml(tiny_config(tmp_path, steps=40, model=model, **LARGER, **LAUNCHED[how]))
+    )
     words = ["--wait", "5", "--warmup", "2", "--active", "6", "--log-every", "1", "--memory"]
     assert cli.main(["profile", str(config), "--run-dir", str(tmp_path / "run"), *words]) == 0
     folder = tmp_path / "run" / "profile"
@@ -38,30 +47,57 @@ def test_every_kernel_finds_its_stage(tmp_path: Path, how: str, attention: str) 
     busy = found["step_ms"] - rows["idle"]["total_ms"]
     nowhere = [kernel for kernel in found["kernels"] if kernel["stage"] is None]
     assert rows["unattributed"]["total_ms"] < 0.05 * busy, nowhere
-    sparse = {stages.COMPRESSION, stages.COMPRESSED, stages.CHOICE, stages.SELECTED, stages.WINDOW, stages.GATES}
-    of_model = {stages.PROJECTION, stages.MLP, stages.LOSS, stages.REST, *(sparse if attention == "nsa" else {stages.DENSE})}
+    sparse = {
+        stages.COMPRESSION,
+        stages.COMPRESSED,
+        stages.CHOICE,
+        stages.SELECTED,
+        stages.WINDOW,
+        stages.GATES,
+    }
+    of_model = {
+        stages.PROJECTION,
+        stages.MLP,
+        stages.LOSS,
+        stages.REST,
+        *(sparse if attention == "nsa" else {stages.DENSE}),
+    }
     for stage in of_model:
         assert rows[stage]["forward_ms"] > 0, stage
         assert (rows[stage]["backward_ms"] > 0) == (stage != stages.CHOICE), stage
-    for stage in (stages.DATA, stages.OPTIMIZER, *([stages.TELEMETRY] if attention == "nsa" else [])):
+    for stage in (
+        stages.DATA,
+        stages.OPTIMIZER,
+        *([stages.TELEMETRY] if attention == "nsa" else []),
+    ):
         assert rows[stage]["total_ms"] > 0, stage
     assert (folder / "memory.pickle").stat().st_size > 0
-    modules = {module["name"]: module for module in json.loads((folder / "memory.json").read_text())}
+    modules = {
+        module["name"]: module for module in json.loads((folder / "memory.json").read_text())
+    }
     assert modules["layers.1.mlp"]["kept"] > 0
     assert modules["layers.1.mlp"]["backward_peak"] > 0
 
 
 @pytest.mark.parametrize("how", LAUNCHED)
 def test_rows_of_layers_do_not_depend_on_how_a_step_is_launched(tmp_path: Path, how: str) -> None:
-    config = tiny_config(tmp_path, steps=8, log_every=2, **{**LARGER, "micro_batch": 2}, **LAUNCHED[how])
+    config = tiny_config(
+        tmp_path, steps=8, log_every=2, **{**LARGER, "micro_batch": 2}, **LAUNCHED[how]
+    )
     make_trainer(config, tmp_path / "run").run()
-    make_trainer(tiny_config(tmp_path, steps=8, log_every=2, **{**LARGER, "micro_batch": 2}), tmp_path / "eager").run()
+    make_trainer(
+        tiny_config(tmp_path, steps=8, log_every=2, **{**LARGER, "micro_batch": 2}),
+        tmp_path / "eager",
+    ).run()
     rows, eager = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "eager"))
     for row, expected in zip(rows, eager, strict=True):
-        calls = [float(row.get(f"selected_{algorithm}_calls", 0)) for algorithm in ("tiled", "gathered")]
+        calls = [
+            float(row.get(f"selected_{algorithm}_calls", 0)) for algorithm in ("tiled", "gathered")
+        ]
         assert sum(calls) == 2  # one layer, two micro-batches: the step of the row and no other
         for name, value in expected.items():
-            if name.startswith(("gate_", "selected_")) and not re.search("collapsed|calls", name):  # these may be on the brink
+            # these may be on the brink
+            if name.startswith(("gate_", "selected_")) and not re.search("collapsed|calls", name):
                 assert float(row[name]) == pytest.approx(float(value), rel=0.05), name
         assert 0 < float(row["gpu_step_time_ms"]) <= 1.5 * float(row["step_time_ms"])
         assert 0 < float(row["host_time_ms"]) <= 1.1 * float(row["step_time_ms"])

@@ -25,7 +25,9 @@ def test_causality_bit_for_bit(operator, like):
 
 
 def test_causality_of_the_whole_gathered():
-    properties.check_causality("whole", dataclasses.replace(seed_case(1500), algorithm="gathered"), (100, 1037, 1151))
+    properties.check_causality(
+        "whole", dataclasses.replace(seed_case(1500), algorithm="gathered"), (100, 1037, 1151)
+    )
 
 
 @pytest.mark.parametrize("operator", properties.OPERATORS)
@@ -48,7 +50,9 @@ def test_nan_reaches_no_other_sequence(operator, like):
 
 @pytest.mark.parametrize("operator", RUNS)
 def test_packed_equals_separate(operator):
-    properties.check_packed_equals_separate(operator, seed_case(1200, 0, 33, 300, queries=(1200, 0, 7, 100)))
+    properties.check_packed_equals_separate(
+        operator, seed_case(1200, 0, 33, 300, queries=(1200, 0, 7, 100))
+    )
 
 
 @pytest.mark.parametrize("like", [MATRIX["bf16 G6 D64"], FP32], ids=["bf16", "fp32"])

@@ -64,7 +64,9 @@ def test_a_layer_keeps_what_is_promised(attention: Any, policy: str) -> None:
 def gradients(policy: CheckpointingConfig) -> dict[str, Tensor]:
     model = make_model("nsa", policy, 4)
     hidden_states(model).square().mean().backward()
-    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    found = {
+        name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None
+    }
     assert len(found) == sum(name != "head.weight" for name, _ in model.named_parameters())
     return found
 

@@ -16,7 +16,12 @@ from tests.gpu.matrix import SEED
 from tests.ops.registration import Recorder
 from tests.train.cases import make_trainer, reproducible_rows, tiny_config
 
-RUN: dict[str, Any] = {"device": "cuda", "compute_dtype": "bf16", "data": DataConfig(), "loss_chunk": 4096}
+RUN: dict[str, Any] = {
+    "device": "cuda",
+    "compute_dtype": "bf16",
+    "data": DataConfig(),
+    "loss_chunk": 4096,
+}
 # The seed's attention in a narrow model of two layers.
 MODEL = {"width": 256, "num_layers": 2, "nsa": SEED, "mlp_hidden_size": 512}
 SHORT: dict[str, Any] = {"seq_len": 2048, "micro_batch": 2, "accumulation": 2}
@@ -32,7 +37,9 @@ HOW: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("how", HOW)
 def test_a_run_takes_the_kernels_and_repeats_its_bits(tmp_path: Path, how: str) -> None:
-    config = tiny_config(tmp_path, **RUN, **HOW[how], model=MODEL, steps=10, log_every=1, checkpoint_every=0)
+    config = tiny_config(
+        tmp_path, **RUN, **HOW[how], model=MODEL, steps=10, log_every=1, checkpoint_every=0
+    )
     if not config.compile:
         trainer = make_trainer(config, tmp_path / "recorded")
         with Recorder() as recorder:
@@ -47,11 +54,17 @@ def test_a_run_takes_the_kernels_and_repeats_its_bits(tmp_path: Path, how: str) 
     assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
 
 
-@pytest.mark.parametrize(("how", "number"), [("as it is", 4), ("compiled and replayed", 3), ("long", 2)])
-def test_killed_at_random_moments(tmp_path: Path, how: str, number: int, monkeypatch: pytest.MonkeyPatch, count) -> None:
+@pytest.mark.parametrize(
+    ("how", "number"), [("as it is", 4), ("compiled and replayed", 3), ("long", 2)]
+)
+def test_killed_at_random_moments(
+    tmp_path: Path, how: str, number: int, monkeypatch: pytest.MonkeyPatch, count
+) -> None:
     # New processes: one that is forked cannot count on CUDA.
     monkeypatch.setattr(cases, "FORKS", multiprocessing.get_context("spawn"))
-    monkeypatch.setattr(cases, "tiny_config", lambda folder, **changes: tiny_config(folder, model=MODEL, **changes))
+    monkeypatch.setattr(
+        cases, "tiny_config", lambda folder, **changes: tiny_config(folder, model=MODEL, **changes)
+    )
     identical, writing, without = kills(tmp_path, number, 7, **RUN, **HOW[how])
     kind = f"killed on the GPU ({how}), resumed identically"
     count(kind, number, identical, while_writing_a_checkpoint=writing, before_the_first=without)

@@ -17,7 +17,9 @@ CUBLAS = "nvjet_"  # its products, in whose loads and barriers racecheck sees ra
 
 
 def tool() -> str:
-    found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    found = shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path="/usr/local/cuda/bin"
+    )
     if found is None:
         pytest.skip("compute-sanitizer is not on this machine")
     return found
@@ -26,10 +28,26 @@ def tool() -> str:
 def sanitize(kind: str, program: list[str]) -> subprocess.CompletedProcess[str]:
     # Without the caching allocator every tensor has borders of its own.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
-    command = [tool(), "--tool", kind, "--error-exitcode", "9", "--print-limit", "1000", sys.executable, *program]
+    command = [
+        tool(),
+        "--tool",
+        kind,
+        "--error-exitcode",
+        "9",
+        "--print-limit",
+        "1000",
+        sys.executable,
+        *program,
+    ]
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         pytest.skip(f"compute-sanitizer {kind} did not end within {TIME_LIMIT_S} s")

@@ -1,8 +1,9 @@
 """Memory of operators that run on several streams, while everyone else uses memory too.
 
-Kernels are held up behind a pause on the calling stream, while Python goes on and lets results and saved tensors go. What then
-takes free memory, on the calling stream, on the side streams of this library or on any other one, writes junk at once. Results
-must have the bits of a run that nothing disturbs. What the rules are: nsa/ops/_side_stream.py.
+Kernels are held up behind a pause on the calling stream, while Python goes on and lets results and
+saved tensors go. What then takes free memory, on the calling stream, on the side streams of this
+library or on any other one, writes junk at once. Results must have the bits of a run that nothing
+disturbs. What the rules are: nsa/ops/_side_stream.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from tests.gpu.test_execution import Step
 
 ROUNDS = 20
 PAUSE = 20_000_000  # clocks, some 10 ms: long enough for Python to launch a whole step
-LENGTHS = {"short": (1200, 0, 70), "long": (6000, 300)}  # of the long ones the selected blocks decide the algorithm
+# of the long ones the selected blocks decide the algorithm
+LENGTHS = {"short": (1200, 0, 70), "long": (6000, 300)}
 STREAMS_OF_A_PRIORITY = 32  # that PyTorch hands out in turn
 
 
@@ -52,7 +54,10 @@ class Disturbed:
         """Take memory of every size that a step uses on each of the streams, fill it with junk (NaN, -1) and let it go."""
         for stream in streams:
             with torch.cuda.stream(stream):
-                taken = [torch.empty(size, dtype=torch.uint8, device=DEVICE).fill_(0xFF) for size in self.sizes]
+                taken = [
+                    torch.empty(size, dtype=torch.uint8, device=DEVICE).fill_(0xFF)
+                    for size in self.sizes
+                ]
                 del taken
 
 

@@ -30,7 +30,10 @@ def fold(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
     axis = self.axis or 0
 
     def slice_at(i: int) -> list[Any]:
-        return [self.to_tensor(array.take(i, axis), x.dtype) for array, x in zip(arrays, inputs, strict=True)]
+        return [
+            self.to_tensor(array.take(i, axis), x.dtype)
+            for array, x in zip(arrays, inputs, strict=True)
+        ]
 
     total = slice_at(0)
     for i in range(1, arrays[0].shape[axis]):
@@ -39,7 +42,11 @@ def fold(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
     if not self.keep_dims:
         return total
     rank = inputs[0].handle.data.ndim
-    shape = [1] * rank if self.axis is None else [1 if d == axis else n for d, n in enumerate(inputs[0].handle.data.shape)]
+    shape = (
+        [1] * rank
+        if self.axis is None
+        else [1 if d == axis else n for d, n in enumerate(inputs[0].handle.data.shape)]
+    )
     return [self.to_tensor(np.reshape(x.handle.data, shape), x.dtype) for x in total]
 
 
@@ -49,7 +56,11 @@ def patch_once(original: Any) -> Any:
 
     @functools.cache
     def modules_of(function: Any) -> set[str]:
-        return {x.__name__ for x in function.__globals__.values() if inspect.ismodule(x) and x in (tl, tl.core)}
+        return {
+            x.__name__
+            for x in function.__globals__.values()
+            if inspect.ismodule(x) and x in (tl, tl.core)
+        }
 
     def patch(function: Any) -> Any:
         modules = modules_of(function)

@@ -20,13 +20,23 @@ from nsa.testing import assert_within_budget, make_inputs
 
 
 def reference(
-    raw: Tensor, weight: Tensor | None, dy: Tensor, config: NSAConfig, cu_seqlens: Tensor, rotated: bool, dtype: torch.dtype
+    raw: Tensor,
+    weight: Tensor | None,
+    dy: Tensor,
+    config: NSAConfig,
+    cu_seqlens: Tensor,
+    rotated: bool,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
     """y, dx and, with weights, dw."""
     leaves = [x.to(dtype).requires_grad_() for x in (raw, weight) if x is not None]
-    y, _ = compress(leaves[0], None if weight is None else PhiWeights(weight=leaves[1]), config, cu_seqlens)
+    y, _ = compress(
+        leaves[0], None if weight is None else PhiWeights(weight=leaves[1]), config, cu_seqlens
+    )
     if rotated:
-        y = apply_rope(y, compressed_positions(config, cu_seqlens, y.shape[0]), Rope.from_config(config))
+        y = apply_rope(
+            y, compressed_positions(config, cu_seqlens, y.shape[0]), Rope.from_config(config)
+        )
     return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(dtype))]
 
 
@@ -42,7 +52,8 @@ def reference(
     ],
 )
 def test_compression(phi, pattern, rotary_dim, rotated, lengths, monkeypatch):
-    monkeypatch.setattr(triton_launch, "WEIGHT_TILE", 256)  # weights of more than 8 rows take several tiles
+    # weights of more than 8 rows take several tiles
+    monkeypatch.setattr(triton_launch, "WEIGHT_TILE", 256)
     size, stride = pattern
     config = NSAConfig(
         num_heads=2, num_kv_heads=2, head_dim=32, value_dim=32, compress_block_size=size, compress_stride=stride, block_size=16,
@@ -61,7 +72,8 @@ def test_compression(phi, pattern, rotary_dim, rotated, lengths, monkeypatch):
     y = compress_forward(raw, weight32, layout)
     dx, dw = compress_backward(dy.float(), raw, weight32, raw.shape[0], layout)
     exact, plain = (
-        reference(x.k_cmp_raw, weight, dy, config, x.cu_seqlens_k, rotated, dtype) for dtype in (torch.float64, torch.float32)
+        reference(x.k_cmp_raw, weight, dy, config, x.cu_seqlens_k, rotated, dtype)
+        for dtype in (torch.float64, torch.float32)
     )
     found = [y, dx] if dw is None else [y, dx, dw]
     for name, actual, baseline, oracle in zip(("y", "dx", "dw"), found, plain, exact, strict=False):
@@ -90,7 +102,10 @@ def test_cosine_and_sine(largest):
 @pytest.mark.parametrize("off", [None, 0, 1, 2])
 def test_combination(off):
     generator = torch.Generator().manual_seed(3)
-    branches = [None if index == off else torch.randn(7, 3, 48, generator=generator).double() for index in range(3)]
+    branches = [
+        None if index == off else torch.randn(7, 3, 48, generator=generator).double()
+        for index in range(3)
+    ]
     gates = torch.rand(7, 3, 3, generator=generator).double()
     d_out = torch.randn(7, 3, 48, generator=generator).double()
 
@@ -98,11 +113,18 @@ def test_combination(off):
         leaves: Any = [None if x is None else x.to(dtype).requires_grad_() for x in branches]
         gate = gates.to(dtype).requires_grad_()
         out = combine(leaves[0], leaves[1], leaves[2], gate)
-        return [out.detach(), *torch.autograd.grad(out, [*(x for x in leaves if x is not None), gate], d_out.to(dtype))]
+        return [
+            out.detach(),
+            *torch.autograd.grad(
+                out, [*(x for x in leaves if x is not None), gate], d_out.to(dtype)
+            ),
+        ]
 
     given: Any = tuple(None if x is None else x.float() for x in branches)
     out = combine_forward(given, gates.float())
     grads, dgates = combine_backward(given, gates.float(), d_out.float())
     found = [out, *(x for x in grads if x is not None), dgates]
-    for actual, baseline, oracle in zip(found, run_reference(torch.float32), run_reference(torch.float64), strict=True):
+    for actual, baseline, oracle in zip(
+        found, run_reference(torch.float32), run_reference(torch.float64), strict=True
+    ):
         assert_within_budget(actual, baseline, oracle, "combination", factor=4.0)

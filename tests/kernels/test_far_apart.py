@@ -1,7 +1,7 @@
 """Tokens and heads more than 2^31 elements apart: address arithmetic in 32 bits would wrap.
 
-The tensors lie in memory that is reserved and hardly touched. A wrapped address ends the process, so the operators run in one
-of their own.
+The tensors lie in memory that is reserved and hardly touched. A wrapped address ends the process,
+so the operators run in one of their own.
 """
 
 from __future__ import annotations
@@ -77,7 +77,14 @@ for operator in sys.argv[2:]:
 @pytest.mark.parametrize("axis", ["tokens", "heads"])
 def test_addresses_do_not_wrap(axis):
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, axis, *OPERATORS], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-c", PROGRAM, axis, *OPERATORS],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     passed = done.stdout.split()
-    assert passed == OPERATORS, f"exit status {done.returncode} after {passed}: {done.stderr[-1500:]}"
+    assert passed == OPERATORS, (
+        f"exit status {done.returncode} after {passed}: {done.stderr[-1500:]}"
+    )

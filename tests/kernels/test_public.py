@@ -12,7 +12,15 @@ from nsa.ops._triton.tuning import Tile, TileKey, default_tile, tiles_chosen_by
 from nsa.ops.selected import launch as triton_launch
 from tests.ops import properties
 from tests.ops.cases import small
-from tests.ops.public import ALGORITHMS, CHECKS, RUNS, Case, check_choice, check_combine, check_compress, check_project
+from tests.ops.checks import CHECKS, check_project
+from tests.ops.public import (
+    ALGORITHMS,
+    RUNS,
+    Case,
+    check_choice,
+    check_combine,
+    check_compress,
+)
 
 CONFIG = small(num_heads=6, phi="linear")
 CASES = {
@@ -24,13 +32,16 @@ NARROW = small(num_heads=2, num_kv_heads=1, value_dim=16)
 ONE = Case(NARROW, (84,))
 TWO_HEADS = Case(small(num_heads=2, value_dim=16), (100,))
 PACKED = Case(NARROW, (66, 9, 12))
-# What these hold is held for the gathered algorithm by test_selected_gather.py, in segments. The whole is made of the others:
-# what holds for them in turn is tried on a GPU for the whole, too.
+# What these hold is held for the gathered algorithm by test_selected_gather.py, in segments. The
+# whole is made of the others: what holds for them in turn is tried on a GPU for the whole, too.
 ALONE = [name for name in properties.OPERATORS if name != "gathered"]
 PARTS = [name for name in ALONE if name != "whole"]
 
-# NumPy's words inside the interpreter: a maximum over NaN, powers of keys that are masked afterwards.
-pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered", "ignore:overflow encountered in exp2")
+# NumPy's words inside the interpreter: a maximum over NaN, powers of keys that are masked
+# afterwards.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:All-NaN slice encountered", "ignore:overflow encountered in exp2"
+)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -54,7 +65,12 @@ def test_options_of_the_choice(changes):
 
 def test_steps_without_a_kept_block():
     """Most steps of the second stage are left out; the key before a kept block still counts in it."""
-    stages: Any = {"coarse_block_size": 64, "num_coarse_blocks": 5, "num_init_blocks": 0, "num_local_blocks": 1}
+    stages: Any = {
+        "coarse_block_size": 64,
+        "num_coarse_blocks": 5,
+        "num_init_blocks": 0,
+        "num_local_blocks": 1,
+    }
     with tiles_chosen_by(lambda key, tile: Tile(16, 4, 4, 1)):
         check_choice(Case(dataclasses.replace(NARROW, **stages), (1200,) * 6, (1,) * 6))
 
@@ -85,9 +101,13 @@ def test_queries_without_a_block(algorithm):
 @pytest.mark.parametrize("group_size", [11, 24, 33, 40])
 def test_tiles_that_end_between_the_heads_of_a_query(group_size):
     """Whole queries would leave more than an eighth of a tile's rows out, or do not fit into it."""
-    tile, used = triton_launch.tile_of(default_tile(TileKey("selected_attention_fwd", 32, 4), (9, 0)), group_size, 16)
+    tile, used = triton_launch.tile_of(
+        default_tile(TileKey("selected_attention_fwd", 32, 4), (9, 0)), group_size, 16
+    )
     assert used == tile.rows
-    RUNS["selected"](Case(small(num_heads=group_size, num_kv_heads=1, value_dim=16), (37, 0, 9), (21, 0, 9))).check()
+    RUNS["selected"](
+        Case(small(num_heads=group_size, num_kv_heads=1, value_dim=16), (37, 0, 9), (21, 0, 9))
+    ).check()
 
 
 @pytest.mark.parametrize("branches", [("slc", "win"), ("cmp",)])

@@ -14,7 +14,13 @@ from nsa.ops._packed import compressed_cu_seqlens
 from nsa.ops._range import range_results
 from nsa.ops._triton import range_launch
 from nsa.ops._triton.layout import Gated
-from nsa.ops._triton.range_launch import RangeBackward, RangeLayout, range_dkv, range_dq, range_forward
+from nsa.ops._triton.range_launch import (
+    RangeBackward,
+    RangeLayout,
+    range_dkv,
+    range_dq,
+    range_forward,
+)
 from nsa.ops._triton.tuning import Tile
 from nsa.testing import assert_within_budget, make_inputs
 
@@ -33,30 +39,56 @@ class Case:
     """Inputs of one branch in fp64, and what the reference makes of them in a given dtype."""
 
     def __init__(
-        self, config: NSAConfig, window: bool, lengths_k: Sequence[int], lengths_q: Sequence[int] | None = None
+        self,
+        config: NSAConfig,
+        window: bool,
+        lengths_k: Sequence[int],
+        lengths_q: Sequence[int] | None = None,
     ) -> None:
         x = make_inputs(config, lengths_k, lengths_q)
         self.config, self.window = config, window
-        self.offsets: dict[str, Any] = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
+        self.offsets: dict[str, Any] = {
+            "cu_seqlens_q": x.cu_seqlens_q,
+            "cu_seqlens_k": x.cu_seqlens_k,
+        }
         self.longest = max(lengths_q or lengths_k), max(lengths_k)
         self.count = len(lengths_k)
         self.tensors: tuple[Tensor, ...]
         if window:
             self.tensors = (x.q, x.k_win, x.v_win)
         else:
-            k, v = (compress(raw, None, config, x.cu_seqlens_k)[0] for raw in (x.k_cmp_raw, x.v_cmp_raw))
+            k, v = (
+                compress(raw, None, config, x.cu_seqlens_k)[0] for raw in (x.k_cmp_raw, x.v_cmp_raw)
+            )
             self.tensors = (x.q, k, v)
         generator = torch.Generator().manual_seed(1)
-        self.d_out = torch.randn(x.q.shape[0], config.num_heads, config.value_dim, generator=generator).double()
+        self.d_out = torch.randn(
+            x.q.shape[0], config.num_heads, config.value_dim, generator=generator
+        ).double()
 
     def layout(self, uniform: bool) -> RangeLayout:
         config, (len_q, len_k) = self.config, self.longest
-        size, stride = (config.window_size, 1) if self.window else (config.compress_block_size, config.compress_stride)
+        size, stride = (
+            (config.window_size, 1)
+            if self.window
+            else (config.compress_block_size, config.compress_stride)
+        )
         len_key = len_k if self.window else max(0, (len_k - size) // stride + 1)
         cu_q, cu_k = self.offsets["cu_seqlens_q"], self.offsets["cu_seqlens_k"]
         offsets = (cu_q, cu_k, cu_k if self.window else compressed_cu_seqlens(cu_k, config))
         given: Any = (None, None, None) if uniform else offsets
-        return RangeLayout(self.window, given[0], given[1], given[2], self.count, len_q, len_k, len_key, size, stride)
+        return RangeLayout(
+            self.window,
+            given[0],
+            given[1],
+            given[2],
+            self.count,
+            len_q,
+            len_k,
+            len_key,
+            size,
+            stride,
+        )
 
     def reference(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """out, dq, dk, dv; lse apart."""
@@ -66,7 +98,9 @@ class Case:
         return out.detach(), *torch.autograd.grad(out, leaves, self.d_out.to(dtype))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, layout: RangeLayout, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, layout: RangeLayout, scale: float, tile: Tile
+) -> tuple[Tensor, Tensor]:
     """out and lse ``[Hq, T]``."""
     out, lse = range_results(q, v)
     range_forward(q, k, v, out, lse, layout, scale, tile)
@@ -77,7 +111,9 @@ def gradients(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, layout: RangeLayout, scale: float, *tiles: Tile
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv; one tile for dq, one for dk and dv."""
-    backward = RangeBackward.new(q, k, v, out, dout, lse, torch.empty_like(q), layout, scale, Gated())
+    backward = RangeBackward.new(
+        q, k, v, out, dout, lse, torch.empty_like(q), layout, scale, Gated()
+    )
     range_dq(backward, tiles[0])
     return backward.dq, *range_dkv(backward, tiles[1])
 
@@ -89,8 +125,11 @@ def compare(case: Case, tile: Tile, keys_as_rows: bool, uniform: bool = False) -
     tile_dkv = Tile(tile.rows, tile.keys, 4, 1, keys_as_rows=keys_as_rows)
     grads = gradients(q, k, v, out, case.d_out.float(), lse, layout, scale, tile, tile_dkv)
     exact, plain = case.reference(torch.float64), case.reference(torch.float32)
-    for name, actual, baseline, oracle in zip(("out", "dq", "dk", "dv"), (out, *grads), plain, exact, strict=True):
-        # Sums in another order than the reference's: rounding, not more, is what the larger factor leaves room for.
+    for name, actual, baseline, oracle in zip(
+        ("out", "dq", "dk", "dv"), (out, *grads), plain, exact, strict=True
+    ):
+        # Sums in another order than the reference's: rounding, not more, is what the larger factor
+        # leaves room for.
         assert_within_budget(actual, baseline, oracle, name, factor=4.0)
     attention: Any = window_attention if case.window else compressed_attention
     _, wanted = attention(*case.tensors, case.config, **case.offsets)
@@ -102,13 +141,18 @@ def compare(case: Case, tile: Tile, keys_as_rows: bool, uniform: bool = False) -
 @pytest.mark.parametrize("window", [True, False], ids=["win", "cmp"])
 @pytest.mark.parametrize("lengths_q", [None, SHORT_QUERIES], ids=["as keys", "fewer queries"])
 def test_packed_sequences(window, lengths_q):
-    compare(Case(small(6, 2, 16, 32), window, PACKED, lengths_q), Tile(16, 16, 4, 1), keys_as_rows=lengths_q is None)
+    compare(
+        Case(small(6, 2, 16, 32), window, PACKED, lengths_q),
+        Tile(16, 16, 4, 1),
+        keys_as_rows=lengths_q is None,
+    )
 
 
 @pytest.mark.parametrize("window", [True, False], ids=["win", "cmp"])
 def test_sequences_alike_without_offsets(window):
     case = Case(small(3, 1, 48, 16), window, [66, 66])
-    if not window:  # without offsets, the blocks of a sequence follow those of the one before without a gap
+    # without offsets, the blocks of a sequence follow those of the one before without a gap
+    if not window:
         num_blocks = (66 - 8) // 4 + 1
         case.tensors = (case.tensors[0], *(x[: 2 * num_blocks] for x in case.tensors[1:]))
     compare(case, Tile(32, 16, 4, 1), keys_as_rows=False, uniform=True)
@@ -140,15 +184,22 @@ def test_chunks_are_of_whole_tiles_and_hold_all_queries(len_q, num_programs, row
 
 def test_chunks_of_the_seed_shape():
     """As measured: docs/kernels/range-attention.md."""
-    assert [range_launch.chunks_of(s, s, False, 128, 64)[0] for s in (2_048, 8_192, 32_768, 65_536)] == [4, 16, 40, 40]
+    assert [
+        range_launch.chunks_of(s, s, False, 128, 64)[0] for s in (2_048, 8_192, 32_768, 65_536)
+    ] == [4, 16, 40, 40]
     assert range_launch.chunks_of(65_536, 512, True, 2_048, 64)[0] == 1
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # NumPy's word, inside the interpreter
+# NumPy's word, inside the interpreter
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 @pytest.mark.parametrize("window", [True, False], ids=["win", "cmp"])
 def test_nan_of_one_sequence_reaches_no_other(window):
     case = Case(small(2, 1), window, [30, 41])
-    first = case.tensors[1].shape[0] if window else int(compressed_cu_seqlens(case.offsets["cu_seqlens_k"], case.config)[-1])
+    first = (
+        case.tensors[1].shape[0]
+        if window
+        else int(compressed_cu_seqlens(case.offsets["cu_seqlens_k"], case.config)[-1])
+    )
     q, k, v = (x.float().clone() for x in case.tensors)
     clean = forward(q, k, v, case.layout(False), 0.25, Tile(16, 16, 4, 1))[0][:30]
     own = 30 if window else int(compressed_cu_seqlens(case.offsets["cu_seqlens_k"], case.config)[1])

@@ -13,7 +13,9 @@ from nsa.lm.model import LanguageModel
 from tests.train.cases import MODEL, PATTERN
 from tests.train.execution.test_activations import Count
 
-pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered", "ignore:overflow encountered in exp2")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:All-NaN slice encountered", "ignore:overflow encountered in exp2"
+)
 
 
 def test_attention_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,4 +34,7 @@ def test_attention_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         found[keeps] = (*runs, gradients)
     assert [runs[:2] for runs in found.values()] == [(1, 2), (1, 4), (2, 4)]
     for _, _, gradients in found.values():
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients, found["everything"][2], strict=True))
+        assert all(
+            torch.equal(ours, theirs)
+            for ours, theirs in zip(gradients, found["everything"][2], strict=True)
+        )

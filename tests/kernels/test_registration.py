@@ -10,7 +10,13 @@ import torch
 from nsa.ops import _register
 from tests.ops.cases import small
 from tests.ops.public import Case
-from tests.ops.registration import check_compiled, check_operator, check_replay, operator_names, record_calls
+from tests.ops.registration import (
+    check_compiled,
+    check_operator,
+    check_replay,
+    operator_names,
+    record_calls,
+)
 
 CONFIG = small(num_heads=2, num_kv_heads=1, value_dim=16, phi="linear")
 CASE = Case(CONFIG, (20, 9))
@@ -18,7 +24,9 @@ CASE = Case(CONFIG, (20, 9))
 
 @pytest.fixture(scope="module")
 def calls():
-    return record_calls(CASE, [dataclasses.replace(CASE, config=dataclasses.replace(CONFIG, phi="mlp"))])
+    return record_calls(
+        CASE, [dataclasses.replace(CASE, config=dataclasses.replace(CONFIG, phi="mlp"))]
+    )
 
 
 @pytest.mark.parametrize("name", operator_names())
@@ -52,4 +60,6 @@ def test_operator_guards_its_device(name, calls, monkeypatch):
 def test_compiled_whole_serves_all_lengths():
     config = small(num_heads=1, num_kv_heads=1, num_selected_blocks=3)
     # From 257 tokens on the choice decides which algorithm of the selected branch runs.
-    check_compiled([Case(config, lengths) for lengths in ((20, 9), (13, 21), (257, 3))], "aot_eager")
+    check_compiled(
+        [Case(config, lengths) for lengths in ((20, 9), (13, 21), (257, 3))], "aot_eager"
+    )

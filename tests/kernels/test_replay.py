@@ -40,11 +40,15 @@ def launcher() -> Any:
     calls: list[int] = []
 
     @replayed
-    def scale(x: Tensor, others: list[Tensor | None], factor: float) -> tuple[Tensor, Tensor | None]:
+    def scale(
+        x: Tensor, others: list[Tensor | None], factor: float
+    ) -> tuple[Tensor, Tensor | None]:
         calls.append(1)
         flat = x.flatten()[4:]
         out = torch.empty_like(flat)
-        scale_kernel[(1,)](flat, out, flat.shape[0], factor, BLOCK=triton.next_power_of_2(flat.shape[0]))
+        scale_kernel[(1,)](
+            flat, out, flat.shape[0], factor, BLOCK=triton.next_power_of_2(flat.shape[0])
+        )
         order = out.sort(stable=True)[0]
         for other in others:
             if other is not None:
@@ -147,7 +151,9 @@ def test_memory_is_let_go_where_python_lets_it_go() -> None:
     assert reference() is None
 
 
-def test_programs_are_forgotten_before_they_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_are_forgotten_before_they_fill_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(_replay, "MOST_PROGRAMS", 4)
     scale, calls = launcher()
     for number in range(1, 20):
@@ -219,9 +225,13 @@ def programs() -> list[Any]:
 
 @pytest.mark.parametrize("lengths", [None, (30, 0, 66)], ids=["one sequence", "packed"])
 @pytest.mark.parametrize(
-    "changes", [{}, {"phi": "mlp"}, {"phi": "linear", "compress_rope": "none"}], ids=["mean", "mlp", "linear"]
+    "changes",
+    [{}, {"phi": "mlp"}, {"phi": "linear", "compress_rope": "none"}],
+    ids=["mean", "mlp", "linear"],
 )
-def test_attention(programs: list[Any], changes: dict[str, Any], lengths: tuple[int, ...] | None) -> None:
+def test_attention(
+    programs: list[Any], changes: dict[str, Any], lengths: tuple[int, ...] | None
+) -> None:
     config = dataclasses.replace(PATTERN, **changes)
     offsets = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).int()
     torch.manual_seed(0)
@@ -231,7 +241,9 @@ def test_attention(programs: list[Any], changes: dict[str, Any], lengths: tuple[
     def step(seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
         q, q_cmp = (torch.randn(96, 4, 16, requires_grad=True) for _ in range(2))
-        k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = (torch.randn(96, 2, 16, requires_grad=True) for _ in range(6))
+        k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = (
+            torch.randn(96, 2, 16, requires_grad=True) for _ in range(6)
+        )
         gates = torch.rand(96, 4, 3, requires_grad=True)
         phi = None if config.phi == "mean" else (module.phi_k.weights(), module.phi_v.weights())
         out = native_sparse_attention(

@@ -24,7 +24,9 @@ FEWER = [21, 1, 0, 4]
 TILE = Tile(32, 16, 4, 1)
 
 
-def small(group: int, num_kv_heads: int = 2, n: int = 4, head_dim: int = 16, value_dim: int = 16) -> NSAConfig:
+def small(
+    group: int, num_kv_heads: int = 2, n: int = 4, head_dim: int = 16, value_dim: int = 16
+) -> NSAConfig:
     return NSAConfig(
         num_heads=group * num_kv_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim,
         compress_block_size=8, compress_stride=4, block_size=BLOCK, num_selected_blocks=n, window_size=32,
@@ -35,16 +37,25 @@ class Case:
     """Inputs in fp64 with a random choice of blocks, and what the reference makes of them in a given dtype."""
 
     def __init__(
-        self, config: NSAConfig, lengths_k: Sequence[int], lengths_q: Sequence[int] | None = None, skewed: bool = False
+        self,
+        config: NSAConfig,
+        lengths_k: Sequence[int],
+        lengths_q: Sequence[int] | None = None,
+        skewed: bool = False,
     ) -> None:
         x = make_inputs(config, lengths_k, lengths_q)
         lengths_q = lengths_q or lengths_k
         self.config, self.scale = config, config.head_dim**-0.5
-        self.offsets: dict[str, Any] = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
+        self.offsets: dict[str, Any] = {
+            "cu_seqlens_q": x.cu_seqlens_q,
+            "cu_seqlens_k": x.cu_seqlens_k,
+        }
         self.longest = max(lengths_q), max(lengths_k)
         self.tensors = (x.q, x.k_slc, x.v_slc)
         generator = torch.Generator().manual_seed(1)
-        self.d_out = torch.randn(x.q.shape[0], config.num_heads, config.value_dim, generator=generator).double()
+        self.d_out = torch.randn(
+            x.q.shape[0], config.num_heads, config.value_dim, generator=generator
+        ).double()
         # Any order; some ids are above a query's own block, some are -1: both are absent.
         rows = []
         for len_q, len_k in zip(lengths_q, lengths_k, strict=True):
@@ -56,14 +67,24 @@ class Case:
             rows.append(weight.argsort(-1, descending=True)[..., : config.num_selected_blocks] - 1)
         self.indices = torch.cat(rows).int()
 
-    def call(self, tile: Tile = TILE, segments: int | None = None, uniform: bool = False, algorithm: str = "gathered") -> Call:
+    def call(
+        self,
+        tile: Tile = TILE,
+        segments: int | None = None,
+        uniform: bool = False,
+        algorithm: str = "gathered",
+    ) -> Call:
         cu_q, cu_k = self.offsets["cu_seqlens_q"], self.offsets["cu_seqlens_k"]
-        layout = Layout(None if uniform else cu_q, None if uniform else cu_k, cu_q.shape[0] - 1, *self.longest)
+        layout = Layout(
+            None if uniform else cu_q, None if uniform else cu_k, cu_q.shape[0] - 1, *self.longest
+        )
         return Call(layout, self.scale, BLOCK, lambda kernel: tile, algorithm, segments)
 
     def attend(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         q, k, v = tensors
-        return selected_attention(q, k, v, self.indices, self.config, **self.offsets, backend="reference")
+        return selected_attention(
+            q, k, v, self.indices, self.config, **self.offsets, backend="reference"
+        )
 
     def reference(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """out, dq, dk, dv."""
@@ -83,12 +104,19 @@ class Case:
 
 
 def compare(
-    case: Case, tile: Tile = TILE, segments: int | None = None, uniform: bool = False, algorithm: str = "gathered"
+    case: Case,
+    tile: Tile = TILE,
+    segments: int | None = None,
+    uniform: bool = False,
+    algorithm: str = "gathered",
 ) -> None:
     lse, *found = case.run(tile, segments, uniform, algorithm)
     exact, plain = case.reference(torch.float64), case.reference(torch.float32)
-    for name, actual, baseline, oracle in zip(("out", "dq", "dk", "dv"), found, plain, exact, strict=True):
-        # Sums in another order than the reference's: rounding, not more, is what the larger factor leaves room for.
+    for name, actual, baseline, oracle in zip(
+        ("out", "dq", "dk", "dv"), found, plain, exact, strict=True
+    ):
+        # Sums in another order than the reference's: rounding, not more, is what the larger factor
+        # leaves room for.
         assert_within_budget(actual, baseline, oracle, name, factor=4.0)
     torch.testing.assert_close(lse, case.attend(case.tensors)[1].float(), rtol=1e-5, atol=1e-5)
 
@@ -121,9 +149,18 @@ class Noted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
         self.said = said
         monkeypatch.setattr(triton_launch, "fork_join", self.open)
-        names = ("new_gathered", "new_backward_index", "fill_index", "make_lists", "gather_forward", "_gather_gradients")
+        names = (
+            "new_gathered",
+            "new_backward_index",
+            "fill_index",
+            "make_lists",
+            "gather_forward",
+            "_gather_gradients",
+        )
         for name in names:
-            monkeypatch.setattr(triton_launch, name, self.noting(name, getattr(triton_launch, name)))
+            monkeypatch.setattr(
+                triton_launch, name, self.noting(name, getattr(triton_launch, name))
+            )
 
     @contextmanager
     def open(self, device: torch.device, enabled: bool = True) -> Iterator[Noted]:
@@ -233,7 +270,9 @@ def test_the_choice_decides(scattered, monkeypatch):
     if not scattered:
         case.indices = torch.tensor([0, 1, -1]).int().expand(118, 1, 3).contiguous()
     found = case.run(TILE, 2, algorithm="auto")[:3]
-    for x, y in zip(found, case.run(TILE, 2, algorithm="gathered" if scattered else "tiled")[:3], strict=True):
+    for x, y in zip(
+        found, case.run(TILE, 2, algorithm="gathered" if scattered else "tiled")[:3], strict=True
+    ):
         assert torch.equal(x, y)
     other = case.run(TILE, 2, algorithm="tiled" if scattered else "gathered")[:3]
     assert not all(torch.equal(x, y) for x, y in zip(found, other, strict=True))
@@ -254,7 +293,10 @@ def test_queries_without_a_block():
     compare(case, segments=2)
 
 
-@pytest.mark.parametrize(("algorithm", "dtype"), [("tiled", torch.int32), ("gathered", torch.int64), ("auto", torch.int32)])
+@pytest.mark.parametrize(
+    ("algorithm", "dtype"),
+    [("tiled", torch.int32), ("gathered", torch.int64), ("auto", torch.int32)],
+)
 def test_a_block_that_is_named_again_counts_once(algorithm, dtype):
     """To the bit what comes without the repetition, forward and backward; neighbours of the query are not touched."""
     case = Case(small(2, n=6), [60, 1, 0, 20])

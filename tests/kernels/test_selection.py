@@ -18,7 +18,9 @@ from nsa.testing import make_inputs
 SMALL = (8, 4, 16, 4)
 
 
-def config_of(pattern: tuple[int, int, int, int], group: int, init: int = 1, local: int = 2) -> NSAConfig:
+def config_of(
+    pattern: tuple[int, int, int, int], group: int, init: int = 1, local: int = 2
+) -> NSAConfig:
     size, stride, block, n = pattern
     return NSAConfig(
         num_heads=group, num_kv_heads=1, head_dim=16, value_dim=16, compress_block_size=size, compress_stride=stride,
@@ -44,10 +46,17 @@ def compare(
         False, x.cu_seqlens_q, x.cu_seqlens_k, compressed_cu_seqlens(x.cu_seqlens_k, config), len(lengths_k),
         max(lengths_q or lengths_k), max(lengths_k), 0, config.compress_block_size, config.compress_stride,
     )  # fmt: skip
-    choice = Choice(config.block_size, config.num_selected_blocks, config.num_init_blocks, config.num_local_blocks)
+    choice = Choice(
+        config.block_size,
+        config.num_selected_blocks,
+        config.num_init_blocks,
+        config.num_local_blocks,
+    )
     tile = Tile(rows, 4, 4, 1, keep_queries=keep_queries)
     found = choice_result(q, k_cmp, config.num_selected_blocks)
-    select_blocks_forward(q, k_cmp, lse.t().contiguous(), found, layout, config.head_dim**-0.5, choice, tile)
+    select_blocks_forward(
+        q, k_cmp, lse.t().contiguous(), found, layout, config.head_dim**-0.5, choice, tile
+    )
     assert torch.equal(found, select_blocks(q, k_cmp, lse, config, **offsets))
 
 
@@ -74,7 +83,9 @@ def test_forced_blocks(init, local):
     compare(config_of(SMALL, 2, init, local), [260])
 
 
-@pytest.mark.parametrize("pattern", [(16, 16, 64, 4), (16, 4, 16, 5), (12, 4, 16, 3), (8, 8, 16, 8), (4, 4, 16, 3)])
+@pytest.mark.parametrize(
+    "pattern", [(16, 16, 64, 4), (16, 4, 16, 5), (12, 4, 16, 3), (8, 8, 16, 8), (4, 4, 16, 3)]
+)
 def test_stencils(pattern):
     """Overlaps of every kind: none, half, whole blocks; n that is no power of two."""
     compare(config_of(pattern, 1), [330])

@@ -32,7 +32,14 @@ UNEVEN = [(7 * i) % 41 if i % 3 == 0 else 0 for i in range(300)]
 
 @pytest.mark.parametrize(
     ("lengths", "size", "heads"),
-    [([37], 16, 1), ([0, 0, 5], 16, 1), ([16, 16, 0, 48, 1], 16, 1), ([1] * 40, 16, 6), (UNEVEN, 16, 1), (UNEVEN, 60, 6)],
+    [
+        ([37], 16, 1),
+        ([0, 0, 5], 16, 1),
+        ([16, 16, 0, 48, 1], 16, 1),
+        ([1] * 40, 16, 6),
+        (UNEVEN, 16, 1),
+        (UNEVEN, 60, 6),
+    ],
 )
 def test_each_tile_once(lengths, size, heads):
     """As many programs as the layout says find every tile of every sequence once, in order; the others find none."""
@@ -47,8 +54,12 @@ def test_tiles_of_very_many_sequences(monkeypatch):
 
 def check_tiles(lengths, size, heads):
     cu = packed_offsets(lengths)
-    expected = [(b, tile) for b, length in enumerate(lengths) for tile in range(-(-length * heads // size))]
-    number = Layout(cu, cu, len(lengths), max(lengths), max(lengths)).num_tiles(sum(lengths) * heads, size, 0)
+    expected = [
+        (b, tile) for b, length in enumerate(lengths) for tile in range(-(-length * heads // size))
+    ]
+    number = Layout(cu, cu, len(lengths), max(lengths), max(lengths)).num_tiles(
+        sum(lengths) * heads, size, 0
+    )
     out = torch.empty(number, 3, dtype=torch.int32)
     find_kernel[(number,)](cu, out, len(lengths), TILE=size, HEADS=heads)
     found = [(b, tile) for b, tile, _ in out.tolist() if b < len(lengths)]

@@ -35,7 +35,9 @@ def rotate(x: Tensor, position: int, theta: float) -> Tensor:
     """Half-split rotation by complex numbers."""
     half = x.shape[-1] // 2
     angle = position * theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
+        torch.ones_like(angle), angle
+    )
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
@@ -48,7 +50,10 @@ def test_documents_of_any_length(lengths: list[int], slack: int | None, seed: in
     if sum(lengths) == 0:
         lengths = [1]
     generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(sum(lengths), heads, 16, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(sum(lengths), heads, 16, dtype=torch.float64, generator=generator)
+        for heads in (4, 2, 2)
+    )
     cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     bound = None if slack is None else max(lengths) + slack
     out = causal_attention(q, k, v, cu_seqlens, bound)
@@ -59,7 +64,9 @@ def test_equal_windows_take_the_causal_kernel(monkeypatch: pytest.MonkeyPatch) -
     masks: list[Tensor | None] = []
     real = torch.nn.functional.scaled_dot_product_attention
 
-    def spy(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def spy(
+        q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
         masks.append(attn_mask)
         return real(q, k, v, attn_mask=attn_mask, is_causal=is_causal)
 
@@ -69,11 +76,14 @@ def test_equal_windows_take_the_causal_kernel(monkeypatch: pytest.MonkeyPatch) -
     causal_attention(q, k, v, torch.tensor([0, 16, 32, 45, 48, 64], dtype=torch.int32), 16)
     assert masks[0] is None
     assert masks[1] is not None
-    assert masks[1].numel() == 64 * 32  # twice the longest sequence a token, not the number of tokens
+    # twice the longest sequence a token, not the number of tokens
+    assert masks[1].numel() == 64 * 32
 
 
 def test_gradients_stay_inside_a_document() -> None:
-    q, k, v = (torch.randn(40, heads, 16, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(40, heads, 16, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
+    )
     out = causal_attention(q, k, v, torch.tensor([0, 13, 40], dtype=torch.int32), 30)
     out[13:].sum().backward()
     for x in (q, k, v):
@@ -94,7 +104,10 @@ def test_layer_written_out(theta: float) -> None:
         name: (x @ getattr(layer, f"{name}_proj").weight.T).unflatten(-1, (count, -1))
         for name, count in (("q", 4), ("k", 2), ("v", 2))
     }
-    q, k = (torch.stack([rotate(row, t, theta) for t, row in enumerate(heads[name])]) for name in ("q", "k"))
+    q, k = (
+        torch.stack([rotate(row, t, theta) for t, row in enumerate(heads[name])])
+        for name in ("q", "k")
+    )
     expected = query_by_query(q, k, heads["v"], [11]).flatten(-2) @ layer.o_proj.weight.T
     torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-8)  # rotation angles are fp32
     torch.testing.assert_close(layer(x[None])[0], expected, rtol=1e-6, atol=1e-8)
@@ -102,7 +115,10 @@ def test_layer_written_out(theta: float) -> None:
 
 def test_bad_input_is_refused() -> None:
     layer = DenseAttention(24, CONFIG)
-    with pytest.raises(ValueError, match=r"DenseAttention: x must have shape \[T, 24\] or \[B, T, 24\], got \(3, 25\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"DenseAttention: x must have shape \[T, 24\] or \[B, T, 24\], got \(3, 25\)",
+    ):
         layer(torch.zeros(3, 25))
     with pytest.raises(ValueError, match="cu_seqlens must be left out with a dense batch"):
         layer(torch.zeros(1, 3, 24), cu_seqlens=torch.tensor([0, 3], dtype=torch.int32))

@@ -32,7 +32,8 @@ def tokens(*shape: int, vocab: int = 61, seed: int = 1) -> Tensor:
     return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
 
 
-# ---------------------------------------------------------------------------------------------------------------- sizes
+# ----------------------------------------------------------------------------------------------------------------
+# sizes
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,9 @@ def tokens(*shape: int, vocab: int = 61, seed: int = 1) -> Tensor:
         ({"vocab_size": 50_257, "tie_head": True, "attention": "dense"}, 111_754_752, 0),
     ],
 )
-def test_parameters_of_the_seed_configuration(changes: dict[str, Any], total: int, gates: int) -> None:
+def test_parameters_of_the_seed_configuration(
+    changes: dict[str, Any], total: int, gates: int
+) -> None:
     with torch.device("meta"):
         model = LanguageModel(LMConfig(**changes))
     count = model.num_parameters()
@@ -58,7 +61,11 @@ def test_parameters_of_the_seed_configuration(changes: dict[str, Any], total: in
 def test_parameter_parts_by_hand(phi: Any, mlp: Any) -> None:
     model = make("nsa", mlp=mlp, nsa=dataclasses.replace(PATTERN, phi=phi))
     size, length = PATTERN.head_dim, PATTERN.compress_block_size
-    phi_head = {"mean": 0, "linear": length * size, "mlp": length * size + length * size * 2 * size + 2 * size * size}[phi]
+    phi_head = {
+        "mean": 0,
+        "linear": length * size,
+        "mlp": length * size + length * size * 2 * size + 2 * size * size,
+    }[phi]
     layers = SMALL.num_layers
     expected = {
         "embedding": 61 * 32,
@@ -95,10 +102,15 @@ def test_mlp_formulas() -> None:
 def test_keys_per_query_counted_one_by_one(seq_len: int) -> None:
     p, total = PATTERN, 0
     for t in range(seq_len):
-        compressed = sum(1 for start in range(0, seq_len, p.compress_stride) if start + p.compress_block_size - 1 <= t)
+        compressed = sum(
+            1
+            for start in range(0, seq_len, p.compress_stride)
+            if start + p.compress_block_size - 1 <= t
+        )
         blocks = t // p.block_size + 1
         chosen = min(blocks, p.num_selected_blocks)
-        selected = (chosen - 1) * p.block_size + t % p.block_size + 1  # the current block is always among them
+        # the current block is always among them
+        selected = (chosen - 1) * p.block_size + t % p.block_size + 1
         total += compressed + selected + min(p.window_size, t + 1)
     assert keys_per_query(SMALL, seq_len) == pytest.approx(total / seq_len, rel=1e-12)
     dense = dataclasses.replace(SMALL, attention="dense")
@@ -107,18 +119,22 @@ def test_keys_per_query_counted_one_by_one(seq_len: int) -> None:
 
 def test_flops_of_a_token() -> None:
     model = make("dense")
-    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2) - model.embedding.weight.numel()
+    matrices = (
+        sum(p.numel() for p in model.parameters() if p.ndim == 2) - model.embedding.weight.numel()
+    )
     attention = 2 * 4 * (16 + 16) * (100 + 1) / 2 * SMALL.num_layers
     assert flops_per_token(model, 100) == pytest.approx(3 * (2 * matrices + attention), rel=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------------------- start
+# ----------------------------------------------------------------------------------------------------------------
+# start
 
 
 @ATTENTION
 @pytest.mark.parametrize("tie_head", [False, True])
 @pytest.mark.parametrize(
-    ("vocab", "width", "layers", "mlp"), [(256, 128, 4, "silu"), (256, 1024, 1, "swiglu"), (8192, 64, 1, "silu")]
+    ("vocab", "width", "layers", "mlp"),
+    [(256, 128, 4, "silu"), (256, 1024, 1, "swiglu"), (8192, 64, 1, "silu")],
 )
 def test_first_loss_is_that_of_a_uniform_guess(
     attention: Any, tie_head: bool, vocab: int, width: int, layers: int, mlp: Any
@@ -151,13 +167,19 @@ def test_every_parameter_gets_a_gradient(attention: str) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-# ------------------------------------------------------------------------------------------------------------ attention
+# ------------------------------------------------------------------------------------------------------------
+# attention
 
 
 @pytest.mark.parametrize("branch", ["slc", "win"])
 def test_nsa_with_full_coverage_is_its_dense_twin(branch: Any) -> None:
     pattern = dataclasses.replace(
-        PATTERN, branches=(branch,), share_kv=True, gate="fixed", num_selected_blocks=8, window_size=128
+        PATTERN,
+        branches=(branch,),
+        share_kv=True,
+        gate="fixed",
+        num_selected_blocks=8,
+        window_size=128,
     )
     sparse = make("nsa", nsa=pattern).double()
     dense = make("dense", seed=9, nsa=pattern).double()
@@ -186,7 +208,9 @@ def test_packed_equals_separate_and_batch(attention: str) -> None:
     for logits, part in zip(packed.split(lengths), data.split(lengths), strict=True):
         if part.numel():
             torch.testing.assert_close(logits, model(part), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(model(data.view(2, 50)).flatten(0, 1), model(data, torch.tensor([0, 50, 100]).int(), 50))
+    torch.testing.assert_close(
+        model(data.view(2, 50)).flatten(0, 1), model(data, torch.tensor([0, 50, 100]).int(), 50)
+    )
 
 
 @ATTENTION
@@ -202,7 +226,8 @@ def test_prefill_and_steps_equal_the_whole(attention: str, cut: int) -> None:
     torch.testing.assert_close(torch.cat(logits, dim=1), whole, rtol=1e-10, atol=1e-12)
 
 
-# ------------------------------------------------------------------------------------------------------------ precision
+# ------------------------------------------------------------------------------------------------------------
+# precision
 
 
 @ATTENTION
@@ -210,15 +235,27 @@ def test_bf16_compute_over_fp32_parameters(attention: str) -> None:
     model = make(attention)
     seen: dict[str, torch.dtype] = {}
     layer = model.decoder_layers()[0]
-    watched = {"norm": layer.mlp_norm, "projection": layer.mlp.up_proj, "residual": layer, "query": layer.attention.o_proj}
+    watched = {
+        "norm": layer.mlp_norm,
+        "projection": layer.mlp.up_proj,
+        "residual": layer,
+        "query": layer.attention.o_proj,
+    }
     for name, module in watched.items():
         assert isinstance(module, nn.Module)
         module.register_forward_hook(lambda _m, _i, out, name=name: seen.update({name: out.dtype}))
     data = tokens(2, 64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         low = model(data)
-    assert seen == {"norm": torch.float32, "projection": torch.bfloat16, "residual": torch.float32, "query": torch.bfloat16}
+    assert seen == {
+        "norm": torch.float32,
+        "projection": torch.bfloat16,
+        "residual": torch.float32,
+        "query": torch.bfloat16,
+    }
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     low.float().square().sum().backward()
-    assert {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None} == {torch.float32}
+    assert {
+        parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None
+    } == {torch.float32}
     torch.testing.assert_close(low.float(), model(data), rtol=0.05, atol=0.05)

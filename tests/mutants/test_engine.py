@@ -58,9 +58,13 @@ def test_text_must_stand_once(tree: Path, old: str, count: int) -> None:
 
 def test_missing_files_are_named(tree: Path) -> None:
     with pytest.raises(MutantError, match=r"nsa/gone\.py does not exist"):
-        mutants.apply_mutant(Mutant("m", "why", "nsa/gone.py", "a", "b", ("tests/test_maths.py",)), tree)
+        mutants.apply_mutant(
+            Mutant("m", "why", "nsa/gone.py", "a", "b", ("tests/test_maths.py",)), tree
+        )
     with pytest.raises(MutantError, match=r"tests/test_gone\.py::test_x does not exist"):
-        mutants.apply_mutant(Mutant("m", "why", "nsa/maths.py", "a", "b", ("tests/test_gone.py::test_x",)), tree)
+        mutants.apply_mutant(
+            Mutant("m", "why", "nsa/maths.py", "a", "b", ("tests/test_gone.py::test_x",)), tree
+        )
 
 
 @pytest.mark.parametrize(
@@ -92,9 +96,13 @@ def test_kernels_are_interpreted(tree: Path) -> None:
     """A test under tests/kernels runs with TRITON_INTERPRET, the others without it, and each can notice."""
     (tree / "tests/kernels").mkdir()
     ask = "import os\nfrom nsa.maths import half\n\n\ndef test_it():\n    assert os.environ.get('TRITON_INTERPRET') == {}\n{}"
-    (tree / "tests/kernels/test_kernel.py").write_text(ask.format("'1'", "    assert half(4) == 2\n"))
+    (tree / "tests/kernels/test_kernel.py").write_text(
+        ask.format("'1'", "    assert half(4) == 2\n")
+    )
     (tree / "tests/test_plain.py").write_text(ask.format("None", ""))
     tests = ("tests/kernels/test_kernel.py", "tests/test_plain.py")
     assert mutants.run_baseline(tests, source=tree)[0] == "survived"
-    result = mutants.run_mutant(Mutant("m", "why", "nsa/maths.py", "x / 2", "x / 3", tests), source=tree)
+    result = mutants.run_mutant(
+        Mutant("m", "why", "nsa/maths.py", "x / 2", "x / 3", tests), source=tree
+    )
     assert result.killer == "tests/kernels/test_kernel.py::test_it"

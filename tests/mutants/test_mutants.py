@@ -1,6 +1,7 @@
 """Five of the deliberate mistakes of mutants.yaml, so that every run of the tests shows that they would be seen.
 
-The tests that the mutants name run in this same session on the unbroken tree: should one be red, the session is.
+The tests that the mutants name run in this same session on the unbroken tree: should one be red,
+the session is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def test_mutant_still_applies(mutant: Mutant) -> None:
     assert all((ROOT / test.partition("::")[0]).is_file() for test in mutant.tests)
 
 
-@pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS if mutant.fast], ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize(
+    "mutant", [mutant for mutant in MUTANTS if mutant.fast], ids=lambda mutant: mutant.name
+)
 def test_fast_mutant_is_killed(mutant: Mutant) -> None:
     result = run_mutant(mutant)
     assert result.outcome == "killed", f"{mutant.why}: {result.outcome}\n{result.output}"

@@ -14,8 +14,9 @@ from torch import Tensor
 from nsa import NSAConfig
 from tests import oracle
 
-# The small pattern: truly sparse from 128 tokens on (n * l' = 64 <= S / 2 and w = 32 <= S / 4). Value heads differ from key
-# heads. With this base the rotary frequencies are powers of two, so that fp32 angles are exact and fp64 comparisons mean fp64.
+# The small pattern: truly sparse from 128 tokens on (n * l' = 64 <= S / 2 and w = 32 <= S / 4).
+# Value heads differ from key heads. With this base the rotary frequencies are powers of two, so
+# that fp32 angles are exact and fp64 comparisons mean fp64.
 SMALL = NSAConfig(
     num_heads=4,
     num_kv_heads=2,
@@ -31,7 +32,8 @@ SMALL = NSAConfig(
 
 SHORT = (0, 1, 7, 8, 9, 15, 16, 17, 33)
 
-# name: (key tokens, query tokens or None for as many); all but "short" hold a truly sparse sequence.
+# name: (key tokens, query tokens or None for as many); all but "short" hold a truly sparse
+# sequence.
 BATCHES: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
     "one": ((257,), None),
     "edge": ((128,), None),
@@ -68,26 +70,35 @@ class Batch:
     @property
     def num_cmp(self) -> list[int]:
         """Compressed blocks of each sequence."""
-        return [oracle.num_compressed(n, self.config.compress_block_size, self.config.compress_stride) for n in self.lengths_k]
+        return [
+            oracle.num_compressed(n, self.config.compress_block_size, self.config.compress_stride)
+            for n in self.lengths_k
+        ]
 
     @property
     def slices(self) -> list[tuple[slice, slice, slice]]:
         """Query rows, key tokens and compressed rows of each sequence."""
-        columns = [offsets(lengths).tolist() for lengths in (self.lengths_q, self.lengths_k, self.num_cmp)]
+        columns = [
+            offsets(lengths).tolist() for lengths in (self.lengths_q, self.lengths_k, self.num_cmp)
+        ]
         bounds = [[slice(a, b) for a, b in itertools.pairwise(c)] for c in columns]
         return list(zip(*bounds, strict=True))
 
     @property
     def positions(self) -> np.ndarray:
         """Position of each query row in its sequence."""
-        return np.concatenate([np.arange(s - t, s) for t, s in zip(self.lengths_q, self.lengths_k, strict=True)])
+        return np.concatenate(
+            [np.arange(s - t, s) for t, s in zip(self.lengths_q, self.lengths_k, strict=True)]
+        )
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         return torch.from_numpy(self.rng.standard_normal(shape) * scale)
 
     def q(self, scale: float = 1.5) -> Tensor:
         """Queries, somewhat peaked so that softmax is far from uniform."""
-        return self.normal(sum(self.lengths_q), self.config.num_heads, self.config.head_dim, scale=scale)
+        return self.normal(
+            sum(self.lengths_q), self.config.num_heads, self.config.head_dim, scale=scale
+        )
 
     def k(self) -> Tensor:
         return self.normal(sum(self.lengths_k), self.config.num_kv_heads, self.config.head_dim)
@@ -97,12 +108,16 @@ class Batch:
 
     def compressed(self, size: int) -> Tensor:
         """[S // d, Hkv, size]: the real rows random, the rest NaN, since nobody may read them."""
-        rows = self.normal(sum(self.lengths_k) // self.config.compress_stride, self.config.num_kv_heads, size)
+        rows = self.normal(
+            sum(self.lengths_k) // self.config.compress_stride, self.config.num_kv_heads, size
+        )
         rows[sum(self.num_cmp) :] = torch.nan
         return rows
 
     def gates(self) -> Tensor:
-        return torch.from_numpy(self.rng.uniform(size=(sum(self.lengths_q), self.config.num_heads, 3)))
+        return torch.from_numpy(
+            self.rng.uniform(size=(sum(self.lengths_q), self.config.num_heads, 3))
+        )
 
     def block_indices(self, num_blocks: int | None = None) -> Tensor:
         """Unique ids in any order; about a quarter absent: negative, in the future, or far outside the sequence."""
@@ -118,9 +133,19 @@ class Batch:
         return torch.from_numpy(rows)
 
 
-def make_batch(config: NSAConfig, lengths_k: Sequence[int], lengths_q: Sequence[int] | None = None, seed: int = 0) -> Batch:
+def make_batch(
+    config: NSAConfig,
+    lengths_k: Sequence[int],
+    lengths_q: Sequence[int] | None = None,
+    seed: int = 0,
+) -> Batch:
     lengths_k = tuple(lengths_k)
-    return Batch(config, lengths_k, lengths_k if lengths_q is None else tuple(lengths_q), np.random.default_rng(seed))
+    return Batch(
+        config,
+        lengths_k,
+        lengths_k if lengths_q is None else tuple(lengths_q),
+        np.random.default_rng(seed),
+    )
 
 
 def named_batch(name: str, config: NSAConfig = SMALL, seed: int = 0) -> Batch:
@@ -158,26 +183,42 @@ def grad(x: Tensor) -> Tensor:
 
 
 def disagreements(
-    actual: Tensor, scores: np.ndarray, positions: np.ndarray, config: NSAConfig, bound: float = 1e-5
+    actual: Tensor,
+    scores: np.ndarray,
+    positions: np.ndarray,
+    config: NSAConfig,
+    bound: float = 1e-5,
 ) -> tuple[int, int]:
     """Rows whose choice differs from the oracle's: (within the agreement rule, against it).
 
-    The rule: every block on which they differ has an fp64 score within ``bound`` (relative) of the n-th best.
+    The rule: every block on which they differ has an fp64 score within ``bound`` (relative) of the
+    n-th best.
     """
     num_rows, num_kv_heads, _ = scores.shape
     allowed = against = 0
     for r in range(num_rows):
         for g in range(num_kv_heads):
             t = int(positions[r])
-            sizes = (config.num_selected_blocks, config.num_init_blocks, config.num_local_blocks, config.block_size)
+            sizes = (
+                config.num_selected_blocks,
+                config.num_init_blocks,
+                config.num_local_blocks,
+                config.block_size,
+            )
             expected = set(oracle.choose_row(scores[r, g], t, *sizes)) - {-1}
             different = expected ^ (set(actual[r, g].tolist()) - {-1})
             if not different:
                 continue
             candidates = set(range(t // config.block_size + 1))
-            free = [j for j in expected if config.num_init_blocks <= j <= t // config.block_size - config.num_local_blocks]
+            free = [
+                j
+                for j in expected
+                if config.num_init_blocks <= j <= t // config.block_size - config.num_local_blocks
+            ]
             nth = min(scores[r, g, j] for j in free) if free else np.inf
-            close = all(j in candidates and abs(scores[r, g, j] - nth) <= bound * nth for j in different)
+            close = all(
+                j in candidates and abs(scores[r, g, j] - nth) <= bound * nth for j in different
+            )
             allowed, against = allowed + close, against + (not close)
     return allowed, against
 
@@ -185,8 +226,9 @@ def disagreements(
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
     """The maths of a branch in the plainest PyTorch, in the dtype of its inputs, softmax statistics in fp32.
 
-    ``visible`` is bool [T, Hkv, S]. The error of this is the budget of low-precision results. The division comes last, as in
-    every attention that streams over keys: by torch.softmax the gradient of a row with one key would be 0 without rounding.
+    ``visible`` is bool [T, Hkv, S]. The error of this is the budget of low-precision results. The
+    division comes last, as in every attention that streams over keys: by torch.softmax the gradient
+    of a row with one key would be 0 without rounding.
     """
     group = q.shape[1] // k.shape[1]
     mask = visible.repeat_interleave(group, dim=1)
@@ -201,7 +243,9 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: flo
 def torch_dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Dense causal attention by PyTorch, in the dtype of the inputs: a third opinion beside library and oracle."""
     heads_q, heads_k, heads_v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(heads_q, heads_k, heads_v, is_causal=True, enable_gqa=True)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        heads_q, heads_k, heads_v, is_causal=True, enable_gqa=True
+    )
     return out[0].transpose(0, 1)
 
 

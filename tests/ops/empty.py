@@ -79,7 +79,9 @@ def check(results: list[tuple[Tensor, tuple[int, ...]]], leaves: list[Tensor]) -
         assert x.numel() == 0
     differentiable = [x for x, _ in results if x.requires_grad]
     if leaves:
-        grads = torch.autograd.grad(differentiable, leaves, [torch.zeros_like(x) for x in differentiable])
+        grads = torch.autograd.grad(
+            differentiable, leaves, [torch.zeros_like(x) for x in differentiable]
+        )
         for x, grad in zip(leaves, grads, strict=True):
             assert grad.shape == x.shape
             assert not grad.any()
@@ -94,7 +96,9 @@ def named(function: Callable[[Case, str], None]) -> Callable[[Case, str], None]:
 
 
 def keys(case: Case, config: NSAConfig = CONFIG) -> tuple[Tensor, Tensor]:
-    return leaf(*case.keys, config.num_kv_heads, config.head_dim), leaf(*case.keys, config.num_kv_heads, config.value_dim)
+    return leaf(*case.keys, config.num_kv_heads, config.head_dim), leaf(
+        *case.keys, config.num_kv_heads, config.value_dim
+    )
 
 
 def queries(case: Case) -> Tensor:
@@ -115,10 +119,18 @@ def compression(case: Case, backend: str) -> None:
         cu = case.where.get("cu_seqlens_k")
         y, cu_cmp = compress(x, weights, config, cu, backend=backend)
         assert y.shape == (case.num_cmp, config.num_kv_heads, config.head_dim)
-        batch = case.keys[0] if len(case.keys) == 2 else 1 if case.lengths is None else len(case.lengths[1])
+        batch = (
+            case.keys[0]
+            if len(case.keys) == 2
+            else 1
+            if case.lengths is None
+            else len(case.lengths[1])
+        )
         assert cu_cmp.shape == (batch + 1,)
         grads = torch.autograd.grad(y, [x, *parameters], torch.zeros_like(y))
-        assert all(grad.shape == leaf.shape for grad, leaf in zip(grads, [x, *parameters], strict=True))
+        assert all(
+            grad.shape == leaf.shape for grad, leaf in zip(grads, [x, *parameters], strict=True)
+        )
         assert not any(grad.any() for grad in grads)
 
 
@@ -128,7 +140,11 @@ def phi_of(config: NSAConfig, size: int) -> tuple[PhiWeights | None, list[Tensor
         weight = leaf(heads, length, size)
         return PhiWeights(weight=weight), [weight]
     if config.phi == "mlp":
-        shapes = {"position": (length, size), "w1": (length * size, 2 * size), "w2": (2 * size, size)}
+        shapes = {
+            "position": (length, size),
+            "w1": (length * size, 2 * size),
+            "w2": (2 * size, size),
+        }
         made = {name: leaf(heads, *shape) for name, shape in shapes.items()}
         return PhiWeights(**made), list(made.values())
     return None, []
@@ -137,7 +153,10 @@ def phi_of(config: NSAConfig, size: int) -> tuple[PhiWeights | None, list[Tensor
 @named
 def compressed(case: Case, backend: str) -> None:
     q = queries(case)
-    k, v = (leaf(case.num_cmp, CONFIG.num_kv_heads, size) for size in (CONFIG.head_dim, CONFIG.value_dim))
+    k, v = (
+        leaf(case.num_cmp, CONFIG.num_kv_heads, size)
+        for size in (CONFIG.head_dim, CONFIG.value_dim)
+    )
     if case.lengths is None and case.queries != case.keys:
         return  # compressed keys alone do not say how many tokens are behind them
     results = compressed_attention(q, k, v, CONFIG, backend=backend, **case.where)
@@ -168,7 +187,9 @@ def selected(case: Case, backend: str) -> None:
     for algorithm in ("tiled", "gathered", "auto"):
         q, (k, v) = queries(case), keys(case)
         ids = torch.zeros(*case.queries, CONFIG.num_kv_heads, 4, dtype=torch.int32)
-        results = selected_attention(q, k, v, ids, CONFIG, algorithm=algorithm, backend=backend, **case.where)
+        results = selected_attention(
+            q, k, v, ids, CONFIG, algorithm=algorithm, backend=backend, **case.where
+        )
         check(list(zip(results, attended(case), strict=True)), [q, k, v])
 
 
@@ -193,7 +214,9 @@ def whole(case: Case, backend: str) -> None:
         config = dataclasses.replace(CONFIG, branches=branches, phi="linear")
         q, gates = queries(case), leaf(*case.queries, CONFIG.num_heads, 3)
         raw = [x for _ in range(3) for x in keys(case)]
-        (phi_k, weight_k), (phi_v, weight_v) = (phi_of(config, size) for size in (config.head_dim, config.value_dim))
+        (phi_k, weight_k), (phi_v, weight_v) = (
+            phi_of(config, size) for size in (config.head_dim, config.value_dim)
+        )
         assert phi_k is not None
         assert phi_v is not None
         k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = raw
@@ -225,8 +248,12 @@ def observation(case: Case, backend: str) -> None:
 def projection(case: Case, backend: str) -> None:
     x, weights, bias = leaf(0, 24), [leaf(size, 24) for size in (32, 16, 6)], leaf(6)
     columns = Columns((Heads(2, 16, "yes"), Heads(1, 16)), Gates(2, (0, 1, 2)))
-    found = project(x, weights, bias, columns, Sequences(None, 1, 0, 0, x.device), Rope(16), backend=backend)
-    check([(found[0], (0, 2, 16)), (found[1], (0, 1, 16)), (found[2], (0, 2, 3))], [x, *weights, bias])
+    found = project(
+        x, weights, bias, columns, Sequences(None, 1, 0, 0, x.device), Rope(16), backend=backend
+    )
+    check(
+        [(found[0], (0, 2, 16)), (found[1], (0, 1, 16)), (found[2], (0, 2, 3))], [x, *weights, bias]
+    )
 
 
 @named

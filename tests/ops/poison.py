@@ -16,7 +16,11 @@ NONSENSE = 0x7F7F7F7F
 def poison(x: Tensor) -> Tensor:
     if x.dtype.is_floating_point:
         return x.fill_(torch.nan)
-    return x.fill_(True) if x.dtype == torch.bool else x.fill_(NONSENSE % (torch.iinfo(x.dtype).max + 1))
+    return (
+        x.fill_(True)
+        if x.dtype == torch.bool
+        else x.fill_(NONSENSE % (torch.iinfo(x.dtype).max + 1))
+    )
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Properties of docs/semantics.md that every kernel holds, through the public operators: for any backend, device and dtype.
 
-``tests/test_properties.py`` holds them in fp64 for the reference; here results are compared bit for bit, or within the error
-budget.
+``tests/test_properties.py`` holds them in fp64 for the reference; here results are compared bit for
+bit, or within the error budget.
 """
 
 from __future__ import annotations
@@ -31,18 +31,31 @@ from nsa.testing import AttentionInputs, assert_within_budget
 from nsa.testing.budget import CEILING
 from nsa.testing.sampled import SampledWhole, check_sampled
 from tests.ops.cases import plain_attention
-from tests.ops.public import ALGORITHMS, RUNS, Case, Results, every, leaves_of, run_whole, run_window, with_algorithm
+from tests.ops.public import (
+    ALGORITHMS,
+    RUNS,
+    Case,
+    Results,
+    every,
+    leaves_of,
+    run_whole,
+    run_window,
+    with_algorithm,
+)
 
 OF_QUERIES = ("q", "gates", "block_indices")
 
 
-# Tokens of a case by name, and what an operator makes of them: every result has one row for each query.
+# Tokens of a case by name, and what an operator makes of them: every result has one row for each
+# query.
 Tokens = dict[str, Tensor]
 
 
 def tokens_of(case: Case, seed: int = 0) -> Tokens:
     x = dataclasses.replace(case, seed=seed).inputs()
-    named = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if not f.name.startswith("cu_")}
+    named = {
+        f.name: getattr(x, f.name) for f in dataclasses.fields(x) if not f.name.startswith("cu_")
+    }
     return {**named, "block_indices": case.block_indices(seed)}
 
 
@@ -52,7 +65,10 @@ def offsets_of(case: Case) -> dict[str, Any]:
 
 def rows_cmp(x: Tokens, case: Case) -> list[Tensor]:
     cu = offsets_of(case)
-    k, v = (compress(x[n], None, case.config, cu["cu_seqlens_k"], backend=case.backend)[0] for n in ("k_cmp_raw", "v_cmp_raw"))
+    k, v = (
+        compress(x[n], None, case.config, cu["cu_seqlens_k"], backend=case.backend)[0]
+        for n in ("k_cmp_raw", "v_cmp_raw")
+    )
     out, lse = compressed_attention(x["q"], k, v, case.config, **cu)
     assert out is not None
     return [out, lse]
@@ -67,7 +83,9 @@ def rows_choice(x: Tokens, case: Case) -> list[Tensor]:
 
 def rows_slc(x: Tokens, case: Case) -> list[Tensor]:
     tensors = (x["q"], x["k_slc"], x["v_slc"], x["block_indices"])
-    return list(selected_attention(*tensors, case.config, algorithm=case.algorithm, **offsets_of(case)))
+    return list(
+        selected_attention(*tensors, case.config, algorithm=case.algorithm, **offsets_of(case))
+    )
 
 
 def rows_win(x: Tokens, case: Case) -> list[Tensor]:
@@ -103,7 +121,9 @@ def fixed(case: Case) -> Case:
 
 def with_gradients(name: str, x: Tokens, case: Case) -> Tokens:
     """Results, and the gradient of each token tensor that has one."""
-    leaves = {key: tensor if key == "block_indices" else leaves_of(tensor)[0] for key, tensor in x.items()}
+    leaves = {
+        key: tensor if key == "block_indices" else leaves_of(tensor)[0] for key, tensor in x.items()
+    }
     results = run_rows(name, leaves, case)
     found = {f"result {i}": result.detach() for i, result in enumerate(results)}
     if name == "choice":
@@ -115,7 +135,11 @@ def with_gradients(name: str, x: Tokens, case: Case) -> Tokens:
 def equal_bits(a: Tensor, b: Tensor) -> bool:
     """Equality of every bit, NaN included."""
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+    )
 
 
 def check_causality(name: str, case: Case, times: Sequence[int]) -> None:
@@ -129,9 +153,13 @@ def check_causality(name: str, case: Case, times: Sequence[int]) -> None:
         mixed = {}
         for key, tensor in x.items():
             cut = t + 1 - first if key in OF_QUERIES else t + 1
-            mixed[key] = torch.cat((tensor[:cut], (1 if key == "block_indices" else 50) * other[key][cut:]))
+            mixed[key] = torch.cat(
+                (tensor[:cut], (1 if key == "block_indices" else 50) * other[key][cut:])
+            )
         for actual, wanted in zip(run_rows(name, mixed, case), expected, strict=True):
-            assert equal_bits(actual[: t + 1 - first], wanted[: t + 1 - first]), f"{name}: a result up to {t} changed"
+            assert equal_bits(actual[: t + 1 - first], wanted[: t + 1 - first]), (
+                f"{name}: a result up to {t} changed"
+            )
             changed_later |= not equal_bits(actual, wanted)
     assert changed_later
 
@@ -161,7 +189,9 @@ def check_nan_isolation(name: str, case: Case, poisoned: int) -> None:
     clean, other = (with_gradients(name, y, case) for y in (x, dirty))
     for key, tensor in clean.items():
         others = keep["q" if key.startswith("result") else key]
-        assert equal_bits(tensor[others], other[key][others]), f"{name}: {key} of a sequence without NaN changed"
+        assert equal_bits(tensor[others], other[key][others]), (
+            f"{name}: {key} of a sequence without NaN changed"
+        )
         if key == "result 0" and name != "choice":
             assert bool(other[key][~others].isnan().any())
 
@@ -169,12 +199,18 @@ def check_nan_isolation(name: str, case: Case, poisoned: int) -> None:
 def _part(x: AttentionInputs, case: Case, sequence: int) -> tuple[Case, AttentionInputs]:
     """One sequence of a case as a case of its own."""
     lengths_k, lengths_q = (case.lengths_k[sequence],), (case.queries[sequence],)
-    q, k = (slice(sum(n[:sequence]), sum(n[: sequence + 1])) for n in (case.queries, case.lengths_k))
+    q, k = (
+        slice(sum(n[:sequence]), sum(n[: sequence + 1])) for n in (case.queries, case.lengths_k)
+    )
     alone = dataclasses.replace(case, lengths_k=lengths_k, lengths_q=lengths_q)
-    named = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if not f.name.startswith("cu_")}
+    named = {
+        f.name: getattr(x, f.name) for f in dataclasses.fields(x) if not f.name.startswith("cu_")
+    }
     tensors = {name: tensor[q if name in OF_QUERIES else k] for name, tensor in named.items()}
     empty = alone.inputs()
-    return alone, AttentionInputs(**tensors, cu_seqlens_q=empty.cu_seqlens_q, cu_seqlens_k=empty.cu_seqlens_k)
+    return alone, AttentionInputs(
+        **tensors, cu_seqlens_q=empty.cu_seqlens_q, cu_seqlens_k=empty.cu_seqlens_k
+    )
 
 
 def _choice_of(results: Results) -> Tensor:
@@ -197,14 +233,33 @@ def check_packed_equals_separate(name: str, case: Case) -> None:
             given["block_indices"] = case.block_indices()[first : first + length]
         parts.append(RUNS[name](alone, inputs, **given))
     joined = {key: torch.cat([part.of_queries[key] for part in parts]) for key in packed.of_queries}
-    of_keys = {key: torch.cat([part.of_keys[key][: part.num_keys] for part in parts]) for key in packed.of_keys}
+    of_keys = {
+        key: torch.cat([part.of_keys[key][: part.num_keys] for part in parts])
+        for key in packed.of_keys
+    }
     sampled: Any = packed.sampled
     if name == "whole":
-        sampled = dataclasses.replace(sampled, block_indices=torch.cat([_choice_of(part) for part in parts]))
+        sampled = dataclasses.replace(
+            sampled, block_indices=torch.cat([_choice_of(part) for part in parts])
+        )
     rows, keys = every(packed.dout), torch.arange(packed.num_keys, device=packed.dout.device)
-    check_sampled(lambda d: sampled.at_queries(rows, d, packed.dout), joined, rows, case.dtype, f"separate {name}", case.factor)
+    check_sampled(
+        lambda d: sampled.at_queries(rows, d, packed.dout),
+        joined,
+        rows,
+        case.dtype,
+        f"separate {name}",
+        case.factor,
+    )
     at_keys = sampled.at_tokens if name == "whole" else sampled.at_keys
-    check_sampled(lambda d: at_keys(keys, d, packed.dout), of_keys, keys, case.dtype, f"separate {name}", case.factor)
+    check_sampled(
+        lambda d: at_keys(keys, d, packed.dout),
+        of_keys,
+        keys,
+        case.dtype,
+        f"separate {name}",
+        case.factor,
+    )
 
 
 def check_full_coverage(case: Case) -> None:
@@ -216,7 +271,9 @@ def check_full_coverage(case: Case) -> None:
     ids = ids.expand(length, config.num_kv_heads, -1).contiguous()
     x = case.inputs()
     visible = (
-        torch.ones(length, length, dtype=torch.bool, device=case.device).tril()[:, None].expand(-1, config.num_kv_heads, -1)
+        torch.ones(length, length, dtype=torch.bool, device=case.device)
+        .tril()[:, None]
+        .expand(-1, config.num_kv_heads, -1)
     )
     chosen = [(RUNS[name](case, block_indices=ids), x.k_slc, x.v_slc) for name in ALGORITHMS]
     for results, k, v in (*chosen, (run_window(wide), x.k_win, x.v_win)):
@@ -226,9 +283,18 @@ def check_full_coverage(case: Case) -> None:
             out = plain_attention(leaves[0], leaves[1], leaves[2], visible, config.head_dim**-0.5)
             grads = torch.autograd.grad(out, leaves, results.dout.to(dtype))
             values[dtype] = (out.detach(), *grads)
-        actual = (results.of_queries["out"], results.of_queries["dq"], results.of_keys["dk"], results.of_keys["dv"])
-        for name, found, plain, exact in zip(("out", "dq", "dk", "dv"), actual, *values.values(), strict=True):
-            assert_within_budget(found, plain, exact, f"full coverage: {results.name} {name}", case.factor)
+        actual = (
+            results.of_queries["out"],
+            results.of_queries["dq"],
+            results.of_keys["dk"],
+            results.of_keys["dv"],
+        )
+        for name, found, plain, exact in zip(
+            ("out", "dq", "dk", "dv"), actual, *values.values(), strict=True
+        ):
+            assert_within_budget(
+                found, plain, exact, f"full coverage: {results.name} {name}", case.factor
+            )
 
 
 def check_one_hot_gates(case: Case) -> None:
@@ -240,8 +306,13 @@ def check_one_hot_gates(case: Case) -> None:
         results = run_whole(case, dataclasses.replace(x, gates=gates))
         assert isinstance(results.sampled, SampledWhole)
         rows = every(results.dout)
-        plain, exact = (results.sampled.branch(branch, d).at_queries(rows, d)["out"] for d in (case.dtype, torch.float64))
-        assert_within_budget(results.of_queries["out"], plain, exact, f"one-hot {branch}", case.factor)
+        plain, exact = (
+            results.sampled.branch(branch, d).at_queries(rows, d)["out"]
+            for d in (case.dtype, torch.float64)
+        )
+        assert_within_budget(
+            results.of_queries["out"], plain, exact, f"one-hot {branch}", case.factor
+        )
         for key, grad in results.of_keys.items():
             assert bool(grad.any()) == (branch in key), f"one-hot {branch}: gradient of {key}"
 
@@ -253,7 +324,9 @@ def check_shuffled_indices(name: str, case: Case) -> None:
     order = torch.rand(ids.shape, generator=generator, device=ids.device).argsort(-1)
     shuffled = ids.gather(-1, order)
     assert not torch.equal(ids, shuffled)
-    ascending, other = (RUNS[name](case, block_indices=indices) for indices in (ids.sort(-1).values, shuffled))
+    ascending, other = (
+        RUNS[name](case, block_indices=indices) for indices in (ids.sort(-1).values, shuffled)
+    )
     ascending.check()
     other.sampled = ascending.sampled
     other.check()
@@ -274,9 +347,13 @@ def check_unchosen_blocks(operator: str, case: Case) -> None:
     config, length = case.config, case.lengths_k[0]
     num_blocks = -(-length // config.block_size)
     rows = torch.arange(length, device=case.device)
-    # Head 0 takes block 0 and even blocks, head 1 and all others odd ones; the query's own block never.
+    # Head 0 takes block 0 and even blocks, head 1 and all others odd ones; the query's own block
+    # never.
     parity = (torch.arange(config.num_kv_heads, device=case.device) > 0).int()
-    ids = 2 * torch.arange(config.num_selected_blocks, device=case.device)[None, None] + parity[None, :, None]
+    ids = (
+        2 * torch.arange(config.num_selected_blocks, device=case.device)[None, None]
+        + parity[None, :, None]
+    )
     ids = torch.where(ids < (rows // config.block_size)[:, None, None], ids, -1).int().contiguous()
     results = RUNS[operator](case, block_indices=ids)
     results.check()
@@ -288,7 +365,9 @@ def check_unchosen_blocks(operator: str, case: Case) -> None:
         for head in range(config.num_kv_heads):
             for block in range(num_blocks):
                 part = grad[block * config.block_size : (block + 1) * config.block_size, head]
-                assert bool(part.any()) == bool(chosen[head, block]), f"{name} of block {block}, head {head}"
+                assert bool(part.any()) == bool(chosen[head, block]), (
+                    f"{name} of block {block}, head {head}"
+                )
 
 
 def check_rope_shift(case: Case, shift: int = 512) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nsa import (
     NSAConfig,
@@ -27,13 +27,9 @@ from nsa import (
     window_attention,
 )
 from nsa.attention import attend
-from nsa.config import BRANCHES
 from nsa.ops._sequences import Sequences
 from nsa.ops.combination.reference import combine_reference
-from nsa.ops.embedding import embed
-from nsa.ops.embedding.reference import embed_reference
 from nsa.ops.observation import SUMS, new_sums, observe
-from nsa.ops.projection import Columns, Gates, Heads, lay_together, project
 from nsa.ops.selection import run_select_blocks
 from nsa.testing import AttentionInputs, assert_within_budget, make_inputs
 from nsa.testing.budget import CEILING
@@ -47,7 +43,7 @@ from nsa.testing.sampled import (
     sampled_selected,
     sampled_window,
 )
-from tests.ops.cases import make_batch, offsets
+from tests.ops.cases import make_batch
 from tests.ops.whole import phi_parameters
 
 # The selected branch with each of its algorithms.
@@ -83,7 +79,9 @@ class Case:
 
     def inputs(self) -> AttentionInputs:
         lengths = self.lengths_k, self.lengths_q
-        return make_inputs(self.config, *lengths, seed=self.seed, dtype=self.dtype, device=self.device)
+        return make_inputs(
+            self.config, *lengths, seed=self.seed, dtype=self.dtype, device=self.device
+        )
 
     @property
     def queries(self) -> tuple[int, ...]:
@@ -93,8 +91,8 @@ class Case:
     def factor(self) -> float:
         """How many times the baseline's error is allowed.
 
-        In fp32 only sums are rounded, in another order than the baseline's; the worst of a few rows varies by more than 2 from
-        order to order.
+        In fp32 only sums are rounded, in another order than the baseline's; the worst of a few rows
+        varies by more than 2 from order to order.
         """
         return 4.0 if self.dtype == torch.float32 else 2.0
 
@@ -104,7 +102,11 @@ class Case:
 
     def block_indices(self, seed: int = 0) -> Tensor:
         """Unique ids in any order; about a quarter absent."""
-        return make_batch(self.config, self.lengths_k, self.lengths_q, seed).block_indices().to(self.device)
+        return (
+            make_batch(self.config, self.lengths_k, self.lengths_q, seed)
+            .block_indices()
+            .to(self.device)
+        )
 
     def shaped(self, x: Tensor) -> Tensor:
         """Packed tokens as the operator gets them."""
@@ -114,7 +116,9 @@ class Case:
         return x.flatten(0, 1) if self.dense else x
 
     def offsets(self, x: AttentionInputs) -> dict[str, Any]:
-        given = {} if self.dense else {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
+        given = (
+            {} if self.dense else {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
+        )
         return {**given, "backend": self.backend}
 
 
@@ -151,10 +155,18 @@ class Results:
 
     def check(self, rows: Tensor | None = None, keys: Tensor | None = None) -> None:
         """Hold everything, or some ``rows`` and ``keys``, against fp64."""
-        name, dtype, sampled, dout, factor = self.name, self.case.dtype, self.sampled, self.dout, self.case.factor
+        name, dtype, sampled, dout, factor = (
+            self.name,
+            self.case.dtype,
+            self.sampled,
+            self.dout,
+            self.case.factor,
+        )
         # Rows of compressed keys that no block owns have no gradient; nothing else may stand there.
         for key, grad in self.of_keys.items():
-            assert not bool(grad[self.num_keys :].any()), f"{name} {key}: not 0 in rows that no block owns"
+            assert not bool(grad[self.num_keys :].any()), (
+                f"{name} {key}: not 0 in rows that no block owns"
+            )
         weights = rows is None and keys is None and bool(self.of_weights)
         rows = every(dout) if rows is None else rows
         keys = torch.arange(self.num_keys, device=dout.device) if keys is None else keys
@@ -162,12 +174,22 @@ class Results:
         queries = {d: sampled.at_queries(rows, d, dout) for d in (dtype, torch.float64)}
         tokens = {d: at_keys(keys, d, dout) for d in (dtype, torch.float64)}
         exact = {**queries[torch.float64], **tokens[torch.float64]}
-        size = max(float(exact[key].norm()) for key in (*self.of_queries, *self.of_keys) if key != "lse")
-        for values, actual, index in ((queries, self.of_queries, rows), (tokens, self.of_keys, keys)):
-            zero = [key for key in actual if key != "lse" and float(exact[key].norm()) < 1e-12 * size]
-            # Where no query sees two keys, dQ and dK are 0 but for rounding: no relative error is defined.
+        size = max(
+            float(exact[key].norm()) for key in (*self.of_queries, *self.of_keys) if key != "lse"
+        )
+        for values, actual, index in (
+            (queries, self.of_queries, rows),
+            (tokens, self.of_keys, keys),
+        ):
+            zero = [
+                key for key in actual if key != "lse" and float(exact[key].norm()) < 1e-12 * size
+            ]
+            # Where no query sees two keys, dQ and dK are 0 but for rounding: no relative error is
+            # defined.
             for key in zero:
-                assert float(actual[key][index].norm()) <= CEILING[dtype] * size, f"{name} {key}: should vanish"
+                assert float(actual[key][index].norm()) <= CEILING[dtype] * size, (
+                    f"{name} {key}: should vanish"
+                )
             others = {key: x for key, x in actual.items() if key not in zero}
             check_sampled(lambda d, v=values: v[d], others, index, dtype, name, factor)  # type: ignore[misc]
         if isinstance(sampled, SampledWhole):
@@ -200,20 +222,36 @@ def run_window(case: Case, x: AttentionInputs | None = None, dout: Tensor | None
     x, config = x or case.inputs(), case.config
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return window_attention(case.shaped(q), case.shaped(k), case.shaped(v), config, **case.offsets(x))
+        return window_attention(
+            case.shaped(q), case.shaped(k), case.shaped(v), config, **case.offsets(x)
+        )
 
-    return _attention("window", case, run, x.q, x.k_win, x.v_win, sampled_window(x.q, x.k_win, x.v_win, config, **cu(x)), dout)
+    return _attention(
+        "window",
+        case,
+        run,
+        x.q,
+        x.k_win,
+        x.v_win,
+        sampled_window(x.q, x.k_win, x.v_win, config, **cu(x)),
+        dout,
+    )
 
 
 def run_selected(
-    case: Case, x: AttentionInputs | None = None, dout: Tensor | None = None, block_indices: Tensor | None = None
+    case: Case,
+    x: AttentionInputs | None = None,
+    dout: Tensor | None = None,
+    block_indices: Tensor | None = None,
 ) -> Results:
     x, config = x or case.inputs(), case.config
     ids = case.block_indices() if block_indices is None else block_indices
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v, indices = (case.shaped(y) for y in (q, k, v, ids))
-        return selected_attention(q, k, v, indices, config, algorithm=case.algorithm, **case.offsets(x))
+        return selected_attention(
+            q, k, v, indices, config, algorithm=case.algorithm, **case.offsets(x)
+        )
 
     sampled = sampled_selected(x.q, x.k_slc, x.v_slc, ids, config, **cu(x))
     return _attention("selected", case, run, x.q, x.k_slc, x.v_slc, sampled, dout)
@@ -224,32 +262,44 @@ def compressed_rows(case: Case, raw: Tensor, x: AttentionInputs) -> Tensor:
     config = dataclasses.replace(case.config, phi="mean")
     sampled = SampledCompression(raw, None, config, x.cu_seqlens_k)
     rows = raw.new_full((raw.shape[0] // config.compress_stride, *raw.shape[1:]), torch.nan)
-    rows[: sampled.num_blocks] = sampled.at_blocks(torch.arange(sampled.num_blocks, device=raw.device), case.dtype)["y"]
+    rows[: sampled.num_blocks] = sampled.at_blocks(
+        torch.arange(sampled.num_blocks, device=raw.device), case.dtype
+    )["y"]
     return rows
 
 
 def with_algorithm(operator: str, case: Case) -> Case:
     """The case with the algorithm that ``operator`` names, if any."""
-    return dataclasses.replace(case, algorithm=ALGORITHMS[operator]) if operator in ALGORITHMS else case
+    return (
+        dataclasses.replace(case, algorithm=ALGORITHMS[operator])
+        if operator in ALGORITHMS
+        else case
+    )
 
 
 def run_algorithm(operator: str) -> Callable[..., Results]:
     """`run_selected` with its algorithm fixed."""
 
     def run(case: Case, *inputs: Any, **given: Any) -> Results:
-        return dataclasses.replace(run_selected(with_algorithm(operator, case), *inputs, **given), name=operator)
+        return dataclasses.replace(
+            run_selected(with_algorithm(operator, case), *inputs, **given), name=operator
+        )
 
     return run
 
 
-def run_compressed(case: Case, x: AttentionInputs | None = None, dout: Tensor | None = None) -> Results:
+def run_compressed(
+    case: Case, x: AttentionInputs | None = None, dout: Tensor | None = None
+) -> Results:
     x, config = x or case.inputs(), case.config
     k, v = compressed_rows(case, x.k_cmp_raw, x), compressed_rows(case, x.v_cmp_raw, x)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor | None, Tensor]:
         return compressed_attention(case.shaped(q), k, v, config, **case.offsets(x))
 
-    return _attention("compressed", case, run, x.q, k, v, sampled_compressed(x.q, k, v, config, **cu(x)), dout)
+    return _attention(
+        "compressed", case, run, x.q, k, v, sampled_compressed(x.q, k, v, config, **cu(x)), dout
+    )
 
 
 def check_choice(case: Case, rows: Tensor | None = None) -> Tensor:
@@ -265,35 +315,64 @@ def check_choice(case: Case, rows: Tensor | None = None) -> Tensor:
 
 
 def agree(found: Any) -> None:
-    assert found.against == 0, f"choice: {found.against} of {found.rows} rows differ from fp64 beyond the agreement rule"
-    assert found.near <= max(1, MAX_NEAR * found.rows), f"choice: {found.near} of {found.rows} rows left out"
+    assert found.against == 0, (
+        f"choice: {found.against} of {found.rows} rows differ from fp64 beyond the agreement rule"
+    )
+    assert found.near <= max(1, MAX_NEAR * found.rows), (
+        f"choice: {found.near} of {found.rows} rows left out"
+    )
 
 
 def check_compress(case: Case, seed: int = 4) -> None:
     x, config = case.inputs(), case.config
     batch = make_batch(config, case.lengths_k, seed=seed)
     for raw, size in ((x.k_cmp_raw, config.head_dim), (x.v_cmp_raw, config.value_dim)):
-        parameters = {name: w.to(case.device, case.dtype) for name, w in phi_parameters(batch, size).items()}
+        parameters = {
+            name: w.to(case.device, case.dtype) for name, w in phi_parameters(batch, size).items()
+        }
         leaves = leaves_of(raw, *parameters.values())
-        weights = PhiWeights(**dict(zip(parameters, leaves[1:], strict=True))) if parameters else None
+        weights = (
+            PhiWeights(**dict(zip(parameters, leaves[1:], strict=True))) if parameters else None
+        )
         offsets = None if case.dense else x.cu_seqlens_k
         y, cu_cmp = compress(case.shaped(leaves[0]), weights, config, offsets, backend=case.backend)
         sampled = SampledCompression(raw, weights, config, x.cu_seqlens_k)
         assert int(cu_cmp[-1]) == sampled.num_blocks
-        assert not bool(y[sampled.num_blocks :].any()), "compress: rows that no block owns must be 0"
+        assert not bool(y[sampled.num_blocks :].any()), (
+            "compress: rows that no block owns must be 0"
+        )
         dy = case.normal(*y.shape)
         dx, *dw = torch.autograd.grad(y, leaves, dy)
         blocks = torch.arange(sampled.num_blocks, device=case.device)
         both = (case.dtype, "compress", case.factor)
-        check_sampled(lambda dtype, b=blocks, s=sampled: s.at_blocks(b, dtype), {"y": y.detach()}, blocks, *both)  # type: ignore[misc]
+        check_sampled(
+            lambda dtype, b=blocks, s=sampled: s.at_blocks(b, dtype),  # type: ignore[misc]
+            {"y": y.detach()},
+            blocks,
+            *both,
+        )
         tokens = every(raw)
-        check_sampled(lambda dtype, t=tokens, s=sampled, g=dy: s.at_tokens(t, dtype, g), {"dx": dx}, tokens, *both)  # type: ignore[misc]
+        check_sampled(
+            lambda dtype, t=tokens, s=sampled, g=dy: s.at_tokens(t, dtype, g),  # type: ignore[misc]
+            {"dx": dx},
+            tokens,
+            *both,
+        )
         found = dict(zip(parameters, dw, strict=True))
-        compare(found, sampled.weight_gradients(case.dtype, dy), sampled.weight_gradients(torch.float64, dy), *both[1:])
+        compare(
+            found,
+            sampled.weight_gradients(case.dtype, dy),
+            sampled.weight_gradients(torch.float64, dy),
+            *both[1:],
+        )
 
 
 def compare(
-    actual: Mapping[str, Tensor], plain: Mapping[str, Tensor], exact: Mapping[str, Tensor], name: str, factor: float
+    actual: Mapping[str, Tensor],
+    plain: Mapping[str, Tensor],
+    exact: Mapping[str, Tensor],
+    name: str,
+    factor: float,
 ) -> None:
     for key, x in actual.items():
         assert_within_budget(x, plain[key], exact[key].double(), f"{name} {key}", factor)
@@ -302,7 +381,10 @@ def compare(
 def check_combine(case: Case, branches: Sequence[str] = ("cmp", "slc", "win")) -> None:
     config = case.config
     shape = (sum(case.queries), config.num_heads, config.value_dim)
-    outs = [case.normal(*shape, seed=i) if b in branches else None for i, b in enumerate(("cmp", "slc", "win"))]
+    outs = [
+        case.normal(*shape, seed=i) if b in branches else None
+        for i, b in enumerate(("cmp", "slc", "win"))
+    ]
     gates = case.inputs().gates
     dout = case.normal(*shape, seed=7)
 
@@ -310,7 +392,9 @@ def check_combine(case: Case, branches: Sequence[str] = ("cmp", "slc", "win")) -
         leaves: Any = [None if out is None else leaves_of(out.to(dtype))[0] for out in outs]
         gate = leaves_of(gates.to(dtype))[0]
         out = function(tuple(leaves), gate)
-        grads = torch.autograd.grad(out, [*(x for x in leaves if x is not None), gate], dout.to(dtype))
+        grads = torch.autograd.grad(
+            out, [*(x for x in leaves if x is not None), gate], dout.to(dtype)
+        )
         names = [*(f"d{b}" for b in ("cmp", "slc", "win") if b in branches), "gates"]
         return {"out": out.detach(), **dict(zip(names, grads, strict=True))}
 
@@ -318,9 +402,17 @@ def check_combine(case: Case, branches: Sequence[str] = ("cmp", "slc", "win")) -
         return combine(given[0], given[1], given[2], gate, backend=case.backend)
 
     found = run(case.dtype, tested)
-    compare(found, run(case.dtype, combine_reference), run(torch.float64, combine_reference), "combine", case.factor)
+    compare(
+        found,
+        run(case.dtype, combine_reference),
+        run(torch.float64, combine_reference),
+        "combine",
+        case.factor,
+    )
     off = [i for i, out in enumerate(outs) if out is None]
-    assert not bool(found["gates"][..., off].any()), "combine: a branch that is off gives its gate a gradient"
+    assert not bool(found["gates"][..., off].any()), (
+        "combine: a branch that is off gives its gate a gradient"
+    )
 
 
 def check_observe(case: Case) -> None:
@@ -328,7 +420,9 @@ def check_observe(case: Case) -> None:
     x, config = case.inputs(), case.config
     indices = case.block_indices() if "slc" in config.branches else None
     offsets = None if case.dense else (x.cu_seqlens_q, x.cu_seqlens_k)
-    sequences = Sequences(offsets, len(case.queries), max(case.queries), max(case.lengths_k), x.q.device)
+    sequences = Sequences(
+        offsets, len(case.queries), max(case.queries), max(case.lengths_k), x.q.device
+    )
     for algorithm, blocks in (("tiled", 24), ("gathered", 25)):
         union = torch.tensor([blocks, 2], device=case.device)
         found = []
@@ -342,79 +436,18 @@ def check_observe(case: Case) -> None:
         expected, actual = found
         if case.backend == "triton":
             expected |= {algorithm: 1, "reference": 0}
-        assert abs(actual.pop("entropy") - expected.pop("entropy")) <= 1e-5 * 2**30 * max(expected["gates"], 1)
+        assert abs(actual.pop("entropy") - expected.pop("entropy")) <= 1e-5 * 2**30 * max(
+            expected["gates"], 1
+        )
         assert actual == expected
 
 
-def check_project(case: Case) -> None:
-    """Heads unrotated, rotated and both, and gates, of sequences as they lie."""
-    config = case.config
-    rope = Rope.from_config(config)
-    pair = (config.num_kv_heads, config.head_dim)
-    parts = (
-        Heads(config.num_heads, config.head_dim, "both"),
-        Heads(config.num_kv_heads, config.value_dim),
-        Heads(*pair, "yes"),
-    )
-    branches = tuple(BRANCHES.index(name) for name in config.branches)
-    assert config.gate != "fixed"
-    columns = Columns(parts, Gates(config.num_heads, branches, config.gate, config.gate_temperature))
-    width, num_tokens = 24, sum(case.lengths_k)
-    sequences = Sequences(None, len(case.lengths_k), case.lengths_k[0], case.lengths_k[0], torch.device(case.device))
-    if not case.dense:
-        sequences = Sequences.packed(offsets(case.lengths_k).to(case.device), max(case.lengths_k))
-    x = case.normal(num_tokens, width, seed=1)
-    weights = [nn.Parameter(case.normal(size, width, seed=i)) for i, size in enumerate(columns.sizes, start=2)]
-    lay_together(weights)
-    bias = case.normal(columns.sizes[-1], seed=9)
-    shapes = [(config.num_heads, config.head_dim)] * 2 + [(config.num_kv_heads, config.value_dim), pair, (config.num_heads, 3)]
-    douts = [case.normal(num_tokens, *shape, seed=i) for i, shape in enumerate(shapes, start=10)]
-    names = ("q", "q rotated", "v", "k", "gates")
-
-    def run(dtype: torch.dtype, backend: str, given: Sequence[Tensor]) -> dict[str, Tensor]:
-        leaf, leaf_bias = leaves_of(x.to(dtype), bias.to(dtype))
-        out = project(leaf, given, leaf_bias, columns, sequences, rope, backend=backend)
-        grads = torch.autograd.grad(
-            out, [leaf, leaf_bias, *given], [dout.to(y.dtype) for dout, y in zip(douts, out, strict=True)]
-        )
-        found = {name: y.detach() for name, y in zip(names, out, strict=True)}
-        return found | {"dx": grads[0], "dbias": grads[1]} | {f"dweight {i}": grad for i, grad in enumerate(grads[2:])}
-
-    found = run(case.dtype, case.backend, weights)
-    plain, exact = (
-        run(dtype, "reference", leaves_of(*(w.to(dtype) for w in weights))) for dtype in (case.dtype, torch.float64)
-    )
-    # Gates are fp32 of a product in the tested dtype, and have no more digits than it.
-    compare(found, {key: x.to(case.dtype) for key, x in plain.items()}, exact, "project", case.factor)
-    apart = run(case.dtype, case.backend, leaves_of(*weights))
-    same = [torch.equal(apart[name], value) for name, value in found.items()]
-    assert all(same), "project: weights with memory of their own each"
-
-
-def check_embed(case: Case) -> None:
-    """Tokens of which one is frequent, some never occur, and the others' places are cut into pieces or not."""
-    num_tokens, num_rows, width = 6 * max(case.lengths_k), 40, 3 * case.config.head_dim
-    often = torch.arange(num_tokens) % 3 == 0
-    rare = torch.randint(0, num_rows - 5, (num_tokens,), generator=torch.Generator().manual_seed(1))
-    tokens = torch.where(often, 7, rare).to(case.device)
-    weight, dout = case.normal(num_rows, width, seed=2), case.normal(num_tokens, width, seed=3)
-
-    def run(dtype: torch.dtype, function: Callable[..., Tensor]) -> dict[str, Tensor]:
-        leaf = leaves_of(weight.to(dtype))[0]
-        out = function(tokens, leaf)
-        (dweight,) = torch.autograd.grad(out, [leaf], [dout.to(dtype)])
-        return {"out": out.detach(), "dweight": dweight}
-
-    found = run(case.dtype, partial(embed, backend=case.backend))
-    plain, exact = (run(dtype, embed_reference) for dtype in (case.dtype, torch.float64))
-    compare(found, plain, exact, "embed", case.factor)
-    assert torch.equal(found["out"], plain["out"]), "embed: rows of the table are copied"
-    assert not found["dweight"][-5:].any(), "embed: a token that does not occur has no gradient"
-    again = run(case.dtype, partial(embed, backend=case.backend))
-    assert torch.equal(found["dweight"], again["dweight"]), "embed: the same bits again"
-
-
-def run_whole(case: Case, x: AttentionInputs | None = None, dout: Tensor | None = None, rope: Rope | None = None) -> Results:
+def run_whole(
+    case: Case,
+    x: AttentionInputs | None = None,
+    dout: Tensor | None = None,
+    rope: Rope | None = None,
+) -> Results:
     """The whole, its gradients, and the choice that it made on the way."""
     config = case.config
     x = case.inputs() if x is None else x
@@ -422,7 +455,11 @@ def run_whole(case: Case, x: AttentionInputs | None = None, dout: Tensor | None 
     parameters = parameters_of(case)
     names = [f.name for f in dataclasses.fields(x) if not f.name.startswith("cu_")]
     q_cmp = case.normal(*x.q.shape, seed=9) if config.compress_rope == "none" else None
-    leaves = leaves_of(*(getattr(x, name) for name in names), *parameters.values(), *([] if q_cmp is None else [q_cmp]))
+    leaves = leaves_of(
+        *(getattr(x, name) for name in names),
+        *parameters.values(),
+        *([] if q_cmp is None else [q_cmp]),
+    )
     every_name = [*names, *parameters, *([] if q_cmp is None else ["q_cmp"])]
     named: dict[str, Tensor] = dict(zip(every_name, leaves, strict=True))
     phi = phi_of(named)
@@ -446,14 +483,20 @@ def run_whole(case: Case, x: AttentionInputs | None = None, dout: Tensor | None 
     dout = case.normal(*out.shape, seed=11) if dout is None else dout
     found = torch.autograd.grad(out, leaves, dout, allow_unused=True)
     grads = {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
-    on = [f"{kind}_{b}{'_raw' if b == 'cmp' else ''}" for b in config.branches for kind in ("k", "v")]
+    on = [
+        f"{kind}_{b}{'_raw' if b == 'cmp' else ''}" for b in config.branches for kind in ("k", "v")
+    ]
     of_keys = {name: grads[name] for name in on}
     of_weights = {name: grads[name] for name in parameters if "cmp" in config.branches}
-    of_queries = {"out": out.detach()} | {name: grads[name] for name in ("q", "gates", "q_cmp") if name in grads}
+    of_queries = {"out": out.detach()} | {
+        name: grads[name] for name in ("q", "gates", "q_cmp") if name in grads
+    }
     ids = seen[0][2] if seen else None
     sampled = SampledWhole(x, config, ids, phi, q_cmp, rope)
     scored = seen[0][:2] if seen else None
-    return Results("whole", case, of_queries, of_keys, dout, sampled, x.k_win.shape[0], of_weights, scored)
+    return Results(
+        "whole", case, of_queries, of_keys, dout, sampled, x.k_win.shape[0], of_weights, scored
+    )
 
 
 def parameters_of(case: Case) -> dict[str, Tensor]:
@@ -470,7 +513,8 @@ def parameters_of(case: Case) -> dict[str, Tensor]:
 def phi_of(named: Mapping[str, Tensor]) -> tuple[PhiWeights, PhiWeights] | None:
     """The parameters of phi among named tensors; None where there are none."""
     both: list[dict[str, Tensor]] = [
-        {name.removeprefix(kind): x for name, x in named.items() if name.startswith(kind)} for kind in ("phi_k.", "phi_v.")
+        {name.removeprefix(kind): x for name, x in named.items() if name.startswith(kind)}
+        for kind in ("phi_k.", "phi_v.")
     ]
     return (PhiWeights(**both[0]), PhiWeights(**both[1])) if both[0] else None
 
@@ -481,13 +525,4 @@ RUNS: dict[str, Callable[..., Results]] = {
     "gathered": run_algorithm("gathered"),
     "window": run_window,
     "whole": run_whole,
-}
-CHECKS: dict[str, Callable[[Case], Any]] = {
-    "compress": check_compress,
-    "choice": check_choice,
-    "combine": check_combine,
-    "observe": check_observe,
-    "project": check_project,
-    "embed": check_embed,
-    **{name: lambda case, run=run: run(case).check() for name, run in RUNS.items()},  # type: ignore[misc]
 }

@@ -16,15 +16,14 @@ from nsa import NSAConfig, Rope, native_sparse_attention
 from nsa.ops import _replay
 from nsa.testing import measure
 from nsa.testing.budget import FLOOR
+from tests.ops.checks import check_embed, check_project
 from tests.ops.public import (
     RUNS,
     Case,
     check_choice,
     check_combine,
     check_compress,
-    check_embed,
     check_observe,
-    check_project,
     leaves_of,
     parameters_of,
     phi_of,
@@ -35,7 +34,9 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 def operator_names() -> list[str]:
     """Every operator that the library registers; importing it registers all."""
-    return sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("nsa::"))
+    return sorted(
+        name for name in torch._C._dispatch_get_all_op_names() if name.startswith("nsa::")
+    )
 
 
 class Recorder(TorchDispatchMode):
@@ -46,7 +47,11 @@ class Recorder(TorchDispatchMode):
         self.calls: dict[str, Call] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         name = func.name()
@@ -88,7 +93,9 @@ def record_calls(case: Case, more: Sequence[Case] = ()) -> dict[str, Call]:
 def check_operator(name: str, call: Call) -> None:
     namespace, short = name.split("::")
     args, kwargs = call
-    torch.library.opcheck(getattr(getattr(torch.ops, namespace), short.split(".")[0]).default, args, kwargs)
+    torch.library.opcheck(
+        getattr(getattr(torch.ops, namespace), short.split(".")[0]).default, args, kwargs
+    )
 
 
 def check_replay(name: str, call: Call) -> None:
@@ -131,7 +138,9 @@ def whole_of(config: NSAConfig, backend: str) -> Any:
 def tensors_of(case: Case) -> tuple[dict[str, Tensor], Tensor]:
     """Leaves of the whole by name, parameters of phi included, and cu_seqlens."""
     x = case.inputs()
-    named = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if not f.name.startswith("cu_")} | parameters_of(case)
+    named = {
+        f.name: getattr(x, f.name) for f in dataclasses.fields(x) if not f.name.startswith("cu_")
+    } | parameters_of(case)
     return dict(zip(named, leaves_of(*named.values()), strict=True)), x.cu_seqlens_q
 
 
@@ -151,7 +160,8 @@ def run_with_gradients(function: Any, case: Case, mark: bool = False) -> dict[st
 def check_compiled(cases: Sequence[Case], compiler: str) -> None:
     """One graph without breaks gives the eager result, forward and backward; other lengths use the same graph.
 
-    Cases differ in lengths alone. The number of tokens is marked as varying, so that the first graph already serves all.
+    Cases differ in lengths alone. The number of tokens is marked as varying, so that the first
+    graph already serves all.
     """
     torch.compiler.reset()
     eager = whole_of(cases[0].config, cases[0].backend)
@@ -160,6 +170,9 @@ def check_compiled(cases: Sequence[Case], compiler: str) -> None:
         with torch._dynamo.config.patch(error_on_recompile=index > 0):
             found = run_with_gradients(compiled, case, mark=True)
         for name, wanted in run_with_gradients(eager, case).items():
-            # A compiler may add up the branches' shares of dQ before it rounds; everything else is made by our operators.
+            # A compiler may add up the branches' shares of dQ before it rounds; everything else is
+            # made by our operators.
             close = name == "q" and measure(found[name], wanted.double()).total <= FLOOR[case.dtype]
-            assert close or torch.equal(found[name], wanted), f"compiled: {name} differs at lengths {case.lengths_k}"
+            assert close or torch.equal(found[name], wanted), (
+                f"compiled: {name} differs at lengths {case.lengths_k}"
+            )

@@ -29,8 +29,20 @@ def good(function: str, config: NSAConfig = CONFIG) -> dict[str, Any]:
     cu = offsets([LENGTH])
     arguments: dict[str, dict[str, Any]] = {
         "compress": {"x": k, "weights": None, "config": config, "cu_seqlens": cu},
-        "compressed_attention": {"q": q, "k_cmp": k_cmp, "v_cmp": v_cmp, "config": config, "cu_seqlens_q": cu},
-        "select_blocks": {"q": q, "k_cmp": k_cmp, "lse": batch.normal(LENGTH, 4), "config": config, "cu_seqlens_q": cu},
+        "compressed_attention": {
+            "q": q,
+            "k_cmp": k_cmp,
+            "v_cmp": v_cmp,
+            "config": config,
+            "cu_seqlens_q": cu,
+        },
+        "select_blocks": {
+            "q": q,
+            "k_cmp": k_cmp,
+            "lse": batch.normal(LENGTH, 4),
+            "config": config,
+            "cu_seqlens_q": cu,
+        },
         "selected_attention": {
             "q": q,
             "k": k,
@@ -54,13 +66,23 @@ def good(function: str, config: NSAConfig = CONFIG) -> dict[str, Any]:
             "config": config,
             "cu_seqlens_q": cu,
         },
-        "blocks_to_ranges": {"block_indices": batch.block_indices(), "config": config, "cu_seqlens_q": cu},
+        "blocks_to_ranges": {
+            "block_indices": batch.block_indices(),
+            "config": config,
+            "cu_seqlens_q": cu,
+        },
         "apply_rope": {"x": q, "positions": torch.arange(LENGTH), "rope": nsa.Rope(16)},
     }
     return arguments[function]
 
 
-OPERATORS = ("compressed_attention", "select_blocks", "selected_attention", "window_attention", "native_sparse_attention")
+OPERATORS = (
+    "compressed_attention",
+    "select_blocks",
+    "selected_attention",
+    "window_attention",
+    "native_sparse_attention",
+)
 ALL = ("compress", *OPERATORS, "combine", "blocks_to_ranges", "apply_rope")
 
 
@@ -93,11 +115,15 @@ def test_offsets_of_queries(function, bad):
     refused(function, {**good(function), "cu_seqlens_q": BAD_OFFSETS[bad]}, "cu_seqlens_q|k_cmp")
 
 
-# Without the key tokens themselves one token more cannot be noticed: 21 tokens have as many compressed keys as 20.
+# Without the key tokens themselves one token more cannot be noticed: 21 tokens have as many
+# compressed keys as 20.
 UNNOTICED = {("compressed_attention", "ends late"), ("select_blocks", "ends late")}
 
 
-@pytest.mark.parametrize(("function", "bad"), [(f, bad) for f in OPERATORS for bad in BAD_OFFSETS if (f, bad) not in UNNOTICED])
+@pytest.mark.parametrize(
+    ("function", "bad"),
+    [(f, bad) for f in OPERATORS for bad in BAD_OFFSETS if (f, bad) not in UNNOTICED],
+)
 def test_offsets_of_keys(function, bad):
     refused(function, {**good(function), "cu_seqlens_k": BAD_OFFSETS[bad]}, "cu_seqlens_k|k_cmp")
 
@@ -153,10 +179,30 @@ def test_kernels_for_what_they_cannot_take(function):
 @pytest.mark.parametrize(
     ("tokens", "weight", "backend", "message"),
     [
-        (torch.zeros(3), torch.zeros(4, 2), "auto", "embed: tokens must be int64 or int32, got torch.float32"),
-        (torch.zeros(3).long(), torch.zeros(4), "auto", r"embed: weight must have shape \[V, width\], got \(4,\)"),
-        (torch.zeros(3).long(), torch.zeros(4, 2), "triton", "embed: weight must lie on a CUDA GPU"),
-        (torch.zeros(3).long(), torch.zeros(4, 2).double(), "triton", "embed: weight must be bfloat16, float16 or float32"),
+        (
+            torch.zeros(3),
+            torch.zeros(4, 2),
+            "auto",
+            "embed: tokens must be int64 or int32, got torch.float32",
+        ),
+        (
+            torch.zeros(3).long(),
+            torch.zeros(4),
+            "auto",
+            r"embed: weight must have shape \[V, width\], got \(4,\)",
+        ),
+        (
+            torch.zeros(3).long(),
+            torch.zeros(4, 2),
+            "triton",
+            "embed: weight must lie on a CUDA GPU",
+        ),
+        (
+            torch.zeros(3).long(),
+            torch.zeros(4, 2).double(),
+            "triton",
+            "embed: weight must be bfloat16, float16 or float32",
+        ),
     ],
     ids=["tokens", "shape", "device", "dtype"],
 )
@@ -197,14 +243,18 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize(("function", "argument"), [(f, a) for f, names in TENSORS.items() for a in names])
+@pytest.mark.parametrize(
+    ("function", "argument"), [(f, a) for f, names in TENSORS.items() for a in names]
+)
 def test_wrong_tensor(function, argument, wrong):
     given = good(function)
     given[argument] = WRONG[wrong](given[argument])
     refused(function, given, argument)
 
 
-@pytest.mark.parametrize(("function", "argument"), [(f, a) for f, names in TENSORS.items() for a in names if a != "q"])
+@pytest.mark.parametrize(
+    ("function", "argument"), [(f, a) for f, names in TENSORS.items() for a in names if a != "q"]
+)
 def test_another_dtype_than_q(function, argument):
     given = good(function)
     given[argument] = given[argument].float()
@@ -228,7 +278,9 @@ def test_another_number_of_tokens_than_the_keys(function, argument):
     refused(function, given, argument)
 
 
-@pytest.mark.parametrize("function", ["selected_attention", "window_attention", "native_sparse_attention"])
+@pytest.mark.parametrize(
+    "function", ["selected_attention", "window_attention", "native_sparse_attention"]
+)
 def test_fewer_keys_than_queries(function):
     given = {**good(function), "cu_seqlens_q": None}
     for name in TENSORS[function][1:]:
@@ -260,7 +312,9 @@ BAD_INDICES: dict[str, Change] = {
 def test_block_indices(function, bad):
     given = good(function)
     given["block_indices"] = BAD_INDICES[bad](given["block_indices"])
-    argument = "block_indices|cu_seqlens_q" if bad == "another number of queries" else "block_indices"
+    argument = (
+        "block_indices|cu_seqlens_q" if bad == "another number of queries" else "block_indices"
+    )
     refused(function, given, argument)
 
 
@@ -284,7 +338,9 @@ def test_combine_without_a_branch_or_with_unequal_ones():
 
 @pytest.mark.parametrize("argument", TENSORS["native_sparse_attention"][1:])
 def test_missing_input_of_a_branch_that_is_on(argument):
-    refused("native_sparse_attention", {**good("native_sparse_attention"), argument: None}, argument)
+    refused(
+        "native_sparse_attention", {**good("native_sparse_attention"), argument: None}, argument
+    )
 
 
 def test_queries_of_the_compressed_branch():
@@ -305,9 +361,17 @@ def test_queries_of_the_compressed_branch():
         ("linear", PhiWeights(weight=torch.ones(2, 4, 16)), "weights.weight"),
         ("mlp", PhiWeights(), "weights.position"),
         ("mlp", PhiWeights(torch.ones(2, 8, 16)), "weights.weight"),
-        ("mlp", PhiWeights(None, torch.ones(2, 8, 16), torch.ones(2, 128, 31), torch.ones(2, 31, 16)), "weights.w1"),
+        (
+            "mlp",
+            PhiWeights(None, torch.ones(2, 8, 16), torch.ones(2, 128, 31), torch.ones(2, 31, 16)),
+            "weights.w1",
+        ),
         ("mlp", PhiWeights(None, torch.ones(2, 8, 16), torch.ones(2, 128, 32), None), "weights.w2"),
-        ("mlp", PhiWeights(None, torch.ones(2, 4, 16), torch.ones(2, 128, 32), torch.ones(2, 32, 16)), "weights.position"),
+        (
+            "mlp",
+            PhiWeights(None, torch.ones(2, 4, 16), torch.ones(2, 128, 32), torch.ones(2, 32, 16)),
+            "weights.position",
+        ),
     ],
 )
 def test_parameters_of_phi(phi, weights, argument):
@@ -315,10 +379,16 @@ def test_parameters_of_phi(phi, weights, argument):
 
 
 def test_phi_is_missing():
-    refused("native_sparse_attention", {**good("native_sparse_attention"), "config": small(phi="linear")}, "phi|weights")
+    refused(
+        "native_sparse_attention",
+        {**good("native_sparse_attention"), "config": small(phi="linear")},
+        "phi|weights",
+    )
 
 
-@pytest.mark.parametrize("bad", ["one head more", "no head dimension", "integers", "five dimensions"])
+@pytest.mark.parametrize(
+    "bad", ["one head more", "no head dimension", "integers", "five dimensions"]
+)
 def test_tokens_of_compress(bad):
     given = good("compress")
     refused("compress", {**given, "x": WRONG[bad](given["x"])}, "x")
@@ -335,7 +405,9 @@ def test_the_message_says_what_was_given():
     with pytest.raises(ValueError, match=r"got \(20, 4, 32\)"):
         nsa.window_attention(**{**good("window_attention"), "q": torch.zeros(20, 4, 32)})
     with pytest.raises(ValueError, match=r"end at the number of tokens \(20\), got 19\."):
-        nsa.window_attention(**{**good("window_attention"), "cu_seqlens_q": torch.tensor([0, 19], dtype=torch.int32)})
+        nsa.window_attention(
+            **{**good("window_attention"), "cu_seqlens_q": torch.tensor([0, 19], dtype=torch.int32)}
+        )
 
 
 def test_a_gate_below_0():
@@ -348,5 +420,8 @@ def test_a_gate_below_0():
 def test_fp8_scores_need_a_gpu_that_has_them():
     check_fp8((8, 9))
     check_fp8((9, 0))
-    with pytest.raises(ValueError, match=r"select_blocks: config.score_precision must be exact or bf16 .* got fp8 on 8.6"):
+    with pytest.raises(
+        ValueError,
+        match=r"select_blocks: config.score_precision must be exact or bf16 .* got fp8 on 8.6",
+    ):
         check_fp8((8, 6))

@@ -19,7 +19,11 @@ SUBSETS = [on for on in itertools.product((False, True), repeat=3) if any(on)]
 
 def branches() -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     batch = make_batch(small(), (130,))
-    return (batch.normal(130, 4, 32), batch.normal(130, 4, 32), batch.normal(130, 4, 32)), batch.gates()
+    return (
+        batch.normal(130, 4, 32),
+        batch.normal(130, 4, 32),
+        batch.normal(130, 4, 32),
+    ), batch.gates()
 
 
 @pytest.mark.parametrize("on", SUBSETS)
@@ -72,11 +76,18 @@ def test_dense_batch():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_low_precision(dtype):
     outputs, gates = branches()
-    rounded, low_gates = (outputs[0].to(dtype), outputs[1].to(dtype), outputs[2].to(dtype)), gates.to(dtype)
+    rounded, low_gates = (
+        (outputs[0].to(dtype), outputs[1].to(dtype), outputs[2].to(dtype)),
+        gates.to(dtype),
+    )
     wanted = torch.from_numpy(oracle.combine([array(x) for x in rounded], array(low_gates)))
     total = combine(*rounded, low_gates)
     assert total.dtype == dtype
-    plain = rounded[0] * low_gates[..., 0, None] + rounded[1] * low_gates[..., 1, None] + rounded[2] * low_gates[..., 2, None]
+    plain = (
+        rounded[0] * low_gates[..., 0, None]
+        + rounded[1] * low_gates[..., 1, None]
+        + rounded[2] * low_gates[..., 2, None]
+    )
     assert_within_budget(total, plain, wanted, "out")
 
 
@@ -86,4 +97,6 @@ def test_gates_in_fp32_with_low_precision_branches():
     total = combine(*rounded, gates.float())
     assert total.dtype == torch.bfloat16
     wanted = oracle.combine([array(x) for x in rounded], array(gates.float()))
-    assert float((total.double() - torch.from_numpy(wanted)).norm() / np.linalg.norm(wanted)) < 2**-8
+    assert (
+        float((total.double() - torch.from_numpy(wanted)).norm() / np.linalg.norm(wanted)) < 2**-8
+    )

@@ -9,20 +9,40 @@ from torch import Tensor
 
 from nsa import compressed_attention
 from tests import oracle
-from tests.ops.cases import BATCHES, SHORT, Batch, array, grad, leaf, make_batch, named_batch, near, small, stack
+from tests.ops.cases import (
+    BATCHES,
+    SHORT,
+    Batch,
+    array,
+    grad,
+    leaf,
+    make_batch,
+    named_batch,
+    near,
+    small,
+    stack,
+)
 
 
-def expected(batch: Batch, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> list[np.ndarray]:
+def expected(
+    batch: Batch, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
+) -> list[np.ndarray]:
     def one(rows: slice, tokens: slice, blocks: slice) -> tuple[np.ndarray, np.ndarray]:
         num_rows, num_keys = rows.stop - rows.start, tokens.stop - tokens.start
-        visible = oracle.visible_cmp(num_rows, num_keys, batch.config.compress_block_size, batch.config.compress_stride)
+        visible = oracle.visible_cmp(
+            num_rows, num_keys, batch.config.compress_block_size, batch.config.compress_stride
+        )
         return oracle.attention(array(q)[rows], array(k)[blocks], array(v)[blocks], visible, scale)
 
     return stack(batch, one)
 
 
 def inputs(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    return batch.q(), batch.compressed(batch.config.head_dim), batch.compressed(batch.config.value_dim)
+    return (
+        batch.q(),
+        batch.compressed(batch.config.head_dim),
+        batch.compressed(batch.config.value_dim),
+    )
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -35,12 +55,16 @@ def test_matches_the_oracle(name):
         near(actual, wanted)
 
 
-@pytest.mark.parametrize(("l", "d", "l_sel"), [(32, 16, 64), (16, 16, 16), (16, 4, 32), (4, 4, 16), (24, 8, 32)])
+@pytest.mark.parametrize(
+    ("l", "d", "l_sel"), [(32, 16, 64), (16, 16, 16), (16, 4, 32), (4, 4, 16), (24, 8, 32)]
+)
 def test_other_block_sizes(l, d, l_sel):
     config = small(compress_block_size=l, compress_stride=d, block_size=l_sel)
     batch = make_batch(config, (257, l, l - 1, 3 * l + 1), (257, l, l - 1, 5))
     q, k, v = inputs(batch)
-    for actual, wanted in zip(compressed_attention(q, k, v, config, **batch.kwargs), expected(batch, q, k, v), strict=True):
+    for actual, wanted in zip(
+        compressed_attention(q, k, v, config, **batch.kwargs), expected(batch, q, k, v), strict=True
+    ):
         near(actual, wanted)
 
 
@@ -48,7 +72,9 @@ def test_every_short_length_alone():
     for length in SHORT:
         batch = make_batch(small(), (length,), seed=length)
         q, k, v = inputs(batch)
-        for actual, wanted in zip(compressed_attention(q, k, v, batch.config), expected(batch, q, k, v), strict=True):
+        for actual, wanted in zip(
+            compressed_attention(q, k, v, batch.config), expected(batch, q, k, v), strict=True
+        ):
             near(actual, wanted)
 
 
@@ -85,7 +111,9 @@ def test_gradients_match_the_oracle(name):
 
     def one(rows: slice, tokens: slice, blocks: slice) -> tuple[np.ndarray, ...]:
         visible = oracle.visible_cmp(rows.stop - rows.start, tokens.stop - tokens.start, 8, 4)
-        return oracle.attention_backward(array(d_out)[rows], array(q)[rows], array(k)[blocks], array(v)[blocks], visible)
+        return oracle.attention_backward(
+            array(d_out)[rows], array(q)[rows], array(k)[blocks], array(v)[blocks], visible
+        )
 
     d_q, d_k, d_v = stack(batch, one)
     real = sum(batch.num_cmp)
@@ -169,7 +197,9 @@ def test_lse_of_low_precision_inputs_is_fp32():
 def test_length_hints_change_nothing(hint):
     batch = named_batch("packed")
     q, k, v = inputs(batch)
-    out, lse = compressed_attention(q, k, v, batch.config, **batch.kwargs, max_seqlen_q=hint, max_seqlen_k=hint)
+    out, lse = compressed_attention(
+        q, k, v, batch.config, **batch.kwargs, max_seqlen_q=hint, max_seqlen_k=hint
+    )
     for actual, wanted in zip((out, lse), expected(batch, q, k, v), strict=True):
         near(actual, wanted)
 

@@ -10,7 +10,19 @@ from torch import Tensor
 from nsa import NSAConfig, PhiWeights, compress, compressed_positions
 from nsa.testing import assert_within_budget
 from tests import oracle
-from tests.ops.cases import BATCHES, SHORT, array, grad, leaf, make_batch, named_batch, near, offsets, small, stack
+from tests.ops.cases import (
+    BATCHES,
+    SHORT,
+    array,
+    grad,
+    leaf,
+    make_batch,
+    named_batch,
+    near,
+    offsets,
+    small,
+    stack,
+)
 
 PHIS = ("mean", "linear", "mlp")
 
@@ -41,7 +53,9 @@ def arrays(weights: PhiWeights | None) -> dict[str, np.ndarray]:
     return {name: array(x) for name, x in named.items() if x is not None}
 
 
-def expected_rows(config: NSAConfig, x: Tensor, lengths: tuple[int, ...], weights: PhiWeights | None) -> np.ndarray:
+def expected_rows(
+    config: NSAConfig, x: Tensor, lengths: tuple[int, ...], weights: PhiWeights | None
+) -> np.ndarray:
     batch = make_batch(config, lengths)
     sizes = (config.compress_block_size, config.compress_stride, config.phi, arrays(weights))
     return stack(batch, lambda _, tokens, __: (oracle.compress(array(x)[tokens], *sizes),))[0]
@@ -61,7 +75,10 @@ def test_matches_the_oracle(phi, name):
 
 
 @pytest.mark.parametrize("phi", PHIS)
-@pytest.mark.parametrize(("l", "d", "l_sel"), [(32, 16, 64), (16, 16, 16), (16, 4, 32), (8, 8, 16), (4, 4, 16), (24, 8, 32)])
+@pytest.mark.parametrize(
+    ("l", "d", "l_sel"),
+    [(32, 16, 64), (16, 16, 16), (16, 4, 32), (8, 8, 16), (4, 4, 16), (24, 8, 32)],
+)
 def test_other_block_sizes(phi, l, d, l_sel):
     config = small(phi=phi, compress_block_size=l, compress_stride=d, block_size=l_sel)
     lengths = (3 * l + d - 1, l - 1, l, l + d, 2 * d - 1)
@@ -108,7 +125,11 @@ def test_gradients(phi):
     lengths = (21, 3, 8)
     x = leaf(make_batch(config, lengths).k())
     weights = random_weights(config, 16)
-    names = [] if weights is None else [n for n in ("weight", "position", "w1", "w2") if getattr(weights, n) is not None]
+    names = (
+        []
+        if weights is None
+        else [n for n in ("weight", "position", "w1", "w2") if getattr(weights, n) is not None]
+    )
     leaves = [leaf(getattr(weights, name)) for name in names]
 
     def run(x: Tensor, *parameters: Tensor) -> Tensor:
@@ -146,7 +167,9 @@ def test_start_values_give_the_mean():
     batch = make_batch(small(), (130,))
     x = batch.k()
     mean, cu = compress(x, None, small())
-    linear, _ = compress(x, PhiWeights(weight=torch.full((2, 8, 16), 1 / 8).double()), small(phi="linear"))
+    linear, _ = compress(
+        x, PhiWeights(weight=torch.full((2, 8, 16), 1 / 8).double()), small(phi="linear")
+    )
     given = random_weights(small(phi="mlp"), 16)
     assert given is not None
     assert given.w2 is not None
@@ -183,7 +206,9 @@ def test_low_precision(phi, dtype):
     lengths = (130, 9, 257)
     x = make_batch(config, lengths).k().to(dtype)
     weights = random_weights(config, 16)
-    rounded = PhiWeights(**{name: torch.from_numpy(w).to(dtype) for name, w in arrays(weights).items()})
+    rounded = PhiWeights(
+        **{name: torch.from_numpy(w).to(dtype) for name, w in arrays(weights).items()}
+    )
     y, cu = compress(x, rounded if arrays(weights) else None, config, offsets(lengths))
     assert y.dtype == dtype
     expected = torch.from_numpy(expected_rows(config, x, lengths, rounded))
@@ -198,7 +223,9 @@ def test_low_precision(phi, dtype):
         assert rounded.position is not None
         assert rounded.w1 is not None
         assert rounded.w2 is not None
-        hidden = torch.nn.functional.silu(torch.einsum("che,heo->cho", (blocks + rounded.position).flatten(2), rounded.w1))
+        hidden = torch.nn.functional.silu(
+            torch.einsum("che,heo->cho", (blocks + rounded.position).flatten(2), rounded.w1)
+        )
         baseline = baseline + torch.einsum("cho,hod->chd", hidden, rounded.w2)
     assert_within_budget(y[: int(cu[-1])], baseline, expected, phi)
 
@@ -209,7 +236,9 @@ def test_positions(where, l, d):
     config = small(compress_rope=where, compress_block_size=l, compress_stride=d)
     lengths = (130, 0, l, 257, l - 1)
     counts = [oracle.num_compressed(n, l, d) for n in lengths]
-    expected = [oracle.compressed_position(i, l, d, where) for count in counts for i in range(count)]
+    expected = [
+        oracle.compressed_position(i, l, d, where) for count in counts for i in range(count)
+    ]
     actual = compressed_positions(config, offsets(lengths), sum(lengths) // d)
     assert actual.dtype == torch.int64
     assert actual.shape == (sum(lengths) // d,)

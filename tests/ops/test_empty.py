@@ -37,7 +37,9 @@ def test_module(phi, shape):
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_language_model(attention, shape):
-    config = LMConfig(vocab_size=20, width=48, num_layers=1, attention=attention, nsa=small(), mlp_hidden_size=16)
+    config = LMConfig(
+        vocab_size=20, width=48, num_layers=1, attention=attention, nsa=small(), mlp_hidden_size=16
+    )
     model = LanguageModel(config)
     logits = model(torch.zeros(shape, dtype=torch.int64))
     assert logits.shape == (*shape, 20)

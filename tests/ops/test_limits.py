@@ -31,7 +31,9 @@ BATCH = make_batch(CONFIG, (LENGTH,))
 
 @pytest.fixture(autouse=True)
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KernelInterface, "__getitem__", lambda self, grid: lambda *args, **kwargs: None)
+    monkeypatch.setattr(
+        KernelInterface, "__getitem__", lambda self, grid: lambda *args, **kwargs: None
+    )
     monkeypatch.setattr("nsa.ops._backend.kernels_run_on_cpu", lambda: True)
 
 
@@ -47,7 +49,9 @@ def cmp() -> tuple[Tensor, Tensor]:
 def run_whole(**changes: Any) -> None:
     q, k, v = tensors()
     config = dataclasses.replace(CONFIG, **changes)
-    native_sparse_attention(q, k, v, k, v, k, v, BATCH.gates().float(), None, config, backend="triton")
+    native_sparse_attention(
+        q, k, v, k, v, k, v, BATCH.gates().float(), None, config, backend="triton"
+    )
 
 
 def run_selected(algorithm: str, n: int = 4, backward: bool = False, **changes: Any) -> None:
@@ -95,22 +99,52 @@ CASES: dict[str, tuple[Callable[[], None], str, int, str]] = {
         "native_sparse_attention: k_win .* tokens of keys",
     ),
     "whole, tokens": (run_whole, "TOKENS", LENGTH, "compress: x .* tokens of keys"),
-    "window, rows": (run_window, "NUMBERS", ROWS, "window_attention: q .* rows (tokens times query heads)"),
+    "window, rows": (
+        run_window,
+        "NUMBERS",
+        ROWS,
+        "window_attention: q .* rows (tokens times query heads)",
+    ),
     "window, tokens": (run_window, "TOKENS", LENGTH, "window_attention: k .* tokens of keys"),
     "compressed, rows": (run_compressed, "NUMBERS", ROWS, "compressed_attention: q .* rows"),
-    "compressed, tokens": (run_compressed, "TOKENS", LENGTH, "compressed_attention: k_cmp .* tokens of keys"),
+    "compressed, tokens": (
+        run_compressed,
+        "TOKENS",
+        LENGTH,
+        "compressed_attention: k_cmp .* tokens of keys",
+    ),
     "selection, rows": (run_selection, "NUMBERS", ROWS, "select_blocks: q .* rows"),
-    "selection, tokens": (run_selection, "TOKENS", LENGTH, "select_blocks: k_cmp .* tokens of keys"),
+    "selection, tokens": (
+        run_selection,
+        "TOKENS",
+        LENGTH,
+        "select_blocks: k_cmp .* tokens of keys",
+    ),
     "compress, tokens": (run_compress, "TOKENS", LENGTH, "compress: x .* tokens of keys"),
-    "selected, tokens": (lambda: run_selected("tiled"), "TOKENS", LENGTH, "selected_attention: k .* tokens of keys"),
-    "selected, entries": (lambda: run_selected("tiled"), "NUMBERS", ENTRIES, "selected_attention: block_indices .* entries"),
+    "selected, tokens": (
+        lambda: run_selected("tiled"),
+        "TOKENS",
+        LENGTH,
+        "selected_attention: k .* tokens of keys",
+    ),
+    "selected, entries": (
+        lambda: run_selected("tiled"),
+        "NUMBERS",
+        ENTRIES,
+        "selected_attention: block_indices .* entries",
+    ),
     "selected, slots": (
         lambda: run_selected("gathered", 8),
         "NUMBERS",
         LENGTH * 4 * 8,
         "selected_attention: q .* rows of slots",
     ),
-    "selected, lists": (lambda: run_selected("tiled"), "LISTED", QUERIES * 4, "selected_attention: block_indices .* slots"),
+    "selected, lists": (
+        lambda: run_selected("tiled"),
+        "LISTED",
+        QUERIES * 4,
+        "selected_attention: block_indices .* slots",
+    ),
     "selected, sorted": (
         lambda: run_selected("tiled"),
         "SORTED",
@@ -143,14 +177,20 @@ def test_slots_of_the_backward(monkeypatch):
     ids = torch.zeros(LENGTH, 2, 8, dtype=torch.int32)
     out, _ = selected_attention(*tensors(), ids, CONFIG, algorithm="gathered", backend="triton")
     monkeypatch.setattr(_limits, "NUMBERS", LENGTH * 4 * 8)
-    with pytest.raises(ValueError, match=r"^selected_attention: q must have fewer than 6400 rows of slots .*, got 6400\."):
+    with pytest.raises(
+        ValueError,
+        match=r"^selected_attention: q must have fewer than 6400 rows of slots .*, got 6400\.",
+    ):
         out.sum().backward()
 
 
 def test_keys_of_the_index(monkeypatch):
     """Blocks by KV heads by segments are more than anything else only where sequences are many: called directly."""
     monkeypatch.setattr(_limits, "NUMBERS", 26)
-    with pytest.raises(ValueError, match=r"^selected_attention: k must have fewer than 26 blocks times KV heads .*, got 26\."):
+    with pytest.raises(
+        ValueError,
+        match=r"^selected_attention: k must have fewer than 26 blocks times KV heads .*, got 26\.",
+    ):
         new_index_of(1)
     monkeypatch.setattr(_limits, "NUMBERS", 27)
     assert new_index_of(1).none == 26
@@ -165,7 +205,8 @@ def new_index_of(segments: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "fits"), [(2**29 - 2**14 - 1, 4, True), (2**29 - 2**14, 4, False), (2**30, 2, False)]
+    ("tokens", "heads", "fits"),
+    [(2**29 - 2**14 - 1, 4, True), (2**29 - 2**14, 4, False), (2**30, 2, False)],
 )
 def test_limits_as_they_are(tokens, heads, fits):
     """Without memory for so many."""
@@ -174,7 +215,9 @@ def test_limits_as_they_are(tokens, heads, fits):
         _limits.check_queries("window_attention", q)
         _limits.check_keys("window_attention", "k", q)
         return
-    with pytest.raises(ValueError, match=rf"q must have fewer than 2147418112 rows .*, got {tokens * heads}\."):
+    with pytest.raises(
+        ValueError, match=rf"q must have fewer than 2147418112 rows .*, got {tokens * heads}\."
+    ):
         _limits.check_queries("window_attention", q)
 
 
@@ -182,7 +225,10 @@ def test_limits_as_they_are(tokens, heads, fits):
     ("changes", "message"),
     [
         ({"window_size": 2**30 + 1}, "window_size must be at most 2**30, got 1073741825"),
-        ({"num_heads": 2**16, "num_kv_heads": 2**16}, "num_kv_heads must be less than 65,536, got 65536"),
+        (
+            {"num_heads": 2**16, "num_kv_heads": 2**16},
+            "num_kv_heads must be less than 65,536, got 65536",
+        ),
     ],
 )
 def test_patterns_that_kernels_cannot_number(changes, message):
@@ -192,5 +238,10 @@ def test_patterns_that_kernels_cannot_number(changes, message):
 
 def test_a_hint_beyond_all_tokens():
     cu = torch.tensor([0, LENGTH], dtype=torch.int32)
-    with pytest.raises(ValueError, match=re.escape("max_seqlen_q must be at least 0 and at most 2**30, got 2147483647")):
-        window_attention(*tensors(), CONFIG, cu_seqlens_q=cu, max_seqlen_q=2**31 - 1, backend="triton")
+    with pytest.raises(
+        ValueError,
+        match=re.escape("max_seqlen_q must be at least 0 and at most 2**30, got 2147483647"),
+    ):
+        window_attention(
+            *tensors(), CONFIG, cu_seqlens_q=cu, max_seqlen_q=2**31 - 1, backend="triton"
+        )

@@ -94,7 +94,14 @@ def test_what_models_begin_with_refuses_it(asked: list[Any]) -> None:
         tokens = torch.empty(20, dtype=torch.int64, device="cuda:0")
         x, weight = torch.empty(20, 24, device="cuda:0"), torch.empty(32, 24, device="cuda:0")
         with pytest.raises(UserError, match=f"project: x must {RULE}"):
-            project(x, [weight], None, Columns((Heads(2, 16),)), Sequences(None, 1, 20, 20, x.device), nsa.Rope(16))
+            project(
+                x,
+                [weight],
+                None,
+                Columns((Heads(2, 16),)),
+                Sequences(None, 1, 20, 20, x.device),
+                nsa.Rope(16),
+            )
         with pytest.raises(UserError, match=f"embed: weight must {RULE}"):
             embed(tokens, torch.empty(256, 32, device="cuda:0"))
     assert asked == [0]

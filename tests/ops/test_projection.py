@@ -34,7 +34,9 @@ def is_view(module: NativeSparseAttention) -> bool:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"share_kv": True}, {"gate": "fixed"}, {"gate_hidden_size": 5}, {"branches": ("win",)}], ids=str
+    "changes",
+    [{}, {"share_kv": True}, {"gate": "fixed"}, {"gate_hidden_size": 5}, {"branches": ("win",)}],
+    ids=str,
 )
 def test_weights_lie_together(changes: dict[str, Any]) -> None:
     module = make(**changes)
@@ -86,9 +88,15 @@ def test_rows_behind_the_memory_are_not_read() -> None:
 def test_sequences_for_all_layers() -> None:
     module, x, cu = make(), torch.randn(90, 24), offsets((70, 3, 0, 17))
     expected = module(x, cu_seqlens=cu, max_seqlen=70)
-    for sequences in (Sequences.packed(cu, 70), Sequences.packed(cu), Sequences.packed(cu, 70).with_blocks(module.config)):
+    for sequences in (
+        Sequences.packed(cu, 70),
+        Sequences.packed(cu),
+        Sequences.packed(cu, 70).with_blocks(module.config),
+    ):
         assert torch.equal(module(x, sequences=sequences), expected)
-    assert torch.equal(module(x.view(2, 45, 24), sequences=Sequences.packed(cu)), expected.view(2, 45, 24))
+    assert torch.equal(
+        module(x.view(2, 45, 24), sequences=Sequences.packed(cu)), expected.view(2, 45, 24)
+    )
 
 
 def test_blocks_of_another_pattern_are_counted_anew() -> None:

@@ -13,8 +13,15 @@ from tests.ops.cases import BATCHES, Batch, make_batch, named_batch, offsets, sm
 def wanted_ranges(batch: Batch, ids: torch.Tensor) -> list:
     rows = []
     for query, tokens, _ in batch.slices:
-        for row in oracle.token_ranges(ids[query].numpy(), tokens.stop - tokens.start, batch.config.block_size):
-            rows.append([[*map(list, ranges), *[[-1, -1]] * (ids.shape[-1] - len(ranges))] for ranges in row])
+        for row in oracle.token_ranges(
+            ids[query].numpy(), tokens.stop - tokens.start, batch.config.block_size
+        ):
+            rows.append(
+                [
+                    [*map(list, ranges), *[[-1, -1]] * (ids.shape[-1] - len(ranges))]
+                    for ranges in row
+                ]
+            )
     return rows
 
 
@@ -30,11 +37,19 @@ def test_matches_the_oracle(name, num_blocks):
 
 
 def test_by_hand():
-    ids = torch.tensor([[[5, 0, 1, 4]], [[0, 2, 4, -1]], [[-1, -1, -1, -1]], [[9, 5, 3, -2]]], dtype=torch.int32)
-    ranges = blocks_to_ranges(ids, small(num_heads=1, num_kv_heads=1), cu_seqlens_q=offsets([4]), cu_seqlens_k=offsets([90]))
+    ids = torch.tensor(
+        [[[5, 0, 1, 4]], [[0, 2, 4, -1]], [[-1, -1, -1, -1]], [[9, 5, 3, -2]]], dtype=torch.int32
+    )
+    ranges = blocks_to_ranges(
+        ids,
+        small(num_heads=1, num_kv_heads=1),
+        cu_seqlens_q=offsets([4]),
+        cu_seqlens_k=offsets([90]),
+    )
     unused = [-1, -1]
     assert ranges[:, 0].tolist() == [
-        [[0, 32], [64, 87], unused, unused],  # t = 86: blocks 4 and 5 merge, the current one is cut at t + 1
+        # t = 86: blocks 4 and 5 merge, the current one is cut at t + 1
+        [[0, 32], [64, 87], unused, unused],
         [[0, 16], [32, 48], [64, 80], unused],
         [unused, unused, unused, unused],
         [[48, 64], [80, 90], unused, unused],  # block 9 is in the future
@@ -43,7 +58,12 @@ def test_by_hand():
 
 def test_a_block_that_is_named_again_counts_once():
     ids = torch.tensor([[[1, 0, 1, 3, 1]]], dtype=torch.int32)
-    ranges = blocks_to_ranges(ids, small(num_heads=1, num_kv_heads=1), cu_seqlens_q=offsets([1]), cu_seqlens_k=offsets([90]))
+    ranges = blocks_to_ranges(
+        ids,
+        small(num_heads=1, num_kv_heads=1),
+        cu_seqlens_q=offsets([1]),
+        cu_seqlens_k=offsets([90]),
+    )
     assert ranges[0, 0].tolist() == [[0, 32], [48, 64], [-1, -1], [-1, -1], [-1, -1]]
 
 
@@ -81,14 +101,18 @@ def test_check_inputs_allows_absent_ids_to_repeat():
 def test_check_inputs_refuses_bad_offsets(cu_q, cu_k, argument):
     given = None if cu_k is None else torch.tensor(cu_k, dtype=torch.int32)
     with pytest.raises(ValueError, match=rf"^check_inputs: {argument}\w* must .*, got ") as error:
-        check_inputs(small(), cu_seqlens_q=torch.tensor(cu_q, dtype=torch.int32), cu_seqlens_k=given)
+        check_inputs(
+            small(), cu_seqlens_q=torch.tensor(cu_q, dtype=torch.int32), cu_seqlens_k=given
+        )
     assert str(error.value).endswith(".")
 
 
 def test_check_inputs_refuses_a_repeated_block():
     ids = named_batch("one").block_indices()
     ids[100, 1] = torch.tensor([3, 0, 5, 3], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"^check_inputs: block_indices must .*block 3 .*query 100.*head 1"):
+    with pytest.raises(
+        ValueError, match=r"^check_inputs: block_indices must .*block 3 .*query 100.*head 1"
+    ):
         check_inputs(small(), cu_seqlens_q=offsets([257]), block_indices=ids)
 
 

@@ -9,7 +9,20 @@ from torch import Tensor
 
 from nsa import compressed_attention, select_blocks, selected_attention
 from tests import oracle
-from tests.ops.cases import BATCHES, SHORT, Batch, array, grad, leaf, make_batch, named_batch, near, small, stack, torch_dense
+from tests.ops.cases import (
+    BATCHES,
+    SHORT,
+    Batch,
+    array,
+    grad,
+    leaf,
+    make_batch,
+    named_batch,
+    near,
+    small,
+    stack,
+    torch_dense,
+)
 
 
 def expected(
@@ -17,7 +30,9 @@ def expected(
 ) -> list[np.ndarray]:
     def one(rows: slice, tokens: slice, _: slice) -> tuple[np.ndarray, np.ndarray]:
         ids = block_indices[rows].numpy()
-        visible = oracle.visible_slc(rows.stop - rows.start, tokens.stop - tokens.start, ids, batch.config.block_size)
+        visible = oracle.visible_slc(
+            rows.stop - rows.start, tokens.stop - tokens.start, ids, batch.config.block_size
+        )
         return oracle.attention(array(q)[rows], array(k)[tokens], array(v)[tokens], visible, scale)
 
     return stack(batch, one)
@@ -71,7 +86,9 @@ def test_current_block_is_causal_token_by_token():
     for t in range(128):
         own_block = slice(t // 16 * 16, t + 1)
         keys, values = array(k)[own_block], array(v)[own_block]
-        wanted, _ = oracle.attention(array(q)[t : t + 1], keys, values, oracle.visible_dense(1, len(keys)))
+        wanted, _ = oracle.attention(
+            array(q)[t : t + 1], keys, values, oracle.visible_dense(1, len(keys))
+        )
         near(out[t : t + 1], wanted)
     near(out[::16], array(v[::16].repeat_interleave(2, dim=1)))
 
@@ -97,8 +114,12 @@ def test_gradients_match_the_oracle(name):
     out.backward(d_out)
 
     def one(rows: slice, tokens: slice, _: slice) -> tuple[np.ndarray, ...]:
-        visible = oracle.visible_slc(rows.stop - rows.start, tokens.stop - tokens.start, ids[rows].numpy(), 16)
-        return oracle.attention_backward(array(d_out)[rows], array(q)[rows], array(k)[tokens], array(v)[tokens], visible)
+        visible = oracle.visible_slc(
+            rows.stop - rows.start, tokens.stop - tokens.start, ids[rows].numpy(), 16
+        )
+        return oracle.attention_backward(
+            array(d_out)[rows], array(q)[rows], array(k)[tokens], array(v)[tokens], visible
+        )
 
     for x, wanted in zip((q, k, v), stack(batch, one), strict=True):
         near(grad(x), wanted)
@@ -107,13 +128,17 @@ def test_gradients_match_the_oracle(name):
 def test_gradcheck():
     config = small(num_heads=2, num_kv_heads=1, value_dim=16)
     batch = make_batch(config, (37, 5), (4, 3))
-    ids = torch.tensor([[2, 0, -1], [1, 9, 2], [-1, -1, -1], [0, 1, 2], [0, -1, 1], [-3, -1, 1], [0, -1, -1]])
+    ids = torch.tensor(
+        [[2, 0, -1], [1, 9, 2], [-1, -1, -1], [0, 1, 2], [0, -1, 1], [-3, -1, 1], [0, -1, -1]]
+    )
     ids = ids[:, None].int()
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return selected_attention(q, k, v, ids, config, **batch.kwargs)[0]
 
-    assert torch.autograd.gradcheck(run, (leaf(batch.q()), leaf(batch.k()), leaf(batch.v())), fast_mode=True)
+    assert torch.autograd.gradcheck(
+        run, (leaf(batch.q()), leaf(batch.k()), leaf(batch.v())), fast_mode=True
+    )
 
 
 def test_block_that_nobody_selected_has_no_gradient():
@@ -137,16 +162,24 @@ def test_order_of_the_indices_does_not_matter(name):
     q, k, v, ids = batch.q(), batch.k(), batch.v(), batch.block_indices()
     out, lse = selected_attention(q, k, v, ids, batch.config, **batch.kwargs)
     for order in ([3, 2, 1, 0], [2, 0, 3, 1]):
-        other_out, other_lse = selected_attention(q, k, v, ids[..., order], batch.config, **batch.kwargs)
+        other_out, other_lse = selected_attention(
+            q, k, v, ids[..., order], batch.config, **batch.kwargs
+        )
         near(other_out, array(out), 1e-14)
         near(other_lse, array(lse), 1e-14)
 
 
 def test_a_block_that_is_named_again_counts_once():
     batch = named_batch("packed")
-    ids, (q, k, v) = batch.block_indices(6), (x.requires_grad_() for x in (batch.q(), batch.k(), batch.v()))
+    ids, (q, k, v) = (
+        batch.block_indices(6),
+        (x.requires_grad_() for x in (batch.q(), batch.k(), batch.v())),
+    )
     repeated = torch.cat((ids, ids.flip(-1)), dim=-1)
-    results = [selected_attention(q, k, v, given, batch.config, **batch.kwargs) for given in (ids, repeated)]
+    results = [
+        selected_attention(q, k, v, given, batch.config, **batch.kwargs)
+        for given in (ids, repeated)
+    ]
     grads = [torch.autograd.grad(out.sum(), (q, k, v)) for out, _ in results]
     for x, y in zip((*results[0], *grads[0]), (*results[1], *grads[1]), strict=True):
         assert torch.equal(x, y)
@@ -191,7 +224,9 @@ def test_full_coverage_is_dense_causal_attention():
     _, lse_cmp = compressed_attention(q, k_cmp, None, config)
     ids = select_blocks(q, k_cmp, lse_cmp, config)
     out, lse = selected_attention(q, k, v, ids, config)
-    dense, dense_lse = oracle.attention(array(q), array(k), array(v), oracle.visible_dense(257, 257))
+    dense, dense_lse = oracle.attention(
+        array(q), array(k), array(v), oracle.visible_dense(257, 257)
+    )
     near(out, dense)
     near(lse, dense_lse)
     near(out, array(torch_dense(q, k, v)))
@@ -202,7 +237,9 @@ def test_sparse_choice_is_not_dense():
     batch = make_batch(small(), (257,))
     q, k, v, k_cmp = batch.q(), batch.k(), batch.v(), batch.compressed(16)
     _, lse_cmp = compressed_attention(q, k_cmp, None, batch.config)
-    out, _ = selected_attention(q, k, v, select_blocks(q, k_cmp, lse_cmp, batch.config), batch.config)
+    out, _ = selected_attention(
+        q, k, v, select_blocks(q, k_cmp, lse_cmp, batch.config), batch.config
+    )
     dense, _ = oracle.attention(array(q), array(k), array(v), oracle.visible_dense(257, 257))
     near(out[:64], dense[:64])
     assert float(np.abs(array(out)[64:] - dense[64:]).max()) > 0.1

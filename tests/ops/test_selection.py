@@ -14,23 +14,48 @@ from nsa import NSAConfig, compressed_attention, select_blocks
 from nsa.ops._sequences import Sequences
 from nsa.ops.selection.reference import block_scores, choose_blocks
 from tests import oracle
-from tests.ops.cases import BATCHES, SHORT, Batch, array, disagreements, make_batch, named_batch, near, small, stack
+from tests.ops.cases import (
+    BATCHES,
+    SHORT,
+    Batch,
+    array,
+    disagreements,
+    make_batch,
+    named_batch,
+    near,
+    small,
+    stack,
+)
 
 PATTERNS = {
     "small": small(),
-    "paper": small(compress_block_size=32, compress_stride=16, block_size=64, num_selected_blocks=4),
-    "no overlap": small(compress_block_size=16, compress_stride=16, block_size=32, num_selected_blocks=3),
-    "long blocks": small(compress_block_size=32, compress_stride=4, block_size=32, num_selected_blocks=4),
-    "equal sizes": small(compress_block_size=16, compress_stride=4, block_size=16, num_selected_blocks=4),
-    "l is 3 d": small(compress_block_size=24, compress_stride=8, block_size=32, num_selected_blocks=3),
+    "paper": small(
+        compress_block_size=32, compress_stride=16, block_size=64, num_selected_blocks=4
+    ),
+    "no overlap": small(
+        compress_block_size=16, compress_stride=16, block_size=32, num_selected_blocks=3
+    ),
+    "long blocks": small(
+        compress_block_size=32, compress_stride=4, block_size=32, num_selected_blocks=4
+    ),
+    "equal sizes": small(
+        compress_block_size=16, compress_stride=4, block_size=16, num_selected_blocks=4
+    ),
+    "l is 3 d": small(
+        compress_block_size=24, compress_stride=8, block_size=32, num_selected_blocks=3
+    ),
 }
 
 
 def library_scores(batch: Batch, q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
     _, lse = compressed_attention(q, k, None, batch.config, softmax_scale=scale, **batch.kwargs)
     offsets = batch.kwargs["cu_seqlens_q"], batch.kwargs["cu_seqlens_k"]
-    sequences = Sequences(offsets, len(batch.lengths_k), max(batch.lengths_q), max(batch.lengths_k), q.device)
-    return block_scores(q, k, lse, batch.config, sequences, batch.config.head_dim**-0.5 if scale is None else scale)
+    sequences = Sequences(
+        offsets, len(batch.lengths_k), max(batch.lengths_q), max(batch.lengths_k), q.device
+    )
+    return block_scores(
+        q, k, lse, batch.config, sequences, batch.config.head_dim**-0.5 if scale is None else scale
+    )
 
 
 def oracle_scores(batch: Batch, q: Tensor, k: Tensor, scale: float | None = None) -> np.ndarray:
@@ -40,7 +65,9 @@ def oracle_scores(batch: Batch, q: Tensor, k: Tensor, scale: float | None = None
 
     def one(rows: slice, tokens: slice, blocks: slice) -> tuple[np.ndarray]:
         sizes = (config.compress_block_size, config.compress_stride, config.block_size)
-        scores = oracle.block_scores(array(q)[rows], array(k)[blocks], tokens.stop - tokens.start, *sizes, scale)
+        scores = oracle.block_scores(
+            array(q)[rows], array(k)[blocks], tokens.stop - tokens.start, *sizes, scale
+        )
         return (np.pad(scores, ((0, 0), (0, 0), (0, most - scores.shape[2]))),)
 
     return stack(batch, one)[0]
@@ -48,8 +75,16 @@ def oracle_scores(batch: Batch, q: Tensor, k: Tensor, scale: float | None = None
 
 def oracle_choice(batch: Batch, scores: np.ndarray) -> np.ndarray:
     config = batch.config
-    sizes = (config.num_selected_blocks, config.num_init_blocks, config.num_local_blocks, config.block_size)
-    return stack(batch, lambda rows, tokens, _: (oracle.choose(scores[rows], tokens.stop - tokens.start, *sizes),))[0]
+    sizes = (
+        config.num_selected_blocks,
+        config.num_init_blocks,
+        config.num_local_blocks,
+        config.block_size,
+    )
+    return stack(
+        batch,
+        lambda rows, tokens, _: (oracle.choose(scores[rows], tokens.stop - tokens.start, *sizes),),
+    )[0]
 
 
 def choice(batch: Batch, q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
@@ -57,7 +92,8 @@ def choice(batch: Batch, q: Tensor, k: Tensor, scale: float | None = None) -> Te
     return select_blocks(q, k, lse, batch.config, softmax_scale=scale, **batch.kwargs)
 
 
-# -------------------------------------------------------------------------------------------------------------- scores
+# --------------------------------------------------------------------------------------------------------------
+# scores
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -97,7 +133,9 @@ def test_stencil_is_the_overlap_of_tokens(pattern):
         k[i] = 1.0
         scores = library_scores(batch, torch.full((1, 4, 16), 30.0).double(), k)
         for j in range(-(-300 // l_sel)):
-            shared = sum(1 for token in range(i * d, i * d + l) if j * l_sel <= token < (j + 1) * l_sel)
+            shared = sum(
+                1 for token in range(i * d, i * d + l) if j * l_sel <= token < (j + 1) * l_sel
+            )
             near(scores[0, :, j], np.full(2, config.group_size * shared / d))
 
 
@@ -111,13 +149,16 @@ def test_scores_do_not_depend_on_the_place_in_a_tile():
     for dtype, pattern in itertools.product((torch.float64, torch.float32), PATTERNS):
         config = PATTERNS[pattern]
         batch = make_batch(config, (900,), (1,))
-        scores = library_scores(batch, torch.zeros(1, 4, 16, dtype=dtype), batch.compressed(16).to(dtype))
+        scores = library_scores(
+            batch, torch.zeros(1, 4, 16, dtype=dtype), batch.compressed(16).to(dtype)
+        )
         inner = scores[0, :, 1 : 900 // config.block_size - 2]
         assert inner.shape[-1] >= 10
         assert bool((inner == inner[:, :1]).all()), pattern
 
 
-# -------------------------------------------------------------------------------------------------------------- choice
+# --------------------------------------------------------------------------------------------------------------
+# choice
 
 
 def chosen(scores: Any, positions: list[int], config: NSAConfig) -> list[list[int]]:
@@ -192,7 +233,15 @@ def test_forced_blocks_that_coincide_leave_their_place(init, local, wanted):
 def test_choice_with_many_ties_matches_the_oracle():
     """Integer scores from a small range: a tie in nearly every row."""
     rng = np.random.default_rng(0)
-    for n, init, local in ((1, 0, 1), (2, 0, 1), (4, 1, 2), (5, 0, 3), (6, 3, 3), (7, 2, 1), (16, 1, 2)):
+    for n, init, local in (
+        (1, 0, 1),
+        (2, 0, 1),
+        (4, 1, 2),
+        (5, 0, 3),
+        (6, 3, 3),
+        (7, 2, 1),
+        (16, 1, 2),
+    ):
         config = small(num_selected_blocks=n, num_init_blocks=init, num_local_blocks=local)
         scores = rng.integers(0, 4, size=(257, 2, 17)).astype(float)
         wanted = oracle.choose(scores, 257, n, init, local, 16)
@@ -234,7 +283,9 @@ def test_every_short_length_alone():
         q, k = batch.q(), batch.compressed(16)
         _, lse = compressed_attention(q, k, None, batch.config)
         actual = select_blocks(q, k, lse, batch.config)
-        np.testing.assert_array_equal(actual.numpy(), oracle_choice(batch, oracle_scores(batch, q, k)))
+        np.testing.assert_array_equal(
+            actual.numpy(), oracle_choice(batch, oracle_scores(batch, q, k))
+        )
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8, 12, 16])
@@ -242,7 +293,9 @@ def test_the_whole_group_votes(group):
     batch = make_batch(small(num_heads=2 * group), (160,))
     q, k = batch.q(), batch.compressed(16)
     near(library_scores(batch, q, k), oracle_scores(batch, q, k))
-    np.testing.assert_array_equal(choice(batch, q, k).numpy(), oracle_choice(batch, oracle_scores(batch, q, k)))
+    np.testing.assert_array_equal(
+        choice(batch, q, k).numpy(), oracle_choice(batch, oracle_scores(batch, q, k))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -63,7 +63,14 @@ def test_both_begin_and_end_together(said: list[str]) -> None:
         with streams.on_side():
             wait = streams.record()
         wait()
-    assert said == ["1 waits for 0", "on 1", "event of 1", "off 1", "0 waits for the event of 1", "0 waits for 1"]
+    assert said == [
+        "1 waits for 0",
+        "on 1",
+        "event of 1",
+        "off 1",
+        "0 waits for the event of 1",
+        "0 waits for 1",
+    ]
 
 
 def test_a_fork_lets_the_side_wait_again(said: list[str]) -> None:
@@ -75,13 +82,24 @@ def test_a_fork_lets_the_side_wait_again(said: list[str]) -> None:
     assert said == ["1 waits for 0", "on 1", "off 1", "0 waits for 1"]
 
 
-def test_one_within_another_has_a_side_of_its_own(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_within_another_has_a_side_of_its_own(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the selected branch within whole attention."""
     with fork_join(DEVICE) as outer, outer.on_side():
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: outer.side)
         with fork_join(DEVICE) as inner, inner.on_side():
             pass
-    assert said == ["1 waits for 0", "on 1", "2 waits for 1", "on 2", "off 2", "1 waits for 2", "off 1", "0 waits for 1"]
+    assert said == [
+        "1 waits for 0",
+        "on 1",
+        "2 waits for 1",
+        "on 2",
+        "off 2",
+        "1 waits for 2",
+        "off 1",
+        "0 waits for 1",
+    ]
 
 
 def test_an_error_leaves_nothing_behind_on_the_side(said: list[str]) -> None:
@@ -102,7 +120,9 @@ def test_every_call_has_the_same_side(said: list[str]) -> None:
     assert [line for line in said if line.startswith("on")] == ["on 1", "on 1"]
 
 
-@pytest.mark.parametrize(("device", "enabled"), [(torch.device("cpu"), True), (DEVICE, False)], ids=["cpu", "no work"])
+@pytest.mark.parametrize(
+    ("device", "enabled"), [(torch.device("cpu"), True), (DEVICE, False)], ids=["cpu", "no work"]
+)
 def test_all_on_one_stream(said: list[str], device: torch.device, enabled: bool) -> None:
     with fork_join(device, enabled=enabled) as streams:
         with streams.on_side():

@@ -1,8 +1,8 @@
 """Memory of operators that run on several streams: what the rules of nsa/ops/_side_stream.py ask for, held without a GPU.
 
-Launchers run as always, on tensors of the CPU, and kernels are left out. A model of streams knows who waits for whom; it is
-told which stream makes, uses and lets go each piece of memory, and finds what another tensor could overwrite, whatever other
-streams there are.
+Launchers run as always, on tensors of the CPU, and kernels are left out. A model of streams knows
+who waits for whom; it is told which stream makes, uses and lets go each piece of memory, and finds
+what another tensor could overwrite, whatever other streams there are.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class StreamModel(TorchDispatchMode):
         _side_stream.side_of.cache_clear()
         real = _side_stream.fork_join
         for module in (whole, triton_launch):
-            monkeypatch.setattr(module, "fork_join", lambda device, enabled=True: real(CUDA, enabled))
+            monkeypatch.setattr(
+                module, "fork_join", lambda device, enabled=True: real(CUDA, enabled)
+            )
         monkeypatch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: self.launch)
 
     def new_stream(self, device: torch.device, priority: int) -> ModelStream:
@@ -125,7 +127,9 @@ class StreamModel(TorchDispatchMode):
         with self.on(self.made[number]):
             self.touch("a kernel", arguments)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         self.touch(str(func), [args, kwargs])
         result = func(*args, **(kwargs or {}))
         if func._schema.is_mutable or func in _replay._ZEROS:
@@ -140,7 +144,9 @@ class StreamModel(TorchDispatchMode):
             if isinstance(x, Tensor):
                 memory = self.hold(x, f"{tuple(x.shape)} of {what}")
                 if stream.clock.get(memory.home.number, 0) < memory.made:
-                    self.faults.append(f"{memory.name}: made on {memory.home.number} after the fork of {stream.number}")
+                    self.faults.append(
+                        f"{memory.name}: made on {memory.home.number} after the fork of {stream.number}"
+                    )
                 memory.used[stream.number] = time
 
     def hold(self, x: Tensor, name: str) -> Memory:
@@ -155,7 +161,9 @@ class StreamModel(TorchDispatchMode):
     def release(self, key: int) -> None:
         memory = self.memory.pop(key)
         if memory.late():
-            self.faults.append(f"{memory.name}: let go on {memory.home.number} before {memory.late()} is done")
+            self.faults.append(
+                f"{memory.name}: let go on {memory.home.number} before {memory.late()} is done"
+            )
 
     def check(self, results: Sequence[Tensor]) -> None:
         for x in results:
@@ -173,7 +181,8 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamModel]:
     _side_stream.side_of.cache_clear()
 
 
-# --------------------------------------------------------------------------------------------------- the model itself
+# ---------------------------------------------------------------------------------------------------
+# the model itself
 
 BREAKS: dict[str, Callable[[StreamModel, Any], Tensor]] = {}
 
@@ -238,7 +247,8 @@ def test_the_model_finds_nothing_where_the_rules_are_kept(model: StreamModel) ->
         model.check([out, y])
 
 
-# ------------------------------------------------------------------------------------------------------- the operators
+# -------------------------------------------------------------------------------------------------------
+# the operators
 
 PATTERN = NSAConfig(
     num_heads=4, num_kv_heads=2, head_dim=16, value_dim=32, compress_block_size=8, compress_stride=4, block_size=16,
@@ -283,7 +293,13 @@ class Call:
             for size in sizes
         ]
         q_cmp = self.rows(tokens, pattern.num_heads, pattern.head_dim) if self.own_queries else None
-        return self.q(), q_cmp, *(cmp if pattern.scores_blocks else (None, None)), *others, self.gates()
+        return (
+            self.q(),
+            q_cmp,
+            *(cmp if pattern.scores_blocks else (None, None)),
+            *others,
+            self.gates(),
+        )
 
     def q(self) -> Tensor:
         return self.rows(NUMBER * LENGTH, self.pattern.num_heads, self.pattern.head_dim)
@@ -353,7 +369,8 @@ def test_whole_attention(name: str, model: StreamModel) -> None:
         # Integers that kernels left out may be anything; used as places they must be some.
         saved = [x if x.dtype.is_floating_point else torch.zeros_like(x) for x in results[1:]]
         if call.strided and saved[1].numel():
-            saved[1] = saved[1].contiguous()  # lse of the compressed branch, as a compiler may hand it over
+            # lse of the compressed branch, as a compiler may hand it over
+            saved[1] = saved[1].contiguous()
         dout = torch.zeros_like(results[0])
         del results
         call_and_replay(whole._backward, model, *given, *saved, dout, *where)
@@ -369,7 +386,9 @@ def test_selected_attention_alone(algorithm: str, model: StreamModel) -> None:
     q, _, _, _, k, v, *_ = call.inputs()
     cu, *_ = call.where()
     where = (cu, cu, NUMBER, LENGTH, LENGTH, PATTERN.block_size, 0.25, algorithm)
-    indices = torch.zeros(q.shape[0], PATTERN.num_kv_heads, PATTERN.num_selected_blocks, dtype=torch.int32)
+    indices = torch.zeros(
+        q.shape[0], PATTERN.num_kv_heads, PATTERN.num_selected_blocks, dtype=torch.int32
+    )
     with model:
         for x in (q, k, v, cu, indices):
             model.hold(x, "an input")
@@ -377,5 +396,7 @@ def test_selected_attention_alone(algorithm: str, model: StreamModel) -> None:
         model.check([out, lse, order, union])
         order, union = torch.zeros_like(order), torch.zeros_like(union)
         dout = torch.zeros_like(out)
-        call_and_replay(selected._backward, model, q, k, v, indices, out, lse, order, union, dout, *where)
+        call_and_replay(
+            selected._backward, model, q, k, v, indices, out, lse, order, union, dout, *where
+        )
     assert set(model.launches) == {0, 1}

@@ -28,9 +28,13 @@ from tests.ops.cases import (
 )
 
 
-def expected(batch: Batch, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> list[np.ndarray]:
+def expected(
+    batch: Batch, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
+) -> list[np.ndarray]:
     def one(rows: slice, tokens: slice, _: slice) -> tuple[np.ndarray, np.ndarray]:
-        visible = oracle.visible_win(rows.stop - rows.start, tokens.stop - tokens.start, batch.config.window_size)
+        visible = oracle.visible_win(
+            rows.stop - rows.start, tokens.stop - tokens.start, batch.config.window_size
+        )
         return oracle.attention(array(q)[rows], array(k)[tokens], array(v)[tokens], visible, scale)
 
     return stack(batch, one)
@@ -50,7 +54,11 @@ def test_matches_the_oracle(name):
 def test_other_window_sizes(w):
     batch = make_batch(small(window_size=w), (257, 64, 1, 66), (257, 64, 1, 3))
     q, k, v = batch.q(), batch.k(), batch.v()
-    for actual, wanted in zip(window_attention(q, k, v, batch.config, **batch.kwargs), expected(batch, q, k, v), strict=True):
+    for actual, wanted in zip(
+        window_attention(q, k, v, batch.config, **batch.kwargs),
+        expected(batch, q, k, v),
+        strict=True,
+    ):
         near(actual, wanted)
 
 
@@ -58,7 +66,9 @@ def test_every_short_length_alone():
     for length in SHORT:
         batch = make_batch(small(window_size=8), (length,), seed=length)
         q, k, v = batch.q(), batch.k(), batch.v()
-        for actual, wanted in zip(window_attention(q, k, v, batch.config), expected(batch, q, k, v), strict=True):
+        for actual, wanted in zip(
+            window_attention(q, k, v, batch.config), expected(batch, q, k, v), strict=True
+        ):
             near(actual, wanted)
 
 
@@ -74,7 +84,9 @@ def test_full_window_is_dense_causal_attention(w):
     batch = make_batch(small(window_size=w), (257,))
     q, k, v = batch.q(), batch.k(), batch.v()
     out, lse = window_attention(q, k, v, batch.config)
-    dense, dense_lse = oracle.attention(array(q), array(k), array(v), oracle.visible_dense(257, 257))
+    dense, dense_lse = oracle.attention(
+        array(q), array(k), array(v), oracle.visible_dense(257, 257)
+    )
     near(out, dense)
     near(lse, dense_lse)
     near(out, array(torch_dense(q, k, v)))
@@ -99,7 +111,9 @@ def test_gradients_match_the_oracle(name):
 
     def one(rows: slice, tokens: slice, _: slice) -> tuple[np.ndarray, ...]:
         visible = oracle.visible_win(rows.stop - rows.start, tokens.stop - tokens.start, 32)
-        return oracle.attention_backward(array(d_out)[rows], array(q)[rows], array(k)[tokens], array(v)[tokens], visible)
+        return oracle.attention_backward(
+            array(d_out)[rows], array(q)[rows], array(k)[tokens], array(v)[tokens], visible
+        )
 
     for x, wanted in zip((q, k, v), stack(batch, one), strict=True):
         near(grad(x), wanted)
@@ -118,7 +132,9 @@ def test_gradcheck():
 def test_dense_batch_with_more_keys_than_queries():
     batch = make_batch(small(), (130, 130), (9, 9))
     q, k, v = batch.q(), batch.k(), batch.v()
-    out, lse = window_attention(q.unflatten(0, (2, 9)), k.unflatten(0, (2, 130)), v.unflatten(0, (2, 130)), batch.config)
+    out, lse = window_attention(
+        q.unflatten(0, (2, 9)), k.unflatten(0, (2, 130)), v.unflatten(0, (2, 130)), batch.config
+    )
     wanted_out, wanted_lse = expected(batch, q, k, v)
     near(out, wanted_out.reshape(2, 9, 4, 32))
     near(lse, wanted_lse.reshape(2, 9, 4))
@@ -127,7 +143,9 @@ def test_dense_batch_with_more_keys_than_queries():
 def test_one_sequence_without_offsets_may_have_more_keys():
     batch = make_batch(small(), (130,), (9,))
     q, k, v = batch.q(), batch.k(), batch.v()
-    for actual, wanted in zip(window_attention(q, k, v, batch.config), expected(batch, q, k, v), strict=True):
+    for actual, wanted in zip(
+        window_attention(q, k, v, batch.config), expected(batch, q, k, v), strict=True
+    ):
         near(actual, wanted)
 
 
@@ -135,7 +153,9 @@ def test_one_sequence_without_offsets_may_have_more_keys():
 def test_length_hints_change_nothing(hint):
     batch = named_batch("packed")
     q, k, v = batch.q(), batch.k(), batch.v()
-    out, lse = window_attention(q, k, v, batch.config, **batch.kwargs, max_seqlen_q=hint, max_seqlen_k=hint)
+    out, lse = window_attention(
+        q, k, v, batch.config, **batch.kwargs, max_seqlen_q=hint, max_seqlen_k=hint
+    )
     for actual, wanted in zip((out, lse), expected(batch, q, k, v), strict=True):
         near(actual, wanted)
 
@@ -148,5 +168,7 @@ def test_low_precision(dtype):
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     wanted, wanted_lse = expected(batch, q, k, v)
     visible = mask_of(oracle.visible_win(130, 130, 32), 130, 2, 130)
-    assert_within_budget(out, plain_attention(q, k, v, visible, 0.25), torch.from_numpy(wanted), "out")
+    assert_within_budget(
+        out, plain_attention(q, k, v, visible, 0.25), torch.from_numpy(wanted), "out"
+    )
     near(lse, wanted_lse, 1e-5)

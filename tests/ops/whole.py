@@ -36,7 +36,9 @@ class Inputs:
         """The same with ``change`` applied to every tensor, in the order of ``leaves``."""
         tensors = {name: change(x) for name, x in self.tensors.items()}
         q_cmp = None if self.q_cmp is None else change(self.q_cmp)
-        phi_k, phi_v = ({name: change(x) for name, x in phi.items()} for phi in (self.phi_k, self.phi_v))
+        phi_k, phi_v = (
+            {name: change(x) for name, x in phi.items()} for phi in (self.phi_k, self.phi_v)
+        )
         return Inputs(tensors, phi_k, phi_v, q_cmp)
 
     def rebuilt(self, leaves: Sequence[Tensor]) -> Inputs:
@@ -48,23 +50,39 @@ class Inputs:
 def phi_parameters(batch: Batch, size: int) -> dict[str, Tensor]:
     """Random parameters of phi, scaled by what they sum over: compressed rows are about as large as raw ones at every size.
 
-    Larger keys would make softmax so peaked that in 16 bits the rounding of the scores alone changes the result by several per
-    cent.
+    Larger keys would make softmax so peaked that in 16 bits the rounding of the scores alone
+    changes the result by several per cent.
     """
     config = batch.config
-    heads, length, hidden = config.num_kv_heads, config.compress_block_size, config.compress_hidden_size or 2 * size
+    heads, length, hidden = (
+        config.num_kv_heads,
+        config.compress_block_size,
+        config.compress_hidden_size or 2 * size,
+    )
     shapes = {
         "weight": ((heads, length, size), length**-0.5),
         "position": ((heads, length, size), 0.5),
         "w1": ((heads, length * size, hidden), (length * size) ** -0.5),
         "w2": ((heads, hidden, size), hidden**-0.5),
     }
-    return {name: batch.normal(*shapes[name][0], scale=shapes[name][1]) for name in PHI_NAMES[config.phi]}
+    return {
+        name: batch.normal(*shapes[name][0], scale=shapes[name][1])
+        for name in PHI_NAMES[config.phi]
+    }
 
 
 def make(batch: Batch) -> Inputs:
     """Random inputs for everything that the config may ask for."""
-    tensors = (batch.q(), batch.k(), batch.v(), batch.k(), batch.v(), batch.k(), batch.v(), batch.gates())
+    tensors = (
+        batch.q(),
+        batch.k(),
+        batch.v(),
+        batch.k(),
+        batch.v(),
+        batch.k(),
+        batch.v(),
+        batch.gates(),
+    )
     return Inputs(
         dict(zip(NAMES, tensors, strict=True)),
         phi_parameters(batch, batch.config.head_dim),
@@ -79,16 +97,22 @@ def run(config: NSAConfig, inputs: Inputs, rope: Rope | None = None, **kwargs: A
     return native_sparse_attention(**given, phi=phi, config=config, q_cmp=inputs.q_cmp, rope=rope)
 
 
-def run_oracle(batch: Batch, inputs: Inputs, rope: bool = True, scale: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+def run_oracle(
+    batch: Batch, inputs: Inputs, rope: bool = True, scale: float | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Output and choice by the oracle; ``rope`` rotates compressed keys by the config's frequencies."""
     config = batch.config
 
     def rotated(keys: np.ndarray, positions: list[int]) -> np.ndarray:
-        return oracle.rotate(keys, positions, config.rotary_dim, config.rope_theta, config.rope_scaling)
+        return oracle.rotate(
+            keys, positions, config.rotary_dim, config.rope_theta, config.rope_scaling
+        )
 
     def one(rows: slice, tokens: slice, _: slice) -> tuple[np.ndarray, np.ndarray]:
         arrays = {name: array(x) for name, x in inputs.tensors.items()}
-        given: dict[str, Any] = {name: x[rows if name in ("q", "gates") else tokens] for name, x in arrays.items()}
+        given: dict[str, Any] = {
+            name: x[rows if name in ("q", "gates") else tokens] for name, x in arrays.items()
+        }
         return oracle.native_sparse_attention(
             **given,
             config=config,
@@ -103,12 +127,17 @@ def run_oracle(batch: Batch, inputs: Inputs, rope: bool = True, scale: float | N
     return out, indices
 
 
-def finite_difference(batch: Batch, inputs: Inputs, directions: list[np.ndarray], d_out: np.ndarray) -> float:
+def finite_difference(
+    batch: Batch, inputs: Inputs, directions: list[np.ndarray], d_out: np.ndarray
+) -> float:
     """Derivative of sum(d_out * out) along ``directions``, by the oracle. The choice must not change on the way."""
     step = 1e-6
 
     def at(factor: float) -> tuple[np.ndarray, np.ndarray]:
-        moved = [x.detach() + factor * torch.from_numpy(y) for x, y in zip(inputs.leaves, directions, strict=True)]
+        moved = [
+            x.detach() + factor * torch.from_numpy(y)
+            for x, y in zip(inputs.leaves, directions, strict=True)
+        ]
         return run_oracle(batch, inputs.rebuilt(moved))
 
     (ahead, ids_ahead), (behind, ids_behind) = at(step), at(-step)

@@ -63,17 +63,36 @@ class Case:
     """One branch: the reference's results and gradients, and its sampled twin. Every ``step``-th query has a gradient."""
 
     def __init__(
-        self, branch: str, batch: str, dtype: torch.dtype = torch.float64, config: NSAConfig = CONFIG, step: int = 1
+        self,
+        branch: str,
+        batch: str,
+        dtype: torch.dtype = torch.float64,
+        config: NSAConfig = CONFIG,
+        step: int = 1,
     ) -> None:
         x = make_inputs(config, *BATCHES[batch], dtype=dtype)
-        self.offsets: dict[str, Any] = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
-        self.dout = torch.randn(x.q.shape[0], config.num_heads, config.value_dim, generator=torch.Generator().manual_seed(1))
+        self.offsets: dict[str, Any] = {
+            "cu_seqlens_q": x.cu_seqlens_q,
+            "cu_seqlens_k": x.cu_seqlens_k,
+        }
+        self.dout = torch.randn(
+            x.q.shape[0],
+            config.num_heads,
+            config.value_dim,
+            generator=torch.Generator().manual_seed(1),
+        )
         self.dout = self.dout.to(dtype) * (torch.arange(x.q.shape[0]) % step == 0)[:, None, None]
         self.dtype = dtype
         ids = make_batch(config, *BATCHES[batch]).block_indices()
         tensors: dict[str, Any] = {"slc": (x.q, x.k_slc, x.v_slc), "win": (x.q, x.k_win, x.v_win)}
         if branch == "cmp":
-            tensors["cmp"] = (x.q, *(compress(raw, None, config, x.cu_seqlens_k)[0] for raw in (x.k_cmp_raw, x.v_cmp_raw)))
+            tensors["cmp"] = (
+                x.q,
+                *(
+                    compress(raw, None, config, x.cu_seqlens_k)[0]
+                    for raw in (x.k_cmp_raw, x.v_cmp_raw)
+                ),
+            )
         q, k, v = leaves = [y.detach().requires_grad_() for y in tensors[branch]]
         self.sampled: SampledAttention
         if branch == "cmp":
@@ -98,8 +117,22 @@ class Case:
         factor = 4.0 if self.dtype == torch.float32 else 2.0
         for values in (queries, of_keys):
             values.update({name: x for name, x in planted.items() if name in values})
-        check_sampled(lambda dtype: self.sampled.at_queries(rows, dtype, self.dout), queries, rows, self.dtype, "case", factor)
-        check_sampled(lambda dtype: self.sampled.at_keys(keys, dtype, self.dout), of_keys, keys, self.dtype, "case", factor)
+        check_sampled(
+            lambda dtype: self.sampled.at_queries(rows, dtype, self.dout),
+            queries,
+            rows,
+            self.dtype,
+            "case",
+            factor,
+        )
+        check_sampled(
+            lambda dtype: self.sampled.at_keys(keys, dtype, self.dout),
+            of_keys,
+            keys,
+            self.dtype,
+            "case",
+            factor,
+        )
 
 
 def shuffled(count: int, part: int = 1) -> Tensor:
@@ -128,7 +161,9 @@ def test_only_queries_with_a_gradient_are_asked(branch, monkeypatch):
     asked: list[Tensor] = []
     run = SampledAttention._run
 
-    def watched(self: SampledAttention, sequence: int, rows: Tensor, *rest: Any) -> dict[str, Tensor]:
+    def watched(
+        self: SampledAttention, sequence: int, rows: Tensor, *rest: Any
+    ) -> dict[str, Tensor]:
         asked.append(rows)
         return run(self, sequence, rows, *rest)
 
@@ -149,7 +184,9 @@ def test_gate_lets_rounding_pass(branch, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("branch", BRANCHES)
-@pytest.mark.parametrize("error", ["scale", "neighbour's row", "lost part of dk", "lse of a masked row", "sign of dq"])
+@pytest.mark.parametrize(
+    "error", ["scale", "neighbour's row", "lost part of dk", "lse of a masked row", "sign of dq"]
+)
 def test_gate_fails_for_planted_errors(branch, dtype, error):
     case = Case(branch, "packed", dtype)
     row, key = torch.tensor([5, 100, 250]), torch.arange(0, case.num_keys, 7)
@@ -160,7 +197,9 @@ def test_gate_fails_for_planted_errors(branch, dtype, error):
         planted = {"out": case.out.roll(1, 0)}
     elif error == "lost part of dk":
         lost = case.sampled.at_keys(
-            torch.arange(case.num_keys), torch.float64, case.dout * (torch.arange(338) < 300)[:, None, None]
+            torch.arange(case.num_keys),
+            torch.float64,
+            case.dout * (torch.arange(338) < 300)[:, None, None],
         )
         planted = {"dk": torch.zeros_like(case.dk)}
         planted["dk"][: case.num_keys] = lost["dk"].to(dtype)
@@ -247,7 +286,10 @@ def test_choice_with_q_zero_is_nowhere_clear_and_near_where_it_differs():
     assert agreement.near > 0
 
 
-@pytest.mark.parametrize("error", ["neighbour's choice", "forced block", "lower block", "future", "repeated", "descending"])
+@pytest.mark.parametrize(
+    "error",
+    ["neighbour's choice", "forced block", "lower block", "future", "repeated", "descending"],
+)
 def test_wrong_choices_are_seen(error):
     config, q, k_cmp, chosen, offsets = choice_case()
     sampled = sampled_choice(q, k_cmp, config, **offsets)
@@ -284,7 +326,10 @@ def whole_case(
     lengths = BATCHES["packed"]
     x = make_inputs(config, *lengths, dtype=dtype, requires_grad=True)
     batch = make_batch(config, *lengths)
-    parameters = [{n: w.to(dtype) for n, w in phi_parameters(batch, s).items()} for s in (config.head_dim, config.value_dim)]
+    parameters = [
+        {n: w.to(dtype) for n, w in phi_parameters(batch, s).items()}
+        for s in (config.head_dim, config.value_dim)
+    ]
     phi = (PhiWeights(**parameters[0]), PhiWeights(**parameters[1])) if parameters[0] else None
     q_cmp = batch.q().to(dtype).requires_grad_() if config.compress_rope == "none" else None
     values = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
@@ -295,13 +340,24 @@ def whole_case(
     grads = {name: y.grad for name, y in leaves.items() if y is not None and y.grad is not None}
     plain = AttentionInputs(**{name: y.detach() for name, y in values.items()})
     offsets: dict[str, Any] = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
-    sampled = SampledWhole(plain, config, None, phi, None if q_cmp is None else q_cmp.detach(), ROPE)
+    sampled = SampledWhole(
+        plain, config, None, phi, None if q_cmp is None else q_cmp.detach(), ROPE
+    )
     if "slc" in branches:
-        k_cmp = torch.zeros(plain.q.shape[0] // config.compress_stride, config.num_kv_heads, config.head_dim, dtype=dtype)
-        k_cmp[: int(compressed_cu_seqlens(x.cu_seqlens_k, config)[-1])] = sampled.compressed("k", dtype)
+        k_cmp = torch.zeros(
+            plain.q.shape[0] // config.compress_stride,
+            config.num_kv_heads,
+            config.head_dim,
+            dtype=dtype,
+        )
+        k_cmp[: int(compressed_cu_seqlens(x.cu_seqlens_k, config)[-1])] = sampled.compressed(
+            "k", dtype
+        )
         queries = plain.q if q_cmp is None else q_cmp.detach()
         _, lse = compressed_attention(queries, k_cmp, None, config, **offsets)
-        sampled = dataclasses.replace(sampled, block_indices=select_blocks(queries, k_cmp, lse, config, **offsets))
+        sampled = dataclasses.replace(
+            sampled, block_indices=select_blocks(queries, k_cmp, lse, config, **offsets)
+        )
     return sampled, plain, grads, out.detach(), dout
 
 
@@ -358,6 +414,9 @@ def test_sequences_too_short_for_a_block():
     x = make_inputs(CONFIG, (5, 0, 7))
     sampled = SampledWhole(x, dataclasses.replace(CONFIG, branches=("cmp",)), None)
     rows, dout = torch.arange(12), torch.ones(12, 6, 32, dtype=torch.float64)
-    found = {**sampled.at_queries(rows, torch.float64, dout), **sampled.at_tokens(rows, torch.float64, dout)}
+    found = {
+        **sampled.at_queries(rows, torch.float64, dout),
+        **sampled.at_tokens(rows, torch.float64, dout),
+    }
     assert set(found) == {"out", "q", "gates", "k_cmp_raw", "v_cmp_raw"}
     assert all(value.shape[0] == 12 and not bool(value.any()) for value in found.values())

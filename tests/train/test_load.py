@@ -292,7 +292,10 @@ def test_lists_in_one_word(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("steps: 5\noptim:\n  lrr: 1\n", ":3: names must be settings, got optim.lrr. The nearest is optim"),
+        (
+            "steps: 5\noptim:\n  lrr: 1\n",
+            ":3: names must be settings, got optim.lrr. The nearest is optim",
+        ),
         ("lr: 1\n", ":1: names must be settings, got lr. The nearest is optim.lr."),
         ("model: {nsa: {windowsize: 4}}\n", "windowsize. The nearest is model.nsa.window_size."),
         ("model: {nsa: {window-size: 4}}\n", "window-size. The nearest is model.nsa.window_size."),

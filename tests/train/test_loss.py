@@ -12,7 +12,9 @@ from nsa.train.data import IGNORED_TARGET
 from nsa.train.loss import IGNORED, cross_entropy_sum
 
 
-def inputs(num_tokens: int = 37, vocab: int = 50, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    num_tokens: int = 37, vocab: int = 50, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(num_tokens, 16, generator=generator).to(dtype).requires_grad_()
     head = torch.randn(vocab, 16, generator=generator).to(dtype).requires_grad_()
@@ -90,5 +92,7 @@ def test_one_ignored_value_everywhere() -> None:
 
 def test_shapes_are_checked() -> None:
     hidden, head, targets = inputs()
-    with pytest.raises(ValueError, match=r"cross_entropy_sum: targets must have shape \(37,\), got \(36,\)"):
+    with pytest.raises(
+        ValueError, match=r"cross_entropy_sum: targets must have shape \(37,\), got \(36,\)"
+    ):
         cross_entropy_sum(hidden, head, targets[1:])

@@ -86,7 +86,9 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_the_commit_is_that_of_the_package_and_changes_are_flagged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_is_that_of_the_package_and_changes_are_flagged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "nsa"
     package.mkdir()
     source = package / "__init__.py"
@@ -106,7 +108,11 @@ def test_the_commit_is_that_of_the_package_and_changes_are_flagged(tmp_path: Pat
     assert environment.code_version()["commit"] is None
     git("add", ".")
     git("commit", "-q", "-m", "the package")
-    assert environment.code_version() == {"commit": git("rev-parse", "HEAD"), "dirty": False, "note": None}
+    assert environment.code_version() == {
+        "commit": git("rev-parse", "HEAD"),
+        "dirty": False,
+        "note": None,
+    }
     (tmp_path / "other").write_text("outside the package")
     assert environment.code_version()["dirty"] is False
     source.write_text("changed")

@@ -119,8 +119,8 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy of ``targets`` ``[B, T]``, the bytes that follow ``tokens`` ``[B, T]``.
 
-        They come apart: over a length of T - 1 with T dynamic, the compiler of torch 2.11 fails in a
-        layer norm, whatever the attention.
+        They come apart: over a length of T - 1 with T dynamic, the compiler of torch 2.11 fails in
+        a layer norm, whatever the attention.
         """
         x = self.embedding(tokens)
         for layer in self.layers:

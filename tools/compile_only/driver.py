@@ -14,9 +14,16 @@ import triton
 
 from nsa.ops._triton.absent_gpu import AbsentGPU
 
-# Bytes of shared memory that one program may have, by compute capability (CUDA C++ Programming Guide, technical
-# specifications: maximum amount of shared memory per thread block).
-SHARED_MEMORY_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+# Bytes of shared memory that one program may have, by compute capability (CUDA C++ Programming
+# Guide, technical specifications: maximum amount of shared memory per thread block).
+SHARED_MEMORY_LIMIT = {
+    80: 166_912,
+    86: 101_376,
+    89: 101_376,
+    90: 232_448,
+    100: 232_448,
+    120: 101_376,
+}
 
 
 @dataclass(frozen=True)
@@ -48,13 +55,17 @@ class NotingGPU(AbsentGPU):
         super().__init__(arch)
         self.usages = usages
         self.utils = self
-        self.launcher_cls: Callable[..., Callable[..., None]] = lambda src, metadata: lambda *args, **kwargs: None
+        self.launcher_cls: Callable[..., Callable[..., None]] = lambda src, metadata: (
+            lambda *args, **kwargs: None
+        )
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         """Room without end: a kernel that needs too much is noted like any other, and judged by whoever reads the notes."""
         return {"max_shared_mem": 1 << 30}
 
-    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+    def load_binary(
+        self, name: str, binary: bytes, shared: int, device: int
+    ) -> tuple[int, int, int, int, int]:
         """Note a kernel; for Triton the handles of module and function, registers, spilled words, and most threads."""
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(binary)
@@ -62,8 +73,11 @@ class NotingGPU(AbsentGPU):
             command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
             text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         found = re.search(r"REG:(\d+) STACK:(\d+) ", text)
-        assert found is not None, f"cuobjdump says nothing about {name} for sm_{self.arch}: {text!r}"
-        kernel = "".join(name.partition("_kernel")[:2])  # without the branch that it was compiled for
+        assert found is not None, (
+            f"cuobjdump says nothing about {name} for sm_{self.arch}: {text!r}"
+        )
+        # without the branch that it was compiled for
+        kernel = "".join(name.partition("_kernel")[:2])
         self.usages.append(Usage(kernel, int(found[1]), int(found[2]), shared))
         return 0, 0, int(found[1]), int(found[2]) // 4, 1024
 
@@ -78,10 +92,12 @@ def absent_gpu(arch: int) -> Iterator[list[Usage]]:
         arch: a key of ``SHARED_MEMORY_LIMIT``.
 
     Yields:
-        A list to which a kernel is added whenever a launch has to compile it (or to take it from Triton's cache on disk).
-        Nothing is added where the launch before did.
+        A list to which a kernel is added whenever a launch has to compile it (or to take it from
+        Triton's cache on disk). Nothing is added where the launch before did.
     """
-    assert not triton.knobs.runtime.interpret, "kernels compile in a process without TRITON_INTERPRET=1"
+    assert not triton.knobs.runtime.interpret, (
+        "kernels compile in a process without TRITON_INTERPRET=1"
+    )
     assert arch in SHARED_MEMORY_LIMIT, arch
     usages: list[Usage] = []
     triton.runtime.driver.set_active(NotingGPU(arch, usages))

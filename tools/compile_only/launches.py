@@ -35,8 +35,8 @@ class Batch:
     """Two sequences of 64 queries and 96 keys each, packed or dense.
 
     Attributes:
-        longest: tokens of the longest sequence that the caller promises: launchers choose kernels by it, so that few tokens
-            show what many need. None makes a dense batch.
+        longest: tokens of the longest sequence that the caller promises: launchers choose kernels
+            by it, so that few tokens show what many need. None makes a dense batch.
     """
 
     longest: int | None
@@ -51,10 +51,16 @@ class Batch:
         if self.longest is None:
             return {}
         queries, keys = packed_offsets([64, 64]), packed_offsets([96, 96])
-        return {"cu_seqlens_q": queries, "cu_seqlens_k": keys, "max_seqlen_q": self.longest, "max_seqlen_k": self.longest}
+        return {
+            "cu_seqlens_q": queries,
+            "cu_seqlens_k": keys,
+            "max_seqlen_q": self.longest,
+            "max_seqlen_k": self.longest,
+        }
 
 
-# No gradient is summed in parts; some are; and so long that kernels for very many keys and scattered choices run.
+# No gradient is summed in parts; some are; and so long that kernels for very many keys and
+# scattered choices run.
 SHORT, PARTS, LONG, DENSE = Batch(96), Batch(4096), Batch(65_536), Batch(None)
 
 
@@ -67,22 +73,51 @@ def attend(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
     gates = batch.tensor(64, heads, 3, dtype=dtype)
     phi = None
     if config.phi != "mean":
-        phi = (phi_weights(config, config.head_dim, dtype), phi_weights(config, config.value_dim, dtype))
+        phi = (
+            phi_weights(config, config.head_dim, dtype),
+            phi_weights(config, config.value_dim, dtype),
+        )
     parameters = [x for weights in phi or () for x in vars(weights).values() if x is not None]
     rope = Rope.from_config(config)
     k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = keys
     with mock.patch("nsa.attention.attend", partial(nsa.attention.attend, sums=new_sums("cpu"))):
         out = native_sparse_attention(
-            q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, phi, config, rope=rope, backend="triton", **batch.offsets()
+            q,
+            k_cmp,
+            v_cmp,
+            k_slc,
+            v_slc,
+            k_win,
+            v_win,
+            gates,
+            phi,
+            config,
+            rope=rope,
+            backend="triton",
+            **batch.offsets(),
         )
-    torch.autograd.grad(out, [q, *keys, gates, *parameters], torch.zeros_like(out), allow_unused=True)
-    branches = [out.detach().requires_grad_() if name in config.branches else None for name in ("cmp", "slc", "win")]
+    torch.autograd.grad(
+        out, [q, *keys, gates, *parameters], torch.zeros_like(out), allow_unused=True
+    )
+    branches = [
+        out.detach().requires_grad_() if name in config.branches else None
+        for name in ("cmp", "slc", "win")
+    ]
     total = combine(branches[0], branches[1], branches[2], gates, backend="triton")
-    torch.autograd.grad(total, [gates, *(x for x in branches if x is not None)], torch.zeros_like(total))
-    parts = (Heads(heads, config.head_dim, "both"), Heads(kv_heads, config.head_dim, "yes"), Heads(kv_heads, config.value_dim))
+    torch.autograd.grad(
+        total, [gates, *(x for x in branches if x is not None)], torch.zeros_like(total)
+    )
+    parts = (
+        Heads(heads, config.head_dim, "both"),
+        Heads(kv_heads, config.head_dim, "yes"),
+        Heads(kv_heads, config.value_dim),
+    )
     columns = Columns(parts, Gates(heads, (0, 1, 2)))
     weights = [torch.zeros(size, 32, dtype=dtype) for size in columns.sizes]
-    x, bias = (torch.zeros(*shape, dtype=dtype, requires_grad=True) for shape in ((64, 32), (columns.sizes[-1],)))
+    x, bias = (
+        torch.zeros(*shape, dtype=dtype, requires_grad=True)
+        for shape in ((64, 32), (columns.sizes[-1],))
+    )
     sequences = Sequences(None, 1, 64, 64, x.device)
     if batch.longest is not None:
         sequences = Sequences.packed(batch.offsets()["cu_seqlens_q"], 64)
@@ -102,7 +137,9 @@ def phi_weights(config: NSAConfig, size: int, dtype: torch.dtype) -> PhiWeights:
     length = config.compress_block_size
     if config.phi == "linear":
         return PhiWeights(weight=zeros(length, size))
-    return PhiWeights(position=zeros(length, size), w1=zeros(length * size, 2 * size), w2=zeros(2 * size, size))
+    return PhiWeights(
+        position=zeros(length, size), w1=zeros(length * size, 2 * size), w2=zeros(2 * size, size)
+    )
 
 
 @contextmanager
@@ -127,7 +164,9 @@ def jitted_functions() -> set[JITFunction[Any]]:
     root = Path(nsa.__file__).parent
     for path in sorted((root / "ops").rglob("*.py")):
         if "import triton" in path.read_text(encoding="utf-8"):
-            module = importlib.import_module(".".join(path.relative_to(root.parent).with_suffix("").parts))
+            module = importlib.import_module(
+                ".".join(path.relative_to(root.parent).with_suffix("").parts)
+            )
             found |= {value for value in vars(module).values() if isinstance(value, JITFunction)}
     return found
 
@@ -143,5 +182,7 @@ def reached_from(kernels: Iterable[JITFunction[Any]]) -> set[JITFunction[Any]]:
         reached.add(function)
         tree = ast.parse(textwrap.dedent(inspect.getsource(function.fn)))
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        waiting += [x for name in names if isinstance(x := function.fn.__globals__.get(name), JITFunction)]
+        waiting += [
+            x for name in names if isinstance(x := function.fn.__globals__.get(name), JITFunction)
+        ]
     return reached

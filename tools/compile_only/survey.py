@@ -9,7 +9,16 @@ from typing import Any
 import torch
 
 from nsa import NSAConfig
-from nsa.ops._triton.tuning import RELATIVES, TABLES, Tile, TileKey, TileTable, default_tile, load_table, tiles_chosen_by
+from nsa.ops._triton.tuning import (
+    RELATIVES,
+    TABLES,
+    Tile,
+    TileKey,
+    TileTable,
+    default_tile,
+    load_table,
+    tiles_chosen_by,
+)
 from tools.compile_only.driver import SHARED_MEMORY_LIMIT, Usage, absent_gpu
 from tools.compile_only.launches import DENSE, LONG, PARTS, SHORT, Batch, attend
 
@@ -17,7 +26,8 @@ MOST_STACK = 256  # bytes of a thread
 FP8_ARCH = 89  # the first with fp8 products; the library refuses them on others
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-# Kernels that may need stack, by table, function and head size of the table's row: the measurement that says that it wins.
+# Kernels that may need stack, by table, function and head size of the table's row: the measurement
+# that says that it wins.
 STACK_THAT_WINS = {
     ("nvidia-h200", "range_dkv_kernel", 64): (
         "compressed, at most 168 registers, so that three programs share a multiprocessor: 0.127 ms against 0.153"
@@ -26,7 +36,11 @@ STACK_THAT_WINS = {
         "window, 2 stages: 0.345 ms against 0.363 with 3 and no limit; compressed, at most 96 registers: 0.408 ms of forward "
         "and backward against 0.409"
     ),
-    ("nvidia-h200", "range_fwd_kernel", 64): "window, 2 stages: 0.315 ms against 0.336 with 3, 0.360 with 128 rows",
+    (
+        "nvidia-h200",
+        "range_fwd_kernel",
+        64,
+    ): "window, 2 stages: 0.315 ms against 0.336 with 3, 0.360 with 128 rows",
     ("nvidia-h200", "range_dkv_kernel", 128): (
         "4 warps, 32 rows by 64 keys (window) and 64 by 64 (compressed): 10.1 and 28.1 ms of backward (wide, 65,536 tokens) "
         "against 12.4 and 36.0 with 128 rows, 15.9 and 48.7 with 8 warps; see docs/log.md"
@@ -35,7 +49,11 @@ STACK_THAT_WINS = {
         "heads that do not fill 128 columns, 64 rows by 64 keys: 2.0 and 6.68 ms of backward (window, compressed, D 80) "
         "against 2.34 and 7.58 with 128 rows; see docs/log.md"
     ),
-    ("nvidia-h200", "selected_gather_bwd_kernel", 64): "dK and dV alone: 0.98 ms against 1.07; see docs/log.md",
+    (
+        "nvidia-h200",
+        "selected_gather_bwd_kernel",
+        64,
+    ): "dK and dV alone: 0.98 ms against 1.07; see docs/log.md",
     ("nvidia-h200", "selected_gather_bwd_kernel", 128): (
         "32 rows by 64 keys with a deep pipeline: 1.39 ms (dK and dV alone) and 20.1 ms (with dQ) against 1.55 and 25.8 "
         "with other tiles; see docs/log.md"
@@ -47,18 +65,41 @@ STACK_THAT_WINS = {
         "at most 168 registers, so that three programs share a multiprocessor: 1.03 ms against 1.14 without a limit; "
         "see docs/log.md"
     ),
-    ("nvidia-h200", "select_kernel", 128): "32 blocks a step, 7.4 ms against 9.6 with 16; see docs/log.md",
-    # At 8,192 tokens of the paper's shape (64 query heads in 4 groups, D 192, Dv 128), with the best tile without stack beside.
-    ("nvidia-h200", "select_kernel", 192): "64 queries by 64 blocks, 3 stages: 0.265 ms against 0.360",
-    ("nvidia-h200", "range_dq_kernel", 192): "64 by 32, 4 warps: compressed 4.17 ms against 4.44, window 7.06 against 7.52",
+    (
+        "nvidia-h200",
+        "select_kernel",
+        128,
+    ): "32 blocks a step, 7.4 ms against 9.6 with 16; see docs/log.md",
+    # At 8,192 tokens of the paper's shape (64 query heads in 4 groups, D 192, Dv 128), with the
+    # best tile without stack beside.
+    (
+        "nvidia-h200",
+        "select_kernel",
+        192,
+    ): "64 queries by 64 blocks, 3 stages: 0.265 ms against 0.360",
+    (
+        "nvidia-h200",
+        "range_dq_kernel",
+        192,
+    ): "64 by 32, 4 warps: compressed 4.17 ms against 4.44, window 7.06 against 7.52",
     ("nvidia-h200", "range_dkv_kernel", 192): "compressed, 128 by 64: 2.68 ms against 4.65",
-    ("nvidia-h200", "selected_dq_kernel", 192): "64 by 32, 4 warps: 17.9 ms of forward and backward against 18.9",
-    ("nvidia-h200", "selected_gather_bwd_kernel", 192): "dK and dV alone, 128 by 64: 13.6 ms against 14.8",
+    (
+        "nvidia-h200",
+        "selected_dq_kernel",
+        192,
+    ): "64 by 32, 4 warps: 17.9 ms of forward and backward against 18.9",
+    (
+        "nvidia-h200",
+        "selected_gather_bwd_kernel",
+        192,
+    ): "dK and dV alone, 128 by 64: 13.6 ms against 14.8",
 }
 
-# Bytes of stack that are let be, by architecture and function, where this project has measured nothing.
+# Bytes of stack that are let be, by architecture and function, where this project has measured
+# nothing.
 STACK_LET_BE = {
-    # Heads of 128. A limit of registers avoids it, and then fewer programs are there at once than the kernel has.
+    # Heads of 128. A limit of registers avoids it, and then fewer programs are there at once than
+    # the kernel has.
     (120, "selected_delta_kernel"): 8,
 }
 
@@ -84,13 +125,21 @@ class Case:
     changes: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        sizes = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
+        sizes = (
+            f"{self.head_dim}"
+            if self.head_dim == self.value_dim
+            else f"{self.head_dim}/{self.value_dim}"
+        )
         changes = "".join(f" {name}={value}" for name, value in self.changes)
         return f"D {sizes} G {self.group_size} {self.dtype} {self.batch}{changes}"
 
     def launch(self) -> None:
         """Launch every kernel of it."""
-        sizes = {"num_heads": 2 * self.group_size, "head_dim": self.head_dim, "value_dim": self.value_dim}
+        sizes = {
+            "num_heads": 2 * self.group_size,
+            "head_dim": self.head_dim,
+            "value_dim": self.value_dim,
+        }
         config = NSAConfig(num_kv_heads=2, **{**sizes, **dict(self.changes)})
         attend(config, DTYPES[self.dtype], self.batch)
 
@@ -105,7 +154,12 @@ def usual(head_dim: int, value_dim: int, group_size: int, dtype: str = "bf16") -
 def variations() -> list[Case]:
     """What a config and a batch can change beside the sizes of heads."""
     case = Case(64, 64, 6)
-    small = {"compress_block_size": 8, "compress_stride": 4, "num_selected_blocks": 4, "window_size": 32}
+    small = {
+        "compress_block_size": 8,
+        "compress_stride": 4,
+        "num_selected_blocks": 4,
+        "window_size": 32,
+    }
     changes: list[dict[str, Any]] = [
         {**small, "block_size": 16},
         {"block_size": 32},
@@ -126,16 +180,22 @@ def variations() -> list[Case]:
     return [replace(case, batch=DENSE), replace(case, batch=SHORT), *found, *scattered]
 
 
-# Sizes of heads by the work of one process. What `make test` compiles, for ``ARCHS``; and everything, for all.
+# Sizes of heads by the work of one process. What `make test` compiles, for ``ARCHS``; and
+# everything, for all.
 ARCHS = (80, 89, 90, 100)
-PART = {sizes: [case for g in (6, 16) for case in usual(*sizes, g)] for sizes in ((64, 64), (192, 128))}
+PART = {
+    sizes: [case for g in (6, 16) for case in usual(*sizes, g)] for sizes in ((64, 64), (192, 128))
+}
 GROUP_SIZES = {(64, 64): (1, 3, 4, 6, 8, 16, 64), (128, 128): (4, 16, 64), (192, 128): (6, 16, 64)}
 HEAD_SIZES = ((16, 16), (32, 32), (64, 64), (80, 80), (128, 128), (192, 128), (256, 256))
 
 
 def whole() -> list[list[Case]]:
     """The whole matrix: cases that share kernels together."""
-    found = [[case for g in GROUP_SIZES.get(sizes, (6, 64)) for case in usual(*sizes, g)] for sizes in HEAD_SIZES]
+    found = [
+        [case for g in GROUP_SIZES.get(sizes, (6, 64)) for case in usual(*sizes, g)]
+        for sizes in HEAD_SIZES
+    ]
     found += [usual(*sizes, 6, "fp16") for sizes in HEAD_SIZES]
     found += [[case for g in (6, 16) for case in usual(*sizes, g, "fp32")] for sizes in HEAD_SIZES]
     return [*found, variations()]
@@ -157,19 +217,31 @@ class Tuning:
 
     def tile(self, key: TileKey) -> Tile:
         """What a GPU of this kind looks up."""
-        return (None if self.table is None else self.table.find(key)) or default_tile(key, divmod(self.arch, 10))
+        return (None if self.table is None else self.table.find(key)) or default_tile(
+            key, divmod(self.arch, 10)
+        )
 
     def head_size_of_row(self, kernel: str, size: int) -> int | None:
         """Of the table's rows that serve this kernel with heads of this size; None where none does."""
         names = {"range": ("compressed", "window")}.get(family := kernel.split("_")[0], (family,))
         keys = () if self.table is None else self.table.rows
-        return min((key.head_size for key in keys if key.kernel.split("_")[0] in names and key.head_size >= size), default=None)
+        return min(
+            (
+                key.head_size
+                for key in keys
+                if key.kernel.split("_")[0] in names and key.head_size >= size
+            ),
+            default=None,
+        )
 
 
 def tunings(arch: int) -> list[Tuning]:
     """The defaults of an architecture, and its committed tables."""
     names = [name for capability, name in RELATIVES.items() if capability == divmod(arch, 10)]
-    return [Tuning(arch), *(Tuning(arch, name, load_table(TABLES / f"{name}.json")) for name in names)]
+    return [
+        Tuning(arch),
+        *(Tuning(arch, name, load_table(TABLES / f"{name}.json")) for name in names),
+    ]
 
 
 @dataclass(frozen=True)
@@ -178,7 +250,8 @@ class Record:
 
     Attributes:
         tuning: where its tile comes from.
-        case: the call that compiled it; later ones that want the same kernel have no record of their own.
+        case: the call that compiled it; later ones that want the same kernel have no record of
+            their own.
         usage: what it needs.
     """
 
@@ -203,8 +276,16 @@ class Record:
         size = max(self.case.head_dim, self.case.value_dim)
         if lenient and size > 128:
             return None
-        row = (self.tuning.name, self.usage.kernel, self.tuning.head_size_of_row(self.usage.kernel, size))
-        allowed = MOST_STACK if row in STACK_THAT_WINS else STACK_LET_BE.get((self.tuning.arch, self.usage.kernel), 0)
+        row = (
+            self.tuning.name,
+            self.usage.kernel,
+            self.tuning.head_size_of_row(self.usage.kernel, size),
+        )
+        allowed = (
+            MOST_STACK
+            if row in STACK_THAT_WINS
+            else STACK_LET_BE.get((self.tuning.arch, self.usage.kernel), 0)
+        )
         return f"{self}: more than {allowed} bytes of stack" if self.usage.stack > allowed else None
 
 
@@ -229,5 +310,9 @@ def compiled(some: Iterable[Tuning], cases: Iterable[Case]) -> Iterator[Record]:
 def part_of_matrix(arch: int, number: int) -> list[Record]:
     """What one part of ``whole`` needs on an architecture, with each of its tunings."""
     torch.set_num_threads(1)
-    cases = [case for case in whole()[number] if arch >= FP8_ARCH or ("score_precision", "fp8") not in case.changes]
+    cases = [
+        case
+        for case in whole()[number]
+        if arch >= FP8_ARCH or ("score_precision", "fp8") not in case.changes
+    ]
     return list(compiled(tunings(arch), cases))

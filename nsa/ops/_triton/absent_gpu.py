@@ -22,7 +22,8 @@ class AbsentGPU(DriverBase):
     def __init__(self, arch: int) -> None:
         super().__init__()
         self.arch = arch
-        # Triton keeps compiled kernels by device: with a number of its own, no GPU finds those of another one.
+        # Triton keeps compiled kernels by device: with a number of its own, no GPU finds those of
+        # another one.
         self.serial = next(self.serials)
 
     @classmethod

@@ -15,10 +15,11 @@ from triton.runtime.jit import JITFunction
 
 from nsa.ops._replay import recorder
 
-# Compiled kernels of one function that are found without Triton, before all are forgotten: sizes that never come again would
-# fill the memory.
+# Compiled kernels of one function that are found without Triton, before all are forgotten: sizes
+# that never come again would fill the memory.
 MOST_COMPILED = 1024
-# Triton compiles anew for addresses that are no multiples of 16. Looked at more closely than that in case it ever does.
+# Triton compiles anew for addresses that are no multiples of 16. Looked at more closely than that
+# in case it ever does.
 _ALIGNMENT = 128
 
 
@@ -27,8 +28,9 @@ def kernel(
 ) -> Callable[[Callable[..., Any]], Any]:
     """``triton.jit`` for functions that are launched: ``function[grid](*arguments, **constants)``.
 
-    Arguments that are no constants are given by position, constants and options such as ``num_warps`` by name. The launch goes
-    to the current stream of the device of the first argument, a tensor or its descriptor, which is the current device.
+    Arguments that are no constants are given by position, constants and options such as
+    ``num_warps`` by name. The launch goes to the current stream of the device of the first
+    argument, a tensor or its descriptor, which is the current device.
 
     Args:
         do_not_specialize: parameters for whose values nothing is compiled anew.
@@ -46,10 +48,11 @@ def kernel(
 class Kernel(JITFunction[Any]):
     """A function that Triton compiles, with a shorter way to what is compiled.
 
-    Triton looks at every argument of every launch to find the compiled kernel that is meant, which takes longer than the
-    launch. Here it is found by the numbers among the arguments, and by dtype and alignment of the tensors: of equal keys all
-    that Triton decides by is equal. A launch whose key is new is Triton's own, and so is every one while a profiler has hooks.
-    Triton's settings for debugging count when a key is new.
+    Triton looks at every argument of every launch to find the compiled kernel that is meant, which
+    takes longer than the launch. Here it is found by the numbers among the arguments, and by dtype
+    and alignment of the tensors: of equal keys all that Triton decides by is equal. A launch whose
+    key is new is Triton's own, and so is every one while a profiler has hooks. Triton's settings
+    for debugging count when a key is new.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
@@ -61,7 +64,8 @@ class Kernel(JITFunction[Any]):
         """Launch. Products and sums are fused: Triton 3.10 does so only if it is told to, and 3.9 warns of it."""
         options = {"enable_fp_fusion": True, **constants}
         first, hooks = args[0], triton.knobs.runtime
-        device = (first if isinstance(first, Tensor) else first.base).get_device()  # a tensor descriptor has a base
+        # a tensor descriptor has a base
+        device = (first if isinstance(first, Tensor) else first.base).get_device()
         if device < 0 or warmup or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             return super().run(*args, grid=grid, warmup=warmup, **options)
         key = (device, *self._marks(args), *constants, *constants.values())
@@ -90,7 +94,8 @@ class Kernel(JITFunction[Any]):
                 marks += (x.dtype, x.data_ptr() % _ALIGNMENT)
             elif isinstance(x, tuple):
                 marks += (len(x), *((y.dtype, y.data_ptr() % _ALIGNMENT) for y in x))
-            elif hasattr(x, "block_shape"):  # a tensor descriptor, which sees to its alignment itself
+            # a tensor descriptor, which sees to its alignment itself
+            elif hasattr(x, "block_shape"):
                 marks += (x.base.dtype, *x.block_shape)
             elif varies and isinstance(x, int):
                 marks.append(-(2**31) <= x < 2**31)

@@ -1,7 +1,7 @@
 """Backward of range attention: dQ over the keys of a tile of queries, dK and dV over the queries of a block of keys.
 
-Nothing is added up with atomics: the queries of a key block are cut into chunks, whose partial sums a second kernel adds in
-order.
+Nothing is added up with atomics: the queries of a key block are cut into chunks, whose partial sums
+a second kernel adds in order.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
@@ -11,7 +11,16 @@ import triton.language as tl
 
 from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.range_attention import high, key_steps, load_keys, name_of, visible
-from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile, gated_lse, load_column, load_rows, sequence_rows, store_rows
+from nsa.ops._triton.tiles import (
+    LOG2_E,
+    VARYING,
+    find_tile,
+    gated_lse,
+    load_column,
+    load_rows,
+    sequence_rows,
+    store_rows,
+)
 
 
 @triton.jit
@@ -21,8 +30,23 @@ def range_dq_step(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the share of ``BLOCK_N`` keys from n on, masked at an ``edge``, to dQ ``[BLOCK_M, BLOCK_D]``."""
-    k = load_keys(k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, LAST, TMA)
-    v = load_keys(v_source, head, n, first_key, num_keys, stride_v, stride_vh, DV, BLOCK_N, BLOCK_DV, LAST, TMA)
+    k = load_keys(
+        k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, LAST, TMA
+    )
+    v = load_keys(
+        v_source,
+        head,
+        n,
+        first_key,
+        num_keys,
+        stride_v,
+        stride_vh,
+        DV,
+        BLOCK_N,
+        BLOCK_DV,
+        LAST,
+        TMA,
+    )
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
     p = tl.exp2(s * scale - lse[:, None])
@@ -44,13 +68,16 @@ def range_dq_kernel(
 ):  # fmt: skip
     """dQ of one tile of rows, queries by heads of one group, added to what is there if ``ADD``.
 
-    Writes delta, the row sums of ``out * dout``, for the kernel of dK and dV. With gates, ``dout`` is the gradient of the
-    branches' gated sum: delta is then the gradient of this branch's gate. The gate itself goes into lse, which is written anew:
-    lower by the gate's logarithm, it makes every probability the gated one, at no cost in the loops.
+    Writes delta, the row sums of ``out * dout``, for the kernel of dK and dV. With gates, ``dout``
+    is the gradient of the branches' gated sum: delta is then the gradient of this branch's gate.
+    The gate itself goes into lse, which is written anew: lower by the gate's logarithm, it makes
+    every probability the gated one, at no cost in the loops.
     """
     BRANCH: tl.constexpr = 2 if WINDOW else 0
     head_kv = tl.program_id(1)
-    sequence, tile = find_tile(cu_q_ptr, tl.num_programs(0) - 1 - tl.program_id(0), num_sequences, len_q, BLOCK_M, G)
+    sequence, tile = find_tile(
+        cu_q_ptr, tl.num_programs(0) - 1 - tl.program_id(0), num_sequences, len_q, BLOCK_M, G
+    )
     if sequence < num_sequences:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
         _, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
@@ -79,14 +106,17 @@ def range_dq_kernel(
         t_first = num_tokens - num_q + tile * BLOCK_M // G
         t_last = num_tokens - num_q + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // G, num_q - 1)
         visible_end = high(t, size, stride, WINDOW)
-        start, middle, tail, last, end = key_steps(t_first, t_last, num_keys, size, stride, BLOCK_N, WINDOW)
+        start, middle, tail, last, end = key_steps(
+            t_first, t_last, num_keys, size, stride, BLOCK_N, WINDOW
+        )
         for n in tl.range(start, last, BLOCK_N, num_stages=STAGES):
             dq = range_dq_step(
                 q, dout, lse, delta, k_source, v_source, n, dq, (n < middle) | (n >= tail), visible_end, size, scale, head_kv,
                 first_key, num_keys, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, WINDOW, False,
                 TMA,
             )  # fmt: skip
-        # One step at most; as a branch it would cost hundreds of bytes of stack where heads are large.
+        # One step at most; as a branch it would cost hundreds of bytes of stack where heads are
+        # large.
         for n in tl.range(last, end, BLOCK_N, num_stages=1):
             dq = range_dq_step(
                 q, dout, lse, delta, k_source, v_source, n, dq, True, visible_end, size, scale, head_kv, first_key, num_keys,
@@ -127,8 +157,23 @@ def range_dkv_step(
     LAST: tl.constexpr, KEYS_AS_ROWS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the share of ``BLOCK_M`` queries of one head, from ``row`` on, to dK and dV."""
-    q = load_keys(q_source, head, row, first_q, num_q, stride_q, stride_qh, D, BLOCK_M, BLOCK_D, LAST, TMA)
-    dout = load_keys(dout_source, head, row, first_q, num_q, stride_do, stride_doh, DV, BLOCK_M, BLOCK_DV, LAST, TMA)
+    q = load_keys(
+        q_source, head, row, first_q, num_q, stride_q, stride_qh, D, BLOCK_M, BLOCK_D, LAST, TMA
+    )
+    dout = load_keys(
+        dout_source,
+        head,
+        row,
+        first_q,
+        num_q,
+        stride_do,
+        stride_doh,
+        DV,
+        BLOCK_M,
+        BLOCK_DV,
+        LAST,
+        TMA,
+    )
     m = tl.arange(0, BLOCK_M)
     statistic = head.to(tl.int64) * num_rows + first_q + row
     inside = row + m < row_end if MASKED else None
@@ -136,7 +181,8 @@ def range_dkv_step(
     delta = load_column(delta_ptr + statistic + m, inside, 0.0)
     t = offset + row + m
     key = n + tl.arange(0, BLOCK_N)
-    # Small heads leave registers for both products of inputs at once: the second runs while the first is exponentiated.
+    # Small heads leave registers for both products of inputs at once: the second runs while the
+    # first is exponentiated.
     EARLY: tl.constexpr = BLOCK_D + BLOCK_DV <= 128
     if KEYS_AS_ROWS:
         s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
@@ -144,7 +190,9 @@ def range_dkv_step(
             dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
         p = tl.exp2(s * scale - lse[None, :])
         if MASKED:
-            p = tl.where(visible(high(t, size, stride, WINDOW)[None, :], key[:, None], size, WINDOW), p, 0.0)
+            p = tl.where(
+                visible(high(t, size, stride, WINDOW)[None, :], key[:, None], size, WINDOW), p, 0.0
+            )
         if not EARLY:
             dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
@@ -156,7 +204,9 @@ def range_dkv_step(
             dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
         p = tl.exp2(s * scale - lse[:, None])
         if MASKED:
-            p = tl.where(visible(high(t, size, stride, WINDOW)[:, None], key[None, :], size, WINDOW), p, 0.0)
+            p = tl.where(
+                visible(high(t, size, stride, WINDOW)[:, None], key[None, :], size, WINDOW), p, 0.0
+            )
         if not EARLY:
             dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
         dv = tl.dot(tl.trans(p.to(dout.dtype)), dout, dv, input_precision="ieee")
@@ -184,7 +234,9 @@ def range_dkv_kernel(
         _, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
         first_key, num_keys = sequence_rows(cu_key_ptr, sequence, len_key)
         n = tile * BLOCK_N
-        first, all_first, all_end, end = query_range(n, num_q, num_tokens, size, stride, BLOCK_N, WINDOW)
+        first, all_first, all_end, end = query_range(
+            n, num_q, num_tokens, size, stride, BLOCK_N, WINDOW
+        )
         first = tl.maximum(first, chunk * chunk_rows)
         end = tl.minimum(end, (chunk + 1) * chunk_rows)
         all_first = tl.minimum(tl.maximum(all_first, first), end)
@@ -196,10 +248,13 @@ def range_dkv_kernel(
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         if (first < end) | (tl.num_programs(2) == 1):
             k = load_rows(k_ptr + head_kv * stride_kh, key_row, key_ok, stride_k, D, BLOCK_D, True)
-            v = load_rows(v_ptr + head_kv * stride_vh, key_row, key_ok, stride_v, DV, BLOCK_DV, True)
+            v = load_rows(
+                v_ptr + head_kv * stride_vh, key_row, key_ok, stride_v, DV, BLOCK_DV, True
+            )
             offset = num_tokens - num_q
             scale = softmax_scale * LOG2_E
-            # Tiles of queries, each visited once for every head: masked, whole, masked, past the sequence.
+            # Tiles of queries, each visited once for every head: masked, whole, masked, past the
+            # sequence.
             end = tl.maximum(end, first)
             tiles = (end - first + BLOCK_M - 1) // BLOCK_M
             last = tl.minimum(tiles, (num_q - first) // BLOCK_M)
@@ -264,9 +319,33 @@ def range_reduce_kernel(
         row = (first_key + key).to(tl.int64) * HKV + head_kv
         rows_of_chunk = num_rows_key.to(tl.int64) * HKV
         if tl.program_id(2) == 0:
-            sum_parts(dk_part_ptr, dk_ptr, row, key_ok, first, end, chunk_rows, rows_of_chunk, D, BLOCK_N, BLOCK_D)
+            sum_parts(
+                dk_part_ptr,
+                dk_ptr,
+                row,
+                key_ok,
+                first,
+                end,
+                chunk_rows,
+                rows_of_chunk,
+                D,
+                BLOCK_N,
+                BLOCK_D,
+            )
         else:
-            sum_parts(dv_part_ptr, dv_ptr, row, key_ok, first, end, chunk_rows, rows_of_chunk, DV, BLOCK_N, BLOCK_DV)
+            sum_parts(
+                dv_part_ptr,
+                dv_ptr,
+                row,
+                key_ok,
+                first,
+                end,
+                chunk_rows,
+                rows_of_chunk,
+                DV,
+                BLOCK_N,
+                BLOCK_DV,
+            )
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Launchers of range attention; see ``range_attention.py``. No autograd, no checks of user input.
 
-What outlives a launcher is made before it: the caller decides on which stream (see ``nsa/ops/_side_stream.py``).
+What outlives a launcher is made before it: the caller decides on which stream (see
+``nsa/ops/_side_stream.py``).
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa.ops._triton.layout import Gated, Layout
 from nsa.ops._triton.range_attention import range_fwd_kernel
-from nsa.ops._triton.range_attention_bwd import range_dkv_kernel, range_dq_kernel, range_reduce_kernel
+from nsa.ops._triton.range_attention_bwd import (
+    range_dkv_kernel,
+    range_dq_kernel,
+    range_reduce_kernel,
+)
 from nsa.ops._triton.sizes import cdiv, next_power_of_2
 from nsa.ops._triton.tuning import LONG_KEYS, MOST_REGISTERS, Tile
 
-# Chunks of queries that the work on one block of keys is cut into: most of them, queries of the least, and programs to aim at.
+# Chunks of queries that the work on one block of keys is cut into: most of them, queries of the
+# least, and programs to aim at.
 MAX_CHUNKS = 40
 MIN_CHUNK_ROWS = 512
 TARGET_PROGRAMS = 10_240
@@ -29,8 +35,10 @@ class RangeLayout:
 
     Attributes:
         window: whether keys are tokens of a window; otherwise they are compressed blocks.
-        cu_q, cu_k, num_sequences, len_q, len_k: see ``Layout``; they come as the registered operators have them.
-        cu_key: offsets of the keys: ``cu_k`` for the window, those of the blocks for the compressed branch.
+        cu_q, cu_k, num_sequences, len_q, len_k: see ``Layout``; they come as the registered
+            operators have them.
+        cu_key: offsets of the keys: ``cu_k`` for the window, those of the blocks for the compressed
+            branch.
         len_key: keys of each sequence when ``cu_q`` is None, otherwise at least the most.
         size: window size, or compression block size.
         stride: compression stride; 1 for the window.
@@ -49,11 +57,21 @@ class RangeLayout:
 
     def num_tiles(self, rows: int, tile: int, each: int) -> int:
         """See ``Layout.num_tiles``."""
-        return Layout(self.cu_q, self.cu_k, self.num_sequences, self.len_q, self.len_k).num_tiles(rows, tile, each)
+        return Layout(self.cu_q, self.cu_k, self.num_sequences, self.len_q, self.len_k).num_tiles(
+            rows, tile, each
+        )
 
     def arguments(self) -> tuple[Tensor | int | None, ...]:
         """What every kernel takes."""
-        return self.cu_q, self.cu_k, self.cu_key, self.len_q, self.len_k, self.len_key, self.num_sequences
+        return (
+            self.cu_q,
+            self.cu_k,
+            self.cu_key,
+            self.len_q,
+            self.len_k,
+            self.len_key,
+            self.num_sequences,
+        )
 
 
 def tile_name(operator: str, kind: str, layout: RangeLayout) -> str:
@@ -75,7 +93,9 @@ def reduction_options(keys: int, head_dim: int, value_dim: int) -> dict[str, int
 
 def fitting(tile: Tile, *sources: Tensor) -> Tile:
     """The tile, without tensor descriptors where these tensors do not lie as descriptors demand: in steps of 16 bytes."""
-    steps = [x.data_ptr() for x in sources] + [stride * x.element_size() for x in sources for stride in x.stride()[:-1]]
+    steps = [x.data_ptr() for x in sources] + [
+        stride * x.element_size() for x in sources for stride in x.stride()[:-1]
+    ]
     aligned = all(step > 0 and step % 16 == 0 for step in steps)
     return tile if aligned or not tile.tma else replace(tile, tma=False)
 
@@ -84,18 +104,29 @@ def key_source(x: Tensor, tile: Tile) -> Tensor | TensorDescriptor:
     """Keys or values ``[N, Hkv, D]`` as a kernel loads them."""
     if not tile.tma:
         return x
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.keys, 1, block_of(x.shape[-1])])
+    return TensorDescriptor(
+        x, list(x.shape), list(x.stride()), [tile.keys, 1, block_of(x.shape[-1])]
+    )
 
 
 def row_source(x: Tensor, tile: Tile) -> Tensor | TensorDescriptor:
     """Queries or gradients ``[T, Hq, D]`` as the kernel of dK and dV loads them, head by head."""
     if not tile.tma:
         return x
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.rows, 1, block_of(x.shape[-1])])
+    return TensorDescriptor(
+        x, list(x.shape), list(x.stride()), [tile.rows, 1, block_of(x.shape[-1])]
+    )
 
 
 def range_forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: RangeLayout, softmax_scale: float, tile: Tile
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: RangeLayout,
+    softmax_scale: float,
+    tile: Tile,
 ) -> None:
     """Fill out ``[T, Hq, Dv]`` and lse fp32 ``[Hq, T]``."""
     num_q, num_heads, head_dim = q.shape
@@ -120,11 +151,13 @@ class RangeBackward:
     """A backward pass: what its two kernels, of dQ and of dK and dV, read and what the first leaves for the second.
 
     Attributes:
-        q, k, v, out, dout: as the forward had them; with gates dout is the gradient of the branches' gated sum.
+        q, k, v, out, dout: as the forward had them; with gates dout is the gradient of the
+            branches' gated sum.
         lse: of the forward, ``[Hq, T]``.
         dq: gradient of q, contiguous.
         delta: fp32 ``[Hq, T]``: row sums of out * dout.
-        gated_lse: with gates, lse of the gated branch, which the kernel of dQ writes; otherwise ``lse``.
+        gated_lse: with gates, lse of the gated branch, which the kernel of dQ writes; otherwise
+            ``lse``.
         gated: the branch's part in the gated sum.
         layout: where sequences lie and which keys a query sees.
         softmax_scale: factor on the scores.
@@ -159,7 +192,20 @@ class RangeBackward:
     ) -> RangeBackward:
         """With memory for what the kernel of dQ leaves."""
         gated_lse = lse if gated.gates is None else torch.empty_like(lse)
-        return cls(q, k, v, out, dout, lse, dq, torch.empty_like(lse), gated_lse, gated, layout, softmax_scale)
+        return cls(
+            q,
+            k,
+            v,
+            out,
+            dout,
+            lse,
+            dq,
+            torch.empty_like(lse),
+            gated_lse,
+            gated,
+            layout,
+            softmax_scale,
+        )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -187,7 +233,10 @@ def range_dq(backward: RangeBackward, tile: Tile) -> None:
             backward.dq.zero_()
         return
     tile = fitting(tile, k, v)
-    grid = (layout.num_tiles(num_q * sizes["G"], tile.rows, layout.len_q * sizes["G"]), num_kv_heads)
+    grid = (
+        layout.num_tiles(num_q * sizes["G"], tile.rows, layout.len_q * sizes["G"]),
+        num_kv_heads,
+    )
     range_dq_kernel[grid](
         q, key_source(k, tile), key_source(v, tile), backward.out, backward.dout,
         backward.lse, backward.delta, backward.dq, gated.gates, gated.dgates,
@@ -199,7 +248,14 @@ def range_dq(backward: RangeBackward, tile: Tile) -> None:
 
 def range_dkv(backward: RangeBackward, tile: Tile) -> tuple[Tensor, Tensor]:
     """Second half of the backward, after dQ: dk, dv in the shapes of k, v, contiguous."""
-    q, k, v, dout, layout, sizes = backward.q, backward.k, backward.v, backward.dout, backward.layout, backward.sizes
+    q, k, v, dout, layout, sizes = (
+        backward.q,
+        backward.k,
+        backward.v,
+        backward.dout,
+        backward.layout,
+        backward.sizes,
+    )
     num_q, num_key, num_kv_heads = q.shape[0], k.shape[0], k.shape[1]
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -211,7 +267,9 @@ def range_dkv(backward: RangeBackward, tile: Tile) -> tuple[Tensor, Tensor]:
     if num_q == 0 or num_blocks == 0:
         return dk, dv
     most = min(layout.len_q, layout.size) if layout.window else layout.len_q
-    num_chunks, chunk_rows = chunks_of(layout.len_q, most, layout.window, num_blocks * num_kv_heads, tile.rows)
+    num_chunks, chunk_rows = chunks_of(
+        layout.len_q, most, layout.window, num_blocks * num_kv_heads, tile.rows
+    )
     partial = num_chunks > 1
     dk_sum, dv_sum = dk, dv
     if partial:
@@ -244,9 +302,12 @@ def chunks_of(len_q: int, most: int, window: bool, num_programs: int, rows: int)
         most: at most so many of them see a key.
         window: whether keys are tokens of a window.
         num_programs: programs of one chunk.
-        rows: queries of a tile; chunks are of whole tiles, or every one would have a masked one more.
+        rows: queries of a tile; chunks are of whole tiles, or every one would have a masked one
+            more.
     """
-    num_chunks = max(1, min(cdiv(most, MIN_CHUNK_ROWS), MAX_CHUNKS, TARGET_PROGRAMS // max(num_programs, 1)))
+    num_chunks = max(
+        1, min(cdiv(most, MIN_CHUNK_ROWS), MAX_CHUNKS, TARGET_PROGRAMS // max(num_programs, 1))
+    )
     if num_chunks == 1 or (window and most <= 2 * MIN_CHUNK_ROWS):
         return 1, len_q
     chunk_rows = cdiv(cdiv(len_q, num_chunks), rows) * rows

@@ -17,7 +17,8 @@ def partner_column(d, ROTARY: tl.constexpr):
 def cos_sin(angle):
     """Cosine and sine of fp32 angles to 10^8 radians, within 1e-7.
 
-    ``tl.cos`` and ``tl.sin`` are as exact, but they reduce large angles through an array in local memory.
+    ``tl.cos`` and ``tl.sin`` are as exact, but they reduce large angles through an array in local
+    memory.
     """
     quarters = angle.to(tl.float64) * 0.6366197723675814  # 2 / pi
     nearest = tl.floor(quarters + 0.5)
@@ -25,12 +26,16 @@ def cos_sin(angle):
     x = ((quarters - nearest) * 1.5707963267948966).to(tl.float32)  # -pi / 4 .. pi / 4
     square = x * x
     # Polynomials of Cephes' sinf and cosf (Moshier, 1989).
-    sine = x + x * square * (-1.6666654611e-1 + square * (8.3321608736e-3 - square * 1.9515295891e-4))
+    sine = x + x * square * (
+        -1.6666654611e-1 + square * (8.3321608736e-3 - square * 1.9515295891e-4)
+    )
     cosine = 4.166664568298827e-2 + square * (-1.388731625493765e-3 + square * 2.443315711809948e-5)
     cosine = 1.0 - 0.5 * square + square * square * cosine
     swapped = (quadrant & 1) != 0
     first, second = tl.where(swapped, sine, cosine), tl.where(swapped, cosine, sine)
-    return tl.where(((quadrant + 1) & 2) != 0, -first, first), tl.where((quadrant & 2) != 0, -second, second)
+    return tl.where(((quadrant + 1) & 2) != 0, -first, first), tl.where(
+        (quadrant & 2) != 0, -second, second
+    )
 
 
 @triton.jit

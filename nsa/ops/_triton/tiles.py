@@ -1,6 +1,7 @@
 """Pieces of kernels: where a tile lies, loads of rows of keys, the online softmax step."""
 
-# Kernels are typed by Triton, not by annotations: `tl.constexpr` marks what is known when one is compiled.
+# Kernels are typed by Triton, not by annotations: `tl.constexpr` marks what is known when one is
+# compiled.
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
 import triton
@@ -8,11 +9,12 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Sequences that one step of `find_tile` looks at, and the distance of those that its first step looks at.
+# Sequences that one step of `find_tile` looks at, and the distance of those that its first step
+# looks at.
 SEQUENCES = tl.constexpr(128)
 
-# Arguments of kernels that change from call to call. Triton must not look at their values: it would compile a kernel anew
-# where such a number is 1, or a multiple of 16 for the first time.
+# Arguments of kernels that change from call to call. Triton must not look at their values: it would
+# compile a kernel anew where such a number is 1, or a multiple of 16 for the first time.
 VARYING = [
     "len_q", "len_k", "len_key", "len_x", "len_cmp", "num_sequences", "num_rows", "num_rows_key", "num_tiles", "chunk_rows",
     "position_offset",
@@ -23,20 +25,24 @@ VARYING = [
 def find_tile(cu_ptr, tile, num_sequences, rows_each, TILE: tl.constexpr, HEADS: tl.constexpr = 1):
     """Sequence and tile inside it of the tile-th tile of ``TILE`` rows; the sequence is ``num_sequences`` where there is none.
 
-    ``cu_ptr`` None means that every sequence has ``rows_each`` rows. Each counts as ``HEADS`` rows of tiles. With offsets the
-    tiles of a sequence begin at ``tiles_before``, and up to one behind its last stays empty.
+    ``cu_ptr`` None means that every sequence has ``rows_each`` rows. Each counts as ``HEADS`` rows
+    of tiles. With offsets the tiles of a sequence begin at ``tiles_before``, and up to one behind
+    its last stays empty.
     """
     if cu_ptr is None:
         tiles_each = tl.cdiv(rows_each * HEADS, TILE)
         sequence = tile // tiles_each
         inside = tile % tiles_each
     else:
-        # Where the tile's sequence may lie: behind the last of every 128th that begins before the tile.
+        # Where the tile's sequence may lie: behind the last of every 128th that begins before the
+        # tile.
         group = 0
         for first in tl.range(SEQUENCES, num_sequences, SEQUENCES * SEQUENCES):
             b = first + tl.arange(0, SEQUENCES) * SEQUENCES
             start = tl.load(cu_ptr + b, mask=b < num_sequences, other=0)
-            group += tl.sum(((b < num_sequences) & (start * HEADS // TILE + b <= tile)).to(tl.int32), 0)
+            group += tl.sum(
+                ((b < num_sequences) & (start * HEADS // TILE + b <= tile)).to(tl.int32), 0
+            )
         b = group * SEQUENCES + tl.arange(0, SEQUENCES)
         ok = b < num_sequences
         start = tl.load(cu_ptr + b, mask=ok, other=0)
@@ -53,7 +59,8 @@ def find_tile(cu_ptr, tile, num_sequences, rows_each, TILE: tl.constexpr, HEADS:
 def tiles_before(cu_ptr, sequence, rows_each, TILE: tl.constexpr):
     """Where the tiles of ``TILE`` rows of a sequence begin, as ``find_tile`` counts them.
 
-    Whole tiles of all rows before it, and one for each sequence before it: as many as they can need, by one division.
+    Whole tiles of all rows before it, and one for each sequence before it: as many as they can
+    need, by one division.
     """
     if cu_ptr is None:
         before = sequence * tl.cdiv(rows_each, TILE)
@@ -92,7 +99,9 @@ def load_tile(base, offset, ok, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: 
 
 
 @triton.jit
-def load_rows(ptr, row, ok, stride_row, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+def load_rows(
+    ptr, row, ok, stride_row, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
+):
     """Rows ``[N, BLOCK_D]`` at ``ptr + row * stride_row`` with 64-bit addresses; see ``load_tile``."""
     return load_tile(ptr, row.to(tl.int64) * stride_row, ok, D, BLOCK_D, MASKED)
 
@@ -101,7 +110,8 @@ def load_rows(ptr, row, ok, stride_row, D: tl.constexpr, BLOCK_D: tl.constexpr, 
 def load_column(pointers, mask, other):
     """``tl.load`` of a vector, as a column: each number once.
 
-    A vector that belongs to the columns of a score tile would be loaded by each thread that needs it: 16 numbers of 64.
+    A vector that belongs to the columns of a score tile would be loaded by each thread that needs
+    it: 16 numbers of 64.
     """
     if mask is None:
         return tl.sum(tl.load(pointers[:, None]), 1)

@@ -1,7 +1,8 @@
 """Tile sizes of the kernels, by kernel, head size, dtype and GPU.
 
-Measured tiles lie in ``tables/``, one JSON file for each GPU name, made by ``nsa bench tune``; a GPU without a file takes that
-of its nearest relative, and otherwise defaults by compute capability. Nothing here measures, and a table is read once.
+Measured tiles lie in ``tables/``, one JSON file for each GPU name, made by ``nsa bench tune``; a
+GPU without a file takes that of its nearest relative, and otherwise defaults by compute capability.
+Nothing here measures, and a table is read once.
 """
 
 from __future__ import annotations
@@ -28,15 +29,18 @@ TABLES = Path(__file__).with_name("tables")
 # Tables for GPUs without one of their own: the same multiprocessors, another memory.
 RELATIVES = {(9, 0): "nvidia-h200"}
 
-# Compute capabilities whose multiprocessors give a program 163 KiB of shared memory or more; all others give 99.
+# Compute capabilities whose multiprocessors give a program 163 KiB of shared memory or more; all
+# others give 99.
 LARGE_SHARED_MEMORY = {(8, 0), (9, 0), (10, 0), (10, 3)}
-# Those that multiply matrices from shared memory; all others from registers, of which a backward tile then needs more.
+# Those that multiply matrices from shared memory; all others from registers, of which a backward
+# tile then needs more.
 OPERANDS_IN_SHARED_MEMORY = {(9, 0), (10, 0), (10, 3)}
 
 # Compressed keys of a sequence from which on its kernels have tiles of their own.
 LONG_KEYS = 1024
 
-# Of a thread. Told that it may use them, ptxas does not spill a word for the sake of one more program on a multiprocessor.
+# Of a thread. Told that it may use them, ptxas does not spill a word for the sake of one more
+# program on a multiprocessor.
 MOST_REGISTERS = 255
 
 
@@ -52,8 +56,10 @@ class Tile:
         tma: whether keys are loaded through tensor descriptors.
         keys_as_rows: dK and dV: whether the score tile has keys as rows.
         edge_stages: dK and dV of a range: depth of the pipeline in its masked edges.
-        keep_queries: the choice of blocks: whether the queries of all heads of a group stay on chip.
-        max_registers: limit on the registers of a thread, so that more programs share a multiprocessor; None leaves it open.
+        keep_queries: the choice of blocks: whether the queries of all heads of a group stay on
+            chip.
+        max_registers: limit on the registers of a thread, so that more programs share a
+            multiprocessor; None leaves it open.
     """
 
     rows: int
@@ -103,7 +109,9 @@ class TileTable:
 
     def find(self, key: TileKey) -> Tile | None:
         """The tile of ``key``, or of the next larger head size, whose tile fits the smaller one too."""
-        same = (k for k in self.rows if (k.kernel, k.element_size) == (key.kernel, key.element_size))
+        same = (
+            k for k in self.rows if (k.kernel, k.element_size) == (key.kernel, key.element_size)
+        )
         sizes = sorted(k.head_size for k in same if k.head_size >= key.head_size)
         return self.rows[TileKey(key.kernel, sizes[0], key.element_size)] if sizes else None
 
@@ -117,7 +125,8 @@ def load_table(path: Path) -> TileTable:
     """Read a table.
 
     Args:
-        path: JSON file: ``{"gpu": ..., "rows": [{"kernel": ..., "head_size": ..., "element_size": ..., "tile": {...}, ...}]}``.
+        path: JSON file: ``{"gpu": ..., "rows": [{"kernel": ..., "head_size": ..., "element_size":
+            ..., "tile": {...}, ...}]}``.
 
     Raises:
         ValueError: the file is not such a table; the message names the file and the row.
@@ -126,16 +135,28 @@ def load_table(path: Path) -> TileTable:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise UserError(where, "the file", "be JSON", error, "Make it again with: nsa bench tune") from error
-    sound = isinstance(content, dict) and isinstance(content.get("gpu"), str) and isinstance(content.get("rows"), list)
+        raise UserError(
+            where, "the file", "be JSON", error, "Make it again with: nsa bench tune"
+        ) from error
+    sound = (
+        isinstance(content, dict)
+        and isinstance(content.get("gpu"), str)
+        and isinstance(content.get("rows"), list)
+    )
     check(sound, where, "the file", 'hold "gpu" and "rows"', type(content).__name__)
     rows: dict[TileKey, Tile] = {}
     notes: dict[TileKey, Mapping[str, Any]] = {}
     for number, row in enumerate(content["rows"], start=1):
         key = _part(where, f"row {number}", row, TileKey, (str, int))
         check(key not in rows, where, f"row {number}", "name a kernel and sizes of its own", key)
-        rows[key] = _part(where, f"the tile of row {number}", row.get("tile"), Tile, (int, type(None)))
-        notes[key] = {name: value for name, value in row.items() if name not in ("kernel", "head_size", "element_size", "tile")}
+        rows[key] = _part(
+            where, f"the tile of row {number}", row.get("tile"), Tile, (int, type(None))
+        )
+        notes[key] = {
+            name: value
+            for name, value in row.items()
+            if name not in ("kernel", "head_size", "element_size", "tile")
+        }
     return TileTable(content["gpu"], rows, notes)
 
 
@@ -143,14 +164,34 @@ def _part(where: str, argument: str, values: Any, kind: type[Any], types: tuple[
     """A dataclass from a JSON object; a tile refuses unknown fields, so that a misspelt one is not lost."""
     check(isinstance(values, dict), where, argument, "be an object", values)
     known = {field.name for field in fields(kind)}
-    needed = {"kernel", "head_size", "element_size"} if kind is TileKey else {"rows", "keys", "warps", "stages"}
-    check(needed <= set(values), where, argument, f"have {', '.join(sorted(needed))}", sorted(values))
+    needed = (
+        {"kernel", "head_size", "element_size"}
+        if kind is TileKey
+        else {"rows", "keys", "warps", "stages"}
+    )
+    check(
+        needed <= set(values), where, argument, f"have {', '.join(sorted(needed))}", sorted(values)
+    )
     unknown = sorted(set(values) - known) if kind is Tile else []
-    check(not unknown, where, argument, f"have no other fields than {', '.join(sorted(known))}", unknown)
-    wrong = {name: values[name] for name in known & set(values) if not isinstance(values[name], types)}
+    check(
+        not unknown,
+        where,
+        argument,
+        f"have no other fields than {', '.join(sorted(known))}",
+        unknown,
+    )
+    wrong = {
+        name: values[name] for name in known & set(values) if not isinstance(values[name], types)
+    }
     check(not wrong, where, argument, "hold whole numbers, true or false", wrong)
     sizes = [values[name] for name in needed - {"kernel"}]
-    check(all(type(size) is int and size > 0 for size in sizes), where, argument, "have positive sizes", sizes)
+    check(
+        all(type(size) is int and size > 0 for size in sizes),
+        where,
+        argument,
+        "have positive sizes",
+        sizes,
+    )
     return kind(**{name: values[name] for name in known & set(values)})
 
 
@@ -158,7 +199,10 @@ def table_text(table: TileTable) -> str:
     """The table as the text of its file, one row a line."""
     rows = [
         json.dumps({**asdict(key), "tile": _given(tile), **table.notes.get(key, {})})
-        for key, tile in sorted(table.rows.items(), key=lambda row: (row[0].element_size, row[0].head_size, row[0].kernel))
+        for key, tile in sorted(
+            table.rows.items(),
+            key=lambda row: (row[0].element_size, row[0].head_size, row[0].kernel),
+        )
     ]
     return f'{{"gpu": {json.dumps(table.gpu)}, "rows": [\n' + ",\n".join(rows) + "\n]}\n"
 
@@ -186,13 +230,17 @@ def default_tile(key: TileKey, capability: tuple[int, int] | None) -> Tile:
         capability: major and minor; None stands for the smallest GPU.
     """
     tile = _default_sizes(key, capability)
-    # The choice among blocks, of two bytes an element, needs stack with the limit and none without; on 12.x the reverse.
-    limited = key.kernel != "select_blocks" or key.element_size != 2 or (capability or (0, 0))[0] == 12
+    # The choice among blocks, of two bytes an element, needs stack with the limit and none without;
+    # on 12.x the reverse.
+    limited = (
+        key.kernel != "select_blocks" or key.element_size != 2 or (capability or (0, 0))[0] == 12
+    )
     return replace(tile, max_registers=MOST_REGISTERS) if limited else tile
 
 
 def _default_sizes(key: TileKey, capability: tuple[int, int] | None) -> Tile:
-    # None needs stack to head size 128, nor for 192 with values of 128 in two bytes: `make test-compile`. None was timed.
+    # None needs stack to head size 128, nor for 192 with values of 128 in two bytes: `make
+    # test-compile`. None was timed.
     warps = 4 if key.head_size <= 128 else 8
     if key.kernel == "select_blocks":
         return Tile(16, 16, 8 if key.head_size <= 128 else 4, 1)
@@ -245,7 +293,8 @@ _choose: Choose | None = None
 def tiles_chosen_by(choose: Choose) -> Iterator[None]:
     """Within, every look-up goes through ``choose(key, tile of the table)``: for the benchmark and for tuning alone.
 
-    It holds for the whole process and not for a thread, because the backward pass runs in threads of autograd.
+    It holds for the whole process and not for a thread, because the backward pass runs in threads
+    of autograd.
     """
     global _choose
     assert _choose is None, "choices of tiles do not nest"

@@ -1,9 +1,9 @@
 """``nsa::attention``, registered with PyTorch: schema, fake, autograd.
 
-Its forward is the operators, the window beside the others. Its backward is not: the kernels of each branch take the gradient of
-the gated sum as it is and apply the branch's gate themselves, give the gate's gradient by the way (it is the row sum that a
-softmax gradient needs anyhow), and add their dQ to that of the branch before. So no gradient of a branch's output is ever
-written.
+Its forward is the operators, the window beside the others. Its backward is not: the kernels of each
+branch take the gradient of the gated sum as it is and apply the branch's gate themselves, give the
+gate's gradient by the way (it is the row sum that a softmax gradient needs anyhow), and add their
+dQ to that of the branch before. So no gradient of a branch's output is ever written.
 """
 
 from __future__ import annotations
@@ -90,17 +90,28 @@ def _forward(
             if k_cmp is not None and lse_cmp is not None:
                 where_cmp = (*compressed_arguments(config, sequences, blocks), softmax_scale)
                 with stage(COMPRESSED):
-                    run_range_attention("compressed_attention", False, q_cmp, k_cmp, v, *cmp, *where_cmp)
-                if k_slc is not None and v_slc is not None and slc is not None and block_indices is not None:
+                    run_range_attention(
+                        "compressed_attention", False, q_cmp, k_cmp, v, *cmp, *where_cmp
+                    )
+                if (
+                    k_slc is not None
+                    and v_slc is not None
+                    and slc is not None
+                    and block_indices is not None
+                ):
                     run = (config, sequences, softmax_scale, "triton")
                     run_select_blocks(q_cmp, k_cmp, lse_cmp, *run, blocks=blocks, out=block_indices)
                     with stage(SELECTED):
-                        run_selected_forward(q, k_slc, v_slc, block_indices, slc, *rest, unique=True)
+                        run_selected_forward(
+                            q, k_slc, v_slc, block_indices, slc, *rest, unique=True
+                        )
         if k_win is not None and v_win is not None:
             out_win, by_head = range_results(q, v_win)
             lse_win, where_win = by_head.t(), (*window_arguments(config, sequences), softmax_scale)
             with stage(WINDOW):
-                run_range_attention("window_attention", True, q, k_win, v_win, out_win, by_head, *where_win)
+                run_range_attention(
+                    "window_attention", True, q, k_win, v_win, out_win, by_head, *where_win
+                )
     with stage(GATES):
         out = run_combine(out_cmp, None if slc is None else slc[0], out_win, gates)
     saved = (out_cmp, lse_cmp, block_indices, *(slc or (None,) * 4), out_win, lse_win)
@@ -117,15 +128,23 @@ def _backward(
 
     config, sequences, softmax_scale, algorithm = _open(q, *where)
     q, dout, gates = rows(q), rows(dout), gates.contiguous()
-    # Before the fork: all that both streams touch, offsets and copies in another layout among it, and what the side gives.
-    # Branches add to dq in this order: compressed, window, selected.
+    # Before the fork: all that both streams touch, offsets and copies in another layout among it,
+    # and what the side gives. Branches add to dq in this order: compressed, window, selected.
     dq, dgates = q.new_empty(q.shape), torch.zeros_like(gates)
     dq_cmp = None if q_cmp is None or v_cmp is None else q.new_empty(q.shape)
     cmp = win = slc = dk_cmp = dv_cmp = dk_win = dv_win = None
     adds = False
     if k_cmp is not None and v_cmp is not None:
         rest = (*compressed_arguments(config, sequences), softmax_scale)
-        given = (q if q_cmp is None else q_cmp, k_cmp, v_cmp, out_cmp, lse_cmp, dout, dq if dq_cmp is None else dq_cmp)
+        given = (
+            q if q_cmp is None else q_cmp,
+            k_cmp,
+            v_cmp,
+            out_cmp,
+            lse_cmp,
+            dout,
+            dq if dq_cmp is None else dq_cmp,
+        )
         cmp = new_range_backward(False, *given, *rest, gated=Gated(gates, dgates))
         adds = dq_cmp is None
     if k_win is not None and v_win is not None:
@@ -151,7 +170,9 @@ def _backward(
                 call: Any = (q, k_slc, v_slc, block_indices, results, dout, slc)
                 rest = (*selected_arguments(config, sequences), softmax_scale, algorithm)
                 with stage(SELECTED):
-                    run_selected_backward(*call, *rest, gated=Gated(gates, dgates, adds), unique=True)
+                    run_selected_backward(
+                        *call, *rest, gated=Gated(gates, dgates, adds), unique=True
+                    )
         wait_cmp()
         if cmp is not None:
             with stage(COMPRESSED):
@@ -164,7 +185,11 @@ def _backward(
     of_queries = (dq if adds or slc is not None else None, dq_cmp)
     found = (*of_queries, dk_cmp, dv_cmp, *(slc or (None,) * 3)[1:], dk_win, dv_win)
     # Keys that only score blocks have no gradient through them, and neither have their queries.
-    grads = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(inputs, found, strict=True) if x is not None]
+    grads = [
+        torch.zeros_like(x) if dx is None else dx
+        for x, dx in zip(inputs, found, strict=True)
+        if x is not None
+    ]
     return [*grads, dgates]
 
 
@@ -185,7 +210,11 @@ def _fake(
         out,
         off[0] if v_cmp is None else torch.empty_like(out),
         off[0] if k_cmp is None else lse_range,
-        *((off[0], off[0], off[0], *off) if k_slc is None else (indices, torch.empty_like(out), lse, *index)),
+        *(
+            (off[0], off[0], off[0], *off)
+            if k_slc is None
+            else (indices, torch.empty_like(out), lse, *index)
+        ),
         *(off if k_win is None else (torch.empty_like(out), torch.empty_like(lse_range))),
     )
 
@@ -215,5 +244,8 @@ attention_op = register(
     backward=_differentiate,
 )  # fmt: skip
 attention_backward_op = register(
-    "attention_backward", f"({_INPUTS}, {_SAVED}, Tensor dout, {_WHERE}) -> Tensor[]", _backward, _fake_backward
+    "attention_backward",
+    f"({_INPUTS}, {_SAVED}, Tensor dout, {_WHERE}) -> Tensor[]",
+    _backward,
+    _fake_backward,
 )

@@ -26,7 +26,8 @@ def combine(
     """Gated sum of the branches (Eq. 5, arXiv:2502.11089).
 
     Args:
-        out_cmp: output of the compressed branch ``[..., Hq, Dv]``; None when it is off, which adds nothing.
+        out_cmp: output of the compressed branch ``[..., Hq, Dv]``; None when it is off, which adds
+            nothing.
         out_slc: of the selected branch, likewise.
         out_win: of the window, likewise.
         gates: activated gates ``[..., Hq, 3]``, order (cmp, slc, win).
@@ -39,13 +40,20 @@ def combine(
         ValueError: no branch is given, or shapes differ.
     """
     outputs = [
-        (name, out) for name, out in (("out_cmp", out_cmp), ("out_slc", out_slc), ("out_win", out_win)) if out is not None
+        (name, out)
+        for name, out in (("out_cmp", out_cmp), ("out_slc", out_slc), ("out_win", out_win))
+        if out is not None
     ]
     check(len(outputs) > 0, "combine", "out_cmp, out_slc, out_win", "not all be None", None)
     shape = outputs[0][1].shape
     for name, out in outputs:
         if out.shape != shape:
-            fail("combine", name, f"have shape {tuple(shape)} as the other branches", tuple(out.shape))
+            fail(
+                "combine",
+                name,
+                f"have shape {tuple(shape)} as the other branches",
+                tuple(out.shape),
+            )
     expected = (*shape[:-1], 3)
     if tuple(gates.shape) != expected:
         fail("combine", "gates", f"have shape {expected}", tuple(gates.shape))

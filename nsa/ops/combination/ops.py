@@ -9,7 +9,9 @@ from torch import Tensor
 from nsa.ops._register import register
 
 
-def run_combine(out_cmp: Tensor | None, out_slc: Tensor | None, out_win: Tensor | None, gates: Tensor) -> Tensor:
+def run_combine(
+    out_cmp: Tensor | None, out_slc: Tensor | None, out_win: Tensor | None, gates: Tensor
+) -> Tensor:
     """The kernel of the registered operator."""
     from nsa.ops.combination.triton_fwd import combine_forward
 
@@ -17,11 +19,17 @@ def run_combine(out_cmp: Tensor | None, out_slc: Tensor | None, out_win: Tensor 
 
 
 def _backward(
-    out_cmp: Tensor | None, out_slc: Tensor | None, out_win: Tensor | None, gates: Tensor, dout: Tensor
+    out_cmp: Tensor | None,
+    out_slc: Tensor | None,
+    out_win: Tensor | None,
+    gates: Tensor,
+    dout: Tensor,
 ) -> list[Tensor]:
     from nsa.ops.combination.triton_fwd import combine_backward
 
-    grads, dgates = combine_backward(_contiguous(out_cmp, out_slc, out_win), gates.contiguous(), dout.contiguous())
+    grads, dgates = combine_backward(
+        _contiguous(out_cmp, out_slc, out_win), gates.contiguous(), dout.contiguous()
+    )
     return [*(grad for grad in grads if grad is not None), dgates]
 
 
@@ -50,6 +58,13 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
 
 _BRANCHES = "Tensor? out_cmp, Tensor? out_slc, Tensor? out_win, Tensor gates"
 combine_op = register(
-    "combine", f"({_BRANCHES}) -> Tensor", run_combine, _fake, setup_context=_setup_context, backward=_differentiate
+    "combine",
+    f"({_BRANCHES}) -> Tensor",
+    run_combine,
+    _fake,
+    setup_context=_setup_context,
+    backward=_differentiate,
 )
-combine_backward_op = register("combine_backward", f"({_BRANCHES}, Tensor dout) -> Tensor[]", _backward, _fake_backward)
+combine_backward_op = register(
+    "combine_backward", f"({_BRANCHES}, Tensor dout) -> Tensor[]", _backward, _fake_backward
+)

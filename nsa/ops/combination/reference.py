@@ -7,7 +7,9 @@ from torch import Tensor
 from nsa.ops._masked_attention import accumulate_dtype
 
 
-def combine_reference(branches: tuple[Tensor | None, Tensor | None, Tensor | None], gates: Tensor) -> Tensor:
+def combine_reference(
+    branches: tuple[Tensor | None, Tensor | None, Tensor | None], gates: Tensor
+) -> Tensor:
     """See :func:`nsa.combine`; ``branches`` are cmp, slc, win."""
     on = [(out, gates[..., index, None]) for index, out in enumerate(branches) if out is not None]
     dtype = accumulate_dtype(on[0][0])

@@ -20,7 +20,15 @@ Branches = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 @kernel(do_not_specialize=VARYING)
 def combine_fwd_kernel(
-    cmp_ptr, slc_ptr, win_ptr, gates_ptr, out_ptr, num_rows, DV: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr
+    cmp_ptr,
+    slc_ptr,
+    win_ptr,
+    gates_ptr,
+    out_ptr,
+    num_rows,
+    DV: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
 ):
     """``BLOCK_R`` rows (queries by heads) of the output; a pointer is None where the branch is off."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -49,11 +57,15 @@ def branch_gradient(
     if x_ptr is not None:
         gate = tl.load(gates_ptr + first * 3 + (r * 3 + BRANCH), mask=ok, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + first * DV + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + first * DV + at, (dout * gate[:, None]).to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(
+            dx_ptr + first * DV + at, (dout * gate[:, None]).to(dx_ptr.dtype.element_ty), mask=mask
+        )
         dgate = tl.sum(dout * x, 1)
     else:
         dgate = tl.zeros([ok.shape[0]], tl.float32)
-    tl.store(dgates_ptr + first * 3 + (r * 3 + BRANCH), dgate.to(dgates_ptr.dtype.element_ty), mask=ok)
+    tl.store(
+        dgates_ptr + first * 3 + (r * 3 + BRANCH), dgate.to(dgates_ptr.dtype.element_ty), mask=ok
+    )
 
 
 @kernel(do_not_specialize=VARYING)
@@ -82,7 +94,14 @@ def combine_forward(branches: Branches, gates: Tensor) -> Tensor:
     num_rows, size = first.numel() // first.shape[-1], first.shape[-1]
     if num_rows:
         combine_fwd_kernel[(cdiv(num_rows, BLOCK_ROWS),)](
-            *branches, gates, out, num_rows, DV=size, BLOCK_R=BLOCK_ROWS, BLOCK_DV=next_power_of_2(size), num_warps=4
+            *branches,
+            gates,
+            out,
+            num_rows,
+            DV=size,
+            BLOCK_R=BLOCK_ROWS,
+            BLOCK_DV=next_power_of_2(size),
+            num_warps=4,
         )
     return out
 

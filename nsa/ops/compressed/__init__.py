@@ -38,11 +38,13 @@ def compressed_attention(
 
     Args:
         q: queries, packed ``[T, Hq, D]`` or dense ``[B, T, Hq, D]``.
-        k_cmp: compressed, rotated keys ``[C, Hkv, D]`` as :func:`nsa.compress` packs them: C is ``S // d``.
+        k_cmp: compressed, rotated keys ``[C, Hkv, D]`` as :func:`nsa.compress` packs them: C is ``S
+            // d``.
         v_cmp: compressed values ``[C, Hkv, Dv]``, or None when only lse is wanted.
         config: the sparse pattern.
         cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
-        cu_seqlens_k: int32 ``[B + 1]`` offsets of the key tokens (not of the blocks); None means those of the queries.
+        cu_seqlens_k: int32 ``[B + 1]`` offsets of the key tokens (not of the blocks); None means
+            those of the queries.
         max_seqlen_q: at least the longest sequence in queries; for None see
             :func:`nsa.native_sparse_attention`.
         max_seqlen_k: the same in key tokens.
@@ -50,20 +52,25 @@ def compressed_attention(
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
-        out, like ``q`` with head size Dv (None without ``v_cmp``), and lse ``[T, Hq]`` (natural logarithm, fp32, fp64 for fp64
-        inputs, without gradient). A query that sees no block has output 0 and lse -inf.
+        out, like ``q`` with head size Dv (None without ``v_cmp``), and lse ``[T, Hq]`` (natural
+        logarithm, fp32, fp64 for fp64 inputs, without gradient). A query that sees no block has
+        output 0 and lse -inf.
 
     Raises:
         ValueError: shapes, dtypes or offsets do not fit.
     """
     name = "compressed_attention"
     backend = choose_backend(name, backend, q)
-    key_shape = compressed_key_shape(name, q, k_cmp, config, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+    key_shape = compressed_key_shape(
+        name, q, k_cmp, config, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    )
     if v_cmp is not None:
         check_heads(name, "v_cmp", v_cmp, config.num_kv_heads, config.value_dim, q)
         if v_cmp.shape[:-2] != k_cmp.shape[:-2]:
             fail(name, "v_cmp", f"have {k_cmp.shape[0]} rows as k_cmp", tuple(v_cmp.shape))
-    sequences = open_sequences(name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend)
+    sequences = open_sequences(
+        name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend
+    )
     scale = scale_of(name, config, softmax_scale)
     out, lse = run_compressed_attention(pack(q), k_cmp, v_cmp, config, sequences, scale, backend)
     return None if out is None else sequences.restore(out), sequences.restore(lse)
@@ -71,13 +78,22 @@ def compressed_attention(
 
 @in_stage(COMPRESSED)
 def run_compressed_attention(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor | None, config: NSAConfig, sequences: Sequences, softmax_scale: float, backend: str
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor | None,
+    config: NSAConfig,
+    sequences: Sequences,
+    softmax_scale: float,
+    backend: str,
 ) -> tuple[Tensor | None, Tensor]:
     """See :func:`compressed_attention`; inputs are packed and checked, the backend is chosen."""
     if backend == "triton":
         where = range_arguments(config, sequences)
-        # For lse alone the keys stand in for the values: the branch is off then, and speed matters little.
-        out, lse = compressed_attention_op(q, k_cmp, k_cmp if v_cmp is None else v_cmp, *where, softmax_scale)
+        # For lse alone the keys stand in for the values: the branch is off then, and speed matters
+        # little.
+        out, lse = compressed_attention_op(
+            q, k_cmp, k_cmp if v_cmp is None else v_cmp, *where, softmax_scale
+        )
         return None if v_cmp is None else out, lse
     with torch.autocast(q.device.type, enabled=False):
         return compressed_attention_reference(q, k_cmp, v_cmp, config, sequences, softmax_scale)
@@ -88,8 +104,19 @@ def range_arguments(
 ) -> tuple[Any, ...]:
     """What the registered operator is told beside tensors and the scale: ``cu_q`` to ``stride``, see ``RangeLayout``.
 
-    ``blocks`` are ``sequences.kernel_blocks``, which launches kernels, where they are known already.
+    ``blocks`` are ``sequences.kernel_blocks``, which launches kernels, where they are known
+    already.
     """
     cu_q, cu_k, num_sequences, len_q, len_k = sequences.kernel_arguments()
     cu_cmp, len_cmp = sequences.kernel_blocks(config) if blocks is None else blocks
-    return cu_q, cu_k, cu_cmp, num_sequences, len_q, len_k, len_cmp, config.compress_block_size, config.compress_stride
+    return (
+        cu_q,
+        cu_k,
+        cu_cmp,
+        num_sequences,
+        len_q,
+        len_k,
+        len_cmp,
+        config.compress_block_size,
+        config.compress_stride,
+    )

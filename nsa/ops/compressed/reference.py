@@ -12,7 +12,12 @@ from nsa.ops._visibility import max_compressed, visible_compressed
 
 
 def compressed_attention_reference(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor | None, config: NSAConfig, sequences: Sequences, softmax_scale: float
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor | None,
+    config: NSAConfig,
+    sequences: Sequences,
+    softmax_scale: float,
 ) -> tuple[Tensor | None, Tensor]:
     """See :func:`nsa.compressed_attention`; inputs are packed and checked."""
     cu_cmp = compressed_cu_seqlens(sequences.cu_k, config)

@@ -21,10 +21,14 @@ def _compress(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
     from nsa.ops.compression.triton_launch import compress_forward, layout_of
 
     check_keys("compress", "x", x)
-    return compress_forward(rows(x), None if weight is None else weight.contiguous(), layout_of(x, *rest))
+    return compress_forward(
+        rows(x), None if weight is None else weight.contiguous(), layout_of(x, *rest)
+    )
 
 
-def _compress_backward(dy: Tensor, x: Tensor | None, weight: Tensor | None, num_tokens: int, *rest: Any) -> list[Tensor]:
+def _compress_backward(
+    dy: Tensor, x: Tensor | None, weight: Tensor | None, num_tokens: int, *rest: Any
+) -> list[Tensor]:
     from nsa.ops.compression.triton_launch import compress_backward, layout_of
 
     x, weight = None if x is None else rows(x), None if weight is None else weight.contiguous()
@@ -49,7 +53,9 @@ def _fake_compress(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
     return x.new_empty(x.shape[0] // rest[6], *x.shape[1:])
 
 
-def _fake_compress_backward(dy: Tensor, x: Tensor | None, weight: Tensor | None, num_tokens: int, *rest: Any) -> list[Tensor]:
+def _fake_compress_backward(
+    dy: Tensor, x: Tensor | None, weight: Tensor | None, num_tokens: int, *rest: Any
+) -> list[Tensor]:
     dx = dy.new_empty(num_tokens, *dy.shape[1:])
     return [dx] if weight is None else [dx, weight.new_empty(weight.shape)]
 
@@ -82,7 +88,9 @@ def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate_gather(ctx: Any, dblocks: Tensor) -> tuple[Tensor | None, ...]:
-    return gather_blocks_backward_op(dblocks, ctx.num_tokens, *ctx.saved_tensors, *ctx.lengths), *(None,) * 7
+    return gather_blocks_backward_op(dblocks, ctx.num_tokens, *ctx.saved_tensors, *ctx.lengths), *(
+        None,
+    ) * 7
 
 
 compress_op = register(

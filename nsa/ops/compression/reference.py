@@ -40,7 +40,9 @@ def gather_blocks(x: Tensor, cu_seqlens: Tensor, config: NSAConfig) -> tuple[Ten
     return with_zero_row[torch.where(real[:, None], token, x.shape[0])], cu_seqlens_cmp
 
 
-def compress_reference(x: Tensor, weights: PhiWeights | None, config: NSAConfig, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def compress_reference(
+    x: Tensor, weights: PhiWeights | None, config: NSAConfig, cu_seqlens: Tensor
+) -> tuple[Tensor, Tensor]:
     """See :func:`nsa.compress`; ``x`` is packed and checked."""
     dtype = accumulate_dtype(x)
     blocks, cu_seqlens_cmp = gather_blocks(x, cu_seqlens, config)
@@ -50,7 +52,9 @@ def compress_reference(x: Tensor, weights: PhiWeights | None, config: NSAConfig,
     assert weights is not None
     if config.phi == "linear":
         assert weights.weight is not None
-        return torch.einsum("clhd,hld->chd", blocks, weights.weight.to(dtype)).to(x.dtype), cu_seqlens_cmp
+        return torch.einsum("clhd,hld->chd", blocks, weights.weight.to(dtype)).to(
+            x.dtype
+        ), cu_seqlens_cmp
     assert weights.position is not None and weights.w1 is not None and weights.w2 is not None
     _, _, real = locate(blocks.shape[0], cu_seqlens_cmp)
     placed = blocks.transpose(1, 2) + weights.position.to(dtype)  # [C, Hkv, l, D]

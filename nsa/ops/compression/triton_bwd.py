@@ -22,8 +22,12 @@ def load_unrotated(
     dy = tl.load(dy_ptr + row[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
     if ROTARY > 0:
         swapped = partner_column(d, ROTARY)
-        partner = tl.load(dy_ptr + row[:, None] + swapped[None, :], mask=mask, other=0.0).to(tl.float32)
-        same, other = rotation(frequency_ptr, block * STRIDE + MIDDLE + position_offset, d, magnitude, ROTARY)
+        partner = tl.load(dy_ptr + row[:, None] + swapped[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
+        same, other = rotation(
+            frequency_ptr, block * STRIDE + MIDDLE + position_offset, d, magnitude, ROTARY
+        )
         dy = dy * same - partner * other
     return dy
 
@@ -51,7 +55,18 @@ def compress_dx_kernel(
                 ok = (block >= 0) & (block < num_y)
                 row = ((first_y + block).to(tl.int64) * HKV + head) * D
                 total += load_unrotated(
-                    dy_ptr, frequency_ptr, row, block, ok, d, magnitude, position_offset, D, STRIDE, ROTARY, MIDDLE
+                    dy_ptr,
+                    frequency_ptr,
+                    row,
+                    block,
+                    ok,
+                    d,
+                    magnitude,
+                    position_offset,
+                    D,
+                    STRIDE,
+                    ROTARY,
+                    MIDDLE,
                 )
             total *= 1.0 / L
         for i in tl.range(0, STRIDE):
@@ -63,13 +78,28 @@ def compress_dx_kernel(
                     ok = (block >= 0) & (block < num_y)
                     row = ((first_y + block).to(tl.int64) * HKV + head) * D
                     dy = load_unrotated(
-                        dy_ptr, frequency_ptr, row, block, ok, d, magnitude, position_offset, D, STRIDE, ROTARY, MIDDLE
+                        dy_ptr,
+                        frequency_ptr,
+                        row,
+                        block,
+                        ok,
+                        d,
+                        magnitude,
+                        position_offset,
+                        D,
+                        STRIDE,
+                        ROTARY,
+                        MIDDLE,
                     )
                     weights = weight_ptr + (head * L + i + back * STRIDE) * D
-                    total += dy * tl.load(weights + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+                    total += (
+                        dy * tl.load(weights + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+                    )
             out = ((first_x + token).to(tl.int64) * HKV + head) * D
             mask = (token < num_x)[:, None] & (d < D)[None, :]
-            tl.store(dx_ptr + out[:, None] + d[None, :], total.to(dx_ptr.dtype.element_ty), mask=mask)
+            tl.store(
+                dx_ptr + out[:, None] + d[None, :], total.to(dx_ptr.dtype.element_ty), mask=mask
+            )
 
 
 @kernel(do_not_specialize=VARYING)
@@ -94,9 +124,22 @@ def compress_dw_kernel(
                 block = c + tl.zeros([1], tl.int32)
                 row = ((first_y + block).to(tl.int64) * HKV + head) * D
                 dy = load_unrotated(
-                    dy_ptr, frequency_ptr, row, block, block >= 0, d, magnitude, position_offset, D, STRIDE, ROTARY, MIDDLE
+                    dy_ptr,
+                    frequency_ptr,
+                    row,
+                    block,
+                    block >= 0,
+                    d,
+                    magnitude,
+                    position_offset,
+                    D,
+                    STRIDE,
+                    ROTARY,
+                    MIDDLE,
                 )
                 x_row = (first_x + c * STRIDE + i).to(tl.int64) * stride_x + head * stride_xh
-                total += dy * tl.load(x_ptr + x_row[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+                total += dy * tl.load(x_ptr + x_row[:, None] + d[None, :], mask=mask, other=0.0).to(
+                    tl.float32
+                )
     out = ((part.to(tl.int64) * HKV + head) * L + i) * D
     tl.store(dw_ptr + out[:, None] + d[None, :], total, mask=mask)

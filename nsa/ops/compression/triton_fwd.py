@@ -37,9 +37,13 @@ def compress_fwd_kernel(
                 x *= tl.load(weights + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
             acc += x
             if ROTARY > 0:
-                x = tl.load(x_ptr + row[:, None] + swapped[None, :], mask=ok, other=0.0).to(tl.float32)
+                x = tl.load(x_ptr + row[:, None] + swapped[None, :], mask=ok, other=0.0).to(
+                    tl.float32
+                )
                 if weight_ptr is not None:
-                    x *= tl.load(weight_ptr + (head * L + i) * D + swapped, mask=d < D, other=0.0).to(tl.float32)[None, :]
+                    x *= tl.load(
+                        weight_ptr + (head * L + i) * D + swapped, mask=d < D, other=0.0
+                    ).to(tl.float32)[None, :]
                 partner += x
             row += stride_x
         if weight_ptr is None:

@@ -24,8 +24,17 @@ def gather_fwd_kernel(
         block = tile * BLOCK_C + tl.arange(0, BLOCK_C)
         d = tl.arange(0, BLOCK_D)
         mask = (block < num_y)[:, None] & (d < D)[None, :]
-        source = x_ptr + head * stride_xh + (first_x + block * STRIDE).to(tl.int64)[:, None] * stride_x + d[None, :]
-        target = out_ptr + (head.to(tl.int64) * num_rows + first_y + block)[:, None] * (L * D) + d[None, :]
+        source = (
+            x_ptr
+            + head * stride_xh
+            + (first_x + block * STRIDE).to(tl.int64)[:, None] * stride_x
+            + d[None, :]
+        )
+        target = (
+            out_ptr
+            + (head.to(tl.int64) * num_rows + first_y + block)[:, None] * (L * D)
+            + d[None, :]
+        )
         for i in tl.range(0, L):
             tl.store(target + i * D, tl.load(source, mask=mask, other=0.0), mask=mask)
             source += stride_x
@@ -52,7 +61,11 @@ def gather_bwd_kernel(
                 block = c - back
                 mask = ((block >= 0) & (block < num_y))[:, None] & (d < D)[None, :]
                 row = (head.to(tl.int64) * num_rows + first_y + block) * L + (i + back * STRIDE)
-                total += tl.load(dblocks_ptr + row[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
+                total += tl.load(
+                    dblocks_ptr + row[:, None] * D + d[None, :], mask=mask, other=0.0
+                ).to(tl.float32)
             out = ((first_x + token).to(tl.int64) * HKV + head) * D
             mask = (token < num_x)[:, None] & (d < D)[None, :]
-            tl.store(dx_ptr + out[:, None] + d[None, :], total.to(dx_ptr.dtype.element_ty), mask=mask)
+            tl.store(
+                dx_ptr + out[:, None] + d[None, :], total.to(dx_ptr.dtype.element_ty), mask=mask
+            )

@@ -17,8 +17,8 @@ from nsa.rope import Rope, frequency_table
 BLOCK_ROWS = 16
 WEIGHT_PARTS = 64
 WEIGHT_TILE = 2048  # elements of a tile of weights, at most
-# Where registers are plentiful, ptxas may still spill a word for the sake of one more program on a multiprocessor; told how
-# many it may use, it does not.
+# Where registers are plentiful, ptxas may still spill a word for the sake of one more program on a
+# multiprocessor; told how many it may use, it does not.
 REGISTERS = 128
 
 
@@ -66,7 +66,11 @@ class CompressLayout:
 
     def num_tiles(self, rows: int, each: int, tile: int) -> int:
         """Tiles that cover ``rows`` packed rows."""
-        return self.num_sequences * -(-each // tile) if self.cu is None else rows // tile + self.num_sequences
+        return (
+            self.num_sequences * -(-each // tile)
+            if self.cu is None
+            else rows // tile + self.num_sequences
+        )
 
 
 def layout_of(like: Tensor, *arguments: Any) -> CompressLayout:
@@ -77,7 +81,13 @@ def layout_of(like: Tensor, *arguments: Any) -> CompressLayout:
         return layout
     rope = Rope.from_text(text)
     frequency = frequency_table(rope, like.device)
-    return replace(layout, frequency=frequency, middle=middle, magnitude=rope.magnitude, position_offset=rope.position_offset)
+    return replace(
+        layout,
+        frequency=frequency,
+        middle=middle,
+        magnitude=rope.magnitude,
+        position_offset=rope.position_offset,
+    )
 
 
 def warps_of(size: int) -> int:

@@ -22,15 +22,21 @@ def embed(tokens: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
-        ``[*tokens.shape, width]``, contiguous, in the dtype of ``weight``. The gradient of the table is summed in fp32, in
-        an order that the tokens alone decide.
+        ``[*tokens.shape, width]``, contiguous, in the dtype of ``weight``. The gradient of the
+        table is summed in fp32, in an order that the tokens alone decide.
 
     Raises:
         ValueError: the table is not a matrix, or ``tokens`` are not integers.
         IndexError: a token is not in the table; on a GPU an assertion on the device.
     """
     check(weight.ndim == 2, "embed", "weight", "have shape [V, width]", tuple(weight.shape))
-    check(tokens.dtype in (torch.int64, torch.int32), "embed", "tokens", "be int64 or int32", tokens.dtype)
+    check(
+        tokens.dtype in (torch.int64, torch.int32),
+        "embed",
+        "tokens",
+        "be int64 or int32",
+        tokens.dtype,
+    )
     if choose_backend("embed", backend, weight, "weight") == "reference":
         return embed_reference(tokens, weight)
     return embed_op(tokens, weight)

@@ -40,8 +40,16 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[None, Tensor]:
 
 
 embed_op = register(
-    "embed", "(Tensor tokens, Tensor weight) -> Tensor", _forward, _fake, setup_context=_setup_context, backward=_differentiate
+    "embed",
+    "(Tensor tokens, Tensor weight) -> Tensor",
+    _forward,
+    _fake,
+    setup_context=_setup_context,
+    backward=_differentiate,
 )
 embed_backward_op = register(
-    "embed_backward", "(Tensor dout, Tensor tokens, SymInt num_rows) -> Tensor", _backward, _fake_backward
+    "embed_backward",
+    "(Tensor dout, Tensor tokens, SymInt num_rows) -> Tensor",
+    _backward,
+    _fake_backward,
 )

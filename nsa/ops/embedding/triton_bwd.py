@@ -32,24 +32,37 @@ def sum_rows_kernel(
         place = first + tl.arange(0, BLOCK_R)
         ok = place < stop
         source = place if order_ptr is None else tl.load(order_ptr + place, mask=ok, other=0)
-        x = tl.load(x_ptr + source[:, None] * columns + column[None, :], mask=ok[:, None] & inside[None, :], other=0.0)
+        x = tl.load(
+            x_ptr + source[:, None] * columns + column[None, :],
+            mask=ok[:, None] & inside[None, :],
+            other=0.0,
+        )
         total += x.to(tl.float32)
-    tl.store(out_ptr + row * columns + column, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        out_ptr + row * columns + column,
+        tl.sum(total, axis=0).to(out_ptr.dtype.element_ty),
+        mask=inside,
+    )
 
 
 def embed_backward(dout: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
     """Gradient ``[num_rows, width]`` of the table from that of its rows, ``[T, width]`` and contiguous, by tokens ``[T]``.
 
-    The places of a token are cut into pieces of ``PIECE``, so that a frequent token is no program's work alone: first the sum
-    of each piece, then of each token's pieces.
+    The places of a token are cut into pieces of ``PIECE``, so that a frequent token is no program's
+    work alone: first the sum of each piece, then of each token's pieces.
     """
     num_tokens, width = dout.shape
     device = dout.device
     dweight = dout.new_empty(num_rows, width)
     ordered, order = torch.sort(tokens, stable=True)
-    begin = torch.searchsorted(ordered, torch.arange(num_rows + 1, dtype=tokens.dtype, device=device))
-    pieces_before = torch.nn.functional.pad(torch.cumsum((begin.diff() + PIECE - 1) // PIECE, dim=0), (1, 0))
-    # A bound that the shapes give, so that the host need not wait; pieces beyond the last are empty.
+    begin = torch.searchsorted(
+        ordered, torch.arange(num_rows + 1, dtype=tokens.dtype, device=device)
+    )
+    pieces_before = torch.nn.functional.pad(
+        torch.cumsum((begin.diff() + PIECE - 1) // PIECE, dim=0), (1, 0)
+    )
+    # A bound that the shapes give, so that the host need not wait; pieces beyond the last are
+    # empty.
     piece = torch.arange(min(num_rows, num_tokens) + num_tokens // PIECE, device=device)
     owner = torch.searchsorted(pieces_before[1:], piece, right=True)
     start = torch.clamp(begin[owner] + PIECE * (piece - pieces_before[owner]), max=num_tokens)
@@ -64,5 +77,13 @@ def _sum_rows(x: Tensor, order: Tensor | None, start: Tensor, stop: Tensor, out:
     rows, columns = out.shape
     if out.numel():
         sum_rows_kernel[(rows, cdiv(columns, BLOCK_COLUMNS))](
-            x, order, start, stop, out, columns, BLOCK_R=BLOCK_ROWS, BLOCK_C=BLOCK_COLUMNS, num_warps=4
+            x,
+            order,
+            start,
+            stop,
+            out,
+            columns,
+            BLOCK_R=BLOCK_ROWS,
+            BLOCK_C=BLOCK_COLUMNS,
+            num_warps=4,
         )

@@ -25,8 +25,8 @@ def observe(
     Args:
         gates: ``[T, Hq, 3]``.
         block_indices: int32 ``[T, Hkv, n]``; None without the selected branch.
-        union: int64 ``[2]``, blocks of the tiles' lists and their number, by which the algorithm of the selected branch was
-            chosen; None where it was fixed beforehand to be tiled.
+        union: int64 ``[2]``, blocks of the tiles' lists and their number, by which the algorithm of
+            the selected branch was chosen; None where it was fixed beforehand to be tiled.
         sums: int64 ``[len(SUMS)]`` of :func:`new_sums`; its first element switches.
         config: the sparse pattern.
         sequences: where the sequences lie.
@@ -40,5 +40,15 @@ def observe(
 
 def check_sums(function: str, sums: Tensor, like: Tensor) -> None:
     """Sums as :func:`new_sums` makes them, on the device of ``like``."""
-    fits = tuple(sums.shape) == (len(SUMS),) and sums.dtype == torch.int64 and sums.device == like.device
-    check(fits, function, "sums", f"be int64 [{len(SUMS)}] on {like.device}", f"{sums.dtype} {tuple(sums.shape)}")
+    fits = (
+        tuple(sums.shape) == (len(SUMS),)
+        and sums.dtype == torch.int64
+        and sums.device == like.device
+    )
+    check(
+        fits,
+        function,
+        "sums",
+        f"be int64 [{len(SUMS)}] on {like.device}",
+        f"{sums.dtype} {tuple(sums.shape)}",
+    )

@@ -31,7 +31,8 @@ def _fake(*_: object) -> None:
     return None
 
 
-# Opaque to compilers on both backends: what is switched off most of the time is not to be fused into what always runs.
+# Opaque to compilers on both backends: what is switched off most of the time is not to be fused
+# into what always runs.
 observe_op = register(
     "observe",
     "(Tensor gates, Tensor? block_indices, Tensor? union, Tensor(a!) sums, Tensor? cu_q, Tensor? cu_k, "

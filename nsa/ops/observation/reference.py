@@ -10,9 +10,10 @@ from torch import Tensor
 from nsa.ops._packed import locate, query_positions
 from nsa.ops._sequences import Sequences
 
-# Places in the sums of a layer. ON is no sum: only where it is 1 is anything added. Shares and means are kept as whole numbers,
-# so that sums are the same in any order. The last two are the largest of what was seen: most keys of a query, and LARGE less
-# the fewest, of queries that have n blocks' tokens before them.
+# Places in the sums of a layer. ON is no sum: only where it is 1 is anything added. Shares and
+# means are kept as whole numbers, so that sums are the same in any order. The last two are the
+# largest of what was seen: most keys of a query, and LARGE less the fewest, of queries that have n
+# blocks' tokens before them.
 SUMS = (
     "on", "gate_cmp", "gate_slc", "gate_win", "entropy", "gates", "keys", "distance_2", "choices", "shared", "preceded_blocks",
     "tiled", "gathered", "reference", "most_keys", "large_less_fewest_keys",
@@ -42,7 +43,9 @@ def observe_reference(
     _, row, is_real = locate(gates.shape[0], cu_q)
     active = gates[..., columns].float().nan_to_num() * is_real[:, None, None]
     total = active.sum(-1, keepdim=True)
-    entropy = torch.special.entr(active / torch.where(total > 0, total, 1)).sum(-1) / math.log(max(len(columns), 2))
+    entropy = torch.special.entr(active / torch.where(total > 0, total, 1)).sum(-1) / math.log(
+        max(len(columns), 2)
+    )
     for index, column in enumerate(columns):
         found[GATES + column] = (active[..., index] * UNIT).long().sum()
     found[ENTROPY] = (entropy * UNIT).long().sum()
@@ -50,14 +53,18 @@ def observe_reference(
     found[REFERENCE] = 1
     if block_indices is not None:
         position = query_positions(gates.shape[0], cu_q, cu_k)
-        found[KEYS : NUM_SHARED + 1], found[MOST:] = _choice_sums(block_indices.long(), row, is_real, position, block_size)
+        found[KEYS : NUM_SHARED + 1], found[MOST:] = _choice_sums(
+            block_indices.long(), row, is_real, position, block_size
+        )
     found[ON] = 0
     found *= on
     sums[:MOST] += found[:MOST]
     sums[MOST:] = torch.maximum(sums[MOST:], found[MOST:])
 
 
-def _choice_sums(blocks: Tensor, row: Tensor, is_real: Tensor, position: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _choice_sums(
+    blocks: Tensor, row: Tensor, is_real: Tensor, position: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
     """int64 of blocks ``[T, Hkv, n]``: KEYS, DISTANCE_2, CHOICES, SHARED, NUM_SHARED; MOST, FEWEST."""
     position = position[:, None, None]
     first = blocks * size
@@ -65,11 +72,14 @@ def _choice_sums(blocks: Tensor, row: Tensor, is_real: Tensor, position: Tensor,
     last = torch.minimum(first + size - 1, position)
     num_keys = torch.where(chosen, last - first + 1, 0)
     shared = torch.zeros_like(chosen)
-    for slot in range(blocks.shape[-1]):  # a query's slots, one after another, against all slots of the query before
+    # a query's slots, one after another, against all slots of the query before
+    for slot in range(blocks.shape[-1]):
         shared[1:] |= blocks[1:] == blocks[:-1, :, slot : slot + 1]
     has_before = chosen & (row > 0)[:, None, None]
     distance_2 = num_keys * (2 * position - first - last)
-    sums = torch.stack([x.sum() for x in (num_keys, distance_2, chosen.any(-1), shared & has_before, has_before)])
+    sums = torch.stack(
+        [x.sum() for x in (num_keys, distance_2, chosen.any(-1), shared & has_before, has_before)]
+    )
     of_query = num_keys.sum(-1)
     extremes = torch.stack((of_query, LARGE - of_query), dim=-1)
     counts = is_real & (position[:, 0, 0] + 1 >= blocks.shape[-1] * size)

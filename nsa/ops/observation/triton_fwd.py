@@ -32,7 +32,8 @@ MOST_KEYS = tl.constexpr(reference.MOST)
 FEWEST_KEYS = tl.constexpr(reference.FEWEST)
 LARGE = tl.constexpr(reference.LARGE)
 UNIT = tl.constexpr(reference.UNIT)
-LOG2_OF = {1: 1.0, 2: 1.0, 3: math.log2(3)}  # largest entropy of so many gates, bits; a single one has none
+# largest entropy of so many gates, bits; a single one has none
+LOG2_OF = {1: 1.0, 2: 1.0, 3: math.log2(3)}
 
 # Gates and chosen blocks of a tile, at most, and its queries, at least.
 TILE_GATES = 512
@@ -84,7 +85,9 @@ def observe_kernel(
         if number == 0:
             algorithm = TILED
             if union_ptr is not None:
-                algorithm = tl.where(tl.load(union_ptr) * 4 > tl.load(union_ptr + 1) * limit_4, GATHERED, TILED)
+                algorithm = tl.where(
+                    tl.load(union_ptr) * 4 > tl.load(union_ptr + 1) * limit_4, GATHERED, TILED
+                )
             tl.atomic_add(sums_ptr + algorithm, tl.full([], 1, tl.int64), sem="relaxed")
         sequence, tile = find_tile(cu_q_ptr, number, num_sequences, len_q, BLOCK_Q)
         if sequence < num_sequences:
@@ -117,7 +120,9 @@ def observe_kernel(
                     shared = tl.zeros([BLOCK_Q, PAD_N], tl.int1)
                     has_before = (row > 0) & (row < num_q)
                     for other in tl.range(0, N):
-                        before = tl.load(at - HKV * N + other, mask=has_before, other=-1).to(tl.int32)
+                        before = tl.load(at - HKV * N + other, mask=has_before, other=-1).to(
+                            tl.int32
+                        )
                         shared = shared | (block == before[:, None])
                     counted = chosen & has_before[:, None]
                     of_query = tl.sum(num_keys, 1).to(tl.int64)
@@ -144,9 +149,13 @@ def observe_kernels(
     """See :func:`nsa.ops.observation.observe`."""
     num_q, num_heads = gates.shape[:2]
     num_kv_heads, n = (1, 1) if block_indices is None else block_indices.shape[1:]
-    indices = None if block_indices is None or block_indices.numel() == 0 else block_indices.contiguous()
+    indices = (
+        None if block_indices is None or block_indices.numel() == 0 else block_indices.contiguous()
+    )
     pad_n = next_power_of_2(n)
-    block_q = max(MIN_QUERIES, next_power_of_2(min(TILE_GATES // num_heads, TILE_BLOCKS // pad_n) + 1) // 2)
+    block_q = max(
+        MIN_QUERIES, next_power_of_2(min(TILE_GATES // num_heads, TILE_BLOCKS // pad_n) + 1) // 2
+    )
     observe_kernel[(max(layout.num_tiles(num_q, block_q, layout.len_q), 1),)](
         gates.contiguous(), indices, union, sums, *layout.arguments(), limit_4, HQ=num_heads, HKV=num_kv_heads, N=n,
         BLOCK_SIZE=block_size, CMP=0 in columns, SLC=1 in columns, WIN=2 in columns, MOST=LOG2_OF[len(columns)],

@@ -34,8 +34,9 @@ def project(
 
     Args:
         x: the layer's input ``[T, width]``.
-        weights: one matrix ``[columns, width]`` for each part and, last, for the gates. On a GPU they are multiplied by as one,
-            without a copy if :func:`lay_together` has put them together.
+        weights: one matrix ``[columns, width]`` for each part and, last, for the gates. On a GPU
+            they are multiplied by as one, without a copy if :func:`lay_together` has put them
+            together.
         bias: of the gates' logits; None without gates.
         columns: what the products are.
         sequences: where the tokens' sequences lie.
@@ -44,9 +45,10 @@ def project(
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
-        For each part ``[T, number, size]`` (two for one that is wanted both ways, unrotated first), contiguous with ``triton``,
-        in the dtype of ``x`` or that of autocast; then gates ``[T, Hq, 3]``, order (cmp, slc, win), fp32 (fp64 for fp64 ``x``),
-        if there are any. Angles and rotation as of :func:`nsa.apply_rope`.
+        For each part ``[T, number, size]`` (two for one that is wanted both ways, unrotated first),
+        contiguous with ``triton``, in the dtype of ``x`` or that of autocast; then gates ``[T, Hq,
+        3]``, order (cmp, slc, win), fp32 (fp64 for fp64 ``x``), if there are any. Angles and
+        rotation as of :func:`nsa.apply_rope`.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -55,10 +57,17 @@ def project(
     expected = [(size, x.shape[-1]) for size in columns.sizes]
     found = [tuple(weight.shape) for weight in weights]
     if x.ndim != 2 or found != expected:
-        fail(name, "weights", f"have shapes {expected} for x [T, width] of shape {tuple(x.shape)}", found)
+        fail(
+            name,
+            "weights",
+            f"have shapes {expected} for x [T, width] of shape {tuple(x.shape)}",
+            found,
+        )
     for part in columns.parts:
         fits = part.rotated == "no" or (rope.dim <= part.size and rope.dim % 2 == 0)
-        check(fits, name, "rope", f"have an even dim of at most the head size ({part.size})", rope.dim)
+        check(
+            fits, name, "rope", f"have an even dim of at most the head size ({part.size})", rope.dim
+        )
     if positions is not None and positions.shape != x.shape[:1]:
         fail(name, "positions", f"have shape {tuple(x.shape[:1])}", tuple(positions.shape))
     device = x.device.type
@@ -69,4 +78,8 @@ def project(
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     cu, _, num_sequences, length, _ = sequences.kernel_arguments()
-    return list(project_op(x, list(weights), bias, positions, cu, num_sequences, length, columns.text, rope.text))
+    return list(
+        project_op(
+            x, list(weights), bias, positions, cu, num_sequences, length, columns.text, rope.text
+        )
+    )

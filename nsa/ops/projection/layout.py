@@ -11,7 +11,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-# Rows of weights are filled up to a multiple of this, so that rows of the product lie in steps of 16 bytes.
+# Rows of weights are filled up to a multiple of this, so that rows of the product lie in steps of
+# 16 bytes.
 ALIGNMENT = 8
 
 Rotated = Literal["no", "yes", "both"]
@@ -24,7 +25,8 @@ class Heads:
     Attributes:
         number: heads.
         size: columns of each.
-        rotated: whether they are rotated by their token's position; ``both``: wanted as they are and rotated.
+        rotated: whether they are rotated by their token's position; ``both``: wanted as they are
+            and rotated.
     """
 
     number: int
@@ -43,7 +45,8 @@ class Gates:
 
     Attributes:
         heads: query heads.
-        branches: which of the three (0 cmp, 1 slc, 2 win) are on; a head has a column for each of these.
+        branches: which of the three (0 cmp, 1 slc, 2 win) are on; a head has a column for each of
+            these.
         activation: ``sigmoid``, or ``softmax`` over the branches.
         temperature: what the logits of ``softmax`` are divided by.
     """
@@ -74,7 +77,10 @@ class Columns:
     text: str = field(init=False)
 
     def __post_init__(self) -> None:
-        values = {"parts": [asdict(part) for part in self.parts], "gates": None if self.gates is None else asdict(self.gates)}
+        values = {
+            "parts": [asdict(part) for part in self.parts],
+            "gates": None if self.gates is None else asdict(self.gates),
+        }
         object.__setattr__(self, "text", json.dumps(values))
 
     @classmethod
@@ -90,7 +96,9 @@ class Columns:
     @property
     def sizes(self) -> list[int]:
         """Columns of each weight."""
-        return [part.columns for part in self.parts] + ([] if self.gates is None else [self.gates.columns])
+        return [part.columns for part in self.parts] + (
+            [] if self.gates is None else [self.gates.columns]
+        )
 
     def outputs(self) -> Iterator[tuple[int, Heads, bool]]:
         """First column, part, and whether it is rotated, of each tensor of heads: twice for a part that is wanted both ways."""
@@ -111,11 +119,15 @@ def padded(rows: int) -> int:
 def lay_together(weights: Sequence[Tensor]) -> None:
     """Move the memory of weights ``[N, width]`` into one, row behind row, so that one product can take them all.
 
-    The parameters stay what they are, by themselves. Rows of zeros fill the memory up. Weights of different dtypes or devices,
-    and those that are no plain parameters (the shards of FSDP2), stay where they are.
+    The parameters stay what they are, by themselves. Rows of zeros fill the memory up. Weights of
+    different dtypes or devices, and those that are no plain parameters (the shards of FSDP2), stay
+    where they are.
     """
     first = weights[0]
-    if any(type(w) is not nn.Parameter or (w.dtype, w.device) != (first.dtype, first.device) for w in weights):
+    if any(
+        type(w) is not nn.Parameter or (w.dtype, w.device) != (first.dtype, first.device)
+        for w in weights
+    ):
         return
     with torch.no_grad():
         together = first.new_zeros(padded(sum(w.shape[0] for w in weights)), first.shape[1])

@@ -12,13 +12,26 @@ from nsa.ops._replay import replayed
 from nsa.ops.projection.layout import Columns, padded, stacked
 from nsa.rope import Rope
 
-_TOKENS = "Tensor? positions, Tensor? cu, SymInt num_sequences, SymInt length, str columns, str rope"
+_TOKENS = (
+    "Tensor? positions, Tensor? cu, SymInt num_sequences, SymInt length, str columns, str rope"
+)
 
 
-def _open(positions: Tensor | None, cu: Tensor | None, num_sequences: int, length: int, columns: str, rope: str) -> Any:
+def _open(
+    positions: Tensor | None,
+    cu: Tensor | None,
+    num_sequences: int,
+    length: int,
+    columns: str,
+    rope: str,
+) -> Any:
     from nsa.ops.projection.triton_launch import Tokens
 
-    return Columns.from_text(columns), Tokens(positions, cu, num_sequences, length), Rope.from_text(rope)
+    return (
+        Columns.from_text(columns),
+        Tokens(positions, cu, num_sequences, length),
+        Rope.from_text(rope),
+    )
 
 
 def _forward(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) -> list[Tensor]:
@@ -58,7 +71,9 @@ def _project_backward(
         found.append(torch.mm(dproduct.t(), x).to(dtype))
     if needs[2] and bias is not None:
         end = sum(columns.sizes)
-        found.append(dproduct[:, end - bias.shape[0] : end].sum(0, dtype=torch.float32).to(bias.dtype))
+        found.append(
+            dproduct[:, end - bias.shape[0] : end].sum(0, dtype=torch.float32).to(bias.dtype)
+        )
     return found
 
 
@@ -91,13 +106,18 @@ def _differentiate(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     x, bias, positions, cu, gates, *weights = ctx.saved_tensors
     needs_x, needs_weights, needs_bias = ctx.needs[:3]
     needs = [needs_x, any(needs_weights), needs_bias]
-    found = iter(project_backward_op(list(grads), x, weights, bias, gates, needs, positions, cu, *ctx.rest))
+    found = iter(
+        project_backward_op(list(grads), x, weights, bias, gates, needs, positions, cu, *ctx.rest)
+    )
     dx = next(found) if needs[0] else None
     dweights: list[Tensor | None] = [None] * len(weights)
     if needs[1]:
         sizes = Columns.from_text(ctx.rest[-2]).sizes
         rows = next(found).split([*sizes, padded(sum(sizes)) - sum(sizes)])
-        dweights = [part if needed else None for part, needed in zip(rows, needs_weights, strict=False)]  # without the filling
+        # without the filling
+        dweights = [
+            part if needed else None for part, needed in zip(rows, needs_weights, strict=False)
+        ]
     return dx, dweights, next(found) if needs[2] else None, *((None,) * (2 + len(ctx.rest)))
 
 

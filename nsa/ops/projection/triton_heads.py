@@ -67,7 +67,9 @@ def put(pointers, x, mask, ADD: tl.constexpr):
 
 
 @triton.jit
-def gate_logit(x_row, bias_ptr, head, mask, BRANCH: tl.constexpr, BRANCHES: tl.constexpr, HEADS: tl.constexpr):
+def gate_logit(
+    x_row, bias_ptr, head, mask, BRANCH: tl.constexpr, BRANCHES: tl.constexpr, HEADS: tl.constexpr
+):
     """Logits ``[R, HEADS]`` of the gates of one of the branches that are on."""
     column = head * BRANCHES + BRANCH
     bias = tl.load(bias_ptr + column, mask=head < HEADS, other=0.0).to(tl.float32)
@@ -93,7 +95,9 @@ def open_gates(
     total = tl.zeros(mask.shape, tl.float32)
     if SHARPNESS > 0:
         for branch in tl.static_range(1, BRANCHES):
-            highest = tl.maximum(highest, gate_logit(x_row, bias_ptr, head, mask, branch, BRANCHES, HEADS))
+            highest = tl.maximum(
+                highest, gate_logit(x_row, bias_ptr, head, mask, branch, BRANCHES, HEADS)
+            )
         for branch in tl.static_range(BRANCHES):
             logit = gate_logit(x_row, bias_ptr, head, mask, branch, BRANCHES, HEADS)
             total += tl.exp((logit - highest) * SHARPNESS)
@@ -136,9 +140,10 @@ def heads_kernel(
 ):  # fmt: skip
     """All parts of ``BLOCK_R`` tokens: from columns of x ``[T, columns]`` to the parts ``[T, HEADS, SIZES]``, or back.
 
-    ``HEADS``, ``SIZES``, ``ROTARY``, ``RESTS`` and ``STARTS`` have an entry for each part: heads, their size, how many of their
-    columns are rotated, a block that holds the others, and the first column. ``HALF`` is the number of frequencies. Gates are
-    of ``GATE_HEADS`` heads (0: none); the backward writes 0 to the ``PADDING`` columns after the ``USED`` ones.
+    ``HEADS``, ``SIZES``, ``ROTARY``, ``RESTS`` and ``STARTS`` have an entry for each part: heads,
+    their size, how many of their columns are rotated, a block that holds the others, and the first
+    column. ``HALF`` is the number of frequencies. Gates are of ``GATE_HEADS`` heads (0: none); the
+    backward writes 0 to the ``PADDING`` columns after the ``USED`` ones.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     ok = row < num_rows
@@ -147,7 +152,9 @@ def heads_kernel(
     if frequency_ptr is not None:
         i = tl.arange(0, BLOCK_HALF)
         frequency = tl.load(frequency_ptr + i, mask=i < HALF, other=0.0)
-        position = token_positions(positions_ptr, cu_ptr, row, ok, len_x, num_sequences, search_steps, BLOCK_R)
+        position = token_positions(
+            positions_ptr, cu_ptr, row, ok, len_x, num_sequences, search_steps, BLOCK_R
+        )
         position = (position + position_offset).to(tl.float32)
         cosine, sine = cos_sin(position[:, None] * frequency[None, :])
         cosine *= magnitude
@@ -158,19 +165,64 @@ def heads_kernel(
         part_row = part_ptrs[part] + row[:, None] * (HEADS[part] * SIZES[part])
         if BACKWARD:
             move_heads(
-                part_row, columns, ok, cosine, sine, HEADS[part], SIZES[part], ROTARY[part], BLOCK_HALF, RESTS[part], ADD
+                part_row,
+                columns,
+                ok,
+                cosine,
+                sine,
+                HEADS[part],
+                SIZES[part],
+                ROTARY[part],
+                BLOCK_HALF,
+                RESTS[part],
+                ADD,
             )
         else:
             move_heads(
-                columns, part_row, ok, cosine, sine, HEADS[part], SIZES[part], ROTARY[part], BLOCK_HALF, RESTS[part], False
+                columns,
+                part_row,
+                ok,
+                cosine,
+                sine,
+                HEADS[part],
+                SIZES[part],
+                ROTARY[part],
+                BLOCK_HALF,
+                RESTS[part],
+                False,
             )
     if tl.program_id(1) == 0:
         if GATE_HEADS > 0:
             if BACKWARD:
-                close_gates(x_row + GATE_START, gates_ptr, dgates_ptr, row, ok, GATE_HEADS, COLUMNS, SHARPNESS, BLOCK_H)
+                close_gates(
+                    x_row + GATE_START,
+                    gates_ptr,
+                    dgates_ptr,
+                    row,
+                    ok,
+                    GATE_HEADS,
+                    COLUMNS,
+                    SHARPNESS,
+                    BLOCK_H,
+                )
             else:
-                open_gates(x_row + GATE_START, gates_ptr, bias_ptr, row, ok, GATE_HEADS, COLUMNS, OFF, SHARPNESS, BLOCK_H)
+                open_gates(
+                    x_row + GATE_START,
+                    gates_ptr,
+                    bias_ptr,
+                    row,
+                    ok,
+                    GATE_HEADS,
+                    COLUMNS,
+                    OFF,
+                    SHARPNESS,
+                    BLOCK_H,
+                )
         if BACKWARD and PADDING > 0:
             j = tl.arange(0, 8)
             mask = ok[:, None] & (j < PADDING)[None, :]
-            tl.store(x_row + USED + j[None, :], tl.zeros(mask.shape, tl.float32).to(x_ptr.dtype.element_ty), mask=mask)
+            tl.store(
+                x_row + USED + j[None, :],
+                tl.zeros(mask.shape, tl.float32).to(x_ptr.dtype.element_ty),
+                mask=mask,
+            )

@@ -35,27 +35,58 @@ class Tokens:
     length: int
 
 
-def open_columns(x: Tensor, bias: Tensor | None, columns: Columns, tokens: Tokens, rope: Rope) -> list[Tensor]:
+def open_columns(
+    x: Tensor, bias: Tensor | None, columns: Columns, tokens: Tokens, rope: Rope
+) -> list[Tensor]:
     """Heads ``[T, number, size]`` and gates fp32 ``[T, Hq, 3]`` from the product ``x`` ``[T, N]``."""
     heads = [x.new_empty(x.shape[0], part.number, part.size) for _, part, _ in columns.outputs()]
     gates = None
     if columns.gates is not None:
         gates = x.new_empty(x.shape[0], columns.gates.heads, 3, dtype=torch.float32)
-    _launch(x, list(zip(columns.outputs(), heads, strict=True)), gates, None, bias, columns, tokens, rope, backward=False)
+    _launch(
+        x,
+        list(zip(columns.outputs(), heads, strict=True)),
+        gates,
+        None,
+        bias,
+        columns,
+        tokens,
+        rope,
+        backward=False,
+    )
     return heads if gates is None else [*heads, gates]
 
 
 def close_columns(
-    grads: Sequence[Tensor], gates: Tensor | None, columns: Columns, tokens: Tokens, rope: Rope, like: Tensor
+    grads: Sequence[Tensor],
+    gates: Tensor | None,
+    columns: Columns,
+    tokens: Tokens,
+    rope: Rope,
+    like: Tensor,
 ) -> Tensor:
     """Gradient of the product ``[T, N]`` from those of heads and gates, contiguous; dtype and device are those of ``like``."""
     dx = like.new_empty(grads[0].shape[0], padded(sum(columns.sizes)))
-    # What a part is wanted for beside is added by a second launch: the first one has written the other gradient by then.
-    first, second = list[tuple[tuple[int, Heads, bool], Tensor]](), list[tuple[tuple[int, Heads, bool], Tensor]]()
+    # What a part is wanted for beside is added by a second launch: the first one has written the
+    # other gradient by then.
+    first, second = (
+        list[tuple[tuple[int, Heads, bool], Tensor]](),
+        list[tuple[tuple[int, Heads, bool], Tensor]](),
+    )
     for output, grad in zip(columns.outputs(), grads, strict=False):  # that of the gates comes last
         _, part, rotated = output
         (second if part.rotated == "both" and rotated else first).append((output, grad))
-    _launch(dx, first, gates, None if gates is None else grads[-1], None, columns, tokens, rope, backward=True)
+    _launch(
+        dx,
+        first,
+        gates,
+        None if gates is None else grads[-1],
+        None,
+        columns,
+        tokens,
+        rope,
+        backward=True,
+    )
     if second:
         _launch(dx, second, None, None, None, columns, tokens, rope, backward=True, add=True)
     return dx
@@ -73,7 +104,9 @@ def _launch(
     used, block_half = sum(columns.sizes), next_power_of_2(max(rope.dim // 2, 1))
     of_gates = columns.gates if gates is not None else None
     branches = () if of_gates is None else of_gates.branches
-    sharpness = 0.0 if of_gates is None or of_gates.activation == "sigmoid" else 1.0 / of_gates.temperature
+    sharpness = (
+        0.0 if of_gates is None or of_gates.activation == "sigmoid" else 1.0 / of_gates.temperature
+    )
     heads_kernel[(cdiv(num_rows, BLOCK_ROWS), HEAD_PROGRAMS)](
         x, tuple(tensor for _, tensor in parts), gates, dgates, bias, tokens.positions,
         frequency_table(rope, x.device) if any(rotary) else None, tokens.cu, tokens.length, tokens.num_sequences,

@@ -17,7 +17,13 @@ from nsa.ops.selected.ops import selected_attention_op
 from nsa.ops.selected.reference import selected_attention_reference
 from nsa.stages import SELECTED, in_stage
 
-__all__ = ["ALGORITHMS", "LIMIT_4", "run_selected_attention", "selected_arguments", "selected_attention"]
+__all__ = [
+    "ALGORITHMS",
+    "LIMIT_4",
+    "run_selected_attention",
+    "selected_arguments",
+    "selected_attention",
+]
 
 
 def selected_attention(
@@ -43,8 +49,9 @@ def selected_attention(
         q: rotated queries, packed ``[T, Hq, D]`` or dense ``[B, T, Hq, D]``.
         k: rotated keys ``[S, Hkv, D]`` or ``[B, S, Hkv, D]``.
         v: values ``[S, Hkv, Dv]`` or ``[B, S, Hkv, Dv]``.
-        block_indices: int32 or int64 ``[T, Hkv, n]`` or ``[B, T, Hkv, n]``, any n: block ids inside the sequence, in any order;
-            one that is there more than once counts once; ids below 0 or above ``t // l'`` count as absent.
+        block_indices: int32 or int64 ``[T, Hkv, n]`` or ``[B, T, Hkv, n]``, any n: block ids inside
+            the sequence, in any order; one that is there more than once counts once; ids below 0 or
+            above ``t // l'`` count as absent.
         config: the sparse pattern; of it ``block_size`` and the head counts and sizes are used.
         cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
         cu_seqlens_k: int32 ``[B + 1]`` offsets of the keys; None means those of the queries.
@@ -52,28 +59,33 @@ def selected_attention(
             :func:`nsa.native_sparse_attention`.
         max_seqlen_k: the same in key tokens.
         softmax_scale: factor on the scores; None means ``D ** -0.5``.
-        algorithm: of the kernels. ``tiled``: tiles of neighbouring queries against all blocks that one of them chose;
-            ``gathered``: block by block, the queries that chose it; ``auto``: ``tiled`` for short sequences, and for long ones
-            whichever suits the choice, decided on the device without waiting. Algorithms differ in rounding.
+        algorithm: of the kernels. ``tiled``: tiles of neighbouring queries against all blocks that
+            one of them chose; ``gathered``: block by block, the queries that chose it; ``auto``:
+            ``tiled`` for short sequences, and for long ones whichever suits the choice, decided on
+            the device without waiting. Algorithms differ in rounding.
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
-        out, like ``q`` with head size Dv, and lse ``[T, Hq]`` (natural logarithm, fp32 or fp64, without gradient). A query
-        without a present block has output 0 and lse -inf.
+        out, like ``q`` with head size Dv, and lse ``[T, Hq]`` (natural logarithm, fp32 or fp64,
+        without gradient). A query without a present block has output 0 and lse -inf.
 
     Raises:
         ValueError: shapes, dtypes or offsets do not fit.
     """
     name = "selected_attention"
     backend = choose_backend(name, backend, q)
-    check(algorithm in ALGORITHMS, name, "algorithm", f"be one of {', '.join(ALGORITHMS)}", algorithm)
+    check(
+        algorithm in ALGORITHMS, name, "algorithm", f"be one of {', '.join(ALGORITHMS)}", algorithm
+    )
     check_qkv(name, q, k, v, config)
     check_block_indices(name, block_indices, config)
     if block_indices.shape[:-2] != q.shape[:-2]:
         rule = f"have the queries of q {tuple(q.shape[:-2])}"
         fail(name, "block_indices", rule, tuple(block_indices.shape[:-2]))
     key_shape = tuple(k.shape[:-2])
-    sequences = open_sequences(name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend)
+    sequences = open_sequences(
+        name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend
+    )
     scale = scale_of(name, config, softmax_scale)
     out, lse = run_selected_attention(
         pack(q), pack(k), pack(v), pack(block_indices), config, sequences, scale, backend, algorithm
@@ -89,10 +101,14 @@ def run_selected_attention(
     """See :func:`selected_attention`; inputs are packed and checked, the backend is chosen."""
     if backend == "triton":
         where = selected_arguments(config, sequences)
-        out, lse, *_ = selected_attention_op(q, k, v, block_indices, *where, softmax_scale, algorithm)
+        out, lse, *_ = selected_attention_op(
+            q, k, v, block_indices, *where, softmax_scale, algorithm
+        )
         return out, lse
     with torch.autocast(q.device.type, enabled=False):
-        return selected_attention_reference(q, k, v, block_indices, config, sequences, softmax_scale)
+        return selected_attention_reference(
+            q, k, v, block_indices, config, sequences, softmax_scale
+        )
 
 
 def selected_arguments(config: NSAConfig, sequences: Sequences) -> tuple[Any, ...]:

@@ -10,12 +10,14 @@ MAX_QUERIES = 32
 LIMIT_4 = 11
 
 
-def always_tiled(algorithm: str, group_size: int, n: int, len_q: int, len_k: int, block_size: int) -> bool:
+def always_tiled(
+    algorithm: str, group_size: int, n: int, len_q: int, len_k: int, block_size: int
+) -> bool:
     """Whether the tiled algorithm runs whatever the choice is.
 
     Args:
-        algorithm: ``tiled``, ``gathered``, or ``auto``: tiled where lists are short by the shapes alone, and otherwise what the
-            choice itself asks for, on the device.
+        algorithm: ``tiled``, ``gathered``, or ``auto``: tiled where lists are short by the shapes
+            alone, and otherwise what the choice itself asks for, on the device.
         group_size: query heads of a KV head.
         n: slots of a query.
         len_q: at least the longest sequence in queries.

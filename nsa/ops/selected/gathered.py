@@ -1,14 +1,17 @@
 """Selected branch, gathered: a block of keys against the queries that chose it, wherever they lie; see ``index.py``.
 
-Where neighbouring queries choose differently, a tile of them works mostly on masked rows. Here the rows of a program are the
-queries that chose one block, by heads, so no row is masked. dK and dV of both algorithms are made so. What a query gets from
-each of its blocks (output and lse, or dQ) is put apart, a row for each (query, slot), and another kernel merges the slots of
-a query, segment by segment, so that the rows of slots need little memory. No atomics: the same bits in every run. What is
-written for a row follows from its query and its block alone, and a merge reads the slots of one query in their order: the
-choices of other queries move a row to another place, where its arithmetic is the same.
+Where neighbouring queries choose differently, a tile of them works mostly on masked rows. Here the
+rows of a program are the queries that chose one block, by heads, so no row is masked. dK and dV of
+both algorithms are made so. What a query gets from each of its blocks (output and lse, or dQ) is
+put apart, a row for each (query, slot), and another kernel merges the slots of a query, segment by
+segment, so that the rows of slots need little memory. No atomics: the same bits in every run. What
+is written for a row follows from its query and its block alone, and a merge reads the slots of one
+query in their order: the choices of other queries move a row to another place, where its arithmetic
+is the same.
 
-A block that is too large to be held at once is cut into ``PARTS`` of ``BLOCK_N`` keys, each with rows of its own. Kernels that
-are given ``union_ptr`` do their share of the gathered algorithm only where choices scatter (``choices_scatter``).
+A block that is too large to be held at once is cut into ``PARTS`` of ``BLOCK_N`` keys, each with
+rows of its own. Kernels that are given ``union_ptr`` do their share of the gathered algorithm only
+where choices scatter (``choices_scatter``).
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
@@ -17,7 +20,17 @@ import triton
 import triton.language as tl
 
 from nsa.ops._triton.kernel import kernel
-from nsa.ops._triton.tiles import LN_2, LOG2_E, VARYING, find_tile, load_column, load_rows, load_tile, sequence_rows, store_rows
+from nsa.ops._triton.tiles import (
+    LN_2,
+    LOG2_E,
+    VARYING,
+    find_tile,
+    load_column,
+    load_rows,
+    load_tile,
+    sequence_rows,
+    store_rows,
+)
 from nsa.ops.selected.index_kernels import choices_scatter
 
 SEGMENT = [*VARYING, "num_blocks", "segment", "segment_rows", "chunk_size", "last_segment", "none"]
@@ -31,9 +44,10 @@ def find_chunk(
     """Where the chunk of this program lies.
 
     Returns:
-        Its entries: where they begin in ``order_ptr``, how many there are (0: no chunk is left for this program), and the first
-        entry of the segment. Its block: head, sequence, number inside the sequence. The position of its first query. Whether it
-        is the only chunk of its item in the segment, and the item.
+        Its entries: where they begin in ``order_ptr``, how many there are (0: no chunk is left for
+        this program), and the first entry of the segment. Its block: head, sequence, number inside
+        the sequence. The position of its first query. Whether it is the only chunk of its item in
+        the segment, and the item.
     """
     items = HKV * num_blocks
     chunk = tl.load(chunk_start_ptr + segment * items) + tl.program_id(0)
@@ -64,7 +78,9 @@ def find_chunk(
 
 
 @triton.jit
-def near_entries(order_ptr, count, t, block, HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def near_entries(
+    order_ptr, count, t, block, HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
     """How many of the ``count`` entries are of queries to which the block is near, see ``triton_fwd.py``: the first ones."""
     near = 0
     if block == 0:
@@ -88,14 +104,20 @@ def load_vector(pointers, mask, other, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def load_order(order_ptr, r, num_rows, first_entry, G: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr):
+def load_order(
+    order_ptr, r, num_rows, first_entry, G: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr
+):
     """Entries, counted from the segment's first, of the rows ``r .. r + BLOCK_M`` of a chunk: a query and head each."""
     index = r + tl.arange(0, BLOCK_M)
-    return load_vector(order_ptr + index // G, index < num_rows, 0, SPLIT) - first_entry.to(order_ptr.dtype.element_ty)
+    return load_vector(order_ptr + index // G, index < num_rows, 0, SPLIT) - first_entry.to(
+        order_ptr.dtype.element_ty
+    )
 
 
 @triton.jit
-def locate_rows(entry, r, num_rows, G: tl.constexpr, HKV: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr):
+def locate_rows(
+    entry, r, num_rows, G: tl.constexpr, HKV: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr
+):
     """Entry and query, counted from the segment's first, head of the group, and whether there is such a row."""
     index = r + tl.arange(0, BLOCK_M)
     return entry.to(tl.int32), (entry // (HKV * N)).to(tl.int32), index % G, index < num_rows
@@ -146,14 +168,19 @@ def selected_gather_fwd_kernel(
         part = tl.program_id(1)
         key = block * BLOCK_SIZE + part * BLOCK_N + tl.arange(0, BLOCK_N)
         key_row = (first_key + key).to(tl.int64)
-        k = load_rows(k_ptr + head_kv * stride_kh, key_row, key < num_tokens, stride_k, D, BLOCK_D, True)
-        v = load_rows(v_ptr + head_kv * stride_vh, key_row, key < num_tokens, stride_v, DV, BLOCK_DV, True)
+        k = load_rows(
+            k_ptr + head_kv * stride_kh, key_row, key < num_tokens, stride_k, D, BLOCK_D, True
+        )
+        v = load_rows(
+            v_ptr + head_kv * stride_vh, key_row, key < num_tokens, stride_v, DV, BLOCK_DV, True
+        )
         first_row = segment.to(tl.int64) * segment_rows
         scale = softmax_scale * LOG2_E
         order_ptr += near
         rows = (count - near) * G
-        # Entries are loaded a step ahead: a row's number is needed before the row can be. The pipeline's depth is that of the
-        # launch: given by the loop, it would take in the loads of entries too, which a step ahead leaves no room for.
+        # Entries are loaded a step ahead: a row's number is needed before the row can be. The
+        # pipeline's depth is that of the launch: given by the loop, it would take in the loads of
+        # entries too, which a step ahead leaves no room for.
         next_entry = load_order(order_ptr, 0, rows, first_entry, G, BLOCK_M, True)
         for r in tl.range(0, rows, BLOCK_M):
             entry = next_entry
@@ -182,7 +209,8 @@ def gather_bwd_step(
     delta = load_vector(delta_ptr + at, ok, 0.0, SPLIT)
     scale = softmax_scale * LOG2_E
     key = n + tl.arange(0, BLOCK_N)
-    # Small tiles leave registers for both products of inputs at once: the second runs while the first is exponentiated.
+    # Small tiles leave registers for both products of inputs at once: the second runs while the
+    # first is exponentiated.
     EARLY: tl.constexpr = BLOCK_D + BLOCK_DV <= 128 or BLOCK_M * (BLOCK_D + BLOCK_DV) <= 64 * 128
     if KEYS_AS_ROWS:
         s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BLOCK_N, BLOCK_M] fp32
@@ -197,7 +225,8 @@ def gather_bwd_step(
         ds = (p * (dp - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision="ieee")
         if DQ:
-            if BLOCK_M < 64:  # Tensor cores of sm_90 take 64 rows at least: the columns of dQ are more.
+            # Tensor cores of sm_90 take 64 rows at least: the columns of dQ are more.
+            if BLOCK_M < 64:
                 dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision="ieee"))
             else:
                 dq = tl.dot(tl.trans(ds), k, input_precision="ieee")
@@ -216,7 +245,9 @@ def gather_bwd_step(
         if DQ:
             dq = tl.dot(ds, k, input_precision="ieee")
     if DQ:
-        store_rows(part_ptr, (entry * PARTS + part) * G + head, ok, D, dq * softmax_scale, D, BLOCK_D)
+        store_rows(
+            part_ptr, (entry * PARTS + part) * G + head, ok, D, dq * softmax_scale, D, BLOCK_D
+        )
     return dk, dv
 
 
@@ -256,8 +287,9 @@ def selected_gather_bwd_kernel(
 ):  # fmt: skip
     """dK and dV of a block from one chunk and, if ``DQ``, dQ of every (query, slot) ``[G, D]``.
 
-    A chunk that is the only one of its item goes straight where ``finish_keys`` puts it; others are fp32 sums, without the
-    scale, which ``selected_reduce_kernel`` adds. With ``union_ptr`` it works only where choices scatter as ``DQ`` says.
+    A chunk that is the only one of its item goes straight where ``finish_keys`` puts it; others are
+    fp32 sums, without the scale, which ``selected_reduce_kernel`` adds. With ``union_ptr`` it works
+    only where choices scatter as ``DQ`` says.
     """
     if union_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled)
         if choices_scatter(union_ptr, N, LIMIT_4) != DQ:
@@ -284,18 +316,28 @@ def selected_gather_bwd_kernel(
         offset = (num_tokens - num_q - first_q + first_row).to(tl.int32)
         order_ptr += begin
         rows = count * G
-        # Queries come in order, one at a position: so many of the first may not see the whole block.
+        # Queries come in order, one at a position: so many of the first may not see the whole
+        # block.
         hidden = tl.minimum(tl.maximum((block + 1) * BLOCK_SIZE - 1 - t, 0), count)
-        # See the forward: entries ``AHEAD`` of their rows. With ``STAGES`` the pipeline's depth is given by the loop instead,
-        # which is split where the mask ends; without, one loop has the mask under a condition.
+        # See the forward: entries ``AHEAD`` of their rows. With ``STAGES`` the pipeline's depth is
+        # given by the loop instead, which is split where the mask ends; without, one loop has the
+        # mask under a condition.
         SPLIT: tl.constexpr = STAGES is not None
         next_entry = load_order(order_ptr, 0, rows, first_entry, G, BLOCK_M, SPLIT)
         masked = tl.minimum(tl.cdiv(hidden * G, BLOCK_M) * BLOCK_M, rows) if SPLIT else 0
         for past in tl.static_range(0 if SPLIT else 1, 2):
-            for r in tl.range(masked if past else 0, rows if past else masked, BLOCK_M, num_stages=STAGES):
-                entry = next_entry if AHEAD else load_order(order_ptr, r, rows, first_entry, G, BLOCK_M, SPLIT)
+            for r in tl.range(
+                masked if past else 0, rows if past else masked, BLOCK_M, num_stages=STAGES
+            ):
+                entry = (
+                    next_entry
+                    if AHEAD
+                    else load_order(order_ptr, r, rows, first_entry, G, BLOCK_M, SPLIT)
+                )
                 if AHEAD:
-                    next_entry = load_order(order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M, SPLIT)
+                    next_entry = load_order(
+                        order_ptr, r + BLOCK_M, rows, first_entry, G, BLOCK_M, SPLIT
+                    )
                 dk, dv = gather_bwd_step(
                     q_ptr, dout_ptr, lse_ptr, delta_ptr, part_ptr, entry, k, v, dk, dv, r,
                     past == 0 if SPLIT else r < hidden * G, rows, first_row, offset, n, softmax_scale, head_kv, part, stride_q,
@@ -332,7 +374,9 @@ def selected_reduce_kernel(
     begin = tl.load(chunk_start_ptr + at) - first
     end = tl.load(chunk_start_ptr + at + 1) - first
     at_last = last_segment * items + item
-    chosen = tl.load(begin_ptr + item) < tl.load(begin_ptr + at_last) + tl.load(length_ptr + at_last)
+    chosen = tl.load(begin_ptr + item) < tl.load(begin_ptr + at_last) + tl.load(
+        length_ptr + at_last
+    )
     if (end > begin + 1) | ((segment == last_segment) & (not chosen)):
         sequence, block = find_tile(cu_k_ptr, tl.program_id(0), num_sequences, len_k, BLOCK_SIZE)
         if sequence < num_sequences:
@@ -411,18 +455,26 @@ def merge_out(
     total = tl.exp2(near_lse - row_max)
     acc = load_rows(out_ptr, row, row_ok, DV, DV, BLOCK_DV, True).to(tl.float32) * total[:, None]
     for first in tl.range(0, N * PARTS, BLOCK_S):
-        part, ok = slot_rows(key_ptr, r, num_rows, first, first_row, segment_rows, none, HQ, G, N, PARTS, BLOCK_S)
+        part, ok = slot_rows(
+            key_ptr, r, num_rows, first, first_row, segment_rows, none, HQ, G, N, PARTS, BLOCK_S
+        )
         lse = tl.load(lse_part_ptr + part, mask=ok, other=-float("inf"))
         new_max = tl.maximum(row_max, tl.max(lse, 1))
         weight = tl.exp2(lse - new_max[:, None])
         alpha = tl.exp2(row_max - new_max)
-        acc = acc * alpha[:, None] + tl.sum(load_slots(part_ptr, part, ok, DV, BLOCK_DV) * weight[:, :, None], 1)
+        acc = acc * alpha[:, None] + tl.sum(
+            load_slots(part_ptr, part, ok, DV, BLOCK_DV) * weight[:, :, None], 1
+        )
         total = total * alpha + tl.sum(weight, 1)
         row_max = new_max
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     store_rows(out_ptr, row, row_ok, DV, acc / total[:, None], DV, BLOCK_DV)
-    tl.store(lse_ptr + row, tl.where(empty, -float("inf"), (row_max + tl.log2(total)) * LN_2), mask=row_ok)
+    tl.store(
+        lse_ptr + row,
+        tl.where(empty, -float("inf"), (row_max + tl.log2(total)) * LN_2),
+        mask=row_ok,
+    )
 
 
 @kernel(do_not_specialize=SEGMENT)
@@ -450,7 +502,9 @@ def merge_dq(
     """dQ of the rows r of a segment: the sum over the slots of each, in fp32."""
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in tl.range(0, N * PARTS, BLOCK_S):
-        part, ok = slot_rows(key_ptr, r, num_rows, first, first_row, segment_rows, none, HQ, G, N, PARTS, BLOCK_S)
+        part, ok = slot_rows(
+            key_ptr, r, num_rows, first, first_row, segment_rows, none, HQ, G, N, PARTS, BLOCK_S
+        )
         dq += tl.sum(load_slots(part_ptr, part, ok, D, BLOCK_D), 1)
     row_ok = r < tl.minimum(num_rows - first_row, segment_rows) * HQ
     if ADD:

@@ -3,9 +3,10 @@
 - **Lists by tile.** A tile is a few consecutive queries of one group. Its list holds every block that one of them chose,
   ascending, and beside each block a word whose bit i says that query i of the tile chose it.
 - **Inverse index.** An *item* is a block of one head, ``head * num_blocks + block``. An *entry* is a (query, head, slot),
-  numbered as in ``block_indices [T, Hkv, n]``; sorted by item, the entries of an item are the queries that chose the block, in
-  order. Kernels that need memory for every entry cut the queries into segments, which are worked off one after the other. The
-  entries of an item in a segment are cut into *chunks*, one a program.
+  numbered as in ``block_indices [T, Hkv, n]``; sorted by item, the entries of an item are the
+  queries that chose the block, in order. Kernels that need memory for every entry cut the queries
+  into segments, which are worked off one after the other. The entries of an item in a segment are
+  cut into *chunks*, one a program.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Lists:
     Attributes:
         block: int32 ``[Hkv, tiles, BLOCK_Q * n]``, ascending.
         word: the same shape: bit i says that query i of the tile chose the block.
-        count: int32 ``[Hkv, tiles, 4]``: blocks wholly in the past of every query, wholly inside the sequence, all, and those
-            before the near ones of every query.
+        count: int32 ``[Hkv, tiles, 4]``: blocks wholly in the past of every query, wholly inside
+            the sequence, all, and those before the near ones of every query.
         queries: at most so many queries of a tile.
     """
 
@@ -50,7 +51,8 @@ class Chunks:
 
     Attributes:
         order: of the index.
-        begin: int32 ``[segments * items]``: where the entries of each item in a segment begin in ``order``.
+        begin: int32 ``[segments * items]``: where the entries of each item in a segment begin in
+            ``order``.
         length: the same shape: how many they are.
         item: int32: ``segment * items + item`` of each chunk.
         start: int32 ``[segments * items + 1]``: the first chunk of each item in a segment.
@@ -98,8 +100,10 @@ class InverseIndex:
     """The queries that chose each block; their memory, until :meth:`fill` has been called.
 
     Attributes:
-        key: int16 or int32 ``[T, Hkv, n]``: ``item * segments + segment`` of each entry, ``none`` where the block is absent.
-        far: the same with ``none`` where the block is near, see ``triton_fwd.py``; None where it is not needed.
+        key: int16 or int32 ``[T, Hkv, n]``: ``item * segments + segment`` of each entry, ``none``
+            where the block is absent.
+        far: the same with ``none`` where the block is near, see ``triton_fwd.py``; None where it is
+            not needed.
         order: int32 ``[T * Hkv * n]``: entries by key and, for one key, by query.
         num_blocks: at least the blocks of all sequences together.
         segments: segments that can be told apart.
@@ -115,14 +119,17 @@ class InverseIndex:
     segment_rows: int
     none: int
 
-    def fill(self, block_indices: Tensor, layout: Layout, block_size: int, *, unique: bool, sort: bool) -> Tensor:
+    def fill(
+        self, block_indices: Tensor, layout: Layout, block_size: int, *, unique: bool, sort: bool
+    ) -> Tensor:
         """Number the entries of ``block_indices [T, Hkv, n]``, and sort them unless ``order`` is known already.
 
         Args:
             block_indices: int32 or int64.
             layout: where the sequences lie.
             block_size: tokens of a block.
-            unique: whether no query names a block twice; otherwise it is looked for, and a block counts once.
+            unique: whether no query names a block twice; otherwise it is looked for, and a block
+                counts once.
             sort: whether to fill ``order``.
 
         Returns:
@@ -151,7 +158,9 @@ class InverseIndex:
         items, entries = num_kv_heads * self.num_blocks, self.order.numel()
         total = segments * items
         sizes = (total, total, entries // size + total, total + 1)
-        begin, length, item, start = (torch.empty(number, dtype=torch.int32, device=self.order.device) for number in sizes)
+        begin, length, item, start = (
+            torch.empty(number, dtype=torch.int32, device=self.order.device) for number in sizes
+        )
         rows = -(-num_q // segments)
         limit = rows * num_kv_heads * n // size + items
         numbers = (self.num_blocks, segments, self.segments, rows, size, limit)
@@ -176,13 +185,16 @@ def new_index(
         block_size: tokens of a block.
         num_tokens: of all sequences' keys.
         segments: segments of queries to be told apart.
-        order: memory for the order, or that of an index of the same choice in any number of segments; None makes it.
+        order: memory for the order, or that of an index of the same choice in any number of
+            segments; None makes it.
         with_far: whether to tell far blocks from near ones.
     """
     num_q, num_kv_heads, _ = block_indices.shape
     num_blocks = layout.num_tiles(num_tokens, block_size, layout.len_k)
     none = num_kv_heads * num_blocks * segments
-    check_numbers("selected_attention", "k", none, "blocks times KV heads times segments of queries")
+    check_numbers(
+        "selected_attention", "k", none, "blocks times KV heads times segments of queries"
+    )
     # Half as many bits are sorted in half the passes.
     dtype = torch.int16 if none < 2**15 - 1 else torch.int32
     key = torch.empty(block_indices.shape, dtype=dtype, device=block_indices.device)
@@ -200,12 +212,22 @@ def _check_lists(listed: int, num_blocks: int, places: int) -> None:
     """The blocks of a tile can be counted, and an entry sorted by its block and its place in the tile in one number."""
     name, slots = "selected_attention", "slots for the queries of a tile"
     check_numbers(name, "block_indices", listed, slots, _limits.LISTED, "Give fewer slots a query.")
-    most, hint = _limits.SORTED // places, "Give max_seqlen_k, fewer slots a query or shorter sequences."
+    most, hint = (
+        _limits.SORTED // places,
+        "Give max_seqlen_k, fewer slots a query or shorter sequences.",
+    )
     check_numbers(name, "k", num_blocks, "blocks a sequence with so many slots", most, hint)
 
 
 def make_lists(
-    block_indices: Tensor, layout: Layout, group_size: int, block_size: int, rows: int, union: Tensor | None, *, counted: bool
+    block_indices: Tensor,
+    layout: Layout,
+    group_size: int,
+    block_size: int,
+    rows: int,
+    union: Tensor | None,
+    *,
+    counted: bool,
 ) -> Lists:
     """Lists of every tile of ``rows`` rows, queries by heads; ``union`` int64 ``[2]`` gets their blocks and their number added.
 
@@ -218,7 +240,10 @@ def make_lists(
     block_q = rows // group_size if rows % group_size == 0 else (rows - 2) // group_size + 2
     pad_q, pad_n = next_power_of_2(block_q), next_power_of_2(n)
     _check_lists(block_q * n, -(-layout.len_k // block_size), pad_q * pad_n)
-    block, word = (torch.empty(num_kv_heads, num_lists, block_q * n, dtype=torch.int32, device=device) for _ in range(2))
+    block, word = (
+        torch.empty(num_kv_heads, num_lists, block_q * n, dtype=torch.int32, device=device)
+        for _ in range(2)
+    )
     count = torch.empty(num_kv_heads, num_lists, 4, dtype=torch.int32, device=device)
     if num_lists:
         list_kernel[(num_lists, num_kv_heads)](

@@ -31,10 +31,11 @@ def list_kernel(
 ):  # fmt: skip
     """The list of one tile of ``ROWS`` rows, queries by ``G`` heads: of at most ``BLOCK_Q`` queries.
 
-    ``count_ptr`` gets, for each tile: blocks wholly in the past of every query, blocks wholly inside the sequence, all, and
-    those before the own block of the first query and the one before it. To ``union_ptr`` (None: nobody asks) are added the
-    blocks of the list, and 1 for the tile: whole numbers, whose sum is the same in any order. If they are ``COUNTED`` already,
-    lists are made only where they are read. A block that a query names more than once counts once.
+    ``count_ptr`` gets, for each tile: blocks wholly in the past of every query, blocks wholly
+    inside the sequence, all, and those before the own block of the first query and the one before
+    it. To ``union_ptr`` (None: nobody asks) are added the blocks of the list, and 1 for the tile:
+    whole numbers, whose sum is the same in any order. If they are ``COUNTED`` already, lists are
+    made only where they are read. A block that a query names more than once counts once.
     """
     if COUNTED:  # noqa: SIM102 (known when the kernel is compiled)
         if choices_scatter(union_ptr, N, LIMIT_4):
@@ -60,12 +61,15 @@ def list_kernel(
         NONE: tl.constexpr = 0x7FFFFFFF // SIZE
         ranked = tl.sort(tl.where(present, named.to(tl.int32), NONE) * SIZE + e)
         block = ranked // SIZE
-        pair = ranked // PAD_N  # block and query: the same in neighbours where a query names a block again
+        # block and query: the same in neighbours where a query names a block again
+        pair = ranked // PAD_N
         before = tl.gather(pair, tl.maximum(e - 1, 0), 0)
         counts_here = (block < NONE) & ((e == 0) | (pair != before))
         bit = tl.where(counts_here, tl.full([SIZE], 1, tl.int64) << (pair % PAD_Q).to(tl.int64), 0)
         first = (e == 0) | (block != before // PAD_Q)
-        last = (block < NONE) & ((e == SIZE - 1) | (block != tl.gather(block, tl.minimum(e + 1, SIZE - 1), 0)))
+        last = (block < NONE) & (
+            (e == SIZE - 1) | (block != tl.gather(block, tl.minimum(e + 1, SIZE - 1), 0))
+        )
         total = tl.cumsum(bit, 0)
         # Sums never fall, so the greatest start so far is that of the entry's own block.
         word = total - tl.associative_scan(tl.where(first, total - bit, 0), 0, larger)
@@ -76,7 +80,9 @@ def list_kernel(
         t_first = num_tokens - num_q + tile_q
         # Two counts by one sum: a list has less than 2^16 blocks.
         in_past = (last & (block < (t_first + 1) // BLOCK_SIZE)).to(tl.int32)
-        counts = tl.sum(in_past + ((last & (block < t_first // BLOCK_SIZE - 1)).to(tl.int32) << 16), 0)
+        counts = tl.sum(
+            in_past + ((last & (block < t_first // BLOCK_SIZE - 1)).to(tl.int32) << 16), 0
+        )
         inside = tl.sum((last & ((block + 1) * BLOCK_SIZE <= num_tokens)).to(tl.int32), 0)
         at = (head.to(tl.int64) * num_lists + number) * 4
         tl.store(count_ptr + at, counts & 0xFFFF)
@@ -97,7 +103,8 @@ def key_kernel(
 ):  # fmt: skip
     """Key of each entry of a tile of queries, and the same without near blocks, see ``InverseIndex``.
 
-    Unless blocks are known to be ``UNIQUE``, an entry whose query named its block in a slot before is absent.
+    Unless blocks are known to be ``UNIQUE``, an entry whose query named its block in a slot before
+    is absent.
     """
     sequence, tile = find_tile(cu_q_ptr, tl.program_id(0), num_sequences, len_q, BLOCK_Q)
     if sequence < num_sequences:
@@ -116,14 +123,22 @@ def key_kernel(
             if not UNIQUE:
                 for back in tl.range(1, N):
                     again = (e < count) & (e % N >= back)
-                    present = present & (named != tl.load(indices_ptr + first + (e - back), mask=again, other=-1))
+                    present = present & (
+                        named != tl.load(indices_ptr + first + (e - back), mask=again, other=-1)
+                    )
             block = named.to(tl.int32)
             head = e // N % HKV
-            key = (head * num_blocks + first_block + block) * segments + (first_q + query) // segment_rows
+            key = (head * num_blocks + first_block + block) * segments + (
+                first_q + query
+            ) // segment_rows
             key = tl.where(present, key, none).to(key_ptr.dtype.element_ty)
             tl.store(key_ptr + first + e, key, mask=e < count)
             if far_ptr is not None:
-                tl.store(far_ptr + first + e, tl.where((block > 0) & (block < own - 1), key, none), mask=e < count)
+                tl.store(
+                    far_ptr + first + e,
+                    tl.where((block > 0) & (block < own - 1), key, none),
+                    mask=e < count,
+                )
 
 
 @triton.jit
@@ -146,8 +161,9 @@ def item_kernel(
 ):  # fmt: skip
     """Where the entries of items begin in the inverse index, how many there are and their chunks; see ``Chunks``.
 
-    There are ``segments`` of each item, in the index ``own_segments`` times as many. Chunks are written one place further on,
-    after a 0, so that their running sums are where the chunks of each item begin.
+    There are ``segments`` of each item, in the index ``own_segments`` times as many. Chunks are
+    written one place further on, after a 0, so that their running sums are where the chunks of each
+    item begin.
     """
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = number < segments * items

@@ -1,6 +1,7 @@
 """Launchers of the kernels of the selected branch, and the choice of their algorithm. No autograd, no checks of user input.
 
-What outlives a launcher is made before it, and what its two streams share before they fork (``nsa/ops/_side_stream.py``).
+What outlives a launcher is made before it, and what its two streams share before they fork
+(``nsa/ops/_side_stream.py``).
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from nsa.ops.selected.index import Chunks, InverseIndex, make_lists, new_index, 
 from nsa.ops.selected.tiled_bwd import selected_delta_kernel, selected_dq_kernel
 from nsa.ops.selected.tiled_fwd import selected_fwd_kernel
 
-# Rows of slots that are held for a query head at once, on average over all queries: so much memory as so many more queries.
+# Rows of slots that are held for a query head at once, on average over all queries: so much memory
+# as so many more queries.
 HELD_SLOTS = 4
 # Rows of slots that need less than this, bytes, are held in one segment.
 SMALL = 1 << 26
-# Entries of a chunk: of the forward, of the backward, and of that with dQ where no sequence has more than ``LONG`` tokens.
+# Entries of a chunk: of the forward, of the backward, and of that with dQ where no sequence has
+# more than ``LONG`` tokens.
 FORWARD_CHUNK, BACKWARD_CHUNK, DQ_CHUNK = 256, 1024, 512
 LONG = 16_384
 # Without dQ chunks are smaller where they would be fewer: a GPU runs some 400 programs at once.
@@ -63,8 +66,8 @@ class Call:
         softmax_scale: factor on the scores.
         block_size: tokens of a block.
         tiles: tile of each kernel.
-        algorithm: ``tiled``, ``gathered``, or ``auto``: tiled where lists are short by the shapes alone, and otherwise what the
-            choice itself asks for, on the device.
+        algorithm: ``tiled``, ``gathered``, or ``auto``: tiled where lists are short by the shapes
+            alone, and otherwise what the choice itself asks for, on the device.
         segments: segments of the gathered algorithm; None: as many as memory wants.
         unique: whether no query names a block twice, as :func:`nsa.select_blocks` does not.
     """
@@ -79,7 +82,14 @@ class Call:
 
     def always_tiled(self, q: Tensor, k: Tensor, n: int) -> bool:
         """Whether the tiled algorithm runs whatever the choice is."""
-        return always_tiled(self.algorithm, q.shape[1] // k.shape[1], n, self.layout.len_q, self.layout.len_k, self.block_size)
+        return always_tiled(
+            self.algorithm,
+            q.shape[1] // k.shape[1],
+            n,
+            self.layout.len_q,
+            self.layout.len_k,
+            self.block_size,
+        )
 
     def results(self, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor) -> ForwardResults:
         """Memory for what :func:`selected_forward` gives; of the tensors shapes and device count."""
@@ -93,7 +103,9 @@ class Call:
             union[0].fill_(1)
         return ForwardResults(out, lse, new_order(block_indices), union)
 
-    def read(self, q: Tensor, k: Tensor, n: int, results: tuple[Tensor, Tensor, Tensor, Tensor]) -> ForwardResults:
+    def read(
+        self, q: Tensor, k: Tensor, n: int, results: tuple[Tensor, Tensor, Tensor, Tensor]
+    ) -> ForwardResults:
         """The forward's results as the registered operator has them: without None, where the last two are not read."""
         out, lse, order, union = results
         if self.always_tiled(q, k, n):
@@ -103,8 +115,8 @@ class Call:
     def num_segments(self, num_rows: int, slots: int, row_bytes: int) -> int:
         """Segments by shapes alone, so that sums never change order.
 
-        The rows of slots then need ``HELD_SLOTS * row_bytes`` a query at most (6 KiB for 12 heads of 64 elements of 2 bytes),
-        or ``SMALL`` in all.
+        The rows of slots then need ``HELD_SLOTS * row_bytes`` a query at most (6 KiB for 12 heads
+        of 64 elements of 2 bytes), or ``SMALL`` in all.
 
         Args:
             num_rows: queries.
@@ -112,7 +124,9 @@ class Call:
             row_bytes: bytes of one row of slots of all query heads.
         """
         least = max(-(-slots // HELD_SLOTS), 1)
-        return self.segments or max(1, min(num_rows, least, -(-num_rows * slots * row_bytes // SMALL)))
+        return self.segments or max(
+            1, min(num_rows, least, -(-num_rows * slots * row_bytes // SMALL))
+        )
 
 
 @dataclass(frozen=True)
@@ -123,8 +137,9 @@ class ForwardResults:
         out: ``[T, Hq, Dv]``.
         lse: fp32 ``[T, Hq]``.
         order: of the inverse index; None where the tiled algorithm runs whatever the choice is.
-        union: int64 ``[2]``: blocks of the tiles' lists and their number, 0 at first; None as ``order``. With the gathered
-            algorithm they are 1 and 0 from the start and stay so: choices count as scattered.
+        union: int64 ``[2]``: blocks of the tiles' lists and their number, 0 at first; None as
+            ``order``. With the gathered algorithm they are 1 and 0 from the start and stay so:
+            choices count as scattered.
     """
 
     out: Tensor
@@ -144,13 +159,17 @@ def tile_of(tile: Tile, group_size: int, block_size: int) -> tuple[Tile, int]:
     whole = min(rows // group_size, MAX_QUERIES) * group_size
     # A limit of registers was measured with all rows.
     limit = tile.max_registers if rows == tile.rows else MOST_REGISTERS
-    tile = replace(tile, rows=rows, warps=warps, keys=min(tile.keys, block_size), max_registers=limit)
+    tile = replace(
+        tile, rows=rows, warps=warps, keys=min(tile.keys, block_size), max_registers=limit
+    )
     return tile, whole if 8 * (rows - whole) <= rows else rows
 
 
 def chunk_size(num_entries: int) -> int:
     """Entries of a chunk of the backward without dQ, by shapes alone: sums never change order."""
-    return min(BACKWARD_CHUNK, max(LEAST_CHUNK, 1 << (max(num_entries // PROGRAMS, 1).bit_length() - 1)))
+    return min(
+        BACKWARD_CHUNK, max(LEAST_CHUNK, 1 << (max(num_entries // PROGRAMS, 1).bit_length() - 1))
+    )
 
 
 def slots_of_step(slots: int, block: int) -> int:
@@ -163,7 +182,9 @@ def strides_of(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:2]]
 
 
-def selected_forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call, results: ForwardResults) -> None:
+def selected_forward(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call, results: ForwardResults
+) -> None:
     """Fill the results, see :meth:`Call.results`."""
     num_q, num_heads, head_dim = q.shape
     num_kv_heads, value_dim = v.shape[1:]
@@ -181,7 +202,9 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, cal
             with streams.on_side():
                 fill_index(*gathered, block_indices=block_indices, call=call)
         wait = streams.record()
-        lists = make_lists(block_indices, call.layout, group_size, call.block_size, used, counter, counted=False)
+        lists = make_lists(
+            block_indices, call.layout, group_size, call.block_size, used, counter, counted=False
+        )
         selected_fwd_kernel[(lists.count.shape[1], num_kv_heads)](
             q, key_source(k, tile), key_source(v, tile), out, lse, lists.block, lists.word, lists.count, union,
             *call.layout.arguments(), lists.count.shape[1], *strides_of(q, k, v), call.softmax_scale, HQ=num_heads,
@@ -199,7 +222,9 @@ def new_gathered(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call, order: Tensor | None
 ) -> tuple[InverseIndex, Chunks]:
     """Memory for the inverse index of :func:`gather_forward` and its chunks; the order goes to ``order``."""
-    slots = block_indices.shape[-1] * (call.block_size // min(call.tiles("selected_gather_fwd").keys, call.block_size))
+    slots = block_indices.shape[-1] * (
+        call.block_size // min(call.tiles("selected_gather_fwd").keys, call.block_size)
+    )
     segments = call.num_segments(q.shape[0], slots, q.shape[1] * v.shape[2] * q.element_size())
     where = (call.layout, call.block_size, k.shape[0], segments, order)
     index = new_index(block_indices, *where, with_far=True)
@@ -213,7 +238,13 @@ def check_slots(index: InverseIndex, num_heads: int, slots: int) -> None:
     check_numbers("selected_attention", "q", count, "rows of slots in a segment of queries")
 
 
-def fill_index(index: InverseIndex, *chunks: Chunks | None, block_indices: Tensor, call: Call, sort: bool = True) -> None:
+def fill_index(
+    index: InverseIndex,
+    *chunks: Chunks | None,
+    block_indices: Tensor,
+    call: Call,
+    sort: bool = True,
+) -> None:
     """Make an inverse index and its chunks: of the choice alone."""
     ranked = index.fill(block_indices, call.layout, call.block_size, unique=call.unique, sort=sort)
     for some in chunks:
@@ -235,9 +266,18 @@ def gather_forward(
     tile = call.tiles("selected_gather_fwd")
     keys = min(tile.keys, call.block_size)
     parts = call.block_size // keys
-    part = torch.empty(chunks.segment_rows * num_heads * n * parts, value_dim, dtype=q.dtype, device=q.device)
+    part = torch.empty(
+        chunks.segment_rows * num_heads * n * parts, value_dim, dtype=q.dtype, device=q.device
+    )
     lse_part = torch.empty(part.shape[0], dtype=torch.float32, device=q.device)
-    sizes = {"HQ": num_heads, "G": group_size, "DV": value_dim, "N": n, "BLOCK_DV": block_of(value_dim), "LIMIT_4": LIMIT_4}
+    sizes = {
+        "HQ": num_heads,
+        "G": group_size,
+        "DV": value_dim,
+        "N": n,
+        "BLOCK_DV": block_of(value_dim),
+        "LIMIT_4": LIMIT_4,
+    }
     for segment in range(chunks.segments):
         selected_gather_fwd_kernel[(chunks.limit, parts)](
             q, k, v, part, lse_part, union, *chunks.arguments(), *call.layout.arguments(), index.num_blocks, segment,
@@ -277,9 +317,13 @@ def selected_backward(
     with fork_join(q.device) as streams:
         with streams.on_side():
             sort = results.order is None
-            fill_index(index, chunks, chunks_with_dq, block_indices=block_indices, call=call, sort=sort)
+            fill_index(
+                index, chunks, chunks_with_dq, block_indices=block_indices, call=call, sort=sort
+            )
         wait = streams.record()
-        lists = make_lists(block_indices, call.layout, group_size, call.block_size, used, union, counted=counted)
+        lists = make_lists(
+            block_indices, call.layout, group_size, call.block_size, used, union, counted=counted
+        )
         selected_dq_kernel[(lists.count.shape[1], num_kv_heads)](
             q, key_source(k, tile), key_source(v, tile), out, dout, lse, delta, dq, gated.gates, gated.dgates, gated_lse,
             lists.block, lists.word, lists.count, union, *call.layout.arguments(), lists.count.shape[1],
@@ -299,14 +343,19 @@ def selected_backward(
             )  # fmt: skip
         wait()
         inputs = (q, k, v, dout, lse if gated_lse is None else gated_lse, delta)
-        # The device runs one of both ways, which share their sums; the other's kernels leave at once, beside it.
+        # The device runs one of both ways, which share their sums; the other's kernels leave at
+        # once, beside it.
         most = max(chunks.limit, 0 if chunks_with_dq is None else chunks_with_dq.limit)
-        check_numbers("selected_attention", "k", most * call.block_size, "rows of sums of dK and dV")
+        check_numbers(
+            "selected_attention", "k", most * call.block_size, "rows of sums of dK and dV"
+        )
         partial = [_sums(q, most * call.block_size, size) for size in (head_dim, value_dim)]
         if chunks_with_dq is not None:
             streams.fork()
             with streams.on_side():
-                _gather_gradients(inputs, (dk, dv), partial, index, chunks_with_dq, call, union, dq, gated.adds)
+                _gather_gradients(
+                    inputs, (dk, dv), partial, index, chunks_with_dq, call, union, dq, gated.adds
+                )
         _gather_gradients(inputs, (dk, dv), partial, index, chunks, call, union, None, gated.adds)
 
 
@@ -316,7 +365,9 @@ def new_backward_index(
     """Memory for the inverse index of the backward and its chunks without dQ and, with a union, with dQ."""
     n, segments = block_indices.shape[-1], 1
     if results.union is not None:
-        slots = n * (call.block_size // min(call.tiles("selected_gather_dkv").keys, call.block_size))
+        slots = n * (
+            call.block_size // min(call.tiles("selected_gather_dkv").keys, call.block_size)
+        )
         segments = call.num_segments(q.shape[0], slots, q.shape[1] * q.shape[2] * q.element_size())
     where = (call.layout, call.block_size, k.shape[0], segments, results.order)
     index = new_index(block_indices, *where)
@@ -342,19 +393,39 @@ def _gather_gradients(
     parts = call.block_size // keys
     part = None
     if with_dq:
-        part = torch.empty(chunks.segment_rows * num_heads * n * parts, head_dim, dtype=q.dtype, device=q.device)
-    sums = [_sums(q, k.shape[0] * num_kv_heads, size) if last else None for size in (head_dim, value_dim)]
+        part = torch.empty(
+            chunks.segment_rows * num_heads * n * parts, head_dim, dtype=q.dtype, device=q.device
+        )
+    sums = [
+        _sums(q, k.shape[0] * num_kv_heads, size) if last else None
+        for size in (head_dim, value_dim)
+    ]
     block_k = min(call.block_size, 16)
     chunks_of_step = max(1, SUMMED // (block_k * block_of(head_dim)))
     # Masks of columns take registers.
     reducing_warps = 4 if (head_dim, value_dim) == (block_of(head_dim), block_of(value_dim)) else 8
-    sizes: dict[str, Any] = {"D": head_dim, "N": n, "BLOCK_D": block_of(head_dim), "LIMIT_4": LIMIT_4}
-    both = {**sizes, "DV": value_dim, "BLOCK_DV": block_of(value_dim), "BLOCK_SIZE": call.block_size, "DQ": with_dq}
+    sizes: dict[str, Any] = {
+        "D": head_dim,
+        "N": n,
+        "BLOCK_D": block_of(head_dim),
+        "LIMIT_4": LIMIT_4,
+    }
+    both = {
+        **sizes,
+        "DV": value_dim,
+        "BLOCK_DV": block_of(value_dim),
+        "BLOCK_SIZE": call.block_size,
+        "DQ": with_dq,
+    }
     groups = {"HQ": num_heads, "G": num_heads // num_kv_heads}
     small = block_of(head_dim) + block_of(value_dim) <= 128
-    # Large heads leave no registers for entries ahead of their rows, but a deep pipeline is none without. Small heads without
-    # dQ are faster with the loop split: 0.98 ms against 1.07 (seed shape, 32 sequences of 2,048 tokens, H200).
-    loop = {"AHEAD": small or tile.stages > 2, "STAGES": tile.stages if small and not with_dq else None}
+    # Large heads leave no registers for entries ahead of their rows, but a deep pipeline is none
+    # without. Small heads without dQ are faster with the loop split: 0.98 ms against 1.07 (seed
+    # shape, 32 sequences of 2,048 tokens, H200).
+    loop = {
+        "AHEAD": small or tile.stages > 2,
+        "STAGES": tile.stages if small and not with_dq else None,
+    }
     for segment in range(chunks.segments):
         selected_gather_bwd_kernel[(chunks.limit, parts)](
             *inputs, part, *partial, *sums, *grads, union, *chunks.arguments(), *call.layout.arguments(), index.num_blocks,

@@ -62,7 +62,13 @@ def new_results(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: 
 
 
 def run_selected_forward(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, results: Results, *where: Any, unique: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    results: Results,
+    *where: Any,
+    unique: bool = False,
 ) -> None:
     """The kernels of the registered operator.
 
@@ -80,7 +86,12 @@ def run_selected_forward(
     check_queries("selected_attention", q)
     check_keys("selected_attention", "k", k)
     entries = block_indices.numel()
-    check_numbers("selected_attention", "block_indices", entries, "entries (tokens times KV heads times slots)")
+    check_numbers(
+        "selected_attention",
+        "block_indices",
+        entries,
+        "entries (tokens times KV heads times slots)",
+    )
     q, k, v = (rows(x) for x in (q, k, v))
     call = selected_call(q, v, *where, unique=unique)
     read = call.read(q, k, block_indices.shape[-1], results)
@@ -125,13 +136,18 @@ def run_selected_backward(
 def no_index(block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
     """The forward's last outputs, order and union, where they are not read.
 
-    Whether they are read depends on the lengths too, their shapes do not: what is compiled for one length serves all.
+    Whether they are read depends on the lengths too, their shapes do not: what is compiled for one
+    length serves all.
     """
     count = 0 if where[-1] == "tiled" else block_indices.numel()
-    return block_indices.new_zeros(count, dtype=torch.int32), block_indices.new_zeros(2, dtype=torch.int64)
+    return block_indices.new_zeros(count, dtype=torch.int32), block_indices.new_zeros(
+        2, dtype=torch.int64
+    )
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> tuple[Tensor, ...]:
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any
+) -> tuple[Tensor, ...]:
     out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float32)
     return out, lse, *no_index(block_indices, *where)
 

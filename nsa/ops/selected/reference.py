@@ -15,7 +15,8 @@ from nsa.ops._visibility import max_blocks, padded_positions, visible_tokens
 def visible_selected(block_indices: Tensor, config: NSAConfig, sequences: Sequences) -> Tensor:
     """Tokens of the chosen blocks up to the query's own, bool ``[B, Hkv, T, S]``; ids outside ``0 .. t // l'`` are absent."""
     num_blocks = max_blocks(sequences, config)
-    ids = pad(block_indices.long(), sequences.cu_q, sequences.max_q).transpose(1, 2)  # [B, Hkv, T, n]
+    # [B, Hkv, T, n]
+    ids = pad(block_indices.long(), sequences.cu_q, sequences.max_q).transpose(1, 2)
     current = (padded_positions(sequences) // config.block_size)[:, None, :, None]
     # Absent ids go to one more column, which is then cut off.
     column = torch.where((ids >= 0) & (ids <= current), ids, num_blocks)
@@ -26,7 +27,13 @@ def visible_selected(block_indices: Tensor, config: NSAConfig, sequences: Sequen
 
 
 def selected_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, sequences: Sequences, softmax_scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    config: NSAConfig,
+    sequences: Sequences,
+    softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`nsa.selected_attention`; inputs are packed and checked."""
     out, lse = masked_attention(

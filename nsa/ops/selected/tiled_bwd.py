@@ -7,7 +7,15 @@ import triton.language as tl
 
 from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.range_attention import load_keys
-from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile, gated_lse, load_rows, sequence_rows, store_rows
+from nsa.ops._triton.tiles import (
+    LOG2_E,
+    VARYING,
+    find_tile,
+    gated_lse,
+    load_rows,
+    sequence_rows,
+    store_rows,
+)
 from nsa.ops.selected.index_kernels import choices_scatter
 from nsa.ops.selected.tiled_fwd import hide_keys, list_entry
 
@@ -19,8 +27,23 @@ def selected_dq_step(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the share of ``BLOCK_N`` keys from n on to dQ ``[BLOCK_M, BLOCK_D]``."""
-    k = load_keys(k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, LAST, TMA)
-    v = load_keys(v_source, head, n, first_key, num_keys, stride_v, stride_vh, DV, BLOCK_N, BLOCK_DV, LAST, TMA)
+    k = load_keys(
+        k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, LAST, TMA
+    )
+    v = load_keys(
+        v_source,
+        head,
+        n,
+        first_key,
+        num_keys,
+        stride_v,
+        stride_vh,
+        DV,
+        BLOCK_N,
+        BLOCK_DV,
+        LAST,
+        TMA,
+    )
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
     p = hide_keys(tl.exp2(s * scale - lse[:, None]), ((word >> query) & 1) != 0, t, n, causal, 0.0)
@@ -39,8 +62,8 @@ def selected_dq_kernel(
 ):  # fmt: skip
     """dQ of one tile of ``ROWS`` rows, see the forward, added to what is there if ``ADD``; nothing where choices scatter.
 
-    Writes delta ``[T, Hq]``, the row sums of ``out * dout``, for the kernels after it. With gates, ``dout`` is the gradient of
-    the branches' gated sum; see ``range_dq_kernel``.
+    Writes delta ``[T, Hq]``, the row sums of ``out * dout``, for the kernels after it. With gates,
+    ``dout`` is the gradient of the branches' gated sum; see ``range_dq_kernel``.
     """
     if union_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled)
         if choices_scatter(union_ptr, N, LIMIT_4):
@@ -125,4 +148,8 @@ def selected_delta_kernel(
         tl.store(delta_ptr + r, delta, mask=ok)
         if gates_ptr is not None:
             lse = tl.load(lse_ptr + r, mask=ok, other=float("inf"))
-            tl.store(gated_lse_ptr + r, gated_lse(lse, gates_ptr, dgates_ptr, r * 3 + 1, delta, ok), mask=ok)
+            tl.store(
+                gated_lse_ptr + r,
+                gated_lse(lse, gates_ptr, dgates_ptr, r * 3 + 1, delta, ok),
+                mask=ok,
+            )

@@ -1,12 +1,14 @@
 """Selected branch: a tile of queries against every block that one of them chose.
 
-Row r of a tile is query ``r // G``, head ``r % G``. The loop visits the blocks of the tile's list; a word beside each block
-says which queries chose it, and the rows of the others are masked: for them the step changes nothing, so a row's arithmetic
-does not depend on what its neighbours chose. Blocks wholly in the past need no causal test; a block that reaches past the
-sequence is the last of the list and is handled apart.
+Row r of a tile is query ``r // G``, head ``r % G``. The loop visits the blocks of the tile's list;
+a word beside each block says which queries chose it, and the rows of the others are masked: for
+them the step changes nothing, so a row's arithmetic does not depend on what its neighbours chose.
+Blocks wholly in the past need no causal test; a block that reaches past the sequence is the last of
+the list and is handled apart.
 
-Where choices scatter, most blocks of a list are wanted by one query each, and ``triton_gather.py`` works on those. What stays
-here are a query's *near* blocks: the first of its sequence, its own and the one before. Neighbours share them.
+Where choices scatter, most blocks of a list are wanted by one query each, and ``triton_gather.py``
+works on those. What stays here are a query's *near* blocks: the first of its sequence, its own and
+the one before. Neighbours share them.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
@@ -16,7 +18,16 @@ import triton.language as tl
 
 from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.range_attention import load_keys
-from nsa.ops._triton.tiles import LN_2, LOG2_E, VARYING, find_tile, load_rows, sequence_rows, softmax_step, store_rows
+from nsa.ops._triton.tiles import (
+    LN_2,
+    LOG2_E,
+    VARYING,
+    find_tile,
+    load_rows,
+    sequence_rows,
+    softmax_step,
+    store_rows,
+)
 from nsa.ops.selected.index_kernels import choices_scatter
 
 
@@ -47,13 +58,30 @@ def selected_step(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One step of the forward loop: ``BLOCK_N`` keys from n on."""
-    k = load_keys(k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, LAST, TMA)
-    v = load_keys(v_source, head, n, first_key, num_keys, stride_v, stride_vh, DV, BLOCK_N, BLOCK_DV, LAST, TMA)
+    k = load_keys(
+        k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, LAST, TMA
+    )
+    v = load_keys(
+        v_source,
+        head,
+        n,
+        first_key,
+        num_keys,
+        stride_v,
+        stride_vh,
+        DV,
+        BLOCK_N,
+        BLOCK_DV,
+        LAST,
+        TMA,
+    )
     s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
     chosen = ((word >> query) & 1) != 0
     if near is not None:
         chosen = chosen & ((n >= near) | (n < BLOCK_SIZE))
-    return softmax_step(hide_keys(s, chosen, t, n, causal, -float("inf")), v, row_max, total, acc, scale)
+    return softmax_step(
+        hide_keys(s, chosen, t, n, causal, -float("inf")), v, row_max, total, acc, scale
+    )
 
 
 @kernel(do_not_specialize=[*VARYING, "num_lists"])
@@ -66,7 +94,8 @@ def selected_fwd_kernel(
 ):  # fmt: skip
     """out, and lse ``[T, Hq]``, of one tile of ``ROWS`` rows, queries by heads of a group.
 
-    It has a list of at most ``BLOCK_Q * N`` blocks. Where choices scatter, by ``union_ptr``, of the near blocks alone.
+    It has a list of at most ``BLOCK_Q * N`` blocks. Where choices scatter, by ``union_ptr``, of the
+    near blocks alone.
     """
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     head_kv = tl.program_id(1)
@@ -82,7 +111,8 @@ def selected_fwd_kernel(
         t = num_tokens - num_q + row
         head = head_kv * G + r % G
         token = (first_q + row).to(tl.int64)
-        q = load_rows(q_ptr, token * stride_q + head * stride_qh, ok, 1, D, BLOCK_D, True)  # [BLOCK_M, BLOCK_D]
+        # [BLOCK_M, BLOCK_D]
+        q = load_rows(q_ptr, token * stride_q + head * stride_qh, ok, 1, D, BLOCK_D, True)
         row_max = tl.full([BLOCK_M], -1e30, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -126,5 +156,7 @@ def selected_fwd_kernel(
         out_row = token * HQ + head
         out = tl.where(empty[:, None], 0.0, acc * (1.0 / tl.where(empty, 1.0, total))[:, None])
         store_rows(out_ptr, out_row, ok, DV, out, DV, BLOCK_DV)
-        lse = tl.where(empty, -float("inf"), (row_max + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
+        lse = tl.where(
+            empty, -float("inf"), (row_max + tl.log2(tl.where(empty, 1.0, total))) * LN_2
+        )
         tl.store(lse_ptr + out_row, lse, mask=ok)

@@ -34,14 +34,17 @@ def select_blocks(
 ) -> Tensor:
     """Choose n selection blocks for every query and KV head (Eqs. 8 to 12, arXiv:2502.11089).
 
-    The compressed branch's probabilities, spread over the tokens that compression and selection blocks share and summed
-    over the heads of a group, rank the blocks ``0 .. t // l'``. The first ``num_init_blocks`` and the last
-    ``num_local_blocks`` of them are always chosen. All query heads of a group share the choice; no gradient flows through it.
+    The compressed branch's probabilities, spread over the tokens that compression and selection
+    blocks share and summed over the heads of a group, rank the blocks ``0 .. t // l'``. The first
+    ``num_init_blocks`` and the last ``num_local_blocks`` of them are always chosen. All query heads
+    of a group share the choice; no gradient flows through it.
 
     Args:
-        q: the queries that the compressed branch used, packed ``[T, Hq, D]`` or dense ``[B, T, Hq, D]``.
+        q: the queries that the compressed branch used, packed ``[T, Hq, D]`` or dense ``[B, T, Hq,
+            D]``.
         k_cmp: compressed, rotated keys ``[C, Hkv, D]``.
-        lse: of :func:`nsa.compressed_attention` over the same ``q`` and ``k_cmp``, ``[T, Hq]`` or ``[B, T, Hq]``.
+        lse: of :func:`nsa.compressed_attention` over the same ``q`` and ``k_cmp``, ``[T, Hq]`` or
+            ``[B, T, Hq]``.
         config: the sparse pattern.
         cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
         cu_seqlens_k: int32 ``[B + 1]`` offsets of the key tokens; None means those of the queries.
@@ -52,21 +55,27 @@ def select_blocks(
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
-        int32 ``[T, Hkv, n]`` (``[B, T, Hkv, n]`` for a dense batch): block ids inside the sequence, ascending, unique,
-        padded with -1 at the end.
+        int32 ``[T, Hkv, n]`` (``[B, T, Hkv, n]`` for a dense batch): block ids inside the sequence,
+        ascending, unique, padded with -1 at the end.
 
     Raises:
         ValueError: shapes, dtypes or offsets do not fit.
     """
     name = "select_blocks"
     backend = choose_backend(name, backend, q)
-    key_shape = compressed_key_shape(name, q, k_cmp, config, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+    key_shape = compressed_key_shape(
+        name, q, k_cmp, config, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    )
     if lse.shape != q.shape[:-1]:
         fail(name, "lse", f"have shape {tuple(q.shape[:-1])}", tuple(lse.shape))
-    sequences = open_sequences(name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend)
+    sequences = open_sequences(
+        name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend
+    )
     packed_lse = lse.flatten(0, 1) if lse.ndim == 3 else lse
     scale = scale_of(name, config, softmax_scale)
-    return sequences.restore(run_select_blocks(pack(q), k_cmp, packed_lse, config, sequences, scale, backend))
+    return sequences.restore(
+        run_select_blocks(pack(q), k_cmp, packed_lse, config, sequences, scale, backend)
+    )
 
 
 @in_stage(CHOICE)
@@ -112,4 +121,8 @@ def run_select_blocks(
         config.block_size, config.num_selected_blocks, config.num_init_blocks, config.num_local_blocks, counts,
         config.score_precision,
     )  # fmt: skip
-    return select_blocks_op(*arguments) if out is None else select_blocks_by_kernel(*arguments, out=out)
+    return (
+        select_blocks_op(*arguments)
+        if out is None
+        else select_blocks_by_kernel(*arguments, out=out)
+    )

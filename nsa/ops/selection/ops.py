@@ -18,7 +18,13 @@ from nsa.ops._register import register
 def check_fp8(capability: tuple[int, int]) -> None:
     """Scores in fp8 need a GPU that multiplies it."""
     rule = "be exact or bf16 on a GPU of compute capability below 8.9"
-    check(capability >= (8, 9), "select_blocks", "config.score_precision", rule, f"fp8 on {capability[0]}.{capability[1]}")
+    check(
+        capability >= (8, 9),
+        "select_blocks",
+        "config.score_precision",
+        rule,
+        f"fp8 on {capability[0]}.{capability[1]}",
+    )
 
 
 def choice_result(q: Tensor, k: Tensor, num_blocks: int) -> Tensor:
@@ -35,7 +41,17 @@ def select_blocks_by_kernel(
     from nsa.ops._triton.tuning import tile_for
     from nsa.ops.selection.triton_launch import Choice, select_blocks_forward
 
-    *where, softmax_scale, coarse_factor, block_size, num_blocks, num_init, num_local, counts, precision = rest
+    (
+        *where,
+        softmax_scale,
+        coarse_factor,
+        block_size,
+        num_blocks,
+        num_init,
+        num_local,
+        counts,
+        precision,
+    ) = rest
     check_queries("select_blocks", q)
     check_keys("select_blocks", "k_cmp", k, where[-1])
     q, k = rows(q), rows(k)
@@ -44,7 +60,9 @@ def select_blocks_by_kernel(
     choice = Choice(block_size, num_blocks, num_init, num_local, tuple(counts), precision)
     layout, tile = RangeLayout(False, *where), tile_for("select_blocks", q, k)
     out = choice_result(q, k, num_blocks) if out is None else out
-    select_blocks_forward(q, k, by_head(lse), out, layout, softmax_scale, choice, tile, coarse, coarse_factor)
+    select_blocks_forward(
+        q, k, by_head(lse), out, layout, softmax_scale, choice, tile, coarse, coarse_factor
+    )
     return out
 
 

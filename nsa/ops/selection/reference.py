@@ -7,7 +7,15 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.ops._masked_attention import accumulate_dtype, grouped_scores
-from nsa.ops._packed import compressed_cu_seqlens, lengths, locate, num_compressed, pad, query_positions, unpad
+from nsa.ops._packed import (
+    compressed_cu_seqlens,
+    lengths,
+    locate,
+    num_compressed,
+    pad,
+    query_positions,
+    unpad,
+)
 from nsa.ops._sequences import Sequences
 from nsa.ops._visibility import max_blocks, max_compressed, visible_compressed
 
@@ -16,15 +24,23 @@ def overlap_stencil(config: NSAConfig) -> dict[int, int]:
     """Weights of Eq. 9: ``overlap(i, j) / d`` by the offset ``i - j * l' / d``, for every offset with an overlap."""
     length = config.compress_block_size // config.compress_stride
     block = config.block_size // config.compress_stride
-    return {offset: min(offset + length, block) - max(offset, 0) for offset in range(1 - length, block)}
+    return {
+        offset: min(offset + length, block) - max(offset, 0) for offset in range(1 - length, block)
+    }
 
 
 def block_scores(
-    q: Tensor, k_cmp: Tensor, lse: Tensor, config: NSAConfig, sequences: Sequences, softmax_scale: float
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    config: NSAConfig,
+    sequences: Sequences,
+    softmax_scale: float,
 ) -> Tensor:
     """Importance of every selection block for every query, summed over the group (Eqs. 8, 9, 10).
 
-    The terms are added in a fixed order, heads before stencil taps, so that equal terms give equal scores.
+    The terms are added in a fixed order, heads before stencil taps, so that equal terms give equal
+    scores.
 
     Returns:
         ``[T, Hkv, M]`` in the dtype of ``lse``.
@@ -32,7 +48,8 @@ def block_scores(
     max_cmp = max_compressed(sequences, config)
     q, k_cmp = (rounded_for_scores(x, config) for x in (q, k_cmp))
     keys = pad(k_cmp, compressed_cu_seqlens(sequences.cu_k, config), max_cmp)
-    scores = grouped_scores(pad(q, sequences.cu_q, sequences.max_q), keys, softmax_scale)  # [B, Hkv, G, T, C]
+    # [B, Hkv, G, T, C]
+    scores = grouped_scores(pad(q, sequences.cu_q, sequences.max_q), keys, softmax_scale)
     lse_rows = pad(lse, sequences.cu_q, sequences.max_q)  # [B, T, Hq]
     lse_rows = lse_rows.permute(0, 2, 1).reshape(*scores.shape[:4])[..., None]
     visible = visible_compressed(sequences, config)[:, None, None]
@@ -51,7 +68,10 @@ def spread(probabilities: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
     importance = torch.zeros((), dtype=padded.dtype, device=padded.device)
     for offset, weight in stencil.items():
         first = before + offset
-        importance = importance + weight * padded[..., first : first + num_blocks * step : step][..., :num_blocks]
+        importance = (
+            importance
+            + weight * padded[..., first : first + num_blocks * step : step][..., :num_blocks]
+        )
     return importance
 
 
@@ -80,27 +100,44 @@ def coarse_keys(k_cmp: Tensor, config: NSAConfig, sequences: Sequences) -> tuple
     ends = (lengths(cu_cmp) // each).cumsum(0)
     cu_coarse = torch.cat((ends.new_zeros(1), ends)).int()
     sequence, block, _ = locate(k_cmp.shape[0] // each, cu_coarse)
-    row = (cu_cmp.long()[sequence] + block * each)[:, None] + torch.arange(each, device=k_cmp.device)
+    row = (cu_cmp.long()[sequence] + block * each)[:, None] + torch.arange(
+        each, device=k_cmp.device
+    )
     members = k_cmp[row.clamp(max=k_cmp.shape[0] - 1)]
     return members.to(accumulate_dtype(k_cmp)).mean(1).to(k_cmp.dtype), cu_coarse
 
 
 def coarse_candidates(
-    q: Tensor, k_cmp: Tensor, lse: Tensor, config: NSAConfig, sequences: Sequences, softmax_scale: float
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    config: NSAConfig,
+    sequences: Sequences,
+    softmax_scale: float,
 ) -> Tensor:
     """First of two stages: the coarse blocks whose selection blocks stay candidates, bool ``[T, Hkv, M_coarse]``.
 
-    A coarse block scores ``sum over the group of exp(q . mean * scale - lse)`` with the mean of the compressed keys that start
-    in it. The ``forced_coarse_blocks`` stay; a query ranks only coarse blocks of which it sees every compressed key. This
-    stage is cheap and takes products as they are, whatever ``score_precision`` says.
+    A coarse block scores ``sum over the group of exp(q . mean * scale - lse)`` with the mean of the
+    compressed keys that start in it. The ``forced_coarse_blocks`` stay; a query ranks only coarse
+    blocks of which it sees every compressed key. This stage is cheap and takes products as they
+    are, whatever ``score_precision`` says.
     """
     assert config.coarse_block_size is not None
     num_coarse = -(-sequences.max_k // config.coarse_block_size)
     means, cu_coarse = coarse_keys(k_cmp, config, sequences)
-    scores = grouped_scores(pad(q, sequences.cu_q, sequences.max_q), pad(means, cu_coarse, num_coarse), softmax_scale)
-    lse_rows = pad(lse, sequences.cu_q, sequences.max_q).permute(0, 2, 1).reshape(*scores.shape[:4])[..., None]
+    scores = grouped_scores(
+        pad(q, sequences.cu_q, sequences.max_q), pad(means, cu_coarse, num_coarse), softmax_scale
+    )
+    lse_rows = (
+        pad(lse, sequences.cu_q, sequences.max_q)
+        .permute(0, 2, 1)
+        .reshape(*scores.shape[:4])[..., None]
+    )
     scores = unpad(torch.exp(scores - lse_rows).sum(2).transpose(1, 2), sequences.cu_q, q.shape[0])
-    return kept_coarse(ranked_coarse(scores, query_positions(q.shape[0], sequences.cu_q, sequences.cu_k), config), config)
+    return kept_coarse(
+        ranked_coarse(scores, query_positions(q.shape[0], sequences.cu_q, sequences.cu_k), config),
+        config,
+    )
 
 
 def ranked_coarse(scores: Tensor, positions: Tensor, config: NSAConfig) -> Tensor:
@@ -110,25 +147,34 @@ def ranked_coarse(scores: Tensor, positions: Tensor, config: NSAConfig) -> Tenso
     block = torch.arange(scores.shape[-1], device=scores.device)
     init, local = config.forced_coarse_blocks
     current = positions // config.coarse_block_size
-    seen = num_compressed(positions + 1, config) * config.compress_stride // config.coarse_block_size
+    seen = (
+        num_compressed(positions + 1, config) * config.compress_stride // config.coarse_block_size
+    )
     ranked = torch.where(block < seen, scores, 0.0)
-    return ranked.masked_fill((block < init) | (block > current - local), torch.inf).masked_fill(block > current, -torch.inf)
+    return ranked.masked_fill((block < init) | (block > current - local), torch.inf).masked_fill(
+        block > current, -torch.inf
+    )
 
 
 def kept_coarse(ranked: Tensor, config: NSAConfig) -> Tensor:
     """The best coarse blocks of :func:`ranked_coarse`, as many as there may be: bool of the same shape."""
     best = ranked.argsort(dim=-1, descending=True, stable=True)[..., : config.num_coarse_blocks]
-    return torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, best, True) & (ranked > -torch.inf)
+    return torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, best, True) & (
+        ranked > -torch.inf
+    )
 
 
-def choose_blocks(scores: Tensor, positions: Tensor, config: NSAConfig, coarse: Tensor | None = None) -> Tensor:
+def choose_blocks(
+    scores: Tensor, positions: Tensor, config: NSAConfig, coarse: Tensor | None = None
+) -> Tensor:
     """The n blocks of every query (Eqs. 11 and 12): forced ones, then the highest scores, ties to the lower id.
 
     Args:
         scores: ``[T, Hkv, M]``.
         positions: position of each query in its sequence, int64 ``[T]``.
         config: the sparse pattern.
-        coarse: of :func:`coarse_candidates`; None makes every block up to the query's own a candidate.
+        coarse: of :func:`coarse_candidates`; None makes every block up to the query's own a
+            candidate.
 
     Returns:
         int32 ``[T, Hkv, n]``, ascending, padded with -1 at the end.
@@ -140,7 +186,10 @@ def choose_blocks(scores: Tensor, positions: Tensor, config: NSAConfig, coarse: 
     forced = (block < config.num_init_blocks) | (block > current - config.num_local_blocks)
     if coarse is not None:
         assert config.coarse_block_size is not None
-        inside = coarse[..., (block * config.block_size // config.coarse_block_size).clamp(max=coarse.shape[-1] - 1)]
+        inside = coarse[
+            ...,
+            (block * config.block_size // config.coarse_block_size).clamp(max=coarse.shape[-1] - 1),
+        ]
         candidate = candidate & (inside | forced)
     ranked = scores.masked_fill(forced, torch.inf).masked_fill(~candidate, -torch.inf)
     best = ranked.argsort(dim=-1, descending=True, stable=True)[..., : config.num_selected_blocks]
@@ -150,15 +199,24 @@ def choose_blocks(scores: Tensor, positions: Tensor, config: NSAConfig, coarse: 
     taken = torch.arange(best.shape[-1], device=scores.device) < counts[:, None, None]
     best = torch.where(candidate.gather(-1, best) & taken, best, num_blocks).sort(-1).values
     best = torch.where(best < num_blocks, best, -1)
-    return torch.nn.functional.pad(best, (0, config.num_selected_blocks - best.shape[-1]), value=-1).int()
+    return torch.nn.functional.pad(
+        best, (0, config.num_selected_blocks - best.shape[-1]), value=-1
+    ).int()
 
 
 def select_blocks_reference(
-    q: Tensor, k_cmp: Tensor, lse: Tensor, config: NSAConfig, sequences: Sequences, softmax_scale: float
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    config: NSAConfig,
+    sequences: Sequences,
+    softmax_scale: float,
 ) -> Tensor:
     """See :func:`nsa.select_blocks`; inputs are packed and checked."""
     scores = block_scores(q, k_cmp, lse, config, sequences, softmax_scale)
     coarse = None
     if config.coarse_block_size is not None:
         coarse = coarse_candidates(q, k_cmp, lse, config, sequences, softmax_scale)
-    return choose_blocks(scores, query_positions(q.shape[0], sequences.cu_q, sequences.cu_k), config, coarse)
+    return choose_blocks(
+        scores, query_positions(q.shape[0], sequences.cu_q, sequences.cu_k), config, coarse
+    )

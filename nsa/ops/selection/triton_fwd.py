@@ -1,14 +1,17 @@
 """Scores of selection blocks and the choice of the best n, in one pass: no buffer over queries by keys or blocks.
 
-A program takes BLOCK_Q queries of one group and walks over the selection blocks, BLOCK_J at a time. The heads are visited one
-after the other and their probabilities added into one tile over the compressed keys of these blocks, so the sum over the group
-(Eq. 10) costs nothing and G needs no padding. The stencil of Eq. 9 is applied once to the sum: a compression block gives
-``min(O, R - m)`` of its overlap to the selection block that it starts in and ``max(m + O - R, 0)`` to the next one, where
-``O = l / d``, ``R = l' / d`` and m is its place in the block. The best n so far are kept sorted as int64 keys, score above
-inverted id, so that ties go to the lower id; a chunk's best are found by a bitonic top-k and merged.
+A program takes BLOCK_Q queries of one group and walks over the selection blocks, BLOCK_J at a time.
+The heads are visited one after the other and their probabilities added into one tile over the
+compressed keys of these blocks, so the sum over the group (Eq. 10) costs nothing and G needs no
+padding. The stencil of Eq. 9 is applied once to the sum: a compression block gives ``min(O, R -
+m)`` of its overlap to the selection block that it starts in and ``max(m + O - R, 0)`` to the next
+one, where ``O = l / d``, ``R = l' / d`` and m is its place in the block. The best n so far are kept
+sorted as int64 keys, score above inverted id, so that ties go to the lower id; a chunk's best are
+found by a bitonic top-k and merged.
 
-With two stages the first one is the same kernel over the mean keys of coarse blocks. The second walks over the steps in which
-some query of the tile kept a coarse block, and over each step before such a one, whose last key reaches into it.
+With two stages the first one is the same kernel over the mean keys of coarse blocks. The second
+walks over the steps in which some query of the tile kept a coarse block, and over each step before
+such a one, whose last key reaches into it.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator,assignment"
@@ -34,7 +37,12 @@ def load_head(
     q = load_rows(q_ptr, token * stride_q + head * stride_qh, ok, 1, D, BLOCK_D, True)
     if BF16:
         q = q.to(tl.bfloat16)
-    lse = tl.load(lse_ptr + (head + tl.zeros_like(token)) * num_rows + token, mask=ok, other=float("inf")) * LOG2_E
+    lse = (
+        tl.load(
+            lse_ptr + (head + tl.zeros_like(token)) * num_rows + token, mask=ok, other=float("inf")
+        )
+        * LOG2_E
+    )
     q_scale = lse
     if q_scale_ptr is not None:
         q_scale = tl.load(q_scale_ptr + token * HQ + head, mask=ok, other=0.0)
@@ -50,7 +58,19 @@ def load_heads(
     heads = ()
     for h in tl.static_range(G):
         head = load_head(
-            q_ptr, q_scale_ptr, lse_ptr, token, ok, num_rows, head_first + h, stride_q, stride_qh, HQ, D, BLOCK_D, BF16
+            q_ptr,
+            q_scale_ptr,
+            lse_ptr,
+            token,
+            ok,
+            num_rows,
+            head_first + h,
+            stride_q,
+            stride_qh,
+            HQ,
+            D,
+            BLOCK_D,
+            BF16,
         )
         heads = heads + (head,)  # noqa: RUF005  Triton has no starred expressions
     return heads
@@ -67,7 +87,9 @@ def probabilities(head, k, k_scale, scale, SCALED: tl.constexpr):
 
 
 @triton.jit
-def block_scores(p, carry, jj, BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, R: tl.constexpr, O: tl.constexpr):
+def block_scores(
+    p, carry, jj, BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, R: tl.constexpr, O: tl.constexpr
+):
     """Scores ``[BLOCK_Q, BLOCK_J]`` (Eq. 9) of probabilities ``[BLOCK_Q, BLOCK_J * R]``, and what they give the next block."""
     place = tl.arange(0, R)
     p = p.reshape(BLOCK_Q, BLOCK_J, R)
@@ -94,7 +116,9 @@ def kept_columns(
         coarse = (j0 + u * FACTOR) // FACTOR
         behind = (block < coarse) & (place < NUM_COARSE)
         place += behind.to(tl.int32)
-        fresh = tl.load(coarse_ptr + list_row + place, mask=ok & (place < NUM_COARSE), other=LAST_ID)
+        fresh = tl.load(
+            coarse_ptr + list_row + place, mask=ok & (place < NUM_COARSE), other=LAST_ID
+        )
         block = tl.where(fresh < 0, LAST_ID, fresh)
         kept = kept | ((block == coarse)[:, None] & ((j0 + jj) // FACTOR == coarse)[None, :])
     return kept, place, block
@@ -114,7 +138,9 @@ def select_kernel(
     O: tl.constexpr = L // STRIDE
     head_kv = tl.program_id(1)
     HKV: tl.constexpr = HQ // G
-    sequence, tile = find_tile(cu_q_ptr, tl.num_programs(0) - 1 - tl.program_id(0), num_sequences, len_q, BLOCK_Q)
+    sequence, tile = find_tile(
+        cu_q_ptr, tl.num_programs(0) - 1 - tl.program_id(0), num_sequences, len_q, BLOCK_Q
+    )
     if sequence < num_sequences:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
         _, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
@@ -140,27 +166,60 @@ def select_kernel(
             )
         if KEEP:
             heads = load_heads(
-                q_ptr, q_scale_ptr, lse_ptr, token, ok, num_rows, head_kv * G, stride_q, stride_qh, HQ, G, D, BLOCK_D, BF16
+                q_ptr,
+                q_scale_ptr,
+                lse_ptr,
+                token,
+                ok,
+                num_rows,
+                head_kv * G,
+                stride_q,
+                stride_qh,
+                HQ,
+                G,
+                D,
+                BLOCK_D,
+                BF16,
             )
         for j0 in tl.range(0, t_last // BLOCK_SIZE + 1, BLOCK_J, num_stages=STAGES if KEEP else 1):
             if FACTOR > 0:
                 kept = kept_next
                 kept_next, place, block = kept_columns(
-                    coarse_ptr, list_row, ok, place, block, j0 + BLOCK_J, jj, BLOCK_Q, BLOCK_J, FACTOR, NUM_COARSE
+                    coarse_ptr,
+                    list_row,
+                    ok,
+                    place,
+                    block,
+                    j0 + BLOCK_J,
+                    jj,
+                    BLOCK_Q,
+                    BLOCK_J,
+                    FACTOR,
+                    NUM_COARSE,
                 )
                 wanted = tl.max(tl.max((kept | kept_next).to(tl.int32), 1), 0) > 0
-                active = wanted | (j0 < num_init) | (j0 + BLOCK_J > t_first // BLOCK_SIZE + 1 - num_local)
+                active = (
+                    wanted
+                    | (j0 < num_init)
+                    | (j0 + BLOCK_J > t_first // BLOCK_SIZE + 1 - num_local)
+                )
             else:
                 active = True
             if active:
                 key = j0 * R + tl.arange(0, R * BLOCK_J)
                 key_row = first_key + key
-                k = load_rows(k_ptr + head_kv * stride_kh, key_row, key < num_keys, stride_k, D, BLOCK_D, True)
+                k = load_rows(
+                    k_ptr + head_kv * stride_kh, key_row, key < num_keys, stride_k, D, BLOCK_D, True
+                )
                 if BF16:
                     k = k.to(tl.bfloat16)
                 k_scale = 0.0
                 if k_scale_ptr is not None:
-                    k_scale = tl.load(k_scale_ptr + key_row.to(tl.int64) * HKV + head_kv, mask=key < num_keys, other=0.0)
+                    k_scale = tl.load(
+                        k_scale_ptr + key_row.to(tl.int64) * HKV + head_kv,
+                        mask=key < num_keys,
+                        other=0.0,
+                    )
                 p = tl.zeros([BLOCK_Q, R * BLOCK_J], tl.float32)
                 if KEEP:
                     for h in tl.static_range(G):
@@ -176,19 +235,25 @@ def select_kernel(
                 score, carry = block_scores(p, carry, jj, BLOCK_Q, BLOCK_J, R, O)
                 j = (j0 + jj)[None, :]
                 forced = (j < num_init) | (j > current[:, None] - num_local)
-                bits = tl.where(forced, INFINITE_BITS, score.to(tl.int32, bitcast=True)).to(tl.int64)
+                bits = tl.where(forced, INFINITE_BITS, score.to(tl.int32, bitcast=True)).to(
+                    tl.int64
+                )
                 candidate = j <= current[:, None]
                 if FACTOR > 0:
                     candidate = candidate & (kept | forced)
                 ranked = tl.where(candidate, (bits << 32) | (j * -1 + LAST_ID).to(tl.int64), -1)
                 chunk_best = tl.topk(ranked, BLOCK_N, dim=1)
-                best = tl.bitonic_merge(tl.maximum(best, tl.flip(chunk_best, 1)), dim=1, descending=True)
+                best = tl.bitonic_merge(
+                    tl.maximum(best, tl.flip(chunk_best, 1)), dim=1, descending=True
+                )
         column = tl.arange(0, BLOCK_N)[None, :]
         count = tl.full([BLOCK_Q], N, tl.int32)
         for i in tl.static_range(NUM_COUNTS - 1, -1, -1):
             count = tl.where(t < COUNTS[2 * i], COUNTS[2 * i + 1], count)
         chosen = (best >= 0) & (column < count[:, None])
-        ids = tl.sort(tl.where(chosen, (best & LAST_ID) * -1 + LAST_ID, LAST_ID).to(tl.int32), dim=1)
+        ids = tl.sort(
+            tl.where(chosen, (best & LAST_ID) * -1 + LAST_ID, LAST_ID).to(tl.int32), dim=1
+        )
         ids = tl.where(ids == LAST_ID, -1, ids)
         out_row = (token * HKV + head_kv) * N
         tl.store(out_ptr + out_row[:, None] + column, ids, mask=ok[:, None] & (column < N))

@@ -26,7 +26,8 @@ class Choice:
         block_size: tokens of a selection block.
         num_blocks: n, the width of the indices.
         num_init, num_local: forced first and most recent blocks.
-        counts: flat ``(length, n, length, n ..)``: a query at a position below length takes n blocks; the first that fits.
+        counts: flat ``(length, n, length, n ..)``: a query at a position below length takes n
+            blocks; the first that fits.
         precision: ``exact``, ``bf16`` or ``fp8``.
     """
 
@@ -46,20 +47,24 @@ def select_blocks_forward(
 
     ``tile.rows`` are queries, ``tile.keys`` blocks of a step.
 
-    With ``coarse`` int32 ``[T, Hkv, m]``, ascending, only blocks inside these coarse blocks of ``coarse_factor`` blocks each
-    are candidates, beside the forced ones.
+    With ``coarse`` int32 ``[T, Hkv, m]``, ascending, only blocks inside these coarse blocks of
+    ``coarse_factor`` blocks each are candidates, beside the forced ones.
     """
     num_q, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     width = next_power_of_2(choice.num_blocks)
     step = max(tile.keys, width)
-    # A step must hold as many blocks as are chosen. Fewer queries, then more warps, keep its scores in registers.
-    scores = step * -(-choice.block_size // layout.stride)  # of a query; a tile is made for USUAL_KEYS compressed keys a block
+    # A step must hold as many blocks as are chosen. Fewer queries, then more warps, keep its scores
+    # in registers.
+    # of a query; a tile is made for USUAL_KEYS compressed keys a block
+    scores = step * -(-choice.block_size // layout.stride)
     if coarse is not None:
         scores *= 2  # the list of coarse blocks needs registers, too
     usual = tile.keys * USUAL_KEYS
     rows = max(16, min(tile.rows, tile.rows * usual // scores))
-    tile = replace(tile, warps=max(tile.warps, min(8, tile.warps * rows * scores // (tile.rows * usual))))
+    tile = replace(
+        tile, warps=max(tile.warps, min(8, tile.warps * rows * scores // (tile.rows * usual)))
+    )
     grid = (layout.num_tiles(num_q, rows, layout.len_q), num_kv_heads)
     q_scale = k_scale = None
     block_d = block_of(head_dim)
@@ -67,7 +72,10 @@ def select_blocks_forward(
         (q, q_scale), (k, k_scale) = to_fp8(q), to_fp8(k)
         block_d = max(block_d, 32)  # the least depth of an fp8 product
     # All heads of a group at once fit on chip only while they are few.
-    keep = tile.keep_queries and num_heads // num_kv_heads * rows * block_d * q.element_size() <= KEPT_BYTES
+    keep = (
+        tile.keep_queries
+        and num_heads // num_kv_heads * rows * block_d * q.element_size() <= KEPT_BYTES
+    )
     if num_q:
         select_kernel[grid](
             q, k, lse, q_scale, k_scale, coarse, out, *layout.arguments(), num_q, q.stride(0), q.stride(1), k.stride(0),

@@ -47,7 +47,8 @@ def window_attention(
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
-        out, like ``q`` with head size Dv, and lse ``[T, Hq]`` (natural logarithm, fp32 or fp64, without gradient).
+        out, like ``q`` with head size Dv, and lse ``[T, Hq]`` (natural logarithm, fp32 or fp64,
+        without gradient).
 
     Raises:
         ValueError: shapes, dtypes or offsets do not fit.
@@ -56,7 +57,9 @@ def window_attention(
     backend = choose_backend(name, backend, q)
     check_qkv(name, q, k, v, config)
     key_shape = tuple(k.shape[:-2])
-    sequences = open_sequences(name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend)
+    sequences = open_sequences(
+        name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend
+    )
     scale = scale_of(name, config, softmax_scale)
     out, lse = run_window_attention(pack(q), pack(k), pack(v), config, sequences, scale, backend)
     return sequences.restore(out), sequences.restore(lse)
@@ -64,7 +67,13 @@ def window_attention(
 
 @in_stage(WINDOW)
 def run_window_attention(
-    q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, sequences: Sequences, softmax_scale: float, backend: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: NSAConfig,
+    sequences: Sequences,
+    softmax_scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`window_attention`; inputs are packed and checked, the backend is chosen."""
     if backend == "triton":

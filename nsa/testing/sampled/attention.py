@@ -1,7 +1,7 @@
 """Sampled rows of the branches: each is softmax attention over a list of keys for every query.
 
-Results of a few queries need their lists alone. Gradients of a few keys need lse and delta of every query that sees one of
-them; these are computed, too, a part of the queries at a time.
+Results of a few queries need their lists alone. Gradients of a few keys need lse and delta of every
+query that sees one of them; these are computed, too, a part of the queries at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)  # softmax in base 2, as kernels
 SEARCH_ROWS = 2**16
 
 
-# ------------------------------------------------------------------------------------------- which keys a query sees
+# ------------------------------------------------------------------------------------------- which
+# keys a query sees
 
 
 class Visibility(Protocol):
@@ -109,7 +110,8 @@ class SelectedKeys:
         return chosen & (keys <= t[:, None])[:, None]
 
 
-# ------------------------------------------------------------------------------------------------- one part of the rows
+# -------------------------------------------------------------------------------------------------
+# one part of the rows
 
 
 def _by_head(x: Tensor, num_kv_heads: int, num_lists: int) -> Tensor:
@@ -134,7 +136,14 @@ def _mask_by_head(visible: Tensor, group_size: int, num_lists: int) -> Tensor:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, index: Tensor, visible: Tensor, scale: float, dtype: torch.dtype
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor | None,
+    index: Tensor,
+    visible: Tensor,
+    scale: float,
+    dtype: torch.dtype,
 ) -> dict[str, Tensor]:
     """Attention of the rows ``q`` ``[R, Hq, D]`` over lists of rows of a sequence's ``k`` and ``v``; with ``dout`` also dq."""
     compute, (num_rows, num_heads, _), num_lists = compute_dtype(dtype), q.shape, index.shape[0]
@@ -156,7 +165,11 @@ def _attend(
     weights = torch.exp2(scores.sub_(_for_weights(lse) * LOG2_E))
     weights.mul_((rows @ values.mT).sub_(delta))
     dq = weights.to(dtype).to(compute) @ keys * scale
-    return {**found, "delta": _by_row(delta, num_rows)[..., 0], "dq": _by_row(dq, num_rows).to(dtype)}
+    return {
+        **found,
+        "delta": _by_row(delta, num_rows)[..., 0],
+        "dq": _by_row(dq, num_rows).to(dtype),
+    }
 
 
 def _for_weights(lse: Tensor) -> Tensor:
@@ -164,7 +177,8 @@ def _for_weights(lse: Tensor) -> Tensor:
     return torch.where(lse.isinf(), torch.inf, lse)
 
 
-# ------------------------------------------------------------------------------------------------------------ branches
+# ------------------------------------------------------------------------------------------------------------
+# branches
 
 
 @dataclass(frozen=True)
@@ -172,7 +186,8 @@ class SampledAttention:
     """One branch over packed sequences, whose values can be had row by row. Made by the functions below.
 
     Attributes:
-        q, k, v: packed ``[T, Hq, D]``, ``[N, Hkv, D]``, ``[N, Hkv, Dv]``, in the dtype that they are stored in.
+        q, k, v: packed ``[T, Hq, D]``, ``[N, Hkv, D]``, ``[N, Hkv, Dv]``, in the dtype that they
+            are stored in.
         visibility: which keys a query sees.
         cu_q, cu_k: offsets of queries and key tokens on the host.
         cu_key: offsets of the rows of ``k``: those of the tokens, or of the compressed blocks.
@@ -191,7 +206,9 @@ class SampledAttention:
     gate: Tensor | None = None
 
     @torch.no_grad()
-    def at_queries(self, rows: Tensor, dtype: torch.dtype, dout: Tensor | None = None) -> dict[str, Tensor]:
+    def at_queries(
+        self, rows: Tensor, dtype: torch.dtype, dout: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """``out`` ``[R, Hq, Dv]``, ``lse`` ``[R, Hq]`` and, with ``dout`` ``[T, Hq, Dv]``, ``dq`` of the packed ``rows``."""
         found: dict[str, Tensor] = {}
         for sequence, part in self._parts(rows):
@@ -203,7 +220,8 @@ class SampledAttention:
     def at_keys(self, keys: Tensor, dtype: torch.dtype, dout: Tensor) -> dict[str, Tensor]:
         """``dk`` ``[m, Hkv, D]`` and ``dv`` ``[m, Hkv, Dv]`` of the rows ``keys`` of ``k``, from every query that sees them.
 
-        A query whose row of ``dout`` is 0 gives nothing and costs nothing: that keeps long sequences within reach.
+        A query whose row of ``dout`` is 0 gives nothing and costs nothing: that keeps long
+        sequences within reach.
         """
         compute = compute_dtype(dtype)
         givers = dout.flatten(1).any(1).nonzero()[:, 0]
@@ -225,13 +243,22 @@ class SampledAttention:
 
     def _parts(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Sequence, and places in ``rows`` of some of its rows: few enough for the temporaries."""
-        sequence_of = torch.bucketize(rows, torch.tensor(self.cu_q[1:], device=rows.device), right=True)
-        num_heads, num_kv_heads, sizes = self.q.shape[1], self.k.shape[1], self.k.shape[-1] + self.v.shape[-1]
+        sequence_of = torch.bucketize(
+            rows, torch.tensor(self.cu_q[1:], device=rows.device), right=True
+        )
+        num_heads, num_kv_heads, sizes = (
+            self.q.shape[1],
+            self.k.shape[1],
+            self.k.shape[-1] + self.v.shape[-1],
+        )
         for sequence in sequence_of.unique().tolist():
             list_len = self.visibility.list_len(self.cu_key[sequence + 1] - self.cu_key[sequence])
             each = max(list_len, 1) * (4 * num_heads + num_kv_heads * sizes)
             yield from (
-                (sequence, part) for part in (sequence_of == sequence).nonzero()[:, 0].split(max(PART_ELEMENTS // each, 1))
+                (sequence, part)
+                for part in (sequence_of == sequence)
+                .nonzero()[:, 0]
+                .split(max(PART_ELEMENTS // each, 1))
             )
 
     def _grad_of(self, rows: Tensor, dout: Tensor, dtype: torch.dtype) -> Tensor:
@@ -240,9 +267,13 @@ class SampledAttention:
             one = one * self.gate[rows, :, None].to(one.dtype)
         return one.to(dtype).to(one.dtype)
 
-    def _run(self, sequence: int, rows: Tensor, dtype: torch.dtype, dout: Tensor | None) -> dict[str, Tensor]:
+    def _run(
+        self, sequence: int, rows: Tensor, dtype: torch.dtype, dout: Tensor | None
+    ) -> dict[str, Tensor]:
         first, end = self.cu_key[sequence : sequence + 2]
-        k, v = (x[first:end] if end > first else x.new_zeros(1, *x.shape[1:]) for x in (self.k, self.v))
+        k, v = (
+            x[first:end] if end > first else x.new_zeros(1, *x.shape[1:]) for x in (self.k, self.v)
+        )
         index, visible = self.visibility.lists(rows, self._positions(sequence, rows), end - first)
         grad = None if dout is None else self._grad_of(rows, dout, dtype)
         return _attend(self.q[rows], k, v, grad, index, visible, self.scale, dtype)
@@ -251,24 +282,32 @@ class SampledAttention:
         """Those of the packed queries ``rows`` that lie in a sequence and see at least one of its ``keys``."""
         mine = rows[(rows >= self.cu_q[sequence]) & (rows < self.cu_q[sequence + 1])]
         seen = [
-            some[self.visibility.sees(some, self._positions(sequence, some), keys).flatten(1).any(1)]
+            some[
+                self.visibility.sees(some, self._positions(sequence, some), keys).flatten(1).any(1)
+            ]
             for some in mine.split(SEARCH_ROWS)
         ]
         return torch.cat(seen)
 
-    def _key_share(self, sequence: int, rows: Tensor, keys: Tensor, dtype: torch.dtype, dout: Tensor) -> tuple[Tensor, Tensor]:
+    def _key_share(
+        self, sequence: int, rows: Tensor, keys: Tensor, dtype: torch.dtype, dout: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """What the queries ``rows`` give to dk and dv of the ``keys`` ``[m]`` of their sequence: ``[m, Hkv, E]`` each."""
         compute, num_kv_heads = compute_dtype(dtype), self.k.shape[1]
         found = self._run(sequence, rows, dtype, dout)
         visible = self.visibility.sees(rows, self._positions(sequence, rows), keys)
-        visible = _mask_by_head(visible, self.q.shape[1] // num_kv_heads, 1)[0]  # [Hkv or 1, R * G, m]
+        # [Hkv or 1, R * G, m]
+        visible = _mask_by_head(visible, self.q.shape[1] // num_kv_heads, 1)[0]
         q, grad, lse, delta = (
             _by_head(x, num_kv_heads, 1)[0]  # [Hkv, R * G, E]
             for x in (
                 self.q[rows].to(compute), self._grad_of(rows, dout, dtype), found["lse"][..., None], found["delta"][..., None]
             )
         )  # fmt: skip
-        k, v = (x[keys + self.cu_key[sequence]].to(compute).transpose(0, 1) for x in (self.k, self.v))  # [Hkv, m, E]
+        # [Hkv, m, E]
+        k, v = (
+            x[keys + self.cu_key[sequence]].to(compute).transpose(0, 1) for x in (self.k, self.v)
+        )
         scores = q @ k.mT * (self.scale * LOG2_E)
         weights = torch.where(visible, torch.exp2(scores - _for_weights(lse) * LOG2_E), 0.0)
         dv = weights.to(dtype).to(compute).mT @ grad
@@ -293,7 +332,9 @@ def sampled_selected(
     """Sampled rows of :func:`nsa.selected_attention` over packed tensors; see there."""
     cu_q, cu_k = offsets_on_host(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
     scale = config.head_dim**-0.5 if softmax_scale is None else softmax_scale
-    return SampledAttention(q, k, v, SelectedKeys(block_indices, config.block_size), cu_q, cu_k, cu_k, scale, gate)
+    return SampledAttention(
+        q, k, v, SelectedKeys(block_indices, config.block_size), cu_q, cu_k, cu_k, scale, gate
+    )
 
 
 def sampled_compressed(

@@ -33,7 +33,8 @@ class Agreement:
 
     Attributes:
         rows: how many were compared.
-        near: of them, those that differ only in blocks whose fp64 score is within ``BOUND`` of the n-th best: left out.
+        near: of them, those that differ only in blocks whose fp64 score is within ``BOUND`` of the
+            n-th best: left out.
         against: of them, those that differ in another block.
     """
 
@@ -57,7 +58,8 @@ class SampledChoice:
     """The choice of blocks over packed sequences, whose fp64 values can be had row by row.
 
     Attributes:
-        q, k_cmp: packed ``[T, Hq, D]`` and ``[C, Hkv, D]``, as stored: both implementations must see the same keys.
+        q, k_cmp: packed ``[T, Hq, D]`` and ``[C, Hkv, D]``, as stored: both implementations must
+            see the same keys.
         config: the sparse pattern, options of the choice included.
         cu_q, cu_k: offsets of queries and key tokens on the host.
         scale: factor on the scores.
@@ -77,12 +79,16 @@ class SampledChoice:
         It is clear when no block within ``BOUND`` of the n-th best score was left out.
         """
         shape = (rows.numel(), self.k_cmp.shape[1])
-        indices = torch.empty(*shape, self.config.num_selected_blocks, dtype=torch.int32, device=rows.device)
+        indices = torch.empty(
+            *shape, self.config.num_selected_blocks, dtype=torch.int32, device=rows.device
+        )
         clear = torch.empty(shape, dtype=torch.bool, device=rows.device)
         for part, found in self._parts(rows):
             chosen = self._chosen(found)
             nth = self._nth_best(found, chosen)
-            others = found.scores.masked_fill(chosen | ~self._candidates(found), -torch.inf).amax(-1)
+            others = found.scores.masked_fill(chosen | ~self._candidates(found), -torch.inf).amax(
+                -1
+            )
             indices[part] = choose_blocks(found.scores, found.positions, self.config, found.coarse)
             clear[part] = ((others < nth * (1 - BOUND)) | nth.isinf()) & ~found.coarse_unsure
         return indices, clear
@@ -92,23 +98,34 @@ class SampledChoice:
         """Compare the ``rows`` of ``block_indices`` ``[T, Hkv, n]``.
 
         Raises:
-            AssertionError: ids do not ascend, repeat, lie outside ``0 .. t // l'``, or are not padded with -1 at the end.
+            AssertionError: ids do not ascend, repeat, lie outside ``0 .. t // l'``, or are not
+                padded with -1 at the end.
         """
         near = against = 0
         for part, found in self._parts(rows):
             ids = block_indices[rows[part]].long()
             current = (found.positions // self.config.block_size)[:, None, None]
-            follows = torch.where(ids[..., 1:] < 0, ids[..., 1:] == -1, ids[..., 1:] > ids[..., :-1])
+            follows = torch.where(
+                ids[..., 1:] < 0, ids[..., 1:] == -1, ids[..., 1:] > ids[..., :-1]
+            )
             follows &= (ids[..., :-1] >= 0) | (ids[..., 1:] < 0)
-            assert bool(follows.all()), "block_indices do not ascend, or are not padded with -1 at the end"
-            assert bool(((ids >= -1) & (ids <= current)).all()), "block_indices hold a block outside 0 .. t // l'"
+            assert bool(follows.all()), (
+                "block_indices do not ascend, or are not padded with -1 at the end"
+            )
+            assert bool(((ids >= -1) & (ids <= current)).all()), (
+                "block_indices hold a block outside 0 .. t // l'"
+            )
             num_blocks = found.scores.shape[-1]
             actual = found.scores.new_zeros(*ids.shape[:2], num_blocks + 1, dtype=torch.bool)
-            actual = actual.scatter(-1, torch.where(ids < 0, num_blocks, ids), True)[..., :num_blocks]
+            actual = actual.scatter(-1, torch.where(ids < 0, num_blocks, ids), True)[
+                ..., :num_blocks
+            ]
             chosen = self._chosen(found)
             nth = self._nth_best(found, chosen)[..., None]
             different = actual != chosen
-            close = nth.isfinite() & ~self._forced(found) & ((found.scores - nth).abs() <= BOUND * nth)
+            close = (
+                nth.isfinite() & ~self._forced(found) & ((found.scores - nth).abs() <= BOUND * nth)
+            )
             far = different & ~close
             wrong = far.any(-1) & ~found.coarse_unsure
             against += int(wrong.sum())
@@ -118,11 +135,15 @@ class SampledChoice:
     def _parts(self, rows: Tensor) -> Iterator[tuple[Tensor, _Scores]]:
         cu_cmp = compressed_cu_seqlens(torch.tensor(self.cu_k), self.config).tolist()
         coarse, cu_coarse = self._coarse_keys()
-        sequence_of = torch.bucketize(rows, torch.tensor(self.cu_q[1:], device=rows.device), right=True)
+        sequence_of = torch.bucketize(
+            rows, torch.tensor(self.cu_q[1:], device=rows.device), right=True
+        )
         for sequence in sequence_of.unique().tolist():
             first, end = cu_cmp[sequence : sequence + 2]
             keys = self.k_cmp[first:end]
-            means = None if coarse is None else coarse[cu_coarse[sequence] : cu_coarse[sequence + 1]]
+            means = (
+                None if coarse is None else coarse[cu_coarse[sequence] : cu_coarse[sequence + 1]]
+            )
             size = max(PART_ELEMENTS // (6 * self.q.shape[1] * max(end - first, 1)), 1)
             for part in (sequence_of == sequence).nonzero()[:, 0].split(size):
                 yield part, self._scores(sequence, rows[part], keys, means)
@@ -143,34 +164,46 @@ class SampledChoice:
             rows, positions, torch.arange(keys.shape[0], device=rows.device)
         )[:, 0]
         q = self.q[rows]
-        exact = grouped_scores(q.double()[None], keys.double()[None], self.scale)[0]  # [Hkv, G, R, C]
+        # [Hkv, G, R, C]
+        exact = grouped_scores(q.double()[None], keys.double()[None], self.scale)[0]
         lse = exact.masked_fill(~visible, -torch.inf).logsumexp(-1, keepdim=True)
         if config.score_precision != "exact":
             q, keys = (rounded_for_scores(x, config) for x in (q, keys))
             exact = grouped_scores(q.double()[None], keys.double()[None], self.scale)[0]
-        group = torch.where(visible, torch.exp(exact - lse), 0.0).sum(1).transpose(0, 1)  # [R, Hkv, C]
+        # [R, Hkv, C]
+        group = torch.where(visible, torch.exp(exact - lse), 0.0).sum(1).transpose(0, 1)
         scores = spread(group, max(-(-(end_k - first_k) // config.block_size), 1), config)
         unsure = torch.zeros(scores.shape[:2], dtype=torch.bool, device=rows.device)
         if means is None:
             return _Scores(positions, scores, None, unsure)
         assert config.coarse_block_size is not None
-        shares = torch.exp(grouped_scores(self.q[rows].double()[None], means.double()[None], self.scale)[0] - lse)
+        shares = torch.exp(
+            grouped_scores(self.q[rows].double()[None], means.double()[None], self.scale)[0] - lse
+        )
         shares = shares.sum(1).transpose(0, 1)  # [R, Hkv, complete coarse blocks]
         num_coarse = max(-(-(end_k - first_k) // config.coarse_block_size), 1)
         shares = torch.nn.functional.pad(shares, (0, num_coarse - shares.shape[-1]))
         ranked = ranked_coarse(shares, positions, config)
         kept = kept_coarse(ranked, config)
-        lowest, highest = ranked.masked_fill(~kept, torch.inf).amin(-1), ranked.masked_fill(kept, -torch.inf).amax(-1)
+        lowest, highest = (
+            ranked.masked_fill(~kept, torch.inf).amin(-1),
+            ranked.masked_fill(kept, -torch.inf).amax(-1),
+        )
         return _Scores(positions, scores, kept, highest >= lowest * (1 - BOUND))
 
     def _candidates(self, found: _Scores) -> Tensor:
         """Blocks that the first stage kept, or all up to the query's own; the forced ones are always chosen."""
         block = torch.arange(found.scores.shape[-1], device=found.scores.device)
-        candidate = (block <= (found.positions // self.config.block_size)[:, None, None]).expand(found.scores.shape)
+        candidate = (block <= (found.positions // self.config.block_size)[:, None, None]).expand(
+            found.scores.shape
+        )
         if found.coarse is None:
             return candidate
         assert self.config.coarse_block_size is not None
-        return candidate & found.coarse[..., block * self.config.block_size // self.config.coarse_block_size]
+        return (
+            candidate
+            & found.coarse[..., block * self.config.block_size // self.config.coarse_block_size]
+        )
 
     def _chosen(self, found: _Scores) -> Tensor:
         """The fp64 choice as bool ``[R, Hkv, M]``."""
@@ -186,7 +219,9 @@ class SampledChoice:
     def _forced(self, found: _Scores) -> Tensor:
         block = torch.arange(found.scores.shape[-1], device=found.scores.device)
         current = (found.positions // self.config.block_size)[:, None, None]
-        return (block < self.config.num_init_blocks) | (block > current - self.config.num_local_blocks)
+        return (block < self.config.num_init_blocks) | (
+            block > current - self.config.num_local_blocks
+        )
 
 
 def sampled_choice(
@@ -195,4 +230,11 @@ def sampled_choice(
 ) -> SampledChoice:  # fmt: skip
     """Sampled rows of :func:`nsa.select_blocks` over packed tensors; without offsets there are as many keys as queries."""
     cu_q, cu_k = offsets_on_host(cu_seqlens_q, cu_seqlens_k, q.shape[0], q.shape[0])
-    return SampledChoice(q, k_cmp, config, cu_q, cu_k, config.head_dim**-0.5 if softmax_scale is None else softmax_scale)
+    return SampledChoice(
+        q,
+        k_cmp,
+        config,
+        cu_q,
+        cu_k,
+        config.head_dim**-0.5 if softmax_scale is None else softmax_scale,
+    )

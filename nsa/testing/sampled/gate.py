@@ -57,7 +57,8 @@ def check_sampled(
     """Fail unless the sampled rows of ``actual`` lie within the error budget.
 
     Args:
-        values: the sampled values by name; called with fp64 for the oracle and with ``dtype`` for the baseline.
+        values: the sampled values by name; called with fp64 for the oracle and with ``dtype`` for
+            the baseline.
         actual: whole tensors under test by name: all or some of those of ``values``.
         rows: int64, which rows of them were sampled.
         dtype: the tested one.
@@ -68,7 +69,8 @@ def check_sampled(
         The errors of ``actual`` by name.
 
     Raises:
-        AssertionError: an error is above the budget, or lse is infinite elsewhere than it should be.
+        AssertionError: an error is above the budget, or lse is infinite elsewhere than it should
+            be.
     """
     found: dict[str, Budget] = {}
     if rows.numel() == 0:
@@ -78,7 +80,9 @@ def check_sampled(
         x, baseline, oracle = whole[rows], plain[key], exact[key]
         if key == "lse":
             empty = oracle.isinf()
-            assert torch.equal(x.isinf() & (x < 0), empty), f"{name} lse: -inf where keys are visible, or not where none is"
+            assert torch.equal(x.isinf() & (x < 0), empty), (
+                f"{name} lse: -inf where keys are visible, or not where none is"
+            )
             x, baseline, oracle = (y[~empty][:, None] for y in (x, baseline, oracle))
         found[key] = assert_within_budget(x, baseline, oracle, f"{name} {key}", factor)
     return found

@@ -13,7 +13,12 @@ from nsa.ops.combination.reference import combine_reference
 from nsa.ops.compression.reference import PhiWeights
 from nsa.rope import Rope
 from nsa.testing.inputs import AttentionInputs
-from nsa.testing.sampled.attention import SampledAttention, sampled_compressed, sampled_selected, sampled_window
+from nsa.testing.sampled.attention import (
+    SampledAttention,
+    sampled_compressed,
+    sampled_selected,
+    sampled_window,
+)
 from nsa.testing.sampled.compression import SampledCompression
 from nsa.testing.sampled.gate import compute_dtype
 
@@ -25,7 +30,8 @@ class SampledWhole:
     Attributes:
         inputs: in the dtype that they are stored in.
         config: the sparse pattern.
-        block_indices: ``[T, Hkv, n]``, the choice; None without the selected branch. :class:`SampledChoice` makes one in fp64.
+        block_indices: ``[T, Hkv, n]``, the choice; None without the selected branch.
+            :class:`SampledChoice` makes one in fp64.
         phi: parameters of the compression of keys and of values, or None.
         q_cmp: queries of the compressed branch, or None for those of ``inputs``.
         rope: rotates the compressed keys, or None.
@@ -41,9 +47,14 @@ class SampledWhole:
     scale: float | None = None
 
     @torch.no_grad()
-    def at_queries(self, rows: Tensor, dtype: torch.dtype, dout: Tensor | None = None) -> dict[str, Tensor]:
+    def at_queries(
+        self, rows: Tensor, dtype: torch.dtype, dout: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """``out`` and, with ``dout``, ``q``, ``gates`` (and ``q_cmp``): their gradients, of the packed queries ``rows``."""
-        found = {branch: self.branch(branch, dtype).at_queries(rows, dtype, dout) for branch in self.config.branches}
+        found = {
+            branch: self.branch(branch, dtype).at_queries(rows, dtype, dout)
+            for branch in self.config.branches
+        }
         outs = [found[branch]["out"] if branch in found else None for branch in BRANCHES]
         gates = self.inputs.gates[rows].to(dtype)
         result = {"out": combine_reference((outs[0], outs[1], outs[2]), gates)}
@@ -52,7 +63,9 @@ class SampledWhole:
         grad = dout[rows].to(dtype)
         # A branch that is off takes no gate and gives it no gradient.
         dgates = [
-            torch.zeros_like(gates[..., 0]) if x is None else (x.to(compute_dtype(dtype)) * grad).sum(-1).to(dtype)
+            torch.zeros_like(gates[..., 0])
+            if x is None
+            else (x.to(compute_dtype(dtype)) * grad).sum(-1).to(dtype)
             for x in outs
         ]
         result["gates"] = torch.stack(dgates, -1)
@@ -78,7 +91,13 @@ class SampledWhole:
             found = attention.at_keys(blocks, dtype, dout)
             for kind, size in (("k", self.config.head_dim), ("v", self.config.value_dim)):
                 compression = self._compression(kind)
-                dy = torch.zeros(compression.num_blocks, self.config.num_kv_heads, size, dtype=dtype, device=tokens.device)
+                dy = torch.zeros(
+                    compression.num_blocks,
+                    self.config.num_kv_heads,
+                    size,
+                    dtype=dtype,
+                    device=tokens.device,
+                )
                 dy[blocks] = found[f"d{kind}"]
                 result[f"{kind}_cmp_raw"] = compression.at_tokens(tokens, dtype, dy)["dx"]
         return result
@@ -87,7 +106,9 @@ class SampledWhole:
         """Gradients of the parameters of phi, ``phi_k.weight`` and so on, from every query: for short sequences."""
         result: dict[str, Tensor] = {}
         attention = self.branch("cmp", dtype)
-        grads = attention.at_keys(torch.arange(attention.cu_key[-1], device=dout.device), dtype, dout)
+        grads = attention.at_keys(
+            torch.arange(attention.cu_key[-1], device=dout.device), dtype, dout
+        )
         for kind in ("k", "v"):
             found = self._compression(kind).weight_gradients(dtype, grads[f"d{kind}"])
             result.update({f"phi_{kind}.{name}": grad for name, grad in found.items()})
@@ -97,8 +118,12 @@ class SampledWhole:
         x, cu = self.inputs, self.inputs.cu_seqlens_k
         if kind == "k":
             rope = None if self.config.compress_rope == "none" else self.rope
-            return SampledCompression(x.k_cmp_raw, None if self.phi is None else self.phi[0], self.config, cu, rope)
-        return SampledCompression(x.v_cmp_raw, None if self.phi is None else self.phi[1], self.config, cu)
+            return SampledCompression(
+                x.k_cmp_raw, None if self.phi is None else self.phi[0], self.config, cu, rope
+            )
+        return SampledCompression(
+            x.v_cmp_raw, None if self.phi is None else self.phi[1], self.config, cu
+        )
 
     @cached_property
     def _compressed(self) -> dict[tuple[str, torch.dtype], Tensor]:
@@ -120,7 +145,14 @@ class SampledWhole:
             q = x.q if self.q_cmp is None else self.q_cmp
             k, v = self.compressed("k", dtype), self.compressed("v", dtype)
             return sampled_compressed(
-                q, k, v, config, cu_seqlens_q=x.cu_seqlens_q, cu_seqlens_k=x.cu_seqlens_k, softmax_scale=self.scale, gate=gate
+                q,
+                k,
+                v,
+                config,
+                cu_seqlens_q=x.cu_seqlens_q,
+                cu_seqlens_k=x.cu_seqlens_k,
+                softmax_scale=self.scale,
+                gate=gate,
             )
         if branch == "slc":
             assert self.block_indices is not None

@@ -108,9 +108,17 @@ def product_stages(model: LanguageModel) -> dict[tuple[int, int], str]:
     add(config.width, config.vocab_size, stages.LOSS)
     for layer in model.decoder_layers():
         attention = layer.attention
-        linears = {name: part for name, part in attention.named_children() if isinstance(part, nn.Linear) and name != "gate"}
+        linears = {
+            name: part
+            for name, part in attention.named_children()
+            if isinstance(part, nn.Linear) and name != "gate"
+        }
         add(linears["o_proj"].in_features, config.width, stages.PROJECTION)
-        add(config.width, sum(part.out_features for name, part in linears.items() if name != "o_proj"), stages.PROJECTION)
+        add(
+            config.width,
+            sum(part.out_features for name, part in linears.items() if name != "o_proj"),
+            stages.PROJECTION,
+        )
         add(config.width, config.mlp_hidden_size, stages.MLP)
         if not isinstance(attention, NativeSparseAttention):
             continue
@@ -130,11 +138,13 @@ class Attribution:
     Args:
         trace: the trace.
         products: of :func:`product_stages`.
-        reference: kernels of a micro-batch in the order in which they ran, of a step that launched them one by one; for those
-            that this trace's steps replay from CUDA graphs.
+        reference: kernels of a micro-batch in the order in which they ran, of a step that launched
+            them one by one; for those that this trace's steps replay from CUDA graphs.
     """
 
-    def __init__(self, trace: Trace, products: Mapping[tuple[int, int], str], reference: Sequence[Label] = ()) -> None:
+    def __init__(
+        self, trace: Trace, products: Mapping[tuple[int, int], str], reference: Sequence[Label] = ()
+    ) -> None:
         self._products = products
         self.thread, self.steps = _steps(trace)
         self._phases = sorted(
@@ -153,7 +163,9 @@ class Attribution:
             names = tuple(event.name for event in events)
             if names not in aligned:
                 aligned[names] = align(names, reference)
-            self._places |= {id(event): place for event, place in zip(events, aligned[names], strict=True)}
+            self._places |= {
+                id(event): place for event, place in zip(events, aligned[names], strict=True)
+            }
 
     def place(self, event: Event) -> Place:
         """Where an event of the host or of the device belongs."""
@@ -172,7 +184,12 @@ class Attribution:
             return Place(None)
         phase = self._phase(host.begin)
         stage = self._of_range(host) or self._of_compiled(event, host)
-        if stage is None and phase is not None and not _is_compiled(host) and (phase == stages.FORWARD or _linked(host)):
+        if (
+            stage is None
+            and phase is not None
+            and not _is_compiled(host)
+            and (phase == stages.FORWARD or _linked(host))
+        ):
             stage = stages.REST  # of the model's eager code, what no range of it names
         return Place(stage, phase == stages.BACKWARD and stage in stages.MODEL_STAGES)
 
@@ -205,7 +222,10 @@ class Attribution:
         for start, stage in _OPERATORS:
             if name.startswith(start):
                 return stage
-        if host.forward is not None and (stage_of_forward := self._of_range(host.forward)) is not None:
+        if (
+            host.forward is not None
+            and (stage_of_forward := self._of_range(host.forward)) is not None
+        ):
             return stage_of_forward
         return None if host.parent is None else self._of_range(host.parent)
 
@@ -216,7 +236,10 @@ class Attribution:
         if fused is not None and "_tem_" not in event.name:
             words = set(re.findall(r"[a-z0-9]+", fused[1]))
             for pattern, stage in _FUSED_STAGES:
-                if any(part in fused[1] if len(part) > 3 else part in words for part in pattern.split("|")):
+                if any(
+                    part in fused[1] if len(part) > 3 else part in words
+                    for part in pattern.split("|")
+                ):
                     return stage
         for around in host.around():
             if _MATRIX_PRODUCTS.match(around.name):
@@ -240,8 +263,8 @@ class Attribution:
 def align(names: Sequence[str], reference: Sequence[Label]) -> list[Place]:
     """Places of kernels by name and order, from those of a reference; without a stage where it has no such kernel.
 
-    What runs on two streams has no fixed order between them. So a kernel that ran as often as in the reference is that of its
-    name and turn; others are found by what stands around them.
+    What runs on two streams has no fixed order between them. So a kernel that ran as often as in
+    the reference is that of its name and turn; others are found by what stands around them.
 
     Args:
         names: of the kernels, in the order in which they ran.
@@ -249,14 +272,19 @@ def align(names: Sequence[str], reference: Sequence[Label]) -> list[Place]:
     """
     places = [Place(None)] * len(names)
     known = [label.name for label in reference]
-    for first, second, size in difflib.SequenceMatcher(None, names, known, autojunk=False).get_matching_blocks():
+    for first, second, size in difflib.SequenceMatcher(
+        None, names, known, autojunk=False
+    ).get_matching_blocks():
         places[first : first + size] = [label.place for label in reference[second : second + size]]
     turns: dict[str, list[Place]] = {}
     for label in reference:
         turns.setdefault(label.name, []).append(label.place)
     often = Counter(names)
     alike = {name: iter(found) for name, found in turns.items() if len(found) == often[name]}
-    return [next(alike[name]) if name in alike else place for name, place in zip(names, places, strict=True)]
+    return [
+        next(alike[name]) if name in alike else place
+        for name, place in zip(names, places, strict=True)
+    ]
 
 
 def _steps(trace: Trace) -> tuple[Thread, list[tuple[float, float]]]:

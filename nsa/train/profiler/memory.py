@@ -54,7 +54,10 @@ def modules_marked(model: nn.Module) -> Iterator[None]:
         open_ranges.pop().__exit__(None, None, None)
 
     for name, module in model.named_modules():
-        hooks += [module.register_forward_pre_hook(enter(name or "model")), module.register_forward_hook(leave)]
+        hooks += [
+            module.register_forward_pre_hook(enter(name or "model")),
+            module.register_forward_hook(leave),
+        ]
     try:
         yield
     finally:
@@ -76,7 +79,10 @@ def module_memory(trace: Trace, device: str, allocated: int) -> list[ModuleMemor
     ]  # fmt: skip
     times, levels = [float("-inf")], [allocated]
     found: dict[str, ModuleMemory] = {}
-    marks = sorted((e for events in trace.host.values() for e in events if e.name.startswith(MODULE)), key=lambda e: e.begin)
+    marks = sorted(
+        (e for events in trace.host.values() for e in events if e.name.startswith(MODULE)),
+        key=lambda e: e.begin,
+    )
     for mark in marks:
         name = mark.name.removeprefix(MODULE)
         found.setdefault(name, ModuleMemory(name))
@@ -91,7 +97,9 @@ def module_memory(trace: Trace, device: str, allocated: int) -> list[ModuleMemor
             else:
                 memory.forward_peak = max(memory.forward_peak, levels[-1])
     for mark in marks:
-        before, after = (levels[bisect.bisect_right(times, time) - 1] for time in (mark.begin, mark.end))
+        before, after = (
+            levels[bisect.bisect_right(times, time) - 1] for time in (mark.begin, mark.end)
+        )
         found[mark.name.removeprefix(MODULE)].kept += after - before
     return list(found.values())
 
@@ -101,7 +109,10 @@ def _modules(event: Event | None) -> Iterator[tuple[str, bool]]:
     chain = [] if event is None else list(event.around())
     for around in chain:
         if around.name.startswith(MODULE):
-            yield around.name.removeprefix(MODULE), any(e.name == PREFIX + stages.BACKWARD for e in chain)
+            yield (
+                around.name.removeprefix(MODULE),
+                any(e.name == PREFIX + stages.BACKWARD for e in chain),
+            )
     linked = next((around.forward for around in chain if around.forward is not None), None)
     for around in [] if linked is None else linked.around():
         if around.name.startswith(MODULE):

@@ -43,8 +43,10 @@ class Plan:
         wait: steps before it begins.
         warmup: steps under the profiler that are not recorded.
         active: steps that are.
-        nvtx: whether stages are NVTX ranges as well, and the recorded steps lie between cudaProfilerStart and Stop.
-        memory: whether a snapshot of the allocator and the memory of each module are taken afterwards.
+        nvtx: whether stages are NVTX ranges as well, and the recorded steps lie between
+            cudaProfilerStart and Stop.
+        memory: whether a snapshot of the allocator and the memory of each module are taken
+            afterwards.
     """
 
     wait: int = 10
@@ -55,12 +57,24 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("wait", "warmup", "active"):
-            check(getattr(self, name) > 0, "nsa profile", f"--{name}", "be positive", getattr(self, name))
+            check(
+                getattr(self, name) > 0,
+                "nsa profile",
+                f"--{name}",
+                "be positive",
+                getattr(self, name),
+            )
 
     def num_steps(self, cuda_graphs: bool) -> int:
         """Optimizer steps that it takes."""
         reference = 2 if cuda_graphs else 0
-        return self.wait + reference + self.warmup + self.active + (SNAPSHOT_STEPS if self.memory else 0)
+        return (
+            self.wait
+            + reference
+            + self.warmup
+            + self.active
+            + (SNAPSHOT_STEPS if self.memory else 0)
+        )
 
 
 class Session:
@@ -193,14 +207,19 @@ class Session:
         try:
             with torch.compiler.set_stance("force_eager"):
                 with stage(FORWARD), autocast(trainer.device, trainer.config.compute_dtype):
-                    total = trainer.strategy.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
+                    total = trainer.strategy.loss(
+                        batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen
+                    )
                 with stage(BACKWARD):
                     total.backward()
         except torch.OutOfMemoryError:
             self._fitted = False
-            logger.warning("memory of modules: left out, the micro-batch does not fit when nothing is compiled")
+            logger.warning(
+                "memory of modules: left out, the micro-batch does not fit when nothing is compiled"
+            )
 
-    # --- afterwards -------------------------------------------------------------------------------------------------------
+    # --- afterwards
+    # -------------------------------------------------------------------------------------------------------
     def write(self) -> StageTable | None:
         """Read what was recorded and write the tables; None where another tool took the GPU's records away."""
         trainer = self._trainer
@@ -219,7 +238,10 @@ class Session:
             reference = Attribution(single, products).micro_batch(single)
         table = stage_table(trace, Attribution(trace, products, reference))
         # Of the waiting steps the first compile; those of the second half do not.
-        gaps = [after - before for before, after in zip(self._step_times, self._step_times[1:], strict=False)]
+        gaps = [
+            after - before
+            for before, after in zip(self._step_times, self._step_times[1:], strict=False)
+        ]
         if gaps:
             table.unprofiled_step_ms = 1000 * statistics.median(gaps[len(gaps) // 2 :])
         self._write_text("stages.txt", table.text())

@@ -81,7 +81,13 @@ class StageTable:
             for name, (first, back) in self.stages.items()
         ]  # fmt: skip
         rows += [
-            {"stage": name, "forward_ms": value, "backward_ms": 0.0, "total_ms": value, "share": value / self.step_ms}
+            {
+                "stage": name,
+                "forward_ms": value,
+                "backward_ms": 0.0,
+                "total_ms": value,
+                "share": value / self.step_ms,
+            }
             for name, value in ((UNATTRIBUTED, self.unattributed_ms), (IDLE, self.idle_ms))
         ]
         kernels = [
@@ -96,20 +102,33 @@ class StageTable:
 
     def text(self) -> str:
         """The table as text."""
-        without = "" if self.unprofiled_step_ms is None else f"; {self.unprofiled_step_ms:.3f} ms without the profiler"
+        without = (
+            ""
+            if self.unprofiled_step_ms is None
+            else f"; {self.unprofiled_step_ms:.3f} ms without the profiler"
+        )
         lines = [f"{self.steps} steps, {self.step_ms:.3f} ms a step{without}", ""]
-        lines.append(f"{'stage':<32}{'forward, ms':>14}{'backward, ms':>14}{'sum, ms':>12}{'share':>9}")
+        lines.append(
+            f"{'stage':<32}{'forward, ms':>14}{'backward, ms':>14}{'sum, ms':>12}{'share':>9}"
+        )
         for row in self.to_json()["stages"]:
             both = row["stage"] in stages.MODEL_STAGES
             parts = f"{row['forward_ms']:>14.3f}{row['backward_ms']:>14.3f}" if both else " " * 28
             lines.append(f"{row['stage']:<32}{parts}{row['total_ms']:>12.3f}{row['share']:>9.1%}")
         lines.append(f"{'sum':<60}{self.total_ms:>12.3f}{self.total_ms / self.step_ms:>9.1%}")
         if self.hidden_communication_ms:
-            lines.append(f"communication behind other kernels, not in the sum: {self.hidden_communication_ms:.3f} ms")
+            lines.append(
+                f"communication behind other kernels, not in the sum: {self.hidden_communication_ms:.3f} ms"
+            )
         if self.unattributed_share > MAX_UNATTRIBUTED:
             largest = [kernel for kernel in self.kernels if kernel.place.stage is None][:5]
-            lines.append(f"more than {MAX_UNATTRIBUTED:.0%} of the step is unattributed; the most of it:")
-            lines += [f"  {kernel.time_us / 1000 / self.steps:.3f} ms {kernel.name[:110]}" for kernel in largest]
+            lines.append(
+                f"more than {MAX_UNATTRIBUTED:.0%} of the step is unattributed; the most of it:"
+            )
+            lines += [
+                f"  {kernel.time_us / 1000 / self.steps:.3f} ms {kernel.name[:110]}"
+                for kernel in largest
+            ]
         return "\n".join(lines) + "\n"
 
     def kernels_text(self, limit: int = 40) -> str:
@@ -120,25 +139,36 @@ class StageTable:
             time_ms = kernel.time_us / 1000 / self.steps
             where = f"{kernel.place.stage or UNATTRIBUTED}{', backward' if kernel.place.backward else ''}"
             calls = kernel.calls / self.steps
-            lines.append(f"{time_ms:>10.3f}{time_ms / self.step_ms:>8.1%}{calls:>9.1f}  {where:<40}{kernel.name[:120]}")
+            lines.append(
+                f"{time_ms:>10.3f}{time_ms / self.step_ms:>8.1%}{calls:>9.1f}  {where:<40}{kernel.name[:120]}"
+            )
         return "\n".join(lines) + "\n"
 
 
 def stage_table(trace: Trace, attribution: Attribution) -> StageTable:
     """Time per stage over the steps of a trace.
 
-    On a GPU a step reaches from its first kernel to the first kernel of the next one; the last step only ends the one before
-    it, unless it is the only one. On a CPU it reaches from its beginning on the main thread to its end.
+    On a GPU a step reaches from its first kernel to the first kernel of the next one; the last step
+    only ends the one before it, unless it is the only one. On a CPU it reaches from its beginning
+    on the main thread to its end.
     """
     if trace.device:
         begin, end, steps = _device_window(trace, attribution)
         events = trace.device
         stretches = [(e.begin, e.end, e.name, attribution.place(e)) for e in events]
     else:
-        begin, end, steps = attribution.steps[0][0], attribution.steps[-1][1], len(attribution.steps)
+        begin, end, steps = (
+            attribution.steps[0][0],
+            attribution.steps[-1][1],
+            len(attribution.steps),
+        )
         events = [event for event in trace.host[attribution.thread] if _is_work(event)]
         stretches = _own_time(trace, attribution)
-    stretches = [(max(s[0], begin), min(s[1], end), s[2], s[3]) for s in stretches if s[1] > begin and s[0] < end]
+    stretches = [
+        (max(s[0], begin), min(s[1], end), s[2], s[3])
+        for s in stretches
+        if s[1] > begin and s[0] < end
+    ]
     waits = [
         (event.begin, event.end)
         for event in trace.host[attribution.thread]
@@ -164,7 +194,9 @@ def _device_window(trace: Trace, attribution: Attribution) -> tuple[float, float
     firsts: list[float] = []
     for begin, end in attribution.steps:
         launched = (
-            e.begin for e in trace.device if e.category == "kernel" and e.launch is not None and begin <= e.launch.begin < end
+            e.begin
+            for e in trace.device
+            if e.category == "kernel" and e.launch is not None and begin <= e.launch.begin < end
         )
         first = next(launched, None)
         assert first is not None, "a step launched no kernel"
@@ -209,8 +241,8 @@ def _sweep(
 ) -> tuple[dict[tuple[str, bool], float], float]:
     """Microseconds by (stage, backward), and those of communication behind other work.
 
-    Where several stretches overlap, the moment is shared among them; communication and copies of data count only where
-    nothing else runs.
+    Where several stretches overlap, the moment is shared among them; communication and copies of
+    data count only where nothing else runs.
     """
     points: list[tuple[float, int, tuple[str, bool]]] = []
     waiting = ("waiting", False)
@@ -241,7 +273,10 @@ def _sweep(
 
 
 def _kernels(stretches: Sequence[Stretch], calls: Sequence[tuple[str, Place]]) -> list[Kernel]:
-    found = {(name, place): Kernel(name, place, number) for (name, place), number in Counter(calls).items()}
+    found = {
+        (name, place): Kernel(name, place, number)
+        for (name, place), number in Counter(calls).items()
+    }
     for first, last, name, place in stretches:
         found.setdefault((name, place), Kernel(name, place)).time_us += last - first
     return sorted(found.values(), key=lambda kernel: -kernel.time_us)

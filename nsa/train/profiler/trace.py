@@ -78,7 +78,9 @@ class Trace:
 def read_trace(path: Path) -> Trace:
     """Read a trace file, gzipped or not."""
     content = path.read_bytes()
-    return parse_trace(json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)["traceEvents"])
+    return parse_trace(
+        json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)["traceEvents"]
+    )
 
 
 def parse_trace(records: Iterable[dict[str, Any]]) -> Trace:
@@ -90,10 +92,21 @@ def parse_trace(records: Iterable[dict[str, Any]]) -> Trace:
         thread = (record.get("pid"), record.get("tid"))
         if phase == "X" and (category in HOST or category in DEVICE):
             begin = float(record["ts"])
-            event = Event(record["name"], category, begin, begin + float(record.get("dur", 0)), thread, record.get("args", {}))
-            (trace.device if category in DEVICE else trace.host.setdefault(thread, [])).append(event)
+            event = Event(
+                record["name"],
+                category,
+                begin,
+                begin + float(record.get("dur", 0)),
+                thread,
+                record.get("args", {}),
+            )
+            (trace.device if category in DEVICE else trace.host.setdefault(thread, [])).append(
+                event
+            )
         elif phase == "i":
-            trace.instants.append((float(record["ts"]), thread, record["name"], record.get("args", {})))
+            trace.instants.append(
+                (float(record["ts"]), thread, record["name"], record.get("args", {}))
+            )
         elif category == "fwdbwd" and phase in flows:
             flows[phase][record["id"]] = (thread, float(record["ts"]))
     for events in trace.host.values():
@@ -128,7 +141,9 @@ def _link_launches(trace: Trace) -> None:
 
 def _link_backward(trace: Trace, flows: dict[str, dict[Any, tuple[Thread, float]]]) -> None:
     """Where a flow of the trace leads from an operator to its backward."""
-    starts = {(thread, event.begin): event for thread, events in trace.host.items() for event in events}
+    starts = {
+        (thread, event.begin): event for thread, events in trace.host.items() for event in events
+    }
     for key, place in flows["f"].items():
         origin = flows["s"].get(key)
         backward, forward = starts.get(place), None if origin is None else starts.get(origin)
@@ -136,5 +151,7 @@ def _link_backward(trace: Trace, flows: dict[str, dict[Any, tuple[Thread, float]
             continue
         # Around it, autograd adds up gradients of a tensor that several operators read.
         around = backward.parent
-        evaluated = around is not None and around.name.startswith("autograd::engine::evaluate_function")
+        evaluated = around is not None and around.name.startswith(
+            "autograd::engine::evaluate_function"
+        )
         (around if around is not None and evaluated else backward).forward = forward

@@ -14,8 +14,8 @@ Info = TypeVar("Info")
 class LateReader(Generic[Info]):
     """A queue of small device tensors that are read some steps after they were computed.
 
-    Putting a tensor in starts a copy to the host and returns at once; taking it out waits for that copy alone, while the
-    device goes on with what was queued after it.
+    Putting a tensor in starts a copy to the host and returns at once; taking it out waits for that
+    copy alone, while the device goes on with what was queued after it.
     """
 
     def __init__(self) -> None:

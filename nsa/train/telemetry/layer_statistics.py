@@ -17,15 +17,19 @@ from nsa.train.telemetry.delayed import LateReader
 DEAD = 0.02  # of the sum of the gates
 UNIFORM = 0.999  # entropy, as a share of the largest there can be
 
-_EXTREMES: dict[str, Callable[[list[float]], float]] = {"selected_min_tokens": min, "selected_max_tokens": max}
+_EXTREMES: dict[str, Callable[[list[float]], float]] = {
+    "selected_min_tokens": min,
+    "selected_max_tokens": max,
+}
 _COUNTS = tuple(f"selected_{algorithm}_calls" for algorithm in ("tiled", "gathered", "reference"))
 
 
 class LayerStatistics:
     """Gates and choices of every layer over the passes of one optimizer step; nothing waits for the device.
 
-    The layers add to their sums wherever these are switched on, by an operator of the model's graph: also where the graph is
-    compiled or replayed, and again where a checkpointed layer is run a second time, which changes no mean.
+    The layers add to their sums wherever these are switched on, by an operator of the model's
+    graph: also where the graph is compiled or replayed, and again where a checkpointed layer is run
+    a second time, which changes no mean.
 
     Dense layers have nothing to tell; fixed gates and a single branch tell nothing about gates.
 
@@ -35,14 +39,20 @@ class LayerStatistics:
 
     def __init__(self, model: LanguageModel) -> None:
         attentions = [layer.attention for layer in model.decoder_layers()]
-        self._layers = {i: x for i, x in enumerate(attentions) if isinstance(x, NativeSparseAttention)}
+        self._layers = {
+            i: x for i, x in enumerate(attentions) if isinstance(x, NativeSparseAttention)
+        }
         device = model.embedding.weight.device
         for attention in self._layers.values():
             attention.sums = new_sums(device)
-        self._sums = [attention.sums for attention in self._layers.values() if attention.sums is not None]
+        self._sums = [
+            attention.sums for attention in self._layers.values() if attention.sums is not None
+        ]
         off = new_sums(device)
         self._off = [off for _ in self._sums]
-        self._on = [off.clone().index_fill_(0, torch.zeros(1, dtype=torch.int64, device=device), 1)] * len(self._sums)
+        self._on = [
+            off.clone().index_fill_(0, torch.zeros(1, dtype=torch.int64, device=device), 1)
+        ] * len(self._sums)
         self._late: LateReader[None] = LateReader()
 
     @in_stage(TELEMETRY)
@@ -52,7 +62,11 @@ class LayerStatistics:
             torch._foreach_copy_(self._sums, self._on)
 
     @in_stage(TELEMETRY)
-    def stop(self, sum_processes: Callable[[Tensor], Tensor], largest_of_processes: Callable[[Tensor], Tensor]) -> None:
+    def stop(
+        self,
+        sum_processes: Callable[[Tensor], Tensor],
+        largest_of_processes: Callable[[Tensor], Tensor],
+    ) -> None:
         """No pass counts any more; what was counted is on its way to the host.
 
         Args:
@@ -61,7 +75,10 @@ class LayerStatistics:
         """
         if self._sums:
             sums = torch.stack(self._sums)
-            parts = sum_processes(sums[:, :MOST].contiguous()), largest_of_processes(sums[:, MOST:].contiguous())
+            parts = (
+                sum_processes(sums[:, :MOST].contiguous()),
+                largest_of_processes(sums[:, MOST:].contiguous()),
+            )
             self._late.put(None, torch.cat(parts, dim=1).flatten())
             torch._foreach_copy_(self._sums, self._off)
 
@@ -69,8 +86,10 @@ class LayerStatistics:
         """Metrics of the step that was stopped last, or nothing; waits for their copy alone.
 
         Returns:
-            The metrics ``gate_*`` and ``selected_*`` of :data:`nsa.train.telemetry.metrics.METRICS`, and the same of each layer
-            with ``_layer_0`` and so on added: means over the layers, but for counts, which are sums, and extremes.
+            The metrics ``gate_*`` and ``selected_*`` of
+            :data:`nsa.train.telemetry.metrics.METRICS`, and the same of each layer with
+            ``_layer_0`` and so on added: means over the layers, but for counts, which are sums, and
+            extremes.
         """
         taken = self._late.take(keep=0)
         if not taken:
@@ -106,7 +125,9 @@ def _metrics(config: NSAConfig, sums: dict[str, float]) -> dict[str, float]:
             add(f"gate_{branch}_mean", f"gate_{branch}", "gates", UNIT)
         means = list(found.values())
         add("gate_entropy", "entropy", "gates", UNIT)
-        found["gate_collapsed"] = float(min(means) < DEAD * sum(means) or found["gate_entropy"] > UNIFORM)
+        found["gate_collapsed"] = float(
+            min(means) < DEAD * sum(means) or found["gate_entropy"] > UNIFORM
+        )
     if "slc" in config.branches:
         add("selected_tokens", "keys", "choices")
         if sums["most_keys"]:

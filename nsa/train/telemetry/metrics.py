@@ -90,8 +90,10 @@ METRICS = (
 )  # fmt: skip
 
 _NAMES = frozenset(metric.name for metric in METRICS)
-PER_LAYER = re.compile(r"((?:gate|selected)_\w+)_layer_\d+")  # the means over the layers stand under the name alone
-# Of a run of several processes; those of the main one, which writes, stand under the name alone as well.
+# the means over the layers stand under the name alone
+PER_LAYER = re.compile(r"((?:gate|selected)_\w+)_layer_\d+")
+# Of a run of several processes; those of the main one, which writes, stand under the name alone as
+# well.
 RANK_METRICS = (
     "step_time_ms", "data_time_ms", "gpu_step_time_ms", "gpu_utilisation_percent",
     "memory_allocated_mib", "memory_reserved_mib",
@@ -102,28 +104,35 @@ PER_RANK = re.compile(rf"({'|'.join(RANK_METRICS)})_rank_\d+")
 class MetricsWriter:
     """Writes each row to ``metrics.jsonl``, ``metrics.csv`` and TensorBoard.
 
-    ``metrics.jsonl`` is the record: a row is one appended line, with the operating system when :meth:`write` returns.
-    ``metrics.csv`` holds the same rows. A metric that appears for the first time becomes its last column, for which the file
-    is written anew from the record with earlier cells empty, so columns never change place. A metric that a row does not
-    have is absent (no key, an empty cell), never 0. A value that is not finite stands as ``nan``, ``inf`` or ``-inf``, in
+    ``metrics.jsonl`` is the record: a row is one appended line, with the operating system when
+    :meth:`write` returns. ``metrics.csv`` holds the same rows. A metric that appears for the first
+    time becomes its last column, for which the file is written anew from the record with earlier
+    cells empty, so columns never change place. A metric that a row does not have is absent (no key,
+    an empty cell), never 0. A value that is not finite stands as ``nan``, ``inf`` or ``-inf``, in
     quotes in the JSONL.
 
-    While the disk is full, rows wait in memory, a warning says so, and every later row tries again to write them all.
+    While the disk is full, rows wait in memory, a warning says so, and every later row tries again
+    to write them all.
 
     Args:
-        folder: run folder. Rows that are there stay; a last line that a crash tore is set aside as in :meth:`rewind`.
+        folder: run folder. Rows that are there stay; a last line that a crash tore is set aside as
+            in :meth:`rewind`.
 
     Raises:
         UserError: the record cannot be read.
     """
 
     def __init__(self, folder: RunFolder) -> None:
-        self._jsonl, self._csv = AppendedFile(folder.metrics_jsonl), AppendedFile(folder.metrics_csv)
+        self._jsonl, self._csv = (
+            AppendedFile(folder.metrics_jsonl),
+            AppendedFile(folder.metrics_csv),
+        )
         self._events = folder.tensorboard
         self._tensorboard: AppendedFile | None = None
         self._last_step = self._begun_after = -1
         self._columns: list[str] = []
-        # How rows reach each output, and which rows still have to; the record comes first, since the CSV is made from it.
+        # How rows reach each output, and which rows still have to; the record comes first, since
+        # the CSV is made from it.
         self._outputs: list[tuple[Callable[[Sequence[Row]], None], list[Row]]] = [
             (write, []) for write in (self._write_jsonl, self._write_csv, self._write_events)
         ]
@@ -143,7 +152,8 @@ class MetricsWriter:
         """Write one row, to which ``time_unix_s`` is added.
 
         Args:
-            row: names of :data:`METRICS` to numbers or text; ``step`` must be there and above that of the row before.
+            row: names of :data:`METRICS` to numbers or text; ``step`` must be there and above that
+                of the row before.
 
         Raises:
             UserError: for a name that is not in :data:`METRICS`, or a step that does not rise.
@@ -168,7 +178,9 @@ class MetricsWriter:
                     rows.clear()
         except OSError as error:
             waiting = max(len(rows) for _, rows in self._outputs)
-            logger.warning("%d rows of metrics could not be written and wait in memory (%s)", waiting, error)
+            logger.warning(
+                "%d rows of metrics could not be written and wait in memory (%s)", waiting, error
+            )
 
     def _start_after(self, step: int | None) -> None:
         _set_aside_after(self._jsonl.path, step)
@@ -205,18 +217,31 @@ class MetricsWriter:
             self._events.mkdir(exist_ok=True)
             file = AppendedFile(self._events / _event_file_name())
             wall_time = float(rows[0]["time_unix_s"])
-            records.write(Event(wall_time=wall_time, file_version="brain.Event:2").SerializeToString())
-            # TensorBoard hides what earlier processes wrote from this step on: the rows that were set aside.
+            records.write(
+                Event(wall_time=wall_time, file_version="brain.Event:2").SerializeToString()
+            )
+            # TensorBoard hides what earlier processes wrote from this step on: the rows that were
+            # set aside.
             log = SessionLog(status=SessionLog.START)
-            records.write(Event(wall_time=wall_time, step=self._begun_after + 1, session_log=log).SerializeToString())
+            records.write(
+                Event(
+                    wall_time=wall_time, step=self._begun_after + 1, session_log=log
+                ).SerializeToString()
+            )
         for row in rows:
             scalars = {
                 name: float(value)
                 for name, value in row.items()
                 if not isinstance(value, str) and name not in ("step", "time_unix_s")
             }
-            summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()])
-            event = Event(wall_time=float(row["time_unix_s"]), step=int(row["step"]), summary=summary)
+            summary = Summary(
+                value=[
+                    Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()
+                ]
+            )
+            event = Event(
+                wall_time=float(row["time_unix_s"]), step=int(row["step"]), summary=summary
+            )
             records.write(event.SerializeToString())
         file.append(content.getvalue())
         self._tensorboard = file
@@ -246,7 +271,9 @@ def _check_row(row: Mapping[str, Value], last_step: int) -> None:
             hint,
         )
         if type(value) not in (int, float, bool, str):
-            raise TypeError(f"MetricsWriter.write: {name} must be an int, float, bool or str, got {type(value).__name__}")
+            raise TypeError(
+                f"MetricsWriter.write: {name} must be an int, float, bool or str, got {type(value).__name__}"
+            )
     step = row.get("step")
     rises = isinstance(step, int) and step > last_step
     check(rises, "MetricsWriter.write", "step", f"be an integer above {last_step}", step)
@@ -254,12 +281,16 @@ def _check_row(row: Mapping[str, Value], last_step: int) -> None:
 
 def _cells(row: Mapping[str, Value]) -> Row:
     """A row for the CSV, in which truth is spelled as in JSON."""
-    return {name: str(value).lower() if isinstance(value, bool) else value for name, value in row.items()}
+    return {
+        name: str(value).lower() if isinstance(value, bool) else value
+        for name, value in row.items()
+    }
 
 
 def _to_line(row: Mapping[str, Value]) -> str:
     finite = {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
     }
     return json.dumps(finite, allow_nan=False) + "\n"
 
@@ -296,19 +327,25 @@ def _parse_line(line: str) -> Row | None:
         return None
     if not isinstance(values, dict) or type(values.get("step")) is not int:
         return None
-    return {name: float(value) if value in ("nan", "inf", "-inf") else value for name, value in values.items()}
+    return {
+        name: float(value) if value in ("nan", "inf", "-inf") else value
+        for name, value in values.items()
+    }
 
 
 def _set_aside_after(path: Path, step: int | None) -> None:
     """Move rows after ``step`` (None: no row) and a torn last line to a file of their own."""
     kept, aside = list[str](), list[str]()
     for line, row in _lines_and_rows(path):
-        (kept if row is not None and (step is None or int(row["step"]) <= step) else aside).append(line)
+        (kept if row is not None and (step is None or int(row["step"]) <= step) else aside).append(
+            line
+        )
     if not aside:
         return
     number = 1
     while (target := path.with_name(f"{path.stem}.set-aside-{number}{path.suffix}")).exists():
         number += 1
-    # The copy is complete before the record shrinks: a crash between the two leaves rows twice, never none.
+    # The copy is complete before the record shrinks: a crash between the two leaves rows twice,
+    # never none.
     replace_text(target, "".join(aside))
     replace_text(path, "".join(kept))

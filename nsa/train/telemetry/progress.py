@@ -27,20 +27,23 @@ _LOGGER = logging.getLogger("nsa")
 class RunReport:
     """Context in which everything that the package logs, and each row of metrics, reaches the user and ``log.txt``.
 
-    Records that tell the history of the run, warnings among them, go to ``events.jsonl`` too. A full disk costs lines of these
-    files and nothing else.
+    Records that tell the history of the run, warnings among them, go to ``events.jsonl`` too. A
+    full disk costs lines of these files and nothing else.
 
     Args:
-        log: file that gets every line, with its time; appended to. Beside it lies ``events.jsonl``. None in processes that
-            leave reporting to the main one: errors alone are reported then.
+        log: file that gets every line, with its time; appended to. Beside it lies ``events.jsonl``.
+            None in processes that leave reporting to the main one: errors alone are reported then.
         steps: optimizer steps of the run.
-        stream: where the user looks; None means standard output. On a terminal a bar shows the newest row and lines are
-            printed above it; elsewhere each row is a line.
-        held: whether the files get nothing before :meth:`begin`, and nothing ever of a run that was refused or interrupted
-            before it: the history of a run knows of no command that never became part of it.
+        stream: where the user looks; None means standard output. On a terminal a bar shows the
+            newest row and lines are printed above it; elsewhere each row is a line.
+        held: whether the files get nothing before :meth:`begin`, and nothing ever of a run that was
+            refused or interrupted before it: the history of a run knows of no command that never
+            became part of it.
     """
 
-    def __init__(self, log: Path | None, steps: int, stream: TextIO | None = None, *, held: bool = False) -> None:
+    def __init__(
+        self, log: Path | None, steps: int, stream: TextIO | None = None, *, held: bool = False
+    ) -> None:
         self._log, self._steps, self._held = log, steps, held
         self._stream = cast(TextIO, _UntilNobodyReads(stream or sys.stdout))
         self._handlers: list[logging.Handler] = []
@@ -65,12 +68,18 @@ class RunReport:
         _LOGGER.setLevel(logging.INFO)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if (
             kind is not None and error is not None and self._handlers
         ):  # the user sees it anyway; who reads the log later has nothing else
             how = ("ended by %s: %s", (kind.__name__, error), (kind, error, traceback))
-            if not issubclass(kind, (UserError, KeyboardInterrupt)):  # a bug: whatever came before it is worth reading
+            # a bug: whatever came before it is worth reading
+            if not issubclass(kind, (UserError, KeyboardInterrupt)):
                 self.begin()
             for file in self._files:
                 file.handle(_LOGGER.makeRecord(_LOGGER.name, logging.ERROR, __file__, 0, *how))
@@ -148,9 +157,11 @@ class _UntilNobodyReads:
         try:
             yield
         except OSError as error:
-            if error.errno in (errno.EPIPE, errno.EIO):  # and not a full disk, where there may be room again
+            # and not a full disk, where there may be room again
+            if error.errno in (errno.EPIPE, errno.EIO):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self._stream.fileno())  # or what waits in buffers would fail at the end of the process
+                # or what waits in buffers would fail at the end of the process
+                os.dup2(nowhere, self._stream.fileno())
                 os.close(nowhere)
 
 
@@ -181,7 +192,10 @@ class _LineFile(logging.Handler):
         except OSError as error:
             if not self._complained:
                 with suppress(OSError):  # of a terminal that has gone
-                    print(f"nsa: {self._file.path} could not be written ({error}); lines are lost", file=sys.stderr)
+                    print(
+                        f"nsa: {self._file.path} could not be written ({error}); lines are lost",
+                        file=sys.stderr,
+                    )
             self._complained = True
 
 
@@ -226,11 +240,19 @@ class _BarHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         row = getattr(record, "row", None)
         if row is None or "val_bits_per_byte" in row:
-            self._progress.console.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
+            self._progress.console.print(
+                self.format(record), markup=False, highlight=False, soft_wrap=True
+            )
         if row is None:
             return
-        shown = {name: row[name] for name in ("step", "data_synthetic", "loss_nats", "tokens_per_s", "eta_s") if name in row}
-        self.move(int(row["step"]), description=describe_row(shown, self._steps).partition(" | ")[2])
+        shown = {
+            name: row[name]
+            for name in ("step", "data_synthetic", "loss_nats", "tokens_per_s", "eta_s")
+            if name in row
+        }
+        self.move(
+            int(row["step"]), description=describe_row(shown, self._steps).partition(" | ")[2]
+        )
 
     def move(self, step: int, **more: str) -> None:
         """Show ``step`` as done, and what the newest row says."""

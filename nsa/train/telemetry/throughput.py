@@ -12,7 +12,8 @@ from importlib.util import find_spec
 
 import torch
 
-# Dense bf16 matrix products with fp32 accumulation, operations a second, from NVIDIA's data sheets (without sparsity).
+# Dense bf16 matrix products with fp32 accumulation, operations a second, from NVIDIA's data sheets
+# (without sparsity).
 _BF16_PEAKS = (
     ("B200", 2250e12),
     ("H200", 989.4e12),
@@ -62,7 +63,8 @@ def memory_row(device: torch.device) -> dict[str, float]:
 def utilisation_row(device: torch.device) -> dict[str, float]:
     """How busy the driver reports a GPU to be, by the name of the metric; empty on a CPU and where it cannot be asked.
 
-    NVML, the driver's library, answers through nvidia-ml-py. A run does without it; ``nsa doctor`` says whether it answers.
+    NVML, the driver's library, answers through nvidia-ml-py. A run does without it; ``nsa doctor``
+    says whether it answers.
 
     Args:
         device: where the run computes; nothing waits for it.
@@ -73,7 +75,8 @@ def utilisation_row(device: torch.device) -> dict[str, float]:
 
     try:
         return {"gpu_utilisation_percent": float(torch.cuda.utilization(device))}
-    except (RuntimeError, NVMLError):  # no access to the driver, or a slice of a GPU, for which it keeps no figure
+    # no access to the driver, or a slice of a GPU, for which it keeps no figure
+    except (RuntimeError, NVMLError):
         return {}
 
 

@@ -30,8 +30,16 @@ class Health:
         """Conditions that begin with this row, as (kind, sentence)."""
         found = {**self._throughput(row), **self._gates(row)}
         # A row without gates says nothing about them.
-        gone = {key for key in self._reported - found.keys() if "gate_entropy" in row or not key.startswith("gate")}
-        begun = [(key.partition(" ")[0], text) for key, text in found.items() if key not in self._reported]
+        gone = {
+            key
+            for key in self._reported - found.keys()
+            if "gate_entropy" in row or not key.startswith("gate")
+        }
+        begun = [
+            (key.partition(" ")[0], text)
+            for key, text in found.items()
+            if key not in self._reported
+        ]
         self._reported = (self._reported - gone) | found.keys()
         return begun
 
@@ -40,7 +48,9 @@ class Health:
         speed = float(row["tokens_per_s"])
         if len(self._speeds) >= MIN_ROWS and speed < SLOW * statistics.median(self._speeds):
             usual = statistics.median(self._speeds)
-            found["throughput"] = f"throughput fell to {speed:,.0f} tokens/s, usual are {usual:,.0f}"
+            found["throughput"] = (
+                f"throughput fell to {speed:,.0f} tokens/s, usual are {usual:,.0f}"
+            )
         self._speeds.append(speed)
         wait, step = float(row["data_time_ms"]), float(row["step_time_ms"])
         if len(self._speeds) > 1 and wait > WAITING * step:
@@ -51,7 +61,9 @@ class Health:
             if busy < 100 * IDLE:
                 found["gpu"] = f"the GPU is idle: busy {busy:.0f}% of the time"
             elif span < IDLE * step:
-                found["gpu"] = f"the GPU is idle: its part of a step takes {span:.0f} of {step:.0f} ms"
+                found["gpu"] = (
+                    f"the GPU is idle: its part of a step takes {span:.0f} of {step:.0f} ms"
+                )
         return found
 
     def _gates(self, row: Row) -> dict[str, str]:

@@ -136,13 +136,21 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 def check_run_fits(function: str, config: TrainConfig, device: torch.device) -> None:
     """As :func:`check_fits`, of a run, whose processes may divide the model among them."""
-    check_fits(function, config.model, device, shares=config.world_size if config.parallel.strategy == "fsdp" else 1)
+    check_fits(
+        function,
+        config.model,
+        device,
+        shares=config.world_size if config.parallel.strategy == "fsdp" else 1,
+    )
 
 
-def check_fits(function: str, config: LMConfig, device: torch.device, *, training: bool = True, shares: int = 1) -> None:
+def check_fits(
+    function: str, config: LMConfig, device: torch.device, *, training: bool = True, shares: int = 1
+) -> None:
     """Refuse a model that cannot fit before anything is begun: its weights and what training keeps beside them.
 
-    What fits by this may still be too large, for nothing is said of activations; ``nsa plan`` counts a whole step.
+    What fits by this may still be too large, for nothing is said of activations; ``nsa plan``
+    counts a whole step.
 
     Args:
         function: the command.
@@ -160,17 +168,32 @@ def check_fits(function: str, config: LMConfig, device: torch.device, *, trainin
     free = free_memory(device)
     beside = " with their gradients and moments" if training else ""
     found = f"{parameters / 1e9:.2f}B parameters, which take {needed / _GIB:.1f} GiB{beside}, and {free / _GIB:.1f} GiB free"
-    hint = "`nsa plan` says what a run needs." if training else "Give --device cpu, or end what else takes memory."
-    check(needed <= free, function, "the model", f"fit into the memory of the {device.type} device", found, hint)
+    hint = (
+        "`nsa plan` says what a run needs."
+        if training
+        else "Give --device cpu, or end what else takes memory."
+    )
+    check(
+        needed <= free,
+        function,
+        "the model",
+        f"fit into the memory of the {device.type} device",
+        found,
+        hint,
+    )
 
 
 def free_memory(device: torch.device) -> float:
     """Bytes that this process may still take; infinite where the system does not tell."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+        return float(
+            free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        )
     try:
-        available = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
+        available = re.search(
+            r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii")
+        )
     except OSError:  # another system than Linux
         available = None
     return min(1024 * float(available[1]) if available else math.inf, _left_in_cgroup())
@@ -179,8 +202,15 @@ def free_memory(device: torch.device) -> float:
 def _left_in_cgroup() -> float:
     """Bytes below the limit of the container, files that it has cached counted as free; infinite without a limit."""
     try:
-        limit, used, stat = ((_CGROUP / f"memory.{name}").read_text(encoding="ascii") for name in ("max", "current", "stat"))
+        limit, used, stat = (
+            (_CGROUP / f"memory.{name}").read_text(encoding="ascii")
+            for name in ("max", "current", "stat")
+        )
     except OSError:
         return math.inf
     files = re.search(r"^file (\d+)$", stat, re.MULTILINE)
-    return math.inf if limit.strip() == "max" else float(limit) - float(used) + float(files[1] if files else 0)
+    return (
+        math.inf
+        if limit.strip() == "max"
+        else float(limit) - float(used) + float(files[1] if files else 0)
+    )

@@ -26,23 +26,27 @@ _PASSED_ON_S = 5.0
 class Requests:
     """While entered, notes what this process is asked to do; the trainer looks between two steps.
 
-    The first SIGTERM, SIGINT or SIGHUP, or the halt file, asks for a checkpoint and the end of the run; a second SIGTERM or
-    SIGINT ends the process at once with exit code 128 + its number and saves nothing. SIGHUP stays ignored under ``nohup``.
-    SIGUSR2 asks for a checkpoint. Earlier handlers come back on leaving, but not in a launched process that was asked for its
-    end.
+    The first SIGTERM, SIGINT or SIGHUP, or the halt file, asks for a checkpoint and the end of the
+    run; a second SIGTERM or SIGINT ends the process at once with exit code 128 + its number and
+    saves nothing. SIGHUP stays ignored under ``nohup``. SIGUSR2 asks for a checkpoint. Earlier
+    handlers come back on leaving, but not in a launched process that was asked for its end.
 
     Args:
         halt_file: file whose appearance ends the run; None for processes that do not look for it.
-        launched: whether a launcher started this process. A cluster or a service manager signals both, and the launcher passes
-            its signal on: what comes within seconds of the first one is the same request.
-        listens: whether signals are noted at all; otherwise they end the process at once, as everywhere else.
+        launched: whether a launcher started this process. A cluster or a service manager signals
+            both, and the launcher passes its signal on: what comes within seconds of the first one
+            is the same request.
+        listens: whether signals are noted at all; otherwise they end the process at once, as
+            everywhere else.
 
     Attributes:
         stop: number of the signal, :data:`HALT` for the file, 0 as long as nobody asked.
         checkpoint: whether a checkpoint was asked for; whoever makes it sets this to False again.
     """
 
-    def __init__(self, halt_file: Path | None = None, *, launched: bool = False, listens: bool = True) -> None:
+    def __init__(
+        self, halt_file: Path | None = None, *, launched: bool = False, listens: bool = True
+    ) -> None:
         self.stop = 0
         self.checkpoint = False
         self._listens = listens
@@ -65,8 +69,14 @@ class Requests:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        is_leaving = self._same_s > 0 and self.stop not in (0, HALT)  # the signal may still be passed on
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # the signal may still be passed on
+        is_leaving = self._same_s > 0 and self.stop not in (0, HALT)
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_IGN if is_leaving else handler)
 
@@ -84,9 +94,12 @@ class Requests:
             self._say(f"{name} again: leaving at once, without a checkpoint")
             os._exit(128 + number)
         self.stop, self._stopped = number, time.monotonic()
-        self._say(f"{name} received: finishing this step, then a checkpoint; send it again to leave at once")
+        self._say(
+            f"{name} received: finishing this step, then a checkpoint; send it again to leave at once"
+        )
 
     @staticmethod
     def _say(line: str) -> None:
         with suppress(OSError):  # of a terminal that has gone
-            os.write(2, f"{line}\n".encode())  # printing through Python's buffers inside a handler may raise
+            # printing through Python's buffers inside a handler may raise
+            os.write(2, f"{line}\n".encode())

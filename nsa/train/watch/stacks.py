@@ -21,10 +21,11 @@ from nsa.train.watch.watchdog_process import STACKS_AT_ANY_PRICE
 class StacksOnDemand:
     """While entered, SIGUSR1 writes the stacks of all threads to a file.
 
-    A thread writes them, told by the C part of Python's signal handling: so they come while the main thread is in C code.
-    Reading them in a signal handler, as :mod:`faulthandler` does, ends a process whose threads run with a segmentation fault
-    once in some hundred times. It is left for a process that does not answer because C code keeps the interpreter:
-    ``STACKS_AT_ANY_PRICE``, for the watchdog.
+    A thread writes them, told by the C part of Python's signal handling: so they come while the
+    main thread is in C code. Reading them in a signal handler, as :mod:`faulthandler` does, ends a
+    process whose threads run with a segmentation fault once in some hundred times. It is left for a
+    process that does not answer because C code keeps the interpreter: ``STACKS_AT_ANY_PRICE``, for
+    the watchdog.
 
     Args:
         path: the file, to which is appended.
@@ -40,14 +41,22 @@ class StacksOnDemand:
         self._file = self._path.open("ab", buffering=0)
         reads, self._writes = os.pipe()
         os.set_blocking(self._writes, False)
-        threading.Thread(target=_answer, args=(reads, self._file), name="stacks", daemon=True).start()
-        handler = signal.signal(signal.SIGUSR1, _nothing)  # one of Python's has to be there, or the thread is not told
+        threading.Thread(
+            target=_answer, args=(reads, self._file), name="stacks", daemon=True
+        ).start()
+        # one of Python's has to be there, or the thread is not told
+        handler = signal.signal(signal.SIGUSR1, _nothing)
         signal.siginterrupt(signal.SIGUSR1, False)
         self._before = handler, signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
         faulthandler.register(STACKS_AT_ANY_PRICE, self._file, all_threads=True)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         faulthandler.unregister(STACKS_AT_ANY_PRICE)
         handler, descriptor = self._before
         signal.set_wakeup_fd(descriptor)
@@ -76,19 +85,24 @@ def all_stacks() -> str:
     for ident in sys._current_frames():
         if ident != threading.get_ident():
             stack = traceback.StackSummary.extract(iter(_frames_of(ident)))
-            parts += [f"Thread {names.get(ident, ident)} (most recent call last):\n", *reversed(stack.format())]
+            parts += [
+                f"Thread {names.get(ident, ident)} (most recent call last):\n",
+                *reversed(stack.format()),
+            ]
     return "".join(parts)
 
 
 def _frames_of(ident: int) -> list[tuple[FrameType, int]]:
     """Frames of a thread and their lines, innermost first.
 
-    The thread may run on while they are read. A generator that yields then has no caller any more, and the stack would end
-    there: it is read again.
+    The thread may run on while they are read. A generator that yields then has no caller any more,
+    and the stack would end there: it is read again.
     """
     frames: list[tuple[FrameType, int]] = []
     for _ in range(100):
-        frames = list(traceback.walk_stack(frame)) if (frame := sys._current_frames().get(ident)) else []
+        frames = (
+            list(traceback.walk_stack(frame)) if (frame := sys._current_frames().get(ident)) else []
+        )
         if not frames or not frames[-1][0].f_code.co_flags & inspect.CO_GENERATOR:
             break
     return frames

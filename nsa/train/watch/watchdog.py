@@ -32,8 +32,8 @@ CHECKPOINT_LIMIT_S = 600.0
 class Watchdog:
     """While entered, a second process ends this one when it gives no sign of life for too long; it first says what it sees.
 
-    SIGUSR1 makes this process write the stacks of all its threads to ``stacks/rank-<rank>.txt`` in the run folder, see
-    :class:`StacksOnDemand`.
+    SIGUSR1 makes this process write the stacks of all its threads to ``stacks/rank-<rank>.txt`` in
+    the run folder, see :class:`StacksOnDemand`.
 
     Args:
         folder: run folder.
@@ -56,10 +56,12 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         self._folder.stacks.mkdir(exist_ok=True)
         self._stacks.__enter__()
-        self._before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it would end a run that is not yet ready for it
+        # it would end a run that is not yet ready for it
+        self._before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         if self._stall_s > 0:
             self._beats = tempfile.TemporaryFile()
-            self._beats.write(b"\0" * BEAT_SIZE)  # its page exists from now on, whatever happens to the disk
+            # its page exists from now on, whatever happens to the disk
+            self._beats.write(b"\0" * BEAT_SIZE)
             self._beats.flush()
             self._memory = mmap.mmap(self._beats.fileno(), BEAT_SIZE)
             self.beat("start", 0, STARTING_LIMIT_S)
@@ -68,10 +70,17 @@ class Watchdog:
             callback_handler.register_end_callback(self._compilation_ends)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if self._process is not None:
             for callbacks in (callback_handler.start_callbacks, callback_handler.end_callbacks):
-                callbacks[:] = [one for one in callbacks if getattr(one, "__self__", None) is not self]
+                callbacks[:] = [
+                    one for one in callbacks if getattr(one, "__self__", None) is not self
+                ]
             self._process.kill()
             self._process.wait()
         if self._memory is not None:
@@ -87,7 +96,13 @@ class Watchdog:
         beats, folder = self._beats.fileno(), self._folder
         files = (self._path, folder.log, folder.events, folder.stacks / "alarm")
         watched = Watched(os.getpid(), self._rank, beats, *map(str, files))
-        words = [sys.executable, "-I", "-S", watchdog_process.__file__, json.dumps(dataclasses.asdict(watched))]
+        words = [
+            sys.executable,
+            "-I",
+            "-S",
+            watchdog_process.__file__,
+            json.dumps(dataclasses.asdict(watched)),
+        ]
         return subprocess.Popen(words, pass_fds=[beats], stdin=subprocess.DEVNULL)
 
     def beat(self, phase: str, step: int, limit_s: float) -> None:
@@ -104,7 +119,8 @@ class Watchdog:
             self._memory[:] = Beat(self._count, step, phase, limit_s, time.time()).to_bytes()
             if self._process is not None and self._process.poll() is not None:
                 logger.warning(
-                    "the watchdog process has ended, another one is started", extra={"event": "warning", "step": step}
+                    "the watchdog process has ended, another one is started",
+                    extra={"event": "warning", "step": step},
                 )
                 self._process = self._start()
 

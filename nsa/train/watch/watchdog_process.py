@@ -1,8 +1,9 @@
 """The program beside a training process that notices when it no longer gets anywhere, says where it stands, and ends it.
 
-A process of its own, because a thread cannot run while the main thread is stuck in C code that holds the interpreter, or
-while the whole process is stopped. It needs the standard library alone and is run as a file, so that it starts in
-milliseconds and takes little memory; :class:`nsa.train.watch.watchdog.Watchdog` starts it.
+A process of its own, because a thread cannot run while the main thread is stuck in C code that
+holds the interpreter, or while the whole process is stopped. It needs the standard library alone
+and is run as a file, so that it starts in milliseconds and takes little memory;
+:class:`nsa.train.watch.watchdog.Watchdog` starts it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from typing import Any
 
 POLL_S = 0.5
 STACKS_WAIT_S = 2.5
-# Has the stacks written by a handler in C, which may crash a process whose threads run: for one that answers nothing else.
-# Windows has no such signal and no watchdog, but this module is imported there.
+# Has the stacks written by a handler in C, which may crash a process whose threads run: for one
+# that answers nothing else. Windows has no such signal and no watchdog, but this module is imported
+# there.
 STACKS_AT_ANY_PRICE = signal.SIGTERM if sys.platform == "win32" else signal.SIGVTALRM
-# Its end breaks the connections of the other ranks, which end by that: they get this long to say first where they stand.
+# Its end breaks the connections of the other ranks, which end by that: they get this long to say
+# first where they stand.
 GRACE_S = 6.0
 _LAYOUT = struct.Struct("<qq24sdd")
 BEAT_SIZE = _LAYOUT.size
@@ -49,7 +52,9 @@ class Beat:
 
     def to_bytes(self) -> bytes:
         """As it lies in shared memory, ``BEAT_SIZE`` bytes."""
-        return _LAYOUT.pack(self.count, self.step, self.phase.encode(), self.limit_s, self.time_unix_s)
+        return _LAYOUT.pack(
+            self.count, self.step, self.phase.encode(), self.limit_s, self.time_unix_s
+        )
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Beat:
@@ -69,7 +74,8 @@ class Watched:
         stacks: file to which SIGUSR1 makes it write its stacks.
         log: ``log.txt`` of the run.
         events: ``events.jsonl`` of the run.
-        alarm: file of the run that grows when a rank hangs: all others then say where they stand, whatever their limits.
+        alarm: file of the run that grows when a rank hangs: all others then say where they stand,
+            whatever their limits.
     """
 
     pid: int
@@ -140,15 +146,21 @@ def describe(watched: Watched, beat: Beat, silent_s: float) -> str:
     limit = f"limit {beat.limit_s:.0f} s" if beat.limit_s > 0 else "no limit"
     clock = time.strftime("%H:%M:%S", time.gmtime(beat.time_unix_s))
     found = proc_state(watched.pid)
-    state = ", ".join(f"{name} {value}" for name, value in found.items()) or "unknown, no /proc here"
+    state = (
+        ", ".join(f"{name} {value}" for name, value in found.items()) or "unknown, no /proc here"
+    )
     lines = [
         f"watchdog: rank {watched.rank} (process {watched.pid}): {what}: no sign of life for {silent_s:.0f} s ({limit})",
         f"  last heartbeat: number {beat.count}, step {beat.step}, phase {beat.phase}, at {clock} UTC",
         f"  state: {state}",
     ]
-    stacks = "" if found.get("state", "").startswith("T") else stacks_of(watched)  # a stopped process answers nothing
+    # a stopped process answers nothing
+    stacks = "" if found.get("state", "").startswith("T") else stacks_of(watched)
     if stacks:
-        lines += [f"  stacks (also in {watched.stacks}):", *(f"    {line}" for line in stacks.splitlines())]
+        lines += [
+            f"  stacks (also in {watched.stacks}):",
+            *(f"    {line}" for line in stacks.splitlines()),
+        ]
     else:
         lines.append("  stacks: none, the process cannot run")
     return "\n".join(lines) + "\n"
@@ -156,9 +168,17 @@ def describe(watched: Watched, beat: Beat, silent_s: float) -> str:
 
 def say(watched: Watched, kind: str, beat: Beat, text: str) -> None:
     """Write to the user, the log and the events of the run; what cannot be written is left out, for the end must come."""
-    event = {"time_unix_s": round(time.time(), 3), "kind": kind, "step": beat.step, "message": text.rstrip()}
+    event = {
+        "time_unix_s": round(time.time(), 3),
+        "kind": kind,
+        "step": beat.step,
+        "message": text.rstrip(),
+    }
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-    for path, content in ((watched.log, f"{stamp} ERROR {text}"), (watched.events, json.dumps(event) + "\n")):
+    for path, content in (
+        (watched.log, f"{stamp} ERROR {text}"),
+        (watched.events, json.dumps(event) + "\n"),
+    ):
         with suppress(OSError), open(path, "ab", buffering=0) as file:
             file.write(content.encode())
     with suppress(OSError):  # of a terminal that has gone
@@ -172,7 +192,8 @@ def watch(watched: Watched) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_S)
         beat = read_beat(watched.beats)
-        # Counted in polls and not by the clock: time in which this program was stopped as well is nobody's stall.
+        # Counted in polls and not by the clock: time in which this program was stopped as well is
+        # nobody's stall.
         silent_s = silent_s + POLL_S if beat == last else 0.0
         last = beat
         hangs, size = 0 < beat.limit_s < silent_s, size_of(watched.alarm)
@@ -185,7 +206,12 @@ def watch(watched: Watched) -> None:
         if hangs:
             time.sleep(GRACE_S)
             if read_beat(watched.beats) == beat and os.getppid() == parent:
-                say(watched, "end", beat, f"watchdog: ending rank {watched.rank} (process {watched.pid}) with SIGKILL\n")
+                say(
+                    watched,
+                    "end",
+                    beat,
+                    f"watchdog: ending rank {watched.rank} (process {watched.pid}) with SIGKILL\n",
+                )
                 os.kill(watched.pid, signal.SIGKILL)
                 return
             say(watched, "recovery", beat, f"watchdog: rank {watched.rank} goes on\n")
@@ -196,7 +222,8 @@ def watch(watched: Watched) -> None:
 def main(words: list[str]) -> int:
     """Watch the process that the only word describes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # they are meant for the training process, whose end is this program's end
+        # they are meant for the training process, whose end is this program's end
+        signal.signal(number, signal.SIG_IGN)
     arguments: dict[str, Any] = json.loads(words[0])
     watch(Watched(**arguments))
     return 0

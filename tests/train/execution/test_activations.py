@@ -45,7 +45,9 @@ class Count(TorchDispatchMode):
         return sum(self.runs[str(operator)] for operator in operators)
 
 
-def make_loss(attention: str, policy: CheckpointingConfig | None, num_layers: int = 4) -> NextTokenLoss:
+def make_loss(
+    attention: str, policy: CheckpointingConfig | None, num_layers: int = 4
+) -> NextTokenLoss:
     torch.manual_seed(0)
     model = LanguageModel(dataclasses.replace(MODEL, attention=attention, num_layers=num_layers))  # type: ignore[arg-type]
     if policy is not None:
@@ -56,18 +58,34 @@ def make_loss(attention: str, policy: CheckpointingConfig | None, num_layers: in
 def gradients(loss: Any, num_tokens: int = 90) -> list[Tensor]:
     """Of two packed sequences."""
     tokens = torch.randint(0, 256, (num_tokens,), generator=torch.Generator().manual_seed(1))
-    loss(tokens, tokens, torch.tensor([0, 31, num_tokens], dtype=torch.int32), num_tokens).backward()
+    loss(
+        tokens, tokens, torch.tensor([0, 31, num_tokens], dtype=torch.int32), num_tokens
+    ).backward()
     return [parameter.grad.clone() for parameter in loss.parameters()]
 
 
 def test_policy_says_what_each_layer_keeps() -> None:
-    keeps = {name: [policy.keeps(layer)[0] for layer in range(4)] for name, policy in POLICIES.items()}
-    assert keeps == {"full": [*"iiii"], "range": [*"eiie"], "every": [*"eiei"], "operators": [*"aaaa"]}
+    keeps = {
+        name: [policy.keeps(layer)[0] for layer in range(4)] for name, policy in POLICIES.items()
+    }
+    assert keeps == {
+        "full": [*"iiii"],
+        "range": [*"eiie"],
+        "every": [*"eiei"],
+        "operators": [*"aaaa"],
+    }
     assert {CheckpointingConfig().keeps(layer) for layer in range(4)} == {"everything"}
 
 
 @pytest.mark.parametrize(
-    ("attention", "policy"), [("nsa", "full"), ("nsa", "range"), ("nsa", "every"), ("dense", "full"), ("dense", "operators")]
+    ("attention", "policy"),
+    [
+        ("nsa", "full"),
+        ("nsa", "range"),
+        ("nsa", "every"),
+        ("dense", "full"),
+        ("dense", "operators"),
+    ],
 )
 def test_gradients_are_equal_bit_for_bit(attention: str, policy: str) -> None:
     wanted = gradients(make_loss(attention, None))
@@ -87,7 +105,10 @@ def test_gradients_are_equal_bit_for_bit(attention: str, policy: str) -> None:
 def test_compiled_as_one_graph(attention: str, policy: str) -> None:
     """The tracer's own backend stands in for a C++ compiler, which takes minutes."""
     compiler = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
-    plain, loss = make_loss(attention, None, num_layers=1), make_loss(attention, POLICIES[policy], num_layers=1)
+    plain, loss = (
+        make_loss(attention, None, num_layers=1),
+        make_loss(attention, POLICIES[policy], num_layers=1),
+    )
     statistics = [LayerStatistics(module.model) for module in (plain, loss)]
     for layers in statistics:
         layers.start()
@@ -117,7 +138,9 @@ def test_nothing_is_computed_twice_without_gradients() -> None:
 def test_a_run_is_the_same_run(tmp_path: Path) -> None:
     results = []
     for policy in (CheckpointingConfig(), CheckpointingConfig("every", every=1)):
-        trainer = make_trainer(tiny_config(tmp_path, checkpointing=policy), tmp_path / policy.policy)
+        trainer = make_trainer(
+            tiny_config(tmp_path, checkpointing=policy), tmp_path / policy.policy
+        )
         results.append(torch.stack([trainer.train_step(trainer.next_batches()) for _ in range(2)]))
     assert torch.equal(*results)
 
@@ -127,9 +150,13 @@ def test_bad_policies_are_refused(tmp_path: Path) -> None:
         CheckpointingConfig("full", first=1)
     with pytest.raises(ValueError, match=r"last must be at least first \(3\), got 1"):
         CheckpointingConfig("range", first=3, last=1)
-    with pytest.raises(ValueError, match=r"checkpointing\.last must be below model\.num_layers \(12\), got 12"):
+    with pytest.raises(
+        ValueError, match=r"checkpointing\.last must be below model\.num_layers \(12\), got 12"
+    ):
         TrainConfig(checkpointing=CheckpointingConfig("range", last=12))
-    with pytest.raises(ValueError, match=r"checkpointing\.policy must not be operators with attention nsa on a CPU"):
+    with pytest.raises(
+        ValueError, match=r"checkpointing\.policy must not be operators with attention nsa on a CPU"
+    ):
         make_trainer(tiny_config(tmp_path, checkpointing=POLICIES["operators"]), tmp_path / "run")
 
 
@@ -142,4 +169,8 @@ def test_kept_bytes_of_the_seed_layer() -> None:
     assert kept["block_indices"] == kept["order"] == 4 * 2 * 16
     assert sum(kept.values()) == 9616  # as docs/planning.md says
     dense = dataclasses.replace(seed, attention="dense")
-    assert kept_bytes(dense, "attention", activation_bytes=4) == {"input": 3072, "out": 3072, "lse": 48}
+    assert kept_bytes(dense, "attention", activation_bytes=4) == {
+        "input": 3072,
+        "out": 3072,
+        "lse": 48,
+    }

@@ -205,7 +205,8 @@ def test_captures_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         for is_first in (True, False, False):
             replay(batches[0], torch.ones(()), is_first)
         counts.append(compilations.now.captures - before)
-    # The first step runs as it is; the second captures the graph that makes gradients and the one that adds to them.
+    # The first step runs as it is; the second captures the graph that makes gradients and the one
+    # that adds to them.
     assert counts == [0, 2, 2]
     replay(batches[0].padded(9), torch.ones(()), True)
     assert compilations.now.captures - before == 3
@@ -216,7 +217,10 @@ def test_the_start_is_told_while_it_happens(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole, window = ParallelConfig(compile_layers=False), dataclasses.replace(PATTERN, branches=("win",))
+    whole, window = (
+        ParallelConfig(compile_layers=False),
+        dataclasses.replace(PATTERN, branches=("win",)),
+    )
     config = tiny_config(tmp_path, steps=2, compile=True, parallel=whole, model={"nsa": window})
 
     def slow(*args: Any, **kwargs: Any) -> Any:

@@ -30,7 +30,9 @@ CALLED = "CtxGetCurrent CtxSetCurrent DeviceGet DevicePrimaryCtxRetain FuncSetAt
 def stub_driver(path: Path) -> None:
     """A library with the names of the GPU's driver, for a machine without one."""
     source = "".join(f"void cu{name}(void) {{}}\n" for name in CALLED.split())
-    subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", path], input=source.encode(), check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", path], input=source.encode(), check=True
+    )
 
 
 @pytest.fixture
@@ -38,7 +40,8 @@ def dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     """A run with few kernels, a GPU that is not there, and a cache of its own."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
-    if hasattr(driver, "make_launcher"):  # before Triton 3.7 launchers in C are linked with the GPU's driver
+    # before Triton 3.7 launchers in C are linked with the GPU's driver
+    if hasattr(driver, "make_launcher"):
         stub_driver(tmp_path / "libcuda.so.1")
         monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
         monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
@@ -52,11 +55,23 @@ def kernels(config: TrainConfig) -> list[str]:
 
 def test_launches_are_those_of_forward_and_backward(tmp_path: Path) -> None:
     found = kernels(tiny_config(tmp_path, telemetry=True))
-    # Keys and values are compressed with and without rotation; window and compressed branch share kernels.
+    # Keys and values are compressed with and without rotation; window and compressed branch share
+    # kernels.
     assert found.count("compress_fwd_kernel") == 2
-    assert found.count("range_fwd_kernel") == found.count("range_dq_kernel") == found.count("range_dkv_kernel") == 2
+    assert (
+        found.count("range_fwd_kernel")
+        == found.count("range_dq_kernel")
+        == found.count("range_dkv_kernel")
+        == 2
+    )
     assert found.count("heads_kernel") == 2
-    once = {"select_kernel", "selected_fwd_kernel", "selected_dq_kernel", "selected_gather_bwd_kernel", "combine_fwd_kernel"}
+    once = {
+        "select_kernel",
+        "selected_fwd_kernel",
+        "selected_dq_kernel",
+        "selected_gather_bwd_kernel",
+        "combine_fwd_kernel",
+    }
     assert all(found.count(name) == 1 for name in once | {"observe_kernel", "list_kernel"})
     assert "observe_kernel" not in kernels(tiny_config(tmp_path, telemetry=False))
 
@@ -77,7 +92,9 @@ def test_compiled_once(dense: TrainConfig, tmp_path: Path, monkeypatch: pytest.M
     KernelsAhead(dense, CUDA, Launch(local_rank=1, world_size=2)).wait()
     KernelsAhead(dense, torch.device("cpu"), Launch()).wait()
     with pytest.raises(AssertionError, match="a second process"):
-        KernelsAhead(tiny_config(tmp_path, model={"attention": "dense", "width": 64}), CUDA, Launch())
+        KernelsAhead(
+            tiny_config(tmp_path, model={"attention": "dense", "width": 64}), CUDA, Launch()
+        )
 
 
 def test_a_failure_is_said_and_harms_nothing(

@@ -21,7 +21,15 @@ class HandMade:
         self, name: str, begin: float, end: float, thread: int = MAIN, category: str = "cpu_op",
         args: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        event = {"ph": "X", "cat": category, "name": name, "pid": 9, "tid": thread, "ts": begin, "dur": end - begin}
+        event = {
+            "ph": "X",
+            "cat": category,
+            "name": name,
+            "pid": 9,
+            "tid": thread,
+            "ts": begin,
+            "dur": end - begin,
+        }
         self.records.append({**event, "args": args or {}})
 
     def product(self, sizes: list[list[int]], begin: float, end: float, thread: int = MAIN) -> None:
@@ -41,10 +49,20 @@ class HandMade:
         number = next(self._numbers)
         self.host(call, at, at + 0.5, thread, "cuda_runtime", {"correlation": number})
         for name, begin, end in kernels:
-            event = {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": stream, "ts": begin, "dur": end - begin}
+            event = {
+                "ph": "X",
+                "cat": category,
+                "name": name,
+                "pid": 0,
+                "tid": stream,
+                "ts": begin,
+                "dur": end - begin,
+            }
             self.records.append({**event, "args": {"correlation": number}})
 
-    def backward_of(self, forward_begin: float, backward_begin: float, thread: int = AUTOGRAD) -> None:
+    def backward_of(
+        self, forward_begin: float, backward_begin: float, thread: int = AUTOGRAD
+    ) -> None:
         number = next(self._numbers)
         flow = {"cat": "fwdbwd", "name": "fwdbwd", "id": number, "pid": 9}
         self.records += [
@@ -54,7 +72,14 @@ class HandMade:
 
     def memory(self, at: float, change: int, thread: int = MAIN, device: int = 0) -> None:
         args = {"Bytes": change, "Device Type": device, "Total Allocated": 0}
-        event = {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "pid": 9, "tid": thread, "ts": at}
+        event = {
+            "ph": "i",
+            "cat": "cpu_instant_event",
+            "name": "[memory]",
+            "pid": 9,
+            "tid": thread,
+            "ts": at,
+        }
         self.records.append({**event, "args": args})
 
     def trace(self) -> Trace:

@@ -25,13 +25,21 @@ from tests.train.profiler.hand_made import AUTOGRAD, HandMade
 
 def profile(tmp_path: Path, *words: str, **changes: Any) -> tuple[int, Path]:
     config = tmp_path / "tiny.yaml"
-    config.write_text(to_yaml(tiny_config(tmp_path, **{"steps": 40, "eval_every": 0, "checkpoint_every": 0, **changes})))
+    config.write_text(
+        to_yaml(
+            tiny_config(
+                tmp_path, **{"steps": 40, "eval_every": 0, "checkpoint_every": 0, **changes}
+            )
+        )
+    )
     run = tmp_path / "run"
     return cli.main(["profile", str(config), "--run-dir", str(run), *words]), run
 
 
 def test_a_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, run = profile(tmp_path, "--wait", "2", "--warmup", "1", "--active", "3", "--memory", "--log-every", "1")
+    code, run = profile(
+        tmp_path, "--wait", "2", "--warmup", "1", "--active", "3", "--memory", "--log-every", "1"
+    )
     assert code == 0
     folder = run / "profile"
     found = json.loads((folder / "stages.json").read_text())
@@ -43,7 +51,8 @@ def test_a_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert (rows[stage]["backward_ms"] > 0) == (stage != stages.CHOICE), stage
     for stage in (stages.OPTIMIZER, stages.TELEMETRY, stages.GRADIENTS, "idle"):
         assert rows[stage]["total_ms"] > 0, stage
-    assert rows["unattributed"]["share"] < 0.15  # a model this small on a machine busy with other tests
+    # a model this small on a machine busy with other tests
+    assert rows["unattributed"]["share"] < 0.15
     assert (folder / "stages.txt").read_text() in capsys.readouterr().out
     assert "aten::mm" in (folder / "kernels.txt").read_text()
     trace = read_trace(folder / "trace.json.gz")
@@ -53,21 +62,29 @@ def test_a_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert not list((run / "checkpoints").iterdir())
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 2 + 1 + 3 + 2 + 1))
-    modules = {module["name"]: module for module in json.loads((folder / "memory.json").read_text())}
+    modules = {
+        module["name"]: module for module in json.loads((folder / "memory.json").read_text())
+    }
     mlp = modules["layers.0.mlp"]
-    # Input and two hidden tensors of the MLP are kept, its output is returned: fp32, 2 windows of 64 tokens.
+    # Input and two hidden tensors of the MLP are kept, its output is returned: fp32, 2 windows of
+    # 64 tokens.
     assert mlp["kept"] == 4 * 128 * (2 * 64 + 32)
     assert mlp["forward_peak"] >= mlp["kept"]
     assert mlp["backward_peak"] > 0
     assert "layers.0.mlp" in (folder / "memory.txt").read_text()
 
 
-def test_memory_of_modules_in_layers_that_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_modules_in_layers_that_are_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     words = ["--wait", "1", "--warmup", "1", "--active", "1", "--memory"]
     code, run = profile(tmp_path, *words, compile=True, model={"num_layers": 1})
     assert code == 0
-    modules = {module["name"]: module for module in json.loads((run / "profile" / "memory.json").read_text())}
+    modules = {
+        module["name"]: module
+        for module in json.loads((run / "profile" / "memory.json").read_text())
+    }
     mlp = modules["layers.0.mlp"]
     assert mlp["kept"] == 4 * 128 * (2 * 64 + 32)
     assert mlp["backward_peak"] > 0
@@ -78,7 +95,9 @@ def test_memory_of_modules_in_layers_that_are_compiled(tmp_path: Path, monkeypat
     (["--active", "0"], "--active must be positive, got 0"),
     (["--steps", "20"], "--steps must be at least 70 for this profile, got 20"),
 ])  # fmt: skip
-def test_what_cannot_be_recorded(tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_recorded(
+    tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, run = profile(tmp_path, *words, **({} if "--steps" in words else {"steps": 100}))
     assert code == 2
     assert message in capsys.readouterr().err
@@ -146,5 +165,15 @@ def test_memory_of_modules() -> None:
     hand.memory(61, 400, AUTOGRAD)
     hand.memory(80, 9999)  # of nobody
     layer, mlp = module_memory(hand.trace(), "cpu", 50)
-    assert (layer.name, layer.forward_peak, layer.kept, layer.backward_peak) == ("layer", 1150, 800, 1250)
-    assert (mlp.name, mlp.forward_peak, mlp.kept, mlp.backward_peak) == ("layer.mlp", 1150, 700, 1250)
+    assert (layer.name, layer.forward_peak, layer.kept, layer.backward_peak) == (
+        "layer",
+        1150,
+        800,
+        1250,
+    )
+    assert (mlp.name, mlp.forward_peak, mlp.kept, mlp.backward_peak) == (
+        "layer.mlp",
+        1150,
+        700,
+        1250,
+    )

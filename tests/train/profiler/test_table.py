@@ -57,7 +57,10 @@ def table_of(hand: HandMade, **arguments: Any) -> StageTable:
 
 
 def micros(table: StageTable) -> dict[str, tuple[float, float]]:
-    return {name: (round(1000 * first, 6), round(1000 * back, 6)) for name, (first, back) in table.stages.items()}
+    return {
+        name: (round(1000 * first, 6), round(1000 * back, 6))
+        for name, (first, back) in table.stages.items()
+    }
 
 
 def test_eager_steps() -> None:
@@ -75,7 +78,9 @@ def test_eager_steps() -> None:
     assert table.unattributed_ms == 0
     assert table.hidden_communication_ms == pytest.approx(0.007)
     assert table.total_ms == pytest.approx(table.step_ms)
-    (gemm,) = (kernel for kernel in table.kernels if kernel.name == "gemm" and kernel.place.backward)
+    (gemm,) = (
+        kernel for kernel in table.kernels if kernel.name == "gemm" and kernel.place.backward
+    )
     assert (gemm.place.stage, gemm.calls, gemm.time_us) == (stages.MLP, 2, 12)
 
 
@@ -115,7 +120,11 @@ def compiled_micro_batch(hand: HandMade, begin: float) -> None:
     hand.launch(at(30), ("radix_sort", at(30), at(33)), thread=AUTOGRAD)
     hand.product([[64, 512], [512, 32], [64, 32]], at(36), at(38), AUTOGRAD)
     hand.launch(at(37), ("nvjet", at(37), at(41)), thread=AUTOGRAD)
-    hand.launch(at(39), ("triton_red_fused__to_copy_add_div_expand_mul_pow_sum_8", at(41), at(43)), thread=AUTOGRAD)
+    hand.launch(
+        at(39),
+        ("triton_red_fused__to_copy_add_div_expand_mul_pow_sum_8", at(41), at(43)),
+        thread=AUTOGRAD,
+    )
 
 
 COMPILED = {
@@ -160,7 +169,10 @@ def test_replayed_graphs_are_read_by_a_step_that_launched_one_by_one() -> None:
     blind = table_of(hand)
     assert not blind.stages
     assert blind.unattributed_ms == pytest.approx(0.021)
-    assert "more than 5% of the step is unattributed; the most of it:\n  0.010 ms nvjet" in blind.text()
+    assert (
+        "more than 5% of the step is unattributed; the most of it:\n  0.010 ms nvjet"
+        in blind.text()
+    )
 
 
 def test_kernels_that_the_reference_does_not_have_belong_nowhere() -> None:
@@ -171,7 +183,10 @@ def test_kernels_that_the_reference_does_not_have_belong_nowhere() -> None:
 
 
 def test_kernels_of_two_streams_have_no_fixed_order() -> None:
-    known = [Label(name, Place(name.upper() + turn)) for name, turn in zip("abcdab", "111122", strict=True)]
+    known = [
+        Label(name, Place(name.upper() + turn))
+        for name, turn in zip("abcdab", "111122", strict=True)
+    ]
     found = [place.stage for place in align("dbacba", known)]
     assert found == ["D1", "B1", "A1", "C1", "B2", "A2"]
 
@@ -185,7 +200,10 @@ def test_shares_and_sum_in_text_and_json() -> None:
     assert sum(row["total_ms"] for row in rows) == pytest.approx(table.step_ms)
     assert sum(row["share"] for row in rows) == pytest.approx(1)
     assert [row["stage"] for row in rows][-2:] == ["unattributed", "idle"]
-    assert "sum                                                                0.100   100.0%" in table.text()
+    assert (
+        "sum                                                                0.100   100.0%"
+        in table.text()
+    )
     assert table.kernels_text(1).count("\n") == 2
 
 
@@ -202,4 +220,5 @@ def test_sizes_of_products() -> None:
     assert found[(32, 256)] == stages.LOSS
     assert found[(32, 32 + 6 * 16)] == stages.PROJECTION
     shared = LanguageModel(dataclasses.replace(MODEL, mlp_hidden_size=128))
-    assert (32, 128) not in product_stages(shared)  # the projection has the same sizes: nothing is guessed
+    # the projection has the same sizes: nothing is guessed
+    assert (32, 128) not in product_stages(shared)

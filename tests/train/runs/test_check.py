@@ -33,7 +33,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     first.run()
     (checkpoint,) = (folder / "run" / "checkpoints").iterdir()
     kept = shutil.copytree(checkpoint, folder / checkpoint.name)
-    for _ in range(2):  # from step 6 twice: the rows after it are written, set aside and written again
+    # from step 6 twice: the rows after it are written, set aside and written again
+    for _ in range(2):
         shutil.rmtree(folder / "run" / "checkpoints")
         (folder / "run" / "checkpoints").mkdir()
         shutil.copytree(kept, folder / "run" / "checkpoints" / kept.name)
@@ -83,7 +84,10 @@ def drop_events(folder: RunFolder) -> None:
 @pytest.mark.parametrize(
     ("change", "answer"),
     [
-        (change_row(6, tokens=1537), "step 6: 1537 tokens recorded, 1536 = step * global_batch * seq_len"),
+        (
+            change_row(6, tokens=1537),
+            "step 6: 1537 tokens recorded, 1536 = step * global_batch * seq_len",
+        ),
         (change_row(8, tokens_per_s=1e9), "step 8: 1,000,000,000.0 tokens/s recorded, "),
         (change_row(8, step_time_ms=1e6), "s by the clock since the row before"),
         (change_row(8, step_time_ms=1e-3), "lies outside step_time_ms"),
@@ -98,7 +102,11 @@ def drop_events(folder: RunFolder) -> None:
     ],
 )
 def test_disagreement_is_found(
-    tmp_path: Path, sound: RunFolder, change: Callable[[RunFolder], None], answer: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    sound: RunFolder,
+    change: Callable[[RunFolder], None],
+    answer: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = RunFolder(shutil.copytree(sound.path, tmp_path / "run"))
     change(folder)

@@ -27,7 +27,9 @@ LENGTHS = (0, 70, 1, 25)
 CU = torch.tensor([0, 0, 70, 71, 96], dtype=torch.int32)
 
 
-def run(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, float], list[Tensor], list[Tensor]]:
+def run(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, float], list[Tensor], list[Tensor]]:
     """Statistics of one forward pass, with the choices and the gates of its layers."""
     chosen: list[Tensor] = []
     real = run_select_blocks
@@ -65,7 +67,13 @@ def observe(model: LanguageModel) -> dict[str, float]:
     return statistics.row()
 
 
-CHOICE = ("selected_tokens", "selected_distance_tokens", "selected_overlap", "selected_min_tokens", "selected_max_tokens")
+CHOICE = (
+    "selected_tokens",
+    "selected_distance_tokens",
+    "selected_overlap",
+    "selected_min_tokens",
+    "selected_max_tokens",
+)
 
 
 def slow_choice(blocks: Tensor, size: int) -> tuple[float, float, float, float, float]:
@@ -78,14 +86,24 @@ def slow_choice(blocks: Tensor, size: int) -> tuple[float, float, float, float, 
                 ids = {int(i) for i in blocks[start + t, head] if i >= 0}
                 queries += bool(ids)
                 if t + 1 >= blocks.shape[-1] * size:
-                    full.append(sum(key <= t for i in ids for key in range(i * size, (i + 1) * size)))
-                distances += [t - key for i in ids for key in range(i * size, (i + 1) * size) if key <= t]
+                    full.append(
+                        sum(key <= t for i in ids for key in range(i * size, (i + 1) * size))
+                    )
+                distances += [
+                    t - key for i in ids for key in range(i * size, (i + 1) * size) if key <= t
+                ]
                 if t > 0:
                     shares += len(ids)
                     both += len(ids & {int(i) for i in blocks[start + t - 1, head]})
         start += length
     assert len(full) > 1
-    return len(distances) / queries, sum(distances) / len(distances), both / shares, min(full), max(full)
+    return (
+        len(distances) / queries,
+        sum(distances) / len(distances),
+        both / shares,
+        min(full),
+        max(full),
+    )
 
 
 def model_of(**changes: Any) -> LanguageModel:
@@ -101,14 +119,25 @@ def model_of(**changes: Any) -> LanguageModel:
     {}, {"num_kv_heads": 2}, {"compress_rope": "none", "branches": ("slc", "win")}, {"phi": "mlp", "gate": "softmax"},
     {"share_kv": True, "num_selected_blocks_table": ((0, 70, 3),)},
 ])  # fmt: skip
-def test_statistics_are_those_of_what_the_layers_did(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_are_those_of_what_the_layers_did(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = model_of(**changes)
     row, chosen, gates = run(model, monkeypatch)
     for layer, (blocks, values) in enumerate(zip(chosen, gates, strict=True)):
         expected = dict(zip(CHOICE, slow_choice(blocks, 16), strict=True))
-        active = values[..., [column for column, branch in enumerate(BRANCHES) if branch in model.config.nsa.branches]].double()
+        active = values[
+            ...,
+            [
+                column
+                for column, branch in enumerate(BRANCHES)
+                if branch in model.config.nsa.branches
+            ],
+        ].double()
         share = active / active.sum(-1, keepdim=True)
-        expected["gate_entropy"] = float((-(share * share.log()).sum(-1)).mean() / torch.tensor(active.shape[-1]).log())
+        expected["gate_entropy"] = float(
+            (-(share * share.log()).sum(-1)).mean() / torch.tensor(active.shape[-1]).log()
+        )
         expected["gate_win_mean"] = float(values[..., 2].double().mean())
         for name, value in expected.items():
             assert row[f"{name}_layer_{layer}"] == pytest.approx(value, rel=1e-6), name
@@ -131,10 +160,18 @@ def test_layers_that_collapsed() -> None:
         biases.append(torch.nn.init.zeros_(last.bias).detach().view(-1, 3))
     biases[0][:] = torch.tensor([1.0, 0.0, -6.0])
     row = observe(model)
-    assert (row["gate_collapsed_layer_0"], row["gate_collapsed_layer_1"], row["gate_collapsed"]) == (1, 1, 1)
+    assert (
+        row["gate_collapsed_layer_0"],
+        row["gate_collapsed_layer_1"],
+        row["gate_collapsed"],
+    ) == (1, 1, 1)
     biases[0][:, 2] = -2.0
     row = observe(model)
-    assert (row["gate_collapsed_layer_0"], row["gate_collapsed_layer_1"], row["gate_collapsed"]) == (0, 1, 0.5)
+    assert (
+        row["gate_collapsed_layer_0"],
+        row["gate_collapsed_layer_1"],
+        row["gate_collapsed"],
+    ) == (0, 1, 0.5)
 
 
 @pytest.mark.parametrize("config", [
@@ -154,7 +191,9 @@ def test_choice_of_a_dense_batch(rope: Any) -> None:
     blocks = module.choose_blocks(x)
     assert blocks.shape == (180, 1, 4)
     assert torch.equal(blocks[90:], module.choose_blocks(x[1]))
-    nsa.check_inputs(config, cu_seqlens_q=torch.tensor([0, 90, 180], dtype=torch.int32), block_indices=blocks)
+    nsa.check_inputs(
+        config, cu_seqlens_q=torch.tensor([0, 90, 180], dtype=torch.int32), block_indices=blocks
+    )
 
 
 def test_no_choice_without_the_branch() -> None:
@@ -168,7 +207,8 @@ def test_rows_record_them(tmp_path: Path) -> None:
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [2, 3, 4]
     for row in rows:
-        assert row["selected_reference_calls"] == 2  # one layer, two micro-batches: the step of the row and no other
+        # one layer, two micro-batches: the step of the row and no other
+        assert row["selected_reference_calls"] == 2
         assert 0 < float(row["selected_tokens_layer_0"]) == float(row["selected_tokens"]) <= 64
         assert 0 < float(row["selected_overlap"]) <= 1
         assert 0 < float(row["gate_slc_mean_layer_0"]) < 1
@@ -178,7 +218,12 @@ def test_the_switch(tmp_path: Path) -> None:
     trainer = make_trainer(tiny_config(tmp_path, steps=2, telemetry=False), tmp_path / "run")
     assert trainer.model.decoder_layers()[0].attention.sums is None
     trainer.run()
-    assert not [name for row in read_metrics(tmp_path / "run" / "metrics.jsonl") for name in row if "selected" in name]
+    assert not [
+        name
+        for row in read_metrics(tmp_path / "run" / "metrics.jsonl")
+        for name in row
+        if "selected" in name
+    ]
 
 
 class Checkpointed(torch.nn.Module):

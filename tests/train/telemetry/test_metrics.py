@@ -35,11 +35,17 @@ def write(folder: RunFolder, *rows: Row, after: int | None = None) -> None:
 
 def csv_rows(folder: RunFolder) -> list[dict[str, str]]:
     with folder.metrics_csv.open(newline="") as file:
-        return [{name: value for name, value in row.items() if name != "time_unix_s"} for row in csv.DictReader(file)]
+        return [
+            {name: value for name, value in row.items() if name != "time_unix_s"}
+            for row in csv.DictReader(file)
+        ]
 
 
 def jsonl_rows(folder: RunFolder) -> list[Row]:
-    return [{name: value for name, value in row.items() if name != "time_unix_s"} for row in read_metrics(folder.metrics_jsonl)]
+    return [
+        {name: value for name, value in row.items() if name != "time_unix_s"}
+        for row in read_metrics(folder.metrics_jsonl)
+    ]
 
 
 def scalars(folder: RunFolder, name: str) -> list[tuple[int, float]]:
@@ -49,13 +55,19 @@ def scalars(folder: RunFolder, name: str) -> list[tuple[int, float]]:
 
 
 def test_the_three_outputs_hold_the_same_rows(folder: RunFolder) -> None:
-    rows: list[Row] = [{"step": 1, "loss_nats": 5.5, "tokens": 10}, {"step": 2, "loss_nats": 4.25, "tokens": 20}]
+    rows: list[Row] = [
+        {"step": 1, "loss_nats": 5.5, "tokens": 10},
+        {"step": 2, "loss_nats": 4.25, "tokens": 20},
+    ]
     before = time.time()
     write(folder, *rows)
     assert jsonl_rows(folder) == rows
     assert csv_rows(folder) == [{name: str(value) for name, value in row.items()} for row in rows]
     assert scalars(folder, "loss_nats") == [(1, 5.5), (2, 4.25)]
-    assert all(before - 1 <= float(row["time_unix_s"]) <= time.time() + 1 for row in read_metrics(folder.metrics_jsonl))
+    assert all(
+        before - 1 <= float(row["time_unix_s"]) <= time.time() + 1
+        for row in read_metrics(folder.metrics_jsonl)
+    )
 
 
 def test_a_row_can_be_read_as_soon_as_it_is_written(folder: RunFolder) -> None:
@@ -68,15 +80,28 @@ def test_a_row_can_be_read_as_soon_as_it_is_written(folder: RunFolder) -> None:
 
 
 def test_a_new_metric_becomes_the_last_column_and_absent_is_empty(folder: RunFolder) -> None:
-    write(folder, {"step": 1, "loss_nats": 5.0}, {"step": 2, "val_loss_nats": 6.0, "loss_nats": 4.0}, {"step": 3, "mfu": 0.5})
-    assert folder.metrics_csv.read_text().splitlines()[0] == "step,time_unix_s,loss_nats,val_loss_nats,mfu"
+    write(
+        folder,
+        {"step": 1, "loss_nats": 5.0},
+        {"step": 2, "val_loss_nats": 6.0, "loss_nats": 4.0},
+        {"step": 3, "mfu": 0.5},
+    )
+    assert (
+        folder.metrics_csv.read_text().splitlines()[0]
+        == "step,time_unix_s,loss_nats,val_loss_nats,mfu"
+    )
     assert [row["val_loss_nats"] for row in csv_rows(folder)] == ["", "6.0", ""]
     assert [row["mfu"] for row in csv_rows(folder)] == ["", "", "0.5"]
     assert "val_loss_nats" not in jsonl_rows(folder)[0]
 
 
-def test_values_that_are_not_finite_survive_and_the_record_is_strict_json(folder: RunFolder) -> None:
-    write(folder, {"step": 1, "loss_nats": math.nan, "grad_norm": math.inf, "bits_per_byte": -math.inf})
+def test_values_that_are_not_finite_survive_and_the_record_is_strict_json(
+    folder: RunFolder,
+) -> None:
+    write(
+        folder,
+        {"step": 1, "loss_nats": math.nan, "grad_norm": math.inf, "bits_per_byte": -math.inf},
+    )
     text = folder.metrics_jsonl.read_text()
     assert '"loss_nats": "nan"' in text
     assert '"grad_norm": "inf"' in text
@@ -112,7 +137,10 @@ def test_a_resumed_run_has_each_step_once_and_loses_nothing(folder: RunFolder) -
     assert [(row["step"], row["loss_nats"]) for row in jsonl_rows(folder)] == expected
     assert [(int(row["step"]), float(row["loss_nats"])) for row in csv_rows(folder)] == expected
     aside = [read_metrics(folder.path / f"metrics.set-aside-{number}.jsonl") for number in (1, 2)]
-    assert [[(row["step"], row["loss_nats"]) for row in rows] for rows in aside] == [[(3, 3.0), (4, 4.0)], [(3, 30.0)]]
+    assert [[(row["step"], row["loss_nats"]) for row in rows] for rows in aside] == [
+        [(3, 3.0), (4, 4.0)],
+        [(3, 30.0)],
+    ]
     assert "mfu" not in folder.metrics_csv.read_text()
 
 
@@ -131,7 +159,9 @@ def test_continuing_without_anything_to_set_aside_keeps_all_rows(folder: RunFold
     assert not list(folder.path.glob("*set-aside*"))
 
 
-@pytest.mark.parametrize("torn", ['{"step": 3, "lo', '{"step": 3}', '{"step": 3, "loss_nats": 1.0', '{"st\n', "\x00\x00"])
+@pytest.mark.parametrize(
+    "torn", ['{"step": 3, "lo', '{"step": 3}', '{"step": 3, "loss_nats": 1.0', '{"st\n', "\x00\x00"]
+)
 def test_a_line_torn_by_a_crash_is_set_aside(folder: RunFolder, torn: str) -> None:
     write(folder, {"step": 1, "loss_nats": 1.0}, {"step": 2, "loss_nats": 2.0})
     with folder.metrics_jsonl.open("a") as file:
@@ -150,7 +180,11 @@ def test_a_damaged_line_in_the_middle_is_an_error(folder: RunFolder) -> None:
 
 
 def test_the_document_lists_exactly_the_metrics_there_are() -> None:
-    table = [line.strip("| ").split(" | ") for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
+    table = [
+        line.strip("| ").split(" | ")
+        for line in DOCUMENT.read_text().splitlines()
+        if line.startswith("| `")
+    ]
     documented = [cells for cells in table if len(cells) == 3]
     assert documented == [[f"`{metric.name}`", metric.unit, metric.meaning] for metric in METRICS]
     assert len({metric.name for metric in METRICS}) == len(METRICS)

@@ -32,7 +32,10 @@ class Terminal(io.StringIO):
 
 def test_a_row_as_a_line_has_units_and_leaves_out_what_is_absent() -> None:
     assert describe_row(ROW, 500) == LINE
-    assert describe_row({"step": 1, "val_bits_per_byte": 2.0}, 5) == "step 1/5 | held out 2.0000 bits/byte"
+    assert (
+        describe_row({"step": 1, "val_bits_per_byte": 2.0}, 5)
+        == "step 1/5 | held out 2.0000 bits/byte"
+    )
     assert "nan nats/token" in describe_row({"step": 1, "loss_nats": float("nan")}, 5)
 
 
@@ -46,7 +49,9 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     assert stream.getvalue().splitlines() == said
     logged = (tmp_path / "log.txt").read_text().splitlines()
     assert [line.split(" ", 3)[3] for line in logged] == said
-    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING) ", line) for line in logged)
+    assert all(
+        re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING) ", line) for line in logged
+    )
 
 
 def test_the_log_goes_on_and_nothing_is_said_twice(tmp_path: Path) -> None:
@@ -83,7 +88,10 @@ def test_a_bar_on_a_terminal_with_lines_above_it(tmp_path: Path) -> None:
 def test_a_run_outlives_whoever_reads_what_it_says(tmp_path: Path, is_terminal: bool) -> None:
     """A terminal that was closed, or `| head`: the rows still reach the log, and nothing is raised, now or at the end."""
     reads, writes = pty.openpty() if is_terminal else os.pipe()
-    with open(writes, "w", encoding="utf-8") as stream, RunReport(tmp_path / "log.txt", 500, stream) as report:
+    with (
+        open(writes, "w", encoding="utf-8") as stream,
+        RunReport(tmp_path / "log.txt", 500, stream) as report,
+    ):
         assert stream.isatty() == is_terminal
         report.row(ROW)
         os.close(reads)

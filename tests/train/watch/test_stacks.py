@@ -35,4 +35,6 @@ def test_a_generator_that_yields_meanwhile_hides_none_of_its_callers() -> None:
         sys.setswitchinterval(interval)
         ended.set()
         thread.join()
-    assert [text for text in texts if "outermost_of_all" not in text.partition("Thread busy")[2]] == []
+    assert [
+        text for text in texts if "outermost_of_all" not in text.partition("Thread busy")[2]
+    ] == []

@@ -35,13 +35,23 @@ def terminal_gone() -> Iterator[None]:
 
 def test_the_watchdog_goes_on_without_a_terminal(tmp_path: Path) -> None:
     """Otherwise a hanging run would never be ended once its terminal has gone."""
-    watched = Watched(1, 0, 0, "", str(tmp_path / "log.txt"), str(tmp_path / "events.jsonl"), str(tmp_path / "alarm"))
+    watched = Watched(
+        1,
+        0,
+        0,
+        "",
+        str(tmp_path / "log.txt"),
+        str(tmp_path / "events.jsonl"),
+        str(tmp_path / "alarm"),
+    )
     with terminal_gone():
         say(watched, "hang", Beat(1, 2, "step", 3.0, 4.0), "watchdog: it hangs\n")
     assert (tmp_path / "log.txt").read_text().endswith("ERROR watchdog: it hangs\n")
 
 
-def test_a_watchdog_that_was_killed_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_watchdog_that_was_killed_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with Watchdog(RunFolder(tmp_path), 0, 40.0) as watchdog:
         first = watchdog._process
         assert first is not None
@@ -64,7 +74,9 @@ def test_a_signal_is_obeyed_without_a_terminal() -> None:
         assert requests.stop == signal.SIGTERM
 
 
-def test_a_closed_terminal_asks_once_however_often_it_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_terminal_asks_once_however_often_it_signals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def leave(code: int) -> None:
         raise AssertionError(f"left with code {code}")
 
