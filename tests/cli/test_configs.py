@@ -16,7 +16,6 @@ from nsa.train.config import TrainConfig
 from nsa.train.data import make_tokenizer
 from nsa.train.load import load_config
 from nsa.train.optim import parameter_groups
-from tests.cli.conftest import Command
 
 ROOT = configs.FOLDER
 PATHS = sorted(ROOT.glob("*.yaml"))
@@ -45,12 +44,12 @@ def state_bytes(config: TrainConfig) -> int:
     return FP32 * (4 * num_parameters(config) - one_moment)
 
 
-def test_the_configurations_there_must_be() -> None:
+def test_the_configurations_there_must_be():
     assert {"1b", "cpu-small", "gpu-small", "78m", "117m", "117m-fineweb"} <= NAMES
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_each_loads_and_fits_its_tokenizer(path: Path) -> None:
+def test_each_loads_and_fits_its_tokenizer(path):
     config = load_config(path)
     assert config.model.vocab_size == make_tokenizer(config.data, ()).vocab_size
     assert config.world_size == (2 if config.parallel.strategy == "fsdp" else 1)
@@ -58,7 +57,7 @@ def test_each_loads_and_fits_its_tokenizer(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(name for name in NAMES if not name.endswith("-dense")))
-def test_the_dense_twin_differs_in_the_attention_alone(name: str) -> None:
+def test_the_dense_twin_differs_in_the_attention_alone(name):
     sparse, dense = (load_config(ROOT / f"{stem}.yaml") for stem in (name, f"{name}-dense"))
     assert (sparse.model.attention, dense.model.attention) == ("nsa", "dense")
     assert (
@@ -69,7 +68,7 @@ def test_the_dense_twin_differs_in_the_attention_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cpu-small", "gpu-small"])
-def test_short_windows_are_truly_sparse(name: str) -> None:
+def test_short_windows_are_truly_sparse(name):
     config = load_config(ROOT / f"{name}.yaml")
     pattern = config.model.nsa
     assert pattern.branches == ("cmp", "slc", "win")
@@ -80,7 +79,7 @@ def test_short_windows_are_truly_sparse(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_parameters_tokens_and_memory_in_the_comment(path: Path) -> None:
+def test_parameters_tokens_and_memory_in_the_comment(path):
     config, text = load_config(path), comment(path)
     parameters = num_parameters(config)
     stated = re.search(r"Model: ([\d.]+)M parameters", text)
@@ -99,7 +98,7 @@ def test_parameters_tokens_and_memory_in_the_comment(path: Path) -> None:
     assert f"{state_bytes(config) / unit:.{len(memory[1].partition('.')[2])}f}" == memory[1]
 
 
-def test_the_78m_configuration_is_the_one_that_is_specified() -> None:
+def test_the_78m_configuration_is_the_one_that_is_specified():
     config = load_config(ROOT / "78m.yaml")
     model, pattern, optim = config.model, config.model.nsa, config.optim
     assert (model.width, model.num_layers, model.vocab_size, model.tie_head) == (
@@ -150,7 +149,7 @@ def num_gate_parameters(config: TrainConfig) -> int:
     return 3 * config.model.nsa.num_heads * (config.model.width + 1)  # of a layer: weight and bias
 
 
-def test_the_1b_configuration_is_what_its_name_says() -> None:
+def test_the_1b_configuration_is_what_its_name_says():
     config = load_config(ROOT / "1b.yaml")
     assert 0.9e9 < num_parameters(config) < 1.3e9
     assert (config.parallel.strategy, config.checkpointing.policy, config.model.attention) == (
@@ -164,7 +163,7 @@ def test_the_1b_configuration_is_what_its_name_says() -> None:
         )
 
 
-def test_the_117m_configuration_is_the_78m_one_with_another_vocabulary() -> None:
+def test_the_117m_configuration_is_the_78m_one_with_another_vocabulary():
     bytes_, gpt2 = (load_config(ROOT / f"{name}.yaml") for name in ("78m", "117m"))
     assert (gpt2.model.vocab_size, gpt2.model.tie_head, gpt2.data.tokenizer) == (
         50257,
@@ -176,7 +175,7 @@ def test_the_117m_configuration_is_the_78m_one_with_another_vocabulary() -> None
     assert dataclasses.replace(gpt2, model=model, data=data, loss_chunk=bytes_.loss_chunk) == bytes_
 
 
-def test_the_fineweb_configuration_is_the_117m_one_on_prepared_text() -> None:
+def test_the_fineweb_configuration_is_the_117m_one_on_prepared_text():
     gpt2, fineweb = (load_config(ROOT / f"{name}.yaml") for name in ("117m", "117m-fineweb"))
     assert (fineweb.data.source, fineweb.data.path) == ("shards", "data/fineweb-edu")
     data = dataclasses.replace(fineweb.data, source="stdlib", path=None)
@@ -192,7 +191,7 @@ def test_the_fineweb_configuration_is_the_117m_one_on_prepared_text() -> None:
 # names
 
 
-def test_the_names_are_listed_with_what_they_are(nsa: Command) -> None:
+def test_the_names_are_listed_with_what_they_are(nsa):
     lines = nsa("configs").splitlines()
     assert [line.split()[0] for line in lines] == sorted(NAMES)
     assert (
@@ -202,7 +201,7 @@ def test_the_names_are_listed_with_what_they_are(nsa: Command) -> None:
     assert nsa("configs --folder") == f"{ROOT}\n"
 
 
-def test_a_word_is_a_name_or_a_path(tmp_path: Path) -> None:
+def test_a_word_is_a_name_or_a_path(tmp_path):
     assert load_config("78m") == load_config(ROOT / "78m.yaml")
     for path in ("78m.yaml", "78m.yml", "mine/78m", str(tmp_path / "78m")):
         assert configs.find(path) == Path(path)
@@ -216,7 +215,7 @@ def test_a_word_is_a_name_or_a_path(tmp_path: Path) -> None:
         load_config("configs/78m.yaml")
 
 
-def test_names_of_the_release_before_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+def test_names_of_the_release_before_are_taken(caplog):
     for old, new in configs.RENAMED.items():
         assert configs.find(old) == ROOT / f"{new}.yaml"
         assert f"the configuration {old} is called {new} now" in caplog.text

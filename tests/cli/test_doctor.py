@@ -17,11 +17,10 @@ from nsa.bench.points import parse_shape
 from nsa.cli import doctor
 from nsa.ops._triton.tuning import Tile, TileKey, tiles_chosen_by
 from nsa.train import environment
-from tests.cli.conftest import Command
 from tools.compile_only.launches import Batch, attend, launches
 
 
-def test_a_sound_machine(nsa: Command) -> None:
+def test_a_sound_machine(nsa):
     said = nsa("doctor")
     for part in (
         "python 3.",
@@ -36,9 +35,7 @@ def test_a_sound_machine(nsa: Command) -> None:
     assert "PROBLEM" not in said
 
 
-def test_problems_are_shown_and_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_problems_are_shown_and_counted(tmp_path, capsys, monkeypatch):
     (tmp_path / "bad.yaml").write_text("steps: x\n")
     (tmp_path / "good.yaml").write_text("steps: 1\n")
     monkeypatch.setattr(environment, "RECORDED", ("torch", "no-such-distribution"))
@@ -56,7 +53,7 @@ def test_problems_are_shown_and_counted(
     )
 
 
-def test_no_triton_is_a_problem_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_triton_is_a_problem_where_there_is_one(monkeypatch):
     monkeypatch.setattr(environment, "RECORDED", ("triton",))
     monkeypatch.setattr(environment, "version", lambda name: None)
     (line,) = [line for line in doctor._versions() if "triton" in line]
@@ -68,9 +65,7 @@ def test_no_triton_is_a_problem_where_there_is_one(monkeypatch: pytest.MonkeyPat
     assert not isinstance(line, doctor.Problem)
 
 
-def test_a_driver_without_a_cuda_build_of_torch_is_a_problem(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_driver_without_a_cuda_build_of_torch_is_a_problem(monkeypatch):
     monkeypatch.setattr(environment, "cuda", lambda: None)
     monkeypatch.setattr(environment, "nvidia_driver", lambda: "580.1")
     (line,) = doctor._gpus()
@@ -81,7 +76,7 @@ def test_a_driver_without_a_cuda_build_of_torch_is_a_problem(
     assert not isinstance(line, doctor.Problem)
 
 
-def test_whether_utilisation_will_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_utilisation_will_be_recorded(monkeypatch):
     monkeypatch.setattr(environment, "version", lambda name: None)
     (line,) = doctor._utilisation(2)
     assert line.startswith("runs will not record gpu_utilisation_percent")
@@ -113,7 +108,7 @@ Legend:
 """
 
 
-def test_connections_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_of_gpus(monkeypatch):
     assert environment.gpu_links(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "PHB", (1, 2): "SYS"}
     monkeypatch.setattr(environment, "nvidia_topology", lambda: TOPOLOGY)
     monkeypatch.setattr(environment, "pcie_links", lambda: [("5", "16"), ("5", "16"), ("4", "8")])
@@ -132,7 +127,7 @@ def test_connections_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list(doctor._connections(1))) == 3
 
 
-def test_what_runs_for_a_shape(nsa: Command, refusal: Command) -> None:
+def test_what_runs_for_a_shape(nsa, refusal):
     short = nsa("doctor --shape seed --seq 2048")
     assert "12 heads in 2 groups, D 64, Dv 64, bf16, sequences of up to 2,048 tokens" in short
     assert (
@@ -151,7 +146,7 @@ def test_what_runs_for_a_shape(nsa: Command, refusal: Command) -> None:
 
 
 @pytest.mark.parametrize("longest", [1024, 65_536])
-def test_the_kernels_it_names_are_those_that_tiles_are_looked_up_for(longest: int) -> None:
+def test_the_kernels_it_names_are_those_that_tiles_are_looked_up_for(longest):
     looked_up: set[str] = set()
 
     def note(key: TileKey, tile: Tile) -> Tile:
@@ -164,7 +159,7 @@ def test_the_kernels_it_names_are_those_that_tiles_are_looked_up_for(longest: in
     assert looked_up == set(doctor.kernel_names(longest, longest == 1024, config))
 
 
-def test_extras_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extras_that_are_not_there_are_named(monkeypatch):
     """That is no problem: what needs them says so. Without packages that not every command needs, configurations load."""
     absent = {"datasets", "pynvml"}
     monkeypatch.setattr(extras, "find_spec", lambda module: None if module in absent else module)
@@ -183,7 +178,7 @@ def test_extras_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) ->
     assert "datasets" not in listed
 
 
-def test_the_command_that_installs_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_that_installs_an_extra(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.0")
     assert extras.install_command("data") == "pip install 'nsa[data]'"
 

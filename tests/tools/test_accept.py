@@ -120,7 +120,7 @@ def fake_leg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunLeg:
     return run
 
 
-def test_a_sound_run_passes_with_its_figures(fake_leg: RunLeg) -> None:
+def test_a_sound_run_passes_with_its_figures(fake_leg):
     (row,) = fake_leg(metrics())
     assert row == replace(PASSED, date=row.date, seconds=row.seconds)
 
@@ -143,12 +143,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("changes", "options", "fault"), FAILURES)
-def test_each_violation_fails_and_says_why(
-    fake_leg: RunLeg,
-    changes: dict[str, Any],
-    options: dict[str, Any],
-    fault: str,
-) -> None:
+def test_each_violation_fails_and_says_why(fake_leg, changes, options, fault):
     (row,) = fake_leg(metrics(**changes), **options)
     assert not row.passed
     assert f"failed: {fault}" in row.note
@@ -164,11 +159,7 @@ def test_each_violation_fails_and_says_why(
         ({"without": "memory_allocated_mib"}, CPU),
     ],
 )
-def test_what_lies_within_the_limits_passes(
-    fake_leg: RunLeg,
-    changes: dict[str, Any],
-    machine: Machine,
-) -> None:
+def test_what_lies_within_the_limits_passes(fake_leg, changes, machine):
     cases = (replace(TRAIN_78M, num_gpus=0),)
     (row,) = fake_leg(metrics(**changes), Leg("1", cases), machine=machine)
     assert row.passed, row.note
@@ -182,19 +173,14 @@ def test_what_lies_within_the_limits_passes(
         (1.97, ""),
     ],
 )
-def test_the_last_loss_is_compared_with_the_committed_one(
-    tmp_path: Path,
-    fake_leg: RunLeg,
-    committed: float,
-    fault: str,
-) -> None:
+def test_the_last_loss_is_compared_with_the_committed_one(tmp_path, fake_leg, committed, fault):
     append_row(tmp_path / "h200.jsonl", replace(PASSED, loss_last=committed))
     (row,) = fake_leg(metrics())
     assert row.passed == (not fault)
     assert fault in row.note
 
 
-def test_a_run_without_rows_or_plan_fails(fake_leg: RunLeg) -> None:
+def test_a_run_without_rows_or_plan_fails(fake_leg):
     (row,) = fake_leg([])
     assert "failed: 0 of 300 steps" in row.note
     unknown = Case("78m", "gone", training.train, 10)
@@ -202,7 +188,7 @@ def test_a_run_without_rows_or_plan_fails(fake_leg: RunLeg) -> None:
     assert "got 'gone'" in row.note
 
 
-def test_speed_leaves_out_the_start_and_counts_everything_after_it() -> None:
+def test_speed_leaves_out_the_start_and_counts_everything_after_it():
     found = figures_of(metrics(step_time_ms=60.0, tokens_per_s=409_600.0 / 3))
     # The first row ends with step 20, the next one begins before step 30: a tenth of the run.
     steps_ms = [20.0] * 12 + [60.0]
@@ -211,7 +197,7 @@ def test_speed_leaves_out_the_start_and_counts_everything_after_it() -> None:
     assert found["mfu"] == pytest.approx(0.25 / (409_600 / 3) * found["tokens_per_s"])
 
 
-def test_compilations_count_from_the_first_row_after_the_warm_up() -> None:
+def test_compilations_count_from_the_first_row_after_the_warm_up():
     rows = [{**row, "step": row["step"] // 20, "compilations": 10} for row in metrics()]
     for row in rows[:4]:
         row["compilations"] = 3  # of steps 1 to 4
@@ -223,7 +209,7 @@ def test_compilations_count_from_the_first_row_after_the_warm_up() -> None:
 # --------------------------------------------------------------------------------- what is run
 
 
-def test_a_quick_run_is_shorter_and_has_an_early_row(tmp_path: Path, fake_leg: RunLeg) -> None:
+def test_a_quick_run_is_shorter_and_has_an_early_row(tmp_path, fake_leg):
     rows = [{**row, "step": row["step"] // 5} for row in metrics()]
     (row,) = fake_leg(rows, Leg("quick", (TRAIN_78M,)))
     assert row.passed, row.note
@@ -247,11 +233,7 @@ print(json.dumps([sys.argv[1], words, caches, "MAKEFLAGS" in os.environ]))
 """
 
 
-def test_make_train_begins_with_empty_caches(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fake_leg: RunLeg,
-) -> None:
+def test_make_train_begins_with_empty_caches(tmp_path, monkeypatch, fake_leg):
     program = tmp_path / "bin/make"
     program.parent.mkdir()
     program.write_text(f"#!{sys.executable}{MAKE}")
@@ -274,10 +256,7 @@ def test_make_train_begins_with_empty_caches(
     assert all(folder in Path(cache).parents and not Path(cache).exists() for cache in caches)
 
 
-def test_data_on_shards_come_from_the_folder_that_is_given(
-    tmp_path: Path,
-    fake_leg: RunLeg,
-) -> None:
+def test_data_on_shards_come_from_the_folder_that_is_given(tmp_path, fake_leg):
     case, given = replace(TRAIN_78M, name="shards", config="117m-fineweb"), tmp_path / "prepared"
     (row,) = fake_leg(metrics(), Leg("3", (case,)), shards=given)
     assert row.note == "added: --steps 300 --data.path SHARDS"
@@ -293,13 +272,7 @@ def test_data_on_shards_come_from_the_folder_that_is_given(
         ("nothing", 0, ["it printed no result"]),
     ],
 )
-def test_the_foreign_model_tells_its_result(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    printed: str,
-    code: int,
-    faults: list[str],
-) -> None:
+def test_the_foreign_model_tells_its_result(tmp_path, monkeypatch, printed, code, faults):
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\necho '{printed}'\nexit {code}\n")
     program.chmod(0o755)
@@ -312,7 +285,7 @@ def test_the_foreign_model_tells_its_result(
     assert row.loss_last == (4.0 if remarks else None)
 
 
-def test_a_command_must_print_and_write_what_it_should(tmp_path: Path) -> None:
+def test_a_command_must_print_and_write_what_it_should(tmp_path):
     version = commands.command("--version", says=r"nsa \d\S+")
     nothing = commands.command("--version", "{folder}/page.html", says="everything agrees")
     cases = (Case("78m: version", "78m", version, 10), Case("78m: no", "78m", nothing, 10))
@@ -325,11 +298,7 @@ def test_a_command_must_print_and_write_what_it_should(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- legs and limits
 
 
-def test_cases_go_on_after_one_that_failed_or_overran(
-    tmp_path: Path,
-    fake_leg: RunLeg,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_cases_go_on_after_one_that_failed_or_overran(tmp_path, fake_leg, capsys):
     leg = Leg("1", (TRAIN_78M, replace(TRAIN_78M, name="again")))
     rows = fake_leg(metrics(), leg, code=3)
     assert [row.passed for row in rows] == [False, False]
@@ -341,15 +310,12 @@ def test_cases_go_on_after_one_that_failed_or_overran(
     assert len(read_rows(tmp_path / "out/leg-1.jsonl")) == 4
 
 
-def test_a_case_that_needs_more_gpus_is_left_out_and_named(
-    fake_leg: RunLeg,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_case_that_needs_more_gpus_is_left_out_and_named(fake_leg, capsys):
     assert fake_leg([], Leg("4", (replace(TRAIN_78M, num_gpus=2),))) == []
     assert "78m: left out, it needs 2 GPUs" in capsys.readouterr().out
 
 
-def test_what_a_program_started_ends_with_it(tmp_path: Path) -> None:
+def test_what_a_program_started_ends_with_it(tmp_path):
     child = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c',"
     child += " 'import time; time.sleep(60)'], start_new_session=True)"
     child += "; print(p.pid, flush=True); time.sleep(60)"
@@ -365,7 +331,7 @@ def test_what_a_program_started_ends_with_it(tmp_path: Path) -> None:
     assert not _runs(pid)
 
 
-def test_legs_hold_every_configuration_once_and_in_order() -> None:
+def test_legs_hold_every_configuration_once_and_in_order():
     for leg in (QUICK_LEG, *LEGS):
         assert leg.expected_s < 540, leg.name
         names = [case.name for case in leg.cases]
@@ -382,7 +348,7 @@ def test_legs_hold_every_configuration_once_and_in_order() -> None:
     assert quick == {"78m", "117m", "gpu-small"}
 
 
-def test_cases_are_chosen_by_leg_and_name() -> None:
+def test_cases_are_chosen_by_leg_and_name():
     assert chosen_legs(quick=True, leg=None, only=[]) == [QUICK_LEG]
     assert chosen_legs(quick=False, leg="2", only=[]) == [LEGS[1]]
     found = chosen_legs(quick=False, leg=None, only=["78m", "1b"])
@@ -396,11 +362,7 @@ def test_cases_are_chosen_by_leg_and_name() -> None:
     ("config", "gpus", "found"),
     [("1b", 2, (2, 4)), ("1b", 4, (4, 2)), ("1b", 8, (8, 1)), ("78m", 8, (1, 2))],
 )
-def test_a_run_of_several_processes_takes_the_gpus_there_are(
-    config: str,
-    gpus: int,
-    found: tuple[int, int],
-) -> None:
+def test_a_run_of_several_processes_takes_the_gpus_there_are(config, gpus, found):
     assert training.spread(load_config(config), gpus) == found
 
 
@@ -424,16 +386,12 @@ def losses(*values: float) -> Metrics:
         ([], 0.0, "0 of 3 rows"),
     ],
 )
-def test_losses_of_a_resumed_run_are_compared(
-    found: Metrics,
-    within: float,
-    fault: str | None,
-) -> None:
+def test_losses_of_a_resumed_run_are_compared(found, within, fault):
     text = "".join(differences(losses(3.0, 2.0, 1.0), found, within=within))
     assert text.startswith(fault) if fault else not text
 
 
-def test_kills_fall_after_checkpoints_and_before_the_end() -> None:
+def test_kills_fall_after_checkpoints_and_before_the_end():
     every = STEPS // 6
     for seed in range(100):
         first, second = kill_steps(random.Random(seed))
@@ -441,7 +399,7 @@ def test_kills_fall_after_checkpoints_and_before_the_end() -> None:
         assert second < STEPS - every // 2
 
 
-def test_documents_for_shards_are_the_same_each_time_and_of_many_lengths() -> None:
+def test_documents_for_shards_are_the_same_each_time_and_of_many_lengths():
     texts = [str(row["text"]) for row in itertools.islice(shards.fineweb_rows(), 800)]
     again = itertools.islice(shards.fineweb_rows(), 800)
     assert texts == [row["text"] for row in again]
@@ -450,10 +408,7 @@ def test_documents_for_shards_are_the_same_each_time_and_of_many_lengths() -> No
     assert sizes[80] < 800 < 1500 < sizes[400] < 3500 < 7000 < sizes[-20]
 
 
-def test_shards_are_prepared_once_as_the_documents_say(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_shards_are_prepared_once_as_the_documents_say(tmp_path, monkeypatch):
     rows = [{"text": f"document {number}"} for number in range(7)]
     monkeypatch.setattr(shards, "fineweb_rows", lambda: iter(rows))
     monkeypatch.setattr(shards, "ROWS_PER_FILE", 3)
@@ -488,18 +443,13 @@ def test_shards_are_prepared_once_as_the_documents_say(
         (["--quik"], 2, "unrecognized arguments: --quik; did you mean --quick"),
     ],
 )
-def test_words_of_the_command(
-    words: list[str],
-    code: int,
-    text: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_words_of_the_command(words, code, text, capsys):
     assert command_line.main(words) == code
     said = capsys.readouterr()
     assert text in said.out + said.err
 
 
-def test_an_interrupted_leg_leaves_no_program_behind(tmp_path: Path) -> None:
+def test_an_interrupted_leg_leaves_no_program_behind(tmp_path):
     words = ["--leg", "1", "--only", "cpu-small", "--out", str(tmp_path)]
     words += [] if code_version()["commit"] else ["--commit", "c0ffee"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -534,7 +484,7 @@ def _runs(pid: int) -> bool:
     return text.rpartition(")")[2].split()[0] != "Z"
 
 
-def test_make_passes_its_words_on() -> None:
+def test_make_passes_its_words_on():
     words = ["make", "-n", "accept", f"PYTHON={sys.executable}", "QUICK=1", "LEG=2", "ARGS=--out x"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "-m tools.accept --quick --leg 2 --out x" in done.stdout
@@ -543,7 +493,7 @@ def test_make_passes_its_words_on() -> None:
 # ---------------------------------------------------------------------------------- for real
 
 
-def test_a_tiny_run_goes_through_twice(tmp_path: Path) -> None:
+def test_a_tiny_run_goes_through_twice(tmp_path):
     """The product itself, on this machine's CPU: a short training, its check, and both again."""
     config = str(write_config(tmp_path, steps=400, sample_tokens=0))
     check = commands.command("check {run}", says="everything agrees")
@@ -565,7 +515,7 @@ def test_a_tiny_run_goes_through_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
-def test_a_tiny_run_is_killed_and_resumed(tmp_path: Path) -> None:
+def test_a_tiny_run_is_killed_and_resumed(tmp_path):
     config = str(write_config(tmp_path))
     case = Case("tiny: killed and resumed", config, killed_and_resumed, 60, num_gpus=0)
     leg = Leg("1", (case,))

@@ -64,7 +64,7 @@ class ShiftedWhenCompiled(RunningMean):
         return super().forward(x) + (0.5 * x if torch.compiler.is_compiling() else 0.0)
 
 
-def test_a_module_that_compiles_once_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_compiles_once_passes(monkeypatch):
     monkeypatch.setattr(foreign_model, "NativeSparseAttention", RunningMean)
     found = measure(SMALL, CPU, "eager")
     assert found.faults == []
@@ -82,11 +82,7 @@ def test_a_module_that_compiles_once_passes(monkeypatch: pytest.MonkeyPatch) -> 
         (ShiftedWhenCompiled, r"compiled, it is 0\.\d+ nats from fp32"),
     ],
 )
-def test_attention_that_the_compiler_does_not_get_right_fails(
-    monkeypatch: pytest.MonkeyPatch,
-    attention: type[RunningMean],
-    fault: str,
-) -> None:
+def test_attention_that_the_compiler_does_not_get_right_fails(monkeypatch, attention, fault):
     monkeypatch.setattr(foreign_model, "NativeSparseAttention", attention)
     found = measure(replace(SMALL, rounds=2), CPU, "eager")
     assert re.match(fault, found.faults[0])
@@ -111,18 +107,13 @@ FLAT = [5.0] * sum(NUMBERS)
         (FLAT, 0.0, 0.0, "the loss fell by 0.000 nats, at least 0.5"),
     ],
 )
-def test_compiled_losses_may_be_twice_as_far_off(
-    exact: list[float],
-    eager: float,
-    compiled: float,
-    fault: str | None,
-) -> None:
+def test_compiled_losses_may_be_twice_as_far_off(exact, eager, compiled, fault):
     near, other = ([loss + off for loss in exact] for off in (eager, compiled))
     faults = judge(SMALL, exact, near, other, []).faults
     assert [text.startswith(fault or "") for text in faults] == ([True] if fault else [])
 
 
-def test_the_module_itself_trains_in_it() -> None:
+def test_the_module_itself_trains_in_it():
     torch.manual_seed(0)
     losses, _ = train(Decoder(SMALL), make_batches(SMALL, CPU)[:3], autocast=True)
     assert all(math.isfinite(loss) for loss in losses)

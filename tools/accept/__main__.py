@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from nsa.cli.commands import command_parser
-from nsa.errors import UsageError, UserError, check
+from nsa.errors import check
 from tools.accept.case import look_at_machine
 from tools.accept.legs import chosen_legs
 from tools.accept.programs import ROOT, say
@@ -16,8 +15,9 @@ from tools.accept.rows import COMMITTED, Row, merge_rows, terminal_table
 from tools.accept.rows import page as page_text
 from tools.accept.run import LEG_LIMIT_S, run_leg
 from tools.accept.shards import make_shards
+from tools.command import run
 
-EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 SHARDS_LIMIT_S = 600.0
 
 
@@ -118,12 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = [*(sys.argv[1:] if arguments is None else arguments)]
     commands: dict[str, Callable[..., int]] = {"merge": merge, "page": page, "shards": shards}
     chosen = commands.get(words[0], accept) if words else accept
-    name = "python -m tools.accept" + (f" {words.pop(0)}" if chosen is not accept else "")
+    name = "accept" if chosen is accept else f"accept {words.pop(0)}"
     try:
-        return chosen(**command_parser(name, chosen).arguments(words))
-    except (UserError, UsageError) as error:
-        print(error, file=sys.stderr)
-        return EXIT_USER_ERROR
+        return run(name, chosen, words)
     except KeyboardInterrupt:
         print("accept: interrupted; the rows of the cases that ended are kept", file=sys.stderr)
         return EXIT_INTERRUPTED
