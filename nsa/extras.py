@@ -1,4 +1,4 @@
-"""Packages that parts of the library need beside PyTorch and Triton: the extras of ``pip install "nsa[train]"``."""
+"""Packages beyond PyTorch and Triton: the extras of ``pip install "nsa[train]"``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nsa.errors import UsageError
 
 CORE = ("torch", "triton")
 
-# Of each extra the distributions as they are installed, and the module that each one brings.
+# Distributions of each extra, and the module that each one brings.
 _BENCH = {"numpy": "numpy", "PyYAML": "yaml", "matplotlib": "matplotlib"}
 _TRAIN = {
     **_BENCH,
@@ -50,7 +50,7 @@ def lacking(extra: str) -> list[str]:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra: by name where the package is installed, else from the checkout that it is in.
+    """The command that installs an extra: by name if the package is installed, else as a checkout.
 
     Args:
         extra: a key of ``EXTRAS``.

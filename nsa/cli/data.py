@@ -35,9 +35,9 @@ def prepare(
 ) -> int:
     """Tokenise a data set into shards.
 
-    Shards are memory-mapped files that training reads in any order. SOURCE is a data set on the Hugging
-    Face hub or a local file or folder: Parquet, JSON lines or text, which may be compressed. For
-    example
+    Shards are memory-mapped files, which training reads in any order. SOURCE is a data set on the
+    Hugging Face hub or a local file or folder: Parquet, JSON lines or text, which may be
+    compressed. For example
       nsa data prepare HuggingFaceFW/fineweb-edu --subset sample-10BT --out data/fineweb-edu-10bt
       nsa data prepare texts/ --tokenizer byte --validation-fraction 0.1 --out data/texts
     If it is interrupted, the same command goes on where it stopped, and the result is bit for bit

@@ -95,7 +95,7 @@ def test_the_dense_configuration_differs_in_the_attention_alone(name):
     sparse, dense = load_config(name), load_config(f"{name}-dense")
     assert (sparse.model.attention, dense.model.attention) == ("nsa", "dense")
     assert replace(dense, model=replace(dense.model, attention="nsa")) == sparse
-    assert f"twin of {name}.yaml" in comment(f"{name}-dense")
+    assert f"comparison with {name}.yaml" in comment(f"{name}-dense")
 
 
 @pytest.mark.parametrize("name", ["cpu-small", "gpu-small"])

@@ -97,10 +97,10 @@ class Decoder(nn.Module):
         self.head = nn.Linear(size.width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of ``targets`` ``[B, T]``, the bytes that follow ``tokens`` ``[B, T]``.
+        """Mean cross-entropy of ``targets``, the bytes that follow ``tokens``, both ``[B, T]``.
 
-        They are separate arguments: over a length of T - 1 with T dynamic, the compiler of torch 2.11 fails in
-        a layer norm, whatever the attention.
+        They are separate arguments: over a length of T - 1 with T dynamic, the compiler of torch
+        2.11 fails in a layer norm, whatever the attention.
         """
         x = self.embedding(tokens)
         for layer in self.layers:

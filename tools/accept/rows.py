@@ -36,8 +36,8 @@ COLUMNS = {
 _INTRODUCTION = """\
 # Acceptance
 
-Made by `python -m tools.accept page` from the rows beside it. What the acceptance run does, and how
-each figure is computed: [docs/acceptance.md](../../docs/acceptance.md).
+Made by `python -m tools.accept page` from the rows in this folder. What the acceptance run does,
+and how each figure is computed: [docs/acceptance.md](../../docs/acceptance.md).
 """
 
 

@@ -80,7 +80,7 @@ class NotingGPU(AbsentGPU):
 
 @contextmanager
 def absent_gpu(arch: int) -> Iterator[list[Usage]]:
-    """Let launchers take CPU tensors: a launch compiles its kernel for ``sm_<arch>`` and runs nothing.
+    """Let launchers take CPU tensors; a launch compiles for ``sm_<arch>`` and runs nothing.
 
     Outputs are not written.
 
