@@ -26,7 +26,7 @@ from nsa.ops.combination import combine
 from nsa.ops.compressed import run_compressed_attention
 from nsa.ops.compression import PhiWeights, check_weights, run_compress
 from nsa.ops.observation import check_sums, observe
-from nsa.ops.selected import LIMIT_4, run_selected_attention
+from nsa.ops.selected import SCATTER_THRESHOLD, run_selected_attention
 from nsa.ops.selection import run_select_blocks
 from nsa.ops.window import run_window_attention
 from nsa.rope import Rope
@@ -192,25 +192,17 @@ def attend(
             assert v_cmp_raw is not None
             v_cmp = run_compress(v_cmp_raw, phi_v, config, sequences, None, backend)
     branches = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
-    union = None
+    tile_stats = None
     if backend == "triton":
-        out, chosen, union = run_attention(
+        out, chosen, tile_stats = run_attention(
             q, q_cmp, *branches, gates, config, sequences, scale, algorithm
         )
     else:
         out, chosen = _reference(q, q_cmp, *branches, gates, config, sequences, scale)
     if sums is not None:
         check_sums(name, sums, q)
-        observe(
-            gates,
-            chosen,
-            union,
-            sums,
-            config,
-            sequences,
-            LIMIT_4 * config.num_selected_blocks,
-            backend,
-        )
+        limit = SCATTER_THRESHOLD * config.num_selected_blocks
+        observe(gates, chosen, tile_stats, sums, config, sequences, limit, backend)
     return out
 
 

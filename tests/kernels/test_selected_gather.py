@@ -14,6 +14,7 @@ from nsa import NSAConfig, selected_attention
 from nsa.ops._triton.layout import Gated, Layout
 from nsa.ops._triton.tuning import Tile
 from nsa.ops.selected import algorithm as design_rules
+from nsa.ops.selected import index
 from nsa.ops.selected import launch as triton_launch
 from nsa.ops.selected.launch import Call, selected_backward, selected_forward
 from nsa.testing import assert_within_budget, make_inputs
@@ -264,8 +265,8 @@ def test_other_designs(algorithm):
 @pytest.mark.parametrize("scattered", [False, True])
 def test_the_choice_decides(scattered, monkeypatch):
     """Long lists by the shapes: what runs follows from the choice; output and dQ are to the bit those of that one alone."""
-    for module in (triton_launch, design_rules):
-        monkeypatch.setattr(module, "LIMIT_4", 5)
+    for module in (index, design_rules):
+        monkeypatch.setattr(module, "SCATTER_THRESHOLD", 1.25)
     case = Case(small(2, num_kv_heads=1, n=3), [118])
     if not scattered:
         case.indices = torch.tensor([0, 1, -1]).int().expand(118, 1, 3).contiguous()

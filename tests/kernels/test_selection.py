@@ -11,8 +11,8 @@ from nsa import NSAConfig, compress, compressed_attention, select_blocks
 from nsa.ops._packed import compressed_cu_seqlens
 from nsa.ops._triton.range_launch import RangeLayout
 from nsa.ops._triton.tuning import Tile
+from nsa.ops.selection.launch import Selection, select_blocks_forward
 from nsa.ops.selection.ops import choice_result
-from nsa.ops.selection.triton_launch import Choice, select_blocks_forward
 from nsa.testing import make_inputs
 
 SMALL = (8, 4, 16, 4)
@@ -46,7 +46,7 @@ def compare(
         False, x.cu_seqlens_q, x.cu_seqlens_k, compressed_cu_seqlens(x.cu_seqlens_k, config), len(lengths_k),
         max(lengths_q or lengths_k), max(lengths_k), 0, config.compress_block_size, config.compress_stride,
     )  # fmt: skip
-    choice = Choice(
+    selection = Selection(
         config.block_size,
         config.num_selected_blocks,
         config.num_init_blocks,
@@ -55,7 +55,7 @@ def compare(
     tile = Tile(rows, 4, 4, 1, keep_queries=keep_queries)
     found = choice_result(q, k_cmp, config.num_selected_blocks)
     select_blocks_forward(
-        q, k_cmp, lse.t().contiguous(), found, layout, config.head_dim**-0.5, choice, tile
+        q, k_cmp, lse.t().contiguous(), found, layout, config.head_dim**-0.5, selection, tile
     )
     assert torch.equal(found, select_blocks(q, k_cmp, lse, config, **offsets))
 

@@ -428,10 +428,10 @@ def check_observe(case: Case) -> None:
         found = []
         for backend in ("reference", case.backend):
             sums = new_sums(case.device)
-            observe(x.gates, indices, union, sums, config, sequences, 48, backend)
+            observe(x.gates, indices, union, sums, config, sequences, 12.0, backend)
             assert not sums.any()
             sums[0] = 1
-            observe(x.gates, indices, union, sums, config, sequences, 48, backend)
+            observe(x.gates, indices, union, sums, config, sequences, 12.0, backend)
             found.append(dict(zip(SUMS, sums.tolist(), strict=True)))
         expected, actual = found
         if case.backend == "triton":

@@ -1,29 +1,30 @@
 """Launchers of range attention; see ``range_attention.py``. No autograd, no checks of user input.
 
-What outlives a launcher is made before it: the caller decides on which stream (see
-``nsa/ops/_side_stream.py``).
+What outlives a launcher is made before it: the caller decides on which stream
+(``nsa/ops/_side_stream.py``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa.ops._triton.layout import Gated, Layout
+from nsa.ops._triton.layout import Gated, Heads, Layout, block_of
 from nsa.ops._triton.range_attention import range_fwd_kernel
 from nsa.ops._triton.range_attention_bwd import (
     range_dkv_kernel,
     range_dq_kernel,
     range_reduce_kernel,
 )
-from nsa.ops._triton.sizes import cdiv, next_power_of_2
+from nsa.ops._triton.sizes import cdiv
 from nsa.ops._triton.tuning import LONG_KEYS, MOST_REGISTERS, Tile
 
 # Chunks of queries that the work on one block of keys is cut into: most of them, queries of the
-# least, and programs to aim at.
+# smallest, and programs to aim at.
 MAX_CHUNKS = 40
 MIN_CHUNK_ROWS = 512
 TARGET_PROGRAMS = 10_240
@@ -35,8 +36,7 @@ class RangeLayout:
 
     Attributes:
         window: whether keys are tokens of a window; otherwise they are compressed blocks.
-        cu_q, cu_k, num_sequences, len_q, len_k: see ``Layout``; they come as the registered
-            operators have them.
+        cu_q, cu_k, num_sequences, len_q, len_k: see ``Layout``.
         cu_key: offsets of the keys: ``cu_k`` for the window, those of the blocks for the compressed
             branch.
         len_key: keys of each sequence when ``cu_q`` is None, otherwise at least the most.
@@ -75,47 +75,34 @@ class RangeLayout:
 
 
 def tile_name(operator: str, kind: str, layout: RangeLayout) -> str:
-    """Name by which a kernel's tile is looked up: a query with few keys wants another tile than one with very many."""
+    """Name of a kernel in the tables of tiles; with very many keys it has a tile of its own."""
     many = not layout.window and layout.len_key >= LONG_KEYS
     return f"{operator}_{kind}{'_long' if many else ''}"
 
 
-def block_of(size: int) -> int:
-    """Power of two that holds a head."""
-    return max(16, next_power_of_2(size))
-
-
 def reduction_options(keys: int, head_dim: int, value_dim: int) -> dict[str, int]:
-    """Keywords of the launch of a kernel that sums dK and dV of so many keys: 64 registers of a thread hold the sums."""
+    """Launch options of a kernel that sums dK and dV of so many keys.
+
+    64 registers of a thread hold the sums.
+    """
     warps = min(max(keys * block_of(max(head_dim, value_dim)) // 1024, 4), 16)
     return {"num_warps": warps, "maxnreg": min(MOST_REGISTERS, 2048 // warps)}
 
 
 def fitting(tile: Tile, *sources: Tensor) -> Tile:
-    """The tile, without tensor descriptors where these tensors do not lie as descriptors demand: in steps of 16 bytes."""
+    """The tile; without descriptors where tensors do not lie in steps of 16 bytes, as they need."""
     steps = [x.data_ptr() for x in sources] + [
         stride * x.element_size() for x in sources for stride in x.stride()[:-1]
     ]
     aligned = all(step > 0 and step % 16 == 0 for step in steps)
-    return tile if aligned or not tile.tma else replace(tile, tma=False)
+    return tile if aligned or not tile.tma else tile._replace(tma=False)
 
 
-def key_source(x: Tensor, tile: Tile) -> Tensor | TensorDescriptor:
-    """Keys or values ``[N, Hkv, D]`` as a kernel loads them."""
+def source(x: Tensor, rows: int, tile: Tile) -> Tensor | TensorDescriptor:
+    """``x [N, H, D]`` as a kernel loads ``rows`` rows of one head: by pointers or a descriptor."""
     if not tile.tma:
         return x
-    return TensorDescriptor(
-        x, list(x.shape), list(x.stride()), [tile.keys, 1, block_of(x.shape[-1])]
-    )
-
-
-def row_source(x: Tensor, tile: Tile) -> Tensor | TensorDescriptor:
-    """Queries or gradients ``[T, Hq, D]`` as the kernel of dK and dV loads them, head by head."""
-    if not tile.tma:
-        return x
-    return TensorDescriptor(
-        x, list(x.shape), list(x.stride()), [tile.rows, 1, block_of(x.shape[-1])]
-    )
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, 1, block_of(x.shape[-1])])
 
 
 def range_forward(
@@ -129,26 +116,37 @@ def range_forward(
     tile: Tile,
 ) -> None:
     """Fill out ``[T, Hq, Dv]`` and lse fp32 ``[Hq, T]``."""
-    num_q, num_heads, head_dim = q.shape
-    group_size, value_dim = num_heads // k.shape[1], v.shape[-1]
-    grid = (layout.num_tiles(num_q * group_size, tile.rows, layout.len_q * group_size), k.shape[1])
+    num_q, heads = q.shape[0], Heads.of(q, v)
+    num_tiles = layout.num_tiles(num_q * heads.G, tile.rows, layout.len_q * heads.G)
     tile = fitting(tile, k, v)
     if num_q and not k.shape[0]:
         out.zero_()
         lse.fill_(-torch.inf)
     elif num_q:
-        range_fwd_kernel[grid](
-            q, key_source(k, tile), key_source(v, tile), out, lse, *layout.arguments(),
-            num_q, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), softmax_scale, layout.size,
-            layout.stride, HQ=num_heads, G=group_size, D=head_dim, DV=value_dim, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
-            BLOCK_D=block_of(head_dim), BLOCK_DV=block_of(value_dim), WINDOW=layout.window, TMA=tile.tma, STAGES=tile.stages,
+        range_fwd_kernel[(num_tiles, k.shape[1])](
+            q,
+            source(k, tile.keys, tile),
+            source(v, tile.keys, tile),
+            out,
+            lse,
+            *layout.arguments(),
+            num_q,
+            stride_q=q.stride(),
+            stride_k=k.stride(),
+            stride_v=v.stride(),
+            softmax_scale=softmax_scale,
+            size=layout.size,
+            stride=layout.stride,
+            HEADS=heads,
+            TILE=tile,
+            WINDOW=layout.window,
             **tile.launch_options(),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
 class RangeBackward:
-    """A backward pass: what its two kernels, of dQ and of dK and dV, read and what the first leaves for the second.
+    """What the kernels of a backward pass read, and what that of dQ leaves for that of dK and dV.
 
     Attributes:
         q, k, v, out, dout: as the forward had them; with gates dout is the gradient of the
@@ -208,54 +206,55 @@ class RangeBackward:
         )
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Sizes that both kernels take."""
-        num_heads, head_dim = self.q.shape[1:]
-        num_kv_heads, value_dim = self.v.shape[1:]
+    def constants(self) -> dict[str, Any]:
+        """What stays the same from call to call of both kernels, beside their tile."""
         return {
-            "HQ": num_heads, "G": num_heads // num_kv_heads, "D": head_dim, "DV": value_dim, "BLOCK_D": block_of(head_dim),
-            "BLOCK_DV": block_of(value_dim), "WINDOW": self.layout.window,
-        }  # fmt: skip
-
-    @property
-    def rest(self) -> tuple[int | float, ...]:
-        """Strides, scale and pattern, as both kernels take them."""
-        strides = [stride for x in (self.q, self.k, self.v, self.dout) for stride in x.stride()[:2]]
-        return *strides, self.softmax_scale, self.layout.size, self.layout.stride
+            "stride_q": self.q.stride(),
+            "stride_k": self.k.stride(),
+            "stride_v": self.v.stride(),
+            "stride_do": self.dout.stride(),
+            "softmax_scale": self.softmax_scale,
+            "size": self.layout.size,
+            "stride": self.layout.stride,
+            "HEADS": Heads.of(self.q, self.v),
+            "WINDOW": self.layout.window,
+        }
 
 
 def range_dq(backward: RangeBackward, tile: Tile) -> None:
     """First half of the backward: dq and, for the second half, delta and the gated lse."""
     q, k, v, layout, gated = backward.q, backward.k, backward.v, backward.layout, backward.gated
-    num_q, num_kv_heads, sizes = q.shape[0], v.shape[1], backward.sizes
+    num_q, num_kv_heads = q.shape[0], v.shape[1]
+    group_size = q.shape[1] // num_kv_heads
     if num_q == 0 or k.shape[0] == 0:
         if not gated.adds:
             backward.dq.zero_()
         return
     tile = fitting(tile, k, v)
-    grid = (
-        layout.num_tiles(num_q * sizes["G"], tile.rows, layout.len_q * sizes["G"]),
-        num_kv_heads,
+    num_tiles = layout.num_tiles(num_q * group_size, tile.rows, layout.len_q * group_size)
+    range_dq_kernel[(num_tiles, num_kv_heads)](
+        q,
+        source(k, tile.keys, tile),
+        source(v, tile.keys, tile),
+        backward.out,
+        backward.dout,
+        backward.lse,
+        backward.delta,
+        backward.dq,
+        gated.pointers(backward.gated_lse),
+        *layout.arguments(),
+        num_q,
+        **backward.constants,
+        TILE=tile,
+        ADD=gated.adds,
+        **tile.launch_options(),
     )
-    range_dq_kernel[grid](
-        q, key_source(k, tile), key_source(v, tile), backward.out, backward.dout,
-        backward.lse, backward.delta, backward.dq, gated.gates, gated.dgates,
-        None if gated.gates is None else backward.gated_lse, *layout.arguments(), num_q, *backward.rest,
-        **sizes, BLOCK_M=tile.rows, BLOCK_N=tile.keys, ADD=gated.adds,
-        TMA=tile.tma, STAGES=tile.stages, **tile.launch_options(),
-    )  # fmt: skip
 
 
 def range_dkv(backward: RangeBackward, tile: Tile) -> tuple[Tensor, Tensor]:
     """Second half of the backward, after dQ: dk, dv in the shapes of k, v, contiguous."""
-    q, k, v, dout, layout, sizes = (
-        backward.q,
-        backward.k,
-        backward.v,
-        backward.dout,
-        backward.layout,
-        backward.sizes,
-    )
+    q, k, v, dout = backward.q, backward.k, backward.v, backward.dout
+    layout = backward.layout
     num_q, num_key, num_kv_heads = q.shape[0], k.shape[0], k.shape[1]
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -276,26 +275,44 @@ def range_dkv(backward: RangeBackward, tile: Tile) -> tuple[Tensor, Tensor]:
         dk_sum = torch.empty(num_chunks, *k.shape, dtype=torch.float32, device=k.device)
         dv_sum = torch.empty(num_chunks, *v.shape, dtype=torch.float32, device=v.device)
     tile = fitting(tile, q, dout)
-    if sizes["G"] == 1 and tile.max_registers is not None:
+    if q.shape[1] == num_kv_heads and tile.max_registers is not None:
         # Addresses that rise evenly are kept in registers: none are left for pipelined edges.
-        tile = replace(tile, edge_stages=1)
+        tile = tile._replace(edge_stages=1)
+    constants = backward.constants
     range_dkv_kernel[(num_blocks, num_kv_heads, num_chunks)](
-        row_source(q, tile), k, v, row_source(dout, tile), backward.gated_lse, backward.delta,
-        dk_sum, dv_sum, *layout.arguments(), num_q, chunk_rows, num_key, *backward.rest,
-        **sizes, BLOCK_M=tile.rows, BLOCK_N=tile.keys, KEYS_AS_ROWS=tile.keys_as_rows,
-        TMA=tile.tma, STAGES=tile.stages, EDGE=tile.edge_stages, **tile.launch_options(),
-    )  # fmt: skip
+        source(q, tile.rows, tile),
+        k,
+        v,
+        source(dout, tile.rows, tile),
+        backward.gated_lse,
+        backward.delta,
+        dk_sum,
+        dv_sum,
+        *layout.arguments(),
+        num_q,
+        chunk_rows,
+        num_key,
+        **constants,
+        TILE=tile,
+        **tile.launch_options(),
+    )
     if partial:
-        sizes = {name: size for name, size in sizes.items() if name not in ("HQ", "G")}
         range_reduce_kernel[(num_blocks, num_kv_heads, 2)](
-            dk_sum, dv_sum, dk, dv, *layout.arguments(), chunk_rows, num_key, layout.size, layout.stride, HKV=num_kv_heads,
-            **sizes, BLOCK_N=tile.keys, **reduction_options(tile.keys, k.shape[2], v.shape[2]),
-        )  # fmt: skip
+            *(dk_sum, dv_sum, dk, dv),
+            *layout.arguments(),
+            *(chunk_rows, num_key, layout.size, layout.stride),
+            HEADS=constants["HEADS"],
+            BLOCK_N=tile.keys,
+            WINDOW=layout.window,
+            **reduction_options(tile.keys, k.shape[2], v.shape[2]),
+        )
     return dk, dv
 
 
 def chunks_of(len_q: int, most: int, window: bool, num_programs: int, rows: int) -> tuple[int, int]:
-    """Chunks that the queries of a key block are cut into, and their queries: by shapes alone, so that sums never change order.
+    """Chunks that the queries of a key block are cut into, and queries of a chunk.
+
+    They follow from shapes alone, so that sums never change order.
 
     Args:
         len_q: queries of the longest sequence.

@@ -1,4 +1,4 @@
-"""The selected branch: attention over chosen blocks in full."""
+"""The selected branch: attention over selected blocks in full."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from nsa.errors import check, fail
 from nsa.ops._backend import choose_backend
 from nsa.ops._checks import check_block_indices, check_qkv, scale_of
 from nsa.ops._sequences import Sequences, open_sequences, pack
-from nsa.ops.selected.algorithm import ALGORITHMS, LIMIT_4
+from nsa.ops.selected.algorithm import ALGORITHMS, SCATTER_THRESHOLD
 from nsa.ops.selected.ops import selected_attention_op
 from nsa.ops.selected.reference import selected_attention_reference
 from nsa.stages import SELECTED, in_stage
 
 __all__ = [
     "ALGORITHMS",
-    "LIMIT_4",
+    "SCATTER_THRESHOLD",
     "run_selected_attention",
     "selected_arguments",
     "selected_attention",
@@ -41,7 +41,7 @@ def selected_attention(
     algorithm: str = "auto",
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the tokens of chosen blocks, token-causal (Eq. 5, branch slc, arXiv:2502.11089).
+    """Attention over selected blocks, token-causal (Eq. 5, branch slc, arXiv:2502.11089).
 
     Usable alone, with anyone's indices.
 
@@ -60,9 +60,9 @@ def selected_attention(
         max_seqlen_k: the same in key tokens.
         softmax_scale: factor on the scores; None means ``D ** -0.5``.
         algorithm: of the kernels. ``tiled``: tiles of neighbouring queries against all blocks that
-            one of them chose; ``gathered``: block by block, the queries that chose it; ``auto``:
-            ``tiled`` for short sequences, and for long ones whichever suits the choice, decided on
-            the device without waiting. Algorithms differ in rounding.
+            one of them selected; ``gathered``: block by block, the queries that selected it;
+            ``auto``: ``tiled`` for short sequences, and for long ones whichever suits the
+            selection, decided on the device without waiting. Algorithms differ in rounding.
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
@@ -95,9 +95,16 @@ def selected_attention(
 
 @in_stage(SELECTED)
 def run_selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, sequences: Sequences, softmax_scale: float,
-    backend: str, algorithm: str = "auto",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    config: NSAConfig,
+    sequences: Sequences,
+    softmax_scale: float,
+    backend: str,
+    algorithm: str = "auto",
+) -> tuple[Tensor, Tensor]:
     """See :func:`selected_attention`; inputs are packed and checked, the backend is chosen."""
     if backend == "triton":
         where = selected_arguments(config, sequences)
@@ -112,5 +119,5 @@ def run_selected_attention(
 
 
 def selected_arguments(config: NSAConfig, sequences: Sequences) -> tuple[Any, ...]:
-    """What the registered operator is told beside tensors, the scale and the algorithm: ``cu_q`` to ``block_size``."""
+    """What the registered operator takes after the tensors, from ``cu_q`` to ``block_size``."""
     return *sequences.kernel_arguments(), config.block_size

@@ -1,4 +1,7 @@
-"""``nsa::selected_attention``, registered with PyTorch: schema, fake, autograd. Triton is loaded when it first runs."""
+"""``nsa::selected_attention``, registered with PyTorch: schema, fake, autograd.
+
+Triton is loaded when it first runs.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from nsa.ops._register import register
 if TYPE_CHECKING:
     from nsa.ops._triton.layout import Gated
 
-# out, lse, order, union.
+# out, lse, order, tile_stats.
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 _WHERE = (
-    "Tensor? cu_q, Tensor? cu_k, SymInt num_sequences, SymInt len_q, SymInt len_k, int block_size, float softmax_scale, "
-    "str algorithm"
+    "Tensor? cu_q, Tensor? cu_k, SymInt num_sequences, SymInt len_q, SymInt len_k, "
+    "int block_size, float softmax_scale, str algorithm"
 )
 
 
@@ -45,20 +48,30 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, order: Tensor, union: Tensor,
-    dout: Tensor, *where: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    order: Tensor,
+    tile_stats: Tensor,
+    dout: Tensor,
+    *where: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
     grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    run_selected_backward(q, k, v, block_indices, (out, lse, order, union), dout, grads, *where)
+    run_selected_backward(
+        q, k, v, block_indices, (out, lse, order, tile_stats), dout, grads, *where
+    )
     return grads
 
 
 def new_results(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> Results:
-    """Memory for what the registered operator gives, whose arguments after the tensors are ``where``."""
+    """Memory for the results of the registered operator; ``where``: what follows the tensors."""
     results = selected_call(q, v, *where).results(q, k, v, block_indices)
-    if results.order is None or results.union is None:
+    if results.order is None or results.tile_stats is None:
         return results.out, results.lse, *no_index(block_indices, *where)
-    return results.out, results.lse, results.order, results.union
+    return results.out, results.lse, results.order, results.tile_stats
 
 
 def run_selected_forward(
@@ -85,12 +98,12 @@ def run_selected_forward(
 
     check_queries("selected_attention", q)
     check_keys("selected_attention", "k", k)
-    entries = block_indices.numel()
+    selections = block_indices.numel()
     check_numbers(
         "selected_attention",
         "block_indices",
-        entries,
-        "entries (tokens times KV heads times slots)",
+        selections,
+        "selections (tokens times KV heads times slots)",
     )
     q, k, v = (rows(x) for x in (q, k, v))
     call = selected_call(q, v, *where, unique=unique)
@@ -134,10 +147,10 @@ def run_selected_backward(
 
 
 def no_index(block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
-    """The forward's last outputs, order and union, where they are not read.
+    """The forward's last outputs, order and tile_stats, where they are not read.
 
     Whether they are read depends on the lengths too, their shapes do not: what is compiled for one
-    length serves all.
+        length serves all.
     """
     count = 0 if where[-1] == "tiled" else block_indices.numel()
     return block_indices.new_zeros(count, dtype=torch.int32), block_indices.new_zeros(
@@ -173,7 +186,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> tuple[Te
 
 selected_attention_op = register(
     "selected_attention",
-    f"(Tensor q, Tensor k, Tensor v, Tensor block_indices, {_WHERE}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor q, Tensor k, Tensor v, Tensor block_indices, {_WHERE}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _fake,
     setup_context=_setup_context,
@@ -181,8 +195,8 @@ selected_attention_op = register(
 )
 selected_attention_backward_op = register(
     "selected_attention_backward",
-    "(Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor out, Tensor lse, Tensor order, Tensor union, Tensor dout, "
-    f"{_WHERE}) -> (Tensor, Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor out, Tensor lse, Tensor order, "
+    f"Tensor tile_stats, Tensor dout, {_WHERE}) -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
 )

@@ -107,22 +107,21 @@ def run_select_blocks(
     coarse, factor = None, 0
     if config.coarse_block_size is not None:
         means, cu_coarse = coarse_keys(k_cmp, config, sequences)
-        factor = config.coarse_block_size // config.block_size
         width = config.coarse_block_size
+        factor = width // config.block_size
+        keys = (None if cu_q is None else cu_coarse, num_sequences, len_q, len_k)
         # A query sees a coarse block when it sees the last compressed key that starts in it.
+        pattern = (len_cmp * stride // width, width + size - stride, width, softmax_scale)
+        kept = (config.num_coarse_blocks, *config.forced_coarse_blocks)
         coarse = select(
-            q, means, lse, None, cu_q, cu_k, None if cu_q is None else cu_coarse, num_sequences, len_q, len_k,
-            len_cmp * stride // width, width + size - stride, width, softmax_scale, 0, width, config.num_coarse_blocks,
-            *config.forced_coarse_blocks, [], "exact",
-        )  # fmt: skip
+            q, means, lse, None, cu_q, cu_k, *keys, *pattern, 0, width, *kept, [], "exact"
+        )
     counts = [number for pair in config.block_counts for number in pair]
-    arguments = (
-        q, k_cmp, lse, coarse, cu_q, cu_k, cu_cmp, num_sequences, len_q, len_k, len_cmp, size, stride, softmax_scale, factor,
-        config.block_size, config.num_selected_blocks, config.num_init_blocks, config.num_local_blocks, counts,
-        config.score_precision,
-    )  # fmt: skip
-    return (
-        select_blocks_op(*arguments)
-        if out is None
-        else select_blocks_by_kernel(*arguments, out=out)
-    )
+    keys = (cu_cmp, num_sequences, len_q, len_k)
+    pattern = (len_cmp, size, stride, softmax_scale)
+    forced = (config.num_init_blocks, config.num_local_blocks)
+    number = (config.block_size, config.num_selected_blocks, *forced, counts)
+    arguments = (q, k_cmp, lse, coarse, cu_q, cu_k, *keys, *pattern, factor, *number)
+    if out is None:
+        return select_blocks_op(*arguments, config.score_precision)
+    return select_blocks_by_kernel(*arguments, config.score_precision, out=out)
