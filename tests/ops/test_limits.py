@@ -197,11 +197,11 @@ def test_keys_of_the_index(monkeypatch):
 
 
 def new_index_of(segments: int) -> Any:
-    from nsa.ops._triton.layout import Layout
+    from nsa.ops._sequences import Sequences
     from nsa.ops.selected.index import new_index
 
     ids = torch.zeros(LENGTH, 2, 4, dtype=torch.int32)
-    return new_index(ids, Layout(None, None, 1, LENGTH, LENGTH), 16, LENGTH, segments)
+    return new_index(ids, Sequences(None, 1, LENGTH, LENGTH, ids.device), 16, LENGTH, segments)
 
 
 @pytest.mark.parametrize(

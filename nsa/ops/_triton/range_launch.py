@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa.ops._triton.layout import Gated, Heads, Layout, block_of
+from nsa.ops._range import KeyRange, RangeInputs, RangeResults
+from nsa.ops._triton.layout import Gated, Heads, block_of
 from nsa.ops._triton.range_attention import range_fwd_kernel
 from nsa.ops._triton.range_attention_bwd import (
     range_dkv_kernel,
@@ -30,53 +31,9 @@ MIN_CHUNK_ROWS = 512
 TARGET_PROGRAMS = 10_240
 
 
-@dataclass(frozen=True)
-class RangeLayout:
-    """Where sequences lie and which keys a query sees.
-
-    Attributes:
-        window: whether keys are tokens of a window; otherwise they are compressed blocks.
-        cu_q, cu_k, num_sequences, len_q, len_k: see ``Layout``.
-        cu_key: offsets of the keys: ``cu_k`` for the window, those of the blocks for the compressed
-            branch.
-        len_key: keys of each sequence when ``cu_q`` is None, otherwise at least the most.
-        size: window size, or compression block size.
-        stride: compression stride; 1 for the window.
-    """
-
-    window: bool
-    cu_q: Tensor | None
-    cu_k: Tensor | None
-    cu_key: Tensor | None
-    num_sequences: int
-    len_q: int
-    len_k: int
-    len_key: int
-    size: int
-    stride: int
-
-    def num_tiles(self, rows: int, tile: int, each: int) -> int:
-        """See ``Layout.num_tiles``."""
-        return Layout(self.cu_q, self.cu_k, self.num_sequences, self.len_q, self.len_k).num_tiles(
-            rows, tile, each
-        )
-
-    def arguments(self) -> tuple[Tensor | int | None, ...]:
-        """What every kernel takes."""
-        return (
-            self.cu_q,
-            self.cu_k,
-            self.cu_key,
-            self.len_q,
-            self.len_k,
-            self.len_key,
-            self.num_sequences,
-        )
-
-
-def tile_name(operator: str, kind: str, layout: RangeLayout) -> str:
+def tile_name(operator: str, kind: str, keys: KeyRange) -> str:
     """Name of a kernel in the tables of tiles; with very many keys it has a tile of its own."""
-    many = not layout.window and layout.len_key >= LONG_KEYS
+    many = not keys.window and keys.len_key >= LONG_KEYS
     return f"{operator}_{kind}{'_long' if many else ''}"
 
 
@@ -106,18 +63,18 @@ def source(x: Tensor, rows: int, tile: Tile) -> Tensor | TensorDescriptor:
 
 
 def range_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: RangeInputs,
     out: Tensor,
     lse: Tensor,
-    layout: RangeLayout,
+    keys: KeyRange,
     softmax_scale: float,
     tile: Tile,
 ) -> None:
     """Fill out ``[T, Hq, Dv]`` and lse fp32 ``[Hq, T]``."""
+    q, k, v = inputs
     num_q, heads = q.shape[0], Heads.of(q, v)
-    num_tiles = layout.num_tiles(num_q * heads.G, tile.rows, layout.len_q * heads.G)
+    where = keys.sequences
+    num_tiles = where.num_tiles(num_q * heads.G, tile.rows, where.len_q * heads.G)
     tile = fitting(tile, k, v)
     if num_q and not k.shape[0]:
         out.zero_()
@@ -129,19 +86,27 @@ def range_forward(
             source(v, tile.keys, tile),
             out,
             lse,
-            *layout.arguments(),
+            *keys.arguments(),
             num_q,
-            stride_q=q.stride(),
-            stride_k=k.stride(),
-            stride_v=v.stride(),
-            softmax_scale=softmax_scale,
-            size=layout.size,
-            stride=layout.stride,
-            HEADS=heads,
+            **constants_of(inputs, keys, softmax_scale),
             TILE=tile,
-            WINDOW=layout.window,
             **tile.launch_options(),
         )
+
+
+def constants_of(inputs: RangeInputs, keys: KeyRange, softmax_scale: float) -> dict[str, Any]:
+    """What stays the same from call to call of every kernel, besides its tile."""
+    q, k, v = inputs
+    return {
+        "stride_q": q.stride(),
+        "stride_k": k.stride(),
+        "stride_v": v.stride(),
+        "softmax_scale": softmax_scale,
+        "size": keys.size,
+        "stride": keys.stride,
+        "HEADS": Heads.of(q, v),
+        "WINDOW": keys.window,
+    }
 
 
 @dataclass(frozen=True)
@@ -149,100 +114,81 @@ class RangeBackward:
     """What the kernels of a backward pass read, and what that of dQ leaves for that of dK and dV.
 
     Attributes:
-        q, k, v, out, dout: as the forward had them; with gates dout is the gradient of the
-            branches' gated sum.
-        lse: of the forward, ``[Hq, T]``.
+        name: of the operator.
+        inputs: of the forward.
+        results: of the forward, with lse as ``[Hq, T]``.
+        dout: gradient of out; with gates that of the branches' gated sum.
         dq: gradient of q, contiguous.
+        keys: which keys a query sees.
+        softmax_scale: factor on the scores.
+        gated: the branch's part in the gated sum.
         delta: fp32 ``[Hq, T]``: row sums of out * dout.
         gated_lse: with gates, lse of the gated branch, which the kernel of dQ writes; otherwise
-            ``lse``.
-        gated: the branch's part in the gated sum.
-        layout: where sequences lie and which keys a query sees.
-        softmax_scale: factor on the scores.
+            that of the forward.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
+    name: str
+    inputs: RangeInputs
+    results: RangeResults
     dout: Tensor
-    lse: Tensor
     dq: Tensor
+    keys: KeyRange
+    softmax_scale: float
+    gated: Gated
     delta: Tensor
     gated_lse: Tensor
-    gated: Gated
-    layout: RangeLayout
-    softmax_scale: float
 
     @classmethod
     def new(
         cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
+        name: str,
+        inputs: RangeInputs,
+        results: RangeResults,
         dout: Tensor,
-        lse: Tensor,
         dq: Tensor,
-        layout: RangeLayout,
+        keys: KeyRange,
         softmax_scale: float,
         gated: Gated,
     ) -> RangeBackward:
         """With memory for what the kernel of dQ leaves."""
-        gated_lse = lse if gated.gates is None else torch.empty_like(lse)
-        return cls(
-            q,
-            k,
-            v,
-            out,
-            dout,
-            lse,
-            dq,
-            torch.empty_like(lse),
-            gated_lse,
-            gated,
-            layout,
-            softmax_scale,
-        )
+        lse = results.lse
+        made = (torch.empty_like(lse), lse if gated.gates is None else torch.empty_like(lse))
+        return cls(name, inputs, results, dout, dq, keys, softmax_scale, gated, *made)
+
+    def tile_name(self, kind: str) -> str:
+        """Of one of its kernels, in the tables of tiles."""
+        return tile_name(self.name, kind, self.keys)
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What stays the same from call to call of both kernels, beside their tile."""
-        return {
-            "stride_q": self.q.stride(),
-            "stride_k": self.k.stride(),
-            "stride_v": self.v.stride(),
-            "stride_do": self.dout.stride(),
-            "softmax_scale": self.softmax_scale,
-            "size": self.layout.size,
-            "stride": self.layout.stride,
-            "HEADS": Heads.of(self.q, self.v),
-            "WINDOW": self.layout.window,
-        }
+        """What stays the same from call to call of both kernels, besides their tile."""
+        constants = constants_of(self.inputs, self.keys, self.softmax_scale)
+        return {**constants, "stride_do": self.dout.stride()}
 
 
 def range_dq(backward: RangeBackward, tile: Tile) -> None:
     """First half of the backward: dq and, for the second half, delta and the gated lse."""
-    q, k, v, layout, gated = backward.q, backward.k, backward.v, backward.layout, backward.gated
+    q, k, v = backward.inputs
+    keys, gated = backward.keys, backward.gated
     num_q, num_kv_heads = q.shape[0], v.shape[1]
     group_size = q.shape[1] // num_kv_heads
     if num_q == 0 or k.shape[0] == 0:
         if not gated.adds:
             backward.dq.zero_()
         return
-    tile = fitting(tile, k, v)
-    num_tiles = layout.num_tiles(num_q * group_size, tile.rows, layout.len_q * group_size)
+    tile, where = fitting(tile, k, v), keys.sequences
+    num_tiles = where.num_tiles(num_q * group_size, tile.rows, where.len_q * group_size)
     range_dq_kernel[(num_tiles, num_kv_heads)](
         q,
         source(k, tile.keys, tile),
         source(v, tile.keys, tile),
-        backward.out,
+        backward.results.out,
         backward.dout,
-        backward.lse,
+        backward.results.lse,
         backward.delta,
         backward.dq,
         gated.pointers(backward.gated_lse),
-        *layout.arguments(),
+        *keys.arguments(),
         num_q,
         **backward.constants,
         TILE=tile,
@@ -253,21 +199,21 @@ def range_dq(backward: RangeBackward, tile: Tile) -> None:
 
 def range_dkv(backward: RangeBackward, tile: Tile) -> tuple[Tensor, Tensor]:
     """Second half of the backward, after dQ: dk, dv in the shapes of k, v, contiguous."""
-    q, k, v, dout = backward.q, backward.k, backward.v, backward.dout
-    layout = backward.layout
+    q, k, v = backward.inputs
+    keys, dout, len_q = backward.keys, backward.dout, backward.keys.sequences.len_q
     num_q, num_key, num_kv_heads = q.shape[0], k.shape[0], k.shape[1]
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    num_blocks = layout.num_tiles(num_key, tile.keys, layout.len_key)
-    if not layout.window or num_q == 0:
+    num_blocks = keys.sequences.num_tiles(num_key, tile.keys, keys.len_key)
+    if not keys.window or num_q == 0:
         # Rows that no block owns are not visited.
         dk.zero_()
         dv.zero_()
     if num_q == 0 or num_blocks == 0:
         return dk, dv
-    most = min(layout.len_q, layout.size) if layout.window else layout.len_q
+    most = min(len_q, keys.size) if keys.window else len_q
     num_chunks, chunk_rows = chunks_of(
-        layout.len_q, most, layout.window, num_blocks * num_kv_heads, tile.rows
+        len_q, most, keys.window, num_blocks * num_kv_heads, tile.rows
     )
     partial = num_chunks > 1
     dk_sum, dv_sum = dk, dv
@@ -288,7 +234,7 @@ def range_dkv(backward: RangeBackward, tile: Tile) -> tuple[Tensor, Tensor]:
         backward.delta,
         dk_sum,
         dv_sum,
-        *layout.arguments(),
+        *keys.arguments(),
         num_q,
         chunk_rows,
         num_key,
@@ -299,11 +245,11 @@ def range_dkv(backward: RangeBackward, tile: Tile) -> tuple[Tensor, Tensor]:
     if partial:
         range_reduce_kernel[(num_blocks, num_kv_heads, 2)](
             *(dk_sum, dv_sum, dk, dv),
-            *layout.arguments(),
-            *(chunk_rows, num_key, layout.size, layout.stride),
+            *keys.arguments(),
+            *(chunk_rows, num_key, keys.size, keys.stride),
             HEADS=constants["HEADS"],
             BLOCK_N=tile.keys,
-            WINDOW=layout.window,
+            WINDOW=keys.window,
             **reduction_options(tile.keys, k.shape[2], v.shape[2]),
         )
     return dk, dv

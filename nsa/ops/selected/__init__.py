@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,17 +9,18 @@ from nsa.config import NSAConfig
 from nsa.errors import check, fail
 from nsa.ops._backend import choose_backend
 from nsa.ops._checks import check_block_indices, check_qkv, scale_of
-from nsa.ops._sequences import Sequences, open_sequences, pack
+from nsa.ops._operator import Call
+from nsa.ops._sequences import open_sequences, pack
 from nsa.ops.selected.algorithm import ALGORITHMS, SCATTER_THRESHOLD
-from nsa.ops.selected.ops import selected_attention_op
+from nsa.ops.selected.ops import SelectedInputs, selected_attention_op
 from nsa.ops.selected.reference import selected_attention_reference
 from nsa.stages import SELECTED, in_stage
 
 __all__ = [
     "ALGORITHMS",
     "SCATTER_THRESHOLD",
+    "SelectedInputs",
     "run_selected_attention",
-    "selected_arguments",
     "selected_attention",
 ]
 
@@ -86,38 +85,19 @@ def selected_attention(
     sequences = open_sequences(
         name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend
     )
-    scale = scale_of(name, config, softmax_scale)
-    out, lse = run_selected_attention(
-        pack(q), pack(k), pack(v), pack(block_indices), config, sequences, scale, backend, algorithm
-    )
+    call = Call(config, sequences, scale_of(name, config, softmax_scale), algorithm)
+    inputs = SelectedInputs(pack(q), pack(k), pack(v), pack(block_indices))
+    out, lse = run_selected_attention(inputs, call, backend)
     return sequences.restore(out), sequences.restore(lse)
 
 
 @in_stage(SELECTED)
 def run_selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    config: NSAConfig,
-    sequences: Sequences,
-    softmax_scale: float,
-    backend: str,
-    algorithm: str = "auto",
+    inputs: SelectedInputs, call: Call, backend: str
 ) -> tuple[Tensor, Tensor]:
     """See :func:`selected_attention`; inputs are packed and checked, the backend is chosen."""
     if backend == "triton":
-        where = selected_arguments(config, sequences)
-        out, lse, *_ = selected_attention_op(
-            q, k, v, block_indices, *where, softmax_scale, algorithm
-        )
-        return out, lse
-    with torch.autocast(q.device.type, enabled=False):
-        return selected_attention_reference(
-            q, k, v, block_indices, config, sequences, softmax_scale
-        )
-
-
-def selected_arguments(config: NSAConfig, sequences: Sequences) -> tuple[Any, ...]:
-    """What the registered operator takes after the tensors, from ``cu_q`` to ``block_size``."""
-    return *sequences.kernel_arguments(), config.block_size
+        results = selected_attention_op(inputs, call)
+        return results.out, results.lse
+    with torch.autocast(inputs.q.device.type, enabled=False):
+        return selected_attention_reference(inputs, call)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nsa.ops import _limits
 from nsa.ops._limits import check_numbers
-from nsa.ops._triton.layout import Layout
+from nsa.ops._sequences import Sequences
 from nsa.ops._triton.sizes import cdiv, next_power_of_2
 from nsa.ops.selected.algorithm import SCATTER_THRESHOLD
 from nsa.ops.selected.index_kernels import chunk_kernel, key_block_kernel, key_kernel, list_kernel
@@ -153,13 +153,19 @@ class InverseIndex:
     absent: int
 
     def fill(
-        self, block_indices: Tensor, layout: Layout, block_size: int, *, unique: bool, sort: bool
+        self,
+        block_indices: Tensor,
+        sequences: Sequences,
+        block_size: int,
+        *,
+        unique: bool,
+        sort: bool,
     ) -> Tensor:
         """Number the selections ``block_indices [T, Hkv, n]``; sort them unless ``order`` is known.
 
         Args:
             block_indices: int32 or int64.
-            layout: where the sequences lie.
+            sequences: where the sequences lie.
             block_size: tokens of a block.
             unique: whether no query names a block twice; otherwise it is looked for, and a block
                 counts once.
@@ -169,16 +175,16 @@ class InverseIndex:
             The keys in their order, ``[T * Hkv * n]``.
         """
         num_q, num_kv_heads, n = block_indices.shape
-        if layout.cu_q is not None:  # rows of no sequence are not visited
+        if sequences.offsets is not None:  # rows of no sequence are not visited
             self.key.fill_(self.absent)
             if self.remote is not None:
                 self.remote.fill_(self.absent)
         block_q = 64
-        key_kernel[(layout.num_tiles(num_q, block_q, layout.len_q),)](
+        key_kernel[(sequences.num_tiles(num_q, block_q, sequences.len_q),)](
             block_indices.contiguous(),
             self.key,
             self.remote,
-            *layout.arguments(),
+            *sequences.arguments(),
             self.num_blocks,
             self.segments,
             self.segment_rows,
@@ -214,7 +220,7 @@ class InverseIndex:
 
 def new_index(
     block_indices: Tensor,
-    layout: Layout,
+    sequences: Sequences,
     block_size: int,
     num_tokens: int,
     segments: int,
@@ -226,7 +232,7 @@ def new_index(
 
     Args:
         block_indices: of it shape and device count.
-        layout: where the sequences lie.
+        sequences: where the sequences lie.
         block_size: tokens of a block.
         num_tokens: of all sequences' keys.
         segments: segments of queries to be told apart.
@@ -235,7 +241,7 @@ def new_index(
         with_remote: whether to tell remote blocks from local ones.
     """
     num_q, num_kv_heads, _ = block_indices.shape
-    num_blocks = layout.num_tiles(num_tokens, block_size, layout.len_k)
+    num_blocks = sequences.num_tiles(num_tokens, block_size, sequences.len_k)
     absent = num_kv_heads * num_blocks * segments
     counted = "blocks times KV heads times segments of queries"
     check_numbers("selected_attention", "k", absent, counted)
@@ -243,13 +249,9 @@ def new_index(
     dtype = torch.int16 if absent < 2**15 - 1 else torch.int32
     key = torch.empty(block_indices.shape, dtype=dtype, device=block_indices.device)
     remote = torch.empty_like(key) if with_remote else None
-    order = new_order(block_indices) if order is None else order
+    if order is None:
+        order = block_indices.new_empty(block_indices.numel(), dtype=torch.int32)
     return InverseIndex(key, remote, order, num_blocks, segments, cdiv(num_q, segments), absent)
-
-
-def new_order(block_indices: Tensor) -> Tensor:
-    """Memory for the order of an inverse index."""
-    return torch.empty(block_indices.numel(), dtype=torch.int32, device=block_indices.device)
 
 
 def _check_lists(list_len: int, num_blocks: int, slots: int) -> None:
@@ -264,7 +266,7 @@ def _check_lists(list_len: int, num_blocks: int, slots: int) -> None:
 
 def make_lists(
     block_indices: Tensor,
-    layout: Layout,
+    sequences: Sequences,
     group_size: int,
     block_size: int,
     rows: int,
@@ -278,11 +280,11 @@ def make_lists(
     ``counted`` in it already, lists that are not read are left empty.
     """
     num_q, num_kv_heads, n = block_indices.shape
-    num_lists = layout.num_tiles(num_q * group_size, rows, layout.len_q * group_size)
+    num_lists = sequences.num_tiles(num_q * group_size, rows, sequences.len_q * group_size)
     # A tile of whole queries, or one that begins and ends between the heads of two.
     queries = rows // group_size if rows % group_size == 0 else (rows - 2) // group_size + 2
     pad_q, pad_n = next_power_of_2(queries), next_power_of_2(n)
-    _check_lists(queries * n, cdiv(layout.len_k, block_size), pad_q * pad_n)
+    _check_lists(queries * n, cdiv(sequences.len_k, block_size), pad_q * pad_n)
     block, query_mask, count = (
         torch.empty(num_kv_heads, num_lists, size, dtype=torch.int32, device=block_indices.device)
         for size in (queries * n, queries * n, 4)
@@ -294,7 +296,7 @@ def make_lists(
             query_mask,
             count,
             tile_stats,
-            *layout.arguments(),
+            *sequences.arguments(),
             num_lists,
             G=group_size,
             HKV=num_kv_heads,

@@ -6,19 +6,18 @@ What outlives a launcher is made before it, and what its two streams share befor
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa.ops._limits import check_numbers
+from nsa.ops._operator import Call
 from nsa.ops._side_stream import fork_join
-from nsa.ops._triton.layout import Gated, Heads, Layout
+from nsa.ops._triton.layout import Gated, Heads
 from nsa.ops._triton.range_launch import fitting, source
 from nsa.ops._triton.sizes import cdiv, next_power_of_2
-from nsa.ops._triton.tuning import MOST_REGISTERS, Tile
+from nsa.ops._triton.tuning import MOST_REGISTERS, Tile, tile_for
 from nsa.ops.selected.algorithm import MAX_QUERIES, always_tiled
 from nsa.ops.selected.gathered_bwd import (
     selected_gather_bwd_kernel,
@@ -32,8 +31,8 @@ from nsa.ops.selected.index import (
     SelectedBlocks,
     make_lists,
     new_index,
-    new_order,
 )
+from nsa.ops.selected.ops import SelectedInputs, SelectedResults
 from nsa.ops.selected.tiled_bwd import selected_delta_kernel, selected_dq_kernel
 from nsa.ops.selected.tiled_fwd import selected_fwd_kernel
 
@@ -58,99 +57,33 @@ MERGE_ROWS = 2
 MERGE_STEPS = 8
 MERGE_WARPS = 1
 
-# The tile of a kernel by its name; see ``tile_for``.
-Tiles = Callable[[str], Tile]
+
+def is_always_tiled(inputs: SelectedInputs, call: Call) -> bool:
+    """Whether the tiled algorithm runs whatever the selection is."""
+    group_size = inputs.q.shape[1] // inputs.k.shape[1]
+    where = (call.sequences.len_q, call.sequences.len_k, call.config.block_size)
+    return always_tiled(call.algorithm, group_size, inputs.block_indices.shape[-1], *where)
 
 
-@dataclass(frozen=True)
-class Call:
-    """What forward and backward are told beside tensors.
+def num_segments(num_rows: int, slots: int, row_bytes: int) -> int:
+    """Segments of the gathered algorithm, by shapes alone, so that sums never change order.
 
-    Attributes:
-        layout: where the sequences lie.
-        softmax_scale: factor on the scores.
-        block_size: tokens of a block.
-        tiles: tile of each kernel.
-        algorithm: ``tiled``, ``gathered``, or ``auto``: tiled where lists are short by the shapes
-            alone, and otherwise what suits the selection, decided on the device.
-        segments: segments of the gathered algorithm; None: as many as memory wants.
-        unique: whether no query names a block twice, as :func:`nsa.select_blocks` does not.
+    The partial results then need ``HELD_SLOTS * row_bytes`` a query at most (6 KiB for 12 heads of
+    64 elements of 2 bytes), or ``SMALL`` in all.
+
+    Args:
+        num_rows: queries.
+        slots: partial results of each query head.
+        row_bytes: bytes of one partial result of all query heads.
     """
-
-    layout: Layout
-    softmax_scale: float
-    block_size: int
-    tiles: Tiles
-    algorithm: str = "auto"
-    segments: int | None = None
-    unique: bool = False
-
-    def always_tiled(self, q: Tensor, k: Tensor, n: int) -> bool:
-        """Whether the tiled algorithm runs whatever the selection is."""
-        return always_tiled(
-            self.algorithm,
-            q.shape[1] // k.shape[1],
-            n,
-            self.layout.len_q,
-            self.layout.len_k,
-            self.block_size,
-        )
-
-    def results(self, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor) -> ForwardResults:
-        """Memory for what :func:`selected_forward` gives; only shapes and device are read."""
-        num_q, num_heads, _ = q.shape
-        out = torch.empty(num_q, num_heads, v.shape[2], dtype=q.dtype, device=q.device)
-        lse = torch.empty(num_q, num_heads, dtype=torch.float32, device=q.device)
-        if self.always_tiled(q, k, block_indices.shape[-1]):
-            return ForwardResults(out, lse, None, None)
-        tile_stats = torch.zeros(2, dtype=torch.int64, device=q.device)
-        if self.algorithm == "gathered":
-            tile_stats[0].fill_(1)
-        return ForwardResults(out, lse, new_order(block_indices), tile_stats)
-
-    def read(
-        self, q: Tensor, k: Tensor, n: int, results: tuple[Tensor, Tensor, Tensor, Tensor]
-    ) -> ForwardResults:
-        """The forward's results, from those of the registered operator, which has no None."""
-        out, lse, order, tile_stats = results
-        if self.always_tiled(q, k, n):
-            return ForwardResults(out, lse, None, None)
-        return ForwardResults(out, lse, order, tile_stats)
-
-    def num_segments(self, num_rows: int, slots: int, row_bytes: int) -> int:
-        """Segments by shapes alone, so that sums never change order.
-
-        The partial results then need ``HELD_SLOTS * row_bytes`` a query at most (6 KiB for 12 heads
-        of 64 elements of 2 bytes), or ``SMALL`` in all.
-
-        Args:
-            num_rows: queries.
-            slots: partial results of each query head.
-            row_bytes: bytes of one partial result of all query heads.
-        """
-        least = max(-(-slots // HELD_SLOTS), 1)
-        return self.segments or max(
-            1, min(num_rows, least, -(-num_rows * slots * row_bytes // SMALL))
-        )
+    least = max(-(-slots // HELD_SLOTS), 1)
+    return max(1, min(num_rows, least, -(-num_rows * slots * row_bytes // SMALL)))
 
 
-@dataclass(frozen=True)
-class ForwardResults:
-    """What the forward gives.
-
-    Attributes:
-        out: ``[T, Hq, Dv]``.
-        lse: fp32 ``[T, Hq]``.
-        order: of the inverse index; None where the tiled algorithm runs whatever the selection is.
-        tile_stats: int64 ``[2]``: blocks of the tiles' lists and their number, 0 at first; None as
-            ``order``. With the gathered algorithm they are 1 and 0 from the start and stay so:
-            selections count as scattered.
-    """
-
-    out: Tensor
-    lse: Tensor
-    order: Tensor | None
-    tile_stats: Tensor | None
+def tile_named(kernel: str, inputs: SelectedInputs, call: Call) -> Tile:
+    """Tile of a kernel that takes whole blocks or parts of one."""
+    tile = tile_for(kernel, inputs.q, inputs.v)
+    return tile._replace(keys=min(tile.keys, call.config.block_size))
 
 
 def tile_of(tile: Tile, group_size: int, block_size: int) -> tuple[Tile, int]:
@@ -182,14 +115,14 @@ def slots_of_step(slots: int, block: int) -> int:
     return max(1, min(next_power_of_2(slots), MERGED // block))
 
 
-def constants_of(
-    call: Call, n: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None
-) -> dict[str, Any]:
-    """Strides, scale and sizes, as the kernels of ``n`` slots a query take them."""
+def constants_of(inputs: SelectedInputs, call: Call, dout: Tensor | None = None) -> dict[str, Any]:
+    """Strides, scale and sizes, as the kernels take them."""
+    q, k, v, block_indices = inputs
     strides = {"stride_q": q.stride(), "stride_k": k.stride(), "stride_v": v.stride()}
     if dout is not None:
         strides["stride_do"] = dout.stride()
-    sizes = {"HEADS": Heads.of(q, v), "BLOCKS": SelectedBlocks.of(n, call.block_size)}
+    blocks = SelectedBlocks.of(block_indices.shape[-1], call.config.block_size)
+    sizes = {"HEADS": Heads.of(q, v), "BLOCKS": blocks}
     return {**strides, "softmax_scale": call.softmax_scale, **sizes}
 
 
@@ -199,59 +132,57 @@ def merge_grid(chunks: Chunks, num_heads: int) -> tuple[int]:
 
 
 def selected_forward(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call, results: ForwardResults
+    inputs: SelectedInputs, call: Call, results: SelectedResults, *, unique: bool = False
 ) -> None:
-    """Fill the results, see :meth:`Call.results`."""
-    heads, n = Heads.of(q, v), block_indices.shape[-1]
-    out, lse, tile_stats = results.out, results.lse, results.tile_stats
-    if q.shape[0] == 0 or n == 0:
-        out.zero_()
-        lse.fill_(-torch.inf)
+    """Fill the results, see :class:`SelectedResults`."""
+    q, k, v, block_indices = inputs
+    heads, block_size = Heads.of(q, v), call.config.block_size
+    if block_indices.numel() == 0:
+        results.out.zero_()
+        results.lse.fill_(-torch.inf)
         return
-    tile, used = tile_of(call.tiles("selected_attention_fwd"), heads.G, call.block_size)
+    tile_stats = None if is_always_tiled(inputs, call) else results.tile_stats
+    if tile_stats is None:
+        results.order.zero_()
+    tile, used = tile_of(tile_for("selected_attention_fwd", q, v), heads.G, block_size)
     tile, counter = fitting(tile, k, v), None if call.algorithm == "gathered" else tile_stats
-    gathered = None
-    if tile_stats is not None:
-        gathered = new_gathered(q, k, v, block_indices, call, results.order)
+    gathered = None if tile_stats is None else new_gathered(inputs, call, results.order)
     with fork_join(q.device, enabled=gathered is not None) as streams:
         if gathered is not None:
             with streams.on_side():
-                fill_index(*gathered, block_indices=block_indices, call=call)
+                fill_index(*gathered, inputs=inputs, call=call, unique=unique)
         wait = streams.record()
-        lists = make_lists(
-            block_indices, call.layout, heads.G, call.block_size, used, counter, counted=False
-        )
+        sizes = (heads.G, block_size, used)
+        lists = make_lists(block_indices, call.sequences, *sizes, counter, counted=False)
         num_lists, list_len = lists.block.shape[1:]
         selected_fwd_kernel[(num_lists, v.shape[1])](
             q,
             source(k, tile.keys, tile),
             source(v, tile.keys, tile),
-            out,
-            lse,
+            results.out,
+            results.lse,
             lists.pointers(),
             tile_stats,
-            *call.layout.arguments(),
+            *call.sequences.arguments(),
             num_lists,
-            **constants_of(call, n, q, k, v),
+            **constants_of(inputs, call),
             TILE=tile,
             ROWS=used,
             LIST_LEN=list_len,
             **tile.launch_options(),
         )
         wait()
-        if gathered is not None and tile_stats is not None:
-            gather_forward(q, k, v, n, call, tile_stats, *gathered, out, lse)
+        if gathered is not None:
+            gather_forward(inputs, call, results, *gathered)
 
 
-def new_gathered(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call, order: Tensor | None
-) -> tuple[InverseIndex, Chunks]:
+def new_gathered(inputs: SelectedInputs, call: Call, order: Tensor) -> tuple[InverseIndex, Chunks]:
     """Memory for the inverse index of :func:`gather_forward` and its chunks; see ``new_index``."""
-    slots = block_indices.shape[-1] * (
-        call.block_size // min(call.tiles("selected_gather_fwd").keys, call.block_size)
-    )
-    segments = call.num_segments(q.shape[0], slots, q.shape[1] * v.shape[2] * q.element_size())
-    where = (call.layout, call.block_size, k.shape[0], segments, order)
+    q, k, v, block_indices = inputs
+    parts = call.config.block_size // tile_named("selected_gather_fwd", inputs, call).keys
+    slots = block_indices.shape[-1] * parts
+    segments = num_segments(q.shape[0], slots, q.shape[1] * v.shape[2] * q.element_size())
+    where = (call.sequences, call.config.block_size, k.shape[0], segments, order)
     index = new_index(block_indices, *where, with_remote=True)
     check_slots(index, q.shape[1], slots)
     return index, index.new_chunks(segments, FORWARD_CHUNK)
@@ -266,38 +197,35 @@ def check_slots(index: InverseIndex, num_heads: int, slots: int) -> None:
 def fill_index(
     index: InverseIndex,
     *chunks: Chunks | None,
-    block_indices: Tensor,
+    inputs: SelectedInputs,
     call: Call,
+    unique: bool,
     sort: bool = True,
 ) -> None:
     """Make an inverse index and its chunks: of the selection alone."""
-    ranked = index.fill(block_indices, call.layout, call.block_size, unique=call.unique, sort=sort)
+    where = (inputs.block_indices, call.sequences, call.config.block_size)
+    ranked = index.fill(*where, unique=unique, sort=sort)
     for some in chunks:
         if some is not None:
             some.fill(ranked)
 
 
 def gather_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    n: int,
+    inputs: SelectedInputs,
     call: Call,
-    tile_stats: Tensor,
+    results: SelectedResults,
     index: InverseIndex,
     chunks: Chunks,
-    out: Tensor,
-    lse: Tensor,
 ) -> None:
     """The gathered algorithm's share of :func:`selected_forward`, where selections scatter.
 
-    It merges what comes of remote blocks into ``out`` and ``lse``.
+    It merges what comes of remote blocks into the results.
     """
-    constants = constants_of(call, n, q, k, v)
-    heads, num_heads = constants["HEADS"], q.shape[1]
-    tile = call.tiles("selected_gather_fwd")
-    tile = tile._replace(keys=min(tile.keys, call.block_size))
-    parts = call.block_size // tile.keys
+    q, k, v, block_indices = inputs
+    constants = constants_of(inputs, call)
+    heads, num_heads, n = constants["HEADS"], q.shape[1], block_indices.shape[-1]
+    tile = tile_named("selected_gather_fwd", inputs, call)
+    parts = call.config.block_size // tile.keys
     num_parts = chunks.segment_rows * num_heads * n * parts
     part = torch.empty(num_parts, heads.DV, dtype=q.dtype, device=q.device)
     lse_part = torch.empty(num_parts, dtype=torch.float32, device=q.device)
@@ -308,9 +236,9 @@ def gather_forward(
             v,
             part,
             lse_part,
-            tile_stats,
+            results.tile_stats,
             chunks.pointers(),
-            *call.layout.arguments(),
+            *call.sequences.arguments(),
             index.num_blocks,
             segment,
             chunks.segment_rows,
@@ -322,7 +250,7 @@ def gather_forward(
         )
         where = (q.shape[0], segment, chunks.segment_rows, index.absent)
         selected_merge_out_kernel[merge_grid(chunks, num_heads)](
-            *(part, lse_part, index.remote, out, lse, tile_stats),
+            *(part, lse_part, index.remote, results.out, results.lse, results.tile_stats),
             *where,
             HEADS=heads,
             BLOCKS=constants["BLOCKS"],
@@ -334,71 +262,86 @@ def gather_forward(
         )
 
 
+class BackwardInputs(NamedTuple):
+    """What the kernels of the backward read, as they take it.
+
+    Attributes:
+        q, k, v, dout: as in the forward; with gates dout is the gradient of the gated sum.
+        lse: fp32 ``[T, Hq]`` of the branch; with gates that of the gated branch.
+        delta: fp32 ``[T, Hq]``: row sums of out * dout.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+
+
 def selected_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    dout: Tensor,
+    inputs: SelectedInputs,
     call: Call,
-    results: ForwardResults,
+    results: SelectedResults,
+    dout: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
     gated: Gated,
+    *,
+    unique: bool = False,
 ) -> None:
     """Fill ``grads``: dq, dk, dv in the shapes of q, k, v, contiguous.
 
     ``results`` are the forward's. With gates dout is the gradient of the branches' gated sum.
     """
-    dq, dk, dv = grads
-    if q.shape[0] == 0 or block_indices.shape[-1] == 0:
-        for grad in grads[1:] if gated.adds else grads:
+    (q, k, v, block_indices), (dq, *dkv) = inputs, grads
+    if block_indices.numel() == 0:
+        for grad in dkv if gated.adds else grads:
             grad.zero_()
         return
-    tile_stats = results.tile_stats
-    delta = torch.empty_like(results.lse)
+    tile_stats = None if is_always_tiled(inputs, call) else results.tile_stats
     lse = results.lse if gated.gates is None else torch.empty_like(results.lse)
-    inputs = (q, k, v, dout, lse, delta)
-    index, chunks, chunks_with_dq = new_backward_index(q, k, block_indices, call, results)
+    read = BackwardInputs(q, k, v, dout, lse, torch.empty_like(lse))
+    index, chunks, chunks_with_dq = new_backward_index(
+        inputs, call, None if tile_stats is None else results.order
+    )
     with fork_join(q.device) as streams:
         with streams.on_side():
-            made = (index, chunks, chunks_with_dq)
-            sort = results.order is None
-            fill_index(*made, block_indices=block_indices, call=call, sort=sort)
+            made, sort = (index, chunks, chunks_with_dq), tile_stats is None
+            fill_index(*made, inputs=inputs, call=call, unique=unique, sort=sort)
         wait = streams.record()
-        _tiled_query_gradient(inputs, block_indices, call, results, dq, gated)
+        _tiled_query_gradient(read, inputs, call, results, tile_stats, dq, gated)
         wait()
         # The device runs one of both ways, which share their sums; the other's kernels leave at
         # once, at the same time.
         most = max(chunks.limit, 0 if chunks_with_dq is None else chunks_with_dq.limit)
-        rows = most * call.block_size
+        rows = most * call.config.block_size
         check_numbers("selected_attention", "k", rows, "rows of sums of dK and dV")
-        sums = (_sums(q, rows, q.shape[2]), _sums(q, rows, v.shape[2]))
-        keys = ((dk, dv), sums, index)
+        partial = (_sums(q, rows, q.shape[2]), _sums(q, rows, v.shape[2]))
+        keys = (inputs, call, (dkv[0], dkv[1]), partial, index)
         if chunks_with_dq is not None:
             streams.fork()
             with streams.on_side():
-                _gather_gradients(inputs, *keys, chunks_with_dq, call, tile_stats, dq, gated.adds)
-        _gather_gradients(inputs, *keys, chunks, call, tile_stats, None, gated.adds)
+                _gather_gradients(read, *keys, chunks_with_dq, tile_stats, dq, gated.adds)
+        _gather_gradients(read, *keys, chunks, tile_stats, None, gated.adds)
 
 
 def _tiled_query_gradient(
-    inputs: tuple[Tensor, ...],
-    block_indices: Tensor,
+    read: BackwardInputs,
+    inputs: SelectedInputs,
     call: Call,
-    results: ForwardResults,
+    results: SelectedResults,
+    tile_stats: Tensor | None,
     dq: Tensor,
     gated: Gated,
 ) -> None:
-    """dq where the tiled algorithm runs; in any case delta and the gated lse, among the inputs."""
-    q, k, v, dout, lse, delta = inputs
-    tile_stats = results.tile_stats
-    constants = constants_of(call, block_indices.shape[-1], q, k, v, dout)
-    heads = constants["HEADS"]
-    tile, used = tile_of(call.tiles("selected_attention_dq"), heads.G, call.block_size)
+    """dq where the tiled algorithm runs; in any case delta and the gated lse."""
+    q, k, v, dout, lse, delta = read
+    constants, where = constants_of(inputs, call, dout), call.sequences
+    heads, block_size = constants["HEADS"], call.config.block_size
+    tile, used = tile_of(tile_for("selected_attention_dq", q, v), heads.G, block_size)
     tile, counted = fitting(tile, k, v), tile_stats is not None
-    lists = make_lists(
-        block_indices, call.layout, heads.G, call.block_size, used, tile_stats, counted=counted
-    )
+    sizes = (heads.G, block_size, used)
+    lists = make_lists(inputs.block_indices, where, *sizes, tile_stats, counted=counted)
     num_lists, list_len = lists.block.shape[1:]
     statistics = (results.out, dout, results.lse, delta)
     selected_dq_kernel[(num_lists, v.shape[1])](
@@ -410,7 +353,7 @@ def _tiled_query_gradient(
         gated.pointers(lse),
         lists.pointers(),
         tile_stats,
-        *call.layout.arguments(),
+        *where.arguments(),
         num_lists,
         **constants,
         TILE=tile,
@@ -422,13 +365,12 @@ def _tiled_query_gradient(
     if tile_stats is not None:
         # Masks of columns take registers.
         limit = {} if heads.DV == heads.BLOCK_DV else {"maxnreg": MOST_REGISTERS}
+        cu_q, _, len_q, _, num_sequences = where.arguments()
         selected_delta_kernel[(DELTA_PROGRAMS,)](
             *statistics,
             gated.pointers(lse),
             tile_stats,
-            call.layout.cu_q,
-            call.layout.len_q,
-            call.layout.num_sequences,
+            *(cu_q, len_q, num_sequences),
             stride_do=dout.stride(),
             HEADS=heads,
             BLOCKS=constants["BLOCKS"],
@@ -439,35 +381,37 @@ def _tiled_query_gradient(
 
 
 def new_backward_index(
-    q: Tensor, k: Tensor, block_indices: Tensor, call: Call, results: ForwardResults
+    inputs: SelectedInputs, call: Call, order: Tensor | None
 ) -> tuple[InverseIndex, Chunks, Chunks | None]:
     """Memory for the inverse index of the backward, its chunks without dQ, and those with dQ.
 
-    The latter are None where the tiled algorithm runs whatever the selection is.
+    ``order`` is the forward's, None where the tiled algorithm runs whatever the selection is; there
+    are no chunks with dQ then.
     """
-    n, segments = block_indices.shape[-1], 1
-    if results.tile_stats is not None:
-        slots = n * (
-            call.block_size // min(call.tiles("selected_gather_dkv").keys, call.block_size)
-        )
-        segments = call.num_segments(q.shape[0], slots, q.shape[1] * q.shape[2] * q.element_size())
-    where = (call.layout, call.block_size, k.shape[0], segments, results.order)
+    q, k, _, block_indices = inputs
+    slots, segments = block_indices.shape[-1], 1
+    if order is not None:
+        keys = tile_named("selected_gather_dkv", inputs, call).keys
+        slots *= call.config.block_size // keys
+        segments = num_segments(q.shape[0], slots, q.shape[1] * q.shape[2] * q.element_size())
+    where = (call.sequences, call.config.block_size, k.shape[0], segments, order)
     index = new_index(block_indices, *where)
     chunks = index.new_chunks(1, chunk_size(block_indices.numel()))
-    if results.tile_stats is None:
+    if order is None:
         return index, chunks, None
     check_slots(index, q.shape[1], slots)
-    size = DQ_CHUNK if call.layout.len_k <= LONG else BACKWARD_CHUNK
+    size = DQ_CHUNK if call.sequences.len_k <= LONG else BACKWARD_CHUNK
     return index, chunks, index.new_chunks(segments, size)
 
 
 def _gather_gradients(
-    inputs: tuple[Tensor, ...],
+    read: BackwardInputs,
+    inputs: SelectedInputs,
+    call: Call,
     grads: tuple[Tensor, Tensor],
     partial: tuple[Tensor, Tensor],
     index: InverseIndex,
     chunks: Chunks,
-    call: Call,
     tile_stats: Tensor | None,
     dq: Tensor | None,
     add: bool,
@@ -476,13 +420,13 @@ def _gather_gradients(
 
     With ``tile_stats`` only where selections scatter (dq) or do not (no dq).
     """
-    q, k, v, dout, *_ = inputs
-    num_heads, num_kv_heads, n = q.shape[1], v.shape[1], index.key.shape[-1]
-    constants = constants_of(call, n, q, k, v, dout)
+    q, k, v, block_indices = inputs
+    num_heads, num_kv_heads, n = q.shape[1], v.shape[1], block_indices.shape[-1]
+    constants = constants_of(inputs, call, read.dout)
     heads, last = constants["HEADS"], chunks.segments - 1
-    tile = call.tiles("selected_attention_dkv" if dq is None else "selected_gather_dkv")
-    tile = tile._replace(keys=min(tile.keys, call.block_size))
-    parts = call.block_size // tile.keys
+    name = "selected_attention_dkv" if dq is None else "selected_gather_dkv"
+    tile = tile_named(name, inputs, call)
+    parts = call.config.block_size // tile.keys
     part: Tensor | None = None
     sums: tuple[Tensor, Tensor] | None = None
     if dq is not None:
@@ -494,14 +438,14 @@ def _gather_gradients(
     for segment in range(chunks.segments):
         where = (index.num_blocks, segment, chunks.segment_rows, chunks.size, last)
         selected_gather_bwd_kernel[(chunks.limit, parts)](
-            *inputs,
+            *read,
             part,
             partial,
             sums,
             grads,
             tile_stats,
             chunks.pointers(),
-            *call.layout.arguments(),
+            *call.sequences.arguments(),
             *where,
             **constants,
             TILE=tile,
@@ -535,13 +479,14 @@ def _add_chunks(
     with_dq: bool,
 ) -> None:
     """Add up dK and dV of a segment's chunks; see ``selected_reduce_kernel``."""
-    heads, layout = constants["HEADS"], call.layout
-    block_k = min(call.block_size, 16)
-    grid = (chunks.num_blocks, heads.HQ // heads.G, call.block_size // block_k)
+    heads, block_size = constants["HEADS"], call.config.block_size
+    block_k = min(block_size, 16)
+    grid = (chunks.num_blocks, heads.HQ // heads.G, block_size // block_k)
+    _, cu_k, _, len_k, num_sequences = call.sequences.arguments()
     selected_reduce_kernel[grid](
         *(chunks.begin, chunks.length, chunks.start),
         *targets,
-        *(layout.cu_k, layout.len_k, layout.num_sequences),
+        *(cu_k, len_k, num_sequences),
         *(chunks.num_blocks, segment, chunks.segments - 1),
         softmax_scale=call.softmax_scale,
         HEADS=heads,

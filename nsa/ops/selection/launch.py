@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from nsa.config import NSAConfig
+from nsa.ops._range import KeyRange
 from nsa.ops._triton.layout import Heads, block_of
-from nsa.ops._triton.range_launch import RangeLayout
 from nsa.ops._triton.sizes import next_power_of_2
 from nsa.ops._triton.tuning import Tile
 from nsa.ops.selection.approximate import select_approximate_kernel
@@ -33,6 +34,7 @@ class Selection:
         counts: flat ``(length, n, length, n ..)``: a query at a position below length selects n
             blocks; the first that fits.
         precision: ``exact`` or ``fp8``.
+        factor: selection blocks of a coarse block, in the second of two stages.
     """
 
     block_size: int
@@ -41,16 +43,37 @@ class Selection:
     num_local: int
     counts: tuple[int, ...] = ()
     precision: str = "exact"
+    factor: int = 0
+
+    @classmethod
+    def of(cls, config: NSAConfig) -> Selection:
+        """The selection of a pattern; with two stages the second."""
+        width = config.coarse_block_size
+        return cls(
+            config.block_size,
+            config.num_selected_blocks,
+            config.num_init_blocks,
+            config.num_local_blocks,
+            tuple(number for pair in config.block_counts for number in pair),
+            config.score_precision,
+            0 if width is None else width // config.block_size,
+        )
+
+    @classmethod
+    def of_coarse(cls, config: NSAConfig) -> Selection:
+        """The first of two stages. It is cheap, and exact whatever the precision of the second."""
+        assert config.coarse_block_size is not None
+        return cls(config.coarse_block_size, config.num_coarse_blocks, *config.forced_coarse_blocks)
 
 
-def fitted(tile: Tile, selection: Selection, layout: RangeLayout, two_stages: bool) -> Tile:
+def fitted(tile: Tile, selection: Selection, keys: KeyRange, two_stages: bool) -> Tile:
     """The tile with as many blocks a step as are selected.
 
     Fewer queries, then more warps, keep the scores of a step in registers.
     """
     step = max(tile.keys, next_power_of_2(selection.num_blocks))
     # Scores of a query; a tile is made for USUAL_KEYS compressed keys a block.
-    scores = step * -(-selection.block_size // layout.stride)
+    scores = step * -(-selection.block_size // keys.stride)
     if two_stages:
         scores *= 2  # the list of coarse blocks needs registers, too
     usual = tile.keys * USUAL_KEYS
@@ -64,25 +87,24 @@ def select_blocks_forward(
     k: Tensor,
     lse: Tensor,
     out: Tensor,
-    layout: RangeLayout,
+    keys: KeyRange,
     softmax_scale: float,
     selection: Selection,
     tile: Tile,
     coarse: Tensor | None = None,
-    coarse_factor: int = 0,
 ) -> None:
     """Fill out, int32 ``[T, Hkv, n]``; see :func:`nsa.select_blocks`. lse is ``[Hq, T]``.
 
     ``tile.rows`` are queries, ``tile.keys`` blocks of a step.
 
     With ``coarse`` int32 ``[T, Hkv, m]``, ascending, only blocks inside these coarse blocks of
-    ``coarse_factor`` blocks each are candidates, and the forced ones.
+    ``selection.factor`` blocks each are candidates, and the forced ones.
     """
     num_q, num_heads, head_dim = q.shape
     if num_q == 0:
         return
     group_size = num_heads // k.shape[1]
-    tile = fitted(tile, selection, layout, coarse is not None)
+    tile = fitted(tile, selection, keys, coarse is not None)
     block_d = block_of(head_dim)
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
@@ -101,15 +123,15 @@ def select_blocks_forward(
         "num_local": selection.num_local,
         "HEADS": Heads(num_heads, group_size, head_dim, head_dim, block_d, block_d),
         "SCORING": Scoring(
-            layout.size, layout.stride, selection.block_size, selection.num_blocks, width
+            keys.size, keys.stride, selection.block_size, selection.num_blocks, width
         ),
         "COUNTS": selection.counts,
         "TILE": tile,
         **tile.launch_options(),
     }
-    grid = (layout.num_tiles(num_q, tile.rows, layout.len_q), k.shape[1])
+    grid = (keys.sequences.num_tiles(num_q, tile.rows, keys.sequences.len_q), k.shape[1])
     if q_scale is None and coarse is None:
-        select_kernel[grid](q, k, lse, out, *layout.arguments(), num_q, **constants)
+        select_kernel[grid](q, k, lse, out, *keys.arguments(), num_q, **constants)
         return
     select_approximate_kernel[grid](
         q,
@@ -119,9 +141,9 @@ def select_blocks_forward(
         k_scale,
         coarse,
         out,
-        *layout.arguments(),
+        *keys.arguments(),
         num_q,
         **constants,
-        FACTOR=coarse_factor,
+        FACTOR=selection.factor,
         NUM_COARSE=0 if coarse is None else coarse.shape[-1],
     )

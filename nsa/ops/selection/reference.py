@@ -1,12 +1,15 @@
-"""Scores of selection blocks and the choice of the best n (Eqs. 8 to 12): the specification."""
+"""Scores of selection blocks and selection of the best n (Eqs. 8 to 12): the specification."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.ops._masked_attention import accumulate_dtype, grouped_scores
+from nsa.ops._operator import Call
 from nsa.ops._packed import (
     compressed_cu_seqlens,
     lengths,
@@ -18,6 +21,9 @@ from nsa.ops._packed import (
 )
 from nsa.ops._sequences import Sequences
 from nsa.ops._visibility import max_blocks, max_compressed, visible_compressed
+
+if TYPE_CHECKING:
+    from nsa.ops.selection.ops import SelectionInputs
 
 
 def overlap_stencil(config: NSAConfig) -> dict[int, int]:
@@ -201,19 +207,11 @@ def choose_blocks(
     ).int()
 
 
-def select_blocks_reference(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    config: NSAConfig,
-    sequences: Sequences,
-    softmax_scale: float,
-) -> Tensor:
+def select_blocks_reference(inputs: SelectionInputs, call: Call) -> Tensor:
     """See :func:`nsa.select_blocks`; inputs are packed and checked."""
-    scores = block_scores(q, k_cmp, lse, config, sequences, softmax_scale)
-    coarse = None
-    if config.coarse_block_size is not None:
-        coarse = coarse_candidates(q, k_cmp, lse, config, sequences, softmax_scale)
-    return choose_blocks(
-        scores, query_positions(q.shape[0], sequences.cu_q, sequences.cu_k), config, coarse
-    )
+    rest = (*inputs, call.config, call.sequences, call.softmax_scale)
+    scores = block_scores(*rest)
+    coarse = None if call.config.coarse_block_size is None else coarse_candidates(*rest)
+    sequences = call.sequences
+    positions = query_positions(inputs.q.shape[0], sequences.cu_q, sequences.cu_k)
+    return choose_blocks(scores, positions, call.config, coarse)
