@@ -159,8 +159,10 @@ def variations() -> list[Case]:
 # Sizes of heads by the work of one process. What `make test` compiles, for ``ARCHS``; and
 # everything, for all.
 ARCHS = (80, 89, 90, 100)
+TWO_STAGE = (("coarse_block_size", 512), ("num_coarse_blocks", 8))
 PART = {
-    sizes: [case for g in (6, 16) for case in usual(*sizes, g)] for sizes in ((64, 64), (192, 128))
+    sizes: [*usual(*sizes, 6), *usual(*sizes, 16), Case(*sizes, 6, changes=TWO_STAGE)]
+    for sizes in ((64, 64), (192, 128))
 }
 GROUP_SIZES = {(64, 64): (1, 3, 4, 6, 8, 16, 64), (128, 128): (4, 16, 64), (192, 128): (6, 16, 64)}
 HEAD_SIZES = ((16, 16), (32, 32), (64, 64), (80, 80), (128, 128), (192, 128), (256, 256))
