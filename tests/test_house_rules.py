@@ -40,9 +40,9 @@ def imports(text: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def nodes(text: str, *kinds: type[Node]) -> Iterator[Node]:
-    """Everything of some kinds in a file."""
-    return (node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds))
+def nodes(text: str, kind: type[Node]) -> Iterator[Node]:
+    """Everything of one kind in a file."""
+    return (node for node in ast.walk(ast.parse(text)) if isinstance(node, kind))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def sizes(path: str, text: str) -> list[str]:
     found = []
     if text.count("\n") > FILE_LINES:
         found.append(f"{path} has {text.count(chr(10))} lines")
-    for node in nodes(text, ast.FunctionDef, ast.AsyncFunctionDef):
+    for node in nodes(text, ast.FunctionDef):
         first = node.body[0]
         documented = isinstance(first, ast.Expr) and literal(first.value) is not None
         docstring = lines_of(first) if documented else 0
