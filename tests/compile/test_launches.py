@@ -1,4 +1,6 @@
-"""Launches that find their compiled kernel without Triton: the one that Triton takes, with the arguments that it gives."""
+"""Launches that find their compiled kernel without Triton: the one that Triton takes, with the
+arguments that it gives.
+"""
 
 from __future__ import annotations
 
@@ -239,7 +241,9 @@ def test_whole_attention_is_launched_as_by_triton(
 
 
 def _comparable(launch: Launch) -> list[Any]:
-    """Without what a hook would be told; tensors by the fact that they are addresses, as replayed launches have them."""
+    """Without what a hook would be told; tensors by the fact that they are addresses, as replayed
+    launches have them.
+    """
 
     def plain(x: Any) -> Any:
         if isinstance(x, Tensor) or (isinstance(x, int) and x >= 2**40):

@@ -1,4 +1,5 @@
-"""Triton's interpreter without the detours that take most of its time; what is computed stays the same.
+"""Triton's interpreter without the detours that take most of its time; what is computed stays the
+same.
 
 - A reduction with a combine function that it has no NumPy word for (the exclusive or inside ``tl.sort``) takes the elements one
   by one. Here the function combines whole slices, in the same order.
@@ -51,7 +52,9 @@ def fold(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
 
 
 def patch_once(original: Any) -> Any:
-    """In place of ``_patch_lang``: nothing is left to patch in modules that were patched since the launch of the kernel."""
+    """In place of ``_patch_lang``: nothing is left to patch in modules that were patched since the
+    launch of the kernel.
+    """
     patched: set[str] = set()
 
     @functools.cache
@@ -99,7 +102,9 @@ NO_SIZES, ONE = core.tuple([]), core.constexpr(1)
 
 @functools.cache
 def facts_of(sizes: tuple[int, ...]) -> tuple[Any, int, str, Any, Any]:
-    """What types and tensors of one shape have in common: sizes, elements, the sizes in words, and both as constants."""
+    """What types and tensors of one shape have in common: sizes, elements, the sizes in words, and
+    both as constants.
+    """
     block = core.block_type.__new__(core.block_type)
     new_type(block, tl.int1, list(sizes))
     constants = core.tuple([core.constexpr(size) for size in sizes])

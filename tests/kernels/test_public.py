@@ -1,4 +1,6 @@
-"""Every public operator with backend "triton", forward and backward, in the interpreter: fp32 and the small pattern."""
+"""Every public operator with backend "triton", forward and backward, in the interpreter: fp32 and
+the small pattern.
+"""
 
 from __future__ import annotations
 

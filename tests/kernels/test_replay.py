@@ -1,4 +1,6 @@
-"""Replayed launches: the same results for other data, and for nothing but what they were recorded for."""
+"""Replayed launches: the same results for other data, and for nothing but what they were recorded
+for.
+"""
 
 from __future__ import annotations
 

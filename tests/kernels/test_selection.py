@@ -70,7 +70,9 @@ def test_more_blocks_than_a_step_of_the_tile():
 
 
 def test_ties_go_to_the_lower_block():
-    """With q = 0 all compressed keys weigh the same: inner blocks tie exactly, wherever they lie in a step."""
+    """With q = 0 all compressed keys weigh the same: inner blocks tie exactly, wherever they lie in
+    a step.
+    """
     compare(config_of(SMALL, 2), [300], q_scale=0.0)
 
 
