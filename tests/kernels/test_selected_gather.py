@@ -21,6 +21,7 @@ from nsa.ops.selected import index, launch
 from nsa.ops.selected.launch import selected_backward, selected_forward
 from nsa.ops.selected.ops import SelectedInputs, SelectedResults
 from nsa.testing import assert_within_budget, make_inputs
+from tests.ops import cases
 
 BLOCK = 16
 PACKED = [84, 1, 0, 37]
@@ -31,10 +32,9 @@ TILE = Tile(32, 16, 4, 1)
 def small(
     group: int, num_kv_heads: int = 2, n: int = 4, head_dim: int = 16, value_dim: int = 16
 ) -> NSAConfig:
-    return NSAConfig(
-        num_heads=group * num_kv_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim,
-        compress_block_size=8, compress_stride=4, block_size=BLOCK, num_selected_blocks=n, window_size=32,
-    )  # fmt: skip
+    heads = {"num_heads": group * num_kv_heads, "num_kv_heads": num_kv_heads}
+    sizes = {"head_dim": head_dim, "value_dim": value_dim, "num_selected_blocks": n}
+    return cases.small(**heads, **sizes, block_size=BLOCK)
 
 
 class Case:
@@ -216,11 +216,10 @@ def test_nothing_is_read_before_the_other_stream_has_made_it(monkeypatch):
     said: list[str] = []
     Noted(monkeypatch, said)
     compare(Case(small(2), [25, 5]))
-    assert said == [
-        "new_gathered", "fork", "side", "fill_index", "calling", "make_lists", "wait", "gather_forward", "join",
-        "new_backward_index", "fork", "side", "fill_index", "calling", "make_lists", "wait",
-        "fork", "side", "_gather_gradients", "calling", "_gather_gradients", "join",
-    ]  # fmt: skip
+    made = "fork side fill_index calling make_lists wait"
+    forward = f"new_gathered {made} gather_forward join"
+    last = "fork side _gather_gradients calling _gather_gradients join"
+    assert said == f"{forward} new_backward_index {made} {last}".split()
 
 
 def test_the_tiled_forward_has_one_stream(monkeypatch):
