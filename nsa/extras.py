@@ -1,4 +1,4 @@
-"""Packages beyond PyTorch and Triton: the extras of ``pip install "nsa[train]"``."""
+"""Packages that parts of the library need besides PyTorch and Triton: extras of the package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nsa.errors import UsageError
 
 CORE = ("torch", "triton")
 
-# Distributions of each extra, and the module that each one brings.
+# Of each extra the distributions as they are installed, and the module that each one brings.
 _BENCH = {"numpy": "numpy", "PyYAML": "yaml", "matplotlib": "matplotlib"}
 _TRAIN = {
     **_BENCH,
@@ -50,7 +50,7 @@ def lacking(extra: str) -> list[str]:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra: by name if the package is installed, else as a checkout.
+    """The command that installs an extra: by name, or from the checkout that the package is in.
 
     Args:
         extra: a key of ``EXTRAS``.
