@@ -177,8 +177,9 @@ def saved_bytes(config: TrainConfig, keeps: Keeps) -> dict[str, int]:
 def attention_backward_bytes(config: TrainConfig) -> int:
     """What the backward pass of attention adds to what was saved, bytes a token.
 
-    It writes and reads gradients of its output and its inputs, and scratch: sums of dk and dv in fp32 and, of
-    NSA, four rows of dq a query, or of dense attention dq in fp32 and a dk and dv a query head.
+    It writes and reads gradients of its output and its inputs, and scratch: sums of dk and dv in
+    fp32 and, of NSA, four rows of dq a query, or of dense attention dq in fp32 and a dk and dv a
+    query head.
     """
     pattern = config.model.nsa
     size = _element(config) * (pattern.head_dim + pattern.value_dim)
