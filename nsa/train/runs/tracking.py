@@ -9,7 +9,6 @@ import importlib.util
 import json
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from nsa.errors import check
 from nsa.train.run_folder import RunFolder, replace_text

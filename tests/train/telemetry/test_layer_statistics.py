@@ -16,7 +16,6 @@ import nsa
 from nsa import NativeSparseAttention
 from nsa.attention import AttentionInputs, attend
 from nsa.config import BRANCHES
-from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
 from nsa.ops.selection import run_select_blocks
 from nsa.train.telemetry.layer_statistics import LayerStatistics

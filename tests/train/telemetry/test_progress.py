@@ -116,9 +116,14 @@ def test_a_run_outlives_whoever_reads_what_it_says(tmp_path: Path, is_terminal: 
 
 def test_what_is_held_back_reaches_the_files_in_order_or_never(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
-    with pytest.raises(UserError), RunReport(log, 5, io.StringIO(), held=True) as report:
-        report.line("refused", event="start")
-        raise UserError("train", "x", "be y", "z")
+
+    def refuse() -> None:
+        with RunReport(log, 5, io.StringIO(), held=True) as report:
+            report.line("refused", event="start")
+            raise UserError("train", "x", "be y", "z")
+
+    with pytest.raises(UserError):
+        refuse()
     assert list(tmp_path.iterdir()) == []
     with RunReport(log, 5, stream := io.StringIO(), held=True) as report:
         report.line("first", event="start")
