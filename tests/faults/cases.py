@@ -296,7 +296,7 @@ def damage(file: Path, other: Path, how: str, rng: random.Random) -> None:
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[None]:
-    """A file system of its own in ``folder``; only the superuser of a whole machine may mount one."""
+    """A file system in ``folder``; only the superuser of a whole machine may mount one."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:

@@ -185,7 +185,7 @@ class Session:
         self._write_json("memory.json", [asdict(module) for module in modules])
 
     def _run_modules(self) -> bool:
-        """Forward and backward pass of one micro-batch through the modules; False if it does not fit."""
+        """One micro-batch forward and backward through the modules; False if it does not fit."""
         trainer = self._trainer
         batch = trainer.next_batches()[0].to(trainer.device)
         try:

@@ -47,9 +47,9 @@ class StageTable:
         device: ``gpu``, or ``cpu``, where operators of the main thread stand for kernels.
         steps: steps measured.
         step_ms: a step under the profiler.
-        stages: forward (or all) and backward by stage. The last two rows are ``unattributed``, where
-            nothing tells the stage of what ran, and ``idle``, where nothing ran and the host did
-            not wait for data.
+        stages: forward (or all) and backward by stage. The last two rows are ``unattributed``,
+            where nothing tells the stage of what ran, and ``idle``, where nothing ran and the host
+            did not wait for data.
         hidden_communication_ms: communication while other kernels ran; no part of the sum.
         kernels: the kernels, those that take most time first.
         unprofiled_step_ms: a step without the profiler; None where it was not measured.

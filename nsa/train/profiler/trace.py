@@ -1,4 +1,4 @@
-"""Reads a Chrome trace of PyTorch's profiler: how host events nest, and which call launched which kernel."""
+"""Reads a Chrome trace of PyTorch's profiler: how events nest, which call launched which kernel."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def _compared(where: str, row: Row, wanted: dict[str, Any], found: dict[str, Any
 
 
 def read_scalars(folder: RunFolder) -> dict[int, dict[str, float]]:
-    """What TensorBoard shows: values by step and name, without those that a resumption took back."""
+    """What TensorBoard shows: values by step and name, but for those that a resumption hid."""
     found: dict[int, dict[str, float]] = {}
     for path in sorted(folder.tensorboard.glob("events.out.tfevents.*")):
         for event in LegacyEventFileLoader(str(path)).Load():

@@ -1,4 +1,4 @@
-"""Statistics of gates and selections by layer, summed on the device in the steps that have a row."""
+"""Statistics of gates and selections by layer, summed on the device in steps that have a row."""
 
 from __future__ import annotations
 

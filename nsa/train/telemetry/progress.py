@@ -1,4 +1,4 @@
-"""What a run reports while it goes: a progress bar on a terminal, lines elsewhere, and ``log.txt``."""
+"""What a run reports: a progress bar on a terminal, lines elsewhere, and ``log.txt``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOGGER = logging.getLogger("nsa")
 
 
 class RunReport:
-    """Context in which what the package logs, and each row of metrics, reaches the user and the log.
+    """Context in which what the package logs, rows of metrics too, reaches the user and the log.
 
     Records of the run's history, and warnings, go to ``events.jsonl`` too. A full disk costs lines
     of these files and nothing else.

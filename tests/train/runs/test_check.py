@@ -1,4 +1,4 @@
-"""The checker accepts what a run wrote, also over resumptions, and finds each kind of disagreement."""
+"""The checker accepts what a run wrote, resumed or not, and finds each kind of disagreement."""
 
 from __future__ import annotations
 
