@@ -1,5 +1,5 @@
-"""Faults of data: damaged shards, kills in the middle of a preparation, full disks, servers that
-stall, odd configurations.
+"""Faults of data: damaged shards, kills in the middle of a preparation, full disks, odd
+configurations.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from nsa.train.data import (
     preparation,
     prepare,
 )
-from nsa.train.data.shards import INDEX, PROGRESS, STAMP, TOKENIZER, index_digest
+from nsa.train.data.shards import PROGRESS, STAMP, TOKENIZER
 from tests.faults.cases import DAMAGES, FORKS, damage, small_disk
-from tests.train.data.data_sets import hang_up, hub, make_texts, stall, write_folder
-from tests.train.data.test_reader import on_hub
+from tests.train.data.data_sets import make_texts, write_folder
 
 in_full = pytest.mark.faults
 
@@ -93,35 +92,6 @@ def test_damaged_shards_are_refused_by_name(
         assert str(file) in str(caught.value), (file.name, how)
         shutil.rmtree(broken)
     count("damaged shards, refused by name", number, number)
-
-
-@settings(max_examples=40)
-@given(data=st.data())
-def test_odd_indexes_are_refused_by_name(
-    data: st.DataObject, shards: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Fields that are replaced, even under a hash that fits: an error that names the file."""
-    index = json.loads((shards / INDEX).read_text())
-    index.pop("sha256")
-    node, places = index, []
-    while True:
-        keys = sorted(node) if isinstance(node, dict) else range(len(node))
-        places.append(key := data.draw(st.sampled_from(keys)))
-        if not isinstance(node[key], (dict, list)) or not node[key] or data.draw(st.booleans()):
-            break
-        node = node[key]
-    is_read = places[0] in ("format", "sides") and "text_bytes" not in places
-    node[key] = data.draw(st.sampled_from([None, -1, 0, 10**12, "", "../x", [], {}, 1.5, True]))
-    folder = tmp_path_factory.mktemp("odd") / "out"
-    shutil.copytree(shards, folder)
-    (folder / INDEX).write_text(json.dumps({**index, "sha256": index_digest(index)}))
-    said = ""
-    try:
-        open_folder(folder)
-    except UserError as error:
-        said = str(error)
-    assert str(folder) in said or (said == "" and not is_read), places
-    shutil.rmtree(folder.parent)
 
 
 # --- preparations that are interrupted ------------------------------------------------------------
@@ -243,34 +213,6 @@ def test_a_full_disk_is_reported_and_the_work_goes_on(
             assert hint in str(caught.value)
         prepare(config_of(source), disk / "cut")
         assert contents(disk / "cut") == contents(tmp_path / "whole")
-
-
-# --- a server's faults ----------------------------------------------------------------------------
-@in_full
-def test_a_server_that_stalls_or_hangs_up_anywhere(tmp_path: Path, count) -> None:
-    """A short fault is overcome with every document in its place; one that lasts ends in an error
-    within the time limit.
-    """
-    texts, rng = make_texts(3000, longest=20), random.Random(5)
-    files = contents(write_folder(tmp_path / "set", "parquet", texts, files=8))
-    kinds = {f"own/short-{i}": 1 for i in range(20)} | {f"own/lasting-{i}": 10**9 for i in range(5)}
-    faults = {
-        name: rng.choice([stall, hang_up])(rng.randrange(1, 9), times)
-        for name, times in kinds.items()
-    }
-    attempts = [(name, 12.0 if "short" in name else 4.0, {}) for name in faults]
-    with hub(dict.fromkeys(faults, files), faults) as address:
-        done: list[dict[str, Any]] = []
-        for part in range(0, len(attempts), 5):
-            done += on_hub(address, tmp_path / "home", *attempts[part : part + 5])
-    for name, result in zip(faults, done, strict=True):
-        if "short" in name:
-            assert result["error"] is None, (name, result["error"])
-            assert result["texts"] == texts, name
-        else:
-            assert "must send documents within the time limit of 4 s" in result["error"][1]
-            assert result["seconds"] < 15
-    count("server faults, overcome or ended in time", len(faults), len(done))
 
 
 # --- odd configurations ---------------------------------------------------------------------------

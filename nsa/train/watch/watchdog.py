@@ -99,7 +99,7 @@ class Watchdog:
             step: optimizer steps done.
             limit_s: how long it may take; 0 means without limit.
         """
-        self._last = Beat(self._last.count + 1, step, phase, limit_s, time.time())
+        self._last = Beat(self._last.number + 1, step, phase, limit_s, time.time())
         if self._memory is not None:
             self._memory[:] = self._last.to_bytes()
             if self._process is not None and self._process.poll() is not None:

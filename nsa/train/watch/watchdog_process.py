@@ -34,14 +34,14 @@ class Beat(NamedTuple):
     """A sign of life.
 
     Attributes:
-        count: beats so far.
+        number: beats so far.
         step: optimizer steps done.
         phase: what the process began then.
         limit_s: how long that may take, seconds; 0 means without limit.
         time_unix_s: when.
     """
 
-    count: int
+    number: int
     step: int
     phase: str
     limit_s: float
@@ -140,7 +140,7 @@ def describe(watched: Watched, beat: Beat, silent_s: float) -> str:
     lines = [
         f"watchdog: rank {watched.rank} (process {watched.pid}): {what}: "
         f"no sign of life for {silent_s:.0f} s ({limit})",
-        f"  last heartbeat: number {beat.count}, step {beat.step}, phase {beat.phase}, "
+        f"  last heartbeat: number {beat.number}, step {beat.step}, phase {beat.phase}, "
         f"at {clock} UTC",
         f"  state: {state or 'unknown, no /proc here'}",
         f"  stacks{where}",

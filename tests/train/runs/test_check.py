@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +14,8 @@ from nsa.train.config import DataConfig
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.check import check_run, read_scalars
 from nsa.train.runs.report import report_page
-from nsa.train.telemetry.metrics import Row
 from tests.train.cases import make_trainer, tiny_config
+from tests.train.runs.cases import stop_after_step_6
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +24,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     folder = tmp_path_factory.mktemp("sound")
     config = tiny_config(folder, steps=12, log_every=2, eval_every=5, checkpoint_every=100)
 
-    def stop(row: Row) -> None:
-        if row["step"] == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    first = make_trainer(config, folder / "run", on_row=stop)
+    first = make_trainer(config, folder / "run", on_row=stop_after_step_6)
     first.run()
     (checkpoint,) = (folder / "run" / "checkpoints").iterdir()
     kept = shutil.copytree(checkpoint, folder / checkpoint.name)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
 import shutil
-import signal
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -17,8 +15,9 @@ import pytest
 from nsa import cli
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.report import report_page
-from nsa.train.telemetry.metrics import Row, read_metrics
+from nsa.train.telemetry.metrics import read_metrics
 from tests.train.cases import make_trainer, tiny_config
+from tests.train.runs.cases import stop_after_step_6
 
 VOID = {"meta", "br", "img", "link"}
 SVG = "data:image/svg+xml;base64,"
@@ -61,11 +60,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
     for name, changes in (("a <b> & c", {}), ("dense", dense)):
         config = tiny_config(folder, steps=12, log_every=2, eval_every=4, **changes)
 
-        def stop(row: Row) -> None:
-            if row["step"] == 6:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        make_trainer(config, folder / name, on_row=stop).run()
+        make_trainer(config, folder / name, on_row=stop_after_step_6).run()
         trainer = make_trainer(config, folder / name, resume=True)
         trainer.run_folder.record_launch(resumed_from_step=6)
         trainer.run()

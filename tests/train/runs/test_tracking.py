@@ -5,9 +5,7 @@ ones.
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
-import signal
 import sys
 import types
 from contextlib import ExitStack
@@ -18,8 +16,9 @@ import pytest
 
 from nsa import cli
 from nsa.train.runs import tracking
-from nsa.train.telemetry.metrics import Row, read_metrics
+from nsa.train.telemetry.metrics import read_metrics
 from tests.train.cases import make_trainer, tiny_config
+from tests.train.runs.cases import stop_after_step_6
 
 
 class Tracker:
@@ -55,12 +54,8 @@ def test_rows_are_sent_once(
 ) -> None:
     config = tiny_config(tmp_path)
 
-    def stop(row: Row) -> None:
-        if row["step"] == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-
     path = tmp_path / "run"
-    make_trainer(config, path, on_row=stop).run()
+    make_trainer(config, path, on_row=stop_after_step_6).run()
     words = ["track", str(path), "--to", tracker.service, "--project", "p"]
     assert cli.main(words) == 0
     assert [step for step, _ in tracker.logged] == [2, 4, 5, 6]

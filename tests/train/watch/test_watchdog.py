@@ -108,4 +108,4 @@ def test_compilation_in_the_middle_of_a_run_has_time(tmp_path: Path) -> None:
         look()
     during, after = seen
     assert during[1:4] == (7, "compile", STARTING_LIMIT_S)
-    assert after[:4] == (during.count + 1, 7, "step", 40.0)
+    assert after[:4] == (during.number + 1, 7, "step", 40.0)
