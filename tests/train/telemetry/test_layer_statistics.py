@@ -17,7 +17,8 @@ from nsa import NativeSparseAttention
 from nsa.attention import AttentionInputs, attend
 from nsa.config import BRANCHES
 from nsa.lm.model import LanguageModel
-from nsa.ops.selection import run_select_blocks
+from nsa.ops._operator import Call
+from nsa.ops.attention import AttentionResult, BranchInputs, run_attention
 from nsa.train.telemetry.layer_statistics import LayerStatistics
 from nsa.train.telemetry.metrics import read_metrics
 from tests.train.cases import MODEL, PATTERN, make_trainer, tiny_config
@@ -91,18 +92,21 @@ def test_statistics_are_those_of_what_the_layers_did(
     selected: list[Tensor] = []
     gates: list[Tensor] = []
 
-    def note(*args: Any) -> Tensor:
-        selected.append(run_select_blocks(*args))
-        return selected[-1]
+    def note(inputs: BranchInputs, call: Call, backend: str) -> AttentionResult:
+        result = run_attention(inputs, call, backend)
+        if result.block_indices is not None:
+            selected.append(result.block_indices)
+        return result
 
     def note_gates(inputs: AttentionInputs, *args: Any, **options: Any) -> Tensor:
         gates.append(inputs.gates.detach())
         return attend(inputs, *args, **options)
 
-    monkeypatch.setattr("nsa.attention.run_select_blocks", note)
+    monkeypatch.setattr("nsa.attention.run_attention", note)
     monkeypatch.setattr("nsa.module.attend", note_gates)
     row = observe(model)
     columns = [BRANCHES.index(branch) for branch in model.config.nsa.branches]
+    assert len(selected) == len(gates) == 3 * 2
     for layer in range(2):
         expected = slow_count(selected[layer], 16)
         active = gates[layer][..., columns].double()
