@@ -210,8 +210,8 @@ class Attribution:
         for outer in host.ancestors():
             if _MATRIX_PRODUCTS.match(outer.name):
                 return self._stage_of_product(outer.args.get("Input Dims", []))
-            if (stage := _first_match(_IN_COMPILED_CODE, outer.name)) is not None:
-                return stage
+            if (called := _first_match(_IN_COMPILED_CODE, outer.name)) is not None:
+                return called
         return None
 
     def _stage_of_product(self, dims: Iterable[Sequence[int]]) -> str | None:

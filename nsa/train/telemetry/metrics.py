@@ -109,6 +109,7 @@ class MetricsWriter:
         self._jsonl = AppendedFile(folder.metrics_jsonl)
         self._csv = AppendedFile(folder.metrics_csv)
         self._tensorboard: SummaryWriter | None = None
+        self._last_step = self._begun_after = -1
         # How rows reach each output, and which rows still have to; the record comes first, since
         # the CSV is made from it.
         self._outputs: list[tuple[Callable[[Sequence[Row]], None], list[Row]]] = [

@@ -29,12 +29,13 @@ class HandMade:
         end: float,
         thread: int = MAIN,
         category: str = "cpu_op",
-        **args: Any,
+        args: dict[str, Any] | None = None,
     ) -> None:
-        self._add(begin, thread, ph="X", cat=category, name=name, dur=end - begin, args=args)
+        given = {"name": name, "cat": category, "args": args or {}}
+        self._add(begin, thread, ph="X", dur=end - begin, **given)
 
     def product(self, sizes: list[list[int]], begin: float, end: float, thread: int = MAIN) -> None:
-        self.host("aten::mm", begin, end, thread, **{"Input Dims": sizes})
+        self.host("aten::mm", begin, end, thread, args={"Input Dims": sizes})
 
     def mark(self, stage: str, begin: float, end: float, thread: int = MAIN) -> None:
         self.host(PREFIX + stage, begin, end, thread, "user_annotation")
@@ -51,10 +52,10 @@ class HandMade:
         call: str = "cudaLaunchKernel",
     ) -> None:
         """A call of the host, and the kernels that it launched: name, begin, end."""
-        number = next(self._numbers)
-        self.host(call, at, at + 0.5, thread, "cuda_runtime", correlation=number)
+        args = {"correlation": next(self._numbers)}
+        self.host(call, at, at + 0.5, thread, "cuda_runtime", args)
         for name, begin, end in kernels:
-            self.host(name, begin, end, stream, "kernel", correlation=number)
+            self.host(name, begin, end, stream, "kernel", args)
 
     def backward_of(self, forward: float, backward: float, thread: int = AUTOGRAD) -> None:
         flow = {"cat": "fwdbwd", "name": "fwdbwd", "id": next(self._numbers)}
