@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,7 @@ def test_full_disk_is_survived(tmp_path: Path, disk: Path) -> None:
 
 
 def test_run_whose_last_checkpoint_has_no_room_says_so(tmp_path: Path, disk: Path) -> None:
-    changes = {"steps": 40, "checkpoint_every": 10}
+    changes: dict[str, Any] = {"steps": 40, "checkpoint_every": 10}
     with Run(tmp_path, path=disk / "run", fault=("slow", "0.05"), **changes) as run:
         run.wait_until(lambda: len(steps_of(run.path)) == 1)
         fill(disk)

@@ -5,6 +5,7 @@ step.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ CASES = [
 @pytest.mark.parametrize(("policy", "strategy"), CASES)
 def test_policy_is_coherent_on_all_ranks(tmp_path: Path, policy: str, strategy: str) -> None:
     words = ("--nonfinite", policy, "--parallel.strategy", strategy)
-    settings = {"steps": 16, "nonfinite_limit": 3, "checkpoint_every": 4}
+    settings: dict[str, Any] = {"steps": 16, "nonfinite_limit": 3, "checkpoint_every": 4}
     with TwoRanks(tmp_path, *words, fault=("nan_in_weights", "9", "1"), **settings) as run:
         codes, text = run.end(), run.text
     rows = read_metrics(run.path / "metrics.jsonl")
@@ -42,7 +43,7 @@ def test_weights_that_are_not_finite_never_become_a_checkpoint(tmp_path: Path) -
     """Those that are lost must not push out the last sound ones: the run resumes from these,
     identically.
     """
-    settings = {"keep_checkpoints": 1, "nonfinite": "skip", "nonfinite_limit": 6}
+    settings: dict[str, Any] = {"keep_checkpoints": 1, "nonfinite": "skip", "nonfinite_limit": 6}
     whole = undisturbed(tmp_path, steps=20, **settings)
     with Run(tmp_path, config=tmp_path / "tiny.yaml", fault=("nan_in_weights", "9")) as run:
         assert run.end() == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.faults.cases import Run, events
     ],
 )
 def test_what_goes_wrong_is_said_once(tmp_path: Path, fault: str, kind: str, what: str) -> None:
-    settings = {"steps": 20, "log_every": 2, "eval_every": 2, "checkpoint_every": 0}
+    settings: dict[str, Any] = {"steps": 20, "log_every": 2, "eval_every": 2, "checkpoint_every": 0}
     with Run(tmp_path, fault=tuple(fault.split()), **settings) as run:
         assert run.end() == 0, run.text
         assert run.text.count(what) == 1, run.text

@@ -92,6 +92,7 @@ def evaluate_run(
         compute_dtype=config.compute_dtype,
     )
     source: TokenSource
+    name: str
     if data is not None:
         source, tail, kind, name = data.validation, None, "validation", config.data.source
     else:
