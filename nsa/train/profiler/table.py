@@ -28,15 +28,17 @@ class Kernel:
 
     Attributes:
         name: of the kernel.
-        place: where it belongs.
-        calls: calls a step.
-        ms: milliseconds a step.
+        stage: its stage; None where nothing tells.
+        backward: whether the backward pass launched it.
+        calls_per_step: how often it ran.
+        ms_per_step: its time, milliseconds.
     """
 
     name: str
-    place: Place
-    calls: float = 0.0
-    ms: float = 0.0
+    stage: str | None
+    backward: bool
+    calls_per_step: float = 0.0
+    ms_per_step: float = 0.0
 
 
 @dataclass
@@ -75,16 +77,7 @@ class StageTable:
             }
             for name, (forward, backward) in self.stages.items()
         ]
-        kernels = [
-            {
-                "name": kernel.name,
-                "stage": kernel.place.stage,
-                "backward": kernel.place.backward,
-                "calls_per_step": kernel.calls,
-                "ms_per_step": kernel.ms,
-            }
-            for kernel in self.kernels[:_MOST_KERNELS]
-        ]
+        kernels = [vars(kernel) for kernel in self.kernels[:_MOST_KERNELS]]
         return {**vars(self), "stages": rows, "kernels": kernels}
 
     def text(self) -> str:
@@ -105,8 +98,10 @@ class StageTable:
         if sum(self.stages[UNATTRIBUTED]) > _MAX_UNATTRIBUTED * self.step_ms:
             share = f"more than {_MAX_UNATTRIBUTED:.0%} of the step is unattributed"
             lines.append(f"{share}; most of it:")
-            nowhere = [kernel for kernel in self.kernels if kernel.place.stage is None]
-            lines += [f"  {kernel.ms:.3f} ms {kernel.name[:110]}" for kernel in nowhere[:5]]
+            nowhere = [kernel for kernel in self.kernels if kernel.stage is None]
+            lines += [
+                f"  {kernel.ms_per_step:.3f} ms {kernel.name[:110]}" for kernel in nowhere[:5]
+            ]
         return "\n".join(lines) + "\n"
 
     def kernels_text(self, limit: int = 40) -> str:
@@ -114,10 +109,10 @@ class StageTable:
         what = "operator, its own time" if self.device == "cpu" else "kernel"
         lines = [f"{'ms a step':>10}{'share':>8}{'calls':>9}  {'stage':<40}{what}"]
         for kernel in self.kernels[:limit]:
-            where = kernel.place.stage or UNATTRIBUTED
-            where += ", backward" if kernel.place.backward else ""
-            time = f"{kernel.ms:>10.3f}{kernel.ms / self.step_ms:>8.1%}{kernel.calls:>9.1f}"
-            lines.append(f"{time}  {where:<40}{kernel.name[:120]}")
+            where = kernel.stage or UNATTRIBUTED
+            where += ", backward" if kernel.backward else ""
+            time = f"{kernel.ms_per_step:>10.3f}{kernel.ms_per_step / self.step_ms:>8.1%}"
+            lines.append(f"{time}{kernel.calls_per_step:>9.1f}  {where:<40}{kernel.name[:120]}")
         return "\n".join(lines) + "\n"
 
 
@@ -152,17 +147,18 @@ def stage_table(trace: Trace, attribution: Attribution) -> StageTable:
     }
     kernels: dict[tuple[str, Place], Kernel] = {}
     for first, last, event in stretches:
-        key = event.name, attribution.place(event)
-        kernel = kernels.setdefault(key, Kernel(*key))
-        kernel.ms += (last - first) * per_step
-        kernel.calls += (first == event.begin) / steps
+        place = attribution.place(event)
+        new = Kernel(event.name, place.stage, place.backward)
+        kernel = kernels.setdefault((event.name, place), new)
+        kernel.ms_per_step += (last - first) * per_step
+        kernel.calls_per_step += (first == event.begin) / steps
     return StageTable(
         "gpu" if trace.device else "cpu",
         steps,
         (end - begin) * per_step,
         table,
         hidden * per_step,
-        sorted(kernels.values(), key=lambda kernel: -kernel.ms),
+        sorted(kernels.values(), key=lambda kernel: -kernel.ms_per_step),
     )
 
 

@@ -80,9 +80,9 @@ def test_eager_steps() -> None:
         IDLE: (38, 0),
     }
     assert table.hidden_communication_ms == pytest.approx(0.007)
-    (gemm,) = (one for one in table.kernels if one.name == "gemm" and one.place.backward)
-    assert (gemm.place.stage, gemm.calls) == (stages.MLP, 1)
-    assert gemm.ms == pytest.approx(0.006)
+    (gemm,) = (one for one in table.kernels if one.name == "gemm" and one.backward)
+    assert (gemm.stage, gemm.calls_per_step) == (stages.MLP, 1)
+    assert gemm.ms_per_step == pytest.approx(0.006)
     rows = table.to_json()["stages"]
     assert sum(row["total_ms"] for row in rows) == pytest.approx(table.step_ms)
     assert sum(row["share"] for row in rows) == pytest.approx(1)
