@@ -55,7 +55,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
     words = ("train", whole / "tiny.yaml", "--run-dir", folder / "run", "--sample-tokens", "9")
     with Ranks(*words, *TWO_RANKS, *FSDP, folder=folder) as run:
         assert run.end() == [0, 0], run.text
-        assert "2 windows x 1 micro-batches x 2 processes = 4 windows" in run.ranks[0].text
+        assert "micro_batch 2 x accumulation 1 x world_size 2 = global_batch 4" in run.ranks[0].text
         assert "parallel: fsdp over 2 processes, gradients sent in fp32" in run.ranks[0].text
         assert "step" not in run.ranks[1].text  # one of them speaks
     return folder / "run"

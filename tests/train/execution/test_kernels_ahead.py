@@ -110,6 +110,7 @@ def test_a_failure_is_said_and_harms_nothing(
 def test_closed_before_it_is_done(dense: TrainConfig) -> None:
     ahead = KernelsAhead(dense, CUDA, Launch())
     process = ahead._process
+    assert process is not None
     ahead.close()
     assert process.poll() is not None
     ahead.wait()
