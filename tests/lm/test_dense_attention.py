@@ -78,8 +78,9 @@ def test_documents_of_any_length(lengths: list[int], slack: int | None, seed: in
 def test_sequences_of_one_length_take_the_causal_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = Mock(wraps=torch.nn.functional.scaled_dot_product_attention)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
-    causal_attention(*inputs(64), offsets(16, 16, 16, 16), 16)
-    causal_attention(*inputs(64), offsets(16, 16, 13, 3, 16), 16)
+    q, k, v = inputs(64)
+    causal_attention(q, k, v, offsets(16, 16, 16, 16), 16)
+    causal_attention(q, k, v, offsets(16, 16, 13, 3, 16), 16)
     equal, different = (call.kwargs["attn_mask"] for call in attend.call_args_list)
     assert equal is None
     # twice the longest sequence a token, not the number of tokens

@@ -157,7 +157,7 @@ def test_first_loss_is_that_of_a_uniform_guess(
 def test_output_projections_start_smaller() -> None:
     layer = make("nsa", num_layers=8, width=128).decoder_layers()[0]
     matrices = (layer.attention.o_proj, layer.mlp.down_proj, layer.mlp.up_proj)
-    stds = [matrix.weight.std().item() for matrix in matrices]  # type: ignore[union-attr]
+    stds = [matrix.weight.std().item() for matrix in matrices]
     assert stds == pytest.approx([0.005, 0.005, 0.02], rel=0.1)
 
 
@@ -241,9 +241,7 @@ def test_bf16_compute_over_fp32_parameters(attention: str) -> None:
         "output": layer.attention.o_proj,
     }
     for name, module in modules.items():
-        module.register_forward_hook(  # type: ignore[union-attr]
-            lambda _m, _i, out, name=name: seen.update({name: out.dtype})
-        )
+        module.register_forward_hook(lambda _m, _i, out, name=name: seen.update({name: out.dtype}))
     data = tokens(2, 64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         low = model(data)
