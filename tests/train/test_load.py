@@ -48,7 +48,7 @@ def text_of(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-# --- what comes out --------------------------------------------------------------------------------
+# --- what comes out -------------------------------------------------------------------------------
 
 positive = st.floats(min_value=1e-12, max_value=1e12)
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(

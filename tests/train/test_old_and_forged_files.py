@@ -215,7 +215,9 @@ def test_a_renamed_setting_is_taken_for_one_release(
     assert "--optim.rate: the setting optim.rate is called optim.lr now" in caplog.text
     renaming = "old.yaml:2: the setting windows is called data.pattern now;"
     assert f"{renaming} the old name goes with the next release" in caplog.text
-    assert "not be given together with optim.lr" in refused(tmp_path, "optim: {rate: 0.25, lr: 0.5}")
+    assert "not be given together with optim.lr" in refused(
+        tmp_path, "optim: {rate: 0.25, lr: 0.5}"
+    )
     run = tmp_path / "run"
     words = ["train", str(write_tiny(tmp_path)), "--run-dir", str(run), "--optim.rate", "0.125"]
     assert cli.main(words) == 0

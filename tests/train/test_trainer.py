@@ -184,7 +184,7 @@ def test_compiled_once_and_equal_to_eager(tmp_path: Path, attention: str, by_lay
 def test_a_fuller_batch_raises_the_capacity_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A stream has no index of its documents; a resumed run begins with the checkpoint's capacity."""
+    """A stream has no index of its documents; a resumed run keeps the checkpoint's capacity."""
     monkeypatch.setattr(TextSource, "most_sequences", lambda *_: None)
     monkeypatch.setattr("nsa.train.sequence_capacity.SHORT_DOCUMENT", 10**6)
     config = tiny_config(tmp_path, compile=True, model={"attention": "dense"}, steps=3, seq_len=256)

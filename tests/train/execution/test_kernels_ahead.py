@@ -24,12 +24,20 @@ CUDA = torch.device("cuda")
 
 
 # What a launcher calls in the driver.
-CALLED = "CtxGetCurrent CtxSetCurrent DeviceGet DevicePrimaryCtxRetain FuncSetAttribute GetErrorString PointerGetAttribute"
+CALLED = (
+    "CtxGetCurrent",
+    "CtxSetCurrent",
+    "DeviceGet",
+    "DevicePrimaryCtxRetain",
+    "FuncSetAttribute",
+    "GetErrorString",
+    "PointerGetAttribute",
+)
 
 
 def stub_driver(path: Path) -> None:
     """A library with the names of the GPU's driver, for a machine without one."""
-    source = "".join(f"void cu{name}(void) {{}}\n" for name in CALLED.split())
+    source = "".join(f"void cu{name}(void) {{}}\n" for name in CALLED)
     subprocess.run(
         ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", path], input=source.encode(), check=True
     )
