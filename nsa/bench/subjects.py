@@ -11,7 +11,7 @@ from typing import Any
 from nsa.bench.targets import UNMASKED
 from nsa.bench.variants import split_variant
 from nsa.errors import check
-from nsa.lm.twins import dense_matched, twin
+from nsa.lm.baseline import dense_of_equal_size
 from nsa.train.config import TrainConfig
 from nsa.train.load import load_config
 
@@ -146,10 +146,10 @@ def find_subjects(
 def _beside(base: TrainConfig, name: str) -> TrainConfig:
     """The base with the model of this provider, everything else the same."""
     if name == "dense-matched":
-        return replace(base, model=dense_matched(base.model))
+        return replace(base, model=dense_of_equal_size(base.model))
     if name == UNMASKED:
         base = replace(base, data=replace(base.data, document_mask=False))
-    return replace(base, model=twin(base.model, "nsa" if name == "nsa" else "dense"))
+    return replace(base, model=replace(base.model, attention="nsa" if name == "nsa" else "dense"))
 
 
 def differences(base: TrainConfig, other: TrainConfig) -> dict[str, Any]:

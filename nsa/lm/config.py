@@ -42,11 +42,6 @@ class LMConfig:
     def __post_init__(self) -> None:
         check_positive(self, "vocab_size", "width", "num_layers", "mlp_hidden_size")
         check_positive(self, "norm_eps", "init_std")
-        check(
-            self.attention in ("nsa", "dense"),
-            "LMConfig",
-            "attention",
-            "be nsa or dense",
-            self.attention,
-        )
-        check(self.mlp in ("silu", "swiglu"), "LMConfig", "mlp", "be silu or swiglu", self.mlp)
+        for name, words in (("attention", ("nsa", "dense")), ("mlp", ("silu", "swiglu"))):
+            value = getattr(self, name)
+            check(value in words, "LMConfig", name, f"be {' or '.join(words)}", value)

@@ -1,9 +1,8 @@
-"""Causal softmax attention with the heads and rotary settings of a sparse pattern: the dense twin of an NSA layer."""
+"""Causal softmax attention with the heads and rotary settings of a sparse pattern: the baseline."""
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,10 +36,10 @@ _FASTEST_FIRST = [
 
 
 class DenseLayerCache:
-    """Decode cache of one dense layer: rotated keys and values of all tokens, packed, so that lengths may differ.
+    """Decode cache of one dense layer: rotated keys and values of all tokens, packed.
 
     Args:
-        batch_size: sequences decoded together.
+        batch_size: sequences decoded together; their lengths may differ.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -49,42 +48,30 @@ class DenseLayerCache:
 
     def lengths(self, cu_seqlens: Tensor) -> Tensor:
         """Tokens cached of each sequence, int64 ``[B]``."""
-        batch = cu_seqlens.shape[0] - 1
-        check(
-            batch == self.batch_size,
-            "DenseCache",
-            "cu_seqlens",
-            f"describe {self.batch_size} sequences",
-            batch,
-        )
-        return (
-            torch.zeros_like(cu_seqlens[1:], dtype=torch.int64)
-            if self.rows is None
-            else lengths(self.rows.cu_seqlens)
-        )
+        batch, rule = cu_seqlens.shape[0] - 1, f"describe {self.batch_size} sequences"
+        check(batch == self.batch_size, "DenseCache", "cu_seqlens", rule, batch)
+        return lengths(torch.zeros_like(cu_seqlens) if self.rows is None else self.rows.cu_seqlens)
 
     @torch.no_grad()
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Take in new tokens and return their attention output ``[T, Hq, Dv]``; ``q`` and ``k`` are rotated."""
-        self.rows = (
-            PackedRows(k, v, cu_seqlens)
-            if self.rows is None
-            else self.rows.append(k, v, cu_seqlens)
-        )
+        """Take in new tokens and return their attention output ``[T, Hq, Dv]``.
+
+        Args:
+            q: rotated queries ``[T, Hq, D]``.
+            k: rotated keys ``[T, Hkv, D]``.
+            v: values ``[T, Hkv, Dv]``.
+            cu_seqlens: int32 ``[B + 1]`` offsets of the new tokens.
+        """
+        new = PackedRows(k, v, cu_seqlens)
+        self.rows = new if self.rows is None else self.rows.append(k, v, cu_seqlens)
         assert self.rows.value is not None
-        cu_q, cu_k = cu_seqlens, self.rows.cu_seqlens
-        max_q, max_k = int(lengths(cu_q).max()), int(lengths(cu_k).max())
-        key_position = torch.arange(max_k, device=q.device)
-        position = pad(query_positions(q.shape[0], cu_q, cu_k), cu_q, max_q)
+        cu_k = self.rows.cu_seqlens
+        max_q, max_k = int(lengths(cu_seqlens).max()), int(lengths(cu_k).max())
+        position = pad(query_positions(q.shape[0], cu_seqlens, cu_k), cu_seqlens, max_q)
         # [B, max_q, max_k]; a row of padding sees its key 0
-        visible = key_position <= position[..., None]
-        out = _sdpa(
-            pad(q, cu_q, max_q),
-            pad(self.rows.key, cu_k, max_k),
-            pad(self.rows.value, cu_k, max_k),
-            visible,
-        )
-        return unpad(out, cu_q, q.shape[0])
+        visible = torch.arange(max_k, device=q.device) <= position[..., None]
+        keys, values = pad(self.rows.key, cu_k, max_k), pad(self.rows.value, cu_k, max_k)
+        return unpad(_sdpa(pad(q, cu_seqlens, max_q), keys, values, visible), cu_seqlens, len(q))
 
 
 class DenseCache:
@@ -115,12 +102,9 @@ class DenseAttention(TogetherModule):
         self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(width, config.num_kv_heads * config.value_dim, bias=False)
         self.o_proj = nn.Linear(config.num_heads * config.value_dim, width, bias=False)
-        keys, values = (
-            Heads(config.num_kv_heads, size) for size in (config.head_dim, config.value_dim)
-        )
-        self._columns = Columns(
-            (Heads(config.num_heads, config.head_dim, "yes"), replace(keys, rotated="yes"), values)
-        )
+        queries = Heads(config.num_heads, config.head_dim, "yes")
+        keys = Heads(config.num_kv_heads, config.head_dim, "yes")
+        self._columns = Columns((queries, keys, Heads(config.num_kv_heads, config.value_dim)))
         self.lay_together()
 
     def projection_weights(self) -> list[Tensor]:
@@ -162,19 +146,13 @@ class DenseAttention(TogetherModule):
             sequence, positions, _ = locate(x.shape[0], sequences.cu_q)
             positions = positions + cache.lengths(sequences.cu_q)[sequence]
         with stage(PROJECTION):
+            weights = self.projection_weights()
             q, k, v = project(
-                x,
-                self.projection_weights(),
-                None,
-                self._columns,
-                sequences,
-                self.rope,
-                positions=positions,
+                x, weights, None, self._columns, sequences, self.rope, positions=positions
             )
         if cache is None:
-            out = causal_attention(
-                q, k, v, None if sequences.offsets is None else sequences.cu_q, sequences.len_q
-            )
+            cu_seqlens = None if sequences.offsets is None else sequences.cu_q
+            out = causal_attention(q, k, v, cu_seqlens, sequences.len_q)
         else:
             out = cache.attend(q, k, v, sequences.cu_q)
         with stage(PROJECTION):
@@ -185,12 +163,12 @@ class DenseAttention(TogetherModule):
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None = None
 ) -> Tensor:
-    """Causal softmax attention inside each packed sequence, by PyTorch's kernels and without reading the lengths.
+    """Causal softmax attention inside each packed sequence, by PyTorch's kernels.
 
-    Sequences that all have ``max_seqlen`` tokens go to the causal kernel of SDPA as a batch. Others
-    go to the kernel for variable lengths (``torch.nn.attention.varlen``) on a GPU in bf16 or fp16,
-    and elsewhere to SDPA with a mask. The backward pass of that kernel sums the gradient of q by
-    atomics, so its last bits may differ from run to run.
+    The lengths are not read. Sequences that all have ``max_seqlen`` tokens go to the causal kernel
+    of SDPA as a batch. Others go to the kernel for variable lengths (``torch.nn.attention.varlen``)
+    on a GPU in bf16 or fp16, and elsewhere to SDPA with a mask. The backward pass of that kernel
+    sums the gradient of q by atomics, so its last bits may differ from run to run.
 
     Args:
         q: rotated queries ``[T, Hq, D]``.
@@ -211,38 +189,39 @@ def causal_attention(
         return _sdpa(queries, keys, values, None).flatten(0, 1)
     if on_gpu(q) and q.dtype in _VARLEN_DTYPES and k.shape[-1] == v.shape[-1]:
         out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, size, size, **_VARLEN_OPTIONS)
-        assert isinstance(out, Tensor)  # statistics would come beside it if they were asked for
+        assert isinstance(out, Tensor)  # and not with statistics, which are not asked for
         return out
     return _banded_attention(q, k, v, cu_seqlens, size)
 
 
 def _banded_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, size: int) -> Tensor:
-    """:func:`causal_attention` of sequences of at most ``size`` tokens, under a mask of ``2 * size`` entries a token.
+    """:func:`causal_attention` of sequences of at most ``size`` tokens, under a mask.
 
     The tokens are cut into chunks of ``size``: no sequence is longer, so a query sees keys of its
-    own chunk and of the one before it, however many sequences there are.
+    own chunk and of the one before it, however many sequences there are. The mask has
+    ``2 * size`` entries a token.
     """
     num_tokens = q.shape[0]
-    num_chunks = -(-num_tokens // size)
-    row = torch.arange(num_chunks * size, device=q.device)
+    padding = -num_tokens % size
+    row = torch.arange(num_tokens + padding, device=q.device)
     # padding rows get B, no real sequence
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
-    sequence, row = sequence.view(num_chunks, size), row.view(num_chunks, size)
-    padding = num_chunks * size - num_tokens
+    sequence, row = sequence.view(-1, size), row.view(-1, size)
     queries, keys, values = (
-        nn.functional.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(0, (num_chunks, size))
-        for x in (q, k, v)
+        nn.functional.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(0, (-1, size)) for x in (q, k, v)
     )
     same = sequence[:, :, None] == _with_previous(sequence, -1)[:, None, :]
     # [num_chunks, size, 2 * size]
     visible = same & (_with_previous(row, -1)[:, None, :] <= row[:, :, None])
-    return _sdpa(queries, _with_previous(keys, 0), _with_previous(values, 0), visible).flatten(
-        0, 1
-    )[:num_tokens]
+    out = _sdpa(queries, _with_previous(keys, 0), _with_previous(values, 0), visible)
+    return out.flatten(0, 1)[:num_tokens]
 
 
 def _with_previous(x: Tensor, fill: int) -> Tensor:
-    """Each chunk behind the one before it: ``[N, size, ...]`` to ``[N, 2 * size, ...]``; ``fill`` before the first."""
+    """Each chunk behind the one before it: ``[N, size, ...]`` to ``[N, 2 * size, ...]``.
+
+    Before the first chunk comes ``fill``.
+    """
     return torch.cat((torch.cat((torch.full_like(x[:1], fill), x[:-1])), x), dim=1)
 
 
@@ -250,16 +229,13 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     """SDPA over ``[B, T, H, D]``; causal when ``visible`` (bool ``[B, T, S]``) is None."""
     group_size = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    attend = nn.functional.scaled_dot_product_attention
     if on_gpu(q) and visible is None:
         with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
-            out = nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=group_size > 1
-            )
-        return out.transpose(1, 2)
-    if group_size > 1:  # not every SDPA kernel groups heads itself
-        k, v = (x.repeat_interleave(group_size, dim=1) for x in (k, v))
-    mask = None if visible is None else visible[:, None]
-    out = nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=visible is None
-    )
+            out = attend(q, k, v, is_causal=True, enable_gqa=group_size > 1)
+    else:
+        if group_size > 1:  # not every SDPA kernel groups heads itself
+            k, v = (x.repeat_interleave(group_size, dim=1) for x in (k, v))
+        mask = None if visible is None else visible[:, None]
+        out = attend(q, k, v, attn_mask=mask, is_causal=visible is None)
     return out.transpose(1, 2)

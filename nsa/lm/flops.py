@@ -1,21 +1,25 @@
-"""Floating-point operations of a model, for the share of a device's peak that training reaches (MFU)."""
+"""Floating-point operations of a model, for the share of the peak that training reaches (MFU)."""
 
 from __future__ import annotations
 
 import torch
 
-from nsa.config import NSAConfig
 from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
 from nsa.ops._packed import num_compressed
 
 
 def keys_per_query(config: LMConfig, seq_len: int) -> float:
-    """Keys that a query of one layer attends to, all branches together, averaged over the positions of a full window."""
+    """Keys that a query of one layer attends to in all branches, averaged over the positions.
+
+    Args:
+        config: the model.
+        seq_len: tokens of a sequence.
+    """
     position = torch.arange(seq_len)
     if config.attention == "dense":
         return float((position + 1).double().mean())
-    pattern: NSAConfig = config.nsa
+    pattern = config.nsa
     keys = torch.zeros(seq_len, dtype=torch.int64)
     if "cmp" in pattern.branches:
         keys += num_compressed(position + 1, pattern)
@@ -28,24 +32,21 @@ def keys_per_query(config: LMConfig, seq_len: int) -> float:
 
 
 def flops_per_token(model: LanguageModel, seq_len: int) -> float:
-    """Operations of one training token: forward and backward, a multiplication and an addition counted as two.
+    """Operations of one training token, forward and backward.
 
-    Matrix products with parameters take 2 operations a parameter forward and 4 backward; attention
-    takes 2 * (D + Dv) a head and key forward and twice that backward, over the keys that the
-    pattern lets a query see. Norms, rotation, compression, scoring and the optimizer are not
-    counted, nor is anything computed twice.
+    A multiplication and an addition count as two. Matrix products with parameters take 2 operations
+    a parameter forward and 4 backward; attention takes 2 * (D + Dv) a head and key forward and
+    twice that backward, over the keys that the pattern lets a query see. Norms, rotation,
+    compression, scoring and the optimizer are not counted, nor is anything computed twice.
 
     Args:
         model: the language model.
-        seq_len: tokens of a window.
+        seq_len: tokens of a sequence.
     """
     config = model.config
     count = model.num_parameters()
-    in_products = (
-        config.vocab_size * config.width + count["attention"] + count["gate"] + count["mlp"]
-    )
-    head_size = config.nsa.head_dim + config.nsa.value_dim
-    attention = (
-        2 * config.num_layers * config.nsa.num_heads * head_size * keys_per_query(config, seq_len)
-    )
+    head = config.vocab_size * config.width
+    in_products = head + count["attention"] + count["gate"] + count["mlp"]
+    a_key = 2 * config.nsa.num_heads * (config.nsa.head_dim + config.nsa.value_dim)
+    attention = config.num_layers * a_key * keys_per_query(config, seq_len)
     return 3.0 * (2 * in_products + attention)

@@ -15,7 +15,7 @@ from nsa.cache import LayerCache, NSACache
 from nsa.lm.config import LMConfig
 from nsa.lm.dense_attention import DenseAttention, DenseCache, DenseLayerCache
 from nsa.lm.recomputation import Keeps, keep_attention
-from nsa.module import Compression, Gate, NativeSparseAttention
+from nsa.module import NativeSparseAttention
 from nsa.ops._sequences import Sequences, open_layer_input
 from nsa.ops.embedding import embed
 
@@ -23,7 +23,10 @@ Cache = NSACache | DenseCache
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root mean square normalisation; a weight of less precision than the input, as shards may be gathered, is no obstacle."""
+    """Root mean square normalisation, whose weight may have less precision than its input.
+
+    FSDP2 may gather weights in bf16 while the residual stream is fp32.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., width]`` to the same shape, in the dtype of ``x``."""
@@ -31,7 +34,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class MLP(nn.Module):
-    """Position-wise network: ``down(silu(up(x)))``, or with a gate, ``down(silu(gate(x)) * up(x))``.
+    """Position-wise network: ``down(silu(up(x)))``, or ``down(silu(gate(x)) * up(x))``.
 
     Args:
         config: the model; ``mlp`` chooses between the two.
@@ -40,11 +43,9 @@ class MLP(nn.Module):
     def __init__(self, config: LMConfig) -> None:
         super().__init__()
         self.up_proj = nn.Linear(config.width, config.mlp_hidden_size, bias=False)
-        self.gate_proj = (
-            nn.Linear(config.width, config.mlp_hidden_size, bias=False)
-            if config.mlp == "swiglu"
-            else None
-        )
+        self.gate_proj: nn.Linear | None = None
+        if config.mlp == "swiglu":
+            self.gate_proj = nn.Linear(config.width, config.mlp_hidden_size, bias=False)
         self.down_proj = nn.Linear(config.mlp_hidden_size, config.width, bias=False)
 
     @stages.in_stage(stages.MLP)
@@ -63,9 +64,9 @@ class DecoderLayer(nn.Module):
         layer: index of the layer, from 0.
 
     Attributes:
-        keeps: what stays in memory from a forward pass to its backward pass. ``everything`` that
-            the gradient needs; of what ``attention`` computed everything, beside the layer's input;
-            or the ``input`` alone. The rest is computed again.
+        keeps: what stays in memory from a forward pass to its backward pass: ``everything`` that
+            the gradient needs, the layer's input and all that ``attention`` computed, or the
+            ``input`` alone. What is missing is computed again.
     """
 
     def __init__(self, config: LMConfig, layer: int) -> None:
@@ -83,20 +84,10 @@ class DecoderLayer(nn.Module):
         """``[T, width]`` packed or ``[B, T, width]`` to the same shape."""
         if self.keeps == "everything" or cache is not None or not torch.is_grad_enabled():
             return self._run(x, sequences, cache)
-        inputs = (x, sequences, None)
-        if self.keeps == "input":
-            return cast(
-                Tensor,
-                checkpoint(self._run, *inputs, use_reentrant=False, preserve_rng_state=False),
-            )
-        out = checkpoint(
-            self._run,
-            *inputs,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=keep_attention,
-        )
-        return cast(Tensor, out)
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if self.keeps == "attention":
+            options["context_fn"] = keep_attention
+        return cast(Tensor, checkpoint(self._run, x, sequences, None, **options))
 
     def _run(
         self, x: Tensor, sequences: Sequences, cache: LayerCache | DenseLayerCache | None
@@ -146,22 +137,17 @@ class LanguageModel(nn.Module):
         which keeps the first loss near ln(vocab_size). A tied one gets less still: the final hidden
         state may be near the token's own embedding, whose logit then starts at no more than 3.
         """
-        config = self.config
-        std = config.init_std
-        head_std = min(
-            std, 3.0 / config.width if config.tie_head else 0.5 / math.sqrt(config.width)
-        )
-        nn.init.normal_(self.embedding.weight, std=head_std if config.tie_head else std)
+        std, width, is_tied = self.config.init_std, self.config.width, self.config.tie_head
+        head_std = min(std, 3.0 / width if is_tied else 0.5 / math.sqrt(width))
+        nn.init.normal_(self.embedding.weight, std=head_std if is_tied else std)
         nn.init.normal_(self.head.weight, std=head_std)
         for layer in self.decoder_layers():
             for part in (layer.attention, layer.mlp):
                 for name, child in part.named_children():
                     if isinstance(child, nn.Linear):
                         is_output = name in ("o_proj", "down_proj")
-                        nn.init.normal_(
-                            child.weight,
-                            std=std / math.sqrt(2 * len(self.layers)) if is_output else std,
-                        )
+                        scale = math.sqrt(2 * len(self.layers)) if is_output else 1.0
+                        nn.init.normal_(child.weight, std=std / scale)
 
     def forward(
         self,
@@ -192,7 +178,10 @@ class LanguageModel(nn.Module):
         max_seqlen: int | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """What the head is applied to, ``[T, width]`` or ``[B, T, width]``; arguments as of :meth:`forward`."""
+        """What the head is applied to, ``[T, width]`` or ``[B, T, width]``.
+
+        The arguments are those of :meth:`forward`.
+        """
         x = self.embedding(tokens)
         _, sequences = open_layer_input(
             "LanguageModel", x, self.config.width, cu_seqlens, max_seqlen
@@ -215,39 +204,17 @@ class LanguageModel(nn.Module):
         return DenseCache(self.config.num_layers, batch_size)
 
     def num_parameters(self) -> dict[str, int]:
-        """Parameters by part of the model; ``total`` is their sum. A tied head has none of its own."""
-        count = {
-            "embedding": 0,
-            "attention": 0,
-            "gate": 0,
-            "phi": 0,
-            "mlp": 0,
-            "norm": 0,
-            "head": 0,
-        }
-        counted: set[int] = set()
-
-        def add(part: str, module: nn.Module) -> None:
-            for parameter in module.parameters():
-                if id(parameter) not in counted:
-                    counted.add(id(parameter))
-                    count[part] += parameter.numel()
-
-        add("embedding", self.embedding)
-        for module in self.modules():  # before the layers' attention, which contains them
-            if isinstance(module, (Gate, Compression)):
-                add("gate" if isinstance(module, Gate) else "phi", module)
-        for layer in self.decoder_layers():
-            add("attention", layer.attention)
-            add("mlp", layer.mlp)
-        add("head", self.head)
-        add("norm", self)
+        """Parameters by part of the model, and their ``total``. A tied head has none of its own."""
+        count = dict.fromkeys(("embedding", "attention", "gate", "phi", "mlp", "norm", "head"), 0)
+        for name, parameter in self.named_parameters():  # layers.0.attention.phi_k.w1
+            words = ["phi" if word in ("phi_k", "phi_v") else word for word in name.split(".")]
+            part = next((word for word in reversed(words) if word in count), "norm")
+            count[part] += parameter.numel()
         return {**count, "total": sum(count.values())}
 
     def parameter_summary(self) -> str:
-        """One line: the total and its parts, for example ``78.6M parameters: embedding 0.2M, ...``."""
+        """One line: the total and its parts, such as ``78.6M parameters: gate 332,208, ...``."""
         count = self.num_parameters()
-        parts = ", ".join(
-            f"{name} {number:,}" for name, number in count.items() if name != "total" and number
-        )
-        return f"{count['total'] / 1e6:.1f}M parameters: {parts}"
+        total = count.pop("total")
+        parts = ", ".join(f"{name} {number:,}" for name, number in count.items() if number)
+        return f"{total / 1e6:.1f}M parameters: {parts}"

@@ -5,28 +5,25 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    SelectiveCheckpointContext,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy as Policy
+from torch.utils.checkpoint import SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 Keeps = Literal["everything", "attention", "input"]
 
 # What attention is on a GPU, and dense attention on a CPU; the sparse reference on the CPU is no
 # single operator. These are names, so that nothing needs to be registered yet.
-ATTENTION_OPERATORS = frozenset({
+ATTENTION_OPERATORS = (
     "nsa.attention.default",
     "aten._scaled_dot_product_cudnn_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "torch_attn._varlen_attn.default",
-})  # fmt: skip
+)
 
 
 def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of a forward pass and of its repetition: outputs of attention operators are kept, all else is computed again.
+    """Contexts of a forward pass and of its repetition, which computes all but attention again.
 
     Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; selective by
     operator as in Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
@@ -35,11 +32,5 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
     return create_selective_checkpoint_contexts(_policy)
 
 
-def _policy(
-    ctx: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
-) -> CheckpointPolicy:
-    return (
-        CheckpointPolicy.MUST_SAVE
-        if str(operator) in ATTENTION_OPERATORS
-        else CheckpointPolicy.PREFER_RECOMPUTE
-    )
+def _policy(ctx: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> Policy:
+    return Policy.MUST_SAVE if str(operator) in ATTENTION_OPERATORS else Policy.PREFER_RECOMPUTE

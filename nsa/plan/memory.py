@@ -9,9 +9,9 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
+from nsa.lm.baseline import parameters_by_part
 from nsa.lm.config import LMConfig
 from nsa.lm.recomputation import Keeps
-from nsa.lm.twins import parameters_by_part
 from nsa.train.config import TrainConfig
 from nsa.train.execution.activations import kept_bytes
 

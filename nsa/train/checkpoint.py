@@ -21,9 +21,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -77,9 +76,9 @@ def best_checkpoint(folder: Path) -> Path | None:
     figures = {}
     for path in list_checkpoints(folder):
         with suppress(UserError):  # damaged; loading it says so
-            figures[path] = read_meta(path)["val_bits_per_byte"]
-    known = [path for path, figure in figures.items() if figure is not None]
-    return min(known, key=lambda path: figures[path], default=None)
+            if (figure := read_meta(path)["val_bits_per_byte"]) is not None:
+                figures[path] = figure
+    return min(figures, key=figures.__getitem__, default=None)
 
 
 def find_checkpoint(function: str, folder: Path, which: str) -> Path:
@@ -99,13 +98,13 @@ def find_checkpoint(function: str, folder: Path, which: str) -> Path:
         return list(found.values())[-1]
     if which == "best":
         best = best_checkpoint(folder)
-        hint = "None of them belongs to a step that was evaluated."
-        check(best is not None, function, "--checkpoint", "be last or a step", which, hint)
-        assert best is not None
+        if best is None:
+            hint = "None of them belongs to a step that was evaluated."
+            fail(function, "--checkpoint", "be last or a step", which, hint)
         return best
-    rule = f"be last, best or one of {', '.join(found)}"
     step = which.lstrip("0") or "0"
-    check(which.isdecimal() and step in found, function, "--checkpoint", rule, which)
+    rule = f"be last, best or one of {', '.join(found)}"
+    check(step in found, function, "--checkpoint", rule, which)
     return found[step]
 
 
@@ -124,7 +123,8 @@ def save_checkpoint(
     Args:
         folder: folder of all checkpoints of a run; made if need be.
         step: optimizer steps done, for the name.
-        tensors: what this process writes, by name; see :func:`own_tensors`.
+        tensors: what this process writes, by name: its part of each sharded tensor, and of the main
+            process also the others.
         meta: everything else, as JSON; ``val_bits_per_byte`` is what :func:`best_checkpoint`
             compares.
         keep: newest checkpoints that stay, this one included.
@@ -134,9 +134,8 @@ def save_checkpoint(
         The folder of this checkpoint.
 
     Raises:
-        FileExistsError: there is a checkpoint of this step.
-        OSError: it could not be written, by this process or by another one; what was there before
-            is untouched.
+        OSError: there is a checkpoint of this step, this process or another one could not write it,
+            or a tensor is not finite; what was there before is untouched.
     """
     writers = writers or Processes()
     names = _tensor_files(writers.world_size)
@@ -152,6 +151,7 @@ def save_checkpoint(
             unfinished.mkdir()
 
     try:
+        _on_all(writers, lambda: _check_finite(tensors))
         _on_all(writers, prepare)
         file = unfinished / names[writers.rank]
         digests = _on_all(writers, lambda: _write_tensors(file, tensors))
@@ -161,8 +161,8 @@ def save_checkpoint(
         write_flushed(unfinished / META, json.dumps({**versions, **meta}, indent=1))
         for name in names:  # which safetensors makes readable for their owner alone
             shutil.copymode(unfinished / META, unfinished / name)
-        hashes = zip([*digests, _sha256(unfinished / META)], [*names, META], strict=True)
-        write_flushed(unfinished / SUMS, _sums_text(hashes))
+        sums = dict(zip(names, digests, strict=True)) | {META: _sha256(unfinished / META)}
+        write_flushed(unfinished / SUMS, _sums_text(sums))
         flush_folder(unfinished)
     except OSError:
         if writers.is_main:
@@ -178,26 +178,26 @@ def save_checkpoint(
     return target
 
 
-def own_tensors(tensors: Mapping[str, Tensor], *, is_main: bool) -> dict[str, Tensor]:
-    """What this process writes: its part of each sharded tensor; the main one also whole ones."""
-    own = (name for name, tensor in tensors.items() if is_main or isinstance(tensor, DTensor))
-    return {name: own_part(tensors[name].detach()) for name in own}
-
-
 def _on_all(writers: Processes, action: Callable[[], Any]) -> list[Any]:
     """What ``action`` returns on each process; an OSError on one of them is raised on all."""
-    result, failure = None, None
+    result, failure = None, ""
     try:
         result = action()
     except OSError as error:
-        failure = error
-    found = writers.all_of((result, "" if failure is None else str(failure)))
-    if failure is not None:
-        raise failure
-    for _, text in found:
+        failure = str(error)
+    results, failures = zip(*writers.all_of((result, failure)), strict=True)
+    for text in (failure, *failures):
         if text:
             raise OSError(text)
-    return [result for result, _ in found]
+    return list(results)
+
+
+def _check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse what no run could continue from, as an OSError like any other failure to write."""
+    for name, tensor in tensors.items():
+        has_values = tensor.is_floating_point() and tensor.numel() > 0
+        if has_values and not torch.linalg.vector_norm(tensor, torch.inf).isfinite():
+            raise OSError(f"{name} is not finite")
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -227,8 +227,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sums_text(hashes: Any) -> str:
-    return "".join(f"{digest}  {name}\n" for digest, name in hashes)
+def _sums_text(sums: Mapping[str, str]) -> str:
+    return "".join(f"{digest}  {name}\n" for name, digest in sums.items())
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -242,30 +242,22 @@ def read_meta(path: Path) -> dict[str, Any]:
     is_one = _NAME.fullmatch(path.name) is not None and path.is_dir()
     check(is_one, "read_meta", "path", "be the folder of a checkpoint, step-<number>", path)
     if (path / SUMS).exists():  # format 1 kept its hashes elsewhere
-        _verify(path, META)
-    meta = _parse_meta(path)
+        _check_undamaged(path, META)
+    try:
+        meta = json.loads((path / META).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError, RecursionError):
+        meta = None
+    if isinstance(meta, dict) and meta.get("format") not in READABLE:
+        found = f"format {meta.get('format')} of nsa {meta.get('nsa')} in {path}"
+        rule = f"hold a checkpoint of format {' or '.join(map(str, READABLE))}"
+        fail("read_meta", "path", rule, found, "That version of nsa can read it.")
     _read_sums(path)
-    if meta is None:
+    if not isinstance(meta, dict):
         fail("read_meta", "path", "hold a checkpoint with JSON in meta.json", path)
     for name, kind in _KINDS.items():
         found = f"{meta[name]!r:.60} in {path}" if name in meta else f"none in {path}"
         fits = name in meta and isinstance(meta[name], kind)
         check(fits, "read_meta", "path", f"have a {name} of its kind in meta.json", found)
-    return meta
-
-
-def _parse_meta(path: Path) -> dict[str, Any] | None:
-    """The content of meta.json, of a format that can be read; None where it is no JSON object."""
-    try:
-        meta = json.loads((path / META).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, RecursionError):
-        return None
-    if not isinstance(meta, dict):
-        return None
-    if meta.get("format") not in READABLE:
-        found = f"format {meta.get('format')} of nsa {meta.get('nsa')} in {path}"
-        rule = f"hold a checkpoint of format {' or '.join(map(str, READABLE))}"
-        fail("read_meta", "path", rule, found, "That version of nsa can read it.")
     return meta
 
 
@@ -285,7 +277,7 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     read_meta(path)
     names = [name for name in _read_sums(path) if name != META]
     for name in names:
-        _verify(path, name)
+        _check_undamaged(path, name)
     with ExitStack() as files:
         stored: dict[str, list[Any]] = {}
         for name in names:
@@ -345,22 +337,23 @@ def _read_sums(path: Path) -> dict[str, str]:
     """Files of a checkpoint with their hashes: those of the tensors in order, then meta.json."""
     text = (path / SUMS).read_bytes().decode(errors="replace") if (path / SUMS).is_file() else ""
     sums = {name: digest for digest, name in re.findall(r"([0-9a-f]{64})  (.+)\n", text)}
-    whole = [*_tensor_files(len(sums) - 1), META]
-    same = list(sums) == whole and text == _sums_text((sums[name], name) for name in whole)
-    _check_undamaged(same, path / SUMS)
+    names = [*_tensor_files(len(sums) - 1), META]
+    if list(sums) != names or text != _sums_text(sums):
+        _fail_damaged(path / SUMS)
     return sums
 
 
-def _verify(path: Path, name: str) -> None:
+def _check_undamaged(path: Path, name: str) -> None:
     """Compare a file with its hash."""
     digest, file = _read_sums(path)[name], path / name
-    _check_undamaged(file.is_file() and _sha256(file) == digest, file)
+    if not (file.is_file() and _sha256(file) == digest):
+        _fail_damaged(file)
 
 
-def _check_undamaged(is_same: bool, file: Path) -> None:
+def _fail_damaged(file: Path) -> NoReturn:
     hint = "Remove this folder to go on from the checkpoint before it."
     found = f"{file} missing or changed"
-    check(is_same, "read_meta", "path", "hold an undamaged checkpoint", found, hint)
+    fail("read_meta", "path", "hold an undamaged checkpoint", found, hint)
 
 
 # --- a thread that writes -------------------------------------------------------------------------
@@ -400,9 +393,18 @@ class CheckpointWriter:
             meta: as of :func:`save_checkpoint`.
         """
         self.wait()
-        snapshot = _Snapshot.of(own_tensors(tensors, is_main=self._writers.is_main))
+        own = {
+            name: own_part(tensor.detach())
+            for name, tensor in tensors.items()
+            if self._writers.is_main or isinstance(tensor, DTensor)
+        }
+        copies = {name: _in_main_memory(tensor) for name, tensor in own.items()}
+        copied = None
+        if any(tensor.is_cuda for tensor in own.values()):
+            copied = torch.cuda.Event()
+            copied.record()
         self.newest_step = step
-        self._writing = self._thread.submit(self._write, step, snapshot, meta)
+        self._writing = self._thread.submit(self._write, step, copies, copied, meta)
 
     def poll(self) -> None:
         """Take note of a finished checkpoint, without waiting."""
@@ -420,18 +422,18 @@ class CheckpointWriter:
         self._thread.shutdown()
         self.wait()
 
-    def _write(self, step: int, snapshot: _Snapshot, meta: Mapping[str, Any]) -> None:
-        begin = time.perf_counter()
+    def _write(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        copied: torch.cuda.Event | None,
+        meta: Mapping[str, Any],
+    ) -> None:
+        if copied is not None:
+            copied.synchronize()
+        begin, keep, writers = time.perf_counter(), self._keep, self._writers
         try:
-            _on_all(self._writers, snapshot.check_finite)
-            path = save_checkpoint(
-                self._folder,
-                step,
-                snapshot.tensors,
-                meta,
-                keep=self._keep,
-                writers=self._writers,
-            )
+            path = save_checkpoint(self._folder, step, tensors, meta, keep=keep, writers=writers)
         except OSError as error:
             self.failure = f"checkpoint of step {step} could not be written ({error})"
             self.newest_step = self._written
@@ -446,43 +448,6 @@ class CheckpointWriter:
     def _log(self, level: int, event: str, text: str, step: int) -> None:
         if self._writers.is_main:
             logger.log(level, "%s", text, extra={"event": event, "step": step})
-
-
-@dataclass(frozen=True)
-class _Snapshot:
-    """Tensors in main memory as they were at one moment, and whether each is finite.
-
-    Attributes:
-        tensors: copies, which from a GPU go through pinned memory.
-        finite: by name, computed where the tensor is.
-        complete: recorded after the last copy; None without a GPU.
-    """
-
-    tensors: dict[str, Tensor]
-    finite: dict[str, Tensor]
-    complete: torch.cuda.Event | None
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> _Snapshot:
-        copies = {name: _in_main_memory(tensor) for name, tensor in tensors.items()}
-        finite = {}
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() and tensor.numel() > 0:
-                largest = torch.linalg.vector_norm(tensor, float("inf"))
-                finite[name] = _in_main_memory(largest.isfinite())
-        complete = None
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            complete = torch.cuda.Event()
-            complete.record()
-        return cls(copies, finite, complete)
-
-    def check_finite(self) -> None:
-        """Refuse what no run could continue from, as an OSError like any other failure to write."""
-        if self.complete is not None:
-            self.complete.synchronize()
-        broken = [name for name, is_finite in self.finite.items() if not is_finite]
-        if broken:
-            raise OSError(f"{broken[0]} is not finite")
 
 
 def _in_main_memory(tensor: Tensor) -> Tensor:

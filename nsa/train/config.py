@@ -33,16 +33,16 @@ class DataConfig:
         tokenizer_path: a ``tokenizers`` JSON file, for ``file``; not for ``shards``, which bring
             theirs.
         bpe_vocab_size: vocabulary of ``bpe``, separator included.
-        document_mask: whether documents inside a window are invisible to each other.
-        validation_fraction: share of the text held out, between 0 and 0.5; of ``shards`` it was
-            settled when they were made.
+        document_mask: whether documents inside a sequence are invisible to each other.
+        validation_fraction: share of the text for validation, above 0 and at most 0.5; that of
+            ``shards`` was fixed when they were made.
         subset: configuration of a data set of ``stream``, for example ``sample-10BT``.
         split: split of a data set of ``stream``.
         revision: commit, branch or tag on the hub, for ``stream``.
         text_field: column that holds the text, for ``stream``.
         time_limit_s: seconds without a document after which a ``stream`` is given up.
-        validation_tokens: tokens of held-out text that a ``stream`` is read for before training
-            begins.
+        validation_tokens: tokens of validation text that are read from a ``stream`` before
+            training begins.
         synthetic_fallback: synthetic task to train on if ``shards`` or a ``stream`` are not there
             when the run starts; every row of metrics then says ``data_synthetic``. ``none`` makes
             that an error.
@@ -107,7 +107,7 @@ class OptimConfig:
     """Optimizer and schedule; every count is in optimizer steps.
 
     Attributes:
-        name: ``adamw`` (fused), or ``muon`` for the matrices of the layers with AdamW for the rest.
+        name: ``adamw`` (fused), or ``muon`` for the matrices of the layers and AdamW for all else.
         lr: peak learning rate (of AdamW).
         muon_lr: peak learning rate of Muon's matrices.
         min_lr_ratio: the cosine ends at this share of the peak.
@@ -230,11 +230,11 @@ class TrainConfig:
         parallel: how several processes share the run.
         checkpointing: which activations are computed twice.
         steps: optimizer steps.
-        seq_len: tokens of a window.
-        micro_batch: windows of one forward and backward on one process.
+        seq_len: tokens of a sequence.
+        micro_batch: sequences of one forward and backward on one process.
         accumulation: micro-batches of one optimizer step.
         world_size: processes the run is meant for.
-        global_batch: windows of one optimizer step; must equal ``micro_batch * accumulation *
+        global_batch: sequences of one optimizer step; must equal ``micro_batch * accumulation *
             world_size``.
         seed: of initialisation and data order.
         device: ``auto`` takes a CUDA GPU where there is one.
@@ -249,16 +249,16 @@ class TrainConfig:
             sizes that change from step to step leave less memory in pieces; ``default`` leaves it
             as it is, or as PYTORCH_ALLOC_CONF says. Needs a GPU.
         memory_fraction: share of the GPU's memory that PyTorch may take; beyond it the run ends as
-            if there were no more, which leaves the rest to others. Needs a GPU unless it is 1.
+            if there were no more, which leaves memory for others. Needs a GPU unless it is 1.
         loss_chunk: positions whose logits exist at a time; 0 means all.
-        telemetry: whether gates and choices of every layer are summed up in the steps that have a
-            row.
+        telemetry: whether statistics of gates and selection are collected in every layer in the
+            steps that have a row.
         log_every: optimizer steps from one row of metrics to the next; 0 means only at the end.
         eval_every: optimizer steps from one evaluation to the next; 0 means only at the end.
         checkpoint_every: optimizer steps from one checkpoint to the next; 0 means only at the end.
-        eval_windows: held-out windows of an evaluation, at most what there is.
-        keep_checkpoints: newest checkpoints kept; the best one stays beside them. It is the one
-            with the lowest held-out figure among those taken at a step that was evaluated, so
+        eval_windows: validation sequences of an evaluation, at most what there is.
+        keep_checkpoints: newest checkpoints kept; the best one is kept too. It is the one with the
+            lowest validation loss among those taken at a step that was evaluated, so
             ``checkpoint_every`` should be a multiple of ``eval_every``.
         nonfinite: what a non-finite loss or gradient leads to: ``skip`` the update, ``rollback`` to
             the last checkpoint, or ``stop``.

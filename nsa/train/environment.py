@@ -61,15 +61,12 @@ def code_version() -> dict[str, Any]:
     """
     if shutil.which("git") is None:
         return {"commit": None, "dirty": None, "note": "no git on this machine"}
-    commit = _run("git", "-C", str(PACKAGE), "rev-parse", "HEAD")
-    tracked = _run("git", "-C", str(PACKAGE), "ls-files", "--error-unmatch", "__init__.py")
-    if commit is None or tracked is None:
-        return {
-            "commit": None,
-            "dirty": None,
-            "note": "the package was not imported from a git checkout with a commit",
-        }
-    status = _run("git", "-C", str(PACKAGE), "status", "--porcelain", "--", ".")
+    git = ("git", "-C", str(PACKAGE))
+    commit = _run(*git, "rev-parse", "HEAD")
+    if commit is None or _run(*git, "ls-files", "--error-unmatch", "__init__.py") is None:
+        note = "the package was not imported from a git checkout with a commit"
+        return {"commit": None, "dirty": None, "note": note}
+    status = _run(*git, "status", "--porcelain", "--", ".")
     return {"commit": commit, "dirty": bool(status), "note": None}
 
 
@@ -87,17 +84,16 @@ def cuda() -> dict[str, Any] | None:
 
     if not torch.cuda.is_available():
         return None
-    gpus = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        gpus.append(
-            {
-                "name": properties.name,
-                "memory_gib": round(properties.total_memory / 2**30, 1),
-                "compute_capability": f"{properties.major}.{properties.minor}",
-                "multiprocessors_count": properties.multi_processor_count,
-            },
-        )
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    gpus = [
+        {
+            "name": gpu.name,
+            "memory_gib": round(gpu.total_memory / 2**30, 1),
+            "compute_capability": f"{gpu.major}.{gpu.minor}",
+            "multiprocessors_count": gpu.multi_processor_count,
+        }
+        for gpu in found
+    ]
     return {
         "runtime": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
@@ -149,11 +145,8 @@ def gpu_links(topology: str) -> dict[tuple[int, int], str]:
 
 def pcie_links() -> list[tuple[str, str]] | None:
     """Highest generation and lanes of each GPU's PCIe link; None without ``nvidia-smi``."""
-    answer = _run(
-        "nvidia-smi",
-        "--query-gpu=pcie.link.gen.max,pcie.link.width.max",
-        "--format=csv,noheader",
-    )
+    query = "--query-gpu=pcie.link.gen.max,pcie.link.width.max"
+    answer = _run("nvidia-smi", query, "--format=csv,noheader")
     if answer is None:
         return None
     links = [line.partition(",") for line in answer.splitlines()]
@@ -162,16 +155,10 @@ def pcie_links() -> list[tuple[str, str]] | None:
 
 def _run(*command: str) -> str | None:
     """Output of a program; None where it is missing, fails or does not end."""
-    if shutil.which(command[0]) is None:
-        return None
     try:
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_PROGRAM_TIME_LIMIT_S,
-            check=False,
+            command, capture_output=True, text=True, timeout=_PROGRAM_TIME_LIMIT_S, check=True
         )
-    except subprocess.TimeoutExpired:
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.strip()

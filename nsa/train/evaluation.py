@@ -22,7 +22,7 @@ def evaluate(
     compute_dtype: str = "fp32",
     sum_processes: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, float]:
-    """Loss over validation windows.
+    """Loss over validation text.
 
     Args:
         loss: the language model with its loss, on any device.
@@ -54,13 +54,8 @@ def evaluate(
         loss.model.train(was_training)
     total = total if sum_processes is None else sum_processes(total)
     nats, num_targets, num_bytes = total.tolist()
-    check(
-        num_targets > 0 and num_bytes > 0,
-        "evaluate",
-        "batches",
-        "hold at least one target",
-        num_targets,
-    )
+    rule = "hold at least one target"
+    check(num_targets > 0 and num_bytes > 0, "evaluate", "batches", rule, num_targets)
     return {
         "loss_nats": nats / num_targets,
         "bits_per_byte": nats / math.log(2) / num_bytes,

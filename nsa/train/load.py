@@ -181,7 +181,13 @@ def _renamed(given: Given) -> Given:
         if now != name:
             said = "%s: the setting %s is called %s now; the old name goes with the next release"
             logger.warning(said, origin, name, now)
-            check(now not in given, origin, name, f"not stand beside {now}, its new name", "both")
+            check(
+                now not in given,
+                origin,
+                name,
+                f"not be given together with {now}, its new name",
+                "both",
+            )
         found[now] = (value, origin)
     return found
 

@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 from nsa.errors import fail
 from nsa.lm.model import LanguageModel
 from nsa.stages import LOSS, in_stage
+from nsa.train.data.batch import IGNORED_TARGET
 
-IGNORED = -100  # target of a position that predicts nothing
 ROWS = 64  # the number of logits of a position is a multiple of this
 
 
@@ -72,10 +72,8 @@ def cross_entropy_sum(hidden: Tensor, head: Tensor, targets: Tensor, chunk: int 
     vocab_size, head = head.shape[0], _aligned(head)
     if chunk == 0 or chunk >= hidden.shape[0]:
         return _cross_entropy(hidden, head, targets, vocab_size)
-    total = hidden.new_zeros(
-        (),
-        dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
-    )
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    total = hidden.new_zeros((), dtype=dtype)
     for rows, labels in zip(hidden.split(chunk), targets.split(chunk), strict=True):
         inputs = (rows, head, labels, vocab_size)
         part = checkpoint(_cross_entropy, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -101,5 +99,7 @@ def _aligned(head: Tensor) -> Tensor:
 @in_stage(LOSS)
 def _cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
     logits = nn.functional.linear(hidden, head)[:, :vocab_size]
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return nn.functional.cross_entropy(
+        logits, targets, ignore_index=IGNORED_TARGET, reduction="sum"
+    )

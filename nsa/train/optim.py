@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,15 +40,12 @@ def parameter_groups(model: LanguageModel, name: str = "adamw") -> ParameterGrou
     Raises:
         ValueError: a trainable parameter is not fp32: optimizers work on master weights.
     """
-    projections, matrices = set[Tensor](), set[Tensor]()
-    for layer in model.decoder_layers():
-        for child in (*layer.attention.children(), *layer.mlp.children()):
-            if isinstance(child, nn.Linear):
-                projections.add(child.weight)
+    layers = model.decoder_layers()
+    children = [c for layer in layers for c in (*layer.attention.children(), *layer.mlp.children())]
+    projections = {child.weight for child in children if isinstance(child, nn.Linear)}
+    matrices = {module.weight for module in model.modules() if isinstance(module, nn.Linear)}
     for module in model.modules():
-        if isinstance(module, nn.Linear):
-            matrices.add(module.weight)
-        elif isinstance(module, Compression) and module.phi == "mlp":
+        if isinstance(module, Compression) and module.phi == "mlp":
             matrices |= {module.w1, module.w2}
     matrices.discard(model.embedding.weight)
     groups = ParameterGroups({}, {}, {})
@@ -83,31 +79,26 @@ class ModelOptimizer:
             {"params": list(groups.decayed.values()), "weight_decay": config.weight_decay},
             {"params": list(groups.plain.values()), "weight_decay": 0.0},
         ]
+        parts = [part for part in parts if part["params"]]
         self.adamw = torch.optim.AdamW(
-            [part for part in parts if part["params"]],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
+            parts, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
         )
+        for parameter in (*groups.decayed.values(), *groups.plain.values()):
+            self.adamw.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        self._optimizers: list[torch.optim.Optimizer] = [self.adamw]
         self.muon: torch.optim.Muon | None = None
         if groups.muon:
             lr, decay = config.muon_lr, config.weight_decay
             self.muon = torch.optim.Muon(groups.muon.values(), lr=lr, weight_decay=decay)
-        self._optimizers: list[torch.optim.Optimizer] = [self.adamw]
-        self._optimizers += [] if self.muon is None else [self.muon]
+            for parameter in groups.muon.values():
+                self.muon.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+            self._optimizers.append(self.muon)
         rates = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         self._peaks = [(group, group["lr"]) for group in rates]
-        for name, parameter in self.named.items():
-            if name in groups.muon:
-                assert self.muon is not None
-                self.muon.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
-            else:
-                self.adamw.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
 
     def parameters(self) -> list[nn.Parameter]:
         """All trainable parameters."""
@@ -139,13 +130,15 @@ class ModelOptimizer:
     @torch.no_grad()
     def _muon_step(self, muon: torch.optim.Muon, cancel: Tensor) -> None:
         """Muon cannot be told to skip: copies of what it changes are restored if need be."""
-        (group,) = muon.param_groups
-        changed = [own_part(parameter.detach()) for parameter in group["params"]]
-        changed += [own_part(state["momentum_buffer"]) for state in muon.state.values()]
+        changed = [
+            own_part(tensor)
+            for parameter, state in muon.state.items()
+            for tensor in (parameter.detach(), state["momentum_buffer"])
+        ]
         before = [tensor.clone() for tensor in changed]
-        for parameter in group["params"]:
+        for parameter in list(muon.state):
             if isinstance(parameter, DTensor):
-                _muon_step_gathered(muon, group, parameter)
+                _muon_step_gathered(muon, parameter)
                 parameter.grad = None  # done
         muon.step()
         for tensor, old in zip(changed, before, strict=True):
@@ -166,16 +159,13 @@ class ModelOptimizer:
         return found
 
 
-def _muon_step_gathered(muon: torch.optim.Muon, group: dict[str, Any], parameter: Tensor) -> None:
+def _muon_step_gathered(muon: torch.optim.Muon, parameter: Tensor) -> None:
     """Muon needs whole matrices: every process gathers a sharded one and updates it alike."""
     assert parameter.grad is not None
     momentum = muon.state[parameter]["momentum_buffer"]
     whole, whole_momentum = nn.Parameter(gather(parameter)), gather(momentum)
     whole.grad = gather(parameter.grad)
-    alone = torch.optim.Muon(
-        [whole],
-        **{name: value for name, value in group.items() if name != "params"},
-    )
+    alone = torch.optim.Muon([{**muon.param_groups[0], "params": [whole]}])
     alone.state[whole] = {"momentum_buffer": whole_momentum}
     alone.step()
     put(parameter.detach(), whole.detach())

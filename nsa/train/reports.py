@@ -75,7 +75,7 @@ class Reports:
     """Evaluates and writes the rows of metrics of a run.
 
     Every process goes through it at the same steps, for evaluations are shared; the main one
-    writes.
+    writes. A resumed run will do some steps again: their rows are set aside.
 
     Args:
         run: the run.
@@ -84,30 +84,25 @@ class Reports:
 
     Attributes:
         last_row: the newest row; empty before the first of this process.
-        validated: step and bits per byte of the newest evaluation; None before the first of this
-            process.
+        validated: bits per byte of this process's newest evaluation by its step.
     """
 
     def __init__(self, run: RunContext, data: DataBundle, state: TrainState) -> None:
         self._run, self._config, self._data, self._state = run, run.config, data, state
         self.last_row: Row = {}
-        self.validated: tuple[int, float] | None = None
-        self._flops_per_token = flops_per_token(state.model, run.config.seq_len)
+        self.validated: dict[int, float] = {}
         self._peak_flops = peak_flops(run.device, run.config.compute_dtype)
         self._health = Health(run.config.optim.warmup_steps)
         self._clock = DeviceClock(run.device)
         self._layers = LayerStatistics(state.model) if run.config.telemetry else None
-        self._metrics = MetricsWriter(run.run_folder) if run.processes.is_main else None
         self._steps_done = 0
         self._has_evaluated = self._has_told_start = False
         compilations.listen(run.device)
         if self._peak_flops is None:
             logger.info("mfu: left out, the peak rate of this device and dtype is not known")
-
-    def rewind(self) -> None:
-        """Set aside rows of steps that the resumed run will do again."""
+        self._metrics = MetricsWriter(run.run_folder) if run.processes.is_main else None
         if self._metrics is not None:
-            self._metrics.rewind(self._state.progress.reported_step)
+            self._metrics.rewind(state.progress.reported_step)
 
     def close(self) -> None:
         """Write what a full disk may have kept waiting."""
@@ -131,30 +126,33 @@ class Reports:
 
     @contextmanager
     def observed(self) -> Iterator[None]:
-        """Measures a step: its time on the device and, if it has a row, its layers' statistics."""
-        layers = self._layers if self.row_due(ahead=1) else None
-        startup, before = self._run.startup, compilations.now
+        """Context of a step: measures its time and, if it has a row, its layers' statistics."""
+        has_row, before = self.row_due(ahead=1), compilations.now
+        layers = self._layers if has_row else None
         if self._steps_done == 0:
-            startup.begin_step()
+            self._run.startup.begin("first step")
         if layers is not None:
             layers.start()
-        pause_follows = self.row_due(ahead=1) or self.due(self._config.checkpoint_every, ahead=1)
+        pause_follows = has_row or self.due(self._config.checkpoint_every, ahead=1)
         with self._clock.step(pause_follows=pause_follows):
             yield
         if layers is not None:
             layers.stop(self._run.processes.sum, self._run.processes.most)
         self._steps_done += 1
         if self._steps_done == 1:
-            startup.end_step(self._run.device)
+            self._run.startup.end_step(self._run.device)
         elif self._steps_done > STARTING_STEPS:
-            self._warn_of(compilations.now - before, f"step {self._state.progress.step + 1}")
+            self._warn_of_compilation(before, f"step {self._state.progress.step + 1}")
 
-    def _warn_of(self, done: Compiled, where: str) -> None:
+    def _warn_of_compilation(self, before: Compiled, where: str) -> None:
         """Log what was compiled or captured after the start, when a run should only train."""
-        if str(done):
-            text = f"{where}: {done} after the first {STARTING_STEPS} steps of this process"
-            details = {"event": "compilation", "step": self._state.progress.step}
-            logger.warning("%s", text, extra=details)
+        if done := compilations.now.since(before):
+            text = f"{where}, after the first {STARTING_STEPS} steps of this process: {done}"
+            self._warn("compilation", text)
+
+    def _warn(self, kind: str, text: str) -> None:
+        details = {"event": kind, "step": self._state.progress.step}
+        logger.warning("%s", text, extra=details)
 
     def report(self) -> None:
         """Evaluate and write a row of metrics, where either is due and not done for this step.
@@ -175,7 +173,8 @@ class Reports:
             except _InterruptedError:
                 return
         row = {**self._training_row(), **busy, **validation}
-        row |= self._of_every_rank(row)
+        if self._run.processes.world_size > 1:
+            row |= self._of_every_rank(row)
         progress.window, progress.reported_step = Window(), progress.step
         if self._metrics is None:
             return
@@ -184,8 +183,7 @@ class Reports:
         if self._run.on_row is not None:
             self._run.on_row(row)
         for kind, text in self._health.look(row):
-            details = {"event": kind, "step": progress.step}
-            logger.warning("step %d: %s", progress.step, text, extra=details)
+            self._warn(kind, f"step {progress.step}: {text}")
 
     def _training_row(self) -> Row:
         progress, window = self._state.progress, self._state.progress.window
@@ -218,13 +216,12 @@ class Reports:
             row["data_synthetic"] = True
         if self._peak_flops is not None:
             peak = self._peak_flops * self._run.processes.world_size
-            row["mfu"] = tokens_per_s * self._flops_per_token / peak
+            flops = flops_per_token(self._state.model, self._config.seq_len)
+            row["mfu"] = tokens_per_s * flops / peak
         return row
 
     def _of_every_rank(self, row: Row) -> Row:
-        """What each process of several has of the metrics in which they may differ."""
-        if self._run.processes.world_size == 1:
-            return {}
+        """Of the metrics in which processes may differ, the value of each of them."""
         mine = [float(row.get(name, math.nan)) for name in RANK_METRICS]
         return {
             f"{name}_rank_{rank}": value
@@ -253,10 +250,10 @@ class Reports:
         finally:
             strategy.reshard()
         if self._has_evaluated:
-            self._warn_of(compilations.now - before, f"evaluation after step {progress.step}")
+            self._warn_of_compilation(before, f"evaluation after step {progress.step}")
         self._has_evaluated = True
         figure = result["bits_per_byte"]
-        self.validated = progress.step, figure
+        self.validated = {progress.step: figure}
         if progress.best_val_bits_per_byte is None or figure < progress.best_val_bits_per_byte:
             progress.best_val_bits_per_byte, progress.best_val_step = figure, progress.step
         return {"val_loss_nats": result["loss_nats"], "val_bits_per_byte": figure}
@@ -290,11 +287,9 @@ class Reports:
             return
         size = min(SAMPLE_PROMPT_TOKENS, config.seq_len)
         prompt = self._data.validation.window(config.seq_len, 0)[:size].tolist()
-        self._in_sample()
-        begin, limit_s = time.monotonic(), config.sample_limit_s
-        pieces: list[bytes] = []
-        is_late = False
-        for (piece,) in generate(
+        self._stops_in_sample()
+        begin, limit_s, text = time.monotonic(), config.sample_limit_s, b""
+        pieces = generate(
             model,
             tokenizer,
             [prompt],
@@ -302,24 +297,26 @@ class Reports:
             temperature=SAMPLE_TEMPERATURE,
             seed=config.seed,
             compute_dtype=config.compute_dtype,
-        ):
-            pieces.append(piece)
-            is_late = 0 < limit_s < time.monotonic() - begin and len(pieces) < config.sample_tokens
-            if self._in_sample() or is_late:
+        )
+        note = ""
+        for count, (piece,) in enumerate(pieces, start=1):
+            text += piece
+            is_over = 0 < limit_s < time.monotonic() - begin
+            if is_over and count < config.sample_tokens:
+                tokens = f"{count} of {config.sample_tokens} tokens"
+                note = f"--- ended after {tokens} by sample_limit_s ({limit_s:g} s)\n"
+            if self._stops_in_sample() or note:
                 break
-        parts = [
-            f"--- prompt, validation text\n{_shown(tokenizer.decode(prompt))}",
-            f"--- continuation, temperature {SAMPLE_TEMPERATURE}\n{_shown(b''.join(pieces))}",
-        ]
-        if is_late:
-            tokens = f"{len(pieces)} of {config.sample_tokens} tokens"
-            parts.append(f"--- ended after {tokens} by sample_limit_s ({limit_s:g} s)")
+        sample = (
+            f"--- prompt, validation text\n{_shown(tokenizer.decode(prompt))}\n"
+            f"--- continuation, temperature {SAMPLE_TEMPERATURE}\n{_shown(text)}\n{note}"
+        )
         try:
-            self._run.run_folder.sample.write_text("\n".join(parts) + "\n", encoding="utf-8")
+            self._run.run_folder.sample.write_text(sample, encoding="utf-8")
         except OSError as error:
             logger.warning("sample.txt could not be written (%s)", error)
 
-    def _in_sample(self) -> bool:
+    def _stops_in_sample(self) -> bool:
         """Send a heartbeat between two tokens; returns whether the run was asked to stop."""
         run = self._run
         run.beat("sample", self._state.progress.step, self._slow_step_s)

@@ -120,8 +120,9 @@ class RunFolder:
 
     def load_config(self, overrides: Mapping[str, str] | None = None) -> TrainConfig:
         """The configuration of the run, with the newest ``steps`` and with ``overrides`` on top."""
-        given = [launch["overrides"] for launch in self.launches()]
-        steps = {name: text for each in given for name, text in each.items() if name == "steps"}
+        steps: dict[str, str] = {}
+        for launch in self.launches():
+            steps |= {name: text for name, text in launch["overrides"].items() if name == "steps"}
         return load_config(self.config, {**steps, **(overrides or {})})
 
     def former_ends(self) -> set[int]:
@@ -183,13 +184,8 @@ class RunFolder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 hint = "Stop that process first, or touch the file halt in the run folder."
-                fail(
-                    "run folder",
-                    "RUN",
-                    "be a run that no other process works on",
-                    self.path,
-                    hint,
-                )
+                rule = "be a run that no other process works on"
+                fail("run folder", "RUN", rule, self.path, hint)
             except OSError as error:
                 remark = f"{self.path} cannot be locked ({error.strerror})"
                 remark += ": nothing keeps a second process from this run"
@@ -268,7 +264,7 @@ class AppendedFile:
             size = file.seek(0, os.SEEK_END)
             left = memoryview(content)
             try:
-                while left:  # a disk that fills up takes a part before it refuses the rest
+                while left:  # a disk that fills up takes a part before it refuses more
                     left = left[file.write(left) :]
             except OSError:
                 file.truncate(size)

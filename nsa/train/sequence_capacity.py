@@ -22,7 +22,7 @@ SHORT_DOCUMENT = 64
 class SequenceCapacity:
     """Pads micro-batches to ``progress.sequence_capacity`` sequences, which a checkpoint keeps.
 
-    No micro-batch of different windows has more sequences than the index of the data says. A stream
+    No micro-batch has more document parts than the index of the data says. A stream
     has no index: there the capacity is one sequence for ``SHORT_DOCUMENT`` tokens. A fuller batch
     raises the capacity, on all processes together.
 
@@ -80,5 +80,5 @@ def _capacity(config: TrainConfig, source: TokenSource) -> int:
     most = source.most_sequences(config.seq_len, config.micro_batch)
     if most is None:
         most = config.micro_batch * config.seq_len // SHORT_DOCUMENT
-    # More than the windows: as many whole windows as sequences would be computed by other code.
+    # More than micro_batch: sequences without a boundary would be computed by other code.
     return max(most, config.micro_batch + 1)

@@ -1,4 +1,4 @@
-"""Whether the name of a data set can be that of one at all, told without asking anybody."""
+"""Whether a name can be that of a data set at all, without asking the hub."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)?")
 
 
 def is_mistyped_path(source: str) -> bool:
-    """Whether ``source`` exists neither here nor, being a path by its look, on the Hugging Face hub.
+    """Whether ``source`` does not exist here and is a path by its look, not a name on the hub.
 
     Args:
         source: a file, a folder, or the name of a data set on the hub.

@@ -154,7 +154,7 @@ class TrainState:
         return {**weights(self.model), **moments}
 
     def contents(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What a checkpoint holds: live tensors by name, and the rest as JSON."""
+        """What a checkpoint holds: live tensors by name, and everything else as JSON."""
         generators, numbers = rng_state(self._device)
         tensors = {**self.training_tensors(), **generators}
         meta = {

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from nsa.errors import UserError, check
+from nsa.errors import UserError, check, check_default
 from nsa.lm.model import LanguageModel
 from nsa.stages import BACKWARD, DATA, FORWARD, OPTIMIZER, in_stage, stage
 from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpoints, load_tensors
@@ -32,7 +31,7 @@ from nsa.train.execution.activations import checkpoint_activations
 from nsa.train.execution.compilation import compilations
 from nsa.train.execution.cuda_graphs import CaptureError, Replay
 from nsa.train.execution.kernels_ahead import KernelsAhead
-from nsa.train.execution.precision import autocast, choose_device, grow_segments, set_tf32
+from nsa.train.execution.precision import autocast, choose_device
 from nsa.train.execution.startup import Startup
 from nsa.train.loss import NextTokenLoss
 from nsa.train.optim import ModelOptimizer
@@ -74,15 +73,6 @@ class RunResult:
     row: Row
 
 
-@dataclass(frozen=True)
-class _StepInfo:
-    """What the host knows about a step whose figures are still on the device."""
-
-    step: int
-    targets: int
-    bytes: int
-
-
 class Trainer:
     """A training run, or one process's part of it.
 
@@ -94,12 +84,11 @@ class Trainer:
         run_folder: where everything is written.
         processes: this process among those of the run; None for a run of one.
         resume: continue from the newest checkpoint of ``run_folder`` instead of starting.
-        init_from: checkpoint of another run, with whose weights and tokenizer a new one starts;
+        init_from: checkpoint of another run; the new run starts with its weights and tokenizer.
             None draws the weights.
         on_row: called with each row of metrics after it was written.
         on_step: called after each optimizer step, before the next one begins.
-        stops_at_once: whether a signal ends the process at once, instead of the run with a
-            checkpoint.
+        stops_at_once: whether a signal ends the process at once, without a checkpoint.
         beat: called with a heartbeat (phase, step, longest duration in seconds) whenever
             something begins.
 
@@ -125,6 +114,7 @@ class Trainer:
         beat: Beat = lambda phase, step, limit_s: None,
     ) -> None:
         self.startup = Startup()
+        self.startup.begin("device")
         launch = read_launch()
         check_launch(config, launch)
         self.config, self.run_folder, self.processes = config, run_folder, processes or Processes()
@@ -145,8 +135,9 @@ class Trainer:
         self._replay = None
         if config.cuda_graphs:
             self._replay = Replay(self._forward_backward, self.state.optimizer.parameters())
-        self._launches_singly = self._replay is None
-        self._results: LateReader[_StepInfo] = LateReader()
+        self._replays = config.cuda_graphs
+        # Of each step whose figures are still on the device: its number, targets and bytes of text.
+        self._results: LateReader[tuple[int, int, int]] = LateReader()
         halt = run_folder.halt if self.processes.is_main else None
         self._requests = Requests(halt, launched=launch.launcher, listens=not stops_at_once)
         writers = self.processes.for_thread() if self.strategy.in_step else Processes()
@@ -155,14 +146,27 @@ class Trainer:
         self._step_s = math.inf
         if resumed is not None:
             self.startup.begin("checkpoint")
-            self._resume(resumed)
-        place = (config, run_folder, self.device, self.strategy, self.processes)
-        run = RunContext(*place, self._requests, self.startup, on_row, beat)
+            self.state.load(resumed)
+            self._set_lr(self.state.progress.step - 1)  # for a row that this step may still owe
+            self._note("resume", f"resumed from {resumed}")
         # Last: its files are touched only by a run that will go on.
-        self._reports = Reports(run, self.data, self.state)
+        self._reports = Reports(
+            RunContext(
+                config,
+                run_folder,
+                self.device,
+                self.strategy,
+                self.processes,
+                self._requests,
+                self.startup,
+                on_row,
+                beat,
+            ),
+            self.data,
+            self.state,
+        )
         progress, source = self.state.progress, self.data.train
         self._capacity = SequenceCapacity(config, source, progress, self.processes)
-        self._reports.rewind()
         self._log_description(launch.allocator)
         self.startup.begin("first batch")
 
@@ -171,16 +175,13 @@ class Trainer:
     def _prepare_device(config: TrainConfig, launch: Launch) -> torch.device:
         """The device of this process, with the settings that hold for all of PyTorch."""
         device = choose_device(config.device, launch.local_rank)
-        set_tf32(config.tf32)
-        if device.type == "cpu":
-            of_a_gpu = {"allocator": "default", "cuda_graphs": False, "memory_fraction": 1}
-            for name, off in of_a_gpu.items():
-                value, rule = getattr(config, name), f"be {str(off).lower()} on a CPU"
-                check(value == off, "train", name, rule, value)
+        on_gpu = device.type == "cuda"
+        check_default(config, on_gpu, "device cpu", "allocator", "cuda_graphs", "memory_fraction")
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
         if config.memory_fraction < 1:
             torch.cuda.set_per_process_memory_fraction(config.memory_fraction, device)
         if config.allocator == "expandable_segments":
-            grow_segments()
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         return device
 
     def _make_model(self, init_from: Path | None) -> None:
@@ -206,9 +207,9 @@ class Trainer:
 
     def _open_data(self, resumed: Path | None, init_from: Path | None) -> None:
         """Read the data; the main process of a new run makes the tokenizer for the others."""
-        config, is_made = self.config, resumed is not None or not self.processes.is_main
-        tokenizer = self.run_folder.tokenizer if is_made else None
-        if tokenizer is None and init_from is not None:
+        config, makes_tokenizer = self.config, resumed is None and self.processes.is_main
+        tokenizer = None if makes_tokenizer else self.run_folder.tokenizer
+        if makes_tokenizer and init_from is not None:
             tokenizer = RunFolder(init_from.parent.parent).tokenizer
         with self.processes.main_first():
             self.data = open_data(
@@ -217,7 +218,7 @@ class Trainer:
                 seq_len=config.seq_len,
                 run_folder_tokenizer=tokenizer,
             )
-            if not is_made:
+            if makes_tokenizer:
                 self.data.tokenizer.save(self.run_folder.tokenizer)
         ours, size = config.model.vocab_size, self.data.tokenizer.vocab_size
         rule, hint = f"equal the tokenizer's ({size})", f"Give --model.vocab-size {size}."
@@ -228,36 +229,29 @@ class Trainer:
     def _log_description(self, allocator: str) -> None:
         config = self.config
         logger.info("model: %s", self.model.parameter_summary())
-        processes = f"{config.world_size} process{'es' if config.world_size > 1 else ''}"
         logger.info(
-            "batch: %d windows x %d micro-batches x %s = %s = %s tokens an optimizer step",
+            "batch: micro_batch %d x accumulation %d x world_size %d = global_batch %d sequences "
+            "of %d tokens = %s tokens an optimizer step",
             config.micro_batch,
             config.accumulation,
-            processes,
-            f"{config.global_batch} windows of {config.seq_len} tokens",
+            config.world_size,
+            config.global_batch,
+            config.seq_len,
             f"{config.global_batch * config.seq_len:,}",
         )
-        switches = {
-            "TF32": config.tf32,
-            "compile": config.compile,
-            "CUDA graphs": config.cuda_graphs,
-        }
-        settings = filter(None, (allocator, config.allocator.removeprefix("default")))
         logger.info(
-            "device: %s, compute %s over fp32 master weights, %s, allocator settings %s",
+            "device: %s, compute %s over fp32 master weights, tf32 %s, compile %s, cuda_graphs %s, "
+            "allocator settings %s",
             self.device.type,
             config.compute_dtype,
-            ", ".join(f"{name} {'on' if on else 'off'}" for name, on in switches.items()),
-            ", ".join(settings) or "default",
+            config.tf32,
+            config.compile,
+            config.cuda_graphs,
+            f"{config.allocator} {allocator}".rstrip(),
         )
 
-    def _resume(self, path: Path) -> None:
-        self.state.load(path)
-        self._set_lr(self.state.progress.step - 1)  # for a row that this step may still owe
-        self._note("resume", f"resumed from {path}")
-
     def _note(self, kind: str, text: str, level: int = logging.INFO) -> None:
-        """Say something that belongs to the history of the run."""
+        """Log something that belongs to the history of the run."""
         logger.log(level, "%s", text, extra={"event": kind, "step": self.state.progress.step})
 
     # --- one optimizer step -----------------------------------------------------------------------
@@ -304,26 +298,28 @@ class Trainer:
         loss = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
             with self.strategy.accumulating(last=number == len(batches)):
-                if self._launches_singly or self._replay is None:
-                    loss += self._forward_backward(batch, divisor)
-                else:
+                if self._replays and self._replay is not None:
                     loss += self._replay(batch, divisor, number == 1)
+                else:
+                    loss += self._forward_backward(batch, divisor)
         self.processes.sum(loss)
-        self.strategy.exchange(_gradients(self.state.optimizer.parameters()))
+        parameters = self.state.optimizer.parameters()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        assert len(gradients) == len(parameters), "a parameter got no gradient"
+        self.strategy.exchange(gradients)
         with stage(OPTIMIZER):
-            return self._update(loss)
+            return self._update(loss, gradients)
 
-    def _update(self, loss: Tensor) -> Tensor:
+    def _update(self, loss: Tensor, gradients: list[Tensor]) -> Tensor:
         """Clip, update and drop the gradients; returns what :meth:`train_step` returns."""
         config, optimizer = self.config, self.state.optimizer
-        parameters = optimizer.parameters()
-        grad_norm = self.strategy.norm(_gradients(parameters))
+        grad_norm = self.strategy.norm(gradients)
         cancel = 1.0 - (grad_norm.isfinite() & loss.isfinite()).float()
         if config.optim.grad_clip > 0:
-            clip_grads_with_norm_(parameters, config.optim.grad_clip, grad_norm)
+            clip_grads_with_norm_(optimizer.parameters(), config.optim.grad_clip, grad_norm)
         self._set_lr(self.state.progress.step)
         optimizer.step(cancel)
-        if self._launches_singly:
+        if not self._replays:
             optimizer.zero_grad(drop=self._replay is None)
         return torch.stack((loss, grad_norm, cancel))
 
@@ -343,13 +339,13 @@ class Trainer:
 
     @contextmanager
     def launched_singly(self) -> Iterator[None]:
-        """Within, no CUDA graph is replayed: the host launches the same kernels one by one."""
-        before, self._launches_singly = self._launches_singly, True
+        """Context without CUDA graphs: the host launches the same kernels one by one."""
+        self._replays = False
         self.state.optimizer.zero_grad(drop=self._replay is None)  # a replay leaves its gradients
         try:
             yield
         finally:
-            self._launches_singly = before
+            self._replays = self._replay is not None
 
     def beat(self, phase: str, limit_s: float) -> None:
         """Send a heartbeat before something that may take up to ``limit_s`` seconds."""
@@ -428,9 +424,9 @@ class Trainer:
         except CaptureError as error:
             raise TrainingStoppedError(f"{error} In this run {self._last_checkpoint()}.") from error
         self._kernels_ahead.close()  # after the first step there is nothing left to compile
-        self._results.put(_StepInfo(progress.step, targets, num_bytes), results)
-        tokens = self.config.global_batch * self.config.seq_len
         progress.step += 1
+        self._results.put((progress.step, targets, num_bytes), results)
+        tokens = self.config.global_batch * self.config.seq_len
         progress.tokens += tokens
         # The figures of the step before are read while the device works on this one.
         self._read_results(keep=0 if self._reports.row_due() else 1)
@@ -448,12 +444,11 @@ class Trainer:
 
         None if some process has no batch and was asked to stop while it waited.
         """
-        step, is_first = self.state.progress.step, self._step_s == math.inf
         limit_s = max(self.config.stall_limit_s, 10 * self._step_s)
-        limit_s = STARTING_LIMIT_S if is_first else limit_s
+        limit_s = STARTING_LIMIT_S if self._is_first_step else limit_s
         patience_s = self._data_patience_s()
         drawn, starved = None, ""
-        self._beat("data", step, max(limit_s, patience_s + 10) if patience_s else 0)
+        self.beat("data", max(limit_s, patience_s + 10) if patience_s else 0)
         try:
             drawn = ahead.get(patience_s, self._is_asked_to_stop)
         except StarvedError as error:
@@ -461,7 +456,8 @@ class Trainer:
         except UserError as error:  # of a source that has given up, or found its data damaged
             starved = str(error)
         batches, place = drawn or ([], {})
-        self._beat("step", step, max(limit_s, patience_s + 10))  # others may still wait for theirs
+        # The other processes may still be waiting for their batches.
+        self.beat("step", max(limit_s, patience_s + 10))
         needed = self._capacity.needed(batches)
         targets, num_bytes, num_without, num_starved, num_larger = self.processes.total(
             sum(batch.num_targets for batch in batches),
@@ -473,16 +469,22 @@ class Trainer:
         if num_starved:
             self._checkpoint()
             self._checkpoints.wait()
-            why = f"after step {step}: {starved or 'another process got no batch'}"
-            hint = "See why the data do not come, then resume."
-            raise TrainingStoppedError(f"data starvation {why}; {self._last_checkpoint()}. {hint}")
+            why = starved or "another process got no batch"
+            raise TrainingStoppedError(
+                f"data starvation after step {self.state.progress.step}: {why}; "
+                f"{self._last_checkpoint()}. See why the data do not come, then resume."
+            )
         if num_without:
             return None
         if num_larger:
             self._grow(needed)
-        self._beat("step", step, limit_s)
+        self.beat("step", limit_s)
         self.state.sampler.load_state_dict(place)
         return self._capacity.padded(batches), targets, num_bytes
+
+    @property
+    def _is_first_step(self) -> bool:
+        return self._step_s == math.inf
 
     def _data_patience_s(self) -> float:
         """Longest wait for a batch; 0 waits for ever.
@@ -493,22 +495,21 @@ class Trainer:
         config = self.config
         if config.data.source != "stream" or config.data_limit_s == 0:
             return config.data_limit_s
-        return STARTING_LIMIT_S if self._step_s == math.inf else config.data.time_limit_s + 10
+        return STARTING_LIMIT_S if self._is_first_step else config.data.time_limit_s + 10
 
     def _read_results(self, keep: int) -> None:
         """Take in the figures of all steps but the newest ``keep``."""
-        progress = self.state.progress
-        nonfinite = []
-        for info, (loss, grad_norm, cancelled) in self._results.take(keep):
+        progress, nonfinite = self.state.progress, []
+        for (step, targets, num_bytes), (loss, grad_norm, cancelled) in self._results.take(keep):
             if cancelled:
-                nonfinite.append(info.step + 1)
+                nonfinite.append(str(step))
                 progress.nonfinite_steps += 1
                 progress.nonfinite_streak += 1
             else:
                 progress.nonfinite_streak = 0
-                progress.window.add(loss, info.targets, info.bytes, grad_norm)
+                progress.window.add(loss, targets, num_bytes, grad_norm)
         if nonfinite:
-            self._on_nonfinite(", ".join(map(str, nonfinite)))
+            self._on_nonfinite(", ".join(nonfinite))
 
     def _on_nonfinite(self, steps: str) -> None:
         """Follow the policy; the updates of these steps have been cancelled on the device."""
@@ -525,8 +526,9 @@ class Trainer:
         if config.nonfinite == "skip":
             self._note("nonfinite", f"{what}: update left out", logging.WARNING)
             return
-        self._results.take(keep=0)  # of steps made with the weights that are given up
-        path = self._newest_checkpoint()
+        self._results.take(keep=0)  # steps made with the weights that are given up
+        self._checkpoints.wait()
+        path = checkpoint_path(self.run_folder.checkpoints, self._newest_step())
         self.state.load_training_tensors(path)
         now = f"weights and optimizer state are those of {path.name} again, data go on"
         self._note("rollback", f"{what}: {now}", logging.WARNING)
@@ -535,25 +537,20 @@ class Trainer:
     def _checkpoint(self) -> None:
         """Begin a checkpoint of this step, if there is none."""
         self._read_results(keep=0)
-        step, validated = self.state.progress.step, self._reports.validated
+        step = self.state.progress.step
         if self._newest_step() == step:
             return
-        self._beat("checkpoint", step, CHECKPOINT_LIMIT_S)
+        self.beat("checkpoint", CHECKPOINT_LIMIT_S)
         if self.strategy.in_step or self.processes.is_main:
-            figure = validated[1] if validated is not None and validated[0] == step else None
             tensors, meta = self.state.contents()
-            meta["config"] = dataclasses.asdict(self.config)
-            meta["data"], meta["val_bits_per_byte"] = self.data.description, figure
+            meta["config"], meta["data"] = dataclasses.asdict(self.config), self.data.description
+            meta["val_bits_per_byte"] = self._reports.validated.get(step)
             self._checkpoints.submit(step, tensors, meta)
 
     def _newest_step(self) -> int:
         """Step of the newest checkpoint, -1 without one; the same on every process."""
         newest = self._checkpoints.newest_step if self.processes.is_main else None
         return self.processes.largest(-1 if newest is None else newest)[0]
-
-    def _newest_checkpoint(self) -> Path:
-        self._checkpoints.wait()
-        return checkpoint_path(self.run_folder.checkpoints, self._newest_step())
 
     def _last_checkpoint(self) -> str:
         """What a run that ends leaves behind."""
@@ -566,7 +563,7 @@ class Trainer:
         self._checkpoints.wait()  # if it has failed, the next line tries again
         self._checkpoint()
         self._checkpoints.wait()
-        self._beat("end", progress.step, STARTING_LIMIT_S)  # the main process writes a sample
+        self.beat("end", STARTING_LIMIT_S)  # the main process writes a sample
         if progress.step >= steps:
             self._reports.write_sample()
         self.processes.wait_for_all()
@@ -581,9 +578,3 @@ class Trainer:
             self.run_folder.halt.unlink(missing_ok=True)  # it must not end the resumed run as well
         if self._checkpoints.failure is not None:
             raise TrainingStoppedError(f"{self._checkpoints.failure}; {self._last_checkpoint()}")
-
-
-def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    gradients = [parameter.grad for parameter in parameters]
-    assert all(gradient is not None for gradient in gradients), "a parameter got no gradient"
-    return cast(list[Tensor], gradients)

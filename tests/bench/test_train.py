@@ -20,8 +20,8 @@ from nsa.bench.train import fault_of
 from nsa.bench.train_gate import check_model, gate_config
 from nsa.bench.train_run import MeasuredError, StepClock, measure_steps
 from nsa.errors import UserError
+from nsa.lm.baseline import MATCHED_WITHIN, dense_of_equal_size, parameters_by_part
 from nsa.lm.model import LanguageModel
-from nsa.lm.twins import MATCHED_WITHIN, dense_matched, parameters_by_part, twin
 from nsa.train.config import CheckpointingConfig, TrainConfig
 from nsa.train.execution.compilation import Compiled, compilations
 from nsa.train.load import load_config
@@ -169,7 +169,7 @@ def test_how_a_run_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     def uneven(self: Trainer, *args: Any) -> Any:
         step = self.state.progress.step
         if step in (0, 7):
-            compilations._add(Compiled(graphs=1, graphs_s=0.1))
+            compilations.add(Compiled(graphs=1))
         time.sleep(0.5 if step in (3, 6, 9) else 0.1)  # the tenth is the one under the profiler
         return train_step(self, *args)
 
@@ -269,7 +269,7 @@ def test_speed_counts_the_time_between_steps(
 
 def test_kernels_are_judged_by_the_model() -> None:
     sparse = TrainConfig()
-    dense = replace(sparse, model=twin(sparse.model, "dense"))
+    dense = replace(sparse, model=replace(sparse.model, attention="dense"))
     forward = ["range_fwd_kernel", "select_kernel", "selected_fwd_kernel", "nvjet_gemm"]
     both = [*forward, "range_dq_kernel", "range_dkv_kernel", "selected_dq_kernel"]
     assert fault_of(sparse, forward, "fwd") is None
@@ -391,9 +391,9 @@ def test_what_the_benchmark_needs() -> None:
 @pytest.mark.parametrize("name", ["78m", "117m", "gpu-small", "cpu-small"])
 def test_the_matched_model_has_as_many_parameters(name: str) -> None:
     model = load_config(name).model
-    matched = dense_matched(model)
+    matched = dense_of_equal_size(model)
     assert matched == replace(model, attention="dense", mlp_hidden_size=matched.mlp_hidden_size)
-    models = (model, matched, twin(model, "dense"))
+    models = (model, matched, replace(model, attention="dense"))
     total = [parameters_by_part(config)["total"] for config in models]
     assert abs(total[1] / total[0] - 1) <= 0.01
     assert total[2] < total[1]

@@ -78,7 +78,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
     words = (*new_run(whole, folder / "run"), "--sample-tokens", "9", *TWO_RANKS, *FSDP)
     said = train(*words, folder=folder)
-    assert "2 windows x 1 micro-batches x 2 processes = 4 windows" in said
+    assert "micro_batch 2 x accumulation 1 x world_size 2 = global_batch 4" in said
     assert "parallel: fsdp over 2 processes, gradients sent in fp32" in said
     assert "step" not in (folder / "said-rank-1").read_text()  # the other one reports
     return folder / "run"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,52 +32,17 @@ PATTERN = NSAConfig(
     window_size=32,
 )
 MODEL = LMConfig(width=32, num_layers=1, nsa=PATTERN, mlp_hidden_size=64)
-MACHINE = {
-    "time_unix_s",
-    "step_time_ms",
-    "step_time_max_ms",
-    "data_time_ms",
-    "tokens_per_s",
-    "tokens_per_s_total",
-    "eta_s",
-    "mfu",
-    "memory_allocated_mib",
-    "memory_reserved_mib",
-    "gpu_utilisation_percent",
-    "gpu_step_time_ms",
-    "compilations",
-    "kernel_compilations",
-    "first_step_s",
-    "host_time_ms",
-}
+# Metrics that depend on the machine and the moment, by their units.
+MACHINE = re.compile(r"(.*_)?(s|ms|mib|percent|total|mfu|compilations)")
 
 
 def write_text(folder: Path) -> Path:
     """Documents of very different lengths: windows hold boundaries, micro-batches differ."""
     folder.mkdir(parents=True, exist_ok=True)
-    words = (
-        "sea",
-        "and",
-        "stone",
-        "were",
-        "old",
-        "when",
-        "no",
-        "one",
-        "had",
-        "a",
-        "name",
-        "for",
-        "either",
-        "of",
-        "them",
-    )
+    words = [chr(ord("a") + n) * (1 + n % 5) for n in range(15)]
     for index in range(24):
         line = " ".join(words[(7 * index + 3 * k) % len(words)] for k in range(12 + index))
-        (folder / f"{index:02d}.txt").write_text(
-            f"{index}. {line}\n" * (1 + index % 6),
-            encoding="utf-8",
-        )
+        (folder / f"{index:02d}.txt").write_text(f"{index}. {line}\n" * (1 + index % 6))
     return folder
 
 
@@ -115,6 +81,26 @@ def make_trainer(
     return Trainer(config, folder, resume=resume, on_row=on_row)
 
 
+def new_trainer(tmp_path: Path, name: str = "run", **changes: Any) -> Trainer:
+    """A trainer of :func:`tiny_config` over the new run folder ``name``."""
+    return make_trainer(tiny_config(tmp_path, **changes), tmp_path / name)
+
+
+def resumed(tmp_path: Path, name: str = "run", **changes: Any) -> Trainer:
+    """A trainer of :func:`tiny_config` that goes on with the run ``name``."""
+    return make_trainer(tiny_config(tmp_path, **changes), tmp_path / name, resume=True)
+
+
+def rows_of(tmp_path: Path, name: str = "run") -> list[dict[str, Any]]:
+    """Metrics of the run ``name``."""
+    return read_metrics(tmp_path / name / "metrics.jsonl")
+
+
+def all_equal(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
+    """Whether tensors are equal bit for bit."""
+    return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+
+
 def run_meta(**changes: Any) -> dict[str, Any]:
     """What a checkpoint of a run needs in meta.json."""
     sections: dict[str, Any] = {"progress": {}, "sampler": {}, "rng": {}, "config": {}, "data": {}}
@@ -122,7 +108,7 @@ def run_meta(**changes: Any) -> dict[str, Any]:
 
 
 def rewrite_hashes(checkpoint: Path) -> None:
-    """What someone does who changes files of a checkpoint on purpose."""
+    """Make the hashes those of the files, as after a change on purpose."""
     names = [*sorted(path.name for path in checkpoint.glob("*.safetensors")), "meta.json"]
     digests = [hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() for name in names]
     lines = [f"{digest}  {name}\n" for digest, name in zip(digests, names, strict=True)]
@@ -145,7 +131,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def reproducible_rows(path: Path) -> list[Row]:
-    """Metrics of a run, but for what depends on the machine and the moment."""
+    """Metrics of a run, without those that depend on the machine and the moment."""
     rows = read_metrics(path / "metrics.jsonl")
-    names = {name for row in rows for name in row if not PER_RANK.fullmatch(name)} - MACHINE
+    names = {name for row in rows for name in row if not PER_RANK.fullmatch(name)}
+    names -= {name for name in names if MACHINE.fullmatch(name)}
     return [{name: row[name] for name in row if name in names} for row in rows]

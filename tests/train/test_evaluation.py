@@ -1,4 +1,4 @@
-"""Bits per byte of held-out windows."""
+"""Bits per byte of validation text."""
 
 from __future__ import annotations
 
@@ -31,28 +31,17 @@ def source(token_bytes: int = 1) -> TextSource:
 
 
 def test_uniform_model_needs_eight_bits() -> None:
+    """Separators have to be predicted but spell nothing; bytes count and not tokens."""
     model = make_model()
     with torch.no_grad():
         model.head.weight.zero_()
-    result = evaluate(
-        NextTokenLoss(model),
-        validation_batches(source(), 64, 2, 5, document_mask=False),
-    )
-    assert result["num_targets"] == 320
-    assert result["loss_nats"] == pytest.approx(math.log(256), rel=1e-6)
-    # Separators have to be predicted but spell nothing.
-    assert result["num_bytes"] < 320
-    assert result["bits_per_byte"] == pytest.approx(8 * 320 / result["num_bytes"], rel=1e-6)
-
-
-def test_bytes_count_and_not_tokens() -> None:
     one, three = (
-        evaluate(
-            NextTokenLoss(make_model()),
-            validation_batches(source(size), 64, 2, 5, document_mask=True),
-        )
-        for size in (1, 3)
+        evaluate(NextTokenLoss(model), validation_batches(text, 64, 2, 5, document_mask=False))
+        for text in (source(1), source(3))
     )
+    assert one["num_targets"] == 320 > one["num_bytes"]
+    assert one["loss_nats"] == pytest.approx(math.log(256), rel=1e-6)
+    assert one["bits_per_byte"] == pytest.approx(8 * 320 / one["num_bytes"], rel=1e-6)
     assert three["loss_nats"] == one["loss_nats"]
     assert three["bits_per_byte"] == pytest.approx(one["bits_per_byte"] / 3, rel=1e-12)
 
@@ -70,24 +59,19 @@ def test_batching_and_chunks_change_nothing(attention: str) -> None:
 
 
 def test_leaves_no_trace() -> None:
-    model = make_model().train()
-    modes = []
+    """Not even when it fails."""
+    model, modes = make_model().train(), []
     model.norm.register_forward_hook(lambda module, *_: modes.append(module.training))
-    evaluate(NextTokenLoss(model), validation_batches(source(), 64, 2, 4, document_mask=True))
+
+    def failing() -> Iterator[Batch]:
+        yield from validation_batches(source(), 64, 2, 4, document_mask=True)
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        evaluate(NextTokenLoss(model), failing())
     assert modes == [False, False]
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_mode_comes_back_after_an_error() -> None:
-    def failing() -> Iterator[Batch]:
-        yield from validation_batches(source(), 64, 2, 2, document_mask=True)
-        raise RuntimeError("no more")
-
-    model = make_model().train()
-    with pytest.raises(RuntimeError, match="no more"):
-        evaluate(NextTokenLoss(model), failing())
-    assert model.training
 
 
 def test_nothing_to_evaluate() -> None:

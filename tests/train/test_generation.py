@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from nsa.lm.model import LanguageModel
 from nsa.train.data import ByteTokenizer
@@ -16,11 +15,7 @@ from nsa.train.generation import Sampling, generate
 from tests.train.cases import MODEL
 
 TOKENIZER = ByteTokenizer()
-PROMPTS = [
-    "a",
-    "some longer prompt than the others, over a few blocks of the pattern",
-    "\u00e9t\u00e9",
-]
+PROMPTS = ["a", "some longer prompt than the others, over a few blocks", "\u00e9t\u00e9"]
 ATTENTION = pytest.mark.parametrize("attention", ["nsa", "dense"])
 
 
@@ -40,6 +35,14 @@ def make_model(attention: str = "nsa", scale: float = 20.0) -> LanguageModel:
         model.head.weight.mul_(scale)
         model.head.weight[TOKENIZER.separator_id] = 0
     return model
+
+
+def test_a_prompt_without_tokens_or_none_at_all_is_refused() -> None:
+    message = "generate: prompts must hold at least one token each, got ''"
+    with pytest.raises(ValueError, match=message):
+        generate(make_model(), TOKENIZER, ["x", ""], max_new_tokens=1)
+    with pytest.raises(ValueError, match="generate: prompts must hold at least one prompt, got 0"):
+        generate(make_model(), TOKENIZER, [], max_new_tokens=1)
 
 
 def without_cache(model: LanguageModel, prompt: str, count: int) -> bytes:
@@ -99,12 +102,6 @@ def test_separator_ends_one_text_and_not_the_others() -> None:
     assert len(alone) == steps  # ends early when nothing is left to continue
 
 
-def test_synthetic_tasks_have_no_end() -> None:
-    model = make_model()
-    (text,) = complete(model, ByteTokenizer(separator=False), [[0, 1, 2]], max_new_tokens=9)
-    assert len(text) == 9
-
-
 def test_gradients_and_mode_of_the_caller_stay() -> None:
     model = make_model().train()
     stream = generate(model, TOKENIZER, ["x"], max_new_tokens=3)
@@ -113,16 +110,7 @@ def test_gradients_and_mode_of_the_caller_stay() -> None:
     assert model.training
 
 
-# ---  ---------------------------------------------------------------------------------------------
-
-
-def frequencies(sampling: Sampling, logits: Tensor, draws: int = 4000) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    count = Counter(sampling.draw(logits, generator) for _ in range(draws))
-    return torch.tensor([count[token] / draws for token in range(logits.shape[0])])
-
-
-LOGITS = torch.tensor([0.5, 0.05, 0.2, 0.25]).log()
+# --- sampling -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -140,15 +128,12 @@ LOGITS = torch.tensor([0.5, 0.05, 0.2, 0.25]).log()
     ],
 )
 def test_tokens_are_drawn_as_often_as_they_should(
-    sampling: Sampling,
-    expected: list[float],
+    sampling: Sampling, expected: list[float]
 ) -> None:
-    torch.testing.assert_close(
-        frequencies(sampling, LOGITS),
-        torch.tensor(expected).float(),
-        rtol=0,
-        atol=0.025,
-    )
+    logits = torch.tensor([0.5, 0.05, 0.2, 0.25]).log()
+    generator = torch.Generator().manual_seed(0)
+    count = Counter(sampling.draw(logits, generator) for _ in range(4000))
+    assert [count[token] / 4000 for token in range(4)] == pytest.approx(expected, abs=0.025)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +141,6 @@ def test_tokens_are_drawn_as_often_as_they_should(
     [
         ({"temperature": -1.0}, "temperature must be at least 0, got -1.0"),
         ({"top_k": -1}, "top_k must be at least 0, got -1"),
-        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
         ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, got -1"),
     ],
@@ -167,13 +151,3 @@ def test_bad_settings_are_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(ValueError, match=f"generate: {message}"):
         generate(make_model(), TOKENIZER, ["x"], **{"max_new_tokens": 1, **settings})
-
-
-def test_bad_prompts_are_refused() -> None:
-    with pytest.raises(
-        ValueError,
-        match="generate: prompts must hold at least one token each, got ''",
-    ):
-        generate(make_model(), TOKENIZER, ["x", ""], max_new_tokens=1)
-    with pytest.raises(ValueError, match="generate: prompts must hold at least one prompt, got 0"):
-        generate(make_model(), TOKENIZER, [], max_new_tokens=1)

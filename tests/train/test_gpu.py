@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 import subprocess
 import sys
 import warnings
@@ -13,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from nsa.train.config import DataConfig
 from nsa.train.load import to_yaml
-from nsa.train.telemetry.metrics import Row
-from tests.train.cases import make_trainer, reproducible_rows, tiny_config, write_text
+from nsa.train.trainer import Trainer
+from tests.train.cases import all_equal, new_trainer, tiny_config, write_text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -40,15 +39,8 @@ OPTIMIZER = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_step_does_not_wait_for_the_device(
     tmp_path: Path, attention: str, optimizer: str, how: dict[str, Any]
 ) -> None:
-    config = tiny_config(
-        tmp_path,
-        device="cuda",
-        loss_chunk=50,
-        model={"attention": attention},
-        optim={"name": optimizer},
-        **how,
-    )
-    trainer = make_trainer(config, tmp_path / "run")
+    model, optim = {"attention": attention}, {"name": optimizer}
+    trainer = new_trainer(tmp_path, device="cuda", loss_chunk=50, model=model, optim=optim, **how)
     for _ in range(3):  # with CUDA graphs the first runs as it is, the second is captured
         trainer.train_step(trainer.next_batches())
     batches = trainer.next_batches()
@@ -64,49 +56,36 @@ def test_a_step_does_not_wait_for_the_device(
         torch.cuda.set_sync_debug_mode("default")
 
 
-@ATTENTION
 @OPTIMIZER
-def test_nonfinite_step_changes_nothing(tmp_path: Path, attention: str, optimizer: str) -> None:
-    config = tiny_config(
-        tmp_path, device="cuda", model={"attention": attention}, optim={"name": optimizer}
-    )
-    trainer = make_trainer(config, tmp_path / "run")
+def test_nonfinite_step_changes_nothing(tmp_path: Path, optimizer: str) -> None:
+    trainer = new_trainer(tmp_path, device="cuda", optim={"name": optimizer})
     trainer.train_step(trainer.next_batches())
-    before = {name: tensor.clone() for name, tensor in trainer.state.training_tensors().items()}
+    live = trainer.state.training_tensors().values()
+    before = [tensor.clone() for tensor in live]
     real = trainer.loss
     trainer.loss = lambda *args: real(*args) * math.nan
     assert trainer.train_step(trainer.next_batches())[2].item() == 1
-    assert all(
-        torch.equal(before[name], tensor)
-        for name, tensor in trainer.state.training_tensors().items()
-    )
+    assert all_equal(before, live)
+
+
+def results(trainer: Trainer, steps: int) -> Tensor:
+    """What some optimizer steps return."""
+    found = [trainer.train_step(trainer.next_batches()) for _ in range(steps)]
+    return torch.stack(found).cpu()
 
 
 def test_gpu_and_cpu_agree(tmp_path: Path) -> None:
-    losses = []
-    for device in ("cpu", "cuda"):
-        trainer = make_trainer(tiny_config(tmp_path, device=device), tmp_path / device)
-        losses.append([trainer.train_step(trainer.next_batches())[:2].tolist() for _ in range(3)])
-    torch.testing.assert_close(
-        torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-3, atol=1e-4
-    )
+    cpu, gpu = (results(new_trainer(tmp_path, name, device=name), 3) for name in ("cpu", "cuda"))
+    torch.testing.assert_close(cpu, gpu, rtol=1e-3, atol=1e-4)
 
 
 def test_the_allocator_is_what_the_run_says(tmp_path: Path) -> None:
     """In a process of its own: the setting stays."""
     config = tmp_path / "run.yaml"
-    config.write_text(
-        to_yaml(tiny_config(tmp_path, device="cuda", steps=2, allocator="expandable_segments"))
-    )
-    command = [
-        sys.executable,
-        "-c",
-        _EXPANDABLE,
-        "train",
-        str(config),
-        "--run-dir",
-        str(tmp_path / "run"),
-    ]
+    settings: dict[str, Any] = {"steps": 2, "allocator": "expandable_segments"}
+    config.write_text(to_yaml(tiny_config(tmp_path, device="cuda", **settings)))
+    words = ["train", str(config), "--run-dir", str(tmp_path / "run")]
+    command = [sys.executable, "-c", _EXPANDABLE, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "allocator settings expandable_segments" in done.stdout + done.stderr
@@ -117,16 +96,17 @@ def test_the_allocator_is_what_the_run_says(tmp_path: Path) -> None:
 def test_replayed_steps_are_the_steps(tmp_path: Path, attention: str) -> None:
     figures = []
     for graphs in (False, True):
-        model = {"attention": attention}
-        config = tiny_config(
-            tmp_path, device="cuda", compute_dtype="bf16", model=model, cuda_graphs=graphs
-        )
-        trainer = make_trainer(config, tmp_path / f"run{graphs}")
-        # Without graphs nothing is padded, and whole windows alone go to another kernel of dense
+        how: dict[str, Any] = {
+            "compute_dtype": "bf16",
+            "model": {"attention": attention},
+            "cuda_graphs": graphs,
+        }
+        trainer = new_trainer(tmp_path, f"run{graphs}", device="cuda", **how)
+        # Without graphs nothing is padded, and whole sequences alone go to another kernel of dense
         # attention.
         trainer.state.progress.sequence_capacity = 16
-        figures.append(torch.stack([trainer.train_step(trainer.next_batches()) for _ in range(8)]))
-    assert torch.equal(figures[0], figures[1])
+        figures.append(results(trainer, 8))
+    assert torch.equal(*figures)
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
@@ -138,11 +118,8 @@ def test_nothing_is_allocated_after_the_fifth_step(
     tmp_path: Path, how: dict[str, Any], masked: bool
 ) -> None:
     """By the driver: PyTorch's own allocator has all that it needs by then."""
-    data = DataConfig(
-        source="folder", path=str(write_text(tmp_path / "text")), document_mask=masked
-    )
-    config = tiny_config(tmp_path, device="cuda", compute_dtype="bf16", data=data, **how)
-    trainer = make_trainer(config, tmp_path / "run")
+    data = DataConfig("folder", str(write_text(tmp_path / "text")), document_mask=masked)
+    trainer = new_trainer(tmp_path, device="cuda", compute_dtype="bf16", data=data, **how)
     counts = []
     for _ in range(20):
         trainer.train_step(trainer.next_batches())
@@ -154,30 +131,7 @@ def test_nothing_is_allocated_after_the_fifth_step(
 @ATTENTION
 def test_compiled_equals_eager(tmp_path: Path, attention: str) -> None:
     figures = []
-    for compiled in (False, True):
-        config = tiny_config(
-            tmp_path,
-            device="cuda",
-            model={"attention": attention},
-            compile=compiled,
-            cuda_graphs=compiled,
-        )
-        trainer = make_trainer(config, tmp_path / f"run{compiled}")
-        figures.append(torch.stack([trainer.train_step(trainer.next_batches()) for _ in range(4)]))
-    torch.testing.assert_close(figures[0], figures[1], rtol=1e-4, atol=1e-4)
-
-
-@ATTENTION
-def test_resumed_run_is_the_whole_one_bit_for_bit(tmp_path: Path, attention: str) -> None:
-    config = tiny_config(
-        tmp_path, device="cuda", compute_dtype="bf16", model={"attention": attention}
-    )
-    make_trainer(config, tmp_path / "whole").run()
-
-    def stop(row: Row) -> None:
-        if row["step"] == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    assert make_trainer(config, tmp_path / "cut", on_row=stop).run().step == 6
-    assert make_trainer(config, tmp_path / "cut", resume=True).run().finished
-    assert reproducible_rows(tmp_path / "cut") == reproducible_rows(tmp_path / "whole")
+    for on in (False, True):
+        how: dict[str, Any] = {"model": {"attention": attention}, "compile": on, "cuda_graphs": on}
+        figures.append(results(new_trainer(tmp_path, f"run{on}", device="cuda", **how), 4))
+    torch.testing.assert_close(*figures, rtol=1e-4, atol=1e-4)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa.train.data import IGNORED_TARGET
-from nsa.train.loss import IGNORED, cross_entropy_sum
+from nsa.train.loss import cross_entropy_sum
 
 
 def inputs(
@@ -19,7 +19,7 @@ def inputs(
     hidden = torch.randn(num_tokens, 16, generator=generator).to(dtype).requires_grad_()
     head = torch.randn(vocab, 16, generator=generator).to(dtype).requires_grad_()
     targets = torch.randint(vocab, (num_tokens,), generator=generator)
-    targets[::5] = IGNORED
+    targets[::5] = IGNORED_TARGET
     return hidden, head, targets
 
 
@@ -29,7 +29,7 @@ def test_formula() -> None:
     expected = sum(
         math.log(sum(math.exp(z) for z in row)) - row[target]
         for row, target in zip(logits.tolist(), targets.tolist(), strict=True)
-        if target != IGNORED
+        if target != IGNORED_TARGET
     )
     assert cross_entropy_sum(hidden, head, targets).item() == pytest.approx(expected, rel=1e-12)
 
@@ -48,19 +48,14 @@ def test_chunks_change_nothing(chunk: int) -> None:
 
 def test_full_logits_never_exist_in_chunks() -> None:
     hidden, head, targets = inputs(num_tokens=64, vocab=200)
-    largest: dict[int, int] = {}
+    largest = []
     for chunk in (0, 8):
-        kept: list[int] = []
-
-        def pack(tensor: Tensor, kept: list[int] = kept) -> Tensor:
-            kept.append(tensor.numel())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda nothing: nothing):
             cross_entropy_sum(hidden, head, targets, chunk)
-        largest[chunk] = max(kept, default=0)
+        largest.append(max(map(Tensor.numel, kept), default=0))
     assert largest[0] == 64 * 200
-    assert largest[8] <= 256 * 16  # the padded head
+    assert largest[1] <= 256 * 16  # the padded head
 
 
 @pytest.mark.parametrize("chunk", [0, 4])
@@ -78,7 +73,7 @@ def test_bf16_products_fp32_loss(chunk: int) -> None:
 @pytest.mark.parametrize("chunk", [0, 4])
 def test_without_a_target_everything_is_zero(chunk: int) -> None:
     hidden, head, targets = inputs()
-    loss = cross_entropy_sum(hidden, head, torch.full_like(targets, IGNORED), chunk)
+    loss = cross_entropy_sum(hidden, head, torch.full_like(targets, IGNORED_TARGET), chunk)
     loss.backward()
     assert loss.item() == 0
     assert hidden.grad is not None
@@ -86,13 +81,8 @@ def test_without_a_target_everything_is_zero(chunk: int) -> None:
     assert hidden.grad.abs().max() == head.grad.abs().max() == 0
 
 
-def test_one_ignored_value_everywhere() -> None:
-    assert IGNORED == IGNORED_TARGET
-
-
 def test_shapes_are_checked() -> None:
     hidden, head, targets = inputs()
-    with pytest.raises(
-        ValueError, match=r"cross_entropy_sum: targets must have shape \(37,\), got \(36,\)"
-    ):
+    message = r"cross_entropy_sum: targets must have shape \(37,\), got \(36,\)"
+    with pytest.raises(ValueError, match=message):
         cross_entropy_sum(hidden, head, targets[1:])

@@ -13,7 +13,7 @@ from torch import Tensor
 from nsa.lm.model import LanguageModel
 from nsa.train.config import OptimConfig
 from nsa.train.optim import ModelOptimizer, parameter_groups
-from tests.train.cases import MODEL, PATTERN
+from tests.train.cases import MODEL, PATTERN, all_equal
 
 NAMES = pytest.mark.parametrize("name", ["adamw", "muon"])
 
@@ -29,26 +29,16 @@ def fill_gradients(model: LanguageModel, seed: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
-def zero() -> Tensor:
-    return torch.zeros(())
-
-
 def snapshot(model: LanguageModel, optimizer: ModelOptimizer) -> list[Tensor]:
     tensors = (*model.parameters(), *optimizer.state_tensors().values())
     return [tensor.detach().clone() for tensor in tensors]
 
 
-def same(before: list[Tensor], after: list[Tensor]) -> bool:
-    return all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
-
-
 @pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
 @pytest.mark.parametrize("tie_head", [False, True])
 def test_matrices_decay_and_nothing_else(phi: Any, tie_head: bool) -> None:
-    model = make_model(
-        tie_head=tie_head,
-        nsa=dataclasses.replace(PATTERN, phi=phi, gate_hidden_size=8),
-    )
+    pattern = dataclasses.replace(PATTERN, phi=phi, gate_hidden_size=8)
+    model = make_model(tie_head=tie_head, nsa=pattern)
     groups = parameter_groups(model)
     assert not groups.muon
     assert {*groups.decayed, *groups.plain} == {name for name, _ in model.named_parameters()}
@@ -63,18 +53,9 @@ def test_matrices_decay_and_nothing_else(phi: Any, tie_head: bool) -> None:
 
 def test_muon_takes_the_projections() -> None:
     groups = parameter_groups(make_model(), "muon")
-    assert {name.split(".")[-2] for name in groups.muon} == {
-        "q_proj",
-        "k_cmp_proj",
-        "v_cmp_proj",
-        "k_slc_proj",
-        "v_slc_proj",
-        "k_win_proj",
-        "v_win_proj",
-        "o_proj",
-        "up_proj",
-        "down_proj",
-    }
+    projections = {name.split(".")[-2] for name in groups.muon}
+    keys_and_values = {f"{x}_{branch}_proj" for x in "kv" for branch in ("cmp", "slc", "win")}
+    assert projections == {"q_proj", "o_proj", "up_proj", "down_proj", *keys_and_values}
     assert {"head.weight", "layers.0.attention.gate.net.weight"} == set(groups.decayed)
 
 
@@ -84,20 +65,16 @@ def test_weight_decay_acts_on_its_group_alone() -> None:
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step(zero())
+    optimizer.step(torch.zeros(()))
     decayed = parameter_groups(model).decayed
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            parameter.detach(),
-            before[name] * (0.95 if name in decayed else 1.0),
-        )
+        factor = 0.95 if name in decayed else 1.0
+        torch.testing.assert_close(parameter.detach(), before[name] * factor)
 
 
 def test_weights_that_are_not_fp32_are_refused() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"embedding\.weight must be an fp32 master weight, got torch\.bfloat16",
-    ):
+    message = r"embedding\.weight must be an fp32 master weight, got torch\.bfloat16"
+    with pytest.raises(ValueError, match=message):
         ModelOptimizer(make_model().bfloat16(), OptimConfig())
 
 
@@ -107,33 +84,27 @@ def test_state_made_at_the_start_is_what_pytorch_would_make(name: Any) -> None:
     ours, theirs = make_model(), make_model()
     optimizer = ModelOptimizer(ours, config)
     groups = parameter_groups(theirs, name)
-    plain = [
-        torch.optim.AdamW(
-            list(part.values()),
-            lr=0.01,
-            betas=config.betas,
-            weight_decay=decay,
-            fused=True,
-        )
+    betas = config.betas
+    parts: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(part.values(), lr=0.01, betas=betas, weight_decay=decay, fused=True)
         for part, decay in ((groups.decayed, 0.1), (groups.plain, 0.0))
     ]
-    muon = []
     if groups.muon:
-        muon = [torch.optim.Muon(list(groups.muon.values()), lr=0.02, weight_decay=0.1)]
+        parts.append(torch.optim.Muon(groups.muon.values(), lr=0.02, weight_decay=0.1))
     for step in range(3):
         fill_gradients(ours, step)
         fill_gradients(theirs, step)
-        optimizer.step(zero())
-        for part in (*plain, *muon):
+        optimizer.step(torch.zeros(()))
+        for part in parts:
             part.step()
     for (key, ours_p), theirs_p in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(ours_p, theirs_p), key
-        states = [part.state[theirs_p] for part in (*plain, *muon) if theirs_p in part.state]
-        expected = {f"{key}.{entry}": value for entry, value in states[0].items()}
-        state = optimizer.state_tensors().items()
-        found = {entry: value for entry, value in state if entry.rpartition(".")[0] == key}
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[entry], expected[entry]) for entry in found)
+        (state,) = [part.state[theirs_p] for part in parts if theirs_p in part.state]
+        names = [f"{key}.{entry}" for entry in state]
+        assert all_equal(state.values(), (optimizer.state_tensors()[name] for name in names))
+    assert len(optimizer.state_tensors()) == sum(
+        len(s) for part in parts for s in part.state.values()
+    )
 
 
 @NAMES
@@ -148,10 +119,10 @@ def test_cancelled_update_keeps_every_bit(name: Any, poison: float) -> None:
             assert parameter.grad is not None
             parameter.grad.view(-1)[0] = poison
         optimizer.step(torch.ones(()))
-        assert same(before, snapshot(model, optimizer))
+        assert all_equal(before, snapshot(model, optimizer))
         fill_gradients(model, step)
-        optimizer.step(zero())
-        assert not same(before, snapshot(model, optimizer))
+        optimizer.step(torch.zeros(()))
+        assert not all_equal(before, snapshot(model, optimizer))
         assert all(tensor.isfinite().all() for tensor in snapshot(model, optimizer))
 
 

@@ -7,64 +7,30 @@ import json
 import os
 import random
 import signal
-import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from nsa.train.checkpoint import find_checkpoint, list_checkpoints, load_tensors, read_meta
-from nsa.train.load import to_yaml
+from nsa.train.checkpoint import find_checkpoint, list_checkpoints, read_meta
 from nsa.train.runs.inference import load_model
 from nsa.train.state import Progress, TrainState, Window
-from nsa.train.telemetry.metrics import Row, read_metrics
+from nsa.train.telemetry.metrics import Row
 from nsa.train.trainer import Trainer
-from tests.faults.cases import Nsa, rows_of
-from tests.train.cases import make_trainer, reproducible_rows, rewrite_hashes, tiny_config
+from tests.train.cases import (
+    make_trainer,
+    new_trainer,
+    reproducible_rows,
+    resumed,
+    rewrite_hashes,
+    rows_of,
+    tiny_config,
+)
 
-
-def rows_so_far(path: Path) -> list[Row]:
-    return read_metrics(path / "metrics.jsonl") if rows_of(path) else []
-
-
-def final_tensors(path: Path, trainer: Trainer) -> dict[str, torch.Tensor]:
-    live = trainer.state.training_tensors()
-    tensors = {name: torch.zeros_like(tensor) for name, tensor in live.items()}
-    load_tensors(list_checkpoints(path / "checkpoints")[-1], tensors)
-    return tensors
-
-
-# --- SIGKILL --------------------------------------------------------------------------------------
-
-
-def test_killed_at_a_random_step_the_curve_continues_bit_for_bit(tmp_path: Path) -> None:
-    """Rows, weights and moments; the kill falls between checkpoints and inside a window of metrics
-    more often than not.
-    """
-    config = tiny_config(tmp_path, steps=60, log_every=3, eval_every=7, checkpoint_every=4)
-    whole = make_trainer(config, tmp_path / "whole")
-    whole.run()
-    (tmp_path / "tiny.yaml").write_text(to_yaml(config), encoding="utf-8")
-    killed, step = tmp_path / "killed", random.Random(time.time_ns()).randint(6, 40)
-    with Nsa("train", tmp_path / "tiny.yaml", "--run-dir", killed, said=tmp_path / "said") as nsa:
-        assert nsa.wait_until(
-            lambda: any(int(row["step"]) >= step for row in rows_so_far(killed)),
-        )
-        nsa.kill()
-        assert nsa.end() == -signal.SIGKILL
-    cut = len(reproducible_rows(tmp_path / "killed"))
-    assert 0 < cut < len(reproducible_rows(tmp_path / "whole"))
-    resumed = make_trainer(config, tmp_path / "killed", resume=True)
-    assert 0 < resumed.state.progress.step < 60
-    assert resumed.state.progress.step % 4 == 0
-    assert resumed.run().finished
-    assert reproducible_rows(tmp_path / "killed") == reproducible_rows(tmp_path / "whole")
-    expected, found = (final_tensors(tmp_path / name, whole) for name in ("whole", "killed"))
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-
-
-# --- SIGTERM and SIGINT ---------------------------------------------------------------------------
+# --- SIGTERM and SIGINT; SIGKILL is in tests/faults -----------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -79,23 +45,17 @@ def test_signal_finishes_the_step_and_resumes_exactly(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", logger="nsa")
-    config = tiny_config(
-        tmp_path,
-        log_every=2,
-        eval_every=5,
-        checkpoint_every=10,
-        optim={"name": name},
-    )
+    config = tiny_config(tmp_path, checkpoint_every=10, optim={"name": name})
     make_trainer(config, tmp_path / "whole").run()
     trainer = make_trainer(config, tmp_path / "cut")
     real = trainer.train_step
 
-    def step_with_signal(batches: object, num_targets: int | None = None) -> torch.Tensor:
+    def step_with_signal(*args: Any) -> torch.Tensor:
         if trainer.state.progress.step == step - 1:
             os.kill(os.getpid(), number)
-        return real(batches, num_targets)  # type: ignore[arg-type]
+        return real(*args)
 
-    trainer.train_step = step_with_signal  # type: ignore[method-assign]
+    trainer.train_step = step_with_signal  # type: ignore[assignment, method-assign]
     handler = signal.getsignal(number)
     result = trainer.run()
     assert signal.getsignal(number) is handler
@@ -108,22 +68,21 @@ def test_signal_finishes_the_step_and_resumes_exactly(
 
 def test_signal_during_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row waits for the resumed run, which evaluates in full."""
-    config = tiny_config(tmp_path)
-    make_trainer(config, tmp_path / "whole").run()
-    trainer = make_trainer(config, tmp_path / "cut")
+    new_trainer(tmp_path, "whole").run()
+    trainer = new_trainer(tmp_path, "cut")
     validation = type(trainer.data.validation)
     real = validation.window
 
-    def window(source: object, seq_len: int, index: int) -> object:
+    def window(source: Any, seq_len: int, index: int) -> Any:
         if source is trainer.data.validation and index == 2 and trainer.state.progress.step == 5:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(source, seq_len, index)  # type: ignore[arg-type]
+        return real(source, seq_len, index)
 
-    monkeypatch.setattr(validation, "window", window)
-    assert trainer.run().step == 5
-    assert [row["step"] for row in read_metrics(tmp_path / "cut" / "metrics.jsonl")] == [2, 4]
-    monkeypatch.undo()
-    make_trainer(config, tmp_path / "cut", resume=True).run()
+    with monkeypatch.context() as patch:
+        patch.setattr(validation, "window", window)
+        assert trainer.run().step == 5
+    assert [row["step"] for row in rows_of(tmp_path, "cut")] == [2, 4]
+    resumed(tmp_path, "cut").run()
     assert reproducible_rows(tmp_path / "cut") == reproducible_rows(tmp_path / "whole")
 
 
@@ -132,110 +91,89 @@ def test_signal_during_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_state_lists_everything_that_resumes() -> None:
     """A new field of the state needs a place in the checkpoint; this list is what has one."""
-    assert [field.name for field in dataclasses.fields(TrainState)] == [
-        "model",
-        "optimizer",
-        "sampler",
-        "progress",
-    ]
-    progress = Progress(
-        step=3,
-        best_val_bits_per_byte=0.1 + 0.2,
-        window=Window(steps=2, loss=1 / 3),
-    )
+    names = [field.name for field in dataclasses.fields(TrainState)]
+    assert names == ["model", "optimizer", "sampler", "progress"]
+    window = Window(steps=2, loss=1 / 3)
+    progress = Progress(step=3, best_val_bits_per_byte=0.1 + 0.2, window=window)
     loaded = Progress.from_json(json.loads(json.dumps(dataclasses.asdict(progress))))
-    assert str(loaded) == str(progress)  # as text, since a NaN is unlike itself
+    assert loaded == progress
 
 
 def test_checkpoint_restores_the_random_generators(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, steps=2)
-
     def draw() -> list[float]:
         """The generators of Gaussian numbers keep a second one back."""
         ours, numpy = (random.random(), random.gauss()), (np.random.rand(), np.random.randn())
         return [*ours, *map(float, numpy), torch.rand(()).item()]
 
-    trainer = make_trainer(config, tmp_path / "run")
+    trainer = new_trainer(tmp_path, steps=2)
     draw()  # so that the checkpoint's state is not the one that every start seeds
     trainer.run()
     after = draw()
-    make_trainer(config, tmp_path / "run", resume=True)
+    resumed(tmp_path, steps=2)
     assert draw() == after
 
 
-def test_another_kind_of_device_is_refused(tmp_path: Path) -> None:
+def test_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+    seen: list[Row] = []
     config = tiny_config(tmp_path, steps=2)
-    make_trainer(config, tmp_path / "run").run()
-    (path,) = list_checkpoints(tmp_path / "run" / "checkpoints")
+    make_trainer(config, tmp_path / "run", on_row=seen.append).run()
+    assert all(type(value) in (int, float, str) for row in seen for value in row.values())
+    rows = rows_of(tmp_path)
+    result = resumed(tmp_path, steps=2, log_every=1).run()
+    assert (result.finished, result.step, result.row) == (True, 2, {})
+    assert rows_of(tmp_path) == rows
+
+
+def change_text(tmp_path: Path, trainer: Trainer) -> None:
+    (tmp_path / "text" / "00.txt").write_text("another text of another length\n" * 20)
+
+
+def from_a_gpu(tmp_path: Path, trainer: Trainer) -> None:
+    (path,) = list_checkpoints(trainer.run_folder.checkpoints)
     meta = read_meta(path)
     meta["rng"]["device"] = "cuda"
     (path / "meta.json").write_text(json.dumps(meta))
     rewrite_hashes(path)
-    with pytest.raises(
-        ValueError,
-        match="train: device must be cuda as in the checkpoint, got cpu",
-    ):
-        make_trainer(config, tmp_path / "run", resume=True)
 
 
-def test_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, steps=2)
-    make_trainer(config, tmp_path / "run").run()
-    rows = reproducible_rows(tmp_path / "run")
-    result = make_trainer(config, tmp_path / "run", resume=True).run()
-    assert (result.finished, result.step, result.row) == (True, 2, {})
-    assert reproducible_rows(tmp_path / "run") == rows
-
-
-def test_settings_that_change_the_result_must_stay(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, steps=2)
-    make_trainer(config, tmp_path / "run").run()
-    changed = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=0.5))
-    with pytest.raises(
-        ValueError,
-        match=r"train: optim\.lr must stay as in the checkpoint \(0\.01\), got 0\.5",
-    ):
-        make_trainer(changed, tmp_path / "run", resume=True)
-    make_trainer(dataclasses.replace(config, log_every=1), tmp_path / "run", resume=True)
-
-
-def test_text_that_changed_is_noticed(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, steps=2)
-    make_trainer(config, tmp_path / "run").run()
-    (tmp_path / "text" / "00.txt").write_text("another text of another length\n" * 20)
-    with pytest.raises(
-        ValueError,
-        match=r"must stay as in the checkpoint .* The text has changed since\.",
-    ):
+@pytest.mark.parametrize(
+    ("change", "settings", "message"),
+    [
+        (None, {"steps": 1}, r"train: steps must be at least those done \(2\), got 1"),
+        (
+            None,
+            {"optim": {"lr": 0.5}},
+            r"optim\.lr must stay as in the checkpoint \(0\.01\), got 0",
+        ),
+        (change_text, {}, r"must stay as in the checkpoint .* The text has changed since\."),
+        (from_a_gpu, {}, "train: device must be cuda as in the checkpoint, got cpu"),
+    ],
+)
+def test_another_run_than_that_of_the_checkpoint_is_refused(
+    tmp_path: Path, change: Callable[..., None] | None, settings: dict[str, Any], message: str
+) -> None:
+    trainer = new_trainer(tmp_path, steps=2)
+    trainer.run()
+    config = tiny_config(tmp_path, **{"steps": 2, **settings})
+    if change is not None:
+        change(tmp_path, trainer)
+    with pytest.raises(ValueError, match=message):
         make_trainer(config, tmp_path / "run", resume=True)
 
 
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path)
-    folder = make_trainer(config, tmp_path / "run").run_folder
+    folder = new_trainer(tmp_path).run_folder
     folder.tokenizer.unlink()  # as of a run that ended while it prepared its data
-    with pytest.raises(
-        ValueError,
-        match=r"--resume must name a run with a checkpoint, got .*run\. It stopped before",
-    ):
-        make_trainer(config, tmp_path / "run", resume=True)
+    message = r"--resume must name a run with a checkpoint, got .*run\. It stopped before"
+    with pytest.raises(ValueError, match=message):
+        resumed(tmp_path)
 
 
 def test_model_of_a_run(tmp_path: Path) -> None:
-    trainer = make_trainer(tiny_config(tmp_path, steps=3), tmp_path / "run")
+    trainer = new_trainer(tmp_path, steps=3)
     trainer.run()
-    model, step = load_model(
-        trainer.config.model,
-        find_checkpoint("test", trainer.run_folder.checkpoints, "last"),
-        torch.device("cpu"),
-    )
-    assert step == 3
-    assert not model.training
+    path = find_checkpoint("test", trainer.run_folder.checkpoints, "last")
+    model, step = load_model(trainer.config.model, path, torch.device("cpu"))
+    assert (step, model.training) == (3, False)
     tokens = torch.arange(50)
     assert torch.equal(model(tokens), trainer.model(tokens))
-
-
-def test_row_type_is_plain(tmp_path: Path) -> None:
-    seen: list[Row] = []
-    make_trainer(tiny_config(tmp_path, steps=2), tmp_path / "run", on_row=seen.append).run()
-    assert all(type(value) in (int, float, str) for row in seen for value in row.values())

@@ -1,4 +1,4 @@
-"""The start of a run: settings that do not fit are refused, and what is said and set before the first step."""
+"""The start of a run: settings that do not fit are refused, and the rest is logged and set."""
 
 from __future__ import annotations
 
@@ -11,65 +11,51 @@ import torch
 from nsa.train.config import TrainConfig
 from nsa.train.distributed.launch import Launch, check_launch
 from nsa.train.trainer import Trainer
-from tests.train.cases import make_trainer, tiny_config
+from tests.train.cases import new_trainer, tiny_config
 
 
 def test_launch_that_does_not_fit_is_refused() -> None:
     config = TrainConfig(world_size=2, global_batch=8)
-    with pytest.raises(
-        ValueError,
-        match=r"world_size must equal the number of processes launched \(1\), got 2",
-    ):
+    message = r"world_size must equal the number of processes launched \(1\), got 2"
+    with pytest.raises(ValueError, match=message):
         check_launch(config, Launch())
     check_launch(config, Launch(world_size=2))
-    check_launch(TrainConfig(), Launch())
-
-
-def test_vocabulary_must_be_the_tokenizers(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"model\.vocab_size must equal the tokenizer's \(256\), got 300",
-    ):
-        make_trainer(tiny_config(tmp_path, model={"vocab_size": 300}), tmp_path / "run")
-
-
-def test_gpu_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        ValueError,
-        match="device must be cpu or auto where PyTorch finds no CUDA GPU, got cuda",
-    ):
-        make_trainer(tiny_config(tmp_path, device="cuda"), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"cuda_graphs": True}, "train: cuda_graphs must be false on a CPU, got True"),
+        ({"model": {"vocab_size": 300}}, r"vocab_size must equal the tokenizer's \(256\), got 300"),
+        (
+            {"device": "cuda"},
+            "device must be cpu or auto where PyTorch finds no CUDA GPU, got cuda",
+        ),
+        ({"cuda_graphs": True}, "cuda_graphs must be left at False with device cpu, got True"),
         (
             {"allocator": "expandable_segments"},
-            "train: allocator must be default on a CPU, got expandable_segments",
+            "allocator must be left at default with device cpu, got expandable_segments",
         ),
-        ({"memory_fraction": 0.5}, r"train: memory_fraction must be 1 on a CPU, got 0\.5"),
+        (
+            {"memory_fraction": 0.5},
+            r"memory_fraction must be left at 1\.0 with device cpu, got 0\.5",
+        ),
     ],
     ids=str,
 )
-def test_settings_of_a_gpu_are_refused_on_a_cpu(
-    tmp_path: Path,
-    setting: dict[str, Any],
-    message: str,
+def test_settings_that_do_not_fit_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any], message: str
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=message):
-        make_trainer(tiny_config(tmp_path, **setting), tmp_path / "run")
+        new_trainer(tmp_path, **setting)
 
 
-def test_batch_and_model_are_said_at_the_start(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+def test_batch_and_model_are_logged_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="nsa")
-    make_trainer(tiny_config(tmp_path), tmp_path / "run")
-    batch = "2 windows x 2 micro-batches x 1 process = 4 windows of 64 tokens"
+    new_trainer(tmp_path)
+    batch = "micro_batch 2 x accumulation 2 x world_size 1 = global_batch 4 sequences of 64 tokens"
     assert f"{batch} = 256 tokens an optimizer step" in caplog.text
     assert "0.0M parameters: embedding 8,192" in caplog.text
 

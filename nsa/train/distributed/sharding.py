@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 
 def gather(tensor: Tensor) -> Tensor:
@@ -32,10 +30,7 @@ def put(target: Tensor, whole: Tensor) -> None:
 
     Args:
         target: a tensor without gradient.
-        whole: same shape, on any device, equal on all processes.
+        whole: same shape with at least one dimension, on any device, equal on all processes.
     """
-    if isinstance(target, DTensor):
-        mesh, placements = target.device_mesh, target.placements
-        shards = distribute_tensor(whole.to(target.device), mesh, placements, src_data_rank=None)
-        whole = own_part(cast(Tensor, shards))
-    own_part(target).copy_(whole)
+    own, begin = own_part(target), first_row(target)
+    own.copy_(whole[begin : begin + own.shape[0]])

@@ -230,15 +230,14 @@ def distribute(
     fits, hint = not (is_sharded and captured), "Give --cuda-graphs false."
     check(fits, "train", "cuda_graphs", "be false with parallel.strategy fsdp", captured, hint)
     fits = not (config.static_graph and captured)
-    hint = "Give --parallel.static-graph false: captured passes send nothing;"
-    hint = f"{hint} or --cuda-graphs false."
+    hint = "Give --parallel.static-graph false, or --cuda-graphs false."
     check(fits, "train", "parallel.static_graph", "be false with cuda_graphs", True, hint)
     fits = is_sharded or sent == "none" or device.type == "cuda"
     rule = "be none with parallel.strategy ddp on CPUs"
     check(fits, "train", "parallel.gradient_compression", rule, sent)
-    size, kind = processes.world_size, "bf16" if sent == "bf16" else "fp32"
     text = "parallel: %s over %d processes, gradients sent in %s"
-    logger.info(text, config.strategy, size, kind)
+    kind = "bf16" if sent == "bf16" else "fp32"
+    logger.info(text, config.strategy, processes.world_size, kind)
     if is_sharded:
         return Sharded(loss, config, processes, device)
     return Replicated(loss, config, processes, device, captured=captured)

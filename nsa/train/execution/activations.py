@@ -1,4 +1,4 @@
-"""Activation checkpointing: which layers compute what twice, and what they keep meanwhile."""
+"""Activation checkpointing: which layers compute what twice, and what they keep."""
 
 from __future__ import annotations
 
@@ -16,15 +16,11 @@ def checkpoint_activations(model: LanguageModel, config: CheckpointingConfig) ->
         ValueError: the policy ``operators`` for sparse attention on a CPU, where it is the
             reference and no single operator.
     """
-    device = model.embedding.weight.device.type
-    check(
-        config.policy != "operators" or model.config.attention == "dense" or device == "cuda",
-        "train",
-        "checkpointing.policy",
-        "not be operators with attention nsa on a CPU",
-        config.policy,
-        "On a CPU attention is no single operator; take full.",
-    )
+    is_single = model.config.attention == "dense" or model.embedding.weight.is_cuda
+    fits = config.policy != "operators" or is_single
+    rule = "not be operators with attention nsa on a CPU"
+    hint = "On a CPU attention is no single operator; take full."
+    check(fits, "train", "checkpointing.policy", rule, config.policy, hint)
     for index, layer in enumerate(model.decoder_layers()):
         layer.keeps = config.keeps(index)
 
@@ -46,13 +42,10 @@ def kept_bytes(config: LMConfig, keeps: Keeps, activation_bytes: int = 2) -> dic
     if keeps == "input":
         return kept
     pattern = config.nsa
-    output, statistics = (
-        activation_bytes * pattern.num_heads * pattern.value_dim,
-        4 * pattern.num_heads,
-    )
+    output = kept["out"] = activation_bytes * pattern.num_heads * pattern.value_dim
+    statistics = 4 * pattern.num_heads
     if config.attention == "dense":
-        return {**kept, "out": output, "lse": statistics}
-    kept["out"] = output
+        return {**kept, "lse": statistics}
     for branch in pattern.branches:
         kept |= {f"out_{branch}": output, f"lse_{branch}": statistics}
     if "slc" in pattern.branches:

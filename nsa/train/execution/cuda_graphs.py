@@ -14,20 +14,7 @@ from nsa.train.watch.out_of_memory import is_out_of_memory
 
 
 class CaptureError(RuntimeError):
-    """A micro-batch that could not be captured as a CUDA graph; the message says what to do.
-
-    Args:
-        batch: the micro-batch.
-        error: what PyTorch said.
-    """
-
-    def __init__(self, batch: Batch, error: RuntimeError) -> None:
-        shape = f"{batch.tokens.shape[0]} tokens in {batch.num_sequences} sequences"
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        super().__init__(
-            f"cuda_graphs: a micro-batch of {shape} could not be captured ({first}). "
-            "Give --cuda-graphs false to run without CUDA graphs.",
-        )
+    """A micro-batch could not be captured as a CUDA graph; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -100,19 +87,23 @@ class Replay:
         # The host's figures belong to this batch alone, not to those of later replays.
         batch = replace(batch, num_bytes=0, num_targets=0)
         graph = torch.cuda.CUDAGraph()
-        # Other threads fetch data and write checkpoints meanwhile; what they ask of CUDA is none of
-        # the capture's business. Compilation copies to the device, which would spoil the capture:
-        # the stance makes it an error of its own.
-        mode = "thread_local"
+        # Other threads, which fetch data and write checkpoints, may use CUDA meanwhile. Compilation
+        # copies to the device, which would spoil the capture: the stance makes it an error of its
+        # own.
         try:
             with (
                 torch.compiler.set_stance("fail_on_recompile"),
                 compilations.capturing(),
-                torch.cuda.graph(graph, pool=pool, capture_error_mode=mode),
+                torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
             ):
                 loss = self._run(batch, divisor)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            raise CaptureError(batch, error) from error
+            shape = f"{batch.tokens.shape[0]} tokens in {batch.num_sequences} sequences"
+            first = (str(error) or type(error).__name__).splitlines()[0]
+            raise CaptureError(
+                f"cuda_graphs: a micro-batch of {shape} could not be captured ({first}). "
+                "Give --cuda-graphs false to run without CUDA graphs."
+            ) from error
         return _Captured(graph, batch, divisor, loss)

@@ -10,23 +10,19 @@ never depends on this.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import logging
 import multiprocessing
 import os
 import subprocess
 import sys
-import tempfile
-import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import nsa.ops
 from nsa.lm.dense_attention import DenseAttention
@@ -59,52 +55,45 @@ class KernelsAhead:
     """
 
     def __init__(self, config: TrainConfig, device: torch.device, launch: Launch) -> None:
-        self._end: weakref.finalize[..., Any] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         if device.type != "cuda" or launch.local_rank != 0:
             return
-        properties = torch.cuda.get_device_properties(device)
-        target = (properties.name, str(properties.major), str(properties.minor))
-        stamp = _stamp(config, properties.name)
+        gpu = torch.cuda.get_device_properties(device)
+        stamp = _stamp(config, gpu.name)
         if stamp.exists():
             return
-        with ExitStack() as files:
-            self._said = files.enter_context(tempfile.TemporaryFile())
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, *target, "--stamp", str(stamp)],
-                stdin=subprocess.PIPE,
-                stdout=self._said,
-                stderr=self._said,
-            )
-            files.pop_all()  # closed with the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, gpu.name, str(gpu.major), str(gpu.minor), str(stamp)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
         assert self._process.stdin is not None
-        self._process.stdin.write(to_yaml(config).encode())
-        self._process.stdin.close()
-        self._end = weakref.finalize(self, _end, self._process, self._said)
+        with self._process.stdin as stdin:
+            stdin.write(to_yaml(config).encode())
+        self._process.stdin = None  # done with
 
     def wait(self) -> None:
         """Wait for the kernels: the first launch would otherwise compile them a second time."""
-        if self._end is None or not self._end.alive:
+        if self._process is None:
             return
         try:
-            self._process.wait(LONGEST_WAIT_S)
+            _, errors = self._process.communicate(timeout=LONGEST_WAIT_S)
+            if self._process.returncode:
+                last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+                text = "kernels could not be compiled ahead (%s): the first step takes longer"
+                logger.warning(text, last)
         except subprocess.TimeoutExpired:
-            logger.warning(
-                "kernels are not compiled after %d s: the run compiles them itself",
-                LONGEST_WAIT_S,
-            )
-        if self._process.returncode:
-            self._said.seek(0)
-            last = self._said.read().decode(errors="replace").strip().rpartition("\n")[2]
-            logger.warning(
-                "kernels could not be compiled ahead (%s): the first step takes longer",
-                last,
-            )
+            text = "kernels are not compiled after %d s: the run compiles them itself"
+            logger.warning(text, LONGEST_WAIT_S)
         self.close()
 
     def close(self) -> None:
         """End the process, whose work is of no use once the kernels have been launched."""
-        if self._end is not None:
-            self._end()
+        if self._process is not None:
+            self._process.terminate()
+            self._process.communicate()
+            self._process = None
 
 
 def _stamp(config: TrainConfig, gpu: str) -> Path:
@@ -120,72 +109,53 @@ def _stamp(config: TrainConfig, gpu: str) -> Path:
     return Path(triton.knobs.cache.dir) / f"nsa-{digest.hexdigest()[:32]}"
 
 
-def _end(process: subprocess.Popen[bytes], said: IO[bytes]) -> None:
-    process.terminate()
-    process.wait()
-    said.close()
-
-
-class _Unmultiplied(torch.autograd.Function):
-    """A product of rows that gives memory as it is, forward and backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-        ctx.like = x.shape, x.dtype
-        return x.new_empty(*x.shape[:-1], columns, dtype=dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
-        shape, dtype = ctx.like
-        return torch.empty(shape, dtype=dtype), None, None
-
-
-class _WithoutProducts(TorchFunctionMode):
-    """Leaves out PyTorch's products: which kernels are launched does not depend on their values."""
-
-    def __torch_function__(
-        self,
-        function: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
-        if function is nn.functional.linear:
-            x, weight = args[:2]
-            dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-            return _Unmultiplied.apply(x, weight.shape[0], dtype)
-        if function is nn.functional.scaled_dot_product_attention:
-            q, _, v = args[:3]
-            return _Unmultiplied.apply(q, v.shape[-1], q.dtype)
-        return function(*args, **(kwargs or {}))
-
-
 @contextmanager
 def _launches_of(gpu: str, capability: tuple[int, int]) -> Iterator[list[Launched]]:
-    """Within, kernels are chosen as for this GPU, and their launches are listed instead of done."""
+    """Context in which kernels are chosen as for this GPU and their launches are only listed.
+
+    PyTorch's products are left out: which kernels are launched does not depend on their values.
+    """
     from triton.runtime.jit import JITFunction
 
     from nsa.ops._triton.tuning import default_tile, find_table, tiles_chosen_by
 
     launched: list[Launched] = []
-    table, run, product = find_table(gpu, capability), JITFunction.run, torch.mm
+    table = find_table(gpu, capability)
+
+    def tile(key: Any, _: Any) -> Any:
+        return (table and table.find(key)) or default_tile(key, capability)
 
     def note(kernel: Any, *args: Any, warmup: bool, **kwargs: Any) -> None:
         launched.append((kernel, args, kwargs))
 
-    JITFunction.run = note
-    # Of our operators, into which a mode does not see.
-    torch.mm = lambda a, b: a.new_empty(a.shape[0], b.shape[1])  # type: ignore[assignment]
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+        return _of_columns(x.to(dtype), weight.shape[0])
+
+    replacements: list[tuple[Any, str, Any]] = [
+        (JITFunction, "run", note),
+        (torch, "mm", lambda a, b: a.new_empty(a.shape[0], b.shape[1])),
+        (nn.functional, "linear", linear),
+        (
+            nn.functional,
+            "scaled_dot_product_attention",
+            lambda q, k, v, **_: _of_columns(q, v.shape[-1]),
+        ),
+    ]
+    originals = [getattr(owner, name) for owner, name, _ in replacements]
+    for owner, name, replacement in replacements:
+        setattr(owner, name, replacement)
     try:
-        with (
-            as_on_gpu(),
-            tiles_chosen_by(
-                lambda key, _: (table and table.find(key)) or default_tile(key, capability),
-            ),
-        ):
+        with as_on_gpu(), tiles_chosen_by(tile):
             yield launched
     finally:
-        JITFunction.run, torch.mm = run, product
+        for (owner, name, _), original in zip(replacements, originals, strict=True):
+            setattr(owner, name, original)
+
+
+def _of_columns(x: Tensor, columns: int) -> Tensor:
+    """Any rows with as many columns, whose gradient reaches ``x``."""
+    return x[..., :1].expand(*x.shape[:-1], columns).contiguous()
 
 
 def launches_of_a_step(
@@ -201,7 +171,7 @@ def launches_of_a_step(
         capability: its compute capability, major and minor.
     """
     model, num_tokens = config.model, config.micro_batch * config.seq_len
-    # Of documents there would be more; kernels of dense attention are PyTorch's in any case.
+    # Documents would be more sequences; kernels of dense attention are PyTorch's in any case.
     offsets = torch.arange(config.micro_batch + 1, dtype=torch.int32) * config.seq_len
     with (
         _launches_of(gpu, capability) as launched,
@@ -216,14 +186,13 @@ def launches_of_a_step(
             if isinstance(attention, NativeSparseAttention) and config.telemetry:
                 attention.sums = new_sums("cpu")
             x = torch.empty(num_tokens, model.width, requires_grad=True)
-            with _WithoutProducts():
-                attention(x, cu_seqlens=offsets, max_seqlen=config.seq_len).sum().backward()
+            attention(x, cu_seqlens=offsets, max_seqlen=config.seq_len).sum().backward()
     kinds = {_kind(*launch): launch for launch in launched}
     return sorted(kinds.values(), key=lambda launch: -len(launch[0].src))
 
 
 def _kind(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Launches of one kind are served by one compiled kernel."""
+    """What decides the compiled kernel of a launch."""
 
     def kind(x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -231,29 +200,11 @@ def _kind(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[A
         if isinstance(x, int):
             return x == 1, x % 16 == 0
         if isinstance(x, tuple):
-            return tuple(kind(member) for member in x)
+            return tuple(map(kind, x))
         return (x.base.dtype, tuple(x.block_shape)) if hasattr(x, "block_shape") else type(x)
 
-    options = {name: value for name, value in kwargs.items() if name != "grid"}
-    return (
-        kernel,
-        tuple(kind(x) for x in args),
-        tuple(sorted((name, str(value)) for name, value in options.items())),
-    )
-
-
-def compile_launches(launches: list[Launched], arch: int, processes: int) -> None:
-    """Compile for a compute capability (two digits) into Triton's cache, in forked processes."""
-    import triton
-
-    from nsa.ops._triton.absent_gpu import AbsentGPU
-
-    triton.runtime.driver.set_active(AbsentGPU(arch))
-    global _launches
-    _launches = launches
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
-        for _ in pool.imap_unordered(_compile, range(len(launches)), chunksize=1):
-            pass
+    options = sorted((name, str(value)) for name, value in kwargs.items() if name != "grid")
+    return kernel, *map(kind, args), *options
 
 
 _launches: list[Launched] = []  # of this process and those forked from it: kernels cannot be sent
@@ -264,29 +215,33 @@ def _compile(number: int) -> None:
 
     kernel, args, kwargs = _launches[number]
     compiled = kernel.warmup(*args, **kwargs)
-    if hasattr(
-        driver,
-        "make_launcher",
-    ):  # before Triton 3.7 each has a launcher in C, which is kept on disk as well
+    # Before Triton 3.7 each has a launcher in C, which is kept on disk as well.
+    if hasattr(driver, "make_launcher"):
         driver.CudaLauncher(compiled.src, compiled.metadata)
 
 
-def main() -> None:
-    """Compile for the configuration on standard input; arguments: the GPU and its capability."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("gpu")
-    parser.add_argument("capability", type=int, nargs=2)
-    parser.add_argument("--stamp", type=Path, help="file that is made once all kernels are there")
-    options = parser.parse_args()
-    major, minor = options.capability
+def main(gpu: str, major: str, minor: str, stamp: str) -> None:
+    """Compile for the configuration on standard input into Triton's cache, in forked processes.
+
+    Args:
+        gpu: name of the GPU.
+        major: of its compute capability.
+        minor: of its compute capability.
+        stamp: file that is made once all kernels are there.
+    """
+    import triton
+
+    from nsa.ops._triton.absent_gpu import AbsentGPU
+
     torch.set_num_threads(1)  # forked processes inherit no threads
-    launches = launches_of_a_step(load_config("/dev/stdin"), options.gpu, (major, minor))
+    _launches.extend(launches_of_a_step(load_config("/dev/stdin"), gpu, (int(major), int(minor))))
+    triton.runtime.driver.set_active(AbsentGPU(int(major + minor)))
     processes = max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // 2))
-    compile_launches(launches, 10 * major + minor, processes)
-    if options.stamp is not None:
-        options.stamp.parent.mkdir(parents=True, exist_ok=True)
-        options.stamp.touch()
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        pool.map(_compile, range(len(_launches)), chunksize=1)
+    Path(stamp).parent.mkdir(parents=True, exist_ok=True)
+    Path(stamp).touch()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -20,23 +20,13 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
             GPUs than processes.
     """
     available = torch.cuda.is_available()
-    check(
-        name != "cuda" or available,
-        "choose_device",
-        "device",
-        "be cpu or auto where PyTorch finds no CUDA GPU",
-        name,
-    )
+    rule = "be cpu or auto where PyTorch finds no CUDA GPU"
+    check(name != "cuda" or available, "choose_device", "device", rule, name)
     if name == "cpu" or not available:
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    check(
-        local_rank < count,
-        "choose_device",
-        "local_rank",
-        f"be below the number of GPUs ({count})",
-        local_rank,
-    )
+    rule = f"be below the number of GPUs ({count})"
+    check(local_rank < count, "choose_device", "local_rank", rule, local_rank)
     check_kernels_run("choose_device", "device", local_rank, "Give --device cpu.")
     return torch.device("cuda", local_rank)
 
@@ -50,13 +40,3 @@ def autocast(device: torch.device, compute_dtype: str) -> torch.autocast:
             fp32; ``fp32`` changes nothing.
     """
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=compute_dtype == "bf16")
-
-
-def set_tf32(enabled: bool) -> None:
-    """Let fp32 matrix products round their inputs to TF32, or not, in the whole process."""
-    torch.set_float32_matmul_precision("high" if enabled else "highest")
-
-
-def grow_segments() -> None:
-    """Let PyTorch's CUDA allocator grow its segments from now on; holds for the whole process."""
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

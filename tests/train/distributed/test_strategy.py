@@ -1,6 +1,4 @@
-"""Replicas and shards in one process: when they communicate, what a process holds, and shards
-through checkpoints.
-"""
+"""Replicas and shards in one process: when they communicate, and what a process holds."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from nsa.train.distributed.processes import Processes
 from nsa.train.distributed.sharding import gather, own_part
 from nsa.train.distributed.strategy import Replicated, Sharded, distribute
 from nsa.train.loss import NextTokenLoss
-from tests.train.cases import MODEL
+from tests.train.cases import MODEL, all_equal
 from tests.train.execution.test_activations import Count
 
 CPU = torch.device("cpu")
@@ -59,14 +58,12 @@ def backward(module: Any) -> None:
 
 
 def collectives(
-    strategy: Replicated,
-    module: nn.Module,
-    micro_batches: int,
+    strategy: Replicated, module: nn.Module, micro_batches: int
 ) -> list[dict[str, int]]:
     """Collectives in each micro-batch of an optimizer step, by name."""
     counts = []
-    for number in range(micro_batches):
-        with Count() as count, strategy.accumulating(last=number == micro_batches - 1):
+    for number in range(1, micro_batches + 1):
+        with Count() as count, strategy.accumulating(last=number == micro_batches):
             backward(module)
         counts.append(communication(count))
     return counts
@@ -74,12 +71,8 @@ def collectives(
 
 def communication(count: Count) -> dict[str, int]:
     """Collectives by name."""
-    found: dict[str, int] = {}
-    for name, number in count.runs.items():
-        kind, _, operator = str(name).partition(".")
-        if kind == "c10d":
-            found[operator.partition(".")[0]] = number
-    return found
+    names = {name: name.split(".") for name in count.runs}
+    return {words[1]: count.runs[name] for name, words in names.items() if words[0] == "c10d"}
 
 
 def raw_gradients(loss: NextTokenLoss) -> list[Tensor]:
@@ -104,22 +97,26 @@ def test_shards_exchange_gradients_in_the_last_micro_batch_alone(four: Processes
     assert collectives(strategy, module, 1) == [last]
 
 
-def test_replicas_exchange_gradients_in_the_last_micro_batch_alone(alone: Processes) -> None:
+@pytest.mark.parametrize(
+    ("bucket_mib", "is_static", "sends"),
+    [
+        (25.0, False, [False, False, False, True]),
+        (0.01, False, [False, False, False, True]),
+        (25.0, True, [True, False, False, True]),
+    ],
+)
+def test_replicas_exchange_gradients_in_the_last_micro_batch_alone(
+    alone: Processes, bucket_mib: float, is_static: bool, sends: list[bool]
+) -> None:
     """And in the first one of all where the graph is static; a small bucket makes more messages."""
     alone.world_size = 2  # it believes
-    messages = {}
-    for size, is_static in ((25.0, False), (0.01, False), (25.0, True)):
-        config = ParallelConfig(bucket_mib=size, static_graph=is_static)
-        strategy = distribute(make_loss(), config, alone, CPU)
-        module = strategy.training_module(None)
-        steps = [collectives(strategy, module, 3) for _ in range(3)]
-        first = [*steps[0][:1], *steps[2]]
-        messages[size, is_static] = [count.get("allreduce_", 0) for count in first]
-    assert messages[25.0, False] == [0, 0, 0, 1]
-    assert messages[0.01, False][1:3] == [0, 0]
-    assert messages[0.01, False][3] > 3
-    assert messages[25.0, True][1:] == [0, 0, 1]
-    assert messages[25.0, True][0] > 0
+    config = ParallelConfig(bucket_mib=bucket_mib, static_graph=is_static)
+    strategy = distribute(make_loss(), config, alone, CPU)
+    module = strategy.training_module(None)
+    steps = [collectives(strategy, module, 3) for _ in range(3)]
+    found = [count.get("allreduce_", 0) for count in (steps[0][0], *steps[2])]
+    assert [number > 0 for number in found] == sends
+    assert (found[-1] > 3) == (bucket_mib < 1)
 
 
 # --- what is held ---------------------------------------------------------------------------------
@@ -136,23 +133,22 @@ def test_every_process_holds_a_part_of_everything(four: Processes) -> None:
 def test_layers_are_gathered_in_the_wanted_precision(four: Processes, dtype: Any) -> None:
     loss = distribute(make_loss(), ParallelConfig("fsdp", gather_dtype=dtype), four, CPU).loss
     seen: dict[str, torch.dtype] = {}
-
-    def note(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
-        seen[name] = next(module.parameters()).dtype
-
     layer = loss.model.decoder_layers()[1]
-    for name, module in (
-        ("norm", layer.mlp_norm),
-        ("matrix", layer.mlp.up_proj),
-        ("embedding", loss.model.embedding),
-    ):
-        module.register_forward_hook(functools.partial(note, name))
+    modules = {
+        "norm": layer.mlp_norm,
+        "matrix": layer.mlp.up_proj,
+        "embedding": loss.model.embedding,
+    }
+    for name, module in modules.items():
+        module.register_forward_hook(
+            lambda m, *_, name=name: seen.update({name: next(m.parameters()).dtype})
+        )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         backward(loss)
     layers = torch.bfloat16 if dtype == "bf16" else torch.float32
     assert seen == {"norm": layers, "matrix": layers, "embedding": torch.float32}
-    assert {parameter.dtype for parameter in loss.parameters()} == {torch.float32}
-    assert {gradient.dtype for gradient in raw_gradients(loss)} == {torch.float32}
+    tensors = [*loss.parameters(), *raw_gradients(loss)]
+    assert {tensor.dtype for tensor in tensors} == {torch.float32}
 
 
 def test_resharding_gives_back_what_an_evaluation_gathered(four: Processes) -> None:
@@ -173,109 +169,99 @@ def test_shards_compile_by_layer_and_evaluate_as_they_are(alone: Processes) -> N
     backward(plain)
     wanted = gradients(plain)
     strategy = Sharded(make_loss(), ParallelConfig("fsdp"), alone, CPU)
-    backward(strategy.loss)
-    found = gradients(strategy.loss)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
-    module = strategy.training_module(COMPILER)
-    backward(module)
-    found = gradients(strategy.loss)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
-    watched = []
-    strategy.loss.model.decoder_layers()[0].mlp.register_forward_hook(lambda *_: watched.append(1))
+    for compiler in (None, COMPILER):
+        backward(strategy.training_module(compiler))
+        assert all_equal(gradients(strategy.loss), wanted)
+    hook = Mock(return_value=None)
+    strategy.loss.model.decoder_layers()[0].mlp.register_forward_hook(hook)
     with torch.no_grad():
         strategy.loss(TOKENS, TOKENS, CU_SEQLENS, 35)
-    assert watched
+    assert hook.called
 
 
-def test_replicas_compile_by_layer_or_as_one_graph(alone: Processes) -> None:
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_replicas_compile_by_layer_or_as_one_graph(alone: Processes, by_layer: bool) -> None:
     alone.world_size = 2  # it believes
-    for by_layer in (True, False):
-        loss, seen = make_loss(), list[Any]()
-        wanted = [layer.forward for layer in loss.model.decoder_layers()] if by_layer else [loss]
-
-        def note(function: Any, seen: list[Any] = seen) -> Any:
-            seen.append(function)
-            return function
-
-        backward(
-            distribute(loss, ParallelConfig(compile_layers=by_layer), alone, CPU).training_module(
-                note,
-            ),
-        )
-        assert seen == wanted
+    loss, compiler = make_loss(), Mock(side_effect=lambda function: function)
+    wanted = [layer.forward for layer in loss.model.decoder_layers()] if by_layer else [loss]
+    strategy = distribute(loss, ParallelConfig(compile_layers=by_layer), alone, CPU)
+    backward(strategy.training_module(compiler))
+    assert [call.args[0] for call in compiler.call_args_list] == wanted
 
 
 @pytest.mark.parametrize("compression", ["none", "bf16"])
 def test_gradients_of_replayed_passes_are_averaged_afterwards(
-    alone: Processes,
-    compression: Any,
+    alone: Processes, compression: Any
 ) -> None:
-    """The sum over this one process is what it has; it believes to be one of two, so half of it
-    must come out.
-    """
+    """Over one process that believes to be one of two: half of its gradients must come out."""
     alone.world_size = 2
     config = ParallelConfig(gradient_compression=compression, bucket_mib=0.02)
     strategy = Replicated(make_loss(), config, alone, CPU, captured=True)
     module = strategy.training_module(None)
     assert module is strategy.loss  # nothing around it
-    with Count() as silent, strategy.accumulating(last=True):
-        backward(module)
+    assert not any(collectives(strategy, module, 1))
     parameters = raw_gradients(strategy.loss)
-    wanted = [gradient / 2 for gradient in parameters]
-    if compression == "bf16":
-        wanted = [gradient.bfloat16().float() for gradient in wanted]
+    dtype = torch.bfloat16 if compression == "bf16" else torch.float32
+    wanted = [gradient.to(dtype).float() / 2 for gradient in parameters]
     with Count() as count:
         strategy.exchange(parameters)
-    messages = [sum(communication(mode).values()) for mode in (silent, count)]
-    assert messages[0] == 0
-    assert 3 < messages[1] < len(parameters)
-    for gradient, expected in zip(parameters, wanted, strict=True):
-        torch.testing.assert_close(
-            gradient,
-            expected,
-            rtol=1e-2 if compression == "bf16" else 0,
-            atol=0,
-        )
+    assert 3 < sum(communication(count).values()) < len(parameters)
+    assert all_equal(parameters, wanted)
 
 
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def test_settings_of_the_other_strategy_are_refused() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"bucket_mib must be left at 25\.0 with strategy fsdp, got 10",
-    ):
-        ParallelConfig("fsdp", bucket_mib=10)
-    with pytest.raises(
-        ValueError,
-        match="gather_dtype must be left at fp32 with strategy ddp, got bf16",
-    ):
-        ParallelConfig(gather_dtype="bf16")
-    with pytest.raises(
-        ValueError,
-        match=r"parallel\.gather_dtype must be fp32 with compute_dtype fp32, got bf16",
-    ):
-        TrainConfig(parallel=ParallelConfig("fsdp", gather_dtype="bf16"), compute_dtype="fp32")
+@pytest.mark.parametrize(
+    ("config", "settings", "message"),
+    [
+        (
+            ParallelConfig,
+            {"strategy": "fsdp", "bucket_mib": 10},
+            r"bucket_mib must be left at 25\.0",
+        ),
+        (
+            ParallelConfig,
+            {"gather_dtype": "bf16"},
+            "gather_dtype must be left at fp32 with strategy",
+        ),
+        (
+            TrainConfig,
+            {"parallel": ParallelConfig("fsdp", gather_dtype="bf16"), "compute_dtype": "fp32"},
+            r"parallel\.gather_dtype must be fp32 with compute_dtype fp32, got bf16",
+        ),
+    ],
+)
+def test_settings_of_the_other_strategy_are_refused(
+    config: Any, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**settings)
 
 
-def test_what_shards_send_cannot_be_captured(four: Processes) -> None:
-    why = r"cuda_graphs must be false with parallel\.strategy fsdp, got True\. Give --cuda"
-    with pytest.raises(ValueError, match=why):
-        distribute(make_loss(), ParallelConfig("fsdp"), four, CPU, captured=True)
-
-
-def test_captured_passes_have_no_static_graph(four: Processes) -> None:
-    config = ParallelConfig(static_graph=True)
-    why = r"parallel\.static_graph must be false with cuda_graphs, got True\. Give --parallel"
-    with pytest.raises(ValueError, match=why):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            ParallelConfig("fsdp"),
+            r"cuda_graphs must be false with parallel\.strategy fsdp, got True\. Give --cuda",
+        ),
+        (
+            ParallelConfig(static_graph=True),
+            r"parallel\.static_graph must be false with cuda_graphs, got True\. Give --parallel",
+        ),
+    ],
+)
+def test_what_cannot_be_captured_is_refused(
+    four: Processes, config: ParallelConfig, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
         distribute(make_loss(), config, four, CPU, captured=True)
     distribute(make_loss(), config, four, CPU)
-    distribute(make_loss(), config, Processes(), CPU, captured=True)  # one process shares nothing
 
 
 def test_one_process_shares_nothing() -> None:
     loss = make_loss()
-    strategy = distribute(loss, ParallelConfig("fsdp"), Processes(), CPU)
+    strategy = distribute(loss, ParallelConfig("fsdp"), Processes(), CPU, captured=True)
     assert strategy.training_module(None) is loss
     assert not strategy.in_step

@@ -24,12 +24,20 @@ CUDA = torch.device("cuda")
 
 
 # What a launcher calls in the driver.
-CALLED = "CtxGetCurrent CtxSetCurrent DeviceGet DevicePrimaryCtxRetain FuncSetAttribute GetErrorString PointerGetAttribute"
+CALLED = (
+    "CtxGetCurrent",
+    "CtxSetCurrent",
+    "DeviceGet",
+    "DevicePrimaryCtxRetain",
+    "FuncSetAttribute",
+    "GetErrorString",
+    "PointerGetAttribute",
+)
 
 
 def stub_driver(path: Path) -> None:
     """A library with the names of the GPU's driver, for a machine without one."""
-    source = "".join(f"void cu{name}(void) {{}}\n" for name in CALLED.split())
+    source = "".join(f"void cu{name}(void) {{}}\n" for name in CALLED)
     subprocess.run(
         ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", path], input=source.encode(), check=True
     )
@@ -110,6 +118,7 @@ def test_a_failure_is_said_and_harms_nothing(
 def test_closed_before_it_is_done(dense: TrainConfig) -> None:
     ahead = KernelsAhead(dense, CUDA, Launch())
     process = ahead._process
+    assert process is not None
     ahead.close()
     assert process.poll() is not None
     ahead.wait()

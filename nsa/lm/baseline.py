@@ -1,0 +1,39 @@
+"""The dense baseline of equal size, and sizes of models without allocating them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from nsa.lm.config import LMConfig
+from nsa.lm.model import LanguageModel
+
+# How far the parameters of the baseline may be from those of the sparse model.
+MATCHED_WITHIN = 0.01
+# Hidden sizes of an MLP that suit matrix products, best first.
+_MULTIPLES = (128, 64, 32, 16, 8, 1)
+
+
+def parameters_by_part(config: LMConfig) -> dict[str, int]:
+    """See :meth:`LanguageModel.num_parameters`; nothing of the model is allocated."""
+    with torch.device("meta"):
+        return LanguageModel(config).num_parameters()
+
+
+def dense_of_equal_size(config: LMConfig) -> LMConfig:
+    """The model with dense attention and a wider MLP: as many parameters as the sparse one, +-1%.
+
+    Args:
+        config: the model; its ``attention`` does not matter.
+    """
+    dense = replace(config, attention="dense")
+    target = parameters_by_part(replace(config, attention="nsa"))["total"]
+    missing = target - parameters_by_part(dense)["total"]
+    matrices = 3 if config.mlp == "swiglu" else 2
+    hidden = config.mlp_hidden_size + missing / (matrices * config.width * config.num_layers)
+    for multiple in _MULTIPLES:
+        widened = replace(dense, mlp_hidden_size=max(1, round(hidden / multiple)) * multiple)
+        if abs(parameters_by_part(widened)["total"] / target - 1) <= MATCHED_WITHIN:
+            return widened
+    raise AssertionError("one hidden unit is more than 1% of the model")
