@@ -25,9 +25,9 @@ from nsa.ops.attention import run_attention
 from nsa.ops.combination import combine
 from nsa.ops.compressed import run_compressed_attention
 from nsa.ops.compression import PhiWeights, check_weights, run_compress
-from nsa.ops.observation import check_sums, observe
 from nsa.ops.selected import LIMIT_4, run_selected_attention
 from nsa.ops.selection import run_select_blocks
+from nsa.ops.statistics import add_statistics
 from nsa.ops.window import run_window_attention
 from nsa.rope import Rope
 
@@ -157,7 +157,7 @@ def attend(
     rope: Rope | None,
     softmax_scale: float | None = None,
     algorithm: str = "auto",
-    sums: Tensor | None = None,
+    statistics: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """:func:`native_sparse_attention` of packed inputs that fit; other arguments and the result as there.
@@ -169,8 +169,8 @@ def attend(
         rope: rotates the compressed keys.
         softmax_scale: factor on all scores.
         algorithm: of the selected branch, see :func:`nsa.selected_attention`.
-        sums: of :func:`nsa.ops.observation.new_sums`; what gates and choice do is added to them on
-            the device.
+        statistics: of :func:`nsa.ops.statistics.new_statistics`; those of the gates and of the
+            selected blocks are added to them on the device.
         backend: ``auto``, ``reference`` or ``triton``.
     """
     q, k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win, gates, phi, q_cmp = inputs
@@ -199,18 +199,10 @@ def attend(
         )
     else:
         out, chosen = _reference(q, q_cmp, *branches, gates, config, sequences, scale)
-    if sums is not None:
-        check_sums(name, sums, q)
-        observe(
-            gates,
-            chosen,
-            union,
-            sums,
-            config,
-            sequences,
-            LIMIT_4 * config.num_selected_blocks,
-            backend,
-        )
+    if statistics is not None:
+        threshold = LIMIT_4 / 4 * config.num_selected_blocks
+        where = (config, sequences, backend)
+        add_statistics(statistics, gates, chosen, union, threshold, *where)
     return out
 
 

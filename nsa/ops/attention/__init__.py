@@ -45,7 +45,7 @@ def run_attention(
 
     Returns:
         out ``[T, Hq, Dv]``; the choice int32 ``[T, Hkv, n]``, None without the selected branch; and
-        the counters by which its algorithm was chosen (see :func:`nsa.ops.observation.observe`): 0
+        the counters by which its algorithm was chosen (see :func:`nsa.ops.statistics.add_statistics`): 0
         where shapes alone chose it, None without the branch.
     """
     *offsets, num_sequences, len_q, len_k = sequences.kernel_arguments()

@@ -1,4 +1,4 @@
-"""What the gates of each layer do and which blocks it chooses, summed up on the device in the steps that have a row."""
+"""What the gates of each layer do and which blocks it selects, added up on the device in the steps that have a row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.lm.model import LanguageModel
 from nsa.module import NativeSparseAttention
-from nsa.ops.observation import LARGE, MOST, SUMS, UNIT, new_sums
+from nsa.ops.statistics import LARGE, MAXIMA, UNIT, Statistics, new_statistics
 from nsa.stages import TELEMETRY, in_stage
 from nsa.train.telemetry.delayed import LateReader
 
@@ -27,14 +27,14 @@ _COUNTS = tuple(f"selected_{algorithm}_calls" for algorithm in ("tiled", "gather
 class LayerStatistics:
     """Gates and choices of every layer over the passes of one optimizer step; nothing waits for the device.
 
-    The layers add to their sums wherever these are switched on, by an operator of the model's
+    The layers add to their statistics wherever these are switched on, by an operator of the model's
     graph: also where the graph is compiled or replayed, and again where a checkpointed layer is run
     a second time, which changes no mean.
 
     Dense layers have nothing to tell; fixed gates and a single branch tell nothing about gates.
 
     Args:
-        model: the language model. Its layers get their sums here, before anything is compiled.
+        model: the language model. Its layers get their statistics here, before anything is compiled.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -44,11 +44,9 @@ class LayerStatistics:
         }
         device = model.embedding.weight.device
         for attention in self._layers.values():
-            attention.sums = new_sums(device)
-        self._sums = [
-            attention.sums for attention in self._layers.values() if attention.sums is not None
-        ]
-        off = new_sums(device)
+            attention.statistics = new_statistics(device)
+        self._sums = [x.statistics for x in self._layers.values() if x.statistics is not None]
+        off = new_statistics(device)
         self._off = [off for _ in self._sums]
         self._on = [
             off.clone().index_fill_(0, torch.zeros(1, dtype=torch.int64, device=device), 1)
@@ -76,8 +74,8 @@ class LayerStatistics:
         if self._sums:
             sums = torch.stack(self._sums)
             parts = (
-                sum_processes(sums[:, :MOST].contiguous()),
-                largest_of_processes(sums[:, MOST:].contiguous()),
+                sum_processes(sums[:, :MAXIMA].contiguous()),
+                largest_of_processes(sums[:, MAXIMA:].contiguous()),
             )
             self._late.put(None, torch.cat(parts, dim=1).flatten())
             torch._foreach_copy_(self._sums, self._off)
@@ -97,7 +95,7 @@ class LayerStatistics:
         of_layers: dict[str, dict[int, float]] = {}
         sums = iter(taken[-1][1])
         for layer, attention in self._layers.items():
-            of_layer = {name: next(sums) for name in SUMS}
+            of_layer = {name: next(sums) for name in Statistics._fields}
             for name, value in _metrics(attention.config, of_layer).items():
                 of_layers.setdefault(name, {})[layer] = value
         row = {name: _of_all_layers(name, [*values.values()]) for name, values in of_layers.items()}
@@ -129,7 +127,7 @@ def _metrics(config: NSAConfig, sums: dict[str, float]) -> dict[str, float]:
             min(means) < DEAD * sum(means) or found["gate_entropy"] > UNIFORM
         )
     if "slc" in config.branches:
-        add("selected_tokens", "keys", "choices")
+        add("selected_tokens", "keys", "selections")
         if sums["most_keys"]:
             found["selected_min_tokens"] = LARGE - sums["large_less_fewest_keys"]
             found["selected_max_tokens"] = sums["most_keys"]

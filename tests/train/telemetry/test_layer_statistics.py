@@ -216,7 +216,7 @@ def test_rows_record_them(tmp_path: Path) -> None:
 
 def test_the_switch(tmp_path: Path) -> None:
     trainer = make_trainer(tiny_config(tmp_path, steps=2, telemetry=False), tmp_path / "run")
-    assert trainer.model.decoder_layers()[0].attention.sums is None
+    assert trainer.model.decoder_layers()[0].attention.statistics is None
     trainer.run()
     assert not [
         name
