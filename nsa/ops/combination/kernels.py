@@ -44,10 +44,11 @@ def combine_fwd_kernel(
 ):
     """out ``[rows, Dv]``."""
     first, r, ok, at, mask = row_tile(num_rows, DV, BLOCK_R, BLOCK_DV)
-    total = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+    total = 0.0
     for k in tl.static_range(len(ON)):
         gate = load_fp32(gates_ptr + first * 3 + (r * 3 + ON[k]), ok)  # [BLOCK_R]
-        total += load_fp32(branch_ptrs[k] + first * DV + at, mask) * gate[:, None]
+        x = load_fp32(branch_ptrs[k] + first * DV + at, mask)  # [BLOCK_R, BLOCK_DV]
+        total += x * gate[:, None]
     tl.store(out_ptr + first * DV + at, total, mask=mask)
 
 
@@ -75,4 +76,4 @@ def combine_bwd_kernel(
         tl.store(dbranch_ptrs[k] + first * DV + at, dout * gate[:, None], mask=mask)
         tl.store(dgates + (r * 3 + ON[k]), tl.sum(dout * x, 1), mask=ok)
     for k in tl.static_range(len(OFF)):
-        tl.store(dgates + (r * 3 + OFF[k]), tl.zeros([BLOCK_R], tl.float32), mask=ok)
+        tl.store(dgates + (r * 3 + OFF[k]), 0.0, mask=ok)

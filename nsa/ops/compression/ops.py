@@ -57,22 +57,26 @@ class Blocks(NamedTuple):
         """Where the sequences lie, in tokens and in compressed rows."""
         return Layout(*self[:5])
 
-    def rotation(self, device: torch.device) -> tuple[Tensor | None, float, int]:
-        """Radians a position, fp32 ``[rope.dim / 2]``, factor, and the position of block 0."""
-        if not self.rope:
-            return None, 1.0, 0
-        rope = Rope.from_text(self.rope)
-        return frequency_table(rope, device), rope.magnitude, rope.position_offset + self.middle
+    def launch(self, like: Tensor, num_heads: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What every kernel takes of the rotation, and its constants and options.
 
-    def constants(self, num_heads: int, size: int) -> dict[str, Any]:
-        """Constants and options of every kernel."""
+        The rotation is radians a position, fp32 ``[rope.dim / 2]``, factor, position of block 0.
+        """
         from nsa.ops.compression.kernels import Sizes
 
-        rotary = Rope.from_text(self.rope).dim if self.rope else 0
+        rotary = 0
+        rotation: tuple[Any, ...] = (None, 1.0, 0)
+        if self.rope:
+            rope = Rope.from_text(self.rope)
+            table = frequency_table(rope, like.device)
+            rotary = rope.dim
+            rotation = (table, rope.magnitude, rope.position_offset + self.middle)
+        size = like.shape[-1]
         tile = (BLOCK_ROWS, next_power_of_2(size))
         sizes = Sizes(num_heads, size, self.size, self.stride, rotary, self.whole, *tile)
         # As many warps as keep a tile in registers.
-        return {"SIZES": sizes, "num_warps": 4 if size <= 128 else 8, "maxnreg": REGISTERS}
+        num_warps = 4 if size <= 128 else 8
+        return rotation, {"SIZES": sizes, "num_warps": num_warps, "maxnreg": REGISTERS}
 
 
 def _forward(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
@@ -81,9 +85,9 @@ def _forward(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
     blocks, layout = Blocks(*rest), Blocks(*rest).layout
     check_keys("compress", "x", x)
     x, y = rows(x), _result(x, weight, *rest)
-    num_tokens, num_heads, size = x.shape
-    num_rows = num_tokens // blocks.stride
+    num_rows, num_heads = x.shape[0] // blocks.stride, x.shape[1]
     num_tiles = layout.num_tiles(num_rows, BLOCK_ROWS, blocks.len_cmp)
+    rotation, constants = blocks.launch(x, num_heads)
     if num_tiles and num_rows:
         compress_fwd_kernel[(num_tiles, num_heads)](
             x,
@@ -91,10 +95,10 @@ def _forward(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
             y,
             *layout.arguments(),
             num_rows,
-            *blocks.rotation(x.device),
+            *rotation,
             x.stride(0),
             x.stride(1),
-            **blocks.constants(num_heads, size),
+            **constants,
         )
     return y
 
@@ -117,8 +121,8 @@ def _backward(
     blocks, layout = Blocks(*rest), Blocks(*rest).layout
     dy, weight = dy.contiguous(), None if weight is None else weight.contiguous()
     dx, *_ = _gradients(dy, x, weight, num_tokens, *rest)
-    _, num_heads, size = dx.shape
-    rotation, constants = blocks.rotation(dy.device), blocks.constants(num_heads, size)
+    num_heads = dx.shape[1]
+    rotation, constants = blocks.launch(dx, num_heads)
     num_rows = num_tokens // blocks.stride
     num_tiles = layout.num_tiles(num_tokens, BLOCK_ROWS * blocks.stride, blocks.len_x)
     if num_tiles and num_tokens:
@@ -130,7 +134,7 @@ def _backward(
     x, num_tiles = rows(x), layout.num_tiles(num_rows, BLOCK_ROWS, blocks.len_cmp)
     parts = max(1, min(WEIGHT_PARTS, num_tiles))
     dw = x.new_empty(parts, *weight.shape, dtype=torch.float32)
-    tile = min(next_power_of_2(blocks.size), WEIGHT_TILE // next_power_of_2(size))
+    tile = min(next_power_of_2(blocks.size), WEIGHT_TILE // constants["SIZES"].BLOCK_D)
     compress_dw_kernel[(parts, num_heads, cdiv(blocks.size, tile))](
         dy,
         x,

@@ -30,6 +30,8 @@ def _backward(dout: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
     The occurrences of a token are cut into pieces of ``PIECE``, so that several programs share a
     frequent token: first the sum of each piece, then of each token's pieces.
     """
+    from nsa.ops.embedding.kernels import sum_rows_kernel
+
     dout, tokens = dout.flatten(0, -2).contiguous(), tokens.flatten()
     num_tokens, width = dout.shape
     ordered, order = torch.sort(tokens, stable=True)
@@ -45,28 +47,24 @@ def _backward(dout: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
     start = torch.clamp(begin[owner] + PIECE * (piece - pieces_before[owner]), max=num_tokens)
     stop = torch.minimum(start + PIECE, begin[torch.clamp(owner + 1, max=num_rows)])
     partial = dout.new_empty(most_pieces, width, dtype=torch.float32)
-    _sum_rows(dout, order, start, stop, partial)
     dweight = dout.new_empty(num_rows, width)
-    _sum_rows(partial, None, pieces_before[:-1], pieces_before[1:], dweight)
+    for x, order_of_x, first, last, out in (
+        (dout, order, start, stop, partial),
+        (partial, None, pieces_before[:-1], pieces_before[1:], dweight),
+    ):
+        if out.numel():
+            sum_rows_kernel[(out.shape[0], cdiv(width, BLOCK_COLUMNS))](
+                x,
+                order_of_x,
+                first,
+                last,
+                out,
+                width,
+                BLOCK_R=BLOCK_ROWS,
+                BLOCK_C=BLOCK_COLUMNS,
+                num_warps=4,
+            )
     return dweight
-
-
-def _sum_rows(x: Tensor, order: Tensor | None, start: Tensor, stop: Tensor, out: Tensor) -> None:
-    from nsa.ops.embedding.kernels import sum_rows_kernel
-
-    rows, columns = out.shape
-    if out.numel():
-        sum_rows_kernel[(rows, cdiv(columns, BLOCK_COLUMNS))](
-            x,
-            order,
-            start,
-            stop,
-            out,
-            columns,
-            BLOCK_R=BLOCK_ROWS,
-            BLOCK_C=BLOCK_COLUMNS,
-            num_warps=4,
-        )
 
 
 def _fake(tokens: Tensor, weight: Tensor) -> Tensor:

@@ -144,11 +144,11 @@ def open_gates(x_row, gates_ptr, bias_ptr, row, ok, GATES: tl.constexpr, BLOCK_H
     mask = ok[:, None] & (head < GATES.heads)
     at = gates_ptr + (row[:, None] * GATES.heads + head) * 3
     for branch in tl.static_range(len(GATES.off)):
-        tl.store(at + GATES.off[branch], tl.zeros(mask.shape, tl.float32), mask=mask)
+        tl.store(at + GATES.off[branch], 0.0, mask=mask)
     for branch in tl.static_range(len(GATES.branches)):
         logit = gate_logit(x_row, bias_ptr, head, mask, branch, GATES)
         if GATES.sharpness > 0:
-            total = tl.zeros(mask.shape, tl.float32)
+            total = 0.0
             for other in tl.static_range(len(GATES.branches)):
                 difference = gate_logit(x_row, bias_ptr, head, mask, other, GATES) - logit
                 total += tl.exp(difference * GATES.sharpness)
@@ -164,7 +164,7 @@ def close_gates(x_row, gates_ptr, dgates_ptr, row, ok, GATES: tl.constexpr, BLOC
     head = tl.arange(0, BLOCK_H)[None, :]
     mask = ok[:, None] & (head < GATES.heads)
     at = (row[:, None] * GATES.heads + head) * 3
-    mean = tl.zeros(mask.shape, tl.float32)
+    mean = 0.0
     if GATES.sharpness > 0:
         for branch in tl.static_range(len(GATES.branches)):
             gate = load_fp32(gates_ptr + at + GATES.branches[branch], mask)
@@ -237,4 +237,4 @@ def heads_kernel(
         if BACKWARD and PLAN.padding > 0:
             j = tl.arange(0, 8)[None, :]
             mask = ok[:, None] & (j < PLAN.padding)
-            tl.store(x_row + PLAN.used + j, tl.zeros(mask.shape, tl.float32), mask=mask)
+            tl.store(x_row + PLAN.used + j, 0.0, mask=mask)

@@ -115,42 +115,37 @@ def _results(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) 
     return found
 
 
-def _backward(
-    grads: list[Tensor],
-    x: Tensor,
-    weights: list[Tensor],
-    bias: Tensor | None,
-    gates: Tensor | None,
-    needs: list[bool],
-    *rest: Any,
-) -> list[Tensor]:
-    """Gradients of x, of all weights as one and of the bias; empty if they are not needed."""
-    weight = stacked(weights, x.dtype) if needs[0] else None
-    return _project_backward(grads, x, weight, bias, gates, needs, weights[0].dtype, *rest)
+def _backward(grads: list[Tensor], x: Tensor, weights: list[Tensor], *rest: Any) -> list[Tensor]:
+    return _project_backward(grads, x, stacked(weights, x.dtype), weights[0].dtype, *rest)
 
 
 @replayed
 def _project_backward(
     grads: list[Tensor],
     x: Tensor,
-    weight: Tensor | None,
+    weight: Tensor,
+    dtype: torch.dtype,
     bias: Tensor | None,
     gates: Tensor | None,
     needs: list[bool],
-    dtype: torch.dtype,
     *rest: Any,
 ) -> list[Tensor]:
-    """``weight``: all as one, for the gradient of x; ``dtype``: of the weights themselves."""
+    """Gradients of x, of all weights as one in their ``dtype``, and of the bias.
+
+    Those that are not needed are empty.
+    """
     tokens = Tokens(*rest)
     used = sum(Columns.from_text(tokens.columns).sizes)
     dproduct = x.new_empty(x.shape[0], padded(used))
     heads = [grad.contiguous() for grad in grads]
     dgates = None if gates is None else heads.pop()
     _launch(dproduct, heads, gates, dgates, None, tokens, backward=True)
-    dx = x.new_empty(0) if weight is None else torch.mm(dproduct, weight)
-    dweight = torch.mm(dproduct.t(), x).to(dtype) if needs[1] else x.new_empty(0)
+    dx = torch.mm(dproduct, weight) if needs[0] else x.new_empty(0)
+    dweight = x.new_empty(0, dtype=dtype)
+    if needs[1]:
+        dweight = torch.mm(dproduct.t(), x).to(dtype)
     dbias = x.new_empty(0)
-    if needs[2] and bias is not None:
+    if bias is not None and needs[2]:
         dlogits = dproduct[:, used - bias.shape[0] : used]
         dbias = dlogits.sum(0, dtype=torch.float32).to(bias.dtype)
     return [dx, dweight, dbias]
@@ -166,9 +161,10 @@ def _gradients(
     *rest: Any,
 ) -> list[Tensor]:
     rows = padded(sum(Columns.from_text(Tokens(*rest).columns).sizes))
-    dweight = x.new_empty((rows, x.shape[1]) if needs[1] else 0, dtype=weights[0].dtype)
-    dbias = x.new_empty(bias.shape if needs[2] and bias is not None else 0)
-    return [x.new_empty(x.shape if needs[0] else 0), dweight, dbias]
+    dx = x.new_empty(x.shape if needs[0] else 0)
+    dweight = weights[0].new_empty((rows, x.shape[1]) if needs[1] else 0)
+    dbias = bias.new_empty(bias.shape) if bias is not None and needs[2] else x.new_empty(0)
+    return [dx, dweight, dbias]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

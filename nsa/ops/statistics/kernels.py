@@ -38,14 +38,14 @@ def add_gates(
     e = tl.arange(0, BLOCK)  # queries by heads
     ok = e < count * HQ
     at = gates_ptr + (first.to(tl.int64) * HQ + e) * 3
-    total = tl.zeros([BLOCK], tl.float32)
+    total = 0.0
     for k in tl.static_range(len(COLUMNS)):
         gate = load_fp32(at + COLUMNS[k], ok)
         gate = tl.where(gate == gate, gate, 0.0)
         total += gate
         pointer = statistics_ptr + AT.gate_cmp + COLUMNS[k]
         add(pointer, tl.sum((gate * UNIT).to(tl.int64)))
-    entropy = tl.zeros([BLOCK], tl.float32)
+    entropy = 0.0
     for k in tl.static_range(len(COLUMNS)):
         gate = load_fp32(at + COLUMNS[k], ok)
         share = tl.where(gate > 0, gate / tl.where(total > 0, total, 1.0), 1.0)
