@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from nsa.ops._register import register
-from nsa.ops._triton.sizes import cdiv, next_power_of_2
 
 BLOCK_ROWS = 16
 
@@ -65,6 +64,8 @@ def _backward(
 
 def _launch_of(out: Tensor) -> tuple[tuple[int], int, dict[str, int]]:
     """Grid, number of rows and constants of both kernels."""
+    from nsa.ops._triton.sizes import cdiv, next_power_of_2
+
     size = out.shape[-1]
     num_rows = out.numel() // size
     constants = {"DV": size, "BLOCK_R": BLOCK_ROWS, "BLOCK_DV": next_power_of_2(size)}

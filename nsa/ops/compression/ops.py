@@ -5,7 +5,7 @@ Triton is loaded when an operator first runs.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,10 @@ from torch import Tensor
 from nsa.ops._limits import check_keys
 from nsa.ops._range import rows
 from nsa.ops._register import register
-from nsa.ops._triton.layout import Layout
-from nsa.ops._triton.sizes import cdiv, next_power_of_2
 from nsa.rope import Rope, frequency_table
+
+if TYPE_CHECKING:
+    from nsa.ops._triton.layout import Layout
 
 BLOCK_ROWS = 16
 WEIGHT_PARTS = 64
@@ -55,6 +56,8 @@ class Blocks(NamedTuple):
     @property
     def layout(self) -> Layout:
         """Where the sequences lie, in tokens and in compressed rows."""
+        from nsa.ops._triton.layout import Layout
+
         return Layout(*self[:5])
 
     def launch(self, like: Tensor, num_heads: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -62,6 +65,7 @@ class Blocks(NamedTuple):
 
         The rotation is radians a position, fp32 ``[rope.dim / 2]``, factor, position of block 0.
         """
+        from nsa.ops._triton.sizes import next_power_of_2
         from nsa.ops.compression.kernels import Sizes
 
         rotary = 0
@@ -75,8 +79,10 @@ class Blocks(NamedTuple):
         tile = (BLOCK_ROWS, next_power_of_2(size))
         sizes = Sizes(num_heads, size, self.size, self.stride, rotary, self.whole, *tile)
         # As many warps as keep a tile in registers.
-        num_warps = 4 if size <= 128 else 8
-        return rotation, {"SIZES": sizes, "num_warps": num_warps, "maxnreg": REGISTERS}
+        options = {"num_warps": 4 if size <= 128 else 8}
+        if self.whole:
+            options["maxnreg"] = REGISTERS
+        return rotation, {"SIZES": sizes, **options}
 
 
 def _forward(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
@@ -116,6 +122,7 @@ def _backward(
     dy: Tensor, x: Tensor | None, weight: Tensor | None, num_tokens: int, *rest: Any
 ) -> list[Tensor]:
     """dx ``[num_tokens, Hkv, D]`` and, with weights, their gradient ``[Hkv, l, D]``."""
+    from nsa.ops._triton.sizes import cdiv, next_power_of_2
     from nsa.ops.compression.kernels import compress_dw_kernel, compress_dx_kernel
 
     blocks, layout = Blocks(*rest), Blocks(*rest).layout
@@ -146,6 +153,7 @@ def _backward(
         x.stride(1),
         **constants,
         BLOCK_L=tile,
+        maxnreg=REGISTERS,
     )
     return [dx, dw.sum(0).to(weight.dtype)]
 

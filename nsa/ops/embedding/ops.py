@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from nsa.ops._register import register
-from nsa.ops._triton.sizes import cdiv
 
 BLOCK_ROWS = 16
 BLOCK_COLUMNS = 256
@@ -30,6 +29,7 @@ def _backward(dout: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
     The occurrences of a token are cut into pieces of ``PIECE``, so that several programs share a
     frequent token: first the sum of each piece, then of each token's pieces.
     """
+    from nsa.ops._triton.sizes import cdiv
     from nsa.ops.embedding.kernels import sum_rows_kernel
 
     dout, tokens = dout.flatten(0, -2).contiguous(), tokens.flatten()

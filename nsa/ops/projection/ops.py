@@ -12,7 +12,6 @@ from torch import Tensor
 
 from nsa.ops._register import register
 from nsa.ops._replay import replayed
-from nsa.ops._triton.sizes import cdiv, next_power_of_2
 from nsa.ops.projection.layout import Columns, padded, stacked
 from nsa.rope import Rope, frequency_table
 
@@ -52,6 +51,7 @@ def _launch(
     backward: bool,
 ) -> None:
     """Split x ``[T, N]`` into heads ``[T, number, size]`` and gates ``[T, Hq, 3]``, or back."""
+    from nsa.ops._triton.sizes import cdiv, next_power_of_2
     from nsa.ops.projection.kernels import Part, Plan, heads_kernel
 
     columns, rope = Columns.from_text(tokens.columns), Rope.from_text(tokens.rope)

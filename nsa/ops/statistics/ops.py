@@ -11,9 +11,6 @@ from torch import Tensor
 
 from nsa.ops._register import register
 from nsa.ops._sequences import Sequences
-from nsa.ops._triton.layout import Layout
-from nsa.ops._triton.sizes import next_power_of_2
-from nsa.ops._triton.tuning import MOST_REGISTERS
 from nsa.ops.statistics.reference import AT, add_statistics_reference
 
 # Gates and selected blocks of a tile, at most, and its queries, at least.
@@ -46,6 +43,9 @@ def _add_statistics(
             given = (gates, block_indices, sequences, block_size, columns)
             add_statistics_reference(statistics, *given)
         return
+    from nsa.ops._triton.layout import Layout
+    from nsa.ops._triton.sizes import next_power_of_2
+    from nsa.ops._triton.tuning import MOST_REGISTERS
     from nsa.ops.statistics.kernels import add_statistics_kernel
 
     layout = Layout(cu_q, cu_k, num_sequences, len_q, len_k)
