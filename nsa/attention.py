@@ -25,8 +25,8 @@ from nsa.ops._packed import query_positions
 from nsa.ops._sequences import Sequences, open_sequences, pack
 from nsa.ops.attention import BranchInputs, run_attention
 from nsa.ops.compression import PhiWeights, check_weights, run_compress
-from nsa.ops.observation import check_sums, observe
 from nsa.ops.selected import SCATTER_THRESHOLD
+from nsa.ops.statistics import add_statistics
 from nsa.rope import Rope
 
 Phi = tuple[PhiWeights, PhiWeights]
@@ -149,7 +149,7 @@ def attend(
     call: Call,
     *,
     rope: Rope | None,
-    sums: Tensor | None = None,
+    statistics: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """:func:`native_sparse_attention` of packed inputs that fit.
@@ -158,8 +158,8 @@ def attend(
         inputs: packed.
         call: the sparse pattern, where the sequences lie, and the factor on all scores.
         rope: rotates the compressed keys.
-        sums: of :func:`nsa.ops.observation.new_sums`; what gates and selection do is added to them
-            on the device.
+        statistics: of :func:`nsa.ops.statistics.new_statistics`; those of the gates and of the
+            selected blocks are added to them on the device.
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
@@ -170,11 +170,10 @@ def attend(
     if config.scores_blocks:
         call = replace(call, sequences=call.sequences.with_blocks(config))
     result = run_attention(compress_inputs(inputs, call, rope, backend), call, backend)
-    if sums is not None:
-        check_sums(name, sums, inputs.q)
-        limit = SCATTER_THRESHOLD * config.num_selected_blocks
+    if statistics is not None:
+        threshold = SCATTER_THRESHOLD * config.num_selected_blocks
         seen = (inputs.gates, result.block_indices, result.tile_stats)
-        observe(*seen, sums, config, call.sequences, limit, backend)
+        add_statistics(statistics, *seen, threshold, config, call.sequences, backend)
     return result.out
 
 

@@ -149,9 +149,9 @@ class NativeSparseAttention(TogetherModule):
         self.o_proj = self._linear(config.num_heads * config.value_dim, width)
         self._columns, self._outputs = self._describe_columns()
         self.lay_together()
-        # Of `nsa.ops.observation`, where somebody watches. No buffer: it belongs to no state, and
-        # DDP would send it around.
-        self.sums: Tensor | None = None
+        # Of `nsa.ops.statistics`, with telemetry. No buffer: it is not part of the state, and DDP
+        # would broadcast it.
+        self.statistics: Tensor | None = None
         self._freeze_scoring()
 
     @staticmethod
@@ -327,7 +327,8 @@ class NativeSparseAttention(TogetherModule):
         """The layer's output ``[T, width]`` for packed and checked tokens."""
         heads = self._project(x, sequences)
         call = Call(self.config, sequences, self.config.head_dim**-0.5)
-        out = attend(self._inputs(heads), call, rope=self.rope, sums=self.sums)
+        inputs, statistics = self._inputs(heads), self.statistics
+        out = attend(inputs, call, rope=self.rope, statistics=statistics)
         with stage(PROJECTION):
             return self.o_proj(out.flatten(-2))
 

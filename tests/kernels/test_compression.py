@@ -11,11 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa import NSAConfig, PhiWeights, Rope, apply_rope, combine, compress, compressed_positions
-from nsa.ops._packed import compressed_cu_seqlens
+from nsa.ops._sequences import Sequences
 from nsa.ops._triton.rotation import cos_sin
-from nsa.ops.combination.triton_fwd import combine_backward, combine_forward
-from nsa.ops.compression import triton_launch
-from nsa.ops.compression.triton_launch import CompressLayout, compress_backward, compress_forward
+from nsa.ops.compression import ops, run_compress
 from nsa.testing import assert_within_budget, make_inputs
 
 
@@ -53,29 +51,35 @@ def reference(
 )
 def test_compression(phi, pattern, rotary_dim, rotated, lengths, monkeypatch):
     # weights of more than 8 rows take several tiles
-    monkeypatch.setattr(triton_launch, "WEIGHT_TILE", 256)
+    monkeypatch.setattr(ops, "WEIGHT_TILE", 256)
     size, stride = pattern
     config = NSAConfig(
-        num_heads=2, num_kv_heads=2, head_dim=32, value_dim=32, compress_block_size=size, compress_stride=stride, block_size=16,
-        num_selected_blocks=4, window_size=32, phi=phi, rotary_dim=rotary_dim,
-    )  # fmt: skip
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=32,
+        value_dim=32,
+        compress_block_size=size,
+        compress_stride=stride,
+        block_size=16,
+        num_selected_blocks=4,
+        window_size=32,
+        phi=phi,
+        rotary_dim=rotary_dim,
+    )
     x = make_inputs(config, lengths)
     generator = torch.Generator().manual_seed(2)
     weight = torch.randn(2, size, 32, generator=generator).double() if phi == "linear" else None
     dy = torch.randn(x.k_cmp_raw.shape[0] // stride, 2, 32, generator=generator).double()
-    rope = Rope.from_config(config)
-    layout = CompressLayout(
-        x.cu_seqlens_k, compressed_cu_seqlens(x.cu_seqlens_k, config), len(lengths), max(lengths), 0, size, stride,
-        rope.inverse_frequencies(dy.device) if rotated else None, (size - 1) // 2,
-    )  # fmt: skip
-    raw, weight32 = x.k_cmp_raw.float(), None if weight is None else weight.float()
-    y = compress_forward(raw, weight32, layout)
-    dx, dw = compress_backward(dy.float(), raw, weight32, raw.shape[0], layout)
+    leaves = [y.float().requires_grad_() for y in (x.k_cmp_raw, weight) if y is not None]
+    weights = None if weight is None else PhiWeights(weight=leaves[1])
+    sequences = Sequences.packed(x.cu_seqlens_k)
+    rope = Rope.from_config(config) if rotated else None
+    y = run_compress(leaves[0], weights, config, sequences, rope, "triton")
+    found = [y.detach(), *torch.autograd.grad(y, leaves, dy.float())]
     exact, plain = (
         reference(x.k_cmp_raw, weight, dy, config, x.cu_seqlens_k, rotated, dtype)
         for dtype in (torch.float64, torch.float32)
     )
-    found = [y, dx] if dw is None else [y, dx, dw]
     for name, actual, baseline, oracle in zip(("y", "dx", "dw"), found, plain, exact, strict=False):
         assert_within_budget(actual, baseline, oracle, name, factor=4.0)
 
@@ -109,22 +113,14 @@ def test_combination(off):
     gates = torch.rand(7, 3, 3, generator=generator).double()
     d_out = torch.randn(7, 3, 48, generator=generator).double()
 
-    def run_reference(dtype: torch.dtype) -> list[Tensor]:
+    def run(dtype: torch.dtype, backend: str) -> list[Tensor]:
         leaves: Any = [None if x is None else x.to(dtype).requires_grad_() for x in branches]
         gate = gates.to(dtype).requires_grad_()
-        out = combine(leaves[0], leaves[1], leaves[2], gate)
-        return [
-            out.detach(),
-            *torch.autograd.grad(
-                out, [*(x for x in leaves if x is not None), gate], d_out.to(dtype)
-            ),
-        ]
+        out = combine(leaves[0], leaves[1], leaves[2], gate, backend=backend)
+        wanted = [*(x for x in leaves if x is not None), gate]
+        return [out.detach(), *torch.autograd.grad(out, wanted, d_out.to(dtype))]
 
-    given: Any = tuple(None if x is None else x.float() for x in branches)
-    out = combine_forward(given, gates.float())
-    grads, dgates = combine_backward(given, gates.float(), d_out.float())
-    found = [out, *(x for x in grads if x is not None), dgates]
-    for actual, baseline, oracle in zip(
-        found, run_reference(torch.float32), run_reference(torch.float64), strict=True
-    ):
+    found = run(torch.float32, "triton")
+    baselines, oracles = (run(dtype, "reference") for dtype in (torch.float32, torch.float64))
+    for actual, baseline, oracle in zip(found, baselines, oracles, strict=True):
         assert_within_budget(actual, baseline, oracle, "combination", factor=4.0)

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from nsa import Rope
 from nsa.config import BRANCHES
 from nsa.ops._sequences import Sequences
 from nsa.ops.embedding import embed
-from nsa.ops.embedding.reference import embed_reference
 from nsa.ops.projection import Columns, Gates, Heads, lay_together, project
 from tests.ops.cases import offsets
 from tests.ops.public import (
@@ -22,7 +22,7 @@ from tests.ops.public import (
     check_choice,
     check_combine,
     check_compress,
-    check_observe,
+    check_statistics,
     compare,
     leaves_of,
 )
@@ -108,7 +108,7 @@ def check_embed(case: Case) -> None:
         return {"out": out.detach(), "dweight": dweight}
 
     found = run(case.dtype, partial(embed, backend=case.backend))
-    plain, exact = (run(dtype, embed_reference) for dtype in (case.dtype, torch.float64))
+    plain, exact = (run(dtype, functional.embedding) for dtype in (case.dtype, torch.float64))
     compare(found, plain, exact, "embed", case.factor)
     assert torch.equal(found["out"], plain["out"]), "embed: rows of the table are copied"
     assert not found["dweight"][-5:].any(), "embed: a token that does not occur has no gradient"
@@ -120,7 +120,7 @@ CHECKS: dict[str, Callable[[Case], Any]] = {
     "compress": check_compress,
     "choice": check_choice,
     "combine": check_combine,
-    "observe": check_observe,
+    "statistics": check_statistics,
     "project": check_project,
     "embed": check_embed,
     **{name: lambda case, run=run: run(case).check() for name, run in RUNS.items()},  # type: ignore[misc]

@@ -24,8 +24,8 @@ from nsa import (
 )
 from nsa.ops._sequences import Sequences
 from nsa.ops.embedding import embed
-from nsa.ops.observation import new_sums, observe
 from nsa.ops.projection import Columns, Gates, Heads, project
+from nsa.ops.statistics import add_statistics, new_statistics
 from tests.ops.cases import offsets, small
 
 CONFIG = small(num_heads=4, num_kv_heads=2)
@@ -231,17 +231,17 @@ def whole(case: Case, backend: str) -> None:
 
 
 @named
-def observation(case: Case, backend: str) -> None:
-    """Switched on, it adds nothing."""
-    sums = new_sums(leaf(0).device)
-    sums[0] = 1
-    before = sums.clone()
+def statistics(case: Case, backend: str) -> None:
+    """Switched on, a call without a token adds nothing."""
+    found = new_statistics(leaf(0).device)
+    found[0] = 1
+    before = found.clone()
     batch = case.queries[0] if len(case.queries) == 2 else 1
-    sequences = Sequences(None, batch, case.queries[-1], case.keys[-1], sums.device)
+    sequences = Sequences(None, batch, case.queries[-1], case.keys[-1], found.device)
     gates = torch.zeros(0, CONFIG.num_heads, 3)
     ids = torch.zeros(0, CONFIG.num_kv_heads, 4, dtype=torch.int32)
-    observe(gates, ids, torch.tensor([3, 2]), sums, CONFIG, sequences, 48, backend)
-    assert torch.equal(sums, before)
+    add_statistics(found, gates, ids, torch.tensor([3, 2]), 12.0, CONFIG, sequences, backend)
+    assert torch.equal(found, before)
 
 
 @named

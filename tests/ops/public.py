@@ -29,7 +29,7 @@ from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences
 from nsa.ops.attention import AttentionResult, BranchInputs, run_attention
 from nsa.ops.combination.reference import combine_reference
-from nsa.ops.observation import SUMS, new_sums, observe
+from nsa.ops.statistics import Statistics, add_statistics, new_statistics
 from nsa.testing import AttentionInputs, assert_within_budget, make_inputs
 from nsa.testing.budget import CEILING
 from nsa.testing.sampled import (
@@ -414,8 +414,11 @@ def check_combine(case: Case, branches: Sequence[str] = ("cmp", "slc", "win")) -
     )
 
 
-def check_observe(case: Case) -> None:
-    """Sums over gates and a choice: those of eager PyTorch, but for the rounding of a logarithm; none while switched off."""
+def check_statistics(case: Case) -> None:
+    """Statistics of gates and selected blocks: those of eager PyTorch, but for the rounding of a logarithm.
+
+    Nothing is added while they are switched off.
+    """
     x, config = case.inputs(), case.config
     indices = case.block_indices() if "slc" in config.branches else None
     offsets = None if case.dense else (x.cu_seqlens_q, x.cu_seqlens_k)
@@ -423,21 +426,20 @@ def check_observe(case: Case) -> None:
         offsets, len(case.queries), max(case.queries), max(case.lengths_k), x.q.device
     )
     for algorithm, blocks in (("tiled", 24), ("gathered", 25)):
-        union = torch.tensor([blocks, 2], device=case.device)
+        given = (x.gates, indices, torch.tensor([blocks, 2], device=case.device), 12.0)
         found = []
         for backend in ("reference", case.backend):
-            sums = new_sums(case.device)
-            observe(x.gates, indices, union, sums, config, sequences, 12.0, backend)
-            assert not sums.any()
-            sums[0] = 1
-            observe(x.gates, indices, union, sums, config, sequences, 12.0, backend)
-            found.append(dict(zip(SUMS, sums.tolist(), strict=True)))
+            statistics = new_statistics(case.device)
+            add_statistics(statistics, *given, config, sequences, backend)
+            assert not statistics.any()
+            statistics[0] = 1
+            add_statistics(statistics, *given, config, sequences, backend)
+            found.append(Statistics(*statistics.tolist())._asdict())
         expected, actual = found
         if case.backend == "triton":
             expected |= {algorithm: 1, "reference": 0}
-        assert abs(actual.pop("entropy") - expected.pop("entropy")) <= 1e-5 * 2**30 * max(
-            expected["gates"], 1
-        )
+        rounding = 1e-5 * 2**30 * max(expected["gates"], 1)
+        assert abs(actual.pop("entropy") - expected.pop("entropy")) <= rounding
         assert actual == expected
 
 

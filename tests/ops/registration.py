@@ -23,7 +23,7 @@ from tests.ops.public import (
     check_choice,
     check_combine,
     check_compress,
-    check_observe,
+    check_statistics,
     leaves_of,
     parameters_of,
     phi_of,
@@ -82,7 +82,7 @@ def record_calls(case: Case, more: Sequence[Case] = ()) -> dict[str, Call]:
             RUNS[name](case)
         check_choice(case)
         check_combine(case)
-        check_observe(case)
+        check_statistics(case)
         check_project(case)
         check_embed(case)
         for other in (case, *more):

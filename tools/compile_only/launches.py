@@ -24,8 +24,8 @@ from nsa import NSAConfig, PhiWeights, Rope, combine, native_sparse_attention
 from nsa.ops._sequences import Sequences
 from nsa.ops._triton.kernel import Kernel
 from nsa.ops.embedding import embed
-from nsa.ops.observation import new_sums
 from nsa.ops.projection import Columns, Gates, Heads, project
+from nsa.ops.statistics import new_statistics
 from nsa.testing import packed_offsets
 from tools.compile_only.driver import kernels_take_cpu_tensors
 
@@ -82,7 +82,7 @@ def attention(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> Call:
         head_dim, value_dim = (phi_weights(config, size, dtype) for size in pairs[:2])
         phi = (head_dim, value_dim)
     parameters = [x for weights in phi or () for x in vars(weights).values() if x is not None]
-    observed = partial(nsa.attention.attend, sums=new_sums("cpu"))
+    observed = partial(nsa.attention.attend, statistics=new_statistics("cpu"))
     k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = keys
     with mock.patch("nsa.attention.attend", observed):
         out = native_sparse_attention(

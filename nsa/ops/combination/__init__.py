@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa.errors import check, fail
+from nsa.config import BRANCHES
+from nsa.errors import check
 from nsa.ops._backend import choose_backend
-from nsa.ops.combination.ops import combine_op
+from nsa.ops.combination.ops import combine_op, present
 from nsa.ops.combination.reference import combine_reference
 from nsa.stages import GATES, in_stage
 
@@ -39,25 +40,18 @@ def combine(
     Raises:
         ValueError: no branch is given, or shapes differ.
     """
-    outputs = [
-        (name, out)
-        for name, out in (("out_cmp", out_cmp), ("out_slc", out_slc), ("out_win", out_win))
-        if out is not None
-    ]
-    check(len(outputs) > 0, "combine", "out_cmp, out_slc, out_win", "not all be None", None)
-    shape = outputs[0][1].shape
-    for name, out in outputs:
-        if out.shape != shape:
-            fail(
-                "combine",
-                name,
-                f"have shape {tuple(shape)} as the other branches",
-                tuple(out.shape),
-            )
+    name = "combine"
+    branches, columns = present(out_cmp, out_slc, out_win)
+    check(len(branches) > 0, name, "out_cmp, out_slc, out_win", "not all be None", None)
+    first, shape = f"out_{BRANCHES[columns[0]]}", tuple(branches[0].shape)
+    for column, out in zip(columns, branches, strict=True):
+        rule = f"have shape {shape} like {first}"
+        check(tuple(out.shape) == shape, name, f"out_{BRANCHES[column]}", rule, tuple(out.shape))
     expected = (*shape[:-1], 3)
-    if tuple(gates.shape) != expected:
-        fail("combine", "gates", f"have shape {expected}", tuple(gates.shape))
-    if choose_backend("combine", backend, outputs[0][1], outputs[0][0]) == "triton":
-        return combine_op(out_cmp, out_slc, out_win, gates)
+    check(
+        tuple(gates.shape) == expected, name, "gates", f"have shape {expected}", tuple(gates.shape)
+    )
+    if choose_backend(name, backend, branches[0], first) == "triton":
+        return combine_op(branches, columns, gates)
     with torch.autocast(gates.device.type, enabled=False):
         return combine_reference((out_cmp, out_slc, out_win), gates)

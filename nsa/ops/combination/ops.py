@@ -1,4 +1,7 @@
-"""``nsa::combine``, registered with PyTorch: schema, fake, autograd. Triton is loaded when an operator first runs."""
+"""``nsa::combine``: launchers of its kernels, and its registration with PyTorch.
+
+Triton is loaded when an operator first runs.
+"""
 
 from __future__ import annotations
 
@@ -8,63 +11,97 @@ from torch import Tensor
 
 from nsa.ops._register import register
 
+BLOCK_ROWS = 16
+
+
+def present(*outputs: Tensor | None) -> tuple[list[Tensor], list[int]]:
+    """The outputs of the branches that are on, and the columns of their gates."""
+    found = {column: x.contiguous() for column, x in enumerate(outputs) if x is not None}
+    return [*found.values()], [*found]
+
 
 def run_combine(
     out_cmp: Tensor | None, out_slc: Tensor | None, out_win: Tensor | None, gates: Tensor
 ) -> Tensor:
-    """The kernel of the registered operator."""
-    from nsa.ops.combination.triton_fwd import combine_forward
+    """:func:`nsa.combine` by its kernel, for use inside another operator."""
+    return _forward(*present(out_cmp, out_slc, out_win), gates)
 
-    return combine_forward(_contiguous(out_cmp, out_slc, out_win), gates.contiguous())
+
+def _forward(branches: list[Tensor], columns: list[int], gates: Tensor) -> Tensor:
+    from nsa.ops.combination.kernels import combine_fwd_kernel
+
+    out = _fake(branches, columns, gates)
+    grid, num_rows, constants = _launch_of(out)
+    if num_rows:
+        combine_fwd_kernel[grid](
+            gates.contiguous(), tuple(branches), out, num_rows, ON=tuple(columns), **constants
+        )
+    return out
 
 
 def _backward(
-    out_cmp: Tensor | None,
-    out_slc: Tensor | None,
-    out_win: Tensor | None,
-    gates: Tensor,
-    dout: Tensor,
+    branches: list[Tensor], columns: list[int], gates: Tensor, dout: Tensor
 ) -> list[Tensor]:
-    from nsa.ops.combination.triton_fwd import combine_backward
+    """Gradients of the branches, and of the gates."""
+    from nsa.ops.combination.kernels import combine_bwd_kernel
 
-    grads, dgates = combine_backward(
-        _contiguous(out_cmp, out_slc, out_win), gates.contiguous(), dout.contiguous()
-    )
-    return [*(grad for grad in grads if grad is not None), dgates]
-
-
-def _contiguous(*branches: Tensor | None) -> Any:
-    return tuple(None if x is None else x.contiguous() for x in branches)
-
-
-def _fake(*inputs: Tensor | None) -> Tensor:
-    first = next(x for x in inputs[:3] if x is not None)
-    return first.new_empty(first.shape)
-
-
-def _fake_backward(*inputs: Tensor | None) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in inputs[:4] if x is not None]
-
-
-def _setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    *grads, dgates = _fake_backward(branches, columns, gates, dout)
+    grid, num_rows, constants = _launch_of(dout)
+    if num_rows:
+        combine_bwd_kernel[grid](
+            gates.contiguous(),
+            tuple(branches),
+            dout.contiguous(),
+            tuple(grads),
+            dgates,
+            num_rows,
+            ON=tuple(columns),
+            OFF=tuple({0, 1, 2} - {*columns}),
+            **constants,
+        )
+    return [*grads, dgates]
 
 
-def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    inputs = ctx.saved_tensors
-    grads = iter(combine_backward_op(*inputs, dout))
-    return tuple(None if x is None else next(grads) for x in inputs)
+def _launch_of(out: Tensor) -> tuple[tuple[int], int, dict[str, int]]:
+    """Grid, number of rows and constants of both kernels."""
+    from nsa.ops._triton.sizes import cdiv, next_power_of_2
+
+    size = out.shape[-1]
+    num_rows = out.numel() // size
+    constants = {"DV": size, "BLOCK_R": BLOCK_ROWS, "BLOCK_DV": next_power_of_2(size)}
+    return (cdiv(num_rows, BLOCK_ROWS),), num_rows, {**constants, "num_warps": 4}
 
 
-_BRANCHES = "Tensor? out_cmp, Tensor? out_slc, Tensor? out_win, Tensor gates"
+def _fake(branches: list[Tensor], columns: list[int], gates: Tensor) -> Tensor:
+    return branches[0].new_empty(branches[0].shape)
+
+
+def _fake_backward(
+    branches: list[Tensor], columns: list[int], gates: Tensor, dout: Tensor
+) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (*branches, gates)]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    branches, ctx.columns, gates = inputs
+    ctx.save_for_backward(gates, *branches)
+
+
+def _differentiate(ctx: Any, dout: Tensor) -> tuple[list[Tensor], None, Tensor]:
+    gates, *branches = ctx.saved_tensors
+    *grads, dgates = combine_backward_op(branches, ctx.columns, gates, dout)
+    return grads, None, dgates
+
+
+_ARGUMENTS = "Tensor[] branches, int[] columns, Tensor gates"
 combine_op = register(
     "combine",
-    f"({_BRANCHES}) -> Tensor",
-    run_combine,
+    f"({_ARGUMENTS}) -> Tensor",
+    _forward,
     _fake,
     setup_context=_setup_context,
     backward=_differentiate,
 )
 combine_backward_op = register(
-    "combine_backward", f"({_BRANCHES}, Tensor dout) -> Tensor[]", _backward, _fake_backward
+    "combine_backward", f"({_ARGUMENTS}, Tensor dout) -> Tensor[]", _backward, _fake_backward
 )

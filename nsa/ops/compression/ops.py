@@ -1,111 +1,199 @@
-"""``nsa::compress`` and ``nsa::gather_blocks``, registered with PyTorch: schema, fake, autograd.
+"""``nsa::compress``: launchers of its kernels, and its registration with PyTorch.
 
 Triton is loaded when an operator first runs.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from nsa.ops._limits import check_keys
 from nsa.ops._range import rows
 from nsa.ops._register import register
+from nsa.rope import Rope, frequency_table
 
-_WHERE = "Tensor? cu, Tensor? cu_cmp, SymInt num_sequences, SymInt len_x, SymInt len_cmp, int size, int stride"
-_ROTATION = "str rope, int middle"
+if TYPE_CHECKING:
+    from nsa.ops._triton.layout import Layout
+
+BLOCK_ROWS = 16
+WEIGHT_PARTS = 64
+WEIGHT_TILE = 2048  # elements of a tile of weights, at most
+# Where registers are plentiful, ptxas may still spill one for the sake of one more program on a
+# multiprocessor; told how many it may use, it does not.
+REGISTERS = 128
 
 
-def _compress(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
-    from nsa.ops.compression.triton_launch import compress_forward, layout_of
+class Blocks(NamedTuple):
+    """The last arguments of the operators: sequences, and what becomes of their blocks.
 
+    Attributes:
+        cu: int32 ``[B + 1]`` offsets of the tokens; None when all sequences have the same length.
+        cu_cmp: offsets of the compressed rows.
+        num_sequences: B.
+        len_x: tokens of each sequence when ``cu`` is None.
+        len_cmp: compressed rows of each.
+        size: compression block size.
+        stride: compression stride.
+        whole: give the tokens of every block, not their sum.
+        rope: of :attr:`Rope.text`; empty for a result that is not rotated.
+        middle: rotated position inside a block.
+    """
+
+    cu: Tensor | None
+    cu_cmp: Tensor | None
+    num_sequences: int
+    len_x: int
+    len_cmp: int
+    size: int
+    stride: int
+    whole: bool
+    rope: str
+    middle: int
+
+    @property
+    def layout(self) -> Layout:
+        """Where the sequences lie, in tokens and in compressed rows."""
+        from nsa.ops._triton.layout import Layout
+
+        return Layout(*self[:5])
+
+    def launch(self, like: Tensor, num_heads: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What every kernel takes of the rotation, and its constants and options.
+
+        The rotation is radians a position, fp32 ``[rope.dim / 2]``, factor, position of block 0.
+        """
+        from nsa.ops._triton.sizes import next_power_of_2
+        from nsa.ops.compression.kernels import Sizes
+
+        rotary = 0
+        rotation: tuple[Any, ...] = (None, 1.0, 0)
+        if self.rope:
+            rope = Rope.from_text(self.rope)
+            table = frequency_table(rope, like.device)
+            rotary = rope.dim
+            rotation = (table, rope.magnitude, rope.position_offset + self.middle)
+        size = like.shape[-1]
+        tile = (BLOCK_ROWS, next_power_of_2(size))
+        sizes = Sizes(num_heads, size, self.size, self.stride, rotary, self.whole, *tile)
+        # As many warps as keep a tile in registers.
+        options = {"num_warps": 4 if size <= 128 else 8}
+        if self.whole:
+            options["maxnreg"] = REGISTERS
+        return rotation, {"SIZES": sizes, **options}
+
+
+def _forward(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
+    from nsa.ops.compression.kernels import compress_fwd_kernel
+
+    blocks, layout = Blocks(*rest), Blocks(*rest).layout
     check_keys("compress", "x", x)
-    return compress_forward(
-        rows(x), None if weight is None else weight.contiguous(), layout_of(x, *rest)
+    x, y = rows(x), _result(x, weight, *rest)
+    num_rows, num_heads = x.shape[0] // blocks.stride, x.shape[1]
+    num_tiles = layout.num_tiles(num_rows, BLOCK_ROWS, blocks.len_cmp)
+    rotation, constants = blocks.launch(x, num_heads)
+    if num_tiles and num_rows:
+        compress_fwd_kernel[(num_tiles, num_heads)](
+            x,
+            None if weight is None else weight.contiguous(),
+            y,
+            *layout.arguments(),
+            num_rows,
+            *rotation,
+            x.stride(0),
+            x.stride(1),
+            **constants,
+        )
+    return y
+
+
+def _result(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
+    """``[C, Hkv, D]`` or, if whole, ``[Hkv, C, l, D]``; 0 in rows that no block owns."""
+    blocks, (num_tokens, num_heads, size) = Blocks(*rest), x.shape
+    num_rows = num_tokens // blocks.stride
+    if blocks.whole:
+        return x.new_zeros(num_heads, num_rows, blocks.size, size)
+    return x.new_zeros(num_rows, num_heads, size)
+
+
+def _backward(
+    dy: Tensor, x: Tensor | None, weight: Tensor | None, num_tokens: int, *rest: Any
+) -> list[Tensor]:
+    """dx ``[num_tokens, Hkv, D]`` and, with weights, their gradient ``[Hkv, l, D]``."""
+    from nsa.ops._triton.sizes import cdiv, next_power_of_2
+    from nsa.ops.compression.kernels import compress_dw_kernel, compress_dx_kernel
+
+    blocks, layout = Blocks(*rest), Blocks(*rest).layout
+    dy, weight = dy.contiguous(), None if weight is None else weight.contiguous()
+    dx, *_ = _gradients(dy, x, weight, num_tokens, *rest)
+    num_heads = dx.shape[1]
+    rotation, constants = blocks.launch(dx, num_heads)
+    num_rows = num_tokens // blocks.stride
+    num_tiles = layout.num_tiles(num_tokens, BLOCK_ROWS * blocks.stride, blocks.len_x)
+    if num_tiles and num_tokens:
+        compress_dx_kernel[(num_tiles, num_heads)](
+            dy, weight, dx, *layout.arguments(), num_rows, *rotation, **constants
+        )
+    if weight is None or x is None:
+        return [dx]
+    x, num_tiles = rows(x), layout.num_tiles(num_rows, BLOCK_ROWS, blocks.len_cmp)
+    parts = max(1, min(WEIGHT_PARTS, num_tiles))
+    dw = x.new_empty(parts, *weight.shape, dtype=torch.float32)
+    tile = min(next_power_of_2(blocks.size), WEIGHT_TILE // constants["SIZES"].BLOCK_D)
+    compress_dw_kernel[(parts, num_heads, cdiv(blocks.size, tile))](
+        dy,
+        x,
+        dw,
+        *layout.arguments(),
+        num_tiles,
+        *rotation,
+        x.stride(0),
+        x.stride(1),
+        **constants,
+        BLOCK_L=tile,
+        maxnreg=REGISTERS,
     )
+    return [dx, dw.sum(0).to(weight.dtype)]
 
 
-def _compress_backward(
+def _gradients(
     dy: Tensor, x: Tensor | None, weight: Tensor | None, num_tokens: int, *rest: Any
 ) -> list[Tensor]:
-    from nsa.ops.compression.triton_launch import compress_backward, layout_of
-
-    x, weight = None if x is None else rows(x), None if weight is None else weight.contiguous()
-    dx, dw = compress_backward(dy.contiguous(), x, weight, num_tokens, layout_of(dy, *rest))
-    return [dx] if weight is None or dw is None else [dx, dw.to(weight.dtype)]
-
-
-def _gather_blocks(x: Tensor, *rest: Any) -> Tensor:
-    from nsa.ops.compression.triton_launch import CompressLayout, gather_forward
-
-    check_keys("compress", "x", x)
-    return gather_forward(rows(x), CompressLayout(*rest))
-
-
-def _gather_blocks_backward(dblocks: Tensor, num_tokens: int, *rest: Any) -> Tensor:
-    from nsa.ops.compression.triton_launch import CompressLayout, gather_backward
-
-    return gather_backward(dblocks.contiguous(), num_tokens, CompressLayout(*rest))
-
-
-def _fake_compress(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
-    return x.new_empty(x.shape[0] // rest[6], *x.shape[1:])
-
-
-def _fake_compress_backward(
-    dy: Tensor, x: Tensor | None, weight: Tensor | None, num_tokens: int, *rest: Any
-) -> list[Tensor]:
-    dx = dy.new_empty(num_tokens, *dy.shape[1:])
+    num_heads = dy.shape[0 if Blocks(*rest).whole else 1]
+    dx = dy.new_empty(num_tokens, num_heads, dy.shape[-1])
     return [dx] if weight is None else [dx, weight.new_empty(weight.shape)]
 
 
-def _fake_gather_blocks(x: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty(x.shape[1], x.shape[0] // rest[6], rest[5], x.shape[2])
-
-
-def _fake_gather_blocks_backward(dblocks: Tensor, num_tokens: int, *rest: Any) -> Tensor:
-    return dblocks.new_empty(num_tokens, dblocks.shape[0], dblocks.shape[3])
-
-
-def _setup_compress(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, cu, cu_cmp, *ctx.rest = inputs
     ctx.num_tokens = x.shape[0]
-    # The mean's gradient needs no values of x.
+    # Without weights the gradient needs no values of x.
     ctx.save_for_backward(None if weight is None else x, weight, cu, cu_cmp)
 
 
-def _differentiate_compress(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, cu, cu_cmp = ctx.saved_tensors
-    grads = compress_backward_op(dy, x, weight, ctx.num_tokens, cu, cu_cmp, *ctx.rest)
-    return grads[0], None if weight is None else grads[1], *(None,) * (2 + len(ctx.rest))
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, *offsets = ctx.saved_tensors
+    grads = compress_backward_op(dy, x, weight, ctx.num_tokens, *offsets, *ctx.rest)
+    return *grads, *(None,) * (4 + len(ctx.rest) - len(grads))
 
 
-def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, cu, cu_cmp, *ctx.lengths = inputs
-    ctx.num_tokens = x.shape[0]
-    ctx.save_for_backward(cu, cu_cmp)
-
-
-def _differentiate_gather(ctx: Any, dblocks: Tensor) -> tuple[Tensor | None, ...]:
-    return gather_blocks_backward_op(dblocks, ctx.num_tokens, *ctx.saved_tensors, *ctx.lengths), *(
-        None,
-    ) * 7
-
-
+_BLOCKS = (
+    "Tensor? cu, Tensor? cu_cmp, SymInt num_sequences, SymInt len_x, SymInt len_cmp, "
+    "int size, int stride, bool whole, str rope, int middle"
+)
 compress_op = register(
-    "compress", f"(Tensor x, Tensor? weight, {_WHERE}, {_ROTATION}) -> Tensor", _compress, _fake_compress,
-    setup_context=_setup_compress, backward=_differentiate_compress,
-)  # fmt: skip
+    "compress",
+    f"(Tensor x, Tensor? weight, {_BLOCKS}) -> Tensor",
+    _forward,
+    _result,
+    setup_context=_setup_context,
+    backward=_differentiate,
+)
 compress_backward_op = register(
-    "compress_backward", f"(Tensor dy, Tensor? x, Tensor? weight, SymInt num_tokens, {_WHERE}, {_ROTATION}) -> Tensor[]",
-    _compress_backward, _fake_compress_backward,
-)  # fmt: skip
-gather_blocks_op = register(
-    "gather_blocks", f"(Tensor x, {_WHERE}) -> Tensor", _gather_blocks, _fake_gather_blocks, setup_context=_setup_gather,
-    backward=_differentiate_gather,
-)  # fmt: skip
-gather_blocks_backward_op = register(
-    "gather_blocks_backward", f"(Tensor dblocks, SymInt num_tokens, {_WHERE}) -> Tensor", _gather_blocks_backward,
-    _fake_gather_blocks_backward,
-)  # fmt: skip
+    "compress_backward",
+    f"(Tensor dy, Tensor? x, Tensor? weight, SymInt num_tokens, {_BLOCKS}) -> Tensor[]",
+    _backward,
+    _gradients,
+)

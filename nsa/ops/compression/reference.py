@@ -30,7 +30,10 @@ class PhiWeights:
 
 
 def gather_blocks(x: Tensor, cu_seqlens: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """Tokens of every compression block ``[S // d, l, Hkv, D]``, zero in rows that no block owns; and ``cu_seqlens_cmp``."""
+    """Tokens of every compression block ``[S // d, l, Hkv, D]``, and ``cu_seqlens_cmp``.
+
+    Rows that no block owns are zero.
+    """
     cu_seqlens_cmp = compressed_cu_seqlens(cu_seqlens, config)
     num_rows = x.shape[0] // config.compress_stride
     sequence, block, real = locate(num_rows, cu_seqlens_cmp)
@@ -52,9 +55,8 @@ def compress_reference(
     assert weights is not None
     if config.phi == "linear":
         assert weights.weight is not None
-        return torch.einsum("clhd,hld->chd", blocks, weights.weight.to(dtype)).to(
-            x.dtype
-        ), cu_seqlens_cmp
+        y = torch.einsum("clhd,hld->chd", blocks, weights.weight.to(dtype))
+        return y.to(x.dtype), cu_seqlens_cmp
     assert weights.position is not None and weights.w1 is not None and weights.w2 is not None
     _, _, real = locate(blocks.shape[0], cu_seqlens_cmp)
     placed = blocks.transpose(1, 2) + weights.position.to(dtype)  # [C, Hkv, l, D]
@@ -69,7 +71,16 @@ def rotated_place(config: NSAConfig) -> int:
     return (config.compress_block_size - 1) // 2 if config.compress_rope == "middle" else 0
 
 
-def compressed_positions_reference(config: NSAConfig, cu_seqlens: Tensor, num_rows: int) -> Tensor:
-    """See :func:`nsa.compressed_positions`."""
+def compressed_positions(config: NSAConfig, cu_seqlens: Tensor, num_rows: int) -> Tensor:
+    """Position inside its sequence at which each compressed key is rotated.
+
+    Args:
+        config: the sparse pattern; ``compress_rope`` says where in the block.
+        cu_seqlens: int32 ``[B + 1]`` offsets of the tokens.
+        num_rows: rows of the compressed keys, ``S // d``.
+
+    Returns:
+        int64 ``[num_rows]``; arbitrary in rows that no block owns.
+    """
     _, block, _ = locate(num_rows, compressed_cu_seqlens(cu_seqlens, config))
     return block * config.compress_stride + rotated_place(config)

@@ -1,20 +1,22 @@
-"""Rows of a table by token, with a gradient whose bits do not depend on the run."""
+"""Rows of a table by token, with a gradient whose bits are the same in every run."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nsa.errors import check
 from nsa.ops._backend import choose_backend
 from nsa.ops.embedding.ops import embed_op
-from nsa.ops.embedding.reference import embed_reference
 
 __all__ = ["embed"]
 
 
 def embed(tokens: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
-    """``torch.nn.functional.embedding``, whose own gradient on a GPU adds up in an order that changes from run to run.
+    """``torch.nn.functional.embedding``, with a deterministic gradient on a GPU.
+
+    PyTorch's own gradient there adds up in an order that changes from run to run.
 
     Args:
         tokens: integers in ``[0, V)``, any shape.
@@ -23,20 +25,16 @@ def embed(tokens: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
 
     Returns:
         ``[*tokens.shape, width]``, contiguous, in the dtype of ``weight``. The gradient of the
-        table is summed in fp32, in an order that the tokens alone decide.
+        table is summed in fp32, in an order that depends on the tokens alone.
 
     Raises:
         ValueError: the table is not a matrix, or ``tokens`` are not integers.
         IndexError: a token is not in the table; on a GPU an assertion on the device.
     """
-    check(weight.ndim == 2, "embed", "weight", "have shape [V, width]", tuple(weight.shape))
-    check(
-        tokens.dtype in (torch.int64, torch.int32),
-        "embed",
-        "tokens",
-        "be int64 or int32",
-        tokens.dtype,
-    )
-    if choose_backend("embed", backend, weight, "weight") == "reference":
-        return embed_reference(tokens, weight)
+    name = "embed"
+    check(weight.ndim == 2, name, "weight", "have shape [V, width]", tuple(weight.shape))
+    integers = tokens.dtype in (torch.int64, torch.int32)
+    check(integers, name, "tokens", "be int64 or int32", tokens.dtype)
+    if choose_backend(name, backend, weight, "weight") == "reference":
+        return functional.embedding(tokens, weight)
     return embed_op(tokens, weight)

@@ -1,4 +1,4 @@
-"""The projection of a layer's input to queries, keys, values and gates, as heads, rotated where they have to be."""
+"""The projection of a layer's input to queries, keys, values and gates, with rotation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nsa.errors import check, fail
+from nsa.errors import fail
 from nsa.ops._backend import choose_backend
 from nsa.ops._packed import locate
 from nsa.ops._sequences import Sequences
@@ -30,7 +30,9 @@ def project(
     positions: Tensor | None = None,
     backend: str = "auto",
 ) -> list[Tensor]:
-    """Project, cut into heads and rotate: by kernels one product and one pass over its bytes forward, and the same backward.
+    """Project, split into heads and rotate.
+
+    The kernels do so in one product and one pass over its bytes, forward and backward.
 
     Args:
         x: the layer's input ``[T, width]``.
@@ -54,20 +56,15 @@ def project(
         ValueError: the shapes do not fit.
     """
     name = "project"
-    expected = [(size, x.shape[-1]) for size in columns.sizes]
+    shapes = [(size, x.shape[-1]) for size in columns.sizes]
     found = [tuple(weight.shape) for weight in weights]
-    if x.ndim != 2 or found != expected:
-        fail(
-            name,
-            "weights",
-            f"have shapes {expected} for x [T, width] of shape {tuple(x.shape)}",
-            found,
-        )
+    if x.ndim != 2 or found != shapes:
+        rule = f"have shapes {shapes} for x [T, width] of shape {tuple(x.shape)}"
+        fail(name, "weights", rule, found)
     for part in columns.parts:
-        fits = part.rotated == "no" or (rope.dim <= part.size and rope.dim % 2 == 0)
-        check(
-            fits, name, "rope", f"have an even dim of at most the head size ({part.size})", rope.dim
-        )
+        if part.rotated != "no" and (rope.dim > part.size or rope.dim % 2):
+            rule = f"have an even dim of at most the head size ({part.size})"
+            fail(name, "rope", rule, rope.dim)
     if positions is not None and positions.shape != x.shape[:1]:
         fail(name, "positions", f"have shape {tuple(x.shape[:1])}", tuple(positions.shape))
     device = x.device.type
@@ -78,8 +75,5 @@ def project(
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     cu, _, num_sequences, length, _ = sequences.kernel_arguments()
-    return list(
-        project_op(
-            x, list(weights), bias, positions, cu, num_sequences, length, columns.text, rope.text
-        )
-    )
+    where = (positions, cu, num_sequences, length, columns.text, rope.text)
+    return list(project_op(x, list(weights), bias, *where))

@@ -1,18 +1,19 @@
-"""What the columns of a layer's projection are, and weights that lie together in memory."""
+"""The columns of a layer's projection, and weights that are neighbours in memory."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any, Literal, Self
+from itertools import accumulate
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-# Rows of weights are filled up to a multiple of this, so that rows of the product lie in steps of
-# 16 bytes.
+# Rows of weights are padded to a multiple of this, so that rows of the product start at multiples
+# of 16 bytes.
 ALIGNMENT = 8
 
 Rotated = Literal["no", "yes", "both"]
@@ -20,12 +21,12 @@ Rotated = Literal["no", "yes", "both"]
 
 @dataclass(frozen=True)
 class Heads:
-    """Neighbouring columns of a projection that belong together.
+    """Heads in neighbouring columns of a projection.
 
     Attributes:
-        number: heads.
+        number: of heads.
         size: columns of each.
-        rotated: whether they are rotated by their token's position; ``both``: wanted as they are
+        rotated: whether they are rotated by their token's position; ``both`` gives them unrotated
             and rotated.
     """
 
@@ -35,18 +36,17 @@ class Heads:
 
     @property
     def columns(self) -> int:
-        """All of them."""
+        """Number of columns."""
         return self.number * self.size
 
 
 @dataclass(frozen=True)
 class Gates:
-    """The last columns of a projection as gates of heads and branches.
+    """Gates in the last columns of a projection.
 
     Attributes:
         heads: query heads.
-        branches: which of the three (0 cmp, 1 slc, 2 win) are on; a head has a column for each of
-            these.
+        branches: which of the three (0 cmp, 1 slc, 2 win) are on; a head has one column for each.
         activation: ``sigmoid``, or ``softmax`` over the branches.
         temperature: what the logits of ``softmax`` are divided by.
     """
@@ -58,8 +58,18 @@ class Gates:
 
     @property
     def columns(self) -> int:
-        """All of them."""
+        """Number of columns."""
         return self.heads * len(self.branches)
+
+    @property
+    def off(self) -> tuple[int, ...]:
+        """The branches that are off."""
+        return tuple({0, 1, 2} - {*self.branches})
+
+    @property
+    def sharpness(self) -> float:
+        """Factor on the logits of ``softmax``; 0 for ``sigmoid``."""
+        return 0.0 if self.activation == "sigmoid" else 1.0 / self.temperature
 
 
 @dataclass(frozen=True)
@@ -68,20 +78,16 @@ class Columns:
 
     Attributes:
         parts: heads, one part for each weight.
-        gates: gates behind them, whose weight is the last one; None without.
-        text: the same as JSON: in this form a registered operator can be given it.
+        gates: the gates after them, with the last weight; None without.
+        text: both as JSON, the form in which a registered operator takes them.
     """
 
     parts: tuple[Heads, ...]
     gates: Gates | None = None
-    text: str = field(init=False)
+    text: ClassVar[str]
 
     def __post_init__(self) -> None:
-        values = {
-            "parts": [asdict(part) for part in self.parts],
-            "gates": None if self.gates is None else asdict(self.gates),
-        }
-        object.__setattr__(self, "text", json.dumps(values))
+        object.__setattr__(self, "text", json.dumps(asdict(self)))
 
     @classmethod
     @cache
@@ -96,51 +102,41 @@ class Columns:
     @property
     def sizes(self) -> list[int]:
         """Columns of each weight."""
-        return [part.columns for part in self.parts] + (
-            [] if self.gates is None else [self.gates.columns]
-        )
+        return [x.columns for x in (*self.parts, self.gates) if x is not None]
 
     def outputs(self) -> Iterator[tuple[int, Heads, bool]]:
-        """First column, part, and whether it is rotated, of each tensor of heads: twice for a part that is wanted both ways."""
-        start = 0
-        for part in self.parts:
-            if part.rotated != "yes":
-                yield start, part, False
-            if part.rotated != "no":
-                yield start, part, True
-            start += part.columns
+        """First column, heads, and whether they are rotated, of each tensor of heads."""
+        wanted = {"no": (False,), "yes": (True,), "both": (False, True)}
+        for start, part in zip(accumulate(self.sizes, initial=0), self.parts, strict=False):
+            yield from ((start, part, rotated) for rotated in wanted[part.rotated])
 
 
 def padded(rows: int) -> int:
-    """Rows with those that fill up."""
+    """Rows with padding."""
     return -(-rows // ALIGNMENT) * ALIGNMENT
 
 
+@torch.no_grad()
 def lay_together(weights: Sequence[Tensor]) -> None:
-    """Move the memory of weights ``[N, width]`` into one, row behind row, so that one product can take them all.
+    """Move weights ``[N, width]`` into one block of memory, so that one product can take them all.
 
-    The parameters stay what they are, by themselves. Rows of zeros fill the memory up. Weights of
-    different dtypes or devices, and those that are no plain parameters (the shards of FSDP2), stay
-    where they are.
+    They stay parameters of their own. Rows of zeros pad the block. Nothing is moved if dtypes or
+    devices differ, or if a weight is no plain parameter (the shards of FSDP2).
     """
-    first = weights[0]
-    if any(
-        type(w) is not nn.Parameter or (w.dtype, w.device) != (first.dtype, first.device)
-        for w in weights
-    ):
-        return
-    with torch.no_grad():
-        together = first.new_zeros(padded(sum(w.shape[0] for w in weights)), first.shape[1])
-        row = 0
+    if {(type(w), w.dtype, w.device) for w in weights} == {
+        (nn.Parameter, weights[0].dtype, weights[0].device)
+    }:
+        start, block = 0, _copied(weights, weights[0].dtype)
         for weight in weights:
-            place = together[row : row + weight.shape[0]]
-            place.copy_(weight)
-            weight.data = place
-            row += weight.shape[0]
+            weight.data = block[start : start + weight.shape[0]]
+            start += weight.shape[0]
 
 
 class TogetherModule(nn.Module):
-    """A module whose projection's weights lie together, also after it was moved, converted or copied."""
+    """A module with a projection whose weights stay neighbours in memory.
+
+    They do so also after the module was moved, converted or copied.
+    """
 
     def projection_weights(self) -> list[Tensor]:
         """The weights, in the order of the projection's columns."""
@@ -162,25 +158,24 @@ class TogetherModule(nn.Module):
 
 @torch.no_grad()
 def stacked(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """All weights as one, ``[N, width]`` with N filled up, in ``dtype``: where they lie if that is together, or copied."""
-    first, rows = weights[0], sum(w.shape[0] for w in weights)
-    shape = (padded(rows), first.shape[1])
-    if _lie_together(weights, shape[0]):
-        return first.as_strided(shape, (shape[1], 1)).to(dtype)
-    whole = first.new_empty(shape, dtype=dtype)
-    torch.cat([w.to(dtype) for w in weights], out=whole[:rows])
-    whole[rows:].zero_()
-    return whole
+    """All weights as one, ``[N, width]`` with padding, in ``dtype``.
 
-
-def _lie_together(weights: Sequence[Tensor], rows: int) -> bool:
+    Nothing is copied if they are neighbours in memory and have this dtype.
+    """
     first = weights[0]
-    memory, step = first.untyped_storage(), first.shape[1] * first.element_size()
-    place = first.data_ptr()
-    if place + rows * step > memory.data_ptr() + memory.nbytes():
-        return False
-    for weight in weights:
-        if weight.data_ptr() != place or weight.dtype != first.dtype or not weight.is_contiguous():
-            return False
-        place += weight.shape[0] * step
-    return True
+    shape = (padded(sum(w.shape[0] for w in weights)), first.shape[1])
+    memory = first.untyped_storage()
+    end = first.data_ptr() + shape[0] * shape[1] * first.element_size()
+    starts = accumulate((w.nbytes for w in weights), initial=first.data_ptr())
+    together = end <= memory.data_ptr() + memory.nbytes() and all(
+        w.data_ptr() == start and w.dtype == first.dtype and w.is_contiguous()
+        for w, start in zip(weights, starts, strict=False)
+    )
+    whole = first.as_strided(shape, (shape[1], 1)) if together else _copied(weights, dtype)
+    return whole.to(dtype)
+
+
+def _copied(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    rows, width = sum(w.shape[0] for w in weights), weights[0].shape[1]
+    padding = weights[0].new_zeros(padded(rows) - rows, width, dtype=dtype)
+    return torch.cat([*(w.to(dtype) for w in weights), padding])

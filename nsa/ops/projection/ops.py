@@ -1,8 +1,11 @@
-"""``nsa::project``, registered with PyTorch: schema, fake, autograd. Triton is loaded when an operator first runs."""
+"""``nsa::project``: launcher of its kernel, and its registration with PyTorch.
+
+Triton is loaded when an operator first runs.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,123 +13,198 @@ from torch import Tensor
 from nsa.ops._register import register
 from nsa.ops._replay import replayed
 from nsa.ops.projection.layout import Columns, padded, stacked
-from nsa.rope import Rope
+from nsa.rope import Rope, frequency_table
 
-_TOKENS = (
-    "Tensor? positions, Tensor? cu, SymInt num_sequences, SymInt length, str columns, str rope"
-)
+# Tokens of a program, and the programs that share the heads of the same tokens.
+BLOCK_ROWS = 32
+HEAD_PROGRAMS = 2
 
 
-def _open(
-    positions: Tensor | None,
-    cu: Tensor | None,
-    num_sequences: int,
-    length: int,
-    columns: str,
-    rope: str,
-) -> Any:
-    from nsa.ops.projection.triton_launch import Tokens
+class Tokens(NamedTuple):
+    """The last arguments of the operators.
 
-    return (
-        Columns.from_text(columns),
-        Tokens(positions, cu, num_sequences, length),
-        Rope.from_text(rope),
-    )
+    Attributes:
+        positions: position of each token ``[T]``; None: as the sequences lie.
+        cu: int32 ``[B + 1]`` offsets of the sequences; None when all have the same length.
+        num_sequences: B.
+        length: tokens of each sequence when ``cu`` is None.
+        columns: of :attr:`Columns.text`.
+        rope: of :attr:`Rope.text`.
+    """
+
+    positions: Tensor | None
+    cu: Tensor | None
+    num_sequences: int
+    length: int
+    columns: str
+    rope: str
+
+
+def _launch(
+    x: Tensor,
+    tensors: list[Tensor],
+    gates: Tensor | None,
+    dgates: Tensor | None,
+    bias: Tensor | None,
+    tokens: Tokens,
+    *,
+    backward: bool,
+) -> None:
+    """Split x ``[T, N]`` into heads ``[T, number, size]`` and gates ``[T, Hq, 3]``, or back."""
+    from nsa.ops._triton.sizes import cdiv, next_power_of_2
+    from nsa.ops.projection.kernels import Part, Plan, heads_kernel
+
+    columns, rope = Columns.from_text(tokens.columns), Rope.from_text(tokens.rope)
+    parts = list[Part]()
+    for tensor, (start, part, rotated) in enumerate(columns.outputs()):
+        # On the way back one visit to the columns adds both gradients.
+        both = backward and part.rotated == "both"
+        if rotated or not both:
+            rotary = rope.dim * rotated
+            block = next_power_of_2(max(part.size - rotary, 1))
+            plain = tensor - 1 if both else -1
+            parts.append(Part(start, part.number, part.size, rotary, block, tensor, plain))
+    used, block_half = sum(columns.sizes), next_power_of_2(max(rope.dim // 2, 1))
+    turns = any(part.rotary for part in parts)
+    if x.shape[0]:
+        heads_kernel[(cdiv(x.shape[0], BLOCK_ROWS), HEAD_PROGRAMS)](
+            x,
+            tuple(tensors),
+            gates,
+            dgates,
+            bias,
+            tokens.positions,
+            frequency_table(rope, x.device) if turns else None,
+            tokens.cu,
+            tokens.length,
+            tokens.num_sequences,
+            tokens.num_sequences.bit_length(),
+            x.shape[0],
+            x.stride(0),
+            rope.magnitude,
+            rope.position_offset,
+            PLAN=Plan(tuple(parts), used, padded(used) - used, rope.dim // 2),
+            GATES=columns.gates,
+            BACKWARD=backward,
+            BLOCK_R=BLOCK_ROWS,
+            BLOCK_HALF=block_half,
+            BLOCK_H=1 if columns.gates is None else next_power_of_2(columns.gates.heads),
+            # Cosines and sines of all tokens stay in registers.
+            num_warps=4 if block_half <= 64 else 8,
+        )
 
 
 def _forward(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) -> list[Tensor]:
     return _project(x, stacked(weights, x.dtype), bias, *rest)
 
 
-def _backward(
-    grads: list[Tensor], x: Tensor, weights: list[Tensor], bias: Tensor | None, gates: Tensor | None, needs: list[bool],
-    *rest: Any,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of x, of all weights as one and of the bias, of those that are needed."""
-    weight = stacked(weights, x.dtype) if needs[0] else None
-    return _project_backward(grads, x, weight, bias, gates, needs, weights[0].dtype, *rest)
-
-
 @replayed
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
-    from nsa.ops.projection.triton_launch import open_columns
-
-    return open_columns(torch.mm(x, weight.t()), bias, *_open(*rest))
-
-
-@replayed
-def _project_backward(
-    grads: list[Tensor], x: Tensor, weight: Tensor | None, bias: Tensor | None, gates: Tensor | None, needs: list[bool],
-    dtype: torch.dtype, *rest: Any,
-) -> list[Tensor]:  # fmt: skip
-    """``weight``: all as one, where the gradient of x is needed; ``dtype``: of the weights themselves."""
-    from nsa.ops.projection.triton_launch import close_columns
-
-    columns, tokens, rope = _open(*rest)
-    dproduct = close_columns([grad.contiguous() for grad in grads], gates, columns, tokens, rope, x)
-    found = []
-    if weight is not None:
-        found.append(torch.mm(dproduct, weight))
-    if needs[1]:
-        found.append(torch.mm(dproduct.t(), x).to(dtype))
-    if needs[2] and bias is not None:
-        end = sum(columns.sizes)
-        found.append(
-            dproduct[:, end - bias.shape[0] : end].sum(0, dtype=torch.float32).to(bias.dtype)
-        )
+    found, tokens = _results(x, [], bias, *rest), Tokens(*rest)
+    heads, gates = (found, None) if bias is None else (found[:-1], found[-1])
+    _launch(torch.mm(x, weight.t()), heads, gates, None, bias, tokens, backward=False)
     return found
 
 
-def _fake(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) -> list[Tensor]:
-    columns = Columns.from_text(rest[-2])
+def _results(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) -> list[Tensor]:
+    """Memory for the heads, and for the gates if there are any."""
+    columns = Columns.from_text(Tokens(*rest).columns)
     found = [x.new_empty(x.shape[0], part.number, part.size) for _, part, _ in columns.outputs()]
     if columns.gates is not None:
         found.append(x.new_empty(x.shape[0], columns.gates.heads, 3, dtype=torch.float32))
     return found
 
 
-def _fake_backward(
-    grads: list[Tensor], x: Tensor, weights: list[Tensor], bias: Tensor | None, gates: Tensor | None, needs: list[bool],
+def _backward(grads: list[Tensor], x: Tensor, weights: list[Tensor], *rest: Any) -> list[Tensor]:
+    return _project_backward(grads, x, stacked(weights, x.dtype), weights[0].dtype, *rest)
+
+
+@replayed
+def _project_backward(
+    grads: list[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    gates: Tensor | None,
+    needs: list[bool],
     *rest: Any,
-) -> list[Tensor]:  # fmt: skip
-    found = [x.new_empty(x.shape)] if needs[0] else []
+) -> list[Tensor]:
+    """Gradients of x, of all weights as one in their ``dtype``, and of the bias.
+
+    Those that are not needed are empty.
+    """
+    tokens = Tokens(*rest)
+    used = sum(Columns.from_text(tokens.columns).sizes)
+    dproduct = x.new_empty(x.shape[0], padded(used))
+    heads = [grad.contiguous() for grad in grads]
+    dgates = None if gates is None else heads.pop()
+    _launch(dproduct, heads, gates, dgates, None, tokens, backward=True)
+    dx = torch.mm(dproduct, weight) if needs[0] else x.new_empty(0)
+    dweight = x.new_empty(0, dtype=dtype)
     if needs[1]:
-        rows = padded(sum(Columns.from_text(rest[-2]).sizes))
-        found.append(x.new_empty(rows, x.shape[1], dtype=weights[0].dtype))
-    return [*found, bias.new_empty(bias.shape)] if needs[2] and bias is not None else found
+        dweight = torch.mm(dproduct.t(), x).to(dtype)
+    dbias = x.new_empty(0)
+    if bias is not None and needs[2]:
+        dlogits = dproduct[:, used - bias.shape[0] : used]
+        dbias = dlogits.sum(0, dtype=torch.float32).to(bias.dtype)
+    return [dx, dweight, dbias]
+
+
+def _gradients(
+    grads: list[Tensor],
+    x: Tensor,
+    weights: list[Tensor],
+    bias: Tensor | None,
+    gates: Tensor | None,
+    needs: list[bool],
+    *rest: Any,
+) -> list[Tensor]:
+    rows = padded(sum(Columns.from_text(Tokens(*rest).columns).sizes))
+    dx = x.new_empty(x.shape if needs[0] else 0)
+    dweight = weights[0].new_empty((rows, x.shape[1]) if needs[1] else 0)
+    dbias = bias.new_empty(bias.shape) if bias is not None and needs[2] else x.new_empty(0)
+    return [dx, dweight, dbias]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weights, bias, positions, cu, *ctx.rest = inputs
-    has_gates = Columns.from_text(ctx.rest[-2]).gates is not None
-    ctx.save_for_backward(x, bias, positions, cu, output[-1] if has_gates else None, *weights)
+    gates = None if bias is None else output[-1]
+    ctx.save_for_backward(x, bias, positions, cu, gates, *weights)
 
 
 def _differentiate(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     x, bias, positions, cu, gates, *weights = ctx.saved_tensors
     needs_x, needs_weights, needs_bias = ctx.needs[:3]
     needs = [needs_x, any(needs_weights), needs_bias]
-    found = iter(
-        project_backward_op(list(grads), x, weights, bias, gates, needs, positions, cu, *ctx.rest)
+    dx, dweight, dbias = project_backward_op(
+        list(grads), x, weights, bias, gates, needs, positions, cu, *ctx.rest
     )
-    dx = next(found) if needs[0] else None
-    dweights: list[Tensor | None] = [None] * len(weights)
-    if needs[1]:
-        sizes = Columns.from_text(ctx.rest[-2]).sizes
-        rows = next(found).split([*sizes, padded(sum(sizes)) - sum(sizes)])
-        # without the filling
-        dweights = [
-            part if needed else None for part, needed in zip(rows, needs_weights, strict=False)
-        ]
-    return dx, dweights, next(found) if needs[2] else None, *((None,) * (2 + len(ctx.rest)))
+    dweights, start = list[Tensor | None](), 0
+    for weight, needed in zip(weights, needs_weights, strict=True):
+        dweights.append(dweight[start : start + weight.shape[0]] if needed else None)
+        start += weight.shape[0]
+    gradients = (dx if needs_x else None, dweights, dbias if needs_bias else None)
+    return *gradients, *((None,) * (2 + len(ctx.rest)))
 
 
+_TOKENS = (
+    "Tensor? positions, Tensor? cu, SymInt num_sequences, SymInt length, str columns, str rope"
+)
 project_op = register(
-    "project", f"(Tensor x, Tensor[] weights, Tensor? bias, {_TOKENS}) -> Tensor[]", _forward, _fake,
-    setup_context=_setup_context, backward=_differentiate, replay=False,
-)  # fmt: skip
+    "project",
+    f"(Tensor x, Tensor[] weights, Tensor? bias, {_TOKENS}) -> Tensor[]",
+    _forward,
+    _results,
+    setup_context=_setup_context,
+    backward=_differentiate,
+    replay=False,
+)
 project_backward_op = register(
     "project_backward",
-    f"(Tensor[] grads, Tensor x, Tensor[] weights, Tensor? bias, Tensor? gates, bool[] needs, {_TOKENS}) -> Tensor[]",
-    _backward, _fake_backward, replay=False,
-)  # fmt: skip
+    "(Tensor[] grads, Tensor x, Tensor[] weights, Tensor? bias, Tensor? gates, bool[] needs, "
+    f"{_TOKENS}) -> Tensor[]",
+    _backward,
+    _gradients,
+    replay=False,
+)

@@ -20,7 +20,7 @@ def project_reference(
     columns: Columns,
     rope: Rope,
 ) -> list[Tensor]:
-    """See :func:`nsa.ops.projection.project`; the dtype of autocast is that of PyTorch's products."""
+    """See :func:`nsa.ops.projection.project`; under autocast PyTorch chooses the dtype."""
     found = []
     # the weight of the gates comes last
     for part, weight in zip(columns.parts, weights, strict=False):
@@ -33,17 +33,17 @@ def project_reference(
 
 
 def activate(logits: Tensor, gates: Gates) -> Tensor:
-    """Gates ``[T, Hq, 3]``, fp32 at least, from logits ``[T, Hq * branches]``; 0 for a branch that is off."""
+    """Gates ``[T, Hq, 3]`` from logits ``[T, Hq * branches]``; 0 for a branch that is off.
+
+    They are fp32, or fp64 for fp64 logits.
+    """
     logits = logits.unflatten(-1, (gates.heads, len(gates.branches)))
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    active = (
-        logits.sigmoid()
-        if gates.activation == "sigmoid"
-        else (logits / gates.temperature).softmax(-1)
-    )
-    if len(gates.branches) == 3:
-        return active
+    if gates.activation == "sigmoid":
+        active = logits.sigmoid()
+    else:
+        active = (logits / gates.temperature).softmax(-1)
     found = [active.new_zeros(active.shape[:-1])] * 3
-    for index, branch in enumerate(gates.branches):
-        found[branch] = active[..., index]
+    for branch, gate in zip(gates.branches, active.unbind(-1), strict=True):
+        found[branch] = gate
     return torch.stack(found, dim=-1)

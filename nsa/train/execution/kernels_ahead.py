@@ -29,7 +29,7 @@ from nsa.lm.dense_attention import DenseAttention
 from nsa.lm.model import Embedding
 from nsa.module import NativeSparseAttention
 from nsa.ops._backend import as_on_gpu
-from nsa.ops.observation import new_sums
+from nsa.ops.statistics import new_statistics
 from nsa.train.config import TrainConfig
 from nsa.train.distributed.launch import Launch
 from nsa.train.execution.precision import autocast
@@ -184,7 +184,7 @@ def launches_of_a_step(
             dense = model.attention == "dense"
             attention = (DenseAttention if dense else NativeSparseAttention)(model.width, pattern)
             if isinstance(attention, NativeSparseAttention) and config.telemetry:
-                attention.sums = new_sums("cpu")
+                attention.statistics = new_statistics("cpu")
             x = torch.empty(num_tokens, model.width, requires_grad=True)
             attention(x, cu_seqlens=offsets, max_seqlen=config.seq_len).sum().backward()
     kinds = {_kind(*launch): launch for launch in launched}

@@ -10,7 +10,7 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.lm.model import LanguageModel
 from nsa.module import NativeSparseAttention
-from nsa.ops.observation import LARGE, MOST, SUMS, UNIT, new_sums
+from nsa.ops.statistics import LARGE, MAXIMA, UNIT, Statistics, new_statistics
 from nsa.stages import TELEMETRY, in_stage
 from nsa.train.telemetry.delayed import LateReader
 
@@ -29,14 +29,14 @@ _OF_ALL_LAYERS: dict[str, Callable[[list[float]], float]] = {
 class LayerStatistics:
     """Gates and selections of every layer over the passes of one optimizer step.
 
-    The layers add to their sums wherever these are switched on, by an operator of the model's
+    The layers add to their statistics wherever these are switched on, by an operator of the model's
     graph: also where the graph is compiled or replayed, and again where a checkpointed layer is run
     a second time, which changes no mean. Nothing waits for the device.
 
     Dense layers have no statistics; fixed gates and a single branch have none of gates.
 
     Args:
-        model: the language model. Its layers get their sums here, before anything is compiled.
+        model: the language model. Its layers get their statistics here, before anything is compiled.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -44,9 +44,9 @@ class LayerStatistics:
         self._sums: list[Tensor] = []
         for number, layer in enumerate(model.decoder_layers()):
             if isinstance(layer.attention, NativeSparseAttention):
-                layer.attention.sums = new_sums(model.embedding.weight.device)
+                layer.attention.statistics = new_statistics(model.embedding.weight.device)
                 self._layers[number] = layer.attention.config
-                self._sums.append(layer.attention.sums)
+                self._sums.append(layer.attention.statistics)
         self._off = [torch.zeros_like(sums) for sums in self._sums]
         self._on = [torch.zeros_like(sums) for sums in self._sums]
         for sums in self._on:
@@ -73,8 +73,8 @@ class LayerStatistics:
         """
         if self._sums:
             sums = torch.stack(self._sums)
-            totals = sum_processes(sums[:, :MOST].contiguous())
-            extremes = largest_of_processes(sums[:, MOST:].contiguous())
+            totals = sum_processes(sums[:, :MAXIMA].contiguous())
+            extremes = largest_of_processes(sums[:, MAXIMA:].contiguous())
             self._late.put(None, torch.cat((totals, extremes), dim=1).flatten())
             torch._foreach_copy_(self._sums, self._off)
 
@@ -92,7 +92,7 @@ class LayerStatistics:
             return {}
         values = iter(taken[-1][1])
         of_layers = {
-            layer: _metrics(config, dict(zip(SUMS, values, strict=False)))
+            layer: _metrics(config, dict(zip(Statistics._fields, values, strict=False)))
             for layer, config in self._layers.items()
         }
         found: dict[str, list[float]] = {}
@@ -121,8 +121,8 @@ def _metrics(config: NSAConfig, sums: dict[str, float]) -> dict[str, float]:
         found = {**means, "gate_entropy": entropy, "gate_collapsed": collapsed}
     if "slc" not in config.branches:
         return found
-    if sums["choices"]:
-        found["selected_tokens"] = sums["keys"] / sums["choices"]
+    if sums["selections"]:
+        found["selected_tokens"] = sums["keys"] / sums["selections"]
     if sums["most_keys"]:
         found["selected_min_tokens"] = LARGE - sums["large_less_fewest_keys"]
         found["selected_max_tokens"] = sums["most_keys"]

@@ -80,8 +80,8 @@ def test_launches_are_those_of_forward_and_backward(tmp_path: Path) -> None:
         "selected_gather_bwd_kernel",
         "combine_fwd_kernel",
     }
-    assert all(found.count(name) == 1 for name in once | {"observe_kernel", "list_kernel"})
-    assert "observe_kernel" not in kernels(tiny_config(tmp_path, telemetry=False))
+    assert all(found.count(name) == 1 for name in once | {"add_statistics_kernel", "list_kernel"})
+    assert "add_statistics_kernel" not in kernels(tiny_config(tmp_path, telemetry=False))
 
 
 def test_compiled_once(dense: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,240 @@
+"""Kernel that splits a projection into heads, rotated on the way, and gates; or merges gradients.
+
+Every function works on the tokens ``row`` ``[R]`` of its program; those with ``ok`` exist.
+``x_row`` ``[R, 1]`` points to their rows of the product x ``[T, columns]``.
+"""
+
+# mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from nsa.ops._triton.kernel import kernel
+from nsa.ops._triton.loads import load_fp32
+from nsa.ops._triton.rotation import cos_sin
+from nsa.ops._triton.tiles import VARYING
+
+
+class Part(NamedTuple):
+    """Neighbouring heads of a projection, which move between x and a tensor ``[T, heads, size]``.
+
+    Attributes:
+        start: first column.
+        heads: number of heads.
+        size: columns of each.
+        rotary: how many of these are rotated.
+        block: a power of two that holds the others.
+        tensor: number of the tensor.
+        plain: number of a tensor that is added on the way to x without rotation, or -1.
+    """
+
+    start: int
+    heads: int
+    size: int
+    rotary: int
+    block: int
+    tensor: int
+    plain: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The columns for which the kernel is compiled; Triton takes no tuple of tuples.
+
+    Attributes:
+        parts: the parts that move.
+        used: columns of all parts and gates.
+        padding: columns after them.
+        half: frequencies.
+    """
+
+    parts: tuple[Part, ...]
+    used: int
+    padding: int
+    half: int
+
+
+@triton.jit
+def token_positions(positions_ptr, cu_ptr, row, ok, len_x, num_sequences, search_steps):
+    """Positions of the tokens in their sequences: as given, or as the sequences lie."""
+    if positions_ptr is not None:
+        position = tl.load(positions_ptr + row, mask=ok, other=0).to(tl.int32)
+    elif cu_ptr is None:
+        position = (row % tl.maximum(len_x, 1)).to(tl.int32)
+    else:
+        # The last sequence that begins at the row or before it, bit by bit.
+        sequence = tl.zeros(row.shape, tl.int32)
+        start = sequence
+        for step in tl.range(0, search_steps):
+            later = sequence + (1 << (search_steps - 1 - step))
+            begin = tl.load(cu_ptr + later, mask=later < num_sequences, other=0)
+            found = (later < num_sequences) & (begin <= row)
+            sequence = tl.where(found, later, sequence)
+            start = tl.where(found, begin, start)
+        position = (row - start).to(tl.int32)
+    return position
+
+
+@triton.jit
+def move_heads(
+    x_row,
+    tensor_ptrs,
+    row,
+    ok,
+    cosine,
+    sine,
+    PLAN: tl.constexpr,
+    NUMBER: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):
+    """This program's heads of one part: from x to a tensor of heads, or back."""
+    HEADS: tl.constexpr = PLAN.parts[NUMBER].heads
+    SIZE: tl.constexpr = PLAN.parts[NUMBER].size
+    ROTARY: tl.constexpr = PLAN.parts[NUMBER].rotary
+    HALF: tl.constexpr = ROTARY // 2
+    PLAIN: tl.constexpr = PLAN.parts[NUMBER].plain
+    begin = row[:, None] * (HEADS * SIZE)
+    plain = None if PLAIN < 0 else tensor_ptrs[PLAIN] + begin
+    source = x_row + PLAN.parts[NUMBER].start
+    target = tensor_ptrs[PLAN.parts[NUMBER].tensor] + begin
+    if BACKWARD:
+        source, target = target, source
+    for head in tl.range(tl.program_id(1), HEADS, tl.num_programs(1)):
+        if HALF > 0:
+            i = tl.arange(0, BLOCK_HALF)[None, :]
+            mask = ok[:, None] & (i < HALF)
+            at = head * SIZE + i
+            first = load_fp32(source + at, mask)  # [R, BLOCK_HALF]
+            second = load_fp32(source + at + HALF, mask)
+            put(target, plain, at, first * cosine - second * sine, mask)
+            put(target, plain, at + HALF, second * cosine + first * sine, mask)
+        if ROTARY < SIZE:
+            j = ROTARY + tl.arange(0, PLAN.parts[NUMBER].block)[None, :]
+            mask = ok[:, None] & (j < SIZE)
+            at = head * SIZE + j
+            put(target, plain, at, load_fp32(source + at, mask), mask)
+
+
+@triton.jit
+def put(target, plain, at, x, mask):
+    """Store x, with what is at ``plain`` added."""
+    if plain is not None:
+        x += load_fp32(plain + at, mask)
+    tl.store(target + at, x, mask=mask)
+
+
+@triton.jit
+def gate_logit(x_row, bias_ptr, head, mask, BRANCH: tl.constexpr, GATES: tl.constexpr):
+    """Logits ``[R, BLOCK_H]`` of the gates of one of the branches that are on."""
+    column = head * len(GATES.branches) + BRANCH
+    bias = load_fp32(bias_ptr + column, head < GATES.heads)
+    return load_fp32(x_row + column, mask) + bias
+
+
+@triton.jit
+def open_gates(x_row, gates_ptr, bias_ptr, row, ok, GATES: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Gates ``[T, Hq, 3]`` from their logits, which begin at ``x_row``."""
+    head = tl.arange(0, BLOCK_H)[None, :]
+    mask = ok[:, None] & (head < GATES.heads)
+    at = gates_ptr + (row[:, None] * GATES.heads + head) * 3
+    for branch in tl.static_range(len(GATES.off)):
+        tl.store(at + GATES.off[branch], 0.0, mask=mask)
+    for branch in tl.static_range(len(GATES.branches)):
+        logit = gate_logit(x_row, bias_ptr, head, mask, branch, GATES)
+        if GATES.sharpness > 0:
+            total = 0.0
+            for other in tl.static_range(len(GATES.branches)):
+                difference = gate_logit(x_row, bias_ptr, head, mask, other, GATES) - logit
+                total += tl.exp(difference * GATES.sharpness)
+            gate = 1.0 / total
+        else:
+            gate = tl.sigmoid(logit)
+        tl.store(at + GATES.branches[branch], gate, mask=mask)
+
+
+@triton.jit
+def close_gates(x_row, gates_ptr, dgates_ptr, row, ok, GATES: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Gradients of the logits, which begin at ``x_row``, from those of the gates."""
+    head = tl.arange(0, BLOCK_H)[None, :]
+    mask = ok[:, None] & (head < GATES.heads)
+    at = (row[:, None] * GATES.heads + head) * 3
+    mean = 0.0
+    if GATES.sharpness > 0:
+        for branch in tl.static_range(len(GATES.branches)):
+            gate = load_fp32(gates_ptr + at + GATES.branches[branch], mask)
+            mean += gate * load_fp32(dgates_ptr + at + GATES.branches[branch], mask)
+    for branch in tl.static_range(len(GATES.branches)):
+        gate = load_fp32(gates_ptr + at + GATES.branches[branch], mask)
+        dgate = load_fp32(dgates_ptr + at + GATES.branches[branch], mask)
+        if GATES.sharpness > 0:
+            dlogit = gate * (dgate - mean) * GATES.sharpness
+        else:
+            dlogit = gate * (1.0 - gate) * dgate
+        column = head * len(GATES.branches) + branch
+        tl.store(x_row + column, dlogit, mask=mask)
+
+
+@kernel(do_not_specialize=[*VARYING, "search_steps"])
+def heads_kernel(
+    x_ptr,
+    tensor_ptrs,
+    gates_ptr,
+    dgates_ptr,
+    bias_ptr,
+    positions_ptr,
+    frequency_ptr,
+    cu_ptr,
+    len_x,
+    num_sequences,
+    search_steps,
+    num_rows,
+    stride_x,
+    magnitude,
+    position_offset,
+    PLAN: tl.constexpr,
+    GATES: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """From x ``[T, columns]`` to tensors of heads and gates, or back.
+
+    Program (i, j) works on the i-th ``BLOCK_R`` tokens and every num_programs-th head of each part
+    from the j-th on; j = 0 also on the gates, and in the backward it writes 0 to the padding
+    columns after the used ones. ``GATES`` are the last used columns, or None.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    ok = row < num_rows
+    cosine = tl.zeros([BLOCK_R, BLOCK_HALF], tl.float32)
+    sine = cosine
+    if frequency_ptr is not None:
+        i = tl.arange(0, BLOCK_HALF)
+        frequency = tl.load(frequency_ptr + i, mask=i < PLAN.half, other=0.0)
+        position = token_positions(
+            positions_ptr, cu_ptr, row, ok, len_x, num_sequences, search_steps
+        )
+        position = (position + position_offset).to(tl.float32)
+        cosine, sine = cos_sin(position[:, None] * frequency[None, :])
+        cosine *= magnitude
+        sine *= -magnitude if BACKWARD else magnitude
+    x_row = x_ptr + row[:, None] * stride_x
+    for k in tl.static_range(len(PLAN.parts)):
+        move_heads(x_row, tensor_ptrs, row, ok, cosine, sine, PLAN, k, BLOCK_HALF, BACKWARD)
+    if tl.program_id(1) == 0:
+        if GATES is not None:
+            logits = x_row + PLAN.used - GATES.columns
+            if BACKWARD:
+                close_gates(logits, gates_ptr, dgates_ptr, row, ok, GATES, BLOCK_H)
+            else:
+                open_gates(logits, gates_ptr, bias_ptr, row, ok, GATES, BLOCK_H)
+        if BACKWARD and PLAN.padding > 0:
+            j = tl.arange(0, 8)[None, :]
+            mask = ok[:, None] & (j < PLAN.padding)
+            tl.store(x_row + PLAN.used + j, 0.0, mask=mask)

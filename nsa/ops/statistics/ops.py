@@ -1,0 +1,94 @@
+"""``nsa::add_statistics``: launcher of its kernel, and its registration with PyTorch.
+
+Triton is loaded when it first runs.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from nsa.ops._register import register
+from nsa.ops._sequences import Sequences
+from nsa.ops.statistics.reference import AT, add_statistics_reference
+
+# Gates and selected blocks of a tile, at most, and its queries, at least.
+TILE_GATES = 512
+TILE_BLOCKS = 512
+MIN_QUERIES = 8
+
+
+def _add_statistics(
+    statistics: Tensor,
+    gates: Tensor,
+    block_indices: Tensor | None,
+    tile_stats: Tensor | None,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    num_sequences: int,
+    len_q: int,
+    len_k: int,
+    block_size: int,
+    threshold: float,
+    columns: list[int],
+    backend: str,
+) -> None:
+    if gates.shape[0] == 0:  # A call without a token does not count.
+        return
+    if backend == "reference":
+        if statistics.device.type != "cpu" or statistics[AT.on]:  # Reading a CPU waits for nothing.
+            offsets = None if cu_q is None or cu_k is None else (cu_q, cu_k)
+            sequences = Sequences(offsets, num_sequences, len_q, len_k, gates.device)
+            given = (gates, block_indices, sequences, block_size, columns)
+            add_statistics_reference(statistics, *given)
+        return
+    from nsa.ops._triton.layout import Layout
+    from nsa.ops._triton.sizes import next_power_of_2
+    from nsa.ops._triton.tuning import MOST_REGISTERS
+    from nsa.ops.statistics.kernels import add_statistics_kernel
+
+    layout = Layout(cu_q, cu_k, num_sequences, len_q, len_k)
+    num_q, num_heads, _ = gates.shape
+    if block_indices is not None:
+        block_indices = block_indices.contiguous() if block_indices.numel() else None
+    num_kv_heads, n = (1, 1) if block_indices is None else block_indices.shape[1:]
+    pad_n = next_power_of_2(n)
+    most_queries = min(TILE_GATES // num_heads, TILE_BLOCKS // pad_n)
+    block_q = max(MIN_QUERIES, next_power_of_2(most_queries + 1) // 2)
+    add_statistics_kernel[(max(layout.num_tiles(num_q, block_q, layout.len_q), 1),)](
+        statistics,
+        gates.contiguous(),
+        block_indices,
+        tile_stats,
+        *layout.arguments(),
+        threshold,
+        AT=AT,
+        COLUMNS=tuple(columns),
+        MOST_ENTROPY=math.log2(max(len(columns), 2)),
+        HQ=num_heads,
+        HKV=num_kv_heads,
+        N=n,
+        BLOCK_SIZE=block_size,
+        BLOCK_Q=block_q,
+        PAD_N=pad_n,
+        BLOCK_G=next_power_of_2(block_q * num_heads),
+        num_warps=4,
+        maxnreg=MOST_REGISTERS,
+    )
+
+
+def _fake(*_: object) -> None:
+    return None
+
+
+# Opaque to compilers on both backends: what is switched off most of the time must not be fused
+# into what always runs.
+add_statistics_op = register(
+    "add_statistics",
+    "(Tensor(a!) statistics, Tensor gates, Tensor? block_indices, Tensor? tile_stats, "
+    "Tensor? cu_q, Tensor? cu_k, SymInt num_sequences, SymInt len_q, SymInt len_k, "
+    "int block_size, float threshold, int[] columns, str backend) -> ()",
+    _add_statistics,
+    _fake,
+)
