@@ -195,8 +195,8 @@ def _read_text(folder: RunFolder, text: str) -> TextSource:
         documents = [_standard_input()] if text == "-" else folder_files(text).documents
     except UserError as error:
         raise UserError("eval", "--text", error.rule, error.value) from None
-    tokens = tokenizer.encode_batch([document.text for document in documents])
-    longest = max((len(document) for document in tokens), default=0)
+    tokens = tokenizer.encode_documents([document.text for document in documents])
+    longest = max((len(document) - 1 for document in tokens), default=0)
     check(longest > 1, "eval", "--text", "hold a document of at least two tokens", longest)
     return TextSource(tokens, separator_id, tokenizer.token_bytes)
 
@@ -214,5 +214,5 @@ def _shorter_window(text: TextSource, config: TrainConfig) -> Batch | None:
     if len(rest) < 2:
         return None
     assert text.separator_id is not None
-    source = TextSource([rest[:-1]], text.separator_id, text.token_bytes)
+    source = TextSource([rest], text.separator_id, text.token_bytes)
     return collate(source, [0], len(rest) - 1, document_mask=config.data.document_mask)

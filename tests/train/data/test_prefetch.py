@@ -12,10 +12,6 @@ from nsa.train.data import prefetch
 from nsa.train.data.prefetch import Prefetcher, StarvedError
 
 
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "batches"]
-
-
 def test_items_come_in_order_and_no_more_than_two_ahead() -> None:
     numbers = itertools.count()
     items = Prefetcher(lambda: next(numbers))
@@ -26,8 +22,7 @@ def test_items_come_in_order_and_no_more_than_two_ahead() -> None:
 
 
 def test_an_error_comes_out_where_its_item_would() -> None:
-    numbers = iter([1, 2])
-    items = Prefetcher(lambda: next(numbers))
+    items = Prefetcher(iter([1, 2]).__next__)
     assert [items.get(1.0), items.get(1.0)] == [1, 2]
     with pytest.raises(StopIteration):
         items.get(1.0)
@@ -36,13 +31,13 @@ def test_an_error_comes_out_where_its_item_would() -> None:
 
 @pytest.mark.parametrize("taken", [0, 1, 5])
 def test_closing_ends_the_thread(taken: int) -> None:
-    before = threads()
+    before = threading.enumerate()
     items = Prefetcher(lambda: time.sleep(0.01))
     for _ in range(taken):
         items.get(1.0)
     time.sleep(0.1)  # it waits for room by now
     items.close()
-    assert threads() == before
+    assert threading.enumerate() == before
 
 
 def test_a_read_that_hangs_starves_and_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
