@@ -164,7 +164,8 @@ def _open_files(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
         description[f"{side}_sha256"] = _sha256(document.sha256 for document in documents)
         tokens = tokenizer.encode_documents([document.text for document in documents])
         sources.append(TextSource(tokens, tokenizer.separator_id, tokenizer.token_bytes))
-    return DataBundle(*sources, tokenizer, description)
+    train, validation = sources
+    return DataBundle(train, validation, tokenizer, description)
 
 
 def _open_shards(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
@@ -184,7 +185,7 @@ def _open_shards(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
         description[f"{side}_bytes"] = found["text_bytes"]
         hashes = (shard["tokens_sha256"] for shard in found["shards"])
         description[f"{side}_sha256"] = _sha256(hashes)
-    return DataBundle(*map(folder.source, SIDES), ours, description)
+    return DataBundle(folder.source("train"), folder.source("validation"), ours, description)
 
 
 def _open_stream(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:

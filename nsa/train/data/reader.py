@@ -51,7 +51,7 @@ _CLOSING_S = 2.0
 _READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _FORMAT_LIBRARIES = {"datasets", "pyarrow", "zstandard"}
 _BUSY = (408, 425, 429)  # answers of a server that may say something else a little later
-_READER_SETTINGS = {
+_READER_SETTINGS: dict[str, dict[str, Any]] = {
     "text": {"sample_by": "document"},  # a file is one document, not one a line
     # Decoded in pieces, not by row groups, which may be large.
     "parquet": {"batch_size": MAX_TEXTS},
@@ -264,7 +264,8 @@ def _serve(
         nonlocal file
         documents, found = open_documents(origin)
         tasks.put(pool.submit(lambda: found))
-        for file, place, texts in _texts(documents, found, origin, start):
+        for name, place, texts in _texts(documents, found, origin, start):
+            file = name
             tasks.put(pool.submit(_make_batch, transform, place, texts))
 
     with suppress(BrokenPipeError), ThreadPoolExecutor(threads + 1) as pool:
@@ -384,8 +385,6 @@ def _ask_hub(origin: Origin) -> tuple[str | None, str | None]:
     source, revision = origin.source, origin.revision
     try:
         info = HfApi().dataset_info(source, revision=revision, timeout=_CONTACT_S)
-    except errors.HFValidationError:
-        _unavailable("exist", source, "It is no name on the hub.")
     except errors.GatedRepoError:
         _unavailable("be open to you", source, "Accept its terms on the hub and log in there.")
     except errors.RevisionNotFoundError:

@@ -205,6 +205,7 @@ class SubwordTokenizer(Tokenizer):
         ids. The memory of the others peaks at about 130 times the largest document.
         """
         encoded: list[Tokens] = []
+        assert self.separator_id is not None, "documents without a separator"
         for batch in batches_of_texts(texts):
             strings = [text.decode() for text in batch]
             if self.kind == "gpt2":

@@ -20,20 +20,23 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-WORDS = "sea and stone were old when é_ß 漢字 🙂 name\n for either, of them. don't".split(" ")
+WORDS = ["sea", "and", "stone", "were", "old", "when", "é ß", "漢字", "🙂", "name\n"]
+WORDS += ["for", "either,", "of", "them.", "don't"]
 
 
 def make_texts(number: int, seed: int = 0, longest: int = 120) -> list[str]:
     """Different documents of 1 to ``longest`` words."""
     rng = np.random.default_rng(seed)
     words = (rng.choice(WORDS, size=rng.integers(1, longest)) for _ in range(number))
-    return [" ".join([str(i), *of_text]).replace("_", " ") for i, of_text in enumerate(words)]
+    return [" ".join([str(i), *of_text]) for i, of_text in enumerate(words)]
 
 
 def write_parquet(path: Path, texts: Sequence[str | None], *, rows: int = 7) -> Path:
     """A Parquet file of several row groups with the text and a column of numbers."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = pyarrow.table({"text": pyarrow.array(texts, pyarrow.string()), "number": range(len(texts))})
+    table = pyarrow.table(
+        {"text": pyarrow.array(texts, pyarrow.string()), "number": range(len(texts))}
+    )
     pyarrow.parquet.write_table(table, path, row_group_size=rows)
     return path
 
@@ -130,8 +133,16 @@ def _tree(files: dict[str, bytes], folder: str) -> list[dict[str, Any]]:
     for name, content in files.items():
         if name.startswith(prefix):
             entry, slash, _ = name.removeprefix(prefix).partition("/")
-            about = {"type": "directory", "size": 0} if slash else {"type": "file", "size": len(content)}
-            found[entry] = {"path": prefix + entry, "oid": hashlib.sha1(content).hexdigest(), **about}
+            about = (
+                {"type": "directory", "size": 0}
+                if slash
+                else {"type": "file", "size": len(content)}
+            )
+            found[entry] = {
+                "path": prefix + entry,
+                "oid": hashlib.sha1(content).hexdigest(),
+                **about,
+            }
     return list(found.values())
 
 

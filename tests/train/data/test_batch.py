@@ -24,41 +24,12 @@ def batch_of(*indices: int, document_mask: bool = True) -> Batch:
     return collate(LETTERS, indices, 5, document_mask=document_mask)
 
 
-def spelled(tensor: torch.Tensor) -> str:
-    names = {IGNORED_TARGET: "_", 0: "|"}
-    return "".join(names.get(token) or chr(token) for token in tensor.tolist())
-
-
-@pytest.mark.parametrize(
-    ("document_mask", "targets", "cu_seqlens", "counts"),
-    [(True, "fg|_ibc|_e", [0, 4, 5, 9, 10], (8, 6)), (False, "fg|hibc|de", [0, 5, 10], (10, 8))],
-)
-def test_windows_are_packed(
-    document_mask: bool,
-    targets: str,
-    cu_seqlens: list[int],
-    counts: tuple[int, int],
-) -> None:
-    """With the mask, documents of a window are sequences of their own; without, windows are."""
-    batch = batch_of(1, 0, document_mask=document_mask)
-    assert spelled(batch.tokens) == "efg|habc|d"
-    assert spelled(batch.targets) == targets
-    assert batch.cu_seqlens.tolist() == cu_seqlens
-    assert (batch.num_targets, batch.num_bytes, batch.max_seqlen) == (*counts, 5)
-    types = [tensor.dtype for tensor in (batch.tokens, batch.targets, batch.cu_seqlens)]
-    assert types == [torch.int64, torch.int64, torch.int32]
-
-
 @given(
     st.lists(st.text("abc", max_size=12), min_size=1, max_size=12),
     st.integers(1, 20),
     st.booleans(),
 )
-def test_every_target_is_the_next_token_of_the_same_document(
-    texts: list[str],
-    seq_len: int,
-    document_mask: bool,
-) -> None:
+def test_every_target_is_the_next_token_of_the_same_document(texts, seq_len, document_mask):
     source = source_of(*texts)
     num_windows = source.num_windows(seq_len)
     assume(num_windows > 0)
@@ -73,16 +44,17 @@ def test_every_target_is_the_next_token_of_the_same_document(
     assert batch.num_bytes == (expected > 0).sum()
     borders = [i for i in range(1, size) if i % seq_len == 0 or ends[i - 1]]
     assert batch.cu_seqlens.tolist() == [0, *borders, size]
+    assert batch.max_seqlen == seq_len
 
 
-def test_bytes_are_those_that_the_targets_spell() -> None:
+def test_bytes_are_those_that_the_targets_spell():
     tokens = np.array([1, 2, 3, 3, 0, 2, 1, 0])
     source = TextSource([tokens], 0, np.array([0, 1, 5, 12]))
     assert collate(source, [0], 6, document_mask=True).num_bytes == 5 + 12 + 12 + 0 + 1
     assert collate(source, [0], 6, document_mask=False).num_bytes == 5 + 12 + 12 + 0 + 5 + 1
 
 
-def test_masked_targets_of_a_source_are_left_out() -> None:
+def test_masked_targets_of_a_source_are_left_out():
     batch = collate(SyntheticSource("needle", "train", seed=1), [3, 4], 40, document_mask=False)
     counted = batch.targets.view(2, 40) != IGNORED_TARGET
     assert counted.tolist() == [[False] * 32 + [True] * 8] * 2
@@ -93,11 +65,7 @@ def test_masked_targets_of_a_source_are_left_out() -> None:
     ("micro_batch", "num_windows", "sizes"),
     [(1, 7, [10] * 7), (3, 7, [30, 30, 10]), (100, 7, [70]), (4, 10**6, [40, 40, 20])],
 )
-def test_validation_batches_go_through_the_first_windows_in_order(
-    micro_batch: int,
-    num_windows: int,
-    sizes: list[int],
-) -> None:
+def test_validation_batches_go_through_the_first_windows_in_order(micro_batch, num_windows, sizes):
     source = source_of("".join(chr(33 + i % 90) for i in range(100)))
     batches = list(validation_batches(source, 10, micro_batch, num_windows, document_mask=True))
     assert [len(batch.tokens) for batch in batches] == sizes
@@ -105,7 +73,7 @@ def test_validation_batches_go_through_the_first_windows_in_order(
     assert tokens.tolist() == source.tokens[: sum(sizes)].tolist()
 
 
-def test_no_windows_are_an_error() -> None:
+def test_no_windows_are_an_error():
     message = "num_windows must be positive, with at least one window in the source, got 5"
     with pytest.raises(ValueError, match=message):
         list(validation_batches(LETTERS, 1000, 4, 5, document_mask=True))
@@ -113,7 +81,7 @@ def test_no_windows_are_an_error() -> None:
         batch_of()
 
 
-def test_batch_moves_as_a_whole() -> None:
+def test_batch_moves_as_a_whole():
     batch, other = batch_of(0), batch_of(1)
     moved, copied = batch.to("meta"), batch.to("cpu")
     for name in ("tokens", "targets", "cu_seqlens"):
@@ -130,7 +98,7 @@ def test_batch_moves_as_a_whole() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
-def test_copy_to_the_gpu_does_not_wait() -> None:
+def test_copy_to_the_gpu_does_not_wait():
     batch = batch_of(0)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -141,8 +109,9 @@ def test_copy_to_the_gpu_does_not_wait() -> None:
     assert moved.cu_seqlens.cpu().equal(batch.cu_seqlens)
 
 
-def test_padding_with_empty_sequences() -> None:
+def test_padding_with_empty_sequences():
     batch = batch_of(1, 0)
+    assert batch.tokens.tolist() == [*batch_of(1).tokens, *batch_of(0).tokens]
     assert batch.num_sequences == 4
     assert batch.padded(6).cu_seqlens.tolist() == [0, 4, 5, 9, 10, 10, 10]
     with pytest.raises(ValueError, match=r"num_sequences must be at least 4, got 2"):

@@ -29,7 +29,7 @@ def markov_source(length: int, seed: int) -> tuple[TextSource, float]:
     return source_of(np.array(states) + 97), -float((powers[:, None] * bits).sum())
 
 
-def test_reaches_the_entropy_of_a_bigram_process() -> None:
+def test_reaches_the_entropy_of_a_bigram_process():
     train, entropy = markov_source(60_000, seed=2)
     assert 0.5 < entropy < 2.5
     validation, _ = markov_source(60_000, seed=3)
@@ -38,11 +38,7 @@ def test_reaches_the_entropy_of_a_bigram_process() -> None:
 
 @pytest.mark.parametrize("vocab_size", [5, 5000])  # both ways of counting
 @pytest.mark.parametrize(("alpha", "beta"), [(0.1, 1.0), (3.0, 0.01)])
-def test_probabilities_are_those_of_the_formula(
-    vocab_size: int,
-    alpha: float,
-    beta: float,
-) -> None:
+def test_probabilities_are_those_of_the_formula(vocab_size, alpha, beta):
     rng = np.random.default_rng(0)
     train, text = rng.integers(0, 5, size=80), rng.integers(0, 5, size=50)
     text[7] = vocab_size - 1
@@ -58,7 +54,7 @@ def test_probabilities_are_those_of_the_formula(
     assert counts.bits(measured, alpha, beta) == pytest.approx(expected, rel=1e-12)
 
 
-def test_validation_plays_no_part_in_the_smoothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_plays_no_part_in_the_smoothing(monkeypatch):
     """With the priors fixed to the chosen pair, any text gives the same as with the choice."""
     train, _ = markov_source(3_000, seed=2)
     noise = source_of(np.random.default_rng(0).integers(97, 105, size=500))
@@ -73,14 +69,14 @@ def test_validation_plays_no_part_in_the_smoothing(monkeypatch: pytest.MonkeyPat
     assert matches == 1
 
 
-def test_bytes_not_tokens_are_the_unit() -> None:
+def test_bytes_not_tokens_are_the_unit():
     train, text = np.random.default_rng(0).integers(1, 4, size=(2, 5000))
     for size in (1, 4):
         sources = (source_of(tokens, np.array([0, size, size, size])) for tokens in (train, text))
         assert bigram_bits_per_byte(*sources) * size == pytest.approx(math.log2(3), rel=0.01)
 
 
-def test_first_targets_alone_can_be_measured() -> None:
+def test_first_targets_alone_can_be_measured():
     train, _ = markov_source(3_000, seed=2)
     easy, hard = np.full(200, 97), np.random.default_rng(0).integers(97, 105, size=200)
     both = source_of(np.concatenate((easy, hard)))
@@ -89,7 +85,7 @@ def test_first_targets_alone_can_be_measured() -> None:
     assert first != pytest.approx(bigram_bits_per_byte(train, both), rel=1e-3)
 
 
-def test_corpus_baseline() -> None:
+def test_corpus_baseline():
     data = open_data(DataConfig(), seed=0, seq_len=256)
     assert isinstance(data.train, TextSource)
     assert isinstance(data.validation, TextSource)
@@ -97,7 +93,7 @@ def test_corpus_baseline() -> None:
     assert 3.2 < bigram_bits_per_byte(data.train, data.validation) < 4.2
 
 
-def test_other_vocabulary_is_an_error() -> None:
+def test_other_vocabulary_is_an_error():
     source, other = (source_of(np.array([1, 2, 3]), np.ones(size)) for size in (256, 300))
     with pytest.raises(ValueError, match="validation must have the training text's vocabulary"):
         bigram_bits_per_byte(source, other)

@@ -69,12 +69,8 @@ def write_index(folder: Path, index: dict[str, Any]) -> None:
     seq_len=st.integers(1, 50),
 )
 def test_windows_are_those_of_the_text_however_it_was_written(
-    lengths: list[int],
-    shard_tokens: int,
-    cut: int,
-    seq_len: int,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+    lengths, shard_tokens, cut, seq_len, tmp_path_factory
+):
     """Shards of any size, a commit anywhere, windows across shards."""
     folder = tmp_path_factory.mktemp("set")
     texts = [bytes([1 + i % 255]) * (length - 1) for i, length in enumerate(lengths)]
@@ -104,10 +100,7 @@ def test_windows_are_those_of_the_text_however_it_was_written(
 
 
 @given(data=st.data())
-def test_writer_continues_from_every_commit(
-    data: st.DataObject,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_writer_continues_from_every_commit(data, tmp_path_factory):
     """What was written after the commit is gone; the files become those of a single run."""
     lengths = data.draw(st.lists(st.integers(1, 12), min_size=2, max_size=20))
     shard_tokens, cut = data.draw(st.integers(1, 40)), data.draw(st.integers(0, len(lengths)))
@@ -131,7 +124,7 @@ def test_writer_continues_from_every_commit(
         shutil.rmtree(folder)
 
 
-def test_writer_refuses_files_that_lack_what_was_committed(tmp_path: Path) -> None:
+def test_writer_refuses_files_that_lack_what_was_committed(tmp_path):
     writer = ShardWriter(tmp_path, "train", 256, 4)
     write(writer, BYTES.encode_documents([b"aaa", b"a"]))
     committed = writer.commit()
@@ -143,15 +136,20 @@ def test_writer_refuses_files_that_lack_what_was_committed(tmp_path: Path) -> No
         ShardWriter(tmp_path, "train", 256, 4, committed)
 
 
-def test_tokens_on_disk_are_little_endian() -> None:
+def test_tokens_on_disk_are_little_endian():
     sizes = (256, 257, 65536, 65537)
     assert [shard_dtype(size).str for size in sizes] == ["|u1", "<u2", "<u2", "<u4"]
 
 
-def test_contents_are_verified_once_and_after_every_change(folder: Path, monkeypatch) -> None:
+def test_contents_are_verified_once_and_after_every_change(folder, monkeypatch):
     read: list[Path] = []
     real = shards_module.file_digest
-    monkeypatch.setattr(shards_module, "file_digest", lambda path: read.append(path) or real(path))
+
+    def spy(path: Path) -> str:
+        read.append(path)
+        return real(path)
+
+    monkeypatch.setattr(shards_module, "file_digest", spy)
     for verify, is_read in ((False, True), (False, False), (True, True)):
         read.clear()
         opened = open_shards(folder, verify=verify)
@@ -164,11 +162,7 @@ def test_contents_are_verified_once_and_after_every_change(folder: Path, monkeyp
         open_shards(folder)
 
 
-def test_folder_without_write_permission_is_verified_each_time(
-    folder: Path,
-    monkeypatch,
-    caplog,
-) -> None:
+def test_folder_without_write_permission_is_verified_each_time(folder, monkeypatch, caplog):
     def refuse(path: Path, text: str) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -180,7 +174,7 @@ def test_folder_without_write_permission_is_verified_each_time(
     assert f"{STAMP} cannot be written (Permission denied)" in caplog.text
 
 
-def test_what_is_no_prepared_folder_is_named(tmp_path: Path) -> None:
+def test_what_is_no_prepared_folder_is_named(tmp_path):
     message = r"index\.json must exist, got nothing\. Make it with: nsa data prepare"
     with pytest.raises(DataUnavailableError, match=message):
         open_shards(tmp_path / "gone")
@@ -198,7 +192,7 @@ def test_what_is_no_prepared_folder_is_named(tmp_path: Path) -> None:
         ('{"format": 2, "sha256": "0"}', "hold what its own SHA-256 says"),
     ],
 )
-def test_damaged_indexes_are_refused(content: str, message: str, folder: Path) -> None:
+def test_damaged_indexes_are_refused(content, message, folder):
     (folder / INDEX).write_text(content)
     with pytest.raises(UserError, match=rf"index\.json must {message}"):
         open_shards(folder)
@@ -219,7 +213,7 @@ FIELDS = r"index\.json must have the fields that docs/data\.md lists"
         (["sides", "train", "shards", 0, "more"], 1, FIELDS),
     ],
 )
-def test_wrong_indexes_are_refused(places: list, value: Any, message: str, folder: Path) -> None:
+def test_wrong_indexes_are_refused(places, value, message, folder):
     """Although their own SHA-256 fits."""
     node = index = json.loads((folder / INDEX).read_text())
     index.pop("sha256")
@@ -231,7 +225,7 @@ def test_wrong_indexes_are_refused(places: list, value: Any, message: str, folde
         open_shards(folder)
 
 
-def test_shards_of_another_size_are_refused(folder: Path) -> None:
+def test_shards_of_another_size_are_refused(folder):
     with (folder / "train-00001.tokens").open("ab") as file:
         file.write(b"x")
     with pytest.raises(UserError, match=r"train-00001\.tokens must have \d+ bytes, as index\.json"):

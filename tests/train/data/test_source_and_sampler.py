@@ -14,16 +14,13 @@ def source_of(text: str) -> TextSource:
     return TextSource([np.frombuffer(text.encode(), np.uint8)], 0, ONES)
 
 
-def test_tokens_are_of_the_smallest_type() -> None:
+def test_tokens_are_of_the_smallest_type():
     assert source_of("abc\0").tokens.tobytes() == b"abc\0"
     assert TextSource([np.array([50256])], 0, np.ones(50257, dtype=int)).tokens.dtype == np.uint16
 
 
 @given(st.integers(1, 400), st.integers(1, 450))
-def test_windows_overlap_by_the_one_token_that_is_only_a_target(
-    num_tokens: int,
-    seq_len: int,
-) -> None:
+def test_windows_overlap_by_the_one_token_that_is_only_a_target(num_tokens, seq_len):
     source = TextSource([np.arange(num_tokens)], 0, np.ones(512, dtype=int))
     num_windows = source.num_windows(seq_len)
     assert 0 <= num_tokens - 1 - num_windows * seq_len < seq_len  # less than a window is left out
@@ -38,11 +35,7 @@ def test_windows_overlap_by_the_one_token_that_is_only_a_target(
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 12), st.integers(1, 5))
-def test_most_sequences_is_what_the_fullest_windows_hold(
-    lengths: list[int],
-    seq_len: int,
-    num_windows: int,
-) -> None:
+def test_most_sequences_is_what_the_fullest_windows_hold(lengths, seq_len, num_windows):
     source = source_of("".join("x" * length + "\0" for length in lengths))
     indices = range(source.num_windows(seq_len))
     batches = [collate(source, [index], seq_len, document_mask=True) for index in indices]
@@ -51,14 +44,14 @@ def test_most_sequences_is_what_the_fullest_windows_hold(
     assert source.most_sequences(seq_len, num_windows) == sum(fullest) + missing
 
 
-def test_epochs_are_different_permutations_of_all_windows() -> None:
+def test_epochs_are_different_permutations_of_all_windows():
     orders = [Sampler(37, seed).next_windows(3 * 37) for seed in (5, 6)]
     epochs = [tuple(order[start : start + 37]) for order in orders for start in (0, 37, 74)]
     assert all(sorted(epoch) == list(range(37)) for epoch in epochs)
     assert len({*epochs, tuple(range(37))}) == 7
 
 
-def test_order_is_fixed_for_ever() -> None:
+def test_order_is_fixed_for_ever():
     """A run resumed under another NumPy must see the same windows."""
     order = [0, 8, 3, 1, 2, 5, 9, 7, 6, 4, 8, 4, 2, 9, 7, 6, 5, 0, 1, 3]
     assert Sampler(10, seed=1337).next_windows(20) == order
@@ -66,12 +59,8 @@ def test_order_is_fixed_for_ever() -> None:
 
 @given(*(st.integers(1, most) for most in (50, 4, 4, 3, 3)))
 def test_global_batch_does_not_depend_on_the_number_of_ranks(
-    num_windows: int,
-    micro_batch: int,
-    world_size: int,
-    accumulation: int,
-    steps: int,
-) -> None:
+    num_windows, micro_batch, world_size, accumulation, steps
+):
     alone, *ranks = (Sampler(num_windows, seed=3) for _ in range(1 + world_size))
     for step in range(1, steps + 1):
         expected = alone.next_windows(micro_batch * world_size * accumulation)
@@ -85,11 +74,7 @@ def test_global_batch_does_not_depend_on_the_number_of_ranks(
 
 
 @given(st.integers(1, 30), st.integers(0, 100), st.integers(1, 40))
-def test_state_is_three_integers_and_resumes_exactly(
-    num_windows: int,
-    before: int,
-    after: int,
-) -> None:
+def test_state_is_three_integers_and_resumes_exactly(num_windows, before, after):
     sampler, resumed = Sampler(num_windows, seed=11), Sampler(num_windows, seed=11)
     sampler.next_windows(before)
     state = sampler.state_dict()
@@ -99,7 +84,7 @@ def test_state_is_three_integers_and_resumes_exactly(
     assert resumed.next_windows(after) == sampler.next_windows(after)
 
 
-def test_state_of_other_data_is_an_error() -> None:
+def test_state_of_other_data_is_an_error():
     state = Sampler(10, seed=1).state_dict()
     with pytest.raises(ValueError, match=r"num_windows must equal this run's \(11\), got 10"):
         Sampler(11, seed=1).load_state_dict(state)

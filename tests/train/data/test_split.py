@@ -30,11 +30,7 @@ def marked_documents(sizes: list[int]) -> list[Document]:
 
 
 @given(SIZES, FRACTIONS, st.integers(1, 2000))
-def test_no_byte_and_no_window_is_on_both_sides(
-    sizes: list[int],
-    fraction: float,
-    seq_len: int,
-) -> None:
+def test_no_byte_and_no_window_is_on_both_sides(sizes, fraction, seq_len):
     assume(fraction * NUMBER * sum(sizes) >= 2)  # less is too little to divide
     documents = marked_documents(sizes)
     split = split_documents(documents, fraction)
@@ -57,7 +53,7 @@ def test_no_byte_and_no_window_is_on_both_sides(
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.05, 0.1, 0.2, 0.35, 0.5])
-def test_share_is_close_to_the_fraction(fraction: float) -> None:
+def test_share_is_close_to_the_fraction(fraction):
     rng = random.Random(7)
     many = marked_documents([rng.randint(5, 80) for _ in range(400)])
     cases = [many, marked_documents([5000]), marked_documents([2000] * 2), corpus_files().documents]
@@ -70,7 +66,7 @@ def test_share_is_close_to_the_fraction(fraction: float) -> None:
     assert len(splits[1].train) == len(splits[1].validation) == 1
 
 
-def test_membership_follows_content_not_names_or_order() -> None:
+def test_membership_follows_content_not_names_or_order():
     documents = marked_documents([20 + 7 * i % 31 for i in range(200)])
     renamed = [Document(f"other/{i}", document.text) for i, document in enumerate(documents)]
     random.Random(3).shuffle(renamed)
@@ -80,7 +76,7 @@ def test_membership_follows_content_not_names_or_order() -> None:
 
 
 @pytest.mark.parametrize("num_documents", [2, 5, 300])
-def test_copies_of_a_document_count_once(num_documents: int) -> None:
+def test_copies_of_a_document_count_once(num_documents):
     documents = marked_documents([20 + i % 13 for i in range(num_documents)])
     copies = [Document(f"copy of {document.name}", document.text) for document in documents]
     alone = split_documents(documents, 0.25)
@@ -88,7 +84,7 @@ def test_copies_of_a_document_count_once(num_documents: int) -> None:
     assert doubled == alone._replace(num_duplicates=num_documents)
 
 
-def test_training_document_equal_to_a_cut_off_tail_is_left_out() -> None:
+def test_training_document_equal_to_a_cut_off_tail_is_left_out():
     large = marked_documents([550])[0]
     tail = Document("copy of the tail", large.text[2796:])
     last = Document("last", b"last one\n" * 55)
@@ -103,7 +99,7 @@ def test_training_document_equal_to_a_cut_off_tail_is_left_out() -> None:
     assert [document.name for document in split.train] == ["first", large.name]
 
 
-def test_cut_falls_after_a_line_or_else_between_characters() -> None:
+def test_cut_falls_after_a_line_or_else_between_characters():
     lines = Document("lines", b"".join(b"%04d some words\n" % i for i in range(500)))
     split = split_documents([lines], 0.1)
     assert split.train[0].text.endswith(b"\n")
@@ -115,13 +111,13 @@ def test_cut_falls_after_a_line_or_else_between_characters() -> None:
 
 
 @pytest.mark.parametrize("texts", [[], [b"a"], [b"same", b"same"]])
-def test_too_little_text_is_an_error(texts: list[bytes]) -> None:
+def test_too_little_text_is_an_error(texts):
     with pytest.raises(ValueError, match="too little text to divide"):
         split_documents([Document("a", text) for text in texts], 0.1)
 
 
 @pytest.mark.parametrize("ends", [("", "\n"), ("\n", "\n\n"), ("", "\r\n")])
-def test_documents_that_differ_by_final_newlines_are_one(ends: tuple[str, str]) -> None:
+def test_documents_that_differ_by_final_newlines_are_one(ends):
     texts = [f"text {number} of a few words" for number in range(40)]
     documents = [Document(text, (text + end).encode()) for text in texts for end in ends]
     split = split_documents(documents, 0.3)
@@ -148,7 +144,7 @@ def kind_of(row: bytes, fraction: float) -> str:
     fraction=st.sampled_from([0.01, 0.3, 0.5]),
     sides=st.sampled_from([SIDES, SIDES[:1], SIDES[1:]]),
 )
-def test_rows_become_documents_of_their_side(rows: list[bytes], fraction: float, sides) -> None:
+def test_rows_become_documents_of_their_side(rows, fraction, sides):
     made = tokenise(ByteTokenizer(), fraction, sides, rows)
     kinds = [kind_of(row, fraction) for row in rows]
     assert [row.kind for row in made] == kinds
@@ -158,7 +154,7 @@ def test_rows_become_documents_of_their_side(rows: list[bytes], fraction: float,
         assert row.tokens.dtype == np.uint8
 
 
-def test_the_side_is_the_hash() -> None:
+def test_the_side_is_the_hash():
     """Fixed for ever: a data set prepared again must hold the same validation documents."""
     text = b"a document"
     share = int(hashlib.sha256(text).hexdigest(), 16) / 2**256

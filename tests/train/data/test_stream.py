@@ -55,7 +55,7 @@ def tokens_at(start: int, stop: int) -> list[int]:
     return TRAIN[np.arange(start, stop) % len(TRAIN)].tolist()
 
 
-def test_windows_are_the_training_documents_over_and_over(stream: Open) -> None:
+def test_windows_are_the_training_documents_over_and_over(stream):
     made, seq_len = stream(), 1000
     for index in range(2 * len(TRAIN) // seq_len):
         window = made.window(seq_len, index)
@@ -68,7 +68,7 @@ def test_windows_are_the_training_documents_over_and_over(stream: Open) -> None:
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seq_len=st.integers(1, 3000), position=st.integers(0, 60))
-def test_state_resumes_exactly_at_every_window(seq_len: int, position: int, stream: Open) -> None:
+def test_state_resumes_exactly_at_every_window(seq_len, position, stream):
     """At any position, in any epoch; the state is plain integers."""
     first, second = stream(), stream()
     sampler, resumed = StreamSampler(first, seq_len), StreamSampler(second, seq_len)
@@ -89,7 +89,7 @@ def test_state_resumes_exactly_at_every_window(seq_len: int, position: int, stre
     second.close()
 
 
-def test_two_samplers_of_one_stream_follow_each_other(stream: Open) -> None:
+def test_two_samplers_of_one_stream_follow_each_other(stream):
     """One draws ahead, the other is told how far training has come."""
     made, tokens = stream(), []
     ahead, behind = StreamSampler(made, 100), StreamSampler(made, 100)
@@ -101,7 +101,7 @@ def test_two_samplers_of_one_stream_follow_each_other(stream: Open) -> None:
     assert tokens == tokens_at(0, 1500)
 
 
-def test_ranks_share_the_windows(stream: Open) -> None:
+def test_ranks_share_the_windows(stream):
     """Each rank reads the stream and takes its own windows; the state is that of all of them."""
     ranks = [stream() for _ in range(3)]
     samplers = [StreamSampler(rank, 50) for rank in ranks]
@@ -114,7 +114,7 @@ def test_ranks_share_the_windows(stream: Open) -> None:
     assert len({json.dumps(sampler.state_dict()) for sampler in samplers}) == 1
 
 
-def test_validation_documents_are_the_first_ones(source: Path) -> None:
+def test_validation_documents_are_the_first_ones(source):
     expected = DOCUMENTS["validation"]
     sizes = np.cumsum([len(text) + 1 for text in expected])
     for wanted in (1, 500, int(sizes[-1]), 10**9):
@@ -124,7 +124,7 @@ def test_validation_documents_are_the_first_ones(source: Path) -> None:
         assert [row.tokens.tobytes() for row in rows] == [text + b"\0" for text in kept]
 
 
-def test_data_without_training_text_are_an_error(tmp_path: Path) -> None:
+def test_data_without_training_text_are_an_error(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["", "", ""])
     made = StreamSource(Origin(str(path)), ByteTokenizer(), config_of(path))
     message = r"data\.path must hold training text, got none in .*a\.jsonl"

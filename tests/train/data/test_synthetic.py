@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,12 +29,13 @@ def known_answer(task: str, seen: list[int]) -> int | None:
 
 @pytest.mark.parametrize("task", ["copy", "induction", "needle"])
 @pytest.mark.parametrize("seq_len", [17, 18, 64, 255])
-def test_exactly_the_targets_with_a_known_answer_count(task: str, seq_len: int) -> None:
+def test_exactly_the_targets_with_a_known_answer_count(task, seq_len):
     source = SyntheticSource(task, "train", seed=1)
     assert source.ideal_loss == 0
     for index in (0, 1, 77, source.num_windows(seq_len) - 1):
         tokens = source.window(seq_len, index)
-        assert (tokens.dtype, tokens.shape) == (np.int64, (seq_len + 1,))
+        assert tokens.dtype == np.int64
+        assert tokens.shape == (seq_len + 1,)
         assert 0 <= tokens.min() <= tokens.max() < 256
         values = tokens.tolist()
         answers = [known_answer(task, values[:target]) for target in range(1, seq_len + 1)]
@@ -46,7 +46,7 @@ def test_exactly_the_targets_with_a_known_answer_count(task: str, seq_len: int) 
             assert answer in (None, token)
 
 
-def test_uniform_bytes_are_uniform_and_cost_eight_bits() -> None:
+def test_uniform_bytes_are_uniform_and_cost_eight_bits():
     source = SyntheticSource("uniform", "train", seed=1)
     windows = np.concatenate([source.window(4096, i) for i in range(64)])
     counts, expected = np.bincount(windows, minlength=256), len(windows) / 256
@@ -58,14 +58,14 @@ def test_uniform_bytes_are_uniform_and_cost_eight_bits() -> None:
     assert batch.cu_seqlens.tolist() == [0, 64, 128]  # byte 0 is a byte like any other here
 
 
-def test_needle_hides_at_every_depth() -> None:
+def test_needle_hides_at_every_depth():
     source = SyntheticSource("needle", "train", seed=1)
     places = {source.window(40, i).tolist().index(0) for i in range(800)}
     assert places == set(range(41 - 2 * 9 + 1))
 
 
 @pytest.mark.parametrize("task", SHORTEST)
-def test_windows_can_be_made_in_any_order_and_none_is_on_both_sides(task: str) -> None:
+def test_windows_can_be_made_in_any_order_and_none_is_on_both_sides(task):
     train, again = (SyntheticSource(task, "train", seed=4) for _ in range(2))
     last = train.window(64, 900_000)
     assert np.array_equal(again.window(64, 900_000), last)
@@ -75,7 +75,7 @@ def test_windows_can_be_made_in_any_order_and_none_is_on_both_sides(task: str) -
 
 
 @pytest.mark.parametrize(("task", "seq_len"), SHORTEST.items())
-def test_tasks_are_opened_by_name(task: Any, seq_len: int) -> None:
+def test_tasks_are_opened_by_name(task, seq_len):
     """The shortest window works and a shorter one is an error."""
     data = open_data(DataConfig(source=task), seed=3, seq_len=seq_len)
     assert isinstance(data.train, SyntheticSource)
