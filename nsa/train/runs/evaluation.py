@@ -15,7 +15,6 @@ from nsa.train.data import (
     DataBundle,
     Document,
     ShardSource,
-    StreamSource,
     TextSource,
     TokenSource,
     bigram_bits_per_byte,
@@ -141,8 +140,10 @@ def _compared(data: DataBundle, figure: float, num_targets: int) -> Iterator[Fin
         line = f"lowest possible loss: {ideal:.4f} nats per token (synthetic task, no text)"
         yield Finding(line, {"ideal_loss_nats": ideal})
         return
-    if isinstance(data.train, StreamSource):
-        why = "a stream's training text is not kept (nsa data prepare makes shards of it)"
+    if not isinstance(data.train, TextSource):
+        why = (
+            "the source does not keep its training text (nsa data prepare makes shards of a stream)"
+        )
         yield Finding(f"no bigram baseline: {why}", {})
         return
     train, validation = (_text(source) for source in (data.train, data.validation))
@@ -164,7 +165,7 @@ def _text(source: TokenSource) -> TextSource:
     if isinstance(source, ShardSource):
         first = source.read(0, _BIGRAM_TOKENS)
         return TextSource([first], source.separator_id, source.token_bytes)
-    assert isinstance(source, TextSource), "neither shards nor text"
+    assert isinstance(source, TextSource), "a source without text"
     return source
 
 

@@ -195,7 +195,7 @@ def test_every_row_says_that_the_data_are_synthetic(tmp_path):
 def test_evaluation_of_runs_on_shards_and_streams(shards, source, tmp_path):
     for data, last in (
         (shards, "than the bigram baseline"),
-        (stream_config(source), "no bigram baseline: a stream's training text is not kept"),
+        (stream_config(source), "no bigram baseline: the source does not keep its training text"),
     ):
         make_trainer(run_config(tmp_path, data, steps=1), tmp_path / data.source).run()
         said = evaluation(tmp_path / data.source)
