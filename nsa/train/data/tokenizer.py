@@ -104,11 +104,12 @@ class Tokenizer:
         self._definition = {"separator": separator, "tokenizer": definition}
         self.fingerprint = _fingerprint(self._definition)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str | bytes) -> list[int]:
         """Ids of a text, without separator.
 
         Raises:
-            ValueError: the text holds what UTF-8 cannot say, or a byte that is the separator.
+            ValueError: the text is not valid UTF-8 (bytes need not be for the byte tokenizer), or
+                holds a byte that is the separator.
         """
         raise NotImplementedError
 
@@ -147,9 +148,9 @@ class ByteTokenizer(Tokenizer):
             spelling[0] = b""
         super().__init__("byte", None, "\0" if separator else None, spelling)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str | bytes) -> list[int]:
         """See :class:`Tokenizer`."""
-        raw = _utf8(text)
+        raw = text if isinstance(text, bytes) else _checked(text).encode()
         place, rule = raw.find(b"\0"), "hold no NUL byte, which is the separator"
         fits = place < 0 or self.separator_id is None
         check(fits, "ByteTokenizer", "text", rule, f"one at offset {place}")
@@ -194,9 +195,9 @@ class SubwordTokenizer(Tokenizer):
             found = f"{decoded!r} for {probe.encode()!r}"
             check(decoded == probe.encode(), where, "definition", rule, found, hint)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str | bytes) -> list[int]:
         """See :class:`Tokenizer`."""
-        return self._backend.encode(_utf8(text).decode(), add_special_tokens=False).ids
+        return self._backend.encode(_checked(text), add_special_tokens=False).ids
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[Tokens]:
         """See :class:`Tokenizer`.
@@ -391,10 +392,10 @@ def _spell_with_fallback(token: str) -> bytes:
     return bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
 
 
-def _utf8(text: str) -> bytes:
+def _checked(text: str | bytes) -> str:
     try:
-        return text.encode()
-    except UnicodeEncodeError as error:
+        return (text.encode() if isinstance(text, str) else text).decode()
+    except (UnicodeEncodeError, UnicodeDecodeError) as error:
         fail("Tokenizer.encode", "text", "be valid UTF-8", f"{error.reason} at {error.start}")
 
 

@@ -73,6 +73,7 @@ def test_round_trip_is_exact_for_any_text(made, text):
         text = text.replace("\u2581", "")  # a space to this tokenizer, which refuses it, see below
     raw, ids = text.encode(), made.encode(text)
     assert made.decode(ids) == raw
+    assert made.encode(raw) == ids
     assert made.encode_documents([raw, b"x"])[0].tolist() == [*ids, made.separator_id]
     assert made.separator_id not in ids  # not even where the text spells the separator's name
     assert made.token_bytes[ids].sum() == len(raw)
@@ -183,6 +184,11 @@ def test_text_that_is_no_unicode_is_an_error(made):
     message = "text must be valid UTF-8, got surrogates not allowed at 1"
     with pytest.raises(ValueError, match=message):
         made.encode("a\ud800")
+    if made.kind != "byte":
+        with pytest.raises(
+            ValueError, match="text must be valid UTF-8, got invalid start byte at 2"
+        ):
+            made.encode(b"ab\xff")
 
 
 def test_files_of_both_families_are_taken(tmp_path):
