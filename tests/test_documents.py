@@ -63,7 +63,7 @@ def test_readme_example_runs() -> None:
 
 
 def tree_entries(text: str) -> set[str]:
-    """Folders of the README's tree: a fence marked ``text`` in which each line is an indented name and a remark."""
+    """Folders of the README's tree: a fence marked ``text``, a line for each name and a remark."""
     (fence,) = re.findall(
         r"^## The tree\n.*?^```text\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE
     )

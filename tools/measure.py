@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 
 from nsa.ops._triton.tuning import table_name
+from tools.command import run
 
 ATTENTION = "bench attention"
 WHOLE = f"{ATTENTION} --case attention"
@@ -84,35 +84,46 @@ MEASUREMENTS = {
 FOLDERS = ("memory", "host", "switches")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all measurements, or some; 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("--out", type=Path, default=Path("benchmarks"), help="folder of results/, memory/, ..")
-    add("--only", nargs="+", metavar="NAME", help="some, by file or folder: seed, train, memory")
-    add("--shards", help="prepared data of bytes to train on; else what the configuration says")
-    add("--commit", help="commit to record where the checkout has no git")
-    add("--list", action="store_true", help="print the commands alone")
-    options = parser.parse_args(arguments)
-    gpu, failed = gpu_name(), list[str]()
-    for name, text in ((name, text) for name, texts in MEASUREMENTS.items() for text in texts):
-        if options.only and name not in options.only:
-            continue
+def measure(
+    *,
+    out: Path = Path("benchmarks"),
+    only: tuple[str, ...] = (),
+    shards: str | None = None,
+    commit: str | None = None,
+    list: bool = False,
+) -> int:
+    """Run every measurement behind the committed rows of one GPU.
+
+    Exit code 1 if one failed.
+
+    Args:
+        out: folder of results/, memory/, ..
+        only: some, by file or folder: seed, train, memory
+        shards: prepared data of bytes to train on; else what the configuration says
+        commit: commit to record where the checkout has no git
+        list: print the commands alone
+    """
+    gpu, failed = gpu_name(), ""
+    chosen = {name: texts for name, texts in MEASUREMENTS.items() if name in (only or MEASUREMENTS)}
+    for name, text in ((name, text) for name, texts in chosen.items() for text in texts):
         file = f"{name}/{gpu}.jsonl" if name in FOLDERS else f"results/{gpu}-{name}.jsonl"
-        words = [*text.split(), "--out", str(options.out / file)]
-        if options.shards and text.startswith(TRAIN):
-            words += ["--data.source", "shards", "--data.path", options.shards]
-        if options.commit:
-            words += ["--commit", options.commit]
+        words = [*text.split(), "--out", str(out / file)]
+        if shards and text.startswith(TRAIN):
+            words += ["--data.source", "shards", "--data.path", shards]
+        words += ["--commit", commit] if commit else []
         print("$ nsa", *words, flush=True)
-        if not options.list:
+        if not list:
             begin = time.monotonic()
-            command = [sys.executable, "-m", "nsa", *words]
-            code = subprocess.run(command, check=False).returncode
+            code = subprocess.run([sys.executable, "-m", "nsa", *words], check=False).returncode
             print(f"exit code {code} after {time.monotonic() - begin:.0f} s", flush=True)
-            failed += [f"{name} ({code})"] * (code != 0)
-    print(f"failed: {', '.join(failed)}" if failed else "all done")
+            failed += f" {name} ({code})" * (code != 0)
+    print(f"failed:{failed}" if failed else "all done")
     return 1 if failed else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    return run("measure", measure, arguments)
 
 
 def gpu_name() -> str:

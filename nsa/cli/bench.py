@@ -33,9 +33,9 @@ def attention(
 ) -> int:
     """Measure the attention operators.
 
-    Whole attention and each operator, forward and forward with backward, beside dense attention and
-    FlexAttention of PyTorch and the reference. A result is compared with fp64 on sampled rows
-    before it is timed; a wrong one gets no figure, and the exit code is 1. For example
+    Whole attention and each operator, forward and forward with backward, compared with dense
+    attention and FlexAttention of PyTorch and with the reference. A result is compared with fp64 on
+    sampled rows before it is timed; a wrong one gets no figure, and the exit code is 1. For example
       nsa bench attention --shape seed --seqs 2048,65536 --out benchmarks/results/mine.jsonl
       nsa bench attention --case attention.window --variant narrow:window_attention_*.keys=32
       nsa bench attention --provider reference --seqs 512 --tokens 512      (without a GPU)
@@ -99,10 +99,11 @@ def train(
     """Measure training steps.
 
     Those of a configuration as it is, by the trainer itself, on the text that it names, with
-    everything on: tokens/s, step time, MFU, memory; and the forward pass alone. Beside it the dense
-    model, and a dense model whose MLP is widened to as many parameters. What settings, --seqs,
-    --tokens and --micro-batch change stands in the rows. Loss and gradients are compared with the
-    fp64 reference first; a wrong model gets no figure, and the exit code is 1. For example
+    everything on: tokens/s, step time, MFU, memory; and the forward pass alone. It is compared
+    with the dense model, and with a dense model whose MLP is widened to as many parameters. What
+    settings, --seqs, --tokens and --micro-batch change stands in the rows. Loss and gradients are
+    compared with the fp64 reference first; a wrong model gets no figure, and the exit code is 1.
+    For example
       nsa bench train --config 78m --out benchmarks/results/mine.jsonl
       nsa bench train --config 78m --tokens 65536 --micro-batch 32 --dense-unmasked
       nsa bench train --config 78m --seqs 8192 --data.document-mask false
@@ -216,9 +217,9 @@ def host(
 
     Milliseconds in which one call, forward or forward with backward, is issued while the GPU is
     idle, kernels launched, and the time that the GPU needs for them. The function and the module,
-    eager and compiled, with bf16 weights and with fp32 weights under autocast, beside the attention
-    layer of transformers' Llama (SDPA) in the same run. Results are compared with fp64 first; a
-    wrong one gets no figure, and the exit code is 1. For example
+    eager and compiled, with bf16 weights and with fp32 weights under autocast, compared with the
+    attention layer of transformers' Llama (SDPA) in the same run. Results are compared with fp64
+    first; a wrong one gets no figure, and the exit code is 1. For example
       nsa bench host --out benchmarks/host/mine.jsonl
       nsa bench host --case host.module --mode compiled,reduce_overhead --tokens 2048
 
@@ -409,7 +410,7 @@ def _device() -> Any:
 
 
 COMMANDS = Group(
-    "Measure this library's speed beside others.\n"
+    "Measure this library's speed and compare it with others.\n"
     "Also: tune the tiles of its kernels for this GPU, and make a report. How to repeat the\n"
     "committed figures, and what each field of a row means: docs/benchmarks.md.",
     {

@@ -157,7 +157,7 @@ def command_parser(name: str, run: Callable[..., int]) -> Parser:
         how = _how(typing.get_args(hint)[0] if type(None) in typing.get_args(hint) else hint)
         if default is not parameter.empty:
             how["default"] = default
-            shown = " ".join(default) if isinstance(default, tuple) else str(default)
+            shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
             described[argument] += f" (default {shown})" * (shown not in ("None", "False", ""))
         how["help"] = _plain(described[argument])
         if parameter.kind is parameter.KEYWORD_ONLY:
@@ -165,7 +165,8 @@ def command_parser(name: str, run: Callable[..., int]) -> Parser:
             parser.add_argument(option(argument), required=required, **how)
             parser.repeatable |= {option(argument)} if how.get("action") == "append" else set()
         else:
-            how |= {} if default is parameter.empty else {"nargs": "?"}
+            if default is not parameter.empty:
+                how["nargs"] = "*" if "nargs" in how else "?"
             parser.add_argument(argument, metavar=argument.upper(), **how)
     return parser
 

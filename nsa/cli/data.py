@@ -12,7 +12,7 @@ from nsa.train.sources import is_mistyped_path
 if TYPE_CHECKING:
     from nsa.train.data.preparation import Report
 
-_LINE_S = 10.0  # from one line of progress to the next where there is no terminal
+_LINE_S = 10.0  # from one line of progress to the next
 
 
 def prepare(
@@ -35,12 +35,12 @@ def prepare(
 ) -> int:
     """Tokenise a data set into shards.
 
-    They are memory-mapped files that training reads by number. SOURCE is a data set on the Hugging
-    Face hub or a local file or folder: Parquet, JSON lines or text, which may be compressed. For
-    example
+    Shards are memory-mapped files, which training reads in any order. SOURCE is a data set on the
+    Hugging Face hub or a local file or folder: Parquet, JSON lines or text, which may be
+    compressed. For example
       nsa data prepare HuggingFaceFW/fineweb-edu --subset sample-10BT --out data/fineweb-edu-10bt
       nsa data prepare texts/ --tokenizer byte --validation-fraction 0.1 --out data/texts
-    Ended at any moment, the same command goes on where it stopped, and the result is bit for bit
+    If it is interrupted, the same command goes on where it stopped, and the result is bit for bit
     that of a single run.
 
     Args:
@@ -74,69 +74,49 @@ def prepare(
         shard_tokens=shard_tokens,
         licence=licence,
     )
-    lines = _ProgressLines(max_tokens)
-    with lines.bar:
-        index = data.prepare(
-            config,
-            out,
-            workers=workers,
-            time_limit_s=time_limit_s,
-            on_progress=lines.report,
-        )
+    index = data.prepare(
+        config,
+        out,
+        workers=workers,
+        time_limit_s=time_limit_s,
+        on_progress=_Progress().report,
+    )
     for side, found in index["sides"].items():
         counts = f"{found['documents']:,} documents, {found['tokens']:,} tokens"
         print(f"{side}: {counts}, {found['text_bytes']:,} bytes of text")
     empty, unreadable = index["left_out"]["empty"], index["left_out"]["unreadable"]
     if empty or unreadable:
-        rest = f"{unreadable:,} not UTF-8 or with a NUL byte"
-        print(f"left out: {empty:,} rows without text, {rest}")
+        odd = f"{unreadable:,} not UTF-8 or with a NUL byte"
+        print(f"left out: {empty:,} rows without text, {odd}")
     kind, size = index["tokenizer"]["kind"], index["tokenizer"]["vocab_size"]
     words = f"--data.source shards --data.path {out} --data.tokenizer {kind}"
     print(f"train on it with: {words} --model.vocab-size {size}")
     return 0
 
 
-class _ProgressLines:
-    """How a preparation goes: a bar on a terminal, a line every ten seconds elsewhere."""
+class _Progress:
+    """Prints how far a preparation is, every ten seconds."""
 
-    def __init__(self, max_tokens: int | None) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        self._max_tokens = max_tokens
-        self._is_terminal = Console().is_terminal
-        percentage = TextColumn("{task.percentage:>3.0f}%")
-        self.bar = Progress(
-            BarColumn(bar_width=16),
-            percentage,
-            TextColumn("{task.description}"),
-            refresh_per_second=2,
-            disable=not self._is_terminal,
-        )
-        self._task = self.bar.add_task("", total=1.0)
+    def __init__(self) -> None:
         self._begin: tuple[float, int] | None = None
         self._said = time.monotonic()
 
     def report(self, report: Report) -> None:
-        """Show how far it has come."""
-        now, progress = time.monotonic(), report.progress
-        size = sum(progress.text_bytes.values())
+        """Say how far it is, unless it was said a moment ago."""
+        now, size = time.monotonic(), sum(report.progress.text_bytes.values())
         # What an interrupted attempt did says nothing about the speed of this one.
         begin, before = self._begin = self._begin or (now, size)
-        tokens = sum(writer.total("tokens") for writer in report.writers.values())
-        done, files = progress.place[0], len(report.found.files)
-        share = done / files
-        if self._max_tokens is not None:
-            share = min(report.writers["train"].total("tokens") / self._max_tokens, 1.0)
-        speed = f"{(size - before) / 1e6 / max(now - begin, 1e-9):.1f} MB/s"
-        text, file = f"{size / 1e9:.2f} GB", f"file {min(done + 1, files)} of {files}"
-        short = f"{speed} | {text} | {tokens / 1e9:.2f}G tokens | {file}"  # fits into 80 columns
-        self.bar.update(self._task, completed=share, description=short)
-        if not self._is_terminal and now - self._said >= _LINE_S:
-            self._said = now
-            documents = sum(writer.total("documents") for writer in report.writers.values())
-            counts = f"{tokens:,} tokens | {documents:,} documents"
-            print(f"{speed} | {text} of text | {counts} | {file}", flush=True)
+        if now - self._said < _LINE_S:
+            return
+        self._said = now
+        tokens, documents = (
+            sum(writer.total(what) for writer in report.writers.values())
+            for what in ("tokens", "documents")
+        )
+        files = len(report.found.files)
+        file = f"file {min(report.progress.place[0] + 1, files)} of {files}"
+        speed = f"{(size - before) / 1e6 / (now - begin):.1f} MB/s | {size / 1e9:.2f} GB of text"
+        print(f"{speed} | {tokens:,} tokens | {documents:,} documents | {file}", flush=True)
 
 
 def verify(folder: str) -> int:

@@ -1,4 +1,4 @@
-"""``nsa doctor``: what this machine has, what will run on it, and what will not."""
+"""``nsa doctor``: what this machine has, what runs on it, and what does not."""
 
 from __future__ import annotations
 
@@ -52,16 +52,10 @@ class Problem(str):
     """A line about something that will not work."""
 
 
-def diagnose(
-    folder: Path | None = None,
-    shape: str | None = None,
-    seq_len: int = 0,
-    dtype: str = "bf16",
-) -> int:
+def diagnose(shape: str | None = None, seq_len: int = 0, dtype: str = "bf16") -> int:
     """Print what there is.
 
     Args:
-        folder: of configurations to check; None takes those of the package.
         shape: also say what runs for these heads, see :func:`nsa.bench.points.parse_shape`.
         seq_len: tokens of the longest sequence, with ``shape``.
         dtype: ``bf16``, ``fp16`` or ``fp32``, with ``shape``.
@@ -84,7 +78,7 @@ def diagnose(
         sizes = f"D {config.head_dim}, Dv {config.value_dim}"
         title = f"{heads}, {sizes}, {dtype}, sequences of up to {seq_len:,} tokens"
         sections[title] = _kernels(config, seq_len, dtype)
-    sections["configurations"] = _configs(folder)
+    sections["configurations"] = _configs()
     count = 0
     for title, lines in sections.items():
         print(title)
@@ -100,24 +94,23 @@ def _versions() -> Lines:
     yield f"python {platform.python_version()} on {platform.platform()}"
     for name in environment.RECORDED:
         found = environment.version(name)
-        if found is None and name not in CORE:
-            continue  # of an extra
-        if name == "triton" and not found and sys.platform != "linux":
+        if found is not None:
+            yield f"{name} {found}"
+        elif name == "triton" and sys.platform != "linux":
             yield f"no triton: there is none for {sys.platform}; operators run in eager PyTorch"
-            continue
-        absent = f"{name} is not installed. Install it with: pip install {name}"
-        yield f"{name} {found}" if found else Problem(absent)
+        elif name in CORE:  # others belong to an extra
+            yield Problem(f"{name} is not installed. Install it with: pip install {name}")
     code = environment.code_version()
     changed = ", with changes" if code["dirty"] else ""
-    known = f"commit {code['commit']}{changed}"
-    yield known if code["commit"] else f"commit unknown: {code['note']}"
+    unknown = f"commit unknown: {code['note']}"
+    yield f"commit {code['commit']}{changed}" if code["commit"] else unknown
 
 
 def _extras() -> Lines:
     """Which extras are installed; commands that need another one refuse and name it."""
     for extra in EXTRAS:
-        absent = missing(extra)
-        without = f"without {', '.join(absent)}. Install with: {install_command(extra)}"
+        absent = ", ".join(missing(extra))
+        without = f"without {absent}. Install with: {install_command(extra)}"
         yield f"{extra}: {without if absent else 'installed'}"
 
 
@@ -138,12 +131,13 @@ def _gpus() -> Lines:
         if torch.version.cuda is None:
             built = "PyTorch was built without CUDA"
         driver = environment.nvidia_driver()
-        what = f"an NVIDIA driver ({driver}) is there, but {built}"
+        what = f"an NVIDIA driver ({driver}) is installed, but {built}"
         advice = "Install the CUDA build of PyTorch for that driver."
         none = f"none: {built}; training runs on the CPU"
         yield none if driver is None else Problem(f"{what}. {advice}")
         return
     yield f"driver {found['driver']}, CUDA {found['runtime']}, cuDNN {found['cudnn']}"
+    count = len(found["gpus"])
     for index, gpu in enumerate(found["gpus"]):
         free, total = torch.cuda.mem_get_info(index)
         size = f"{gpu['multiprocessors_count']} multiprocessors"
@@ -151,12 +145,15 @@ def _gpus() -> Lines:
         capability = f"compute capability {gpu['compute_capability']}"
         yield f"{index}: {gpu['name']}, {capability}, {size}, {memory}"
         if is_too_old(index):
-            least = ".".join(map(str, LEAST_CAPABILITY))
-            needed = f"the Triton kernels need compute capability {least} or above"
+            needed = f"the Triton kernels need compute capability {_dotted(LEAST_CAPABILITY)}"
             old = f"{index}: {gpu['name']} is too old"
-            yield Problem(f"{old}: {needed}. Train with: --device cpu")
-    yield from _utilisation(len(found["gpus"]))
-    yield from _connections(len(found["gpus"]))
+            yield Problem(f"{old}: {needed} or above. Train with: --device cpu")
+    yield from _utilisation(count)
+    yield from _connections(count)
+
+
+def _dotted(capability: tuple[int, ...]) -> str:
+    return ".".join(map(str, capability))
 
 
 def _utilisation(num_gpus: int) -> Lines:
@@ -186,27 +183,12 @@ def _connections(num_gpus: int) -> Lines:
         return
     for (first, second), code in environment.gpu_links(topology).items():
         peers = torch.cuda.can_device_access_peer(first, second)
-        link, direct = _link_meaning(code), "yes" if peers else "no"
-        yield f"GPU {first} to GPU {second}: {link}; direct access {direct}"
+        yield f"GPU {first} to GPU {second}: {code}; direct access {'yes' if peers else 'no'}"
     yield from topology.splitlines()
 
 
-def _link_meaning(code: str) -> str:
-    """An entry of the driver's matrix in words."""
-    if code.startswith("NV"):
-        return f"NVLink, {code[2:]} links"
-    ways = {
-        "PIX": "PCIe, one switch",
-        "PXB": "PCIe, several switches",
-        "PHB": "PCIe through the CPU's bridge",
-        "NODE": "PCIe through the bridges of one NUMA node",
-        "SYS": "PCIe and the link between CPUs",
-    }
-    return ways.get(code, code)
-
-
 def _operators() -> Lines:
-    """Which implementation runs on each device and why, shown by running it."""
+    """Which implementation runs on each device, shown by running it."""
     for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
         if device == "cuda" and is_too_old(torch.cuda.current_device()):
             yield "cuda: nothing, the GPU is too old for the Triton kernels"
@@ -217,10 +199,9 @@ def _operators() -> Lines:
         out = layer(x)
         out.sum().backward()
         finite = bool(out.isfinite().all())
-        elapsed_ms = 1000 * (time.perf_counter() - begin)
+        took = f"{_PROBE_TOKENS} tokens took {1000 * (time.perf_counter() - begin):.0f} ms"
         is_eager = choose_backend("nsa doctor", "auto", x) == "reference"
         what = "eager PyTorch" if is_eager else "Triton kernels"
-        took = f"{_PROBE_TOKENS} tokens took {elapsed_ms:.0f} ms"
         yield f"{device}: {what}. A first forward and backward of {took}."
         if not finite:
             yield Problem(f"the attention layer gave values that are not finite on {device}")
@@ -230,10 +211,10 @@ def _tiles() -> Lines:
     """Which tuning table each GPU takes."""
     for index in range(torch.cuda.device_count()):
         table, capability = device_table(index)
-        defaults = f"defaults of compute capability {'.'.join(map(str, capability))}"
-        where = f"{defaults}. Measure better ones with: nsa bench tune"
+        where = f"defaults of compute capability {_dotted(capability)}"
+        where += ". Measure better ones with: nsa bench tune"
         if table is not None:
-            where = f"{len(table.rows)} measured on {table.gpu}; defaults for the rest"
+            where = f"{len(table.rows)} measured on {table.gpu}; defaults for the others"
         yield f"GPU {index}, {torch.cuda.get_device_name(index)}: {where}"
     if not torch.cuda.device_count():
         yield "none: no GPU"
@@ -290,9 +271,7 @@ def _tile_line(
     capability: tuple[int, int] | None,
     table: TileTable | None,
 ) -> str:
-    version = "the smallest GPU"
-    if capability is not None:
-        version = f"compute capability {'.'.join(map(str, capability))}"
+    version = f"compute capability {_dotted(capability)}" if capability else "the smallest GPU"
     tile, why = default_tile(key, capability), f"default of {version}"
     found = None if table is None else table.find(key)
     if found is not None and table is not None:
@@ -303,26 +282,19 @@ def _tile_line(
     return f"{counts}{loads} ({why})"
 
 
-def _configs(folder: Path | None) -> Lines:
-    chosen = configs.FOLDER if folder is None else folder
-    if not chosen.is_dir():
-        yield Problem(f"no folder {chosen}")
-        return
+def _configs() -> Lines:
+    """Whether the configurations of the package load."""
     if lacking("train"):
         yield "not loaded: that needs the extra train"
         return
     from nsa.train.load import load_config
 
-    paths = sorted(chosen.glob("*.yaml"))
-    for path in paths:
+    for name in configs.names():
         try:
-            config = load_config(path)
+            config = load_config(name)
         except UserError as error:
             yield Problem(str(error))
         else:
             step_tokens = config.global_batch * config.seq_len
-            name = path.stem if folder is None else path
             run = f"{config.steps:,} steps of {step_tokens:,} tokens"
             yield f"{name}: loads; {config.model.attention}, {run}"
-    if not paths:
-        yield Problem(f"no *.yaml in {chosen}")

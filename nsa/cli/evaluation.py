@@ -25,9 +25,9 @@ def evaluate(
 ) -> int:
     """Measure a trained model on text.
 
-    A checkpoint of RUN on its held-out text, in bits per byte, beside a smoothed bigram model of
-    the training text on exactly the same held-out text; a synthetic task has the lowest possible
-    loss beside it instead. Or on any other text:
+    A checkpoint of RUN on its validation text, in bits per byte, compared with a smoothed bigram
+    model of the training text on exactly the same text; a synthetic task is compared with the
+    lowest possible loss instead. Or on any other text:
       nsa eval runs/cpu-small-1 --checkpoint best
       nsa eval runs/cpu-small-1 --text letters.txt --json
       cat letters.txt | nsa eval runs/cpu-small-1 --text -

@@ -1,8 +1,7 @@
-"""``nsa configs`` and ``nsa doctor``: what comes with the package, and what is here."""
+"""``nsa configs`` and ``nsa doctor``: what the package brings, what is installed."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from nsa import configs as shipped
@@ -28,7 +27,6 @@ def configs(*, folder: bool = False) -> int:
 
 def doctor(
     *,
-    configs: Path | None = None,
     shape: str | None = None,
     seq: int | None = None,
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
@@ -41,7 +39,6 @@ def doctor(
       nsa doctor --shape seed --seq 65536
 
     Args:
-        configs: folder of configurations to check (default those of the package)
         shape: seed, wide, paper or HqxHkvxDxDv: say what runs for it; with --seq
         seq: tokens of the longest sequence, with --shape
         dtype: with --shape
@@ -50,4 +47,4 @@ def doctor(
 
     together = (shape is None) == (seq is None)
     check(together, "nsa doctor", "--shape and --seq", "be given together", (shape, seq))
-    return 1 if diagnose(configs, shape, seq or 0, dtype) else 0
+    return 1 if diagnose(shape, seq or 0, dtype) else 0

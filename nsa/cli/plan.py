@@ -32,7 +32,7 @@ def plan(
     For example
       nsa plan 78m --gpu h200 --price-per-gpu-hour 3.5
       nsa plan 78m --gpu l40s --micro-batch 32 --accumulation 1 --global-batch 32
-      nsa plan 78m 78m-dense --measure          (on a GPU: planned beside measured memory)
+      nsa plan 78m 78m-dense --measure          (on a GPU: planned and measured memory)
     Every setting of the file can be given here too, as of `nsa train`.
 
     Args:

@@ -59,8 +59,8 @@ def track(
     """Send the rows of a run to a tracker.
 
     It is trackio, which keeps them on this machine, or Weights & Biases (wandb). The run itself
-    never waits for a tracker; this command reads its metrics.jsonl, beside it or afterwards, and
-    goes on where it stopped.
+    never waits for a tracker; this command reads its metrics.jsonl, during the run or afterwards,
+    and goes on where it stopped.
 
     Args:
         run: run folder, for example runs/cpu-small-1

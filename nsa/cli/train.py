@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nsa.train.telemetry.progress import RunReport
 
 EXIT_FAILED, EXIT_SIGNAL = 1, 128
-PLOT_EVERY_S = 60.0  # at most: drawing takes some tenths of a second from training
+PLOT_EVERY_S = 60.0  # at most: drawing costs training some tenths of a second
 
 
 def train(

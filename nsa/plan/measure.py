@@ -1,4 +1,4 @@
-"""Planned beside measured memory: a few steps of the trainer on the GPU of this machine."""
+"""Planned and measured memory: a few steps of the trainer on the GPU of this machine."""
 
 from __future__ import annotations
 

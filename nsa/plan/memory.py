@@ -1,7 +1,6 @@
 """Memory of a training step, by formulas in the sizes of the model and of a micro-batch.
 
-What is small beside the rest is left out; ``tests/plan/test_memory.py`` compares the formulas with
-measured peaks.
+Small parts are left out; ``tests/plan/test_memory.py`` compares the formulas with measured peaks.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ MLP = "saved for backward: MLP"
 WORKSPACE_BYTES = 32 * 2**20
 # Log-probabilities, their gradient and that of the logits, fp32.
 BYTES_PER_LOGIT = 12
-# What a process takes beside its tensors: what the allocator cannot use, and the driver's context
-# and the libraries' kernels.
+# What a process takes in addition to its tensors: what the allocator cannot use, and the driver's
+# context and the libraries' kernels.
 FRAGMENTATION, CONTEXT_BYTES = 0.05, 2**30
 
 
@@ -103,7 +102,7 @@ def _in_backward(config: TrainConfig) -> Counter[str]:
     element = 2 if parallel.gather_dtype == "bf16" else 4
     if config.compute_dtype == "bf16":
         # Copies of fp32 weights; those of layers that are computed again come one at a time, but
-        # they are little beside the rest.
+        # they are small.
         copied = (element - 2) * inside
         found["weights in bf16"] = 2 * model.vocab_size * model.width + copied
     if _shares(config) > 1:
@@ -176,10 +175,11 @@ def saved_bytes(config: TrainConfig, keeps: Keeps) -> dict[str, int]:
 
 
 def attention_backward_bytes(config: TrainConfig) -> int:
-    """What the backward pass of attention writes and reads beside what was saved, bytes a token.
+    """What the backward pass of attention adds to what was saved, bytes a token.
 
-    These are gradients of its output and its inputs, and scratch: sums of dk and dv in fp32 and, of
-    NSA, four rows of dq a query, or of dense attention dq in fp32 and a dk and dv a query head.
+    It writes and reads gradients of its output and its inputs, and scratch: sums of dk and dv in
+    fp32 and, of NSA, four rows of dq a query, or of dense attention dq in fp32 and a dk and dv a
+    query head.
     """
     pattern = config.model.nsa
     size = _element(config) * (pattern.head_dim + pattern.value_dim)

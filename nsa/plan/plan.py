@@ -191,8 +191,8 @@ def suggestion(config: TrainConfig, gpu: Gpu) -> str:
             found = differences(config, changed).items()
             words = (f"--{name.replace('_', '-')} {value}".lower() for name, value in found)
             return f"It takes {needed / GIB:.1f} GiB with {' '.join(words)}."
-    rest = "take a smaller model, shorter windows or a GPU with more memory"
-    return f"Nothing that trains the same makes it fit; {rest}."
+    advice = "take a smaller model, shorter windows or a GPU with more memory"
+    return f"Nothing that trains the same makes it fit; {advice}."
 
 
 def alternatives(config: TrainConfig) -> Iterator[TrainConfig]:

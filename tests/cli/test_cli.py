@@ -80,7 +80,7 @@ def pipe(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
 # ------------------------------------------------------------------------------- whole commands
 
 
-def test_train_eval_generate_and_resume(tiny: Path, nsa: Command, refusal: Command) -> None:
+def test_train_eval_generate_and_resume(tiny, nsa, refusal):
     said = nsa("train tiny.yaml --optim.lr 0.003 --optim.warmup_steps=2")
     folder = tiny / "runs/tiny-1"
     files = "checkpoints config.yaml environment.json events.jsonl log.txt loss.png metrics.csv"
@@ -116,20 +116,13 @@ def test_train_eval_generate_and_resume(tiny: Path, nsa: Command, refusal: Comma
     assert "must not exist yet" in refusal("train tiny.yaml --run-dir runs/tiny-1")
 
 
-def test_a_run_is_extended_and_goes_on_as_long_as_it_was_extended_to(
-    run: Path,
-    nsa: Command,
-) -> None:
+def test_a_run_is_extended_and_goes_on_as_long_as_it_was_extended_to(run, nsa):
     for words, last in (("--steps 6 --log-every 2", 6), ("", 6), ("--steps 7", 7)):
         nsa(f"train --resume run {words}")
         assert read_metrics(run / "metrics.jsonl")[-1]["step"] == last
 
 
-def test_a_run_begins_with_a_checkpoint_of_another(
-    run: Path,
-    nsa: Command,
-    refusal: Command,
-) -> None:
+def test_a_run_begins_with_a_checkpoint_of_another(run, nsa, refusal):
     first = float(read_metrics(run / "metrics.jsonl")[0]["loss_nats"])
     for which, step in (("last", 4), ("2", 2)):
         words = f"--init-from run --checkpoint {which} --sample-tokens 0 --steps 2 --eval-every 0"
@@ -148,11 +141,7 @@ def test_a_run_begins_with_a_checkpoint_of_another(
     assert not Path("b").exists()
 
 
-def test_a_refused_command_leaves_no_trace_in_a_run(
-    run: Path,
-    nsa: Command,
-    refusal: Command,
-) -> None:
+def test_a_refused_command_leaves_no_trace_in_a_run(run, nsa, refusal):
     before = contents(run)
     resume = "train --resume run"
     for words, why in (
@@ -185,7 +174,7 @@ def test_a_refused_command_leaves_no_trace_in_a_run(
         assert "checkpoint" in refusal(command)
 
 
-def test_a_bug_in_a_resumption_is_in_the_log(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_a_resumption_is_in_the_log(run, monkeypatch):
     def bug(*args: object) -> None:
         raise ZeroDivisionError("a bug")
 
@@ -206,8 +195,8 @@ def test_a_bug_in_a_resumption_is_in_the_log(run: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_settings_of_the_device_are_refused_before_the_data_are_read(
-    words: str, why: str, tiny: Path, refusal: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    words, why, tiny, refusal, monkeypatch
+):
     def read(*args: object, **kwargs: object) -> None:
         raise AssertionError("the data were read")
 
@@ -215,7 +204,7 @@ def test_settings_of_the_device_are_refused_before_the_data_are_read(
     assert why in refusal(f"train tiny.yaml --device cpu {words}")
 
 
-def test_eval_takes_a_checkpoint_and_prints_json(run: Path, nsa: Command, refusal: Command) -> None:
+def test_eval_takes_a_checkpoint_and_prints_json(run, nsa, refusal):
     held_out = json.loads(nsa("eval run --json"))
     rows = {int(row["step"]): row for row in read_metrics(run / "metrics.jsonl")}
     assert (held_out["step"], held_out["text"], held_out["run"]) == (4, "folder", "run")
@@ -234,12 +223,7 @@ def test_eval_takes_a_checkpoint_and_prints_json(run: Path, nsa: Command, refusa
     assert "--windows must be positive" in refusal("eval run --windows 0")
 
 
-def test_eval_takes_any_text(
-    run: Path,
-    nsa: Command,
-    refusal: Command,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_eval_takes_any_text(run, nsa, refusal, monkeypatch):
     def figures(words: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(nsa(f"eval run --json --text {words}"))
         return found
@@ -267,9 +251,7 @@ def test_eval_takes_any_text(
     assert "--text must name an existing file" in refusal("eval run --text nowhere")
 
 
-def test_generate_takes_a_checkpoint_and_reads_standard_input(
-    run: Path, nsa: Command, refusal: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generate_takes_a_checkpoint_and_reads_standard_input(run, nsa, refusal, monkeypatch):
     generate = "generate run --max-new-tokens 24 --seed 1 --prompt"
     said = nsa(f"{generate} 'the quick'")
     pipe(monkeypatch, b"the quick")
@@ -284,11 +266,7 @@ def test_generate_takes_a_checkpoint_and_reads_standard_input(
     assert below in refusal("generate run --prompt a --temperature -1")
 
 
-def test_a_synthetic_task_is_measured_against_what_is_possible(
-    tiny: Path,
-    nsa: Command,
-    refusal: Command,
-) -> None:
+def test_a_synthetic_task_is_measured_against_what_is_possible(tiny, nsa, refusal):
     words = "--data.source uniform --data.path null --steps 2 --run-dir run --sample-tokens 0"
     nsa(f"train tiny.yaml {words}")
     said = nsa("eval run --windows 1")
@@ -297,7 +275,7 @@ def test_a_synthetic_task_is_measured_against_what_is_possible(
     assert "--text must be left out for this run" in refusal("eval run --text tiny.yaml")
 
 
-def test_ctrl_c_leaves_a_checkpoint_and_the_run_goes_on(tiny: Path) -> None:
+def test_ctrl_c_leaves_a_checkpoint_and_the_run_goes_on(tiny):
     words = "train tiny.yaml --run-dir run --steps 100000 --checkpoint-every 0 --eval-every 0"
     rows, env = tiny / "run/metrics.jsonl", {**os.environ, "PYTHONPATH": str(ROOT)}
     with Path("said").open("w") as said:
@@ -354,7 +332,7 @@ def used_by_children_s() -> float:
 
 
 @pytest.mark.parametrize("line", AT_ONCE)
-def test_words_that_compute_nothing_are_answered_at_once(line: str) -> None:
+def test_words_that_compute_nothing_are_answered_at_once(line):
     """Without PyTorch, and without pydantic."""
     before = used_by_children_s()
     command = [sys.executable, "-c", MAIN, *line.split()]
@@ -366,7 +344,7 @@ def test_words_that_compute_nothing_are_answered_at_once(line: str) -> None:
     assert "nsa" in loaded
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+def test_a_reader_that_leaves_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "nsa", "configs"]
@@ -378,7 +356,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 # ------------------------------------------------------------------------------------------ help
 
 
-def test_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_said(capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(["--version"])
     assert left.value.code == 0
@@ -394,7 +372,7 @@ def commands(group: Group, words: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize("line", [*commands(cli.COMMANDS)])
-def test_help_of_each_command(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_each_command(line, capsys):
     """An argument that its docstring does not describe would be a KeyError."""
     with pytest.raises(SystemExit) as left:
         cli.main([*line.split(), "--help"])
@@ -408,7 +386,7 @@ def test_help_of_each_command(line: str, capsys: pytest.CaptureFixture[str]) -> 
         assert "(default [0.9, 0.999])" in said
 
 
-def test_nothing_said_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_said_shows_the_help(capsys):
     assert cli.main([]) == 2
     assert "usage: nsa" in capsys.readouterr().out
 
@@ -450,17 +428,12 @@ def test_nothing_said_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None
         ("plan tiny.yaml --mfu -1", "nsa plan: --mfu must be positive"),
     ],
 )
-def test_mistakes_end_in_one_line_that_helps(
-    tiny: Path,
-    refusal: Command,
-    line: str,
-    answer: str,
-) -> None:
+def test_mistakes_end_in_one_line_that_helps(tiny, refusal, line, answer):
     assert answer in refusal(line)
     assert not list(tiny.glob("runs/*")), "a refused run left a folder"
 
 
-def test_set_is_taken_for_one_release(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_set_is_taken_for_one_release(tiny, capsys):
     line = "bench train --set optim.lr=fast --config tiny.yaml --set seed=3"
     assert cli.main(shlex.split(line)) == 2
     first, second, refused = capsys.readouterr().err.splitlines()
@@ -480,15 +453,12 @@ def raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_dispatch", command)
 
 
-def test_errors_of_the_machine_end_in_one_line(
-    refusal: Command,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_errors_of_the_machine_end_in_one_line(refusal, monkeypatch):
     raising(OSError(errno.ENOSPC, "No space left on device", "runs/x"), monkeypatch)
     assert refusal("train") == "nsa: No space left on device: runs/x"
 
 
-def test_too_little_gpu_memory_anywhere(refusal: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_gpu_memory_anywhere(refusal, monkeypatch):
     """In commands that know no better; see test_out_of_memory.py for those that do."""
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
     raising(error, monkeypatch)
@@ -500,16 +470,13 @@ BUGS = (ValueError("a bug"), FileNotFoundError(errno.ENOENT, "a bug"), RuntimeEr
 
 
 @pytest.mark.parametrize("error", BUGS)
-def test_bugs_keep_their_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bugs_keep_their_traceback(error, monkeypatch):
     raising(error, monkeypatch)
     with pytest.raises(type(error), match="a bug"):
         cli.main([])
 
 
-def test_ctrl_c_outside_of_training_is_quiet(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ctrl_c_outside_of_training_is_quiet(capsys, monkeypatch):
     raising(KeyboardInterrupt(), monkeypatch)
     assert cli.main(["generate"]) == 130
     assert capsys.readouterr().err == "nsa: interrupted\n"

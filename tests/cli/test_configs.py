@@ -1,9 +1,10 @@
-"""The committed configurations: they load, come in pairs, are sparse, and their comments tell the truth."""
+"""The configurations of the package: they load, come in pairs, and their comments are true."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,52 @@ from nsa.train.config import TrainConfig
 from nsa.train.data import make_tokenizer
 from nsa.train.load import load_config
 from nsa.train.optim import parameter_groups
-from tests.cli.conftest import Command
 
 ROOT = configs.FOLDER
-PATHS = sorted(ROOT.glob("*.yaml"))
-NAMES = {path.stem for path in PATHS}
-FP32 = 4  # bytes
+NAMES = configs.names()
+SPARSE = [name for name in NAMES if not name.endswith("-dense")]
+# Of the 78M configuration, which is specified.
+SPECIFIED = {
+    "model.width": 768,
+    "model.num_layers": 12,
+    "model.vocab_size": 256,
+    "model.tie_head": False,
+    "model.mlp": "silu",
+    "model.mlp_hidden_size": 4 * 768,
+    "model.attention": "nsa",
+    "model.nsa.num_heads": 12,
+    "model.nsa.num_kv_heads": 2,
+    "model.nsa.head_dim": 64,
+    "model.nsa.value_dim": 64,
+    "model.nsa.compress_block_size": 32,
+    "model.nsa.compress_stride": 16,
+    "model.nsa.block_size": 64,
+    "model.nsa.num_selected_blocks": 16,
+    "model.nsa.window_size": 512,
+    "model.nsa.phi": "mean",
+    "model.nsa.gate": "sigmoid",
+    "model.nsa.rope_theta": 10_000,
+    "model.nsa.rope_scaling": None,
+    "model.nsa.share_kv": False,
+    "optim.name": "adamw",
+    "optim.lr": 2e-4,
+    "optim.betas": (0.9, 0.999),
+    "optim.warmup_steps": 2000,
+    "optim.min_lr_ratio": 0.0,
+    "optim.weight_decay": 0.01,
+    "optim.grad_clip": 1.0,
+    "seq_len": 2048,
+    "micro_batch": 2,
+    "accumulation": 2,
+    "compute_dtype": "bf16",
+    "seed": 1337,
+    "checkpoint_every": 5000,
+    "steps": 50_000,
+}
 
 
-def comment(path: Path) -> str:
-    lines = path.read_text().splitlines()
+def comment(name: str) -> str:
+    lines = (ROOT / f"{name}.yaml").read_text().splitlines()
     return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
 
 
@@ -39,38 +76,31 @@ def num_parameters(config: TrainConfig) -> int:
 
 
 def state_bytes(config: TrainConfig) -> int:
-    """fp32 weights and gradients, AdamW's two moments, Muon's one."""
+    """Weights, gradients, AdamW's two moments and Muon's one, all fp32."""
     groups = parameter_groups(meta_model(config), config.optim.name)
     one_moment = sum(parameter.numel() for parameter in groups.muon.values())
-    return FP32 * (4 * num_parameters(config) - one_moment)
+    return 4 * (4 * num_parameters(config) - one_moment)
 
 
-def test_the_configurations_there_must_be() -> None:
-    assert {"1b", "cpu-small", "gpu-small", "78m", "117m", "117m-fineweb"} <= NAMES
-
-
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_each_loads_and_fits_its_tokenizer(path: Path) -> None:
-    config = load_config(path)
+@pytest.mark.parametrize("name", NAMES)
+def test_each_loads_and_fits_its_tokenizer(name):
+    config = load_config(name)
     assert config.model.vocab_size == make_tokenizer(config.data, ()).vocab_size
     assert config.world_size == (2 if config.parallel.strategy == "fsdp" else 1)
     assert config.optim.warmup_steps < config.steps
 
 
-@pytest.mark.parametrize("name", sorted(name for name in NAMES if not name.endswith("-dense")))
-def test_the_dense_twin_differs_in_the_attention_alone(name: str) -> None:
-    sparse, dense = (load_config(ROOT / f"{stem}.yaml") for stem in (name, f"{name}-dense"))
+@pytest.mark.parametrize("name", SPARSE)
+def test_the_dense_configuration_differs_in_the_attention_alone(name):
+    sparse, dense = load_config(name), load_config(f"{name}-dense")
     assert (sparse.model.attention, dense.model.attention) == ("nsa", "dense")
-    assert (
-        dataclasses.replace(dense, model=dataclasses.replace(dense.model, attention="nsa"))
-        == sparse
-    )
-    assert f"twin of {name}.yaml" in comment(ROOT / f"{name}-dense.yaml")
+    assert replace(dense, model=replace(dense.model, attention="nsa")) == sparse
+    assert f"comparison with {name}.yaml" in comment(f"{name}-dense")
 
 
 @pytest.mark.parametrize("name", ["cpu-small", "gpu-small"])
-def test_short_windows_are_truly_sparse(name: str) -> None:
-    config = load_config(ROOT / f"{name}.yaml")
+def test_short_windows_are_truly_sparse(name):
+    config = load_config(name)
     pattern = config.model.nsa
     assert pattern.branches == ("cmp", "slc", "win")
     assert pattern.num_selected_blocks * pattern.block_size <= config.seq_len / 2
@@ -79,147 +109,94 @@ def test_short_windows_are_truly_sparse(name: str) -> None:
     assert pattern.num_selected_blocks > pattern.num_init_blocks + pattern.num_local_blocks
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_parameters_tokens_and_memory_in_the_comment(path: Path) -> None:
-    config, text = load_config(path), comment(path)
-    parameters = num_parameters(config)
-    stated = re.search(r"Model: ([\d.]+)M parameters", text)
-    assert stated is not None
-    assert f"{parameters / 1e6:.{len(stated[1].partition('.')[2])}f}" == stated[1]
-    if path.stem.endswith("-dense"):
-        return
-    tokens = re.search(r"Tokens: ([\d,]+) steps x (\d+) windows x ([\d,]+) = ([\d.]+)M", text)
-    assert tokens is not None
-    factors = [int(tokens[index].replace(",", "")) for index in (1, 2, 3)]
-    assert factors == [config.steps, config.global_batch, config.seq_len]
-    assert f"{config.steps * config.global_batch * config.seq_len / 1e6:.1f}" == tokens[4]
-    memory = re.search(r"Memory: ([\d.]+) (MB|GB) for fp32 weights", text)
-    assert memory is not None
-    unit = {"MB": 1e6, "GB": 1e9}[memory[2]]
-    assert f"{state_bytes(config) / unit:.{len(memory[1].partition('.')[2])}f}" == memory[1]
+def stated(name: str, pattern: str, *values: float) -> None:
+    """Assert that a comment gives these numbers, each rounded to the digits that it shows."""
+    found = re.search(pattern, comment(name))
+    assert found is not None
+    for text, value in zip(found.groups(), values, strict=True):
+        assert f"{value:.{len(text.partition('.')[2])}f}" == text.replace(",", "")
 
 
-def test_the_78m_configuration_is_the_one_that_is_specified() -> None:
-    config = load_config(ROOT / "78m.yaml")
-    model, pattern, optim = config.model, config.model.nsa, config.optim
-    assert (model.width, model.num_layers, model.vocab_size, model.tie_head) == (
-        768,
-        12,
-        256,
-        False,
-    )
-    assert (model.mlp, model.mlp_hidden_size, model.attention) == ("silu", 4 * 768, "nsa")
-    assert (pattern.num_heads, pattern.num_kv_heads, pattern.head_dim, pattern.value_dim) == (
-        12,
-        2,
-        64,
-        64,
-    )
-    assert (pattern.compress_block_size, pattern.compress_stride, pattern.block_size) == (
-        32,
-        16,
-        64,
-    )
-    assert (pattern.num_selected_blocks, pattern.window_size, pattern.phi, pattern.gate) == (
-        16,
-        512,
-        "mean",
-        "sigmoid",
-    )
-    assert (pattern.rope_theta, pattern.rope_scaling, pattern.share_kv) == (10_000, None, False)
-    assert (config.seq_len, config.micro_batch, config.accumulation, config.compute_dtype) == (
-        2048,
-        2,
-        2,
-        "bf16",
-    )
-    assert (optim.name, optim.lr, optim.betas, optim.warmup_steps) == (
-        "adamw",
-        2e-4,
-        (0.9, 0.999),
-        2000,
-    )
-    assert (optim.min_lr_ratio, optim.weight_decay, optim.grad_clip) == (0.0, 0.01, 1.0)
-    assert (config.seed, config.checkpoint_every, config.steps) == (1337, 5000, 50_000)
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_tokens_and_memory_in_the_comment(name):
+    config = load_config(name)
+    stated(name, r"Model: ([\d.]+)M parameters", num_parameters(config) / 1e6)
+    if name in SPARSE:
+        factors = config.steps, config.global_batch, config.seq_len
+        tokens = config.steps * config.global_batch * config.seq_len / 1e6
+        pattern = r"Tokens: ([\d,]+) steps x (\d+) windows x ([\d,]+) = ([\d.]+)M"
+        stated(name, pattern, *factors, tokens)
+        unit = "GB" if " GB for fp32 weights" in comment(name) else "MB"
+        size = state_bytes(config) / {"MB": 1e6, "GB": 1e9}[unit]
+        stated(name, rf"Memory: ([\d.]+) {unit} for fp32 weights", size)
+
+
+def test_the_78m_configuration_is_the_one_that_is_specified():
+    config = load_config("78m")
+    assert {name: attrgetter(name)(config) for name in SPECIFIED} == SPECIFIED
     assert config.steps * config.global_batch * config.seq_len == 409_600_000
-    # the 78.3M have no gates per head
-    assert abs(num_parameters(config) - 12 * num_gate_parameters(config) - 78.3e6) < 0.05e6
+    # The 78.3M leave out the gates of each head: weight and bias in each layer.
+    gates = 12 * 3 * config.model.nsa.num_heads * (config.model.width + 1)
+    assert abs(num_parameters(config) - gates - 78.3e6) < 0.05e6
 
 
-def num_gate_parameters(config: TrainConfig) -> int:
-    return 3 * config.model.nsa.num_heads * (config.model.width + 1)  # of a layer: weight and bias
-
-
-def test_the_1b_configuration_is_what_its_name_says() -> None:
-    config = load_config(ROOT / "1b.yaml")
+def test_the_1b_configuration_is_what_its_name_says():
+    config = load_config("1b")
     assert 0.9e9 < num_parameters(config) < 1.3e9
-    assert (config.parallel.strategy, config.checkpointing.policy, config.model.attention) == (
-        "fsdp",
-        "operators",
-        "nsa",
-    )
-    for world_size, accumulation in ((2, 4), (4, 2)):
-        load_config(
-            ROOT / "1b.yaml", {"world_size": str(world_size), "accumulation": str(accumulation)}
-        )
+    found = (config.parallel.strategy, config.checkpointing.policy, config.model.attention)
+    assert found == ("fsdp", "operators", "nsa")
+    for world_size, accumulation in (("2", "4"), ("4", "2")):
+        load_config("1b", {"world_size": world_size, "accumulation": accumulation})
 
 
-def test_the_117m_configuration_is_the_78m_one_with_another_vocabulary() -> None:
-    bytes_, gpt2 = (load_config(ROOT / f"{name}.yaml") for name in ("78m", "117m"))
-    assert (gpt2.model.vocab_size, gpt2.model.tie_head, gpt2.data.tokenizer) == (
-        50257,
-        True,
-        "gpt2",
-    )
-    model = dataclasses.replace(gpt2.model, vocab_size=256, tie_head=False)
-    data = dataclasses.replace(gpt2.data, tokenizer="byte")
-    assert dataclasses.replace(gpt2, model=model, data=data, loss_chunk=bytes_.loss_chunk) == bytes_
+def test_the_117m_configuration_is_the_78m_one_with_another_vocabulary():
+    bytes_, gpt2 = load_config("78m"), load_config("117m")
+    found = (gpt2.model.vocab_size, gpt2.model.tie_head, gpt2.data.tokenizer)
+    assert found == (50257, True, "gpt2")
+    model = replace(gpt2.model, vocab_size=256, tie_head=False)
+    data = replace(gpt2.data, tokenizer="byte")
+    assert replace(gpt2, model=model, data=data, loss_chunk=bytes_.loss_chunk) == bytes_
 
 
-def test_the_fineweb_configuration_is_the_117m_one_on_prepared_text() -> None:
-    gpt2, fineweb = (load_config(ROOT / f"{name}.yaml") for name in ("117m", "117m-fineweb"))
+def test_the_fineweb_configuration_is_the_117m_one_on_prepared_text():
+    gpt2, fineweb = load_config("117m"), load_config("117m-fineweb")
     assert (fineweb.data.source, fineweb.data.path) == ("shards", "data/fineweb-edu")
-    data = dataclasses.replace(fineweb.data, source="stdlib", path=None)
-    assert dataclasses.replace(fineweb, data=data) == gpt2
-    prepared = re.search(
-        r"--max-tokens (\d+) --out data/fineweb-edu", (ROOT / "117m-fineweb.yaml").read_text()
-    )
+    assert replace(fineweb, data=replace(fineweb.data, source="stdlib", path=None)) == gpt2
+    text = (ROOT / "117m-fineweb.yaml").read_text()
+    prepared = re.search(r"--max-tokens (\d+) --out data/fineweb-edu", text)
     assert prepared is not None
     assert int(prepared[1]) > fineweb.steps * fineweb.global_batch * fineweb.seq_len
 
 
-# ------------------------------------------------------------------------------------------------------------------
-# names
+# ---------------------------------------------------------------------------------------- names
 
 
-def test_the_names_are_listed_with_what_they_are(nsa: Command) -> None:
+def test_the_names_are_listed_with_what_they_are(nsa):
     lines = nsa("configs").splitlines()
-    assert [line.split()[0] for line in lines] == sorted(NAMES)
-    assert (
-        "78m                 78M parameters on bytes: the pattern of the paper, S = 2,048." in lines
-    )
+    assert [line.split()[0] for line in lines] == NAMES
+    said = "78m                 78M parameters on bytes: the pattern of the paper, S = 2,048."
+    assert said in lines
     assert all(line.endswith(".") and ". " not in line for line in lines)
     assert nsa("configs --folder") == f"{ROOT}\n"
 
 
-def test_a_word_is_a_name_or_a_path(tmp_path: Path) -> None:
+def test_a_word_is_a_name_or_a_path(tmp_path):
     assert load_config("78m") == load_config(ROOT / "78m.yaml")
     for path in ("78m.yaml", "78m.yml", "mine/78m", str(tmp_path / "78m")):
         assert configs.find(path) == Path(path)
     with pytest.raises(UserError) as caught:
         load_config("78n")
-    assert str(caught.value) == (
-        "configuration: name must be one that comes with the package, got '78n'. The nearest is 78m; "
-        "`nsa configs` lists them; the path of a file ends in .yaml."
-    )
+    rule = "configuration: name must be one that comes with the package, got '78n'."
+    hint = "The nearest is 78m; `nsa configs` lists them; the path of a file ends in .yaml."
+    assert str(caught.value) == f"{rule} {hint}"
     with pytest.raises(UserError, match="take it by its name: 78m"):
         load_config("configs/78m.yaml")
 
 
-def test_names_of_the_release_before_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+def test_names_of_the_release_before_are_taken(caplog):
     for old, new in configs.RENAMED.items():
         assert configs.find(old) == ROOT / f"{new}.yaml"
         assert f"the configuration {old} is called {new} now" in caplog.text
         assert configs.name_in_rows(new) == configs.name_in_rows(f"{old}.yaml") == old
-    assert set(configs.RENAMED.values()) <= NAMES
+    assert set(configs.RENAMED.values()) <= {*NAMES}
     assert configs.name_in_rows("cpu-small") == "cpu-small"

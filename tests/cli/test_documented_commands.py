@@ -63,7 +63,7 @@ def check_command(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_commands_are_taken(path: Path) -> None:
+def test_commands_are_taken(path):
     for words in commands(path.read_text(encoding="utf-8")):
         try:
             check_command(words)
@@ -71,7 +71,7 @@ def test_commands_are_taken(path: Path) -> None:
             pytest.fail(f"{path.name}: nsa {shlex.join(words)}\n{error}")
 
 
-def test_commands_of_the_measurements_are_taken() -> None:
+def test_commands_of_the_measurements_are_taken():
     for text in chain.from_iterable(MEASUREMENTS.values()):
         words = text.split()
         check_command(words)
@@ -82,7 +82,7 @@ def test_commands_of_the_measurements_are_taken() -> None:
                 assert dataclasses.replace(SEED, **parse_variant(variant).config) != SEED
 
 
-def test_there_are_commands() -> None:
+def test_there_are_commands():
     assert sum(1 for path in DOCUMENTS for _ in commands(path.read_text(encoding="utf-8"))) > 60
 
 
@@ -97,7 +97,7 @@ def test_there_are_commands() -> None:
         'nsa bench train "${set[@]}"  # remark',
     ],
 )
-def test_a_stale_command_is_seen(line: str) -> None:
+def test_a_stale_command_is_seen(line):
     (words,) = commands(f"```console\n$ set=(--no.such 1)\n$ {line}\n```\n")
     with pytest.raises((UsageError, UserError)):
         check_command(words)

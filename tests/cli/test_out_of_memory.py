@@ -34,7 +34,6 @@ from nsa.train.watch.out_of_memory import (
     memory_use,
     remedies,
 )
-from tests.cli.conftest import Command
 from tests.train.cases import tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,12 +67,7 @@ def fails_at(step: int, fail: Callable[[], NoReturn], monkeypatch: pytest.Monkey
     monkeypatch.setattr(Trainer, "train_step", failing)
 
 
-def test_a_run_that_does_not_begin(
-    config: Path,
-    nsa: Command,
-    refusal: Command,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_that_does_not_begin(config, nsa, refusal, monkeypatch):
     """At the set-up of the model and in the first step; nothing is left of it."""
     help = "Give --micro-batch 3 --accumulation 4 or --checkpointing.policy full (slower)"
     expected = f"nsa: train: {START}{help}; `nsa plan` says what a run needs."
@@ -87,12 +81,7 @@ def test_a_run_that_does_not_begin(
     nsa(TRAIN + help.removeprefix("Give").partition(" or ")[0])
 
 
-def test_a_later_step_names_the_checkpoint_and_how_to_go_on(
-    config: Path,
-    nsa: Command,
-    refusal: Command,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_later_step_names_the_checkpoint_and_how_to_go_on(config, nsa, refusal, monkeypatch):
     with monkeypatch.context() as patch:
         fails_at(3, no_memory, patch)
         line = refusal(TRAIN)
@@ -105,11 +94,7 @@ def test_a_later_step_names_the_checkpoint_and_how_to_go_on(
     assert Path("run/checkpoints/step-00000006").exists()
 
 
-def test_the_capture_of_a_graph_ends_in_another_error(
-    config: Path,
-    refusal: Command,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_capture_of_a_graph_ends_in_another_error(config, refusal, monkeypatch):
     def capture() -> NoReturn:
         try:
             no_memory()
@@ -120,7 +105,7 @@ def test_the_capture_of_a_graph_ends_in_another_error(
     assert refusal(TRAIN).startswith(f"nsa: train: {START}Give --micro-batch 3")
 
 
-def test_another_error_is_a_bug(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_error_is_a_bug(config, monkeypatch):
     def bug() -> NoReturn:
         raise RuntimeError("operation failed")
 
@@ -129,12 +114,7 @@ def test_another_error_is_a_bug(config: Path, monkeypatch: pytest.MonkeyPatch) -
         cli.main(TRAIN.split())
 
 
-def test_evaluation_and_generation(
-    config: Path,
-    nsa: Command,
-    refusal: Command,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_evaluation_and_generation(config, nsa, refusal, monkeypatch):
     nsa(f"{TRAIN} --steps 2")
     end = "must fit into GPU memory, got out of memory; 2.50 GiB more were asked for."
     with monkeypatch.context() as patch:
@@ -151,7 +131,7 @@ def test_evaluation_and_generation(
     assert refusal("generate run --prompt a") == f"nsa: generate: the text {end} {hint}"
 
 
-def test_profile(config: Path, refusal: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile(config, refusal, monkeypatch):
     fails_at(2, no_memory, monkeypatch)
     line = refusal("profile tiny.yaml --steps 99 --run-dir run --checkpoint-every 0")
     assert line.startswith(f"nsa profile: {START}Give --micro-batch 3 --accumulation 4 or")
@@ -161,12 +141,7 @@ BENCH = "bench train --config tiny.yaml --provider nsa --device"
 
 
 @pytest.mark.parametrize("where", ["measure_steps", "measure_forward"])
-def test_bench_train(
-    config: Path,
-    nsa: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    where: str,
-) -> None:
+def test_bench_train(config, nsa, monkeypatch, where):
     """A row that says so; what was measured before stays, and other models go on."""
     monkeypatch.setattr(train, where, no_memory)
     nsa(f"{BENCH} cpu --steps 2 --warmup 1 --out rows.jsonl")
@@ -179,7 +154,7 @@ def test_bench_train(
 # -------------------------------------------------------------------------- what is said
 
 
-def test_settings_that_help() -> None:
+def test_settings_that_help():
     seed = TrainConfig()
     half = "--micro-batch 1 --accumulation 4"
     assert remedies(seed, resumed=False) == f"{half} or --checkpointing.policy full (slower)"
@@ -194,7 +169,7 @@ def test_settings_that_help() -> None:
     assert remedies(least, resumed=False) == ""
 
 
-def test_what_was_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_in_use(monkeypatch):
     gib = 2**30
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gib // 2, 24 * gib))
@@ -218,7 +193,7 @@ def test_what_was_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, False),
     ],
 )
-def test_what_counts(error: BaseException | None, expected: bool) -> None:
+def test_what_counts(error, expected):
     assert is_out_of_memory(error) == expected
     around = RuntimeError("compiling failed")
     around.__cause__ = error
@@ -229,12 +204,7 @@ def test_what_counts(error: BaseException | None, expected: bool) -> None:
 # before anything begins
 
 
-def test_what_cannot_fit_is_refused_before_a_folder_is_made(
-    config: Path,
-    nsa: Command,
-    refusal: Command,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_cannot_fit_is_refused_before_a_folder_is_made(config, nsa, refusal, monkeypatch):
     nsa(TRAIN)
     count = LanguageModel(tiny_config(Path.cwd()).model).num_parameters()["total"]
     profile = "profile tiny.yaml --wait 1 --warmup 1 --active 1 --run-dir new"
@@ -257,15 +227,13 @@ def test_what_cannot_fit_is_refused_before_a_folder_is_made(
     check_fits("train", tiny_config(Path.cwd()).model, torch.device("cpu"), shares=2)
 
 
-def test_a_model_of_any_size_is_refused_at_once(config: Path, refusal: Command) -> None:
+def test_a_model_of_any_size_is_refused_at_once(config, refusal):
     said = refusal("train tiny.yaml --model.width 65536 --model.num-layers 100 --run-dir new")
     assert "which take" in said
     assert "with their gradients and moments" in said
 
 
-def test_free_memory_of_a_machine_and_of_a_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_memory_of_a_machine_and_of_a_container(tmp_path, monkeypatch):
     cpu = torch.device("cpu")
     machine = free_memory(cpu)
     assert 2**20 < machine < math.inf
@@ -278,18 +246,14 @@ def test_free_memory_of_a_machine_and_of_a_container(
     assert free_memory(cpu) > 2**20
 
 
-def test_bench_train_wants_a_gpu_unless_it_is_told_otherwise(
-    config: Path,
-    refusal: Command,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bench_train_wants_a_gpu_unless_it_is_told_otherwise(config, refusal, monkeypatch):
     monkeypatch.setattr(train, "check_model", no_memory)
     said = refusal(f"{BENCH} auto")
     hint = "Give --device cpu to measure on this CPU all the same."
     assert said == f"nsa bench train: the machine must have a CUDA GPU, got none. {hint}"
 
 
-def test_sigterm_ends_a_benchmark_at_once(config: Path) -> None:
+def test_sigterm_ends_a_benchmark_at_once(config):
     """Its run, in a folder of its own, writes no checkpoint first."""
     line = f"{BENCH} cpu --warmup 1 --steps 100000 --mode fwd_bwd"
     command = [sys.executable, "-m", "nsa", *line.split()]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tools import mutants
-from tools.mutants import Mutant, MutantError
+from tools.mutants import Mutant, MutantError, run_tests
 
 SOURCE = "def half(x):\n    return x / 2\n\n\ndef unused():\n    return 1\n"
 TEST = "from nsa.maths import half\n\n\ndef test_half():\n    assert half(4) == 2\n"
@@ -24,8 +27,9 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def broken(old: str, new: str) -> Mutant:
-    return Mutant("m", "why", "nsa/maths.py", old, new, ("tests/test_maths.py",))
+def broken(old: str = "x / 2", new: str = "x / 3", **changes: Any) -> Mutant:
+    mutant = Mutant("m", "why", "nsa/maths.py", old, new, ("tests/test_maths.py",))
+    return replace(mutant, **changes)
 
 
 @pytest.mark.parametrize(
@@ -37,72 +41,78 @@ def broken(old: str, new: str) -> Mutant:
         ("return x / 2", "while True: pass", "timeout"),
     ],
 )
-def test_outcome(tree: Path, old: str, new: str, outcome: str) -> None:
+def test_outcome(tree, old, new, outcome):
     limit = 2 if outcome == "timeout" else 60
-    result = mutants.run_mutant(broken(old, new), source=tree, time_limit_s=limit)
+    mutant = broken(old, new)
+    result = run_tests(mutant.tests, mutant, tree, limit)
     assert result.outcome == outcome, result.output
+    assert outcome != "killed" or result.killer == "tests/test_maths.py::test_half"
     assert (tree / "nsa/maths.py").read_text() == SOURCE  # the tree itself is never touched
+    assert run_tests(mutant.tests, source=tree).outcome == "survived"
 
 
-def test_baseline_sees_a_red_tree(tree: Path) -> None:
-    assert mutants.run_baseline(["tests/test_maths.py"], source=tree)[0] == "survived"
-    (tree / "nsa/maths.py").write_text(SOURCE.replace("/ 2", "/ 3"))
-    assert mutants.run_baseline(["tests/test_maths.py"], source=tree)[0] == "killed"
-
-
-@pytest.mark.parametrize(("old", "count"), [("return", 2), ("absent", 0)])
-def test_text_must_stand_once(tree: Path, old: str, count: int) -> None:
-    with pytest.raises(MutantError, match=f"stands {count} times"):
-        mutants.apply_mutant(broken(old, "x"), tree)
-
-
-def test_missing_files_are_named(tree: Path) -> None:
-    with pytest.raises(MutantError, match=r"nsa/gone\.py does not exist"):
-        mutants.apply_mutant(
-            Mutant("m", "why", "nsa/gone.py", "a", "b", ("tests/test_maths.py",)), tree
-        )
-    with pytest.raises(MutantError, match=r"tests/test_gone\.py::test_x does not exist"):
-        mutants.apply_mutant(
-            Mutant("m", "why", "nsa/maths.py", "a", "b", ("tests/test_gone.py::test_x",)), tree
-        )
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"old": "return"}, "occurs 2 times"),
+        ({"old": "absent"}, "occurs 0 times"),
+        ({"file": "nsa/gone.py"}, r"nsa/gone\.py does not exist"),
+        ({"tests": ("tests/test_gone.py::test_x",)}, r"test_gone\.py::test_x does not exist"),
+    ],
+)
+def test_a_break_that_does_not_fit_is_named(tree, changes, message):
+    with pytest.raises(MutantError, match=message):
+        mutants.apply_mutant(broken(**changes), tree)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- {name: a: b}", "not valid YAML"),
-        ("- {name: a, why: w, file: f, old: x, new: y}", "lacks .'tests'."),
-        ("- {name: a, why: w, file: f, old: x, new: y, tests: [t], speed: 1}", "unknown .'speed'."),
+        ("- {name: a: b}", "while parsing a flow mapping"),
+        ("- {name: a, why: w, file: f, old: x, new: y}", "tests\n  Field required"),
+        ("- {name: a, why: w, file: f, old: x, new: y, tests: [t], speed: 1}", "speed\n  Unexp"),
         ("- {name: a, why: w, file: f, old: x, new: x, tests: [t]}", "changes nothing"),
         ("- {name: a, why: w, file: f, old: x, new: y, tests: []}", "names no test"),
         ("- &m {name: a, why: w, file: f, old: x, new: y, tests: [t]}\n- *m", "used twice"),
     ],
 )
-def test_list_is_checked(tmp_path: Path, text: str, message: str) -> None:
+def test_list_is_checked(tmp_path, text, message):
     path = tmp_path / "mutants.yaml"
     path.write_text(text)
     with pytest.raises(MutantError, match=message):
         mutants.load_mutants(path)
 
 
-def test_killer_is_named(tree: Path) -> None:
-    result = mutants.run_mutant(broken("x / 2", "x / 3"), source=tree)
-    assert result.killer == "tests/test_maths.py::test_half"
-    assert "m  killed" in mutants.table([result])
-    assert "tests/test_maths.py::test_half" in mutants.table([result])
+KERNEL_TEST = """
+import os
+from nsa.maths import half
 
 
-def test_kernels_are_interpreted(tree: Path) -> None:
-    """A test under tests/kernels runs with TRITON_INTERPRET, the others without it, and each can notice."""
+def test_it():
+    assert os.environ.get("TRITON_INTERPRET") == {}
+    assert half(4) == 2 or {}
+"""
+
+
+def test_kernels_are_interpreted(tree):
+    """Tests under tests/kernels run with TRITON_INTERPRET, others without; each can notice."""
     (tree / "tests/kernels").mkdir()
-    ask = "import os\nfrom nsa.maths import half\n\n\ndef test_it():\n    assert os.environ.get('TRITON_INTERPRET') == {}\n{}"
-    (tree / "tests/kernels/test_kernel.py").write_text(
-        ask.format("'1'", "    assert half(4) == 2\n")
-    )
-    (tree / "tests/test_plain.py").write_text(ask.format("None", ""))
+    (tree / "tests/kernels/test_kernel.py").write_text(KERNEL_TEST.format("'1'", False))
+    (tree / "tests/test_plain.py").write_text(KERNEL_TEST.format(None, True))
     tests = ("tests/kernels/test_kernel.py", "tests/test_plain.py")
-    assert mutants.run_baseline(tests, source=tree)[0] == "survived"
-    result = mutants.run_mutant(
-        Mutant("m", "why", "nsa/maths.py", "x / 2", "x / 3", tests), source=tree
-    )
+    assert run_tests(tests, source=tree).outcome == "survived"
+    result = run_tests(tests, broken(tests=tests), tree)
     assert result.killer == "tests/kernels/test_kernel.py::test_it"
+
+
+def test_survivors_are_told(tree, monkeypatch, capsys):
+    listed = [broken(), broken("return 1", "return 2", name="alive")]
+    monkeypatch.setattr(mutants, "load_mutants", lambda path: listed)
+    monkeypatch.setattr(mutants, "run_tests", partial(run_tests, source=tree))
+    assert mutants.main(["m"]) == 0
+    assert "m  killed" in capsys.readouterr().out
+    assert mutants.main([]) == 1
+    said = capsys.readouterr()
+    assert "1 of 2 mutants killed" in said.out
+    assert "alive: survived" in said.err
+    assert mutants.main(["gone"]) == 1

@@ -71,7 +71,7 @@ def of_scaling_rows() -> Iterator[Peak]:
             yield Peak(f"{row['strategy']} {row['commit']}", row["peak_mib"], row["config"], words)
 
 
-def test_the_plan_is_near_every_measured_peak() -> None:
+def test_the_plan_is_near_every_measured_peak():
     training, scaling = list(of_training_rows()), list(of_scaling_rows())
     assert len(training) >= 20
     assert {peak.settings["parallel.strategy"] for peak in scaling} == {"ddp", "fsdp"}
@@ -81,7 +81,7 @@ def test_the_plan_is_near_every_measured_peak() -> None:
         assert planned == pytest.approx(peak.mib, rel=WITHIN), peak
 
 
-def test_attention_needs_what_was_measured() -> None:
+def test_attention_needs_what_was_measured():
     """Forward and backward of the operators, in bytes above their inputs."""
     providers: dict[str, Any] = {"nsa": "nsa", "dense-cudnn": "dense"}
     rows = [row for row in newest_rows(read_rows(carried_rows("results"))) if row.peak_mib]

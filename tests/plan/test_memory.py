@@ -58,7 +58,7 @@ def saved_by_autograd(config: TrainConfig) -> int:
 
 
 @pytest.mark.parametrize("mlp", ["silu", "swiglu"])
-def test_a_dense_layer_saves_what_autograd_saves(mlp: Any) -> None:
+def test_a_dense_layer_saves_what_autograd_saves(mlp):
     """On a CPU a norm saves more than on a GPU, which is little beside an MLP of this size."""
     model = replace(MODEL, width=64, mlp_hidden_size=512, mlp=mlp, attention="dense")
     config = TrainConfig(model=model, compute_dtype="fp32")
@@ -68,14 +68,14 @@ def test_a_dense_layer_saves_what_autograd_saves(mlp: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_the_optimizer_has_the_state_that_is_planned(name: str) -> None:
+def test_the_optimizer_has_the_state_that_is_planned(name):
     config = load_config("cpu-small", {"optim.name": name})
     optimizer = ModelOptimizer(LanguageModel(config.model), config.optim)
     state = sum(tensor.nbytes for tensor in optimizer.state_tensors().values())
     assert step_memory(config).parts[OPTIMIZER] == pytest.approx(state, rel=0.02)
 
 
-def test_parts_of_a_sparse_step() -> None:
+def test_parts_of_a_sparse_step():
     """Known by hand: 12 query heads in 2 groups of 64 elements, width 768, 12 layers."""
     found = parts()
     assert (found[WEIGHTS], found[OPTIMIZER]) == (4 * PARAMETERS, 8 * PARAMETERS)
@@ -87,7 +87,7 @@ def test_parts_of_a_sparse_step() -> None:
         assert found[part] == 12 * TOKENS * size
 
 
-def test_gradients_that_wait_are_counted() -> None:
+def test_gradients_that_wait_are_counted():
     assert parts(accumulation=2, global_batch=64)[GRADIENTS] == 4 * PARAMETERS
     assert parts(cuda_graphs=True)[GRADIENTS] == 4 * PARAMETERS
     for dtype, size in (("none", 4), ("bf16", 6)):
@@ -98,7 +98,7 @@ def test_gradients_that_wait_are_counted() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("fp32", 4), ("bf16", 2)])
-def test_what_is_divided_by_fsdp(dtype: str, size: int) -> None:
+def test_what_is_divided_by_fsdp(dtype, size):
     sharded = {"world_size": 4, "parallel__strategy": "fsdp", "parallel__gather_dtype": dtype}
     found = parts(**sharded, global_batch=128)
     assert (found[WEIGHTS], found[OPTIMIZER]) == (PARAMETERS, 2 * PARAMETERS)
@@ -108,7 +108,7 @@ def test_what_is_divided_by_fsdp(dtype: str, size: int) -> None:
     assert (GRADIENTS in found, waiting[GRADIENTS]) == (False, 4 * PARAMETERS)
 
 
-def test_what_checkpointing_leaves() -> None:
+def test_what_checkpointing_leaves():
     policies = ("none", "every", "operators", "full")
     found = [parts(checkpointing__policy=policy) for policy in policies]
     layer = TOKENS * 2 * 2 * 3072
@@ -119,7 +119,7 @@ def test_what_checkpointing_leaves() -> None:
 
 
 @pytest.mark.parametrize(("chunk", "positions"), [(0, TOKENS), (1024, 1024)])
-def test_logits(chunk: int, positions: int) -> None:
+def test_logits(chunk, positions):
     large = {"model__vocab_size": 50_257, "data__tokenizer": "gpt2"}
     logits = parts(**large, loss_chunk=chunk)["logits and head"]
     assert logits == (12 * positions + 4 * 768) * 50_257

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,7 +56,7 @@ def speed(rows: list[Row], mfu: float | None = None, **changes: Any) -> planning
     return found
 
 
-def test_a_measured_speed_counts_first() -> None:
+def test_a_measured_speed_counts_first():
     rows = [step(settings={"micro_batch": 2}, tokens_per_s=250e3), step()]
     how = "measured: seed, nsa, S 2,048 x 32, compiled, checkpointing none, 2026-01-02"
     assert speed(rows) == planning.Speed(400e3, how)
@@ -79,11 +78,7 @@ FULL = {"checkpointing": "full", "micro_batch": 2}
     ],
     ids=str,
 )
-def test_the_row_that_is_most_like_the_run(
-    other: dict[str, Any],
-    changes: dict[str, Any],
-    wanted: float,
-) -> None:
+def test_the_row_that_is_most_like_the_run(other, changes, wanted):
     rows = [step(), step(**other, tokens_per_s=300e3)]
     for given in (rows, rows[::-1]):
         assert speed(given, **changes).tokens_per_s == wanted
@@ -100,12 +95,12 @@ def test_the_row_that_is_most_like_the_run(
     ],
     ids=str,
 )
-def test_what_is_not_comparable_does_not_count(other: dict[str, Any]) -> None:
+def test_what_is_not_comparable_does_not_count(other):
     found = speed([step(**other)])
     assert found.why == f"MFU {ASSUMED_MFU:.2f}, assumed, nothing like it was measured"
 
 
-def test_the_mfu_of_another_model_or_length() -> None:
+def test_the_mfu_of_another_model_or_length():
     long = step(seq_len=65_536, mfu=0.3)
     found = speed([long, step(settings={"parameters": 1}, mfu=0.2)])
     assert found.tokens_per_s == pytest.approx(0.2 * 989.4e12 / 0.5e9)
@@ -113,7 +108,7 @@ def test_the_mfu_of_another_model_or_length() -> None:
     assert speed([long]).why.startswith("MFU 0.30, as of")
 
 
-def test_time_and_operations() -> None:
+def test_time_and_operations():
     config = seed(eval_windows=60, eval_every=1000, world_size=2, global_batch=8)
     plan = make_plan(config, H200, [step()])
     assert plan.tokens == 50_000 * 8 * 2048
@@ -147,7 +142,7 @@ def test_time_and_operations() -> None:
         ("rtx4090", "4090, RTX 4090, geforce-rtx-4090"),
     ],
 )
-def test_a_gpu_may_be_spelled_in_any_way(key: str, spellings: str) -> None:
+def test_a_gpu_may_be_spelled_in_any_way(key, spellings):
     for spelling in [*spellings.split(", "), key, KNOWN[key].name]:
         assert find_gpu(spelling, None) == KNOWN[key], spelling
     assert peak_of(KNOWN[key].name)
@@ -157,12 +152,12 @@ def test_a_gpu_may_be_spelled_in_any_way(key: str, spellings: str) -> None:
     "other",
     ["GB200", "H200 NVL", "RTX 3090", "H100 PCIe NVL", "CPU H200", "", "40GB"],
 )
-def test_another_gpu_is_not_taken_for_a_known_one(other: str) -> None:
+def test_another_gpu_is_not_taken_for_a_known_one(other):
     with pytest.raises(UserError, match="For another one give --memory-gib alone"):
         find_gpu(other, None)
 
 
-def test_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cpu(capsys):
     """What a step holds beside the model's state is not known there."""
     words = ["plan", "cpu-small", "--gpu", "cpu", "--optim.name", "adamw"]
     assert cli.main([*words, "--json"]) == 0
@@ -177,7 +172,7 @@ def test_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
 # ------------------------------------------------------------------------------------------ memory
 
 
-def test_a_run_that_does_not_fit_is_refused_with_a_way_out() -> None:
+def test_a_run_that_does_not_fit_is_refused_with_a_way_out():
     config = seed(micro_batch=32, accumulation=1, global_batch=32)
     why = r"must fit into the 24.0 GiB of NVIDIA H200, got 26.. GiB. It takes 14.. GiB with "
     with pytest.raises(UserError, match=why + "--micro-batch 16 --accumulation 2"):
@@ -187,7 +182,7 @@ def test_a_run_that_does_not_fit_is_refused_with_a_way_out() -> None:
     assert suggestion(config, Gpu("a GPU", 1.0)).startswith("Nothing that trains the same")
 
 
-def test_changes_that_need_less_train_the_same() -> None:
+def test_changes_that_need_less_train_the_same():
     model = replace(seed().model, vocab_size=50_257)
     large = seed(model=model, cuda_graphs=False, micro_batch=6, accumulation=1, global_batch=6)
     pieces = {"loss_chunk": 1024}
@@ -208,7 +203,7 @@ def test_changes_that_need_less_train_the_same() -> None:
 # ------------------------------------------------------------------------------------- the command
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path, capsys):
     words = ["plan", "78m", "--gpu", "h100", "--price-per-gpu-hour", "2", "--rows", str(tmp_path)]
     assert cli.main(words) == 0
     said = capsys.readouterr().out
@@ -229,7 +224,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert 2 * sizes["peak"] == sum(sizes.values()) - sizes["needed"]
 
 
-def test_committed_rows_give_the_speed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_committed_rows_give_the_speed(capsys):
     words = ["plan", "78m", "--gpu", "h200", "--json", "--checkpointing.policy", "full"]
     results = str(ROOT / "benchmarks/results")
     for given, policy in (([], "full"), (["--rows", results], "none")):
@@ -253,22 +248,13 @@ def test_committed_rows_give_the_speed(capsys: pytest.CaptureFixture[str]) -> No
         ("--steps 0", "steps must be positive"),
     ],
 )
-def test_mistakes(
-    words: str,
-    why: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_mistakes(words, why, tmp_path, capsys):
     assert cli.main(["plan", str(write_config(tmp_path)), *words.split()]) == 2
     assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("off", [-0.16, -0.14, 0.14, 0.16])
-def test_planned_beside_measured(
-    off: float,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_planned_beside_measured(off, monkeypatch, capsys):
     judged = measure.judge(1000 * (1 + off), 1000.0)
     monkeypatch.setattr(measure, "compare", lambda config, device: judged)
     passes = abs(off) < 0.15

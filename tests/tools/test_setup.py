@@ -1,13 +1,13 @@
-"""Set-up on a machine that is not as it should be: one line says what is missing."""
+"""Set-up on a machine that lacks something: one line says what."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,74 +18,60 @@ from tools.setup_env import SetupError
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def interpreter(folder: Path, name: str, version: str, *, status: int) -> Path:
-    """A program that answers ``--version`` and every check of the version with ``status``."""
-    path = folder / name
-    path.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && echo "Python {version}" && exit 0\nexit {status}\n'
-    )
-    path.chmod(0o755)
-    return path
-
-
-def find_python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The script with only ``folder`` on its path."""
+def find_python(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """Status and output of the script with only ``folder`` on its path."""
     command = ["/bin/sh", str(ROOT / "tools/find_python.sh"), *arguments]
-    return subprocess.run(
-        command, env={"PATH": str(folder)}, capture_output=True, text=True, check=False
-    )
+    path = {"PATH": str(folder)}
+    done = subprocess.run(command, env=path, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
 
 
-def test_a_fitting_python_is_found_behind_one_that_does_not_fit(tmp_path: Path) -> None:
-    interpreter(tmp_path, "python3", "3.9.18", status=1)
-    interpreter(tmp_path, "python3.11", "3.11.7", status=0)
-    done = find_python(tmp_path)
-    assert (done.returncode, done.stdout) == (0, "python3.11\n")
+@pytest.fixture
+def old_python(tmp_path: Path) -> Callable[..., Path]:
+    """Makes programs that answer ``--version`` and fail or pass every check of the version."""
+
+    def make(name: str = "python3", version: str = "3.9.18", status: int = 1) -> Path:
+        path = tmp_path / name
+        answer = f'[ "$1" = --version ] && echo "Python {version}" && exit 0'
+        path.write_text(f"#!/bin/sh\n{answer}\nexit {status}\n")
+        path.chmod(0o755)
+        return tmp_path
+
+    return make
 
 
-def test_no_fitting_python_is_one_line(tmp_path: Path) -> None:
-    interpreter(tmp_path, "python3", "3.9.18", status=1)
-    done = find_python(tmp_path)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert "must be installed" in done.stderr
-    assert "got python3 (Python 3.9.18)." in done.stderr
+def test_a_fitting_python_is_found_after_one_that_does_not_fit(old_python):
+    old_python()
+    folder = old_python("python3.11", "3.11.7", status=0)
+    assert find_python(folder) == (0, "python3.11\n", "")
+    assert find_python(Path("/usr/bin"), sys.executable) == (0, f"{sys.executable}\n", "")
+
+
+def test_no_fitting_python_is_one_line(old_python):
+    status, out, err = find_python(old_python())
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "must be installed" in err
+    assert "got python3 (Python 3.9.18)." in err
 
 
 @pytest.mark.parametrize(
-    ("name", "got"), [("python3.9", "Python 3.9.18"), ("absent", "does not start")]
+    ("name", "got"), [("python3", "Python 3.9.18"), ("absent", "does not start")]
 )
-def test_the_python_given_is_checked(tmp_path: Path, name: str, got: str) -> None:
-    interpreter(tmp_path, "python3.9", "3.9.18", status=1)
-    done = find_python(tmp_path, name)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"make: PYTHON must be Python 3.11 or newer, got {name} ({got}).\n"
+def test_the_python_given_is_checked(old_python, name, got):
+    error = f"make: PYTHON must be Python 3.11 or newer, got {name} ({got}).\n"
+    assert find_python(old_python(), name) == (1, "", error)
 
 
-def test_this_python_fits() -> None:
-    done = find_python(Path("/usr/bin"), sys.executable)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{sys.executable}\n", "")
-
-
-def test_unreachable_index_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "PIP_CONFIG_FILE": "/dev/null",
-        "PIP_FIND_LINKS": "",
-        "PIP_EXTRA_INDEX_URL": "",
-        "PIP_RETRIES": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    log = tmp_path / "install.log"
-    nowhere = [
-        "--index-url",
-        "http://127.0.0.1:9/simple",
-        "--target",
-        str(tmp_path / "packages"),
-        "nsa-absent",
-    ]
-    with pytest.raises(
-        SetupError, match="a package index must be reachable, got no connection"
-    ) as caught:
-        setup_env.pip_install(Path(sys.executable), log, nowhere)
+def test_unreachable_index_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.setenv(name, "")
+    log, packages = tmp_path / "install.log", str(tmp_path / "packages")
+    nowhere = ["--index-url", "http://127.0.0.1:9/simple", "--target", packages, "nsa-absent"]
+    rule = "a package index must be reachable, got no connection"
+    with pytest.raises(SetupError, match=rule) as caught:
+        setup_env.pip_install(Path(sys.executable), log, *nowhere)
     assert "\n" not in str(caught.value)
     assert "127.0.0.1" in log.read_text()
 
@@ -93,43 +79,29 @@ def test_unreachable_index_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("output", "line"),
     [
-        (
-            "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device",
-            "free disk space must",
-        ),
-        (
-            "WARNING: Retrying after connection broken by 'NewConnectionError(...)'",
-            "a package index must be reachable",
-        ),
-        (
-            "Temporary failure in name resolution\nERROR: No matching distribution found",
-            "a package index must be reachable",
-        ),
+        ("ERROR: OSError: [Errno 28] No space left on device", "free disk space must"),
+        ("WARNING: Retrying after 'NewConnectionError(...)'", "a package index must be reachable"),
+        ("Temporary failure in name resolution\nERROR: x", "a package index must be reachable"),
         (
             "ERROR: Could not find a version for the requirement a==1 (from versions: none)",
             "got none that has a==1.",
         ),
-        (
-            "Collecting x\nERROR: Cannot install a and b\nERROR: Resolution",
-            "got: ERROR: Cannot install a and b",
-        ),
+        ("Collecting x\nERROR: Cannot install a\nERROR: y", "got: ERROR: Cannot install a"),
     ],
 )
-def test_diagnosis_of_pip(output: str, line: str) -> None:
+def test_diagnosis_of_pip(output, line):
     assert line in setup_env.diagnose(output)
     assert "\n" not in setup_env.diagnose(output)
 
 
-def test_full_disk_is_one_line(tmp_path: Path) -> None:
+def test_full_disk_is_one_line(tmp_path):
     setup_env.check_disk(tmp_path, 0.0)
-    with pytest.raises(
-        SetupError,
-        match=r"free disk space must suffice for the packages: 1000000000\.0 GB at .*, got .* GB\.$",
-    ):
+    rule = r"free disk space must suffice for the packages: 1000000000\.0 GB at .*, got .* GB\.$"
+    with pytest.raises(SetupError, match=rule):
         setup_env.check_disk(tmp_path, 1e9)
 
 
-def test_missing_packages_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_packages_are_named(capsys):
     setup_env.check_modules(["torch", "yaml"])
     with pytest.raises(SetupError, match="without absent_a, absent_b"):
         setup_env.check_modules(["torch", "absent_a", "absent_b"])
@@ -148,17 +120,15 @@ def pins(name: str) -> lock.Pins:
     return found
 
 
-def test_locks_hold_what_the_project_requires() -> None:
+def test_locks_hold_what_the_project_requires():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    library, dev = (
-        {
-            lock.normalised(re.split(r"[=<>;]", text)[0])
-            for text in lock.requirements(project, *extras)
-        }
-        for extras in (lock.LIBRARY, ("dev",))
-    )
-    assert "datasets" in library
-    assert "torch" in library
+
+    def required(*extras: str) -> set[str]:
+        texts = lock.requirements(project, *extras)
+        return {lock.normalised(re.split(r"[=<>;]", text)[0]) for text in texts}
+
+    library, dev = required(*lock.LIBRARY), required("dev")
+    assert library >= {"datasets", "torch"}
     assert "pytest" in dev
     for kind in ("cpu", "gpu"):
         assert library <= pins(kind).keys()
@@ -167,7 +137,7 @@ def test_locks_hold_what_the_project_requires() -> None:
     assert not pins("dev").keys() & pins("cpu").keys()
 
 
-def test_device_wheels_are_locked() -> None:
+def test_device_wheels_are_locked():
     lines = (ROOT / "tools/device_wheels.txt").read_text().splitlines()
     names = {line for line in lines if not line.startswith("#")}
     assert names <= pins("gpu").keys() | pins("dev").keys()
@@ -176,35 +146,30 @@ def test_device_wheels_are_locked() -> None:
 def planned(*arguments: str) -> str:
     """What make would do, without doing it."""
     command = ["make", "--dry-run", "-C", str(ROOT), *arguments]
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("MAKE") and name != "PYTHON"
-    }
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True
-    ).stdout
+    left_out = ("MAKE", "PYTHON")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+MAKES = "setup_env.py --make"
+
+
 @pytest.mark.parametrize("target", ["train", "test"])
-def test_environment_is_made_once(target: str, tmp_path: Path) -> None:
-    assert "setup_env.py --make" in planned(target, f"VENV={tmp_path}")
+def test_environment_is_made_once(target, tmp_path):
+    assert MAKES in planned(target, f"VENV={tmp_path}")
     (tmp_path / "installed-cpu").touch()
-    assert "setup_env.py --make" not in planned(target, f"VENV={tmp_path}")
+    assert MAKES not in planned(target, f"VENV={tmp_path}")
     old = (ROOT / "requirements/cpu.lock").stat().st_mtime - 1
-    # a lock file that is newer than the environment
-    os.utime(tmp_path / "installed-cpu", (old, old))
-    assert "setup_env.py --make" in planned(target, f"VENV={tmp_path}")
+    os.utime(tmp_path / "installed-cpu", (old, old))  # the lock file is newer than the environment
+    assert MAKES in planned(target, f"VENV={tmp_path}")
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 @pytest.mark.parametrize(
     "target",
     ["train", "test", "pytest", "lint", "format", "test-mutants", "wheel", "device-wheels"],
 )
-def test_a_given_python_makes_no_environment(target: str, tmp_path: Path) -> None:
+def test_a_given_python_makes_no_environment(target, tmp_path):
     plan = planned(target, f"VENV={tmp_path}", "PYTHON=some-python")
-    assert "setup_env.py --make" not in plan
+    assert MAKES not in plan
     assert f"{tmp_path}/bin" not in plan
     assert "some-python" in plan

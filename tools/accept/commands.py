@@ -1,94 +1,47 @@
-"""Cases that use a trained run as a user does: evaluate, generate, report, check; and a profile."""
+"""Cases that run one command and look at what it prints and writes."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from tools.accept.case import Case, Finding
-from tools.accept.setting import NSA, Setting
-
-PROMPT = "def "
-NEW_TOKENS = 64
-QUICK_WINDOWS = 64
-
-# What a command must leave: given its log and folder, a remark, or nothing where it is missing.
-Result = Callable[[str, Path], str]
+from tools.accept.case import NSA, PYTHON, Result, Setting
+from tools.accept.programs import last_lines
 
 
-def evaluate(case: Case, setting: Setting) -> Finding:
-    """``nsa eval``."""
-    windows = ["--windows", str(QUICK_WINDOWS)] if setting.is_quick else []
-    return _on_run(case, setting, ["eval"], windows, lambda text, run: _found(r"loss: .+", text))
+def command(text: str, *files: str, says: str = "") -> Callable[[Setting], Result]:
+    """A case that runs a command as a user does.
+
+    Args:
+        text: what follows ``nsa``; ``{run}`` is the run that the case works on, ``{folder}`` the
+            folder of the case.
+        files: what it must write.
+        says: pattern of what it must print; what is found goes into the note.
+    """
+
+    def run(setting: Setting) -> Result:
+        places = {"run": setting.trained, "folder": setting.folder}
+        words = [word.format(**places) for word in shlex.split(text)]
+        faults = list(filter(None, [setting.run([*NSA, *words])]))
+        found = re.search(says, setting.log.read_text(encoding="utf-8", errors="replace"))
+        paths = [Path(file.format(**places)) for file in files]
+        faults += [] if found else [f"it did not print {says!r}"]
+        faults += [f"it did not write {path}" for path in paths if not path.is_file()]
+        results = [path.name for path in paths] + [found[0].strip() if found else ""]
+        return Result(remarks=[f"nsa {words[0]}", *filter(None, results)], faults=faults)
+
+    return run
 
 
-def generate(case: Case, setting: Setting) -> Finding:
-    """``nsa generate``."""
-
-    def written(text: str, run: Path) -> str:
-        _, _, continued = text.partition(f"\n{PROMPT}")
-        return f"{len(continued)} characters" if continued.strip() else ""
-
-    words = ["--prompt", PROMPT, "--max-new-tokens", str(NEW_TOKENS)]
-    return _on_run(case, setting, ["generate"], words, written)
-
-
-def report(case: Case, setting: Setting) -> Finding:
-    """``nsa report``."""
-
-    def written(text: str, run: Path) -> str:
-        page = run / "report.html"
-        size = page.stat().st_size if page.exists() else 0
-        return f"{size:,} bytes" if size else ""
-
-    return _on_run(case, setting, ["report"], [], written)
-
-
-def check_run(case: Case, setting: Setting) -> Finding:
-    """``nsa check``."""
-
-    def agrees(text: str, run: Path) -> str:
-        return _found("everything agrees", text)
-
-    return _on_run(case, setting, ["check"], [], agrees)
-
-
-def profile(case: Case, setting: Setting) -> Finding:
-    """``nsa profile``."""
-    folder = setting.empty_folder(case.name)
-    words = ["profile", case.config, "--run-dir", str(folder / "run")]
-
-    def written(text: str, run: Path) -> str:
-        names = ("stages.json", "kernels.txt", "trace.json.gz")
-        return ", ".join(names) if all((run / "profile" / name).exists() for name in names) else ""
-
-    return _done(case, setting, words, folder / "run", written)
-
-
-def _on_run(
-    case: Case,
-    setting: Setting,
-    command: Sequence[str],
-    more: Sequence[str],
-    result: Result,
-) -> Finding:
-    """A command on the run of another case."""
-    folder, run = setting.empty_folder(case.name), setting.folder(case.of) / "run"
-    if not (run / "checkpoints").is_dir():
-        return Finding(folder / "log.txt", faults=(f"no run of case {case.of} in {run}",))
-    return _done(case, setting, [*command, str(run), *more], run, result)
-
-
-def _done(case: Case, setting: Setting, words: Sequence[str], run: Path, result: Result) -> Finding:
-    log = setting.folder(case.name) / "log.txt"
-    ended = setting.run([*NSA, *words], log, case.limit_s)
-    remark = result(log.read_text(encoding="utf-8", errors="replace"), run)
-    fault = ended.fault or ("" if remark else "it did not leave what it should")
-    remarks = tuple(filter(None, (f"nsa {words[0]}", remark)))
-    return Finding(log, remarks=remarks, faults=(fault,) if fault else ())
-
-
-def _found(pattern: str, text: str) -> str:
-    found = re.search(pattern, text)
-    return found[0] if found else ""
+def foreign_model(setting: Setting) -> Result:
+    """Train the decoder of :mod:`tools.accept.foreign_model`, which prints the result."""
+    fault = setting.run([PYTHON, "-m", "tools.accept.foreign_model"])
+    found = [line for line in last_lines(setting.log, 50) if line.startswith("{")]
+    if not found:
+        return Result(faults=[fault or "it printed no result"])
+    result = Result(**json.loads(found[-1]))
+    return replace(result, faults=result.faults or [fault] * bool(fault))

@@ -1,32 +1,31 @@
 """``python -m tools.accept.foreign_model``: the module in another decoder, eager and compiled.
 
-The decoder here uses nothing of the package but :class:`nsa.NativeSparseAttention`. It trains under
-``torch.autocast`` with activation checkpointing on batches of many sizes, as it is and through
-``torch.compile``. The two must agree within the error that bf16 makes anyway, and after the warm-up
-no size may compile anything anew.
+The decoder uses nothing of the package but :class:`nsa.NativeSparseAttention`. It trains under
+``torch.autocast`` with activation checkpointing on batches of many sizes, eager and through
+``torch.compile``. The two must agree within the error that bf16 makes anyway, and no size after the
+warm-up may need another compilation.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 
 import torch
 import torch._dynamo
 from torch import Tensor, nn
-from torch._dynamo.exc import RecompileError
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nsa import NativeSparseAttention, NSAConfig
+from nsa.train.data.documents import corpus_files
+from tools.accept.case import Result
 
 VOCABULARY = 256
 LEAST_GAIN_NATS = 0.5
@@ -43,10 +42,10 @@ class Size:
         width: of the residual stream.
         num_layers: layers.
         config: pattern of its attention.
-        warmup: batch sizes and lengths before compiling is refused: each class of shapes twice.
-            PyTorch compiles for a size of 1 apart.
+        warmup: batch sizes and lengths in which compiling is allowed: each class of shapes twice.
+            PyTorch compiles separately for a size of 1.
         later: those that follow.
-        rounds: how often all of these follow.
+        rounds: how often ``later`` is repeated.
     """
 
     width: int
@@ -64,25 +63,6 @@ FULL = Size(
     warmup=((4, 1024), (3, 1536), (2, 640), (1, 1024), (1, 2048), (1, 768)),
     later=((2, 2048), (1, 1280), (6, 512), (3, 1111), (1, 3072), (8, 300), (5, 896), (2, 64)),
     rounds=8,
-)
-SMALL = Size(
-    width=32,
-    num_layers=2,
-    config=NSAConfig(
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        value_dim=16,
-        compress_block_size=8,
-        compress_stride=4,
-        block_size=16,
-        num_selected_blocks=3,
-        num_local_blocks=1,
-        window_size=16,
-    ),
-    warmup=((4, 64), (3, 96), (2, 80), (1, 64), (1, 128), (1, 48)),
-    later=((2, 128), (1, 100), (5, 33), (3, 77), (1, 60)),
-    rounds=6,
 )
 
 
@@ -107,7 +87,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A byte-level decoder, each of whose layers keeps its input alone."""
+    """A byte-level decoder whose layers save only their input for the backward pass."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -117,10 +97,10 @@ class Decoder(nn.Module):
         self.head = nn.Linear(size.width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of ``targets`` ``[B, T]``, the bytes that follow ``tokens`` ``[B, T]``.
+        """Mean cross-entropy of ``targets``, the bytes that follow ``tokens``, both ``[B, T]``.
 
-        They come apart: over a length of T - 1 with T dynamic, the compiler of torch 2.11 fails in
-        a layer norm, whatever the attention.
+        They are separate arguments: over a length of T - 1 with T dynamic, the compiler of torch
+        2.11 fails in a layer norm, whatever the attention.
         """
         x = self.embedding(tokens)
         for layer in self.layers:
@@ -129,34 +109,7 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What was found.
-
-    Attributes:
-        steps: optimizer steps of each model.
-        graphs: graphs that PyTorch compiled.
-        graph_breaks: places where it had to leave a graph.
-        compilations_after_warmup: sizes after the warm-up that would have compiled anew.
-        eager_error_nats: root mean square distance of the eager model's losses from fp32.
-        compiled_error_nats: of the compiled model's.
-        loss_first: mean loss of the compiled model in the warm-up, nats.
-        loss_last: in the last round.
-        faults: what failed.
-    """
-
-    steps: int
-    graphs: int
-    graph_breaks: int
-    compilations_after_warmup: int
-    eager_error_nats: float
-    compiled_error_nats: float
-    loss_first: float
-    loss_last: float
-    faults: list[str]
-
-
-def measure(size: Size, device: torch.device, backend: str) -> Outcome:
+def measure(size: Size, device: torch.device, backend: str) -> Result:
     """Train three times from the same weights on the same batches: fp32, bf16, bf16 compiled.
 
     Args:
@@ -168,27 +121,20 @@ def measure(size: Size, device: torch.device, backend: str) -> Outcome:
     model = Decoder(size).to(device)
     nn.init.normal_(model.embedding.weight, std=0.02)
     batches = make_batches(size, device)
-    exact = train(copy.deepcopy(model), batches, autocast=False)
-    eager = train(copy.deepcopy(model), batches, autocast=True)
+    exact, _ = train(copy.deepcopy(model), batches, autocast=False)
+    eager, _ = train(copy.deepcopy(model), batches, autocast=True)
     torch._dynamo.reset()
     counters.clear()
-    refused: list[str] = []
-    compiled = train(
-        copy.deepcopy(model),
-        batches,
-        autocast=True,
-        wrap=lambda module: torch.compile(module, backend=backend),
-        fixed_after=len(size.warmup),
-        refused=refused,
-    )
-    return judge(size, exact, eager, compiled, refused)
+    compiled, graphs = train(copy.deepcopy(model), batches, autocast=True, backend=backend)
+    numbers = range(len(size.warmup), len(batches))
+    anew = [list(batches[i].shape) for i in numbers if graphs[i] > graphs[i - 1]]
+    return judge(size, exact, eager, compiled, anew)
 
 
 def make_batches(size: Size, device: torch.device) -> list[Tensor]:
     """Bytes of the package's plays, int64 ``[B, T + 1]``, each batch from another place."""
-    folder = files("nsa.train.data") / "corpus"
-    plays = sorted((path for path in folder.iterdir() if path.name.endswith(".txt")), key=str)
-    text = torch.frombuffer(bytearray(plays[0].read_bytes()), dtype=torch.uint8).long()
+    play = next(iter(corpus_files().documents)).text
+    text = torch.frombuffer(bytearray(play), dtype=torch.uint8).long()
     places = torch.Generator().manual_seed(0)
     batches = []
     for batch, length in (*size.warmup, *size.later * size.rounds):
@@ -202,41 +148,31 @@ def train(
     batches: Sequence[Tensor],
     *,
     autocast: bool,
-    wrap: Callable[[nn.Module], Callable[[Tensor, Tensor], Tensor]] = lambda module: module,
-    fixed_after: int | None = None,
-    refused: list[str] | None = None,
-) -> list[float]:
-    """Losses of a training, one a batch.
+    backend: str | None = None,
+) -> tuple[list[float], list[int]]:
+    """Train a model, whose weights change.
 
     Args:
-        model: its weights change.
+        model: what to train.
         batches: of :func:`make_batches`.
         autocast: whether matrix products are bf16.
-        wrap: applied to the model first.
-        fixed_after: batches after which compiling anew is an error.
-        refused: gets a line for each batch that would have; it is left out, its loss is NaN.
+        backend: of ``torch.compile``; None does not compile.
+
+    Returns:
+        For each batch its loss, and the number of graphs compiled when it was done.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    wrapped = wrap(model)
-    losses = []
-    for number, tokens in enumerate(batches):
-        torch._dynamo.config.error_on_recompile = fixed_after is not None and number >= fixed_after
-        try:
-            with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
-                loss = wrapped(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-            loss.backward()
-        except RecompileError as error:
-            assert refused is not None
-            reasons = [line.strip("- ") for line in str(error).splitlines() if "  - " in line]
-            refused.append(f"{list(tokens.shape)}: {(reasons or [str(error)])[0]}")
-            losses.append(math.nan)
-            continue
-        finally:
-            torch._dynamo.config.error_on_recompile = False
+    forward = model if backend is None else torch.compile(model, backend=backend)
+    losses, graphs = [], []
+    for tokens in batches:
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
+            loss = forward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses
+        graphs.append(counters["stats"]["unique_graphs"])
+    return losses, graphs
 
 
 def judge(
@@ -244,35 +180,38 @@ def judge(
     exact: Sequence[float],
     eager: Sequence[float],
     compiled: Sequence[float],
-    refused: Sequence[str],
-) -> Outcome:
-    """Compare the losses of the three trainings."""
+    anew: Sequence[list[int]],
+) -> Result:
+    """Compare the losses of the three trainings.
+
+    Args:
+        size: model and batches.
+        exact: losses in fp32.
+        eager: in bf16.
+        compiled: in bf16, compiled.
+        anew: sizes of tokens after the warm-up for which PyTorch compiled.
+    """
     errors = [distance(losses, exact) for losses in (eager, compiled)]
     first = statistics.fmean(compiled[: len(size.warmup)])
     last = statistics.fmean(compiled[-len(size.later) :])
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-    faults = []
-    limit = max(NOISE_FACTOR * errors[0], NOISE_FLOOR_NATS)
-    if refused:  # the losses of a training with gaps say nothing
-        more = "" if len(refused) == 1 else f", and {len(refused) - 1} more"
-        faults.append(f"compiled anew for tokens of {refused[0]}{more}")
-    elif not errors[0] <= NOISE_CEILING_NATS:
+    faults, limit = [], max(NOISE_FACTOR * errors[0], NOISE_FLOOR_NATS)
+    if anew:
+        more = f", and {len(anew) - 1} more" if len(anew) > 1 else ""
+        faults.append(f"compiled anew for tokens of {anew[0]}{more}")
+    if not errors[0] <= NOISE_CEILING_NATS:
         faults.append(f"bf16 is {errors[0]:.4f} nats from fp32, at most {NOISE_CEILING_NATS}")
     elif not errors[1] <= limit:
         faults.append(f"compiled, it is {errors[1]:.4f} nats from fp32, at most {limit:.4f}")
     elif not first - last >= LEAST_GAIN_NATS:
         faults.append(f"the loss fell by {first - last:.3f} nats, at least {LEAST_GAIN_NATS}")
-    return Outcome(
-        steps=len(compiled),
-        graphs=graphs,
-        graph_breaks=breaks,
-        compilations_after_warmup=len(refused),
-        eager_error_nats=errors[0],
-        compiled_error_nats=errors[1],
-        loss_first=first,
-        loss_last=last,
-        faults=faults,
-    )
+    figures = {"compilations_after_5": len(anew), "loss_first": first, "loss_last": last}
+    distances = f"eager {errors[0]:.5f} nats, compiled {errors[1]:.5f}"
+    remarks = [
+        f"{len(compiled)} steps, {graphs} graphs, {breaks} graph breaks",
+        f"distance from fp32: {distances}",
+    ]
+    return Result(figures, remarks, faults)
 
 
 def distance(losses: Sequence[float], exact: Sequence[float]) -> float:
@@ -280,15 +219,9 @@ def distance(losses: Sequence[float], exact: Sequence[float]) -> float:
     return math.sqrt(statistics.fmean((a - b) ** 2 for a, b in zip(losses, exact, strict=True)))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what was found as JSON; 1 if something failed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    parser.add_argument("--small", action="store_true", help="for a CPU")
-    options = parser.parse_args(arguments)
-    size = SMALL if options.small else FULL
-    found = measure(size, torch.device(options.device), options.backend)
+def main() -> int:
+    """Print the result as JSON; 1 if something failed."""
+    found = measure(FULL, torch.device("cuda"), "inductor")
     print(json.dumps(asdict(found)))
     return 1 if found.faults else 0
 

@@ -1,9 +1,11 @@
-"""Cases that resume a run: its losses must be those of a run that nobody disturbed."""
+"""Cases that resume a run: its losses must be those of a run without an interruption."""
 
 from __future__ import annotations
 
 import random
 import shutil
+import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,62 +13,54 @@ from nsa.train.checkpoint import list_checkpoints
 from nsa.train.load import load_config
 from nsa.train.telemetry.metrics import Row as MetricsRow
 from nsa.train.telemetry.metrics import read_metrics
-from tools.accept.case import Case, Finding
-from tools.accept.figures import Figures
-from tools.accept.programs import Ended, Program
-from tools.accept.setting import NSA, TORCHRUN, Setting
+from tools.accept.case import Result, Setting, changes, train_words
+from tools.accept.programs import say, wait
 
 STEPS = 120
 CHECKPOINTS = 6  # in a run
 WITHIN_NATS = 2e-4  # on two processes instead of one, which add in another order
-COMPARED = ("loss_nats", "val_loss_nats")
 POLL_S = 0.02
+# A row for each step, and evaluations between the checkpoints.
+_EVERY = STEPS // CHECKPOINTS
+_SHORT = [
+    *("--steps", str(STEPS), "--log-every", "1", "--sample-tokens", "0"),
+    *("--checkpoint-every", str(_EVERY), "--keep-checkpoints", str(CHECKPOINTS)),
+    *("--eval-every", str(_EVERY + _EVERY // 2), "--eval-windows", "4"),
+]
 
 
-def killed_and_resumed(case: Case, setting: Setting) -> Finding:
+def killed_and_resumed(setting: Setting) -> Result:
     """SIGKILL at a random step, twice, and resumption: equal losses, bit for bit.
 
-    The undisturbed run goes on at the same time.
+    The uninterrupted run goes on at the same time.
     """
-    folder = setting.empty_folder(case.name)
-    whole, broken = folder / "whole", folder / "broken"
-    log = folder / "log.txt"
+    whole, killed, log = (setting.folder / name for name in ("whole", "killed", "whole.txt"))
     kills = kill_steps(random.Random())
-    with setting.start(_words(case, whole), folder / "whole.txt") as undisturbed:
-        faults = list(_kill(setting, case, broken, log, kills))
-        ended = undisturbed.wait(setting.seconds_left(case.limit_s), setting.say)
-    if ended.fault:
-        faults.append(f"the undisturbed run: {ended.fault}")
-    if not faults:
-        faults = list(differences(_rows(whole), _rows(broken), within=0.0))
-    remarks = (f"{STEPS} steps, killed at steps {kills[0]} and {kills[1]}",)
-    return _finding(log, whole, remarks, faults, (whole, broken))
+    with setting.start(_train(setting, whole), log) as process:
+        faults = list(_kill(setting, killed, kills))
+        fault = wait(process, log, setting.seconds_left)
+    faults += [f"the uninterrupted run: {fault}"] if fault else []
+    return _result(f"killed at steps {kills[0]} and {kills[1]}", faults, whole, killed, 0.0)
 
 
-def resumed_on_two(case: Case, setting: Setting) -> Finding:
+def resumed_on_two(setting: Setting) -> Result:
     """A run of one GPU goes on with two from its middle: losses equal within rounding."""
-    folder = setting.empty_folder(case.name)
-    whole, two, log = folder / "whole", folder / "two", folder / "log.txt"
-    keep_all = ["--keep-checkpoints", str(CHECKPOINTS)]
-    ended = setting.run([*_words(case, whole), *keep_all], folder / "whole.txt", case.limit_s)
-    faults = [f"on one GPU: {ended.fault}"] if ended.fault else []
-    if not faults:
-        shutil.copytree(whole, two)
-        checkpoints = list_checkpoints(two / "checkpoints")
-        for path in checkpoints[len(checkpoints) // 2 :]:
-            shutil.rmtree(path)
-        words = [*TORCHRUN, "2", *NSA[1:], "train", "--resume", str(two), *_halved(case)]
-        ended = setting.run(words, log, case.limit_s)
-        faults = [f"on two GPUs: {ended.fault}"] if ended.fault else []
-    if not faults:
-        faults = list(differences(_rows(whole), _rows(two), within=WITHIN_NATS))
-    return _finding(log, whole, (f"{STEPS} steps",), faults, (whole, two))
+    whole, two, log = (setting.folder / name for name in ("whole", "two", "whole.txt"))
+    fault = setting.run(_train(setting, whole), log)
+    if fault:
+        return Result(faults=[f"on one GPU: {fault}"])
+    shutil.copytree(whole, two)
+    for path in list_checkpoints(two / "checkpoints")[CHECKPOINTS // 2 :]:
+        shutil.rmtree(path)
+    config = load_config(setting.case.config)
+    halved = changes(config, world_size=2, accumulation=config.accumulation // 2)
+    fault = setting.run([*train_words(2), "--resume", str(two), *halved])
+    return _result("", [f"on two GPUs: {fault}"] if fault else [], whole, two, WITHIN_NATS)
 
 
 def kill_steps(rng: random.Random) -> tuple[int, int]:
     """Steps to kill at: each after two checkpoints, of which the first is complete then."""
-    every = STEPS // CHECKPOINTS
-    return rng.randint(2 * every + 1, 3 * every), rng.randint(4 * every + 1, 5 * every)
+    return rng.randint(2 * _EVERY + 1, 3 * _EVERY), rng.randint(4 * _EVERY + 1, 5 * _EVERY)
 
 
 def differences(
@@ -85,78 +79,53 @@ def differences(
     Yields:
         Missing rows; otherwise how many losses are too far off, the first one and the largest.
     """
-    theirs = {int(row["step"]): row for row in found}
-    missing = [int(row["step"]) for row in expected if int(row["step"]) not in theirs]
-    if missing or len(theirs) != len(expected):
-        yield f"{len(theirs)} of {len(expected)} rows"
+    if [row["step"] for row in expected] != [row["step"] for row in found]:
+        yield f"{len(found)} of {len(expected)} rows"
         return
     off = [
-        (abs(float(row[name]) - float(theirs[int(row["step"])][name])), name, int(row["step"]))
-        for row in expected
-        for name in COMPARED
+        (abs(float(row[name]) - float(other[name])), name, int(row["step"]))
+        for row, other in zip(expected, found, strict=True)
+        for name in ("loss_nats", "val_loss_nats")
         if name in row
     ]
-    apart = [item for item in off if not item[0] <= within]
+    apart = [one for one in off if not one[0] <= within]
     if apart:
         _, name, step = apart[0]
         largest = f"up to {max(apart)[0]:.3g} nats"
         yield f"{len(apart)} of {len(off)} losses differ, from {name} of step {step}: {largest}"
 
 
-def _words(case: Case, run: Path) -> list[str]:
-    """A short run with a row for each step, some checkpoints, and evaluations between them."""
-    every = STEPS // CHECKPOINTS
-    settings = {
-        "steps": STEPS,
-        "log-every": 1,
-        "checkpoint-every": every,
-        "eval-every": every + every // 2,
-        "eval-windows": 4,
-        "sample-tokens": 0,
-    }
-    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    return [*NSA, "train", case.config, "--run-dir", str(run), *words]
+def _train(setting: Setting, run: Path) -> list[str]:
+    return [*train_words(1), setting.case.config, "--run-dir", str(run), *_SHORT]
 
 
-def _halved(case: Case) -> list[str]:
-    """Words that share the batch of one process between two."""
-    config = load_config(case.config)
-    if config.accumulation % 2 == 0:
-        return ["--world-size", "2", "--accumulation", str(config.accumulation // 2)]
-    return ["--world-size", "2", "--micro-batch", str(config.micro_batch // 2)]
-
-
-def _kill(
-    setting: Setting,
-    case: Case,
-    run: Path,
-    log: Path,
-    kills: Sequence[int],
-) -> Iterator[str]:
+def _kill(setting: Setting, run: Path, kills: Sequence[int]) -> Iterator[str]:
     """Start, kill at each step and resume until the end; yields what went wrong."""
-    words = _words(case, run)
+    words = _train(setting, run)
     for step in kills:
-        with setting.start(words, log) as program:
-            fault = _wait_for(program, run, step, setting.seconds_left(case.limit_s))
+        with setting.start(words) as process:
+            fault = _wait_for(process, run, step, setting.seconds_left)
             if fault:
                 yield fault
                 return
-            program.kill()
-        setting.say(f"    killed after step {_last_step(run)}")
-        words = [*NSA, "train", "--resume", str(run)]
-    ended: Ended = setting.run(words, log, case.limit_s)
-    if ended.fault:
-        yield f"the resumed run: {ended.fault}"
+            process.kill()  # alone: what it has started notices by itself
+            process.wait()
+        say(f"    killed after step {_last_step(run)}")
+        words = [*train_words(1), "--resume", str(run)]
+    fault = setting.run(words)
+    if fault:
+        yield f"the resumed run: {fault}"
 
 
-def _wait_for(program: Program, run: Path, step: int, limit_s: float) -> str:
-    """Until the run has come to a step and has a checkpoint; otherwise why not."""
+def _wait_for(process: subprocess.Popen[bytes], run: Path, step: int, limit_s: float) -> str:
+    """Wait until the run has come to a step and has a checkpoint; otherwise why not."""
+    end = time.monotonic() + limit_s
     while _last_step(run) < step or not list_checkpoints(run / "checkpoints"):
-        if program.code is not None:
-            return f"ended with exit code {program.code} before it was killed at step {step}"
-        if program.seconds > limit_s:
+        if process.poll() is not None:
+            return f"ended with exit code {process.poll()} before it was killed at step {step}"
+        if time.monotonic() > end:
             return f"did not come to step {step} within {limit_s:.0f} s"
-        program.pause(POLL_S)
+        time.sleep(POLL_S)
     return ""
 
 
@@ -170,19 +139,12 @@ def _last_step(run: Path) -> int:
     return int(rows[-1]["step"]) if rows else 0
 
 
-def _finding(
-    log: Path,
-    whole: Path,
-    remarks: Sequence[str],
-    faults: Sequence[str],
-    runs: Sequence[Path],
-) -> Finding:
-    """What was found; checkpoints, which are large, go where all went well."""
+def _result(remark: str, faults: list[str], whole: Path, other: Path, within: float) -> Result:
+    """Compare two runs; their checkpoints, which are large, are removed where all went well."""
     rows = _rows(whole)
-    losses = [float(row["loss_nats"]) for row in rows]
-    figures = Figures()
-    if losses:
-        figures = Figures(steps=len(losses), loss_first=losses[0], loss_last=losses[-1])
-    for run in runs if not faults else ():
+    faults += differences(rows, _rows(other), within=within) if not faults else ()
+    for run in (whole, other) if not faults else ():
         shutil.rmtree(run / "checkpoints")
-    return Finding(log, figures, None, tuple(remarks), tuple(faults))
+    losses = [row["loss_nats"] for row in rows]
+    figures = {"loss_first": losses[0], "loss_last": losses[-1]} if losses else {}
+    return Result(figures, [f"{STEPS} steps" + f", {remark}" * bool(remark)], faults)

@@ -1,4 +1,4 @@
-"""Rows of the acceptance run: what they hold, and how those of several legs become one file."""
+"""Rows of the acceptance run: what they hold, how those of several legs become one file, tables."""
 
 from __future__ import annotations
 
@@ -9,11 +9,36 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from nsa.bench.table import align, markdown, number
 from nsa.configs import RENAMED
 from nsa.errors import check, fail
 
 COMMITTED = Path("benchmarks/acceptance")
 QUICK = "quick"
+NOTE_SHOWN = 60  # characters on a terminal
+# Columns of a table: field and format.
+COLUMNS = {
+    "case": ("config", ""),
+    "passed": ("passed", ""),
+    "tokens/s": ("tokens_per_s", ",.0f"),
+    "MFU": ("mfu", ".3f"),
+    "compiled": ("compilations_after_5", "d"),
+    "slowest": ("slowest_over_median", ".2f"),
+    "host ms": ("host_ms", ".1f"),
+    "peak MiB": ("peak_mib", ",.0f"),
+    "plan MiB": ("plan_mib", ",.0f"),
+    "loss first": ("loss_first", ".4f"),
+    "loss last": ("loss_last", ".4f"),
+    "s": ("seconds", ".0f"),
+    "note": ("note", ""),
+}
+
+_INTRODUCTION = """\
+# Acceptance
+
+Made by `python -m tools.accept page` from the rows in this folder. What the acceptance run does,
+and how each figure is computed: [docs/acceptance.md](../../docs/acceptance.md).
+"""
 
 
 @dataclass(frozen=True)
@@ -66,10 +91,10 @@ class Row:
         return RENAMED.get(name, name) + colon + what, self.leg == QUICK
 
     @property
-    def steps(self) -> str | None:
-        """Number of steps given on the command line; None for that of the configuration."""
-        found = re.search(r"--steps (\d+)", self.note)
-        return None if found is None else found[1]
+    def compared(self) -> tuple[object, ...]:
+        """What two rows whose losses are compared have in common: case, steps and kind of GPU."""
+        steps = re.search(r"--steps (\d+)", self.note)
+        return self.key, steps and steps[1], gpu_stem(self.gpu)
 
 
 def append_row(path: Path, row: Row) -> None:
@@ -79,29 +104,36 @@ def append_row(path: Path, row: Row) -> None:
         file.write(json.dumps(asdict(row)) + "\n")
 
 
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write a JSONL file anew."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows), encoding="utf-8")
-
-
 def read_rows(path: Path) -> list[Row]:
-    """Rows of a file, in its order.
+    """Rows of a file, in its order; none where there is no file.
 
     Raises:
         UserError: a line is not a row.
     """
     names = {field.name for field in fields(Row)}
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for line_number, line in enumerate(lines, start=1):
+        where = f"{path}:{line_number}"
         try:
             values: Any = json.loads(line)
         except json.JSONDecodeError as error:
-            fail(f"{path}:{number}", "line", "be a row in JSON", error)
+            fail(where, "line", "be a row in JSON", error)
         same = isinstance(values, dict) and values.keys() == names
-        check(same, f"{path}:{number}", "fields", f"be {sorted(names)}", line[:80])
+        check(same, where, "fields", f"be {sorted(names)}", line[:80])
         found.append(Row(**values))
     return found
+
+
+def committed_row(row: Row, folder: Path) -> Row | None:
+    """The committed row that a row's loss is compared with; None without one.
+
+    Args:
+        row: a new row.
+        folder: with a file for each kind of GPU.
+    """
+    known = read_rows(folder / f"{gpu_stem(row.gpu)}.jsonl")
+    return next((other for other in known if other.compared == row.compared), None)
 
 
 def gpu_stem(gpu: str) -> str:
@@ -110,23 +142,12 @@ def gpu_stem(gpu: str) -> str:
     Args:
         gpu: name as the driver gives it, for example ``NVIDIA H100 80GB HBM3``.
     """
-    words = re.sub(r"[^a-z0-9]+", " ", gpu.lower()).split()
-    words = [word for word in words if word not in ("nvidia", "geforce")]
+    words = re.sub(r"nvidia|geforce|[^a-z0-9]+", " ", gpu.lower()).split()
     last = next((i for i, word in enumerate(words) if re.search(r"\d", word)), len(words))
     return "-".join(words[: last + 1])
 
 
-def newest(rows: Iterable[Row]) -> list[Row]:
-    """Of each case the newest row, in the order in which the cases first appear."""
-    found: dict[tuple[str, bool], Row] = {}
-    for row in rows:
-        before = found.get(row.key)
-        if before is None or row.date >= before.date:
-            found[row.key] = row
-    return list(found.values())
-
-
-def merge(sources: Sequence[Path], target: Path, *, allow_mixed: bool) -> list[Row]:
+def merge_rows(sources: Sequence[Path], target: Path, *, allow_mixed: bool) -> list[Row]:
     """Bring the rows of several legs into one file; the newest row of a case stays.
 
     Args:
@@ -141,33 +162,66 @@ def merge(sources: Sequence[Path], target: Path, *, allow_mixed: bool) -> list[R
         UserError: no rows, rows of another kind of GPU than the file's name says, or of several
             commits.
     """
-    files = [file for path in sources for file in _jsonl_files(path)]
-    ours = [row for file in files for row in read_rows(file)]
-    check(bool(ours), "merge", "FOLDER", "hold files with rows", ", ".join(map(str, sources)))
-    rows = newest([*(read_rows(target) if target.exists() else []), *ours])
+    new: list[Row] = []
+    for path in sources:
+        check(path.exists(), "merge", "FOLDERS", "exist", path)
+        for file in path.glob("*.jsonl") if path.is_dir() else [path]:
+            new += read_rows(file)
+    check(bool(new), "merge", "FOLDERS", "hold files with rows", ", ".join(map(str, sources)))
+    by_date = sorted([*read_rows(target), *new], key=lambda row: row.date)
+    rows = list({row.key: row for row in by_date}.values())
     rows.sort(key=lambda row: (row.leg != QUICK, row.leg, row.date))
+    cases: dict[str, list[str]] = {}
     for row in rows:
         rule = f"be named after the GPU of every row ({gpu_stem(row.gpu)}.jsonl for {row.gpu})"
         check(gpu_stem(row.gpu) == target.stem, "merge", "--into", rule, target.name)
-    commits = sorted({row.commit for row in rows})
+        cases.setdefault(row.commit, []).append(row.config)
+    listed = "; ".join(f"{commit[:12]}: {', '.join(names)}" for commit, names in cases.items())
     hint = "Measure the other cases again, or give --allow-mixed."
-    cases = "; ".join(f"{commit[:12]}: {_cases(rows, commit)}" for commit in commits)
-    check(len(commits) == 1 or allow_mixed, "merge", "rows", "be of one commit", cases, hint)
-    write_rows(target, rows)
+    check(len(cases) == 1 or allow_mixed, "merge", "rows", "be of one commit", listed, hint)
+    target.unlink(missing_ok=True)
+    for row in rows:
+        append_row(target, row)
     return rows
 
 
-def _jsonl_files(path: Path) -> list[Path]:
-    check(path.exists(), "merge", "FOLDER", "exist", path)
-    return sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+def passed(rows: Sequence[Row]) -> str:
+    """How many cases passed."""
+    return f"{sum(row.passed for row in rows)} of {len(rows)} cases passed"
 
 
-def _cases(rows: Iterable[Row], commit: str) -> str:
-    return ", ".join(row.config for row in rows if row.commit == commit)
+def terminal_table(rows: Sequence[Row]) -> str:
+    """Aligned columns, notes cut short, and how many passed."""
+    lines = [(*line[:-1], line[-1][:NOTE_SHOWN]) for line in _lines(rows)]
+    return "\n".join([*align(lines), "", passed(rows)])
 
 
-def committed_loss(row: Row, committed: Iterable[Row]) -> float | None:
-    """``loss_last`` that a row is compared with: of the same case, steps and kind of GPU."""
-    what = row.key, row.steps, gpu_stem(row.gpu)
-    alike = (other for other in committed if (other.key, other.steps, gpu_stem(other.gpu)) == what)
-    return next((other.loss_last for other in alike), None)
+def page(files: Iterable[Path]) -> str:
+    """Markdown: a table of the full run and one of the quick run for each kind of GPU."""
+    parts = [_INTRODUCTION]
+    for file in sorted(files):
+        rows = read_rows(file)
+        commits, days, gpus = (
+            ", ".join(sorted(set(values)))
+            for values in zip(*((row.commit, row.date[:10], row.gpu) for row in rows), strict=True)
+        )
+        parts.append(f"## {file.stem}\n\n{gpus}; commit {commits}; {days}.\n")
+        for title, quick in (("Full run", False), ("Quick run", True)):
+            chosen = [row for row in rows if (row.leg == QUICK) == quick]
+            if chosen:
+                table = markdown([[cell.replace("|", "/") for cell in x] for x in _lines(chosen)])
+                parts.append(f"### {title}, {file.stem}: {passed(chosen)}\n\n{table}\n")
+    return "\n".join(parts)
+
+
+def _lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Header and rows."""
+    return [
+        tuple(COLUMNS),
+        *(tuple(_cell(row, *column) for column in COLUMNS.values()) for row in rows),
+    ]
+
+
+def _cell(row: Row, name: str, form: str) -> str:
+    value = getattr(row, name)
+    return number(value, form) if name != "passed" else "yes" if value else "NO"

@@ -6,67 +6,48 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from nsa.errors import check
 from nsa.train.data.documents import corpus_files, stdlib_files
-from tools.accept.programs import Ended, last_lines
-from tools.accept.setting import NSA, Setting
+from tools.accept.case import NSA
+from tools.accept.programs import last_lines, run
 
 TRAIN_TOKENS = 6_000_000
 VALIDATION_FRACTION = 0.03
-LIMIT_S = 240.0
 # FineWeb's documents: some hundred tokens each, a few of them very long, some of one line.
 MEDIAN_CHARACTERS, SPREAD = 2_000, 1.2
 ROWS_PER_FILE = 5_000
 
-Run = Callable[[Sequence[str], Path, float], Ended]
 
-
-@dataclass(frozen=True)
-class Prepared:
-    """Shards in a folder, or why there are none.
-
-    Attributes:
-        folder: of ``nsa data prepare``.
-        log: its output.
-        fault: what went wrong; empty otherwise.
-    """
-
-    folder: Path
-    log: Path
-    fault: str = ""
-
-
-def find_shards(setting: Setting) -> Prepared:
-    """The shards that were given, or those that are made here, once for all cases."""
-    if setting.shards is not None:
-        return Prepared(setting.shards, setting.shards)
-    return make_shards(setting.out, setting.run)
-
-
-def make_shards(out: Path, run: Run) -> Prepared:
+def make_shards(out: Path, limit_s: float) -> Path:
     """Write documents and prepare them; what is there already stays.
 
     Args:
         out: gets ``fineweb/``, the documents, and ``shards/``, which is prepared from them.
-        run: runs a command line, given its log and its limit in seconds.
+        limit_s: most seconds for the preparation.
+
+    Returns:
+        The folder of the shards.
+
+    Raises:
+        UserError: the preparation failed, or ``datasets`` is not installed.
     """
-    texts, folder, log = (out / name for name in ("fineweb", "shards", "shards.txt"))
-    if find_spec("datasets") is None:
-        hint = "make shards elsewhere (docs/acceptance.md) and give --shards FOLDER"
-        return Prepared(folder, log, f"the package datasets is not installed: {hint}")
+    texts, shards, log = (out / name for name in ("fineweb", "shards", "shards.txt"))
+    hint = "Make shards elsewhere (docs/acceptance.md) and give --shards FOLDER."
+    found = find_spec("datasets") is not None
+    check(found, "shards", "the package datasets", "be installed", "none", hint)
     if not texts.is_dir():
         write_documents(texts)
-    log.unlink(missing_ok=True)
-    words = [*NSA, "data", "prepare", str(texts), "--out", str(folder)]
+    words = [*NSA, "data", "prepare", str(texts), "--out", str(shards)]
     words += ["--max-tokens", str(TRAIN_TOKENS)]
     words += ["--validation-fraction", str(VALIDATION_FRACTION)]
-    ended = run(words, log, LIMIT_S)
-    said = " ".join(last_lines(log, 1))
-    return Prepared(folder, log, f"nsa data prepare: {ended.fault}: {said}" if ended.fault else "")
+    fault = run(words, log, limit_s, {})
+    said = f"{fault}: {' '.join(last_lines(log, 1))}"
+    check(not fault, "shards", "nsa data prepare", "succeed", said, f"All of it: {log}")
+    return shards
 
 
 def write_documents(folder: Path) -> None:
@@ -77,13 +58,11 @@ def write_documents(folder: Path) -> None:
     """
     making = folder.with_name(f"{folder.name}.making")
     making.mkdir(parents=True, exist_ok=True)
-    rows = fineweb_rows()
-    for number in itertools.count():
-        lines = [json.dumps(row) + "\n" for row in itertools.islice(rows, ROWS_PER_FILE)]
-        if not lines:
-            break
+    rows, number = fineweb_rows(), 0
+    while lines := [json.dumps(row) + "\n" for row in itertools.islice(rows, ROWS_PER_FILE)]:
         path = making / f"{number:03d}_00000.jsonl"
         path.write_text("".join(lines), encoding="utf-8")
+        number += 1
     making.rename(folder)
 
 

@@ -1,1 +1,1 @@
-"""The Triton kernels compiled for GPUs that are not there, and what they need of them."""
+"""Compiles the Triton kernels for GPUs that are not present, and checks what they need."""

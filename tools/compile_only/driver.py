@@ -1,4 +1,4 @@
-"""Triton's view of an NVIDIA GPU that is not there: launches compile, are noted, and run nothing."""
+"""Triton's view of an NVIDIA GPU that is not present: launches compile, and nothing runs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,7 @@ from nsa.ops._triton.absent_gpu import AbsentGPU
 
 # Bytes of shared memory that one program may have, by compute capability (CUDA C++ Programming
 # Guide, technical specifications: maximum amount of shared memory per thread block).
-SHARED_MEMORY_LIMIT = {
-    80: 166_912,
-    86: 101_376,
-    89: 101_376,
-    90: 232_448,
-    100: 232_448,
-    120: 101_376,
-}
+SHARED_MEMORY_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 
 
 @dataclass(frozen=True)
@@ -44,11 +37,11 @@ class Usage:
 
 
 class NotingGPU(AbsentGPU):
-    """A GPU that is not there, which notes what the kernels need that are loaded on it.
+    """A GPU that is not present, which records what each kernel needs that is loaded on it.
 
     Args:
         arch: compute capability, major and minor as two digits.
-        usages: where the needs of each kernel are noted when it is loaded.
+        usages: gets what each kernel needs when it is loaded.
     """
 
     def __init__(self, arch: int, usages: list[Usage]) -> None:
@@ -60,22 +53,25 @@ class NotingGPU(AbsentGPU):
         )
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """Room without end: a kernel that needs too much is noted like any other, and judged by whoever reads the notes."""
+        """No limit: a kernel that needs too much is recorded like any other and judged later."""
         return {"max_shared_mem": 1 << 30}
 
     def load_binary(
         self, name: str, binary: bytes, shared: int, device: int
     ) -> tuple[int, int, int, int, int]:
-        """Note a kernel; for Triton the handles of module and function, registers, spilled words, and most threads."""
+        """Record what a kernel needs.
+
+        Returns:
+            What Triton wants: handles of module and function, registers, spilled words, and most
+            threads.
+        """
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(binary)
             file.flush()
             command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
             text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         found = re.search(r"REG:(\d+) STACK:(\d+) ", text)
-        assert found is not None, (
-            f"cuobjdump says nothing about {name} for sm_{self.arch}: {text!r}"
-        )
+        assert found is not None, f"cuobjdump on {name} for sm_{self.arch}: {text!r}"
         # without the branch that it was compiled for
         kernel = "".join(name.partition("_kernel")[:2])
         self.usages.append(Usage(kernel, int(found[1]), int(found[2]), shared))
@@ -84,20 +80,18 @@ class NotingGPU(AbsentGPU):
 
 @contextmanager
 def absent_gpu(arch: int) -> Iterator[list[Usage]]:
-    """Let launchers take CPU tensors: a launch compiles its kernel for ``sm_<arch>`` and runs nothing.
+    """Let launchers take CPU tensors; a launch compiles for ``sm_<arch>`` and runs nothing.
 
-    Outputs hold whatever their memory held.
+    Outputs are not written.
 
     Args:
         arch: a key of ``SHARED_MEMORY_LIMIT``.
 
     Yields:
-        A list to which a kernel is added whenever a launch has to compile it (or to take it from
-        Triton's cache on disk). Nothing is added where the launch before did.
+        A list to which a kernel is added when a launch compiles it or takes it from Triton's cache
+        on disk, that is once for each kernel.
     """
-    assert not triton.knobs.runtime.interpret, (
-        "kernels compile in a process without TRITON_INTERPRET=1"
-    )
+    assert not triton.knobs.runtime.interpret, "kernels do not compile under TRITON_INTERPRET=1"
     assert arch in SHARED_MEMORY_LIMIT, arch
     usages: list[Usage] = []
     triton.runtime.driver.set_active(NotingGPU(arch, usages))

@@ -1,4 +1,4 @@
-"""What is launched on a GPU that is not there: the whole of the library's attention, through its own launchers."""
+"""The library's attention, launched through its own launchers on a GPU that is not present."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import importlib
 import inspect
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -42,45 +42,49 @@ class Batch:
     longest: int | None
 
     def tensor(self, tokens: int, *sizes: int, dtype: torch.dtype) -> Tensor:
-        """Zeros for so many tokens of each sequence, that want a gradient."""
+        """Zeros for so many tokens of each sequence; they require a gradient."""
         shape = (2 * tokens, *sizes) if self.longest else (2, tokens, *sizes)
         return torch.zeros(shape, dtype=dtype, requires_grad=True)
 
     def offsets(self) -> dict[str, Any]:
-        """The arguments that say where sequences lie."""
+        """Arguments that describe the packed sequences; none for a dense batch."""
         if self.longest is None:
             return {}
-        queries, keys = packed_offsets([64, 64]), packed_offsets([96, 96])
-        return {
-            "cu_seqlens_q": queries,
-            "cu_seqlens_k": keys,
-            "max_seqlen_q": self.longest,
-            "max_seqlen_k": self.longest,
-        }
+        offsets = {f"cu_seqlens_{x}": packed_offsets([n, n]) for x, n in (("q", 64), ("k", 96))}
+        return {**offsets, "max_seqlen_q": self.longest, "max_seqlen_k": self.longest}
 
 
-# No gradient is summed in parts; some are; and so long that kernels for very many keys and
-# scattered choices run.
+# In turn: no gradient is summed in parts; some are; kernels for very many keys and for scattered
+# selections run.
 SHORT, PARTS, LONG, DENSE = Batch(96), Batch(4096), Batch(65_536), Batch(None)
 
 
+# Outputs of an operator, and its inputs that want a gradient.
+Call = tuple[Sequence[Tensor], Sequence[Tensor]]
+
+
 def attend(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
-    """The attention of one layer, forward and backward, its projection's heads, the gated sum alone, and an embedding."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    q = batch.tensor(64, heads, config.head_dim, dtype=dtype)
-    pair = (config.head_dim, config.value_dim) * 3
-    keys = [batch.tensor(96, kv_heads, size, dtype=dtype) for size in pair]
-    gates = batch.tensor(64, heads, 3, dtype=dtype)
+    """Launch what a layer with this attention launches, forward and backward."""
+    for operator in (attention, gated_sum, projection, embedding):
+        outputs, inputs = operator(config, dtype, batch)
+        gradients = [torch.zeros_like(out) for out in outputs]
+        torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+
+
+def attention(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> Call:
+    """The whole attention."""
+    q = batch.tensor(64, config.num_heads, config.head_dim, dtype=dtype)
+    pairs = (config.head_dim, config.value_dim) * 3
+    keys = [batch.tensor(96, config.num_kv_heads, size, dtype=dtype) for size in pairs]
+    gates = batch.tensor(64, config.num_heads, 3, dtype=dtype)
     phi = None
     if config.phi != "mean":
-        phi = (
-            phi_weights(config, config.head_dim, dtype),
-            phi_weights(config, config.value_dim, dtype),
-        )
+        head_dim, value_dim = (phi_weights(config, size, dtype) for size in pairs[:2])
+        phi = (head_dim, value_dim)
     parameters = [x for weights in phi or () for x in vars(weights).values() if x is not None]
-    rope = Rope.from_config(config)
+    observed = partial(nsa.attention.attend, sums=new_sums("cpu"))
     k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = keys
-    with mock.patch("nsa.attention.attend", partial(nsa.attention.attend, sums=new_sums("cpu"))):
+    with mock.patch("nsa.attention.attend", observed):
         out = native_sparse_attention(
             q,
             k_cmp,
@@ -92,40 +96,46 @@ def attend(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
             gates,
             phi,
             config,
-            rope=rope,
+            rope=Rope.from_config(config),
             backend="triton",
             **batch.offsets(),
         )
-    torch.autograd.grad(
-        out, [q, *keys, gates, *parameters], torch.zeros_like(out), allow_unused=True
-    )
-    branches = [
-        out.detach().requires_grad_() if name in config.branches else None
-        for name in ("cmp", "slc", "win")
-    ]
-    total = combine(branches[0], branches[1], branches[2], gates, backend="triton")
-    torch.autograd.grad(
-        total, [gates, *(x for x in branches if x is not None)], torch.zeros_like(total)
-    )
+    return [out], [q, *keys, gates, *parameters]
+
+
+def gated_sum(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> Call:
+    """The gated sum of the branches as an operator of its own."""
+    heads, size = config.num_heads, config.value_dim
+    gates = batch.tensor(64, heads, 3, dtype=dtype)
+    used = {name: batch.tensor(64, heads, size, dtype=dtype) for name in config.branches}
+    cmp, slc, win = (used.get(name) for name in ("cmp", "slc", "win"))
+    return [combine(cmp, slc, win, gates, backend="triton")], [gates, *used.values()]
+
+
+def projection(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> Call:
+    """The projection of a layer's input to heads and gates."""
     parts = (
-        Heads(heads, config.head_dim, "both"),
-        Heads(kv_heads, config.head_dim, "yes"),
-        Heads(kv_heads, config.value_dim),
+        Heads(config.num_heads, config.head_dim, "both"),
+        Heads(config.num_kv_heads, config.head_dim, "yes"),
+        Heads(config.num_kv_heads, config.value_dim),
     )
-    columns = Columns(parts, Gates(heads, (0, 1, 2)))
+    columns = Columns(parts, Gates(config.num_heads, (0, 1, 2)))
     weights = [torch.zeros(size, 32, dtype=dtype) for size in columns.sizes]
-    x, bias = (
-        torch.zeros(*shape, dtype=dtype, requires_grad=True)
-        for shape in ((64, 32), (columns.sizes[-1],))
-    )
+    x = torch.zeros(64, 32, dtype=dtype, requires_grad=True)
+    bias = torch.zeros(columns.sizes[-1], dtype=dtype, requires_grad=True)
     sequences = Sequences(None, 1, 64, 64, x.device)
     if batch.longest is not None:
         sequences = Sequences.packed(batch.offsets()["cu_seqlens_q"], 64)
+    rope = Rope.from_config(config)
     found = project(x, weights, bias, columns, sequences, rope, backend="triton")
-    torch.autograd.grad(found, [x, bias], [torch.zeros_like(y) for y in found])
-    table = torch.zeros(40, heads * config.head_dim, dtype=dtype, requires_grad=True)
-    embedded = embed(torch.zeros(64, dtype=torch.int64), table, backend="triton")
-    torch.autograd.grad(embedded, [table], torch.zeros_like(embedded))
+    return [*found], [x, bias]
+
+
+def embedding(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> Call:
+    """Rows of a table."""
+    width = config.num_heads * config.head_dim
+    table = torch.zeros(40, width, dtype=dtype, requires_grad=True)
+    return [embed(torch.zeros(64, dtype=torch.int64), table, backend="triton")], [table]
 
 
 def phi_weights(config: NSAConfig, size: int, dtype: torch.dtype) -> PhiWeights:
@@ -137,9 +147,8 @@ def phi_weights(config: NSAConfig, size: int, dtype: torch.dtype) -> PhiWeights:
     length = config.compress_block_size
     if config.phi == "linear":
         return PhiWeights(weight=zeros(length, size))
-    return PhiWeights(
-        position=zeros(length, size), w1=zeros(length * size, 2 * size), w2=zeros(2 * size, size)
-    )
+    w1, w2 = zeros(length * size, 2 * size), zeros(2 * size, size)
+    return PhiWeights(position=zeros(length, size), w1=w1, w2=w2)
 
 
 @contextmanager
@@ -159,15 +168,14 @@ def launches() -> Iterator[set[JITFunction[Any]]]:
 
 
 def jitted_functions() -> set[JITFunction[Any]]:
-    """Every function of the operators that Triton compiles; those that the benchmark compares with are none of theirs."""
+    """Every function of the operators that Triton compiles."""
     found: set[JITFunction[Any]] = set()
     root = Path(nsa.__file__).parent
     for path in sorted((root / "ops").rglob("*.py")):
         if "import triton" in path.read_text(encoding="utf-8"):
-            module = importlib.import_module(
-                ".".join(path.relative_to(root.parent).with_suffix("").parts)
-            )
-            found |= {value for value in vars(module).values() if isinstance(value, JITFunction)}
+            name = ".".join(path.relative_to(root.parent).with_suffix("").parts)
+            values = vars(importlib.import_module(name)).values()
+            found |= {value for value in values if isinstance(value, JITFunction)}
     return found
 
 
@@ -182,7 +190,6 @@ def reached_from(kernels: Iterable[JITFunction[Any]]) -> set[JITFunction[Any]]:
         reached.add(function)
         tree = ast.parse(textwrap.dedent(inspect.getsource(function.fn)))
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        waiting += [
-            x for name in names if isinstance(x := function.fn.__globals__.get(name), JITFunction)
-        ]
+        called = map(function.fn.__globals__.get, names)
+        waiting += [value for value in called if isinstance(value, JITFunction)]
     return reached

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,87 +27,62 @@ MOST_STACK = 256  # bytes of a thread
 FP8_ARCH = 89  # the first with fp8 products; the library refuses them on others
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-# Kernels that may need stack, by table, function and head size of the table's row: the measurement
-# that says that it wins.
+H200 = "nvidia-h200"
+# Kernels that may need stack, by table, function and head size of the table's row, and the
+# measurement that shows that it is faster; more in docs/log.md. Those of head size 192 are of the
+# paper's shape (64 query heads in 4 groups, D 192, Dv 128) at 8,192 tokens, compared with the best
+# tile without stack.
 STACK_THAT_WINS = {
-    ("nvidia-h200", "range_dkv_kernel", 64): (
-        "compressed, at most 168 registers, so that three programs share a multiprocessor: 0.127 ms against 0.153"
+    (H200, "range_dkv_kernel", 64): (
+        "compressed, at most 168 registers, so that three programs share a multiprocessor: "
+        "0.127 ms against 0.153"
     ),
-    ("nvidia-h200", "range_dq_kernel", 64): (
-        "window, 2 stages: 0.345 ms against 0.363 with 3 and no limit; compressed, at most 96 registers: 0.408 ms of forward "
-        "and backward against 0.409"
+    (H200, "range_dq_kernel", 64): (
+        "window, 2 stages: 0.345 ms against 0.363 with 3 and no limit; compressed, at most 96 "
+        "registers: 0.408 ms of forward and backward against 0.409"
     ),
-    (
-        "nvidia-h200",
-        "range_fwd_kernel",
-        64,
-    ): "window, 2 stages: 0.315 ms against 0.336 with 3, 0.360 with 128 rows",
-    ("nvidia-h200", "range_dkv_kernel", 128): (
-        "4 warps, 32 rows by 64 keys (window) and 64 by 64 (compressed): 10.1 and 28.1 ms of backward (wide, 65,536 tokens) "
-        "against 12.4 and 36.0 with 128 rows, 15.9 and 48.7 with 8 warps; see docs/log.md"
+    (H200, "range_fwd_kernel", 64): (
+        "window, 2 stages: 0.315 ms against 0.336 with 3, 0.360 with 128 rows"
     ),
-    ("nvidia-h200", "range_dkv_kernel", 112): (
-        "heads that do not fill 128 columns, 64 rows by 64 keys: 2.0 and 6.68 ms of backward (window, compressed, D 80) "
-        "against 2.34 and 7.58 with 128 rows; see docs/log.md"
+    (H200, "range_dkv_kernel", 128): (
+        "4 warps, 32 rows by 64 keys (window) and 64 by 64 (compressed): 10.1 and 28.1 ms of "
+        "backward (wide, 65,536 tokens) against 12.4 and 36.0 with 128 rows, 15.9 and 48.7 with 8 "
+        "warps"
     ),
-    (
-        "nvidia-h200",
-        "selected_gather_bwd_kernel",
-        64,
-    ): "dK and dV alone: 0.98 ms against 1.07; see docs/log.md",
-    ("nvidia-h200", "selected_gather_bwd_kernel", 128): (
-        "32 rows by 64 keys with a deep pipeline: 1.39 ms (dK and dV alone) and 20.1 ms (with dQ) against 1.55 and 25.8 "
-        "with other tiles; see docs/log.md"
+    (H200, "range_dkv_kernel", 112): (
+        "heads that do not fill 128 columns, 64 rows by 64 keys: 2.0 and 6.68 ms of backward "
+        "(window, compressed, D 80) against 2.34 and 7.58 with 128 rows"
     ),
-    ("nvidia-h200", "selected_gather_fwd_kernel", 128): (
-        "at most 128 registers, so that four programs share a multiprocessor: 14.2 ms of forward against 14.9; see docs/log.md"
+    (H200, "selected_gather_bwd_kernel", 64): "dK and dV alone: 0.98 ms against 1.07",
+    (H200, "selected_gather_bwd_kernel", 128): (
+        "32 rows by 64 keys with a deep pipeline: 1.39 ms (dK and dV alone) and 20.1 ms (with dQ) "
+        "against 1.55 and 25.8 with other tiles"
     ),
-    ("nvidia-h200", "select_kernel", 64): (
-        "at most 168 registers, so that three programs share a multiprocessor: 1.03 ms against 1.14 without a limit; "
-        "see docs/log.md"
+    (H200, "selected_gather_fwd_kernel", 128): (
+        "at most 128 registers, so that four programs share a multiprocessor: 14.2 ms of forward "
+        "against 14.9"
     ),
-    (
-        "nvidia-h200",
-        "select_approximate_kernel",
-        64,
-    ): "the limit of select_kernel, whose tile it takes",
-    (
-        "nvidia-h200",
-        "select_kernel",
-        128,
-    ): "32 blocks a step, 7.4 ms against 9.6 with 16; see docs/log.md",
-    # At 8,192 tokens of the paper's shape (64 query heads in 4 groups, D 192, Dv 128), with the
-    # best tile without stack beside.
-    (
-        "nvidia-h200",
-        "select_kernel",
-        192,
-    ): "64 queries by 64 blocks, 3 stages: 0.265 ms against 0.360",
-    (
-        "nvidia-h200",
-        "range_dq_kernel",
-        192,
-    ): "64 by 32, 4 warps: compressed 4.17 ms against 4.44, window 7.06 against 7.52",
-    ("nvidia-h200", "range_dkv_kernel", 192): "compressed, 128 by 64: 2.68 ms against 4.65",
-    (
-        "nvidia-h200",
-        "selected_dq_kernel",
-        192,
-    ): "64 by 32, 4 warps: 17.9 ms of forward and backward against 18.9",
-    (
-        "nvidia-h200",
-        "selected_gather_bwd_kernel",
-        192,
-    ): "dK and dV alone, 128 by 64: 13.6 ms against 14.8",
+    (H200, "select_kernel", 64): (
+        "at most 168 registers, so that three programs share a multiprocessor: 1.03 ms against "
+        "1.14 without a limit"
+    ),
+    (H200, "select_approximate_kernel", 64): "the limit of select_kernel, whose tile it takes",
+    (H200, "select_kernel", 128): "32 blocks a step, 7.4 ms against 9.6 with 16",
+    (H200, "select_kernel", 192): "64 queries by 64 blocks, 3 stages: 0.265 ms against 0.360",
+    (H200, "range_dq_kernel", 192): (
+        "64 by 32, 4 warps: compressed 4.17 ms against 4.44, window 7.06 against 7.52"
+    ),
+    (H200, "range_dkv_kernel", 192): "compressed, 128 by 64: 2.68 ms against 4.65",
+    (H200, "selected_dq_kernel", 192): (
+        "64 by 32, 4 warps: 17.9 ms of forward and backward against 18.9"
+    ),
+    (H200, "selected_gather_bwd_kernel", 192): ("dK and dV alone, 128 by 64: 13.6 ms against 14.8"),
 }
 
-# Bytes of stack that are let be, by architecture and function, where this project has measured
-# nothing.
-STACK_LET_BE = {
-    # Heads of 128. A limit of registers avoids it, and then fewer programs are there at once than
-    # the kernel has.
-    (120, "selected_delta_kernel"): 8,
-}
+# Bytes of stack that are allowed, by architecture and function, on GPUs where this project has
+# measured nothing. Heads of 128: a limit on registers avoids the stack, but then fewer programs run
+# at once.
+STACK_LET_BE = {(120, "selected_delta_kernel"): 8}
 
 
 @dataclass(frozen=True)
@@ -130,11 +106,7 @@ class Case:
     changes: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        sizes = (
-            f"{self.head_dim}"
-            if self.head_dim == self.value_dim
-            else f"{self.head_dim}/{self.value_dim}"
-        )
+        sizes = "/".join(map(str, dict.fromkeys((self.head_dim, self.value_dim))))
         changes = "".join(f" {name}={value}" for name, value in self.changes)
         return f"D {sizes} G {self.group_size} {self.dtype} {self.batch}{changes}"
 
@@ -157,7 +129,7 @@ def usual(head_dim: int, value_dim: int, group_size: int, dtype: str = "bf16") -
 
 
 def variations() -> list[Case]:
-    """What a config and a batch can change beside the sizes of heads."""
+    """What a config and a batch can change other than the sizes of heads."""
     case = Case(64, 64, 6)
     small = {
         "compress_block_size": 8,
@@ -187,8 +159,10 @@ def variations() -> list[Case]:
 # Sizes of heads by the work of one process. What `make test` compiles, for ``ARCHS``; and
 # everything, for all.
 ARCHS = (80, 89, 90, 100)
+TWO_STAGE = (("coarse_block_size", 512), ("num_coarse_blocks", 8))
 PART = {
-    sizes: [case for g in (6, 16) for case in usual(*sizes, g)] for sizes in ((64, 64), (192, 128))
+    sizes: [*usual(*sizes, 6), *usual(*sizes, 16), Case(*sizes, 6, changes=TWO_STAGE)]
+    for sizes in ((64, 64), (192, 128))
 }
 GROUP_SIZES = {(64, 64): (1, 3, 4, 6, 8, 16, 64), (128, 128): (4, 16, 64), (192, 128): (6, 16, 64)}
 HEAD_SIZES = ((16, 16), (32, 32), (64, 64), (80, 80), (128, 128), (192, 128), (256, 256))
@@ -207,7 +181,7 @@ def whole() -> list[list[Case]]:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Where tiles come from: a committed table with the defaults of its GPU behind it, or the defaults alone.
+    """Where tiles come from: a committed table, then the defaults of its GPU, or only the defaults.
 
     Attributes:
         arch: compute capability as two or three digits.
@@ -226,26 +200,18 @@ class Tuning:
         )
 
     def head_size_of_row(self, kernel: str, size: int) -> int | None:
-        """Of the table's rows that serve this kernel with heads of this size; None where none does."""
+        """Head size of the row that this kernel takes for heads of a size; None without a row."""
         names = {"range": ("compressed", "window")}.get(family := kernel.split("_")[0], (family,))
-        keys = () if self.table is None else self.table.rows
-        return min(
-            (
-                key.head_size
-                for key in keys
-                if key.kernel.split("_")[0] in names and key.head_size >= size
-            ),
-            default=None,
-        )
+        keys = [] if self.table is None else list(self.table.rows)
+        rows = [key.head_size for key in keys if key.kernel.split("_")[0] in names]
+        return min((row for row in rows if row >= size), default=None)
 
 
 def tunings(arch: int) -> list[Tuning]:
     """The defaults of an architecture, and its committed tables."""
     names = [name for capability, name in RELATIVES.items() if capability == divmod(arch, 10)]
-    return [
-        Tuning(arch),
-        *(Tuning(arch, name, load_table(TABLES / f"{name}.json")) for name in names),
-    ]
+    tables = [Tuning(arch, name, load_table(TABLES / f"{name}.json")) for name in names]
+    return [Tuning(arch), *tables]
 
 
 @dataclass(frozen=True)
@@ -254,8 +220,7 @@ class Record:
 
     Attributes:
         tuning: where its tile comes from.
-        case: the call that compiled it; later ones that want the same kernel have no record of
-            their own.
+        case: the call that compiled it; later calls of the same kernel have no record.
         usage: what it needs.
     """
 
@@ -265,8 +230,9 @@ class Record:
 
     def __str__(self) -> str:
         usage = self.usage
-        needs = f"{usage.stack} bytes of stack, {usage.registers} registers, {usage.shared} bytes of shared memory"
-        return f"sm_{self.tuning.arch} {self.tuning.name}: {usage.kernel}: {needs} ({self.case})"
+        needs = f"{usage.stack} bytes of stack, {usage.registers} registers, {usage.shared} bytes"
+        where = f"sm_{self.tuning.arch} {self.tuning.name}: {usage.kernel}"
+        return f"{where}: {needs} of shared memory ({self.case})"
 
     def fault(self, lenient: bool) -> str | None:
         """Why the kernel needs too much; None where it does not.
@@ -280,16 +246,10 @@ class Record:
         size = max(self.case.head_dim, self.case.value_dim)
         if lenient and size > 128:
             return None
-        row = (
-            self.tuning.name,
-            self.usage.kernel,
-            self.tuning.head_size_of_row(self.usage.kernel, size),
-        )
-        allowed = (
-            MOST_STACK
-            if row in STACK_THAT_WINS
-            else STACK_LET_BE.get((self.tuning.arch, self.usage.kernel), 0)
-        )
+        kernel = self.usage.kernel
+        row = (self.tuning.name, kernel, self.tuning.head_size_of_row(kernel, size))
+        allowed = STACK_LET_BE.get((self.tuning.arch, kernel), 0)
+        allowed = MOST_STACK if row in STACK_THAT_WINS else allowed
         return f"{self}: more than {allowed} bytes of stack" if self.usage.stack > allowed else None
 
 
@@ -304,19 +264,20 @@ def compiled(some: Iterable[Tuning], cases: Iterable[Case]) -> Iterator[Record]:
     (arch,) = {tuning.arch for tuning in some}
     with absent_gpu(arch) as usages:
         for tuning in some:
-            with tiles_chosen_by(lambda key, _, tuning=tuning: tuning.tile(key)):  # type: ignore[misc]
+            with tiles_chosen_by(partial(_tile, tuning)):
                 for case in cases:
                     before = len(usages)
                     case.launch()
                     yield from (Record(tuning, case, usage) for usage in usages[before:])
 
 
+def _tile(tuning: Tuning, key: TileKey, default: Tile) -> Tile:
+    return tuning.tile(key)
+
+
 def part_of_matrix(arch: int, number: int) -> list[Record]:
     """What one part of ``whole`` needs on an architecture, with each of its tunings."""
     torch.set_num_threads(1)
-    cases = [
-        case
-        for case in whole()[number]
-        if arch >= FP8_ARCH or ("score_precision", "fp8") not in case.changes
-    ]
+    fp8 = ("score_precision", "fp8")
+    cases = [case for case in whole()[number] if arch >= FP8_ARCH or fp8 not in case.changes]
     return list(compiled(tunings(arch), cases))
