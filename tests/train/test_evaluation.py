@@ -24,7 +24,8 @@ def make_model(attention: str = "nsa") -> LanguageModel:
 
 def source(token_bytes: int = 1) -> TextSource:
     generator = np.random.default_rng(0)
-    documents = [generator.integers(1, 256, size=size) for size in (40, 3, 90, 200, 61)]
+    sizes = (40, 3, 90, 200, 61)
+    documents = [np.append(generator.integers(1, 256, size=size), 0) for size in sizes]
     spelled = np.full(256, token_bytes, dtype=np.int64)
     spelled[0] = 0  # the separator
     return TextSource(documents, 0, spelled)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 import numpy as np
 
 from nsa.errors import check
 from nsa.train.data.source import TextSource
-from nsa.train.data.tokenizer import Ids, Tokens
+from nsa.train.data.tokenizer import Tokens
 
 _CHOOSING_SHARE = 0.1
 _BIGRAM_PRIORS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 _UNIGRAM_PRIORS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-_DENSE_PAIRS = 1 << 24  # up to this many possible pairs, a table of all is faster than sorting
+_DENSE_PAIRS = 1 << 24  # up to so many possible pairs, counting all is faster than sorting
 
 
 def bigram_bits_per_byte(
@@ -29,7 +28,7 @@ def bigram_bits_per_byte(
     ``P(b) = (count(b) + beta) / (N + beta * V)``: counts interpolated with the token's frequency,
     and that with the uniform distribution (MacKay and Peto, "A hierarchical Dirichlet language
     model", 1995). alpha and beta are chosen on the last tenth of the training text, with counts
-    from the rest; the counts then come from all of it. Validation text plays no part in the choice.
+    from the rest; the counts then come from all of it. Validation text has no part in the choice.
 
     As in a batch with ``document_mask``, the first token of a document is not a target, and the
     separator is a target that spells no bytes.
@@ -50,33 +49,37 @@ def bigram_bits_per_byte(
     check(same, function, "validation", rule, found)
 
     def count(tokens: Tokens) -> _Pairs:
-        return _count(tokens, len(token_bytes), train.separator_id)
+        return _Pairs(tokens, len(token_bytes), train.separator_id)
 
     border = train.num_tokens - int(train.num_tokens * _CHOOSING_SHARE)
-    counts, rest = count(train.tokens[:border]), count(train.tokens[border - 1 :])
+    counts, last = count(train.tokens[:border]), count(train.tokens[border - 1 :])
     priors = itertools.product(_BIGRAM_PRIORS, _UNIGRAM_PRIORS)
-    alpha, beta = min(priors, key=lambda pair: counts.bits(rest, *pair))
+    alpha, beta = min(priors, key=lambda pair: counts.bits(last, *pair))
     measured = count(validation.tokens[: None if num_targets is None else num_targets + 1])
     num_bytes = int((measured.counts * token_bytes[measured.second]).sum())
     check(num_bytes > 0, function, "validation", "hold text", f"{num_bytes} bytes")
     return count(train.tokens).bits(measured, alpha, beta) / num_bytes
 
 
-@dataclass(frozen=True)
 class _Pairs:
-    """Counts of the pairs that occur, in the order of ``first * vocab_size + second``."""
+    """Pairs of neighbouring tokens that occur, without those across documents, and how often.
 
-    vocab_size: int
-    codes: Ids
-    counts: Ids
+    They are in ascending order of ``codes``, ``first * vocab_size + second``.
+    """
 
-    @property
-    def first(self) -> Ids:
-        return self.codes // self.vocab_size
-
-    @property
-    def second(self) -> Ids:
-        return self.codes % self.vocab_size
+    def __init__(self, tokens: Tokens, vocab_size: int, separator: int | None) -> None:
+        inside = tokens[:-1] != separator
+        codes = tokens[:-1][inside].astype(np.int64) * vocab_size + tokens[1:][inside]
+        rule = "hold at least two tokens of a document"
+        check(codes.size > 0, "bigram_bits_per_byte", "tokens", rule, len(tokens))
+        if vocab_size**2 > _DENSE_PAIRS:
+            self.codes, self.counts = np.unique(codes, return_counts=True)
+        else:
+            table = np.bincount(codes)
+            self.codes = np.flatnonzero(table)
+            self.counts = table[self.codes]
+        self.first, self.second = np.divmod(self.codes, vocab_size)
+        self.vocab_size = vocab_size
 
     def bits(self, text: _Pairs, alpha: float, beta: float) -> float:
         """Total ``-log2 P(second | first)`` of another text under these counts."""
@@ -87,15 +90,3 @@ class _Pairs:
         seen = np.where(self.codes[place] == text.codes, self.counts[place], 0)
         probability = (seen + alpha * unigram) / (firsts[text.first] + alpha)
         return -float((text.counts * np.log2(probability)).sum())
-
-
-def _count(tokens: Tokens, vocab_size: int, separator: int | None) -> _Pairs:
-    inside = tokens[:-1] != separator
-    codes = tokens[:-1][inside].astype(np.int64) * vocab_size + tokens[1:][inside]
-    rule = "hold at least two tokens of a document"
-    check(codes.size > 0, "bigram_bits_per_byte", "tokens", rule, len(tokens))
-    if vocab_size**2 > _DENSE_PAIRS:
-        return _Pairs(vocab_size, *np.unique(codes, return_counts=True))
-    table = np.bincount(codes)
-    pairs = np.flatnonzero(table)
-    return _Pairs(vocab_size, pairs, table[pairs])

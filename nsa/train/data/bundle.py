@@ -100,13 +100,13 @@ def open_data(
         what = "SYNTHETIC DATA (%s) instead, as data.synthetic_fallback says: %s"
         logger.warning(what, task, error)
         return _open_task(task, tokenizer or make_tokenizer(config, ()), seed, seq_len)
-    named = {"source": config.source, "synthetic": False, **data.description}
-    return replace(data, description={**named, **_describe(data, seq_len)})
+    return _described(data, {"source": config.source, "synthetic": False}, seq_len)
 
 
-def _describe(data: DataBundle, seq_len: int) -> dict[str, Any]:
-    """The tokenizer, and the number of windows after a check that there are any."""
-    description: dict[str, Any] = {
+def _described(data: DataBundle, description: dict[str, Any], seq_len: int) -> DataBundle:
+    """Add the tokenizer, and the number of windows after a check that there are any."""
+    description |= {
+        **data.description,
         "tokenizer": data.tokenizer.kind,
         "tokenizer_fingerprint": data.tokenizer.fingerprint,
         "vocab_size": data.tokenizer.vocab_size,
@@ -115,15 +115,14 @@ def _describe(data: DataBundle, seq_len: int) -> dict[str, Any]:
         source = getattr(data, side)
         if isinstance(source, StreamSource):
             continue  # its length is not known
-        windows = source.num_windows(seq_len)
+        windows = description[f"{side}_windows"] = source.num_windows(seq_len)
         if isinstance(source, TextSource):
-            description[f"{side}_tokens"] = source.num_tokens
-            size = f"{data.description[f'{side}_bytes']} bytes"
-            rule = f"be below the {source.num_tokens} tokens of the {name} text ({size})"
+            tokens = description[f"{side}_tokens"] = source.num_tokens
+            size = f"{description[f'{side}_bytes']} bytes"
+            rule = f"be below the {tokens} tokens of the {name} text ({size})"
             hint = "Take more text, shorter windows, or another share of validation text."
             check(windows > 0, "open_data", "seq_len", rule, seq_len, hint)
-        description[f"{side}_windows"] = windows
-    return description
+    return replace(data, description=description)
 
 
 def _open_task(task: str, tokenizer: Tokenizer, seed: int, seq_len: int) -> DataBundle:
@@ -135,8 +134,7 @@ def _open_task(task: str, tokenizer: Tokenizer, seed: int, seq_len: int) -> Data
         "seed": seed,
         "ideal_loss_nats": train.ideal_loss,
     }
-    data = DataBundle(train, validation, tokenizer, description)
-    return replace(data, description={**description, **_describe(data, seq_len)})
+    return _described(DataBundle(train, validation, tokenizer, {}), description, seq_len)
 
 
 def _open_files(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
@@ -149,22 +147,22 @@ def _open_files(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
     split = split_documents(files.documents, config.validation_fraction)
     if tokenizer is None:
         tokenizer = make_tokenizer(config, (document.text for document in split.train))
-    sizes = [num_bytes(documents) for documents in (split.train, split.validation)]
+    size = num_bytes(split.validation)
     description: dict[str, Any] = {
         "provenance": files.provenance,
         "split_rule": split.rule,
-        "validation_share": sizes[1] / sum(sizes),
+        "validation_share": size / (size + num_bytes(split.train)),
         "validation_names": [document.name for document in split.validation[:_NAMES_SHOWN]],
         "duplicates_left_out": split.num_duplicates,
         "unreadable_left_out": len(files.skipped),
     }
     sources = []
-    for side, documents, size in zip(SIDES, (split.train, split.validation), sizes, strict=True):
+    for side, documents in zip(SIDES, (split.train, split.validation), strict=True):
         description[f"{side}_documents"] = len(documents)
-        description[f"{side}_bytes"] = size
+        description[f"{side}_bytes"] = num_bytes(documents)
         # It covers the text and where one document ends.
         description[f"{side}_sha256"] = _sha256(document.sha256 for document in documents)
-        tokens = tokenizer.encode_batch([document.text for document in documents])
+        tokens = tokenizer.encode_documents([document.text for document in documents])
         sources.append(TextSource(tokens, tokenizer.separator_id, tokenizer.token_bytes))
     train, validation = sources
     return DataBundle(train, validation, tokenizer, description)
@@ -174,8 +172,7 @@ def _open_shards(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
     folder = open_shards(str(config.path))
     ours, index = folder.tokenizer, folder.index
     rule = f"be {ours.kind}, as the shards are"
-    same = config.tokenizer == ours.kind
-    check(same, "open_data", "data.tokenizer", rule, config.tokenizer)
+    check(config.tokenizer == ours.kind, "open_data", "data.tokenizer", rule, config.tokenizer)
     same = tokenizer is None or tokenizer.fingerprint == ours.fingerprint
     check(same, "open_data", "data.path", "hold shards of the run's tokenizer", config.path)
     description: dict[str, Any] = {
@@ -183,12 +180,11 @@ def _open_shards(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
         "split_rule": "hash",
         "validation_fraction": index["request"]["validation_fraction"],
     }
-    for side in SIDES:
-        of_side = index["sides"][side]
-        description[f"{side}_documents"] = of_side["documents"]
-        description[f"{side}_bytes"] = of_side["text_bytes"]
-        shards = folder.shards(side)
-        description[f"{side}_sha256"] = _sha256(shard["tokens_sha256"] for shard in shards)
+    for side, found in index["sides"].items():
+        description[f"{side}_documents"] = found["documents"]
+        description[f"{side}_bytes"] = found["text_bytes"]
+        hashes = (shard["tokens_sha256"] for shard in found["shards"])
+        description[f"{side}_sha256"] = _sha256(hashes)
     return DataBundle(folder.source("train"), folder.source("validation"), ours, description)
 
 
@@ -196,8 +192,10 @@ def _open_stream(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
     tokenizer = tokenizer or make_tokenizer(config, ())
     revision = config.revision
     origin = Origin(str(config.path), config.subset, config.split, revision, config.text_field)
-    found, documents, tokens = read_validation(origin, tokenizer, config)
+    found, documents = read_validation(origin, tokenizer, config)
     origin = replace(origin, revision=found.revision)
+    train, tokens = StreamSource(origin, tokenizer, config), [row.tokens for row in documents]
+    validation = TextSource(tokens, tokenizer.separator_id, tokenizer.token_bytes)
     # Files on this machine may lie elsewhere when the run is resumed.
     name = origin.source if found.revision else "Files on this machine"
     description = {
@@ -208,10 +206,8 @@ def _open_stream(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
         "files_fingerprint": found.fingerprint,
         "validation_documents": len(documents),
         "validation_bytes": sum(row.num_bytes for row in documents),
-        "validation_sha256": hashlib.sha256(tokens.tobytes()).hexdigest(),
+        "validation_sha256": hashlib.sha256(validation.tokens.tobytes()).hexdigest(),
     }
-    train = StreamSource(origin, tokenizer, config)
-    validation = TextSource([tokens[:-1]], tokenizer.separator_id, tokenizer.token_bytes)
     return DataBundle(train, validation, tokenizer, description)
 
 
@@ -226,7 +222,7 @@ def _sha256(hashes: Iterable[str]) -> str:
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
-# By ``DataConfig.source``; what they return lacks the description that all of them share.
+# By ``DataConfig.source``; open_data adds the part of the description that all of them share.
 _OPENERS = {
     "corpus": _open_files,
     "stdlib": _open_files,

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Literal, NamedTuple
 
-from nsa.errors import check, fail
+from nsa.errors import check
 
 Side = Literal["train", "validation"]
 SIDES: tuple[Side, Side] = ("train", "validation")
@@ -120,7 +120,7 @@ def fault_of_text(text: bytes) -> str:
 
 def corpus_files() -> TextFiles:
     """The embedded corpus: eight public-domain plays, about 1 MB of English."""
-    return _read(_CORPUS, _matching(_CORPUS, "*.txt"), _PLAYS, strict=True)
+    return _read(_CORPUS, _matching(_CORPUS, "*.txt"), _PLAYS)
 
 
 def stdlib_files() -> TextFiles:
@@ -132,14 +132,13 @@ def stdlib_files() -> TextFiles:
     names = [name for name in _matching(root, "*.py") if not _INSTALLED & {*PurePath(name).parts}]
     version = platform.python_version()
     provenance = f"Standard library of Python {version}. Python Software Foundation License."
-    return _read(root, names, provenance, strict=False)
+    return _read(root, names, provenance, skip=True)
 
 
 def folder_files(path: str, pattern: str = "*") -> TextFiles:
     """A text file, or the files below a folder whose names match a pattern, sorted by path.
 
-    Files and folders whose names begin with a dot are no part of it. Links to folders are not
-    followed.
+    Files and folders whose names begin with a dot do not count. Links to folders are not followed.
 
     Args:
         path: file or folder.
@@ -152,26 +151,30 @@ def folder_files(path: str, pattern: str = "*") -> TextFiles:
     root = Path(path)
     provenance = f"Text below {root.name or root}, given by the user, who knows its licence."
     if root.is_file():
-        return _read(root.parent, [root.name], provenance, strict=True)
+        return _read(root.parent, [root.name], provenance)
     check(root.is_dir(), "open_data", "data.path", "name an existing file or folder", path)
     where, given = ("open_data", "data.pattern"), PurePath(pattern)
     is_below = pattern != "" and not given.is_absolute() and ".." not in given.parts
     check(is_below, *where, "be a glob below data.path, such as *.txt", repr(pattern))
-    found = _matching(root, pattern)
-    names = [name for name in found if not name.startswith(".") and "/." not in name]
+    names = [name for name in _matching(root, pattern) if "/." not in f"/{name}"]
     rule, hint = f"match a file below {path}", "Hidden files do not count."
     check(bool(names), *where, rule, repr(pattern), hint)
-    return _read(root, names, provenance, strict=True)
+    return _read(root, names, provenance)
 
 
 def _matching(root: Path, pattern: str) -> list[str]:
-    return sorted(
-        {path.relative_to(root).as_posix() for path in root.rglob(pattern) if path.is_file()},
-    )
+    found = {path.relative_to(root).as_posix() for path in root.rglob(pattern) if path.is_file()}
+    return sorted(found)
 
 
-def _read(root: Path, names: Sequence[str], provenance: str, *, strict: bool) -> TextFiles:
-    """Read files; one that is not text is an error if ``strict``, and is skipped otherwise."""
+def _read(
+    root: Path,
+    names: Sequence[str],
+    provenance: str,
+    *,
+    skip: bool = False,
+) -> TextFiles:
+    """Read files; one that is not text is skipped on request, and an error otherwise."""
     files = TextFiles([], provenance, [])
     for name in names:
         try:
@@ -179,9 +182,8 @@ def _read(root: Path, names: Sequence[str], provenance: str, *, strict: bool) ->
             fault = fault_of_text(text)
         except OSError as error:
             text, fault = b"", f"{error.strerror}"
-        if fault and strict:
-            rule, hint = "hold text files only", "Choose files with data.pattern."
-            fail("open_data", "data.path", rule, f"{fault} in {name}", hint)
+        rule, hint = "hold text files only", "Choose files with data.pattern."
+        check(skip or not fault, "open_data", "data.path", rule, f"{fault} in {name}", hint)
         if fault:
             files.skipped.append(name)
         elif text:
@@ -198,7 +200,7 @@ def split_documents(documents: Sequence[Document], validation_fraction: float) -
     documents where they can make up the share: in the order of their content's SHA-256, each that
     still fits. If they reach less than 0.8 of it (few documents, or large ones), it takes the end
     of the text: whole documents from the last backwards, and the tail of the one that the border
-    falls in, cut after a line where one ends nearby.
+    falls in, cut after a line if one ends nearby.
 
     Validation documents taken by hash keep that order, so that the first windows of validation are
     a fair sample; all others keep their own order.
@@ -216,13 +218,11 @@ def split_documents(documents: Sequence[Document], validation_fraction: float) -
     train = list(first.values())
     num_duplicates = len(documents) - len(train)
     target = validation_fraction * num_bytes(train)
-    validation: list[Document] = []
-    size = 0
+    validation, size, rule = list[Document](), 0, "documents"
     for document in sorted(train, key=lambda document: document.sha256):
         if size + len(document.text) <= target:
             validation.append(document)
             size += len(document.text)
-    rule = "documents"
     if not size >= _ACCEPTED_SHARE * target > 0:
         train, validation = _tail(train, target)
         rule = "tail"

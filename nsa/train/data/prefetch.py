@@ -54,15 +54,15 @@ class Prefetcher(Generic[Item]):
             left_s = max(deadline - time.monotonic(), 0)
             try:
                 item, error = self._ready.get(timeout=min(_POLL_S, left_s))
-                break
             except queue.Empty:
                 if give_up():
                     return None
                 if left_s <= _POLL_S:
                     raise StarvedError(f"no batch in {timeout_s:g} s") from None
-        if error is not None:
-            raise error
-        return item
+                continue
+            if error is not None:
+                raise error
+            return item
 
     def close(self) -> None:
         """End the thread, unless it is stuck; what is ready is dropped.

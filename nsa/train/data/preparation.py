@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,17 +19,10 @@ from typing import Any, Literal, NamedTuple
 from nsa.errors import check, fail
 from nsa.train.data.documents import SIDES, Side
 from nsa.train.data.reader import Found, Origin, Place, read_documents
-from nsa.train.data.shard_writer import NOTHING, ShardWriter
-from nsa.train.data.shards import (
-    FORMAT,
-    INDEX,
-    PROGRESS,
-    STAMP,
-    TOKENIZER,
-    index_digest,
-)
+from nsa.train.data.shard_writer import ShardWriter
+from nsa.train.data.shards import FORMAT, INDEX, PROGRESS, STAMP, TOKENIZER, index_digest
 from nsa.train.data.tokenise import Row, kind_of, tokenise
-from nsa.train.data.tokenizer import Tokenizer, Tokens, load_tokenizer, make_tokenizer, token_dtype
+from nsa.train.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, token_dtype
 from nsa.train.distributed.launch import check_platform
 from nsa.train.run_folder import replace_text
 
@@ -81,25 +74,21 @@ class PrepareConfig:
 class Progress:
     """How far a preparation has come.
 
-    What is committed to ``progress.json`` is this, the open shards, and what was asked for.
-
     Attributes:
         place: next document to read.
         is_enough: whether ``max_tokens`` was reached.
-        empty: rows without text so far.
-        unreadable: rows whose text is not UTF-8 or holds a NUL byte.
+        left_out: rows without document, see :class:`nsa.train.data.tokenise.Row`.
         text_bytes: bytes of text, by side.
     """
 
     place: Place = field(default_factory=Place)
     is_enough: bool = False
-    empty: int = 0
-    unreadable: int = 0
+    left_out: dict[str, int] = field(default_factory=lambda: {"empty": 0, "unreadable": 0})
     text_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SIDES, 0))
 
 
 class Report(NamedTuple):
-    """What a preparation says while it goes.
+    """What a preparation reports while it runs.
 
     Attributes:
         found: the data set.
@@ -122,7 +111,7 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenise a data set into shards.
 
-    Ended at any moment, even by SIGKILL, it goes on when it is called again with the same
+    Ended at any moment, even by SIGKILL, it continues when it is called again with the same
     configuration, and the files are then bit for bit those of a preparation without interruption.
     They do not depend on the number of workers either.
 
@@ -145,17 +134,22 @@ def prepare(
     check(workers is None or workers > 0, "prepare", "--workers", "be positive", workers)
     threads = 1 if config.tokenizer == "byte" else workers or _num_cores()
     folder = Path(out)
-    with _room_on_disk(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with _only_one(folder):
-            done, saved = _read(folder / INDEX), _read(folder / PROGRESS)
-            if done is None and saved is not None and _is_mistaken_start(saved, config):
-                _remove_ours(folder)
-                saved = None
-            _check_folder(folder, config, done or saved)
-            if done is None:
-                done = _prepare(config, folder, saved, threads, time_limit_s, on_progress)
-    return done
+    with _in_use(folder):
+        saved = _read(folder / INDEX, "sides")
+        if saved is not None:
+            _check_request(folder, config, saved)
+            return saved
+        saved = _read(folder / PROGRESS, "shards")
+        if saved is None:
+            others = sorted({path.name.removesuffix(".tmp") for path in folder.iterdir()} - _OURS)
+            rule = "be a new folder, or one that prepare has begun"
+            check(not others, "prepare", "--out", rule, f"one with {', '.join(others[:3])}")
+        elif saved["progress"]["place"] == [0, 0] and saved["request"] != asdict(config):
+            _remove_ours(folder)  # nothing has been read, as after a mistyped column
+            saved = None
+        else:
+            _check_request(folder, config, saved)
+        return _prepare(config, folder, saved, threads, time_limit_s, on_progress)
 
 
 def _prepare(
@@ -168,14 +162,13 @@ def _prepare(
 ) -> dict[str, Any]:
     """Read, tokenise and write everything, or what an interrupted preparation has left."""
     origin, progress, path = config.origin, Progress(), folder / TOKENIZER
-    before = dict.fromkeys(SIDES, NOTHING)
     if saved is None:
         texts = _training_sample(config, time_limit_s) if config.tokenizer == "bpe" else ()
         tokenizer = make_tokenizer(config, texts)
     else:
         origin = replace(origin, revision=saved["found"]["revision"])
-        progress, before = Progress(**saved["progress"]), saved["sides"]
-        tokenizer, wanted = load_tokenizer(path), saved["tokenizer_fingerprint"]
+        progress, tokenizer = Progress(**saved["progress"]), load_tokenizer(path)
+        wanted = saved["tokenizer_fingerprint"]
         same = tokenizer.fingerprint == wanted
         check(same, "prepare", str(path), f"have the fingerprint {wanted}", tokenizer.fingerprint)
     found, batches = read_documents(
@@ -194,15 +187,15 @@ def _prepare(
             others, hint = f"other files in {origin.source}", "Remove --out to start anew."
             same = saved["found"]["fingerprint"] == found.fingerprint
             check(same, "prepare", "SOURCE", rule, others, hint)
-        sizes = (tokenizer.vocab_size, config.shard_tokens)
-        writers = {side: ShardWriter(folder, side, *sizes, before[side]) for side in SIDES}
+        sizes, shards = (tokenizer.vocab_size, config.shard_tokens), (saved or {}).get("shards", {})
+        writers = {side: ShardWriter(folder, side, *sizes, shards.get(side, ())) for side in SIDES}
         report = Report(found, progress, writers)
         _commit(folder, config, tokenizer, report)
         on_progress(report)
         committed = time.monotonic()
         for batch in () if progress.is_enough else batches:
             progress.place = batch.end
-            _write(*batch.payload, progress, writers, config.max_tokens)
+            _write(batch.payload, progress, writers, config.max_tokens)
             if progress.is_enough:
                 break
             if time.monotonic() - committed > _COMMIT_S:
@@ -226,41 +219,30 @@ def _training_sample(config: PrepareConfig, time_limit_s: float) -> list[bytes]:
 
 def _write(
     rows: list[Row],
-    tokens: Tokens,
     progress: Progress,
     writers: dict[Side, ShardWriter],
     max_tokens: int | None,
 ) -> None:
-    documents: dict[Side, list[Tokens]] = {side: [] for side in SIDES}
-    start = 0
-    train_tokens = writers["train"].total("tokens")
     for row in rows:
-        if row.kind == "empty":
-            progress.empty += 1
-        elif row.kind == "unreadable":
-            progress.unreadable += 1
-        else:
-            documents[row.kind].append(tokens[start : start + row.num_tokens])
-            progress.text_bytes[row.kind] += row.num_bytes
-        if row.kind == "train":
-            train_tokens += row.num_tokens
-        start += row.num_tokens
-        progress.is_enough = max_tokens is not None and train_tokens >= max_tokens
-        if progress.is_enough:
+        if row.kind == "empty" or row.kind == "unreadable":
+            progress.left_out[row.kind] += 1
+            continue
+        progress.text_bytes[row.kind] += row.num_bytes
+        writers[row.kind].append(row.tokens)
+        if max_tokens is not None and writers["train"].total("tokens") >= max_tokens:
+            progress.is_enough = True
             break
-    for side, writer in writers.items():
-        writer.append(documents[side])
 
 
 def _commit(folder: Path, config: PrepareConfig, tokenizer: Tokenizer, report: Report) -> None:
-    """Shards first, then the note of how far they go, so that it never says too much."""
+    """Write the shards first and then how far they go, so that the note is never ahead of them."""
     found = report.found
     state = {
         "request": asdict(config),
         "found": {"fingerprint": found.fingerprint, "revision": found.revision},
         "tokenizer_fingerprint": tokenizer.fingerprint,
         "progress": asdict(report.progress),
-        "sides": {side: writer.commit() for side, writer in report.writers.items()},
+        "shards": {side: writer.commit() for side, writer in report.writers.items()},
     }
     replace_text(folder / PROGRESS, json.dumps(state))
 
@@ -300,7 +282,7 @@ def _finish(
         },
         "token_dtype": token_dtype(tokenizer.vocab_size).name,
         "byte_order": "little",
-        "left_out": {"empty": progress.empty, "unreadable": progress.unreadable},
+        "left_out": progress.left_out,
         "sides": {
             side: {
                 "tokens": writer.total("tokens"),
@@ -319,29 +301,26 @@ def _finish(
 
 # --- folder ---------------------------------------------------------------------------------------
 @contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
-    """Keep a second preparation out of the folder; the lock ends with the process."""
+def _in_use(folder: Path) -> Iterator[None]:
+    """Make the folder and keep a second preparation out of it; name it when the disk is full.
+
+    The lock ends with the process.
+    """
     import fcntl  # not on Windows, see check_platform
 
     path = folder / _LOCK
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            rule = "be a folder that no other process prepares data in"
-            fail("prepare", "--out", rule, folder)
-        try:
-            yield
-        finally:
-            path.unlink()
-            if not any(folder.iterdir()):  # nothing came of it
-                folder.rmdir()
-
-
-@contextmanager
-def _room_on_disk(folder: Path) -> Iterator[None]:
     try:
-        yield
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                yield
+            finally:
+                path.unlink()
+                with suppress(OSError):
+                    folder.rmdir()  # if nothing came of it
+    except BlockingIOError:
+        fail("prepare", "--out", "be a folder that no other process prepares data in", folder)
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
@@ -350,27 +329,16 @@ def _room_on_disk(folder: Path) -> Iterator[None]:
         fail("prepare", "--out", "have room for the shards", found, hint)
 
 
-def _check_folder(folder: Path, config: PrepareConfig, saved: dict[str, Any] | None) -> None:
-    """Refuse a folder with other things in it, and one begun with another configuration."""
-    if saved is None:
-        others = sorted({path.name.removesuffix(".tmp") for path in folder.iterdir()} - _OURS)
-        rule = "be a new folder, or one that prepare has begun"
-        check(not others, "prepare", "--out", rule, f"one with {', '.join(others[:3])}")
-        return
-    before, now = (_flat(request) for request in (saved["request"], asdict(config)))
+def _check_request(folder: Path, config: PrepareConfig, saved: dict[str, Any]) -> None:
+    """Refuse a folder that another configuration has begun."""
+    before, now = (
+        {**request, **request["origin"], "origin": None}
+        for request in (saved["request"], asdict(config))
+    )
     for name, value in now.items():
         rule = f"be {before.get(name)} as in {folder} so far"
         hint = "Give another --out, or remove this one."
         check(before.get(name) == value, "prepare", name, rule, value, hint)
-
-
-def _is_mistaken_start(saved: dict[str, Any], config: PrepareConfig) -> bool:
-    """Whether nothing has been read and another configuration is given, as after a wrong column."""
-    return saved["progress"]["place"] == [0, 0] and saved["request"] != asdict(config)
-
-
-def _flat(request: dict[str, Any]) -> dict[str, Any]:
-    return {**request, **request["origin"], "origin": None}
 
 
 def _remove_ours(folder: Path) -> None:
@@ -379,7 +347,8 @@ def _remove_ours(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path, field: str) -> dict[str, Any] | None:
+    """A file of this folder; None if there is none."""
     if not path.exists():
         return None
     hint = "Remove the folder to start anew."
@@ -387,7 +356,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         fail("prepare", str(path), "be JSON", "a damaged file", f"{error}. {hint}")
-    is_ours = isinstance(content, dict) and "request" in content
+    is_ours = isinstance(content, dict) and {"request", field} <= content.keys()
     check(is_ours, "prepare", str(path), "be a file of a preparation", "other content", hint)
     return content
 

@@ -20,14 +20,14 @@ import threading
 import time
 import traceback
 import zlib
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import Queue
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from nsa.errors import UserError, check, fail
@@ -51,6 +51,11 @@ _CLOSING_S = 2.0
 _READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _FORMAT_LIBRARIES = {"datasets", "pyarrow", "zstandard"}
 _BUSY = (408, 425, 429)  # answers of a server that may say something else a little later
+_READER_SETTINGS: dict[str, dict[str, Any]] = {
+    "text": {"sample_by": "document"},  # a file is one document, not one a line
+    # Decoded in pieces, not by row groups, which may be large.
+    "parquet": {"batch_size": MAX_TEXTS},
+}
 _NO_CONNECTION = {"ConnectError", "ConnectTimeout", "ConnectionError"}
 _NETWORK_LIBRARIES = {"fsspec", "httpcore", "httpx", "httpx2", "huggingface_hub"}
 
@@ -171,28 +176,26 @@ def _messages(
     found: Found | None = None
     attempt, left_s = 0, time_limit_s
     while True:
-        failure: OSError | None = None
         with _reading_process(origin, start, transform, threads) as connection:
-            while failure is None:
+            while True:
                 begin = time.monotonic()
-                message = _receive(connection, min(time_limit_s / _ATTEMPTS, left_s))
-                if message is None:
-                    return
-                if isinstance(message, DocumentBatch):
-                    attempt, left_s, start = 0, time_limit_s, message.end
-                    yield message
-                elif isinstance(message, Found):
-                    if found is None:
-                        found, origin = message, replace(origin, revision=message.revision)
-                        yield found
-                    # Another process has taken over.
-                    rule, same = "stay the same while it is read", message == found
-                    what = f"other files in {origin.source}"
-                    check(same, "read_documents", "source", rule, what)
-                elif isinstance(message, OSError):
-                    failure = message
-                elif isinstance(message, Exception):
-                    raise message
+                match _receive(connection, min(time_limit_s / _ATTEMPTS, left_s)):
+                    case None:
+                        return
+                    case DocumentBatch() as batch:
+                        attempt, left_s, start = 0, time_limit_s, batch.end
+                        yield batch
+                    case Found() as again:
+                        if found is None:
+                            found, origin = again, replace(origin, revision=again.revision)
+                            yield found
+                        rule, what = "stay the same while it is read", "other files in "
+                        what += origin.source
+                        check(again == found, "read_documents", "source", rule, what)
+                    case OSError() as failure:
+                        break
+                    case Exception() as error:
+                        raise error
         if isinstance(failure, ConnectionError) and found is None:
             where = f"{origin.source} (there is no such file or folder here)"
             hint = f"{failure} Check the network, or give a copy on this machine."
@@ -225,10 +228,9 @@ def _reading_process(*arguments: Any) -> Iterator[Connection]:
     try:
         yield ours
     finally:
-        ours.close()  # which ends it, unless it hangs
+        process.kill()  # it only reads
         process.join(timeout=_CLOSING_S)
-        process.kill()
-        process.join(timeout=_CLOSING_S)
+        ours.close()
 
 
 def _receive(connection: Connection, patience_s: float) -> Any:
@@ -256,45 +258,37 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
     one_thread_for_tokenizers()
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    file = ""  # that is being read
+    file, tasks = "", Queue[Future[Any]](threads)
 
-    def ended(kind: object, error: BaseException | None, trace: object) -> bool:
-        if error is not None and not isinstance(error, ConnectionError):  # the parent has gone
-            connection.send(_failure(error, origin, file))
-        return True
-
-    with ExitStack() as stack:
-        stack.push(ended)
+    def read() -> None:
+        nonlocal file
         documents, found = open_documents(origin)
-        connection.send(found)
-        pool = stack.enter_context(ThreadPoolExecutor(threads + 1))
-        batches = _texts(documents, found, origin, start)
-        reading: Future[Any] | None = pool.submit(next, batches, None)
-        waiting: deque[tuple[Place, int, Future[T]]] = deque()
-        while reading or waiting:
-            # A read that hangs holds back nothing that is tokenised.
-            first = waiting[0][2] if waiting else None
-            ready = reading if len(waiting) <= threads else None
-            if first and ready and ready.done() and ready.exception():
-                ready = None  # what was read before comes first
-            tasks = [task for task in (first, ready) if task]
-            done = wait(tasks, timeout=1, return_when=FIRST_COMPLETED).done
-            if first in done:
-                place, rows, result = waiting.popleft()
-                end = place._replace(row=place.row + rows)
-                connection.send(DocumentBatch(place, end, result.result()))
-            elif ready in done and ready.result() is None:
-                reading = None
-            elif ready in done:
-                file, place, texts = ready.result()
-                reading = pool.submit(next, batches, None)
-                if texts:
-                    waiting.append((place, len(texts), pool.submit(transform, texts)))
-                else:
-                    connection.send(_ALIVE)
-            elif first:
+        tasks.put(pool.submit(lambda: found))
+        for name, place, texts in _texts(documents, found, origin, start):
+            file = name
+            tasks.put(pool.submit(_make_batch, transform, place, texts))
+
+    with suppress(BrokenPipeError), ThreadPoolExecutor(threads + 1) as pool:
+        reading = pool.submit(read)
+        reading.add_done_callback(tasks.put)  # the last one: None, or what ended the reading
+        message: Any = _ALIVE
+        while not (message is None or isinstance(message, Exception)):
+            task = tasks.get()  # a read that hangs holds back nothing that has been read before
+            while not wait([task], timeout=1).done:
                 connection.send(_ALIVE)
-        connection.send(None)
+            error = task.exception()
+            message = task.result() if error is None else _failure(error, origin, file)
+            connection.send(message)
+
+
+def _make_batch(
+    transform: Callable[[list[bytes]], T],
+    place: Place,
+    texts: list[bytes],
+) -> DocumentBatch[T] | str:
+    if not texts:
+        return _ALIVE
+    return DocumentBatch(place, place._replace(row=place.row + len(texts)), transform(texts))
 
 
 def _leave_with_parent() -> None:
@@ -306,10 +300,10 @@ def _leave_with_parent() -> None:
 
 def _failure(error: BaseException, origin: Origin, file: str) -> Exception:
     """What the parent raises; an ``OSError`` if it is to try again."""
-    source, library = Path(origin.source), type(error).__module__.partition(".")[0]
-    text = _sentence(f"{type(error).__name__}: {error}")
     if isinstance(error, UserError):
         return error
+    source, library = Path(origin.source), type(error).__module__.partition(".")[0]
+    text = _sentence(f"{type(error).__name__}: {error}")
     status = getattr(getattr(error, "response", None), "status_code", None)
     is_refusal = status is not None and 400 <= status < 500 and status not in _BUSY
     is_network = isinstance(error, _READ_ERRORS) or library in _NETWORK_LIBRARIES
@@ -344,13 +338,23 @@ def open_documents(origin: Origin) -> tuple[datasets.IterableDataset, Found]:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # an exception says the same
     path, split = Path(origin.source), origin.split
     revision = licence = None
-    if not path.exists():
+    how: dict[str, Any] = {"path": origin.source, "name": origin.subset}
+    if path.is_file():
+        rule = "be left out for a single file"
+        check(origin.subset is None, "read_documents", "subset", rule, origin.subset)
+        suffixes = [suffix for suffix in path.suffixes if suffix not in COMPRESSED] or ["none"]
+        rule = f"have a name that ends in {', '.join(FORMATS)}, maybe compressed"
+        check(suffixes[-1] in FORMATS, "read_documents", "source", rule, path)
+        how = {"path": FORMATS[suffixes[-1]], "data_files": {split: [origin.source]}}
+    elif path.exists():
+        how["path"] = str(path.resolve())
+    else:
         revision, licence = _ask_hub(origin)
-        origin = replace(origin, revision=revision)
+        how["revision"] = revision
     try:
-        builder = _builder(origin, path)
-    except UserError:
-        raise
+        builder = datasets.load_dataset_builder(**how)
+        if builder.name in _READER_SETTINGS:
+            builder = datasets.load_dataset_builder(**how, **_READER_SETTINGS[builder.name])
     except (datasets.exceptions.DatasetsError, ValueError) as error:
         rule, hint = "be a data set that datasets can read", _sentence(str(error))
         fail("read_documents", "source", rule, origin.source, hint)
@@ -371,30 +375,6 @@ def open_documents(origin: Origin) -> tuple[datasets.IterableDataset, Found]:
     return documents, Found(builder.name, tuple(names), digest, revision, licence)
 
 
-def _builder(origin: Origin, path: Path) -> datasets.DatasetBuilder:
-    from datasets import load_dataset_builder
-
-    if path.is_file():
-        rule = "be left out for a single file"
-        check(origin.subset is None, "read_documents", "subset", rule, origin.subset)
-        suffixes = [suffix for suffix in path.suffixes if suffix not in COMPRESSED] or ["none"]
-        rule = f"have a name that ends in {', '.join(FORMATS)}, maybe compressed"
-        check(suffixes[-1] in FORMATS, "read_documents", "source", rule, path)
-        files = {origin.split: [origin.source]}
-        how: dict[str, Any] = {"path": FORMATS[suffixes[-1]], "data_files": files}
-    else:
-        source = str(path.resolve()) if path.exists() else origin.source
-        how = {"path": source, "name": origin.subset, "revision": origin.revision}
-    builder = load_dataset_builder(**how)
-    if builder.name == "text":  # a file is one document, not one a line
-        how["sample_by"] = "document"
-    elif builder.name == "parquet":  # decoded in pieces, not by row groups, which may be large
-        how["batch_size"] = MAX_TEXTS
-    else:
-        return builder
-    return load_dataset_builder(**how)
-
-
 def _ask_hub(origin: Origin) -> tuple[str | None, str | None]:
     """The commit that a data set's revision means now, and its licence.
 
@@ -405,8 +385,6 @@ def _ask_hub(origin: Origin) -> tuple[str | None, str | None]:
     source, revision = origin.source, origin.revision
     try:
         info = HfApi().dataset_info(source, revision=revision, timeout=_CONTACT_S)
-    except errors.HFValidationError:
-        _unavailable("exist", source, "It is no name on the hub.")
     except errors.GatedRepoError:
         _unavailable("be open to you", source, "Accept its terms on the hub and log in there.")
     except errors.RevisionNotFoundError:

@@ -1,6 +1,8 @@
-"""Which window comes when: a pure function of three integers."""
+"""The order of the windows: a pure function of three integers."""
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import numpy as np
 
@@ -32,11 +34,9 @@ class Sampler:
 
     def __init__(self, num_windows: int, seed: int) -> None:
         check(num_windows > 0, "Sampler", "num_windows", "be positive", num_windows)
-        check(seed >= 0, "Sampler", "seed", "be at least 0", seed)
         self.num_windows = num_windows
         self.seed = seed
         self.position = 0
-        self._cached: tuple[int, Ids] = (-1, np.empty(0, dtype=np.int64))  # an epoch and its order
 
     @property
     def epoch(self) -> int:
@@ -46,11 +46,7 @@ class Sampler:
     def window_at(self, position: int) -> int:
         """Window drawn at a position; any position, in any order of calls."""
         epoch, place = divmod(position, self.num_windows)
-        if epoch != self._cached[0]:
-            philox = np.random.Philox(np.random.SeedSequence((self.seed, epoch)))
-            order = np.argsort(philox.random_raw(self.num_windows), kind="stable")
-            self._cached = (epoch, order)
-        return int(self._cached[1][place])
+        return int(_order(self.num_windows, self.seed, epoch)[place])
 
     def next_windows(self, micro_batch: int, *, rank: int = 0, world_size: int = 1) -> list[int]:
         """Windows of this rank's next micro-batch; advances ``position`` for all ranks.
@@ -63,8 +59,6 @@ class Sampler:
         Returns:
             ``micro_batch`` window numbers.
         """
-        rule = f"lie between 0 and world_size - 1 ({world_size - 1})"
-        check(0 <= rank < world_size, "Sampler.next_windows", "rank", rule, rank)
         start = self.position + rank * micro_batch
         self.position += micro_batch * world_size
         return [self.window_at(position) for position in range(start, start + micro_batch)]
@@ -85,6 +79,10 @@ class Sampler:
             ours, given = getattr(self, name), state[name]
             rule = f"equal this run's ({ours})"
             check(given == ours, "Sampler.load_state_dict", name, rule, given, hint)
-        rule, position = "be at least 0", state["position"]
-        check(position >= 0, "Sampler.load_state_dict", "position", rule, position)
         self.position = state["position"]
+
+
+@lru_cache(maxsize=2)  # an epoch, and the next one while batches are made ahead
+def _order(num_windows: int, seed: int, epoch: int) -> Ids:
+    philox = np.random.Philox(np.random.SeedSequence((seed, epoch)))
+    return np.argsort(philox.random_raw(num_windows), kind="stable")

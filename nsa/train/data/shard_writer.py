@@ -9,30 +9,28 @@ from typing import Any, Literal
 
 import numpy as np
 
+from nsa.errors import check
 from nsa.train.data.documents import Side
-from nsa.train.data.shards import OFFSET_DTYPE, ShardError, file_digest, shard_dtype, shard_files
+from nsa.train.data.shards import OFFSET_DTYPE, file_digest, shard_dtype, shard_files
 from nsa.train.data.tokenizer import Tokens
-from nsa.train.run_folder import AppendedFile
-
-NOTHING: dict[str, Any] = {"shards": [], "open_tokens": 0, "open_documents": 0}
 
 
 class ShardWriter:
     """Shards of one side: ``<side>-00000.tokens`` with ``<side>-00000.offsets``, and so on.
 
     A shard ends with the document that brings it to ``shard_tokens`` or beyond, so the files depend
-    on the documents alone and not on the batches in which they come.
+    on the documents alone and not on when they are written: at each commit, and when a shard ends.
 
     Args:
         folder: where the files go.
         side: ``train`` or ``validation``.
         vocab_size: of the tokens.
         shard_tokens: see above.
-        committed: what :meth:`commit` returned before an interruption; everything after it is
-            removed.
+        committed: what :meth:`commit` returned before an interruption; everything written after it
+            is removed.
 
     Raises:
-        ShardError: a file lacks what was committed.
+        UserError: a file lacks what was committed.
     """
 
     def __init__(
@@ -41,21 +39,22 @@ class ShardWriter:
         side: Side,
         vocab_size: int,
         shard_tokens: int,
-        committed: Mapping[str, Any] = NOTHING,
+        committed: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._folder, self._side = folder, side
         self._vocab_size, self._shard_tokens = vocab_size, shard_tokens
-        self._shards: list[dict[str, Any]] = list(committed["shards"])  # the last one is open
-        self._add_shard(committed["open_tokens"], committed["open_documents"])
-        files = {path: size for shard in self._shards for path, size in self._files(shard).items()}
+        self._shards = [dict(shard) for shard in committed]  # the last one is open
+        self._documents: list[Tokens] = []  # of the open shard, not yet written
+        if not committed:
+            self._add_shard()
+        sizes = {path: size for shard in self._shards for path, size in self._files(shard).items()}
         for path in folder.glob(f"{side}-*"):
-            if not files.get(path):
+            if not sizes.get(path):
                 path.unlink()
-        for path, size in files.items():
+        for path, size in sizes.items():
             found = path.stat().st_size if path.is_file() else 0
-            if found < size:
-                rule = f"have the {size} bytes written before the interruption"
-                raise ShardError("prepare", str(path), rule, found or "nothing")
+            rule = f"have the {size} bytes written before the interruption"
+            check(found >= size, "prepare", str(path), rule, found or "nothing")
             if size:
                 os.truncate(path, size)  # what came after the last commit is written again
 
@@ -63,27 +62,30 @@ class ShardWriter:
         """Tokens or documents of all shards."""
         return sum(shard[what] for shard in self._shards)
 
-    def append(self, documents: Sequence[Tokens]) -> None:
-        """Add documents, of at least one token each."""
-        part: list[Tokens] = []
-        size = self._shards[-1]["tokens"]
-        for document in documents:
-            part.append(document)
-            size += len(document)
-            if size >= self._shard_tokens:
-                self._write(part)
-                self._close()
-                part, size = [], 0
-        if part:
-            self._write(part)
+    def append(self, document: Tokens) -> None:
+        """Add a document of at least one token."""
+        shard = self._shards[-1]
+        shard["tokens"] += len(document)
+        shard["documents"] += 1
+        self._documents.append(document)
+        if shard["tokens"] >= self._shard_tokens:
+            self._close()
 
-    def commit(self) -> dict[str, Any]:
+    def commit(self) -> list[dict[str, Any]]:
         """Bring everything to the disk; the result lets a later writer continue from here."""
-        *closed, last = self._shards
-        if last["tokens"]:
-            self._flush()
-        tokens, documents = last["tokens"], last["documents"]
-        return {"shards": closed, "open_tokens": tokens, "open_documents": documents}
+        if self._documents:
+            lengths = [len(document) for document in self._documents]
+            begin = self._shards[-1]["tokens"] - sum(lengths)
+            starts = begin + np.cumsum([0, *lengths[:-1]])
+            tokens = np.concatenate(self._documents)
+            arrays = (tokens.astype(shard_dtype(self._vocab_size)), starts.astype(OFFSET_DTYPE))
+            for path, array in zip(self._files(self._shards[-1]), arrays, strict=True):
+                with path.open("ab") as file:
+                    file.write(array.tobytes())
+                    file.flush()
+                    os.fsync(file.fileno())
+            self._documents = []
+        return self._shards
 
     def finish(self) -> list[dict[str, Any]]:
         """End the last shard; entries of all shards for the index."""
@@ -91,35 +93,17 @@ class ShardWriter:
             self._close()
         return self._shards[:-1]
 
-    def _add_shard(self, tokens: int = 0, documents: int = 0) -> None:
+    def _add_shard(self) -> None:
         name = f"{self._side}-{len(self._shards):05d}"
-        self._shards.append({"name": name, "tokens": tokens, "documents": documents})
+        self._shards.append({"name": name, "tokens": 0, "documents": 0})
 
     def _files(self, shard: Mapping[str, Any]) -> dict[Path, int]:
         files = shard_files(self._folder, shard, self._vocab_size)
         return {path: size for path, (size, _) in files.items()}
 
-    def _write(self, documents: Sequence[Tokens]) -> None:
-        shard = self._shards[-1]
-        ends = shard["tokens"] + np.cumsum([len(document) for document in documents])
-        starts = np.array([shard["tokens"], *ends[:-1]], dtype=OFFSET_DTYPE)
-        stored = np.concatenate(documents).astype(shard_dtype(self._vocab_size))
-        for path, array in zip(self._files(shard), (stored, starts), strict=True):
-            AppendedFile(path).append(array.tobytes())
-        shard["tokens"] = int(ends[-1])
-        shard["documents"] += len(documents)
-
     def _close(self) -> None:
-        tokens, offsets = self._flush()
-        self._shards[-1] |= {
-            "tokens_sha256": file_digest(tokens),
-            "offsets_sha256": file_digest(offsets),
-        }
+        """End the open shard with its hashes, and begin the next one."""
+        *_, shard = self.commit()
+        tokens, offsets = map(file_digest, self._files(shard))
+        shard |= {"tokens_sha256": tokens, "offsets_sha256": offsets}
         self._add_shard()
-
-    def _flush(self) -> list[Path]:
-        paths = list(self._files(self._shards[-1]))
-        for path in paths:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        return paths

@@ -10,7 +10,7 @@ import itertools
 import json
 import logging
 import os
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from nsa.errors import UserError
+from nsa.errors import UserError, check, fail
 from nsa.train.data.documents import SIDES, Side
 from nsa.train.data.source import DataUnavailableError, TextSource
 from nsa.train.data.tokenizer import Ids, Tokenizer, Tokens, load_tokenizer, token_dtype
@@ -35,10 +35,6 @@ _SHOWN = 3
 _REPAIR = "Copy the folder again, or remove it and prepare the data again."
 _SHARD_FIELDS = {"name", "tokens", "documents", "tokens_sha256", "offsets_sha256"}
 _SOURCE_FIELDS = {"name", "subset", "split", "revision", "licence"}
-
-
-class ShardError(UserError):
-    """Prepared data that are incomplete or damaged; the message names the file."""
 
 
 def shard_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -67,13 +63,14 @@ def shard_files(
 
     A shard that is not complete has no hashes yet.
     """
-    found = {}
-    for part, size in (
-        ("tokens", shard["tokens"] * shard_dtype(vocab_size).itemsize),
-        ("offsets", shard["documents"] * OFFSET_DTYPE.itemsize),
-    ):
-        found[folder / f"{shard['name']}.{part}"] = (size, shard.get(f"{part}_sha256", ""))
-    return found
+    sizes = {
+        "tokens": shard["tokens"] * shard_dtype(vocab_size).itemsize,
+        "offsets": shard["documents"] * OFFSET_DTYPE.itemsize,
+    }
+    return {
+        folder / f"{shard['name']}.{part}": (size, shard.get(f"{part}_sha256", ""))
+        for part, size in sizes.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -90,15 +87,12 @@ class ShardFolder:
     index: dict[str, Any]
     tokenizer: Tokenizer
 
-    def shards(self, *sides: Side) -> list[dict[str, Any]]:
-        """Entries of the index for the shards of these sides."""
-        return [shard for side in sides for shard in self.index["sides"][side]["shards"]]
-
     def files(self) -> dict[Path, tuple[int, str]]:
         """Size in bytes and SHA-256 of each shard file, as the index says."""
         found: dict[Path, tuple[int, str]] = {}
-        for shard in self.shards(*SIDES):
-            found |= shard_files(self.path, shard, self.tokenizer.vocab_size)
+        for side in SIDES:
+            for shard in self.index["sides"][side]["shards"]:
+                found |= shard_files(self.path, shard, self.tokenizer.vocab_size)
         return found
 
     def source(self, side: Side) -> ShardSource:
@@ -115,22 +109,21 @@ def open_shards(path: str | Path, *, verify: bool = False) -> ShardFolder:
 
     Args:
         path: the folder.
-        verify: read all contents again, whatever was verified before.
+        verify: read all contents again, even those verified before.
 
     Raises:
         DataUnavailableError: there are no prepared data.
-        ShardError: a file is missing, of the wrong size or damaged, or the index does not fit.
+        UserError: a file is missing, of the wrong size or damaged, or the index does not fit.
     """
     folder = Path(path)
-    index = _read_index(folder)
+    index, where = _read_index(folder), ("open_shards", f"{folder / TOKENIZER}")
     try:
         tokenizer = load_tokenizer(folder / TOKENIZER)
     except UserError as error:
-        raise _fault(folder / TOKENIZER, error.rule, error.value) from None
+        fail(*where, error.rule, error.value)
     wanted = index["tokenizer"]["fingerprint"]
-    if tokenizer.fingerprint != wanted:
-        rule = f"have the fingerprint of {INDEX} ({wanted})"
-        raise _fault(folder / TOKENIZER, rule, tokenizer.fingerprint)
+    rule = f"have the fingerprint of {INDEX} ({wanted})"
+    check(tokenizer.fingerprint == wanted, *where, rule, tokenizer.fingerprint)
     shards = ShardFolder(folder, index, tokenizer)
     state = {path.name: _state(path, size) for path, (size, _) in shards.files().items()}
     stamp = {"index": index["sha256"], "files": state}
@@ -144,32 +137,28 @@ def open_shards(path: str | Path, *, verify: bool = False) -> ShardFolder:
     return shards
 
 
-def _fault(path: Path | str, rule: str, value: Any, hint: str = "") -> ShardError:
-    return ShardError("open_shards", str(path), rule, value, hint)
-
-
 def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
+    where = ("open_shards", f"{path}")
     if not path.is_file():
-        if (folder / PROGRESS).exists():
-            hint = "Give the same `nsa data prepare` again to complete it."
-            raise _fault(path, "exist", "an interrupted preparation", hint)
+        hint = "Give the same `nsa data prepare` again to complete it."
+        is_interrupted = (folder / PROGRESS).exists()
+        check(not is_interrupted, *where, "exist", "an interrupted preparation", hint)
         hint = "Make it with: nsa data prepare SOURCE --out FOLDER"
-        raise DataUnavailableError("open_shards", str(path), "exist", "nothing", hint)
+        raise DataUnavailableError(*where, "exist", "nothing", hint)
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise _fault(path, "be JSON", "a damaged file", f"{error}.") from None
-    if not isinstance(index, dict) or index.get("sha256") != index_digest(index):
-        raise _fault(path, "hold what its own SHA-256 says", "other content")
-    if str(index.get("format")) != str(FORMAT):
-        raise _fault(path, f"be of format {FORMAT}", index.get("format"))
+        fail(*where, "be JSON", "a damaged file", f"{error}.")
+    same = isinstance(index, dict) and index.get("sha256") == index_digest(index)
+    check(same, *where, "hold what its own SHA-256 says", "other content")
+    found = index.get("format")
+    check(str(found) == str(FORMAT), *where, f"be of format {FORMAT}", found)
     try:
         is_whole = _is_whole(index)
     except (AttributeError, KeyError, TypeError):
         is_whole = False
-    if not is_whole:
-        raise _fault(path, "have the fields that docs/data.md lists", "others")
+    check(is_whole, *where, "have the fields that docs/data.md lists", "others")
     return index
 
 
@@ -193,11 +182,10 @@ def _is_whole(index: dict[str, Any]) -> bool:
 
 def _state(path: Path, size: int) -> list[int]:
     """What changes when the file does, after a check of its size."""
-    if not path.is_file():
-        raise _fault(path, "exist", "nothing", _REPAIR)
+    check(path.is_file(), "open_shards", str(path), "exist", "nothing", _REPAIR)
     found = path.stat()
-    if found.st_size != size:
-        raise _fault(path, f"have {size} bytes, as {INDEX} says", found.st_size, _REPAIR)
+    rule = f"have {size} bytes, as {INDEX} says"
+    check(found.st_size == size, "open_shards", str(path), rule, found.st_size, _REPAIR)
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
@@ -208,10 +196,9 @@ def _check_contents(folder: ShardFolder) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashing lets other threads run
         found = zip(files.items(), threads.map(file_digest, files), strict=True)
         damaged = [str(path) for (path, (_, sha256)), digest in found if digest != sha256]
-    if damaged:
-        more = f" and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else ""
-        names = ", ".join(damaged[:_SHOWN]) + more
-        raise _fault(names, f"have the SHA-256 of {INDEX}", "other content", _REPAIR)
+    more = f" and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else ""
+    names, rule = ", ".join(damaged[:_SHOWN]) + more, f"have the SHA-256 of {INDEX}"
+    check(not damaged, "open_shards", names, rule, "other content", _REPAIR)
 
 
 def _read_stamp(folder: Path) -> Any:
@@ -232,28 +219,25 @@ class ShardSource(TextSource):
     def __init__(self, folder: ShardFolder, side: Side) -> None:
         self.separator_id = folder.tokenizer.separator_id
         self.token_bytes = folder.tokenizer.token_bytes
-        shards, dtype = folder.shards(side), shard_dtype(len(self.token_bytes))
+        dtype, shards = shard_dtype(len(self.token_bytes)), folder.index["sides"][side]["shards"]
         self._paths = [folder.path / shard["name"] for shard in shards]
         # Slices of a memmap cost three times as much as those of an array.
         arrays = (np.memmap(f"{path}.tokens", dtype=dtype, mode="r") for path in self._paths)
         self._shards = [array.view(np.ndarray) for array in arrays]
-        self._starts = [0, *itertools.accumulate(map(len, self._shards))]
+        *self._starts, self._end = itertools.accumulate(map(len, self._shards), initial=0)
 
     @property
     def num_tokens(self) -> int:
         """See :class:`TextSource`."""
-        return self._starts[-1]
+        return self._end
 
     def read(self, start: int, stop: int) -> Tokens:
         """See :class:`TextSource`."""
-        number, parts = bisect_right(self._starts, start) - 1, []
-        while start < min(stop, self.num_tokens):
-            first = self._starts[number]
-            parts.append(self._shards[number][start - first : stop - first])
-            number, start = number + 1, self._starts[number + 1]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        first, last = bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop)
+        pairs = zip(self._starts[first:last], self._shards[first:last], strict=True)
+        return np.concatenate([shard[max(start - at, 0) : stop - at] for at, shard in pairs])
 
     def _document_starts(self) -> Ids:
         offsets = (np.fromfile(f"{path}.offsets", dtype=OFFSET_DTYPE) for path in self._paths)
-        pairs = zip(self._starts, offsets, strict=False)
+        pairs = zip(self._starts, offsets, strict=True)
         return np.concatenate([start + of_shard.astype(np.int64) for start, of_shard in pairs])

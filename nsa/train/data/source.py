@@ -1,4 +1,4 @@
-"""Token sources: windows of tokens, each reachable by its number."""
+"""Token sources: windows of tokens, each found by its number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nsa.train.data.tokenizer import Ids, Tokens, token_dtype
 
 
 class DataUnavailableError(UserError):
-    """The data are not there, cannot be reached, or do not come any more."""
+    """The data do not exist, cannot be reached, or have stopped coming."""
 
 
 class TokenSource:
@@ -39,7 +39,7 @@ class TokenSource:
         return None
 
     def most_sequences(self, seq_len: int, num_windows: int) -> int | None:
-        """Most stretches of documents that any ``num_windows`` different windows hold together.
+        """Upper bound of the documents, whole or cut, in any ``num_windows`` different windows.
 
         None where that is not known before the text is read.
         """
@@ -53,18 +53,18 @@ class TokenSource:
 
 
 class TextSource(TokenSource):
-    """Documents one after another, each ended by the separator, cut into windows.
+    """Documents one after another, cut into windows.
 
     Window i begins at token ``i * seq_len`` and overlaps the next by the one token that is only a
-    target, so each token but the first is a target of exactly one window. A last stretch shorter
-    than a window is left out.
+    target, so each token but the first is a target of exactly one window. Tokens at the end that
+    do not fill a window are left out.
 
     Attributes:
         tokens: ``[num_tokens]``, in the smallest unsigned type that holds the vocabulary.
 
     Args:
-        documents: token ids of each document, without separator.
-        separator_id: appended to each document.
+        documents: tokens of each document, ended by the separator.
+        separator_id: see :class:`TokenSource`.
         token_bytes: int64 ``[vocab_size]``.
     """
 
@@ -74,7 +74,8 @@ class TextSource(TokenSource):
         separator_id: int | None,
         token_bytes: Ids,
     ) -> None:
-        self.tokens = joined(documents, separator_id, len(token_bytes))
+        empty = np.empty(0, token_dtype(len(token_bytes)))
+        self.tokens = np.concatenate([empty, *documents], dtype=empty.dtype, casting="unsafe")
         self.separator_id = separator_id
         self.token_bytes = token_bytes
 
@@ -89,7 +90,6 @@ class TextSource(TokenSource):
 
     def num_windows(self, seq_len: int) -> int:
         """See :class:`TokenSource`; 0 when there are fewer than ``seq_len + 1`` tokens."""
-        check(seq_len > 0, "TextSource.num_windows", "seq_len", "be positive", seq_len)
         return max(0, (self.num_tokens - 1) // seq_len)
 
     def window(self, seq_len: int, index: int) -> Ids:
@@ -101,17 +101,8 @@ class TextSource(TokenSource):
         """See :class:`TokenSource`."""
         starts = self._document_starts()
         end = self.num_windows(seq_len) * seq_len
-        inside = starts[(starts % seq_len != 0) & (starts < end)]
-        counts = np.bincount(inside // seq_len)
+        counts = np.bincount(starts[(starts % seq_len != 0) & (starts < end)] // seq_len)
         return num_windows + int(np.sort(counts)[::-1][:num_windows].sum())
 
     def _document_starts(self) -> Ids:
         return np.flatnonzero(self.tokens == self.separator_id) + 1
-
-
-def joined(documents: Iterable[Tokens], separator_id: int | None, vocab_size: int) -> Tokens:
-    """Documents one after another, each ended by the separator."""
-    assert separator_id is not None, "documents without a separator"
-    end = np.array([separator_id], dtype=token_dtype(vocab_size))
-    parts = [part for document in documents for part in (document, end)]
-    return np.concatenate([end[:0], *parts], dtype=end.dtype, casting="unsafe")

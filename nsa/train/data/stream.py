@@ -6,47 +6,48 @@ from collections import deque
 from collections.abc import Generator
 from contextlib import closing
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 from nsa.errors import check, fail
 from nsa.train.config import DataConfig
-from nsa.train.data.reader import DocumentBatch, Found, Origin, Place, read_documents
+from nsa.train.data.reader import Found, Origin, Place, read_documents
 from nsa.train.data.sampler import Sampler
 from nsa.train.data.source import TokenSource
 from nsa.train.data.tokenise import Row, tokenise
 from nsa.train.data.tokenizer import Ids, Tokenizer, Tokens
 
-ENDLESS = 1 << 62  # windows of a stream, which begins anew when it ends
+ENDLESS = 1 << 62  # windows of a stream, which starts over when it ends
 BEGINNING = {"epoch": 0, **Place()._asdict(), "token": 0}
 
 
 class _Document(NamedTuple):
-    """Where a document of the stream comes from.
+    """A document of the stream.
 
     Attributes:
         first: number in the stream of its first token.
-        epoch: how often the data set had ended before.
-        place: in the data set.
+        place: how often the data set had ended before, and its file and row.
+        tokens: ended by the separator.
     """
 
     first: int
-    epoch: int
-    place: Place
+    place: dict[str, int]
+    tokens: Tokens
 
 
 class StreamSource(TokenSource):
     """Windows of the training documents of a data set, in its own order.
 
-    Windows are taken in ascending order: a window before the latest one is gone. When the data set
-    ends it begins anew. Reading and tokenising happen in a process of their own.
+    Windows are taken in ascending order; those before the latest one are dropped. When the data
+    set ends it starts over. A process of its own reads and tokenises.
 
     Args:
         origin: what to read.
         tokenizer: with a separator.
         config: its ``validation_fraction`` says which documents are left out, its ``time_limit_s``
-            when reading is given up.
+            when to give up reading.
     """
 
     def __init__(self, origin: Origin, tokenizer: Tokenizer, config: DataConfig) -> None:
@@ -54,31 +55,32 @@ class StreamSource(TokenSource):
         self.token_bytes = tokenizer.token_bytes
         self._origin, self._time_limit_s = origin, config.time_limit_s
         self._tokenise = partial(tokenise, tokenizer, config.validation_fraction, ("train",))
-        self._batches: Generator[Any, None, None] | None = None
-        self._first = 0  # number of the first token in memory
-        self._tokens: Tokens = np.empty(0, dtype=np.uint8)
-        self._documents: deque[_Document] = deque()
-        self.seek(0, BEGINNING)
+        self._documents: deque[_Document] = deque()  # those of the latest window, and behind it
+        self._end = 0  # number of the first token of the next document
+        self._coming = self._read(0, Place())
 
     def num_windows(self, seq_len: int) -> int:
         """See :class:`TokenSource`: more than any run takes."""
-        check(seq_len > 0, "StreamSource.num_windows", "seq_len", "be positive", seq_len)
         return ENDLESS
 
     def window(self, seq_len: int, index: int) -> Ids:
         """See :class:`TokenSource`, but in ascending order only."""
-        start = index * seq_len
-        rule = f"be at least {-(-self._first // seq_len)}, windows do not come back"
-        check(start >= self._first, "StreamSource.window", "index", rule, index)
-        self._read_to(start + seq_len + 1)
-        self._tokens = self._tokens[start - self._first :]
-        self._first = start
-        while len(self._documents) > 1 and self._documents[1].first <= start:
+        start, stop = index * seq_len, (index + 1) * seq_len + 1
+        self._read_to(stop)
+        while self._documents[0].first + len(self._documents[0].tokens) <= start:
             self._documents.popleft()
-        return self._tokens[: seq_len + 1].astype(np.int64)
+        begin = self._documents[0].first
+        rule = f"be at least {-(-begin // seq_len)}, because windows before that are dropped"
+        check(start >= begin, "StreamSource.window", "index", rule, index)
+        parts = [
+            tokens[max(start - first, 0) : stop - first]
+            for first, _, tokens in self._documents
+            if first < stop
+        ]
+        return np.concatenate(parts).astype(np.int64)
 
     def place(self, token: int) -> dict[str, int]:
-        """Where reading begins for a token to come next.
+        """Where to start reading so that a certain token comes next.
 
         Args:
             token: its number in the stream, not before the latest window.
@@ -87,48 +89,34 @@ class StreamSource(TokenSource):
             ``epoch``, ``file``, ``row``, and ``token`` in that row.
         """
         self._read_to(token + 1)
-        documents = reversed(self._documents)
-        begin, epoch, place = next(found for found in documents if found.first <= token)
-        return {"epoch": epoch, **place._asdict(), "token": token - begin}
+        found = next(found for found in reversed(self._documents) if found.first <= token)
+        return {**found.place, "token": token - found.first}
 
     def seek(self, token: int, place: dict[str, int]) -> None:
-        """Go on with token number ``token`` at ``place``, as :meth:`place` gave it."""
+        """Continue with token number ``token`` at ``place``, as :meth:`place` gave it."""
         self.close()
-        self._first = token - place["token"]
-        self._tokens = self._tokens[:0]
         self._documents.clear()
-        self._batches = self._read(place["epoch"], Place(place["file"], place["row"]))
+        self._end = token - place["token"]
+        self._coming = self._read(place["epoch"], Place(place["file"], place["row"]))
 
     def close(self) -> None:
         """End the reading process."""
-        if self._batches is not None:
-            self._batches.close()
-
-    @property
-    def _end(self) -> int:
-        """Number of the next token to read."""
-        return self._first + len(self._tokens)
+        self._coming.close()
 
     def _read_to(self, stop: int) -> None:
-        assert self._batches is not None, "nothing to read from"
-        while (end := self._end) < stop:
-            epoch, batch = next(self._batches)
-            rows, tokens = batch.payload
-            for number, row in enumerate(rows, start=batch.start.row):
-                if row.num_tokens:
-                    place = Place(batch.start.file, number)
-                    self._documents.append(_Document(end, epoch, place))
-                    end += row.num_tokens
-            self._tokens = np.concatenate([self._tokens, tokens])
+        while self._end < stop:
+            place, tokens = next(self._coming)
+            self._documents.append(_Document(self._end, place, tokens))
+            self._end += len(tokens)
 
     def _read(
         self,
         epoch: int,
         start: Place,
-    ) -> Generator[tuple[int, DocumentBatch[tuple[list[Row], Tokens]]], None, None]:
-        """Batches with their epoch, for ever."""
+    ) -> Generator[tuple[dict[str, int], Tokens], None, None]:
+        """Documents with their place, without end."""
         while True:
-            begin = self._end
+            is_empty = start == Place()
             _, batches = read_documents(
                 self._origin,
                 self._tokenise,
@@ -137,8 +125,12 @@ class StreamSource(TokenSource):
             )
             with closing(batches):
                 for batch in batches:
-                    yield epoch, batch
-            if self._end == begin and start == Place():
+                    for number, row in enumerate(batch.payload, start=batch.start.row):
+                        if row.tokens.size:
+                            is_empty = False
+                            place = {"epoch": epoch, "file": batch.start.file, "row": number}
+                            yield place, row.tokens
+            if is_empty:
                 found = f"none in {self._origin.source}"
                 fail("StreamSource", "data.path", "hold training text", found)
             epoch, start = epoch + 1, Place()
@@ -149,7 +141,7 @@ class StreamSampler(Sampler):
 
     The state is five integers: the number of windows drawn, how often the data set has ended, file
     and row of the document in which the next window begins, and how many of its tokens the windows
-    before have used. Setting it moves nothing: the stream is sought when windows are drawn.
+    before have used. Setting it moves nothing: the stream seeks when windows are drawn.
 
     Args:
         source: the stream.
@@ -175,9 +167,7 @@ class StreamSampler(Sampler):
 
     def state_dict(self) -> dict[str, int]:
         """See above."""
-        place = self._place
-        if place is None:
-            place = self._source.place(self.position * self._seq_len)
+        place = self._place or self._source.place(self.position * self._seq_len)
         return {"position": self.position, **place}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -190,22 +180,18 @@ def read_validation(
     origin: Origin,
     tokenizer: Tokenizer,
     config: DataConfig,
-) -> tuple[Found, list[Row], Tokens]:
-    """The first validation documents of a data set, and their tokens.
+) -> tuple[Found, list[Row]]:
+    """The first validation documents of a data set.
 
     It is read from its beginning until they have ``config.validation_tokens``, or it ends.
     """
     transform = partial(tokenise, tokenizer, config.validation_fraction, ("validation",))
     found, batches = read_documents(origin, transform, time_limit_s=config.time_limit_s)
-    documents, parts, size = list[Row](), [np.empty(0, dtype=np.uint8)], 0
+    documents, size = list[Row](), 0
     with closing(batches):
-        for batch in batches:
-            rows, tokens = batch.payload
-            parts.append(tokens)
-            for row in rows:
-                if row.num_tokens and size < config.validation_tokens:
-                    documents.append(row)
-                    size += row.num_tokens
+        for row in chain.from_iterable(batch.payload for batch in batches):
+            documents += [row] if row.tokens.size else []
+            size += len(row.tokens)
             if size >= config.validation_tokens:
                 break
-    return found, documents, np.concatenate(parts)[:size]
+    return found, documents

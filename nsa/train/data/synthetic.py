@@ -1,7 +1,7 @@
 """Synthetic tasks whose best possible loss is known, to check a model and a trainer with.
 
-They are never taken unless a configuration names them. Every window is made from (seed, side, task,
-number) alone, so any of them is reached at once, and training and validation draw from different
+They are used only if a configuration names them. A window is a function of (seed, side, task,
+number), so windows can be made in any order, and training and validation draw from different
 random streams. All tasks use the 256 byte values; only the targets with a known answer count.
 """
 
@@ -53,8 +53,6 @@ class SyntheticSource(TokenSource):
     """
 
     def __init__(self, task: str, side: Side, seed: int, vocab_size: int = 256) -> None:
-        check(task in TASKS, "SyntheticSource", "task", f"be one of {', '.join(TASKS)}", task)
-        check(seed >= 0, "SyntheticSource", "seed", "be at least 0", seed)
         self.task = task
         self.ideal_loss = math.log(256) if task == "uniform" else 0.0
         self.separator_id = None
@@ -80,10 +78,8 @@ class SyntheticSource(TokenSource):
     def _make(self, seq_len: int, index: int) -> tuple[Ids, Mask]:
         self.check_window(seq_len, index)
         seed = np.random.SeedSequence((*self._key, index))
-        tokens, known = TASKS[self.task][1](
-            np.random.Generator(np.random.Philox(seed)),
-            seq_len + 1,
-        )
+        rng = np.random.Generator(np.random.Philox(seed))
+        tokens, known = TASKS[self.task][1](rng, seq_len + 1)
         mask = np.zeros(seq_len + 1, dtype=bool)
         mask[known] = True
         return tokens, mask
@@ -122,7 +118,7 @@ def _needle(rng: np.random.Generator, length: int) -> tuple[Ids, slice]:
     return tokens, slice(length - _VALUE_LEN, None)
 
 
-# By name the shortest seq_len, and what makes tokens and the places of those that count.
+# By name: the shortest seq_len, and the function that makes the tokens and says which count.
 TASKS: dict[str, tuple[int, Any]] = {
     "uniform": (1, _uniform),
     "copy": (2, _copy),

@@ -1,9 +1,8 @@
 """Tokenizers: bytes, GPT-2 BPE, BPE trained here, any lossless ``tokenizers`` file.
 
 All of them are lossless: ``decode(encode(text)) == text`` for every text, and each token spells a
-fixed number of bytes, which is what makes bits per byte comparable between them. The separator that
-ends a document spells nothing and is never produced by encoding text, not even text that contains
-its name.
+fixed number of bytes, which makes bits per byte comparable between them. The separator that ends a
+document spells nothing, and encoding a text never produces it, even if the text contains its name.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def batches_of_texts(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Consecutive texts, at most 1 MiB and ``MAX_TEXTS`` at a time, or a single one."""
+    """Consecutive texts, at most 1 MiB and ``MAX_TEXTS`` at a time, or a single larger one."""
     batch: list[bytes] = []
     size = 0
     for text in texts:
@@ -71,7 +70,7 @@ def batches_of_texts(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 class Tokenizer:
-    """What every tokenizer has; a subclass adds ``encode`` and ``encode_batch``.
+    """What every tokenizer has; a subclass adds ``encode`` and ``encode_documents``.
 
     Attributes:
         kind: value of ``DataConfig.tokenizer`` that made it.
@@ -109,25 +108,22 @@ class Tokenizer:
         """Ids of a text, without separator.
 
         Raises:
-            ValueError: the text is not valid UTF-8; bytes need not be for the byte tokenizer.
+            ValueError: the text is not valid UTF-8 (bytes need not be for the byte tokenizer), or
+                holds a byte that is the separator.
         """
         raise NotImplementedError
 
-    def encode_batch(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """Ids of each text, as arrays of :func:`token_dtype`; faster than a call for each."""
-        raise NotImplementedError
-
-    def decode(self, ids: Iterable[int]) -> bytes:
-        """Bytes that the ids spell, which may be no valid UTF-8.
+    def encode_documents(self, texts: Sequence[bytes]) -> list[Tokens]:
+        """Tokens of each text, ended by the separator; faster than a call for each.
 
         Raises:
-            ValueError: an id is out of range.
+            ValueError: this tokenizer cannot give a text back byte for byte.
         """
-        array = ids if isinstance(ids, np.ndarray) else np.fromiter(ids, dtype=np.int64)
-        outside = array[(array < 0) | (array >= self.vocab_size)]
-        if outside.size:
-            rule = f"lie between 0 and {self.vocab_size - 1}"
-            fail("Tokenizer.decode", "ids", rule, outside[0])
+        raise NotImplementedError
+
+    def decode(self, ids: Sequence[int] | Tokens) -> bytes:
+        """Bytes that the ids spell; they need not be valid UTF-8."""
+        array = np.asarray(ids, dtype=np.int64)
         # Array operations instead of a loop: threads that encode check their results with this.
         sizes = self.token_bytes[array]
         shift = self._starts[array] - (np.cumsum(sizes) - sizes)
@@ -143,7 +139,7 @@ class ByteTokenizer(Tokenizer):
     """Ids are bytes. NUL, which no text holds, is the separator.
 
     Args:
-        separator: False makes NUL a byte as any other, for synthetic tasks over all 256.
+        separator: False makes NUL a byte like any other, for synthetic tasks over all 256.
     """
 
     def __init__(self, *, separator: bool = True) -> None:
@@ -155,14 +151,14 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text: str | bytes) -> list[int]:
         """See :class:`Tokenizer`."""
         raw = text if isinstance(text, bytes) else _checked(text).encode()
-        return self.encode_batch([raw])[0].tolist()
+        place, rule = raw.find(b"\0"), "hold no NUL byte, which is the separator"
+        fits = place < 0 or self.separator_id is None
+        check(fits, "ByteTokenizer", "text", rule, f"one at offset {place}")
+        return list(raw)
 
-    def encode_batch(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """See :class:`Tokenizer`."""
-        for text in texts if self.separator_id is not None else ():
-            place, rule = text.find(b"\0"), "hold no NUL byte, which is the separator"
-            check(place < 0, "ByteTokenizer", "text", rule, f"one at offset {place}")
-        return [np.frombuffer(text, dtype=np.uint8) for text in texts]
+    def encode_documents(self, texts: Sequence[bytes]) -> list[Tokens]:
+        """See :class:`Tokenizer`; the texts hold no NUL byte."""
+        return [np.frombuffer(text + b"\0", dtype=np.uint8) for text in texts]
 
 
 class SubwordTokenizer(Tokenizer):
@@ -184,33 +180,43 @@ class SubwordTokenizer(Tokenizer):
         # A saved tokenizer may carry settings for fixed-size batches; documents are encoded whole.
         definition = {**definition, "truncation": None, "padding": None}
         self._backend = _backend(definition)
-        separator_id = self._backend.token_to_id(separator)
+        separator_id, where = self._backend.token_to_id(separator), "SubwordTokenizer"
         if separator_id is None:
-            fail("SubwordTokenizer", "separator", "be a token of the vocabulary", repr(separator))
+            fail(where, "separator", "be a token of the vocabulary", repr(separator))
         spelling = _spelling(self._backend, definition, separator_id)
         super().__init__(kind, definition, separator, spelling, separator_id)
+        rule = "be marked as a special token, so that text cannot produce it"
+        is_special = separator_id not in self.encode(separator)
+        check(is_special, where, "separator", rule, repr(separator))
+        hint = "Byte-level BPE without normalizer and add_prefix_space does, and byte fallback "
+        hint += "with prepend_scheme never."
         for probe in _PROBES:
-            self._check_lossless(probe)
+            decoded, rule = self.decode(self.encode(probe)), "give every text back byte for byte"
+            found = f"{decoded!r} for {probe.encode()!r}"
+            check(decoded == probe.encode(), where, "definition", rule, found, hint)
 
     def encode(self, text: str | bytes) -> list[int]:
         """See :class:`Tokenizer`."""
         return self._backend.encode(_checked(text), add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """See :class:`Tokenizer`. Each result has been checked to decode to its text.
+    def encode_documents(self, texts: Sequence[bytes]) -> list[Tokens]:
+        """See :class:`Tokenizer`.
 
         GPT-2's goes through ``tiktoken``, four times as fast as ``tokenizers`` and with the same
         ids. The memory of the others peaks at about 130 times the largest document.
         """
         encoded: list[Tokens] = []
+        assert self.separator_id is not None, "documents without a separator"
         for batch in batches_of_texts(texts):
-            strings = [_checked(text) for text in batch]
+            strings = [text.decode() for text in batch]
             if self.kind == "gpt2":
                 found = [self._encode_gpt2(text) for text in strings]
             else:
                 results = self._backend.encode_batch_fast(strings, add_special_tokens=False)
                 found = [result.ids for result in results]
-            encoded += [np.asarray(ids, dtype=token_dtype(self.vocab_size)) for ids in found]
+            for ids in found:
+                ended = np.append(ids, self.separator_id)
+                encoded.append(ended.astype(token_dtype(self.vocab_size)))
         for text, ids in zip(texts, encoded, strict=True):
             if self.decode(ids) != text:
                 rule = "come back byte for byte from this tokenizer"
@@ -238,17 +244,6 @@ class SubwordTokenizer(Tokenizer):
             special_tokens={},
         )
 
-    def _check_lossless(self, probe: str) -> None:
-        ids = self.encode(probe)
-        rule = "be marked as a special token, so that text cannot produce it"
-        separator = repr(self._definition["separator"])
-        check(self.separator_id not in ids, "SubwordTokenizer", "separator", rule, separator)
-        decoded, rule = self.decode(ids), "give every text back byte for byte"
-        found = f"{decoded!r} for {probe.encode()!r}"
-        lossless = "Byte-level BPE without normalizer and add_prefix_space"
-        hint = f"{lossless} does, and byte fallback with prepend_scheme never."
-        check(decoded == probe.encode(), "SubwordTokenizer", "definition", rule, found, hint)
-
 
 def make_tokenizer(
     config: DataConfig | PrepareConfig,
@@ -258,7 +253,7 @@ def make_tokenizer(
 
     Args:
         config: of the data; its ``tokenizer``, ``tokenizer_path`` and ``bpe_vocab_size`` count.
-        training_texts: training documents; read by ``bpe`` alone, which is trained on them.
+        training_texts: training documents; only ``bpe``, which is trained on them, reads them.
 
     Raises:
         ValueError: an unsuitable or missing tokenizer file, or too little text for the vocabulary
@@ -349,8 +344,7 @@ def _backend(definition: dict[str, Any]) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_str(json.dumps(definition))
-    # Text that contains the name of a special token is text.
-    backend.encode_special_tokens = True
+    backend.encode_special_tokens = True  # text that contains the name of a special token is text
     return backend
 
 
@@ -370,48 +364,39 @@ def _spelling(
     separator_id: int,
 ) -> list[bytes]:
     """Bytes that each id spells; special tokens and unused ids spell none."""
-    vocab = backend.get_vocab(with_added_tokens=True)
-    added = backend.get_added_tokens_decoder()
     steps = json.dumps([definition.get("pre_tokenizer"), definition.get("decoder")])
-    spell = _byte_level_spelling if "ByteLevel" in steps else _fallback_spelling
-    spelled = [b""] * (max(vocab.values()) + 1)
-    for token, token_id in vocab.items():
-        if token_id not in added:
-            spelled[token_id] = spell(token)
-        elif not added[token_id].special:
-            spelled[token_id] = token.encode()
+    spell = _spell_byte_level if "ByteLevel" in steps else _spell_with_fallback
+    vocab, added = backend.get_vocab(with_added_tokens=False), backend.get_added_tokens_decoder()
+    spelled = {token_id: spell(token) for token, token_id in vocab.items()}
+    spelled |= {i: b"" if token.special else token.content.encode() for i, token in added.items()}
     spelled[separator_id] = b""
-    return spelled
+    return [spelled.get(token_id, b"") for token_id in range(max(spelled) + 1)]
 
 
 # GPT-2 writes a byte as the character of the same number where that is printable, and otherwise as
 # one from 256 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [value for value in range(256) if value not in _PRINTABLE]
-_BYTE_OF = {chr(value): value for value in _PRINTABLE}
-_BYTE_OF |= {chr(256 + number): value for number, value in enumerate(_OTHERS)}
+_OTHERS = sorted({*range(256)} - {*_PRINTABLE})
+_BYTE_OF = dict(zip(map(chr, [*_PRINTABLE, *range(256, 512)]), _PRINTABLE + _OTHERS, strict=False))
 
 
-def _byte_level_spelling(token: str) -> bytes:
-    try:
-        return bytes(_BYTE_OF[character] for character in token)
-    except KeyError:
+def _spell_byte_level(token: str) -> bytes:
+    if not set(token) <= _BYTE_OF.keys():
         return token.encode()
+    return bytes(_BYTE_OF[character] for character in token)
 
 
-def _fallback_spelling(token: str) -> bytes:
+def _spell_with_fallback(token: str) -> bytes:
     """SentencePiece writes a space as U+2581 and a byte outside the vocabulary as ``<0xNN>``."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        return bytes([int(token[3:5], 16)])
-    return token.replace("\u2581", " ").encode()
+    byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
+    return bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
 
 
 def _checked(text: str | bytes) -> str:
     try:
         return (text.encode() if isinstance(text, str) else text).decode()
     except (UnicodeEncodeError, UnicodeDecodeError) as error:
-        found = f"{error.reason} at {error.start}"
-        fail("Tokenizer.encode", "text", "be valid UTF-8", found)
+        fail("Tokenizer.encode", "text", "be valid UTF-8", f"{error.reason} at {error.start}")
 
 
 def _fingerprint(definition: dict[str, Any]) -> str:

@@ -15,7 +15,6 @@ from nsa.train.data import (
     DataBundle,
     Document,
     ShardSource,
-    StreamSource,
     TextSource,
     TokenSource,
     bigram_bits_per_byte,
@@ -145,8 +144,10 @@ def _compared(data: DataBundle, figure: float, num_targets: int) -> Iterator[Fin
         )
         yield _finding(line, ideal_loss_nats=data.description["ideal_loss_nats"])
         return
-    if isinstance(data.train, StreamSource):
-        why = "a stream's training text is not kept (nsa data prepare makes shards of it)"
+    if not isinstance(data.train, TextSource):
+        why = (
+            "the source does not keep its training text (nsa data prepare makes shards of a stream)"
+        )
         yield Finding(f"no bigram baseline: {why}", {})
         return
     train, validation = (_in_memory(source) for source in (data.train, data.validation))
@@ -168,7 +169,7 @@ def _in_memory(source: TokenSource) -> TextSource:
     if isinstance(source, ShardSource):
         first = source.read(0, _BIGRAM_TOKENS)
         return TextSource([first], source.separator_id, source.token_bytes)
-    assert isinstance(source, TextSource), "neither shards nor text"
+    assert isinstance(source, TextSource), "a source without text"
     return source
 
 
@@ -199,8 +200,8 @@ def _read_text(folder: RunFolder, text: str) -> TextSource:
         documents = [_standard_input()] if text == "-" else folder_files(text).documents
     except UserError as error:
         raise UserError("eval", "--text", error.rule, error.value) from None
-    tokens = tokenizer.encode_batch([document.text for document in documents])
-    longest = max((len(document) for document in tokens), default=0)
+    tokens = tokenizer.encode_documents([document.text for document in documents])
+    longest = max((len(document) - 1 for document in tokens), default=0)
     check(longest > 1, "eval", "--text", "hold a document of at least two tokens", longest)
     return TextSource(tokens, separator_id, tokenizer.token_bytes)
 
@@ -218,5 +219,5 @@ def _shorter_window(text: TextSource, config: TrainConfig) -> Batch | None:
     if len(tail) < 2:
         return None
     assert text.separator_id is not None
-    source = TextSource([tail[:-1]], text.separator_id, text.token_bytes)
+    source = TextSource([tail], text.separator_id, text.token_bytes)
     return collate(source, [0], len(tail) - 1, document_mask=config.data.document_mask)

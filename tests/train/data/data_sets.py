@@ -20,23 +20,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-WORDS = (
-    "sea",
-    "and",
-    "stone",
-    "were",
-    "old",
-    "when",
-    "é ß",
-    "漢字",
-    "🙂",
-    "name\n",
-    "for",
-    "either,",
-    "of",
-    "them.",
-    "don't",
-)
+WORDS = ["sea", "and", "stone", "were", "old", "when", "é ß", "漢字", "🙂", "name\n"]
+WORDS += ["for", "either,", "of", "them.", "don't"]
 
 
 def make_texts(number: int, seed: int = 0, longest: int = 120) -> list[str]:
@@ -47,10 +32,10 @@ def make_texts(number: int, seed: int = 0, longest: int = 120) -> list[str]:
 
 
 def write_parquet(path: Path, texts: Sequence[str | None], *, rows: int = 7) -> Path:
-    """A Parquet file of several row groups with a column beside the text."""
+    """A Parquet file of several row groups with the text and a column of numbers."""
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pyarrow.table(
-        {"text": pyarrow.array(texts, type=pyarrow.string()), "number": range(len(texts))},
+        {"text": pyarrow.array(texts, pyarrow.string()), "number": range(len(texts))}
     )
     pyarrow.parquet.write_table(table, path, row_group_size=rows)
     return path
@@ -90,43 +75,34 @@ class _Hub(BaseHTTPRequestHandler):
     faults: dict[str, Fault]
 
     def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_GET(self) -> None:
-        self._answer()
+        self.do_GET()
 
     def log_message(self, *args: object) -> None:
         pass
 
-    def _answer(self) -> None:
+    def do_GET(self) -> None:
         path = unquote(self.path.partition("?")[0])
         asked = re.fullmatch(r"(/api)?/datasets/([^/]+/[^/]+)(?:/(\w+)/([^/]+)/?(.*))?", path)
         if asked is None or asked[2] not in self.data_sets:
             self._send(b"{}", 404, {"X-Error-Code": "RepoNotFound"})
             return
-        files = self.data_sets[asked[2]]
+        _, name, kind, revision, place = asked.groups()
+        files = self.data_sets[name]
         if not asked[1]:
-            self._send_file(files, asked[5], self.faults.get(asked[2]))
-        elif asked[3] == "tree":
-            self._send(json.dumps(_tree(files, asked[5])).encode())
-        elif asked[4] not in (None, "main", COMMIT):
+            self._send_file(files.get(place), self.faults.get(name))
+        elif kind == "tree":
+            self._send(json.dumps(_tree(files, place)).encode())
+        elif revision not in (None, "main", COMMIT):
             self._send(b"{}", 404, {"X-Error-Code": "RevisionNotFound"})
         else:
-            names = [{"rfilename": name} for name in files]
-            about = {
-                "id": asked[2],
-                "sha": COMMIT,
-                "cardData": {"license": "odc-by"},
-                "siblings": names,
-                "tags": [],
-            }
-            self._send(json.dumps(about).encode())
+            siblings = [{"rfilename": file} for file in files]
+            about = {"id": name, "sha": COMMIT, "siblings": siblings, "tags": []}
+            self._send(json.dumps(about | {"cardData": {"license": "odc-by"}}).encode())
 
-    def _send_file(self, files: dict[str, bytes], name: str, fault: Fault | None) -> None:
-        if name not in files:
+    def _send_file(self, content: bytes | None, fault: Fault | None) -> None:
+        if content is None:
             self._send(b"{}", 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
             return
-        content = files[name]
         headers = {"ETag": '"0"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         part = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if part is None:
@@ -153,18 +129,19 @@ class _Hub(BaseHTTPRequestHandler):
 
 def _tree(files: dict[str, bytes], folder: str) -> list[dict[str, Any]]:
     """Entries of a folder, of the first level."""
-    prefix = f"{folder}/" if folder else ""
-    found = {}
+    prefix, found = f"{folder}/" if folder else "", {}
     for name, content in files.items():
         if name.startswith(prefix):
             entry, slash, _ = name.removeprefix(prefix).partition("/")
-            kind = "directory" if slash else "file"
-            oid = hashlib.sha1(content).hexdigest()
+            about = (
+                {"type": "directory", "size": 0}
+                if slash
+                else {"type": "file", "size": len(content)}
+            )
             found[entry] = {
-                "type": kind,
                 "path": prefix + entry,
-                "oid": oid,
-                "size": 0 if slash else len(content),
+                "oid": hashlib.sha1(content).hexdigest(),
+                **about,
             }
     return list(found.values())
 
@@ -190,17 +167,8 @@ def hub(data_sets: dict[str, dict[str, bytes]], faults: dict[str, Fault]) -> Ite
         server.server_close()
 
 
-def stall(after: int, times: int) -> Fault:
+def stall(after: int, times: int, then_s: float = 120) -> Fault:
     """Half of what was asked for, then nothing: ``times`` times, after that many good answers."""
-    return _now_and_then(after, times, lambda: time.sleep(120))
-
-
-def hang_up(after: int, times: int) -> Fault:
-    """As :func:`stall`, but the connection ends."""
-    return _now_and_then(after, times, lambda: None)
-
-
-def _now_and_then(after: int, times: int, then: Callable[[], None]) -> Fault:
     answers = itertools.count()
 
     def send(handler: BaseHTTPRequestHandler, body: bytes) -> bool:
@@ -209,7 +177,12 @@ def _now_and_then(after: int, times: int, then: Callable[[], None]) -> Fault:
         handler.wfile.write(body[: len(body) // 2])
         handler.wfile.flush()
         handler.close_connection = True
-        then()
+        time.sleep(then_s)
         return True
 
     return send
+
+
+def hang_up(after: int, times: int) -> Fault:
+    """As :func:`stall`, but the connection ends."""
+    return stall(after, times, then_s=0)

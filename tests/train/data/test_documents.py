@@ -14,7 +14,7 @@ from nsa.train.data.documents import corpus_files, stdlib_files
 CORPUS = Path(__file__).parents[3] / "nsa" / "train" / "data" / "corpus"
 
 
-def test_corpus_is_whole_plays_as_they_came() -> None:
+def test_corpus_is_whole_plays_as_they_came():
     plays = {play.name: play for play in corpus_files().documents}
     assert len(plays) == 8
     note = (CORPUS / "README.md").read_text(encoding="utf-8")
@@ -31,7 +31,7 @@ def test_corpus_is_whole_plays_as_they_came() -> None:
     assert plays["hamlet.txt"].sha256 == hashlib.sha256(plays["hamlet.txt"].text).hexdigest()
 
 
-def test_stdlib_is_sorted_and_skips_what_is_not_text() -> None:
+def test_stdlib_is_sorted_and_skips_what_is_not_text():
     files = stdlib_files()
     names = [document.name for document in files.documents]
     assert names == sorted(names)
@@ -46,7 +46,7 @@ def test_stdlib_is_sorted_and_skips_what_is_not_text() -> None:
         assert b"\0" in raw or "\ufffd" in raw.decode("utf-8", errors="replace")
 
 
-def test_folder_is_recursive_sorted_and_without_hidden_files(tmp_path: Path) -> None:
+def test_folder_is_recursive_sorted_and_without_hidden_files(tmp_path):
     texts = {"b.txt": "second", "a.txt": "first", "deep/er/c.txt": "third"}
     hidden = dict.fromkeys((".git/index.txt", ".hidden.txt", "deep/.cache/d.txt"), "\0")
     for name, text in {**texts, "code.py": "x = 1\n", "empty.txt": "", **hidden}.items():
@@ -74,12 +74,8 @@ def test_folder_is_recursive_sorted_and_without_hidden_files(tmp_path: Path) -> 
     ],
 )
 def test_unusable_folder_is_an_error_and_never_other_data(
-    name: str | None,
-    content: bytes,
-    pattern: str,
-    message: str,
-    tmp_path: Path,
-) -> None:
+    name, content, pattern, message, tmp_path
+):
     folder = tmp_path / "gone"
     if name is not None:
         folder.mkdir()

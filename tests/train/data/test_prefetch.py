@@ -12,11 +12,7 @@ from nsa.train.data import prefetch
 from nsa.train.data.prefetch import Prefetcher, StarvedError
 
 
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "batches"]
-
-
-def test_items_come_in_order_and_no_more_than_two_ahead() -> None:
+def test_items_come_in_order_and_no_more_than_two_ahead():
     numbers = itertools.count()
     items = Prefetcher(lambda: next(numbers))
     assert [items.get(1.0) for _ in range(100)] == list(range(100))
@@ -25,9 +21,8 @@ def test_items_come_in_order_and_no_more_than_two_ahead() -> None:
     items.close()
 
 
-def test_an_error_comes_out_where_its_item_would() -> None:
-    numbers = iter([1, 2])
-    items = Prefetcher(lambda: next(numbers))
+def test_an_error_comes_out_where_its_item_would():
+    items = Prefetcher(iter([1, 2]).__next__)
     assert [items.get(1.0), items.get(1.0)] == [1, 2]
     with pytest.raises(StopIteration):
         items.get(1.0)
@@ -35,17 +30,17 @@ def test_an_error_comes_out_where_its_item_would() -> None:
 
 
 @pytest.mark.parametrize("taken", [0, 1, 5])
-def test_closing_ends_the_thread(taken: int) -> None:
-    before = threads()
+def test_closing_ends_the_thread(taken):
+    before = threading.enumerate()
     items = Prefetcher(lambda: time.sleep(0.01))
     for _ in range(taken):
         items.get(1.0)
     time.sleep(0.1)  # it waits for room by now
     items.close()
-    assert threads() == before
+    assert threading.enumerate() == before
 
 
-def test_a_read_that_hangs_starves_and_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_hangs_starves_and_is_left_behind(monkeypatch):
     monkeypatch.setattr(prefetch, "_CLOSING_S", 0.2)
     end = threading.Event()
     items = Prefetcher(end.wait)

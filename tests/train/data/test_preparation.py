@@ -49,11 +49,7 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2", "bpe"])
-def test_shards_hold_the_documents_of_each_side_in_order(
-    tokenizer: Any,
-    source: Path,
-    tmp_path: Path,
-) -> None:
+def test_shards_hold_the_documents_of_each_side_in_order(tokenizer, source, tmp_path):
     out = tmp_path / "out"
     index = prepare(config_of(source, tokenizer=tokenizer, bpe_vocab_size=400), out, workers=2)
     assert not {path.name for path in out.iterdir()} & {PROGRESS, "prepare.lock"}
@@ -61,10 +57,9 @@ def test_shards_hold_the_documents_of_each_side_in_order(
     assert shards.index == index == json.loads((out / INDEX).read_text())
     for side in SIDES:
         expected = [text for text in TEXTS if side_of(text.encode(), SHARE) == side]
-        of_side = index["sides"][side]
+        of_side, found = index["sides"][side], []
         assert of_side["documents"] == len(expected)
         assert of_side["text_bytes"] == sum(len(text.encode()) for text in expected)
-        found = []
         for shard in of_side["shards"]:
             path = out / shard["name"]
             tokens = np.fromfile(f"{path}.tokens", np.dtype(index["token_dtype"]))
@@ -77,11 +72,10 @@ def test_shards_hold_the_documents_of_each_side_in_order(
     assert index["tokenizer"]["kind"] == tokenizer == shards.tokenizer.kind
 
 
-def test_result_depends_on_the_documents_alone(source: Path, whole: Path, tmp_path: Path) -> None:
+def test_result_depends_on_the_documents_alone(source, whole, tmp_path):
     """Not on the number of workers, nor on the form in which the documents come."""
-    gpt2 = config_of(source, tokenizer="gpt2")
     for workers in (1, 3):
-        prepare(gpt2, tmp_path / str(workers), workers=workers)
+        prepare(config_of(source, tokenizer="gpt2"), tmp_path / str(workers), workers=workers)
     assert contents(tmp_path / "1") == contents(tmp_path / "3")
     prepare(config_of(write_jsonl(tmp_path / "all.jsonl.gz", TEXTS)), tmp_path / "jsonl")
     first, second = contents(whole), contents(tmp_path / "jsonl")
@@ -89,7 +83,7 @@ def test_result_depends_on_the_documents_alone(source: Path, whole: Path, tmp_pa
     assert first == second
 
 
-def test_rows_without_text_are_counted_and_copies_stay_together(tmp_path: Path) -> None:
+def test_rows_without_text_are_counted_and_copies_stay_together(tmp_path):
     rows = [None, "", "a\0b", *TEXTS[:50] * 3]
     index = prepare(config_of(write_parquet(tmp_path / "a.parquet", rows)), tmp_path / "out")
     assert index["left_out"] == {"empty": 2, "unreadable": 1}
@@ -98,7 +92,7 @@ def test_rows_without_text_are_counted_and_copies_stay_together(tmp_path: Path) 
         assert index["sides"][side]["documents"] == 3 * number
 
 
-def test_max_tokens_ends_with_the_document_that_reaches_it(source: Path, tmp_path: Path) -> None:
+def test_max_tokens_ends_with_the_document_that_reaches_it(source, tmp_path):
     sizes = [(side_of(text.encode(), SHARE), len(text.encode()) + 1) for text in TEXTS]
     total = sum(size for side, size in sizes if side == "train")
     first = [side for side, _ in sizes].index("validation")
@@ -114,17 +108,10 @@ def test_max_tokens_ends_with_the_document_that_reaches_it(source: Path, tmp_pat
 
 
 @pytest.mark.parametrize("max_tokens", [None, 60_000])
-def test_interrupted_preparation_goes_on(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    max_tokens: int | None,
-) -> None:
+def test_interrupted_preparation_goes_on(tmp_path, monkeypatch, max_tokens):
     """Interrupted again and again, with and without a commit before; the result is the same."""
-    texts = make_texts(7500, longest=5)  # ten batches
-    config = config_of(
-        write_folder(tmp_path / "set", "jsonl", texts, files=5),
-        max_tokens=max_tokens,
-    )
+    source = write_folder(tmp_path / "set", "jsonl", make_texts(7500, longest=5), files=5)
+    config = config_of(source, max_tokens=max_tokens)  # ten batches
     prepare(config, tmp_path / "whole")
     attempts, is_done = 0, False
     while not is_done:
@@ -147,21 +134,27 @@ def test_interrupted_preparation_goes_on(
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
-def test_complete_preparation_is_not_repeated(source: Path, whole: Path) -> None:
+def test_complete_preparation_is_not_repeated(source, whole):
     before = contents(whole)
     index = prepare(config_of(source), whole, on_progress=interrupt)
     assert index == json.loads((whole / INDEX).read_text())
     assert contents(whole) == before
 
 
-def test_folders_of_others_are_left_alone(source: Path, whole: Path, tmp_path: Path) -> None:
-    for config, message in (
-        (config_of(source, tokenizer="gpt2"), "tokenizer must be byte as .*out so far, got gpt2"),
-        (config_of(source, validation_fraction=0.1), "validation_fraction must be 0.2 as in .*"),
-        (config_of(tmp_path / "other"), r"source must be .*set as in .*out so far, got .*other"),
-    ):
-        with pytest.raises(UserError, match=message + ".* Give another --out"):
-            prepare(config, whole)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokenizer": "gpt2"}, "tokenizer must be byte as .*out so far, got gpt2"),
+        ({"validation_fraction": 0.1}, "validation_fraction must be 0.2 as in .*"),
+        ({"origin": Origin("other")}, r"source must be .*set as in .*out so far, got other"),
+    ],
+)
+def test_another_configuration_is_refused(changes, message, source, whole):
+    with pytest.raises(UserError, match=message + ".* Give another --out"):
+        prepare(dataclasses.replace(config_of(source), **changes), whole)
+
+
+def test_folders_of_others_are_left_alone(source, tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     message = r"--out must be a new folder, or one that prepare has begun, got one with thesis\.tex"
     with pytest.raises(UserError, match=message):
@@ -169,17 +162,13 @@ def test_folders_of_others_are_left_alone(source: Path, whole: Path, tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_failed_start_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_start_leaves_nothing(tmp_path):
     with pytest.raises(UserError, match="must exist"):
         prepare(config_of(tmp_path / "no" / "such" / "folder"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_mistaken_start_is_corrected_in_the_same_folder(
-    source: Path,
-    whole: Path,
-    tmp_path: Path,
-) -> None:
+def test_a_mistaken_start_is_corrected_in_the_same_folder(source, whole, tmp_path):
     """Nothing had been read for it, so there is nothing to protect."""
     origin = Origin(str(source), text_field="body")
     with pytest.raises(UserError, match="text_field must be one of the columns"):
@@ -189,7 +178,7 @@ def test_a_mistaken_start_is_corrected_in_the_same_folder(
     assert contents(tmp_path / "out") == contents(whole)
 
 
-def test_a_second_preparation_in_the_same_folder_is_refused(source: Path, tmp_path: Path) -> None:
+def test_a_second_preparation_in_the_same_folder_is_refused(source, tmp_path):
     with (tmp_path / "prepare.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         message = "--out must be a folder that no other process prepares data in"
@@ -197,7 +186,7 @@ def test_a_second_preparation_in_the_same_folder_is_refused(source: Path, tmp_pa
             prepare(config_of(source), tmp_path)
 
 
-def test_changed_source_is_noticed(tmp_path: Path) -> None:
+def test_changed_source_is_noticed(tmp_path):
     source = write_folder(tmp_path / "set", "jsonl", TEXTS)
     with pytest.raises(_InterruptedError):
         prepare(config_of(source), tmp_path / "out", on_progress=interrupt)
@@ -208,7 +197,7 @@ def test_changed_source_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "content"), [(PROGRESS, "{"), (PROGRESS, "[]"), (INDEX, "{}")])
-def test_damaged_notes_are_named(name: str, content: str, source: Path, tmp_path: Path) -> None:
+def test_damaged_notes_are_named(name, content, source, tmp_path):
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=rf"{name} must be .*Remove the folder to start anew"):
         prepare(config_of(source), tmp_path)
@@ -224,6 +213,6 @@ def test_damaged_notes_are_named(name: str, content: str, source: Path, tmp_path
         ({"tokenizer_path": "x"}, "--tokenizer-path must be given with .* only then, got x"),
     ],
 )
-def test_bad_settings(changes: dict[str, Any], message: str) -> None:
+def test_bad_settings(changes, message):
     with pytest.raises(UserError, match=message):
         config_of(Path("x"), **changes)

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from nsa.errors import UserError
-from nsa.train.data import DataUnavailableError, Origin
+from nsa.train.data import Origin
 from nsa.train.data.reader import DocumentBatch, Found, Place, read_documents
 from tests.train.data.data_sets import (
     COMMIT,
@@ -59,17 +58,24 @@ def refusal(source: Path | str, **origin: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "txt"])
-def test_every_form_gives_the_same_documents_in_order(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "reader", "files"),
+    [
+        ("parquet", "parquet", 3),
+        ("jsonl", "json", 3),
+        ("jsonl.gz", "json", 3),
+        ("txt", "text", 200),
+    ],
+)
+def test_every_form_gives_the_same_documents_in_order(kind, reader, files, tmp_path):
     found, batches = batches_of(write_folder(tmp_path / "set", kind, TEXTS))
     assert [text for batch in batches for text in batch.payload] == TEXTS
-    assert found.format == {"parquet": "parquet", "txt": "text"}.get(kind, "json")
-    assert (found.revision, found.licence) == (None, None)
-    assert len(found.files) == (200 if kind == "txt" else 3)
+    assert (found.format, found.revision, found.licence) == (reader, None, None)
+    assert len(found.files) == files
     assert all(not Path(name).is_absolute() for name in found.files)
 
 
-def test_single_file_and_other_column(tmp_path: Path) -> None:
+def test_single_file_and_other_column(tmp_path):
     assert read(write_parquet(tmp_path / "a.parquet", TEXTS)) == TEXTS
     path = tmp_path / "b.jsonl"
     path.write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS))
@@ -77,7 +83,7 @@ def test_single_file_and_other_column(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "txt"])
-def test_reading_goes_on_from_any_place(kind: str, tmp_path: Path) -> None:
+def test_reading_goes_on_from_any_place(kind, tmp_path):
     """Places in the middle of row groups, at their borders, and at those of files."""
     source = write_folder(tmp_path / "set", kind, TEXTS[:40], files=2)
     size = 1 if kind == "txt" else 20
@@ -89,12 +95,12 @@ def test_reading_goes_on_from_any_place(kind: str, tmp_path: Path) -> None:
     assert read(source, start=batches[-1].end) == []
 
 
-def test_rows_without_text_are_empty(tmp_path: Path) -> None:
+def test_rows_without_text_are_empty(tmp_path):
     for write, name in ((write_parquet, "a.parquet"), (write_jsonl, "b.jsonl")):
         assert read(write(tmp_path / name, ["a", None, "", "b"])) == ["a", "", "", "b"]
 
 
-def test_batches_are_of_bounded_size(tmp_path: Path) -> None:
+def test_batches_are_of_bounded_size(tmp_path):
     texts = ["x" * 100_000] * 200 + ["y"] * 3000
     batches = batches_of(write_parquet(tmp_path / "a.parquet", texts, rows=500), len_of)[1]
     rows, sizes = zip(*(batch.payload for batch in batches), strict=True)
@@ -107,66 +113,63 @@ def len_of(texts: list[bytes]) -> tuple[int, int]:
     return len(texts), sum(map(len, texts))
 
 
-def test_mistakes_are_named(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", TEXTS[:5])
-    assert "text_field must be one of the columns of a.parquet (text, number), got body" in refusal(
-        path,
-        text_field="body",
-    )
-    assert "text_field must hold text in a.parquet, got int64" in refusal(path, text_field="number")
-    assert "split must be one of train, got test" in refusal(tmp_path, split="test")
-    assert "subset must be left out for a single file, got x" in refusal(path, subset="x")
-    other = tmp_path / "a.docx"
-    other.write_bytes(b"PK")
-    assert "source must have a name that ends in .parquet, .jsonl" in refusal(other)
+@pytest.mark.parametrize(
+    ("name", "origin", "message"),
+    [
+        (
+            "a.parquet",
+            {"text_field": "body"},
+            "text_field must be one of the columns of a.parquet (text, number), got body",
+        ),
+        (
+            "a.parquet",
+            {"text_field": "number"},
+            "text_field must hold text in a.parquet, got int64",
+        ),
+        (".", {"split": "test"}, "split must be one of train, got test"),
+        ("a.parquet", {"subset": "x"}, "subset must be left out for a single file, got x"),
+        ("a.docx", {}, "source must have a name that ends in .parquet, .jsonl"),
+        ("empty", {}, "empty doesn't contain any data files"),
+    ],
+)
+def test_mistakes_are_named(name, origin, message, tmp_path):
+    write_parquet(tmp_path / "a.parquet", TEXTS[:5])
+    (tmp_path / "a.docx").write_bytes(b"PK")
     (tmp_path / "empty").mkdir()
-    assert "empty doesn't contain any data files" in refusal(tmp_path / "empty")
-    with pytest.raises(
-        DataUnavailableError,
-        match=r"source must exist, got a/b/c\. It is no name on the hub",
-    ):
-        read("a/b/c")
+    assert message in refusal(tmp_path / name, **origin)
+
+
+def test_impossible_time_limit():
     with pytest.raises(ValueError, match="time_limit_s must be positive, got 0"):
-        read_documents(Origin(str(path)), as_list, time_limit_s=0)
+        read_documents(Origin("own/set"), as_list, time_limit_s=0)
 
 
 @pytest.mark.parametrize(
     ("name", "raw", "message"),
     [
-        (
-            "a.parquet",
-            b"PAR1" + 2000 * b"x",
-            "a.parquet. ArrowInvalid: Parquet magic bytes not found",
-        ),
-        ("a.parquet", b"", "a.parquet. ArrowInvalid: Parquet file size is 0 bytes."),
-        (
-            "a.jsonl",
-            b'{"text": "fine"}\n{"text": broken\n',
-            "a.jsonl. ArrowInvalid: JSON parse error",
-        ),
-        (
-            "a.jsonl",
-            b"",
-            "source must begin with a file that holds documents, got the empty a.jsonl.",
-        ),
+        ("a.parquet", b"PAR1" + 2000 * b"x", "ArrowInvalid: Parquet magic bytes not found"),
+        ("a.parquet", b"", "ArrowInvalid: Parquet file size is 0 bytes."),
+        ("a.jsonl", b'{"text": "fine"}\n{"text": broken\n', "ArrowInvalid: JSON parse error"),
         (
             "a.jsonl.gz",
-            gzip.compress(b'{"text": "fine"}\n' * 99, mtime=0)[:-12],
-            "a.jsonl.gz. EOFError: Compressed file ended before",
+            gzip.compress(b'{"text": "fine"}\n' * 99)[:-12],
+            "EOFError: Compressed file",
         ),
-        (
-            "a.txt",
-            b"\xff\xfe",
-            "a.txt. UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position 0",
-        ),
+        ("a.txt", b"\xff\xfe", "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in posi"),
     ],
 )
-def test_damaged_files_are_named(name: str, raw: bytes, message: str, tmp_path: Path) -> None:
+def test_damaged_files_are_named(name, raw, message, tmp_path):
     (tmp_path / name).write_bytes(raw)
-    assert message in refusal(tmp_path / name)
+    assert f"{name}. {message}" in refusal(tmp_path / name)
 
 
-def test_a_damaged_file_among_others_is_named(tmp_path: Path) -> None:
+def test_an_empty_file_is_named(tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    message = "source must begin with a file that holds documents, got the empty a.jsonl."
+    assert message in refusal(tmp_path / "a.jsonl")
+
+
+def test_a_damaged_file_among_others_is_named(tmp_path):
     source = write_folder(tmp_path / "set", "parquet", make_texts(600), files=3)
     raw = bytearray((source / "part-00001.parquet").read_bytes())
     raw[len(raw) // 2 : len(raw) // 2 + 200] = bytes(200)
@@ -175,7 +178,7 @@ def test_a_damaged_file_among_others_is_named(tmp_path: Path) -> None:
     assert f"source must hold documents that can be read, got {what}" in refusal(source)
 
 
-def test_a_clone_from_the_hub_has_its_subsets(tmp_path: Path) -> None:
+def test_a_clone_from_the_hub_has_its_subsets(tmp_path):
     source = write_folder(tmp_path / "clone" / "data", "parquet", TEXTS).parent
     small, whole = (f"data_files: data/{name}.parquet" for name in ("part-00000", "*"))
     subsets = f"- config_name: small\n  {small}\n- config_name: all\n  {whole}\n"
@@ -186,7 +189,7 @@ def test_a_clone_from_the_hub_has_its_subsets(tmp_path: Path) -> None:
     assert "BuilderConfig 'huge' not found" in refusal(source, subset="huge")
 
 
-def test_a_bug_in_the_reading_process_keeps_its_traceback(tmp_path: Path) -> None:
+def test_a_bug_in_the_reading_process_keeps_its_traceback(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", TEXTS[:5])
     with pytest.raises(RuntimeError, match="KeyError: 'a bug'"):
         batches_of(path, bug)
@@ -231,15 +234,11 @@ def on_hub(
     *attempts: tuple[str, float, dict[str, str]],
 ) -> list[dict[str, Any]]:
     """Attempts to read from the hub at an address, which libraries read on import."""
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": address,
-        "HF_HOME": str(home),
-        "PYTHONPATH": str(ROOT),
-    }
+    settings = {"HF_ENDPOINT": address, "HF_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **settings}
     environment.pop("HF_HUB_OFFLINE", None)
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(HUB_PROGRAM), json.dumps(attempts)],
+        [sys.executable, "-c", HUB_PROGRAM, json.dumps(attempts)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -250,15 +249,14 @@ def on_hub(
     return json.loads(done.stdout)
 
 
-def test_the_hub(tmp_path: Path) -> None:
+def test_the_hub(tmp_path):
     """The code that reads local copies reads the hub: at a commit, and in spite of faults."""
-    files = {
-        "README.md": b"---\nconfigs:\n- config_name: small\n  data_files: data/*.parquet\n---\n",
-    }
-    for path in sorted(write_folder(tmp_path / "set", "parquet", TEXTS).iterdir()):
-        files[f"data/{path.name}"] = path.read_bytes()
+    readme = b"---\nconfigs:\n- config_name: small\n  data_files: data/*.parquet\n---\n"
+    source = write_folder(tmp_path / "set", "parquet", TEXTS)
+    data = {f"data/{path.name}": path.read_bytes() for path in sorted(source.iterdir())}
     names = ("own/good", "own/flaky", "own/slow", "own/dead")
     faults = {"own/flaky": hang_up(2, 1), "own/slow": stall(2, 1), "own/dead": stall(2, 10**9)}
+    files = {"README.md": readme, **data}
     with hub(dict.fromkeys(names, files), faults) as address:
         good, flaky, slow, dead, missing, subset, revision = on_hub(
             address,
@@ -272,12 +270,7 @@ def test_the_hub(tmp_path: Path) -> None:
             ("own/good", 30, {"revision": "v9"}),
         )
     assert good["error"] is None
-    assert good["found"] == [
-        COMMIT,
-        "odc-by",
-        "parquet",
-        [name for name in files if name != "README.md"],
-    ]
+    assert good["found"] == [COMMIT, "odc-by", "parquet", list(data)]
     assert good["texts"] == flaky["texts"] == slow["texts"] == TEXTS
     assert slow["seconds"] > 2  # a quarter of its limit
     kind, message = dead["error"]
@@ -291,7 +284,7 @@ def test_the_hub(tmp_path: Path) -> None:
     assert "revision must exist on the hub, got v9" in revision["error"][1]
 
 
-def test_a_server_that_stalls_at_one_place_is_given_up(tmp_path: Path) -> None:
+def test_a_server_that_stalls_at_one_place_is_given_up(tmp_path):
     """Although each new process reaches the server and finds the files again."""
     source = write_folder(tmp_path / "set", "parquet", TEXTS)
     files = {path.name: path.read_bytes() for path in sorted(source.iterdir())}
@@ -301,13 +294,13 @@ def test_a_server_that_stalls_at_one_place_is_given_up(tmp_path: Path) -> None:
         return "part-00001" in handler.path and stop.wait(120)
 
     with hub({"own/stuck": files}, {"own/stuck": stall_in_the_second_file}) as address:
-        (stuck,) = on_hub(address, tmp_path / "home", ("own/stuck", 6, {}))
+        (stuck,) = on_hub(address, tmp_path / "home", ("own/stuck", 12, {}))
         stop.set()
-    assert "send documents within the time limit of 6 s, got none" in stuck["error"][1]
+    assert "send documents within the time limit of 12 s, got none" in stuck["error"][1]
     assert stuck["texts"] == TEXTS[:67]
 
 
-def test_without_network_the_error_comes_in_seconds(tmp_path: Path) -> None:
+def test_without_network_the_error_comes_in_seconds(tmp_path):
     (refused,) = on_hub("http://127.0.0.1:9", tmp_path, ("own/set", 300, {}))
     assert refused["error"][0] == "DataUnavailableError"
     where = "own/set (there is no such file or folder here)"

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nsa.errors import UserError
 from nsa.train.data import ByteTokenizer, DataUnavailableError, TextSource, open_shards
 from nsa.train.data import shards as shards_module
 from nsa.train.data.documents import SIDES
-from nsa.train.data.shard_writer import NOTHING, ShardWriter
+from nsa.train.data.shard_writer import ShardWriter
 from nsa.train.data.shards import (
     INDEX,
     OFFSET_DTYPE,
     PROGRESS,
     STAMP,
     TOKENIZER,
-    ShardError,
     ShardFolder,
     index_digest,
     shard_dtype,
@@ -30,23 +30,22 @@ from nsa.train.data.shards import (
 BYTES = ByteTokenizer()
 
 
-def tokens_of(texts: list[bytes]) -> list[np.ndarray]:
-    return [np.frombuffer(text + b"\0", np.uint8) for text in texts]
+def write(writer: ShardWriter, documents: list[np.ndarray]) -> None:
+    for document in documents:
+        writer.append(document)
 
 
-def write_shards(folder: Path, documents: dict[str, list[bytes]], shard_tokens: int = 100) -> Path:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     """Prepared data without a preparation: byte tokens."""
+    texts = {"train": [b"%d " % i * (1 + i % 9) for i in range(50)], "validation": [b"text"] * 9}
+    folder, sides = tmp_path / "set", {}
     folder.mkdir()
-    sides: dict[str, Any] = {}
     for side in SIDES:
-        writer = ShardWriter(folder, side, 256, shard_tokens)
-        writer.append(tokens_of(documents[side]))
-        counts = {
-            "tokens": writer.total("tokens"),
-            "documents": writer.total("documents"),
-            "text_bytes": 0,
-        }
-        sides[side] = {**counts, "shards": writer.finish()}
+        writer = ShardWriter(folder, side, 256, shard_tokens=100)
+        write(writer, BYTES.encode_documents(texts[side]))
+        counts = {"tokens": writer.total("tokens"), "documents": writer.total("documents")}
+        sides[side] = {**counts, "text_bytes": 0, "shards": writer.finish()}
     BYTES.save(folder / TOKENIZER)
     index = {
         "format": 1,
@@ -63,12 +62,6 @@ def write_index(folder: Path, index: dict[str, Any]) -> None:
     (folder / INDEX).write_text(json.dumps({**index, "sha256": index_digest(index)}))
 
 
-DOCUMENTS = {
-    "train": [b"%d " % i * (1 + i % 9) for i in range(50)],
-    "validation": [b"text %d" % i for i in range(9)],
-}
-
-
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40),
     shard_tokens=st.integers(1, 60),
@@ -76,50 +69,38 @@ DOCUMENTS = {
     seq_len=st.integers(1, 50),
 )
 def test_windows_are_those_of_the_text_however_it_was_written(
-    lengths: list[int],
-    shard_tokens: int,
-    cut: int,
-    seq_len: int,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    """Shards of any size, documents in batches of any size, windows across shards."""
+    lengths, shard_tokens, cut, seq_len, tmp_path_factory
+):
+    """Shards of any size, a commit anywhere, windows across shards."""
     folder = tmp_path_factory.mktemp("set")
     texts = [bytes([1 + i % 255]) * (length - 1) for i, length in enumerate(lengths)]
+    documents = BYTES.encode_documents(texts)
     writer = ShardWriter(folder, "train", 256, shard_tokens)
-    for part in (texts[:cut], texts[cut:]):
-        writer.append(tokens_of(part))
+    write(writer, documents[:cut])
+    writer.commit()
+    write(writer, documents[cut:])
     shards = writer.finish()
-    sides = {"train": {"shards": shards}, "validation": {"shards": []}}
-    source = ShardFolder(folder, {"sides": sides}, BYTES).source("train")
-    expected = TextSource(BYTES.encode_batch(texts), 0, BYTES.token_bytes)
+    source = ShardFolder(folder, {"sides": {"train": {"shards": shards}}}, BYTES).source("train")
+    expected = TextSource(documents, 0, BYTES.token_bytes)
     assert source.num_tokens == expected.num_tokens == writer.total("tokens")
-    assert source.num_windows(seq_len) == expected.num_windows(seq_len)
-    for number in range(source.num_windows(seq_len)):
+    for number in range(expected.num_windows(seq_len)):
         window = source.window(seq_len, number)
         assert window.dtype == np.int64
         assert np.array_equal(window, expected.window(seq_len, number))
     assert source.most_sequences(seq_len, 3) == expected.most_sequences(seq_len, 3)
     assert np.array_equal(source.read(0, 10**9), expected.tokens)
-    check_shards(folder, shards, shard_tokens)
-    shutil.rmtree(folder)
-
-
-def check_shards(folder: Path, shards: list[dict[str, Any]], shard_tokens: int) -> None:
-    """Each begins with a document, all but the last are full, offsets point behind separators."""
-    assert [shard["name"] for shard in shards] == [f"train-{i:05d}" for i in range(len(shards))]
-    for shard in shards:
+    for number, shard in enumerate(shards):
+        assert shard["name"] == f"train-{number:05d}"
         tokens = np.fromfile(folder / f"{shard['name']}.tokens", np.uint8)
         offsets = np.fromfile(folder / f"{shard['name']}.offsets", OFFSET_DTYPE)
         assert (len(tokens), len(offsets)) == (shard["tokens"], shard["documents"])
         assert offsets.tolist() == [0, *(np.flatnonzero(tokens == 0)[:-1] + 1)]
         assert shard is shards[-1] or offsets[-1] < shard_tokens <= len(tokens)
+    shutil.rmtree(folder)
 
 
 @given(data=st.data())
-def test_writer_continues_from_every_commit(
-    data: st.DataObject,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_writer_continues_from_every_commit(data, tmp_path_factory):
     """What was written after the commit is gone; the files become those of a single run."""
     lengths = data.draw(st.lists(st.integers(1, 12), min_size=2, max_size=20))
     shard_tokens, cut = data.draw(st.integers(1, 40)), data.draw(st.integers(0, len(lengths)))
@@ -127,14 +108,15 @@ def test_writer_continues_from_every_commit(
     parts = [np.full(length, i, dtype=np.uint16) for i, length in enumerate(lengths)]
     folders = [tmp_path_factory.mktemp("set") for _ in range(2)]
     whole = ShardWriter(folders[0], "train", 50_000, shard_tokens)
-    whole.append(parts)
+    write(whole, parts)
     first = ShardWriter(folders[1], "train", 50_000, shard_tokens)
-    first.append(parts[:cut])
+    write(first, parts[:cut])
     committed = json.loads(json.dumps(first.commit()))
-    first.append(parts[cut:more])
+    write(first, parts[cut:more])
+    first.commit()
     second = ShardWriter(folders[1], "train", 50_000, shard_tokens, committed)
     assert (second.total("tokens"), second.total("documents")) == (sum(lengths[:cut]), cut)
-    second.append(parts[cut:])
+    write(second, parts[cut:])
     assert second.finish() == whole.finish()
     files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders]
     assert files[0] == files[1]
@@ -142,26 +124,24 @@ def test_writer_continues_from_every_commit(
         shutil.rmtree(folder)
 
 
-def test_writer_refuses_files_that_lack_what_was_committed(tmp_path: Path) -> None:
+def test_writer_refuses_files_that_lack_what_was_committed(tmp_path):
     writer = ShardWriter(tmp_path, "train", 256, 4)
-    writer.append(tokens_of([b"aaa", b"a"]))
+    write(writer, BYTES.encode_documents([b"aaa", b"a"]))
     committed = writer.commit()
     os.truncate(tmp_path / "train-00001.tokens", 1)
-    with pytest.raises(ShardError, match=r"00001\.tokens must have the 2 bytes written .*, got 1"):
+    with pytest.raises(UserError, match=r"00001\.tokens must have the 2 bytes written .*, got 1"):
         ShardWriter(tmp_path, "train", 256, 4, committed)
     (tmp_path / "train-00000.offsets").unlink()
-    with pytest.raises(ShardError, match=r"00000\.offsets must have the 8 bytes .*, got nothing"):
+    with pytest.raises(UserError, match=r"00000\.offsets must have the 8 bytes .*, got nothing"):
         ShardWriter(tmp_path, "train", 256, 4, committed)
-    assert NOTHING["shards"] == []
 
 
-def test_tokens_on_disk_are_little_endian() -> None:
+def test_tokens_on_disk_are_little_endian():
     sizes = (256, 257, 65536, 65537)
     assert [shard_dtype(size).str for size in sizes] == ["|u1", "<u2", "<u2", "<u4"]
 
 
-def test_contents_are_verified_once_and_after_every_change(tmp_path: Path, monkeypatch) -> None:
-    folder = write_shards(tmp_path / "set", DOCUMENTS)
+def test_contents_are_verified_once_and_after_every_change(folder, monkeypatch):
     read: list[Path] = []
     real = shards_module.file_digest
 
@@ -174,22 +154,15 @@ def test_contents_are_verified_once_and_after_every_change(tmp_path: Path, monke
         read.clear()
         opened = open_shards(folder, verify=verify)
         assert sorted(read) == (sorted(opened.files()) if is_read else [])
-    assert opened.source("train").num_tokens == sum(len(text) + 1 for text in DOCUMENTS["train"])
     path = folder / "train-00001.tokens"
     times, raw = path.stat(), path.read_bytes()
     path.write_bytes(raw[:-1] + b"\1")
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # the change leaves one trace
-    with pytest.raises(ShardError, match=r"train-00001\.tokens must have the SHA-256 of index\.js"):
+    with pytest.raises(UserError, match=r"train-00001\.tokens must have the SHA-256 of index\.js"):
         open_shards(folder)
 
 
-def test_folder_without_write_permission_is_verified_each_time(
-    tmp_path: Path,
-    monkeypatch,
-    caplog,
-) -> None:
-    folder = write_shards(tmp_path / "set", DOCUMENTS)
-
+def test_folder_without_write_permission_is_verified_each_time(folder, monkeypatch, caplog):
     def refuse(path: Path, text: str) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -201,44 +174,59 @@ def test_folder_without_write_permission_is_verified_each_time(
     assert f"{STAMP} cannot be written (Permission denied)" in caplog.text
 
 
-def test_what_is_no_prepared_folder_is_named(tmp_path: Path) -> None:
+def test_what_is_no_prepared_folder_is_named(tmp_path):
     message = r"index\.json must exist, got nothing\. Make it with: nsa data prepare"
     with pytest.raises(DataUnavailableError, match=message):
         open_shards(tmp_path / "gone")
     (tmp_path / PROGRESS).write_text("{}")
     message = r"index\.json must exist, got an interrupted preparation\. Give the same"
-    with pytest.raises(ShardError, match=message):
+    with pytest.raises(UserError, match=message):
         open_shards(tmp_path)
 
 
-def test_wrong_indexes_are_refused(tmp_path: Path) -> None:
-    folder = write_shards(tmp_path / "set", DOCUMENTS)
-    good = json.loads((folder / INDEX).read_text())
-    for text, message in (
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
         ("{", "be JSON, got a damaged file"),
         ("[1]", "hold what its own SHA-256 says"),
-        (json.dumps({**good, "format": 2}), "hold what its own SHA-256 says"),
-    ):
-        (folder / INDEX).write_text(text)
-        with pytest.raises(ShardError, match=rf"index\.json must {message}"):
-            open_shards(folder)
-    train = good["sides"]["train"]
-    fields = r"index\.json must have the fields that docs/data\.md lists"
-    changes: list[tuple[dict[str, Any], str]] = [
-        ({"format": 2}, r"index\.json must be of format 1, got 2"),
-        ({"tokenizer": {"fingerprint": "0"}}, r"tokenizer\.json must have the fingerprint of .*0"),
-    ]
-    for change in ({"name": "../x"}, {"tokens": "many"}, {"documents": 0}, {"more": 1}):
-        shards = [{**train["shards"][0], **change}, *train["shards"][1:]]
-        sides = {**good["sides"], "train": {**train, "shards": shards}}
-        changes.append(({"sides": sides}, fields))
-    sides = {**good["sides"], "train": {**train, "tokens": train["tokens"] + 1}}
-    changes.append(({"sides": sides}, fields))
-    for changed, message in changes:
-        write_index(folder, {**good, **changed})
-        with pytest.raises(ShardError, match=message):
-            open_shards(folder)
-    more = {**DOCUMENTS, "train": [*DOCUMENTS["train"], b"more"]}
-    shutil.copy(write_shards(tmp_path / "other", more) / INDEX, folder / INDEX)
-    with pytest.raises(ShardError, match=r"train-\d+\.tokens must have \d+ bytes, as index\.json"):
+        ('{"format": 2, "sha256": "0"}', "hold what its own SHA-256 says"),
+    ],
+)
+def test_damaged_indexes_are_refused(content, message, folder):
+    (folder / INDEX).write_text(content)
+    with pytest.raises(UserError, match=rf"index\.json must {message}"):
+        open_shards(folder)
+
+
+FIELDS = r"index\.json must have the fields that docs/data\.md lists"
+
+
+@pytest.mark.parametrize(
+    ("places", "value", "message"),
+    [
+        (["format"], 2, r"index\.json must be of format 1, got 2"),
+        (["tokenizer", "fingerprint"], "0", r"tokenizer\.json must have the fingerprint of .*0"),
+        (["sides", "train", "tokens"], 1, FIELDS),
+        (["sides", "train", "shards", 0, "name"], "../x", FIELDS),
+        (["sides", "train", "shards", 0, "tokens"], "many", FIELDS),
+        (["sides", "train", "shards", 0, "documents"], 0, FIELDS),
+        (["sides", "train", "shards", 0, "more"], 1, FIELDS),
+    ],
+)
+def test_wrong_indexes_are_refused(places, value, message, folder):
+    """Although their own SHA-256 fits."""
+    node = index = json.loads((folder / INDEX).read_text())
+    index.pop("sha256")
+    for place in places[:-1]:
+        node = node[place]
+    node[places[-1]] = value
+    write_index(folder, index)
+    with pytest.raises(UserError, match=message):
+        open_shards(folder)
+
+
+def test_shards_of_another_size_are_refused(folder):
+    with (folder / "train-00001.tokens").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(UserError, match=r"train-00001\.tokens must have \d+ bytes, as index\.json"):
         open_shards(folder)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ def known_answer(task: str, seen: list[int]) -> int | None:
 
 @pytest.mark.parametrize("task", ["copy", "induction", "needle"])
 @pytest.mark.parametrize("seq_len", [17, 18, 64, 255])
-def test_exactly_the_targets_with_a_known_answer_count(task: str, seq_len: int) -> None:
+def test_exactly_the_targets_with_a_known_answer_count(task, seq_len):
     source = SyntheticSource(task, "train", seed=1)
     assert source.ideal_loss == 0
     for index in (0, 1, 77, source.num_windows(seq_len) - 1):
@@ -47,7 +46,7 @@ def test_exactly_the_targets_with_a_known_answer_count(task: str, seq_len: int) 
             assert answer in (None, token)
 
 
-def test_uniform_bytes_are_uniform_and_cost_eight_bits() -> None:
+def test_uniform_bytes_are_uniform_and_cost_eight_bits():
     source = SyntheticSource("uniform", "train", seed=1)
     windows = np.concatenate([source.window(4096, i) for i in range(64)])
     counts, expected = np.bincount(windows, minlength=256), len(windows) / 256
@@ -56,17 +55,17 @@ def test_uniform_bytes_are_uniform_and_cost_eight_bits() -> None:
     batch = collate(source, [0, 1], 64, document_mask=True)
     bits = source.ideal_loss * batch.num_targets / math.log(2)
     assert bits / batch.num_bytes == pytest.approx(8, abs=1e-12)
-    assert batch.cu_seqlens.tolist() == [0, 64, 128]  # byte 0 is a byte as any other here
+    assert batch.cu_seqlens.tolist() == [0, 64, 128]  # byte 0 is a byte like any other here
 
 
-def test_needle_hides_at_every_depth() -> None:
+def test_needle_hides_at_every_depth():
     source = SyntheticSource("needle", "train", seed=1)
     places = {source.window(40, i).tolist().index(0) for i in range(800)}
     assert places == set(range(41 - 2 * 9 + 1))
 
 
 @pytest.mark.parametrize("task", SHORTEST)
-def test_any_window_is_reached_at_once_and_none_is_on_both_sides(task: str) -> None:
+def test_windows_can_be_made_in_any_order_and_none_is_on_both_sides(task):
     train, again = (SyntheticSource(task, "train", seed=4) for _ in range(2))
     last = train.window(64, 900_000)
     assert np.array_equal(again.window(64, 900_000), last)
@@ -76,23 +75,17 @@ def test_any_window_is_reached_at_once_and_none_is_on_both_sides(task: str) -> N
 
 
 @pytest.mark.parametrize(("task", "seq_len"), SHORTEST.items())
-def test_shortest_window_works_and_a_shorter_one_is_an_error(task: str, seq_len: int) -> None:
-    source = SyntheticSource(task, "train", seed=4)
-    assert source.target_mask(seq_len, 0).any()
-    assert source.window(seq_len, 0).shape == (seq_len + 1,)
+def test_tasks_are_opened_by_name(task, seq_len):
+    """The shortest window works and a shorter one is an error."""
+    data = open_data(DataConfig(source=task), seed=3, seq_len=seq_len)
+    assert isinstance(data.train, SyntheticSource)
+    assert data.train.target_mask(seq_len, 0).any()
+    assert data.description["synthetic"] is True
+    assert data.description["ideal_loss_nats"] == data.train.ideal_loss
+    assert data.tokenizer.separator_id is None
     message = f"seq_len must be at least {seq_len} for {task}, got {seq_len - 1}"
     with pytest.raises(ValueError, match=message):
-        source.window(seq_len - 1, 0)
-
-
-@pytest.mark.parametrize("task", SHORTEST)
-def test_synthetic_data_come_by_name_and_say_so(task: Any) -> None:
-    data = open_data(DataConfig(source=task), seed=3, seq_len=32)
-    assert data.description["synthetic"] is True
-    assert data.tokenizer.separator_id is None
-    assert isinstance(data.train, SyntheticSource)
-    assert data.description["ideal_loss_nats"] == data.train.ideal_loss
-    assert open_data(DataConfig(), seed=3, seq_len=32).description["synthetic"] is False
+        open_data(DataConfig(source=task), seed=3, seq_len=seq_len - 1)
     message = rf"data\.tokenizer must be byte for the synthetic task {task}, got gpt2"
     with pytest.raises(ValueError, match=message):
         open_data(DataConfig(source=task, tokenizer="gpt2"), seed=3, seq_len=32)
