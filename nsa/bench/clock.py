@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -65,14 +66,16 @@ def time_call(
     a graph holds memory of its own, and one that runs out of memory never gives it back.
     """
     if device.type != "cuda":
-        return _time_on_host(call, budget_ms)
+        once = samples_ms(call, device, 2)[-1]
+        count = max(3, min(MAX_SAMPLES, round(budget_ms / max(once, 1e-3))))
+        return percentiles(samples_ms(call, device, count), 1, "cpu")
     for _ in range(WARM_UP_CALLS):
         call()
-    once = _events(call, 2)[-1]
+    once = samples_ms(call, device, 2)[-1]
     calls = max(1, min(MAX_CALLS, round(MIN_SAMPLE_MS / max(once, 1e-3))))
     samples = max(MIN_SAMPLES, min(MAX_SAMPLES, round(budget_ms / max(once * calls, 1e-3))))
     if not capture:
-        return percentiles(_events(call, samples), 1, "launches")
+        return percentiles(samples_ms(call, device, samples), 1, "launches")
     graph, reason = None, ""
     for _ in range(2):  # the first capture of cuDNN's backward in a process fails, later ones work
         try:
@@ -82,9 +85,10 @@ def time_call(
             reason = str(error.__context__ or error).partition("\n")[0]
         synchronize(device)  # outside: the error holds what was captured
     if graph is None:
-        return percentiles(_events(call, samples), 1, f"launches: no graph, {reason}")
+        times = samples_ms(call, device, samples)
+        return percentiles(times, 1, f"launches: no graph, {reason}")
     graph.replay()
-    timing = percentiles(_events(graph.replay, samples), calls, "cuda graph")
+    timing = percentiles(samples_ms(graph.replay, device, samples), calls, "cuda graph")
     graph.reset()
     return timing
 
@@ -104,25 +108,21 @@ def _capture(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _events(call: Callable[[], object], samples: int) -> list[float]:
-    """Milliseconds of each of ``samples`` calls, by CUDA events."""
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(samples)]
-    for start, end in pairs:
+def samples_ms(call: Callable[[], object], device: torch.device, count: int) -> list[float]:
+    """Milliseconds of each of ``count`` calls: between CUDA events, or on a CPU by the clock."""
+    if device.type != "cuda":
+        marks = [time.perf_counter()]
+        for _ in range(count):
+            call()
+            marks.append(time.perf_counter())
+        return [1000 * (end - start) for start, end in pairwise(marks)]
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    for start, end in events:
         start.record()
         call()
         end.record()
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in pairs]
-
-
-def _time_on_host(call: Callable[[], object], budget_ms: float) -> Timing:
-    call()
-    samples: list[float] = []
-    while len(samples) < 3 or (sum(samples) < budget_ms and len(samples) < MAX_SAMPLES):
-        begin = time.perf_counter()
-        call()
-        samples.append(1000 * (time.perf_counter() - begin))
-    return percentiles(samples, 1, "cpu")
+    return [start.elapsed_time(end) for start, end in events]
 
 
 def synchronize(device: torch.device) -> None:

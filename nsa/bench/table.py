@@ -18,7 +18,7 @@ from nsa.bench.targets import (
 )
 
 Kind = TypeVar("Kind")
-Cells = Mapping[str, Callable[[Kind], str]]
+Cells = dict[str, Callable[[Kind], str]]
 
 
 def progress_line(row: Row) -> str:
@@ -53,7 +53,7 @@ def row_cells(by: Figures) -> Cells[Row]:
         return number(found) + " void" * (found is not None and is_void(row, by))
 
     def of_nsa(row: Row) -> str:
-        return "" if row.provider == "nsa" else number(ratio(row, by, "nsa"))
+        return "" if row.provider == "nsa" else number(ratio(row, by, provider="nsa"))
 
     return {
         "case": field("case"),
@@ -72,7 +72,7 @@ def row_cells(by: Figures) -> Cells[Row]:
         "time of dense": time_of_dense,
         "MiB of dense": lambda row: number(of_dense(row, by, "peak_mib")),
         "time of nsa": of_nsa,
-        "time of dense-unmasked": lambda row: number(ratio(row, by, UNMASKED)),
+        "time of dense-unmasked": lambda row: number(ratio(row, by, provider=UNMASKED)),
         "recall": field("recall", ".3f"),
         "loss": field("loss_nats", ".3f"),
         "compilations after step 5": field("compilations_after_5"),
