@@ -298,12 +298,9 @@ def test_two_configurations_side_by_side(tmp_path: Path) -> None:
         ("--variant a:compile", "--variant must be KEY=VALUE"),
         ("--variant a:compile=true --variant a:seed=1", "must be none of a, dense,"),
         ("--variant dense:seed=1", "the name of a subject must be none of dense,"),
-        ("--provider flash", "--provider must be among nsa, dense, dense-matched"),
         ("--micro-batch 3 --tokens 256", "micro_batch must divide the 4 windows of a step"),
         ("--micro-batch 4", "at most the 2 windows of a step, got 4. Give --tokens, too."),
         ("--world-size 2 --global-batch 4", "must be 1, got 2. Give --world-size 1"),
-        ("--as-configured", "nsa bench train: unrecognized arguments: --as-configured"),
-        ("--optim.lr fast", "optim.lr must be a valid number"),
     ],
 )
 def test_bad_words_of_the_command(
