@@ -125,7 +125,7 @@ def _measure_point(
             said = {
                 "case": case.name,
                 "provider": each.name,
-                "variant": None if each.variant is None else each.variant.settings(),
+                "variant": each.variant.settings() or None,
             }
             for found in _measure(plan, each, gate):
                 yield {**common, **said, **found}
@@ -189,7 +189,7 @@ def _not_run(implementation: Implementation, error: Exception) -> Fields:
     if isinstance(error, torch.OutOfMemoryError):
         reason = "out of GPU memory"
     elif not isinstance(implementation, PyTorch):
-        tiles_differ = implementation.variant is not None and does_not_fit(error)
+        tiles_differ = bool(implementation.variant.name) and does_not_fit(error)
         if not tiles_differ and not isinstance(error, UnsupportedError):
             raise error
     return asdict(Verdict(None, {}, f"not run: {reason}"))

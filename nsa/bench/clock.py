@@ -28,7 +28,6 @@ class Timing:
     Attributes:
         p50, p20, p80: median and percentiles over the samples, ms a call.
         samples: how many there are.
-        calls: calls in a sample, one after the other.
         method: ``cuda graph``, ``launches`` (with the reason why there is no graph) or ``cpu``.
             Nothing flushes the L2 cache.
     """
@@ -37,7 +36,6 @@ class Timing:
     p20: float
     p80: float
     samples: int
-    calls: int
     method: str
 
     def fields(self) -> dict[str, Any]:
@@ -50,7 +48,7 @@ def percentiles(samples_ms: Sequence[float], calls: int, method: str) -> Timing:
     """Summary of samples of ``calls`` calls each."""
     each = sorted(sample / calls for sample in samples_ms)
     p20, p80 = (each[round(q * (len(each) - 1))] for q in (0.2, 0.8))
-    return Timing(statistics.median(each), p20, p80, len(each), calls, method)
+    return Timing(statistics.median(each), p20, p80, len(each), method)
 
 
 def time_call(

@@ -21,6 +21,7 @@ from nsa.testing.sampled import (
     SampledCompression,
     SampledWhole,
     assert_legal,
+    sample_rows,
     sampled_choice,
     sampled_compressed,
     sampled_selected,
@@ -28,7 +29,7 @@ from nsa.testing.sampled import (
 )
 from nsa.train.execution.precision import autocast
 
-SAMPLED_QUERIES, SAMPLED_KEYS, SAMPLED_SELECTIONS = 64, 12, 256
+SAMPLED_QUERIES, SAMPLED_KEYS, SAMPLED_SELECTIONS = 68, 18, 256
 # Gradients of keys are compared where few queries see them: of dense attention, which is not ours,
 # and of sequences so long that all queries behind a key would take the oracle minutes.
 _TAIL = 1024
@@ -160,30 +161,22 @@ class Gate:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        point, config = problem.point, problem.config
+        point, config, device = problem.point, problem.config, problem.point.device
+        self._offsets = packed_offsets([point.seq_len] * point.batch, device)
         # Differences that make up dq cancel most in the first queries, which see few keys.
         edges = [*range(config.block_size + 1), config.num_selected_blocks * config.block_size]
-        edges += [config.window_size, point.seq_len - 1]
-        self.queries = self._sample(edges, SAMPLED_QUERIES, seed=7)
-        self.keys = self._sample([0, config.block_size, point.seq_len - 1], SAMPLED_KEYS, seed=8)
+        edges = [t for t in (*edges, config.window_size) if t < point.seq_len]
+        drawn = sample_rows(self._offsets, SAMPLED_QUERIES)
+        self.queries = torch.cat((drawn.new_tensor(edges), drawn)).unique()
+        self.keys = sample_rows(self._offsets, SAMPLED_KEYS)
         if point.seq_len > _LONGEST_WHOLE:
             last = (point.batch - 1) * point.seq_len
             self.keys = (point.seq_len - 1 - self.keys % _TAIL).unique() + last
         step = max(1, point.tokens // SAMPLED_SELECTIONS)
-        evenly = torch.arange(0, point.tokens, step, device=point.device)
+        evenly = torch.arange(0, point.tokens, step, device=device)
         self.selections = torch.cat((self.queries, evenly)).unique()
-        self._offsets = packed_offsets([point.seq_len] * point.batch, point.device)
         self._known: dict[str, dict[str, tuple[Tensor, Tensor, Tensor]]] = {}
         self._block_indices: Tensor | None = None  # of whole attention
-
-    def _sample(self, positions: list[int], drawn: int, seed: int) -> Tensor:
-        """Packed rows: these positions of the first and the last sequence, and random ones."""
-        point = self.problem.point
-        generator = torch.Generator().manual_seed(seed)
-        rows = torch.tensor([position for position in positions if position < point.seq_len])
-        last = (point.batch - 1) * point.seq_len
-        anywhere = torch.randint(point.tokens, (drawn,), generator=generator)
-        return torch.cat((rows, rows + last, anywhere)).unique().to(point.device)
 
     def check(
         self,

@@ -18,7 +18,7 @@ from nsa.bench.clock import gpu_events, percentiles, profiler, release_memory, s
 from nsa.bench.gate import ModelGate, random_gradient
 from nsa.bench.points import Shape
 from nsa.bench.rows import Origin, Results
-from nsa.bench.table import align, field, number, table, verdicts
+from nsa.bench.table import align, field, named, number, table, verdicts
 from nsa.bench.targets import outcomes_of
 from nsa.config import NSAConfig
 from nsa.extras import require
@@ -285,10 +285,7 @@ def host_table(rows: Sequence[HostRow]) -> str:
         return verdicts(outcomes_of(row, values.__getitem__))
 
     cells = {
-        "case": field("case"),
-        "provider": field("provider"),
-        "weights": field("weights"),
-        "mode": field("mode"),
+        **named("case", "provider", "weights", "mode"),
         "tokens": field("tokens", ","),
         "host ms": field("host_ms_p50", ".3f"),
         "p20": field("host_ms_p20", ".3f"),

@@ -7,7 +7,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from nsa.bench.cases import Call, Case, Problem, Tensors, selected_by
 from nsa.bench.points import Point
 from nsa.bench.variants import TileOverrides, Variant
 from nsa.config import NSAConfig
-from nsa.errors import check, fail
+from nsa.errors import fail
 from nsa.ops._backend import kernels_run_on_cpu
 from nsa.ops._triton.tuning import tiles_chosen_by
 
@@ -68,18 +68,18 @@ class Implementation:
         name: as in a row.
         cases: names of the cases that it computes; None means all.
         asked_for: names of those among them that it computes only if it is named.
-        variant: what differs from the library's own settings, if anything.
+        variant: what differs from the library's own settings.
     """
 
     name: str
     cases: tuple[str, ...] | None = None
     asked_for: tuple[str, ...] = ()
-    variant: Variant | None = None
+    variant: Variant = field(default_factory=lambda: Variant(""))
     backend = "triton"  # of this library's operators, where it calls them
 
     def config(self, point: Point) -> NSAConfig:
         """The sparse pattern that it runs."""
-        return point.shape.config(None if self.variant is None else self.variant.config)
+        return point.shape.config(self.variant.config)
 
     def takes_part(self, case: Case, named: bool) -> bool:
         """Whether it is measured in a case; ``named`` where the command names implementations."""
@@ -88,7 +88,7 @@ class Implementation:
 
     def scope(self) -> AbstractContextManager[set[str]]:
         """Within, everything runs; gives the kernels of a variant whose tiles are not looked up."""
-        tiles = None if self.variant is None else self.variant.tiles
+        tiles = self.variant.tiles
         return override_tiles(tiles) if tiles else nullcontext(set[str]())
 
     def work(self, problem: Problem) -> Work:
@@ -313,14 +313,12 @@ def choose_implementations(
     """Those named and all variants; by default all that are measured without being named.
 
     Raises:
-        ValueError: a name is unknown, or the machine has no GPU for it.
+        ValueError: the machine has no GPU for them.
     """
     made = {variant.name: Kernels(variant.name, variant=variant) for variant in variants}
     known = {**IMPLEMENTATIONS, **made}
     if names is None:
         names = [name for name, each in known.items() if each.cases != each.asked_for]
-    for name in names:
-        check(name in known, "nsa bench", "--provider", f"be among {', '.join(known)}", name)
     chosen = list(dict.fromkeys([*names, *made]))
     if device.type != "cuda" and chosen != ["reference"] and not kernels_run_on_cpu():
         hint = "Without one: nsa bench attention --provider reference --seqs 512 --tokens 512"

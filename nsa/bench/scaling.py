@@ -6,7 +6,7 @@ import dataclasses
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from nsa.bench.clock import release_memory
-from nsa.bench.communication import Communication, communication
 from nsa.bench.rows import Origin, Results
 from nsa.bench.subjects import as_measured
 from nsa.bench.table import align, field, number, table, verdicts
@@ -30,6 +29,8 @@ from nsa.train.watch.out_of_memory import check_run_fits
 
 PROFILED_STEPS = 3
 _EXCHANGES = 50
+# What runs on the GPU, by the categories of PyTorch's traces.
+_ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 # Settings that a row repeats.
 _OF_THE_RUN = (
     "compile",
@@ -187,6 +188,51 @@ def scaling_table(rows: Sequence[ScalingRow]) -> str:
         "target": lambda row: verdicts(outcomes_of(row, lambda _: speed_up(row))),
     }
     return "\n".join(align(table(cells, rows)))
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Of one GPU, microseconds.
+
+    Attributes:
+        total_us: time in which a kernel of NCCL ran, waiting for slower processes included.
+        exposed_us: the part of it in which nothing else ran on the GPU.
+        idle_us: time between the first and the last kernel in which nothing ran: the GPU waited for
+            its host.
+    """
+
+    total_us: float
+    exposed_us: float
+    idle_us: float
+
+
+def communication(events: Iterable[Mapping[str, Any]]) -> Communication:
+    """Communication in a trace of one process.
+
+    Args:
+        events: ``traceEvents`` of a Chrome trace as PyTorch's profiler writes it: ``ts`` and
+            ``dur`` in microseconds, ``cat`` and ``name``. Those of the host are left out, and so
+            are copies and kernels without duration.
+    """
+    found: list[tuple[float, float, bool]] = []
+    for event in events:
+        if event.get("cat") in _ON_DEVICE and event.get("ph", "X") == "X":
+            begin = float(event["ts"])
+            sends = "nccl" in str(event["name"]).lower()
+            found.append((begin, begin + float(event["dur"]), sends))
+    sent, computed = (_covered(one for one in found if one[2] is sends) for sends in (True, False))
+    ran = _covered(found)
+    span = max(one[1] for one in found) - min(one[0] for one in found) if found else 0.0
+    return Communication(sent, ran - computed, span - ran)
+
+
+def _covered(intervals: Iterable[tuple[float, float, bool]]) -> float:
+    """Length of the union of intervals ``begin, end``."""
+    total, reached = 0.0, float("-inf")
+    for begin, end, _ in sorted(intervals):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
 
 
 def _communication(trace: Any) -> Communication:

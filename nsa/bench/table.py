@@ -56,12 +56,10 @@ def row_cells(by: Figures) -> Cells[Row]:
         return "" if row.provider == "nsa" else number(ratio(row, by, provider="nsa"))
 
     return {
-        "case": field("case"),
-        "provider": field("provider"),
+        **named("case", "provider"),
         "S": field("seq_len", ","),
         "B": field("batch"),
-        "choice": field("choice"),
-        "mode": field("mode"),
+        **named("choice", "mode"),
         "ms (p20 to p80)": _time,
         "tokens/s": field("tokens_per_s", ",.0f"),
         "MFU": field("mfu", ".3g"),
@@ -83,6 +81,11 @@ def row_cells(by: Figures) -> Cells[Row]:
         "changed": lambda row: settings_text(row.changed),
         "target": lambda row: verdicts(outcomes(row, by)),
     }
+
+
+def named(*fields: str) -> Cells[Any]:
+    """Columns that are called like their fields."""
+    return {name: field(name) for name in fields}
 
 
 def field(name: str, form: str = "") -> Callable[[Any], str]:

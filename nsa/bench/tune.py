@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from functools import partial
+from functools import lru_cache, partial
 from io import StringIO
 from itertools import product
 from multiprocessing import get_context
@@ -105,15 +105,13 @@ def bench_tune(plan: TunePlan, device: torch.device) -> bool:
     path = plan.out or TABLES / f"{table_name(here.gpu)}.json"
     end = math.inf if plan.minutes is None else time.monotonic() + 60 * plan.minutes
     batches = {seq_len: batch_of(plan.shape, seq_len, plan.tokens) for seq_len in plan.seqs}
-    points = [Point(plan.shape, *at, "random", plan.dtype, device) for at in batches.items()]
+    at = [Point(plan.shape, *size, "random", plan.dtype, device) for size in batches.items()]
     cases, correct = [case for case in CASES.values() if case.name != "attention"], list[bool]()
-    made = None
-    if plan.jobs:  # spawned: a process with a CUDA context cannot be forked
-        start = {"initializer": _begin, "initargs": (points,)}
-        made = ProcessPoolExecutor(plan.jobs, get_context("spawn"), **start)
-    with made or nullcontext() as pool:
+    # Spawned: a process with a CUDA context cannot be forked.
+    made = ProcessPoolExecutor(plan.jobs, get_context("spawn")) if plan.jobs else nullcontext()
+    with made as pool:
         for case, case_end in zip(cases, shares(end, len(cases)), strict=True):
-            bench = Bench(case, points)
+            bench = Bench(case, tuple(at))
             tasks = [task for task in bench.tasks() if fnmatch(task.key.kernel, plan.kernel)]
             for task, task_end in zip(tasks, shares(case_end, len(tasks)), strict=True):
                 tile, notes, fault = _tune(bench, task, pool, task_end)
@@ -150,7 +148,7 @@ def _tune(
 
     def compile_in_advance(tiles: Sequence[Tile]) -> None:
         if pool is not None:
-            list(pool.map(partial(_compile, bench.case.name, task), tiles))
+            list(pool.map(partial(_compile, bench.case.name, bench.points, task), tiles))
 
     measure = partial(bench.measure, task)
     tile, times = descend(task.start, candidates(), measure, compile_in_advance)
@@ -174,8 +172,8 @@ def compiled_kernels() -> dict[str, int]:
 class Bench:
     """One operator at several lengths, ready to run with other tiles."""
 
-    def __init__(self, case: Case, points: Sequence[Point]) -> None:
-        self.case, self.device = case, points[0].device
+    def __init__(self, case: Case, points: tuple[Point, ...]) -> None:
+        self.case, self.points, self.device = case, points, points[0].device
         for kernel in own_kernels().values():
             # What is compiled from now on is of this operator.
             for found in ("device_caches", "_compiled"):
@@ -246,22 +244,16 @@ class Bench:
         return None
 
 
-_points: list[Point] = []  # of a process that compiles in advance
-_benches: dict[str, Bench] = {}
-
-
-def _begin(points: Sequence[Point]) -> None:
+@lru_cache(maxsize=1)  # their tensors are large
+def _bench(case: str, points: tuple[Point, ...]) -> Bench:
     torch.cuda.set_device(points[0].device)
-    _points.extend(points)
+    return Bench(CASES[case], points)
 
 
-def _compile(case: str, task: Task, tile: Tile) -> None:
+def _compile(case: str, points: tuple[Point, ...], task: Task, tile: Tile) -> None:
     """Run a candidate before it is measured: Triton keeps on disk what it compiled."""
-    if case not in _benches:
-        _benches.clear()  # one at a time: their tensors are large
-        _benches[case] = Bench(CASES[case], _points)
     with task.with_tile(tile):
-        _benches[case].run(task, task.seqs[:1])
+        _bench(case, points).run(task, task.seqs[:1])
 
 
 def changes(key: TileKey) -> list[list[dict[str, Any]]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nsa.bench.communication import Communication, communication
+from nsa.bench.scaling import Communication, communication
 
 SENT = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 

@@ -119,7 +119,7 @@ def test_ratio_and_targets() -> None:
     assert of_llama(llama, [ours, llama]) is None
     others = ({"run_id": "b"}, {"mode": "fwd_bwd"}, {"tokens": 256}, {"weights": "x"}, {"width": 5})
     for other in others:
-        assert of_llama(ours, [dataclasses.replace(llama, **other)]) is None  # type: ignore[arg-type]
+        assert of_llama(ours, [dataclasses.replace(llama, **other)]) is None
     line = host_table([ours, llama]).splitlines()[1]
     assert "2.2 of llama: target 3 pass, stretch 2 FAIL" in line
     assert "25 launches: target 30 pass, stretch 20 FAIL" in line

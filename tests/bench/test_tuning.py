@@ -244,11 +244,11 @@ class Compiles:
 def tuned(monkeypatch: pytest.MonkeyPatch, work: Compiles) -> tune.Bench:
     """A bench of this operator, which is not timed."""
     monkeypatch.setattr(tune, "compiled_kernels", lambda: dict(work.loaded))
-    monkeypatch.setattr(tune, "time_call", lambda *_: clock.Timing(1.0, 1.0, 1.0, 1, 1, ""))
+    monkeypatch.setattr(tune, "time_call", lambda *_: clock.Timing(1.0, 1.0, 1.0, 1, ""))
     bench = object.__new__(tune.Bench)
     case = SimpleNamespace(name="attention.window")
     cpu = torch.device("cpu")
-    bench.__dict__.update(works={2048: work}, device=cpu, stack_bytes={}, case=case)
+    bench.__dict__.update(works={2048: work}, device=cpu, stack_bytes={}, case=case, points=())
     return bench
 
 
