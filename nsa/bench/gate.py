@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -193,25 +193,26 @@ class Gate:
             backend: of the selection within whole attention, which is checked by itself and then
                 given to the oracle.
         """
-        return judge(partial(self._check, results, dense, backend))
-
-    def _check(self, results: Tensors, dense: bool, backend: str, errors: dict[str, float]) -> None:
         case = self.problem.case.name
-        for name, result in results.items():
-            finite = not result.is_floating_point() or bool(result.isfinite().all())
-            assert finite, f"{name}: values that are not finite"
-        if case == "attention.choice":
-            self._check_selection(results["block_indices"], self.problem)
-            return
-        if case == "attention" and not dense:
-            self._select(backend)
-        expected = self._expected("dense" if dense else case)
-        unknown = sorted(set(results) - set(expected))
-        assert not unknown, f"{', '.join(unknown)}: nothing to compare with"
-        for name, result in results.items():
-            rows, baseline, oracle = expected[name]
-            found = result.detach().flatten(0, -3)[rows]
-            errors[name] = assert_within_budget(found, baseline, oracle, f"{case} {name}").total
+
+        def measure(errors: dict[str, float]) -> None:
+            for name, result in results.items():
+                finite = not result.is_floating_point() or bool(result.isfinite().all())
+                assert finite, f"{name}: values that are not finite"
+            if case == "attention.choice":
+                self._check_selection(results["block_indices"], self.problem)
+                return
+            if case == "attention" and not dense:
+                self._select(backend)
+            expected = self._expected("dense" if dense else case)
+            unknown = sorted(set(results) - set(expected))
+            assert not unknown, f"{', '.join(unknown)}: nothing to compare with"
+            for name, result in results.items():
+                rows, baseline, oracle = expected[name]
+                found = result.detach().flatten(0, -3)[rows]
+                errors[name] = assert_within_budget(found, baseline, oracle, f"{case} {name}").total
+
+        return judge(measure)
 
     # --- Expected values
     def _expected(self, case: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:

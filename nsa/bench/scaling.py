@@ -59,11 +59,11 @@ class ScalingPlan:
 
     name: str
     config: TrainConfig
-    buckets_mib: Sequence[float] = ()
-    warmup: int = 10
-    steps: int = 20
-    out: Path | None = None
-    commit: str | None = None
+    buckets_mib: Sequence[float]
+    warmup: int
+    steps: int
+    out: Path | None
+    commit: str | None
 
 
 @dataclass(frozen=True)

@@ -73,12 +73,12 @@ class TrainPlan:
 
     shape: str
     subjects: Sequence[Subject]
-    batchings: Sequence[Batching] = (Batching(),)
-    modes: Sequence[str] = MODES
-    warmup: int = 20
-    steps: int = 40
-    out: Path | None = None
-    commit: str | None = None
+    batchings: Sequence[Batching]
+    modes: Sequence[str]
+    warmup: int
+    steps: int
+    out: Path | None
+    commit: str | None
 
 
 def bench_train(plan: TrainPlan, device: torch.device) -> bool:

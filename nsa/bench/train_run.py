@@ -137,8 +137,8 @@ class StepClock:
             start.elapsed_time(end) if cuda else 1000 * (end - start)
             for start, end in pairwise(self._marks)
         ]
-        later = times[STARTING_STEPS : max(STARTING_STEPS, self._warmup)]
-        later += times[max(STARTING_STEPS, self._first) :]
+        profiled = range(self._warmup, self._first)
+        later = [t for i, t in enumerate(times) if i >= STARTING_STEPS and i not in profiled]
         timing, compiled = percentiles(times[self._first :], 1, TIMING), None
         if self._compilations is not None:
             compiled = compilations.now.compilations - self._compilations

@@ -67,12 +67,12 @@ class TunePlan:
 
     shape: Shape
     seqs: Sequence[int]
-    tokens: int | None = None
-    dtype: torch.dtype = torch.bfloat16
-    kernel: str = "*"
-    out: Path | None = None
-    minutes: float | None = None
-    jobs: int = 0
+    tokens: int | None
+    dtype: torch.dtype
+    kernel: str
+    out: Path | None
+    minutes: float | None
+    jobs: int
 
 
 @dataclass(frozen=True)

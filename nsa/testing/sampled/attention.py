@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,26 +25,11 @@ SEARCH_ROWS = 2**16
 
 
 # --- Which keys a query sees
-class Visibility(Protocol):
-    """Which keys of its sequence a query sees.
-
-    ``rows`` are packed queries ``[R]`` of one sequence, ``t`` their positions.
-    """
-
-    def list_len(self, num_keys: int) -> int:
-        """Keys that one list takes in memory, at most, in a sequence of ``num_keys`` keys."""
-        ...
-
-    def lists(self, rows: Tensor, t: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-        """Keys ``[R, Hkv, K]`` and which of them count, bool of the same shape.
-
-        R or Hkv is 1 where all lists are alike; the first dimension of the mask is always R.
-        """
-        ...
-
-    def sees(self, rows: Tensor, t: Tensor, keys: Tensor) -> Tensor:
-        """Whether each query sees each of ``keys`` ``[m]``, bool ``[R, Hkv or 1, m]``."""
-        ...
+# `rows` are packed queries [R] of one sequence, `t` their positions.
+# - `list_len`: keys that one list takes in memory, at most, in a sequence of `num_keys` keys.
+# - `lists`: keys [R, Hkv, K] and which of them count, bool of the same shape. R or Hkv is 1 where
+#   all lists are alike; the first dimension of the mask is always R.
+# - `sees`: whether each query sees each of `keys` [m], bool [R, Hkv or 1, m].
 
 
 @dataclass(frozen=True)
@@ -111,6 +96,9 @@ class SelectedKeys:
         for ids in self._present(rows, t).unbind(2):  # one at a time, for the memory
             selected = selected | (ids[..., None] == blocks)
         return selected & (keys <= t[:, None])[:, None]
+
+
+Visibility = WindowKeys | CompressedKeys | SelectedKeys
 
 
 # --- One part of the rows

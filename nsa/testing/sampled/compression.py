@@ -59,16 +59,14 @@ class SampledCompression:
         """``dx`` ``[R, Hkv, D]`` of the packed ``tokens``, from ``dy`` of all compressed rows."""
         blocks, exists = self.blocks_of(tokens)
         dx = self.x.new_zeros(tokens.numel(), *self.x.shape[1:], dtype=compute_dtype(dtype))
-        for place in range(blocks.shape[1]):
-            mine = exists[:, place].nonzero()[:, 0]
-            for rows in _parts(mine.numel(), mine.device):
-                part = mine[rows]
-                block = blocks[part, place]
-                index = self._tokens(block)  # [R, l]
-                x = self.x.detach()[index].to(dtype).requires_grad_()
-                y = self._phi(x, block, self._weights(dtype), dtype)
-                (gradient,) = torch.autograd.grad(y, x, dy[block].to(dtype))
-                dx[part] += (gradient * (index == tokens[part, None])[..., None, None]).sum(1)
+        every = exists.nonzero()[:, 0]  # a row of `tokens` for each block that holds it
+        for part in _parts(every.numel(), every.device):
+            rows, block = every[part], blocks[exists][part]
+            index = self._tokens(block)  # [R, l]
+            x = self.x.detach()[index].to(dtype).requires_grad_()
+            y = self._phi(x, block, self._weights(dtype), dtype)
+            (gradient,) = torch.autograd.grad(y, x, dy[block].to(dtype))
+            dx.index_add_(0, rows, gradient[index == tokens[rows, None]].to(dx.dtype))
         return {"dx": dx.to(dtype)}
 
     @torch.enable_grad()
