@@ -7,7 +7,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -180,7 +180,7 @@ def override_tiles(overrides: TileOverrides) -> Iterator[set[str]]:
         for pattern, changes in overrides.items():
             if re.fullmatch(pattern.replace("*", ".*"), key.kernel):
                 unused.discard(pattern)
-                tile = replace(tile, **changes)
+                tile = tile._replace(**changes)
         return tile
 
     with tiles_chosen_by(choose):

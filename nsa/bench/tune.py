@@ -297,7 +297,7 @@ def descend(
     assert times is not None, f"the tile in use does not fit: {start}"
     best, seen = start, {start}
     for group in groups:
-        tiles = [replace(best, **change) for change in group]
+        tiles = [best._replace(**change) for change in group]
         fresh = [tile for tile in tiles if tile not in seen]
         seen.update(fresh)
         prepare(fresh)

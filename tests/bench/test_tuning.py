@@ -142,12 +142,12 @@ def test_tile_for_looks_up_by_head_and_element_size() -> None:
 
     def choose(key: TileKey, tile: Tile) -> Tile:
         seen.append(key)
-        return replace(tile, rows=7)
+        return tile._replace(rows=7)
 
     q, v = (torch.zeros(1, 1, size, dtype=torch.bfloat16) for size in (192, 128))
     usual = tile_for("window_attention_dq", q, v)
     with tiles_chosen_by(choose):
-        assert tile_for("window_attention_dq", q, v) == replace(usual, rows=7)
+        assert tile_for("window_attention_dq", q, v) == usual._replace(rows=7)
         tile_for("select_blocks", q[..., :8].float(), v[..., :8].float())
     assert seen == [TileKey("window_attention_dq", 192, 2), TileKey("select_blocks", 8, 4)]
     assert tile_for("window_attention_dq", q, v) == usual
@@ -185,9 +185,9 @@ class Walk:
     ],
 )
 def test_only_options_that_a_kernel_has_are_tried(kernel: str, fields: set[str]) -> None:
-    walk, start = Walk(), replace(START, edge_stages=2)
+    walk, start = Walk(), START._replace(edge_stages=2)
     assert walk.best(kernel, start) == start
-    options = [vars(tile).items() for tile in walk.measured]
+    options = [tile._asdict().items() for tile in walk.measured]
     differ = {name for each in options for name, value in each if value != getattr(start, name)}
     assert differ == {"rows", "keys", "warps", "stages", "max_registers"} | fields
 

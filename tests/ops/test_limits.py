@@ -127,17 +127,17 @@ CASES: dict[str, tuple[Callable[[], None], str, int, str]] = {
         LENGTH,
         "selected_attention: k .* tokens of keys",
     ),
-    "selected, entries": (
+    "selected, selections": (
         lambda: run_selected("tiled"),
         "NUMBERS",
         ENTRIES,
-        "selected_attention: block_indices .* entries",
+        "selected_attention: block_indices .* selections",
     ),
     "selected, slots": (
         lambda: run_selected("gathered", 8),
         "NUMBERS",
         LENGTH * 4 * 8,
-        "selected_attention: q .* rows of slots",
+        "selected_attention: q .* partial results",
     ),
     "selected, lists": (
         lambda: run_selected("tiled"),
@@ -179,7 +179,7 @@ def test_slots_of_the_backward(monkeypatch):
     monkeypatch.setattr(_limits, "NUMBERS", LENGTH * 4 * 8)
     with pytest.raises(
         ValueError,
-        match=r"^selected_attention: q must have fewer than 6400 rows of slots .*, got 6400\.",
+        match=r"^selected_attention: q must have fewer than 6400 partial results .*, got 6400\.",
     ):
         out.sum().backward()
 
@@ -193,15 +193,15 @@ def test_keys_of_the_index(monkeypatch):
     ):
         new_index_of(1)
     monkeypatch.setattr(_limits, "NUMBERS", 27)
-    assert new_index_of(1).none == 26
+    assert new_index_of(1).absent == 26
 
 
 def new_index_of(segments: int) -> Any:
-    from nsa.ops._triton.layout import Layout
+    from nsa.ops._sequences import Sequences
     from nsa.ops.selected.index import new_index
 
     ids = torch.zeros(LENGTH, 2, 4, dtype=torch.int32)
-    return new_index(ids, Layout(None, None, 1, LENGTH, LENGTH), 16, LENGTH, segments)
+    return new_index(ids, Sequences(None, 1, LENGTH, LENGTH, ids.device), 16, LENGTH, segments)
 
 
 @pytest.mark.parametrize(

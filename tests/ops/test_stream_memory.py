@@ -23,7 +23,9 @@ from triton.runtime.jit import KernelInterface
 
 from nsa import NSAConfig
 from nsa.ops import _replay, _side_stream
+from nsa.ops._operator import FlatCall
 from nsa.ops._packed import compressed_cu_seqlens
+from nsa.ops.attention import BranchInputs
 from nsa.ops.attention import ops as whole
 from nsa.ops.selected import launch as triton_launch
 from nsa.ops.selected import ops as selected
@@ -330,6 +332,23 @@ def call_and_replay(function: Callable[..., Any], model: StreamModel, *arguments
     return results
 
 
+def flat(module: Any, inputs: Any, results: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of an operator's module, of flat arguments as PyTorch gives them."""
+    count, place = len(inputs._fields), len(inputs._fields) + len(results._fields)
+
+    def forward(*given: Any) -> Any:
+        call = FlatCall(*given[count:]).open(given[0].device)
+        return tuple(module._forward(inputs(*given[:count]), call))
+
+    def backward(*given: Any) -> Any:
+        call = FlatCall(*given[place + 1 :]).open(given[0].device)
+        kept = results(*given[count:place])
+        grads = module._backward(inputs(*given[:count]), kept, given[place], call)
+        return [x for x in grads if x is not None]
+
+    return forward, backward
+
+
 def changed(**changes: Any) -> NSAConfig:
     return dataclasses.replace(PATTERN, **changes)
 
@@ -365,7 +384,8 @@ def test_whole_attention(name: str, model: StreamModel) -> None:
         for x in (*given, *where):
             if isinstance(x, Tensor):
                 model.hold(x, "an input")
-        results = call_and_replay(whole._forward, model, *given, *where)
+        forward, backward = flat(whole, BranchInputs, whole.AttentionResults)
+        results = call_and_replay(forward, model, *given, *where)
         # Integers that kernels left out may be anything; used as places they must be some.
         saved = [x if x.dtype.is_floating_point else torch.zeros_like(x) for x in results[1:]]
         if call.strided and saved[1].numel():
@@ -373,7 +393,7 @@ def test_whole_attention(name: str, model: StreamModel) -> None:
             saved[1] = saved[1].contiguous()
         dout = torch.zeros_like(results[0])
         del results
-        call_and_replay(whole._backward, model, *given, *saved, dout, *where)
+        call_and_replay(backward, model, *given, dout, *saved, dout, *where)
     on = call.pattern.branches
     expected = 1 if len(on) == 1 else 3 if "slc" in on else 2
     assert len(set(model.launches)) == expected
@@ -385,18 +405,17 @@ def test_selected_attention_alone(algorithm: str, model: StreamModel) -> None:
     call = Call(changed(branches=("slc",)), strided=True)
     q, _, _, _, k, v, *_ = call.inputs()
     cu, *_ = call.where()
-    where = (cu, cu, NUMBER, LENGTH, LENGTH, PATTERN.block_size, 0.25, algorithm)
+    where = (cu, cu, None, NUMBER, LENGTH, LENGTH, PATTERN.text, 0.25, algorithm)
+    forward, backward = flat(selected, selected.SelectedInputs, selected.SelectedResults)
     indices = torch.zeros(
         q.shape[0], PATTERN.num_kv_heads, PATTERN.num_selected_blocks, dtype=torch.int32
     )
     with model:
         for x in (q, k, v, cu, indices):
             model.hold(x, "an input")
-        out, lse, order, union = selected._forward(q, k, v, indices, *where)
+        out, lse, order, union = forward(q, k, v, indices, *where)
         model.check([out, lse, order, union])
         order, union = torch.zeros_like(order), torch.zeros_like(union)
         dout = torch.zeros_like(out)
-        call_and_replay(
-            selected._backward, model, q, k, v, indices, out, lse, order, union, dout, *where
-        )
+        call_and_replay(backward, model, q, k, v, indices, out, lse, order, union, dout, *where)
     assert set(model.launches) == {0, 1}
