@@ -329,9 +329,9 @@ class Gate:
 
         Over the sampled rows in which it is clear which block is the n-th best.
         """
-        exact_pattern = {"coarse_block_size": None, "num_coarse_blocks": 0}
-        config = replace(self.problem.config, **exact_pattern, score_precision="exact")
-        x = self._packed
+        x, config = self._packed, self.problem.config
+        config = replace(config, coarse_block_size=None, num_coarse_blocks=0)
+        config = replace(config, score_precision="exact")
         sampled = sampled_choice(x["q"], x["k_cmp"], config, cu_seqlens_q=self._offsets)
         exact, clear = sampled.at_queries(self.selections)
         actual = chosen.flatten(0, 1)[self.selections]

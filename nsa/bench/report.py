@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -124,7 +125,7 @@ def _plots(case: str, rows: Sequence[Row], by: Figures, folder: Path, name: str)
         providers = list(dict.fromkeys(provider for provider, _ in lines))
         for (provider, mode), points in lines.items():
             colour = _COLOURS[providers.index(provider) % len(_COLOURS)]
-            style = {"color": colour, "linestyle": _DASHES[mode], "marker": "."}
+            style: dict[str, Any] = {"color": colour, "linestyle": _DASHES[mode], "marker": "."}
             axes.plot(*zip(*points, strict=True), label=f"{provider}, {_MODES[mode]}", **style)
         if value is of_dense:
             axes.axhline(1.0, color="#888888", linewidth=0.8)

@@ -95,7 +95,7 @@ def test_a_window_that_is_one_token_too_long_is_held_back() -> None:
     gate, results = measured("attention.window")
     longer = SHAPE.config({**SMALL, "window_size": 33})
     names = ("q", "k_win", "v_win")
-    wrong = gradients(gate, names, lambda *leaves: window_attention(*leaves, longer)[0])
+    wrong = gradients(gate, names, lambda q, k, v: window_attention(q, k, v, longer)[0])
     for name, result in wrong.items():
         assert gate.check({**results, name: result}).correct is False
 

@@ -16,7 +16,7 @@ from nsa.errors import UserError
 from tests.bench.rows import H200, WRONG, make_row, training, write_rows
 
 SETTINGS = {"micro_batch": 32, "compile": True, "cuda_graphs": True, "checkpointing": "none"}
-LATER = {"run_id": "newer", "date": "2026-02-01T00:00:00+00:00"}
+LATER: dict[str, Any] = {"run_id": "newer", "date": "2026-02-01T00:00:00+00:00"}
 
 
 def pair(ms: float, dense_ms: float = 4.0, *, mib: float = 90.0, **values: Any) -> list[Row]:
@@ -66,7 +66,7 @@ def test_memory_is_guarded_too() -> None:
     ids=str,
 )
 def test_only_the_same_kind_is_compared(other: dict[str, Any]) -> None:
-    of_row = {"gpu": other["gpu"]} if "gpu" in other else {}
+    of_row: dict[str, Any] = {"gpu": other["gpu"]} if "gpu" in other else {}
     settings = {**SETTINGS, **other}
     known = steps(2.0, settings={**SETTINGS, "document_mask": False})
     assert refused(steps(3.0, settings=settings, **of_row), known)

@@ -132,7 +132,7 @@ def test_targets_in_ms(ms: float, shown: str) -> None:
     bounds = "target 0.36 {}, stretch 0.28 {}".format(*shown.split())
     assert said(window) == [f"{ms:g}: {bounds}"]
     for other in ({"gpu": "NVIDIA A100"}, {"provider": "flex"}, {"seq_len": 4096}):
-        assert not said(replace(window, **other))  # type: ignore[arg-type]
+        assert not said(replace(window, **other))
 
 
 def test_targets_of_ratios_hold_within_a_run() -> None:

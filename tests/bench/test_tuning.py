@@ -79,7 +79,7 @@ def test_a_gpu_takes_its_own_table(device: Callable[..., None], tmp_path: Path) 
     path.unlink()  # it is read once
     assert tuning._tile(replace(KEY, head_size=16), 0).rows == 128  # a smaller head fits too
     for change in ({"head_size": 128}, {"element_size": 4}, {"kernel": "other"}):
-        other = replace(KEY, **change)  # type: ignore[arg-type]
+        other = replace(KEY, **change)
         assert tuning._tile(other, 0) == default_tile(other, (8, 6))
 
 

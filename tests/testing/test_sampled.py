@@ -291,7 +291,7 @@ def whole_case(
         missing = tokens // config.compress_stride - k_cmp.shape[0]
         k_cmp = torch.nn.functional.pad(k_cmp, (0, 0, 0, 0, 0, missing))
         queries = plain["q"] if q_cmp is None else q_cmp
-        offsets = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
+        offsets: dict[str, Any] = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
         _, lse = compressed_attention(queries, k_cmp, None, config, **offsets)
         chosen = select_blocks(queries, k_cmp, lse, config, **offsets)
         sampled = dataclasses.replace(sampled, block_indices=chosen)
