@@ -15,7 +15,7 @@ import torch
 
 MIN_SAMPLES, MAX_SAMPLES = 7, 50
 WARM_UP_CALLS = 3
-# Shorter calls are repeated within one graph, so that a sample is long beside its own overhead.
+# Shorter calls are repeated within one graph, so that a sample is long compared with its overhead.
 MIN_SAMPLE_MS = 0.3
 MAX_CALLS = 32
 _NAME_LENGTH = 120
@@ -59,9 +59,9 @@ def time_call(
 ) -> Timing:
     """Time ``call``, warmed up, for about ``budget_ms``.
 
-    On a GPU by CUDA events around replays of a CUDA graph, so that it holds no time of the host;
-    where the call cannot be captured, around plain launches. Without ``capture`` no graph is tried:
-    a graph holds memory of its own, and one that runs out of memory never gives it back.
+    On a GPU between CUDA events before and after replays of a CUDA graph, so that it holds no time
+    of the host; where the call cannot be captured, plain launches. Without ``capture`` no graph is
+    tried: a graph holds memory of its own, and one that runs out of memory never gives it back.
     """
     if device.type != "cuda":
         once = samples_ms(call, device, 2)[-1]

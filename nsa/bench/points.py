@@ -17,8 +17,8 @@ from nsa.testing import make_inputs
 # Values of the field `choice`: neighbouring queries that share their selection of blocks.
 CHOICES = {"random": 1, "shared4": 4, "shared16": 16}
 
-# Noise of a query beside its group's direction, where a selection is shared: two queries of a group
-# are never equal, and still select (nearly) the same blocks.
+# Noise of a query relative to its group's direction, where a selection is shared: two queries of a
+# group are never equal, and still select (nearly) the same blocks.
 OWN_NOISE = 0.03
 _CHUNK_ELEMENTS = 2**27
 WHOLE_INPUTS = ("q", "k_cmp_raw", "v_cmp_raw", "k_slc", "v_slc", "k_win", "v_win", "gates")

@@ -51,7 +51,7 @@ class ScalingPlan:
         name: of the configuration.
         config: the run; its global batch is divided among the processes that there are.
         buckets_mib: sizes of DDP's buckets to try; empty leaves that of the configuration.
-        warmup: steps before anything is looked at.
+        warmup: steps before the profiled ones.
         steps: timed steps.
         out: JSONL file to append to; None keeps the rows to itself.
         commit: to record where the checkout has no git.

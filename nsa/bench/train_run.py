@@ -184,7 +184,7 @@ def measure_steps(
     Args:
         config: the run; it must be longer than ``warmup + profiled + steps`` steps.
         device: where it computes, as the trainer will choose it.
-        warmup: steps before anything is looked at.
+        warmup: steps before the profiled ones.
         steps: timed steps.
         processes: this process among those of the run, which all come here; None for a run of one.
         profiled: steps under the profiler, before the timed ones.

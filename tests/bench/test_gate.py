@@ -146,9 +146,9 @@ def dropped(ids: Tensor) -> Tensor:
 def worse(ids: Tensor) -> Tensor:
     """All queries select the first, the second and the last two blocks."""
     current = torch.arange(160)[None, :, None] // 16
-    late = (current >= 4).expand(ids.shape[:3])
+    crowded = (current >= 4).expand(ids.shape[:3])
     made = torch.stack((0 * current, 0 * current + 1, current - 1, current), -1).expand(ids.shape)
-    return torch.where(late[..., None], made, ids).int()
+    return torch.where(crowded[..., None], made, ids).int()
 
 
 WRONG = (
@@ -174,8 +174,10 @@ def test_recall_counts_the_blocks_that_were_found() -> None:
     right = results["block_indices"]
     assert gate.recall(right) == 1.0
     found = gate.recall(worse(right.clone()))
-    late = 160 - 64  # queries with more candidates than four; three of their four blocks are forced
-    assert 1 - late / 160 / 4 - 0.02 < found < 1 - 0.3 * late / 160 / 4
+    crowded = (
+        160 - 64
+    )  # queries with more candidates than four; three of their four blocks are forced
+    assert 1 - crowded / 160 / 4 - 0.02 < found < 1 - 0.3 * crowded / 160 / 4
 
 
 def test_an_approximation_is_held_to_its_own_selection() -> None:

@@ -140,7 +140,7 @@ def test_how_a_run_went(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         step = self.state.progress.step
         if step in (0, 7):
             compilations._add(Compiled(graphs=1, graphs_s=0.1))
-        time.sleep(0.5 if step in (3, 6, 9) else 0.1)  # the tenth is the one under the profiler
+        time.sleep(1.0 if step in (3, 6, 9) else 0.1)  # the tenth is the one under the profiler
         return train_step(self, *args)
 
     monkeypatch.setattr(Trainer, "train_step", uneven)
