@@ -1,1 +1,1 @@
-"""``nsa bench``: measures, tunes, reports. There is no time without a correct result beside it."""
+"""``nsa bench``: measures, tunes, reports. Only a correct result gets a time."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,9 @@ from nsa.bench.flops import useful_bytes, useful_flops
 from nsa.bench.gate import Gate, Verdict, approximates
 from nsa.bench.implementations import (
     Implementation,
-    Kernels,
+    PyTorch,
     Reference,
     UnsupportedError,
-    Work,
     choose_implementations,
     does_not_fit,
     refusals,
@@ -125,7 +125,7 @@ def _measure_point(
             said = {
                 "case": case.name,
                 "provider": each.name,
-                "variant": None if each.variant is None else each.variant.settings(),
+                "variant": each.variant.settings() or None,
             }
             for found in _measure(plan, each, gate):
                 yield {**common, **said, **found}
@@ -133,41 +133,28 @@ def _measure_point(
 
 def _measure(plan: Plan, implementation: Implementation, gate: Gate) -> Iterator[Fields]:
     """What the rows of each mode say."""
-    device, modes = gate.problem.point.device, gate.problem.case.modes
-    release_memory(device)
-    try:
-        work = implementation.work(gate.problem)
-    except refusals() as error:
-        refused = _not_run(implementation, error)
-        yield from ({"mode": mode, **refused} for mode in modes)
-        return
-    for mode in modes:
-        release_memory(device)
+    for mode in gate.problem.case.modes:
+        release_memory(gate.problem.point.device)
         try:
-            with work.scope() as unused:
-                found = _figures(plan, implementation, work, gate, mode, unused)
+            with implementation.scope() as unused:
+                found = _figures(plan, implementation, gate, mode, unused)
         except refusals() as error:
             found = _not_run(implementation, error)
         yield {"mode": mode, **found}
 
 
 def _figures(
-    plan: Plan,
-    implementation: Implementation,
-    work: Work,
-    gate: Gate,
-    mode: str,
-    unused: set[str] | None,
+    plan: Plan, implementation: Implementation, gate: Gate, mode: str, unused: set[str]
 ) -> Fields:
     """The gate, then the kernels, memory and time of the same call."""
-
-    def call() -> object:
-        return work.run(mode)
-
-    problem, device = gate.problem, gate.problem.point.device
-    name, backward = problem.case.name, mode == "fwd_bwd"
-    dense = name in implementation.dense
-    results = work.run(mode)
+    problem, device, work = (
+        gate.problem,
+        gate.problem.point.device,
+        implementation.work(gate.problem),
+    )
+    name, call = problem.case.name, partial(work.run, mode)
+    dense = name == "attention" and isinstance(implementation, PyTorch)
+    results = call()
     if unused:
         raise UnsupportedError(f"nothing here looks up a tile for {', '.join(sorted(unused))}")
     named = problem.named(results, work.leaves)
@@ -187,12 +174,13 @@ def _figures(
     found["peak_mib"] = peak_mib(call, device)
     captured = not isinstance(implementation, Reference)
     timing = time_call(call, device, plan.budget_ms, capture=captured)
+    backward = mode == "fwd_bwd"
     flops = useful_flops(problem, backward=backward, dense=dense)
     if flops is not None:
         found["tflops_useful"] = flops / timing.p50 / 1e9
     else:
         found["tbps_useful"] = useful_bytes(problem, backward=backward) / timing.p50 / 1e9
-    return {**found, **timing.fields()}
+    return found | timing.fields()
 
 
 def _not_run(implementation: Implementation, error: Exception) -> Fields:
@@ -200,8 +188,8 @@ def _not_run(implementation: Implementation, error: Exception) -> Fields:
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     if isinstance(error, torch.OutOfMemoryError):
         reason = "out of GPU memory"
-    elif isinstance(implementation, (Kernels, Reference)):
-        tiles_differ = implementation.variant is not None and does_not_fit(error)
+    elif not isinstance(implementation, PyTorch):
+        tiles_differ = bool(implementation.variant.name) and does_not_fit(error)
         if not tiles_differ and not isinstance(error, UnsupportedError):
             raise error
     return asdict(Verdict(None, {}, f"not run: {reason}"))

@@ -8,13 +8,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 MIN_SAMPLES, MAX_SAMPLES = 7, 50
 WARM_UP_CALLS = 3
-# Shorter calls are repeated within one graph, so that a sample is long beside its own overhead.
+# Shorter calls are repeated within one graph, so that a sample is long compared with its overhead.
 MIN_SAMPLE_MS = 0.3
 MAX_CALLS = 32
 _NAME_LENGTH = 120
@@ -27,7 +28,6 @@ class Timing:
     Attributes:
         p50, p20, p80: median and percentiles over the samples, ms a call.
         samples: how many there are.
-        calls: calls in a sample, one after the other.
         method: ``cuda graph``, ``launches`` (with the reason why there is no graph) or ``cpu``.
             Nothing flushes the L2 cache.
     """
@@ -36,7 +36,6 @@ class Timing:
     p20: float
     p80: float
     samples: int
-    calls: int
     method: str
 
     def fields(self) -> dict[str, Any]:
@@ -49,7 +48,7 @@ def percentiles(samples_ms: Sequence[float], calls: int, method: str) -> Timing:
     """Summary of samples of ``calls`` calls each."""
     each = sorted(sample / calls for sample in samples_ms)
     p20, p80 = (each[round(q * (len(each) - 1))] for q in (0.2, 0.8))
-    return Timing(statistics.median(each), p20, p80, len(each), calls, method)
+    return Timing(statistics.median(each), p20, p80, len(each), method)
 
 
 def time_call(
@@ -60,19 +59,21 @@ def time_call(
 ) -> Timing:
     """Time ``call``, warmed up, for about ``budget_ms``.
 
-    On a GPU by CUDA events around replays of a CUDA graph, so that it holds no time of the host;
-    where the call cannot be captured, around plain launches. Without ``capture`` no graph is tried:
-    a graph holds memory of its own, and one that runs out of memory never gives it back.
+    On a GPU between CUDA events before and after replays of a CUDA graph, so that it holds no time
+    of the host; where the call cannot be captured, plain launches. Without ``capture`` no graph is
+    tried: a graph holds memory of its own, and one that runs out of memory never gives it back.
     """
     if device.type != "cuda":
-        return _time_on_host(call, budget_ms)
+        once = samples_ms(call, device, 2)[-1]
+        count = max(3, min(MAX_SAMPLES, round(budget_ms / max(once, 1e-3))))
+        return percentiles(samples_ms(call, device, count), 1, "cpu")
     for _ in range(WARM_UP_CALLS):
         call()
-    once = _events(call, 2)[-1]
+    once = samples_ms(call, device, 2)[-1]
     calls = max(1, min(MAX_CALLS, round(MIN_SAMPLE_MS / max(once, 1e-3))))
     samples = max(MIN_SAMPLES, min(MAX_SAMPLES, round(budget_ms / max(once * calls, 1e-3))))
     if not capture:
-        return percentiles(_events(call, samples), 1, "launches")
+        return percentiles(samples_ms(call, device, samples), 1, "launches")
     graph, reason = None, ""
     for _ in range(2):  # the first capture of cuDNN's backward in a process fails, later ones work
         try:
@@ -82,9 +83,10 @@ def time_call(
             reason = str(error.__context__ or error).partition("\n")[0]
         synchronize(device)  # outside: the error holds what was captured
     if graph is None:
-        return percentiles(_events(call, samples), 1, f"launches: no graph, {reason}")
+        times = samples_ms(call, device, samples)
+        return percentiles(times, 1, f"launches: no graph, {reason}")
     graph.replay()
-    timing = percentiles(_events(graph.replay, samples), calls, "cuda graph")
+    timing = percentiles(samples_ms(graph.replay, device, samples), calls, "cuda graph")
     graph.reset()
     return timing
 
@@ -104,25 +106,21 @@ def _capture(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _events(call: Callable[[], object], samples: int) -> list[float]:
-    """Milliseconds of each of ``samples`` calls, by CUDA events."""
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(samples)]
-    for start, end in pairs:
+def samples_ms(call: Callable[[], object], device: torch.device, count: int) -> list[float]:
+    """Milliseconds of each of ``count`` calls: between CUDA events, or on a CPU by the clock."""
+    if device.type != "cuda":
+        marks = [time.perf_counter()]
+        for _ in range(count):
+            call()
+            marks.append(time.perf_counter())
+        return [1000 * (end - start) for start, end in pairwise(marks)]
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    for start, end in events:
         start.record()
         call()
         end.record()
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in pairs]
-
-
-def _time_on_host(call: Callable[[], object], budget_ms: float) -> Timing:
-    call()
-    samples: list[float] = []
-    while len(samples) < 3 or (sum(samples) < budget_ms and len(samples) < MAX_SAMPLES):
-        begin = time.perf_counter()
-        call()
-        samples.append(1000 * (time.perf_counter() - begin))
-    return percentiles(samples, 1, "cpu")
+    return [start.elapsed_time(end) for start, end in events]
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,10 +1,12 @@
-"""The correctness gate: results are compared with fp64 on sampled rows before anything is timed."""
+"""The correctness gate: results are compared with fp64 before anything is timed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property, partial
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,28 +20,27 @@ from nsa.testing.sampled import (
     SampledAttention,
     SampledCompression,
     SampledWhole,
-    check_sampled,
+    assert_legal,
+    sample_rows,
     sampled_choice,
     sampled_compressed,
     sampled_selected,
     sampled_window,
 )
-from nsa.testing.sampled.attention import CompressedKeys
+from nsa.train.execution.precision import autocast
 
-SAMPLED_QUERIES, SAMPLED_KEYS, SAMPLED_SELECTIONS = 64, 12, 256
+SAMPLED_QUERIES, SAMPLED_KEYS, SAMPLED_SELECTIONS = 68, 18, 256
 # Gradients of keys are compared where few queries see them: of dense attention, which is not ours,
 # and of sequences so long that all queries behind a key would take the oracle minutes.
 _TAIL = 1024
 _LONGEST_WHOLE = 262_144
 
 _SAMPLED: Mapping[str, Callable[..., SampledAttention]] = {
-    "cmp": sampled_compressed,
-    "slc": sampled_selected,
-    "win": sampled_window,
+    "attention.compressed": sampled_compressed,
+    "attention.selected": sampled_selected,
+    "attention.window": sampled_window,
+    "dense": sampled_window,  # a window as long as the sequence
 }
-
-Values = Callable[[torch.dtype], Mapping[str, Tensor]]
-Group = tuple[tuple[str, ...], Tensor, Values]  # results, their sampled rows, and values by dtype
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Verdict:
 
     Attributes:
         correct: None where nothing ran.
-        errors: by result, ``||x - oracle|| / ||oracle||`` over what was sampled.
+        errors: by result, ``||x - oracle|| / ||oracle||`` over what was compared.
         note: what is wrong, or why nothing ran.
     """
 
@@ -68,57 +69,114 @@ def judge(measure: Callable[[dict[str, float]], None]) -> Verdict:
     return Verdict(note is None, rounded, note)
 
 
-def compare(
-    found: Tensors,
-    baseline: Tensors,
-    oracle: Tensors,
-    factor: float = 2.0,
-    prefix: str = "",
-) -> Verdict:
-    """Whole results beside fp64; the budget is ``factor`` times the error of the baseline."""
+class ModelGate:
+    """Compares a module's output, and gradients of its inputs and weights, with fp64 on the CPU.
 
-    def measure(errors: dict[str, float]) -> None:
-        for name, exact in oracle.items():
-            tested = found[name], baseline[name], exact
-            errors[name] = assert_within_budget(*tested, f"{prefix}{name}", factor).total
+    The error may be a multiple of what the same mathematics loses on the CPU.
 
-    return judge(measure)
+    Args:
+        module: on the CPU.
+        inputs: positional arguments; those of floats get gradients.
+        compute_dtype: what autocast computes in, see :func:`autocast`.
+        dtype: what the results are rounded to.
+        part_of: the part of the module that a parameter belongs to; gradients of the weights are
+            compared part by part.
+        output: name of the output.
+        options: keywords of the call.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Sequence[Tensor],
+        compute_dtype: str,
+        dtype: torch.dtype,
+        part_of: Callable[[str], str],
+        output: str = "out",
+        **options: Any,
+    ) -> None:
+        self._inputs, self._compute_dtype = inputs, compute_dtype
+        self._part_of, self._output, self._options = part_of, output, options
+        exact, cpu = deepcopy(module).double(), torch.device("cpu")
+        double = [x.double() if x.is_floating_point() else x for x in inputs]
+        self._oracle = self._results(exact, exact, double, autocast(cpu, "fp32"))
+        plain = self._results(module, module, inputs, autocast(cpu, compute_dtype))
+        self._baseline = {name: x.to(dtype) for name, x in plain.items()}
+
+    def check(
+        self,
+        module: nn.Module,
+        run: Callable[..., Tensor],
+        device: torch.device,
+        factor: float = 2.0,
+    ) -> Verdict:
+        """Compare.
+
+        Args:
+            module: a copy on the device.
+            run: the same as it is measured.
+            device: where.
+            factor: how many times the error on the CPU is allowed.
+        """
+        inputs = [x.to(device) for x in self._inputs]
+        found = self._results(module, run, inputs, autocast(device, self._compute_dtype))
+
+        def measure(errors: dict[str, float]) -> None:
+            for name, exact in self._oracle.items():
+                compared = found[name], self._baseline[name], exact
+                errors[name] = assert_within_budget(*compared, name, factor).total
+
+        return judge(measure)
+
+    def _results(
+        self,
+        module: nn.Module,
+        run: Callable[..., Tensor],
+        inputs: Sequence[Tensor],
+        precision: torch.autocast,
+    ) -> Tensors:
+        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+        with precision:
+            out = run(*leaves, **self._options)
+        module.zero_grad(set_to_none=True)
+        out.backward(random_gradient(out))
+        found = {self._output: torch.atleast_1d(out.detach())}
+        found |= {f"dinput_{i}": x.grad for i, x in enumerate(leaves) if x.grad is not None}
+        parts: dict[str, list[Tensor]] = {}
+        for name, weight in module.named_parameters():
+            if weight.grad is not None:
+                parts.setdefault(f"d{self._part_of(name)}", []).append(weight.grad.flatten())
+        found |= {part: torch.cat(gradients) for part, gradients in parts.items()}
+        return {name: x.cpu() for name, x in found.items()}
 
 
-def weight_gradients(module: nn.Module, part_of: Callable[[str], str]) -> Tensors:
-    """Gradients of the weights in one row for each part, as ``d`` and its name, on the CPU."""
-    rows: dict[str, list[Tensor]] = {}
-    for name, weight in module.named_parameters():
-        if weight.grad is not None:
-            rows.setdefault(f"d{part_of(name)}", []).append(weight.grad.flatten().cpu())
-    return {part: torch.cat(row) for part, row in rows.items()}
+def random_gradient(out: Tensor) -> Tensor:
+    """The same random gradient for every dtype and device: bfloat16 holds it."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(out.shape, generator=generator).bfloat16().to(out.device, out.dtype)
 
 
 class Gate:
-    """Compares results of one problem."""
+    """Compares results of one problem on sampled rows."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        point, config = problem.point, problem.config
+        point, config, device = problem.point, problem.config, problem.point.device
+        self._offsets = packed_offsets([point.seq_len] * point.batch, device)
         # Differences that make up dq cancel most in the first queries, which see few keys.
         edges = [*range(config.block_size + 1), config.num_selected_blocks * config.block_size]
-        edges += [config.window_size, point.seq_len - 1]
-        self.queries = self._sample(edges, SAMPLED_QUERIES, seed=7)
-        self.keys = self._sample([0, config.block_size, point.seq_len - 1], SAMPLED_KEYS, seed=8)
+        edges = [t for t in (*edges, config.window_size) if t < point.seq_len]
+        drawn = sample_rows(self._offsets, SAMPLED_QUERIES)
+        self.queries = torch.cat((drawn.new_tensor(edges), drawn)).unique()
+        self.keys = sample_rows(self._offsets, SAMPLED_KEYS)
         if point.seq_len > _LONGEST_WHOLE:
             last = (point.batch - 1) * point.seq_len
             self.keys = (point.seq_len - 1 - self.keys % _TAIL).unique() + last
-        self._known: dict[str, list[Group]] = {}
-        self._selection: Tensor | None = None
-
-    def _sample(self, positions: list[int], drawn: int, seed: int) -> Tensor:
-        """Packed rows: these positions of the first and the last sequence, and random ones."""
-        point = self.problem.point
-        generator = torch.Generator().manual_seed(seed)
-        rows = torch.tensor([position for position in positions if position < point.seq_len])
-        last = (point.batch - 1) * point.seq_len
-        anywhere = torch.randint(point.tokens, (drawn,), generator=generator)
-        return torch.cat((rows, rows + last, anywhere)).unique().to(point.device)
+        step = max(1, point.tokens // SAMPLED_SELECTIONS)
+        evenly = torch.arange(0, point.tokens, step, device=device)
+        self.selections = torch.cat((self.queries, evenly)).unique()
+        self._known: dict[str, dict[str, tuple[Tensor, Tensor, Tensor]]] = {}
+        self._block_indices: Tensor | None = None  # of whole attention
 
     def check(
         self,
@@ -135,134 +193,108 @@ class Gate:
             backend: of the selection within whole attention, which is checked by itself and then
                 given to the oracle.
         """
-        return judge(partial(self._check, results, dense, backend))
+        case = self.problem.case.name
 
-    def _check(self, results: Tensors, dense: bool, backend: str, errors: dict[str, float]) -> None:
-        case, dtype = self.problem.case.name, self.problem.point.dtype
-        for name, result in results.items():
-            finite = not result.is_floating_point() or bool(result.isfinite().all())
-            assert finite, f"{name}: values that are not finite"
-        if case == "attention.choice":
-            self.check_selection(results["block_indices"], self.problem)
-            return
-        if case == "attention" and not dense:
-            self._select(backend)
-        for names, rows, values in self._groups("dense" if dense else case):
-            actual = {name: results[name].detach() for name in names if name in results}
-            packed = {name: x.flatten(0, -3) for name, x in actual.items()}
-            if packed:
-                found = check_sampled(values, packed, rows, dtype, case)
-                errors |= {name: budget.total for name, budget in found.items()}
-        left = sorted(set(results) - set(errors))
-        assert not left, f"{', '.join(left)}: nothing to compare with"
+        def measure(errors: dict[str, float]) -> None:
+            for name, result in results.items():
+                finite = not result.is_floating_point() or bool(result.isfinite().all())
+                assert finite, f"{name}: values that are not finite"
+            if case == "attention.choice":
+                self._check_selection(results["block_indices"], self.problem)
+                return
+            if case == "attention" and not dense:
+                self._select(backend)
+            expected = self._expected("dense" if dense else case)
+            unknown = sorted(set(results) - set(expected))
+            assert not unknown, f"{', '.join(unknown)}: nothing to compare with"
+            for name, result in results.items():
+                rows, baseline, oracle = expected[name]
+                found = result.detach().flatten(0, -3)[rows]
+                errors[name] = assert_within_budget(found, baseline, oracle, f"{case} {name}").total
+
+        return judge(measure)
 
     # --- Expected values
-    def _groups(self, name: str) -> list[Group]:
-        """Results that are sampled on the same rows; values are computed once for each dtype."""
-        if name not in self._known:
-            groups = self._whole() if name == "attention" else self._alone(name)
-            self._known[name] = [(names, rows, cache(values)) for names, rows, values in groups]
-        return self._known[name]
+    def _expected(self, case: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+        """By result: which rows are sampled, the baseline there, and the oracle."""
+        if case not in self._known:
+            baseline, oracle = (
+                {
+                    name: (rows, values)
+                    for rows, found in self._sampled(case, dtype)
+                    for name, values in found.items()
+                }
+                for dtype in (self.problem.point.dtype, torch.float64)
+            )
+            self._known[case] = {name: (*baseline[name], oracle[name][1]) for name in oracle}
+        return self._known[case]
 
-    def _alone(self, name: str) -> list[Group]:
-        """Groups of one operator, or of dense attention."""
-        x, config, keys = self._packed, self.problem.config, self.keys
-        if name == "attention.combine":
-            return [self._rows_alone()]
-        if name == "attention.compress":
-            return [*self._compressed("k", Rope.from_config(config)), *self._compressed("v", None)]
-        label = {"attention.compressed": "cmp", "attention.window": "win"}.get(name, "slc")
-        args = [x["q"], x[f"k_{label}"], x[f"v_{label}"]]
-        if name == "dense":
-            seq_len, offsets = self.problem.point.seq_len, self._offsets.tolist()
-            every = CompressedKeys(size=1, stride=1)  # blocks of one token: all up to its own
-            scale = config.head_dim**-0.5
-            q, k, v = args
-            branch = SampledAttention(q, k, v, every, offsets, offsets, offsets, scale)
-            return self._branch(branch, label, keys[keys % seq_len >= seq_len - _TAIL])
-        if name == "attention.selected":
-            args.append(x["block_indices"])
-        branch = _SAMPLED[label](*args, config, cu_seqlens_q=self._offsets)
-        return self._branch(branch, label, self._blocks if label == "cmp" else keys)
+    def _sampled(self, case: str, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensors]]:
+        """Rows, and the values of results there, computed in ``dtype``."""
+        x, config, queries, keys = self._packed, self.problem.config, self.queries, self.keys
+        if case == "attention":
+            yield from self._sampled_whole(dtype)
+        elif case == "attention.combine":  # its rows do not depend on each other
+            inputs = {name: x[name][queries].to(dtype) for name in self.problem.case.inputs}
+            leaves = {name: y.requires_grad_() for name, y in inputs.items()}
+            (out,) = self.problem.case.call(leaves, config, "reference")
+            dout = x["dout"][queries].to(dtype)
+            gradients = torch.autograd.grad(out, list(leaves.values()), dout)
+            named = zip((f"d{name}" for name in leaves), gradients, strict=True)
+            yield queries, {"out": out.detach(), **dict(named)}
+        elif case == "attention.compress":
+            for kind, rope in (("k", Rope.from_config(config)), ("v", None)):
+                raw = f"{kind}_cmp_raw"
+                compression = SampledCompression(x[raw], None, config, self._offsets, rope)
+                y = compression.at_blocks(self._blocks, dtype)["y"]
+                yield self._blocks, {f"{kind}_cmp": y}
+                dx = compression.at_tokens(keys, dtype, x[f"d{kind}_cmp"])["dx"]
+                yield keys, {f"d{raw}": dx}
+        else:
+            label = {"attention.compressed": "cmp", "attention.window": "win"}.get(case, "slc")
+            args = [x["q"], x[f"k_{label}"], x[f"v_{label}"]]
+            if case == "attention.selected":
+                args.append(x["block_indices"])
+            if case == "dense":
+                seq_len = self.problem.point.seq_len
+                config = replace(config, window_size=seq_len)
+                keys = keys[keys % seq_len >= seq_len - _TAIL]
+            branch = _SAMPLED[case](*args, config, cu_seqlens_q=self._offsets)
+            yield queries, branch.at_queries(queries, dtype, x["dout"])
+            keys = self._blocks if label == "cmp" else keys
+            found = branch.at_keys(keys, dtype, x["dout"])
+            yield keys, {f"{name}_{label}": gradient for name, gradient in found.items()}
 
-    def _rows_alone(self) -> Group:
-        """A case whose rows do not depend on each other: it is computed of the sampled ones."""
-        case, config, queries = self.problem.case, self.problem.config, self.queries
-        rows = {name: self._packed[name][queries] for name in (*case.inputs, "dout")}
-
-        def values(dtype: torch.dtype) -> Mapping[str, Tensor]:
-            x = {name: row.to(dtype).requires_grad_() for name, row in rows.items()}
-            (out,) = case.call(x, config, "reference")
-            grads = torch.autograd.grad(out, [x[name] for name in case.inputs], x["dout"])
-            names = (f"d{name}" for name in case.inputs)
-            return {"out": out.detach(), **dict(zip(names, grads, strict=True))}
-
-        return ("out", *(f"d{name}" for name in case.inputs)), queries, values
-
-    def _branch(self, branch: SampledAttention, name: str, keys: Tensor) -> list[Group]:
-        """Attention alone: out and dq of queries, dk and dv of keys."""
-        dout, queries, names = self._packed["dout"], self.queries, (f"dk_{name}", f"dv_{name}")
-
-        def of_keys(dtype: torch.dtype) -> Mapping[str, Tensor]:
-            found = branch.at_keys(keys, dtype, dout)
-            return dict(zip(names, (found["dk"], found["dv"]), strict=True))
-
-        def of_queries(dtype: torch.dtype) -> Mapping[str, Tensor]:
-            return branch.at_queries(queries, dtype, dout)
-
-        return [(("out", "dq"), queries, of_queries), (names, keys, of_keys)]
-
-    def _compressed(self, kind: str, rope: Rope | None) -> list[Group]:
-        """Compressed keys, rotated, or values; and the gradient of the raw ones."""
-        y, raw, blocks, keys = f"{kind}_cmp", f"{kind}_cmp_raw", self._blocks, self.keys
-        config, dy = self.problem.config, self._packed[f"d{kind}_cmp"]
-        compression = SampledCompression(self._packed[raw], None, config, self._offsets, rope)
-        return [
-            ((y,), blocks, lambda dtype: {y: compression.at_blocks(blocks, dtype)["y"]}),
-            (
-                (f"d{raw}",),
-                keys,
-                lambda dtype: {f"d{raw}": compression.at_tokens(keys, dtype, dy)["dx"]},
-            ),
-        ]
-
-    def _whole(self) -> list[Group]:
-        """Whole attention over the selection at hand."""
-        x, queries, keys, offsets = self._packed, self.queries, self.keys, self._offsets
+    def _sampled_whole(self, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensors]]:
+        """Whole attention over the block indices that were checked."""
+        x, config, offsets = self._packed, self.problem.config, self._offsets
         names = [field.name for field in fields(AttentionInputs) if field.name in x]
         inputs = AttentionInputs(
             **{name: x[name] for name in names},
             cu_seqlens_q=offsets,
             cu_seqlens_k=offsets,
         )
-        assert self._selection is not None
-        chosen, config = self._selection.flatten(0, 1), self.problem.config
-        whole = SampledWhole(inputs, config, chosen, rope=Rope.from_config(config))
-
-        def of_queries(dtype: torch.dtype) -> Mapping[str, Tensor]:
-            found = whole.at_queries(queries, dtype, x["dout"])
-            return {name if name == "out" else f"d{name}": y for name, y in found.items()}
-
-        def of_keys(dtype: torch.dtype) -> Mapping[str, Tensor]:
-            return {f"d{name}": y for name, y in whole.at_tokens(keys, dtype, x["dout"]).items()}
-
-        of_tokens = tuple(f"d{name}" for name in names if name not in ("q", "gates"))
-        return [(("out", "dq", "dgates"), queries, of_queries), (of_tokens, keys, of_keys)]
+        assert self._block_indices is not None
+        block_indices, rope = self._block_indices.flatten(0, 1), Rope.from_config(config)
+        whole = SampledWhole(inputs, config, block_indices, rope=rope)
+        found = whole.at_queries(self.queries, dtype, x["dout"])
+        yield self.queries, {"out": found.pop("out"), **_gradients(found)}
+        yield self.keys, _gradients(whole.at_tokens(self.keys, dtype, x["dout"]))
 
     # --- Selection
     def _select(self, backend: str) -> None:
-        """Checks the block indices within whole attention; with others, values are others too."""
+        """Checks the block indices within whole attention; values depend on them."""
         problem = self.problem
         base, point, config = problem.tensors, problem.point, problem.config
         made = prepare(CASES["attention.choice"], base, point, config, backend)
         x = made.tensors
         chosen = select_blocks(x["q"], x["k_cmp"], x["lse"], config, backend=backend)
-        self.check_selection(chosen, made)
-        if self._selection is None or not torch.equal(chosen, self._selection):
-            self._selection = chosen
+        self._check_selection(chosen, made)
+        if self._block_indices is None or not torch.equal(chosen, self._block_indices):
+            self._block_indices = chosen
             self._known.pop("attention", None)
 
-    def check_selection(self, chosen: Tensor, problem: Problem) -> None:
+    def _check_selection(self, chosen: Tensor, problem: Problem) -> None:
         """Fail unless indices are legal everywhere, and on sampled rows those that fp64 selects.
 
         Args:
@@ -270,27 +302,25 @@ class Gate:
             problem: with the ``q`` and the ``k_cmp`` that were scored.
         """
         config, x = problem.config, problem.tensors
-        t = torch.arange(problem.point.seq_len, device=chosen.device)[None, :, None]
-        current, there = t // config.block_size, chosen >= 0
-        ascending = (chosen[..., 1:] > chosen[..., :-1]) & there[..., :-1]
-        ascending |= ~there[..., 1:]
-        assert bool(ascending.all()), "block_indices: not ascending, -1 at the end"
-        assert bool((chosen <= current[..., None]).all()), "block_indices: a block of the future"
+        t = torch.arange(problem.point.seq_len, device=chosen.device)
+        assert_legal(chosen, t, config)
+        t = t[:, None]
+        current = t // config.block_size
         if config.coarse_block_size is None:
             n = torch.full_like(t, config.num_selected_blocks)
             for length, fewer in reversed(config.block_counts):
                 n = torch.where(t < length, fewer, n)
-            whole = there.sum(-1) == torch.minimum(n, current + 1)
+            whole = (chosen >= 0).sum(-1) == torch.minimum(n, current + 1)
             assert bool(whole.all()), "block_indices: not as many blocks as there are to select"
-        init = torch.arange(config.num_init_blocks, device=chosen.device) + 0 * t[..., None]
-        local = current[..., None] - torch.arange(config.num_local_blocks, device=chosen.device)
-        for forced in torch.cat((init, local), -1).unbind(-1):
-            absent = (forced < 0) | (forced > current)
-            found = (chosen == forced[..., None]).any(-1) | absent
+        forced = [current * 0 + block for block in range(config.num_init_blocks)]
+        forced += [current - back for back in range(config.num_local_blocks)]
+        for block in forced:
+            absent = (block < 0) | (block > current)
+            found = (chosen == block[..., None]).any(-1) | absent
             assert bool(found.all()), "block_indices: a forced block is missing"
         q = x["q"].flatten(0, 1)
         sampled = sampled_choice(q, x["k_cmp"], config, cu_seqlens_q=self._offsets)
-        agreement = sampled.agreement(self._selections, chosen.flatten(0, 1))
+        agreement = sampled.agreement(self.selections, chosen.flatten(0, 1))
         different = f"{agreement.against} of {agreement.rows} sampled selections differ from fp64"
         assert agreement.against == 0, f"block_indices: {different}"
 
@@ -299,16 +329,12 @@ class Gate:
 
         Over the sampled rows in which it is clear which block is the n-th best.
         """
-        config, x = self.problem.config, self._packed
-        config = replace(
-            config,
-            coarse_block_size=None,
-            num_coarse_blocks=0,
-            score_precision="exact",
-        )
+        x, config = self._packed, self.problem.config
+        config = replace(config, coarse_block_size=None, num_coarse_blocks=0)
+        config = replace(config, score_precision="exact")
         sampled = sampled_choice(x["q"], x["k_cmp"], config, cu_seqlens_q=self._offsets)
-        exact, clear = sampled.at_queries(self._selections)
-        actual = chosen.flatten(0, 1)[self._selections]
+        exact, clear = sampled.at_queries(self.selections)
+        actual = chosen.flatten(0, 1)[self.selections]
         wanted = (exact >= 0) & clear[..., None]
         found = (exact[..., None] == actual[..., None, :]).any(-1) & wanted
         return round(float(found.sum() / wanted.sum()), 5)
@@ -322,25 +348,17 @@ class Gate:
         return {name: x.flatten(0, 1) if x.shape[:2] == batch else x for name, x in tensors.items()}
 
     @cached_property
-    def _offsets(self) -> Tensor:
-        point = self.problem.point
-        return packed_offsets([point.seq_len] * point.batch, point.device)
-
-    @cached_property
-    def _selections(self) -> Tensor:
-        """Packed rows on which selections are compared: the sampled queries, and evenly others."""
-        point = self.problem.point
-        step = max(1, point.tokens // SAMPLED_SELECTIONS)
-        evenly = torch.arange(0, point.tokens, step, device=point.device)
-        return torch.cat((self.queries, evenly)).unique()
-
-    @cached_property
     def _blocks(self) -> Tensor:
         """Packed compressed rows: blocks that start at or before the sampled keys."""
         config, seq_len = self.problem.config, self.problem.point.seq_len
         blocks = (seq_len - config.compress_block_size) // config.compress_stride + 1
         inside = self.keys % seq_len // config.compress_stride
         return (self.keys // seq_len * blocks + inside)[inside < blocks].unique()
+
+
+def _gradients(found: Mapping[str, Tensor]) -> Tensors:
+    """Gradients by their own names, from those by the names of the inputs."""
+    return {f"d{name}": gradient for name, gradient in found.items()}
 
 
 def approximates(config: NSAConfig) -> bool:

@@ -1,4 +1,4 @@
-"""``nsa bench guard``: ratios to dense attention beside those of committed rows of the same GPU."""
+"""``nsa bench guard``: ratios to dense attention against those of committed rows."""
 
 from __future__ import annotations
 

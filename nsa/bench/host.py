@@ -1,11 +1,10 @@
-"""``nsa bench host``: what a layer costs the CPU, beside transformers' Llama attention."""
+"""``nsa bench host``: what a layer costs the CPU, compared with transformers' Llama attention."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,10 +15,10 @@ from torch import Tensor, nn
 
 from nsa.attention import native_sparse_attention
 from nsa.bench.clock import gpu_events, percentiles, profiler, release_memory, synchronize
-from nsa.bench.gate import Verdict, compare, weight_gradients
+from nsa.bench.gate import ModelGate, random_gradient
 from nsa.bench.points import Shape
 from nsa.bench.rows import Origin, Results
-from nsa.bench.table import align, field, number, table, verdicts
+from nsa.bench.table import align, field, named, number, table, verdicts
 from nsa.bench.targets import outcomes_of
 from nsa.config import NSAConfig
 from nsa.extras import require
@@ -40,6 +39,8 @@ WARM_UP_CALLS = 5
 # Errors allowed, as a multiple of the CPU's own. The worst of 12,288 rows in bfloat16 differs by
 # more than two between equals.
 BUDGET = 3.0
+
+Fields = dict[str, Any]  # of a row
 
 
 @dataclass(frozen=True)
@@ -90,29 +91,12 @@ class HostRow(Origin):
     note: str | None
 
 
-class Subject(nn.Module):
-    """What is measured; called with tensors ``[1, T, ...]``, whose gradients are computed, too."""
-
-    def __init__(self, sizes: Sequence[tuple[int, ...]]) -> None:
-        super().__init__()
-        self.sizes = sizes
-
-    def inputs(self, tokens: int) -> list[Tensor]:
-        """Random inputs in fp32 on the CPU."""
-        return [torch.randn(1, tokens, *size) for size in self.sizes]
-
-
-class Function(Subject):
+class Function(nn.Module):
     """:func:`nsa.native_sparse_attention` with the default pattern."""
 
     def __init__(self, config: NSAConfig) -> None:
-        keys, values = ((config.num_kv_heads, size) for size in (config.head_dim, config.value_dim))
-        super().__init__([(config.num_heads, config.head_dim), *[keys, values] * 3])
+        super().__init__()
         self.config, self.rope = config, Rope.from_config(config)
-
-    def inputs(self, tokens: int) -> list[Tensor]:
-        """Queries, keys and values of three branches, gates."""
-        return [*super().inputs(tokens), torch.rand(1, tokens, self.config.num_heads, 3)]
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Attend."""
@@ -121,20 +105,7 @@ class Function(Subject):
         return call(*inputs, None, self.config, rope=self.rope, backend=backend)
 
 
-class Layer(Subject):
-    """:class:`nsa.NativeSparseAttention` with the default pattern."""
-
-    def __init__(self, config: NSAConfig, width: int) -> None:
-        super().__init__([(width,)])
-        self.attention = NativeSparseAttention(width, config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend."""
-        out: Tensor = self.attention(x)
-        return out
-
-
-class Llama(Subject):
+class Llama(nn.Module):
     """Llama's attention by SDPA; a model computes cosines and sines once for all layers."""
 
     cosines: Tensor
@@ -144,7 +115,7 @@ class Llama(Subject):
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
-        super().__init__([(width,)])
+        super().__init__()
         config = LlamaConfig.from_dict(
             {
                 "hidden_size": width,
@@ -154,23 +125,34 @@ class Llama(Subject):
                 "head_dim": shape.head_dim,
             }
         )
-        self.attention = LlamaAttention(config, 0)
-        self.rotary = LlamaRotaryEmbedding(config)
+        self.attention, self.rotary = LlamaAttention(config, 0), LlamaRotaryEmbedding(config)
         self.register_buffer("cosines", torch.empty(0))
         self.register_buffer("sines", torch.empty(0))
 
-    def inputs(self, tokens: int) -> list[Tensor]:
-        """The layer's input; angles of its length are kept."""
+    def keep_angles(self, tokens: int) -> None:
+        """Compute the cosines and sines of a length."""
         like = self.attention.q_proj.weight
         positions = torch.arange(tokens, device=like.device)[None]
         self.cosines, self.sines = self.rotary(like, positions)
-        return super().inputs(tokens)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend."""
         angles = (self.cosines, self.sines)
         out: Tensor = self.attention(x, position_embeddings=angles, attention_mask=None)[0]
         return out
+
+
+def _inputs(plan: HostPlan, subject: nn.Module, tokens: int) -> list[Tensor]:
+    """Random inputs in fp32 on the CPU: of the function q, k and v of each branch, and gates."""
+    if isinstance(subject, Llama):
+        subject.keep_angles(tokens)
+    if not isinstance(subject, Function):
+        return [torch.randn(1, tokens, plan.width)]
+    config = subject.config
+    keys, values = ((config.num_kv_heads, size) for size in (config.head_dim, config.value_dim))
+    sizes = [(config.num_heads, config.head_dim), *[keys, values] * 3]
+    gates = torch.rand(1, tokens, config.num_heads, 3)
+    return [*(torch.randn(1, tokens, *size) for size in sizes), gates]
 
 
 def bench_host(plan: HostPlan, device: torch.device) -> bool:
@@ -188,12 +170,12 @@ def bench_host(plan: HostPlan, device: torch.device) -> bool:
     results = Results(HostRow, plan.out, device, plan.commit)
     kinds = [("host.function", "bfloat16", "nsa")]  # a function has no weights
     kinds += itertools.product(("host.module",), plan.weights, plan.providers)
-    for case, weights, provider in (kind for kind in kinds if kind[0] in plan.cases):
-        named = {"case": case, "provider": provider, "shape": plan.shape.name, "width": plan.width}
-        gate = Gate(_subject(plan, case, provider), weights, plan.shape.config())
-        for mode in plan.modes:
-            for found in _measure(plan, gate, mode, device):
-                results.add(_progress, **named, weights=weights, mode=mode, **found)
+    for case, weights, provider in kinds:
+        if case in plan.cases:
+            named = {"case": case, "weights": weights, "provider": provider}
+            for found in _measure(plan, case, getattr(torch, weights), provider, device):
+                shape = {"shape": plan.shape.name, "width": plan.width}
+                results.add(_progress, **named, **shape, **found)
     return results.finish(host_table)
 
 
@@ -202,116 +184,56 @@ def _progress(row: HostRow) -> str:
     return f"{name} {row.host_ms_p50:8.3f} ms" if row.correct else f"{name} WRONG: {row.note}"
 
 
-def _subject(plan: HostPlan, case: str, provider: str) -> Subject:
-    torch.manual_seed(0)
-    if case == "host.function":
-        return Function(plan.shape.config())
-    kind = Layer if provider == "nsa" else Llama
-    return kind(plan.shape.config(), plan.width)
-
-
 def _measure(
-    plan: HostPlan,
-    gate: Gate,
-    mode: str,
-    device: torch.device,
-) -> Iterator[dict[str, Any]]:
-    """The gate, then what a row says for each number of tokens."""
-    release_memory(device)
-    torch.compiler.reset()  # each mode compiles the same code anew
-    subject = deepcopy(gate.subject).to(device)
-    run: Callable[..., Tensor] = subject
-    if mode in COMPILED:
-        run = torch.compile(subject, **COMPILED[mode])
-    verdict = gate.check(subject, run, device)
-    for tokens in plan.tokens:
-        found = {"tokens": tokens, **asdict(verdict)}
-        if verdict.correct:
-            inputs = [x.to(device, gate.dtype) for x in subject.inputs(tokens)]
-            precision = gate.precision(device)
-            call, forget = _call(subject, run, inputs, precision, backward=mode != "fwd")
-            found |= _times(call, forget, device, plan.calls)
-        yield found
+    plan: HostPlan, case: str, dtype: torch.dtype, provider: str, device: torch.device
+) -> Iterator[Fields]:
+    """The gate, then what a row says, for each mode and number of tokens.
 
-
-class Gate:
-    """Compares output and gradients of inputs and weights with fp64 on the CPU.
-
-    The sequence is so short that every block is selected: where blocks compete, rounding decides
-    between near ones (selection has a gate of its own in ``nsa bench attention``). The budget is
-    what the same mathematics loses on the CPU.
-
-    Args:
-        subject: on the CPU; its weights are converted.
-        weights: their dtype, a word of ``WEIGHTS``.
-        config: the sparse pattern.
+    The gate's sequence is so short that every block is selected: where blocks compete, rounding
+    decides between two with nearly equal scores (``nsa bench attention`` checks the selection).
     """
-
-    def __init__(self, subject: Subject, weights: str, config: NSAConfig) -> None:
-        self.dtype: torch.dtype = getattr(torch, weights)
-        self.subject = subject.to(self.dtype)
-        tokens = config.num_selected_blocks * config.block_size
-        self._inputs = [x.to(self.dtype) for x in subject.inputs(tokens)]
-        exact = deepcopy(self.subject).double()
-        self._oracle = _results(exact, exact, [x.double() for x in self._inputs], nullcontext())
-        precision = self.precision(torch.device("cpu"))
-        baseline = _results(self.subject, self.subject, self._inputs, precision)
-        self._baseline = {name: x.bfloat16() for name, x in baseline.items()}
-
-    def precision(self, device: torch.device) -> AbstractContextManager[object]:
-        """What fp32 weights run under: autocast to bfloat16."""
-        return nullcontext() if self.dtype == torch.bfloat16 else autocast(device, "bf16")
-
-    def check(self, subject: Subject, run: Callable[..., Tensor], device: torch.device) -> Verdict:
-        """Compare.
-
-        Args:
-            subject: a copy on the device.
-            run: the same as it is measured.
-            device: where.
-        """
-        inputs = [x.to(device) for x in self._inputs]
-        found = _results(subject, run, inputs, self.precision(device))
-        return compare(found, self._baseline, self._oracle, BUDGET)
-
-
-def _gradient(out: Tensor) -> Tensor:
-    """The same random gradient for every dtype and device: bfloat16 holds it."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(out.shape, generator=generator).bfloat16().to(out.device, out.dtype)
-
-
-def _results(
-    subject: Subject,
-    run: Callable[..., Tensor],
-    inputs: Sequence[Tensor],
-    precision: AbstractContextManager[object],
-) -> dict[str, Tensor]:
-    """Output, gradients of the inputs, and those of all weights in one row, on the CPU."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    with precision:
-        out = run(*leaves)
-    subject.zero_grad(set_to_none=True)
-    out.backward(_gradient(out))
-    found = {"out": out.detach().cpu()}
-    for index, leaf in enumerate(leaves):
-        assert leaf.grad is not None
-        found[f"dinput_{index}"] = leaf.grad.cpu()
-    return {**found, **weight_gradients(subject, lambda _: "weights")}
+    torch.manual_seed(0)
+    config = plan.shape.config()
+    original: nn.Module = Function(config)
+    if case == "host.module" and provider == "nsa":
+        original = NativeSparseAttention(plan.width, config)
+    elif case == "host.module":
+        original = Llama(config, plan.width)
+    original.to(dtype)
+    compute_dtype = "bf16" if dtype == torch.float32 else "fp32"  # by autocast
+    few = config.num_selected_blocks * config.block_size
+    inputs = [x.to(dtype) for x in _inputs(plan, original, few)]
+    gate = ModelGate(original, inputs, compute_dtype, torch.bfloat16, lambda _: "weights")
+    for mode in plan.modes:
+        release_memory(device)
+        torch.compiler.reset()  # each mode compiles the same code anew
+        subject = deepcopy(original).to(device)
+        run: Callable[..., Tensor] = subject
+        if mode in COMPILED:
+            run = torch.compile(subject, **COMPILED[mode])
+        verdict = gate.check(subject, run, device, BUDGET)
+        for tokens in plan.tokens:
+            found = {"mode": mode, "tokens": tokens, **asdict(verdict)}
+            if verdict.correct:
+                leaves = [x.to(device, dtype) for x in _inputs(plan, subject, tokens)]
+                precision = autocast(device, compute_dtype)
+                call, forget = _call(subject, run, leaves, precision, backward=mode != "fwd")
+                found |= _times(call, forget, device, plan.calls)
+            yield found
 
 
 def _call(
-    subject: Subject,
+    subject: nn.Module,
     run: Callable[..., Tensor],
     inputs: Sequence[Tensor],
-    precision: AbstractContextManager[object],
+    precision: torch.autocast,
     *,
     backward: bool,
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """One forward or forward and backward, and what has to be done before the next one."""
     leaves = [x.requires_grad_(backward) for x in inputs]
     with torch.no_grad(), precision:
-        gradient = _gradient(subject(*leaves))
+        gradient = random_gradient(subject(*leaves))
 
     def call() -> None:
         with torch.set_grad_enabled(backward):
@@ -332,7 +254,7 @@ def _times(
     forget: Callable[[], None],
     device: torch.device,
     calls: int,
-) -> dict[str, Any]:
+) -> Fields:
     """Time that the CPU spends on a call while the GPU is idle, and what the GPU then does."""
     samples = []
     for _ in range(WARM_UP_CALLS + calls):
@@ -343,7 +265,7 @@ def _times(
         samples.append(1000 * (time.perf_counter() - begin))
     synchronize(device)
     timing = percentiles(samples[WARM_UP_CALLS:], 1, "cpu")
-    found: dict[str, Any] = {f"host_ms_{p}": getattr(timing, p) for p in ("p50", "p20", "p80")}
+    found: Fields = {f"host_ms_{p}": getattr(timing, p) for p in ("p50", "p20", "p80")}
     if device.type == "cuda":
         forget()
         with profiler() as trace:
@@ -363,10 +285,7 @@ def host_table(rows: Sequence[HostRow]) -> str:
         return verdicts(outcomes_of(row, values.__getitem__))
 
     cells = {
-        "case": field("case"),
-        "provider": field("provider"),
-        "weights": field("weights"),
-        "mode": field("mode"),
+        **named("case", "provider", "weights", "mode"),
         "tokens": field("tokens", ","),
         "host ms": field("host_ms_p50", ".3f"),
         "p20": field("host_ms_p20", ".3f"),

@@ -6,8 +6,8 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from nsa.bench.cases import Call, Case, Problem, Tensors, selected_by
 from nsa.bench.points import Point
 from nsa.bench.variants import TileOverrides, Variant
 from nsa.config import NSAConfig
-from nsa.errors import check, fail
+from nsa.errors import fail
 from nsa.ops._backend import kernels_run_on_cpu
 from nsa.ops._triton.tuning import tiles_chosen_by
 
@@ -45,13 +45,11 @@ class Work:
         forward: gives the outputs.
         leaves: tensors whose gradients are wanted, by name.
         douts: gradients of the outputs.
-        scope: entered around everything.
     """
 
     forward: Callable[[], tuple[Tensor, ...]]
     leaves: Mapping[str, Tensor]
     douts: tuple[Tensor, ...]
-    scope: Callable[[], Any] = nullcontext
 
     def run(self, mode: str) -> tuple[Tensor, ...]:
         """The outputs, without recording gradients; with ``fwd_bwd`` the outputs and gradients."""
@@ -70,25 +68,28 @@ class Implementation:
         name: as in a row.
         cases: names of the cases that it computes; None means all.
         asked_for: names of those among them that it computes only if it is named.
-        dense: names of those that it computes as dense causal attention over q, k_slc and v_slc.
-        variant: what differs from the library's own settings, if anything.
+        variant: what differs from the library's own settings.
     """
 
     name: str
     cases: tuple[str, ...] | None = None
     asked_for: tuple[str, ...] = ()
-    dense: tuple[str, ...] = ()
-    variant: Variant | None = None
+    variant: Variant = field(default_factory=lambda: Variant(""))
     backend = "triton"  # of this library's operators, where it calls them
 
     def config(self, point: Point) -> NSAConfig:
         """The sparse pattern that it runs."""
-        return point.shape.config(None if self.variant is None else self.variant.config)
+        return point.shape.config(self.variant.config)
 
     def takes_part(self, case: Case, named: bool) -> bool:
         """Whether it is measured in a case; ``named`` where the command names implementations."""
         known = self.cases is None or case.name in self.cases
         return known and (named or case.name not in self.asked_for)
+
+    def scope(self) -> AbstractContextManager[set[str]]:
+        """Within, everything runs; gives the kernels of a variant whose tiles are not looked up."""
+        tiles = self.variant.tiles
+        return override_tiles(tiles) if tiles else nullcontext(set[str]())
 
     def work(self, problem: Problem) -> Work:
         """What is timed.
@@ -103,13 +104,13 @@ class Implementation:
         raise NotImplementedError
 
 
-def _work(problem: Problem, call: Call, backend: str, **scope: Any) -> Work:
+def _work(problem: Problem, call: Call, backend: str) -> Work:
     """A case as this library computes it; its leaves are the inputs, without a copy."""
     case, tensors = problem.case, problem.tensors
     leaves = _leaves(tensors, case.inputs)
     douts = tuple(tensors[f"d{name}"] for name in case.outputs) if case.inputs else ()
     forward = partial(call, {**tensors, **leaves}, problem.config, backend)
-    return Work(forward, leaves, douts, **scope)
+    return Work(forward, leaves, douts)
 
 
 def _leaves(tensors: Tensors, names: Iterable[str]) -> Tensors:
@@ -131,9 +132,7 @@ class Kernels(Implementation):
         if problem.point.device.type != "cuda" and not kernels_run_on_cpu():
             raise UnsupportedError("the Triton kernels need a CUDA GPU")
         call = problem.case.call if self.algorithm == "auto" else selected_by(self.algorithm)
-        tiles = {} if self.variant is None else self.variant.tiles
-        scope = {"scope": partial(override_tiles, tiles)} if tiles else {}
-        return _work(problem, call, self.backend, **scope)
+        return _work(problem, call, self.backend)
 
     def fault(self, kernels: Sequence[str], case: Case, mode: str) -> str | None:
         """Every operator's own kernel must have run, and nothing that only a reference starts."""
@@ -251,7 +250,7 @@ def _flex_attention(problem: Problem) -> Callable[..., Tensor]:
 
 @dataclass(frozen=True)
 class PyTorch(Implementation):
-    """An attention of PyTorch on a GPU.
+    """An attention of PyTorch on a GPU; in place of the whole it is dense over q, k_slc, v_slc.
 
     Attributes:
         make: gives attention over ``[B, H, S, D]`` for a problem.
@@ -298,15 +297,9 @@ _FA2 = partial(_dense_attention, SDPBackend.FLASH_ATTENTION)
 _WHOLE, _SELECTED, _TEMPLATE = ("attention",), ("attention.selected",), ("triton_tem",)
 _IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Kernels("nsa"),
-    PyTorch("dense-cudnn", _WHOLE, dense=_WHOLE, make=_CUDNN, kernels=(("cudnn",), ())),
-    PyTorch("dense-fa2", _WHOLE, dense=_WHOLE, make=_FA2, kernels=(("flash_fwd",), ("flash_bwd",))),
-    PyTorch(
-        "flex",
-        (*_WHOLE, "attention.window"),
-        asked_for=_WHOLE,
-        dense=_WHOLE,
-        kernels=(_TEMPLATE, _TEMPLATE),
-    ),
+    PyTorch("dense-cudnn", _WHOLE, make=_CUDNN, kernels=(("cudnn",), ())),
+    PyTorch("dense-fa2", _WHOLE, make=_FA2, kernels=(("flash_fwd",), ("flash_bwd",))),
+    PyTorch("flex", (*_WHOLE, "attention.window"), _WHOLE, kernels=(_TEMPLATE, _TEMPLATE)),
     Kernels("tiled", _SELECTED, asked_for=_SELECTED, algorithm="tiled"),
     Kernels("gathered", _SELECTED, asked_for=_SELECTED, algorithm="gathered"),
     Reference("reference"),
@@ -320,14 +313,12 @@ def choose_implementations(
     """Those named and all variants; by default all that are measured without being named.
 
     Raises:
-        ValueError: a name is unknown, or the machine has no GPU for it.
+        ValueError: the machine has no GPU for them.
     """
     made = {variant.name: Kernels(variant.name, variant=variant) for variant in variants}
     known = {**IMPLEMENTATIONS, **made}
     if names is None:
         names = [name for name, each in known.items() if each.cases != each.asked_for]
-    for name in names:
-        check(name in known, "nsa bench", "--provider", f"be among {', '.join(known)}", name)
     chosen = list(dict.fromkeys([*names, *made]))
     if device.type != "cuda" and chosen != ["reference"] and not kernels_run_on_cpu():
         hint = "Without one: nsa bench attention --provider reference --seqs 512 --tokens 512"

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from nsa.config import NSAConfig
 from nsa.errors import fail
+from nsa.ops.selection.reference import choose_blocks
 from nsa.testing import make_inputs
 
 # Values of the field `choice`: neighbouring queries that share their selection of blocks.
 CHOICES = {"random": 1, "shared4": 4, "shared16": 16}
 
-# Noise of a query beside its group's direction, where a selection is shared: two queries of a group
-# are never equal, and still select (nearly) the same blocks.
+# Noise of a query relative to its group's direction, where a selection is shared: two queries of a
+# group are never equal, and still select (nearly) the same blocks.
 OWN_NOISE = 0.03
 _CHUNK_ELEMENTS = 2**27
 WHOLE_INPUTS = ("q", "k_cmp_raw", "v_cmp_raw", "k_slc", "v_slc", "k_win", "v_win", "gates")
@@ -82,7 +82,6 @@ class Point:
         choice: how far neighbouring queries agree, a key of ``CHOICES``.
         dtype: of all float tensors.
         device: where it is measured.
-        seed: of the inputs.
     """
 
     shape: Shape
@@ -91,7 +90,6 @@ class Point:
     choice: str
     dtype: torch.dtype
     device: torch.device
-    seed: int = 0
 
     @property
     def tokens(self) -> int:
@@ -113,7 +111,7 @@ def make_tensors(point: Point, config: NSAConfig) -> dict[str, Tensor]:
     so they rank the blocks alike.
     """
     lengths, device = [point.seq_len] * point.batch, point.device
-    packed = make_inputs(config, lengths, seed=point.seed, dtype=point.dtype, device=device)
+    packed = make_inputs(config, lengths, dtype=point.dtype, device=device)
     batch = point.batch, point.seq_len
     tensors = {name: getattr(packed, name).unflatten(0, batch) for name in WHOLE_INPUTS}
     group = CHOICES[point.choice]
@@ -125,7 +123,7 @@ def make_tensors(point: Point, config: NSAConfig) -> dict[str, Tensor]:
 
 def normal(shape: tuple[int, ...], point: Point, seed: int) -> Tensor:
     """Gaussian numbers, drawn in fp32."""
-    generator = torch.Generator(device=point.device).manual_seed(point.seed + seed)
+    generator = torch.Generator(device=point.device).manual_seed(seed)
     return torch.randn(shape, generator=generator, device=point.device).to(point.dtype)
 
 
@@ -138,24 +136,16 @@ def share_directions(q: Tensor, group: int) -> Tensor:
 def hand_made_selection(point: Point, config: NSAConfig) -> Tensor:
     """Indices for the selected branch alone, int32 ``[B, S, Hkv, n]``, ascending, -1 at the end.
 
-    The forced blocks, the rest drawn at random, anew for each aligned group of queries that share
+    The forced blocks and others at random, drawn anew for each aligned group of queries that share
     their selection. A group lies within a block, so that its forced blocks agree too.
     """
     blocks, group = -(-point.seq_len // config.block_size), CHOICES[point.choice]
-    n, heads = min(config.num_selected_blocks, blocks), config.num_kv_heads
-    generator = torch.Generator(device=point.device).manual_seed(point.seed + 2)
-    block = torch.arange(blocks, device=point.device)
-    rows = torch.arange(0, point.seq_len, group, device=point.device).repeat(point.batch)
+    generator = torch.Generator(device=point.device).manual_seed(2)
+    positions = torch.arange(0, point.seq_len, group, device=point.device).repeat(point.batch)
     parts = []
-    for some in rows.split(max(1, _CHUNK_ELEMENTS // (blocks * heads))):
-        current = (some // config.block_size)[:, None, None]
-        shape = (len(some), heads, blocks)
-        rank = torch.rand(shape, generator=generator, device=point.device)
-        forced = (block < config.num_init_blocks) | (block > current - config.num_local_blocks)
-        rank = torch.where(forced, 2.0, rank).masked_fill(block > current, -1.0)
-        best = rank.topk(n)
-        ids = torch.where(best.values >= 0, best.indices, blocks).sort(-1).values
-        parts.append(torch.where(ids < blocks, ids, -1).int())
+    for some in positions.split(max(1, _CHUNK_ELEMENTS // (blocks * config.num_kv_heads))):
+        shape = (len(some), config.num_kv_heads, blocks)
+        scores = torch.rand(shape, generator=generator, device=point.device)
+        parts.append(choose_blocks(scores, some, config))
     chosen = torch.cat(parts).unflatten(0, (point.batch, -1))
-    chosen = chosen.repeat_interleave(group, dim=1)[:, : point.seq_len]
-    return pad(chosen, (0, config.num_selected_blocks - n), value=-1).contiguous()
+    return chosen.repeat_interleave(group, dim=1)[:, : point.seq_len].contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -85,16 +86,15 @@ def _origins(rows: Sequence[Row]) -> str:
 
 
 def _table(rows: Sequence[Row], by: Figures) -> str:
-    cells = {name: cell for name, cell in row_cells(by).items() if name not in ("case", "choice")}
-    ordered = sorted(rows, key=lambda row: (row.seq_len, row.batch, row.mode, row.ms_p50 or 0))
+    cells = row_cells(by)
+    del cells["case"], cells["choice"]
+    ordered = sorted(rows, key=lambda row: (row.seq_len, row.batch, row.mode, row.ms_p50))
     return markdown(table(cells, ordered))
 
 
 def largest_batches(rows: Sequence[Row]) -> list[Row]:
     """Of each length the rows with most sequences: a plot over length shows one batch."""
-    most = {row.seq_len: 0 for row in rows}
-    for row in rows:
-        most[row.seq_len] = max(most[row.seq_len], row.batch)
+    most = {row.seq_len: row.batch for row in sorted(rows, key=lambda row: row.batch)}
     return [row for row in rows if row.batch == most[row.seq_len]]
 
 
@@ -118,32 +118,27 @@ def _plots(case: str, rows: Sequence[Row], by: Figures, folder: Path, name: str)
     parts = []
     for kind, value, label in _PLOTS.get(case, ()):
         lines = series(rows, by, value)
-        if lines:
-            file = folder / f"{kind}-{name}.png"
-            _plot(lines, label, line_at_one=value is of_dense).savefig(file, dpi=120)
-            parts.append(f"![{label} over length]({file.name})")
+        if not lines:
+            continue
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.subplots()
+        providers = list(dict.fromkeys(provider for provider, _ in lines))
+        for (provider, mode), points in lines.items():
+            colour = _COLOURS[providers.index(provider) % len(_COLOURS)]
+            style: dict[str, Any] = {"color": colour, "linestyle": _DASHES[mode], "marker": "."}
+            axes.plot(*zip(*points, strict=True), label=f"{provider}, {_MODES[mode]}", **style)
+        if value is of_dense:
+            axes.axhline(1.0, color="#888888", linewidth=0.8)
+        lengths = sorted({seq_len for points in lines.values() for seq_len, _ in points})
+        axes.set(xlabel="length S (tokens)", ylabel=label, yscale="log")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{seq_len:,}" for seq_len in lengths], rotation=45)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+        file = folder / f"{kind}-{name}.png"
+        figure.savefig(file, dpi=120)
+        parts.append(f"![{label} over length]({file.name})")
     return parts
-
-
-def _plot(lines: Mapping[tuple[str, str], Points], label: str, *, line_at_one: bool) -> Figure:
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    providers = list(dict.fromkeys(provider for provider, _ in lines))
-    for (provider, mode), points in lines.items():
-        colour = _COLOURS[providers.index(provider) % len(_COLOURS)]
-        label_of, style = f"{provider}, {_MODES[mode]}", _DASHES[mode]
-        axes.plot(*zip(*points, strict=True), style, color=colour, marker=".", label=label_of)
-    if line_at_one:
-        axes.axhline(1.0, color="#888888", linewidth=0.8)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    lengths = sorted({seq_len for points in lines.values() for seq_len, _ in points})
-    axes.set_xticks(lengths, [f"{seq_len:,}" for seq_len in lengths], rotation=45)
-    axes.set_xlabel("length S (tokens)")
-    axes.set_ylabel(label)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    return figure
 
 
 def series(rows: Iterable[Row], by: Figures, value: Value) -> dict[tuple[str, str], Points]:
@@ -158,8 +153,6 @@ def series(rows: Iterable[Row], by: Figures, value: Value) -> dict[tuple[str, st
 
 def _targets(rows: Sequence[Row], by: Figures) -> list[str]:
     found = [(row, outcome) for row in rows for outcome in outcomes(row, by)]
-    if not found:
-        return []
     missed = [f"- missed: {point(row)}: {outcome}" for row, outcome in found if not outcome.passed]
     reached = f"{len(found) - len(missed)} of {len(found)} targets are reached."
-    return ["## Targets", "\n".join([reached, *missed])]
+    return ["## Targets", "\n".join([reached, *missed])] if found else []

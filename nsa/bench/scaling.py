@@ -6,34 +6,31 @@ import dataclasses
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from nsa.bench.clock import release_memory
-from nsa.bench.communication import Communication, communication
 from nsa.bench.rows import Origin, Results
+from nsa.bench.subjects import as_measured
 from nsa.bench.table import align, field, number, table, verdicts
 from nsa.bench.targets import outcomes_of
-from nsa.bench.train_run import MeasuredError, StepClock
+from nsa.bench.train_run import measure_steps
 from nsa.errors import check
 from nsa.train import environment
 from nsa.train.config import TrainConfig
 from nsa.train.distributed.launch import Launch, check_platform, communication_settings
 from nsa.train.distributed.processes import Processes, join
 from nsa.train.execution.precision import choose_device
-from nsa.train.run_folder import RunFolder
-from nsa.train.telemetry.throughput import MIB
-from nsa.train.trainer import Trainer
 from nsa.train.watch.out_of_memory import check_run_fits
 
 PROFILED_STEPS = 3
 _EXCHANGES = 50
+# What runs on the GPU, by the categories of PyTorch's traces.
+_ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 # Settings that a row repeats.
 _OF_THE_RUN = (
     "compile",
@@ -54,7 +51,7 @@ class ScalingPlan:
         name: of the configuration.
         config: the run; its global batch is divided among the processes that there are.
         buckets_mib: sizes of DDP's buckets to try; empty leaves that of the configuration.
-        warmup: steps before anything is looked at.
+        warmup: steps before the profiled ones.
         steps: timed steps.
         out: JSONL file to append to; None keeps the rows to itself.
         commit: to record where the checkout has no git.
@@ -62,11 +59,11 @@ class ScalingPlan:
 
     name: str
     config: TrainConfig
-    buckets_mib: Sequence[float] = ()
-    warmup: int = 10
-    steps: int = 20
-    out: Path | None = None
-    commit: str | None = None
+    buckets_mib: Sequence[float]
+    warmup: int
+    steps: int
+    out: Path | None
+    commit: str | None
 
 
 @dataclass(frozen=True)
@@ -108,9 +105,9 @@ def divided(config: TrainConfig, world_size: int) -> TrainConfig:
     Raises:
         ValueError: it cannot be divided.
     """
-    windows, rest = divmod(config.global_batch, world_size)
-    rule = f"be a multiple of the number of processes ({world_size}), so that none is without work"
-    check(rest == 0, "nsa bench scaling", "global_batch", rule, config.global_batch)
+    windows, remainder = divmod(config.global_batch, world_size)
+    rule = f"be a multiple of the number of processes ({world_size}), so that all have work"
+    check(remainder == 0, "nsa bench scaling", "global_batch", rule, config.global_batch)
     sizes = range(1, config.micro_batch + 1)
     micro_batch = max(size for size in sizes if windows % size == 0)
     accumulation = windows // micro_batch
@@ -132,14 +129,8 @@ def bench_scaling(plan: ScalingPlan, launch: Launch) -> None:
     config = divided(plan.config, launch.world_size)
     device = choose_device(config.device, launch.local_rank)
     check_run_fits("nsa bench scaling", config, device)
-    config = replace(
-        config,
-        steps=max(config.steps, plan.warmup + PROFILED_STEPS + plan.steps + 1),
-        log_every=0,
-        eval_windows=0,
-        sample_tokens=0,
-        checkpoint_every=0,
-    )
+    config = as_measured(config, plan.warmup, plan.steps + PROFILED_STEPS)
+    config = replace(config, log_every=0)
     with join(launch, device) as processes:
         results = None
         if processes.is_main:
@@ -199,22 +190,59 @@ def scaling_table(rows: Sequence[ScalingRow]) -> str:
     return "\n".join(align(table(cells, rows)))
 
 
-class _Clock(StepClock):
-    """Memory is that of the timed steps."""
+@dataclass(frozen=True)
+class Communication:
+    """Of one GPU, microseconds.
 
-    def begin(self) -> None:
-        super().begin()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+    Attributes:
+        total_us: time in which a kernel of NCCL ran, waiting for slower processes included.
+        exposed_us: the part of it in which nothing else ran on the GPU.
+        idle_us: time between the first and the last kernel in which nothing ran: the GPU waited for
+            its host.
+    """
 
-    def communication(self) -> Communication:
-        """What the profiler saw."""
-        if self.trace is None:
-            return Communication(0.0, 0.0, 0.0)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            self.trace.export_chrome_trace(str(path))
-            return communication(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
+    total_us: float
+    exposed_us: float
+    idle_us: float
+
+
+def communication(events: Iterable[Mapping[str, Any]]) -> Communication:
+    """Communication in a trace of one process.
+
+    Args:
+        events: ``traceEvents`` of a Chrome trace as PyTorch's profiler writes it: ``ts`` and
+            ``dur`` in microseconds, ``cat`` and ``name``. Those of the host are left out, and so
+            are copies and kernels without duration.
+    """
+    found: list[tuple[float, float, bool]] = []
+    for event in events:
+        if event.get("cat") in _ON_DEVICE and event.get("ph", "X") == "X":
+            begin = float(event["ts"])
+            sends = "nccl" in str(event["name"]).lower()
+            found.append((begin, begin + float(event["dur"]), sends))
+    sent, computed = (_covered(one for one in found if one[2] is sends) for sends in (True, False))
+    ran = _covered(found)
+    span = max(one[1] for one in found) - min(one[0] for one in found) if found else 0.0
+    return Communication(sent, ran - computed, span - ran)
+
+
+def _covered(intervals: Iterable[tuple[float, float, bool]]) -> float:
+    """Length of the union of intervals ``begin, end``."""
+    total, reached = 0.0, float("-inf")
+    for begin, end, _ in sorted(intervals):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _communication(trace: Any) -> Communication:
+    """What the profiler saw; without one, nothing."""
+    if trace is None:
+        return Communication(0.0, 0.0, 0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        trace.export_chrome_trace(str(path))
+        return communication(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
 
 
 def _measure(
@@ -224,25 +252,13 @@ def _measure(
     device: torch.device,
 ) -> dict[str, Any]:
     """What a row says."""
-    torch.compiler.reset()  # each setting compiles the same code anew
-    clock = _Clock(device, plan.warmup, plan.steps, PROFILED_STEPS)
-    with _shared_folder(processes) as folder:
-        with processes.main_first():
-            path, main = folder / "run", processes.is_main
-            run_folder = RunFolder.create(path, config) if main else RunFolder.open(path)
-        trainer = Trainer(
-            config,
-            run_folder,
-            processes=processes,
-            beat=clock.beat,
-            stops_at_once=True,
-        )
-        with suppress(MeasuredError):
-            trainer.run()
-    cuda = device.type == "cuda"
-    (peak,) = processes.largest(torch.cuda.max_memory_allocated(device) if cuda else 0)
-    totals = processes.total(*map(round, dataclasses.astuple(clock.communication())))
+    found, trainer = measure_steps(
+        config, device, plan.warmup, plan.steps, processes=processes, profiled=PROFILED_STEPS
+    )
+    (peak,) = processes.largest(round(found.peak_mib or 0))
+    totals = processes.total(*map(round, dataclasses.astuple(_communication(found.trace))))
     each = 1000 * processes.world_size * PROFILED_STEPS
+    cuda = device.type == "cuda"
     sent_ms, exposed_ms, idle_ms = (total / each if cuda else None for total in totals)
     row = {
         **{name: getattr(config, name) for name in _OF_THE_RUN},
@@ -251,13 +267,13 @@ def _measure(
         "processes": processes.world_size,
         "checkpointing": config.checkpointing.policy,
         "parameters": trainer.model.num_parameters()["total"],
-        "step_ms": 1000 * clock.seconds / plan.steps,
-        "tokens_per_s": plan.steps * config.global_batch * config.seq_len / clock.seconds,
+        "step_ms": 1000 * found.seconds / plan.steps,
+        "tokens_per_s": plan.steps * config.global_batch * config.seq_len / found.seconds,
         "communication_ms": sent_ms,
         "exposed_ms": exposed_ms,
         "idle_ms": idle_ms,
         "exchange_us": _exchange_us(processes),
-        "peak_mib": peak / MIB if cuda else None,
+        "peak_mib": float(peak) if cuda else None,
         "loss_nats": trainer.state.progress.window.loss_nats,
         "nccl": environment.nccl(),
         "nccl_settings": communication_settings(),
@@ -274,14 +290,3 @@ def _exchange_us(processes: Processes) -> float:
     for _ in range(_EXCHANGES):
         processes.largest(0)
     return 1e6 * (time.perf_counter() - begin) / _EXCHANGES
-
-
-@contextmanager
-def _shared_folder(processes: Processes) -> Iterator[Path]:
-    """A folder for the processes of one machine, removed when all have left."""
-    with tempfile.TemporaryDirectory() as own:
-        shared = [own]
-        if processes.world_size > 1:
-            dist.broadcast_object_list(shared)
-        yield Path(shared[0])
-        processes.wait_for_all()

@@ -32,7 +32,7 @@ class Subject:
         config: the run.
         file: the configuration file that it comes from, without any change.
         base: the first configuration, for a row to say what differs; None for that one and the
-            dense models beside it.
+            dense models that it is compared with.
     """
 
     name: str
@@ -75,8 +75,8 @@ class Batching:
             windows = max(1, self.tokens // seq_len)
             micro_batch = min(micro_batch, windows)
         rule, hint = f"divide the {windows} windows of a step", "Give --micro-batch."
-        accumulation, rest = divmod(windows, micro_batch)
-        check(rest == 0, _WHERE, "micro_batch", rule, micro_batch, hint)
+        accumulation, remainder = divmod(windows, micro_batch)
+        check(remainder == 0, _WHERE, "micro_batch", rule, micro_batch, hint)
         return replace(
             config,
             seq_len=seq_len,
@@ -116,8 +116,8 @@ def find_subjects(
         paths: configurations; the first one is the base.
         settings: dotted names to values, for all of them.
         variants: ``NAME:KEY=VALUE,...``, settings on top of the base.
-        names: of the base and the dense models beside it; None means all of them, or the base alone
-            beside other configurations.
+        names: of the base and the dense models that it is compared with; None means all of them,
+            or the base alone where there are other configurations.
         unmasked: adds the dense model whose attention crosses documents, on the same batches.
 
     Raises:
@@ -127,7 +127,7 @@ def find_subjects(
     if names is None:
         names = PROVIDERS if len(paths) == 1 else (base.model.attention,)
     names = [*names, *[UNMASKED] * unmasked]
-    found = [Subject(name, _beside(base, name), file) for name in names]
+    found = [Subject(name, _model_of(base, name), file) for name in names]
     for path in paths[1:]:
         config = load_config(path, settings)
         found.append(Subject(path.stem, config, load_config(path), base))
@@ -143,7 +143,7 @@ def find_subjects(
     return found
 
 
-def _beside(base: TrainConfig, name: str) -> TrainConfig:
+def _model_of(base: TrainConfig, name: str) -> TrainConfig:
     """The base with the model of this provider, everything else the same."""
     if name == "dense-matched":
         return replace(base, model=dense_of_equal_size(base.model))

@@ -18,7 +18,7 @@ from nsa.bench.targets import (
 )
 
 Kind = TypeVar("Kind")
-Cells = Mapping[str, Callable[[Kind], str]]
+Cells = dict[str, Callable[[Kind], str]]
 
 
 def progress_line(row: Row) -> str:
@@ -53,15 +53,13 @@ def row_cells(by: Figures) -> Cells[Row]:
         return number(found) + " void" * (found is not None and is_void(row, by))
 
     def of_nsa(row: Row) -> str:
-        return "" if row.provider == "nsa" else number(ratio(row, by, "nsa"))
+        return "" if row.provider == "nsa" else number(ratio(row, by, provider="nsa"))
 
     return {
-        "case": field("case"),
-        "provider": field("provider"),
+        **named("case", "provider"),
         "S": field("seq_len", ","),
         "B": field("batch"),
-        "choice": field("choice"),
-        "mode": field("mode"),
+        **named("choice", "mode"),
         "ms (p20 to p80)": _time,
         "tokens/s": field("tokens_per_s", ",.0f"),
         "MFU": field("mfu", ".3g"),
@@ -72,7 +70,7 @@ def row_cells(by: Figures) -> Cells[Row]:
         "time of dense": time_of_dense,
         "MiB of dense": lambda row: number(of_dense(row, by, "peak_mib")),
         "time of nsa": of_nsa,
-        "time of dense-unmasked": lambda row: number(ratio(row, by, UNMASKED)),
+        "time of dense-unmasked": lambda row: number(ratio(row, by, provider=UNMASKED)),
         "recall": field("recall", ".3f"),
         "loss": field("loss_nats", ".3f"),
         "compilations after step 5": field("compilations_after_5"),
@@ -83,6 +81,11 @@ def row_cells(by: Figures) -> Cells[Row]:
         "changed": lambda row: settings_text(row.changed),
         "target": lambda row: verdicts(outcomes(row, by)),
     }
+
+
+def named(*fields: str) -> Cells[Any]:
+    """Columns that are called like their fields."""
+    return {name: field(name) for name in fields}
 
 
 def field(name: str, form: str = "") -> Callable[[Any], str]:

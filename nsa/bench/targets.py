@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from nsa.bench.rows import Origin, Row
+from nsa.bench.rows import Origin, Row, measured
 
 FILE = Path(__file__).with_name("targets.json")
 DENSE = "dense-cudnn"
@@ -59,15 +59,14 @@ class Outcome:
     def __str__(self) -> str:
         """Measured value, and each bound with its verdict."""
         target = self.target
-        bounds = {"target": target.target, "stretch": target.stretch}
         form, exact = (",.0f", ",.0f") if target.unit == "tokens/s" else (".3g", "g")
-        said = ", ".join(
-            f"{name} {bound:{exact}} {'pass' if target.reached(bound, self.value) else 'FAIL'}"
-            for name, bound in bounds.items()
-            if bound is not None
-        )
+        verdicts = []
+        for name, bound in (("target", target.target), ("stretch", target.stretch)):
+            if bound is not None:
+                verdict = "pass" if target.reached(bound, self.value) else "FAIL"
+                verdicts.append(f"{name} {bound:{exact}} {verdict}")
         unit = "" if target.unit == "ms" else f" {target.unit}"
-        return f"{self.value:{form}}{unit}: {said}"
+        return f"{self.value:{form}}{unit}: {', '.join(verdicts)}"
 
 
 @cache
@@ -78,7 +77,7 @@ def targets() -> tuple[str, tuple[Target, ...]]:
 
 
 def outcomes_of(row: Origin, value: Callable[[str], float | None]) -> list[Outcome]:
-    """A row beside its targets; none on another GPU.
+    """A row compared with its targets; none on another GPU.
 
     Args:
         row: of any kind.
@@ -94,61 +93,59 @@ def outcomes_of(row: Origin, value: Callable[[str], float | None]) -> list[Outco
     ]
 
 
-Figures = Mapping[tuple[str, str, str, str, str, int, str], Row]
+Figures = Mapping[tuple[object, ...], Row]
+
+
+def _key(row: Row) -> tuple[object, ...]:
+    """What rows of one run have in common that measured the same work."""
+    work = row.case, row.provider, row.shape, row.choice, row.seq_len, row.batch, row.mode
+    return row.run_id, *work
 
 
 def figures(rows: Iterable[Row]) -> Figures:
-    """Rows with a time by run, case, provider, shape, choice, length and mode; the last counts."""
-    return {
-        (row.run_id, row.case, row.provider, row.shape, row.choice, row.seq_len, row.mode): row
-        for row in rows
-        if row.ms_p50 is not None
-    }
+    """Rows with a time, for ratios between them; of equal ones the last counts."""
+    return {_key(row): row for row in measured(rows)}
 
 
-def _other(row: Row, by: Figures, case: str, provider: str, choice: str) -> Row | None:
-    """The row of the same run, shape, length and mode, whatever its batch."""
-    return by.get((row.run_id, case, provider, row.shape, choice, row.seq_len, row.mode))
+def other(row: Row, by: Figures, **names: str) -> Row | None:
+    """The row of the same run that measured the same but for ``case``, ``provider``, ``choice``."""
+    return by.get(_key(replace(row, **names)))  # type: ignore[arg-type]
 
 
-def _dense(row: Row, by: Figures) -> Row | None:
+def ratio(row: Row, by: Figures, field: Field = "ms_p50", **names: str) -> float | None:
+    """Time or memory divided by that of another row of the same run; None without it."""
+    below = other(row, by, **names)
+    value, divisor = getattr(row, field), below and getattr(below, field)
+    return value / divisor if value is not None and divisor else None
+
+
+def _dense(row: Row) -> dict[str, str]:
     """What a ratio to dense attention is made with: dense attention, or the dense model."""
-    case, provider = ("train", "dense") if row.case == "train" else ("attention", DENSE)
-    return _other(row, by, case, provider, row.choice)
-
-
-def _ratio(row: Row, other: Row | None, field: Field = "ms_p50") -> float | None:
-    if other is None or other.batch != row.batch:
-        return None
-    above, below = getattr(row, field), getattr(other, field)
-    return above / below if above is not None and below else None
-
-
-def ratio(row: Row, by: Figures, provider: str, choice: str | None = None) -> float | None:
-    """Time divided by that of another implementation (or choice) in the same run."""
-    return _ratio(row, _other(row, by, row.case, provider, choice or row.choice))
+    return (
+        {"provider": "dense"} if row.case == "train" else {"case": "attention", "provider": DENSE}
+    )
 
 
 def of_dense(row: Row, by: Figures, field: Field = "ms_p50") -> float | None:
     """Time or memory divided by dense attention's in the same run; None without it."""
-    return _ratio(row, _dense(row, by), field)
+    return ratio(row, by, field, **_dense(row))
 
 
 def is_void(row: Row, by: Figures) -> bool:
     """Whether dense attention misses its own target, so that a ratio to it says nothing."""
-    dense = _dense(row, by)
+    dense = other(row, by, **_dense(row))
     return dense is not None and not all(found.passed for found in outcomes(dense, by))
 
 
 def outcomes(row: Row, by: Figures) -> list[Outcome]:
-    """A row with a time beside its targets."""
+    """A row with a time compared with its targets."""
     if row.ms_p50 is None:
         return []
-    values: dict[str, Callable[[], float | None]] = {
-        "ms": lambda: row.ms_p50,
-        "tokens/s": lambda: row.tokens_per_s,
-        "of random": lambda: ratio(row, by, row.provider, "random"),
-        "of dense-cudnn": lambda: of_dense(row, by),
-        "MiB of dense": lambda: of_dense(row, by, "peak_mib"),
+    values = {
+        "ms": row.ms_p50,
+        "tokens/s": row.tokens_per_s,
+        "of random": ratio(row, by, choice="random"),
+        "of dense-cudnn": of_dense(row, by),
+        "MiB of dense": of_dense(row, by, "peak_mib"),
     }
-    return outcomes_of(row, lambda unit: values[unit]())
+    return outcomes_of(row, values.get)

@@ -39,7 +39,7 @@ _BRANCH_CASES = {
     "slc": ("attention.choice", "attention.selected"),
     "win": ("attention.window",),
 }
-# Settings of a run that its row repeats, beside those that have a section.
+# Settings of a run that its row repeats; others have a section of the configuration.
 _SETTINGS = (
     "micro_batch",
     "accumulation",
@@ -65,7 +65,7 @@ class TrainPlan:
         subjects: runs to be compared.
         batchings: changes of length and batch; every subject is measured with each.
         modes: ``fwd``, ``fwd_bwd``.
-        warmup: steps before anything is looked at.
+        warmup: steps before the profiled one.
         steps: timed steps.
         out: JSONL file to append to; None keeps the rows to itself.
         commit: to record where the checkout has no git.
@@ -73,12 +73,12 @@ class TrainPlan:
 
     shape: str
     subjects: Sequence[Subject]
-    batchings: Sequence[Batching] = (Batching(),)
-    modes: Sequence[str] = MODES
-    warmup: int = 20
-    steps: int = 40
-    out: Path | None = None
-    commit: str | None = None
+    batchings: Sequence[Batching]
+    modes: Sequence[str]
+    warmup: int
+    steps: int
+    out: Path | None
+    commit: str | None
 
 
 def bench_train(plan: TrainPlan, device: torch.device) -> bool:
@@ -203,7 +203,7 @@ def _fields(
 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:
-    """What a reader of a row wants to know of the run besides its configuration's name."""
+    """What a row says of the run in addition to its configuration's name."""
     config = trainer.config
     return {
         "attention": config.model.attention,

@@ -1,20 +1,16 @@
-"""The gate of a model: the trainer's loss and gradients beside the fp64 reference."""
+"""The gate of a model: the trainer's loss and gradients compared with the fp64 reference."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
 
-from nsa.bench.gate import Verdict, compare, weight_gradients
+from nsa.bench.gate import ModelGate, Verdict
 from nsa.lm.model import LanguageModel
 from nsa.train.config import CheckpointingConfig, TrainConfig
 from nsa.train.execution.activations import checkpoint_activations
-from nsa.train.execution.precision import autocast
 from nsa.train.loss import NextTokenLoss
 
 SEQUENCES = 2
@@ -25,8 +21,8 @@ _PARTS = ("gate.net", "phi", "norm", "attention", "mlp", "embedding")
 def gate_config(config: TrainConfig) -> TrainConfig:
     """What the gate compares: two layers, and sequences so short that every block is selected.
 
-    Where blocks compete, rounding decides between near ones, and no budget says by how much a
-    gradient may then differ; the selection has a gate of its own in ``nsa bench attention``.
+    Where blocks compete, rounding decides between two with nearly equal scores, and no budget says
+    by how much a gradient may then differ; ``nsa bench attention`` checks the selection.
     """
     pattern = config.model.nsa
     model = replace(config.model, num_layers=min(config.model.num_layers, LAYERS))
@@ -49,8 +45,7 @@ def check_model(config: TrainConfig, device: torch.device) -> Verdict:
     """Compare loss and gradients of a fresh model, by part of the model.
 
     The model runs as the trainer runs it: same loss, compiled or not, activations checkpointed or
-    not, in the run's precision. The oracle is the reference in fp64 on the CPU, the budget what the
-    reference loses in the run's precision there.
+    not, in the run's precision. The oracle is the reference in fp64 on the CPU.
 
     Args:
         config: the run.
@@ -60,41 +55,25 @@ def check_model(config: TrainConfig, device: torch.device) -> Verdict:
     generator = torch.Generator().manual_seed(config.seed)
     shape = (SEQUENCES * config.seq_len + 1,)
     stream = torch.randint(config.model.vocab_size, shape, generator=generator)
+    offsets = torch.arange(0, stream.shape[0], config.seq_len, dtype=torch.int32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = LanguageModel(config.model)
+    # TF32 has a mantissa between that of bf16 and that of fp32.
+    rounded = config.compute_dtype == "bf16" or config.tf32
+    gate = ModelGate(
+        NextTokenLoss(model),
+        [stream[:-1], stream[1:], offsets],
+        config.compute_dtype,
+        torch.bfloat16 if rounded else torch.float32,
+        part_of,
+        output="loss",
+        max_seqlen=config.seq_len,
+    )
     subject = NextTokenLoss(deepcopy(model).to(device), config.loss_chunk)
     checkpoint_activations(subject.model, config.checkpointing)
-    compiled = torch.compile(subject, fullgraph=True) if config.compile else subject
-    on_cpu = autocast(torch.device("cpu"), config.compute_dtype)
-    here = autocast(device, config.compute_dtype)
-    exact = NextTokenLoss(deepcopy(model).double())
-    oracle = _results(exact, exact, stream, config.seq_len, nullcontext())
-    plain = NextTokenLoss(model)
-    baseline = _results(plain, plain, stream, config.seq_len, on_cpu)
-    found = _results(subject, compiled, stream, config.seq_len, here)
-    # TF32 has a mantissa between the two.
-    rounded = config.compute_dtype == "bf16" or config.tf32
-    dtype = torch.bfloat16 if rounded else torch.float32
-    baseline = {name: x.to(dtype) for name, x in baseline.items()}
-    return compare(found, baseline, oracle, prefix="train ")
-
-
-def _results(
-    loss: nn.Module,
-    run: Callable[..., Tensor],
-    stream: Tensor,
-    seq_len: int,
-    precision: AbstractContextManager[object],
-) -> dict[str, Tensor]:
-    """The summed loss, and the gradients of each part of the model in one row, on the CPU."""
-    device = next(loss.parameters()).device
-    stream = stream.to(device)
-    offsets = torch.arange(0, stream.shape[0], seq_len, dtype=torch.int32, device=device)
-    with precision:
-        value = run(stream[:-1], stream[1:], offsets, seq_len)
-    value.backward()
-    return {"loss": value.detach().cpu().reshape(1), **weight_gradients(loss, part_of)}
+    run = torch.compile(subject, fullgraph=True) if config.compile else subject
+    return gate.check(subject, run, device)
 
 
 def part_of(parameter: str) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from nsa.bench.clock import (
     peak_mib,
     percentiles,
     profiler,
+    samples_ms,
     synchronize,
 )
 from nsa.train.config import TrainConfig
 from nsa.train.data import Batch
+from nsa.train.distributed.processes import Processes
 from nsa.train.execution.compilation import compilations
 from nsa.train.execution.precision import autocast
 from nsa.train.run_folder import RunFolder
@@ -39,13 +42,14 @@ class MeasuredError(Exception):
     """All wanted steps are done; leaves the run before it writes a checkpoint."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measured:
     """What was seen of one model in one mode.
 
     Attributes:
         timing: of a step, or of the forward passes of as many tokens.
         seconds: all timed steps together, by the host's clock, everything between them included.
+        trace: what the profiler saw of the profiled steps; None on a CPU, and of forward passes.
         kernel_us: kernels of one step.
         nonfinite: steps whose loss or gradient was not finite.
         peak_mib: most memory in tensors since the run began, weights and optimizer included, MiB;
@@ -62,6 +66,7 @@ class Measured:
 
     timing: Timing
     seconds: float
+    trace: Any = None
     kernel_us: dict[str, float] = field(default_factory=dict)
     nonfinite: int = 0
     peak_mib: float | None = None
@@ -74,12 +79,12 @@ class Measured:
 
 
 class StepClock:
-    """Follows a run by its signs of life: warm-up, steps under the profiler, then timed steps.
+    """Follows a run by its heartbeats: warm-up, steps under the profiler, then timed steps.
 
-    A step begins with the first sign of life that names it, so a time holds all that happens from
-    one step to the next: data, forward, backward, clipping, optimizer, the reading of figures, the
-    row of metrics. On a GPU a step's time is between CUDA events there; the host waits for the
-    device before the first and after the last timed step, never between.
+    A step begins with the first heartbeat that names it, so a time holds all that happens from one
+    step to the next: data, forward, backward, clipping, optimizer, the reading of figures, the row
+    of metrics. On a GPU a step's time is between CUDA events there; the host waits for the device
+    before the first and after the last timed step, never between.
 
     Args:
         device: where the run computes.
@@ -91,13 +96,13 @@ class StepClock:
     def __init__(self, device: torch.device, warmup: int, steps: int, profiled: int = 1) -> None:
         self.device, self._warmup, self._first = device, warmup, warmup + profiled
         self._last, self._step, self._begin = self._first + steps, -1, 0.0
-        self._marks: dict[int, Any] = {}  # when a step began, by its number, which counts from 0
+        self._marks: list[Any] = []  # when each step began
         self._compilations: int | None = None
-        self.seconds = 0.0
-        self.trace: Any = None  # what the profiler saw
+        self._seconds = 0.0
+        self._trace: Any = None
 
     def beat(self, phase: str, step: int, limit_s: float) -> None:
-        """A sign of life, as the trainer gives it.
+        """A heartbeat, as the trainer gives it.
 
         Raises:
             MeasuredError: the last timed step is done.
@@ -109,49 +114,39 @@ class StepClock:
         if step == STARTING_STEPS:
             self._compilations = compilations.now.compilations
         if step == self._first:
-            self.begin()
-        self._marks[step] = torch.cuda.Event(enable_timing=True) if cuda else time.perf_counter()
+            synchronize(self.device)
+            if self._trace is not None:
+                self._trace.stop()
+            self._begin = time.perf_counter()
+        self._marks.append(torch.cuda.Event(enable_timing=True) if cuda else time.perf_counter())
         if cuda:
-            self._marks[step].record()
+            self._marks[-1].record()
         if cuda and step == self._warmup:
             synchronize(self.device)
-            self.trace = profiler()
-            self.trace.start()
+            self._trace = profiler()
+            self._trace.start()
         if step == self._last:
             synchronize(self.device)
-            self.seconds = time.perf_counter() - self._begin
+            self._seconds = time.perf_counter() - self._begin
             raise MeasuredError
-
-    def begin(self) -> None:
-        """The first timed step begins."""
-        synchronize(self.device)
-        if self.trace is not None:
-            self.trace.stop()
-        self._begin = time.perf_counter()
-
-    def _times(self) -> dict[int, float]:
-        """Milliseconds of each step outside the profiler."""
-        found = {}
-        for step, start in self._marks.items():
-            end = self._marks.get(step + 1)
-            if end is not None and not self._warmup <= step < self._first:
-                timed = isinstance(end, float)
-                found[step] = 1000 * (end - start) if timed else start.elapsed_time(end)
-        return found
 
     def measured(self, rows: Sequence[MetricsRow]) -> Measured:
         """What was seen; ``rows`` are the metrics that the run wrote."""
-        device, times = self.device, self._times()
-        cuda, last = device.type == "cuda", rows[-1] if rows else {}
-        timed = [ms for step, ms in times.items() if step >= self._first]
-        later = [ms for step, ms in times.items() if step >= STARTING_STEPS]
-        timing, compiled = percentiles(timed, 1, TIMING), None
+        device, cuda, last = self.device, self.device.type == "cuda", rows[-1] if rows else {}
+        times = [
+            start.elapsed_time(end) if cuda else 1000 * (end - start)
+            for start, end in pairwise(self._marks)
+        ]
+        profiled = range(self._warmup, self._first)
+        later = [t for i, t in enumerate(times) if i >= STARTING_STEPS and i not in profiled]
+        timing, compiled = percentiles(times[self._first :], 1, TIMING), None
         if self._compilations is not None:
             compiled = compilations.now.compilations - self._compilations
         return Measured(
             timing,
-            self.seconds,
-            {} if self.trace is None else kernel_sums(self.trace),
+            self._seconds,
+            self._trace,
+            {} if self._trace is None else kernel_sums(self._trace),
             nonfinite=int(last.get("nonfinite_steps", 0)),
             peak_mib=torch.cuda.max_memory_allocated(device) / MIB if cuda else None,
             reserved_mib=torch.cuda.max_memory_reserved(device) / MIB if cuda else None,
@@ -180,30 +175,38 @@ def measure_steps(
     device: torch.device,
     warmup: int,
     steps: int,
+    *,
+    processes: Processes | None = None,
+    profiled: int = 1,
 ) -> tuple[Measured, Trainer]:
     """Train in a folder of its own and time the steps.
 
     Args:
-        config: the run; it must be longer than ``warmup + steps + 2`` steps.
+        config: the run; it must be longer than ``warmup + profiled + steps`` steps.
         device: where it computes, as the trainer will choose it.
-        warmup: steps before anything is looked at.
+        warmup: steps before the profiled ones.
         steps: timed steps.
+        processes: this process among those of the run, which all come here; None for a run of one.
+        profiled: steps under the profiler, before the timed ones.
 
     Returns:
         What was seen, and the trainer, with the weights where training left them.
     """
     torch.compiler.reset()  # graphs of another length would make this one's shapes dynamic
-    cuda = device.type == "cuda"
+    cuda, processes = device.type == "cuda", processes or Processes()
     if cuda:
         # The profiler sees kernels of those graphs alone that are made after its first use.
         kernel_times(lambda: None, device)
         torch.cuda.reset_peak_memory_stats(device)
-    clock, rows = StepClock(device, warmup, steps), list[MetricsRow]()
-    with tempfile.TemporaryDirectory() as folder:
-        run_folder = RunFolder.create(Path(folder) / "run", config)
+    clock, rows = StepClock(device, warmup, steps, profiled), list[MetricsRow]()
+    with _shared_folder(processes) as folder:
+        with processes.main_first():
+            path, main = folder / "run", processes.is_main
+            run_folder = RunFolder.create(path, config) if main else RunFolder.open(path)
         trainer = _TimedTrainer(
             config,
             run_folder,
+            processes=processes,
             on_row=rows.append,
             beat=clock.beat,
             stops_at_once=True,
@@ -211,11 +214,19 @@ def measure_steps(
         with suppress(MeasuredError):
             trainer.run()
             raise AssertionError("the run ended before all steps were timed")
-    # On a CPU the host does the work itself.
-    host_ms = statistics.median(trainer.host_ms[-steps:]) if cuda else None
-    first_step_s = trainer.startup.first_step_s
-    found = replace(clock.measured(rows), host_ms_p50=host_ms, first_step_s=first_step_s)
+    found = clock.measured(rows)
+    if cuda:  # on a CPU the host does the work itself
+        found.host_ms_p50 = statistics.median(trainer.host_ms[-steps:])
+    found.first_step_s = trainer.startup.first_step_s
     return found, trainer
+
+
+@contextmanager
+def _shared_folder(processes: Processes) -> Iterator[Path]:
+    """A folder for the processes of one machine, removed when all have left."""
+    with tempfile.TemporaryDirectory() as own:
+        yield Path(processes.all_of(own)[0])
+        processes.wait_for_all()
 
 
 def measure_forward(trainer: Trainer, device: torch.device, calls: int) -> Measured:
@@ -240,12 +251,9 @@ def measure_forward(trainer: Trainer, device: torch.device, calls: int) -> Measu
 
     for _ in range(3):
         forward()
-    kernel_us, above = kernel_times(forward, device), peak_mib(forward, device)
-    clock = StepClock(device, -1, calls)
-    with suppress(MeasuredError):
-        for number in range(calls + 1):
-            clock.beat("forward", number, 0)
-            forward()
-    weights = sum(parameter.nbytes for parameter in trainer.model.parameters()) / MIB
-    peak = None if above is None else above + weights
-    return Measured(clock.measured([]).timing, clock.seconds, kernel_us, peak_mib=peak)
+    kernel_us, peak = kernel_times(forward, device), peak_mib(forward, device)
+    if peak is not None:
+        peak += sum(parameter.nbytes for parameter in trainer.model.parameters()) / MIB
+    times = samples_ms(forward, device, calls)
+    timing = percentiles(times, 1, TIMING)
+    return Measured(timing, sum(times) / 1000, kernel_us=kernel_us, peak_mib=peak)

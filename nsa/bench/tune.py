@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from functools import partial
+from functools import lru_cache, partial
 from io import StringIO
 from itertools import product
 from multiprocessing import get_context
@@ -22,13 +22,7 @@ import torch
 from nsa.bench.cases import CASES, Case, prepare
 from nsa.bench.clock import synchronize, time_call
 from nsa.bench.gate import Gate
-from nsa.bench.implementations import (
-    IMPLEMENTATIONS,
-    Work,
-    does_not_fit,
-    own_kernels,
-    refusals,
-)
+from nsa.bench.implementations import IMPLEMENTATIONS, does_not_fit, own_kernels, refusals
 from nsa.bench.points import Point, Shape, batch_of, make_tensors
 from nsa.bench.rows import Origin, origin
 from nsa.errors import check
@@ -53,7 +47,7 @@ MAX_STACK_BYTES = 256
 # Kernels whose rows are scattered: descriptors cannot load them, their loops have no masked edges.
 GATHERING = ("selected_attention_dkv", "selected_gather_fwd", "selected_gather_dkv")
 
-Measure = Callable[[Tile], Mapping[int, float] | None]
+Times = Mapping[int, float]  # milliseconds by length
 
 
 @dataclass(frozen=True)
@@ -68,17 +62,17 @@ class TunePlan:
         kernel: pattern of kernel names.
         out: table to write; None takes that of this GPU inside the package.
         minutes: stop looking after this time, which the kernels share; None looks at everything.
-        jobs: processes that compile candidates ahead.
+        jobs: processes that compile candidates in advance.
     """
 
     shape: Shape
     seqs: Sequence[int]
-    tokens: int | None = None
-    dtype: torch.dtype = torch.bfloat16
-    kernel: str = "*"
-    out: Path | None = None
-    minutes: float | None = None
-    jobs: int = 0
+    tokens: int | None
+    dtype: torch.dtype
+    kernel: str
+    out: Path | None
+    minutes: float | None
+    jobs: int
 
 
 @dataclass(frozen=True)
@@ -89,6 +83,10 @@ class Task:
     mode: str
     start: Tile
     seqs: tuple[int, ...]
+
+    def with_tile(self, tile: Tile) -> AbstractContextManager[None]:
+        """Within, the kernel has this tile."""
+        return tiles_chosen_by(lambda key, usual: tile if key == self.key else usual)
 
 
 def bench_tune(plan: TunePlan, device: torch.device) -> bool:
@@ -107,26 +105,20 @@ def bench_tune(plan: TunePlan, device: torch.device) -> bool:
     path = plan.out or TABLES / f"{table_name(here.gpu)}.json"
     end = math.inf if plan.minutes is None else time.monotonic() + 60 * plan.minutes
     batches = {seq_len: batch_of(plan.shape, seq_len, plan.tokens) for seq_len in plan.seqs}
-    points = [Point(plan.shape, *at, "random", plan.dtype, device) for at in batches.items()]
+    at = [Point(plan.shape, *size, "random", plan.dtype, device) for size in batches.items()]
     cases, correct = [case for case in CASES.values() if case.name != "attention"], list[bool]()
-    made = None
-    if plan.jobs:  # spawned: a process with a CUDA context cannot be forked
-        made = ProcessPoolExecutor(
-            plan.jobs,
-            get_context("spawn"),
-            initializer=_begin,
-            initargs=(points,),
-        )
-    with made or nullcontext() as pool:
+    # Spawned: a process with a CUDA context cannot be forked.
+    made = ProcessPoolExecutor(plan.jobs, get_context("spawn")) if plan.jobs else nullcontext()
+    with made as pool:
         for case, case_end in zip(cases, shares(end, len(cases)), strict=True):
-            bench = Bench(case, points)
+            bench = Bench(case, tuple(at))
             tasks = [task for task in bench.tasks() if fnmatch(task.key.kernel, plan.kernel)]
             for task, task_end in zip(tasks, shares(case_end, len(tasks)), strict=True):
-                found = _tune(bench, task, pool, task_end)
-                correct.append(found is not None)
-                if found is not None:
+                tile, notes, fault = _tune(bench, task, pool, task_end)
+                correct.append(fault is None)
+                if fault is None:
                     what = f"{case.name} {task.mode}, {plan.shape.name} shape, by length"
-                    write_tile(path, here, task.key, found[0], {**found[1], "measured": what})
+                    write_tile(path, here, task.key, tile, {**notes, "measured": what})
     rule = "fit a kernel that looks up a tile"
     check(bool(correct), where, "--kernel", rule, repr(plan.kernel))
     return all(correct)
@@ -140,32 +132,30 @@ def shares(end: float, number: int) -> Iterator[float]:
 
 
 def _tune(
-    bench: Bench,
-    task: Task,
-    pool: ProcessPoolExecutor | None,
-    end: float,
-) -> tuple[Tile, dict[str, Any]] | None:
-    """The best tile of one kernel and what the table says of it; None if its results are wrong."""
+    bench: Bench, task: Task, pool: ProcessPoolExecutor | None, end: float
+) -> tuple[Tile, dict[str, Any], str | None]:
+    """The best tile of one kernel, what the table says of it, and why its results are wrong."""
     where = ", ".join(f"{seq_len:,}" for seq_len in task.seqs)
     how = f"{bench.case.name} {task.mode} at S {where}"
     print(f"\n{task.key.kernel}, head size {task.key.head_size}, by {how}", flush=True)
     print(f"  in use: {task.start}", flush=True)
 
-    def compile_ahead(tiles: Sequence[Tile]) -> bool:
-        if pool is None or len(tiles) < 2:
-            return False
-        list(pool.map(partial(_compile, bench.case.name, task), tiles))
-        return True
+    def candidates() -> Iterator[list[dict[str, Any]]]:
+        for group in changes(task.key):
+            if time.monotonic() >= end:
+                return
+            yield group
 
-    def in_time() -> bool:
-        return time.monotonic() < end
+    def compile_in_advance(tiles: Sequence[Tile]) -> None:
+        if pool is not None:
+            list(pool.map(partial(_compile, bench.case.name, bench.points, task), tiles))
 
-    best, times = descend(task.key, task.start, bench.measure(task), in_time, compile_ahead)
-    fault = bench.fault(task, best)
-    print(f"  best: {best}{f', but WRONG: {fault}' if fault else ''}", flush=True)
-    stack = bench.stack_bytes.get((task.key, best))
-    notes = {"ms": times} | ({"stack_bytes": stack} if stack else {})
-    return None if fault else (best, notes)
+    measure = partial(bench.measure, task)
+    tile, times = descend(task.start, candidates(), measure, compile_in_advance)
+    fault = bench.fault(task, tile)
+    print(f"  best: {tile}{f', but WRONG: {fault}' if fault else ''}", flush=True)
+    stack = bench.stack_bytes.get((task.key, tile))
+    return tile, {"ms": times} | ({"stack_bytes": stack} if stack else {}), fault
 
 
 def compiled_kernels() -> dict[str, int]:
@@ -182,20 +172,20 @@ def compiled_kernels() -> dict[str, int]:
 class Bench:
     """One operator at several lengths, ready to run with other tiles."""
 
-    def __init__(self, case: Case, points: Sequence[Point]) -> None:
-        self.case = case
-        self.works: dict[int, Work] = {}
-        self.gates: dict[int, Gate] = {}
+    def __init__(self, case: Case, points: tuple[Point, ...]) -> None:
+        self.case, self.points, self.device = case, points, points[0].device
         for kernel in own_kernels().values():
             # What is compiled from now on is of this operator.
             for found in ("device_caches", "_compiled"):
                 getattr(kernel, found, {}).clear()
-        for point in points:
-            config = point.shape.config()
-            problem = prepare(case, make_tensors(point, config), point, config, "triton")
-            self.works[point.seq_len] = IMPLEMENTATIONS["nsa"].work(problem)
-            self.gates[point.seq_len] = Gate(problem)
-        self.device = points[0].device
+        configs = [point.shape.config() for point in points]
+        problems = [
+            prepare(case, make_tensors(point, config), point, config, "triton")
+            for point, config in zip(points, configs, strict=True)
+        ]
+        self.gates = {problem.point.seq_len: Gate(problem) for problem in problems}
+        ours = IMPLEMENTATIONS["nsa"]
+        self.works = {problem.point.seq_len: ours.work(problem) for problem in problems}
         self.stack_bytes: dict[tuple[TileKey, Tile], int] = {}
 
     def tasks(self) -> list[Task]:
@@ -227,31 +217,25 @@ class Bench:
             return False
         return True
 
-    def measure(self, task: Task) -> Measure:
-        """Milliseconds by length with another tile for one kernel; None where it does not fit."""
-
-        def times(tile: Tile) -> dict[int, float] | None:
-            before = compiled_kernels()
-            with chosen(task, tile):
-                if not self.run(task, task.seqs):
-                    return None
-                # What is compiled at its first measurement is of this tile.
-                now = compiled_kernels()
-                fresh = [now[kernel] for kernel in now.keys() - before]
-                stack = self.stack_bytes.setdefault((task.key, tile), max(fresh, default=0))
-                if stack > MAX_STACK_BYTES:
-                    return None
-                return {seq_len: self._ms(task, seq_len) for seq_len in task.seqs}
-
-        return times
-
-    def _ms(self, task: Task, seq_len: int) -> float:
-        call = partial(self.works[seq_len].run, task.mode)
-        return round(time_call(call, self.device, BUDGET_MS).p50, 5)
+    def measure(self, task: Task, tile: Tile) -> Times | None:
+        """Times with another tile for one kernel; None where it does not fit."""
+        before = compiled_kernels()
+        with task.with_tile(tile):
+            if not self.run(task, task.seqs):
+                return None
+            # What is compiled at its first measurement is of this tile.
+            now = compiled_kernels()
+            fresh = [now[kernel] for kernel in now.keys() - before]
+            stack = self.stack_bytes.setdefault((task.key, tile), max(fresh, default=0))
+            if stack > MAX_STACK_BYTES:
+                return None
+            calls = {seq_len: partial(self.works[seq_len].run, task.mode) for seq_len in task.seqs}
+            timings = {s: time_call(call, self.device, BUDGET_MS) for s, call in calls.items()}
+        return {seq_len: round(timing.p50, 5) for seq_len, timing in timings.items()}
 
     def fault(self, task: Task, tile: Tile) -> str | None:
         """Why the results with a tile are wrong, against fp64 at every length; None if right."""
-        with chosen(task, tile):
+        with task.with_tile(tile):
             for seq_len in task.seqs:
                 work, gate = self.works[seq_len], self.gates[seq_len]
                 verdict = gate.check(gate.problem.named(work.run(task.mode), work.leaves))
@@ -260,27 +244,16 @@ class Bench:
         return None
 
 
-def chosen(task: Task, tile: Tile) -> AbstractContextManager[None]:
-    """Within, the kernel of a task has this tile."""
-    return tiles_chosen_by(lambda key, usual: tile if key == task.key else usual)
-
-
-_points: list[Point] = []  # of a process that compiles ahead
-_benches: dict[str, Bench] = {}
-
-
-def _begin(points: Sequence[Point]) -> None:
+@lru_cache(maxsize=1)  # their tensors are large
+def _bench(case: str, points: tuple[Point, ...]) -> Bench:
     torch.cuda.set_device(points[0].device)
-    _points.extend(points)
+    return Bench(CASES[case], points)
 
 
-def _compile(case: str, task: Task, tile: Tile) -> None:
-    """Run a candidate once ahead of its measurement: Triton keeps on disk what it compiled."""
-    if case not in _benches:
-        _benches.clear()  # one at a time: their tensors are large
-        _benches[case] = Bench(CASES[case], _points)
-    with chosen(task, tile):
-        _benches[case].run(task, task.seqs[:1])
+def _compile(case: str, points: tuple[Point, ...], task: Task, tile: Tile) -> None:
+    """Run a candidate before it is measured: Triton keeps on disk what it compiled."""
+    with task.with_tile(tile):
+        _bench(case, points).run(task, task.seqs[:1])
 
 
 def changes(key: TileKey) -> list[list[dict[str, Any]]]:
@@ -292,7 +265,6 @@ def changes(key: TileKey) -> list[list[dict[str, Any]]]:
         {"rows": rows, "keys": keys, "warps": warps}
         for rows, keys, warps in product(all_rows, all_keys, (4, 8))
         if rows >= 16 * warps or warps == 4 or key.head_size > 128
-        if selects or fits_registers(key, rows, keys, warps)
     ]
     stages = ("stages", (1, 2, 3, 4))
     options: list[tuple[str, Sequence[Any]]] = [stages]
@@ -304,47 +276,32 @@ def changes(key: TileKey) -> list[list[dict[str, Any]]]:
     return [sizes, *([{name: value} for value in values] for name, values in options)]
 
 
-def fits_registers(key: TileKey, rows: int, keys: int, warps: int) -> bool:
-    """Whether sums and score tiles (fp32) of an attention kernel leave a thread any registers."""
-    size = 1 << (key.head_size - 1).bit_length()
-    if "_dkv" in key.kernel:
-        numbers = keys * 2 * size + 2 * rows * keys
-    else:
-        numbers = rows * size + (2 if "_dq" in key.kernel else 1) * rows * keys
-    return numbers < 255 * 32 * warps
-
-
 def descend(
-    key: TileKey,
     start: Tile,
-    measure: Measure,
-    go_on: Callable[[], bool] = lambda: True,
-    make_ready: Callable[[Sequence[Tile]], bool] = lambda _: False,
-) -> tuple[Tile, Mapping[int, float]]:
+    groups: Iterable[list[dict[str, Any]]],
+    measure: Callable[[Tile], Times | None],
+    prepare: Callable[[Sequence[Tile]], None] = lambda _: None,
+) -> tuple[Tile, Times]:
     """The best tile that a walk over the groups of changes finds, and its times.
 
-    A candidate is taken only if a second measurement beside the best one says the same.
+    A candidate is taken only if a second measurement of it and of the best one says the same.
 
     Args:
-        key: the kernel.
-        start: the tile it has now, which must fit.
-        measure: milliseconds by length; None where a tile does not fit. The lengths count alike:
-            the mean of the logarithms.
-        go_on: whether there is time left.
-        make_ready: told which tiles will be measured next; whether measuring them takes no long
-            time any more, so that all are measured.
+        start: the tile in use, which must fit.
+        groups: changes to the best tile so far; what comes of one group is measured whole.
+        measure: None where a tile does not fit. The lengths count alike: the mean of the
+            logarithms.
+        prepare: called with the tiles that will be measured next.
     """
     times = measure(start)
     assert times is not None, f"the tile in use does not fit: {start}"
     best, seen = start, {start}
-    for group in changes(key):
+    for group in groups:
         tiles = [best._replace(**change) for change in group]
-        fresh = [tile for tile in tiles if tile not in seen and go_on()]
-        ready = make_ready(fresh)
+        fresh = [tile for tile in tiles if tile not in seen]
+        seen.update(fresh)
+        prepare(fresh)
         for tile in fresh:
-            if not ready and not go_on():
-                break
-            seen.add(tile)
             found = measure(tile)
             shown = ["does not fit"] if found is None else [f"{ms:.4f} ms" for ms in found.values()]
             print(f"  {'  '.join(shown)}  {tile}", flush=True)
@@ -356,7 +313,7 @@ def descend(
     return best, times
 
 
-def gain(found: Mapping[int, float], before: Mapping[int, float]) -> float:
+def gain(found: Times, before: Times) -> float:
     """Geometric mean over the lengths of the ratio of two measurements; below 1 is faster."""
     return geometric_mean(ms / before[seq_len] for seq_len, ms in found.items())
 

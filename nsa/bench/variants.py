@@ -61,10 +61,10 @@ def split_variant(where: str, text: str) -> tuple[str, dict[str, str]]:
     Raises:
         ValueError: the text is of another form.
     """
-    name, _, rest = text.partition(":")
+    name, _, settings = text.partition(":")
     rule = "be a name, a colon and KEY=VALUE pairs"
-    check(bool(re.fullmatch(r"[\w.-]+", name) and rest), where, "--variant", rule, repr(text))
-    pairs = re.split(r",(?![^\[(]*[\])])", rest)  # a comma inside brackets belongs to a value
+    check(bool(re.fullmatch(r"[\w.-]+", name) and settings), where, "--variant", rule, repr(text))
+    pairs = re.split(r",(?![^\[(]*[\])])", settings)  # a comma inside brackets belongs to a value
     return name, parse_settings(where, "--variant", pairs)
 
 

@@ -1,4 +1,4 @@
-"""The correctness gate of the project: error budgets, inputs, low-precision baselines. Shared by tests and benchmarks."""
+"""Error budgets, inputs and sampled fp64 values: what tests and benchmarks compare with."""
 
 from nsa.testing.budget import Budget, assert_within_budget, measure
 from nsa.testing.inputs import AttentionInputs, make_inputs, packed_offsets

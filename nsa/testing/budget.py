@@ -43,7 +43,10 @@ class Budget:
 
 
 def measure(actual: Tensor, oracle: Tensor) -> Budget:
-    """Errors of ``actual`` against the fp64 ``oracle`` of the same shape; infinite where ``actual`` is not finite."""
+    """Errors of ``actual`` against the fp64 ``oracle`` of the same shape.
+
+    They are infinite where ``actual`` is not finite.
+    """
     assert actual.shape == oracle.shape, (
         f"shapes differ: {tuple(actual.shape)} and {tuple(oracle.shape)}"
     )

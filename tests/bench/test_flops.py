@@ -1,4 +1,4 @@
-"""Useful operations and bytes, beside counting what the reference lets a query see."""
+"""Useful operations and bytes, compared with counting what the reference lets a query see."""
 
 from __future__ import annotations
 
@@ -15,63 +15,50 @@ from nsa.ops._visibility import visible_compressed, visible_tokens, visible_wind
 from nsa.ops.selected.reference import visible_selected
 from tests.bench.test_gate import SMALL
 
-
-def counted(problem: Problem) -> dict[str, int]:
-    """Visible pairs of one sequence, by the reference's masks."""
-    point, config = replace(problem.point, batch=1), problem.config
-    q = torch.zeros(1, point.seq_len, config.num_heads, config.head_dim)
-    shape = (1, point.seq_len)
-    sequences = open_sequences("test", q, shape, None, None, None, None, "reference")
-    selection = hand_made_selection(point, config).flatten(0, 1)
-    chosen = visible_selected(selection, config, sequences)
-    assert bool((chosen.sum((0, 2, 3)) == chosen[:, 0].sum()).all())
-    return {
-        "dense": int(visible_tokens(sequences).sum()),
-        "attention.window": int(visible_window(sequences, config).sum()),
-        "attention.compressed": int(visible_compressed(sequences, config).sum()),
-        "attention.selected": int(chosen[:, 0].sum()),
-    }
+SHAPE, CPU = parse_shape("4x2x16x32"), torch.device("cpu")
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 8, 16, 17, 64, 65, 200])
 def test_pairs_are_those_that_the_reference_sees(seq_len: int) -> None:
-    shape, cpu = parse_shape("4x2x16x32"), torch.device("cpu")
-    point = Point(shape, seq_len, 3, "random", torch.float32, cpu)
-    whole = Problem(CASES["attention"], point, shape.config(SMALL), {})
-    pairs = counted(whole)
-    heads = 3 * 4  # sequences by heads
-    forward, both = 2 * 16 + 2 * 32, (2 * 16 + 2 * 32) + (6 * 16 + 4 * 32)
-    dense = heads * pairs.pop("dense") * forward
+    point, config = Point(SHAPE, seq_len, 3, "random", torch.float32, CPU), SHAPE.config(SMALL)
+    q = torch.zeros(1, seq_len, config.num_heads, config.head_dim)
+    sequences = open_sequences("test", q, (1, seq_len), None, None, None, None, "reference")
+    selection = hand_made_selection(replace(point, batch=1), config).flatten(0, 1)
+    selected = visible_selected(selection, config, sequences)
+    assert bool((selected.sum((0, 2, 3)) == selected[:, 0].sum()).all())
+    pairs = {
+        "attention.window": int(visible_window(sequences, config).sum()),
+        "attention.compressed": int(visible_compressed(sequences, config).sum()),
+        "attention.selected": int(selected[:, 0].sum()),
+    }
+    whole = Problem(CASES["attention"], point, config, {})
+    heads, forward, both = 3 * 4, 2 * 16 + 2 * 32, (2 * 16 + 2 * 32) + (6 * 16 + 4 * 32)
+    dense = heads * int(visible_tokens(sequences).sum()) * forward
     assert useful_flops(whole, backward=False, dense=True) == dense
+    assert useful_flops(whole, backward=True) == heads * sum(pairs.values()) * both
     for name, count in pairs.items():
         problem = replace(whole, case=CASES[name])
         assert useful_flops(problem, backward=False) == heads * count * forward
         assert useful_flops(problem, backward=True) == heads * count * both
-    assert useful_flops(whole, backward=True) == heads * sum(pairs.values()) * both
-    selection = replace(whole, case=CASES["attention.choice"])
+    selection_alone = replace(whole, case=CASES["attention.choice"])
     operations = heads * pairs["attention.compressed"] * 2 * 16
-    assert useful_flops(selection, backward=False) == operations
+    assert useful_flops(selection_alone, backward=False) == operations
+
+
+COMPRESS = {"k_cmp_raw": 10, "v_cmp_raw": 10, "dk_cmp": 3, "dv_cmp": 3}
+COMBINE = dict.fromkeys(("out_cmp", "out_slc", "out_win", "gates", "dout"), 8)
 
 
 @pytest.mark.parametrize(
     ("case", "sizes", "forward", "both"),
-    [
-        ("compress", {"k_cmp_raw": 10, "v_cmp_raw": 10, "dk_cmp": 3, "dv_cmp": 3}, 26, 52),
-        (
-            "combine",
-            dict.fromkeys(("out_cmp", "out_slc", "out_win", "gates", "dout"), 8),
-            8 * 5,
-            8 * (5 + 1 + 4 + 4),
-        ),
-    ],
+    [("compress", COMPRESS, 26, 52), ("combine", COMBINE, 8 * 5, 8 * (5 + 1 + 4 + 4))],
 )
 def test_useful_bytes_count_each_tensor_as_often_as_it_must_move(
     case: str, sizes: dict[str, int], forward: int, both: int
 ) -> None:
-    shape = parse_shape("4x2x16x32")
-    point = Point(shape, 64, 1, "random", torch.float32, torch.device("cpu"))
+    point = Point(SHAPE, 64, 1, "random", torch.float32, CPU)
     tensors = {name: torch.zeros(size) for name, size in sizes.items()}
-    problem = Problem(CASES[f"attention.{case}"], point, shape.config(), tensors)
+    problem = Problem(CASES[f"attention.{case}"], point, SHAPE.config(), tensors)
     assert useful_bytes(problem, backward=False) == 4 * forward
     assert useful_bytes(problem, backward=True) == 4 * both
     assert useful_flops(problem, backward=True) is None

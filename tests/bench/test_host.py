@@ -1,4 +1,4 @@
-"""``nsa bench host``: rows behind a gate, ratios to Llama's layer, targets."""
+"""``nsa bench host``: rows that passed the gate, ratios to Llama's layer, targets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import NSAConfig, cli, extras
+from nsa import NSAConfig, extras
 from nsa.bench import host
 from nsa.bench.host import HostPlan, HostRow, bench_host, host_table, of_llama
 from nsa.bench.points import Shape
 from nsa.bench.rows import Origin
 from nsa.errors import UsageError
+from nsa.module import NativeSparseAttention
 from tests.ops.cases import small
 
 CPU = torch.device("cpu")
@@ -41,8 +42,8 @@ def row_of(**values: Any) -> HostRow:
     given: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(HostRow))
     given |= {"run_id": "a", "gpu": "NVIDIA H200", "case": "host.module", "provider": "nsa"}
     given |= {"mode": "fwd", "shape": "seed", "width": 768, "weights": "bfloat16", "tokens": 2048}
-    given |= {"host_ms_p50": 1.0, "host_ms_p20": 0.9, "host_ms_p80": 1.1}
-    return HostRow(**{**given, "launches": 25, "correct": True, **values})
+    given |= {"host_ms_p50": 2.2, "launches": 25, "correct": True}
+    return HostRow(**{**given, **values})
 
 
 def test_rows_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,10 +57,9 @@ def test_rows_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert found == [(*kind, *point) for kind in kinds for point in each]
     for row in rows:
         assert row.correct
-        assert row.host_ms_p20 is not None
-        assert row.host_ms_p80 is not None
-        assert row.host_ms_p50 is not None
-        assert 0 < row.host_ms_p20 <= row.host_ms_p50 <= row.host_ms_p80
+        times = [row.host_ms_p20 or 0, row.host_ms_p50 or 0, row.host_ms_p80 or 0]
+        assert times[0] > 0
+        assert times == sorted(times)
         assert (row.launches, row.gpu_ms) == (None, None)  # no GPU
         layer = row.case == "host.module"
         inputs = [f"dinput_{index}" for index in range(1 if layer else 8)]
@@ -69,12 +69,7 @@ def test_rows_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert len(ratios) == 8
 
 
-@pytest.mark.parametrize("mode", list(host.COMPILED))
-def test_compiled_modes_are_compiled(
-    mode: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+def test_compiled_modes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 
     def compiled(subject: Any, **options: Any) -> Any:
@@ -82,26 +77,23 @@ def test_compiled_modes_are_compiled(
         return lambda *inputs: subject(*inputs)
 
     monkeypatch.setattr(torch, "compile", compiled)
-    assert bench_host(plan_of(modes=(mode,), cases=("host.module",)), CPU)
-    assert asked == [host.COMPILED[mode]] * 2
+    assert bench_host(plan_of(modes=("fwd", *host.COMPILED), cases=("host.module",)), CPU)
+    assert asked == [{}, {"mode": "reduce-overhead"}] * 2
 
 
-@pytest.mark.parametrize("wrong", ["out", "gradient"])
+@pytest.mark.parametrize("scale", [1.05, 1.0])
 def test_a_wrong_layer_gets_no_figure(
-    wrong: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    scale: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    forward = host.Layer.forward
+    """A wrong output, or a wrong gradient alone."""
+    forward = NativeSparseAttention.forward
 
-    def broken(self: host.Layer, x: Tensor) -> Tensor:
-        if next(self.parameters()).dtype == torch.float64:
-            return forward(self, x)
-        if wrong == "out":
-            return forward(self, x) * 1.05
-        return forward(self, x.detach() + 0.9 * (x - x.detach()))
+    def broken(self: Any, x: Tensor) -> Tensor:
+        if x.dtype != torch.float64:
+            x = x.detach() + 0.9 * (x - x.detach())
+        return forward(self, x) * (1.0 if x.dtype == torch.float64 else scale)
 
-    monkeypatch.setattr(host.Layer, "forward", broken)
+    monkeypatch.setattr(NativeSparseAttention, "forward", broken)
     monkeypatch.setattr(host, "_times", lambda *given: pytest.fail("something wrong is timed"))
     assert not bench_host(plan_of(providers=("nsa",), cases=("host.module",)), CPU)
     assert capsys.readouterr().out.count("WRONG: ") == 4
@@ -115,32 +107,23 @@ def test_only_the_call_is_timed() -> None:
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "find_spec", lambda module: None)
-    with pytest.raises(
-        UsageError,
-        match=r"nsa bench host: not installed: transformers\. Install with: pip install",
-    ):
+    why = r"nsa bench host: not installed: transformers\. Install with: pip install"
+    with pytest.raises(UsageError, match=why):
         bench_host(plan_of(), CPU)
     assert bench_host(plan_of(providers=("nsa",), modes=("fwd",), cases=("host.function",)), CPU)
 
 
 def test_ratio_and_targets() -> None:
-    ours, llama = row_of(host_ms_p50=2.2), row_of(provider="llama", launches=9)
+    ours, llama = row_of(), row_of(provider="llama", host_ms_p50=1.0)
     assert of_llama(ours, [ours, llama]) == 2.2
     assert of_llama(llama, [ours, llama]) is None
-    others: list[dict[str, Any]] = [
-        {"run_id": "b"},
-        {"mode": "fwd_bwd"},
-        {"tokens": 256},
-        {"weights": "float32"},
-    ]
-    for other in (*others, {"width": 512}):
-        assert of_llama(ours, [row_of(provider="llama", **other)]) is None
+    others = ({"run_id": "b"}, {"mode": "fwd_bwd"}, {"tokens": 256}, {"weights": "x"}, {"width": 5})
+    for other in others:
+        assert of_llama(ours, [dataclasses.replace(llama, **other)]) is None
     line = host_table([ours, llama]).splitlines()[1]
     assert "2.2 of llama: target 3 pass, stretch 2 FAIL" in line
     assert "25 launches: target 30 pass, stretch 20 FAIL" in line
     assert "target" not in host_table([row_of(gpu="another"), llama])
-    both = [dataclasses.replace(row, mode="fwd_bwd") for row in (ours, llama)]
-    assert "2.2 of llama: target 2 FAIL, stretch 1.5 FAIL" in host_table(both)
 
 
 def test_fields_are_explained() -> None:
@@ -149,20 +132,3 @@ def test_fields_are_explained() -> None:
     explained = re.findall(r"`(\w+)`", "".join(re.findall(r"^\|[^|]*", table, re.MULTILINE)))
     names, origin = (set(kind.__dataclass_fields__) for kind in (HostRow, Origin))
     assert sorted(explained) == sorted(names - origin)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--tokens 0", "--tokens must be positive lengths with commas between them, got '0'"),
-        ("--calls 0", "--calls must be at least 1, got 0"),
-        (
-            "--mode eager",
-            "--mode must be among fwd, fwd_bwd, compiled, reduce_overhead, got 'eager'",
-        ),
-        ("--weights float16", "--weights must be among bfloat16, float32, got 'float16'"),
-    ],
-)
-def test_wrong_options(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "host", *words.split()]) == 2
-    assert message in capsys.readouterr().err

@@ -18,7 +18,7 @@ from nsa.ops._triton.tuning import TileKey
 
 SMALL = {"compress_block_size": 8, "compress_stride": 4, "block_size": 16}
 SMALL |= {"num_selected_blocks": 4, "window_size": 32}
-NOT_TIMED = Timing(1.0, 1.0, 1.0, 1, 1, "not timed")
+NOT_TIMED = Timing(1.0, 1.0, 1.0, 1, "not timed")
 OPERATORS = ("compress", "compressed", "choice", "window", "combine")
 CASES = [f"attention.{name}" for name in OPERATORS]
 
@@ -26,7 +26,7 @@ CASES = [f"attention.{name}" for name in OPERATORS]
 def test_the_kernels_to_tune_are_those_that_look_tiles_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "time_call", lambda call, *_, **__: (call(), NOT_TIMED)[1])
     shape, cpu = parse_shape("3x1x16x16"), torch.device("cpu")
-    points = [Point(shape, 128, 1, "random", torch.float32, cpu)]
+    points = (Point(shape, 128, 1, "random", torch.float32, cpu),)
     bench = tune.Bench(cases.CASES["attention.window"], points)
     tasks = bench.tasks()
     assert [(task.key, task.mode, task.seqs) for task in tasks] == [
@@ -34,7 +34,7 @@ def test_the_kernels_to_tune_are_those_that_look_tiles_up(monkeypatch: pytest.Mo
         for name, mode in (("fwd", "fwd"), ("dq", "fwd_bwd"), ("dkv", "fwd_bwd"))
     ]
     other = tasks[0].start._replace(rows=16)
-    assert bench.measure(tasks[0])(other) == {128: 1.0}
+    assert bench.measure(tasks[0], other) == {128: 1.0}
     assert bench.fault(tasks[0], other) is None
     monkeypatch.setattr(Work, "run", lambda self, mode: (torch.zeros(1, 128, 3, 16),))
     assert str(bench.fault(tasks[0], other)).startswith(

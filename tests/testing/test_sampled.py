@@ -1,4 +1,4 @@
-"""Sampled reference values: they are the whole reference's rows, and the gate made of them fails for planted errors."""
+"""Sampled values are rows of the reference, and the gate made of them fails for planted errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from nsa import (
     selected_attention,
     window_attention,
 )
-from nsa.ops._packed import compressed_cu_seqlens
 from nsa.testing import AttentionInputs, make_inputs, packed_offsets
 from nsa.testing.sampled import (
     SampledAttention,
@@ -60,79 +59,53 @@ def small_parts(monkeypatch):
 
 
 class Case:
-    """One branch: the reference's results and gradients, and its sampled twin. Every ``step``-th query has a gradient."""
+    """One branch: the reference's results and gradients, and the sampled branch."""
 
-    def __init__(
-        self,
-        branch: str,
-        batch: str,
-        dtype: torch.dtype = torch.float64,
-        config: NSAConfig = CONFIG,
-        step: int = 1,
-    ) -> None:
+    def __init__(self, branch: str, batch: str, dtype: torch.dtype = torch.float64) -> None:
+        config, self.dtype = CONFIG, dtype
         x = make_inputs(config, *BATCHES[batch], dtype=dtype)
-        self.offsets: dict[str, Any] = {
-            "cu_seqlens_q": x.cu_seqlens_q,
-            "cu_seqlens_k": x.cu_seqlens_k,
-        }
-        self.dout = torch.randn(
-            x.q.shape[0],
-            config.num_heads,
-            config.value_dim,
-            generator=torch.Generator().manual_seed(1),
-        )
-        self.dout = self.dout.to(dtype) * (torch.arange(x.q.shape[0]) % step == 0)[:, None, None]
-        self.dtype = dtype
+        self.cu_seqlens_q = x.cu_seqlens_q
+        offsets = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
         ids = make_batch(config, *BATCHES[batch]).block_indices()
-        tensors: dict[str, Any] = {"slc": (x.q, x.k_slc, x.v_slc), "win": (x.q, x.k_win, x.v_win)}
+        keys = {"slc": (x.k_slc, x.v_slc), "win": (x.k_win, x.v_win)}
         if branch == "cmp":
-            tensors["cmp"] = (
-                x.q,
-                *(
-                    compress(raw, None, config, x.cu_seqlens_k)[0]
-                    for raw in (x.k_cmp_raw, x.v_cmp_raw)
-                ),
-            )
-        q, k, v = leaves = [y.detach().requires_grad_() for y in tensors[branch]]
-        self.sampled: SampledAttention
-        if branch == "cmp":
-            out, self.lse = compressed_attention(q, k, v, config, **self.offsets)
-            self.sampled = sampled_compressed(q, k, v, config, **self.offsets)
-        elif branch == "slc":
-            out, self.lse = selected_attention(q, k, v, ids, config, **self.offsets)
-            self.sampled = sampled_selected(q, k, v, ids, config, **self.offsets)
-        else:
-            out, self.lse = window_attention(q, k, v, config, **self.offsets)
-            self.sampled = sampled_window(q, k, v, config, **self.offsets)
-        assert out is not None
+            raw = (x.k_cmp_raw, x.v_cmp_raw)
+            k, v = (compress(y, None, config, x.cu_seqlens_k)[0] for y in raw)
+            keys["cmp"] = (k, v)
+        leaves = [y.detach().requires_grad_() for y in (x.q, *keys[branch])]
+        calls: dict[str, tuple[Any, Any]] = {
+            "cmp": (compressed_attention, sampled_compressed),
+            "slc": (selected_attention, sampled_selected),
+            "win": (window_attention, sampled_window),
+        }
+        operator, sampled = calls[branch]
+        args = [*leaves, *[ids] * (branch == "slc"), config]
+        out, self.lse = operator(*args, **offsets)
+        self.sampled: SampledAttention = sampled(*args, **offsets)
+        generator = torch.Generator().manual_seed(1)
+        self.dout = torch.randn(out.shape, generator=generator).to(dtype)
         self.out = out.detach()
         self.dq, self.dk, self.dv = torch.autograd.grad(out, leaves, self.dout)
         self.num_keys = self.sampled.cu_key[-1]
 
     def check(self, rows: Tensor, keys: Tensor, **planted: Tensor) -> None:
         """The gate over this case, with some results replaced."""
-        queries = {"out": self.out, "lse": self.lse, "dq": self.dq}
-        of_keys = {"dk": self.dk, "dv": self.dv}
         # In fp32 nothing is rounded but sums, and the reference adds in another order.
         factor = 4.0 if self.dtype == torch.float32 else 2.0
-        for values in (queries, of_keys):
-            values.update({name: x for name, x in planted.items() if name in values})
-        check_sampled(
-            lambda dtype: self.sampled.at_queries(rows, dtype, self.dout),
-            queries,
-            rows,
-            self.dtype,
-            "case",
-            factor,
-        )
-        check_sampled(
-            lambda dtype: self.sampled.at_keys(keys, dtype, self.dout),
-            of_keys,
-            keys,
-            self.dtype,
-            "case",
-            factor,
-        )
+        queries, keys_of = self.sampled.at_queries, self.sampled.at_keys
+        for at, index, names in (
+            (queries, rows, ("out", "lse", "dq")),
+            (keys_of, keys, ("dk", "dv")),
+        ):
+            found = {name: planted.get(name, getattr(self, name)) for name in names}
+
+            def values(
+                dtype: torch.dtype, at: Any = at, index: Tensor = index
+            ) -> dict[str, Tensor]:
+                values: dict[str, Tensor] = at(index, dtype, self.dout)
+                return values
+
+            check_sampled(values, found, index, self.dtype, "case", factor)
 
 
 def shuffled(count: int, part: int = 1) -> Tensor:
@@ -155,65 +128,39 @@ def test_branch_equals_the_reference(branch, batch):
     near(found["dv"], case.dv[keys].numpy())
 
 
-@pytest.mark.parametrize("branch", BRANCHES)
-def test_only_queries_with_a_gradient_are_asked(branch, monkeypatch):
-    case = Case(branch, "packed", step=50)
-    asked: list[Tensor] = []
-    run = SampledAttention._run
-
-    def watched(
-        self: SampledAttention, sequence: int, rows: Tensor, *rest: Any
-    ) -> dict[str, Tensor]:
-        asked.append(rows)
-        return run(self, sequence, rows, *rest)
-
-    monkeypatch.setattr(SampledAttention, "_run", watched)
-    keys = torch.arange(case.num_keys)
-    found = case.sampled.at_keys(keys, torch.float64, case.dout)
-    near(found["dk"], case.dk[keys].numpy())
-    near(found["dv"], case.dv[keys].numpy())
-    assert set(torch.cat(asked).tolist()) <= set(range(0, 338, 50))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_gate_lets_rounding_pass(branch, dtype):
     case = Case(branch, "packed", dtype)
-    case.check(sample_rows(case.offsets["cu_seqlens_q"], 60), shuffled(case.num_keys, 4))
+    case.check(sample_rows(case.cu_seqlens_q, 60), shuffled(case.num_keys, 4))
+
+
+def planted(case: Case, error: str) -> dict[str, Tensor]:
+    """Results with an error."""
+    changed = {name: getattr(case, name).clone() for name in ("out", "dk", "lse", "dq")}
+    changed["out"] = changed["out"].roll(1, 0)
+    changed["lse"][5] = -torch.inf if changed["lse"][5].isfinite().all() else -1e30
+    changed["dq"][100] *= -1
+    lost = case.dout * (torch.arange(338) < 300)[:, None, None]
+    every = torch.arange(case.num_keys)
+    found = case.sampled.at_keys(every, torch.float64, lost)["dk"]
+    changed["dk"][: case.num_keys] = found.to(case.dtype)
+    return {error: changed[error]}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("branch", BRANCHES)
-@pytest.mark.parametrize(
-    "error", ["scale", "neighbour's row", "lost part of dk", "lse of a masked row", "sign of dq"]
-)
+@pytest.mark.parametrize("error", ["scale", "out", "dk", "lse", "dq"])
 def test_gate_fails_for_planted_errors(branch, dtype, error):
+    """Another scale; neighbours' rows, queries left out, lse of a masked row, a sign."""
     case = Case(branch, "packed", dtype)
-    row, key = torch.tensor([5, 100, 250]), torch.arange(0, case.num_keys, 7)
+    rows, keys = torch.tensor([5, 100, 250]), torch.arange(0, case.num_keys, 7)
+    case.check(rows, keys)
+    wrong = {} if error == "scale" else planted(case, error)
     if error == "scale":
         case.sampled = dataclasses.replace(case.sampled, scale=case.sampled.scale * 1.05)
-        planted = {}
-    elif error == "neighbour's row":
-        planted = {"out": case.out.roll(1, 0)}
-    elif error == "lost part of dk":
-        lost = case.sampled.at_keys(
-            torch.arange(case.num_keys),
-            torch.float64,
-            case.dout * (torch.arange(338) < 300)[:, None, None],
-        )
-        planted = {"dk": torch.zeros_like(case.dk)}
-        planted["dk"][: case.num_keys] = lost["dk"].to(dtype)
-    elif error == "lse of a masked row":
-        lse = case.lse.clone()
-        lse[5] = -1e30 if branch == "cmp" else -torch.inf
-        planted = {"lse": lse}
-    else:
-        dq = case.dq.clone()
-        dq[100] = -dq[100]
-        planted = {"dq": dq}
-    case.check(row, key) if error != "scale" else None
     with pytest.raises(AssertionError, match="case"):
-        case.check(row, key, **planted)
+        case.check(rows, keys, **wrong)
 
 
 @pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
@@ -285,31 +232,29 @@ def test_choice_with_q_zero_is_nowhere_clear_and_near_where_it_differs():
     assert agreement.near > 0
 
 
-@pytest.mark.parametrize(
-    "error",
-    ["neighbour's choice", "forced block", "lower block", "future", "repeated", "descending"],
-)
-def test_wrong_choices_are_seen(error):
+def free_block(ids: list[int]) -> int:
+    """A block that is neither selected nor forced, of a query in the tenth block."""
+    return next(block for block in range(1, 8) if block not in ids)
+
+
+# Wrong selections of the query at position 159 of the second sequence: blocks 0 to 9.
+WRONG = {
+    "forced block": lambda ids: sorted([*ids[1:], free_block(ids)]),
+    "lower block": lambda ids: sorted([ids[0], free_block(ids), *ids[2:]]),
+    "future": lambda ids: [*ids[:-1], 10],
+    "repeated": lambda ids: [ids[0], ids[0], *ids[2:]],
+    "descending": lambda ids: ids[::-1],
+}
+
+
+@pytest.mark.parametrize("error", WRONG)
+def test_wrong_selections_are_seen(error):
     config, q, k_cmp, chosen, offsets = choice_case()
     sampled = sampled_choice(q, k_cmp, config, **offsets)
     rows, wrong = torch.arange(q.shape[0]), chosen.clone()
     assert sampled.agreement(rows, chosen).against == 0
-    row = 138  # position 159 of the second sequence: blocks 0 to 9
-    if error == "neighbour's choice":
-        wrong = wrong.flip(1)  # of the other KV head
-    elif error == "forced block":
-        free = [j for j in range(1, 9) if j not in chosen[row, 0].tolist()]
-        wrong[row, 0] = torch.tensor(sorted([*chosen[row, 0, 1:].tolist(), free[0]]))
-    elif error == "lower block":
-        free = [j for j in range(1, 8) if j not in chosen[row, 0].tolist()]
-        wrong[row, 0, 1] = free[0]
-        wrong[row, 0] = wrong[row, 0].sort().values
-    elif error == "future":
-        wrong[row, 0, -1] = 10
-    elif error == "repeated":
-        wrong[row, 0, 1] = wrong[row, 0, 0]
-    else:
-        wrong[row, 0] = wrong[row, 0].flip(0)
+    assert sampled.agreement(rows, chosen.flip(1)).against > 0  # of the other KV head
+    wrong[138, 0] = torch.tensor(WRONG[error](chosen[138, 0].tolist()))
     if error in ("future", "repeated", "descending"):
         with pytest.raises(AssertionError, match="block_indices"):
             sampled.agreement(rows, wrong)
@@ -319,45 +264,38 @@ def test_wrong_choices_are_seen(error):
 
 def whole_case(
     branches: tuple[str, ...] = BRANCHES, dtype: torch.dtype = torch.float64, **changes: Any
-) -> tuple[SampledWhole, AttentionInputs, dict[str, Tensor], Tensor, Tensor]:
-    """The sampled whole, its inputs, the reference's gradients by name, the reference's out, and dout."""
+) -> tuple[SampledWhole, dict[str, Tensor], Tensor]:
+    """The sampled whole, the reference's out and gradients by name, and dout."""
     config = small(num_heads=6, branches=branches, **changes)
     lengths = BATCHES["packed"]
     x = make_inputs(config, *lengths, dtype=dtype, requires_grad=True)
     batch = make_batch(config, *lengths)
-    parameters = [
-        {n: w.to(dtype) for n, w in phi_parameters(batch, s).items()}
-        for s in (config.head_dim, config.value_dim)
+    weights = [
+        PhiWeights(**{n: w.to(dtype) for n, w in phi_parameters(batch, size).items()})
+        for size in (config.head_dim, config.value_dim)
     ]
-    phi = (PhiWeights(**parameters[0]), PhiWeights(**parameters[1])) if parameters[0] else None
-    q_cmp = batch.q().to(dtype).requires_grad_() if config.compress_rope == "none" else None
-    values = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
-    out = native_sparse_attention(**values, phi=phi, config=config, q_cmp=q_cmp, rope=ROPE)
+    phi = (weights[0], weights[1]) if config.phi != "mean" else None
+    leaves = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
+    if config.compress_rope == "none":
+        leaves["q_cmp"] = batch.q().to(dtype).requires_grad_()
+    out = native_sparse_attention(**leaves, phi=phi, config=config, rope=ROPE)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
     out.backward(dout)
-    leaves = {**values, "q_cmp": q_cmp}
-    grads = {name: y.grad for name, y in leaves.items() if y is not None and y.grad is not None}
-    plain = AttentionInputs(**{name: y.detach() for name, y in values.items()})
-    offsets: dict[str, Any] = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
-    sampled = SampledWhole(
-        plain, config, None, phi, None if q_cmp is None else q_cmp.detach(), ROPE
-    )
+    found = {name: y.grad for name, y in leaves.items() if y.grad is not None}
+    plain = {name: y.detach() for name, y in leaves.items()}
+    q_cmp = plain.pop("q_cmp", None)
+    sampled = SampledWhole(AttentionInputs(**plain), config, None, phi, q_cmp, ROPE)
     if "slc" in branches:
-        k_cmp = torch.zeros(
-            plain.q.shape[0] // config.compress_stride,
-            config.num_kv_heads,
-            config.head_dim,
-            dtype=dtype,
-        )
-        k_cmp[: int(compressed_cu_seqlens(x.cu_seqlens_k, config)[-1])] = sampled.compressed(
-            "k", dtype
-        )
-        queries = plain.q if q_cmp is None else q_cmp.detach()
+        tokens = plain["q"].shape[0]
+        k_cmp = sampled.compressed("k", dtype)
+        missing = tokens // config.compress_stride - k_cmp.shape[0]
+        k_cmp = torch.nn.functional.pad(k_cmp, (0, 0, 0, 0, 0, missing))
+        queries = plain["q"] if q_cmp is None else q_cmp
+        offsets: dict[str, Any] = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
         _, lse = compressed_attention(queries, k_cmp, None, config, **offsets)
-        sampled = dataclasses.replace(
-            sampled, block_indices=select_blocks(queries, k_cmp, lse, config, **offsets)
-        )
-    return sampled, plain, grads, out.detach(), dout
+        chosen = select_blocks(queries, k_cmp, lse, config, **offsets)
+        sampled = dataclasses.replace(sampled, block_indices=chosen)
+    return sampled, {**found, "out": out.detach()}, dout
 
 
 @pytest.mark.parametrize(
@@ -370,32 +308,30 @@ def whole_case(
     ],
 )
 def test_whole_equals_the_reference(branches, changes):
-    sampled, x, grads, out, dout = whole_case(branches, **changes)
-    rows, tokens = shuffled(x.q.shape[0], 2), shuffled(x.q.shape[0], 5)
-    found = sampled.at_queries(rows, torch.float64, dout)
-    near(found.pop("out"), out[rows].numpy())
-    for name, actual in found.items():
-        near(actual, grads[name][rows].numpy())
+    sampled, wanted, dout = whole_case(branches, **changes)
+    rows, tokens = shuffled(dout.shape[0], 2), shuffled(dout.shape[0], 5)
+    for name, actual in sampled.at_queries(rows, torch.float64, dout).items():
+        near(actual, wanted[name][rows].numpy())
     found = sampled.at_tokens(tokens, torch.float64, dout)
     for name, actual in found.items():
-        near(actual, grads[name][tokens].numpy())
+        near(actual, wanted[name][tokens].numpy())
     assert len(found) == 2 * len(branches)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gate_of_the_whole(dtype):
-    sampled, x, grads, out, dout = whole_case(dtype=dtype, phi="linear")
-    rows = sample_rows(x.cu_seqlens_q, 40)
+    sampled, found, dout = whole_case(dtype=dtype, phi="linear")
+    rows = sample_rows(sampled.inputs.cu_seqlens_q, 40)
 
     def check(**planted: Tensor) -> None:
-        of_queries = {"out": out, "q": grads["q"], "gates": grads["gates"], **planted}
+        of_queries = {name: found[name] for name in ("out", "q", "gates")} | planted
         check_sampled(lambda d: sampled.at_queries(rows, d, dout), of_queries, rows, dtype, "whole")
 
     check()
-    of_keys = {name: grad for name, grad in grads.items() if name[0] in "kv"}
+    of_keys = {name: gradient for name, gradient in found.items() if name[0] in "kv"}
     check_sampled(lambda d: sampled.at_tokens(rows, d, dout), of_keys, rows, dtype, "whole")
     with pytest.raises(AssertionError, match="whole gates"):
-        check(gates=grads["gates"].flip(-1))
+        check(gates=found["gates"].flip(-1))
 
 
 def test_sampled_rows_hold_the_edges():

@@ -7,42 +7,29 @@ query that sees one of them; these are computed, too, a part of the queries at a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.ops._packed import compressed_cu_seqlens
-from nsa.testing.sampled.gate import compute_dtype, offsets_on_host
+from nsa.testing.sampled.gate import Offsets, compute_dtype
 
 # Elements of all temporaries of one part together: 1 GiB in fp64.
 PART_ELEMENTS = 2**27
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)  # softmax in base 2, as kernels take it
-# Queries that are asked at a time whether they see a sampled key.
+# Queries for which it is decided at a time whether they see a sampled key.
 SEARCH_ROWS = 2**16
 
 
-# ------------------------------------------------------------------------------------------- which
-# keys a query sees
-
-
-class Visibility(Protocol):
-    """Which keys of its sequence a query sees. ``rows`` are packed queries ``[R]`` of one sequence, ``t`` their positions."""
-
-    def list_len(self, num_keys: int) -> int:
-        """Keys that one list takes in memory, at most, in a sequence of ``num_keys`` keys."""
-        ...
-
-    def lists(self, rows: Tensor, t: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-        """Keys ``[R, Hkv, K]`` (1 for R or Hkv where all are alike), and which of them count, bool ``[R, Hkv or 1, K]``."""
-        ...
-
-    def sees(self, rows: Tensor, t: Tensor, keys: Tensor) -> Tensor:
-        """Whether each query sees each of ``keys`` ``[m]``, bool ``[R, Hkv or 1, m]``."""
-        ...
+# --- Which keys a query sees
+# `rows` are packed queries [R] of one sequence, `t` their positions.
+# - `list_len`: keys that one list takes in memory, at most, in a sequence of `num_keys` keys.
+# - `lists`: keys [R, Hkv, K] and which of them count, bool of the same shape. R or Hkv is 1 where
+#   all lists are alike; the first dimension of the mask is always R.
+# - `sees`: whether each query sees each of `keys` [m], bool [R, Hkv or 1, m].
 
 
 @dataclass(frozen=True)
@@ -83,13 +70,16 @@ class CompressedKeys:
 
 @dataclass(frozen=True)
 class SelectedKeys:
-    """Tokens of the blocks named by ``block_indices`` ``[T, Hkv, n]``; ids outside ``0 .. t // l'`` are absent."""
+    """Tokens of the blocks named by ``block_indices`` ``[T, Hkv, n]``.
+
+    Ids outside ``0 .. t // l'`` are absent.
+    """
 
     block_indices: Tensor
     block_size: int
 
     def list_len(self, num_keys: int) -> int:  # noqa: D102
-        return self.block_indices.shape[1] * self.block_indices.shape[2] * self.block_size
+        return self.block_indices[0].numel() * self.block_size
 
     def _present(self, rows: Tensor, t: Tensor) -> Tensor:
         ids = self.block_indices[rows].long()
@@ -102,74 +92,50 @@ class SelectedKeys:
         return torch.where(visible, index, 0).flatten(2), visible.flatten(2)
 
     def sees(self, rows: Tensor, t: Tensor, keys: Tensor) -> Tensor:  # noqa: D102
-        ids = self._present(rows, t)
-        blocks = keys // self.block_size
-        chosen = torch.zeros(*ids.shape[:2], keys.numel(), dtype=torch.bool, device=t.device)
-        for place in range(ids.shape[2]):
-            chosen |= ids[:, :, place, None] == blocks
-        return chosen & (keys <= t[:, None])[:, None]
+        blocks, selected = keys // self.block_size, torch.tensor(False, device=t.device)
+        for ids in self._present(rows, t).unbind(2):  # one at a time, for the memory
+            selected = selected | (ids[..., None] == blocks)
+        return selected & (keys <= t[:, None])[:, None]
 
 
-# -------------------------------------------------------------------------------------------------
-# one part of the rows
+Visibility = WindowKeys | CompressedKeys | SelectedKeys
 
 
-def _by_head(x: Tensor, num_kv_heads: int, num_lists: int) -> Tensor:
-    """``[R, Hq, E]`` as ``[P, Hkv, R / P * G, E]``: the rows that share a list and a KV head lie together."""
-    num_rows, num_heads, size = x.shape
-    x = x.reshape(num_lists, num_rows // num_lists, num_kv_heads, num_heads // num_kv_heads, size)
-    return x.transpose(1, 2).reshape(num_lists, num_kv_heads, -1, size)
-
-
-def _by_row(x: Tensor, num_rows: int) -> Tensor:
-    """Inverse of :func:`_by_head`."""
-    num_lists, num_kv_heads, _, size = x.shape
-    x = x.reshape(num_lists, num_kv_heads, num_rows // num_lists, -1, size)
-    return x.transpose(1, 2).reshape(num_rows, -1, size)
-
-
-def _mask_by_head(visible: Tensor, group_size: int, num_lists: int) -> Tensor:
-    """bool ``[R, Hkv or 1, K]`` as ``[P, Hkv or 1, R / P * G, K]``."""
-    num_rows, heads, num_keys = visible.shape
-    visible = visible.view(num_lists, num_rows // num_lists, heads, 1, num_keys).transpose(1, 2)
-    return visible.expand(-1, -1, -1, group_size, -1).reshape(num_lists, heads, -1, num_keys)
-
-
+# --- One part of the rows
 def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     dout: Tensor | None,
-    index: Tensor,
-    visible: Tensor,
+    lists: tuple[Tensor, Tensor],
     scale: float,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """Attention of the rows ``q`` ``[R, Hq, D]`` over lists of rows of a sequence's ``k`` and ``v``; with ``dout`` also dq."""
-    compute, (num_rows, num_heads, _), num_lists = compute_dtype(dtype), q.shape, index.shape[0]
-    num_kv_heads = k.shape[1]
+    """Attention of the rows ``q`` ``[R, Hq, D]`` over lists of keys; with ``dout`` also dq."""
+    compute, (index, visible), num_kv_heads = compute_dtype(dtype), lists, k.shape[1]
+    q = q.to(compute).unflatten(1, (num_kv_heads, -1))  # [R, Hkv, G, D]
     head = torch.arange(num_kv_heads, device=q.device)[:, None]
-    keys, values = (x[index, head].to(compute) for x in (k, v))  # [P, Hkv, K, D]
-    scores = _by_head(q.to(compute), num_kv_heads, num_lists) @ keys.mT * (scale * LOG2_E)
-    scores.masked_fill_(~_mask_by_head(visible, num_heads // num_kv_heads, num_lists), -torch.inf)
+    keys, values = (x[index, head].to(compute) for x in (k, v))  # [R or 1, Hkv, K, D]
+    shape = "rhkd"
+    if len(index) == 1:
+        keys, values, shape = keys[0], values[0], "hkd"
+    scores = torch.einsum(f"rhgd,{shape}->rhgk", q, keys) * (scale * LOG2_E)
+    scores.masked_fill_(~visible[:, :, None], -torch.inf)
     row_max = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(compute).min)
     weights = torch.exp2(scores - row_max)
     total = weights.sum(-1, keepdim=True)
-    out = (weights.to(dtype).to(compute) @ values / torch.where(total > 0, total, 1.0)).to(dtype)
+    out = torch.einsum(f"rhgk,{shape}->rhgd", weights.to(dtype).to(compute), values)
+    out = (out / torch.where(total > 0, total, 1.0)).to(dtype)
     lse = (row_max + total.log2()) * LN_2
-    found = {"out": _by_row(out, num_rows), "lse": _by_row(lse, num_rows)[..., 0]}
+    found = {"out": out.flatten(1, 2), "lse": lse.flatten(1)}
     if dout is None:
         return found
-    rows = _by_head(dout, num_kv_heads, num_lists)
-    delta = (out.to(compute) * rows).sum(-1, keepdim=True)
+    dout = dout.unflatten(1, (num_kv_heads, -1))
+    delta = (out.to(compute) * dout).sum(-1, keepdim=True)
     weights = torch.exp2(scores.sub_(_for_weights(lse) * LOG2_E))
-    weights.mul_((rows @ values.mT).sub_(delta))
-    dq = weights.to(dtype).to(compute) @ keys * scale
-    return {
-        **found,
-        "delta": _by_row(delta, num_rows)[..., 0],
-        "dq": _by_row(dq, num_rows).to(dtype),
-    }
+    weights.mul_(torch.einsum(f"rhgd,{shape}->rhgk", dout, values).sub_(delta))
+    dq = torch.einsum(f"rhgk,{shape}->rhgd", weights.to(dtype).to(compute), keys) * scale
+    return {**found, "delta": delta.flatten(1), "dq": dq.flatten(1, 2).to(dtype)}
 
 
 def _for_weights(lse: Tensor) -> Tensor:
@@ -177,19 +143,16 @@ def _for_weights(lse: Tensor) -> Tensor:
     return torch.where(lse.isinf(), torch.inf, lse)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# branches
-
-
+# --- Branches
 @dataclass(frozen=True)
 class SampledAttention:
-    """One branch over packed sequences, whose values can be had row by row. Made by the functions below.
+    """One branch over packed sequences, computed row by row; made by the functions below.
 
     Attributes:
         q, k, v: packed ``[T, Hq, D]``, ``[N, Hkv, D]``, ``[N, Hkv, Dv]``, in the dtype that they
             are stored in.
         visibility: which keys a query sees.
-        cu_q, cu_k: offsets of queries and key tokens on the host.
+        offsets: of queries and key tokens.
         cu_key: offsets of the rows of ``k``: those of the tokens, or of the compressed blocks.
         scale: factor on the scores.
         gate: ``[T, Hq]``, or None for 1: the gradient of the branch's output is ``gate * dout``.
@@ -199,8 +162,7 @@ class SampledAttention:
     k: Tensor
     v: Tensor
     visibility: Visibility
-    cu_q: list[int]
-    cu_k: list[int]
+    offsets: Offsets
     cu_key: list[int]
     scale: float
     gate: Tensor | None = None
@@ -209,59 +171,49 @@ class SampledAttention:
     def at_queries(
         self, rows: Tensor, dtype: torch.dtype, dout: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """``out`` ``[R, Hq, Dv]``, ``lse`` ``[R, Hq]`` and, with ``dout`` ``[T, Hq, Dv]``, ``dq`` of the packed ``rows``."""
+        """Results of the packed ``rows``.
+
+        Returns:
+            ``out`` ``[R, Hq, Dv]``, ``lse`` ``[R, Hq]`` and, with ``dout`` ``[T, Hq, Dv]``, ``dq``.
+        """
         found: dict[str, Tensor] = {}
-        for sequence, part in self._parts(rows):
+        for sequence, part in self.offsets.parts(rows, self._part_size):
             for name, x in self._run(sequence, rows[part], dtype, dout).items():
                 found.setdefault(name, x.new_empty(rows.numel(), *x.shape[1:]))[part] = x
         return found
 
     @torch.no_grad()
     def at_keys(self, keys: Tensor, dtype: torch.dtype, dout: Tensor) -> dict[str, Tensor]:
-        """``dk`` ``[m, Hkv, D]`` and ``dv`` ``[m, Hkv, Dv]`` of the rows ``keys`` of ``k``, from every query that sees them.
+        """Gradients of the rows ``keys`` ``[m]`` of ``k`` and ``v``, from all queries that see one.
 
-        A query whose row of ``dout`` is 0 gives nothing and costs nothing: that keeps long
-        sequences within reach.
+        A query whose row of ``dout`` is 0 adds nothing and is left out: that keeps long sequences
+        within reach.
+
+        Returns:
+            ``dk`` ``[m, Hkv, D]`` and ``dv`` ``[m, Hkv, Dv]``.
         """
         compute = compute_dtype(dtype)
-        givers = dout.flatten(1).any(1).nonzero()[:, 0]
+        with_gradient = dout.flatten(1).any(1).nonzero()[:, 0]
         dk, dv = (x.new_zeros(keys.numel(), *x.shape[1:], dtype=compute) for x in (self.k, self.v))
-        for sequence in range(len(self.cu_q) - 1):
+        for sequence in range(len(self.cu_key) - 1):
             first, end = self.cu_key[sequence : sequence + 2]
             mine = ((keys >= first) & (keys < end)).nonzero()[:, 0]
             if mine.numel():
                 inside = keys[mine] - first
-                observers = self._observers(sequence, givers, inside)
-                for _, part in self._parts(observers):
-                    one_dk, one_dv = self._key_share(sequence, observers[part], inside, dtype, dout)
+                rows = self._seeing(sequence, with_gradient, inside)
+                for _, part in self.offsets.parts(rows, self._part_size):
+                    one_dk, one_dv = self._key_share(sequence, rows[part], inside, dtype, dout)
                     dk[mine] += one_dk
                     dv[mine] += one_dv
         return {"dk": dk.to(dtype), "dv": dv.to(dtype)}
 
-    def _positions(self, sequence: int, rows: Tensor) -> Tensor:
-        return rows - self.cu_q[sequence + 1] + self.cu_k[sequence + 1] - self.cu_k[sequence]
+    def _part_size(self, sequence: int) -> int:
+        """Queries of a sequence whose temporaries fit into memory."""
+        list_len = self.visibility.list_len(self.cu_key[sequence + 1] - self.cu_key[sequence])
+        each = 4 * self.q.shape[1] + self.k[0:1].numel() + self.v[0:1].numel()
+        return PART_ELEMENTS // (max(list_len, 1) * max(each, 1))
 
-    def _parts(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Sequence, and places in ``rows`` of some of its rows: few enough for the temporaries."""
-        sequence_of = torch.bucketize(
-            rows, torch.tensor(self.cu_q[1:], device=rows.device), right=True
-        )
-        num_heads, num_kv_heads, sizes = (
-            self.q.shape[1],
-            self.k.shape[1],
-            self.k.shape[-1] + self.v.shape[-1],
-        )
-        for sequence in sequence_of.unique().tolist():
-            list_len = self.visibility.list_len(self.cu_key[sequence + 1] - self.cu_key[sequence])
-            each = max(list_len, 1) * (4 * num_heads + num_kv_heads * sizes)
-            yield from (
-                (sequence, part)
-                for part in (sequence_of == sequence)
-                .nonzero()[:, 0]
-                .split(max(PART_ELEMENTS // each, 1))
-            )
-
-    def _grad_of(self, rows: Tensor, dout: Tensor, dtype: torch.dtype) -> Tensor:
+    def _gradient(self, rows: Tensor, dout: Tensor, dtype: torch.dtype) -> Tensor:
         one = dout[rows].to(compute_dtype(dtype))
         if self.gate is not None:
             one = one * self.gate[rows, :, None].to(one.dtype)
@@ -274,76 +226,84 @@ class SampledAttention:
         k, v = (
             x[first:end] if end > first else x.new_zeros(1, *x.shape[1:]) for x in (self.k, self.v)
         )
-        index, visible = self.visibility.lists(rows, self._positions(sequence, rows), end - first)
-        grad = None if dout is None else self._grad_of(rows, dout, dtype)
-        return _attend(self.q[rows], k, v, grad, index, visible, self.scale, dtype)
+        t = self.offsets.positions(sequence, rows)
+        gradient = None if dout is None else self._gradient(rows, dout, dtype)
+        lists = self.visibility.lists(rows, t, end - first)
+        return _attend(self.q[rows], k, v, gradient, lists, self.scale, dtype)
 
-    def _observers(self, sequence: int, rows: Tensor, keys: Tensor) -> Tensor:
-        """Those of the packed queries ``rows`` that lie in a sequence and see at least one of its ``keys``."""
-        mine = rows[(rows >= self.cu_q[sequence]) & (rows < self.cu_q[sequence + 1])]
-        seen = [
-            some[
-                self.visibility.sees(some, self._positions(sequence, some), keys).flatten(1).any(1)
-            ]
-            for some in mine.split(SEARCH_ROWS)
-        ]
-        return torch.cat(seen)
+    def _seeing(self, sequence: int, rows: Tensor, keys: Tensor) -> Tensor:
+        """Those of the packed queries ``rows`` that see at least one of a sequence's ``keys``."""
+        first, end = self.offsets.q[sequence : sequence + 2]
+        found = []
+        for some in rows[(rows >= first) & (rows < end)].split(SEARCH_ROWS):
+            sees = self.visibility.sees(some, self.offsets.positions(sequence, some), keys)
+            found.append(some[sees.flatten(1).any(1)])
+        return torch.cat(found)
 
     def _key_share(
         self, sequence: int, rows: Tensor, keys: Tensor, dtype: torch.dtype, dout: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What the queries ``rows`` give to dk and dv of the ``keys`` ``[m]`` of their sequence: ``[m, Hkv, E]`` each."""
-        compute, num_kv_heads = compute_dtype(dtype), self.k.shape[1]
+        """What queries of a sequence add to dk and dv of its ``keys``: ``[m, Hkv, E]`` each."""
+        compute, heads = compute_dtype(dtype), (self.k.shape[1], -1)
         found = self._run(sequence, rows, dtype, dout)
-        visible = self.visibility.sees(rows, self._positions(sequence, rows), keys)
-        # [Hkv or 1, R * G, m]
-        visible = _mask_by_head(visible, self.q.shape[1] // num_kv_heads, 1)[0]
-        q, grad, lse, delta = (
-            _by_head(x, num_kv_heads, 1)[0]  # [Hkv, R * G, E]
-            for x in (
-                self.q[rows].to(compute), self._grad_of(rows, dout, dtype), found["lse"][..., None], found["delta"][..., None]
-            )
-        )  # fmt: skip
-        # [Hkv, m, E]
-        k, v = (
-            x[keys + self.cu_key[sequence]].to(compute).transpose(0, 1) for x in (self.k, self.v)
+        visible = self.visibility.sees(rows, self.offsets.positions(sequence, rows), keys)
+        q, gradient = self.q[rows].to(compute), self._gradient(rows, dout, dtype)
+        q, gradient, lse, delta = (  # [R, Hkv, G, E]
+            x.unflatten(1, heads) for x in (q, gradient, found["lse"], found["delta"])
         )
-        scores = q @ k.mT * (self.scale * LOG2_E)
-        weights = torch.where(visible, torch.exp2(scores - _for_weights(lse) * LOG2_E), 0.0)
-        dv = weights.to(dtype).to(compute).mT @ grad
-        dk = (weights * (grad @ v.mT - delta)).to(dtype).to(compute).mT @ q * self.scale
-        return dk.transpose(0, 1), dv.transpose(0, 1)
+        k, v = (x[keys + self.cu_key[sequence]].to(compute) for x in (self.k, self.v))
+        scores = torch.einsum("rhgd,mhd->rhgm", q, k) * (self.scale * LOG2_E)
+        weights = torch.exp2(scores - _for_weights(lse)[..., None] * LOG2_E)
+        weights = torch.where(visible[:, :, None], weights, 0.0)
+        dv = torch.einsum("rhgm,rhgd->mhd", weights.to(dtype).to(compute), gradient)
+        weights *= torch.einsum("rhgd,mhd->rhgm", gradient, v) - delta[..., None]
+        dk = torch.einsum("rhgm,rhgd->mhd", weights.to(dtype).to(compute), q) * self.scale
+        return dk, dv
 
 
 def sampled_window(
-    q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, *, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, softmax_scale: float | None = None, gate: Tensor | None = None,
-) -> SampledAttention:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, **options: Any
+) -> SampledAttention:
     """Sampled rows of :func:`nsa.window_attention` over packed tensors; see there."""
-    cu_q, cu_k = offsets_on_host(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
-    scale = config.head_dim**-0.5 if softmax_scale is None else softmax_scale
-    return SampledAttention(q, k, v, WindowKeys(config.window_size), cu_q, cu_k, cu_k, scale, gate)
+    return _sampled(q, k, v, WindowKeys(config.window_size), config, **options)
 
 
 def sampled_selected(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, *, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, softmax_scale: float | None = None, gate: Tensor | None = None,
-) -> SampledAttention:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, **options: Any
+) -> SampledAttention:
     """Sampled rows of :func:`nsa.selected_attention` over packed tensors; see there."""
-    cu_q, cu_k = offsets_on_host(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
-    scale = config.head_dim**-0.5 if softmax_scale is None else softmax_scale
-    return SampledAttention(
-        q, k, v, SelectedKeys(block_indices, config.block_size), cu_q, cu_k, cu_k, scale, gate
-    )
+    visibility = SelectedKeys(block_indices, config.block_size)
+    return _sampled(q, k, v, visibility, config, **options)
 
 
 def sampled_compressed(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, config: NSAConfig, *, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, softmax_scale: float | None = None, gate: Tensor | None = None,
-) -> SampledAttention:  # fmt: skip
-    """Sampled rows of :func:`nsa.compressed_attention` over packed tensors; without offsets S is T."""
-    cu_q, cu_k = offsets_on_host(cu_seqlens_q, cu_seqlens_k, q.shape[0], q.shape[0])
-    scale = config.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, config: NSAConfig, **options: Any
+) -> SampledAttention:
+    """Sampled rows of :func:`nsa.compressed_attention` over packed tensors.
+
+    Without offsets there are as many key tokens as queries.
+    """
     visibility = CompressedKeys(config.compress_block_size, config.compress_stride)
-    cu_cmp = compressed_cu_seqlens(torch.tensor(cu_k), config).tolist()
-    return SampledAttention(q, k_cmp, v_cmp, visibility, cu_q, cu_k, cu_cmp, scale, gate)
+    return _sampled(q, k_cmp, v_cmp, visibility, config, **options)
+
+
+def _sampled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    config: NSAConfig,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    gate: Tensor | None = None,
+) -> SampledAttention:
+    compressed = isinstance(visibility, CompressedKeys)
+    num_tokens = q.shape[0] if compressed else k.shape[0]
+    offsets = Offsets.read(cu_seqlens_q, cu_seqlens_k, q.shape[0], num_tokens)
+    cu_key = offsets.k
+    if compressed:
+        cu_key = compressed_cu_seqlens(torch.tensor(offsets.k), config).tolist()
+    scale = config.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    return SampledAttention(q, k, v, visibility, offsets, cu_key, scale, gate)

@@ -1,8 +1,9 @@
-"""Which rows are sampled, and how their values are compared."""
+"""Which rows are sampled, where they lie, and how their values are compared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,17 +16,44 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def offsets_on_host(
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, num_queries: int, num_keys: int
-) -> tuple[list[int], list[int]]:
-    """Offsets of queries and key tokens as the operators understand them; waits for the device."""
-    if cu_seqlens_q is None:
-        return [0, num_queries], [0, num_keys]
-    return cu_seqlens_q.tolist(), (cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k).tolist()
+@dataclass(frozen=True)
+class Offsets:
+    """Offsets of packed queries and key tokens, on the host."""
+
+    q: list[int]
+    k: list[int]
+
+    @classmethod
+    def read(
+        cls, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, num_q: int, num_k: int
+    ) -> Offsets:
+        """Offsets as the operators understand them; waits for the device."""
+        if cu_seqlens_q is None:
+            return cls([0, num_q], [0, num_k])
+        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        return cls(cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
+
+    def positions(self, sequence: int, rows: Tensor) -> Tensor:
+        """Positions of packed queries of one sequence: queries are aligned at the end of keys."""
+        return rows - self.q[sequence + 1] + self.k[sequence + 1] - self.k[sequence]
+
+    def parts(self, rows: Tensor, size_of: Callable[[int], int]) -> Iterator[tuple[int, Tensor]]:
+        """Sequence, and places in ``rows`` of some of its queries.
+
+        Args:
+            rows: packed queries.
+            size_of: how many queries of a sequence fit into one part; at least one is taken.
+        """
+        ends = torch.tensor(self.q[1:], device=rows.device)
+        sequence_of = torch.bucketize(rows, ends, right=True)
+        for sequence in sequence_of.unique().tolist():
+            places = (sequence_of == sequence).nonzero()[:, 0]
+            for part in places.split(max(size_of(sequence), 1)):
+                yield sequence, part
 
 
 def sample_rows(cu_seqlens: Tensor, count: int, seed: int = 0) -> Tensor:
-    """At most ``count`` packed rows, ascending, unique: first and last ones of some sequences, the others at random.
+    """At most ``count`` packed rows, ascending: the ends of some sequences, others at random.
 
     Args:
         cu_seqlens: ``[B + 1]``; its contents are read.
@@ -33,7 +61,7 @@ def sample_rows(cu_seqlens: Tensor, count: int, seed: int = 0) -> Tensor:
         seed: of the random rows.
 
     Returns:
-        int64 on the device of ``cu_seqlens``; empty when there is no row.
+        int64 on the device of ``cu_seqlens``, unique; empty when there is no row.
     """
     offsets = cu_seqlens.long().cpu()
     full = (offsets[1:] > offsets[:-1]).nonzero()[:, 0]
@@ -80,9 +108,8 @@ def check_sampled(
         x, baseline, oracle = whole[rows], plain[key], exact[key]
         if key == "lse":
             empty = oracle.isinf()
-            assert torch.equal(x.isinf() & (x < 0), empty), (
-                f"{name} lse: -inf where keys are visible, or not where none is"
-            )
+            right = torch.equal(x.isinf() & (x < 0), empty)
+            assert right, f"{name} lse: -inf where keys are visible, or finite where none is"
             x, baseline, oracle = (y[~empty][:, None] for y in (x, baseline, oracle))
         found[key] = assert_within_budget(x, baseline, oracle, f"{name} {key}", factor)
     return found

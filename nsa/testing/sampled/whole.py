@@ -1,9 +1,9 @@
-"""Sampled rows of the whole of Native Sparse Attention, with a given choice of blocks."""
+"""Sampled rows of the whole of Native Sparse Attention, with a given selection of blocks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +25,12 @@ from nsa.testing.sampled.gate import compute_dtype
 
 @dataclass(frozen=True)
 class SampledWhole:
-    """``native_sparse_attention`` over packed inputs, whose values can be had row by row.
+    """``native_sparse_attention`` over packed inputs, computed row by row.
 
     Attributes:
         inputs: in the dtype that they are stored in.
         config: the sparse pattern.
-        block_indices: ``[T, Hkv, n]``, the choice; None without the selected branch.
+        block_indices: ``[T, Hkv, n]``, the selection; None without the selected branch.
             :class:`SampledChoice` makes one in fp64.
         phi: parameters of the compression of keys and of values, or None.
         q_cmp: queries of the compressed branch, or None for those of ``inputs``.
@@ -45,27 +45,33 @@ class SampledWhole:
     q_cmp: Tensor | None = None
     rope: Rope | None = None
     scale: float | None = None
+    _compressed: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict, init=False)
 
     @torch.no_grad()
     def at_queries(
         self, rows: Tensor, dtype: torch.dtype, dout: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """``out`` and, with ``dout``, ``q``, ``gates`` (and ``q_cmp``): their gradients, of the packed queries ``rows``."""
+        """Results of the packed queries ``rows``.
+
+        Returns:
+            ``out`` and, with ``dout``, the gradients of ``q``, ``gates`` and ``q_cmp``, by these
+            names.
+        """
         found = {
             branch: self.branch(branch, dtype).at_queries(rows, dtype, dout)
             for branch in self.config.branches
         }
-        outs = [found[branch]["out"] if branch in found else None for branch in BRANCHES]
+        out_cmp, out_slc, out_win = outs = [found.get(name, {}).get("out") for name in BRANCHES]
         gates = self.inputs.gates[rows].to(dtype)
-        result = {"out": combine_reference((outs[0], outs[1], outs[2]), gates)}
+        result = {"out": combine_reference((out_cmp, out_slc, out_win), gates)}
         if dout is None:
             return result
-        grad = dout[rows].to(dtype)
+        gradient = dout[rows].to(dtype)
         # A branch that is off takes no gate and gives it no gradient.
         dgates = [
             torch.zeros_like(gates[..., 0])
             if x is None
-            else (x.to(compute_dtype(dtype)) * grad).sum(-1).to(dtype)
+            else (x.to(compute_dtype(dtype)) * gradient).sum(-1).to(dtype)
             for x in outs
         ]
         result["gates"] = torch.stack(dgates, -1)
@@ -81,53 +87,45 @@ class SampledWhole:
         """Gradients of the keys and values at the packed ``tokens``, by the names of ``inputs``."""
         result = {}
         for branch in self.config.branches:
-            attention = self.branch(branch, dtype)
             if branch != "cmp":
-                found = attention.at_keys(tokens, dtype, dout)
+                found = self.branch(branch, dtype).at_keys(tokens, dtype, dout)
                 result[f"k_{branch}"], result[f"v_{branch}"] = found["dk"], found["dv"]
                 continue
-            blocks, real = self._compression("k").blocks_of(tokens)
-            blocks = blocks[real].unique()
-            found = attention.at_keys(blocks, dtype, dout)
-            for kind, size in (("k", self.config.head_dim), ("v", self.config.value_dim)):
-                compression = self._compression(kind)
-                dy = torch.zeros(
-                    compression.num_blocks,
-                    self.config.num_kv_heads,
-                    size,
-                    dtype=dtype,
-                    device=tokens.device,
-                )
-                dy[blocks] = found[f"d{kind}"]
+            blocks, exists = self._compression("k").blocks_of(tokens)
+            blocks = blocks[exists].unique()
+            found = self.branch(branch, dtype).at_keys(blocks, dtype, dout)
+            for kind in ("k", "v"):
+                compression, gradient = self._compression(kind), found[f"d{kind}"]
+                dy = gradient.new_zeros(compression.num_blocks, *gradient.shape[1:])
+                dy[blocks] = gradient
                 result[f"{kind}_cmp_raw"] = compression.at_tokens(tokens, dtype, dy)["dx"]
         return result
 
     def weight_gradients(self, dtype: torch.dtype, dout: Tensor) -> dict[str, Tensor]:
-        """Gradients of the parameters of phi, ``phi_k.weight`` and so on, from every query: for short sequences."""
-        result: dict[str, Tensor] = {}
+        """Gradients of the parameters of phi from every query, for short sequences.
+
+        Returns:
+            By name, ``phi_k.weight`` and so on.
+        """
         attention = self.branch("cmp", dtype)
-        grads = attention.at_keys(
-            torch.arange(attention.cu_key[-1], device=dout.device), dtype, dout
-        )
-        for kind in ("k", "v"):
-            found = self._compression(kind).weight_gradients(dtype, grads[f"d{kind}"])
-            result.update({f"phi_{kind}.{name}": grad for name, grad in found.items()})
-        return result
+        every = torch.arange(attention.cu_key[-1], device=dout.device)
+        gradients = attention.at_keys(every, dtype, dout)
+        return {
+            f"phi_{kind}.{name}": gradient
+            for kind in ("k", "v")
+            for name, gradient in self._compression(kind)
+            .weight_gradients(dtype, gradients[f"d{kind}"])
+            .items()
+        }
 
     def _compression(self, kind: str) -> SampledCompression:
-        x, cu = self.inputs, self.inputs.cu_seqlens_k
-        if kind == "k":
-            rope = None if self.config.compress_rope == "none" else self.rope
-            return SampledCompression(
-                x.k_cmp_raw, None if self.phi is None else self.phi[0], self.config, cu, rope
-            )
-        return SampledCompression(
-            x.v_cmp_raw, None if self.phi is None else self.phi[1], self.config, cu
-        )
-
-    @cached_property
-    def _compressed(self) -> dict[tuple[str, torch.dtype], Tensor]:
-        return {}
+        phi_k, phi_v = (None, None) if self.phi is None else self.phi
+        x, cu_seqlens, rope = self.inputs, self.inputs.cu_seqlens_k, self.rope
+        if kind == "v":
+            return SampledCompression(x.v_cmp_raw, phi_v, self.config, cu_seqlens)
+        if self.config.compress_rope == "none":
+            rope = None
+        return SampledCompression(x.k_cmp_raw, phi_k, self.config, cu_seqlens, rope)
 
     def compressed(self, kind: str, dtype: torch.dtype) -> Tensor:
         """All compressed keys (``k``, rotated) or values (``v``) in ``dtype``, kept once made."""
@@ -140,27 +138,17 @@ class SampledWhole:
     def branch(self, branch: str, dtype: torch.dtype) -> SampledAttention:
         """One branch; the gradient of its output is its gate times that of the whole."""
         x, config = self.inputs, self.config
-        gate = x.gates[..., BRANCHES.index(branch)]
+        options: dict[str, Any] = {
+            "cu_seqlens_q": x.cu_seqlens_q,
+            "cu_seqlens_k": x.cu_seqlens_k,
+            "softmax_scale": self.scale,
+            "gate": x.gates[..., BRANCHES.index(branch)],
+        }
         if branch == "cmp":
             q = x.q if self.q_cmp is None else self.q_cmp
             k, v = self.compressed("k", dtype), self.compressed("v", dtype)
-            return sampled_compressed(
-                q,
-                k,
-                v,
-                config,
-                cu_seqlens_q=x.cu_seqlens_q,
-                cu_seqlens_k=x.cu_seqlens_k,
-                softmax_scale=self.scale,
-                gate=gate,
-            )
-        if branch == "slc":
-            assert self.block_indices is not None
-            return sampled_selected(
-                x.q, x.k_slc, x.v_slc, self.block_indices, config, cu_seqlens_q=x.cu_seqlens_q, cu_seqlens_k=x.cu_seqlens_k,
-                softmax_scale=self.scale, gate=gate,
-            )  # fmt: skip
-        return sampled_window(
-            x.q, x.k_win, x.v_win, config, cu_seqlens_q=x.cu_seqlens_q, cu_seqlens_k=x.cu_seqlens_k, softmax_scale=self.scale,
-            gate=gate,
-        )  # fmt: skip
+            return sampled_compressed(q, k, v, config, **options)
+        if branch == "win":
+            return sampled_window(x.q, x.k_win, x.v_win, config, **options)
+        assert self.block_indices is not None
+        return sampled_selected(x.q, x.k_slc, x.v_slc, self.block_indices, config, **options)
