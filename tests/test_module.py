@@ -67,7 +67,11 @@ def test_matches_the_oracle(lengths):
 
 
 CONFIGS: list[dict[str, Any]] = [
-    *({"phi": phi, "compress_rope": where} for phi in PHIS for where in ("middle", "start", "none")),
+    *(
+        {"phi": phi, "compress_rope": where}
+        for phi in PHIS
+        for where in ("middle", "start", "none")
+    ),
     *(
         {"gate": gate, "gate_hidden_size": size}
         for gate in ("sigmoid", "softmax", "fixed")

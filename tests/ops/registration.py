@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -25,6 +24,7 @@ from tests.ops.public import (
     check_compress,
     check_observe,
     leaves_of,
+    named_tensors,
     parameters_of,
     phi_of,
 )
@@ -138,9 +138,7 @@ def whole_of(config: NSAConfig, backend: str) -> Any:
 def tensors_of(case: Case) -> tuple[dict[str, Tensor], Tensor]:
     """Leaves of the whole by name, parameters of phi included, and cu_seqlens."""
     x = case.inputs()
-    named = {
-        f.name: getattr(x, f.name) for f in dataclasses.fields(x) if not f.name.startswith("cu_")
-    } | parameters_of(case)
+    named = named_tensors(x) | parameters_of(case)
     return dict(zip(named, leaves_of(*named.values()), strict=True)), x.cu_seqlens_q
 
 

@@ -48,8 +48,8 @@ MISTAKES = {
 def test_mistake_fails(case, name):
     inputs, exact, baseline = case
     scale, mask = MISTAKES[name]
+    actual = plain_attention(*inputs, mask, scale)
     with pytest.raises(AssertionError, match="mistake: error"):
-        actual = plain_attention(*inputs, mask, scale)
         assert_within_budget(actual, baseline, exact, "mistake")
 
 

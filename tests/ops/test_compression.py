@@ -28,7 +28,10 @@ def check(config: NSAConfig, lengths: Sequence[int], packed: bool = True) -> Non
         assert cu.tolist() == [0, *np.cumsum(batch.num_cmp)]
         given = {name: array(w) for name, w in parameters.items()}
         wanted = np.concatenate(
-            [oracle.compress(array(x)[part], l, d, config.phi, given) for _, part, _ in batch.slices]
+            [
+                oracle.compress(array(x)[part], l, d, config.phi, given)
+                for _, part, _ in batch.slices
+            ]
         )
         near(y[: int(cu[-1])], wanted)
 
