@@ -177,11 +177,8 @@ def rows(number: int) -> Callable[[Tensor], Tensor]:
     return lambda x: x.new_zeros(number, *x.shape[1:])
 
 
-def phi(kind: Any, weights: PhiWeights | None) -> dict[str, Any]:
-    return {"config": small(phi=kind), "weights": weights}
-
-
 ones = torch.ones
+W2 = ones(2, 32, 16)
 SINGLE: list[tuple[str, dict[str, Any], str]] = [
     ("compress", {"backend": "triton"}, "x"),
     ("combine", {"backend": "triton"}, "out_cmp"),
@@ -228,20 +225,19 @@ SINGLE: list[tuple[str, dict[str, Any], str]] = [
     (WHOLE, {"q_cmp": ones(LENGTH, 4, 16)}, "q_cmp"),
     (WHOLE, {"config": small(compress_rope="none"), "rope": nsa.Rope(16)}, "q_cmp"),
     (WHOLE, {"config": small(phi="linear")}, "phi|weights"),
-    ("compress", phi("mean", PhiWeights(weight=ones(2, 8, 16))), "weights.weight"),
-    ("compress", phi("linear", None), "weights.weight"),
     *(
-        ("compress", phi("linear", PhiWeights(weight=ones(shape))), "weights.weight")
-        for shape in ((2, 8, 32), (1, 8, 16), (2, 4, 16))
-    ),
-    ("compress", phi("mlp", PhiWeights()), "weights.position"),
-    ("compress", phi("mlp", PhiWeights(ones(2, 8, 16))), "weights.weight"),
-    *(
-        ("compress", phi("mlp", PhiWeights(None, ones(2, length, 16), w1, w2)), f"weights.{name}")
-        for length, w1, w2, name in (
-            (8, ones(2, 128, 31), ones(2, 31, 16), "w1"),
-            (8, ones(2, 128, 32), None, "w2"),
-            (4, ones(2, 128, 32), ones(2, 32, 16), "position"),
+        ("compress", {"config": small(phi=kind), "weights": weights}, f"weights.{argument}")
+        for kind, weights, argument in (
+            ("mean", PhiWeights(weight=ones(2, 8, 16)), "weight"),
+            ("linear", None, "weight"),
+            ("linear", PhiWeights(weight=ones(2, 8, 32)), "weight"),
+            ("linear", PhiWeights(weight=ones(1, 8, 16)), "weight"),
+            ("linear", PhiWeights(weight=ones(2, 4, 16)), "weight"),
+            ("mlp", PhiWeights(), "position"),
+            ("mlp", PhiWeights(ones(2, 8, 16)), "weight"),
+            ("mlp", PhiWeights(None, ones(2, 4, 16), ones(2, 128, 32), W2), "position"),
+            ("mlp", PhiWeights(None, ones(2, 8, 16), ones(2, 128, 31), W2), "w1"),
+            ("mlp", PhiWeights(None, ones(2, 8, 16), ones(2, 128, 32), None), "w2"),
         )
     ),
     ("apply_rope", {"positions": shorter}, "positions"),

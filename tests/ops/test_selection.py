@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -120,73 +119,39 @@ def test_scores_do_not_depend_on_the_place_in_a_tile():
         assert bool((inner == inner[:, :1]).all()), name
 
 
-@pytest.mark.parametrize("init", [0, 1])
-def test_query_of_zero_takes_the_lowest_ids(init):
-    """q = 0: every visible compressed block weighs the same, all inner blocks tie. Block 0 lacks the share of i = -1."""
-    batch = make_batch(small(num_init_blocks=init), (257,))
-    q = torch.zeros(257, 4, 16)
-    _, selected = scores_and_selection(batch, q, batch.compressed(16).float())
-    for t in range(80, 257):
-        c = t // 16
-        assert selected[t].tolist() == [[0 if init else 1, 1 if init else 2, c - 1, c]] * 2, t
-
-
-def selected_from(scores: Sequence[float], t: int, n: int, init: int, local: int) -> list[int]:
-    """What one query at ``t`` selects from hand-made scores, the same for all groups."""
-    config = small(num_selected_blocks=n, num_init_blocks=init, num_local_blocks=local)
-    given = torch.tensor(scores).double().expand(1, config.num_kv_heads, -1)
-    indices = choose_blocks(given, torch.tensor([t]), config)
-    assert torch.equal(indices, indices[:, :1].expand_as(indices))
-    return indices[0, 0].tolist()
-
-
 ZEROS = [0] * 8
 
 
 @pytest.mark.parametrize(
-    ("scores", "n", "init", "local", "wanted"),
+    ("t", "scores", "n", "init", "local", "wanted"),
     [
-        # The last of eight candidates is the query's own block.
-        ([1, 2, 3, 4, 5, 6, 7, 8], 4, 1, 2, [0, 5, 6, 7]),
-        ([1, 9, 3, 9, 5, 9, 7, 8], 4, 1, 2, [0, 1, 6, 7]),  # a tie of three for one place
-        ([1, 3, 9, 9, 9, 2, 7, 8], 5, 1, 2, [0, 2, 3, 6, 7]),  # a tie of three for two places
-        (ZEROS, 6, 1, 2, [0, 1, 2, 3, 6, 7]),  # nothing but ties
-        ([9, 9, 9, 9, 9, 9, 9, 9], 3, 1, 2, [0, 6, 7]),  # all forced, no free place
-        ([9, 1, 1, 1, 1, 2, 1, 0], 3, 0, 1, [0, 5, 7]),  # nothing forced at the start
-        ([0, 1, 1, 1, 1, 2, 1, 9], 3, 0, 1, [1, 5, 7]),  # block 0 competes like any other
-        ([0, 0, 5, 5, 4, 4, 0, 0], 4, 2, 1, [0, 1, 2, 7]),
-        ([0, 0, 0, 0, 0, 0, 0, 1], 4, 0, 3, [0, 5, 6, 7]),
-        ([0, 5, 0, 6, 0, 6, 0, 1], 8, 1, 2, [0, 1, 2, 3, 4, 5, 6, 7]),  # exactly n candidates
-        ([0, 5, 0, 6, 0, 6, 0, 1], 10, 1, 2, [0, 1, 2, 3, 4, 5, 6, 7, -1, -1]),  # fewer than n
+        # Of eight candidates the last is the query's own block.
+        (112, [1, 9, 3, 9, 5, 9, 7, 8], 4, 1, 2, [0, 1, 6, 7]),  # a tie of three for one place
+        (120, [1, 3, 9, 9, 9, 2, 7, 8], 5, 1, 2, [0, 2, 3, 6, 7]),  # of three for two places
+        (127, ZEROS, 6, 1, 2, [0, 1, 2, 3, 6, 7]),  # nothing but ties
+        (127, [9, 9, 9, 9, 9, 9, 9, 9], 3, 1, 2, [0, 6, 7]),  # all forced, no free place
+        (127, [9, 1, 1, 1, 1, 2, 1, 0], 3, 0, 1, [0, 5, 7]),  # nothing forced at the start
+        (127, [0, 1, 1, 1, 1, 2, 1, 9], 3, 0, 1, [1, 5, 7]),  # block 0 competes like any other
+        (127, [0, 5, 0, 6, 0, 6, 0, 1], 8, 1, 2, [*range(8)]),  # exactly n candidates
+        (127, [0, 5, 0, 6, 0, 6, 0, 1], 10, 1, 2, [*range(8), -1, -1]),  # fewer than n
+        # The first queries of a sequence: the current block is always there.
+        (0, ZEROS, 4, 1, 2, [0, -1, -1, -1]),
+        (16, ZEROS, 4, 1, 2, [0, 1, -1, -1]),  # first and most recent coincide
+        (32, ZEROS, 4, 1, 2, [0, 1, 2, -1]),
+        (64, ZEROS, 4, 1, 2, [0, 1, 3, 4]),  # the first free place: the tie goes to the lower id
+        # Blocks of the future are no candidates.
+        (63, [0, 1, 2, 3, 99, 99], 3, 1, 2, [0, 2, 3]),
+        (64, [0, 1, 2, 3, 99, 99], 3, 1, 2, [0, 3, 4]),
+        # Of five candidates three are forced at each end: block 2 takes one place.
+        (79, ZEROS, 7, 3, 3, [0, 1, 2, 3, 4, -1, -1]),
+        (111, [0, 0, 0, 1, 2, 0, 0], 6, 3, 3, [0, 1, 2, 4, 5, 6]),
     ],
 )
-def test_by_hand(scores, n, init, local, wanted):
-    for t in (112, 120, 127):
-        assert selected_from(scores, t, n, init, local) == wanted
-
-
-@pytest.mark.parametrize(
-    ("scores", "t", "n", "init", "local", "wanted"),
-    [
-        (ZEROS, 0, 4, 1, 2, [0, -1, -1, -1]),
-        (ZEROS, 15, 4, 1, 2, [0, -1, -1, -1]),
-        (ZEROS, 16, 4, 1, 2, [0, 1, -1, -1]),  # first and most recent coincide
-        (ZEROS, 31, 4, 1, 2, [0, 1, -1, -1]),
-        (ZEROS, 32, 4, 1, 2, [0, 1, 2, -1]),
-        (ZEROS, 48, 4, 1, 2, [0, 1, 2, 3]),
-        # the first query with a free place: the tie goes to the lower id
-        (ZEROS, 64, 4, 1, 2, [0, 1, 3, 4]),
-        # blocks of the future are no candidates
-        ([0, 1, 2, 3, 99, 99], 63, 3, 1, 2, [0, 2, 3]),
-        ([0, 1, 2, 3, 99, 99], 64, 3, 1, 2, [0, 3, 4]),
-        # five candidates, three forced at each end: block 2 is forced twice and takes one place
-        (ZEROS, 79, 7, 3, 3, [0, 1, 2, 3, 4, -1, -1]),
-        (ZEROS, 79, 7, 0, 3, [0, 1, 2, 3, 4, -1, -1]),
-        ([0, 0, 0, 1, 2, 0, 0], 111, 6, 3, 3, [0, 1, 2, 4, 5, 6]),
-    ],
-)
-def test_first_blocks_by_hand(scores, t, n, init, local, wanted):
-    assert selected_from(scores, t, n, init, local) == wanted
+def test_by_hand(t, scores, n, init, local, wanted):
+    """One query at ``t``, and scores that are the same for all groups."""
+    config = small(num_selected_blocks=n, num_init_blocks=init, num_local_blocks=local)
+    given = torch.tensor(scores).double().expand(1, config.num_kv_heads, -1)
+    assert choose_blocks(given, torch.tensor([t]), config).tolist() == [[wanted, wanted]]
 
 
 @settings(max_examples=200)
