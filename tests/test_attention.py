@@ -99,7 +99,7 @@ def test_dense_batch_with_more_keys_than_queries():
 
 @pytest.mark.parametrize("branches", SUBSETS)
 def test_branch_switches(branches):
-    """A branch that is off adds nothing, and its inputs may be missing or NaN; with slc on, k_cmp_raw still scores."""
+    """The inputs of a branch that is off may be missing or NaN; with slc on, k_cmp_raw scores."""
     config = small(branches=branches)
     batch = make_batch(config, (140, 257), (140, 12))
     inputs, rope = make(batch), Rope.from_config(config)
@@ -129,7 +129,7 @@ def test_full_coverage_is_dense_causal_attention():
     near(run(config, inputs, Rope.from_config(config)), dense)
 
 
-# -----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # gradients
 
 
@@ -157,7 +157,7 @@ def test_gradients_match_differences_of_the_oracle(phi, where):
 
 
 def test_scores_learn_through_the_compressed_branch_alone():
-    """With the gate of the compressed branch at 0 nothing reaches its keys, although they decide the selection."""
+    """With the gate of the compressed branch at 0 its keys get no gradient, although they score."""
     batch = make_batch(small(), (140,))
     inputs = make(batch)
     inputs.tensors["gates"][..., 0] = 0
@@ -169,7 +169,7 @@ def test_scores_learn_through_the_compressed_branch_alone():
 
 @pytest.mark.parametrize("phi", PHIS)
 def test_sequences_shorter_than_a_compression_block(phi):
-    """Nothing is compressed: the branch gives 0, and every input gets a gradient, of zeros where nothing flows."""
+    """Nothing is compressed: the branch gives 0, and its inputs get zeros as gradients."""
     config = small(phi=phi)
     batch = make_batch(config, (7, 0, 1, 5))
     inputs = make(batch).map(leaf)
@@ -181,7 +181,7 @@ def test_sequences_shorter_than_a_compression_block(phi):
         assert torch.equal(grad(x), torch.zeros_like(x))
 
 
-# -----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # RoPE
 
 
@@ -196,7 +196,7 @@ def rotated(inputs: Inputs, positions: dict[str, Tensor], rope: Rope) -> Inputs:
 @pytest.mark.parametrize("where", POSITIONS)
 @pytest.mark.parametrize("offset", [1, 16, 1000])
 def test_shift_of_all_positions_changes_nothing(where, offset):
-    """Queries, keys and compressed keys rotated ``offset`` further on; frequencies are such that fp32 angles are exact."""
+    """Queries, keys and compressed keys ``offset`` further on; fp32 angles are exact here."""
     config = small(compress_rope=where)
     batch = make_batch(config, (140, 257), (140, 20))
     inputs = make(batch)

@@ -1,4 +1,4 @@
-"""Decode cache: prefill, chunks and steps give what the whole sequence at once gives, and nothing needless is kept."""
+"""Decode cache: prefill, chunks and steps give what one call gives; nothing needless is kept."""
 
 from __future__ import annotations
 
@@ -70,13 +70,15 @@ def same_contents(a: LayerCache, b: LayerCache) -> None:
         np.testing.assert_allclose(x, of_b[name], rtol=0, atol=1e-12, err_msg=name)
 
 
-# -----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # the same at every position
 
 
 def test_prefill_and_decode_at_every_length():
-    """For t from 1 to 150: prefill of t tokens gives the first t rows, the next step gives row t, and the cache after
-    prefill holds what t single steps leave in it; so decode may go on from any prefill.
+    """For t from 1 to 150: prefill of t tokens gives the first t rows and the next step row t.
+
+    The cache after prefill holds what t single steps leave in it, so decode may go on from any
+    prefill.
     """
     config = small(phi="mlp", compress_hidden_size=3)
     module, x = layer(config), tokens(LONGEST + 1)
@@ -129,7 +131,7 @@ def test_chunk_after_an_edge(first):
     near(feed(module, x, [first, 140 - first, *[1] * 10]), array(module(x)))
 
 
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # batches
 
 
@@ -196,7 +198,7 @@ def test_caches_of_layers_are_separate():
     near(feed(module, 2 * x, [30, 70], cache.layers[1]), array(module(2 * x)))
 
 
-# -------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # what is kept
 
 
@@ -212,7 +214,7 @@ def held(cache: LayerCache, part: str, num_sequences: int) -> list[int]:
 
 @pytest.mark.parametrize(("l", "d"), [(8, 4), (16, 4), (16, 16), (4, 4)])
 def test_only_what_is_needed_is_kept(l, d):
-    """Raw keys for selection, the last w tokens, compressed keys, and the tokens of the next compression block."""
+    """Selected branch: all keys; window: w tokens; compressed keys and tokens of the next one."""
     config = small(compress_block_size=l, compress_stride=d, phi="linear")
     module = layer(config)
     calls = [(9, 0), (1, 1), (1, 1), (40, 5), (1, 0), (60, 100), *[(1, 1)] * 20]
@@ -272,7 +274,7 @@ def test_fp32():
     near(feed(module, x, [100, *[1] * 20, 20]), array(module(x)), 1e-5)
 
 
-# ------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # mistakes
 
 

@@ -27,7 +27,7 @@ PHIS = ("mean", "linear", "mlp")
 def layer(
     config: NSAConfig, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> NativeSparseAttention:
-    """A layer whose parameters are all random and large enough that each one matters, those that start at 0 too."""
+    """A layer whose parameters are all random and large enough to matter."""
     torch.manual_seed(seed)
     module = NativeSparseAttention(WIDTH, config).to(dtype)
     with torch.no_grad():
@@ -57,7 +57,7 @@ def matches(config: NSAConfig, lengths: tuple[int, ...] = (140, 7, 0, 33)) -> No
     near(module(x, cu_seqlens=offsets(lengths)), expected(module, x, lengths))
 
 
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # forward
 
 
@@ -111,7 +111,7 @@ def test_without_offsets(shape):
 
 
 class NoLists(TorchDispatchMode):
-    """Refuses tensors that are made from Python's numbers: on a GPU they are copies that wait, and no CUDA graph takes them."""
+    """Refuses tensors made from Python's numbers: a GPU waits for them, no graph captures them."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func is not torch.ops.aten.lift_fresh.default, "a tensor is made from a list"
@@ -159,7 +159,7 @@ def test_bf16_autocast_with_fp32_parameters():
         out = module(x)
     out.sum().backward()
     assert out.dtype == torch.bfloat16
-    # Some rows choose other blocks in bf16: most rows agree to the precision of bf16, all are
+    # Some rows select other blocks in bf16: most rows agree to the precision of bf16, all are
     # finite.
     error = (out.float() - exact).norm(dim=-1) / exact.norm(dim=-1)
     assert float(error.detach().median()) < 0.02
@@ -168,7 +168,7 @@ def test_bf16_autocast_with_fp32_parameters():
         assert bool(grad(parameter).isfinite().all())
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # parameters
 
 
@@ -245,7 +245,7 @@ def test_gates_at_the_start(gate):
         assert distance(gates.sum(-1), torch.ones(100, 4)) > 0.1  # they need not sum to 1
 
 
-# -----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # gradients
 
 
@@ -253,7 +253,7 @@ def test_gates_at_the_start(gate):
 @pytest.mark.parametrize("share_kv", [False, True])
 @pytest.mark.parametrize("branches", SUBSETS)
 def test_every_parameter_learns(branches, share_kv, phi):
-    """What trains gets a gradient that is not zero; frozen is what only the selection depends on."""
+    """All parameters get a gradient, except frozen ones that only the selection depends on."""
     module = layer(small(branches=branches, share_kv=share_kv, phi=phi, gate_hidden_size=3))
     module(tokens(140)).square().sum().backward()
     scoring = "slc" in branches and "cmp" not in branches
@@ -269,7 +269,7 @@ def test_every_parameter_learns(branches, share_kv, phi):
 @pytest.mark.parametrize("share_kv", [False, True])
 @pytest.mark.parametrize("branches", SUBSETS)
 def test_no_gradient_is_missing_when_nothing_is_compressed(branches, share_kv, phi):
-    """Every sequence is shorter than l: zero for what only the compressed branch uses, never None."""
+    """All sequences are shorter than l: zero for what only the compressed branch uses, not None."""
     module = layer(small(branches=branches, phi=phi, share_kv=share_kv))
     module(tokens(8), cu_seqlens=offsets((7, 0, 1))).square().sum().backward()
     for name, parameter in module.named_parameters():
@@ -310,8 +310,8 @@ def test_the_log_says_what_is_frozen(caplog, share_kv):
     assert "frozen" not in caplog.text
 
 
-def test_frozen_scores_still_choose():
-    """With the compressed branch off, another k_cmp projection makes another choice and so another output."""
+def test_frozen_scores_still_select():
+    """With the compressed branch off, another k_cmp projection selects other blocks."""
     module, x = layer(small(branches=("slc",))), tokens(257)
     before = module(x)
     with torch.no_grad():
@@ -321,7 +321,7 @@ def test_frozen_scores_still_choose():
     assert distance(after[64:], before[64:]) > 1e-3
 
 
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # mistakes
 
 

@@ -1,4 +1,4 @@
-"""The wheel in environments that hold what it asks for and nothing else: the core alone, and with the extra ``train``."""
+"""The wheel in environments with exactly what it requires: the core, and the extra ``train``."""
 
 from __future__ import annotations
 
@@ -200,7 +200,8 @@ def test_the_wheel_plans_as_the_checkout_does(
     committed = carried_rows("results", "memory")
     assert all(path.is_relative_to(train.site) for path in carried)
     assert [path.read_bytes() for path in carried] == [path.read_bytes() for path in committed]
-    words = ["plan", "cpu-small", "--gpu", "h200", "--compute-dtype", "bf16", "--model.num-layers", "1", "--json"]
+    options = "--gpu h200 --compute-dtype bf16 --model.num-layers 1 --json"
+    words = ["plan", "cpu-small", *options.split()]
     assert cli.main(words) == 0
     planned = json.loads(capsys.readouterr().out)
     assert json.loads(train("nsa", *words)) == planned

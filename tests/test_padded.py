@@ -1,4 +1,4 @@
-"""Padded batches: a row gives what it gives alone, whether its padding lies to its left or its right."""
+"""Padded batches: a row gives what it gives alone, with padding to its left or its right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ops.cases import offsets, small
 from tests.ops.public import named_tensors
 
 LENGTH = 70
-# first token and first padding behind
+# first token and first padding after it
 ROWS = ((0, 70), (13, 70), (0, 41), (30, 33), (5, 66), (70, 70), (0, 0))
 
 

@@ -51,7 +51,7 @@ def configs(draw: st.DrawFn) -> NSAConfig:
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """A long sequence, sparse for most configs, among up to three others, often of lengths at the edges of blocks."""
+    """A long, mostly sparse sequence and up to three others, often at edges of blocks."""
     config = draw(configs())
     length = st.one_of(
         st.integers(0, 40), st.sampled_from([7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65])

@@ -1,4 +1,4 @@
-"""Once torch.compile has seen that sizes vary, no size or number of sequences compiles anything again.
+"""Once torch.compile has seen sizes vary, no size or number of sequences compiles anything again.
 
 The operators run as on a GPU, without their kernels: only what is traced around them matters here.
 The trainer has a test of its own,

@@ -28,7 +28,7 @@ def test_matches_the_oracle(dim, theta, scaling):
 
 
 def test_by_hand():
-    """A quarter turn of the pair (0, 2) and a turn by 1/100 of the pair (1, 3): the halves are paired, not neighbours."""
+    """The pair (0, 2) turns by 1, the pair (1, 3) by 1/100: halves are paired, not neighbours."""
     x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]).double()
     one = apply_rope(x, torch.tensor([1]), Rope(4))[0, 0]
     c, s, c2, s2 = math.cos(1), math.sin(1), math.cos(0.01), math.sin(0.01)
@@ -87,7 +87,7 @@ def test_low_precision(dtype):
     assert_within_budget(rotated, plain, exact, "rotated")
 
 
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # scaling
 
 
@@ -100,8 +100,10 @@ def angles(rope: Rope, position: int) -> np.ndarray:
 
 
 def test_yarn_keeps_fast_and_divides_slow_frequencies():
-    """Frequencies that turn more than beta_fast times within the original length stay, those below beta_slow are
-    interpolated; attention is sharpened by (0.1 ln(factor) + 1) squared.
+    """Frequencies of more than beta_fast turns within the original length stay.
+
+    Those of fewer than beta_slow turns are interpolated; attention is sharpened by
+    (0.1 ln(factor) + 1) squared.
     """
     factor, original, dim, theta = 8.0, 2048, 128, 10_000.0
     rope = Rope(dim, theta, RopeScaling("yarn", factor, original))

@@ -55,7 +55,7 @@ def test_every_layer_has_its_own_rows_of_the_table() -> None:
 
 
 def test_a_tied_head_starts_small_whatever_init_std_says() -> None:
-    """The hidden state at the end is near a token's own embedding, whose logit must not start large."""
+    """The last hidden state is close to the token's own embedding, whose logit must start small."""
     torch.manual_seed(0)
     config = LMConfig(vocab_size=500, width=64, num_layers=1, nsa=PATTERN, init_std=0.5)
     model = LanguageModel(dataclasses.replace(config, tie_head=True))
@@ -69,7 +69,7 @@ def test_a_tied_head_starts_small_whatever_init_std_says() -> None:
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 def test_gates_of_bf16_logits_are_fp32(gate: str) -> None:
     torch.manual_seed(0)
-    layer = NativeSparseAttention(64, dataclasses.replace(PATTERN, gate=gate))  # type: ignore[arg-type]
+    layer = NativeSparseAttention(64, small(value_dim=16, gate=gate))
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         gates = layer.gate(torch.randn(50, 64))
     assert gates.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""The sizes of docs/semantics.md as cases that cover them: each value of each letter, not every combination.
+"""Cases that cover the sizes of docs/semantics.md: each value of each letter, not all combinations.
 
 Every case has its own kernels to compile, about twenty; lengths and offsets do not add to them. All
 lengths of interest lie in one packed batch, so that kernels meet them together.

@@ -1,4 +1,4 @@
-"""What a run on a GPU does after its start: nothing that has to be compiled or captured, whatever its documents."""
+"""A run on a GPU compiles and captures nothing after its start, whatever its documents."""
 
 from __future__ import annotations
 

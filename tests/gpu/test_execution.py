@@ -1,4 +1,4 @@
-"""How kernels run: without waiting for the device, in CUDA graphs, compiled, without a kernel compiled for a new length."""
+"""How kernels run: without waiting, in CUDA graphs, compiled, with no kernel for a new length."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def captured(run: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, lis
 
 @pytest.mark.parametrize("times", [1, 16], ids=["short", "long"])
 def test_cuda_graph_with_other_documents(times):
-    """A captured step, replayed with other data and other offsets, gives the bits of an eager step."""
+    """A captured step, replayed with other data and offsets, gives the bits of an eager step."""
     step = Step(seed_case(*(times * length for length in (1000, 200, 48, 0))))
     graph, results = captured(step.run)
     for shares in ((1000, 200, 48, 0), (1, 0, 1247, 0), (312, 312, 312, 312)):
@@ -119,7 +119,7 @@ def test_cuda_graph_with_other_documents(times):
 
 @pytest.mark.parametrize("shape", [(700,), (2, 350)], ids=["one sequence", "batch"])
 def test_cuda_graph_of_the_module(shape):
-    """Without offsets from the caller: the module makes its own, by kernels that a graph captures."""
+    """Without offsets the module makes its own, by kernels that a graph captures."""
     torch.manual_seed(0)
     module = NativeSparseAttention(256, SEED).to(DEVICE, torch.bfloat16)
     x = torch.randn(*shape, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
@@ -166,7 +166,7 @@ def test_replay_of_an_operator(name, calls):
     check_replay(name, calls[name])
 
 
-@pytest.mark.filterwarnings("default")  # the compiler's words about itself
+@pytest.mark.filterwarnings("default")  # warnings of the compiler
 def test_compiled_whole_serves_all_lengths():
     check_compiled(
         [seed_case(*lengths) for lengths in ((1000, 200), (517, 0), (3000, 2222), (20_000, 70))],
@@ -187,7 +187,7 @@ OTHERS: tuple[tuple[int, ...], ...] = (
 # Kernels that no other test loads into this process.
 @pytest.mark.parametrize("name", ["bf16 G8 D64", "fp32 G1 D128 small linear"])
 def test_a_new_length_compiles_no_kernel(name, monkeypatch):
-    """Neither lengths, nor their number, nor what they divide by make another kernel; only algorithms for longer ones do."""
+    """Only algorithms for longer sequences have kernels of their own, whatever the lengths."""
     like = MATRIX[name]
 
     def step(*lengths: int) -> None:

@@ -68,7 +68,7 @@ def test_selection_among_a_million_tokens():
 
 @pytest.mark.slow
 def test_whole_of_a_million_tokens():
-    """The gradient comes in at 256 queries, so that fp64 needs no more of them; kernels do their work for all."""
+    """The gradient comes in at 256 queries, so that fp64 needs no others; kernels compute all."""
     case = seed_case(2**20)
     dout = torch.zeros(2**20, SEED.num_heads, SEED.value_dim, dtype=BF16, device=DEVICE)
     rows = sample_rows(packed_offsets([2**20], DEVICE), 256)

@@ -87,7 +87,7 @@ def test_indices_of_the_caller(algorithm, num_blocks):
 
 
 def test_gathering_in_segments():
-    """Queries worked off in four parts: more of them would need memory that long sequences do not have."""
+    """Queries in four parts, as for long sequences, where one part would need too much memory."""
     with mock.patch("nsa.ops.selected.launch.SMALL", 1):
         RUNS["gathered"](seed_case(1200, 70, 0, 33)).check()
         check_same_bits("gathered", seed_case(1200, 70, 0, 33))
@@ -130,7 +130,7 @@ def test_options_of_the_selection(changes):
 
 
 def test_ties_go_to_the_lower_block():
-    """With q = 0 all compressed keys weigh the same: inner blocks tie exactly, wherever they lie in a tile."""
+    """With q = 0 all compressed keys weigh the same: inner blocks tie exactly."""
     case = seed_case(3000)
     x = case.inputs()
     q, k = torch.zeros_like(x.q), x.k_cmp_raw[: 3000 // 16].contiguous()

@@ -21,7 +21,7 @@ LIMIT_RATIO = 8.4  # of the peak at 1,048,576 tokens to that at 131,072
 )
 @pytest.mark.parametrize("operator", CHECKS)
 def test_nothing_is_read_before_it_is_written(operator, name):
-    """Buffers start as NaN, integers as nonsense: results are still right, also where nothing needs computing."""
+    """Buffers start as NaN, integers as nonsense: results are right nevertheless."""
     with poisoned_memory() as count:
         CHECKS[operator](MATRIX[name])
     assert (count() > 0) == (operator != "observe")  # which has no buffers

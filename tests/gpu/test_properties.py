@@ -1,4 +1,4 @@
-"""The properties of docs/semantics.md for kernels, at lengths where tiles, chunks and lists have edges."""
+"""The properties of docs/semantics.md for kernels, at lengths where tiles and lists have edges."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_one_hot_gates_are_one_branch():
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_indices_of_blocks(algorithm):
-    """Their order and their repetition do not matter, and blocks that are not named have no gradient."""
+    """Order and repetition do not matter, and blocks that are not named have no gradient."""
     properties.check_shuffled_indices(algorithm, seed_case(1200, 70))
     properties.check_repeated_indices(algorithm, seed_case(1200, 70))
     properties.check_unchosen_blocks(algorithm, seed_case(2500))

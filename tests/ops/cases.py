@@ -1,4 +1,4 @@
-"""What the tests of the operators share: the small pattern, random packed tensors, comparison with the oracle."""
+"""Shared by tests of operators: the small pattern, random tensors, comparison with the oracle."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Batch:
         return self.normal(sum(self.lengths_k), self.config.num_kv_heads, self.config.value_dim)
 
     def compressed(self, size: int) -> Tensor:
-        """[S // d, Hkv, size]: the real rows random, the rest NaN, since nobody may read them."""
+        """[S // d, Hkv, size]: real rows random, the others NaN, since they must not be read."""
         rows = self.normal(
             sum(self.lengths_k) // self.config.compress_stride, self.config.num_kv_heads, size
         )
@@ -120,7 +120,7 @@ class Batch:
         )
 
     def block_indices(self, num_blocks: int | None = None) -> Tensor:
-        """Unique ids in any order; about a quarter absent: negative, in the future, or far outside the sequence."""
+        """Unique ids in any order, about a quarter absent: negative, in the future, far outside."""
         n = self.config.num_selected_blocks if num_blocks is None else num_blocks
         rows = np.empty((len(self.positions), self.config.num_kv_heads, n), dtype=np.int32)
         for r, t in enumerate(self.positions):
@@ -153,7 +153,7 @@ def array(x: Tensor) -> np.ndarray:
 
 
 def near(actual: Tensor | None, expected: np.ndarray, tolerance: float = 1e-12) -> None:
-    """Equal to the oracle but for rounding; infinities must stand at the same places, NaN nowhere."""
+    """Equal to the oracle but for rounding, with infinities at the same places and no NaN."""
     assert actual is not None
     assert tuple(actual.shape) == expected.shape
     finite = expected[np.isfinite(expected)]
@@ -179,7 +179,7 @@ def grad(x: Tensor) -> Tensor:
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """The maths of a branch in the plainest PyTorch, in the dtype of its inputs, softmax statistics in fp32.
+    """A branch in the plainest PyTorch, in the dtype of its inputs, softmax statistics in fp32.
 
     ``visible`` is bool [T, Hkv, S]. The error of this is the budget of low-precision results. The
     division comes last, as in every attention that streams over keys: by torch.softmax the gradient

@@ -1,4 +1,4 @@
-"""Calls without a single token: a batch of size 0, sequences of length 0, packed tokens of which there are none."""
+"""Calls without a single token: a batch of size 0, sequences of length 0, no packed tokens."""
 
 from __future__ import annotations
 

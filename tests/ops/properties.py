@@ -1,4 +1,4 @@
-"""Properties of docs/semantics.md that every kernel holds, through the public operators: for any backend, device and dtype.
+"""Properties of docs/semantics.md through the public operators: any backend, device and dtype.
 
 Results are compared bit for bit, or within the error budget.
 """
@@ -111,7 +111,10 @@ def run_rows(name: str, x: Tokens, case: Case) -> list[Tensor]:
 
 
 def fixed(case: Case) -> Case:
-    """The case with one algorithm of the selected branch: another choice may run another one, which rounds otherwise."""
+    """The case with one algorithm of the selected branch.
+
+    Otherwise it may change with the selected blocks, and another algorithm rounds differently.
+    """
     return dataclasses.replace(case, algorithm="tiled") if case.algorithm == "auto" else case
 
 
@@ -139,7 +142,7 @@ def equal_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def check_causality(name: str, case: Case, times: Sequence[int]) -> None:
-    """Other values for all tokens after t change no result up to t, in any bit. One sequence, queries at its end."""
+    """Other values for all tokens after t change no bit up to t; of one sequence."""
     case = fixed(case)
     x, other = tokens_of(case), tokens_of(case, seed=1)
     expected = run_rows(name, x, case)
@@ -242,7 +245,7 @@ def check_packed_equals_separate(name: str, case: Case) -> None:
 
 
 def check_full_coverage(case: Case) -> None:
-    """Where the chosen blocks, or the window, cover a sequence, the branch is dense causal attention. One sequence."""
+    """Where blocks or window cover the sequence, the branch is dense causal attention."""
     config, length = case.config, case.lengths_k[0]
     assert config.num_selected_blocks * config.block_size >= length
     wide = dataclasses.replace(case, config=dataclasses.replace(config, window_size=length))
@@ -277,7 +280,7 @@ def check_full_coverage(case: Case) -> None:
 
 
 def check_one_hot_gates(case: Case) -> None:
-    """With a gate of 1 on one branch and 0 on the others, the whole is that branch, and the others get no gradient."""
+    """A gate of 1 on one branch and 0 on the others: the others add nothing and get no gradient."""
     for index, branch in enumerate(("cmp", "slc", "win")):
         x = case.inputs()
         gates = torch.zeros_like(x.gates)
@@ -312,7 +315,7 @@ def check_shuffled_indices(name: str, case: Case) -> None:
 
 
 def check_repeated_indices(name: str, case: Case) -> None:
-    """A block that is named more than once counts once: the bits of the indices without the repetition."""
+    """A block that is named twice counts once: the bits of the indices without the repetition."""
     ids = case.block_indices()
     once = torch.cat((ids, torch.full_like(ids, -1)), dim=-1)
     repeated = torch.cat((ids, ids.roll(1, -1)), dim=-1)
@@ -322,7 +325,7 @@ def check_repeated_indices(name: str, case: Case) -> None:
 
 
 def check_unchosen_blocks(operator: str, case: Case) -> None:
-    """dK and dV of a block that no query chose are exactly 0, and of a chosen one are not. One sequence."""
+    """dK and dV are exactly 0 for blocks of the sequence that no query selects, and only there."""
     config, length = case.config, case.lengths_k[0]
     num_blocks = -(-length // config.block_size)
     rows = torch.arange(length, device=case.device)
@@ -350,7 +353,7 @@ def check_unchosen_blocks(operator: str, case: Case) -> None:
 
 
 def check_rope_shift(case: Case, shift: int = 512) -> None:
-    """Shifting all positions by a constant changes no output: fp32, a base whose angles are exact."""
+    """Shifting all positions changes no output: in fp32, with a base whose angles are exact."""
     assert case.dtype == torch.float32
     assert case.config.rope_theta == 256
     x = case.inputs()

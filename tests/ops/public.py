@@ -1,4 +1,4 @@
-"""Each public operator on one case, forward and backward, held against the fp64 oracle: for any backend, device and dtype.
+"""Each public operator on one case, forward and backward, against fp64: any backend, device, dtype.
 
 Tests of kernels run these in Triton's interpreter on small cases, and on a GPU on large ones.
 """
@@ -145,9 +145,9 @@ def every(x: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class Results:
-    """What an operator gave for one case: packed results and gradients by name, and its sampled twin.
+    """Packed results and gradients of an operator by name, and what computes them in fp64.
 
-    ``scored`` holds the queries and compressed keys that the choice of the whole was made from.
+    ``scored`` holds the queries and compressed keys by which the whole selected its blocks.
     """
 
     name: str
@@ -193,12 +193,12 @@ class Results:
                     f"{name} {key}: should vanish"
                 )
             others = {key: x for key, x in actual.items() if key not in zero}
-            check_sampled(lambda d, v=values: v[d], others, index, dtype, name, factor)  # type: ignore[misc]
+            check_sampled(values.__getitem__, others, index, dtype, name, factor)
         if isinstance(sampled, SampledWhole):
             if self.scored is not None:
-                choice = sampled_choice(*self.scored, self.case.config, **cu(sampled.inputs))
+                selected = sampled_choice(*self.scored, self.case.config, **cu(sampled.inputs))
                 assert sampled.block_indices is not None
-                agree(choice.agreement(rows, sampled.block_indices))
+                agree(selected.agreement(rows, sampled.block_indices))
             if weights:
                 plain, double = (sampled.weight_gradients(d, dout) for d in (dtype, torch.float64))
                 compare(self.of_weights, plain, double, name, factor)
@@ -242,7 +242,10 @@ def run_branch(
 
 
 def compressed_rows(case: Case, raw: Tensor, x: AttentionInputs) -> Tensor:
-    """Compressed ``raw`` as `compress` packs it, made without a kernel; rows that no block owns are NaN: never read."""
+    """Compressed ``raw`` as `compress` packs it, made without a kernel.
+
+    Rows that no block owns are NaN, since they must not be read.
+    """
     config = dataclasses.replace(case.config, phi="mean")
     sampled = SampledCompression(raw, None, config, x.cu_seqlens_k)
     rows = raw.new_full((raw.shape[0] // config.compress_stride, *raw.shape[1:]), torch.nan)
@@ -252,7 +255,7 @@ def compressed_rows(case: Case, raw: Tensor, x: AttentionInputs) -> Tensor:
 
 
 def check_choice(case: Case, rows: Tensor | None = None) -> Tensor:
-    """The choice from compressed keys as stored; returns it."""
+    """The blocks selected by compressed keys as stored; returns them."""
     x, config = case.inputs(), case.config
     k = compressed_rows(case, x.k_cmp_raw, x)
     q = case.shaped(x.q)
@@ -265,10 +268,10 @@ def check_choice(case: Case, rows: Tensor | None = None) -> Tensor:
 
 def agree(found: Any) -> None:
     assert found.against == 0, (
-        f"choice: {found.against} of {found.rows} rows differ from fp64 beyond the agreement rule"
+        f"selection: {found.against} of {found.rows} rows break the agreement rule with fp64"
     )
     assert found.near <= max(1, MAX_NEAR * found.rows), (
-        f"choice: {found.near} of {found.rows} rows left out"
+        f"selection: {found.near} of {found.rows} rows left out"
     )
 
 
@@ -353,7 +356,10 @@ def check_combine(case: Case, branches: Sequence[str] = BRANCHES) -> None:
 
 
 def check_observe(case: Case) -> None:
-    """Sums over gates and a choice: those of eager PyTorch, but for the rounding of a logarithm; none while switched off."""
+    """Statistics of gates and block indices: those of eager PyTorch, and none while switched off.
+
+    They differ by the rounding of a logarithm.
+    """
     x, config = case.inputs(), case.config
     indices = case.block_indices() if "slc" in config.branches else None
     offsets = None if case.dense else (x.cu_seqlens_q, x.cu_seqlens_k)
@@ -396,7 +402,7 @@ def run_whole(
     phi = phi_of(named)
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def watched(q: Tensor, k_cmp: Tensor, *rest: Any, **named: Any) -> Tensor:
+    def recorded(q: Tensor, k_cmp: Tensor, *rest: Any, **named: Any) -> Tensor:
         seen.append((q.detach(), k_cmp.detach(), run_select_blocks(q, k_cmp, *rest, **named)))
         return seen[-1][2]
 
@@ -404,8 +410,8 @@ def run_whole(
     fixed = partial(attend, algorithm=case.algorithm)
     with (
         mock.patch("nsa.attention.attend", fixed),
-        mock.patch("nsa.attention.run_select_blocks", watched),
-        mock.patch("nsa.ops.attention.ops.run_select_blocks", watched),
+        mock.patch("nsa.attention.run_select_blocks", recorded),
+        mock.patch("nsa.ops.attention.ops.run_select_blocks", recorded),
     ):
         out = native_sparse_attention(**given, phi=phi, config=config, rope=rope, **case.offsets(x))
     out = case.flat(out)

@@ -1,4 +1,4 @@
-"""Every mistake at the public boundary is a ValueError that names function, argument, rule and value."""
+"""A mistake of the caller is a ValueError that names function, argument, rule and value."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ WHOLE = "native_sparse_attention"
 
 
 def refused(function: str, changes: dict[str, Any], argument: str) -> None:
-    """Changed arguments are refused with the name of ``argument``; a function is applied to the good value."""
+    """Changed arguments are refused by name; functions are applied to the good value."""
     given = good(function)
     for name, change in changes.items():
         given[name] = change(given[name]) if isfunction(change) else change

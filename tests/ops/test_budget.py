@@ -19,15 +19,16 @@ MASK = ((S <= T) & (S > T - WINDOW)).expand(LENGTH, 2, LENGTH)
 def case(request):
     """q, k and v, the fp64 oracle and the plain baseline in the dtype, of a window."""
     batch = make_batch(small(), (LENGTH,))
-    inputs = [x.to(request.param) for x in (batch.q(), batch.k(), batch.v())]
+    q, k, v = (x.to(request.param) for x in (batch.q(), batch.k(), batch.v()))
     visible = oracle.visible_win(LENGTH, LENGTH, WINDOW)
-    exact, _ = oracle.attention(*(array(x) for x in inputs), visible)
-    return inputs, torch.from_numpy(exact), plain_attention(*inputs, MASK, 0.25)
+    exact, _ = oracle.attention(array(q), array(k), array(v), visible)
+    return (q, k, v), torch.from_numpy(exact), plain_attention(q, k, v, MASK, 0.25)
 
 
 def test_rounding_passes(case):
     inputs, exact, baseline = case
-    better = plain_attention(*(x.float() for x in inputs), MASK, 0.25)
+    q, k, v = (x.float() for x in inputs)
+    better = plain_attention(q, k, v, MASK, 0.25)
     for actual in (exact, baseline, better):
         assert_within_budget(actual.to(baseline.dtype), baseline, exact, "rounded")
 
@@ -46,9 +47,9 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_fails(case, name):
-    inputs, exact, baseline = case
+    (q, k, v), exact, baseline = case
     scale, mask = MISTAKES[name]
-    actual = plain_attention(*inputs, mask, scale)
+    actual = plain_attention(q, k, v, mask, scale)
     with pytest.raises(AssertionError, match="mistake: error"):
         assert_within_budget(actual, baseline, exact, "mistake")
 

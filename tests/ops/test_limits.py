@@ -50,8 +50,8 @@ GATHERED = {"block_indices": ids(8), "algorithm": "gathered"}
 SLOTS = ROWS * 8
 TOKENS = "tokens of keys"
 
-# The function and its arguments, the limit that is set, the number that must stay below it, and what
-# the message says.
+# The function and its arguments, the limit that is set, the number that must stay below it, and
+# what the message says.
 CASES: list[tuple[str, dict[str, Any], str, int, str, str]] = [
     (
         "native_sparse_attention",
@@ -134,7 +134,7 @@ def test_numbers_of_the_backward(given, number, what, monkeypatch):
 
 
 def test_keys_of_the_index(monkeypatch):
-    """Blocks by KV heads by segments are more than anything else only where sequences are many: called directly."""
+    """Called directly: these are the most of all only where there are many sequences."""
     layout = Layout(None, None, 1, LENGTH, LENGTH)
     number = BLOCKS * 2
     monkeypatch.setattr(_limits, "NUMBERS", number)

@@ -1,4 +1,4 @@
-"""What kernels must hold, held for the references: the error budget in every dtype, and the properties of docs/semantics.md."""
+"""The references, like kernels: the error budget and the properties of docs/semantics.md."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_large_scores_in_low_precision(operator):
     results.check()
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # properties
 
 
@@ -138,8 +138,8 @@ def test_shifted_positions_change_nothing():
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_inputs_and_surroundings(operator):
-    """Inputs are left alone; heads may be slices of a wider projection; autocast does not lower the precision."""
+def test_strides_and_autocast(operator):
+    """Inputs are not changed, may be strided, and autocast does not lower the precision."""
     x = tokens_of(PACKED)
     before = {key: tensor.clone() for key, tensor in x.items()}
     expected = run_rows(operator, x, PACKED)
@@ -156,7 +156,7 @@ def test_inputs_and_surroundings(operator):
 
 
 def test_values_are_linear():
-    """Twice the values, twice the output; lse does not see values, and neither does the choice within the whole."""
+    """Twice the values, twice the output; neither lse nor the selected blocks depend on values."""
     x = tokens_of(ONE)
     doubled = {key: 2 * tensor if key.startswith("v_") else tensor for key, tensor in x.items()}
     for operator in DIFFERENTIABLE:
@@ -166,6 +166,6 @@ def test_values_are_linear():
 
 
 def test_the_pattern_is_truly_sparse():
-    """At the lengths above, n * l' <= S / 2 and w <= S / 4 hold: full coverage would hide mistakes."""
+    """From 130 tokens on n * l' <= S / 2 and w <= S / 4: full coverage would hide mistakes."""
     assert SMALL.num_selected_blocks * SMALL.block_size <= 130 / 2
     assert SMALL.window_size <= 130 / 4

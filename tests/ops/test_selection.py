@@ -1,4 +1,4 @@
-"""Scores of blocks and the selection of the best (Eqs. 8 to 12) against the NumPy oracle in fp64."""
+"""Scores of blocks and the selection of the best (Eqs. 8 to 12) against the NumPy oracle."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_oracle_leaves_no_overlap_out():
 
 
 def test_scores_do_not_depend_on_the_place_in_a_tile():
-    """Equal terms give bitwise equal scores: with q = 0 all inner blocks that are wholly visible tie exactly."""
+    """Equal terms give the same bits: with q = 0 all wholly visible inner blocks tie exactly."""
     for dtype, name in itertools.product((torch.float64, torch.float32), PATTERNS):
         config = small(**PATTERNS[name])
         batch = make_batch(config, (900,), (1,))

@@ -1,8 +1,8 @@
-"""Memory of operators that run on several streams: what the rules of nsa/ops/_side_stream.py ask for, held without a GPU.
+"""Memory of operators on several streams: the rules of nsa/ops/_side_stream.py, without a GPU.
 
 Launchers run as always, on tensors of the CPU, and kernels are left out. A model of streams knows
-who waits for whom; it is told which stream makes, uses and lets go each piece of memory, and finds
-what another tensor could overwrite, whatever other streams there are.
+which stream waits for which. It is told which stream makes, uses and releases each piece of memory,
+and finds what another tensor could overwrite, whatever other streams there are.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class ModelStream:
 
 @dataclasses.dataclass
 class Memory:
-    """One storage: the stream that it belongs to, when it was made, and when each stream used it last."""
+    """One storage: its stream, when it was made, and when each stream used it last."""
 
     name: str
     home: ModelStream
     made: int
     used: dict[int, int]
 
-    def late(self) -> list[int]:
-        """Streams whose use the home does not wait for: memory let go now would be overwritten."""
+    def pending(self) -> list[int]:
+        """Streams whose use the home does not wait for: memory released now is overwritten."""
         known = self.home.clock
         return [number for number, time in self.used.items() if known.get(number, 0) < time]
 
@@ -150,9 +150,8 @@ class StreamModel(TorchDispatchMode):
             if isinstance(x, Tensor):
                 memory = self.hold(x, f"{tuple(x.shape)} of {what}")
                 if stream.clock.get(memory.home.number, 0) < memory.made:
-                    self.faults.append(
-                        f"{memory.name}: made on {memory.home.number} after the fork of {stream.number}"
-                    )
+                    where = f"made on {memory.home.number} after the fork of {stream.number}"
+                    self.faults.append(f"{memory.name}: {where}")
                 memory.used[stream.number] = time
 
     def hold(self, x: Tensor, name: str) -> Memory:
@@ -166,9 +165,9 @@ class StreamModel(TorchDispatchMode):
 
     def release(self, key: int) -> None:
         memory = self.memory.pop(key)
-        if memory.late():
+        if memory.pending():
             self.faults.append(
-                f"{memory.name}: let go on {memory.home.number} before {memory.late()} is done"
+                f"{memory.name}: released on {memory.home.number} before {memory.pending()} is done"
             )
 
     def check(self, results: Sequence[Tensor]) -> None:
@@ -176,8 +175,10 @@ class StreamModel(TorchDispatchMode):
             memory = self.hold(x, "a result")
             if memory.home is not self.calling:
                 self.faults.append(f"{memory.name}: a result made on {memory.home.number}")
-            if memory.late():
-                self.faults.append(f"{memory.name}: a result that {memory.late()} may still write")
+            if memory.pending():
+                self.faults.append(
+                    f"{memory.name}: a result that {memory.pending()} may still write"
+                )
         assert not self.faults, "\n".join(self.faults)
 
 
@@ -187,7 +188,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamModel]:
     _side_stream.side_of.cache_clear()
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # the model itself
 
 
@@ -203,7 +204,7 @@ def made_on_0_after_the_fork_of_1(streams: Any) -> Tensor:
     return x
 
 
-def let_go_on_0_before(streams: Any) -> Tensor:
+def released_on_0_before(streams: Any) -> Tensor:
     x = torch.zeros(3)
     streams.fork()
     with streams.on_side():
@@ -212,7 +213,7 @@ def let_go_on_0_before(streams: Any) -> Tensor:
     return torch.zeros(3)
 
 
-def let_go_on_1_before(streams: Any) -> Tensor:
+def released_on_1_before(streams: Any) -> Tensor:
     with streams.on_side():
         x = torch.zeros(3)
         wait = streams.record()
@@ -227,8 +228,8 @@ def let_go_on_1_before(streams: Any) -> Tensor:
     [
         a_result_made_on_1,
         made_on_0_after_the_fork_of_1,
-        let_go_on_0_before,
-        let_go_on_1_before,
+        released_on_0_before,
+        released_on_1_before,
     ],
 )
 def test_the_model_finds_what_breaks_the_rules(
@@ -252,7 +253,7 @@ def test_the_model_finds_nothing_where_the_rules_are_kept(model: StreamModel) ->
         model.check([out, y])
 
 
-# -------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # the operators
 
 NUMBER, LENGTH = 2, 400  # long enough for the selected blocks to decide which algorithm runs
@@ -308,7 +309,7 @@ class Call:
 
 
 def call_and_replay(function: Callable[..., Any], model: StreamModel, *arguments: Any) -> Any:
-    """Results of a plain call, after one that was recorded and its replay: launches are on the same streams."""
+    """Results of a plain call after a recorded one and its replay, which use the same streams."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     launches = []
     with mock.patch.object(_replay, "on_gpu", return_value=False):
@@ -342,7 +343,7 @@ CALLS = {
 
 @pytest.fixture(params=[1 << 26, 1], ids=["one segment", "segments"])
 def segments(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of slots that need more than this are held in segments, whose sums are more memory of the side."""
+    """Rows of slots beyond this are held in segments, with more memory of the side stream."""
     monkeypatch.setattr(triton_launch, "SMALL", request.param)
 
 
