@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -19,16 +20,13 @@ from nsa.ops._checks import (
     check_same_count,
     scale_of,
 )
+from nsa.ops._operator import Call
 from nsa.ops._packed import query_positions
 from nsa.ops._sequences import Sequences, open_sequences, pack
-from nsa.ops.attention import run_attention
-from nsa.ops.combination import combine
-from nsa.ops.compressed import run_compressed_attention
+from nsa.ops.attention import BranchInputs, run_attention
 from nsa.ops.compression import PhiWeights, check_weights, run_compress
 from nsa.ops.observation import check_sums, observe
-from nsa.ops.selected import LIMIT_4, run_selected_attention
-from nsa.ops.selection import run_select_blocks
-from nsa.ops.window import run_window_attention
+from nsa.ops.selected import SCATTER_THRESHOLD
 from nsa.rope import Rope
 
 Phi = tuple[PhiWeights, PhiWeights]
@@ -137,99 +135,75 @@ def native_sparse_attention(
         check_weights(name, "phi[0]", phi_k, config, config.head_dim)
     if "cmp" in config.branches:
         check_weights(name, "phi[1]", phi_v, config, config.value_dim)
-    scale = scale_of(name, config, softmax_scale)
-    k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win = (
-        None if x is None else pack(x) for x in (k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win)
-    )
-    inputs = AttentionInputs(
-        pack(q), k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win, pack(gates), phi, q_cmp
-    )
-    return sequences.restore(
-        attend(inputs, config, sequences, rope=rope, softmax_scale=scale, backend=backend)
-    )
+    of_branches = (k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win)
+    packed = (None if x is None else pack(x) for x in (q, *of_branches, gates))
+    inputs = AttentionInputs._make((*packed, phi, q_cmp))
+    call = Call(config, sequences, scale_of(name, config, softmax_scale))
+    return sequences.restore(attend(inputs, call, rope=rope, backend=backend))
 
 
 def attend(
     inputs: AttentionInputs,
-    config: NSAConfig,
-    sequences: Sequences,
+    call: Call,
     *,
     rope: Rope | None,
-    softmax_scale: float | None = None,
-    algorithm: str = "auto",
     sums: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """:func:`native_sparse_attention` of packed inputs that fit; other arguments and the result as there.
+    """:func:`native_sparse_attention` of packed inputs that fit.
 
     Args:
         inputs: packed.
-        config: the sparse pattern.
-        sequences: where they lie.
+        call: the sparse pattern, where the sequences lie, and the factor on all scores.
         rope: rotates the compressed keys.
-        softmax_scale: factor on all scores.
-        algorithm: of the selected branch, see :func:`nsa.selected_attention`.
-        sums: of :func:`nsa.ops.observation.new_sums`; what gates and choice do is added to them on
-            the device.
+        sums: of :func:`nsa.ops.observation.new_sums`; what gates and selection do is added to them
+            on the device.
         backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        ``[T, Hq, Dv]`` in the dtype of ``q``.
     """
-    q, k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win, gates, phi, q_cmp = inputs
-    name = "native_sparse_attention"
-    backend = choose_backend(name, backend, q)
-    scale = config.head_dim**-0.5 if softmax_scale is None else softmax_scale
-    phi_k, phi_v = (None, None) if phi is None else phi
+    name, config = "native_sparse_attention", call.config
+    backend = choose_backend(name, backend, inputs.q)
+    if config.scores_blocks:
+        call = replace(call, sequences=call.sequences.with_blocks(config))
+    result = run_attention(compress_inputs(inputs, call, rope, backend), call, backend)
+    if sums is not None:
+        check_sums(name, sums, inputs.q)
+        limit = SCATTER_THRESHOLD * config.num_selected_blocks
+        seen = (inputs.gates, result.block_indices, result.tile_stats)
+        observe(*seen, sums, config, call.sequences, limit, backend)
+    return result.out
+
+
+def compress_inputs(
+    inputs: AttentionInputs, call: Call, rope: Rope | None, backend: str
+) -> BranchInputs:
+    """What the branches read: compressed keys and values, and nothing of a branch that is off."""
+    config, sequences = call.config, call.sequences
+    phi_k, phi_v = (None, None) if inputs.phi is None else inputs.phi
+    rotation = None if config.compress_rope == "none" else rope
+    k_cmp = v_cmp = None
+    if config.scores_blocks:
+        assert inputs.k_cmp_raw is not None
+        k_cmp = run_compress(inputs.k_cmp_raw, phi_k, config, sequences, rotation, backend)
+    if "cmp" in config.branches:
+        assert inputs.v_cmp_raw is not None
+        v_cmp = run_compress(inputs.v_cmp_raw, phi_v, config, sequences, None, backend)
+    return branch_inputs(inputs, config, k_cmp, v_cmp)
+
+
+def branch_inputs(
+    inputs: AttentionInputs, config: NSAConfig, k_cmp: Tensor | None, v_cmp: Tensor | None
+) -> BranchInputs:
+    """With these compressed keys and values, and nothing of a branch that is off."""
+    k_slc, v_slc, k_win, v_win = inputs.k_slc, inputs.v_slc, inputs.k_win, inputs.v_win
     if "slc" not in config.branches:
         k_slc = v_slc = None
     if "win" not in config.branches:
         k_win = v_win = None
-    k_cmp = v_cmp = None
-    if config.scores_blocks:
-        assert k_cmp_raw is not None
-        sequences = sequences.with_blocks(config)
-        rotation = None if config.compress_rope == "none" else rope
-        k_cmp = run_compress(k_cmp_raw, phi_k, config, sequences, rotation, backend)
-        if "cmp" in config.branches:
-            assert v_cmp_raw is not None
-            v_cmp = run_compress(v_cmp_raw, phi_v, config, sequences, None, backend)
-    branches = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
-    union = None
-    if backend == "triton":
-        out, chosen, union = run_attention(
-            q, q_cmp, *branches, gates, config, sequences, scale, algorithm
-        )
-    else:
-        out, chosen = _reference(q, q_cmp, *branches, gates, config, sequences, scale)
-    if sums is not None:
-        check_sums(name, sums, q)
-        observe(
-            gates,
-            chosen,
-            union,
-            sums,
-            config,
-            sequences,
-            LIMIT_4 * config.num_selected_blocks,
-            backend,
-        )
-    return out
-
-
-def _reference(
-    q: Tensor, q_cmp: Tensor | None, k_cmp: Tensor | None, v_cmp: Tensor | None, k_slc: Tensor | None, v_slc: Tensor | None,
-    k_win: Tensor | None, v_win: Tensor | None, gates: Tensor, config: NSAConfig, sequences: Sequences, softmax_scale: float,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Output and choice of ``run_attention``, by the references of the branches."""
-    run = (config, sequences, softmax_scale, "reference")
-    out_cmp = out_slc = out_win = block_indices = None
-    if k_cmp is not None:
-        q_cmp = q if q_cmp is None else q_cmp
-        out_cmp, lse = run_compressed_attention(q_cmp, k_cmp, v_cmp, *run)
-        if k_slc is not None and v_slc is not None:
-            block_indices = run_select_blocks(q_cmp, k_cmp, lse, *run)
-            out_slc, _ = run_selected_attention(q, k_slc, v_slc, block_indices, *run)
-    if k_win is not None and v_win is not None:
-        out_win, _ = run_window_attention(q, k_win, v_win, *run)
-    return combine(out_cmp, out_slc, out_win, gates, backend="reference"), block_indices
+    of_branches = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
+    return BranchInputs(inputs.q, inputs.q_cmp, *of_branches, inputs.gates)
 
 
 def check_inputs(

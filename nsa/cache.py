@@ -13,17 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nsa.attention import AttentionInputs, Phi
+from nsa.attention import AttentionInputs, branch_inputs
 from nsa.config import NSAConfig
 from nsa.errors import check
 from nsa.ops._checks import check_cu_seqlens_contents
+from nsa.ops._operator import Call
 from nsa.ops._packed import compressed_cu_seqlens, lengths, locate, num_compressed
-from nsa.ops.combination import combine
-from nsa.ops.compressed import compressed_attention
+from nsa.ops._sequences import Sequences
+from nsa.ops.attention import attention_reference
 from nsa.ops.compression import compress, compressed_positions
-from nsa.ops.selected import selected_attention
-from nsa.ops.selection import select_blocks
-from nsa.ops.window import window_attention
 from nsa.rope import Rope, apply_rope
 
 
@@ -103,78 +101,42 @@ class LayerCache:
         Inputs as of ``native_sparse_attention``. One call serves prefill, chunks of a prompt and
         single steps: any number of tokens for each sequence.
         """
-        q, k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win, gates, phi, q_cmp = inputs
         config = self.config
         # All that can be wrong is checked before anything is taken in: a refused call leaves the
         # cache as it was.
-        check_cu_seqlens_contents("NSACache", "cu_seqlens", cu_seqlens_q, q.shape[0])
+        check_cu_seqlens_contents("NSACache", "cu_seqlens", cu_seqlens_q, inputs.q.shape[0])
         before = self.lengths(cu_seqlens_q)
         self.num_tokens = before + lengths(cu_seqlens_q)
         cu_seqlens_k = torch.cat((before.new_zeros(1), self.num_tokens.cumsum(0))).int()
-        q_cmp = q if q_cmp is None else q_cmp
-        out_cmp = out_slc = out_win = None
+        k_cmp = v_cmp = None
         if config.scores_blocks:
-            assert k_cmp_raw is not None
-            self._compress(k_cmp_raw, v_cmp_raw, phi, rope, cu_seqlens_q, before)
-            assert self.cmp is not None
-            out_cmp, lse = compressed_attention(
-                q_cmp,
-                self.cmp.key,
-                self.cmp.value,
-                config,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=cu_seqlens_k,
-            )
+            cmp = self._compress(inputs, rope, cu_seqlens_q, before)
+            k_cmp, v_cmp = cmp.key, cmp.value
+        call = window = _call(config, cu_seqlens_q, cu_seqlens_k)
         if "slc" in config.branches:
-            assert self.cmp is not None and k_slc is not None and v_slc is not None
-            block_indices = select_blocks(
-                q_cmp,
-                self.cmp.key,
-                lse,
-                config,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=cu_seqlens_k,
-            )
-            self.slc = _append(self.slc, k_slc, v_slc, cu_seqlens_q)
-            assert self.slc.value is not None
-            out_slc, _ = selected_attention(
-                q,
-                self.slc.key,
-                self.slc.value,
-                block_indices,
-                config,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=cu_seqlens_k,
-            )
+            assert inputs.k_slc is not None and inputs.v_slc is not None
+            self.slc = _append(self.slc, inputs.k_slc, inputs.v_slc, cu_seqlens_q)
+            inputs = inputs._replace(k_slc=self.slc.key, v_slc=self.slc.value)
         if "win" in config.branches:
-            assert k_win is not None and v_win is not None
-            window = _append(self.win, k_win, v_win, cu_seqlens_q)
-            assert window.value is not None
+            assert inputs.k_win is not None and inputs.v_win is not None
+            tokens = _append(self.win, inputs.k_win, inputs.v_win, cu_seqlens_q)
+            inputs = inputs._replace(k_win=tokens.key, v_win=tokens.value)
             # Keys that left the window shift all positions alike, which the window does not see.
-            out_win, _ = window_attention(
-                q,
-                window.key,
-                window.value,
-                config,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=window.cu_seqlens,
-            )
-            self.win = window.last(lengths(window.cu_seqlens).clamp(max=config.window_size))
-        return combine(out_cmp, out_slc, out_win, gates)
+            window = _call(config, cu_seqlens_q, tokens.cu_seqlens)
+            self.win = tokens.last(lengths(tokens.cu_seqlens).clamp(max=config.window_size))
+        return attention_reference(branch_inputs(inputs, config, k_cmp, v_cmp), call, window).out
 
     def _compress(
-        self,
-        k_raw: Tensor,
-        v_raw: Tensor | None,
-        phi: Phi | None,
-        rope: Rope,
-        cu_seqlens: Tensor,
-        before: Tensor,
-    ) -> None:
-        """Compress the blocks that the new tokens complete, and keep the raw tokens that the next block needs."""
+        self, inputs: AttentionInputs, rope: Rope, cu_seqlens: Tensor, before: Tensor
+    ) -> PackedRows:
+        """All compressed blocks, with those that the new tokens complete.
+
+        The raw tokens that the next block needs are kept.
+        """
         config = self.config
-        waiting = _append(self.tail, k_raw, v_raw, cu_seqlens)
-        phi_k, phi_v = (None, None) if phi is None else phi
+        assert inputs.k_cmp_raw is not None
+        waiting = _append(self.tail, inputs.k_cmp_raw, inputs.v_cmp_raw, cu_seqlens)
+        phi_k, phi_v = (None, None) if inputs.phi is None else inputs.phi
         cu_new = compressed_cu_seqlens(waiting.cu_seqlens, config)
         key, _ = compress(waiting.key, phi_k, config, waiting.cu_seqlens)
         if config.compress_rope != "none":
@@ -194,6 +156,14 @@ class LayerCache:
         self.tail = waiting.last(
             lengths(waiting.cu_seqlens) - lengths(cu_new) * config.compress_stride
         )
+        return self.cmp
+
+
+def _call(config: NSAConfig, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Call:
+    offsets = (cu_seqlens_q, cu_seqlens_k)
+    len_q, len_k = (int(lengths(cu).max()) for cu in offsets)
+    where = Sequences(offsets, cu_seqlens_q.shape[0] - 1, len_q, len_k, cu_seqlens_q.device)
+    return Call(config, where, config.head_dim**-0.5)
 
 
 def _append(

@@ -84,8 +84,8 @@ class NSAConfig:
             scored exactly. None scores all blocks.
         num_coarse_blocks: coarse blocks that the first stage keeps.
         score_precision: of the products of queries and compressed keys in the choice: ``exact``
-            multiplies them as they are, ``bf16`` and ``fp8`` (e4m3, one scale a row) round them
-            first. The softmax is fp32 in any case.
+            multiplies them as they are, ``fp8`` (e4m3, one scale a row) rounds them first. The
+            softmax is fp32 in any case.
         window_size: tokens of the window, the query's own included [w].
         branches: the branches that are on, a non-empty subset of ``("cmp", "slc", "win")``.
         share_kv: one K and V projection for all branches instead of one each.
@@ -120,7 +120,7 @@ class NSAConfig:
     num_selected_blocks_table: tuple[tuple[int, int, int], ...] = ()
     coarse_block_size: int | None = None
     num_coarse_blocks: int = 0
-    score_precision: Literal["exact", "bf16", "fp8"] = "exact"
+    score_precision: Literal["exact", "fp8"] = "exact"
     window_size: int = 512
     branches: tuple[Branch, ...] = BRANCHES
     share_kv: bool = False
@@ -141,7 +141,7 @@ class NSAConfig:
         self._check_heads()
         self._check_blocks()
         self._check_choice()
-        _one_of(self, "score_precision", ("exact", "bf16", "fp8"))
+        _one_of(self, "score_precision", ("exact", "fp8"))
         _one_of(self, "phi", ("mean", "linear", "mlp"))
         _one_of(self, "compress_rope", ("middle", "start", "none"))
         _one_of(self, "gate", ("sigmoid", "softmax", "fixed"))

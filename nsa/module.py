@@ -13,6 +13,7 @@ from nsa.attention import AttentionInputs, Phi, attend
 from nsa.cache import LayerCache
 from nsa.config import BRANCHES, NSAConfig
 from nsa.errors import check, fail
+from nsa.ops._operator import Call
 from nsa.ops._packed import locate
 from nsa.ops._sequences import Sequences, open_layer_input
 from nsa.ops.compressed import compressed_attention
@@ -322,7 +323,8 @@ class NativeSparseAttention(TogetherModule):
     def _attend(self, x: Tensor, sequences: Sequences) -> Tensor:
         """The layer's output ``[T, width]`` for packed and checked tokens."""
         heads = self._project(x, sequences)
-        out = attend(self._inputs(heads), self.config, sequences, rope=self.rope, sums=self.sums)
+        call = Call(self.config, sequences, self.config.head_dim**-0.5)
+        out = attend(self._inputs(heads), call, rope=self.rope, sums=self.sums)
         with stage(PROJECTION):
             return self.o_proj(out.flatten(-2))
 

@@ -34,7 +34,6 @@ OPTIONS = " ".join(
         "coarse:coarse_block_size=256,num_coarse_blocks=24",
         "coarse512:coarse_block_size=512,num_coarse_blocks=16",
         "fp8:score_precision=fp8",
-        "bf16:score_precision=bf16",
         "table:num_selected_blocks_table=[[-1,65536,8]]",
     )
 )

@@ -7,7 +7,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -181,7 +181,7 @@ def override_tiles(overrides: TileOverrides) -> Iterator[set[str]]:
         for pattern, changes in overrides.items():
             if re.fullmatch(pattern.replace("*", ".*"), key.kernel):
                 unused.discard(pattern)
-                tile = replace(tile, **changes)
+                tile = tile._replace(**changes)
         return tile
 
     with tiles_chosen_by(choose):

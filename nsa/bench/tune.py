@@ -338,7 +338,7 @@ def descend(
     assert times is not None, f"the tile in use does not fit: {start}"
     best, seen = start, {start}
     for group in changes(key):
-        tiles = [replace(best, **change) for change in group]
+        tiles = [best._replace(**change) for change in group]
         fresh = [tile for tile in tiles if tile not in seen and go_on()]
         ready = make_ready(fresh)
         for tile in fresh:

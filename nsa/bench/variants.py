@@ -86,7 +86,7 @@ def parse_variant(text: str, taken: Sequence[str] = ()) -> Variant:
     for key, value_text in settings.items():
         value = yaml.safe_load(value_text)
         kernel, dot, option = key.rpartition(".")
-        known = [entry.name for entry in fields(Tile if dot else NSAConfig)]
+        known = list(Tile._fields) if dot else [entry.name for entry in fields(NSAConfig)]
         near = nearest(option, known)
         hint = "" if near is None else f"The nearest is {near}."
         rule = "set a field of the pattern, or KERNEL.FIELD of a tile"

@@ -28,7 +28,7 @@ from nsa.ops._triton.tuning import (
     device_table,
     load_table,
 )
-from nsa.ops.selected.algorithm import LIMIT_4, always_tiled
+from nsa.ops.selected.algorithm import SCATTER_THRESHOLD, always_tiled
 from nsa.train import environment
 from nsa.train.telemetry.throughput import utilisation_row
 
@@ -244,7 +244,7 @@ def _kernels(config: NSAConfig, seq_len: int, dtype: str) -> Lines:
     yield "on a CPU: eager PyTorch"
     n, lengths = config.num_selected_blocks, (seq_len, seq_len, config.block_size)
     tiled = always_tiled("auto", config.group_size, n, *lengths)
-    limit = f"{LIMIT_4 * n / 4:g} blocks or fewer"
+    limit = f"{SCATTER_THRESHOLD * n:g} blocks or fewer"
     if tiled:
         why = f"because in sequences so short a tile chooses {limit}"
         yield f"selected branch: the tiled algorithm, {why}, the mean over tiles"

@@ -1,4 +1,4 @@
-"""Registration with PyTorch of attention in which every query sees one range of keys: the window and the compressed branch.
+"""Attention in which every query sees one range of keys: the window and the compressed branch.
 
 Triton is loaded when an operator first runs.
 """
@@ -6,152 +6,191 @@ Triton is loaded when an operator first runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nsa.config import NSAConfig
 from nsa.ops._limits import check_keys, check_queries
-from nsa.ops._register import register
+from nsa.ops._operator import Call, register_attention
+from nsa.ops._sequences import Sequences
 
 if TYPE_CHECKING:
     from nsa.ops._triton.layout import Gated
     from nsa.ops._triton.range_launch import RangeBackward
 
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, {extra}Tensor? cu_q, Tensor? cu_k, Tensor? cu_key, SymInt num_sequences, SymInt len_q, "
-    "SymInt len_k, SymInt len_key, int size, int stride, float softmax_scale"
-)
+
+class RangeInputs(NamedTuple):
+    """Queries ``[T, Hq, D]``, keys ``[N, Hkv, D]`` and values ``[N, Hkv, Dv]``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
 
 
-def register_range_attention(name: str, window: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+class RangeResults(NamedTuple):
+    """out ``[T, Hq, Dv]`` and lse fp32 ``[T, Hq]``, a view of ``[Hq, T]``: so later kernels read it."""
+
+    out: Tensor
+    lse: Tensor
+
+    @classmethod
+    def new(cls, q: Tensor, v: Tensor) -> RangeResults:
+        """Memory for the results of such queries and values."""
+        num_q, num_heads, _ = q.shape
+        out = q.new_empty(num_q, num_heads, v.shape[-1])
+        return cls(out, q.new_empty(num_heads, num_q, dtype=torch.float32).t())
+
+
+@dataclass(frozen=True)
+class KeyRange:
+    """Which keys a query sees.
+
+    Attributes:
+        sequences: where the sequences lie.
+        window: whether keys are tokens of a window; otherwise they are compressed blocks.
+        cu_key: offsets of the keys; None when all sequences are alike.
+        len_key: keys of each sequence when all are alike, otherwise at least the most.
+        size: window size, or compression block size.
+        stride: compression stride; 1 for the window.
+    """
+
+    sequences: Sequences
+    window: bool
+    cu_key: Tensor | None
+    len_key: int
+    size: int
+    stride: int
+
+    @classmethod
+    def of_window(cls, call: Call) -> KeyRange:
+        """The last ``window_size`` tokens."""
+        where = call.sequences
+        cu_k = None if where.offsets is None else where.offsets[1]
+        return cls(where, True, cu_k, where.len_k, call.config.window_size, 1)
+
+    @classmethod
+    def of_blocks(cls, call: Call) -> KeyRange:
+        """The compressed blocks that lie wholly in the past."""
+        config = call.config
+        cu_cmp, most = call.sequences.kernel_blocks(config)
+        sizes = (config.compress_block_size, config.compress_stride)
+        return cls(call.sequences, False, cu_cmp, most, *sizes)
+
+    def of_coarse(self, config: NSAConfig, cu_coarse: Tensor) -> KeyRange:
+        """The coarse blocks of which a query sees every compressed key, from those keys' range."""
+        assert config.coarse_block_size is not None
+        width = config.coarse_block_size
+        return KeyRange(
+            self.sequences,
+            False,
+            None if self.cu_key is None else cu_coarse,
+            self.len_key * self.stride // width,
+            width + self.size - self.stride,
+            width,
+        )
+
+    def arguments(self) -> tuple[Tensor | int | None, ...]:
+        """``cu_q, cu_k, cu_key, len_q, len_k, len_key, num_sequences``: what every kernel takes."""
+        cu_q, cu_k, len_q, len_k, num_sequences = self.sequences.arguments()
+        return cu_q, cu_k, self.cu_key, len_q, len_k, self.len_key, num_sequences
+
+
+def register_range_attention(
+    name: str, keys_of: Callable[[Call], KeyRange]
+) -> Callable[[RangeInputs, Call], RangeResults]:
     """Register ``nsa::<name>`` and ``nsa::<name>_backward``.
 
     Args:
         name: of the operator; kernels look their tiles up by it.
-        window: whether keys are tokens of a window; otherwise they are compressed blocks.
-
-    Returns:
-        The operator: ``(q [T, Hq, D], k [N, Hkv, D], v [N, Hkv, Dv], cu_q, cu_k, cu_key,
-        num_sequences, len_q, len_k, len_key, size, stride, softmax_scale) -> (out [T, Hq, Dv], lse
-        fp32 [T, Hq])``, see ``RangeLayout``; lse has no gradient.
+        keys_of: which keys a query sees.
     """
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        out, lse = range_results(q, v)
-        run_range_attention(name, window, q, k, v, out, lse, *rest)
-        return out, lse.t()
+    def forward(inputs: RangeInputs, call: Call) -> RangeResults:
+        results = RangeResults.new(inputs.q, inputs.v)
+        run_range_attention(name, inputs, keys_of(call), call.softmax_scale, results)
+        return results
 
     def backward(
-        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *rest: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        backward = new_range_backward(window, q, k, v, out, lse, dout, q.new_empty(q.shape), *rest)
-        range_query_gradient(name, backward)
-        return backward.dq, *range_key_gradients(name, backward)
+        inputs: RangeInputs, results: RangeResults, dout: Tensor, call: Call
+    ) -> RangeInputs:
+        dq = inputs.q.new_empty(inputs.q.shape)
+        backward = new_range_backward(name, inputs, results, dout, dq, keys_of(call), call)
+        range_query_gradient(backward)
+        return RangeInputs(dq, *range_key_gradients(backward))
 
-    def fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        out, lse = range_results(q, v)
-        return out, lse.t()
+    def fake(inputs: RangeInputs, call: Call) -> RangeResults:
+        return RangeResults.new(inputs.q, inputs.v)
 
-    def fake_backward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, cu_q, cu_k, cu_key, *ctx.rest = inputs
-        ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, cu_key)
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)
-
-    def differentiate(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        none = (None,) * (3 + len(ctx.rest))
-        if dout is None:
-            return None, None, None, *none
-        q, k, v, out, lse, *offsets = ctx.saved_tensors
-        return *operator_backward(q, k, v, out, lse, dout, *offsets, *ctx.rest), *none
-
-    extra = "Tensor out, Tensor lse, Tensor dout, "
-    schema = f"({_ARGUMENTS.format(extra=extra)}) -> (Tensor, Tensor, Tensor)"
-    operator_backward = register(f"{name}_backward", schema, backward, fake_backward)
-    schema = f"({_ARGUMENTS.format(extra='')}) -> (Tensor, Tensor)"
-    return register(
-        name, schema, forward, fake, setup_context=setup_context, backward=differentiate
-    )
-
-
-def range_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for out ``[T, Hq, Dv]`` and lse fp32 ``[Hq, T]``: by head, as later kernels read it."""
-    num_q, num_heads, _ = q.shape
-    return q.new_empty(num_q, num_heads, v.shape[-1]), q.new_empty(
-        num_heads, num_q, dtype=torch.float32
-    )
+    return register_attention(name, RangeInputs, RangeResults, forward, backward, fake)
 
 
 def run_range_attention(
-    name: str, window: bool, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+    name: str, inputs: RangeInputs, keys: KeyRange, softmax_scale: float, results: RangeResults
 ) -> None:
-    """The kernel of the registered operator ``name``; out and lse are ``range_results``, ``rest`` follows the tensors there."""
-    from nsa.ops._triton.range_launch import RangeLayout, range_forward, tile_name
+    """Fill the results by the kernel of the operator ``name``."""
+    from nsa.ops._triton.range_launch import range_forward, tile_name
     from nsa.ops._triton.tuning import tile_for
 
-    *where, softmax_scale = rest
-    layout = RangeLayout(window, *where)
-    check_queries(name, q)
-    check_keys(name, "k" if window else "k_cmp", k, layout.stride)
-    q, k, v = (rows(x) for x in (q, k, v))
-    range_forward(
-        q, k, v, out, lse, layout, softmax_scale, tile_for(tile_name(name, "fwd", layout), q, v)
-    )
+    check_queries(name, inputs.q)
+    check_keys(name, "k" if keys.window else "k_cmp", inputs.k, keys.stride)
+    inputs = RangeInputs(*(rows(x) for x in inputs))
+    tile = tile_for(tile_name(name, "fwd", keys), inputs.q, inputs.v)
+    range_forward(inputs, results.out, results.lse.t(), keys, softmax_scale, tile)
 
 
 def new_range_backward(
-    window: bool, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dq: Tensor, *rest: Any,
+    name: str,
+    inputs: RangeInputs,
+    results: RangeResults,
+    dout: Tensor,
+    dq: Tensor,
+    keys: KeyRange,
+    call: Call,
     gated: Gated | None = None,
-) -> RangeBackward:  # fmt: skip
-    """The backward of the registered operator whose arguments after the tensors are ``rest``, with all its memory but dk, dv.
+) -> RangeBackward:
+    """The backward of the operator ``name``, with all its memory but dk and dv.
 
     Args:
-        window: see :func:`register_range_attention`.
-        q: queries, and so the other inputs of the forward.
-        k: keys.
-        v: values.
-        out: of the forward.
-        lse: of the forward ``[T, Hq]``.
+        name: of the operator.
+        inputs: of the forward.
+        results: of the forward.
         dout: gradient of ``out``; with ``gated`` that of the branches' gated sum.
         dq: where the gradient of q goes, contiguous.
-        rest: offsets, sizes and scale.
+        keys: which keys a query sees.
+        call: of the forward.
         gated: the branch's part in the gated sum.
     """
     from nsa.ops._triton.layout import Gated
-    from nsa.ops._triton.range_launch import RangeBackward, RangeLayout
+    from nsa.ops._triton.range_launch import RangeBackward
 
-    *where, softmax_scale = rest
-    q, k, v, dout = (rows(x) for x in (q, k, v, dout))
-    layout = RangeLayout(window, *where)
-    return RangeBackward.new(
-        q, k, v, out, dout, by_head(lse), dq, layout, softmax_scale, gated or Gated()
-    )
+    inputs = RangeInputs(*(rows(x) for x in inputs))
+    results = RangeResults(results.out, by_head(results.lse))
+    gated = gated or Gated()
+    return RangeBackward.new(name, inputs, results, rows(dout), dq, keys, call.softmax_scale, gated)
 
 
-def range_query_gradient(name: str, backward: RangeBackward) -> None:
-    """dq, and what the gradients of the keys need, by the kernel of the registered operator ``name``."""
-    from nsa.ops._triton.range_launch import range_dq, tile_name
+def range_query_gradient(backward: RangeBackward) -> None:
+    """dq, and what the gradients of the keys need."""
+    from nsa.ops._triton.range_launch import range_dq
     from nsa.ops._triton.tuning import tile_for
 
-    range_dq(backward, tile_for(tile_name(name, "dq", backward.layout), backward.q, backward.v))
+    range_dq(backward, tile_for(backward.tile_name("dq"), backward.inputs.q, backward.inputs.v))
 
 
-def range_key_gradients(name: str, backward: RangeBackward) -> tuple[Tensor, Tensor]:
+def range_key_gradients(backward: RangeBackward) -> tuple[Tensor, Tensor]:
     """dk and dv, after :func:`range_query_gradient`."""
-    from nsa.ops._triton.range_launch import range_dkv, tile_name
+    from nsa.ops._triton.range_launch import range_dkv
     from nsa.ops._triton.tuning import tile_for
 
-    return range_dkv(
-        backward, tile_for(tile_name(name, "dkv", backward.layout), backward.q, backward.v)
-    )
+    tile = tile_for(backward.tile_name("dkv"), backward.inputs.q, backward.inputs.v)
+    return range_dkv(backward, tile)
 
 
 def rows(x: Tensor) -> Tensor:
-    """``x [N, H, D]`` as kernels read it: the last dimension contiguous, and the heads of a row within 2^31 elements.
+    """``x [N, H, D]`` as kernels read it: heads contiguous, those of a row within 2^31 elements.
 
     Kernels count rows in 64 bits and heads in 32: heads lie far apart only where they are the outer
     dimension in memory.
@@ -161,5 +200,5 @@ def rows(x: Tensor) -> Tensor:
 
 
 def by_head(lse: Tensor) -> Tensor:
-    """lse ``[T, Hq]`` as kernels read it, ``[Hq, T]``; that is how they wrote it, so nothing is copied then."""
+    """lse ``[T, Hq]`` as kernels read it, ``[Hq, T]``; they wrote it so, then nothing is copied."""
     return lse.t().contiguous()

@@ -152,6 +152,20 @@ class Sequences:
     def _alike(self, each: int) -> Tensor:
         return torch.arange(self.num_sequences + 1, dtype=torch.int32, device=self.device) * each
 
+    def arguments(self) -> tuple[Tensor | None, Tensor | None, int, int, int]:
+        """``cu_q, cu_k, len_q, len_k, num_sequences``: what every kernel takes."""
+        cu_q, cu_k = (None, None) if self.offsets is None else self.offsets
+        return cu_q, cu_k, self.len_q, self.len_k, self.num_sequences
+
+    def num_tiles(self, rows: int, tile: int, each: int) -> int:
+        """Tiles of ``tile`` rows that cover ``rows`` packed rows, ``each`` of a sequence.
+
+        With offsets an upper bound.
+        """
+        if self.offsets is None:
+            return self.num_sequences * -(-each // tile)
+        return rows // tile + self.num_sequences
+
     def kernel_arguments(self) -> tuple[Tensor | None, Tensor | None, int, int, int]:
         """The fields of the kernels' ``Layout``, as the registered operators take them."""
         cu_q, cu_k = (None, None) if self.offsets is None else self.offsets
@@ -164,7 +178,7 @@ class Sequences:
 
     def with_blocks(self, config: NSAConfig) -> Sequences:
         """The same with the offsets of the compressed blocks of this pattern, for several operators and layers to share."""
-        blocks = config.compress_block_size, config.compress_stride
+        blocks = block_sizes(config)
         if self.offsets is None or self.blocks == blocks:
             return self
         return replace(self, cu_cmp=compressed_cu_seqlens(self.offsets[1], config), blocks=blocks)
@@ -172,6 +186,11 @@ class Sequences:
     def restore(self, x: Tensor) -> Tensor:
         """Packed rows in the layout that the caller used."""
         return x if self.shape is None else x.unflatten(0, self.shape)
+
+
+def block_sizes(config: NSAConfig) -> tuple[int, int]:
+    """Size and stride of the compressed blocks, which their offsets depend on."""
+    return config.compress_block_size, config.compress_stride
 
 
 def pack(x: Tensor) -> Tensor:

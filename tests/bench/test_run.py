@@ -358,7 +358,7 @@ def test_a_variant_changes_tiles_within_its_scope() -> None:
     overrides = {"window_*": {"rows": 7}, "*_dq": {"keys": 9}, "other": {"rows": 1}}
     with override_tiles(overrides) as unused:
         found = [tile_for(name, q, q) for name in names]
-        assert found == [replace(forward, rows=7), replace(dq, rows=7, keys=9), select]
+        assert found == [forward._replace(rows=7), dq._replace(rows=7, keys=9), select]
         assert unused == {"other"}
     assert [tile_for(name, q, q) for name in names] == usual
 

@@ -180,7 +180,7 @@ def test_tile_for_looks_up_by_head_and_element_size() -> None:
 
     def choose(key: TileKey, tile: Tile) -> Tile:
         seen.append(key)
-        return replace(tile, rows=7)
+        return tile._replace(rows=7)
 
     q, v = (
         torch.zeros(1, 1, 192, dtype=torch.bfloat16),
@@ -188,7 +188,7 @@ def test_tile_for_looks_up_by_head_and_element_size() -> None:
     )
     usual = tile_for("window_attention_dq", q, v)
     with tiles_chosen_by(choose):
-        assert tile_for("window_attention_dq", q, v) == replace(usual, rows=7)
+        assert tile_for("window_attention_dq", q, v) == usual._replace(rows=7)
         tile_for("select_blocks", q[..., :8].float(), v[..., :8].float())
     assert seen == [TileKey("window_attention_dq", 192, 2), TileKey("select_blocks", 8, 4)]
     assert tile_for("window_attention_dq", q, v) == usual
@@ -239,9 +239,9 @@ class Walk:
     ],
 )
 def test_only_options_that_a_kernel_has_are_tried(kernel: str, fields: set[str]) -> None:
-    walk, start = Walk(), replace(START, edge_stages=2)
+    walk, start = Walk(), START._replace(edge_stages=2)
     tune.descend(TileKey(kernel, 64, 2), start, walk.measure)
-    options = [vars(tile).items() for tile in walk.measured]
+    options = [tile._asdict().items() for tile in walk.measured]
     differ = {name for each in options for name, value in each if value != getattr(start, name)}
     assert differ == {"rows", "keys", "warps", "stages", "max_registers"} | fields
 
@@ -249,7 +249,7 @@ def test_only_options_that_a_kernel_has_are_tried(kernel: str, fields: set[str])
 def test_the_walk_finds_the_best_tile_and_ignores_noise() -> None:
     best = Tile(128, 32, 8, 4, tma=True, edge_stages=3)
     found, times = tune.descend(KEY, START, cost(best))
-    assert found == replace(best, edge_stages=1)
+    assert found == best._replace(edge_stages=1)
     assert times == cost(best)(found)
 
 

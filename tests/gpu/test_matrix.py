@@ -119,7 +119,6 @@ def test_algorithms_of_the_whole(algorithm):
     [
         {"num_selected_blocks_table": ((-1, 512, 5), (-1, 1024, 9))},
         {"coarse_block_size": 256, "num_coarse_blocks": 5},
-        {"score_precision": "bf16"},
         {"score_precision": "fp8"},
         {"num_init_blocks": 0, "num_local_blocks": 1},
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,7 @@ def test_the_kernels_to_tune_are_those_that_look_tiles_up(monkeypatch: pytest.Mo
         (TileKey(f"window_attention_{name}", 16, 4), mode, (128,))
         for name, mode in (("fwd", "fwd"), ("dq", "fwd_bwd"), ("dkv", "fwd_bwd"))
     ]
-    other = replace(tasks[0].start, rows=16)
+    other = tasks[0].start._replace(rows=16)
     assert bench.measure(tasks[0])(other) == {128: 1.0}
     assert bench.fault(tasks[0], other) is None
     monkeypatch.setattr(Work, "run", lambda self, mode: (torch.zeros(1, 128, 3, 16),))

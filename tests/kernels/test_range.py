@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from nsa import NSAConfig, compress, compressed_attention, window_attention
+from nsa.ops._operator import Call
 from nsa.ops._packed import compressed_cu_seqlens
-from nsa.ops._range import range_results
+from nsa.ops._range import KeyRange, RangeInputs, RangeResults
+from nsa.ops._sequences import Sequences
 from nsa.ops._triton import range_launch
 from nsa.ops._triton.layout import Gated
 from nsa.ops._triton.range_launch import (
     RangeBackward,
-    RangeLayout,
     range_dkv,
     range_dq,
     range_forward,
@@ -66,29 +67,12 @@ class Case:
             x.q.shape[0], config.num_heads, config.value_dim, generator=generator
         ).double()
 
-    def layout(self, uniform: bool) -> RangeLayout:
-        config, (len_q, len_k) = self.config, self.longest
-        size, stride = (
-            (config.window_size, 1)
-            if self.window
-            else (config.compress_block_size, config.compress_stride)
-        )
-        len_key = len_k if self.window else max(0, (len_k - size) // stride + 1)
-        cu_q, cu_k = self.offsets["cu_seqlens_q"], self.offsets["cu_seqlens_k"]
-        offsets = (cu_q, cu_k, cu_k if self.window else compressed_cu_seqlens(cu_k, config))
-        given: Any = (None, None, None) if uniform else offsets
-        return RangeLayout(
-            self.window,
-            given[0],
-            given[1],
-            given[2],
-            self.count,
-            len_q,
-            len_k,
-            len_key,
-            size,
-            stride,
-        )
+    def keys(self, uniform: bool) -> KeyRange:
+        cu_seqlens = self.offsets["cu_seqlens_q"], self.offsets["cu_seqlens_k"]
+        offsets = None if uniform else cu_seqlens
+        sequences = Sequences(offsets, self.count, *self.longest, torch.device("cpu"))
+        call = Call(self.config, sequences, self.config.head_dim**-0.5)
+        return KeyRange.of_window(call) if self.window else KeyRange.of_blocks(call)
 
     def reference(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """out, dq, dk, dv; lse apart."""
@@ -98,32 +82,34 @@ class Case:
         return out.detach(), *torch.autograd.grad(out, leaves, self.d_out.to(dtype))
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: RangeLayout, scale: float, tile: Tile
-) -> tuple[Tensor, Tensor]:
+def forward(inputs: RangeInputs, keys: KeyRange, scale: float, tile: Tile) -> RangeResults:
     """out and lse ``[Hq, T]``."""
-    out, lse = range_results(q, v)
-    range_forward(q, k, v, out, lse, layout, scale, tile)
-    return out, lse
+    out, lse = RangeResults.new(inputs.q, inputs.v)
+    range_forward(inputs, out, lse.t(), keys, scale, tile)
+    return RangeResults(out, lse.t())
 
 
 def gradients(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, layout: RangeLayout, scale: float, *tiles: Tile
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    inputs: RangeInputs,
+    results: RangeResults,
+    dout: Tensor,
+    keys: KeyRange,
+    scale: float,
+    *tiles: Tile,
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; one tile for dq, one for dk and dv."""
-    backward = RangeBackward.new(
-        q, k, v, out, dout, lse, torch.empty_like(q), layout, scale, Gated()
-    )
+    dq = torch.empty_like(inputs.q)
+    backward = RangeBackward.new("window", inputs, results, dout, dq, keys, scale, Gated())
     range_dq(backward, tiles[0])
-    return backward.dq, *range_dkv(backward, tiles[1])
+    return dq, *range_dkv(backward, tiles[1])
 
 
 def compare(case: Case, tile: Tile, keys_as_rows: bool, uniform: bool = False) -> None:
-    q, k, v = (x.float() for x in case.tensors)
-    layout, scale = case.layout(uniform), case.config.head_dim**-0.5
-    out, lse = forward(q, k, v, layout, scale, tile)
+    inputs = RangeInputs(*(x.float() for x in case.tensors))
+    keys, scale = case.keys(uniform), case.config.head_dim**-0.5
+    out, lse = results = forward(inputs, keys, scale, tile)
     tile_dkv = Tile(tile.rows, tile.keys, 4, 1, keys_as_rows=keys_as_rows)
-    grads = gradients(q, k, v, out, case.d_out.float(), lse, layout, scale, tile, tile_dkv)
+    grads = gradients(inputs, results, case.d_out.float(), keys, scale, tile, tile_dkv)
     exact, plain = case.reference(torch.float64), case.reference(torch.float32)
     for name, actual, baseline, oracle in zip(
         ("out", "dq", "dk", "dv"), (out, *grads), plain, exact, strict=True
@@ -200,16 +186,15 @@ def test_nan_of_one_sequence_reaches_no_other(window):
         if window
         else int(compressed_cu_seqlens(case.offsets["cu_seqlens_k"], case.config)[-1])
     )
-    q, k, v = (x.float().clone() for x in case.tensors)
-    clean = forward(q, k, v, case.layout(False), 0.25, Tile(16, 16, 4, 1))[0][:30]
+    inputs = RangeInputs(*(x.float().clone() for x in case.tensors))
+    keys, tile = case.keys(False), Tile(16, 16, 4, 1)
+    clean = forward(inputs, keys, 0.25, tile).out[:30]
     own = 30 if window else int(compressed_cu_seqlens(case.offsets["cu_seqlens_k"], case.config)[1])
-    k[own:first] = torch.nan
-    v[own:first] = torch.nan
-    out, lse = forward(q, k, v, case.layout(False), 0.25, Tile(16, 16, 4, 1))
-    assert torch.equal(out[:30], clean)
-    d_out = case.d_out.float()
-    tile = Tile(16, 16, 4, 1)
-    dq, dk, dv = gradients(q, k, v, out, d_out, lse, case.layout(False), 0.25, tile, tile)
+    for x in (inputs.k, inputs.v):
+        x[own:first] = torch.nan
+    results = forward(inputs, keys, 0.25, tile)
+    assert torch.equal(results.out[:30], clean)
+    dq, dk, dv = gradients(inputs, results, case.d_out.float(), keys, 0.25, tile, tile)
     assert dq[:30].isfinite().all()
     assert dk[:own].isfinite().all()
     assert dv[:own].isfinite().all()

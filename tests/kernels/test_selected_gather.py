@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from nsa import NSAConfig, selected_attention
-from nsa.ops._triton.layout import Gated, Layout
-from nsa.ops._triton.tuning import Tile
+from nsa.ops._operator import Call
+from nsa.ops._sequences import Sequences
+from nsa.ops._triton.layout import Gated
+from nsa.ops._triton.tuning import Tile, tiles_chosen_by
 from nsa.ops.selected import algorithm as design_rules
-from nsa.ops.selected import launch as triton_launch
-from nsa.ops.selected.launch import Call, selected_backward, selected_forward
+from nsa.ops.selected import index, launch
+from nsa.ops.selected.launch import selected_backward, selected_forward
+from nsa.ops.selected.ops import SelectedInputs, SelectedResults
 from nsa.testing import assert_within_budget, make_inputs
 
 BLOCK = 16
@@ -67,18 +71,15 @@ class Case:
             rows.append(weight.argsort(-1, descending=True)[..., : config.num_selected_blocks] - 1)
         self.indices = torch.cat(rows).int()
 
-    def call(
-        self,
-        tile: Tile = TILE,
-        segments: int | None = None,
-        uniform: bool = False,
-        algorithm: str = "gathered",
-    ) -> Call:
+    def call(self, uniform: bool = False, algorithm: str = "gathered") -> Call:
         cu_q, cu_k = self.offsets["cu_seqlens_q"], self.offsets["cu_seqlens_k"]
-        layout = Layout(
-            None if uniform else cu_q, None if uniform else cu_k, cu_q.shape[0] - 1, *self.longest
-        )
-        return Call(layout, self.scale, BLOCK, lambda kernel: tile, algorithm, segments)
+        offsets = None if uniform else (cu_q, cu_k)
+        sequences = Sequences(offsets, cu_q.shape[0] - 1, *self.longest, cu_q.device)
+        return Call(self.config, sequences, self.scale, algorithm)
+
+    @property
+    def inputs(self) -> SelectedInputs:
+        return SelectedInputs._make((*(x.float() for x in self.tensors), self.indices))
 
     def attend(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         q, k, v = tensors
@@ -92,14 +93,28 @@ class Case:
         out, _ = self.attend(leaves)
         return out.detach(), *torch.autograd.grad(out, leaves, self.d_out.to(dtype))
 
-    def run(self, *options: Any, **named: Any) -> tuple[Tensor, ...]:
+    def run(
+        self,
+        tile: Tile = TILE,
+        segments: int | None = None,
+        uniform: bool = False,
+        algorithm: str = "gathered",
+    ) -> tuple[Tensor, ...]:
         """lse, out, dq, dk, dv of the kernels."""
-        q, k, v = (x.float() for x in self.tensors)
-        call = self.call(*options, **named)
-        results = call.results(q, k, v, self.indices)
-        selected_forward(q, k, v, self.indices, call, results)
+        with ExitStack() as stack:
+            stack.enter_context(tiles_chosen_by(lambda key, _: tile))
+            if segments is not None:
+                fixed = mock.patch.object(launch, "num_segments", return_value=segments)
+                stack.enter_context(fixed)
+            return self._run(self.call(uniform, algorithm))
+
+    def _run(self, call: Call) -> tuple[Tensor, ...]:
+        inputs = self.inputs
+        q, k, v, _ = inputs
+        results = SelectedResults.new(q, v, self.indices, call.algorithm)
+        selected_forward(inputs, call, results)
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        selected_backward(q, k, v, self.indices, self.d_out.float(), call, results, grads, Gated())
+        selected_backward(inputs, call, results, self.d_out.float(), grads, Gated())
         return results.lse, results.out, *grads
 
 
@@ -124,11 +139,11 @@ def compare(
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
     """Chunks that short sequences fill, too, and merges of several steps; many rows a program, which is quick here."""
-    monkeypatch.setattr(triton_launch, "FORWARD_CHUNK", 12)
-    monkeypatch.setattr(triton_launch, "BACKWARD_CHUNK", 20)
-    monkeypatch.setattr(triton_launch, "DQ_CHUNK", 12)
-    monkeypatch.setattr(triton_launch, "MERGED", 32)
-    monkeypatch.setattr(triton_launch, "MERGE_ROWS", 64)
+    monkeypatch.setattr(launch, "FORWARD_CHUNK", 12)
+    monkeypatch.setattr(launch, "BACKWARD_CHUNK", 20)
+    monkeypatch.setattr(launch, "DQ_CHUNK", 12)
+    monkeypatch.setattr(launch, "MERGED", 32)
+    monkeypatch.setattr(launch, "MERGE_ROWS", 64)
 
 
 @pytest.mark.parametrize("group", [1, 6])
@@ -138,9 +153,9 @@ def test_packed_sequences(group):
 
 def test_fewer_entries_make_smaller_chunks(monkeypatch):
     """By shapes alone, and a power of two; 131,072 entries are two sequences of 2,048 tokens of the seed shape."""
-    monkeypatch.setattr(triton_launch, "BACKWARD_CHUNK", 1024)
+    monkeypatch.setattr(launch, "BACKWARD_CHUNK", 1024)
     expected = {0: 128, 1: 128, 65_535: 128, 131_072: 256, 300_000: 512, 524_288: 1024, 2**21: 1024}
-    assert {entries: triton_launch.chunk_size(entries) for entries in expected} == expected
+    assert {entries: launch.chunk_size(entries) for entries in expected} == expected
 
 
 class Noted:
@@ -148,7 +163,7 @@ class Noted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
         self.said = said
-        monkeypatch.setattr(triton_launch, "fork_join", self.open)
+        monkeypatch.setattr(launch, "fork_join", self.open)
         names = (
             "new_gathered",
             "new_backward_index",
@@ -158,9 +173,7 @@ class Noted:
             "_gather_gradients",
         )
         for name in names:
-            monkeypatch.setattr(
-                triton_launch, name, self.noting(name, getattr(triton_launch, name))
-            )
+            monkeypatch.setattr(launch, name, self.noting(name, getattr(launch, name)))
 
     @contextmanager
     def open(self, device: torch.device, enabled: bool = True) -> Iterator[Noted]:
@@ -204,9 +217,9 @@ def test_the_tiled_forward_has_one_stream(monkeypatch):
     said: list[str] = []
     Noted(monkeypatch, said)
     case = Case(small(2), [25, 5])
-    q, k, v = (x.float() for x in case.tensors)
-    call = case.call(algorithm="tiled")
-    selected_forward(q, k, v, case.indices, call, call.results(q, k, v, case.indices))
+    inputs = case.inputs
+    results = SelectedResults.new(inputs.q, inputs.v, case.indices, "tiled")
+    selected_forward(inputs, case.call(algorithm="tiled"), results)
     assert said == ["one stream", "make_lists", "wait", "join"]
 
 
@@ -243,17 +256,16 @@ def test_blocks_in_parts():
 
 
 def test_one_step_merges_all_slots(monkeypatch):
-    monkeypatch.setattr(triton_launch, "MERGED", 1024)
+    monkeypatch.setattr(launch, "MERGED", 1024)
     compare(Case(small(2, num_kv_heads=1), [30]))
 
 
 def test_number_of_segments():
     """By shapes alone: none where the rows of slots are small, otherwise four rows of slots a query head."""
-    call = Case(small(1), [20]).call()
-    assert call.num_segments(2048, 16, 12 * 64 * 2) == 1
-    assert call.num_segments(65536, 16, 12 * 64 * 2) == 4
-    assert call.num_segments(65536, 12, 12 * 64 * 2) == 3
-    assert call.num_segments(3, 2**10, 2**20) == 3
+    assert launch.num_segments(2048, 16, 12 * 64 * 2) == 1
+    assert launch.num_segments(65536, 16, 12 * 64 * 2) == 4
+    assert launch.num_segments(65536, 12, 12 * 64 * 2) == 3
+    assert launch.num_segments(3, 2**10, 2**20) == 3
 
 
 @pytest.mark.parametrize("algorithm", ["tiled", "auto"])
@@ -264,8 +276,8 @@ def test_other_designs(algorithm):
 @pytest.mark.parametrize("scattered", [False, True])
 def test_the_choice_decides(scattered, monkeypatch):
     """Long lists by the shapes: what runs follows from the choice; output and dQ are to the bit those of that one alone."""
-    for module in (triton_launch, design_rules):
-        monkeypatch.setattr(module, "LIMIT_4", 5)
+    for module in (index, design_rules):
+        monkeypatch.setattr(module, "SCATTER_THRESHOLD", 1.25)
     case = Case(small(2, num_kv_heads=1, n=3), [118])
     if not scattered:
         case.indices = torch.tensor([0, 1, -1]).int().expand(118, 1, 3).contiguous()

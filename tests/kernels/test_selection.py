@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from nsa import NSAConfig, compress, compressed_attention, select_blocks
-from nsa.ops._packed import compressed_cu_seqlens
-from nsa.ops._triton.range_launch import RangeLayout
+from nsa.ops._operator import Call
+from nsa.ops._range import KeyRange
+from nsa.ops._sequences import Sequences
 from nsa.ops._triton.tuning import Tile
-from nsa.ops.selection.ops import choice_result
-from nsa.ops.selection.triton_launch import Choice, select_blocks_forward
+from nsa.ops.selection.launch import Selection, select_blocks_forward
+from nsa.ops.selection.ops import new_selection
 from nsa.testing import make_inputs
 
 SMALL = (8, 4, 16, 4)
@@ -42,20 +43,15 @@ def compare(
     q = x.q * q_scale
     k_cmp, _ = compress(x.k_cmp_raw, None, config, x.cu_seqlens_k)
     _, lse = compressed_attention(q, k_cmp, None, config, **offsets)
-    layout = RangeLayout(
-        False, x.cu_seqlens_q, x.cu_seqlens_k, compressed_cu_seqlens(x.cu_seqlens_k, config), len(lengths_k),
-        max(lengths_q or lengths_k), max(lengths_k), 0, config.compress_block_size, config.compress_stride,
-    )  # fmt: skip
-    choice = Choice(
-        config.block_size,
-        config.num_selected_blocks,
-        config.num_init_blocks,
-        config.num_local_blocks,
-    )
+    longest = (max(lengths_q or lengths_k), max(lengths_k))
+    cu_seqlens = (x.cu_seqlens_q, x.cu_seqlens_k)
+    sequences = Sequences(cu_seqlens, len(lengths_k), *longest, q.device)
+    scale = config.head_dim**-0.5
+    keys = KeyRange.of_blocks(Call(config, sequences, scale))
     tile = Tile(rows, 4, 4, 1, keep_queries=keep_queries)
-    found = choice_result(q, k_cmp, config.num_selected_blocks)
+    found = new_selection(q, k_cmp, config.num_selected_blocks)
     select_blocks_forward(
-        q, k_cmp, lse.t().contiguous(), found, layout, config.head_dim**-0.5, choice, tile
+        q, k_cmp, lse.t().contiguous(), found, keys, scale, Selection.of(config), tile
     )
     assert torch.equal(found, select_blocks(q, k_cmp, lse, config, **offsets))
 

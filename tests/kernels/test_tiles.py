@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nsa.ops._sequences import Sequences
 from nsa.ops._triton import tiles
-from nsa.ops._triton.layout import Layout
 from nsa.ops._triton.tiles import find_tile, tiles_before
 from nsa.testing import packed_offsets
 
@@ -57,7 +57,7 @@ def check_tiles(lengths, size, heads):
     expected = [
         (b, tile) for b, length in enumerate(lengths) for tile in range(-(-length * heads // size))
     ]
-    number = Layout(cu, cu, len(lengths), max(lengths), max(lengths)).num_tiles(
+    number = Sequences((cu, cu), len(lengths), max(lengths), max(lengths), cu.device).num_tiles(
         sum(lengths) * heads, size, 0
     )
     out = torch.empty(number, 3, dtype=torch.int32)

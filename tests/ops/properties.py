@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -24,8 +23,9 @@ from nsa import (
     selected_attention,
     window_attention,
 )
-from nsa.attention import attend
+from nsa.ops._operator import Call
 from nsa.ops._packed import query_positions
+from nsa.ops.attention import AttentionResult, BranchInputs, run_attention
 from nsa.testing import AttentionInputs, assert_within_budget
 from nsa.testing.budget import CEILING
 from nsa.testing.sampled import SampledWhole
@@ -90,7 +90,12 @@ def rows_win(x: Tokens, case: Case) -> list[Tensor]:
 def rows_whole(x: Tokens, case: Case) -> list[Tensor]:
     given: Any = {name: tensor for name, tensor in x.items() if name != "block_indices"}
     options: Any = {"rope": Rope.from_config(case.config), **offsets_of(case)}
-    with mock.patch("nsa.attention.attend", partial(attend, algorithm=case.algorithm)):
+
+    def run(inputs: BranchInputs, call: Call, backend: str) -> AttentionResult:
+        call = dataclasses.replace(call, algorithm=case.algorithm)
+        return run_attention(inputs, call, backend)
+
+    with mock.patch("nsa.attention.run_attention", run):
         return [native_sparse_attention(**given, phi=None, config=case.config, **options)]
 
 

@@ -26,12 +26,12 @@ from nsa import (
     selected_attention,
     window_attention,
 )
-from nsa.attention import attend
 from nsa.config import BRANCHES
+from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences
+from nsa.ops.attention import AttentionResult, BranchInputs, run_attention
 from nsa.ops.combination.reference import combine_reference
 from nsa.ops.observation import SUMS, new_sums, observe
-from nsa.ops.selection import run_select_blocks
 from nsa.testing import AttentionInputs, assert_within_budget, make_inputs
 from nsa.testing.budget import CEILING
 from nsa.testing.sampled import (
@@ -371,10 +371,10 @@ def check_observe(case: Case) -> None:
         found = []
         for backend in ("reference", case.backend):
             sums = new_sums(case.device)
-            observe(x.gates, indices, union, sums, config, sequences, 48, backend)
+            observe(x.gates, indices, union, sums, config, sequences, 12.0, backend)
             assert not sums.any()
             sums[0] = 1
-            observe(x.gates, indices, union, sums, config, sequences, 48, backend)
+            observe(x.gates, indices, union, sums, config, sequences, 12.0, backend)
             found.append(dict(zip(SUMS, sums.tolist(), strict=True)))
         expected, actual = found
         if case.backend == "triton":
@@ -402,17 +402,15 @@ def run_whole(
     phi = phi_of(named)
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def recorded(q: Tensor, k_cmp: Tensor, *rest: Any, **named: Any) -> Tensor:
-        seen.append((q.detach(), k_cmp.detach(), run_select_blocks(q, k_cmp, *rest, **named)))
-        return seen[-1][2]
+    def recorded(inputs: BranchInputs, call: Call, backend: str) -> AttentionResult:
+        result = run_attention(inputs, dataclasses.replace(call, algorithm=case.algorithm), backend)
+        if inputs.k_cmp is not None and result.block_indices is not None:
+            scored = (inputs.scoring_queries.detach(), inputs.k_cmp.detach())
+            seen.append((*scored, result.block_indices))
+        return result
 
     given: Any = {name: case.shaped(named[name]) for name in tokens}
-    fixed = partial(attend, algorithm=case.algorithm)
-    with (
-        mock.patch("nsa.attention.attend", fixed),
-        mock.patch("nsa.attention.run_select_blocks", recorded),
-        mock.patch("nsa.ops.attention.ops.run_select_blocks", recorded),
-    ):
+    with mock.patch("nsa.attention.run_attention", recorded):
         out = native_sparse_attention(**given, phi=phi, config=config, rope=rope, **case.offsets(x))
     out = case.flat(out)
     dout = case.normal(*out.shape, seed=11) if dout is None else dout

@@ -13,7 +13,7 @@ from triton.runtime.jit import KernelInterface
 import nsa
 from nsa import NSAConfig, window_attention
 from nsa.ops import _limits
-from nsa.ops._triton.layout import Layout
+from nsa.ops._sequences import Sequences
 from nsa.ops.selected.index import new_index
 from tests.ops.cases import small
 from tests.ops.test_bad_input import LENGTH, good
@@ -42,12 +42,12 @@ def ids(num_blocks: int) -> Tensor:
 
 
 ROWS = LENGTH * 4  # queries by heads
-ENTRIES = LENGTH * 2 * 4
+SELECTIONS = LENGTH * 2 * 4
 BLOCKS = -(-LENGTH // 16)
 QUERIES = 16  # of a tile of 32 rows, 2 heads a group
 TILED = {"block_indices": ids(4), "algorithm": "tiled"}
 GATHERED = {"block_indices": ids(8), "algorithm": "gathered"}
-SLOTS = ROWS * 8
+PARTIALS = ROWS * 8
 TOKENS = "tokens of keys"
 
 # The function and its arguments, the limit that is set, the number that must stay below it, and
@@ -87,8 +87,8 @@ CASES: list[tuple[str, dict[str, Any], str, int, str, str]] = [
         ("selected_attention", given, limit, number, f"selected_attention: {argument}", what)
         for given, limit, number, argument, what in (
             (TILED, "TOKENS", LENGTH, "k", TOKENS),
-            (TILED, "NUMBERS", ENTRIES, "block_indices", "entries"),
-            (GATHERED, "NUMBERS", SLOTS, "q", "rows of slots"),
+            (TILED, "NUMBERS", SELECTIONS, "block_indices", "selections"),
+            (GATHERED, "NUMBERS", PARTIALS, "q", "partial results"),
             (TILED, "LISTED", QUERIES * 4, "block_indices", "slots"),
             (TILED, "SORTED", BLOCKS * QUERIES * 4, "k", "blocks a sequence"),
         )
@@ -113,10 +113,10 @@ def test_what_cannot_be_numbered_is_refused(
     ("given", "number", "what"),
     [
         # Of dQ, whose tile is another one than that of the forward.
-        (GATHERED, SLOTS, "q must have fewer than {} rows of slots"),
+        (GATHERED, PARTIALS, "q must have fewer than {} partial results"),
         (
             {**TILED, "config": small(block_size=128)},
-            (ENTRIES // 128 + 2) * 128,
+            (SELECTIONS // 128 + 2) * 128,
             "k must have fewer than {} rows of sums of dK and dV",
         ),
     ],
@@ -135,14 +135,14 @@ def test_numbers_of_the_backward(given, number, what, monkeypatch):
 
 def test_keys_of_the_index(monkeypatch):
     """Called directly: these are the most of all only where there are many sequences."""
-    layout = Layout(None, None, 1, LENGTH, LENGTH)
+    sequences = Sequences(None, 1, LENGTH, LENGTH, torch.device("cpu"))
     number = BLOCKS * 2
     monkeypatch.setattr(_limits, "NUMBERS", number)
     rule = f"k must have fewer than {number} blocks times KV heads"
     with pytest.raises(ValueError, match=rf"^selected_attention: {rule} .*, got {number}\."):
-        new_index(ids(4), layout, 16, LENGTH, 1)
+        new_index(ids(4), sequences, 16, LENGTH, 1)
     monkeypatch.setattr(_limits, "NUMBERS", number + 1)
-    assert new_index(ids(4), layout, 16, LENGTH, 1).none == number
+    assert new_index(ids(4), sequences, 16, LENGTH, 1).absent == number
 
 
 @pytest.mark.parametrize(

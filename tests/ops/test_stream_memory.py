@@ -24,7 +24,9 @@ from triton.runtime.jit import KernelInterface
 from nsa import NSAConfig
 from nsa.config import BRANCHES
 from nsa.ops import _replay, _side_stream
+from nsa.ops._operator import FlatCall
 from nsa.ops._packed import compressed_cu_seqlens
+from nsa.ops.attention import BranchInputs
 from nsa.ops.attention import ops as whole
 from nsa.ops.selected import launch as triton_launch
 from nsa.ops.selected import ops as selected
@@ -325,6 +327,23 @@ def call_and_replay(function: Callable[..., Any], model: StreamModel, *arguments
     return results
 
 
+def flat(module: Any, inputs: Any, results: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of an operator's module, of flat arguments as PyTorch gives them."""
+    count, place = len(inputs._fields), len(inputs._fields) + len(results._fields)
+
+    def forward(*given: Any) -> Any:
+        call = FlatCall(*given[count:]).open(given[0].device)
+        return tuple(module._forward(inputs(*given[:count]), call))
+
+    def backward(*given: Any) -> Any:
+        call = FlatCall(*given[place + 1 :]).open(given[0].device)
+        kept = results(*given[count:place])
+        grads = module._backward(inputs(*given[:count]), kept, given[place], call)
+        return [x for x in grads if x is not None]
+
+    return forward, backward
+
+
 CALLS = {
     "packed": Call(),
     "alike": Call(packed=False),
@@ -356,7 +375,8 @@ def test_whole_attention(name: str, model: StreamModel) -> None:
         for x in (*given, *where):
             if isinstance(x, Tensor):
                 model.hold(x, "an input")
-        results = call_and_replay(whole._forward, model, *given, *where)
+        forward, backward = flat(whole, BranchInputs, whole.AttentionResults)
+        results = call_and_replay(forward, model, *given, *where)
         # Integers that kernels left out may be anything; used as places they must be some.
         saved = [x if x.dtype.is_floating_point else torch.zeros_like(x) for x in results[1:]]
         if call.strided and saved[1].numel():
@@ -364,7 +384,7 @@ def test_whole_attention(name: str, model: StreamModel) -> None:
             saved[1] = saved[1].contiguous()
         dout = torch.zeros_like(results[0])
         del results
-        call_and_replay(whole._backward, model, *given, *saved, dout, *where)
+        call_and_replay(backward, model, *given, dout, *saved, dout, *where)
     on = call.pattern.branches
     expected = 1 if len(on) == 1 else 3 if "slc" in on else 2
     assert len(set(model.launches)) == expected
@@ -376,16 +396,17 @@ def test_selected_attention_alone(algorithm: str, model: StreamModel) -> None:
     call = Call(small(branches=("slc",)), strided=True)
     q, _, _, _, k, v, *_ = call.inputs()
     cu, *_ = call.where()
-    where = (cu, cu, NUMBER, LENGTH, LENGTH, SMALL.block_size, 0.25, algorithm)
+    where = (cu, cu, None, NUMBER, LENGTH, LENGTH, SMALL.text, 0.25, algorithm)
+    forward, backward = flat(selected, selected.SelectedInputs, selected.SelectedResults)
     indices = torch.zeros(
         q.shape[0], SMALL.num_kv_heads, SMALL.num_selected_blocks, dtype=torch.int32
     )
     with model:
         for x in (q, k, v, cu, indices):
             model.hold(x, "an input")
-        results = selected._forward(q, k, v, indices, *where)
+        results = forward(q, k, v, indices, *where)
         model.check(results)
         given = [q, k, v, indices, *results[:2], *(torch.zeros_like(x) for x in results[2:])]
         dout = torch.zeros_like(results[0])
-        call_and_replay(selected._backward, model, *given, dout, *where)
+        call_and_replay(backward, model, *given, dout, *where)
     assert set(model.launches) == {0, 1}

@@ -258,7 +258,6 @@ def choice_case(**changes: Any) -> tuple[NSAConfig, Tensor, Tensor, Tensor, dict
         {"num_init_blocks": 0, "num_local_blocks": 1},
         {"num_selected_blocks_table": ((-1, 100, 3),)},
         {"coarse_block_size": 32, "num_coarse_blocks": 5},
-        {"score_precision": "bf16"},
         {"score_precision": "fp8"},
     ],
 )

@@ -1,10 +1,13 @@
-"""Where the sequences of a call lie, as every kernel takes it."""
+"""What every kernel is told: where the sequences of a call lie, and the sizes of its heads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
+
+from nsa.ops._triton.sizes import next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,10 @@ class Layout:
     len_k: int
 
     def num_tiles(self, rows: int, tile: int, each: int) -> int:
-        """Tiles of ``tile`` rows that cover ``rows`` packed rows, ``each`` of a sequence; with offsets an upper bound."""
+        """Tiles of ``tile`` rows that cover ``rows`` packed rows, ``each`` of a sequence.
+
+        With offsets an upper bound.
+        """
         if self.cu_q is None:
             return self.num_sequences * -(-each // tile)
         return rows // tile + self.num_sequences
@@ -34,6 +40,39 @@ class Layout:
     def arguments(self) -> tuple[Tensor | int | None, ...]:
         """``cu_q, cu_k, len_q, len_k, num_sequences``: what every kernel takes."""
         return self.cu_q, self.cu_k, self.len_q, self.len_k, self.num_sequences
+
+
+class Heads(NamedTuple):
+    """Numbers and sizes of heads, constants that attention kernels are compiled for.
+
+    Attributes:
+        HQ: query heads.
+        G: query heads of a KV head.
+        D: size of a head of queries and keys.
+        DV: size of a head of values.
+        BLOCK_D: columns of a tile of queries or keys.
+        BLOCK_DV: columns of a tile of values.
+    """
+
+    HQ: int
+    G: int
+    D: int
+    DV: int
+    BLOCK_D: int
+    BLOCK_DV: int
+
+    @classmethod
+    def of(cls, q: Tensor, v: Tensor) -> Heads:
+        """Of queries ``[T, Hq, D]`` and values ``[N, Hkv, Dv]``."""
+        _, num_heads, head_dim = q.shape
+        _, num_kv_heads, value_dim = v.shape
+        sizes = (head_dim, value_dim, block_of(head_dim), block_of(value_dim))
+        return cls(num_heads, num_heads // num_kv_heads, *sizes)
+
+
+def block_of(size: int) -> int:
+    """Columns of a tile that holds heads of this size."""
+    return max(16, next_power_of_2(size))
 
 
 @dataclass(frozen=True)
@@ -49,3 +88,9 @@ class Gated:
     gates: Tensor | None = None
     dgates: Tensor | None = None
     adds: bool = False
+
+    def pointers(self, lse: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Gates, their gradients and the gated ``lse`` as kernels take them; None without gates."""
+        if self.gates is None or self.dgates is None:
+            return None
+        return self.gates, self.dgates, lse

@@ -1,4 +1,4 @@
-"""Rotation of columns in kernels (RoPE, half-split layout): the angles' cosines and sines, and what multiplies what."""
+"""Rotation of columns in kernels (RoPE, half-split layout)."""
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def partner_column(d, ROTARY: tl.constexpr):
-    """Column that a rotation mixes with column d (half-split layout); d itself where nothing is rotated."""
+    """Column that a rotation mixes with column d; d itself where nothing is rotated."""
     HALF: tl.constexpr = ROTARY // 2
     return tl.where(d < HALF, d + HALF, tl.where(d < ROTARY, d - HALF, d))
 
@@ -40,7 +40,10 @@ def cos_sin(angle):
 
 @triton.jit
 def rotation(frequency_ptr, position, d, magnitude, ROTARY: tl.constexpr):
-    """Factors of a column and of its partner, ``[N, BLOCK_D]`` fp32 each: rotated = x * same + partner * other."""
+    """Factors of columns and of their partners, ``[N, BLOCK_D]`` fp32 each.
+
+    A rotated column is ``x * same + partner * other``.
+    """
     HALF: tl.constexpr = ROTARY // 2
     frequency = tl.load(frequency_ptr + tl.where(d < HALF, d, d - HALF), mask=d < ROTARY, other=0.0)
     angle = position.to(tl.float32)[:, None] * frequency[None, :]

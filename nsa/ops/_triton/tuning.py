@@ -12,10 +12,10 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,9 +44,8 @@ LONG_KEYS = 1024
 MOST_REGISTERS = 255
 
 
-@dataclass(frozen=True)
-class Tile:
-    """How one kernel is cut.
+class Tile(NamedTuple):
+    """How one kernel is cut: a constant that it is compiled for.
 
     Attributes:
         rows: rows of a tile of queries (queries by heads; queries alone in the choice of blocks).
@@ -108,7 +107,7 @@ class TileTable:
     notes: Mapping[TileKey, Mapping[str, Any]]
 
     def find(self, key: TileKey) -> Tile | None:
-        """The tile of ``key``, or of the next larger head size, whose tile fits the smaller one too."""
+        """The tile of ``key`` or, since it fits too, that of the next larger head size."""
         same = (
             k for k in self.rows if (k.kernel, k.element_size) == (key.kernel, key.element_size)
         )
@@ -161,9 +160,9 @@ def load_table(path: Path) -> TileTable:
 
 
 def _part(where: str, argument: str, values: Any, kind: type[Any], types: tuple[type, ...]) -> Any:
-    """A dataclass from a JSON object; a tile refuses unknown fields, so that a misspelt one is not lost."""
+    """A tile or its key from a JSON object; of a tile no unknown field is lost in silence."""
     check(isinstance(values, dict), where, argument, "be an object", values)
-    known = {field.name for field in fields(kind)}
+    known = set(kind.__annotations__)
     needed = (
         {"kernel", "head_size", "element_size"}
         if kind is TileKey
@@ -210,7 +209,7 @@ def table_text(table: TileTable) -> str:
 def _given(tile: Tile) -> dict[str, Any]:
     """Fields of a tile that differ from their defaults, and its sizes."""
     plain = Tile(0, 0, 0, 0)
-    return {name: value for name, value in asdict(tile).items() if value != getattr(plain, name)}
+    return {name: value for name, value in tile._asdict().items() if value != getattr(plain, name)}
 
 
 def find_table(gpu: str, capability: tuple[int, int]) -> TileTable | None:
@@ -235,7 +234,7 @@ def default_tile(key: TileKey, capability: tuple[int, int] | None) -> Tile:
     limited = (
         key.kernel != "select_blocks" or key.element_size != 2 or (capability or (0, 0))[0] == 12
     )
-    return replace(tile, max_registers=MOST_REGISTERS) if limited else tile
+    return tile._replace(max_registers=MOST_REGISTERS) if limited else tile
 
 
 def _default_sizes(key: TileKey, capability: tuple[int, int] | None) -> Tile:
@@ -291,10 +290,10 @@ _choose: Choose | None = None
 
 @contextmanager
 def tiles_chosen_by(choose: Choose) -> Iterator[None]:
-    """Within, every look-up goes through ``choose(key, tile of the table)``: for the benchmark and for tuning alone.
+    """Within, every look-up goes through ``choose(key, tile of the table)``.
 
-    It holds for the whole process and not for a thread, because the backward pass runs in threads
-    of autograd.
+    For the benchmark and for tuning alone.     It holds for the whole process and not for a thread,
+    because the backward pass runs in threads of autograd.
     """
     global _choose
     assert _choose is None, "choices of tiles do not nest"

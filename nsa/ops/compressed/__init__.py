@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,12 +9,14 @@ from nsa.config import NSAConfig
 from nsa.errors import fail
 from nsa.ops._backend import choose_backend
 from nsa.ops._checks import check_heads, scale_of
-from nsa.ops._sequences import Sequences, compressed_key_shape, open_sequences, pack
+from nsa.ops._operator import Call
+from nsa.ops._range import RangeInputs
+from nsa.ops._sequences import compressed_key_shape, open_sequences, pack
 from nsa.ops.compressed.ops import compressed_attention_op
 from nsa.ops.compressed.reference import compressed_attention_reference
 from nsa.stages import COMPRESSED, in_stage
 
-__all__ = ["compressed_attention", "range_arguments", "run_compressed_attention"]
+__all__ = ["compressed_attention", "run_compressed_attention"]
 
 
 def compressed_attention(
@@ -71,52 +71,21 @@ def compressed_attention(
     sequences = open_sequences(
         name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend
     )
-    scale = scale_of(name, config, softmax_scale)
-    out, lse = run_compressed_attention(pack(q), k_cmp, v_cmp, config, sequences, scale, backend)
+    call = Call(config, sequences.with_blocks(config), scale_of(name, config, softmax_scale))
+    out, lse = run_compressed_attention(pack(q), k_cmp, v_cmp, call, backend)
     return None if out is None else sequences.restore(out), sequences.restore(lse)
 
 
 @in_stage(COMPRESSED)
 def run_compressed_attention(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor | None,
-    config: NSAConfig,
-    sequences: Sequences,
-    softmax_scale: float,
-    backend: str,
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor | None, call: Call, backend: str
 ) -> tuple[Tensor | None, Tensor]:
     """See :func:`compressed_attention`; inputs are packed and checked, the backend is chosen."""
     if backend == "triton":
-        where = range_arguments(config, sequences)
         # For lse alone the keys stand in for the values: the branch is off then, and speed matters
         # little.
-        out, lse = compressed_attention_op(
-            q, k_cmp, k_cmp if v_cmp is None else v_cmp, *where, softmax_scale
-        )
+        inputs = RangeInputs(q, k_cmp, k_cmp if v_cmp is None else v_cmp)
+        out, lse = compressed_attention_op(inputs, call)
         return None if v_cmp is None else out, lse
     with torch.autocast(q.device.type, enabled=False):
-        return compressed_attention_reference(q, k_cmp, v_cmp, config, sequences, softmax_scale)
-
-
-def range_arguments(
-    config: NSAConfig, sequences: Sequences, blocks: tuple[Tensor | None, int] | None = None
-) -> tuple[Any, ...]:
-    """What the registered operator is told beside tensors and the scale: ``cu_q`` to ``stride``, see ``RangeLayout``.
-
-    ``blocks`` are ``sequences.kernel_blocks``, which launches kernels, where they are known
-    already.
-    """
-    cu_q, cu_k, num_sequences, len_q, len_k = sequences.kernel_arguments()
-    cu_cmp, len_cmp = sequences.kernel_blocks(config) if blocks is None else blocks
-    return (
-        cu_q,
-        cu_k,
-        cu_cmp,
-        num_sequences,
-        len_q,
-        len_k,
-        len_cmp,
-        config.compress_block_size,
-        config.compress_stride,
-    )
+        return compressed_attention_reference(q, k_cmp, v_cmp, call)

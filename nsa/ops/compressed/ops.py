@@ -1,5 +1,5 @@
-"""``nsa::compressed_attention``, registered with PyTorch: schema, fake, autograd."""
+"""``nsa::compressed_attention``, registered with PyTorch."""
 
-from nsa.ops._range import register_range_attention
+from nsa.ops._range import KeyRange, register_range_attention
 
-compressed_attention_op = register_range_attention("compressed_attention", window=False)
+compressed_attention_op = register_range_attention("compressed_attention", KeyRange.of_blocks)

@@ -1,4 +1,4 @@
-"""What the gates of a layer do and which blocks it chooses, summed up on the device while it runs."""
+"""What the gates of a layer do and which blocks it selects, summed up on the device."""
 
 from __future__ import annotations
 
@@ -17,25 +17,32 @@ __all__ = ["LARGE", "MOST", "SUMS", "UNIT", "check_sums", "new_sums", "observe"]
 
 @in_stage(TELEMETRY)
 def observe(
-    gates: Tensor, block_indices: Tensor | None, union: Tensor | None, sums: Tensor, config: NSAConfig, sequences: Sequences,
-    limit_4: int, backend: str,
-) -> None:  # fmt: skip
-    """Add what one call of whole attention did to ``sums``, if they are switched on; nothing waits for the device.
+    gates: Tensor,
+    block_indices: Tensor | None,
+    tile_stats: Tensor | None,
+    sums: Tensor,
+    config: NSAConfig,
+    sequences: Sequences,
+    scattered: float,
+    backend: str,
+) -> None:
+    """Add what one call of whole attention did to ``sums``, if they are switched on.
 
     Args:
         gates: ``[T, Hq, 3]``.
         block_indices: int32 ``[T, Hkv, n]``; None without the selected branch.
-        union: int64 ``[2]``, blocks of the tiles' lists and their number, by which the algorithm of
-            the selected branch was chosen; None where it was fixed beforehand to be tiled.
+        tile_stats: int64 ``[2]``, blocks of the tiles' lists and their number, by which the
+            algorithm of the selected branch was chosen; None where it was fixed beforehand to be
+            tiled.
         sums: int64 ``[len(SUMS)]`` of :func:`new_sums`; its first element switches.
         config: the sparse pattern.
         sequences: where the sequences lie.
-        limit_4: the gathered algorithm ran if ``4 * union[0] > limit_4 * union[1]``.
+        scattered: the gathered algorithm ran if the mean list of a tile has more blocks.
         backend: ``reference`` or ``triton``.
     """
     columns = [BRANCHES.index(name) for name in config.branches]
-    where = (*sequences.kernel_arguments(), config.block_size, limit_4, columns, backend)
-    observe_op(gates.detach(), block_indices, union, sums, *where)
+    where = (*sequences.kernel_arguments(), config.block_size, scattered, columns, backend)
+    observe_op(gates.detach(), block_indices, tile_stats, sums, *where)
 
 
 def check_sums(function: str, sums: Tensor, like: Tensor) -> None:

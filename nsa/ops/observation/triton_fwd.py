@@ -32,8 +32,11 @@ MOST_KEYS = tl.constexpr(reference.MOST)
 FEWEST_KEYS = tl.constexpr(reference.FEWEST)
 LARGE = tl.constexpr(reference.LARGE)
 UNIT = tl.constexpr(reference.UNIT)
-# largest entropy of so many gates, bits; a single one has none
-LOG2_OF = {1: 1.0, 2: 1.0, 3: math.log2(3)}
+LOG2_OF = {
+    1: 1.0,
+    2: 1.0,
+    3: math.log2(3),
+}  # largest entropy of so many gates, bits; a single one has none
 
 # Gates and chosen blocks of a tile, at most, and its queries, at least.
 TILE_GATES = 512
@@ -49,9 +52,17 @@ def add_sum(sums_ptr, place: tl.constexpr, x):
 
 @triton.jit
 def observe_gates(
-    gates_ptr, sums_ptr, first, count, CMP: tl.constexpr, SLC: tl.constexpr, WIN: tl.constexpr, MOST: tl.constexpr,
-    HQ: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    gates_ptr,
+    sums_ptr,
+    first,
+    count,
+    CMP: tl.constexpr,
+    SLC: tl.constexpr,
+    WIN: tl.constexpr,
+    MOST: tl.constexpr,
+    HQ: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Sums over the gates of ``count`` queries from ``first`` on, all heads."""
     e = tl.arange(0, BLOCK)
     ok = e < count * HQ
@@ -73,21 +84,39 @@ def observe_gates(
     add_sum(sums_ptr, NUM_GATES, (count * HQ).to(tl.int64))
 
 
-@kernel(do_not_specialize=[*VARYING, "limit_4"])
+@kernel(do_not_specialize=[*VARYING, "scattered"])
 def observe_kernel(
-    gates_ptr, indices_ptr, union_ptr, sums_ptr, cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences, limit_4,
-    HQ: tl.constexpr, HKV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, CMP: tl.constexpr, SLC: tl.constexpr,
-    WIN: tl.constexpr, MOST: tl.constexpr, BLOCK_Q: tl.constexpr, PAD_N: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
+    gates_ptr,
+    indices_ptr,
+    tile_stats_ptr,
+    sums_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    len_q,
+    len_k,
+    num_sequences,
+    scattered,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CMP: tl.constexpr,
+    SLC: tl.constexpr,
+    WIN: tl.constexpr,
+    MOST: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    PAD_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
     """Sums over one tile of queries, added where they are switched on."""
     if tl.load(sums_ptr + ON) != 0:
         number = tl.program_id(0)
         if number == 0:
             algorithm = TILED
-            if union_ptr is not None:
-                algorithm = tl.where(
-                    tl.load(union_ptr) * 4 > tl.load(union_ptr + 1) * limit_4, GATHERED, TILED
-                )
+            if tile_stats_ptr is not None:
+                blocks = tl.load(tile_stats_ptr).to(tl.float64)
+                most_blocks = tl.load(tile_stats_ptr + 1).to(tl.float64) * scattered
+                algorithm = tl.where(blocks > most_blocks, GATHERED, TILED)
             tl.atomic_add(sums_ptr + algorithm, tl.full([], 1, tl.int64), sem="relaxed")
         sequence, tile = find_tile(cu_q_ptr, number, num_sequences, len_q, BLOCK_Q)
         if sequence < num_sequences:
@@ -143,9 +172,15 @@ def observe_kernel(
 
 
 def observe_kernels(
-    gates: Tensor, block_indices: Tensor | None, union: Tensor | None, sums: Tensor, layout: Layout, block_size: int,
-    limit_4: int, columns: list[int],
-) -> None:  # fmt: skip
+    gates: Tensor,
+    block_indices: Tensor | None,
+    tile_stats: Tensor | None,
+    sums: Tensor,
+    layout: Layout,
+    block_size: int,
+    scattered: float,
+    columns: list[int],
+) -> None:
     """See :func:`nsa.ops.observation.observe`."""
     num_q, num_heads = gates.shape[:2]
     num_kv_heads, n = (1, 1) if block_indices is None else block_indices.shape[1:]
@@ -157,8 +192,23 @@ def observe_kernels(
         MIN_QUERIES, next_power_of_2(min(TILE_GATES // num_heads, TILE_BLOCKS // pad_n) + 1) // 2
     )
     observe_kernel[(max(layout.num_tiles(num_q, block_q, layout.len_q), 1),)](
-        gates.contiguous(), indices, union, sums, *layout.arguments(), limit_4, HQ=num_heads, HKV=num_kv_heads, N=n,
-        BLOCK_SIZE=block_size, CMP=0 in columns, SLC=1 in columns, WIN=2 in columns, MOST=LOG2_OF[len(columns)],
-        BLOCK_Q=block_q, PAD_N=pad_n, BLOCK_G=next_power_of_2(block_q * num_heads), num_warps=4,
+        gates.contiguous(),
+        indices,
+        tile_stats,
+        sums,
+        *layout.arguments(),
+        scattered,
+        HQ=num_heads,
+        HKV=num_kv_heads,
+        N=n,
+        BLOCK_SIZE=block_size,
+        CMP=0 in columns,
+        SLC=1 in columns,
+        WIN=2 in columns,
+        MOST=LOG2_OF[len(columns)],
+        BLOCK_Q=block_q,
+        PAD_N=pad_n,
+        BLOCK_G=next_power_of_2(block_q * num_heads),
+        num_warps=4,
         maxnreg=MOST_REGISTERS,
-    )  # fmt: skip
+    )

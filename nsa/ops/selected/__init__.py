@@ -1,8 +1,6 @@
-"""The selected branch: attention over chosen blocks in full."""
+"""The selected branch: attention over selected blocks in full."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,17 +9,18 @@ from nsa.config import NSAConfig
 from nsa.errors import check, fail
 from nsa.ops._backend import choose_backend
 from nsa.ops._checks import check_block_indices, check_qkv, scale_of
-from nsa.ops._sequences import Sequences, open_sequences, pack
-from nsa.ops.selected.algorithm import ALGORITHMS, LIMIT_4
-from nsa.ops.selected.ops import selected_attention_op
+from nsa.ops._operator import Call
+from nsa.ops._sequences import open_sequences, pack
+from nsa.ops.selected.algorithm import ALGORITHMS, SCATTER_THRESHOLD
+from nsa.ops.selected.ops import SelectedInputs, selected_attention_op
 from nsa.ops.selected.reference import selected_attention_reference
 from nsa.stages import SELECTED, in_stage
 
 __all__ = [
     "ALGORITHMS",
-    "LIMIT_4",
+    "SCATTER_THRESHOLD",
+    "SelectedInputs",
     "run_selected_attention",
-    "selected_arguments",
     "selected_attention",
 ]
 
@@ -41,7 +40,7 @@ def selected_attention(
     algorithm: str = "auto",
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the tokens of chosen blocks, token-causal (Eq. 5, branch slc, arXiv:2502.11089).
+    """Attention over selected blocks, token-causal (Eq. 5, branch slc, arXiv:2502.11089).
 
     Usable alone, with anyone's indices.
 
@@ -60,9 +59,9 @@ def selected_attention(
         max_seqlen_k: the same in key tokens.
         softmax_scale: factor on the scores; None means ``D ** -0.5``.
         algorithm: of the kernels. ``tiled``: tiles of neighbouring queries against all blocks that
-            one of them chose; ``gathered``: block by block, the queries that chose it; ``auto``:
-            ``tiled`` for short sequences, and for long ones whichever suits the choice, decided on
-            the device without waiting. Algorithms differ in rounding.
+            one of them selected; ``gathered``: block by block, the queries that selected it;
+            ``auto``: ``tiled`` for short sequences, and for long ones whichever suits the
+            selection, decided on the device without waiting. Algorithms differ in rounding.
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
@@ -86,31 +85,19 @@ def selected_attention(
     sequences = open_sequences(
         name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend
     )
-    scale = scale_of(name, config, softmax_scale)
-    out, lse = run_selected_attention(
-        pack(q), pack(k), pack(v), pack(block_indices), config, sequences, scale, backend, algorithm
-    )
+    call = Call(config, sequences, scale_of(name, config, softmax_scale), algorithm)
+    inputs = SelectedInputs(pack(q), pack(k), pack(v), pack(block_indices))
+    out, lse = run_selected_attention(inputs, call, backend)
     return sequences.restore(out), sequences.restore(lse)
 
 
 @in_stage(SELECTED)
 def run_selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, sequences: Sequences, softmax_scale: float,
-    backend: str, algorithm: str = "auto",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    inputs: SelectedInputs, call: Call, backend: str
+) -> tuple[Tensor, Tensor]:
     """See :func:`selected_attention`; inputs are packed and checked, the backend is chosen."""
     if backend == "triton":
-        where = selected_arguments(config, sequences)
-        out, lse, *_ = selected_attention_op(
-            q, k, v, block_indices, *where, softmax_scale, algorithm
-        )
-        return out, lse
-    with torch.autocast(q.device.type, enabled=False):
-        return selected_attention_reference(
-            q, k, v, block_indices, config, sequences, softmax_scale
-        )
-
-
-def selected_arguments(config: NSAConfig, sequences: Sequences) -> tuple[Any, ...]:
-    """What the registered operator is told beside tensors, the scale and the algorithm: ``cu_q`` to ``block_size``."""
-    return *sequences.kernel_arguments(), config.block_size
+        results = selected_attention_op(inputs, call)
+        return results.out, results.lse
+    with torch.autocast(inputs.q.device.type, enabled=False):
+        return selected_attention_reference(inputs, call)

@@ -1,73 +1,96 @@
-"""A choice of blocks in the forms that the kernels of the selected branch want; nothing here waits for the device.
+"""Selected blocks in the forms that the kernels read; nothing here waits for the device.
 
-- **Lists by tile.** A tile is a few consecutive queries of one group. Its list holds every block that one of them chose,
-  ascending, and beside each block a word whose bit i says that query i of the tile chose it.
-- **Inverse index.** An *item* is a block of one head, ``head * num_blocks + block``. An *entry* is a (query, head, slot),
-  numbered as in ``block_indices [T, Hkv, n]``; sorted by item, the entries of an item are the
-  queries that chose the block, in order. Kernels that need memory for every entry cut the queries
-  into segments, which are worked off one after the other. The entries of an item in a segment are
-  cut into *chunks*, one a program.
+- **Lists by tile.** A tile is a few consecutive queries of one group. Its list holds every block
+  that one of them selected, ascending, and beside each block a query mask, whose bit i says that
+  query i of the tile selected it.
+- **Inverse index.** A *key block* is a block of one KV head, ``head * num_blocks + block``. A
+  *selection* is a (query, KV head, slot), numbered as in ``block_indices [T, Hkv, n]``; sorted by
+  key block, the selections of a key block are the queries that attend to it, in order. Kernels that
+  need memory for every selection cut the queries into segments, one after the other. The selections
+  of a key block in a segment are cut into *chunks*, one a program.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa.ops import _limits
 from nsa.ops._limits import check_numbers
-from nsa.ops._triton.layout import Layout
+from nsa.ops._sequences import Sequences
 from nsa.ops._triton.sizes import cdiv, next_power_of_2
-from nsa.ops.selected.algorithm import LIMIT_4
-from nsa.ops.selected.index_kernels import chunk_kernel, item_kernel, key_kernel, list_kernel
+from nsa.ops.selected.algorithm import SCATTER_THRESHOLD
+from nsa.ops.selected.index_kernels import chunk_kernel, key_block_kernel, key_kernel, list_kernel
 
-# Items, or chunks, of a program that looks for their places.
+# Key blocks, or chunks, of a program that looks for their places.
 BLOCK = 128
+
+
+class SelectedBlocks(NamedTuple):
+    """Numbers of selected blocks, constants that kernels are compiled for.
+
+    Attributes:
+        N: slots of a query.
+        SIZE: tokens of a block.
+        SCATTERED: selections scatter if the mean list of a tile holds more blocks.
+    """
+
+    N: int
+    SIZE: int
+    SCATTERED: float
+
+    @classmethod
+    def of(cls, slots: int, block_size: int) -> SelectedBlocks:
+        """For so many slots of a query."""
+        return cls(slots, block_size, SCATTER_THRESHOLD * slots)
 
 
 @dataclass(frozen=True)
 class Lists:
-    """Blocks that the queries of each tile chose.
+    """Blocks that the queries of each tile selected.
 
     Attributes:
-        block: int32 ``[Hkv, tiles, BLOCK_Q * n]``, ascending.
-        word: the same shape: bit i says that query i of the tile chose the block.
+        block: int32 ``[Hkv, tiles, list_len]``, ascending.
+        query_mask: the same shape: bit i says that query i of the tile selected the block.
         count: int32 ``[Hkv, tiles, 4]``: blocks wholly in the past of every query, wholly inside
-            the sequence, all, and those before the near ones of every query.
-        queries: at most so many queries of a tile.
+            the sequence, all, and those that are before the last two local blocks of every query.
     """
 
     block: Tensor
-    word: Tensor
+    query_mask: Tensor
     count: Tensor
-    queries: int
+
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """As kernels take them."""
+        return self.block, self.query_mask, self.count
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Programs that share the entries of an inverse index; their memory, until :meth:`fill` has been called.
+    """Programs that share the selections of an inverse index; empty before :meth:`fill`.
 
     Attributes:
         order: of the index.
-        begin: int32 ``[segments * items]``: where the entries of each item in a segment begin in
-            ``order``.
+        begin: int32 ``[segments * key blocks]``: where the selections of each key block in a
+            segment begin in ``order``.
         length: the same shape: how many they are.
-        item: int32: ``segment * items + item`` of each chunk.
-        start: int32 ``[segments * items + 1]``: the first chunk of each item in a segment.
+        owner: int32: ``segment * key blocks + key block`` of each chunk.
+        start: int32 ``[segments * key blocks + 1]``: first chunk of each key block in a segment.
         num_blocks: of the index.
         segments: segments that the queries are cut into.
         index_segments: segments that the index tells apart, a multiple.
         segment_rows: queries of a segment.
-        size: entries of a chunk.
+        size: selections of a chunk.
         limit: at least the chunks of any segment.
     """
 
     order: Tensor
     begin: Tensor
     length: Tensor
-    item: Tensor
+    owner: Tensor
     start: Tensor
     num_blocks: int
     segments: int
@@ -76,57 +99,73 @@ class Chunks:
     size: int
     limit: int
 
-    def arguments(self) -> tuple[Tensor, ...]:
+    def pointers(self) -> tuple[Tensor, ...]:
         """What kernels take to find their chunk."""
-        return self.order, self.begin, self.length, self.item, self.start
+        return self.order, self.begin, self.length, self.owner, self.start
 
     def fill(self, ranked: Tensor) -> None:
         """Find the chunks, from what :meth:`InverseIndex.fill` gives."""
-        total, entries = self.begin.shape[0], ranked.shape[0]
+        total, selections = self.begin.shape[0], ranked.shape[0]
         count = torch.empty_like(self.start)
-        item_kernel[(cdiv(total, BLOCK),)](
-            ranked, self.begin, self.length, count, entries, entries.bit_length(), total // self.segments, self.segments,
-            self.index_segments // self.segments, self.size, BLOCK=BLOCK, num_warps=4,
-        )  # fmt: skip
+        key_block_kernel[(cdiv(total, BLOCK),)](
+            ranked,
+            self.begin,
+            self.length,
+            count,
+            selections,
+            selections.bit_length(),
+            total // self.segments,
+            self.segments,
+            self.index_segments // self.segments,
+            self.size,
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
         torch.cumsum(count, 0, dtype=torch.int32, out=self.start)
-        most = self.item.shape[0]
+        most = self.owner.shape[0]
         chunk_kernel[(cdiv(most, BLOCK),)](
-            self.start, self.item, total, most, (total + 1).bit_length(), BLOCK=BLOCK, num_warps=4
+            self.start, self.owner, total, most, (total + 1).bit_length(), BLOCK=BLOCK, num_warps=4
         )
 
 
 @dataclass(frozen=True)
 class InverseIndex:
-    """The queries that chose each block; their memory, until :meth:`fill` has been called.
+    """The queries that selected each block; empty before :meth:`fill`.
 
     Attributes:
-        key: int16 or int32 ``[T, Hkv, n]``: ``item * segments + segment`` of each entry, ``none``
-            where the block is absent.
-        far: the same with ``none`` where the block is near, see ``triton_fwd.py``; None where it is
-            not needed.
-        order: int32 ``[T * Hkv * n]``: entries by key and, for one key, by query.
+        key: int16 or int32 ``[T, Hkv, n]``: ``key block * segments + segment`` of each selection,
+            ``absent`` where its block is absent.
+        remote: the same with ``absent`` where the block is local, see ``tiled_fwd.py``; None where
+            it is not needed.
+        order: int32 ``[T * Hkv * n]``: selections by key and, for one key, by query.
         num_blocks: at least the blocks of all sequences together.
         segments: segments that can be told apart.
         segment_rows: queries of a segment.
-        none: number of keys.
+        absent: number of keys.
     """
 
     key: Tensor
-    far: Tensor | None
+    remote: Tensor | None
     order: Tensor
     num_blocks: int
     segments: int
     segment_rows: int
-    none: int
+    absent: int
 
     def fill(
-        self, block_indices: Tensor, layout: Layout, block_size: int, *, unique: bool, sort: bool
+        self,
+        block_indices: Tensor,
+        sequences: Sequences,
+        block_size: int,
+        *,
+        unique: bool,
+        sort: bool,
     ) -> Tensor:
-        """Number the entries of ``block_indices [T, Hkv, n]``, and sort them unless ``order`` is known already.
+        """Number the selections ``block_indices [T, Hkv, n]``; sort them unless ``order`` is known.
 
         Args:
             block_indices: int32 or int64.
-            layout: where the sequences lie.
+            sequences: where the sequences lie.
             block_size: tokens of a block.
             unique: whether no query names a block twice; otherwise it is looked for, and a block
                 counts once.
@@ -136,16 +175,28 @@ class InverseIndex:
             The keys in their order, ``[T * Hkv * n]``.
         """
         num_q, num_kv_heads, n = block_indices.shape
-        if layout.cu_q is not None:  # rows of no sequence are not visited
-            self.key.fill_(self.none)
-            if self.far is not None:
-                self.far.fill_(self.none)
+        if sequences.offsets is not None:  # rows of no sequence are not visited
+            self.key.fill_(self.absent)
+            if self.remote is not None:
+                self.remote.fill_(self.absent)
         block_q = 64
-        key_kernel[(layout.num_tiles(num_q, block_q, layout.len_q),)](
-            block_indices.contiguous(), self.key, self.far, *layout.arguments(), self.num_blocks, self.segments,
-            self.segment_rows, self.none, HKV=num_kv_heads, N=n, BLOCK_SIZE=block_size, BLOCK_Q=block_q, ENTRIES=1024,
-            UNIQUE=unique, num_warps=4,
-        )  # fmt: skip
+        key_kernel[(sequences.num_tiles(num_q, block_q, sequences.len_q),)](
+            block_indices.contiguous(),
+            self.key,
+            self.remote,
+            *sequences.arguments(),
+            self.num_blocks,
+            self.segments,
+            self.segment_rows,
+            self.absent,
+            HKV=num_kv_heads,
+            N=n,
+            BLOCK_SIZE=block_size,
+            BLOCK_Q=block_q,
+            STEP=1024,
+            UNIQUE=unique,
+            num_warps=4,
+        )
         if not sort:
             return self.key.flatten()[self.order]
         ranked, order = self.key.flatten().sort(stable=True)
@@ -153,102 +204,108 @@ class InverseIndex:
         return ranked
 
     def new_chunks(self, segments: int, size: int) -> Chunks:
-        """Memory for chunks of ``size`` entries, in all segments of the index or in one."""
+        """Memory for chunks of ``size`` selections, in all segments of the index or in one."""
         num_q, num_kv_heads, n = self.key.shape
-        items, entries = num_kv_heads * self.num_blocks, self.order.numel()
-        total = segments * items
-        sizes = (total, total, entries // size + total, total + 1)
-        begin, length, item, start = (
-            torch.empty(number, dtype=torch.int32, device=self.order.device) for number in sizes
+        key_blocks, selections = num_kv_heads * self.num_blocks, self.order.numel()
+        total = segments * key_blocks
+        begin, length, owner, start = (
+            torch.empty(number, dtype=torch.int32, device=self.order.device)
+            for number in (total, total, selections // size + total, total + 1)
         )
-        rows = -(-num_q // segments)
-        limit = rows * num_kv_heads * n // size + items
+        rows = cdiv(num_q, segments)
+        limit = rows * num_kv_heads * n // size + key_blocks
         numbers = (self.num_blocks, segments, self.segments, rows, size, limit)
-        return Chunks(self.order, begin, length, item, start, *numbers)
+        return Chunks(self.order, begin, length, owner, start, *numbers)
 
 
 def new_index(
     block_indices: Tensor,
-    layout: Layout,
+    sequences: Sequences,
     block_size: int,
     num_tokens: int,
     segments: int,
     order: Tensor | None = None,
     *,
-    with_far: bool = False,
+    with_remote: bool = False,
 ) -> InverseIndex:
-    """Memory for the inverse index of ``block_indices [T, Hkv, n]`` over keys of ``num_tokens`` tokens.
+    """Memory for the inverse index of ``block_indices [T, Hkv, n]`` over keys of so many tokens.
 
     Args:
         block_indices: of it shape and device count.
-        layout: where the sequences lie.
+        sequences: where the sequences lie.
         block_size: tokens of a block.
         num_tokens: of all sequences' keys.
         segments: segments of queries to be told apart.
-        order: memory for the order, or that of an index of the same choice in any number of
+        order: memory for the order, or that of an index of the same selection in any number of
             segments; None makes it.
-        with_far: whether to tell far blocks from near ones.
+        with_remote: whether to tell remote blocks from local ones.
     """
     num_q, num_kv_heads, _ = block_indices.shape
-    num_blocks = layout.num_tiles(num_tokens, block_size, layout.len_k)
-    none = num_kv_heads * num_blocks * segments
-    check_numbers(
-        "selected_attention", "k", none, "blocks times KV heads times segments of queries"
-    )
+    num_blocks = sequences.num_tiles(num_tokens, block_size, sequences.len_k)
+    absent = num_kv_heads * num_blocks * segments
+    counted = "blocks times KV heads times segments of queries"
+    check_numbers("selected_attention", "k", absent, counted)
     # Half as many bits are sorted in half the passes.
-    dtype = torch.int16 if none < 2**15 - 1 else torch.int32
+    dtype = torch.int16 if absent < 2**15 - 1 else torch.int32
     key = torch.empty(block_indices.shape, dtype=dtype, device=block_indices.device)
-    far = torch.empty_like(key) if with_far else None
-    order = new_order(block_indices) if order is None else order
-    return InverseIndex(key, far, order, num_blocks, segments, -(-num_q // segments), none)
+    remote = torch.empty_like(key) if with_remote else None
+    if order is None:
+        order = block_indices.new_empty(block_indices.numel(), dtype=torch.int32)
+    return InverseIndex(key, remote, order, num_blocks, segments, cdiv(num_q, segments), absent)
 
 
-def new_order(block_indices: Tensor) -> Tensor:
-    """Memory for the order of an inverse index."""
-    return torch.empty(block_indices.numel(), dtype=torch.int32, device=block_indices.device)
-
-
-def _check_lists(listed: int, num_blocks: int, places: int) -> None:
-    """The blocks of a tile can be counted, and an entry sorted by its block and its place in the tile in one number."""
-    name, slots = "selected_attention", "slots for the queries of a tile"
-    check_numbers(name, "block_indices", listed, slots, _limits.LISTED, "Give fewer slots a query.")
-    most, hint = (
-        _limits.SORTED // places,
-        "Give max_seqlen_k, fewer slots a query or shorter sequences.",
-    )
-    check_numbers(name, "k", num_blocks, "blocks a sequence with so many slots", most, hint)
+def _check_lists(list_len: int, num_blocks: int, slots: int) -> None:
+    """A tile's blocks can be counted, and sorted with their slot in one number."""
+    name, counted = "selected_attention", "slots for the queries of a tile"
+    hint = "Give fewer slots a query."
+    check_numbers(name, "block_indices", list_len, counted, _limits.LISTED, hint)
+    counted = "blocks a sequence with so many slots"
+    hint = "Give max_seqlen_k, fewer slots a query or shorter sequences."
+    check_numbers(name, "k", num_blocks, counted, _limits.SORTED // slots, hint)
 
 
 def make_lists(
     block_indices: Tensor,
-    layout: Layout,
+    sequences: Sequences,
     group_size: int,
     block_size: int,
     rows: int,
-    union: Tensor | None,
+    tile_stats: Tensor | None,
     *,
     counted: bool,
 ) -> Lists:
-    """Lists of every tile of ``rows`` rows, queries by heads; ``union`` int64 ``[2]`` gets their blocks and their number added.
+    """Lists of every tile of ``rows`` rows, queries by heads.
 
-    If the choice is ``counted`` in it already, lists that nobody reads are left empty.
+    ``tile_stats`` int64 ``[2]`` gets their blocks and their number added. If the selection is
+    ``counted`` in it already, lists that are not read are left empty.
     """
     num_q, num_kv_heads, n = block_indices.shape
-    device = block_indices.device
-    num_lists = layout.num_tiles(num_q * group_size, rows, layout.len_q * group_size)
+    num_lists = sequences.num_tiles(num_q * group_size, rows, sequences.len_q * group_size)
     # A tile of whole queries, or one that begins and ends between the heads of two.
-    block_q = rows // group_size if rows % group_size == 0 else (rows - 2) // group_size + 2
-    pad_q, pad_n = next_power_of_2(block_q), next_power_of_2(n)
-    _check_lists(block_q * n, -(-layout.len_k // block_size), pad_q * pad_n)
-    block, word = (
-        torch.empty(num_kv_heads, num_lists, block_q * n, dtype=torch.int32, device=device)
-        for _ in range(2)
+    queries = rows // group_size if rows % group_size == 0 else (rows - 2) // group_size + 2
+    pad_q, pad_n = next_power_of_2(queries), next_power_of_2(n)
+    _check_lists(queries * n, cdiv(sequences.len_k, block_size), pad_q * pad_n)
+    block, query_mask, count = (
+        torch.empty(num_kv_heads, num_lists, size, dtype=torch.int32, device=block_indices.device)
+        for size in (queries * n, queries * n, 4)
     )
-    count = torch.empty(num_kv_heads, num_lists, 4, dtype=torch.int32, device=device)
     if num_lists:
         list_kernel[(num_lists, num_kv_heads)](
-            block_indices.contiguous(), block, word, count, union, *layout.arguments(), num_lists, G=group_size,
-            HKV=num_kv_heads, N=n, BLOCK_SIZE=block_size, BLOCK_Q=block_q, ROWS=rows, PAD_Q=pad_q,
-            PAD_N=pad_n, COUNTED=counted, LIMIT_4=LIMIT_4, num_warps=max(1, min(8, block_q * pad_n // 256)),
-        )  # fmt: skip
-    return Lists(block, word, count, block_q)
+            block_indices.contiguous(),
+            block,
+            query_mask,
+            count,
+            tile_stats,
+            *sequences.arguments(),
+            num_lists,
+            G=group_size,
+            HKV=num_kv_heads,
+            BLOCKS=SelectedBlocks.of(n, block_size),
+            ROWS=rows,
+            LIST_LEN=queries * n,
+            PAD_Q=pad_q,
+            PAD_N=pad_n,
+            COUNTED=counted,
+            num_warps=max(1, min(8, queries * pad_n // 256)),
+        )
+    return Lists(block, query_mask, count)

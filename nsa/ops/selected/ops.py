@@ -1,188 +1,128 @@
-"""``nsa::selected_attention``, registered with PyTorch: schema, fake, autograd. Triton is loaded when it first runs."""
+"""``nsa::selected_attention``, registered with PyTorch. Triton is loaded when it first runs."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa.ops._limits import check_keys, check_numbers, check_queries
+from nsa.ops._operator import Call, register_attention
 from nsa.ops._range import rows
-from nsa.ops._register import register
 
 if TYPE_CHECKING:
     from nsa.ops._triton.layout import Gated
 
-# out, lse, order, union.
-Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
-_WHERE = (
-    "Tensor? cu_q, Tensor? cu_k, SymInt num_sequences, SymInt len_q, SymInt len_k, int block_size, float softmax_scale, "
-    "str algorithm"
-)
+class SelectedInputs(NamedTuple):
+    """Queries ``[T, Hq, D]``, keys ``[S, Hkv, D]``, values ``[S, Hkv, Dv]``, ids ``[T, Hkv, n]``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    block_indices: Tensor
+
+    def read(self) -> SelectedInputs:
+        """As kernels read them."""
+        q, k, v = (rows(x) for x in self[:3])
+        return SelectedInputs(q, k, v, self.block_indices)
 
 
-def selected_call(q: Tensor, v: Tensor, *where: Any, unique: bool = False) -> Any:
-    """The ``Call`` of the launchers, from what the registered operator is told beside tensors.
+class SelectedResults(NamedTuple):
+    """What the forward gives.
 
-    ``unique``: whether no query names a block twice; of caller-made indices it is not known.
+    Attributes:
+        out: ``[T, Hq, Dv]``.
+        lse: fp32 ``[T, Hq]``.
+        order: int32 ``[T * Hkv * n]`` of the inverse index, or empty where the algorithm is tiled.
+            Lengths of sequences decide too whether it is read, but not its shape: what is compiled
+            for one length serves all.
+        tile_stats: int64 ``[2]``: blocks of the tiles' lists and their number, 0 at first. With the
+            gathered algorithm they are 1 and 0 from the start and stay so: selections count as
+            scattered.
     """
-    from nsa.ops._triton.layout import Layout
-    from nsa.ops._triton.tuning import tile_for
-    from nsa.ops.selected.launch import Call
 
-    *layout, block_size, softmax_scale, algorithm = where
-    tiles = partial(tile_for, q=q, v=v)
-    return Call(Layout(*layout), softmax_scale, block_size, tiles, algorithm, unique=unique)
+    out: Tensor
+    lse: Tensor
+    order: Tensor
+    tile_stats: Tensor
 
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> Results:
-    results = new_results(q, k, v, block_indices, *where)
-    run_selected_forward(q, k, v, block_indices, results, *where)
-    return results
-
-
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, out: Tensor, lse: Tensor, order: Tensor, union: Tensor,
-    dout: Tensor, *where: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    run_selected_backward(q, k, v, block_indices, (out, lse, order, union), dout, grads, *where)
-    return grads
-
-
-def new_results(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any) -> Results:
-    """Memory for what the registered operator gives, whose arguments after the tensors are ``where``."""
-    results = selected_call(q, v, *where).results(q, k, v, block_indices)
-    if results.order is None or results.union is None:
-        return results.out, results.lse, *no_index(block_indices, *where)
-    return results.out, results.lse, results.order, results.union
+    @classmethod
+    def new(cls, q: Tensor, v: Tensor, block_indices: Tensor, algorithm: str) -> SelectedResults:
+        """Memory for the results; only shapes and devices are read."""
+        out = q.new_empty(*q.shape[:2], v.shape[-1])
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        count = 0 if algorithm == "tiled" else block_indices.numel()
+        order = block_indices.new_empty(count, dtype=torch.int32)
+        tile_stats = block_indices.new_zeros(2, dtype=torch.int64)
+        if algorithm == "gathered":
+            tile_stats[0].fill_(1)
+        return cls(out, lse, order, tile_stats)
 
 
 def run_selected_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    results: Results,
-    *where: Any,
-    unique: bool = False,
+    inputs: SelectedInputs, call: Call, results: SelectedResults, *, unique: bool = False
 ) -> None:
-    """The kernels of the registered operator.
-
-    Args:
-        q: queries.
-        k: keys.
-        v: values.
-        block_indices: the selected blocks.
-        results: of :func:`new_results`.
-        where: what the operator takes after the tensors.
-        unique: whether no query names a block twice.
-    """
+    """Fill the results; ``unique`` says that no query names a block twice."""
     from nsa.ops.selected.launch import selected_forward
 
-    check_queries("selected_attention", q)
-    check_keys("selected_attention", "k", k)
-    entries = block_indices.numel()
-    check_numbers(
-        "selected_attention",
-        "block_indices",
-        entries,
-        "entries (tokens times KV heads times slots)",
-    )
-    q, k, v = (rows(x) for x in (q, k, v))
-    call = selected_call(q, v, *where, unique=unique)
-    read = call.read(q, k, block_indices.shape[-1], results)
-    selected_forward(q, k, v, block_indices, call, read)
+    name, selections = "selected_attention", inputs.block_indices.numel()
+    check_queries(name, inputs.q)
+    check_keys(name, "k", inputs.k)
+    counted = "selections (tokens times KV heads times slots)"
+    check_numbers(name, "block_indices", selections, counted)
+    selected_forward(inputs.read(), call, results, unique=unique)
 
 
 def run_selected_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    results: Results,
+    inputs: SelectedInputs,
+    call: Call,
+    results: SelectedResults,
     dout: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
-    *where: Any,
+    *,
     gated: Gated | None = None,
     unique: bool = False,
 ) -> None:
-    """The kernels of the registered operator's backward.
+    """The backward.
 
     Args:
-        q: queries, and so the other inputs of the forward.
-        k: keys.
-        v: values.
-        block_indices: the selected blocks.
+        inputs: of the forward.
+        call: of the forward.
         results: of the forward.
         dout: gradient of out; with ``gated`` that of the branches' gated sum.
         grads: where dq, dk and dv go, contiguous.
-        where: what the operator takes after the tensors.
         gated: the branch's part in the gated sum.
-        unique: as in the forward.
+        unique: whether no query names a block twice, as :func:`nsa.select_blocks` does not.
     """
     from nsa.ops._triton.layout import Gated
     from nsa.ops.selected.launch import selected_backward
 
-    q, k, v, dout = (rows(x) for x in (q, k, v, dout))
-    call = selected_call(q, v, *where, unique=unique)
-    read = call.read(q, k, block_indices.shape[-1], results)
-    selected_backward(q, k, v, block_indices, dout, call, read, grads, gated or Gated())
+    gated = gated or Gated()
+    selected_backward(inputs.read(), call, results, rows(dout), grads, gated, unique=unique)
 
 
-def no_index(block_indices: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
-    """The forward's last outputs, order and union, where they are not read.
-
-    Whether they are read depends on the lengths too, their shapes do not: what is compiled for one
-    length serves all.
-    """
-    count = 0 if where[-1] == "tiled" else block_indices.numel()
-    return block_indices.new_zeros(count, dtype=torch.int32), block_indices.new_zeros(
-        2, dtype=torch.int64
-    )
+def _forward(inputs: SelectedInputs, call: Call) -> SelectedResults:
+    results = _new_results(inputs, call)
+    run_selected_forward(inputs, call, results)
+    return results
 
 
-def _fake(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *where: Any
-) -> tuple[Tensor, ...]:
-    out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float32)
-    return out, lse, *no_index(block_indices, *where)
+def _backward(
+    inputs: SelectedInputs, results: SelectedResults, dout: Tensor, call: Call
+) -> SelectedInputs:
+    q, k, v, _ = inputs
+    grads = (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+    run_selected_backward(inputs, call, results, dout, grads)
+    return SelectedInputs(*grads, None)  # type: ignore[arg-type]
 
 
-def _fake_backward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _new_results(inputs: SelectedInputs, call: Call) -> SelectedResults:
+    q, _, v, block_indices = inputs
+    return SelectedResults.new(q, v, block_indices, call.algorithm)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, block_indices, cu_q, cu_k, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, block_indices, *output, cu_q, cu_k)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    none = (None,) * (3 + len(ctx.rest))
-    if dout is None:
-        return None, None, None, *none
-    *saved, cu_q, cu_k = ctx.saved_tensors
-    return *selected_attention_backward_op(*saved, dout, cu_q, cu_k, *ctx.rest), *none
-
-
-selected_attention_op = register(
-    "selected_attention",
-    f"(Tensor q, Tensor k, Tensor v, Tensor block_indices, {_WHERE}) -> (Tensor, Tensor, Tensor, Tensor)",
-    _forward,
-    _fake,
-    setup_context=_setup_context,
-    backward=_differentiate,
-)
-selected_attention_backward_op = register(
-    "selected_attention_backward",
-    "(Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor out, Tensor lse, Tensor order, Tensor union, Tensor dout, "
-    f"{_WHERE}) -> (Tensor, Tensor, Tensor)",
-    _backward,
-    _fake_backward,
+selected_attention_op = register_attention(
+    "selected_attention", SelectedInputs, SelectedResults, _forward, _backward, _new_results
 )

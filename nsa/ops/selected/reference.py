@@ -1,4 +1,4 @@
-"""Attention over the tokens of chosen blocks (Eq. 5, branch slc): the specification."""
+"""Attention over the tokens of selected blocks (Eq. 5, branch slc): the specification."""
 
 from __future__ import annotations
 
@@ -7,41 +7,39 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.ops._masked_attention import masked_attention
+from nsa.ops._operator import Call
 from nsa.ops._packed import pad, unpad
 from nsa.ops._sequences import Sequences
 from nsa.ops._visibility import max_blocks, padded_positions, visible_tokens
+from nsa.ops.selected.ops import SelectedInputs
 
 
 def visible_selected(block_indices: Tensor, config: NSAConfig, sequences: Sequences) -> Tensor:
-    """Tokens of the chosen blocks up to the query's own, bool ``[B, Hkv, T, S]``; ids outside ``0 .. t // l'`` are absent."""
+    """Tokens of the selected blocks up to the query's own, bool ``[B, Hkv, T, S]``.
+
+    Ids outside ``0 .. t // l'`` are absent.
+    """
     num_blocks = max_blocks(sequences, config)
     # [B, Hkv, T, n]
     ids = pad(block_indices.long(), sequences.cu_q, sequences.max_q).transpose(1, 2)
     current = (padded_positions(sequences) // config.block_size)[:, None, :, None]
     # Absent ids go to one more column, which is then cut off.
     column = torch.where((ids >= 0) & (ids <= current), ids, num_blocks)
-    chosen = torch.zeros(*ids.shape[:3], num_blocks + 1, dtype=torch.bool, device=ids.device)
-    chosen = chosen.scatter(-1, column, True)[..., :num_blocks]
+    selected = torch.zeros(*ids.shape[:3], num_blocks + 1, dtype=torch.bool, device=ids.device)
+    selected = selected.scatter(-1, column, True)[..., :num_blocks]
     causal = visible_tokens(sequences)[:, None]
-    return chosen.repeat_interleave(config.block_size, dim=-1)[..., : causal.shape[-1]] & causal
+    return selected.repeat_interleave(config.block_size, dim=-1)[..., : causal.shape[-1]] & causal
 
 
-def selected_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    config: NSAConfig,
-    sequences: Sequences,
-    softmax_scale: float,
-) -> tuple[Tensor, Tensor]:
+def selected_attention_reference(inputs: SelectedInputs, call: Call) -> tuple[Tensor, Tensor]:
     """See :func:`nsa.selected_attention`; inputs are packed and checked."""
+    (q, k, v, block_indices), sequences = inputs, call.sequences
     out, lse = masked_attention(
         pad(q, sequences.cu_q, sequences.max_q),
         pad(k, sequences.cu_k, sequences.max_k),
         pad(v, sequences.cu_k, sequences.max_k),
-        visible_selected(block_indices, config, sequences),
-        softmax_scale,
+        visible_selected(block_indices, call.config, sequences),
+        call.softmax_scale,
     )
     assert out is not None
     return unpad(out, sequences.cu_q, q.shape[0]), unpad(lse, sequences.cu_q, q.shape[0])

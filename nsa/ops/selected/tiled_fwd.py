@@ -1,17 +1,19 @@
-"""Selected branch: a tile of queries against every block that one of them chose.
+"""Selected branch, tiled: a tile of queries against every block that one of its queries selected.
 
-Row r of a tile is query ``r // G``, head ``r % G``. The loop visits the blocks of the tile's list;
-a word beside each block says which queries chose it, and the rows of the others are masked: for
-them the step changes nothing, so a row's arithmetic does not depend on what its neighbours chose.
-Blocks wholly in the past need no causal test; a block that reaches past the sequence is the last of
-the list and is handled apart.
+The loop visits the blocks of the tile's list, see ``index.py``. A query mask beside each block says
+which queries selected it, and the rows of the others are masked: for them the step changes nothing,
+so a row's arithmetic does not depend on what its neighbours selected. Blocks wholly in the past
+need no causal test; a block that reaches past the sequence is the last of the list and is handled
+apart.
 
-Where choices scatter, most blocks of a list are wanted by one query each, and ``triton_gather.py``
-works on those. What stays here are a query's *near* blocks: the first of its sequence, its own and
-the one before. Neighbours share them.
+Where selections scatter, most blocks of a list are wanted by one query each, and ``gathered.py``
+works on those. What stays here are a query's *local* blocks, which neighbours share: the first of
+its sequence, its own and the one before. All others are *remote*.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -19,144 +21,176 @@ import triton.language as tl
 from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.range_attention import load_keys
 from nsa.ops._triton.tiles import (
-    LN_2,
     LOG2_E,
     VARYING,
+    Span,
     find_tile,
-    load_rows,
+    load_tile,
+    query_tile,
     sequence_rows,
+    softmax_result,
+    softmax_start,
     softmax_step,
     store_rows,
 )
-from nsa.ops.selected.index_kernels import choices_scatter
+from nsa.ops.selected.index_kernels import selections_scatter
 
 
-@triton.jit
-def list_entry(block_ptr, word_ptr, i, end, skipped, STEPS: tl.constexpr):
-    """Block and word of step i of a list. They are loaded a step ahead: a block's number is needed before its keys can be.
+class TileList(NamedTuple):
+    """The list of one tile; a *step* is a part of a block, of as many keys as the kernel takes.
 
-    The last of the ``skipped`` blocks stands for the first.
+    Attributes:
+        block_ptr: the blocks, ascending.
+        mask_ptr: the query mask of each.
+        count_ptr: where the counts lie, see ``Lists``.
+        past: steps that lie wholly in the past of every query.
+        inside: steps that lie wholly inside the sequence.
+        end: all steps.
     """
-    at = tl.minimum(i, end - 1) // STEPS
-    at = tl.where(at < skipped, 0, at)
-    return tl.load(block_ptr + at), tl.load(word_ptr + at)
+
+    block_ptr: Any
+    mask_ptr: Any
+    count_ptr: Any
+    past: Any
+    inside: Any
+    end: Any
 
 
 @triton.jit
-def hide_keys(x, chosen, t, n, causal, hidden):
-    """``x [BLOCK_M, BLOCK_N]`` with ``hidden`` where a row's query did not choose the block and, if ``causal``, after it."""
-    x = tl.where(chosen[:, None], x, hidden)
+def find_list(lists, head_kv, number, num_lists, LIST_LEN: tl.constexpr, STEPS: tl.constexpr):
+    """The list of the number-th tile of a KV head, see ``TileList``; ``STEPS`` of each block."""
+    block_ptr, mask_ptr, count_ptr = lists
+    index = head_kv.to(tl.int64) * num_lists + number
+    block_ptr += index * LIST_LEN
+    mask_ptr += index * LIST_LEN
+    count_ptr += index * 4
+    past = tl.load(count_ptr) * STEPS
+    inside = tl.load(count_ptr + 1) * STEPS
+    end = tl.load(count_ptr + 2) * STEPS
+    return TileList(block_ptr, mask_ptr, count_ptr, past, inside, end)
+
+
+@triton.jit
+def list_step(tile_list, i, skipped, STEPS: tl.constexpr):
+    """Block and query mask of step i of a list.
+
+    They are loaded a step ahead: a block's number is needed before its keys can be. The last of the
+    ``skipped`` blocks stands for the first.
+    """
+    at = tl.minimum(i, tile_list.end - 1) // STEPS
+    at = tl.where(at < skipped, 0, at)
+    return tl.load(tile_list.block_ptr + at), tl.load(tile_list.mask_ptr + at)
+
+
+@triton.jit
+def first_step(tile_list, i, skipped, STEPS: tl.constexpr):
+    """As ``list_step``; anything of an empty list."""
+    block, query_mask = 0, 0
+    if tile_list.end > 0:
+        block, query_mask = list_step(tile_list, i, skipped, STEPS)
+    return block, query_mask
+
+
+@triton.jit
+def selects(query_mask, bit):
+    """Whether the query of each row, with this bit in the mask ``[BLOCK_M]``, selected a block."""
+    return ((query_mask >> bit) & 1) != 0
+
+
+@triton.jit
+def hide_keys(x, selected, t, n, causal, hidden):
+    """``x [BLOCK_M, BLOCK_N]``, and ``hidden`` in rows that are not ``selected``.
+
+    If ``causal``, also where the key is after the query.
+    """
+    x = tl.where(selected[:, None], x, hidden)
     if causal:
         x = tl.where((n + tl.arange(0, x.shape[1]))[None, :] <= t[:, None], x, hidden)
     return x
 
 
-@triton.jit
-def selected_step(
-    q, k_source, v_source, n, word, causal, row_max, total, acc, query, t, near, scale, head, first_key, num_keys,
-    stride_k, stride_kh, stride_v, stride_vh, D: tl.constexpr, DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """One step of the forward loop: ``BLOCK_N`` keys from n on."""
-    k = load_keys(
-        k_source, head, n, first_key, num_keys, stride_k, stride_kh, D, BLOCK_N, BLOCK_D, LAST, TMA
-    )
-    v = load_keys(
-        v_source,
-        head,
-        n,
-        first_key,
-        num_keys,
-        stride_v,
-        stride_vh,
-        DV,
-        BLOCK_N,
-        BLOCK_DV,
-        LAST,
-        TMA,
-    )
-    s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
-    chosen = ((word >> query) & 1) != 0
-    if near is not None:
-        chosen = chosen & ((n >= near) | (n < BLOCK_SIZE))
-    return softmax_step(
-        hide_keys(s, chosen, t, n, causal, -float("inf")), v, row_max, total, acc, scale
-    )
-
-
 @kernel(do_not_specialize=[*VARYING, "num_lists"])
 def selected_fwd_kernel(
-    q_ptr, k_source, v_source, out_ptr, lse_ptr, block_ptr, word_ptr, count_ptr, union_ptr, cu_q_ptr, cu_k_ptr,
-    len_q, len_k, num_sequences, num_lists, stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, softmax_scale,
-    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, LIMIT_4: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """out, and lse ``[T, Hq]``, of one tile of ``ROWS`` rows, queries by heads of a group.
+    q_ptr,
+    k_source,
+    v_source,
+    out_ptr,
+    lse_ptr,
+    lists,
+    tile_stats_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    len_q,
+    len_k,
+    num_sequences,
+    num_lists,
+    stride_q,
+    stride_k,
+    stride_v,
+    softmax_scale,
+    HEADS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LIST_LEN: tl.constexpr,
+):
+    """out ``[T, Hq, Dv]`` and lse ``[T, Hq]``; where selections scatter, over local blocks alone.
 
-    It has a list of at most ``BLOCK_Q * N`` blocks. Where choices scatter, by ``union_ptr``, of the
-    near blocks alone.
+    Program (i, h) owns the i-th tile of ``ROWS`` rows from the end, queries by query heads of KV
+    head h, and loops over the blocks of its list, of at most ``LIST_LEN``.
     """
+    D: tl.constexpr = HEADS.D
+    DV: tl.constexpr = HEADS.DV
+    BLOCK_D: tl.constexpr = HEADS.BLOCK_D
+    BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
+    BLOCK_M: tl.constexpr = TILE.rows
+    BLOCK_N: tl.constexpr = TILE.keys
+    TMA: tl.constexpr = TILE.tma
+    BLOCK_SIZE: tl.constexpr = BLOCKS.SIZE
+    STEPS: tl.constexpr = BLOCK_SIZE // BLOCK_N
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     head_kv = tl.program_id(1)
-    sequence, tile = find_tile(cu_q_ptr, number, num_sequences, len_q, ROWS, G)
+    sequence, tile = find_tile(cu_q_ptr, number, num_sequences, len_q, ROWS, HEADS.G)
     if sequence < num_sequences:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
         first_key, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
-        m = tl.arange(0, BLOCK_M)
-        r = tile * ROWS + m
-        row = r // G
-        ok = (m < ROWS) & (row < num_q)
-        query = tl.minimum(row - tile * ROWS // G, 31)
-        t = num_tokens - num_q + row
-        head = head_kv * G + r % G
-        token = (first_q + row).to(tl.int64)
-        # [BLOCK_M, BLOCK_D]
-        q = load_rows(q_ptr, token * stride_q + head * stride_qh, ok, 1, D, BLOCK_D, True)
-        row_max = tl.full([BLOCK_M], -1e30, tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        keys = Span(head_kv, first_key, num_tokens)
+        rows = query_tile(tile, head_kv, first_q, num_q, num_tokens, HEADS.G, ROWS, BLOCK_M)
+        q_at = rows.token * stride_q[0] + rows.head * stride_q[1]
+        q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D, True)  # [BLOCK_M, BLOCK_D]
+        row_max, total, acc = softmax_start(BLOCK_M, BLOCK_DV)
         scale = softmax_scale * LOG2_E
-        STEPS: tl.constexpr = BLOCK_SIZE // BLOCK_N
-        item = head_kv.to(tl.int64) * num_lists + number
-        block_ptr += item * (BLOCK_Q * N)
-        word_ptr += item * (BLOCK_Q * N)
-        past = tl.load(count_ptr + item * 4) * STEPS
-        inside = tl.load(count_ptr + item * 4 + 1) * STEPS
-        end = tl.load(count_ptr + item * 4 + 2) * STEPS
-        begin, skipped, near = 0, 0, None
-        if union_ptr is not None:
-            near = tl.zeros([BLOCK_M], tl.int32)
-            if choices_scatter(union_ptr, N, LIMIT_4):
-                near = (t // BLOCK_SIZE - 1) * BLOCK_SIZE
-                skipped = tl.load(count_ptr + item * 4 + 3)
+        tile_list = find_list(lists, head_kv, number, num_lists, LIST_LEN, STEPS)
+        begin, skipped, local = 0, 0, None
+        if tile_stats_ptr is not None:
+            local = tl.zeros([BLOCK_M], tl.int32)  # first key of the last two local blocks
+            if selections_scatter(tile_stats_ptr, BLOCKS.SCATTERED):
+                local = (rows.t // BLOCK_SIZE - 1) * BLOCK_SIZE
+                skipped = tl.load(tile_list.count_ptr + 3)
                 begin = skipped * STEPS
                 if skipped > 0:  # noqa: SIM102 (the list may be empty)
-                    if tl.load(block_ptr) == 0:
+                    if tl.load(tile_list.block_ptr) == 0:
                         begin -= STEPS
-        if end > 0:
-            next_block, next_word = list_entry(block_ptr, word_ptr, begin, end, skipped, STEPS)
-        else:
-            next_block, next_word = 0, 0
-        for i in tl.range(begin, inside, num_stages=STAGES):
-            n, word = next_block * BLOCK_SIZE + i % STEPS * BLOCK_N, next_word
-            next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, skipped, STEPS)
-            row_max, total, acc = selected_step(
-                q, k_source, v_source, n, word, i >= past, row_max, total, acc, query, t, near, scale, head_kv, first_key,
-                num_tokens, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_DV, False, TMA,
-            )  # fmt: skip
-        for i in tl.range(inside, end, num_stages=1):
-            n, word = next_block * BLOCK_SIZE + i % STEPS * BLOCK_N, next_word
-            next_block, next_word = list_entry(block_ptr, word_ptr, i + 1, end, skipped, STEPS)
-            row_max, total, acc = selected_step(
-                q, k_source, v_source, n, word, True, row_max, total, acc, query, t, near, scale, head_kv, first_key,
-                num_tokens, stride_k, stride_kh, stride_v, stride_vh, D, DV, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_DV, True, TMA,
-            )  # fmt: skip
-        empty = total == 0
-        out_row = token * HQ + head
-        out = tl.where(empty[:, None], 0.0, acc * (1.0 / tl.where(empty, 1.0, total))[:, None])
-        store_rows(out_ptr, out_row, ok, DV, out, DV, BLOCK_DV)
-        lse = tl.where(
-            empty, -float("inf"), (row_max + tl.log2(tl.where(empty, 1.0, total))) * LN_2
-        )
-        tl.store(lse_ptr + out_row, lse, mask=ok)
+        next_block, next_mask = first_step(tile_list, begin, skipped, STEPS)
+        # Steps inside the sequence, and those of the block that reaches past it.
+        bounds = (begin, tile_list.inside, tile_list.end)
+        for past_end in tl.static_range(2):
+            for i in tl.range(
+                bounds[past_end], bounds[past_end + 1], num_stages=1 if past_end else TILE.stages
+            ):
+                n, query_mask = next_block * BLOCK_SIZE + i % STEPS * BLOCK_N, next_mask
+                next_block, next_mask = list_step(tile_list, i + 1, skipped, STEPS)
+                # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
+                k = load_keys(k_source, keys, n, stride_k, D, BLOCK_D, BLOCK_N, past_end, TMA)
+                v = load_keys(v_source, keys, n, stride_v, DV, BLOCK_DV, BLOCK_N, past_end, TMA)
+                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
+                selected = selects(query_mask, rows.bit)
+                if local is not None:
+                    selected = selected & ((n >= local) | (n < BLOCK_SIZE))
+                causal = True if past_end else i >= tile_list.past
+                s = hide_keys(s, selected, rows.t, n, causal, -float("inf"))
+                row_max, total, acc = softmax_step(s, v, row_max, total, acc, scale)
+        out, lse = softmax_result(row_max, total, acc)
+        out_row = rows.token * HEADS.HQ + rows.head
+        store_rows(out_ptr, out_row, rows.ok, DV, out, DV, BLOCK_DV)
+        tl.store(lse_ptr + out_row, lse, mask=rows.ok)

@@ -1,4 +1,4 @@
-"""Choice of the blocks that a query attends to in full."""
+"""Selection of the blocks that a query attends to in full."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from nsa.config import NSAConfig
 from nsa.errors import fail
 from nsa.ops._backend import choose_backend
 from nsa.ops._checks import scale_of
-from nsa.ops._sequences import Sequences, compressed_key_shape, open_sequences, pack
-from nsa.ops.selection.ops import choice_result, select_blocks_by_kernel, select_blocks_op
+from nsa.ops._operator import Call
+from nsa.ops._sequences import compressed_key_shape, open_sequences, pack
+from nsa.ops.selection.ops import SelectionInputs, select_blocks_op
 from nsa.ops.selection.ranges import blocks_to_ranges
-from nsa.ops.selection.reference import coarse_keys, select_blocks_reference
+from nsa.ops.selection.reference import select_blocks_reference
 from nsa.stages import CHOICE, in_stage
 
-__all__ = ["blocks_to_ranges", "choice_result", "run_select_blocks", "select_blocks"]
+__all__ = ["SelectionInputs", "blocks_to_ranges", "run_select_blocks", "select_blocks"]
 
 
 @torch.no_grad()
@@ -32,12 +33,12 @@ def select_blocks(
     softmax_scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Choose n selection blocks for every query and KV head (Eqs. 8 to 12, arXiv:2502.11089).
+    """Select n blocks for every query and KV head (Eqs. 8 to 12, arXiv:2502.11089).
 
     The compressed branch's probabilities, spread over the tokens that compression and selection
     blocks share and summed over the heads of a group, rank the blocks ``0 .. t // l'``. The first
-    ``num_init_blocks`` and the last ``num_local_blocks`` of them are always chosen. All query heads
-    of a group share the choice; no gradient flows through it.
+    ``num_init_blocks`` and the last ``num_local_blocks`` of them are always selected. All query heads
+    of a group share the selection; no gradient flows through it.
 
     Args:
         q: the queries that the compressed branch used, packed ``[T, Hq, D]`` or dense ``[B, T, Hq,
@@ -72,57 +73,17 @@ def select_blocks(
         name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend
     )
     packed_lse = lse.flatten(0, 1) if lse.ndim == 3 else lse
-    scale = scale_of(name, config, softmax_scale)
-    return sequences.restore(
-        run_select_blocks(pack(q), k_cmp, packed_lse, config, sequences, scale, backend)
-    )
+    call = Call(config, sequences.with_blocks(config), scale_of(name, config, softmax_scale))
+    inputs = SelectionInputs(pack(q), k_cmp, packed_lse)
+    return sequences.restore(run_select_blocks(inputs, call, backend))
 
 
 @in_stage(CHOICE)
 @torch.no_grad()
-def run_select_blocks(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    config: NSAConfig,
-    sequences: Sequences,
-    softmax_scale: float,
-    backend: str,
-    *,
-    blocks: tuple[Tensor | None, int] | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """See :func:`select_blocks`; inputs are packed and checked, the backend is chosen.
-
-    Inside another operator the kernels run without one of their own: ``blocks`` are then
-    ``sequences.kernel_blocks``, and ``out`` is where the result goes.
-    """
-    if backend == "reference":
-        with torch.autocast(q.device.type, enabled=False):
-            return select_blocks_reference(q, k_cmp, lse, config, sequences, softmax_scale)
-    cu_q, cu_k, num_sequences, len_q, len_k = sequences.kernel_arguments()
-    cu_cmp, len_cmp = sequences.kernel_blocks(config) if blocks is None else blocks
-    select = select_blocks_op if out is None else select_blocks_by_kernel
-    size, stride = config.compress_block_size, config.compress_stride
-    coarse, factor = None, 0
-    if config.coarse_block_size is not None:
-        means, cu_coarse = coarse_keys(k_cmp, config, sequences)
-        factor = config.coarse_block_size // config.block_size
-        width = config.coarse_block_size
-        # A query sees a coarse block when it sees the last compressed key that starts in it.
-        coarse = select(
-            q, means, lse, None, cu_q, cu_k, None if cu_q is None else cu_coarse, num_sequences, len_q, len_k,
-            len_cmp * stride // width, width + size - stride, width, softmax_scale, 0, width, config.num_coarse_blocks,
-            *config.forced_coarse_blocks, [], "exact",
-        )  # fmt: skip
-    counts = [number for pair in config.block_counts for number in pair]
-    arguments = (
-        q, k_cmp, lse, coarse, cu_q, cu_k, cu_cmp, num_sequences, len_q, len_k, len_cmp, size, stride, softmax_scale, factor,
-        config.block_size, config.num_selected_blocks, config.num_init_blocks, config.num_local_blocks, counts,
-        config.score_precision,
-    )  # fmt: skip
-    return (
-        select_blocks_op(*arguments)
-        if out is None
-        else select_blocks_by_kernel(*arguments, out=out)
-    )
+def run_select_blocks(inputs: SelectionInputs, call: Call, backend: str) -> Tensor:
+    """See :func:`select_blocks`; inputs are packed and checked, the backend is chosen."""
+    if backend == "triton":
+        blocks: Tensor = select_blocks_op(*inputs, *call.flat())
+        return blocks
+    with torch.autocast(inputs.q.device.type, enabled=False):
+        return select_blocks_reference(inputs, call)

@@ -1,12 +1,15 @@
-"""Scores of selection blocks and the choice of the best n (Eqs. 8 to 12): the specification."""
+"""Scores of selection blocks and selection of the best n (Eqs. 8 to 12): the specification."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.ops._masked_attention import accumulate_dtype, grouped_scores
+from nsa.ops._operator import Call
 from nsa.ops._packed import (
     compressed_cu_seqlens,
     lengths,
@@ -19,9 +22,12 @@ from nsa.ops._packed import (
 from nsa.ops._sequences import Sequences
 from nsa.ops._visibility import max_blocks, max_compressed, visible_compressed
 
+if TYPE_CHECKING:
+    from nsa.ops.selection.ops import SelectionInputs
+
 
 def overlap_stencil(config: NSAConfig) -> dict[int, int]:
-    """Weights of Eq. 9: ``overlap(i, j) / d`` by the offset ``i - j * l' / d``, for every offset with an overlap."""
+    """Weights of Eq. 9, ``overlap(i, j) / d``, by the offset ``i - j * l' / d``; zeros left out."""
     length = config.compress_block_size // config.compress_stride
     block = config.block_size // config.compress_stride
     return {
@@ -48,8 +54,9 @@ def block_scores(
     max_cmp = max_compressed(sequences, config)
     q, k_cmp = (rounded_for_scores(x, config) for x in (q, k_cmp))
     keys = pad(k_cmp, compressed_cu_seqlens(sequences.cu_k, config), max_cmp)
-    # [B, Hkv, G, T, C]
-    scores = grouped_scores(pad(q, sequences.cu_q, sequences.max_q), keys, softmax_scale)
+    scores = grouped_scores(
+        pad(q, sequences.cu_q, sequences.max_q), keys, softmax_scale
+    )  # [B, Hkv, G, T, C]
     lse_rows = pad(lse, sequences.cu_q, sequences.max_q)  # [B, T, Hq]
     lse_rows = lse_rows.permute(0, 2, 1).reshape(*scores.shape[:4])[..., None]
     visible = visible_compressed(sequences, config)[:, None, None]
@@ -59,7 +66,7 @@ def block_scores(
 
 
 def spread(probabilities: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
-    """Eq. 9: probabilities of compression blocks ``[..., C]`` as importance of selection blocks ``[..., M]``."""
+    """Eq. 9: importance of blocks ``[..., M]`` from probabilities of compressed keys."""
     stencil = overlap_stencil(config)
     before = -min(stencil)
     step = config.block_size // config.compress_stride
@@ -68,32 +75,28 @@ def spread(probabilities: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
     importance = torch.zeros((), dtype=padded.dtype, device=padded.device)
     for offset, weight in stencil.items():
         first = before + offset
-        importance = (
-            importance
-            + weight * padded[..., first : first + num_blocks * step : step][..., :num_blocks]
-        )
+        taps = padded[..., first : first + num_blocks * step : step][..., :num_blocks]
+        importance = importance + weight * taps
     return importance
 
 
 def rounded_for_scores(x: Tensor, config: NSAConfig) -> Tensor:
-    """Queries or compressed keys ``[N, H, D]`` as ``score_precision`` rounds them, in their own dtype."""
+    """Queries or compressed keys ``[N, H, D]`` as ``score_precision`` rounds them."""
     if config.score_precision == "exact":
         return x
-    if config.score_precision == "bf16":
-        return x.to(torch.bfloat16).to(x.dtype)
     low, row_scale = to_fp8(x)
     return (low.to(accumulate_dtype(x)) * row_scale[..., None]).to(accumulate_dtype(x))
 
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows ``[..., D]`` in e4m3, and their scales fp32 ``[...]``: the largest magnitude of a row becomes 448."""
+    """Rows ``[..., D]`` in e4m3, and their scales fp32 ``[...]``; the largest value becomes 448."""
     row_scale = x.abs().amax(-1).float() / torch.finfo(torch.float8_e4m3fn).max
     row_scale = torch.where(row_scale > 0, row_scale, 1.0)
     return (x.float() / row_scale[..., None]).to(torch.float8_e4m3fn), row_scale
 
 
 def coarse_keys(k_cmp: Tensor, config: NSAConfig, sequences: Sequences) -> tuple[Tensor, Tensor]:
-    """Means of the compressed keys that start in each complete coarse block, packed; and their offsets ``[B + 1]``."""
+    """Means of the compressed keys that start in each complete coarse block, and their offsets."""
     assert config.coarse_block_size is not None
     each = config.coarse_block_size // config.compress_stride
     cu_cmp = compressed_cu_seqlens(sequences.cu_k, config)
@@ -115,7 +118,7 @@ def coarse_candidates(
     sequences: Sequences,
     softmax_scale: float,
 ) -> Tensor:
-    """First of two stages: the coarse blocks whose selection blocks stay candidates, bool ``[T, Hkv, M_coarse]``.
+    """First of two stages: coarse blocks that stay candidates, bool ``[T, Hkv, M_coarse]``.
 
     A coarse block scores ``sum over the group of exp(q . mean * scale - lse)`` with the mean of the
     compressed keys that start in it. The ``forced_coarse_blocks`` stay; a query ranks only coarse
@@ -141,7 +144,7 @@ def coarse_candidates(
 
 
 def ranked_coarse(scores: Tensor, positions: Tensor, config: NSAConfig) -> Tensor:
-    """Scores of coarse blocks ``[T, Hkv, M_coarse]``: inf where a block stays in any case, -inf in the future."""
+    """Scores of coarse blocks ``[T, Hkv, M_coarse]``; inf: stays in any case, -inf: future."""
     assert config.coarse_block_size is not None
     positions = positions[:, None, None]
     block = torch.arange(scores.shape[-1], device=scores.device)
@@ -157,7 +160,7 @@ def ranked_coarse(scores: Tensor, positions: Tensor, config: NSAConfig) -> Tenso
 
 
 def kept_coarse(ranked: Tensor, config: NSAConfig) -> Tensor:
-    """The best coarse blocks of :func:`ranked_coarse`, as many as there may be: bool of the same shape."""
+    """The best coarse blocks of :func:`ranked_coarse`, as many as may stay: bool of its shape."""
     best = ranked.argsort(dim=-1, descending=True, stable=True)[..., : config.num_coarse_blocks]
     return torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, best, True) & (
         ranked > -torch.inf
@@ -167,7 +170,7 @@ def kept_coarse(ranked: Tensor, config: NSAConfig) -> Tensor:
 def choose_blocks(
     scores: Tensor, positions: Tensor, config: NSAConfig, coarse: Tensor | None = None
 ) -> Tensor:
-    """The n blocks of every query (Eqs. 11 and 12): forced ones, then the highest scores, ties to the lower id.
+    """The n blocks of every query (Eqs. 11, 12): forced ones, then by score, ties to the lower id.
 
     Args:
         scores: ``[T, Hkv, M]``.
@@ -204,19 +207,11 @@ def choose_blocks(
     ).int()
 
 
-def select_blocks_reference(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    config: NSAConfig,
-    sequences: Sequences,
-    softmax_scale: float,
-) -> Tensor:
+def select_blocks_reference(inputs: SelectionInputs, call: Call) -> Tensor:
     """See :func:`nsa.select_blocks`; inputs are packed and checked."""
-    scores = block_scores(q, k_cmp, lse, config, sequences, softmax_scale)
-    coarse = None
-    if config.coarse_block_size is not None:
-        coarse = coarse_candidates(q, k_cmp, lse, config, sequences, softmax_scale)
-    return choose_blocks(
-        scores, query_positions(q.shape[0], sequences.cu_q, sequences.cu_k), config, coarse
-    )
+    rest = (*inputs, call.config, call.sequences, call.softmax_scale)
+    scores = block_scores(*rest)
+    coarse = None if call.config.coarse_block_size is None else coarse_candidates(*rest)
+    sequences = call.sequences
+    positions = query_positions(inputs.q.shape[0], sequences.cu_q, sequences.cu_k)
+    return choose_blocks(scores, positions, call.config, coarse)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.ops._backend import choose_backend
 from nsa.ops._checks import check_qkv, scale_of
-from nsa.ops._sequences import Sequences, open_sequences, pack
+from nsa.ops._operator import Call
+from nsa.ops._range import RangeInputs, RangeResults
+from nsa.ops._sequences import open_sequences, pack
 from nsa.ops.window.ops import window_attention_op
 from nsa.ops.window.reference import window_attention_reference
 from nsa.stages import WINDOW, in_stage
 
-__all__ = ["range_arguments", "run_window_attention", "window_attention"]
+__all__ = ["run_window_attention", "window_attention"]
 
 
 def window_attention(
@@ -60,29 +60,15 @@ def window_attention(
     sequences = open_sequences(
         name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend
     )
-    scale = scale_of(name, config, softmax_scale)
-    out, lse = run_window_attention(pack(q), pack(k), pack(v), config, sequences, scale, backend)
+    call = Call(config, sequences, scale_of(name, config, softmax_scale))
+    out, lse = run_window_attention(RangeInputs(pack(q), pack(k), pack(v)), call, backend)
     return sequences.restore(out), sequences.restore(lse)
 
 
 @in_stage(WINDOW)
-def run_window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    config: NSAConfig,
-    sequences: Sequences,
-    softmax_scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
+def run_window_attention(inputs: RangeInputs, call: Call, backend: str) -> RangeResults:
     """See :func:`window_attention`; inputs are packed and checked, the backend is chosen."""
     if backend == "triton":
-        return window_attention_op(q, k, v, *range_arguments(config, sequences), softmax_scale)
-    with torch.autocast(q.device.type, enabled=False):
-        return window_attention_reference(q, k, v, config, sequences, softmax_scale)
-
-
-def range_arguments(config: NSAConfig, sequences: Sequences) -> tuple[Any, ...]:
-    """What the registered operator is told beside tensors and the scale: ``cu_q`` to ``stride``, see ``RangeLayout``."""
-    cu_q, cu_k, num_sequences, len_q, len_k = sequences.kernel_arguments()
-    return cu_q, cu_k, cu_k, num_sequences, len_q, len_k, len_k, config.window_size, 1
+        return window_attention_op(inputs, call)
+    with torch.autocast(inputs.q.device.type, enabled=False):
+        return window_attention_reference(inputs, call)

@@ -1,5 +1,5 @@
-"""``nsa::window_attention``, registered with PyTorch: schema, fake, autograd."""
+"""``nsa::window_attention``, registered with PyTorch."""
 
-from nsa.ops._range import register_range_attention
+from nsa.ops._range import KeyRange, register_range_attention
 
-window_attention_op = register_range_attention("window_attention", window=True)
+window_attention_op = register_range_attention("window_attention", KeyRange.of_window)

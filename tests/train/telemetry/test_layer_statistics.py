@@ -18,7 +18,8 @@ from nsa.config import BRANCHES
 from nsa.errors import UserError
 from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
-from nsa.ops.selection import run_select_blocks
+from nsa.ops._operator import Call
+from nsa.ops.attention import AttentionResult, BranchInputs, run_attention
 from nsa.train.telemetry.layer_statistics import LayerStatistics
 from nsa.train.telemetry.metrics import read_metrics
 from tests.train.cases import MODEL, PATTERN, make_trainer, tiny_config
@@ -32,11 +33,12 @@ def run(
 ) -> tuple[dict[str, float], list[Tensor], list[Tensor]]:
     """Statistics of one forward pass, with the choices and the gates of its layers."""
     chosen: list[Tensor] = []
-    real = run_select_blocks
 
-    def note(*args: Any) -> Tensor:
-        chosen.append(real(*args))
-        return chosen[-1]
+    def note(inputs: BranchInputs, call: Call, backend: str) -> AttentionResult:
+        result = run_attention(inputs, call, backend)
+        if result.block_indices is not None:
+            chosen.append(result.block_indices)
+        return result
 
     gates: list[Tensor] = []
 
@@ -45,7 +47,7 @@ def run(
         return attend(inputs, *args, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr("nsa.attention.run_select_blocks", note)
+        patched.setattr("nsa.attention.run_attention", note)
         patched.setattr("nsa.module.attend", note_gates)
         tokens = torch.randint(256, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
         statistics = LayerStatistics(model)

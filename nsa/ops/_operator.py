@@ -1,0 +1,163 @@
+"""Attention operators as PyTorch registers them: flat arguments, opened once into typed objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+
+from nsa.config import NSAConfig
+from nsa.ops._register import register
+from nsa.ops._sequences import Sequences, block_sizes
+
+Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
+Results = TypeVar("Results", bound=tuple[Any, ...])
+
+_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", float: "float", str: "str"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What an attention operator is told besides its tensors.
+
+    Attributes:
+        config: the sparse pattern.
+        sequences: where the sequences lie.
+        softmax_scale: factor on all scores.
+        algorithm: of the selected branch, see :func:`nsa.selected_attention`.
+    """
+
+    config: NSAConfig
+    sequences: Sequences
+    softmax_scale: float
+    algorithm: str = "auto"
+
+    def flat(self) -> FlatCall:
+        """As a registered operator takes it."""
+        where = self.sequences
+        cu_q, cu_k = (None, None) if where.offsets is None else where.offsets
+        # Offsets of blocks of another pattern stay behind.
+        cu_cmp = where.cu_cmp if where.blocks == block_sizes(self.config) else None
+        numbers = (where.num_sequences, where.len_q, where.len_k)
+        settings = (self.config.text, self.softmax_scale, self.algorithm)
+        return FlatCall(cu_q, cu_k, cu_cmp, *numbers, *settings)
+
+
+class FlatCall(NamedTuple):
+    """:class:`Call` in types that a registered operator may take; offsets come first."""
+
+    cu_q: Tensor | None
+    cu_k: Tensor | None
+    cu_cmp: Tensor | None
+    num_sequences: int
+    len_q: int
+    len_k: int
+    config: str
+    softmax_scale: float
+    algorithm: str
+
+    def open(self, device: torch.device) -> Call:
+        """The call that it was made of; the tokens lie on ``device``."""
+        config = NSAConfig.from_text(self.config)
+        offsets = None if self.cu_q is None or self.cu_k is None else (self.cu_q, self.cu_k)
+        numbers = (self.num_sequences, self.len_q, self.len_k)
+        blocks = None if self.cu_cmp is None else block_sizes(config)
+        sequences = Sequences(offsets, *numbers, device, cu_cmp=self.cu_cmp, blocks=blocks)
+        return Call(config, sequences, self.softmax_scale, self.algorithm)
+
+
+OFFSETS = 3  # tensors of a FlatCall
+
+
+def schema_of(*groups: type) -> str:
+    """Parameters of an operator that takes the fields of these named tuples, as PyTorch writes them."""
+    fields = [pair for group in groups for pair in get_type_hints(group).items()]
+    return ", ".join(f"{_TYPES[kind]} {name}" for name, kind in fields)
+
+
+def register_attention(
+    name: str,
+    inputs: type[Inputs],
+    results: type[Results],
+    forward: Callable[[Inputs, Call], Results],
+    backward: Callable[[Inputs, Results, Tensor, Call], Inputs],
+    fake: Callable[[Inputs, Call], Results],
+    *,
+    reads_out: bool = True,
+) -> Callable[[Inputs, Call], Results]:
+    """Register ``nsa::<name>`` and ``nsa::<name>_backward``.
+
+    Args:
+        name: of the operator.
+        inputs: named tuple of its tensors; the first is there in any case.
+        results: named tuple of tensors. Only the first has a gradient; the backward gets all.
+        forward: computes the results.
+        backward: ``(inputs, results, gradient of the first result, call)``: the gradient of each
+            input; None for one that is not given, has none, or whose gradient is zero.
+        fake: results of the right shapes and dtypes for tensors without memory.
+        reads_out: whether the backward reads the first result; otherwise it is not kept for it.
+
+    Returns:
+        The operator.
+    """
+    make: Callable[..., Inputs] = inputs
+    make_results: Callable[..., Results] = results
+    count, num_results = len(get_type_hints(inputs)), len(get_type_hints(results))
+    first = 0 if reads_out else 1  # of the results that the backward gets
+    place = count + num_results - first  # of dout in its arguments
+
+    def opened(flat: tuple[Any, ...]) -> tuple[Inputs, Call]:
+        return make(*flat[:count]), FlatCall(*flat[count:]).open(flat[0].device)
+
+    def run(*flat: Any) -> tuple[Any, ...]:
+        return tuple(forward(*opened(flat)))
+
+    def run_fake(*flat: Any) -> tuple[Any, ...]:
+        return tuple(fake(*opened(flat)))
+
+    def run_backward(*flat: Any) -> list[Tensor]:
+        given, call = opened((*flat[:count], *flat[place + 1 :]))
+        kept = make_results(*(None,) * first, *flat[count:place])
+        grads = backward(given, kept, flat[place], call)
+        pairs = zip(given, grads, strict=True)
+        return [torch.zeros_like(x) if dx is None else dx for x, dx in pairs if _has_gradient(x)]
+
+    def fake_backward(*flat: Any) -> list[Tensor]:
+        return [x.new_empty(x.shape) for x in flat[:count] if _has_gradient(x)]
+
+    def setup_context(ctx: Any, flat: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        tensors = count + OFFSETS
+        ctx.settings = flat[tensors:]
+        ctx.save_for_backward(*flat[:tensors], *output[first:])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+        of_call = (None,) * (OFFSETS + len(ctx.settings))
+        if dout is None:
+            return *(None,) * count, *of_call
+        saved = ctx.saved_tensors
+        given, offsets, kept = (
+            saved[:count],
+            saved[count : count + OFFSETS],
+            saved[count + OFFSETS :],
+        )
+        grads = iter(operator_backward(*given, *kept, dout, *offsets, *ctx.settings))
+        return *(next(grads) if _has_gradient(x) else None for x in given), *of_call
+
+    kept_fields = schema_of(results).split(", ")[first:]
+    parameters = (schema_of(inputs), *kept_fields, "Tensor dout", schema_of(FlatCall))
+    schema = f"({', '.join(parameters)}) -> Tensor[]"
+    operator_backward = register(f"{name}_backward", schema, run_backward, fake_backward)
+    schema = f"({schema_of(inputs, FlatCall)}) -> ({', '.join(['Tensor'] * num_results)})"
+    operator = register(
+        name, schema, run, run_fake, setup_context=setup_context, backward=differentiate
+    )
+    return lambda given, call: make_results(*operator(*given, *call.flat()))
+
+
+def _has_gradient(x: Tensor | None) -> bool:
+    return x is not None and x.is_floating_point()

@@ -1,0 +1,36 @@
+"""The three branches and their gated sum (Eq. 5): the specification."""
+
+from __future__ import annotations
+
+from nsa.ops._operator import Call
+from nsa.ops._range import RangeInputs
+from nsa.ops.attention.inputs import AttentionResult, BranchInputs
+from nsa.ops.combination import combine
+from nsa.ops.compressed import run_compressed_attention
+from nsa.ops.selected import SelectedInputs, run_selected_attention
+from nsa.ops.selection import SelectionInputs, run_select_blocks
+from nsa.ops.window import run_window_attention
+
+
+def attention_reference(
+    inputs: BranchInputs, call: Call, window: Call | None = None
+) -> AttentionResult:
+    """See :func:`run_attention`, by the references of the branches.
+
+    ``window`` is the call of the window where its keys are other tokens, as in a cache.
+    """
+    q, _, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = inputs
+    out_cmp = out_slc = out_win = block_indices = None
+    if k_cmp is not None:
+        queries = inputs.scoring_queries
+        out_cmp, lse = run_compressed_attention(queries, k_cmp, v_cmp, call, "reference")
+        if k_slc is not None and v_slc is not None:
+            scored = SelectionInputs(queries, k_cmp, lse)
+            block_indices = run_select_blocks(scored, call, "reference")
+            selected = SelectedInputs(q, k_slc, v_slc, block_indices)
+            out_slc, _ = run_selected_attention(selected, call, "reference")
+    if k_win is not None and v_win is not None:
+        keys = RangeInputs(q, k_win, v_win)
+        out_win, _ = run_window_attention(keys, window or call, "reference")
+    out = combine(out_cmp, out_slc, out_win, gates, backend="reference")
+    return AttentionResult(out, block_indices, None)

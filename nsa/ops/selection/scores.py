@@ -1,0 +1,194 @@
+"""Pieces of the kernels that score selection blocks and keep the best n, see ``exact.py``."""
+
+# mypy: disable-error-code="no-untyped-def,misc,untyped-decorator,assignment"
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from nsa.ops._triton.tiles import LOG2_E, load_rows, sequence_rows
+
+LAST_ID = tl.constexpr(0x7FFFFFFF)
+INFINITE_BITS = tl.constexpr(0x7F800000)
+
+
+class Scoring(NamedTuple):
+    """Sizes of the pattern, constants that kernels are compiled for.
+
+    Attributes:
+        L: tokens of a compression block.
+        STRIDE: tokens from one compression block to the next.
+        BLOCK_SIZE: tokens of a selection block.
+        N: blocks that a query selects.
+        BLOCK_N: the same, a power of two.
+    """
+
+    L: int
+    STRIDE: int
+    BLOCK_SIZE: int
+    N: int
+    BLOCK_N: int
+
+
+class QueryBlock(NamedTuple):
+    """Queries of a program, ``[BLOCK_Q]`` each unless stated.
+
+    Attributes:
+        token: int64, packed row.
+        ok: whether there is such a query.
+        t: position in the sequence.
+        current: selection block of the query itself.
+        visible: compressed keys that the query sees.
+        t_first, t_last: scalars, positions of the first and the last query.
+        first_key, num_keys: scalars, the compressed keys of the sequence.
+    """
+
+    token: Any
+    ok: Any
+    t: Any
+    current: Any
+    visible: Any
+    t_first: Any
+    t_last: Any
+    first_key: Any
+    num_keys: Any
+
+
+@triton.jit
+def query_block(
+    cu_q_ptr,
+    cu_k_ptr,
+    cu_key_ptr,
+    len_q,
+    len_k,
+    len_key,
+    sequence,
+    tile,
+    SCORING: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):
+    """The tile-th ``BLOCK_Q`` queries of a sequence, see ``QueryBlock``."""
+    first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
+    _, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
+    first_key, num_keys = sequence_rows(cu_key_ptr, sequence, len_key)
+    row = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    ok = row < num_q
+    t = num_tokens - num_q + row
+    current = t // SCORING.BLOCK_SIZE
+    token = (first_q + row).to(tl.int64)
+    visible = tl.maximum(t + 1 - SCORING.L + SCORING.STRIDE, 0) // SCORING.STRIDE
+    t_first = num_tokens - num_q + tile * BLOCK_Q
+    t_last = num_tokens - num_q + tl.minimum(tile * BLOCK_Q + BLOCK_Q, num_q) - 1
+    return QueryBlock(token, ok, t, current, visible, t_first, t_last, first_key, num_keys)
+
+
+@triton.jit
+def load_head(q_ptr, lse_ptr, queries, num_rows, head, stride_q, HEADS: tl.constexpr):
+    """Queries ``[BLOCK_Q, BLOCK_D]`` of one head, and their lse ``[BLOCK_Q]``, base 2."""
+    q_at = queries.token * stride_q[0] + head * stride_q[1]
+    q = load_rows(q_ptr, q_at, queries.ok, 1, HEADS.D, HEADS.BLOCK_D, True)
+    at = (head + tl.zeros_like(queries.token)) * num_rows + queries.token
+    return q, tl.load(lse_ptr + at, mask=queries.ok, other=float("inf")) * LOG2_E
+
+
+@triton.jit
+def load_compressed(k_ptr, queries, key, stride_k, HEADS: tl.constexpr):
+    """Compressed keys ``[BLOCK_C, BLOCK_D]`` of one head, by their numbers in the sequence."""
+    row = queries.first_key + key
+    return load_rows(k_ptr, row, key < queries.num_keys, stride_k[0], HEADS.D, HEADS.BLOCK_D, True)
+
+
+@triton.jit
+def start_ranking(BLOCK_Q: tl.constexpr, SCORING: tl.constexpr):
+    """What the keys before the first block give it, and no blocks; see ``rank_blocks``."""
+    carry = tl.zeros([BLOCK_Q], tl.float32)
+    return carry, tl.full([BLOCK_Q, SCORING.BLOCK_N], -1, tl.int64)
+
+
+@triton.jit
+def block_scores(
+    p, carry, jj, BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, R: tl.constexpr, O: tl.constexpr
+):
+    """Scores ``[BLOCK_Q, BLOCK_J]`` (Eq. 9) of probabilities ``[BLOCK_Q, BLOCK_J * R]``.
+
+    ``carry`` is what they give the next block.
+    """
+    place = tl.arange(0, R)
+    p = p.reshape(BLOCK_Q, BLOCK_J, R)
+    score = tl.sum(p * tl.minimum(O, R - place).to(tl.float32)[None, None, :], 2)
+    if O > 1:
+        to_next = tl.sum(p * tl.maximum(place + O - R, 0).to(tl.float32)[None, None, :], 2)
+        before = tl.broadcast_to(tl.maximum(jj - 1, 0)[None, :], (BLOCK_Q, BLOCK_J))
+        score += tl.where((jj == 0)[None, :], carry[:, None], tl.gather(to_next, before, 1))
+        carry = tl.sum(tl.where((jj == BLOCK_J - 1)[None, :], to_next, 0.0), 1)
+    return score, carry
+
+
+@triton.jit
+def rank_blocks(
+    p,
+    carry,
+    best,
+    queries,
+    key,
+    j0,
+    jj,
+    kept,
+    num_init,
+    num_local,
+    SCORING: tl.constexpr,
+):
+    """Merge the blocks ``j0 + jj`` into the best so far.
+
+    Args:
+        p: probabilities ``[BLOCK_Q, BLOCK_J * R]`` of their compressed keys.
+        carry: ``[BLOCK_Q]``, see ``block_scores``.
+        best: sorted int64 keys ``[BLOCK_Q, BLOCK_N]``, score above inverted id.
+        queries: see ``QueryBlock``.
+        key: the compressed keys.
+        j0: the first block.
+        jj: ``0 .. BLOCK_J``.
+        kept: candidates ``[BLOCK_Q, BLOCK_J]`` beside the forced blocks; None: all.
+        num_init: forced first blocks.
+        num_local: forced recent blocks.
+        SCORING: sizes.
+    """
+    R: tl.constexpr = SCORING.BLOCK_SIZE // SCORING.STRIDE
+    p = tl.where(key[None, :] < queries.visible[:, None], p, 0.0)
+    score, carry = block_scores(
+        p, carry, jj, p.shape[0], jj.shape[0], R, SCORING.L // SCORING.STRIDE
+    )
+    j = (j0 + jj)[None, :]
+    forced = (j < num_init) | (j > queries.current[:, None] - num_local)
+    bits = tl.where(forced, INFINITE_BITS, score.to(tl.int32, bitcast=True)).to(tl.int64)
+    candidate = j <= queries.current[:, None]
+    if kept is not None:
+        candidate = candidate & (kept | forced)
+    ranked = tl.where(candidate, (bits << 32) | (j * -1 + LAST_ID).to(tl.int64), -1)
+    step_best = tl.topk(ranked, SCORING.BLOCK_N, dim=1)
+    merged = tl.maximum(best, tl.flip(step_best, 1))
+    return carry, tl.bitonic_merge(merged, dim=1, descending=True)
+
+
+@triton.jit
+def store_selection(
+    out_ptr, best, queries, head_kv, HKV: tl.constexpr, SCORING: tl.constexpr, COUNTS: tl.constexpr
+):
+    """Write the best blocks, ascending, -1 behind them.
+
+    ``COUNTS`` is flat, ``(length, n, length, n ..)``: a query at a position below length selects n
+    blocks; the first that fits.
+    """
+    N: tl.constexpr = SCORING.N
+    ROWS: tl.constexpr = len(COUNTS) // 2
+    column = tl.arange(0, SCORING.BLOCK_N)[None, :]
+    count = tl.full([best.shape[0]], N, tl.int32)
+    for i in tl.static_range(ROWS - 1, -1, -1):
+        count = tl.where(queries.t < COUNTS[2 * i], COUNTS[2 * i + 1], count)
+    selected = (best >= 0) & (column < count[:, None])
+    ids = tl.where(selected, (best & LAST_ID) * -1 + LAST_ID, LAST_ID).to(tl.int32)
+    ids = tl.sort(ids, dim=1)
+    ids = tl.where(ids == LAST_ID, -1, ids)
+    row = (queries.token * HKV + head_kv) * N
+    tl.store(out_ptr + row[:, None] + column, ids, mask=queries.ok[:, None] & (column < N))
