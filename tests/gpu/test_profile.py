@@ -68,7 +68,7 @@ def test_every_kernel_finds_its_stage(tmp_path: Path, how: str, attention: str) 
 @pytest.mark.parametrize("how", LAUNCHED)
 def test_rows_of_layers_do_not_depend_on_how_a_step_is_launched(tmp_path: Path, how: str) -> None:
     changes = {**LARGER, "micro_batch": 2, "steps": 8, "log_every": 2}
-    found = []
+    found: list[Any] = []
     for launch in (how, "eager"):
         config, run = (
             tiny_config(tmp_path, **changes, **LAUNCHED[launch]),

@@ -202,19 +202,12 @@ def whole(case: Case, backend: str) -> None:
         raw = {branch: case.k_and_v() for branch in branches}
         sizes = config.head_dim, config.value_dim
         (phi_k, weight_k), (phi_v, weight_v) = (phi_of(config, size) for size in sizes)
-        out = native_sparse_attention(
-            q,
-            *(x for branch in branches for x in raw[branch]),
-            gates,
-            (phi_k, phi_v),  # type: ignore[arg-type]
-            config,
-            rope=Rope(16),
-            backend=backend,
-            **case.where,
-        )
+        keys = [x for branch in branches for x in raw[branch]]
+        given: Any = (q, *keys, gates, (phi_k, phi_v), config)
+        out = native_sparse_attention(*given, rope=Rope(16), backend=backend, **case.where)
         weights = [*weight_k, *weight_v] if "cmp" in on else []
-        keys = [x for branch in on for x in raw[branch]]
-        check([(out, case.out)], [q, gates, *keys, *weights])
+        read = [x for branch in on for x in raw[branch]]
+        check([(out, case.out)], [q, gates, *read, *weights])
 
 
 @named

@@ -213,8 +213,8 @@ def run_branch(
 ) -> Results:
     """One of the operators of the branches."""
     x, config = x or case.inputs(), case.config
-    function: Callable[..., tuple[Tensor | None, Tensor]]
-    sample: Callable[..., SampledAttention]
+    function: Any
+    sample: Any
     ids, options = [], case.offsets(x)
     if name == "compressed":
         function, sample = compressed_attention, sampled_compressed
@@ -344,7 +344,7 @@ def check_combine(case: Case, branches: Sequence[str] = BRANCHES) -> None:
         return {"out": out.detach(), **dict(zip(names, grads, strict=True))}
 
     def tested(given: Any, gate: Tensor) -> Tensor:
-        return combine(*given, gate, backend=case.backend)
+        return combine(given[0], given[1], given[2], gate, backend=case.backend)
 
     found = run(case.dtype, tested)
     plain, exact = (run(dtype, combine_reference) for dtype in (case.dtype, torch.float64))
