@@ -59,7 +59,10 @@ _HOMES = (
 
 
 def __getattr__(name: str) -> object:
-    """Load PyTorch and the operators at the first use of a public name: the command line answers many words without them."""
+    """Load PyTorch and the operators at the first use of a public name.
+
+    Many commands of the command line answer without them.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for module in _HOMES:

@@ -33,7 +33,9 @@ Phi = tuple[PhiWeights, PhiWeights]
 
 
 class AttentionInputs(NamedTuple):
-    """What attention is computed of, packed; see :func:`native_sparse_attention`. None: of a branch that is off.
+    """Packed inputs of attention, see :func:`native_sparse_attention`.
+
+    None: of a branch that is off.
 
     Attributes:
         q: rotated queries ``[T, Hq, D]``.
@@ -93,8 +95,8 @@ def native_sparse_attention(
         v_slc: values of the selected branch ``[S, Hkv, Dv]``.
         k_win: rotated keys of the window ``[S, Hkv, D]``.
         v_win: values of the window ``[S, Hkv, Dv]``.
-        gates: activated gates ``[T, Hq, 3]``, order (cmp, slc, win), none below 0. On a GPU nobody
-            looks (see :func:`check_inputs`); there a gate below 0 makes gradients NaN.
+        gates: activated gates ``[T, Hq, 3]``, order (cmp, slc, win), none below 0. On a GPU this is
+            not checked (see :func:`check_inputs`); there a gate below 0 makes gradients NaN.
         phi: parameters of the compression of keys and of values; None for phi ``mean``.
         config: the sparse pattern. Inputs of a branch that is off are ignored and may be None.
         q_cmp: queries of the compressed branch and of the scores; None means ``q``. With
@@ -103,12 +105,12 @@ def native_sparse_attention(
         softmax_scale: factor on all scores; None means ``D ** -0.5``.
         cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
         cu_seqlens_k: int32 ``[B + 1]`` offsets of the keys; None means those of the queries.
-        max_seqlen_q: at least the longest sequence in queries. Pass it with packed sequences that
-            are short beside all tokens. None: the reference reads it from the offsets. Kernels do
-            not look, for that would wait for the device: they take all tokens for one sequence, the
-            only bound that shapes give. Results are right then, too. But tiles, partial sums of dK
-            and dV and their memory are those of one long sequence, and the selected branch prepares
-            both of its algorithms, where short sequences need the tiled one alone.
+        max_seqlen_q: at least the longest sequence in queries. Pass it when sequences are much
+            shorter than all tokens together. None: the reference reads it from the offsets; kernels
+            do not, since that would wait for the device, and assume one sequence of all tokens.
+            Results are the same, but tiles, partial sums of dK and dV and their memory are those of
+            one long sequence, and the selected branch prepares both of its algorithms, where short
+            sequences need the tiled one alone.
         max_seqlen_k: the same in key tokens; None: that of the queries where the offsets are
             theirs.
         sequences: instead of the four before it, from :meth:`nsa.Sequences.packed` or
@@ -295,7 +297,7 @@ def _check_inputs_of_branches(
 
 
 def _check_gates(name: str, gates: Tensor) -> None:
-    """Contents of the gates; a NaN is nobody's mistake here."""
+    """Contents of the gates; NaN is allowed."""
     negative = gates < 0
     if negative.any():
         check(

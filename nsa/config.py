@@ -37,21 +37,9 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         _one_of(self, "kind", ("linear", "yarn"))
-        check(
-            1 <= self.factor < math.inf,
-            "RopeScaling",
-            "factor",
-            "be at least 1 and finite",
-            self.factor,
-        )
+        _rule(self, 1 <= self.factor < math.inf, "factor", "be at least 1 and finite")
         fits = 0 < self.beta_slow < self.beta_fast < math.inf
-        check(
-            fits,
-            "RopeScaling",
-            "beta_slow",
-            f"be positive and below beta_fast ({self.beta_fast})",
-            self.beta_slow,
-        )
+        _rule(self, fits, "beta_slow", f"be positive and below beta_fast ({self.beta_fast})")
         _positive(self, "original_max_position")
 
 
@@ -140,74 +128,39 @@ class NSAConfig:
     def __post_init__(self) -> None:
         self._check_heads()
         self._check_blocks()
-        self._check_choice()
+        self._check_selection()
         _one_of(self, "score_precision", ("exact", "fp8"))
         _one_of(self, "phi", ("mean", "linear", "mlp"))
         _one_of(self, "compress_rope", ("middle", "start", "none"))
         _one_of(self, "gate", ("sigmoid", "softmax", "fixed"))
         temperature = self.gate_temperature
-        check(
-            0 < temperature < math.inf,
-            "NSAConfig",
-            "gate_temperature",
-            "be positive and finite",
-            temperature,
-        )
-        softmax = self.gate == "softmax"
-        check(
-            softmax or temperature == 1,
-            "NSAConfig",
-            "gate_temperature",
-            f"be 1 with gate {self.gate}",
-            temperature,
-        )
-        branches = tuple(self.branches)
-        check(
-            bool(branches) and set(branches) <= set(BRANCHES) and len(set(branches)) == len(branches),
-            "NSAConfig", "branches", f"be a non-empty subset of {BRANCHES} without repeats", branches,
-        )  # fmt: skip
-        object.__setattr__(self, "branches", tuple(name for name in BRANCHES if name in branches))
-        check(
-            1 < self.rope_theta < math.inf,
-            "NSAConfig",
-            "rope_theta",
-            "be above 1 and finite",
-            self.rope_theta,
-        )
+        _rule(self, 0 < temperature < math.inf, "gate_temperature", "be positive and finite")
+        plain = self.gate == "softmax" or temperature == 1
+        _rule(self, plain, "gate_temperature", f"be 1 with gate {self.gate}")
+        names = set(self.branches)
+        known = names and names <= set(BRANCHES) and len(names) == len(self.branches)
+        rule = f"be a non-empty subset of {BRANCHES} without repeats"
+        _rule(self, bool(known), "branches", rule)
+        object.__setattr__(self, "branches", tuple(name for name in BRANCHES if name in names))
+        _rule(self, 1 < self.rope_theta < math.inf, "rope_theta", "be above 1 and finite")
         object.__setattr__(self, "text", json.dumps(dataclasses.asdict(self)))
         if self.rotary_dim is not None:
-            check(
-                0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0,
-                "NSAConfig", "rotary_dim", f"be even and from 2 to head_dim ({self.head_dim})", self.rotary_dim,
-            )  # fmt: skip
+            fits = 0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0
+            rule = f"be even and from 2 to head_dim ({self.head_dim})"
+            _rule(self, fits, "rotary_dim", rule)
 
     def _check_heads(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim"):
             _positive(self, name)
         # A dimension of a kernel's grid.
-        check(
-            self.num_kv_heads < 2**16,
-            "NSAConfig",
-            "num_kv_heads",
-            "be less than 65,536",
-            self.num_kv_heads,
-        )
-        check(
-            self.num_heads % self.num_kv_heads == 0,
-            "NSAConfig", "num_kv_heads", f"divide num_heads ({self.num_heads})", self.num_kv_heads,
-        )  # fmt: skip
-        check(
-            self.group_size <= 64,
-            "NSAConfig", "num_heads", f"be at most 64 times num_kv_heads ({self.num_kv_heads})", self.num_heads,
-        )  # fmt: skip
+        _rule(self, self.num_kv_heads < 2**16, "num_kv_heads", "be less than 65,536")
+        divides = self.num_heads % self.num_kv_heads == 0
+        _rule(self, divides, "num_kv_heads", f"divide num_heads ({self.num_heads})")
+        rule = f"be at most 64 times num_kv_heads ({self.num_kv_heads})"
+        _rule(self, self.group_size <= 64, "num_heads", rule)
         for name, size in (("head_dim", self.head_dim), ("value_dim", self.value_dim)):
-            check(
-                size % 16 == 0 and 16 <= size <= 256,
-                "NSAConfig",
-                name,
-                "be a multiple of 16 from 16 to 256",
-                size,
-            )
+            fits = size % 16 == 0 and 16 <= size <= 256
+            _rule(self, fits, name, "be a multiple of 16 from 16 to 256")
 
     def _check_blocks(self) -> None:
         for name in (
@@ -219,59 +172,40 @@ class NSAConfig:
         ):
             _positive(self, name)
         # Kernels add it to positions, in 32 bits.
-        check(
-            self.window_size <= 2**30,
-            "NSAConfig",
-            "window_size",
-            "be at most 2**30",
-            self.window_size,
-        )
+        _rule(self, self.window_size <= 2**30, "window_size", "be at most 2**30")
         for name in ("num_init_blocks", "gate_hidden_size"):
-            check(getattr(self, name) >= 0, "NSAConfig", name, "be at least 0", getattr(self, name))
+            _rule(self, getattr(self, name) >= 0, name, "be at least 0")
         if self.compress_hidden_size is not None:
             _positive(self, "compress_hidden_size")
         l, d, l_sel = self.compress_block_size, self.compress_stride, self.block_size
-        check(d >= 4, "NSAConfig", "compress_stride", "be at least 4", d)
-        check(l % d == 0, "NSAConfig", "compress_stride", f"divide compress_block_size ({l})", d)
+        _rule(self, d >= 4, "compress_stride", "be at least 4")
+        _rule(self, l % d == 0, "compress_stride", f"divide compress_block_size ({l})")
         _one_of(self, "block_size", (16, 32, 64, 128))
-        check(l_sel % d == 0, "NSAConfig", "compress_stride", f"divide block_size ({l_sel})", d)
-        check(l <= l_sel, "NSAConfig", "compress_block_size", f"be at most block_size ({l_sel})", l)
+        _rule(self, l_sel % d == 0, "compress_stride", f"divide block_size ({l_sel})")
+        _rule(self, l <= l_sel, "compress_block_size", f"be at most block_size ({l_sel})")
         forced = self.num_init_blocks + self.num_local_blocks
-        check(
-            self.num_selected_blocks >= forced,
-            "NSAConfig", "num_selected_blocks",
-            f"be at least num_init_blocks + num_local_blocks ({forced})", self.num_selected_blocks,
-        )  # fmt: skip
+        rule = f"be at least num_init_blocks + num_local_blocks ({forced})"
+        _rule(self, self.num_selected_blocks >= forced, "num_selected_blocks", rule)
 
-    def _check_choice(self) -> None:
+    def _check_selection(self) -> None:
+        name, most = "num_selected_blocks_table", self.num_selected_blocks
         forced = self.num_init_blocks + self.num_local_blocks
         for row in self.num_selected_blocks_table:
-            check(
-                len(row) == 3 and row[0] >= -1 and row[1] > 0 and forced <= row[2] <= self.num_selected_blocks,
-                "NSAConfig", "num_selected_blocks_table",
-                f"hold rows (layer from -1, length from 1, n from {forced} to {self.num_selected_blocks})", tuple(row),
-            )  # fmt: skip
-        object.__setattr__(
-            self,
-            "num_selected_blocks_table",
-            tuple(tuple(row) for row in self.num_selected_blocks_table),
-        )
+            fits = len(row) == 3 and row[0] >= -1 and row[1] > 0 and forced <= row[2] <= most
+            rule = f"hold rows (layer from -1, length from 1, n from {forced} to {most})"
+            check(fits, "NSAConfig", name, rule, tuple(row))
+        object.__setattr__(self, name, tuple(tuple(row) for row in self.num_selected_blocks_table))
         if self.coarse_block_size is None:
-            check(self.num_coarse_blocks == 0, "NSAConfig", "num_coarse_blocks", "be 0 without coarse_block_size",
-                  self.num_coarse_blocks)  # fmt: skip
+            rule = "be 0 without coarse_block_size"
+            _rule(self, self.num_coarse_blocks == 0, "num_coarse_blocks", rule)
             return
         factor, rest = divmod(self.coarse_block_size, self.block_size)
-        check(
-            rest == 0 and factor > 1 and factor & (factor - 1) == 0,
-            "NSAConfig", "coarse_block_size", f"be block_size ({self.block_size}) times a power of two above 1",
-            self.coarse_block_size,
-        )  # fmt: skip
-        init, local = self.forced_coarse_blocks
-        check(
-            self.num_coarse_blocks >= init + local,
-            "NSAConfig", "num_coarse_blocks", f"be at least {init + local}, those that hold forced or incomplete blocks",
-            self.num_coarse_blocks,
-        )  # fmt: skip
+        rule = f"be block_size ({self.block_size}) times a power of two above 1"
+        is_power = rest == 0 and factor > 1 and factor & (factor - 1) == 0
+        _rule(self, is_power, "coarse_block_size", rule)
+        least = sum(self.forced_coarse_blocks)
+        rule = f"be at least {least}, those that hold forced or incomplete blocks"
+        _rule(self, self.num_coarse_blocks >= least, "num_coarse_blocks", rule)
 
     @classmethod
     @functools.cache
@@ -282,7 +216,7 @@ class NSAConfig:
         return cls(**values, rope_scaling=None if scaling is None else RopeScaling(**scaling))
 
     def for_layer(self, layer: int) -> NSAConfig:
-        """The same pattern with the rows of ``num_selected_blocks_table`` for one layer, as rows for every layer.
+        """The pattern of one layer: of ``num_selected_blocks_table`` the rows that hold for it.
 
         Args:
             layer: index from 0.
@@ -296,22 +230,23 @@ class NSAConfig:
 
     @property
     def block_counts(self) -> tuple[tuple[int, int], ...]:
-        """``(length, n)``: a query at a position below length takes n blocks; the first pair that fits counts.
+        """``(length, n)``: a query at a position below length takes n blocks.
+
+        The first pair that fits counts.
 
         Raises:
             ValueError: the table still has rows for single layers.
         """
         table = self.num_selected_blocks_table
-        check(
-            all(layer == -1 for layer, _, _ in table),
-            "NSAConfig", "num_selected_blocks_table", "hold rows for every layer (-1) alone where an operator runs", table,
-            "Give it config.for_layer(i).",
-        )  # fmt: skip
+        for_all = all(layer == -1 for layer, _, _ in table)
+        rule = "hold rows for every layer (-1) alone where an operator runs"
+        hint = "Give it config.for_layer(i)."
+        _rule(self, for_all, "num_selected_blocks_table", rule, hint)
         return tuple((length, n) for _, length, n in table)
 
     @property
     def forced_coarse_blocks(self) -> tuple[int, int]:
-        """Coarse blocks that the first stage always keeps: the first ones, and the most recent ones.
+        """Coarse blocks that the first stage always keeps: of the first, and of the most recent.
 
         They hold the forced blocks, and all blocks with a compressed key that a query does not see
         yet.
@@ -338,18 +273,14 @@ class NSAConfig:
         return "cmp" in self.branches or "slc" in self.branches
 
 
+def _rule(config: Any, holds: bool, name: str, rule: str, hint: str = "") -> None:
+    check(holds, type(config).__name__, name, rule, getattr(config, name), hint)
+
+
 def _positive(config: Any, name: str) -> None:
-    check(
-        getattr(config, name) > 0, type(config).__name__, name, "be positive", getattr(config, name)
-    )
+    _rule(config, getattr(config, name) > 0, name, "be positive")
 
 
 def _one_of(config: Any, name: str, allowed: tuple[Any, ...]) -> None:
     listed = ", ".join(str(value) for value in allowed)
-    check(
-        getattr(config, name) in allowed,
-        type(config).__name__,
-        name,
-        f"be one of {listed}",
-        getattr(config, name),
-    )
+    _rule(config, getattr(config, name) in allowed, name, f"be one of {listed}")

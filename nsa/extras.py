@@ -1,4 +1,4 @@
-"""Packages that parts of the library need beside PyTorch and Triton: the extras of ``pip install "nsa[train]"``."""
+"""Packages that parts of the library need besides PyTorch and Triton: extras of the package."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def lacking(extra: str) -> list[str]:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra: by name where the package is installed, else from the checkout that it is in.
+    """The command that installs an extra: by name, or from the checkout that the package is in.
 
     Args:
         extra: a key of ``EXTRAS``.

@@ -94,7 +94,10 @@ class Gate(nn.Module):
 
     @in_stage(GATES)
     def forward(self, x: Tensor) -> Tensor:
-        """Gates ``[T, Hq, 3]``, order (cmp, slc, win), for ``x`` ``[T, width]``; 0 for a branch that is off."""
+        """Gates ``[T, Hq, 3]``, order (cmp, slc, win), for ``x [T, width]``.
+
+        They are 0 for a branch that is off.
+        """
         if self.net is not None and self.columns is not None:
             return activate(self.net(x), self.columns)
         shares = [
@@ -108,7 +111,7 @@ class Gate(nn.Module):
 
 
 class NativeSparseAttention(TogetherModule):
-    """A Native Sparse Attention layer (arXiv:2502.11089): drop-in self-attention for a causal decoder.
+    """A Native Sparse Attention layer (arXiv:2502.11089): self-attention for a causal decoder.
 
     Args:
         width: size of the residual stream.
@@ -200,7 +203,7 @@ class NativeSparseAttention(TogetherModule):
     def _project(
         self, x: Tensor, sequences: Sequences, positions: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Queries, keys and values of every branch, ``[T, H, size]`` each, rotated where they have to be, and ``gates``.
+        """Queries, keys and values of every branch, ``[T, H, size]`` each, rotated, and ``gates``.
 
         ``q_raw`` is among them where the compressed branch has queries of its own.
         """
@@ -294,7 +297,7 @@ class NativeSparseAttention(TogetherModule):
     def choose_blocks(
         self, x: Tensor, *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
     ) -> Tensor:
-        """The blocks that the selected branch attends to in :meth:`forward`, for a look at them; the branch must be on.
+        """The blocks that the selected branch, which must be on, attends to in :meth:`forward`.
 
         Args:
             x: packed ``[T, width]`` or a dense batch ``[B, T, width]``.

@@ -78,7 +78,10 @@ class Rope:
         return 0.1 * math.log(self.scaling.factor) + 1.0
 
     def _yarn_index(self, rotations: float, scaling: RopeScaling) -> float:
-        """Frequency index that turns ``rotations`` times within the original length (arXiv:2309.00071, section 3.2)."""
+        """Frequency index that turns ``rotations`` times within the original length.
+
+        arXiv:2309.00071, section 3.2.
+        """
         ratio = scaling.original_max_position / (rotations * 2 * math.pi)
         return self.dim * math.log(ratio) / (2 * math.log(self.theta))
 
@@ -87,10 +90,10 @@ _TABLES: dict[tuple[str, torch.device], Tensor] = {}
 
 
 def frequency_table(rope: Rope, device: torch.device) -> Tensor:
-    """``rope.inverse_frequencies`` for kernels: made once for each device, at the first call, which waits for it.
+    """``rope.inverse_frequencies`` for kernels, made once per device.
 
-    After that it is there for all streams. In the capture of a CUDA graph, which cannot wait, a
-    call makes one for itself.
+    The first call waits for it; after that all streams may read it. In the capture of a CUDA graph,
+    which cannot wait, a call makes one for itself.
     """
     table = _TABLES.get((rope.text, device))
     if table is not None:
@@ -121,10 +124,8 @@ def apply_rope(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
     """
     if positions.shape != x.shape[:-2]:
         fail("apply_rope", "positions", f"have shape {tuple(x.shape[:-2])}", tuple(positions.shape))
-    check(
-        rope.dim <= x.shape[-1] and rope.dim % 2 == 0,
-        "apply_rope", "rope", f"have an even dim of at most the head size ({x.shape[-1]})", rope.dim,
-    )  # fmt: skip
+    rule = f"have an even dim of at most the head size ({x.shape[-1]})"
+    check(rope.dim <= x.shape[-1] and rope.dim % 2 == 0, "apply_rope", "rope", rule, rope.dim)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     position = (positions + rope.position_offset).float()
     angle = position[..., None] * rope.inverse_frequencies(x.device)

@@ -1,4 +1,4 @@
-"""Names for the stages of a training step, so that a profiler can tell them apart; nothing happens unless one listens."""
+"""Names of the stages of a training step, for a profiler; without a listener they do nothing."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ LOSS = "head + loss"
 REST = "embedding + norms + residual"
 CASTS = "casts in compiled code"
 MODEL_STAGES = (
-    PROJECTION, COMPRESSION, COMPRESSED, CHOICE, SELECTED, WINDOW, DENSE, GATES, MLP, LOSS, REST, CASTS,
-)  # fmt: skip
+    *(PROJECTION, COMPRESSION, COMPRESSED, CHOICE, SELECTED, WINDOW, DENSE, GATES),
+    *(MLP, LOSS, REST, CASTS),
+)
 
 # Parts of the step.
 DATA = "data"
@@ -46,7 +47,9 @@ _listener: Listener | None = None
 
 
 def stage(name: str) -> AbstractContextManager[Any]:
-    """Context of a stage: what the listener makes of the name, or nothing. Compiled code has no stages inside.
+    """Context of a stage: what the listener makes of its name, or nothing.
+
+    Compiled code has no stages inside.
 
     Args:
         name: one of the names above.
@@ -77,7 +80,7 @@ def in_stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 @contextmanager
 def stages_seen_by(listener: Listener) -> Iterator[None]:
-    """Within, every stage of this process is entered through ``listener(name)``, in whichever thread it runs."""
+    """Within, stages of all threads of this process are entered through ``listener(name)``."""
     global _listener
     assert _listener is None, "listeners do not nest"
     _listener = listener

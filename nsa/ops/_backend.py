@@ -19,28 +19,23 @@ _NO_KERNELS = 'Ask for backend="reference", or compute on a CPU.'
 
 
 def choose_backend(function: str, backend: str, x: Tensor, argument: str = "q") -> str:
-    """The backend that runs for inputs like ``x``: ``auto`` looks at the device only, an explicit request never falls back.
+    """The backend that runs for inputs like ``x``.
 
-    Errors call ``x`` by the name of the function's ``argument``.
+    ``auto`` looks at the device alone; an explicit request never falls back. Errors call ``x`` by
+    the name of the function's ``argument``.
     """
     check(backend in BACKENDS, function, "backend", f"be one of {', '.join(BACKENDS)}", backend)
     if backend == "auto":
         backend = "triton" if on_gpu(x) else "reference"
     if backend == "triton":
-        check(
-            x.dtype in KERNEL_DTYPES, function, argument, "be bfloat16, float16 or float32 for the Triton kernels", x.dtype,
-            'Or ask for backend="reference".',
-        )  # fmt: skip
+        rule = "be bfloat16, float16 or float32 for the Triton kernels"
+        hint = 'Or ask for backend="reference".'
+        check(x.dtype in KERNEL_DTYPES, function, argument, rule, x.dtype, hint)
         if x.device.type == "cuda":
             check_kernels_run(function, argument, x.device.index, _NO_KERNELS)
         if not on_gpu(x) and not torch.compiler.is_compiling():
-            check(
-                kernels_run_on_cpu(),
-                function,
-                argument,
-                'lie on a CUDA GPU for backend="triton"',
-                x.device,
-            )
+            rule = 'lie on a CUDA GPU for backend="triton"'
+            check(kernels_run_on_cpu(), function, argument, rule, x.device)
     return backend
 
 
@@ -54,9 +49,9 @@ def on_gpu(x: Tensor) -> bool:
 
 @contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """Within, tensors count as if they lay on a GPU, for fake tensors: kernels are chosen, and no contents are read.
+    """Within, tensors count as if they lay on a GPU: kernels are chosen, and no contents are read.
 
-    A fake tensor has a shape and no data, so that no kernel runs.
+    For fake tensors, which have a shape and no data, so that no kernel runs.
     """
     global _as_on_gpu
     before, _as_on_gpu = _as_on_gpu, True

@@ -1,4 +1,7 @@
-"""Checks of what callers give. Contents of index tensors are read on the CPU alone: on a GPU that would wait for it."""
+"""Checks of what callers give.
+
+Contents of index tensors are read on the CPU alone: on a GPU that would wait for the device.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from nsa.ops._packed import lengths
 def longest(
     function: str, argument: str, cu_seqlens: Tensor, hint: int | None, upper: int | None
 ) -> int:
-    """At least the longest sequence: the hint, ``upper``, or read from ``cu_seqlens`` (which waits for the device on a GPU)."""
+    """At least the longest sequence: the hint, ``upper``, or read from ``cu_seqlens``.
+
+    Reading waits for the device on a GPU.
+    """
     if hint is None:
         return int(lengths(cu_seqlens).max()) if upper is None else upper
     check(0 <= hint <= 2**30, function, argument, "be at least 0 and at most 2**30", hint)
@@ -33,10 +39,9 @@ def check_cu_seqlens(
 ) -> None:
     """Metadata of ``cu_seqlens``."""
     check(cu_seqlens.dtype == torch.int32, function, argument, "be int32", cu_seqlens.dtype)
-    check(
-        cu_seqlens.ndim == 1 and cu_seqlens.shape[0] >= 2,
-        function, argument, "have shape [B + 1] with B at least 1", tuple(cu_seqlens.shape),
-    )  # fmt: skip
+    shape = tuple(cu_seqlens.shape)
+    fits = len(shape) == 1 and shape[0] >= 2
+    check(fits, function, argument, "have shape [B + 1] with B at least 1", shape)
     check(
         cu_seqlens.device == device,
         function,
@@ -87,10 +92,10 @@ def check_heads(
     function: str, argument: str, x: Tensor, num_heads: int, size: int, like: Tensor
 ) -> None:
     """``x`` is ``[..., num_heads, size]``, of the dtype and on the device of ``like``."""
-    check(
-        x.ndim in (3, 4) and tuple(x.shape[-2:]) == (num_heads, size),
-        function, argument, f"have shape [tokens, {num_heads}, {size}] or [B, T, {num_heads}, {size}]", tuple(x.shape),
-    )  # fmt: skip
+    shape = tuple(x.shape)
+    if x.ndim not in (3, 4) or shape[-2:] != (num_heads, size):
+        heads = f"{num_heads}, {size}]"
+        fail(function, argument, f"have shape [tokens, {heads} or [B, T, {heads}", shape)
     if not x.dtype.is_floating_point:
         fail(function, argument, "be a float tensor", x.dtype)
     check(
@@ -124,11 +129,10 @@ def check_block_indices(function: str, block_indices: Tensor, config: NSAConfig)
     check(
         dtype in (torch.int32, torch.int64), function, "block_indices", "be int32 or int64", dtype
     )
-    check(
-        block_indices.ndim in (3, 4) and block_indices.shape[-2] == config.num_kv_heads,
-        function, "block_indices", f"have shape [T, {config.num_kv_heads}, n] or [B, T, {config.num_kv_heads}, n]",
-        tuple(block_indices.shape),
-    )  # fmt: skip
+    shape = tuple(block_indices.shape)
+    if len(shape) not in (3, 4) or shape[-2] != config.num_kv_heads:
+        slots = f"{config.num_kv_heads}, n]"
+        fail(function, "block_indices", f"have shape [T, {slots} or [B, T, {slots}", shape)
 
 
 def scale_of(function: str, config: NSAConfig, softmax_scale: float | None) -> float:

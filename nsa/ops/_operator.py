@@ -73,7 +73,7 @@ OFFSETS = 3  # tensors of a FlatCall
 
 
 def schema_of(*groups: type) -> str:
-    """Parameters of an operator that takes the fields of these named tuples, as PyTorch writes them."""
+    """Parameters of an operator that takes the fields of these named tuples, as a schema."""
     fields = [pair for group in groups for pair in get_type_hints(group).items()]
     return ", ".join(f"{_TYPES[kind]} {name}" for name, kind in fields)
 

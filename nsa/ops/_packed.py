@@ -1,4 +1,4 @@
-"""Arithmetic of packed sequences: where rows lie, how many compressed blocks there are. No lengths on the host."""
+"""Arithmetic of packed sequences, on the device: places of rows, numbers of compressed blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def compressed_cu_seqlens(cu_seqlens: Tensor, config: NSAConfig) -> Tensor:
 
 
 def locate(num_rows: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sequence of each packed row, the row's index inside it, and whether the row belongs to any: ``[num_rows]`` each.
+    """Sequence of each packed row, its index there, and whether it belongs to any, ``[num_rows]``.
 
     Rows past the last sequence point into it and are marked as not real.
     """
@@ -44,7 +44,10 @@ def locate(num_rows: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def query_positions(num_rows: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
-    """Position of each packed query inside its sequence, int64 ``[num_rows]``: queries are aligned at the end of the keys."""
+    """Position of each packed query inside its sequence, int64 ``[num_rows]``.
+
+    The last query stands at the last key.
+    """
     sequence, row, _ = locate(num_rows, cu_seqlens_q)
     return row + (lengths(cu_seqlens_k) - lengths(cu_seqlens_q))[sequence]
 

@@ -31,7 +31,7 @@ class RangeInputs(NamedTuple):
 
 
 class RangeResults(NamedTuple):
-    """out ``[T, Hq, Dv]`` and lse fp32 ``[T, Hq]``, a view of ``[Hq, T]``: so later kernels read it."""
+    """out ``[T, Hq, Dv]`` and lse fp32 ``[T, Hq]``, a view of ``[Hq, T]``, as kernels read it."""
 
     out: Tensor
     lse: Tensor

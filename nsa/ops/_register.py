@@ -1,4 +1,4 @@
-"""Registration of operators with PyTorch, each behind a guard of the device that its tensors lie on.
+"""Registration of operators with PyTorch, each with a guard of the device of its tensors.
 
 ``torch.library.custom_op`` would do the same in fewer lines. It checks and wraps every call anew,
 though, which costs the host four times as much as the call itself.
@@ -130,7 +130,10 @@ Lengths = tuple[tuple[int, int], ...]
 
 
 def _flat(arguments: Iterable[Any]) -> tuple[Lengths, list[Any]]:
-    """Arguments with the members of lists of tensors in their places: ``torch.autograd.Function`` does not look into lists."""
+    """Arguments with lists of tensors replaced by their members.
+
+    ``torch.autograd.Function`` does not look into lists.
+    """
     lengths, flat = [], list[Any]()
     for x in arguments:
         if isinstance(x, list) and x and (x[0] is None or isinstance(x[0], Tensor)):
@@ -153,7 +156,7 @@ def _nested(lengths: Lengths, flat: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def cuda_index(arguments: Iterable[Any]) -> int | None:
-    """Index of the CUDA device of the first tensor among an operator's arguments; None where it lies elsewhere."""
+    """Index of the CUDA device of the first tensor among the arguments; None on another device."""
     for x in arguments:
         first = x[0] if isinstance(x, list) and x else x
         if isinstance(first, Tensor):

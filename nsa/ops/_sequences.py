@@ -1,4 +1,4 @@
-"""Where the sequences of a call lie: packed tokens, dense batches viewed as packed, padded batches."""
+"""Where the sequences of a call lie: packed, dense batches viewed as packed, padded batches."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class Sequences:
             cu_seqlens: int32 ``[B + 1]`` offsets.
             max_seqlen: at least the longest sequence, tokens. None: ``num_tokens`` on a GPU,
                 elsewhere read from the offsets.
-            num_tokens: of all sequences; needed on a GPU without ``max_seqlen``, where nobody looks
-                into the offsets.
+            num_tokens: of all sequences; needed on a GPU without ``max_seqlen``, where the offsets
+                are not read.
             device: of the tokens; None: that of the offsets.
             function: whom messages name.
 
@@ -89,15 +89,15 @@ class Sequences:
 
     @classmethod
     def padded(cls, attention_mask: Tensor, *, function: str = "Sequences.padded") -> Sequences:
-        """The rows of a padded batch, described once for all layers of a model: each row's tokens are a sequence.
+        """The rows of a padded batch, described once for all layers of a model.
 
-        A row gets what it would get alone, at positions from 0 on, whether its padding lies to its
-        left or its right. No token sees padding; what comes of padding means nothing. Nothing is
-        read off a GPU.
+        The tokens of a row are a sequence. A row gets what it would get alone, at positions from 0
+        on, whether its padding lies to its left or its right. No token sees padding; results for
+        padding are undefined. Nothing is read from a GPU.
 
         Args:
             attention_mask: bool or integer ``[B, T]``: true or 1 for a token, false or 0 for
-                padding. The tokens of a row lie together; on a GPU nobody looks.
+                padding. The tokens of a row lie together; on a GPU this is not checked.
             function: whom messages name.
 
         Raises:
@@ -131,7 +131,10 @@ class Sequences:
 
     @property
     def max_q(self) -> int:
-        """At least the longest sequence in queries, and at least 1 so that no padded tensor is empty."""
+        """At least the longest sequence in queries.
+
+        At least 1, so that no padded tensor is empty.
+        """
         return max(self.len_q, 1)
 
     @property
@@ -172,12 +175,18 @@ class Sequences:
         return cu_q, cu_k, self.num_sequences, self.len_q, self.len_k
 
     def kernel_blocks(self, config: NSAConfig) -> tuple[Tensor | None, int]:
-        """Offsets of the compressed blocks (None when all sequences are alike), and at least the most blocks of a sequence."""
+        """Offsets of the compressed blocks, and at least the most blocks of a sequence.
+
+        No offsets when all sequences are alike.
+        """
         most = max((self.len_k - config.compress_block_size) // config.compress_stride + 1, 0)
         return self.with_blocks(config).cu_cmp, most
 
     def with_blocks(self, config: NSAConfig) -> Sequences:
-        """The same with the offsets of the compressed blocks of this pattern, for several operators and layers to share."""
+        """With the offsets of the compressed blocks of this pattern.
+
+        Operators and layers share them.
+        """
         blocks = block_sizes(config)
         if self.offsets is None or self.blocks == blocks:
             return self
@@ -194,7 +203,7 @@ def block_sizes(config: NSAConfig) -> tuple[int, int]:
 
 
 def pack(x: Tensor) -> Tensor:
-    """A dense batch ``[B, T, H, D]`` viewed as packed ``[B * T, H, D]``; packed tokens as they are."""
+    """A dense batch ``[B, T, H, D]`` viewed as packed ``[B * T, H, D]``; packed ones unchanged."""
     return x.flatten(0, 1) if x.ndim == 4 else x
 
 

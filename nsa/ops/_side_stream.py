@@ -1,4 +1,4 @@
-"""A side stream for one operator: work that need not wait for other work is launched on a second stream and joined again.
+"""A side stream for one operator: independent work runs on a second stream and is joined again.
 
 **Memory.** PyTorch keeps free memory by stream. What a tensor lets go is given to the next tensor
 made on the same stream, at once, because the kernels of one stream run in order; that another
@@ -6,7 +6,8 @@ stream still reads it, PyTorch does not know. And a side stream is not ours alon
 32 streams of a priority in turn, so another caller, or FSDP2 with its three, may get the same one
 and make tensors on it that wait for nobody. So nothing here relies on having a stream to itself:
 
-- A tensor that both streams use, or that outlives the operator (results, saved tensors, gradients), is made on the calling
+- A tensor that both streams use, or that outlives the operator (results, saved tensors,
+  gradients), is made on the calling
   stream before the fork, and lives until the join. Whatever used its memory before is then done
   when the side begins, and whatever gets it afterwards waits for the side.
 - A tensor that is made on the side stream is used there alone. It may be let go at any time.
@@ -37,7 +38,7 @@ Wait = Callable[[], None]
 
 @cache
 def side_of(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """The side stream of ``stream``: the same one in every call, so that its free memory is used again."""
+    """The side stream of ``stream``, the same one in every call: its free memory is used again."""
     return torch.cuda.Stream(stream.device, priority=-1)
 
 
@@ -58,12 +59,12 @@ class Streams:
         return nullcontext() if self.side is None else torch.cuda.stream(self.side)
 
     def fork(self) -> None:
-        """Let what is launched on the side from now on wait for all that the calling stream was given before."""
+        """Let later launches on the side wait for all earlier ones on the calling stream."""
         if self.side is not None and self.calling is not None:
             _wait(self.side, self.calling)
 
     def record(self) -> Wait:
-        """What lets the calling stream wait for all that the side was given up to now, when it is called."""
+        """A function that lets the calling stream wait for what the side was given until now."""
         if self.calling is None or self.side is None:
             return lambda: None
         calling, event, recording = self.calling, self.side.record_event(), recorder()

@@ -27,7 +27,7 @@ def max_blocks(sequences: Sequences, config: NSAConfig) -> int:
 
 
 def visible_compressed(sequences: Sequences, config: NSAConfig) -> Tensor:
-    """Compressed blocks that lie wholly in the past (``i * d + l - 1 <= t``), bool ``[B, T, C]``."""
+    """Compressed blocks wholly in the past (``i * d + l - 1 <= t``), bool ``[B, T, C]``."""
     block = torch.arange(max_compressed(sequences, config), device=sequences.cu_q.device)
     return block < num_compressed(padded_positions(sequences) + 1, config)[..., None]
 

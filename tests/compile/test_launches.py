@@ -1,4 +1,6 @@
-"""Launches that find their compiled kernel without Triton: the one that Triton takes, with the arguments that it gives."""
+"""Launches that find their compiled kernel without Triton: the one that Triton takes, with the
+arguments that it gives.
+"""
 
 from __future__ import annotations
 
@@ -194,7 +196,7 @@ def test_compiled_kernels_are_forgotten_before_they_fill_the_memory(
 def test_whole_attention_is_launched_as_by_triton(
     gpu: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By Triton for its order, found and recorded, replayed: the same kernels with the same sizes."""
+    """By Triton, found and recorded, replayed: the same kernels in one order with the same sizes."""
     config = NSAConfig(num_heads=6, num_kv_heads=2, head_dim=64, value_dim=64)
 
     def attend() -> list[Launch]:
@@ -239,7 +241,9 @@ def test_whole_attention_is_launched_as_by_triton(
 
 
 def _comparable(launch: Launch) -> list[Any]:
-    """Without what a hook would be told; tensors by the fact that they are addresses, as replayed launches have them."""
+    """Without what a hook would be told; tensors by the fact that they are addresses, as replayed
+    launches have them.
+    """
 
     def plain(x: Any) -> Any:
         if isinstance(x, Tensor) or (isinstance(x, int) and x >= 2**40):

@@ -1,4 +1,6 @@
-"""Kernels run in Triton's interpreter here: `make test` gives these tests a process of their own, with TRITON_INTERPRET=1."""
+"""Kernels run in Triton's interpreter here: `make test` gives these tests a process of their own,
+with TRITON_INTERPRET=1.
+"""
 
 from __future__ import annotations
 

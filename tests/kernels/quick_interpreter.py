@@ -1,12 +1,13 @@
-"""Triton's interpreter without the detours that take most of its time; what is computed stays the same.
+"""Triton's interpreter without the detours that take most of its time; results stay the same.
 
-- A reduction with a combine function that it has no NumPy word for (the exclusive or inside ``tl.sort``) takes the elements one
-  by one. Here the function combines whole slices, in the same order.
-- Every call of a device function looks through all of ``triton.language`` for what is still to be patched. Here that is done
-  once for each kernel launched.
-- Every sum and product of integers is computed in 64 bits, too, for an assertion that is off. Here it is not.
-- NumPy's name for a type comes from a table that is made anew each time, and so does what a shape says of a tensor: how many
-  elements, the sizes as constants. Here each is made once.
+- A reduction with a combine function that NumPy does not have (the exclusive or in ``tl.sort``)
+  takes the elements one by one. Here the function combines whole slices, in the same order.
+- Every call of a device function searches all of ``triton.language`` for what is still to be
+  patched. Here that is done once for each kernel launched.
+- Every sum and product of integers is computed in 64 bits, too, for an assertion that is off. Here
+  it is not.
+- NumPy's name for a type comes from a table that is made again each time, and so does what a shape
+  says of a tensor: its number of elements, its sizes as constants. Here each is made once.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def fold(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
 
 
 def patch_once(original: Any) -> Any:
-    """In place of ``_patch_lang``: nothing is left to patch in modules that were patched since the launch of the kernel."""
+    """In place of ``_patch_lang``: nothing is left to patch in modules that were patched since the
+    launch of the kernel.
+    """
     patched: set[str] = set()
 
     @functools.cache
@@ -99,7 +102,9 @@ NO_SIZES, ONE = core.tuple([]), core.constexpr(1)
 
 @functools.cache
 def facts_of(sizes: tuple[int, ...]) -> tuple[Any, int, str, Any, Any]:
-    """What types and tensors of one shape have in common: sizes, elements, the sizes in words, and both as constants."""
+    """What types and tensors of one shape have in common: sizes, elements, the sizes in words, and
+    both as constants.
+    """
     block = core.block_type.__new__(core.block_type)
     new_type(block, tl.int1, list(sizes))
     constants = core.tuple([core.constexpr(size) for size in sizes])

@@ -56,14 +56,17 @@ def run(operator, q, k, v, dout):
     elif operator == "window":
         out, _ = window_attention(q, k, v, config, backend="triton")
     else:
-        more = {"algorithm": "gathered", **offsets} if operator == "gathered" else {"algorithm": "tiled", "backend": "triton"}
+        more = {"algorithm": "tiled", "backend": "triton"}
+        if operator == "gathered":
+            more = {"algorithm": "gathered", **offsets}
         out, _ = selected_attention(q, k, v, ids, config, **more)
     return [out, *torch.autograd.grad(out, [q, k, v], dout)]
 
 
 # The compressed branch sees as many rows of keys as there are blocks: 12 of 52 tokens.
 total = torch.tensor([0, 52], dtype=torch.int32)
-offsets = {"cu_seqlens_q": torch.tensor([0, TOKENS], dtype=torch.int32), "cu_seqlens_k": total, "backend": "triton"}
+queries = torch.tensor([0, TOKENS], dtype=torch.int32)
+offsets = {"cu_seqlens_q": queries, "cu_seqlens_k": total, "backend": "triton"}
 q, dout, *keys = (torch.randn(tokens, HEADS, 16) for tokens in (TOKENS, TOKENS, 52, 52))
 for operator in sys.argv[2:]:
     k, v = keys if operator == "gathered" else (x[:TOKENS] for x in keys)

@@ -1,4 +1,6 @@
-"""Every public operator with backend "triton", forward and backward, in the interpreter: fp32 and the small pattern."""
+"""Every public operator with backend "triton", forward and backward, in the interpreter: fp32 and
+the small pattern.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def test_options_of_the_choice(changes):
 
 
 def test_steps_without_a_kept_block():
-    """Most steps of the second stage are left out; the key before a kept block still counts in it."""
+    """Most steps of the second stage are left out; the key before a kept block still counts."""
     stages: Any = {
         "coarse_block_size": 64,
         "num_coarse_blocks": 5,

@@ -1,4 +1,4 @@
-"""Kernels of the window and the compressed branch, fp32 in the interpreter, against the references."""
+"""Kernels of the window and the compressed branch, fp32 in the interpreter, and the references."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ from nsa.ops._triton.range_launch import (
 )
 from nsa.ops._triton.tuning import Tile
 from nsa.testing import assert_within_budget, make_inputs
+from tests.ops import cases
 
 PACKED = [70, 1, 0, 45]
 SHORT_QUERIES = [20, 1, 0, 7]
 
 
 def small(num_heads: int, num_kv_heads: int, head_dim: int = 16, value_dim: int = 16) -> NSAConfig:
-    return NSAConfig(
-        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim, compress_block_size=8,
-        compress_stride=4, block_size=16, num_selected_blocks=4, window_size=32,
-    )  # fmt: skip
+    sizes = {"head_dim": head_dim, "value_dim": value_dim, "window_size": 32}
+    return cases.small(num_heads=num_heads, num_kv_heads=num_kv_heads, **sizes)
 
 
 class Case:

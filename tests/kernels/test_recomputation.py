@@ -1,4 +1,6 @@
-"""A layer that keeps what its attention computed: the kernels' operator runs once, and the gradients are the same."""
+"""A layer that keeps what its attention computed: the kernels' operator runs once, and the
+gradients are the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The registered operators on the CPU: opcheck of each, torch.compile of the whole; kernels are interpreted."""
+"""The registered operators on the CPU: opcheck of each, torch.compile of the whole; kernels are
+interpreted.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class AskedError(Exception):
 
 @pytest.mark.parametrize("name", operator_names())
 def test_operator_guards_its_device(name, calls, monkeypatch):
-    """No operator runs without a look at where its tensors lie, so one registered in another way is noticed."""
+    """No operator runs without a look at where its tensors lie, so one registered in another way is
+    noticed.
+    """
 
     def ask(arguments):
         raise AskedError

@@ -1,4 +1,6 @@
-"""Replayed launches: the same results for other data, and for nothing but what they were recorded for."""
+"""Replayed launches: the same results for other data, and for nothing but what they were recorded
+for.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa import NSAConfig, native_sparse_attention, stages
+from nsa import native_sparse_attention, stages
 from nsa.module import NativeSparseAttention
 from nsa.ops import _replay
 from nsa.ops._replay import replayed
 from nsa.ops._triton.kernel import kernel
 from nsa.rope import Rope
+from tests.ops.cases import small
 
-PATTERN = NSAConfig(
-    num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, compress_block_size=8, compress_stride=4, block_size=16,
-    num_selected_blocks=3, window_size=16,
-)  # fmt: skip
+PATTERN = small(num_heads=4, num_kv_heads=2, value_dim=16, num_selected_blocks=3, window_size=16)
 
 
 @kernel(do_not_specialize=["number"])
@@ -246,10 +246,10 @@ def test_attention(
         )
         gates = torch.rand(96, 4, 3, requires_grad=True)
         phi = None if config.phi == "mean" else (module.phi_k.weights(), module.phi_v.weights())
-        out = native_sparse_attention(
-            q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, phi, config, rope=rope, cu_seqlens_q=offsets,
-            q_cmp=q_cmp if config.compress_rope == "none" else None, backend="triton",
-        )  # fmt: skip
+        keys = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
+        unrotated = q_cmp if config.compress_rope == "none" else None
+        options: Any = {"q_cmp": unrotated, "cu_seqlens_q": offsets, "backend": "triton"}
+        out = native_sparse_attention(q, *keys, gates, phi, config, rope=rope, **options)
         given = [q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *module.parameters()]
         grads = torch.autograd.grad(out, given, torch.randn(out.shape), allow_unused=True)
         return [out.detach(), *(x for x in grads if x is not None)]

@@ -21,6 +21,7 @@ from nsa.ops.selected import index, launch
 from nsa.ops.selected.launch import selected_backward, selected_forward
 from nsa.ops.selected.ops import SelectedInputs, SelectedResults
 from nsa.testing import assert_within_budget, make_inputs
+from tests.ops import cases
 
 BLOCK = 16
 PACKED = [84, 1, 0, 37]
@@ -31,14 +32,15 @@ TILE = Tile(32, 16, 4, 1)
 def small(
     group: int, num_kv_heads: int = 2, n: int = 4, head_dim: int = 16, value_dim: int = 16
 ) -> NSAConfig:
-    return NSAConfig(
-        num_heads=group * num_kv_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim,
-        compress_block_size=8, compress_stride=4, block_size=BLOCK, num_selected_blocks=n, window_size=32,
-    )  # fmt: skip
+    heads = {"num_heads": group * num_kv_heads, "num_kv_heads": num_kv_heads}
+    sizes = {"head_dim": head_dim, "value_dim": value_dim, "num_selected_blocks": n}
+    return cases.small(**heads, **sizes, block_size=BLOCK)
 
 
 class Case:
-    """Inputs in fp64 with a random choice of blocks, and what the reference makes of them in a given dtype."""
+    """Inputs in fp64 with a random choice of blocks, and what the reference makes of them in a
+    given dtype.
+    """
 
     def __init__(
         self,
@@ -138,7 +140,9 @@ def compare(
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
-    """Chunks that short sequences fill, too, and merges of several steps; many rows a program, which is quick here."""
+    """Chunks that short sequences fill, too, and merges of several steps; many rows a program,
+    which is quick here.
+    """
     monkeypatch.setattr(launch, "FORWARD_CHUNK", 12)
     monkeypatch.setattr(launch, "BACKWARD_CHUNK", 20)
     monkeypatch.setattr(launch, "DQ_CHUNK", 12)
@@ -152,14 +156,18 @@ def test_packed_sequences(group):
 
 
 def test_fewer_entries_make_smaller_chunks(monkeypatch):
-    """By shapes alone, and a power of two; 131,072 entries are two sequences of 2,048 tokens of the seed shape."""
+    """By shapes alone, and a power of two; 131,072 entries are two sequences of 2,048 tokens of the
+    seed shape.
+    """
     monkeypatch.setattr(launch, "BACKWARD_CHUNK", 1024)
     expected = {0: 128, 1: 128, 65_535: 128, 131_072: 256, 300_000: 512, 524_288: 1024, 2**21: 1024}
     assert {entries: launch.chunk_size(entries) for entries in expected} == expected
 
 
 class Noted:
-    """Stands for the streams and notes what is asked of them, and which of the launchers' steps come when."""
+    """Stands for the streams and notes what is asked of them, and which of the launchers' steps
+    come when.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
         self.said = said
@@ -202,15 +210,16 @@ class Noted:
 
 
 def test_nothing_is_read_before_the_other_stream_has_made_it(monkeypatch):
-    """The index is made while lists are; the gathered kernels wait for both, and those that leave at once for nothing."""
+    """The index is made while lists are; the gathered kernels wait for both, and those that leave
+    at once for nothing.
+    """
     said: list[str] = []
     Noted(monkeypatch, said)
     compare(Case(small(2), [25, 5]))
-    assert said == [
-        "new_gathered", "fork", "side", "fill_index", "calling", "make_lists", "wait", "gather_forward", "join",
-        "new_backward_index", "fork", "side", "fill_index", "calling", "make_lists", "wait",
-        "fork", "side", "_gather_gradients", "calling", "_gather_gradients", "join",
-    ]  # fmt: skip
+    made = "fork side fill_index calling make_lists wait"
+    forward = f"new_gathered {made} gather_forward join"
+    last = "fork side _gather_gradients calling _gather_gradients join"
+    assert said == f"{forward} new_backward_index {made} {last}".split()
 
 
 def test_the_tiled_forward_has_one_stream(monkeypatch):
@@ -229,7 +238,9 @@ def test_a_large_group():
 
 @pytest.mark.parametrize("segments", [1, 20])
 def test_segments(segments):
-    """Segments that end inside a sequence; the last of twenty are empty. The fourth block sees the first that is gathered."""
+    """Segments that end inside a sequence; the last of twenty are empty. The fourth block sees the
+    first that is gathered.
+    """
     compare(Case(small(2), [84, 1]), segments=segments)
 
 
@@ -261,7 +272,9 @@ def test_one_step_merges_all_slots(monkeypatch):
 
 
 def test_number_of_segments():
-    """By shapes alone: none where the rows of slots are small, otherwise four rows of slots a query head."""
+    """By shapes alone: none where the rows of slots are small, otherwise four rows of slots a query
+    head.
+    """
     assert launch.num_segments(2048, 16, 12 * 64 * 2) == 1
     assert launch.num_segments(65536, 16, 12 * 64 * 2) == 4
     assert launch.num_segments(65536, 12, 12 * 64 * 2) == 3
@@ -275,7 +288,9 @@ def test_other_designs(algorithm):
 
 @pytest.mark.parametrize("scattered", [False, True])
 def test_the_choice_decides(scattered, monkeypatch):
-    """Long lists by the shapes: what runs follows from the choice; output and dQ are to the bit those of that one alone."""
+    """Long lists by the shapes: what runs follows from the choice; output and dQ are to the bit
+    those of that one alone.
+    """
     for module in (index, design_rules):
         monkeypatch.setattr(module, "SCATTER_THRESHOLD", 1.25)
     case = Case(small(2, num_kv_heads=1, n=3), [118])
@@ -310,7 +325,9 @@ def test_queries_without_a_block():
     [("tiled", torch.int32), ("gathered", torch.int64), ("auto", torch.int32)],
 )
 def test_a_block_that_is_named_again_counts_once(algorithm, dtype):
-    """To the bit what comes without the repetition, forward and backward; neighbours of the query are not touched."""
+    """To the bit what comes without the repetition, forward and backward; neighbours of the query
+    are not touched.
+    """
     case = Case(small(2, n=6), [60, 1, 0, 20])
     ids = case.indices
     ids[::2, :, 3] = ids[::2, :, 0]
@@ -331,7 +348,9 @@ def test_a_block_that_is_named_again_counts_once(algorithm, dtype):
 
 @pytest.mark.parametrize("algorithm", ["tiled", "gathered"])
 def test_ids_of_64_bits_are_not_cut(algorithm):
-    """An id that 32 bits do not hold is far above every block, not the block that its lower half names."""
+    """An id that 32 bits do not hold is far above every block, not the block that its lower half
+    names.
+    """
     case = Case(small(2), [60, 1, 0, 20])
     expected = case.run(TILE, 2, algorithm=algorithm)
     ids = case.indices.long()
@@ -365,7 +384,9 @@ def test_same_bits_on_every_run():
 
 
 def test_later_queries_change_no_earlier_bit():
-    """Other choices, queries and values from row 40 on: the same bits before, in the outputs and in dQ."""
+    """Other choices, queries and values from row 40 on: the same bits before, in the outputs and in
+    dQ.
+    """
     before = Case(small(3, num_kv_heads=1), [60])
     after = Case(small(3, num_kv_heads=1), [60])
     after.indices[40:] = after.indices[40:].roll(1, 0) * 2 - 1

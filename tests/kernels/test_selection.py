@@ -15,6 +15,7 @@ from nsa.ops._triton.tuning import Tile
 from nsa.ops.selection.launch import Selection, select_blocks_forward
 from nsa.ops.selection.ops import new_selection
 from nsa.testing import make_inputs
+from tests.ops.cases import small
 
 SMALL = (8, 4, 16, 4)
 
@@ -23,10 +24,9 @@ def config_of(
     pattern: tuple[int, int, int, int], group: int, init: int = 1, local: int = 2
 ) -> NSAConfig:
     size, stride, block, n = pattern
-    return NSAConfig(
-        num_heads=group, num_kv_heads=1, head_dim=16, value_dim=16, compress_block_size=size, compress_stride=stride,
-        block_size=block, num_selected_blocks=n, num_init_blocks=init, num_local_blocks=local, window_size=32,
-    )  # fmt: skip
+    sizes = {"compress_block_size": size, "compress_stride": stride, "block_size": block}
+    counts = {"num_selected_blocks": n, "num_init_blocks": init, "num_local_blocks": local}
+    return small(num_heads=group, num_kv_heads=1, value_dim=16, **sizes, **counts)
 
 
 def compare(
@@ -70,7 +70,9 @@ def test_more_blocks_than_a_step_of_the_tile():
 
 
 def test_ties_go_to_the_lower_block():
-    """With q = 0 all compressed keys weigh the same: inner blocks tie exactly, wherever they lie in a step."""
+    """With q = 0 all compressed keys weigh the same: inner blocks tie exactly, wherever they lie in
+    a step.
+    """
     compare(config_of(SMALL, 2), [300], q_scale=0.0)
 
 

@@ -1,1 +1,1 @@
-"""What the Triton kernels of the operators share: tile loads, sequences, range attention, tuning."""
+"""What the Triton kernels share: tile loads, sequences, range attention, tuning."""

@@ -1,4 +1,4 @@
-"""Triton's view of an NVIDIA GPU that this process does not use: kernels compile for it, and nothing runs."""
+"""An NVIDIA GPU that is not there: Triton compiles kernels for it, and nothing runs."""
 
 from __future__ import annotations
 

@@ -61,7 +61,10 @@ class Kernel(JITFunction[Any]):
         self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def run(self, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
-        """Launch. Products and sums are fused: Triton 3.10 does so only if it is told to, and 3.9 warns of it."""
+        """Launch.
+
+        Products and sums are fused: Triton 3.10 does so only if told to, and 3.9 warns of it.
+        """
         options = {"enable_fp_fusion": True, **constants}
         first, hooks = args[0], triton.knobs.runtime
         # a tensor descriptor has a base

@@ -1,4 +1,7 @@
-"""Sizes of tiles and grids, for the host: Triton's functions of these names cost microseconds a call outside of kernels."""
+"""Sizes of tiles and grids, for the host.
+
+Triton's functions of these names cost microseconds a call outside kernels.
+"""
 
 from __future__ import annotations
 

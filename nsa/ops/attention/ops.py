@@ -41,7 +41,7 @@ from nsa.stages import CHOICE, COMPRESSED, GATES, SELECTED, WINDOW, stage
 
 
 class AttentionResults(NamedTuple):
-    """The result and what the backward needs; empty tensors stand for those of a branch that is off.
+    """The result and what the backward needs; tensors of a branch that is off are empty.
 
     Attributes:
         out: the gated sum ``[T, Hq, Dv]``.

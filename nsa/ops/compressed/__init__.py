@@ -32,7 +32,7 @@ def compressed_attention(
     softmax_scale: float | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor | None, Tensor]:
-    """Attention over the compressed blocks that lie wholly in the past (Eqs. 5 and 7, arXiv:2502.11089).
+    """Attention over the compressed blocks wholly in the past (Eqs. 5 and 7, arXiv:2502.11089).
 
     A query at position t sees block i when ``i * d + l - 1 <= t``.
 

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class SelectedInputs(NamedTuple):
-    """Queries ``[T, Hq, D]``, keys ``[S, Hkv, D]``, values ``[S, Hkv, Dv]``, ids ``[T, Hkv, n]``."""
+    """Queries ``[T, Hq, D]``, keys ``[S, Hkv, D]``, values ``[S, Hkv, Dv]`` and selected blocks.
+
+    The last are ``[T, Hkv, n]``.
+    """
 
     q: Tensor
     k: Tensor

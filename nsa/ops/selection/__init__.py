@@ -37,8 +37,8 @@ def select_blocks(
 
     The compressed branch's probabilities, spread over the tokens that compression and selection
     blocks share and summed over the heads of a group, rank the blocks ``0 .. t // l'``. The first
-    ``num_init_blocks`` and the last ``num_local_blocks`` of them are always selected. All query heads
-    of a group share the selection; no gradient flows through it.
+    ``num_init_blocks`` and the last ``num_local_blocks`` of them are always selected. All query
+    heads of a group share the selection; no gradient flows through it.
 
     Args:
         q: the queries that the compressed branch used, packed ``[T, Hq, D]`` or dense ``[B, T, Hq,

@@ -1,4 +1,7 @@
-"""``nsa::select_blocks``, registered with PyTorch. It has no gradient. Triton is loaded when it first runs."""
+"""``nsa::select_blocks``, registered with PyTorch. It has no gradient.
+
+Triton is loaded when it first runs.
+"""
 
 from __future__ import annotations
 
