@@ -24,7 +24,7 @@ import contextlib, faulthandler, importlib, io, json, os, pkgutil, signal, sys
 import concurrent.futures.process, multiprocessing.connection, multiprocessing.context
 import matplotlib.figure, numpy, rich.console, rich.progress, safetensors.torch, tokenizers, yaml
 import tensorboard.backend.event_processing.event_file_loader
-import tensorboard.summary.writer.record_writer
+import torch.utils.tensorboard
 import torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.run, torch.profiler
 import torch._inductor.compile_fx, torch._inductor.cpp_builder, torch.testing
 

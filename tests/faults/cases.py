@@ -1,4 +1,4 @@
-"""Runs in processes of their own that can be killed, stopped and compared."""
+"""Runs in their own processes that can be killed, stopped and compared."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import hashlib
 import json
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from nsa.train.checkpoint import list_checkpoints, read_meta
-from nsa.train.config import TrainConfig
+from nsa.train.checkpoint import list_checkpoints, read_meta, step_of
 from nsa.train.load import to_yaml
 from tests.faults import plant
 from tests.train.cases import reproducible_rows, tiny_config
@@ -28,43 +30,35 @@ _CLOCKED = ("seconds", "window")
 TWO_RANKS = ("--world-size", "2", "--accumulation", "1")
 FORKS: Any = multiprocessing.get_context("forkserver")
 
+Fault = tuple[str, ...]
+Words = tuple[str | Path, ...]
+
 
 def write_config(folder: Path, **changes: Any) -> Path:
     """A tiny run in a file: 30 steps of some 15 ms, a checkpoint every second one."""
-    settings: dict[str, Any] = {
-        "steps": 30,
-        "log_every": 3,
-        "eval_every": 6,
-        "eval_windows": 2,
-        "checkpoint_every": 2,
-    }
+    settings: dict[str, Any] = {"steps": 30, "log_every": 3, "eval_every": 6, "eval_windows": 2}
+    settings |= {"checkpoint_every": 2, **changes}
     path = folder / "tiny.yaml"
-    path.write_text(to_yaml(tiny_config(folder, **{**settings, **changes})), encoding="utf-8")
+    path.write_text(to_yaml(tiny_config(folder, **settings)), encoding="utf-8")
     return path
 
 
-def config_of(path: Path) -> TrainConfig:
-    from nsa.train.load import load_config
-
-    return load_config(path)
-
-
 class Nsa:
-    """The command ``nsa`` in a process of its own, which does not outlive the test."""
+    """The command ``nsa`` in its own process, which does not outlive the test."""
 
     def __init__(
         self,
         *words: str | Path,
         said: Path,
-        env: dict[str, str] | None = None,
-        fault: tuple[str, ...] = (),
+        env: Mapping[str, str] | None = None,
+        fault: Fault = (),
     ) -> None:
         self.said = said
-        arguments = ([str(word) for word in words], str(said), env or {}, fault)
+        arguments = ([str(word) for word in words], str(said), dict(env or {}), fault)
         self.process = FORKS.Process(target=_main, args=arguments)
         self.process.start()
 
-    def __enter__(self) -> Nsa:
+    def __enter__(self) -> Any:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -90,10 +84,7 @@ class Nsa:
         return self.said.read_text(encoding="utf-8", errors="replace") if self.said.exists() else ""
 
     def wait_until(
-        self,
-        condition: Callable[[], bool],
-        limit_s: float = 120,
-        poll_s: float = 0.005,
+        self, condition: Callable[[], bool], limit_s: float = 120, poll_s: float = 0.005
     ) -> bool:
         """Whether the condition came true before the process ended."""
         deadline = time.monotonic() + limit_s
@@ -105,13 +96,59 @@ class Nsa:
         return True
 
 
+class Run(Nsa):
+    """``nsa train`` of a tiny run in ``folder/run``, given by a file or by settings."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *words: str | Path,
+        config: Path | None = None,
+        path: Path | None = None,
+        fault: Fault = (),
+        **changes: Any,
+    ) -> None:
+        self.path = path or folder / "run"
+        given = ("train", config or write_config(folder, **changes), "--run-dir", self.path)
+        super().__init__(*given, *words, said=folder / "said", fault=fault)
+
+    def wait_for_rows(self, number: int) -> None:
+        assert self.wait_until(lambda: rows_of(self.path) >= number), self.text
+
+    def wait_for_text(self, text: str) -> None:
+        assert self.wait_until(lambda: text in self.text), self.text
+
+    def goes_on(self) -> None:
+        self.wait_for_rows(rows_of(self.path) + 3)
+
+    def stop(self, how: str = "SIGTERM") -> None:
+        """Ask for the end of the run, by a signal or the halt file, and wait for it."""
+        if how == "halt":
+            (self.path / "halt").touch()
+        else:
+            self.kill(signal.Signals[how])
+        assert self.end() == (0 if how == "halt" else 128 + signal.Signals[how]), self.text
+
+
 def complete(*words: str | Path, folder: Path) -> None:
     """Run ``nsa`` to its end, without an error."""
     with Nsa(*words, said=folder / "said") as nsa:
         assert nsa.end() == 0, nsa.text
 
 
-def _main(words: list[str], said: str, env: dict[str, str], fault: tuple[str, ...]) -> None:
+def undisturbed(folder: Path, **changes: Any) -> Path:
+    """A whole run in ``folder/whole``, with its configuration ``tiny.yaml`` in the same folder."""
+    complete("train", write_config(folder, **changes), "--run-dir", folder / "whole", folder=folder)
+    return folder / "whole"
+
+
+def check_resumed(path: Path, whole: Path) -> None:
+    """Resume a run and compare it with the undisturbed one, bit for bit."""
+    complete("train", "--resume", path, folder=path.parent)
+    assert outcome(path) == outcome(whole)
+
+
+def _main(words: list[str], said: str, env: dict[str, str], fault: Fault) -> None:
     """In the new process."""
     descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -139,8 +176,15 @@ def outcome(path: Path) -> tuple[Any, ...]:
     return newest.name, tensors, progress, meta["sampler"], meta["rng"], reproducible_rows(path)
 
 
-def events(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+def steps_of(path: Path) -> list[int]:
+    """Steps of the checkpoints of a run."""
+    return [step_of(checkpoint) for checkpoint in list_checkpoints(path / "checkpoints")]
+
+
+def events(path: Path, kind: str = "") -> list[dict[str, Any]]:
+    """Events of a run, of one kind or all."""
+    found = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    return [event for event in found if kind in ("", event["kind"])]
 
 
 def rows_of(path: Path) -> int:
@@ -153,33 +197,20 @@ class Ranks:
     """The processes of one run, started by hand instead of by torchrun, which takes seconds."""
 
     def __init__(
-        self,
-        *words: str | Path,
-        folder: Path,
-        number: int = 2,
-        fault: tuple[str, ...] = (),
-        env: dict[str, str] | None = None,
+        self, *words: str | Path, folder: Path, number: int = 2, fault: Fault = ()
     ) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        common = {
-            "WORLD_SIZE": str(number),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            **(env or {}),
-        }
+        place = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         self.ranks = [
             Nsa(
                 *words,
                 said=folder / f"said-rank-{rank}",
                 fault=fault,
-                env={"RANK": str(rank), "LOCAL_RANK": str(rank), **common},
+                env={"RANK": str(rank), "LOCAL_RANK": str(rank), **place},
             )
             for rank in range(number)
         ]
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> Any:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -195,30 +226,82 @@ class Ranks:
         return "\n".join(rank.text for rank in self.ranks)
 
 
-ONE_NODE = ("--standalone", "--nproc-per-node", "2")
+class TwoRanks(Ranks):
+    """``nsa train`` of a tiny run in ``folder/run`` by two processes."""
+
+    def __init__(self, folder: Path, *words: str | Path, fault: Fault = (), **changes: Any) -> None:
+        self.path = folder / "run"
+        given = ("train", write_config(folder, **changes), "--run-dir", self.path, *TWO_RANKS)
+        super().__init__(*given, *words, folder=folder, fault=fault)
+
+    def wait_for_rows(self, number: int) -> None:
+        assert self.ranks[0].wait_until(lambda: rows_of(self.path) >= number), self.text
+
+    def kill(self, number: int) -> None:
+        """Signal both, as torchrun does."""
+        for rank in self.ranks:
+            rank.kill(number)
 
 
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+@contextmanager
 def torchrun(
     *words: str | Path,
-    fault: tuple[str, ...] = (),
-    restarts: int = 0,
-    place: tuple[str, ...] = ONE_NODE,
-) -> subprocess.Popen[str]:
+    fault: Fault = (),
+    place: Fault = ("--standalone", "--nproc-per-node", "2"),
+) -> Iterator[subprocess.Popen[str]]:
     """An agent of torchrun, by default with two processes, with a fault planted in each process."""
-    command = [sys.executable, "-m", "torch.distributed.run", *place]
-    command += [
-        "--max-restarts",
-        str(restarts),
-        str(ROOT / "tests" / "faults" / "plant.py"),
-        *(fault or ("none",)),
-        "--",
-    ]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*command, *map(str, words)],
-        env=env,
+    program = ROOT / "tests" / "faults" / "plant.py"
+    command = [sys.executable, "-m", "torch.distributed.run", *place, program, *fault, "--", *words]
+    agent = subprocess.Popen(
+        [str(word) for word in command],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
+    try:
+        yield agent
+    finally:
+        agent.kill()
+
+
+DAMAGES = ("bit", "truncated", "empty", "missing", "longer", "swapped", "zeros")
+
+
+def damage(file: Path, other: Path, how: str, rng: random.Random) -> None:
+    """Change a file as a bad disk or a mistake does; ``other`` is a file that takes its place."""
+    intact = file.read_bytes()
+    place = rng.randrange(len(intact))
+    flipped = bytes([intact[place] ^ 1 << rng.randrange(8)])
+    changed = {
+        "bit": intact[:place] + flipped + intact[place + 1 :],
+        "truncated": intact[:place],
+        "empty": b"",
+        "longer": intact + rng.randbytes(1 + place % 100),
+        "swapped": other.read_bytes(),
+        "zeros": intact[:place] + bytes(len(intact) - place),
+    }
+    if how == "missing" or changed[how] == intact:
+        file.unlink()
+    else:
+        file.write_bytes(changed[how])
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A file system in ``folder``; only the superuser of a whole machine may mount one."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is refused here; the test with RLIMIT_FSIZE takes its place")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)

@@ -1,5 +1,5 @@
-"""Faults planted in a process before it trains; also a program: ``plant.py FAULT [ARGUMENT ...] --
-WORDS OF NSA``.
+"""Faults planted in a process before it trains; also a program: ``plant.py [FAULT [ARGUMENT ...]]
+-- WORDS OF NSA``.
 """
 
 from __future__ import annotations
@@ -15,35 +15,39 @@ from typing import Any
 import torch
 
 
-def fault(name: str = "none", *arguments: str) -> None:
+def fault(name: str = "", *arguments: str) -> None:
     """Change this process so that the named fault will happen in it."""
-    _FAULTS[name](*arguments)
+    if name:
+        FAULTS[name](*arguments)
 
 
-def _none() -> None:
-    pass
-
-
-def _at_step(step: str, rank: str, action: Any) -> None:
-    """Do something at the beginning of an optimizer step of one rank."""
+def _before_steps(action: Callable[[Any], None]) -> None:
+    """Do something at the beginning of every optimizer step."""
     from nsa.train.trainer import Trainer
 
     real = Trainer.train_step
 
     def train_step(self: Trainer, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.state.progress.step == int(step) and self.processes.rank == int(rank):
-            action(self)
+        action(self)
         return real(self, *args, **kwargs)
 
     Trainer.train_step = train_step  # type: ignore[method-assign]
 
 
-def _stuck_in_c(step: str) -> None:
+def _at_step(step: str, rank: str, action: Callable[[Any], None]) -> None:
+    """Do something at the beginning of one optimizer step of one rank."""
+
+    def act(trainer: Any) -> None:
+        if (trainer.state.progress.step, trainer.processes.rank) == (int(step), int(rank)):
+            action(trainer)
+
+    _before_steps(act)
+
+
+def stuck_in_c(step: str) -> None:
     """The main thread calls C code that keeps the interpreter to itself and does not return."""
-    library, mutex = (
-        ctypes.PyDLL(None),
-        ctypes.create_string_buffer(64),
-    )  # PyDLL does not release the interpreter
+    library = ctypes.PyDLL(None)  # which does not release the interpreter
+    mutex = ctypes.create_string_buffer(64)
 
     def deadlock(trainer: Any) -> None:
         library.pthread_mutex_lock(mutex)
@@ -52,28 +56,25 @@ def _stuck_in_c(step: str) -> None:
     _at_step(step, "0", deadlock)
 
 
-def _starve(window: str, rank: str = "0", seconds: str = "3600") -> None:
+def starve(batches: str, rank: str = "0", seconds: str = "3600") -> None:
     """Reading training text stops after some micro-batches."""
-    _after_micro_batches(window, rank, lambda: time.sleep(float(seconds)))
+    _after_micro_batches(batches, rank, lambda: time.sleep(float(seconds)))
 
 
-def _lose_data(window: str, rank: str = "0") -> None:
+def lose_data(batches: str, rank: str = "0") -> None:
     """The source of the training text gives up after some micro-batches."""
 
     def give_up() -> None:
         from nsa.train.data import DataUnavailableError
 
-        raise DataUnavailableError(
-            "DocumentReader",
-            "source",
-            "send documents within the time limit of 300 s",
-            "none",
-        )
+        rule = "send documents within the time limit of 300 s"
+        raise DataUnavailableError("DocumentReader", "source", rule, "none")
 
-    _after_micro_batches(window, rank, give_up)
+    _after_micro_batches(batches, rank, give_up)
 
 
 def _after_micro_batches(number: str, rank: str, action: Callable[[], None]) -> None:
+    from nsa.train import trainer
     from nsa.train.data import batch
 
     real, calls = batch.collate, 0
@@ -85,12 +86,10 @@ def _after_micro_batches(number: str, rank: str, action: Callable[[], None]) -> 
             action()
         return real(*args, **kwargs)
 
-    from nsa.train import trainer
-
     trainer.collate = collate  # type: ignore[attr-defined]
 
 
-def _nan_in_weights(step: str, rank: str = "0") -> None:
+def nan_in_weights(step: str, rank: str = "0") -> None:
     from nsa.train.distributed.sharding import own_part
 
     def poison(trainer: Any) -> None:
@@ -100,34 +99,30 @@ def _nan_in_weights(step: str, rank: str = "0") -> None:
     _at_step(step, rank, poison)
 
 
-def _die(step: str, rank: str, number: str) -> None:
-    """The process kills itself, the first time that torchrun started it."""
+def die(step: str, rank: str, number: str) -> None:
+    """The process signals itself, the first time that torchrun started it."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         _at_step(step, rank, lambda trainer: os.kill(os.getpid(), int(number)))
 
 
-def _small_files(num_bytes: str) -> None:
+def small_files(num_bytes: str) -> None:
     """Files beyond this size cannot be written, as on a full disk."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(num_bytes), resource.RLIM_INFINITY))
 
 
-def _slow(seconds: str, after: str = "0") -> None:
+def slow(seconds: str, after: str = "0") -> None:
     """Every step but the first few takes at least this long."""
-    from nsa.train.trainer import Trainer
 
-    real = Trainer.train_step
-
-    def train_step(self: Trainer, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.state.progress.step >= int(after):
+    def wait(trainer: Any) -> None:
+        if trainer.state.progress.step >= int(after):
             time.sleep(float(seconds))
-        return real(self, *args, **kwargs)
 
-    Trainer.train_step = train_step  # type: ignore[method-assign]
+    _before_steps(wait)
 
 
-def _dead_gate(step: str) -> None:
+def dead_gate(step: str) -> None:
     def close(trainer: Any) -> None:
         gate = trainer.model.decoder_layers()[0].attention.gate
         with torch.no_grad():
@@ -136,16 +131,9 @@ def _dead_gate(step: str) -> None:
     _at_step(step, "0", close)
 
 
-_FAULTS: dict[str, Callable[..., None]] = {
-    "none": _none,
-    "stuck-in-c": _stuck_in_c,
-    "starve": _starve,
-    "lose-data": _lose_data,
-    "nan-in-weights": _nan_in_weights,
-    "die": _die,
-    "small-files": _small_files,
-    "slow": _slow,
-    "dead-gate": _dead_gate,
+FAULTS: dict[str, Callable[..., None]] = {
+    one.__name__: one
+    for one in (stuck_in_c, starve, lose_data, nan_in_weights, die, small_files, slow, dead_gate)
 }
 
 if __name__ == "__main__":

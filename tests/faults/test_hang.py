@@ -4,140 +4,110 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.faults.cases import TWO_RANKS, Nsa, Ranks, events, rows_of, torchrun, write_config
+from tests.faults.cases import TWO_RANKS, Run, TwoRanks, events, rows_of, torchrun, write_config
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/wchan").exists(), reason="needs /proc")
 
 
-def test_main_thread_stuck_in_c_with_the_interpreter(tmp_path: Path, count) -> None:
+def endless(stall_limit_s: float) -> dict[str, Any]:
+    return {"steps": 10_000, "stall_limit_s": stall_limit_s, "data_limit_s": stall_limit_s / 3}
+
+
+def test_main_thread_stuck_in_c_with_the_interpreter(tmp_path: Path) -> None:
     """No Python thread of the process can run any more; its stacks are written all the same."""
-    config = write_config(tmp_path, stall_limit_s=2.0, data_limit_s=1.0)
-    with Nsa(
-        "train",
-        config,
-        "--run-dir",
-        tmp_path / "run",
-        said=tmp_path / "said",
-        fault=("stuck-in-c", "8"),
-    ) as nsa:
-        nsa.wait_until(lambda: rows_of(tmp_path / "run") == 2)  # of steps 3 and 6
-        begin = time.monotonic()
-        assert nsa.end(60) == -signal.SIGKILL
-        assert time.monotonic() - begin < 40
-        said = nsa.text
-    assert "watchdog: rank 0" in said
-    assert "stall, zero throughput: no sign of life for" in said
-    assert "last heartbeat: number" in said
-    assert "step 8, phase step" in said
-    assert 'tests/faults/plant.py", line' in said  # the stack shows where
-    assert "in train_step" in said
-    assert "ending rank 0" in said
+    with Run(tmp_path, fault=("stuck_in_c", "8"), **endless(3.0)) as run:
+        assert run.end() == -signal.SIGKILL
+        said = run.text
+    for part in (
+        "watchdog: rank 0",
+        "stall, zero throughput: no sign of life for",
+        "last heartbeat: number",
+        "step 8, phase step",
+        'tests/faults/plant.py", line',  # the stack shows where
+        "in train_step",
+        "ending rank 0",
+    ):
+        assert part in said, said
     first = said[said.index("watchdog:") :].splitlines()[0]
-    assert first in (tmp_path / "run" / "log.txt").read_text()
-    assert [event["kind"] for event in events(tmp_path / "run")][-2:] == ["hang", "end"]
-    assert (tmp_path / "run" / "stacks" / "rank-0.txt").stat().st_size > 0
-    count("hang in C code, ended and reported", 1, 1)
+    assert first in (run.path / "log.txt").read_text()
+    assert [event["kind"] for event in events(run.path)][-2:] == ["hang", "end"]
+    assert (run.path / "stacks" / "rank-0.txt").stat().st_size > 0
 
 
 @LINUX
-def test_stopped_process_of_one(tmp_path: Path, count) -> None:
-    config = write_config(tmp_path, steps=10_000, stall_limit_s=2.0, data_limit_s=1.0)
-    with Nsa("train", config, "--run-dir", tmp_path / "run", said=tmp_path / "said") as nsa:
-        nsa.wait_until(lambda: rows_of(tmp_path / "run") > 2)
-        nsa.kill(signal.SIGSTOP)
-        assert nsa.end(60) == -signal.SIGKILL
-        assert "state: state T (stopped)" in nsa.text
-        assert "stacks: none, the process cannot run" in nsa.text
-    count("single process stopped (SIGSTOP), ended and reported", 1, 1)
+def test_stopped_process_of_one(tmp_path: Path) -> None:
+    with Run(tmp_path, **endless(3.0)) as run:
+        run.wait_for_rows(3)
+        run.kill(signal.SIGSTOP)
+        assert run.end() == -signal.SIGKILL
+        assert "state: state T (stopped)" in run.text
+        assert "stacks: none, the process cannot run" in run.text
 
 
 @LINUX
-def test_one_rank_stopped(tmp_path: Path, count) -> None:
+def test_one_rank_stopped(tmp_path: Path) -> None:
     """The other rank waits for it in a collective and says so; of the stopped one the state is read
     from outside.
     """
-    config = write_config(tmp_path, steps=10_000, stall_limit_s=3.0, data_limit_s=1.0)
-    words = ("train", config, "--run-dir", tmp_path / "run", *TWO_RANKS)
-    with Ranks(*words, folder=tmp_path) as run:
-        run.ranks[0].wait_until(lambda: rows_of(tmp_path / "run") > 2)
+    with TwoRanks(tmp_path, **endless(3.0)) as run:
+        run.wait_for_rows(3)
         run.ranks[1].kill(signal.SIGSTOP)
-        begin = time.monotonic()
-        codes = run.end(60)
-        assert time.monotonic() - begin < 40
-        said = [rank.text for rank in run.ranks]
-    assert all(code != 0 for code in codes), codes
-    assert "stacks (also in" in said[0]
-    assert "nsa/train/trainer.py" in said[0]
-    for part in (
-        "rank 1",
-        "state: state T (stopped)",
-        "wait channel",
-        "last heartbeat: number",
-        "stacks: none",
-    ):
-        assert part in said[1]
-    hangs = [event["message"] for event in events(tmp_path / "run") if event["kind"] == "hang"]
-    assert {message.split()[2] for message in hangs} == {"0", "1"}
-    count("one rank of two stopped (SIGSTOP), both reported", 1, 1)
+        assert 0 not in run.end(), run.text
+        first, second = (rank.text for rank in run.ranks)
+    assert "stacks (also in" in first
+    assert "nsa/train/trainer.py" in first
+    state = ("rank 1", "state: state T (stopped)", "wait channel", "last heartbeat: number")
+    for part in (*state, "stacks: none"):
+        assert part in second
+    assert {event["message"].split()[2] for event in events(run.path, "hang")} == {"0", "1"}
 
 
 def test_a_process_says_where_it_stands_when_another_rank_hangs(tmp_path: Path) -> None:
-    """Also one that has nothing to fear from its own watchdog yet; and it goes on."""
-    config = write_config(tmp_path, steps=10_000, stall_limit_s=300.0, data_limit_s=100.0)
-    with Nsa("train", config, "--run-dir", tmp_path / "run", said=tmp_path / "said") as nsa:
-        nsa.wait_until(lambda: rows_of(tmp_path / "run") > 2)
-        with (tmp_path / "run" / "stacks" / "alarm").open("a") as alarm:
+    """Also one that is far from its own limit; and it goes on."""
+    with Run(tmp_path, **endless(300.0)) as run:
+        run.wait_for_rows(3)
+        with (run.path / "stacks" / "alarm").open("a") as alarm:
             alarm.write("1\n")
-        nsa.wait_until(lambda: "watchdog: rank 0" in nsa.text)
-        before = rows_of(tmp_path / "run")
-        nsa.wait_until(lambda: rows_of(tmp_path / "run") > before + 2)
-        nsa.kill(signal.SIGTERM)
-        assert nsa.end() == 128 + signal.SIGTERM
-        said = nsa.text
-    assert "watchdog: rank 0" in said
-    assert ": another rank hangs: no sign of life for" in said
-    assert 'nsa/train/trainer.py", line' in said
-    assert said.count("watchdog:") == 1
+        run.wait_for_text("watchdog: rank 0")
+        run.goes_on()
+        run.stop()
+    assert ": another rank hangs: no sign of life for" in run.text
+    assert 'nsa/train/trainer.py", line' in run.text
+    assert run.text.count("watchdog:") == 1
 
 
+@LINUX
 def test_a_pause_of_everything_is_no_hang(tmp_path: Path) -> None:
     """Ctrl-Z and a machine that sleeps stop the watchdog as well; time that it did not see does not
     count.
     """
-    config = write_config(tmp_path, steps=10_000, stall_limit_s=4.0, data_limit_s=1.0)
-    with Nsa("train", config, "--run-dir", tmp_path / "run", said=tmp_path / "said") as nsa:
-        nsa.wait_until(lambda: rows_of(tmp_path / "run") > 2)
-        listed = Path(f"/proc/{nsa.pid}/task/{nsa.pid}/children").read_text()
-        children = [int(word) for word in listed.split()]
-        assert len(children) == 1
-        for pid in (*children, nsa.pid):
+    with Run(tmp_path, **endless(4.0)) as run:
+        run.wait_for_rows(3)
+        (child,) = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        for pid in (int(child), run.pid):
             os.kill(pid, signal.SIGSTOP)
         time.sleep(8)
-        for pid in (nsa.pid, *children):
+        for pid in (run.pid, int(child)):
             os.kill(pid, signal.SIGCONT)
-        before = rows_of(tmp_path / "run")
-        nsa.wait_until(lambda: rows_of(tmp_path / "run") > before + 2)
-        nsa.kill(signal.SIGTERM)
-        assert nsa.end() == 128 + signal.SIGTERM
-        assert "watchdog" not in nsa.text
+        run.goes_on()
+        run.stop()
+        assert "watchdog" not in run.text
 
 
 def test_a_process_that_goes_on_in_time_is_left_alone(tmp_path: Path) -> None:
-    config = write_config(tmp_path, steps=10_000, stall_limit_s=4.0, data_limit_s=1.0)
-    with Nsa("train", config, "--run-dir", tmp_path / "run", said=tmp_path / "said") as nsa:
-        nsa.wait_until(lambda: rows_of(tmp_path / "run") > 2)
-        nsa.kill(signal.SIGSTOP)
-        nsa.wait_until(lambda: "watchdog: rank 0" in nsa.text)
-        nsa.kill(signal.SIGCONT)
-        nsa.wait_until(lambda: "watchdog: rank 0 goes on" in nsa.text)
-        nsa.kill(signal.SIGTERM)
-        assert nsa.end() == 128 + signal.SIGTERM
+    with Run(tmp_path, **endless(4.0)) as run:
+        run.wait_for_rows(3)
+        run.kill(signal.SIGSTOP)
+        run.wait_for_text("watchdog: rank 0")
+        run.kill(signal.SIGCONT)
+        run.wait_for_text("watchdog: rank 0 goes on")
+        run.stop()
 
 
 @LINUX
@@ -145,31 +115,22 @@ def test_a_process_that_goes_on_in_time_is_left_alone(tmp_path: Path) -> None:
 def test_one_rank_stopped_under_torchrun_with_the_usual_limits(tmp_path: Path, count) -> None:
     """The whole as a user has it, from SIGSTOP to the end of torchrun, within 60 s."""
     config = write_config(tmp_path, steps=1_000_000, checkpoint_every=100_000, eval_every=0)
-    process = torchrun("train", config, "--run-dir", tmp_path / "run", *TWO_RANKS)
-    try:
+    path = tmp_path / "run"
+    with torchrun("train", config, "--run-dir", path, *TWO_RANKS) as agent:
         deadline = time.monotonic() + 120
-        while rows_of(tmp_path / "run") < 3:
+        while rows_of(path) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        stopped = _pid_of_rank(tmp_path / "run", 1)
+        stopped = _pid_of_rank(path, 1)
         os.kill(stopped, signal.SIGSTOP)
         begin = time.monotonic()
-        said, _ = process.communicate(timeout=120)
+        said, _ = agent.communicate(timeout=120)
         seconds = time.monotonic() - begin
-    finally:
-        process.kill()
-    print(said, file=sys.stderr)
-    assert process.returncode != 0
+    assert agent.returncode != 0, said
     assert seconds < 60
-    assert f"rank 1 (process {stopped})" in said
-    assert "state: state T (stopped)" in said
-    assert "nsa/train/trainer.py" in said
-    count(
-        "one rank of two stopped under torchrun, reported and ended within 60 s",
-        1,
-        1,
-        seconds=round(seconds),
-    )
+    for part in (f"rank 1 (process {stopped})", "state T (stopped)", "nsa/train/trainer.py"):
+        assert part in said
+    count("one rank of two stopped under torchrun, ended within 60 s", 1, 1, seconds=round(seconds))
 
 
 def _pid_of_rank(path: Path, rank: int) -> int:

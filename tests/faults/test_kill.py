@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 
-from nsa.train.checkpoint import list_checkpoints, step_of
-from tests.faults.cases import Nsa, complete, outcome, write_config
+from tests.faults.cases import Nsa, outcome, steps_of, undisturbed
 
 STEPS, EVERY = 30, 2  # of a run, from one checkpoint to the next
-KILLS = 10  # of a test; several tests share the work between processes
 
 
 def _kill(nsa: Nsa, path: Path, rng: random.Random) -> bool:
@@ -27,38 +25,27 @@ def _kill(nsa: Nsa, path: Path, rng: random.Random) -> bool:
     """
     nsa.wait_until((path / "config.yaml").exists, poll_s=0.002)
     # Counted in checkpoints: on a loaded machine no time is like another.
-    number = rng.randrange(STEPS // EVERY)
-    nsa.wait_until(lambda: _newest(path) >= number * EVERY, poll_s=0.001)
+    step = EVERY * rng.randrange(STEPS // EVERY)
+    nsa.wait_until(lambda: max(steps_of(path), default=0) >= step, poll_s=0.001)
     time.sleep(rng.uniform(0, 0.1))
     if rng.random() < 0.5:
-        nsa.wait_until(
-            lambda: any(name[0] == "." for name in os.listdir(path / "checkpoints")),
-            poll_s=0,
-        )
+        checkpoints = path / "checkpoints"
+        nsa.wait_until(lambda: any(name[0] == "." for name in os.listdir(checkpoints)), poll_s=0)
     nsa.process.kill()
     nsa.process.join()
     return nsa.process.exitcode == -signal.SIGKILL
-
-
-def _newest(path: Path) -> int:
-    """Step of the newest checkpoint, 0 before the first."""
-    return max(map(step_of, list_checkpoints(path / "checkpoints")), default=0)
 
 
 def kills(tmp_path: Path, number: int, seed: int, **changes: Any) -> tuple[int, int, int]:
     """Kill and resume runs; returns how many resumed identically, were writing a checkpoint, had
     none yet.
     """
-    rng, config = (
-        random.Random(seed),
-        write_config(tmp_path, steps=STEPS, checkpoint_every=EVERY, **changes),
-    )
-    complete("train", config, "--run-dir", tmp_path / "whole", folder=tmp_path)
-    expected = outcome(tmp_path / "whole")
+    rng = random.Random(seed)
+    expected = outcome(undisturbed(tmp_path, steps=STEPS, checkpoint_every=EVERY, **changes))
     identical = writing = without = 0
     while identical < number:
         path, said = tmp_path / f"run-{identical}", tmp_path / f"said-{identical}"
-        words: list[str | Path] = ["train", config, "--run-dir", path]
+        words: list[str | Path] = ["train", tmp_path / "tiny.yaml", "--run-dir", path]
         env: dict[str, str] = {}
         with Nsa(*words, said=said) as nsa:
             killed = _kill(nsa, path, rng)
@@ -66,7 +53,7 @@ def kills(tmp_path: Path, number: int, seed: int, **changes: Any) -> tuple[int, 
             shutil.rmtree(path)
             continue
         writing += bool(list((path / "checkpoints").glob(".unfinished-*")))
-        if list_checkpoints(path / "checkpoints"):
+        if steps_of(path):
             words = ["train", "--resume", path]
         else:  # what torchrun does: the same command again
             without += 1
@@ -79,25 +66,11 @@ def kills(tmp_path: Path, number: int, seed: int, **changes: Any) -> tuple[int, 
     return identical, writing, without
 
 
-def test_killed_at_random_moments(tmp_path: Path, count) -> None:
-    identical, writing, without = kills(tmp_path, 3, seed=1)
-    count(
-        "killed at random moments",
-        3,
-        identical,
-        while_writing_a_checkpoint=writing,
-        before_the_first=without,
-    )
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("part", range(10))
-def test_killed_at_random_moments_100_times(tmp_path: Path, count, part: int) -> None:
-    identical, writing, without = kills(tmp_path, KILLS, seed=100 + part)
-    count(
-        "killed at random moments",
-        KILLS,
-        identical,
-        while_writing_a_checkpoint=writing,
-        before_the_first=without,
-    )
+@pytest.mark.parametrize(
+    ("number", "seed"),
+    [(3, 1), *(pytest.param(10, 100 + part, marks=pytest.mark.faults) for part in range(10))],
+)
+def test_killed_at_random_moments(tmp_path: Path, count, number: int, seed: int) -> None:
+    identical, writing, without = kills(tmp_path, number, seed)
+    remarks = {"while_writing_a_checkpoint": writing, "before_the_first": without}
+    count("killed at random moments", number, identical, **remarks)

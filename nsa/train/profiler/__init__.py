@@ -1,1 +1,1 @@
-"""``nsa profile``: where the time of a training step goes, seen from inside the training process."""
+"""``nsa profile``: where the time of a training step goes, seen from the training process."""

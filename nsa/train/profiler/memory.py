@@ -1,4 +1,4 @@
-"""Memory of a training step by module: what each keeps for the backward pass, and how high memory stands while it runs."""
+"""Memory of a training step by module: what each keeps for the backward pass, and its peaks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 from torch.autograd.profiler import record_function
+from torch.nn.modules import module as hooks
 
 from nsa import stages
 from nsa.train.profiler.attribution import PREFIX
@@ -26,9 +27,9 @@ class ModuleMemory:
 
     Attributes:
         name: of the module in the model.
-        forward_peak: most memory allocated while its forward ran, that of everything else included.
-        backward_peak: the same of its backward.
-        kept: what its forward left allocated.
+        forward_peak: largest allocated memory while its forward pass ran, of the whole process.
+        backward_peak: the same for its backward pass.
+        kept: what its forward pass left allocated.
     """
 
     name: str
@@ -39,90 +40,69 @@ class ModuleMemory:
 
 @contextmanager
 def modules_marked(model: nn.Module) -> Iterator[None]:
-    """Within, the forward of every module of the model is a range of the trace."""
-    open_ranges: list[record_function] = []
-    hooks = []
+    """Within, the forward pass of every module of the model is a range of the trace."""
+    names = {module: name or "model" for name, module in model.named_modules()}
+    ranges: list[record_function] = []
 
-    def enter(name: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            open_ranges.append(record_function(MODULE + name))
-            open_ranges[-1].__enter__()
-
-        return hook
+    def enter(module: nn.Module, args: Any) -> None:
+        if module in names:
+            ranges.append(record_function(MODULE + names[module]))
+            ranges[-1].__enter__()
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        open_ranges.pop().__exit__(None, None, None)
+        if module in names:
+            ranges.pop().__exit__(None, None, None)
 
-    for name, module in model.named_modules():
-        hooks += [
-            module.register_forward_pre_hook(enter(name or "model")),
-            module.register_forward_hook(leave),
-        ]
-    try:
+    with (
+        hooks.register_module_forward_pre_hook(enter),
+        hooks.register_module_forward_hook(leave),
+    ):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def module_memory(trace: Trace, device: str, allocated: int) -> list[ModuleMemory]:
-    """Memory by module, in the order of their forwards.
+    """Memory by module, in the order of their forward passes.
 
     Args:
         trace: of a step whose modules were marked, with allocations.
         device: ``cpu`` or ``cuda``.
         allocated: bytes allocated when the trace began.
     """
-    of_device = [
-        instant for instant in trace.instants
-        if instant[2] == "[memory]" and int(instant[3]["Device Type"]) == _DEVICE_TYPES[device]
-    ]  # fmt: skip
-    times, levels = [float("-inf")], [allocated]
     found: dict[str, ModuleMemory] = {}
-    marks = sorted(
-        (e for events in trace.host.values() for e in events if e.name.startswith(MODULE)),
-        key=lambda e: e.begin,
-    )
+    marks = [e for events in trace.host.values() for e in events if e.name.startswith(MODULE)]
+    marks.sort(key=lambda mark: mark.begin)
     for mark in marks:
-        name = mark.name.removeprefix(MODULE)
-        found.setdefault(name, ModuleMemory(name))
-    for time, thread, _, args in of_device:
+        found.setdefault(mark.name, ModuleMemory(mark.name.removeprefix(MODULE)))
+    times, levels = [float("-inf")], [allocated]
+    for time, thread, args in trace.allocations:
+        if int(args["Device Type"]) != _DEVICE_TYPES[device]:
+            continue
         times.append(time)
         levels.append(levels[-1] + int(args["Bytes"]))
-        event = trace.innermost(thread, time)
-        for name, is_backward in _modules(event):
-            memory = found[name]
-            if is_backward:
-                memory.backward_peak = max(memory.backward_peak, levels[-1])
-            else:
-                memory.forward_peak = max(memory.forward_peak, levels[-1])
+        for name, phase in _modules(trace.innermost(thread, time)):
+            peak = f"{phase}_peak"
+            setattr(found[name], peak, max(getattr(found[name], peak), levels[-1]))
     for mark in marks:
-        before, after = (
-            levels[bisect.bisect_right(times, time) - 1] for time in (mark.begin, mark.end)
-        )
-        found[mark.name.removeprefix(MODULE)].kept += after - before
+        before, after = (bisect.bisect_right(times, at) - 1 for at in (mark.begin, mark.end))
+        found[mark.name].kept += levels[after] - levels[before]
     return list(found.values())
 
 
-def _modules(event: Event | None) -> Iterator[tuple[str, bool]]:
-    """Modules that were running, and whether it was their backward pass."""
-    chain = [] if event is None else list(event.around())
-    for around in chain:
-        if around.name.startswith(MODULE):
-            yield (
-                around.name.removeprefix(MODULE),
-                any(e.name == PREFIX + stages.BACKWARD for e in chain),
-            )
-    linked = next((around.forward for around in chain if around.forward is not None), None)
-    for around in [] if linked is None else linked.around():
-        if around.name.startswith(MODULE):
-            yield around.name.removeprefix(MODULE), True
+def _modules(event: Event | None) -> Iterator[tuple[str, str]]:
+    """Ranges of the modules that were running, each with ``forward`` or ``backward``."""
+    chain = [] if event is None else list(event.ancestors())
+    is_backward = any(e.name == PREFIX + stages.BACKWARD for e in chain)
+    phases = [(chain, stages.BACKWARD if is_backward else stages.FORWARD)]
+    phases += [([*e.forward.ancestors()], stages.BACKWARD) for e in chain if e.forward][:1]
+    for events, phase in phases:
+        yield from ((e.name, phase) for e in events if e.name.startswith(MODULE))
 
 
 def memory_text(modules: list[ModuleMemory], tokens: int) -> str:
     """The modules as text."""
+    how = "launched without torch.compile and CUDA graphs"
     lines = [
-        f"one micro-batch of {tokens:,} tokens, launched without torch.compile and CUDA graphs; MiB",
+        f"one micro-batch of {tokens:,} tokens, {how}; MiB",
         f"{'module':<44}{'peak forward':>14}{'peak backward':>15}{'kept':>11}",
     ]
     for memory in modules:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import csv
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
 from nsa.train.config import TrainConfig
 from nsa.train.run_folder import RunFolder
-from nsa.train.telemetry.metrics import Row, read_metrics
+from nsa.train.telemetry.metrics import Row, csv_cells, numbers, read_metrics
 
-Values = Mapping[tuple[int, str], object]
 _SHOWN = 20
 _CLOCK_SLACK_S = 0.1  # the clock of a row is rounded, and read a moment after the step
 _CLOCK_SLACK = 0.05
 _DECIDE_ROWS = {"log_every", "eval_every", "eval_windows"}
+_START: Row = {"step": 0, "tokens": 0, "time_unix_s": -math.inf}
 
 
 def check_run(folder: RunFolder) -> tuple[list[str], list[str]]:
@@ -28,55 +29,42 @@ def check_run(folder: RunFolder) -> tuple[list[str], list[str]]:
         folder: run folder.
 
     Returns:
-        What was found, in lines, and the disagreements, which are empty for a sound run.
+        Lines that sum the run up, and the disagreements; a sound run has none.
 
     Raises:
         UserError: the record cannot be read.
     """
-    config = folder.load_config()
-    rows = read_metrics(folder.metrics_jsonl) if folder.metrics_jsonl.exists() else []
+    config, rows = folder.load_config(), read_metrics(folder.metrics_jsonl)
     if not rows:
         return [], ["metrics.jsonl: no rows"]
+    pairs = list(itertools.pairwise([_START, *rows]))
     found = [
         *_steps(rows, config, folder),
-        *_tokens(rows, config),
-        *_speed(rows),
+        *(line for before, row in pairs for line in _arithmetic(before, row, config)),
         *_csv(folder, rows),
         *_tensorboard(folder, rows),
     ]
     more = [f"... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    return [_summary(rows)], [*found[:_SHOWN], *more]
-
-
-def _summary(rows: Sequence[Row]) -> str:
-    first, last = rows[0], rows[-1]
-    tokens, wall = int(last["tokens"]), float(last["time_unix_s"]) - float(first["time_unix_s"])
-    in_steps = sum(map(_seconds, rows, _step_counts(rows)))
-    parts = [f"{len(rows)} rows", f"steps {first['step']} to {last['step']}", f"{tokens:,} tokens"]
-    parts.append(f"{tokens / in_steps:,.0f} tokens/s in steps")
+    first, last, tokens = rows[0], rows[-1], int(rows[-1]["tokens"])
+    speed = tokens / sum(_seconds(*pair) for pair in pairs)
+    steps = f"{len(rows)} rows, steps {first['step']} to {last['step']}, {tokens:,} tokens"
+    summary = f"{steps}, {speed:,.0f} tokens/s in steps"
+    wall = float(last["time_unix_s"]) - float(first["time_unix_s"])
     if wall > 0:
-        parts.append(f"{(tokens - int(first['tokens'])) / wall:,.0f} tokens/s by the clock")
-    return ", ".join(parts)
+        summary += f", {(tokens - int(first['tokens'])) / wall:,.0f} tokens/s by the clock"
+    return [summary], [*found[:_SHOWN], *more]
 
 
-def _step_counts(rows: Sequence[Row]) -> list[int]:
-    """Steps that each row sums up."""
-    steps = [int(row["step"]) for row in rows]
-    return [after - before for before, after in itertools.pairwise([0, *steps])]
-
-
-def _seconds(row: Row, steps: int) -> float:
-    return float(row["step_time_ms"]) * steps / 1000
+def _seconds(before: Row, row: Row) -> float:
+    """Time that the steps between two rows took."""
+    return float(row["step_time_ms"]) * (int(row["step"]) - int(before["step"])) / 1000
 
 
 def _steps(rows: Sequence[Row], config: TrainConfig, folder: RunFolder) -> Iterator[str]:
-    steps = [int(row["step"]) for row in rows]
-    for before, after in itertools.pairwise(steps):
-        if after <= before:
-            yield f"metrics.jsonl: step {after} follows step {before}"
     resumptions = [run for run in folder.launches() if run["resumed_from_step"] is not None]
     if any(_DECIDE_ROWS & run["overrides"].keys() for run in resumptions):
         return
+    steps = [int(row["step"]) for row in rows]
     every = [config.log_every] + ([config.eval_every] if config.eval_windows else [])
     due = {step for n in every if n for step in range(n, steps[-1] + 1, n)}
     due |= {config.steps} & set(range(steps[-1] + 1))
@@ -86,30 +74,26 @@ def _steps(rows: Sequence[Row], config: TrainConfig, folder: RunFolder) -> Itera
         yield f"metrics.jsonl: a row for step {step}, where none is due"
 
 
-def _tokens(rows: Sequence[Row], config: TrainConfig) -> Iterator[str]:
-    for row in rows:
-        expected = int(row["step"]) * config.global_batch * config.seq_len
-        if row["tokens"] != expected:
-            rule = f"{expected} = step * global_batch * seq_len"
-            yield f"step {row['step']}: {row['tokens']} tokens recorded, {rule}"
-
-
-def _speed(rows: Sequence[Row]) -> Iterator[str]:
-    tokens, clock = 0, -math.inf
-    for row, steps in zip(rows, _step_counts(rows), strict=True):
-        step, seconds, claimed = row["step"], _seconds(row, steps), float(row["tokens_per_s"])
-        speed = (int(row["tokens"]) - tokens) / seconds if seconds > 0 else math.nan
-        if not math.isclose(speed, claimed, rel_tol=1e-6):
-            found = f"{claimed:,.1f} tokens/s recorded, {speed:,.1f} from tokens and step times"
-            yield f"step {step}: {found}"
-        wall = float(row["time_unix_s"]) - clock
-        if seconds > wall * (1 + _CLOCK_SLACK) + _CLOCK_SLACK_S:
-            found = f"{seconds:.2f} s spent in steps, but {wall:.2f} s by the clock"
-            yield f"step {step}: {found} since the row before"
-        waiting, whole = row["data_time_ms"], row["step_time_ms"]
-        if not 0 <= float(waiting) <= float(whole):
-            yield f"step {step}: data_time_ms {waiting} lies outside step_time_ms {whole}"
-        tokens, clock = int(row["tokens"]), float(row["time_unix_s"])
+def _arithmetic(before: Row, row: Row, config: TrainConfig) -> Iterator[str]:
+    step, tokens, seconds = int(row["step"]), int(row["tokens"]), _seconds(before, row)
+    if step <= int(before["step"]):
+        yield f"metrics.jsonl: step {step} follows step {before['step']}"
+    expected = step * config.global_batch * config.seq_len
+    if tokens != expected:
+        rule = f"{expected} = step * global_batch * seq_len"
+        yield f"step {step}: {tokens} tokens recorded, {rule}"
+    speed = (tokens - int(before["tokens"])) / seconds if seconds > 0 else math.nan
+    claimed = float(row["tokens_per_s"])
+    if not math.isclose(speed, claimed, rel_tol=1e-6):
+        recomputed = f"{speed:,.1f} from tokens and step times"
+        yield f"step {step}: {claimed:,.1f} tokens/s recorded, {recomputed}"
+    wall = float(row["time_unix_s"]) - float(before["time_unix_s"])
+    if seconds > wall * (1 + _CLOCK_SLACK) + _CLOCK_SLACK_S:
+        clock = f"{wall:.2f} s by the clock since the row before"
+        yield f"step {step}: {seconds:.2f} s spent in steps, but {clock}"
+    waiting, whole = float(row["data_time_ms"]), float(row["step_time_ms"])
+    if not 0 <= waiting <= whole:
+        yield f"step {step}: data_time_ms {waiting} lies outside step_time_ms {whole}"
 
 
 def _csv(folder: RunFolder, rows: Sequence[Row]) -> Iterator[str]:
@@ -121,38 +105,35 @@ def _csv(folder: RunFolder, rows: Sequence[Row]) -> Iterator[str]:
     if len(cells) != len(rows):
         yield f"metrics.csv: {len(cells)} rows, metrics.jsonl has {len(rows)}"
         return
-    wanted, found = dict[tuple[int, str], str](), dict[tuple[int, str], str]()
-    for row, cell in zip(rows, cells, strict=True):
-        wanted |= {(int(row["step"]), name): str(value) for name, value in row.items()}
-        found |= {(int(row["step"]), name): text for name, text in cell.items() if text}
-    yield from _compared("metrics.csv", wanted, found)
+    for row, found in zip(rows, cells, strict=True):
+        filled = {name: text for name, text in found.items() if text}
+        yield from _compared("metrics.csv", row, csv_cells(row), filled)
 
 
 def _tensorboard(folder: RunFolder, rows: Sequence[Row]) -> Iterator[str]:
-    wanted = {
-        (int(row["step"]), name): float(np.float32(value))
-        for row in rows
-        for name, value in row.items()
-        if not isinstance(value, str) and name not in ("step", "time_unix_s")
-    }
-    yield from _compared("TensorBoard", wanted, read_scalars(folder))
+    found = read_scalars(folder)
+    for row in rows:
+        shown = numbers(row, "step", "time_unix_s")
+        wanted = {name: float(np.float32(value)) for name, value in shown.items()}
+        yield from _compared("TensorBoard", row, wanted, found.pop(int(row["step"]), {}))
+    for step, values in found.items():
+        yield from _compared("TensorBoard", {"step": step}, {}, values)
 
 
-def _compared(where: str, wanted: Values, found: Values) -> Iterator[str]:
-    """Disagreements with metrics.jsonl; values are looked up by (step, name)."""
-    for key in sorted(wanted.keys() | found.keys()):
-        if str(wanted.get(key)) != str(found.get(key)):  # as text, since NaN differs from itself
-            (step, name), right = key, wanted.get(key)
-            yield f"step {step}: {name} is {found.get(key)} in {where}, {right} in metrics.jsonl"
+def _compared(where: str, row: Row, wanted: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
+    for name in sorted(wanted.keys() | found.keys()):
+        right, value = wanted.get(name), found.get(name)
+        if str(right) != str(value):  # as text, since NaN differs from itself
+            yield f"step {row['step']}: {name} is {value} in {where}, {right} in metrics.jsonl"
 
 
-def read_scalars(folder: RunFolder) -> dict[tuple[int, str], float]:
-    """What TensorBoard shows: value by (step, name), without what a resumption took back."""
-    found: dict[tuple[int, str], float] = {}
+def read_scalars(folder: RunFolder) -> dict[int, dict[str, float]]:
+    """What TensorBoard shows: values by step and name, but for those that a resumption hid."""
+    found: dict[int, dict[str, float]] = {}
     for path in sorted(folder.tensorboard.glob("events.out.tfevents.*")):
         for event in LegacyEventFileLoader(str(path)).Load():
             if event.HasField("session_log"):
-                found = {key: value for key, value in found.items() if key[0] < event.step}
+                found = {step: values for step, values in found.items() if step < event.step}
             for value in event.summary.value:
-                found[event.step, value.tag] = value.simple_value
+                found.setdefault(event.step, {})[value.tag] = value.simple_value
     return found

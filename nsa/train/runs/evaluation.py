@@ -37,10 +37,14 @@ _SAME_DATA = ("train_sha256", "validation_sha256", "tokenizer_fingerprint")
 
 
 class Finding(NamedTuple):
-    """A line for the reader, and the same figures by name as JSON has them."""
+    """A line for the reader, and its figures by name as JSON has them."""
 
     line: str
     figures: dict[str, Any]
+
+
+def _finding(line: str, **figures: Any) -> Finding:
+    return Finding(line.format(**figures), figures)
 
 
 def evaluate_run(
@@ -77,90 +81,90 @@ def evaluate_run(
     place, path = choose_device(device), find_checkpoint("eval", folder.checkpoints, checkpoint)
     given = None if text is None else _read_text(folder, text)  # a mistyped path is refused first
     model, step = load_model(config.model, path, place)
-    data = None if text is not None else _open_data(folder, config, path)
-    yield Finding(
-        f"model: {model.parameter_summary()}",
-        {"parameters": model.num_parameters()["total"]},
+    data = _open_data(folder, config, path) if given is None else None
+    parameters = model.num_parameters()["total"]
+    yield Finding(f"model: {model.parameter_summary()}", {"parameters": parameters})
+    yield _finding(
+        "checkpoint: step {step} of {run}, on {device} in {compute_dtype}",
+        run=str(folder.path),
+        step=step,
+        device=place.type,
+        compute_dtype=config.compute_dtype,
     )
-    where = {"run": str(folder.path), "step": step, "device": place.type}
-    yield Finding(
-        f"checkpoint: step {step} of {folder.path}, on {place.type} in {config.compute_dtype}",
-        {**where, "compute_dtype": config.compute_dtype},
-    )
-    rest = None
+    source: TokenSource
+    name: str
     if data is not None:
-        source: TokenSource = data.validation
+        source, tail, kind, name = data.validation, None, "validation", config.data.source
     else:
         assert given is not None
-        source, rest = given, _shorter_window(given, config)
-    whole = source.num_windows(config.seq_len)
-    available = whole + (rest is not None)
+        assert text is not None
+        source, tail, kind = given, _shorter_window(given, config), "text"
+        name = "standard input" if text == "-" else text
+    available = source.num_windows(config.seq_len) + (tail is not None)
     windows = min(num_windows or available, available)
     result = evaluate(
         NextTokenLoss(model, config.loss_chunk),
-        _batches(source, rest, config, windows, size),
+        _batches(source, tail, config, windows, size),
         compute_dtype=config.compute_dtype,
     )
-    name = config.data.source if text is None else "standard input" if text == "-" else text
-    targets, num_bytes = result["num_targets"], result["num_bytes"]
-    measured = f"{windows} of {available} windows of {config.seq_len} tokens"
-    spelt = f"{targets:,.0f} targets that spell {num_bytes:,.0f} bytes of {name}"
-    counts = {"windows": windows, "windows_available": available, "seq_len": config.seq_len}
-    yield Finding(
-        f"{'validation' if text is None else 'text'}: {measured}, {spelt}",
-        {"text": name, **counts, "num_targets": targets, "num_bytes": num_bytes},
+    yield _finding(
+        kind + ": {windows} of {windows_available} windows of {seq_len} tokens, "
+        "{num_targets:,.0f} targets that spell {num_bytes:,.0f} bytes of {text}",
+        text=name,
+        windows=windows,
+        windows_available=available,
+        seq_len=config.seq_len,
+        num_targets=result["num_targets"],
+        num_bytes=result["num_bytes"],
     )
-    nats, bits = result["loss_nats"], result["bits_per_byte"]
-    yield Finding(f"loss: {nats:.4f} nats per token", {"loss_nats": nats})
-    yield Finding(f"bits per byte: {bits:.4f}", {"bits_per_byte": bits})
+    yield _finding("loss: {loss_nats:.4f} nats per token", loss_nats=result["loss_nats"])
+    bits = result["bits_per_byte"]
+    yield _finding("bits per byte: {bits_per_byte:.4f}", bits_per_byte=bits)
     if data is not None:
         yield from _compared(data, bits, windows * config.seq_len)
 
 
 def _batches(
-    source: TokenSource,
-    rest: Batch | None,
-    config: TrainConfig,
-    windows: int,
-    size: int,
+    source: TokenSource, tail: Batch | None, config: TrainConfig, windows: int, size: int
 ) -> Iterator[Batch]:
-    """So many windows; behind the whole ones ``rest``, which may be shorter."""
+    """So many windows; after the whole ones ``tail``, which may be shorter."""
     whole, masked = source.num_windows(config.seq_len), config.data.document_mask
-    if whole or rest is None:
+    if whole or tail is None:
         full = min(windows, whole)
         yield from validation_batches(source, config.seq_len, size, full, document_mask=masked)
-    if rest is not None and windows > whole:
-        yield rest
+    if tail is not None and windows > whole:
+        yield tail
 
 
 # --- validation data ------------------------------------------------------------------------------
 def _compared(data: DataBundle, figure: float, num_targets: int) -> Iterator[Finding]:
-    """What to compare the model's figure on the first ``num_targets`` targets with."""
+    """Baselines for the model's figure on the first ``num_targets`` targets."""
     if data.description["synthetic"]:
-        ideal = data.description["ideal_loss_nats"]
-        line = f"lowest possible loss: {ideal:.4f} nats per token (synthetic task, no text)"
-        yield Finding(line, {"ideal_loss_nats": ideal})
+        line = (
+            "lowest possible loss: {ideal_loss_nats:.4f} nats per token (synthetic task, no text)"
+        )
+        yield _finding(line, ideal_loss_nats=data.description["ideal_loss_nats"])
         return
     if isinstance(data.train, StreamSource):
         why = "a stream's training text is not kept (nsa data prepare makes shards of it)"
         yield Finding(f"no bigram baseline: {why}", {})
         return
-    train, validation = (_text(source) for source in (data.train, data.validation))
+    train, validation = (_in_memory(source) for source in (data.train, data.validation))
     bigram = bigram_bits_per_byte(train, validation, num_targets=num_targets)
     is_part = train.num_tokens < data.description["train_tokens"]
     counted = f"{train.num_tokens:,} tokens of" if is_part else "the"
-    yield Finding(
-        f"bigram baseline: {bigram:.4f} bits per byte, counted on {counted} training text, "
-        "measured on the same validation text",
-        {"bigram_bits_per_byte": bigram},
+    yield _finding(
+        "bigram baseline: {bigram_bits_per_byte:.4f} bits per byte, "
+        f"counted on {counted} training text, measured on the same validation text",
+        bigram_bits_per_byte=bigram,
     )
     difference = bigram - figure
     verdict = f"{abs(difference):.4f} bits per byte {'better' if difference > 0 else 'WORSE'}"
     yield Finding(f"the model is {verdict} than the bigram baseline", {})
 
 
-def _text(source: TokenSource) -> TextSource:
-    """The text of one side in memory, of shards only as much as a bigram model needs."""
+def _in_memory(source: TokenSource) -> TextSource:
+    """Text in memory; of shards only as much as a bigram model needs."""
     if isinstance(source, ShardSource):
         first = source.read(0, _BIGRAM_TOKENS)
         return TextSource([first], source.separator_id, source.token_bytes)
@@ -188,7 +192,7 @@ def _open_data(folder: RunFolder, config: TrainConfig, checkpoint: Path) -> Data
 def _read_text(folder: RunFolder, text: str) -> TextSource:
     """All tokens of a file, a folder or standard input; one document is one file."""
     tokenizer = load_tokenizer(folder.tokenizer)
-    separator_id, hint = tokenizer.separator_id, "Its synthetic task knows no text."
+    separator_id, hint = tokenizer.separator_id, "Its synthetic task has no text."
     check(separator_id is not None, "eval", "--text", "be left out for this run", text, hint)
     assert separator_id is not None
     try:
@@ -209,10 +213,10 @@ def _standard_input() -> Document:
 
 
 def _shorter_window(text: TextSource, config: TrainConfig) -> Batch | None:
-    """The tokens behind the last whole window."""
-    rest = text.tokens[text.num_windows(config.seq_len) * config.seq_len :]
-    if len(rest) < 2:
+    """The tokens after the last whole window."""
+    tail = text.tokens[text.num_windows(config.seq_len) * config.seq_len :]
+    if len(tail) < 2:
         return None
     assert text.separator_id is not None
-    source = TextSource([rest[:-1]], text.separator_id, text.token_bytes)
-    return collate(source, [0], len(rest) - 1, document_mask=config.data.document_mask)
+    source = TextSource([tail[:-1]], text.separator_id, text.token_bytes)
+    return collate(source, [0], len(tail) - 1, document_mask=config.data.document_mask)

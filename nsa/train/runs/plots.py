@@ -12,12 +12,14 @@ from matplotlib.figure import Figure
 
 from nsa.train.telemetry.metrics import Row, read_metrics
 
-# Of each plot: its label, the metric that is a line and the metric that is dots.
+# Of each plot: its title, the metric that is a line and the metric that is dots.
 Plots = Sequence[tuple[str, str, str]]
 LOSSES: Plots = (
     ("nats per token", "loss_nats", "val_loss_nats"),
     ("bits per byte of text", "bits_per_byte", "val_bits_per_byte"),
 )
+_DOTS = {"marker": "o", "linestyle": "none", "markersize": 3, "label": None}
+_MOST_NAMED = 16  # more curves have no legend
 
 
 @dataclass(frozen=True)
@@ -29,58 +31,51 @@ class Curve:
         colour: as matplotlib knows it.
         rows: rows of metrics.
         scale: what a step counts on the horizontal axis.
+        suffix: of the names of its metrics, that of a layer for example.
     """
 
     label: str
     colour: Any
     rows: Sequence[Row]
     scale: int = 1
+    suffix: str = ""
 
 
 def curves_figure(curves: Sequence[Curve], plots: Plots, unit: str = "optimizer steps") -> Figure:
     """The plots side by side.
 
     Args:
-        curves: one for each run.
+        curves: the curves.
         plots: what to plot.
         unit: of the horizontal axis.
     """
-    figure = Figure(figsize=(5.5 * len(plots), 3.6), layout="constrained")
-    for axes, (label, line, dots) in zip(axes_of(figure, len(plots)), plots, strict=True):
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    places = figure.subplots(1, len(plots), squeeze=False)[0]
+    for axes, (title, line, dots) in zip(places, plots, strict=True):
         for curve in curves:
-            draw(axes, curve, line)
-            draw(axes, curve, dots, marker="o", linestyle="none", markersize=3, label=None)
-        finish(axes, label, unit, legend=len(curves) > 1)
+            _draw(axes, curve, line, {"label": curve.label, "linewidth": 1.2})
+            _draw(axes, curve, dots, _DOTS)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel(unit)
+        axes.grid(alpha=0.3)
+        if 1 < len(curves) <= _MOST_NAMED and axes.get_legend_handles_labels()[0]:
+            for text in axes.legend(fontsize=7).get_texts():
+                text.set_parse_math(False)  # the name of a folder, in which $ is a dollar
     return figure
 
 
-def axes_of(figure: Figure, number: int) -> list[Axes]:
-    """So many axes in a row."""
-    return list(figure.subplots(1, number, squeeze=False)[0])
-
-
-def draw(axes: Axes, curve: Curve, metric: str, **style: Any) -> None:
+def _draw(axes: Axes, curve: Curve, metric: str, style: dict[str, Any]) -> None:
     """Draw one metric, where a row has it."""
-    rows = [row for row in curve.rows if metric in row]
+    rows = [row for row in curve.rows if metric + curve.suffix in row]
+    if len(rows) == 1:
+        style = {"marker": ".", **style}  # a line through one point is invisible
+    steps = [int(row["step"]) * curve.scale for row in rows]
+    values = [float(row[metric + curve.suffix]) for row in rows]
     if rows:
-        lone = {"marker": "."} if len(rows) == 1 else {}  # a line through one point is invisible
-        steps = [int(row["step"]) * curve.scale for row in rows]
-        values = [float(row[metric]) for row in rows]
-        style = {"label": curve.label, "linewidth": 1.2, **lone, **style}
         axes.plot(steps, values, color=curve.colour, **style)
 
 
-def finish(axes: Axes, title: str, unit: str, *, legend: bool) -> None:
-    """Title, unit, grid and legend."""
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel(unit)
-    axes.grid(alpha=0.3)
-    if legend and axes.get_legend_handles_labels()[0]:
-        for text in axes.legend(fontsize=7).get_texts():
-            text.set_parse_math(False)  # the name of a folder, in which $ is a dollar
-
-
-def plot_losses(metrics: str | Path, target: str | Path, *, title: str = "") -> bool:
+def plot_losses(metrics: Path, target: Path, *, title: str = "") -> bool:
     """Plot training loss (line) and validation loss (dots) of a run.
 
     Args:
@@ -95,7 +90,7 @@ def plot_losses(metrics: str | Path, target: str | Path, *, title: str = "") -> 
     if rows:
         figure = curves_figure([Curve("training", "#4477aa", rows)], LOSSES)
         figure.suptitle(title, parse_math=False)
-        temporary = Path(target).with_suffix(".tmp")
+        temporary = target.with_suffix(".tmp")
         figure.savefig(temporary, dpi=120, format="png")
         temporary.replace(target)
     return bool(rows)

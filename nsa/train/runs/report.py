@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
@@ -23,7 +23,7 @@ from nsa.errors import check
 from nsa.train.config import TrainConfig
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.check import check_run
-from nsa.train.runs.plots import LOSSES, Curve, Plots, axes_of, curves_figure, draw, finish
+from nsa.train.runs.plots import LOSSES, Curve, Plots, curves_figure
 from nsa.train.telemetry.metrics import Row, read_metrics
 
 # Colour-blind readers can tell them apart too.
@@ -61,53 +61,60 @@ td.text:not(:first-child) { white-space: pre-wrap; overflow-wrap: anywhere; min-
 td.text:not(:first-child):last-child { min-width: 11rem; }
 @media (max-width: 40rem) { td:first-child { white-space: normal; overflow-wrap: anywhere; } }
 """
-# Of each section: title, caption, what is said without a figure, and its plots.
-_CURVES: tuple[tuple[str, str, str, Plots], ...] = (
-    ("Loss", "Training loss (line) and validation loss (dots).", "", LOSSES),
-    (
+
+
+class _Section(NamedTuple):
+    """Curves of the page: what they show, and why there may be nothing to show."""
+
+    title: str
+    caption: str
+    plots: Plots
+    absent: str = ""
+    of_layers: bool = False
+
+
+_CURVES = (
+    _Section("Loss", "Training loss (line) and validation loss (dots).", LOSSES),
+    _Section(
         "Optimisation",
         "Learning rate and norm of the gradient before clipping.",
-        "",
         (("learning rate", "learning_rate", ""), ("gradient norm", "grad_norm", "")),
     ),
-    (
+    _Section(
         "Throughput",
         "Training speed, and the time of a step (line) with its wait for data (dots).",
-        "",
         (("tokens/s", "tokens_per_s", ""), ("ms a step", "step_time_ms", "data_time_ms")),
     ),
-    (
+    _Section(
         "Device",
         "Use of the GPU, and its memory: reserved (line), in tensors (dots).",
-        ": no GPU",
         (("MFU", "mfu", ""), ("memory, MiB", "memory_reserved_mib", "memory_allocated_mib")),
+        ": no GPU",
     ),
-)
-# The same for metrics of each layer.
-_LAYERS: tuple[tuple[str, str, str, Plots], ...] = (
-    (
+    _Section(
         "Gates",
         "Gates in the step of the row. Entropy 1: all branches weigh alike.",
-        ": dense attention, fixed gates, or telemetry switched off",
         (
             ("compressed, mean gate", "gate_cmp_mean", ""),
             ("selected, mean gate", "gate_slc_mean", ""),
             ("window, mean gate", "gate_win_mean", ""),
             ("entropy", "gate_entropy", ""),
         ),
+        ": dense attention, fixed gates, or telemetry switched off",
+        of_layers=True,
     ),
-    (
+    _Section(
         "Selection",
         "Blocks that the selected branch attends to in the step of the row.",
-        ": dense attention, no selected branch, or telemetry switched off",
         (
             ("keys a query sees", "selected_tokens", ""),
             ("their mean distance, tokens", "selected_distance_tokens", ""),
             ("share the previous query selected too", "selected_overlap", ""),
         ),
+        ": dense attention, no selected branch, or telemetry switched off",
+        of_layers=True,
     ),
 )
-_OF_ANY_SIZE = ("selected_tokens", "selected_distance_tokens")
 
 
 @dataclass(frozen=True)
@@ -132,15 +139,22 @@ def report_page(folders: Sequence[RunFolder]) -> str:
     if len(set(names)) < len(names):
         names = [str(folder.path) for folder in folders]
     runs = [
-        _Run(name, colour, folder, folder.load_config(), _rows(folder), _read_events(folder.events))
+        _Run(
+            name,
+            colour,
+            folder,
+            folder.load_config(),
+            read_metrics(folder.metrics_jsonl),
+            _read_events(folder.events),
+        )
         for name, colour, folder in zip(names, itertools.cycle(_COLOURS), folders, strict=False)
     ]
     title = ("Run " if len(runs) == 1 else "Runs ") + ", ".join(names)
     made = datetime.now(UTC).isoformat(timespec="seconds")
     sections = {"Summary": _summary(runs)}
-    for make, described in ((_curves, _CURVES), (_layers, _LAYERS)):
-        for name, caption, why, plots in described:
-            sections[name] = make(runs, plots, caption) or f"<p>Nothing was recorded{why}.</p>"
+    for section in _CURVES:
+        shown = (_layers if section.of_layers else _curves)(runs, section)
+        sections[section.title] = shown or f"<p>Nothing was recorded{section.absent}.</p>"
     sections["Events"] = "".join(_events(run) for run in runs)
     sections["Configuration"] = _configuration(runs)
     sections["Environment"] = _environment(runs)
@@ -149,10 +163,6 @@ def report_page(folders: Sequence[RunFolder]) -> str:
     head = f"<head>\n{view}\n<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>"
     body = "\n".join([f"<h1>{escape(title)}</h1>\n<p>Made {made}.</p>", *parts])
     return f'<!DOCTYPE html>\n<html lang="en">\n{head}\n<body>\n{body}\n</body>\n</html>\n'
-
-
-def _rows(folder: RunFolder) -> list[Row]:
-    return read_metrics(folder.metrics_jsonl) if folder.metrics_jsonl.exists() else []
 
 
 def _read_events(path: Path) -> list[dict[str, Any]]:
@@ -164,13 +174,13 @@ def _read_events(path: Path) -> list[dict[str, Any]]:
 
 def _event(place: str, line: str) -> dict[str, Any]:
     try:
-        event = json.loads(line)
-        is_event = isinstance(event["time_unix_s"], int | float)
-        is_event &= isinstance(event["kind"], str) and isinstance(event["message"], str)
-    except (ValueError, TypeError, KeyError, RecursionError):
+        event = dict(json.loads(line))
+        datetime.fromtimestamp(event["time_unix_s"], UTC)
+        is_event = isinstance(event["kind"], str) and isinstance(event["message"], str)
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         event, is_event = {}, False
     check(is_event, place, "line", "be an event in JSON", repr(line[:80]))
-    return dict(event)
+    return {"step": None, **event}
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -232,10 +242,9 @@ def _configuration(runs: Sequence[_Run]) -> str:
     if len(runs) == 1:
         columns["default"] = dict(_flat(dataclasses.asdict(TrainConfig())))
     names = sorted({name for column in columns.values() for name in column})
-    differing = []
-    for name in names:
-        values = {repr(column.get(name)) for column in columns.values()}
-        differing += [name] if len(values) > 1 else []
+    differing = [
+        name for name in names if len({repr(column.get(name)) for column in columns.values()}) > 1
+    ]
     if not differing:
         return "<p>No setting differs.</p>"
     return "<p>Settings that differ.</p>" + _side_by_side("setting", columns, differing)
@@ -265,8 +274,10 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
 
 
 # --- figures --------------------------------------------------------------------------------------
-def _curves(runs: Sequence[_Run], plots: Plots, caption: str) -> str:
-    plots = [plot for plot in plots if any(plot[1] in row for run in runs for row in run.rows)]
+def _curves(runs: Sequence[_Run], section: _Section) -> str:
+    """A figure with a plot for each metric and a line in it for each run."""
+    recorded = {name for run in runs for row in run.rows for name in row}
+    plots = [plot for plot in section.plots if plot[1] in recorded]
     if not plots:
         return ""
     # Steps of different sizes cannot be compared with each other, tokens can.
@@ -279,28 +290,29 @@ def _curves(runs: Sequence[_Run], plots: Plots, caption: str) -> str:
     for axes, (run, scale) in itertools.product(figure.axes, pairs):
         for step in {event["step"] for event in run.events if event["kind"] in _MARKED} - {None}:
             axes.axvline(step * scale, color=run.colour, linewidth=0.6, linestyle=":")
-    return _figure(figure, f"{caption} Dotted lines: resumptions, rollbacks, hangs, warnings.")
+    marks = "Dotted lines: resumptions, rollbacks, hangs, warnings."
+    return _figure(figure, f"{section.caption} {marks}")
 
 
-def _layers(runs: Sequence[_Run], plots: Plots, caption: str) -> str:
+def _layers(runs: Sequence[_Run], section: _Section) -> str:
     """A figure for each run with a plot for each metric and a line in it for each layer."""
     parts = []
     for run in runs:
-        pattern = re.compile(rf"{plots[-1][1]}_layer_(\d+)")
+        pattern = re.compile(rf"{section.plots[-1][1]}_layer_(\d+)")
         found = (pattern.fullmatch(name) for row in run.rows for name in row)
         layers = sorted({int(match[1]) for match in found if match})
         if not layers:
             continue
-        figure = Figure(figsize=(11, 3.4), layout="constrained")
-        for axes, (title, name, _) in zip(axes_of(figure, len(plots)), plots, strict=True):
-            for layer in layers:
-                colour = mpl.colormaps["viridis"](0.9 * layer / max(len(layers) - 1, 1))
-                draw(axes, Curve(f"layer {layer}", colour, run.rows), f"{name}_layer_{layer}")
-            axes.set_ylim(0, None if name in _OF_ANY_SIZE else 1.05)
-            legend = title == plots[-1][0] and len(layers) <= 16
-            finish(axes, title, "optimizer steps", legend=legend)
-        shades = f"{caption} Dark to light from the first layer to the last."
-        parts.append(f"<h3>{escape(run.name)}</h3>\n{_figure(figure, shades)}")
+        shades = mpl.colormaps["viridis"].resampled(len(layers) + 1)  # the lightest is invisible
+        curves = [
+            Curve(f"layer {layer}", shades(number), run.rows, suffix=f"_layer_{layer}")
+            for number, layer in enumerate(layers)
+        ]
+        figure = curves_figure(curves, section.plots)
+        for axes in figure.axes:
+            axes.set_ylim(bottom=0)
+        caption = f"{section.caption} Dark to light from the first layer to the last."
+        parts.append(f"<h3>{escape(run.name)}</h3>\n{_figure(figure, caption)}")
     return "".join(parts)
 
 

@@ -9,11 +9,10 @@ import importlib.util
 import json
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from nsa.errors import check
 from nsa.train.run_folder import RunFolder, replace_text
-from nsa.train.telemetry.metrics import Row, read_metrics
+from nsa.train.telemetry.metrics import numbers, read_metrics
 
 SERVICES = ("trackio", "wandb")
 _POLL_S = 5.0
@@ -67,10 +66,10 @@ def track(
         while True:
             # Before the rows are read: none can come after the last look.
             idle = 0 if folder.is_in_use() else idle + 1
-            rows = read_metrics(folder.metrics_jsonl) if folder.metrics_jsonl.exists() else []
+            rows = read_metrics(folder.metrics_jsonl)
             new = [row for row in rows if int(row["step"]) > state.get(key, 0)]
             for row in new:
-                tracker.log(_figures(row), step=int(row["step"]))
+                tracker.log(numbers(row, "step"), step=int(row["step"]))
             if new:
                 state[key] = int(new[-1]["step"])
                 replace_text(sent, json.dumps(state) + "\n")
@@ -88,9 +87,3 @@ def _name(folder: RunFolder) -> str:
     first = next(iter(folder.launches()), {})
     digest = hashlib.sha256(json.dumps(first).encode()).hexdigest()
     return f"{folder.path.resolve().name}-{digest[:8]}"
-
-
-def _figures(row: Row) -> dict[str, Any]:
-    """What a tracker draws over the steps."""
-    numbers = ((name, value) for name, value in row.items() if not isinstance(value, str))
-    return {name: float(value) for name, value in numbers if name != "step"}

@@ -1,4 +1,4 @@
-"""What the gates of each layer do and which blocks it chooses, summed up on the device in the steps that have a row."""
+"""Statistics of gates and selections by layer, summed on the device in steps that have a row."""
 
 from __future__ import annotations
 
@@ -15,44 +15,42 @@ from nsa.stages import TELEMETRY, in_stage
 from nsa.train.telemetry.delayed import LateReader
 
 DEAD = 0.02  # of the sum of the gates
-UNIFORM = 0.999  # entropy, as a share of the largest there can be
+UNIFORM = 0.999  # entropy, as a share of the largest possible one
 
-_EXTREMES: dict[str, Callable[[list[float]], float]] = {
+_COUNTS = tuple(f"selected_{algorithm}_calls" for algorithm in ("tiled", "gathered", "reference"))
+# How the figure of a run follows from those of its layers; otherwise it is their mean.
+_OF_ALL_LAYERS: dict[str, Callable[[list[float]], float]] = {
     "selected_min_tokens": min,
     "selected_max_tokens": max,
+    **dict.fromkeys(_COUNTS, sum),
 }
-_COUNTS = tuple(f"selected_{algorithm}_calls" for algorithm in ("tiled", "gathered", "reference"))
 
 
 class LayerStatistics:
-    """Gates and choices of every layer over the passes of one optimizer step; nothing waits for the device.
+    """Gates and selections of every layer over the passes of one optimizer step.
 
     The layers add to their sums wherever these are switched on, by an operator of the model's
     graph: also where the graph is compiled or replayed, and again where a checkpointed layer is run
-    a second time, which changes no mean.
+    a second time, which changes no mean. Nothing waits for the device.
 
-    Dense layers have nothing to tell; fixed gates and a single branch tell nothing about gates.
+    Dense layers have no statistics; fixed gates and a single branch have none of gates.
 
     Args:
         model: the language model. Its layers get their sums here, before anything is compiled.
     """
 
     def __init__(self, model: LanguageModel) -> None:
-        attentions = [layer.attention for layer in model.decoder_layers()]
-        self._layers = {
-            i: x for i, x in enumerate(attentions) if isinstance(x, NativeSparseAttention)
-        }
-        device = model.embedding.weight.device
-        for attention in self._layers.values():
-            attention.sums = new_sums(device)
-        self._sums = [
-            attention.sums for attention in self._layers.values() if attention.sums is not None
-        ]
-        off = new_sums(device)
-        self._off = [off for _ in self._sums]
-        self._on = [
-            off.clone().index_fill_(0, torch.zeros(1, dtype=torch.int64, device=device), 1)
-        ] * len(self._sums)
+        self._layers: dict[int, NSAConfig] = {}
+        self._sums: list[Tensor] = []
+        for number, layer in enumerate(model.decoder_layers()):
+            if isinstance(layer.attention, NativeSparseAttention):
+                layer.attention.sums = new_sums(model.embedding.weight.device)
+                self._layers[number] = layer.attention.config
+                self._sums.append(layer.attention.sums)
+        self._off = [torch.zeros_like(sums) for sums in self._sums]
+        self._on = [torch.zeros_like(sums) for sums in self._sums]
+        for sums in self._on:
+            sums[0] = 1
         self._late: LateReader[None] = LateReader()
 
     @in_stage(TELEMETRY)
@@ -75,11 +73,9 @@ class LayerStatistics:
         """
         if self._sums:
             sums = torch.stack(self._sums)
-            parts = (
-                sum_processes(sums[:, :MOST].contiguous()),
-                largest_of_processes(sums[:, MOST:].contiguous()),
-            )
-            self._late.put(None, torch.cat(parts, dim=1).flatten())
+            totals = sum_processes(sums[:, :MOST].contiguous())
+            extremes = largest_of_processes(sums[:, MOST:].contiguous())
+            self._late.put(None, torch.cat((totals, extremes), dim=1).flatten())
             torch._foreach_copy_(self._sums, self._off)
 
     def row(self) -> dict[str, float]:
@@ -94,47 +90,45 @@ class LayerStatistics:
         taken = self._late.take(keep=0)
         if not taken:
             return {}
-        of_layers: dict[str, dict[int, float]] = {}
-        sums = iter(taken[-1][1])
-        for layer, attention in self._layers.items():
-            of_layer = {name: next(sums) for name in SUMS}
-            for name, value in _metrics(attention.config, of_layer).items():
-                of_layers.setdefault(name, {})[layer] = value
-        row = {name: _of_all_layers(name, [*values.values()]) for name, values in of_layers.items()}
-        for name, values in of_layers.items():
-            row |= {f"{name}_layer_{layer}": value for layer, value in values.items()}
+        values = iter(taken[-1][1])
+        of_layers = {
+            layer: _metrics(config, dict(zip(SUMS, values, strict=False)))
+            for layer, config in self._layers.items()
+        }
+        found: dict[str, list[float]] = {}
+        for metrics in of_layers.values():
+            for name, value in metrics.items():
+                found.setdefault(name, []).append(value)
+        row = {name: _OF_ALL_LAYERS.get(name, _mean)(each) for name, each in found.items()}
+        for layer, metrics in of_layers.items():
+            row |= {f"{name}_layer_{layer}": value for name, value in metrics.items()}
         return row
 
 
-def _of_all_layers(name: str, values: list[float]) -> float:
-    if name in _EXTREMES:
-        return _EXTREMES[name](values)
-    return sum(values) / (1 if name in _COUNTS else len(values))
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _metrics(config: NSAConfig, sums: dict[str, float]) -> dict[str, float]:
     """Metrics of one layer from its sums."""
     found: dict[str, float] = {}
-
-    def add(name: str, total: str, number: str, unit: float = 1.0) -> None:
-        if sums[number]:
-            found[name] = sums[total] / unit / sums[number]
-
     if config.gate != "fixed" and len(config.branches) > 1 and sums["gates"]:
-        for branch in config.branches:
-            add(f"gate_{branch}_mean", f"gate_{branch}", "gates", UNIT)
-        means = list(found.values())
-        add("gate_entropy", "entropy", "gates", UNIT)
-        found["gate_collapsed"] = float(
-            min(means) < DEAD * sum(means) or found["gate_entropy"] > UNIFORM
-        )
-    if "slc" in config.branches:
-        add("selected_tokens", "keys", "choices")
-        if sums["most_keys"]:
-            found["selected_min_tokens"] = LARGE - sums["large_less_fewest_keys"]
-            found["selected_max_tokens"] = sums["most_keys"]
-        add("selected_distance_tokens", "distance_2", "keys", 2.0)
-        add("selected_overlap", "shared", "preceded_blocks")
-        calls = {name: sums[name.split("_")[1]] for name in _COUNTS}
-        found |= {name: number for name, number in calls.items() if number}
-    return found
+        scale = UNIT * sums["gates"]
+        means = {f"gate_{name}_mean": sums[f"gate_{name}"] / scale for name in config.branches}
+        entropy = sums["entropy"] / scale
+        is_dead = min(means.values()) < DEAD * sum(means.values())
+        collapsed = float(is_dead or entropy > UNIFORM)
+        found = {**means, "gate_entropy": entropy, "gate_collapsed": collapsed}
+    if "slc" not in config.branches:
+        return found
+    if sums["choices"]:
+        found["selected_tokens"] = sums["keys"] / sums["choices"]
+    if sums["most_keys"]:
+        found["selected_min_tokens"] = LARGE - sums["large_less_fewest_keys"]
+        found["selected_max_tokens"] = sums["most_keys"]
+    if sums["keys"]:
+        found["selected_distance_tokens"] = sums["distance_2"] / 2 / sums["keys"]
+    if sums["preceded_blocks"]:
+        found["selected_overlap"] = sums["shared"] / sums["preceded_blocks"]
+    calls = {name: sums[name.split("_")[1]] for name in _COUNTS}
+    return found | {name: number for name, number in calls.items() if number}

@@ -1,4 +1,4 @@
-"""What a run says while it goes: a progress bar on a terminal, plain lines elsewhere, everything in ``log.txt``."""
+"""What a run reports: a progress bar on a terminal, lines elsewhere, and ``log.txt``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -25,27 +25,27 @@ _LOGGER = logging.getLogger("nsa")
 
 
 class RunReport:
-    """Context in which everything that the package logs, and each row of metrics, reaches the user and ``log.txt``.
+    """Context in which what the package logs, rows of metrics too, reaches the user and the log.
 
-    Records that tell the history of the run, warnings among them, go to ``events.jsonl`` too. A
-    full disk costs lines of these files and nothing else.
+    Records of the run's history, and warnings, go to ``events.jsonl`` too. A full disk costs lines
+    of these files and nothing else.
 
     Args:
-        log: file that gets every line, with its time; appended to. Beside it lies ``events.jsonl``.
-            None in processes that leave reporting to the main one: errors alone are reported then.
+        log: file that gets every line, with its time; appended to. ``events.jsonl`` is in the same
+            folder. None in processes that leave reporting to the main one: errors alone are
+            reported then.
         steps: optimizer steps of the run.
         stream: where the user looks; None means standard output. On a terminal a bar shows the
             newest row and lines are printed above it; elsewhere each row is a line.
-        held: whether the files get nothing before :meth:`begin`, and nothing ever of a run that was
-            refused or interrupted before it: the history of a run knows of no command that never
-            became part of it.
+        held: whether the files get nothing before :meth:`begin`, and never anything of a run that
+            was refused or interrupted before it: such a command is no part of the run's history.
     """
 
     def __init__(
         self, log: Path | None, steps: int, stream: TextIO | None = None, *, held: bool = False
     ) -> None:
         self._log, self._steps, self._held = log, steps, held
-        self._stream = cast(TextIO, _UntilNobodyReads(stream or sys.stdout))
+        self._stream = cast(TextIO, _LossyStream(stream or sys.stdout))
         self._handlers: list[logging.Handler] = []
         self._files: list[_LineFile] = []
         self._bar: _BarHandler | None = None
@@ -58,9 +58,9 @@ class RunReport:
             return self
         console = Console(file=self._stream)
         self._bar = _BarHandler(console, self._steps) if console.is_terminal else None
-        to_user = self._bar or logging.StreamHandler(self._stream)
-        self._files = [_LogHandler(self._log), _EventHandler(self._log.with_name("events.jsonl"))]
-        self._handlers = [*self._files, to_user]
+        events = _EventFile(self._log.with_name("events.jsonl"))
+        self._files = [_LineFile(self._log), events]
+        self._handlers = [*self._files, self._bar or logging.StreamHandler(self._stream)]
         if not self._held:
             self.begin()
         for handler in self._handlers:
@@ -74,13 +74,11 @@ class RunReport:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if (
-            kind is not None and error is not None and self._handlers
-        ):  # the user sees it anyway; who reads the log later has nothing else
-            how = ("ended by %s: %s", (kind.__name__, error), (kind, error, traceback))
-            # a bug: whatever came before it is worth reading
+        if kind is not None and error is not None:
             if not issubclass(kind, (UserError, KeyboardInterrupt)):
-                self.begin()
+                self.begin()  # a bug: what came before it is worth reading
+            # The user sees the error anyway; a reader of the log has nothing else.
+            how = ("ended by %s: %s", (kind.__name__, error), (kind, error, traceback))
             for file in self._files:
                 file.handle(_LOGGER.makeRecord(_LOGGER.name, logging.ERROR, __file__, 0, *how))
         _LOGGER.setLevel(self._level)
@@ -89,7 +87,7 @@ class RunReport:
             handler.close()
 
     def begin(self) -> None:
-        """Write what was held back: from now on all that is said belongs to the run."""
+        """Write what was held back: from now on every line belongs to the run."""
         for file in self._files:
             file.write_held()
 
@@ -98,25 +96,25 @@ class RunReport:
         _LOGGER.info("%s", describe_row(row, self._steps), extra={"row": row})
 
     def step(self, step: int) -> None:
-        """Move the bar to the optimizer step that was just done; elsewhere than on a terminal nothing is said."""
+        """Move the bar, where there is one, to the optimizer step that was just done."""
         if self._bar is not None:
             self._bar.move(step)
 
     def line(self, text: str, *, event: str | None = None) -> None:
-        """Say something else; with ``event``, the kind of it, it belongs to the history of the run."""
+        """Report anything else; with ``event``, its kind, it belongs to the history of the run."""
         _LOGGER.info("%s", text, extra={} if event is None else {"event": event})
 
 
 def describe_row(row: Mapping[str, Value], steps: int) -> str:
     """A row of metrics as one line, with units; metrics that the row does not have are left out."""
-    parts = [f"step {row['step']}/{steps}"]
-    parts += [form.format(row[name]) for name, form in _FORMS.items() if name in row]
+    parts = [form.format(row[name], steps) for name, form in _FORMS.items() if name in row]
     if "eta_s" in row:
-        parts.append(f"ETA {_duration(row['eta_s'])}")
+        parts.append(f"ETA {timedelta(seconds=round(float(row['eta_s'])))}")
     return " | ".join(parts)
 
 
 _FORMS = {
+    "step": "step {}/{}",
     "data_synthetic": "SYNTHETIC DATA",
     "loss_nats": "loss {:.4f} nats/token",
     "bits_per_byte": "{:.3f} bits/byte",
@@ -130,12 +128,8 @@ _FORMS = {
 }
 
 
-def _duration(seconds: Value) -> str:
-    return str(timedelta(seconds=round(float(seconds))))
-
-
-class _UntilNobodyReads:
-    """A stream of text whose terminal or pipe may go away: from then on it leads nowhere, and the run goes on."""
+class _LossyStream:
+    """A stream of text whose terminal or pipe may go away: the run goes on, its text is lost."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -144,25 +138,25 @@ class _UntilNobodyReads:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._if_it_fails():
-            self._stream.write(text)
-        return len(text)
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            return self._lose(error)
 
     def flush(self) -> None:
-        with self._if_it_fails():
-            self._stream.flush()
-
-    @contextmanager
-    def _if_it_fails(self) -> Iterator[None]:
         try:
-            yield
+            self._stream.flush()
         except OSError as error:
-            # and not a full disk, where there may be room again
-            if error.errno in (errno.EPIPE, errno.EIO):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                # or what waits in buffers would fail at the end of the process
-                os.dup2(nowhere, self._stream.fileno())
-                os.close(nowhere)
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> int:
+        # On a full disk there may be room again; a terminal or pipe that has gone stays away.
+        if error.errno in (errno.EPIPE, errno.EIO):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            # Without it, what is in buffers would fail at the end of the process.
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+        return 0
 
 
 class _LineFile(logging.Handler):
@@ -170,43 +164,35 @@ class _LineFile(logging.Handler):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._file, self._complained = AppendedFile(path), False
-        self._held: list[bytes] | None = []
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._file, self._has_complained, self._is_held = AppendedFile(path), False, True
+        self._held: list[bytes] = []
 
     def write_held(self) -> None:
-        """Write the lines that were held back, and each later one as it comes."""
-        held, self._held = self._held, None
-        if held is not None:
-            self._append(b"".join(held))
+        """Write the lines that were held back, and each later one at once."""
+        self._is_held = False
+        self._write()
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = f"{self.format(record)}\n".encode(errors="replace")
-        if self._held is None:
-            self._append(line)
-        else:
-            self._held.append(line)
+        self._held.append(f"{self.format(record)}\n".encode(errors="replace"))
+        self._write()
 
-    def _append(self, content: bytes) -> None:
+    def _write(self) -> None:
+        if self._is_held or not self._held:
+            return
         try:
-            self._file.append(content)
+            self._file.append(b"".join(self._held))
         except OSError as error:
-            if not self._complained:
-                with suppress(OSError):  # of a terminal that has gone
-                    print(
-                        f"nsa: {self._file.path} could not be written ({error}); lines are lost",
-                        file=sys.stderr,
-                    )
-            self._complained = True
+            with suppress(OSError):  # of a terminal that has gone
+                if not self._has_complained:
+                    why = f"{self._file.path} could not be written ({error})"
+                    print(f"nsa: {why}; lines are lost", file=sys.stderr)
+            self._has_complained = True
+        self._held.clear()
 
 
-class _LogHandler(_LineFile):
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-
-
-class _EventHandler(_LineFile):
-    """Records of a kind, and everything from warnings upwards, as JSON: time, kind, step where there is one, message."""
+class _EventFile(_LineFile):
+    """Events, and all records from warnings upwards, as JSON: time, kind, step, message."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return hasattr(record, "event") or record.levelno >= logging.WARNING
@@ -222,7 +208,7 @@ class _EventHandler(_LineFile):
 
 
 class _BarHandler(logging.Handler):
-    """A bar at the bottom of the terminal; other lines, and rows with an evaluation, are printed above it."""
+    """A bar at the bottom of the terminal; other lines, and rows with an evaluation, above it."""
 
     def __init__(self, console: Console, steps: int) -> None:
         super().__init__()
@@ -238,21 +224,14 @@ class _BarHandler(logging.Handler):
         self._steps = steps
 
     def emit(self, record: logging.LogRecord) -> None:
-        row = getattr(record, "row", None)
-        if row is None or "val_bits_per_byte" in row:
-            self._progress.console.print(
-                self.format(record), markup=False, highlight=False, soft_wrap=True
-            )
-        if row is None:
-            return
-        shown = {
-            name: row[name]
-            for name in ("step", "data_synthetic", "loss_nats", "tokens_per_s", "eta_s")
-            if name in row
-        }
-        self.move(
-            int(row["step"]), description=describe_row(shown, self._steps).partition(" | ")[2]
-        )
+        row = getattr(record, "row", {})
+        if not row or "val_bits_per_byte" in row:
+            line = self.format(record)
+            self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if row:
+            shown = ("data_synthetic", "loss_nats", "tokens_per_s", "eta_s")
+            newest = {name: row[name] for name in shown if name in row}
+            self.move(int(row["step"]), description=describe_row(newest, self._steps))
 
     def move(self, step: int, **more: str) -> None:
         """Show ``step`` as done, and what the newest row says."""

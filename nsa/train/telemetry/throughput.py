@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ _BF16_PEAKS = (
     ("RTX 4090", 165.2e12),
 )
 MIB = 2**20
-# Of a process: whatever has to be compiled and captured is, in these.
+# Of a process: in these everything is compiled and captured.
 STARTING_STEPS = 5
 
 
@@ -42,7 +43,7 @@ def peak_flops(device: torch.device, compute_dtype: str) -> float | None:
 
 
 def peak_of(gpu: str) -> float | None:
-    """Peak rate of bf16 matrix products of the GPU of this name, operations a second; None where it is not known."""
+    """Peak rate of bf16 matrix products of a GPU in operations a second; None where not known."""
     return next((peak for part, peak in _BF16_PEAKS if part in gpu), None)
 
 
@@ -61,7 +62,7 @@ def memory_row(device: torch.device) -> dict[str, float]:
 
 
 def utilisation_row(device: torch.device) -> dict[str, float]:
-    """How busy the driver reports a GPU to be, by the name of the metric; empty on a CPU and where it cannot be asked.
+    """How busy the driver reports a GPU to be; empty on a CPU and where it does not answer.
 
     NVML, the driver's library, answers through nvidia-ml-py. A run does without it; ``nsa doctor``
     says whether it answers.
@@ -80,9 +81,22 @@ def utilisation_row(device: torch.device) -> dict[str, float]:
         return {}
 
 
+class _HostEvent:
+    """A moment of the host's clock, with the methods of a CUDA event."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: _HostEvent) -> float:
+        return 1000 * (end._at - self._at)
+
+
 @dataclass
 class _TimedStep:
-    """Marks of one step.
+    """Events of one step.
 
     Attributes:
         begin: before its first kernel.
@@ -92,17 +106,17 @@ class _TimedStep:
         is_warm: whether the first steps of the process are over.
     """
 
-    begin: float | torch.cuda.Event
-    end: float | torch.cuda.Event
-    until: float | torch.cuda.Event
+    begin: Any
+    end: Any
+    until: Any
     host_ms: float
     is_warm: bool
 
 
 class DeviceClock:
-    """Times optimizer steps by the clock of the device that computes them; nothing waits for it.
+    """Times optimizer steps by the clock of the device that computes them, without waiting for it.
 
-    On a GPU that clock is events in its stream; on a CPU it is the clock of the host.
+    On a GPU these are events in its stream; on a CPU the clock of the host.
 
     Args:
         device: where the run computes.
@@ -116,17 +130,17 @@ class DeviceClock:
 
     @contextmanager
     def step(self, *, pause_follows: bool = False) -> Iterator[None]:
-        """Around what a step queues on the device.
+        """Context in which a step is queued on the device.
 
         Args:
-            pause_follows: whether something else than a step comes next, an evaluation for example;
-                its time belongs to no step.
+            pause_follows: whether something other than a step comes next, an evaluation for
+                example; its time belongs to no step.
         """
-        begin, issued = self._mark(), time.perf_counter()
+        begin, issued = self._now(), time.perf_counter()
         if self._previous is not None:
             self._previous.until = begin
         yield
-        host_ms, end = 1000 * (time.perf_counter() - issued), self._mark()
+        host_ms, end = 1000 * (time.perf_counter() - issued), self._now()
         step = _TimedStep(begin, end, end, host_ms, self._num_steps >= STARTING_STEPS)
         self._num_steps += 1
         self._previous = None if pause_follows else step
@@ -141,33 +155,21 @@ class DeviceClock:
             ``host_time_ms``, means over the steps. Empty without a step.
         """
         done = []
-        while self._waiting and _is_past(self._waiting[0].until):
+        while self._waiting and self._waiting[0].until.query():
             done.append(self._waiting.popleft())
         found = {}
-        warm = [_ms_between(step.begin, step.until) for step in done if step.is_warm]
+        warm = [step.begin.elapsed_time(step.until) for step in done if step.is_warm]
         if warm:
             found["step_time_max_ms"] = max(warm)
         if done and self._on_gpu:
-            spans = [_ms_between(step.begin, step.end) for step in done]
+            spans = [step.begin.elapsed_time(step.end) for step in done]
             found["gpu_step_time_ms"] = statistics.fmean(spans)
             found["host_time_ms"] = statistics.fmean(step.host_ms for step in done)
         return found
 
-    def _mark(self) -> float | torch.cuda.Event:
+    def _now(self) -> Any:
         if not self._on_gpu:
-            return time.perf_counter()
+            return _HostEvent()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-def _is_past(mark: float | torch.cuda.Event) -> bool:
-    return isinstance(mark, float) or bool(mark.query())
-
-
-def _ms_between(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    if isinstance(begin, float):
-        assert isinstance(end, float)
-        return 1000 * (end - begin)
-    assert not isinstance(end, float)
-    return float(begin.elapsed_time(end))

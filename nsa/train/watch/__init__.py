@@ -1,1 +1,1 @@
-"""What is noticed, said and done when something goes wrong or somebody asks."""
+"""Signals, hangs, lack of memory, and warnings about how a run goes."""

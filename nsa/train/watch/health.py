@@ -1,4 +1,4 @@
-"""What a person who watched the rows of a run would notice."""
+"""What a reader of the rows of a run would notice."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from nsa.train.telemetry.layer_statistics import DEAD, UNIFORM
 from nsa.train.telemetry.metrics import Row
 
 SLOW = 0.2  # of the median speed so far
-MIN_ROWS = 5  # before there is a median to speak of
+MIN_ROWS = 5  # that make a median
 WAITING = 0.5  # of the step spent waiting for data
 IDLE = 0.5  # of the time with a kernel on the GPU, or of the step from its first kernel to its last
 
 
 class Health:
-    """Looks at each row of metrics; a condition is reported when it begins and again when it has gone and come back.
+    """Looks at each row of metrics and reports a condition when it begins, or comes back.
 
     Args:
         warmup_steps: gates are not judged before this step, for all of them start alike.
@@ -29,63 +29,49 @@ class Health:
     def look(self, row: Row) -> list[tuple[str, str]]:
         """Conditions that begin with this row, as (kind, sentence)."""
         found = {**self._throughput(row), **self._gates(row)}
+        begun = [(key.split()[0], text) for key, text in found.items() if key not in self._reported]
         # A row without gates says nothing about them.
-        gone = {
-            key
-            for key in self._reported - found.keys()
-            if "gate_entropy" in row or not key.startswith("gate")
-        }
-        begun = [
-            (key.partition(" ")[0], text)
-            for key, text in found.items()
-            if key not in self._reported
-        ]
-        self._reported = (self._reported - gone) | found.keys()
+        kept = set() if "gate_entropy" in row else {x for x in self._reported if "gates" in x}
+        self._reported = kept | found.keys()
         return begun
 
     def _throughput(self, row: Row) -> dict[str, str]:
-        found = {}
-        speed = float(row["tokens_per_s"])
-        if len(self._speeds) >= MIN_ROWS and speed < SLOW * statistics.median(self._speeds):
+        found, speed = {}, float(row["tokens_per_s"])
+        if len(self._speeds) >= MIN_ROWS:
             usual = statistics.median(self._speeds)
-            found["throughput"] = (
-                f"throughput fell to {speed:,.0f} tokens/s, usual are {usual:,.0f}"
-            )
+            if speed < SLOW * usual:
+                text = f"throughput fell to {speed:,.0f} tokens/s, usual are {usual:,.0f}"
+                found["throughput"] = text
         self._speeds.append(speed)
+        if len(self._speeds) == 1:  # the first step always waits
+            return found
         wait, step = float(row["data_time_ms"]), float(row["step_time_ms"])
-        if len(self._speeds) > 1 and wait > WAITING * step:
+        busy = float(row.get("gpu_utilisation_percent", 100.0))
+        span = float(row.get("gpu_step_time_ms", step))
+        if wait > WAITING * step:
             found["data"] = f"the device waits for data: {wait:.0f} of {step:.0f} ms a step"
-        elif len(self._speeds) > 1:
-            busy = float(row.get("gpu_utilisation_percent", 100.0))
-            span = float(row.get("gpu_step_time_ms", step))
-            if busy < 100 * IDLE:
-                found["gpu"] = f"the GPU is idle: busy {busy:.0f}% of the time"
-            elif span < IDLE * step:
-                found["gpu"] = (
-                    f"the GPU is idle: its part of a step takes {span:.0f} of {step:.0f} ms"
-                )
+        elif busy < 100 * IDLE:
+            found["gpu"] = f"the GPU is idle: busy {busy:.0f}% of the time"
+        elif span < IDLE * step:
+            part = f"its part of a step takes {span:.0f} of {step:.0f} ms"
+            found["gpu"] = f"the GPU is idle: {part}"
         return found
 
     def _gates(self, row: Row) -> dict[str, str]:
         found: dict[str, str] = {}
+        layers = [name.rpartition("_")[2] for name in row if name.startswith("gate_entropy_layer_")]
         if int(row["step"]) <= self._warmup_steps:
             return found
-        for name, value in row.items():
-            layer = re.fullmatch(r"gate_entropy_layer_(\d+)", name)
-            if layer is None:
-                continue
-            means = {
-                part[1]: float(mean)
-                for key, mean in row.items()
-                if (part := re.fullmatch(rf"gate_(\w+)_mean_layer_{layer[1]}", key))
-            }
+        for layer in layers:
+            where = f"gate collapse in layer {layer}"
+            matches = (re.fullmatch(rf"gate_(\w+)_mean_layer_{layer}", name) for name in row)
+            means = {match[1]: float(row[match[0]]) for match in matches if match}
             for branch, mean in means.items():
                 if mean < DEAD * sum(means.values()):
-                    found[f"gates {layer[1]} {branch}"] = (
-                        f"gate collapse in layer {layer[1]}: branch {branch} is dead (mean {mean:.4f})"
-                    )
-            if float(value) > UNIFORM:
-                found[f"gates {layer[1]}"] = (
-                    f"gate collapse in layer {layer[1]}: all branches weigh alike (entropy {float(value):.4f})"
-                )
+                    text = f"{where}: branch {branch} is dead (mean {mean:.4f})"
+                    found[f"gates {layer} {branch}"] = text
+            entropy = float(row[f"gate_entropy_layer_{layer}"])
+            if entropy > UNIFORM:
+                text = f"{where}: all branches weigh alike (entropy {entropy:.4f})"
+                found[f"gates {layer}"] = text
         return found

@@ -1,4 +1,4 @@
-"""What a user is told where memory is not enough: what was in use, which settings help, and what cannot fit at all."""
+"""Errors where memory is not enough: what was in use, which settings help, what cannot fit."""
 
 from __future__ import annotations
 
@@ -48,14 +48,12 @@ def explained(function: str, what: str, hint: Callable[[], str]) -> Iterator[Non
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error is, or comes from, a lack of GPU memory.
 
-    The capture of a CUDA graph in which memory ends is closed with an error of its own.
+    The capture of a CUDA graph in which memory runs out is closed with an error of its own.
     """
-    for one in _chain(error):
-        if isinstance(one, torch.OutOfMemoryError):
-            return True
-        if any(words in str(one) for words in _OTHER_WORDS):
-            return True
-    return False
+    return any(
+        isinstance(one, torch.OutOfMemoryError) or any(words in str(one) for words in _OTHER_WORDS)
+        for one in _chain(error)
+    )
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -67,8 +65,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def memory_use(error: BaseException) -> str:
     """What the device has, what this process holds and what it asked for, as far as is known."""
-    asked = _asked_for(error)
-    end = f"; {asked} more were asked for" if asked else ""
+    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", "\n".join(map(str, _chain(error))))
+    end = f"; {asked[1]} more were asked for" if asked else ""
     if not torch.cuda.is_available():
         return f"out of memory{end}"
     free, total = (size / _GIB for size in torch.cuda.mem_get_info())
@@ -77,13 +75,6 @@ def memory_use(error: BaseException) -> str:
     gpu = f"{torch.cuda.get_device_name()} with {total:.1f} GiB"
     here = f"{held:.1f} GiB held by PyTorch, at most {tensors:.1f} GiB in tensors"
     return f"out of memory on {gpu}: {here}, {free:.1f} GiB free{end}"
-
-
-def _asked_for(error: BaseException) -> str:
-    """What PyTorch's allocator says that it was asked for; empty if it says nothing."""
-    texts = "\n".join(str(one) for one in _chain(error))
-    found = re.search(r"Tried to allocate ([\d.]+ \w+)", texts)
-    return found[1] if found else ""
 
 
 def smaller_micro_batch(config: TrainConfig) -> int | None:
@@ -116,41 +107,33 @@ def hint_for_run(config: TrainConfig, folder: RunFolder) -> str:
     checkpoints = list_checkpoints(folder.checkpoints)
     words = remedies(config, resumed=bool(checkpoints))
     if checkpoints:
-        return _resumption(checkpoints[-1], folder, words)
+        how = f"Go on with: nsa train --resume {folder.path} {words}"
+        if not words:
+            how = "It needs a GPU with more memory."
+        return f"The last checkpoint is {checkpoints[-1]}. {how}"
     if not words:
         return "Take a smaller model, a shorter --seq-len or a GPU with more memory."
     return f"Give {words}; `nsa plan` says what a run needs."
 
 
-def _resumption(checkpoint: Path, folder: RunFolder, words: str) -> str:
-    last = f"The last checkpoint is {checkpoint}."
-    if not words:
-        return f"{last} It needs a GPU with more memory."
-    return f"{last} Go on with: nsa train --resume {folder.path} {words}"
-
-
-# Bytes a parameter: fp32 weights, and in training as much for gradients and each of two moments.
+# Bytes a parameter: fp32 weights; in training as many for gradients and for each of two moments.
 _WEIGHT_BYTES, _TRAINING_BYTES = 4, 16
-_CGROUP = Path("/sys/fs/cgroup")
+_MACHINE, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def check_run_fits(function: str, config: TrainConfig, device: torch.device) -> None:
-    """As :func:`check_fits`, of a run, whose processes may divide the model among them."""
-    check_fits(
-        function,
-        config.model,
-        device,
-        shares=config.world_size if config.parallel.strategy == "fsdp" else 1,
-    )
+    """As :func:`check_fits`, for a run, whose processes may divide the model among them."""
+    shares = config.world_size if config.parallel.strategy == "fsdp" else 1
+    check_fits(function, config.model, device, shares=shares)
 
 
 def check_fits(
     function: str, config: LMConfig, device: torch.device, *, training: bool = True, shares: int = 1
 ) -> None:
-    """Refuse a model that cannot fit before anything is begun: its weights and what training keeps beside them.
+    """Refuse a model that cannot fit before anything is begun: its weights and what trains them.
 
-    What fits by this may still be too large, for nothing is said of activations; ``nsa plan``
-    counts a whole step.
+    What fits by this may still be too large, for activations are not counted; ``nsa plan`` counts a
+    whole step.
 
     Args:
         function: the command.
@@ -164,53 +147,37 @@ def check_fits(
     """
     with torch.device("meta"):
         parameters = LanguageModel(config).num_parameters()["total"]
-    needed = parameters * (_TRAINING_BYTES if training else _WEIGHT_BYTES) / shares
-    free = free_memory(device)
-    beside = " with their gradients and moments" if training else ""
-    found = f"{parameters / 1e9:.2f}B parameters, which take {needed / _GIB:.1f} GiB{beside}, and {free / _GIB:.1f} GiB free"
-    hint = (
-        "`nsa plan` says what a run needs."
-        if training
-        else "Give --device cpu, or end what else takes memory."
-    )
-    check(
-        needed <= free,
-        function,
-        "the model",
-        f"fit into the memory of the {device.type} device",
-        found,
-        hint,
-    )
+    needed, free = parameters * _WEIGHT_BYTES / shares, free_memory(device)
+    what, hint = "", "Give --device cpu, or end what else takes memory."
+    if training:
+        needed = parameters * _TRAINING_BYTES / shares
+        what, hint = " with their gradients and moments", "`nsa plan` says what a run needs."
+    taken = f"which take {needed / _GIB:.1f} GiB{what}, and {free / _GIB:.1f} GiB free"
+    found = f"{parameters / 1e9:.2f}B parameters, {taken}"
+    rule = f"fit into the memory of the {device.type} device"
+    check(needed <= free, function, "the model", rule, found, hint)
 
 
 def free_memory(device: torch.device) -> float:
     """Bytes that this process may still take; infinite where the system does not tell."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return float(
-            free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        )
-    try:
-        available = re.search(
-            r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii")
-        )
-    except OSError:  # another system than Linux
-        available = None
-    return min(1024 * float(available[1]) if available else math.inf, _left_in_cgroup())
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + unused)
+    return min(1024 * _number_in(_MACHINE, r"MemAvailable: +(\d+) kB"), _left_in_cgroup())
 
 
 def _left_in_cgroup() -> float:
-    """Bytes below the limit of the container, files that it has cached counted as free; infinite without a limit."""
+    """Bytes below the limit of the container, which may drop the files that it has cached."""
+    used = _number_in(_CGROUP / "memory.current", r"(\d+)")
+    cached = _number_in(_CGROUP / "memory.stat", r"(?m)^file (\d+)$")
+    limit = _number_in(_CGROUP / "memory.max", r"(\d+)")
+    return math.inf if math.inf in (limit, used, cached) else limit - used + cached
+
+
+def _number_in(path: Path, pattern: str) -> float:
+    """A number in a file of the system; infinite where there is no such file or no number in it."""
     try:
-        limit, used, stat = (
-            (_CGROUP / f"memory.{name}").read_text(encoding="ascii")
-            for name in ("max", "current", "stat")
-        )
+        found = re.search(pattern, path.read_text(encoding="ascii"))
     except OSError:
         return math.inf
-    files = re.search(r"^file (\d+)$", stat, re.MULTILINE)
-    return (
-        math.inf
-        if limit.strip() == "max"
-        else float(limit) - float(used) + float(files[1] if files else 0)
-    )
+    return float(found[1]) if found else math.inf

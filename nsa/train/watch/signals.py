@@ -1,4 +1,4 @@
-"""What somebody may ask of a run while it goes: by signal, or with a file in the run folder."""
+"""Requests to a run while it goes: by signal, or with a file in the run folder."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ else:
     # The last one comes from a terminal that is closed.
     STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     CHECKPOINT_SIGNAL = signal.SIGUSR2
-HALT = 255  # stands beside the numbers of signals, none of which is that high
+HALT = 255  # used like the number of a signal, none of which is that high
 _HALT_CHECK_S = 1.0
 _PASSED_ON_S = 5.0
 
 
 class Requests:
-    """While entered, notes what this process is asked to do; the trainer looks between two steps.
+    """While entered, notes what this process is asked to do; the trainer looks between steps.
 
     The first SIGTERM, SIGINT or SIGHUP, or the halt file, asks for a checkpoint and the end of the
     run; a second SIGTERM or SIGINT ends the process at once with exit code 128 + its number and
@@ -40,8 +40,8 @@ class Requests:
             everywhere else.
 
     Attributes:
-        stop: number of the signal, :data:`HALT` for the file, 0 as long as nobody asked.
-        checkpoint: whether a checkpoint was asked for; whoever makes it sets this to False again.
+        stop: number of the signal, :data:`HALT` for the file, 0 without a request.
+        checkpoint: whether a checkpoint was asked for; what makes it sets this to False again.
     """
 
     def __init__(
@@ -94,9 +94,8 @@ class Requests:
             self._say(f"{name} again: leaving at once, without a checkpoint")
             os._exit(128 + number)
         self.stop, self._stopped = number, time.monotonic()
-        self._say(
-            f"{name} received: finishing this step, then a checkpoint; send it again to leave at once"
-        )
+        then = "finishing this step, then a checkpoint; send it again to leave at once"
+        self._say(f"{name} received: {then}")
 
     @staticmethod
     def _say(line: str) -> None:

@@ -15,36 +15,42 @@ import torch
 
 from nsa import cli, stages
 from nsa.train.load import to_yaml
-from nsa.train.profiler.attribution import PREFIX
-from nsa.train.profiler.memory import MODULE, module_memory
+from nsa.train.profiler.memory import MODULE, ModuleMemory, module_memory
 from nsa.train.profiler.session import Plan, Session
-from nsa.train.profiler.trace import read_trace
 from tests.train.cases import tiny_config
 from tests.train.profiler.hand_made import AUTOGRAD, HandMade
 
+SHORT = ("--wait", "1", "--warmup", "1", "--active", "2", "--memory", "--log-every", "1")
+
 
 def profile(tmp_path: Path, *words: str, **changes: Any) -> tuple[int, Path]:
+    settings = {"steps": 40, "eval_every": 0, "checkpoint_every": 0, **changes}
     config = tmp_path / "tiny.yaml"
-    config.write_text(
-        to_yaml(
-            tiny_config(
-                tmp_path, **{"steps": 40, "eval_every": 0, "checkpoint_every": 0, **changes}
-            )
-        )
-    )
+    config.write_text(to_yaml(tiny_config(tmp_path, **settings)))
     run = tmp_path / "run"
     return cli.main(["profile", str(config), "--run-dir", str(run), *words]), run
 
 
+def named(rows: list[dict[str, Any]], key: str) -> dict[str, dict[str, Any]]:
+    return {row[key]: row for row in rows}
+
+
+def check_mlp(run: Path) -> None:
+    mlp = named(json.loads((run / "profile" / "memory.json").read_text()), "name")["layers.0.mlp"]
+    # Kept are the MLP's input and two hidden tensors, and its output, which it returns: fp32, 2
+    # sequences of 64 tokens.
+    assert mlp["kept"] == 4 * 128 * (2 * 64 + 32)
+    assert mlp["forward_peak"] >= mlp["kept"]
+    assert mlp["backward_peak"] > 0
+
+
 def test_a_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, run = profile(
-        tmp_path, "--wait", "2", "--warmup", "1", "--active", "3", "--memory", "--log-every", "1"
-    )
+    code, run = profile(tmp_path, *SHORT)
     assert code == 0
     folder = run / "profile"
     found = json.loads((folder / "stages.json").read_text())
-    rows = {row["stage"]: row for row in found["stages"]}
-    assert (found["device"], found["steps"]) == ("cpu", 3)
+    rows = named(found["stages"], "stage")
+    assert (found["device"], found["steps"]) == ("cpu", 2)
     assert sum(row["total_ms"] for row in rows.values()) == pytest.approx(found["step_ms"])
     for stage in set(stages.MODEL_STAGES) - {stages.DENSE, stages.CASTS}:
         assert rows[stage]["forward_ms"] > 0, stage
@@ -55,22 +61,11 @@ def test_a_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert rows["unattributed"]["share"] < 0.15
     assert (folder / "stages.txt").read_text() in capsys.readouterr().out
     assert "aten::mm" in (folder / "kernels.txt").read_text()
-    trace = read_trace(folder / "trace.json.gz")
-    names = [event.name for events in trace.host.values() for event in events]
-    assert names.count(PREFIX + stages.FORWARD) == 3 * 2  # steps, micro-batches
-    # The run ended with the record, after the steps it took: no checkpoint, and rows as of any run.
+    # The run ends with the record, after the steps it takes: no checkpoint, and rows of any run.
     assert not list((run / "checkpoints").iterdir())
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 2 + 1 + 3 + 2 + 1))
-    modules = {
-        module["name"]: module for module in json.loads((folder / "memory.json").read_text())
-    }
-    mlp = modules["layers.0.mlp"]
-    # Input and two hidden tensors of the MLP are kept, its output is returned: fp32, 2 windows of
-    # 64 tokens.
-    assert mlp["kept"] == 4 * 128 * (2 * 64 + 32)
-    assert mlp["forward_peak"] >= mlp["kept"]
-    assert mlp["backward_peak"] > 0
+    assert steps == list(range(1, 1 + 1 + 2 + 2 + 1))
+    check_mlp(run)
     assert "layers.0.mlp" in (folder / "memory.txt").read_text()
 
 
@@ -78,27 +73,23 @@ def test_memory_of_modules_in_layers_that_are_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    words = ["--wait", "1", "--warmup", "1", "--active", "1", "--memory"]
-    code, run = profile(tmp_path, *words, compile=True, model={"num_layers": 1})
+    code, run = profile(tmp_path, *SHORT, compile=True, model={"num_layers": 1})
     assert code == 0
-    modules = {
-        module["name"]: module
-        for module in json.loads((run / "profile" / "memory.json").read_text())
-    }
-    mlp = modules["layers.0.mlp"]
-    assert mlp["kept"] == 4 * 128 * (2 * 64 + 32)
-    assert mlp["backward_peak"] > 0
+    check_mlp(run)
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--nvtx"], "--nvtx must be left out on a CPU"),
-    (["--active", "0"], "--active must be positive, got 0"),
-    (["--steps", "20"], "--steps must be at least 70 for this profile, got 20"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--nvtx --active 1", "--nvtx must be left out on a CPU"),
+        ("--active 0", "--active must be positive, got 0"),
+        ("--active 21", "--steps must be at least 41 for this profile, got 40"),
+    ],
+)
 def test_what_cannot_be_recorded(
-    tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, run = profile(tmp_path, *words, **({} if "--steps" in words else {"steps": 100}))
+    code, run = profile(tmp_path, *words.split())
     assert code == 2
     assert message in capsys.readouterr().err
     assert not run.exists()
@@ -114,7 +105,7 @@ def test_a_run_that_is_stopped_has_no_profile(
         real(session)
 
     monkeypatch.setattr(Session, "on_step", on_step)
-    code, run = profile(tmp_path, "--wait", "2", "--warmup", "1", "--active", "3")
+    code, run = profile(tmp_path, *SHORT)
     assert code == 1
     assert "stopped by SIGTERM after step 1" in capsys.readouterr().out
     assert not list((run / "profile").iterdir())
@@ -125,7 +116,7 @@ def test_steps_of_a_plan() -> None:
     assert Plan(2, 1, 3, memory=True).num_steps(cuda_graphs=True) == 2 + 2 + 1 + 3 + 2
 
 
-def test_stages_cost_nothing_while_nobody_listens() -> None:
+def test_stages_cost_nothing_without_a_listener() -> None:
     assert stages.stage(stages.MLP) is stages.stage(stages.GATES)
     assert isinstance(stages.stage(stages.MLP), nullcontext)
     heard = []
@@ -141,12 +132,10 @@ def test_stages_cost_nothing_while_nobody_listens() -> None:
 
     compiled = torch.compile(run, fullgraph=True, backend="eager")
     with stages.stages_seen_by(listen):
-        assert float(run(torch.zeros(()))) == 1
-        assert heard == [stages.LOSS, stages.GATES]
-        assert float(compiled(torch.zeros(()))) == 1
-        assert len(heard) == 2  # compiled code has no stages inside
+        run(torch.zeros(()))
+        compiled(torch.zeros(()))  # which has no stages inside
     run(torch.zeros(()))
-    assert len(heard) == 2
+    assert heard == [stages.LOSS, stages.GATES]
 
 
 def test_memory_of_modules() -> None:
@@ -163,17 +152,8 @@ def test_memory_of_modules() -> None:
     hand.host("MmBackward0", 60, 70, AUTOGRAD)
     hand.backward_of(11, 60)
     hand.memory(61, 400, AUTOGRAD)
-    hand.memory(80, 9999)  # of nobody
-    layer, mlp = module_memory(hand.trace(), "cpu", 50)
-    assert (layer.name, layer.forward_peak, layer.kept, layer.backward_peak) == (
-        "layer",
-        1150,
-        800,
-        1250,
-    )
-    assert (mlp.name, mlp.forward_peak, mlp.kept, mlp.backward_peak) == (
-        "layer.mlp",
-        1150,
-        700,
-        1250,
-    )
+    hand.memory(80, 9999)  # of no module
+    assert module_memory(hand.trace(), "cpu", 50) == [
+        ModuleMemory("layer", forward_peak=1150, backward_peak=1250, kept=800),
+        ModuleMemory("layer.mlp", forward_peak=1150, backward_peak=1250, kept=700),
+    ]

@@ -1,13 +1,11 @@
-"""Rows reach a tracker once each, beside the run or after it. The tracker stands in for both real
+"""Rows reach a tracker once each, during the run or after it. The tracker here replaces both real
 ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import signal
+import shutil
 import sys
 import types
 from contextlib import ExitStack
@@ -18,8 +16,9 @@ import pytest
 
 from nsa import cli
 from nsa.train.runs import tracking
-from nsa.train.telemetry.metrics import Row, read_metrics
+from nsa.train.telemetry.metrics import read_metrics
 from tests.train.cases import make_trainer, tiny_config
+from tests.train.runs.cases import stop_after_step_6
 
 
 class Tracker:
@@ -28,21 +27,12 @@ class Tracker:
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.finished = 0
 
-    def init(
-        self,
-        *,
-        project: str,
-        name: str,
-        config: dict[str, Any],
-        resume: str,
-        **more: str,
-    ) -> Tracker:
-        self.inits.append({"project": project, "name": name, "resume": resume, **more})
+    def init(self, *, config: dict[str, Any], **given: str) -> Tracker:
+        self.inits.append(given)
         assert config["seq_len"] == 64
         return self
 
-    def log(self, metrics: dict[str, float], step: int | None = None) -> None:
-        assert step is not None
+    def log(self, metrics: dict[str, float], step: int) -> None:
         self.logged.append((step, metrics))
 
     def finish(self) -> None:
@@ -60,18 +50,12 @@ def tracker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_rows_are_sent_once(
-    tmp_path: Path,
-    tracker: Any,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, tracker: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config(tmp_path)
 
-    def stop(row: Row) -> None:
-        if row["step"] == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-
     path = tmp_path / "run"
-    make_trainer(config, path, on_row=stop).run()
+    make_trainer(config, path, on_row=stop_after_step_6).run()
     words = ["track", str(path), "--to", tracker.service, "--project", "p"]
     assert cli.main(words) == 0
     assert [step for step, _ in tracker.logged] == [2, 4, 5, 6]
@@ -82,17 +66,16 @@ def test_rows_are_sent_once(
     rows = read_metrics(path / "metrics.jsonl")
     steps = [row.pop("step") for row in rows]
     assert tracker.logged == list(zip(steps, rows, strict=True))
-    assert len({json.dumps(given) for given in tracker.inits}) == 1
-    assert tracker.inits[0]["resume"] == "allow"
-    assert tracker.inits[0]["name"].startswith("run-")
+    first, *others = tracker.inits
+    assert others == [first, first]
+    assert (first["project"], first["resume"]) == ("p", "allow")
+    assert first["name"].startswith("run-")
     assert tracker.finished == 3
     assert "3 rows to step 12" in capsys.readouterr().out
 
 
 def test_following_ends_with_the_run(
-    tmp_path: Path,
-    tracker: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, tracker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that was stopped before its last step: what it wrote last is sent."""
     config, path, waits = tiny_config(tmp_path, steps=100_000), tmp_path / "run", 0
@@ -107,9 +90,7 @@ def test_following_ends_with_the_run(
             assert waits < 20, "it goes on without a run"
             assert folder.is_in_use() == (waits <= 5)
             if waits == 5:
-                (path / "metrics.jsonl").write_bytes(
-                    (tmp_path / "other" / "metrics.jsonl").read_bytes(),
-                )
+                shutil.copy(tmp_path / "other" / "metrics.jsonl", path)
                 run.close()
 
         monkeypatch.setattr(tracking, "time", types.SimpleNamespace(sleep=sleep))

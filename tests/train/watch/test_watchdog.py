@@ -1,4 +1,4 @@
-"""The watchdog's limits, and what must come even when nobody can be told about it."""
+"""The watchdog's limits, and what must happen even when it cannot be told to anyone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nsa.train.watch.watchdog_process import Beat, Watched, say
 
 @contextmanager
 def terminal_gone() -> Iterator[None]:
-    """Standard error is a pipe that nobody reads any more."""
+    """Standard error is a pipe without a reader."""
     kept = os.dup(2)
     reads, writes = os.pipe()
     os.close(reads)
@@ -35,18 +35,10 @@ def terminal_gone() -> Iterator[None]:
 
 def test_the_watchdog_goes_on_without_a_terminal(tmp_path: Path) -> None:
     """Otherwise a hanging run would never be ended once its terminal has gone."""
-    watched = Watched(
-        1,
-        0,
-        0,
-        "",
-        str(tmp_path / "log.txt"),
-        str(tmp_path / "events.jsonl"),
-        str(tmp_path / "alarm"),
-    )
+    files = [str(tmp_path / name) for name in ("stacks", "log.txt", "events.jsonl", "alarm")]
     with terminal_gone():
-        say(watched, "hang", Beat(1, 2, "step", 3.0, 4.0), "watchdog: it hangs\n")
-    assert (tmp_path / "log.txt").read_text().endswith("ERROR watchdog: it hangs\n")
+        say(Watched(1, 0, 0, *files), "hang", Beat(1, 2, "step", 3.0, 4.0), "it hangs\n")
+    assert (tmp_path / "log.txt").read_text().endswith("ERROR it hangs\n")
 
 
 def test_a_watchdog_that_was_killed_is_replaced(
@@ -74,48 +66,46 @@ def test_a_signal_is_obeyed_without_a_terminal() -> None:
         assert requests.stop == signal.SIGTERM
 
 
+@pytest.mark.parametrize(
+    ("handler", "stop"),
+    [(signal.SIG_DFL, signal.SIGHUP), (signal.SIG_IGN, 0)],
+    ids=["terminal", "nohup"],
+)
 def test_a_closed_terminal_asks_once_however_often_it_signals(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, handler: Any, stop: int
 ) -> None:
+    """And under nohup it asks for nothing."""
+
     def leave(code: int) -> None:
         raise AssertionError(f"left with code {code}")
 
     monkeypatch.setattr(os, "_exit", leave)
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
+    before = signal.signal(signal.SIGHUP, handler)
     try:
         with Requests() as requests:
             for _ in range(3):
                 os.kill(os.getpid(), signal.SIGHUP)
-            assert requests.stop == signal.SIGHUP
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_under_nohup_a_closed_terminal_asks_for_nothing() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with Requests() as requests:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert requests.stop == 0
+            assert requests.stop == stop
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
 def test_compilation_in_the_middle_of_a_run_has_time(tmp_path: Path) -> None:
-    """A shape that is new to torch.compile can come in any step, and takes longer than a step may."""
+    """A shape that is new to torch.compile may come in any step and takes longer than a step."""
     seen: list[Beat] = []
 
-    def slow(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    def look() -> None:
         assert watchdog._memory is not None
         seen.append(Beat.from_bytes(watchdog._memory[:]))
+
+    def slow(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        look()
         return module.forward
 
     with Watchdog(RunFolder(tmp_path), 0, 40.0) as watchdog:
         watchdog.beat("step", 7, 40.0)
         torch.compile(lambda x: x + 1, backend=slow)(torch.ones(3))
-        assert watchdog._memory is not None
-        after = Beat.from_bytes(watchdog._memory[:])
-    assert [(beat.phase, beat.step, beat.limit_s) for beat in (*seen, after)] == [
-        ("compile", 7, STARTING_LIMIT_S), ("step", 7, 40.0),
-    ]  # fmt: skip
-    assert after.count == seen[0].count + 1
+        look()
+    during, after = seen
+    assert during[1:4] == (7, "compile", STARTING_LIMIT_S)
+    assert after[:4] == (during.number + 1, 7, "step", 40.0)
