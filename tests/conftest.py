@@ -1,4 +1,4 @@
-"""What holds for every test: one thread, fixed examples; counts of what was provoked, one line for each kind at the end."""
+"""For every test: one thread, the same random examples; at the end counts of provoked faults."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
-# The same examples in every run: a red test stays red until it is mended. Deadlines measure the
-# machine, not the code.
+# The same examples in every run: a failing test keeps failing until it is repaired. Deadlines
+# measure the machine, not the code.
 hypothesis.settings.register_profile(
     "nsa", derandomize=True, database=None, deadline=None, max_examples=50
 )
@@ -25,11 +25,19 @@ hypothesis.settings.load_profile("nsa")
 # Processes are forked from one that has imported what they need: a start takes a tenth of a second
 # instead of four. All tests of a process share it, whichever starts it, so none may give it a list
 # of its own.
-forkserver.set_forkserver_preload([
-    "tests.faults.plant", "nsa.cli", "nsa.train.trainer", "nsa.train.runs.plots", "nsa.train.telemetry.progress",
-    # the last: optimizers, at their first step
-    "nsa.train.data", "datasets", "numpy.random", "torch._dynamo.convert_frame",
-])  # fmt: skip
+forkserver.set_forkserver_preload(
+    [
+        "tests.faults.plant",
+        "nsa.cli",
+        "nsa.train.trainer",
+        "nsa.train.runs.plots",
+        "nsa.train.telemetry.progress",
+        "nsa.train.data",
+        "datasets",
+        "numpy.random",
+        "torch._dynamo.convert_frame",  # by optimizers, at their first step
+    ]
+)
 forkserver.set_forkserver_preload = lambda modules_names: None
 
 Count = Callable[..., None]
@@ -37,7 +45,7 @@ Count = Callable[..., None]
 
 @pytest.fixture
 def count(record_property: Callable[[str, object], None]) -> Count:
-    """Call it with a kind, how many there were, how many went well, and remarks with numbers that are summed up."""
+    """Call it with a kind of fault, how many there were, how many went well, and more numbers."""
 
     def record(kind: str, number: int, well: int, **remarks: int) -> None:
         record_property("fault", [kind, number, well, remarks])

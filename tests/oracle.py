@@ -1,4 +1,4 @@
-"""A second, naive implementation of docs/semantics.md in NumPy fp64: loops over tokens, heads and blocks.
+"""A second, naive implementation of docs/semantics.md in NumPy fp64, with plain loops.
 
 It shares no code with the library and is slow on purpose: each function should be checkable against
 the page by reading. Everything is for one sequence of S key tokens and T <= S query tokens; row r
@@ -20,7 +20,7 @@ Array = np.ndarray
 Visible = Callable[[int, int], Sequence[int]]
 
 
-# -------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # compression
 
 
@@ -57,12 +57,12 @@ def compress(
     return out
 
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # RoPE
 
 
 def frequency(m: int, dim: int, theta: float, scaling: Any = None) -> float:
-    """Radians a position of pair m: theta^(-2m / dim), stretched by ``scaling`` (linear, or YaRN's ramp over pairs)."""
+    """Radians a position of pair m: theta^(-2m / dim), divided as ``scaling`` says."""
     plain = theta ** (-2.0 * m / dim)
     if scaling is None:
         return plain
@@ -89,7 +89,7 @@ def rotate(
     theta: float = 10_000.0,
     scaling: Any = None,
 ) -> Array:
-    """[T, H, D] -> [T, H, D]: half-split layout, pairs (m, m + rotary_dim / 2), angle position * frequency of the pair.
+    """[T, H, D] -> [T, H, D]: pairs (m, m + rotary_dim / 2) turn by position * frequency.
 
     The angle is rounded to fp32, as the page asks. YaRN multiplies cosine and sine by 0.1
     ln(factor) + 1.
@@ -117,14 +117,17 @@ def compressed_position(i: int, l: int, d: int, where: str) -> int:
     return {"middle": i * d + (l - 1) // 2, "start": i * d}[where]
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # attention
 
 
 def attention(
     q: Array, k: Array, v: Array, visible: Visible, scale: float | None = None
 ) -> tuple[Array, Array]:
-    """Softmax attention of every row over its visible keys: out [T, Hq, Dv], lse [T, Hq]. Nothing visible: 0 and -inf."""
+    """Softmax attention of every row over its visible keys: out [T, Hq, Dv], lse [T, Hq].
+
+    Where nothing is visible: 0 and -inf.
+    """
     num_rows, num_heads, dim = q.shape
     group = num_heads // k.shape[1]
     scale = dim**-0.5 if scale is None else scale
@@ -146,7 +149,7 @@ def attention(
 def attention_backward(
     d_out: Array, q: Array, k: Array, v: Array, visible: Visible, scale: float | None = None
 ) -> tuple[Array, Array, Array]:
-    """Gradients of sum(d_out * attention(...)) with respect to q, k and v, by the rule of the softmax."""
+    """Gradients of sum(d_out * attention(...)) with respect to q, k and v."""
     num_rows, num_heads, dim = q.shape
     group = num_heads // k.shape[1]
     scale = dim**-0.5 if scale is None else scale
@@ -202,8 +205,8 @@ def visible_win(num_queries: int, num_keys: int, w: int) -> Visible:
     return visible
 
 
-# -------------------------------------------------------------------------------------------------------------
-# choice
+# ------------------------------------------------------------------------------
+# selection
 
 
 @cache
@@ -215,7 +218,7 @@ def overlap(i: int, j: int, l: int, d: int, l_sel: int) -> int:
 def block_scores(
     q: Array, k_cmp: Array, num_keys: int, l: int, d: int, l_sel: int, scale: float | None = None
 ) -> Array:
-    """Eqs. 8 to 10: [T, Hkv, M], the importance of each selection block for each group; what is invisible counts 0."""
+    """Eqs. 8 to 10: [T, Hkv, M], importance of each block for each group, 0 if invisible."""
     num_rows, num_heads, dim = q.shape
     num_kv_heads = k_cmp.shape[1]
     group = num_heads // num_kv_heads
@@ -245,7 +248,7 @@ def block_scores(
 def choose_row(
     scores: Array, t: int, n: int, num_init: int, num_local: int, l_sel: int
 ) -> list[int]:
-    """The choice of one query and group from its scores [M]: n ids, ascending, padded with -1 at the end."""
+    """Blocks of a query and group by scores [M]: n ids, ascending, padded with -1 at the end."""
     candidates = list(range(t // l_sel + 1))
     if len(candidates) <= n:
         chosen = set(candidates)
@@ -265,7 +268,10 @@ def choose(
     l_sel: int,
     table: Iterable[tuple[int, int]] = (),
 ) -> Array:
-    """[T, Hkv, M] scores -> block_indices [T, Hkv, n]; rows (length, m) of ``table`` give queries below a length m blocks."""
+    """[T, Hkv, M] scores -> block_indices [T, Hkv, n].
+
+    Rows (length, m) of ``table`` give queries below a length m blocks.
+    """
     num_rows, num_kv_heads, _ = scores.shape
     out = np.full((num_rows, num_kv_heads, n), -1, dtype=np.int64)
     for r in range(num_rows):
@@ -279,7 +285,7 @@ def choose(
 def token_ranges(
     block_indices: Array, num_keys: int, l_sel: int
 ) -> list[list[list[tuple[int, int]]]]:
-    """Per row and group the visible tokens of its blocks as merged ranges [start, end), ascending."""
+    """For each row and group the visible tokens of its blocks as merged, ascending [start, end)."""
     num_rows, num_kv_heads, _ = block_indices.shape
     visible = visible_slc(num_rows, num_keys, block_indices, l_sel)
     out = []
@@ -294,7 +300,7 @@ def token_ranges(
     return out
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # the whole
 
 
@@ -326,7 +332,7 @@ def native_sparse_attention(
     rotate_keys: Callable[[Array, list[int]], Array] | None = None,
     scale: float | None = None,
 ) -> tuple[Array, Array]:
-    """The three branches and their sum, one sequence: out [T, Hq, Dv] and block_indices [T, Hkv, n].
+    """The three branches and their sum: out [T, Hq, Dv] and block_indices [T, Hkv, n].
 
     ``config`` is read for its sizes alone. ``rotate_keys(keys, positions)`` rotates compressed
     keys; None: no RoPE.
@@ -368,7 +374,7 @@ def native_sparse_attention(
 
 
 def layer(weights: dict[str, Array], x: Array, config: Any) -> Array:
-    """A whole attention layer over one sequence x [T, width], with the parameters of the module by name."""
+    """An attention layer over one sequence x [T, width], with the module's parameters by name."""
     num_tokens = x.shape[0]
 
     def project(name: str, num_heads: int) -> Array:

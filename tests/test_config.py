@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
+import re
+from typing import Any
 
 import pytest
 
@@ -12,103 +14,71 @@ from nsa import NSAConfig, RopeScaling
 
 
 def test_defaults_are_those_of_the_page():
-    config = NSAConfig()
-    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim) == (
-        12,
-        2,
-        64,
-        64,
-    )
-    assert (config.compress_block_size, config.compress_stride, config.block_size) == (32, 16, 64)
-    assert (config.num_selected_blocks, config.num_init_blocks, config.num_local_blocks) == (
-        16,
-        1,
-        2,
-    )
-    assert config.window_size == 512
-    assert config.branches == ("cmp", "slc", "win")
-    assert (config.share_kv, config.phi, config.compress_rope, config.gate) == (
-        False,
-        "mean",
-        "middle",
-        "sigmoid",
-    )
-    assert (config.gate_hidden_size, config.rope_theta) == (0, 10_000.0)
-
-
-def test_small_pattern_is_allowed():
-    NSAConfig(
-        compress_block_size=8,
-        compress_stride=4,
-        block_size=16,
-        num_selected_blocks=4,
-        window_size=32,
+    assert NSAConfig() == NSAConfig(
+        num_heads=12,
+        num_kv_heads=2,
+        head_dim=64,
+        value_dim=64,
+        compress_block_size=32,
+        compress_stride=16,
+        block_size=64,
+        num_selected_blocks=16,
+        num_init_blocks=1,
+        num_local_blocks=2,
+        window_size=512,
+        branches=("cmp", "slc", "win"),
+        share_kv=False,
+        phi="mean",
+        compress_rope="middle",
+        gate="sigmoid",
+        gate_hidden_size=0,
+        rope_theta=10_000.0,
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "argument", "value"),
-    [
-        ({"num_heads": 12, "num_kv_heads": 5}, "num_kv_heads", "5"),
-        ({"num_heads": 0}, "num_heads", "0"),
-        ({"num_heads": -4}, "num_heads", "-4"),
-        ({"num_kv_heads": 0}, "num_kv_heads", "0"),
-        ({"num_heads": 65, "num_kv_heads": 1}, "num_heads", "65"),
-        ({"head_dim": 0}, "head_dim", "0"),
-        ({"head_dim": 40}, "head_dim", "40"),
-        ({"head_dim": 8}, "head_dim", "8"),
-        ({"head_dim": 272}, "head_dim", "272"),
-        ({"value_dim": 100}, "value_dim", "100"),
-        ({"value_dim": 512}, "value_dim", "512"),
-        ({"compress_block_size": 0}, "compress_block_size", "0"),
-        # longer than a selection block
-        ({"compress_block_size": 128}, "compress_block_size", "128"),
-        ({"compress_block_size": 30}, "compress_stride", "16"),  # d does not divide l
-        ({"compress_stride": 0}, "compress_stride", "0"),
-        ({"compress_stride": 2}, "compress_stride", "2"),
-        ({"compress_stride": 3, "compress_block_size": 30}, "compress_stride", "3"),
-        # d does not divide l'
-        ({"compress_stride": 12, "compress_block_size": 24}, "compress_stride", "12"),
-        (
-            {"compress_stride": 32, "compress_block_size": 32, "block_size": 16},
-            "compress_stride",
-            "32",
-        ),
-        ({"block_size": 48}, "block_size", "48"),
-        ({"block_size": 256}, "block_size", "256"),
-        ({"block_size": 0}, "block_size", "0"),
-        ({"num_selected_blocks": 0}, "num_selected_blocks", "0"),
-        ({"num_selected_blocks": 2}, "num_selected_blocks", "2"),  # fewer than the forced ones
-        (
-            {"num_selected_blocks": 8, "num_init_blocks": 4, "num_local_blocks": 5},
-            "num_selected_blocks",
-            "8",
-        ),
-        ({"num_init_blocks": -1}, "num_init_blocks", "-1"),
-        ({"num_local_blocks": 0}, "num_local_blocks", "0"),
-        ({"window_size": 0}, "window_size", "0"),
-        ({"window_size": -512}, "window_size", "-512"),
-        ({"branches": ()}, "branches", r"\(\)"),
-        ({"branches": ("cmp", "sel")}, "branches", "sel"),
-        ({"branches": ("cmp", "cmp")}, "branches", "cmp"),
-        ({"phi": "attention"}, "phi", "attention"),
-        ({"compress_hidden_size": 0}, "compress_hidden_size", "0"),
-        ({"compress_rope": "end"}, "compress_rope", "end"),
-        ({"gate": "relu"}, "gate", "relu"),
-        ({"gate_hidden_size": -1}, "gate_hidden_size", "-1"),
-        ({"gate": "softmax", "gate_temperature": 0.0}, "gate_temperature", "0.0"),
-        ({"gate_temperature": 2.0}, "gate_temperature", "2.0"),
-        ({"rope_theta": 1.0}, "rope_theta", "1.0"),
-        ({"rope_theta": math.inf}, "rope_theta", "inf"),
-        ({"rope_theta": math.nan}, "rope_theta", "nan"),
-        ({"rotary_dim": 7}, "rotary_dim", "7"),
-        ({"rotary_dim": 0}, "rotary_dim", "0"),
-        ({"rotary_dim": 66}, "rotary_dim", "66"),
-    ],
-)
-def test_refused(changes, argument, value):
-    with pytest.raises(ValueError, match=rf"^NSAConfig: {argument} must .*, got .*{value}.*\.$"):
-        NSAConfig(**changes)
+# The argument that is refused, its value, and what else is given.
+REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
+    *(
+        (argument, value, {})
+        for argument, values in {
+            "num_heads": (0, -4),
+            "num_kv_heads": (0, 5),
+            "head_dim": (0, 8, 40, 272),
+            "value_dim": (100, 512),
+            "compress_block_size": (0, 128),  # the second is longer than a selection block
+            "compress_stride": (0, 2),
+            "block_size": (0, 48, 256),
+            "num_selected_blocks": (0, 2),  # the second is fewer than the forced ones
+            "num_init_blocks": (-1,),
+            "num_local_blocks": (0,),
+            "window_size": (0, -512),
+            "branches": ((), ("cmp", "sel"), ("cmp", "cmp")),
+            "phi": ("attention",),
+            "compress_hidden_size": (0,),
+            "compress_rope": ("end",),
+            "gate": ("relu",),
+            "gate_hidden_size": (-1,),
+            "gate_temperature": (2.0,),  # of a sigmoid
+            "rope_theta": (1.0, math.inf, math.nan),
+            "rotary_dim": (7, 0, 66),
+        }.items()
+        for value in values
+    ),
+    ("num_heads", 65, {"num_kv_heads": 1}),
+    ("compress_stride", 16, {"compress_block_size": 30}),  # does not divide l
+    ("compress_stride", 3, {"compress_block_size": 30}),
+    ("compress_stride", 12, {"compress_block_size": 24}),  # does not divide l'
+    ("compress_stride", 32, {"compress_block_size": 32, "block_size": 16}),
+    ("num_selected_blocks", 8, {"num_init_blocks": 4, "num_local_blocks": 5}),
+    ("gate_temperature", 0.0, {"gate": "softmax"}),
+]
+
+
+@pytest.mark.parametrize(("argument", "value", "others"), REFUSED)
+def test_refused(argument, value, others):
+    given = re.escape(str(value[-1]) if isinstance(value, tuple) and value else str(value))
+    with pytest.raises(ValueError, match=rf"^NSAConfig: {argument} must .*, got .*{given}.*\.$"):
+        NSAConfig(**others, **{argument: value})
 
 
 @pytest.mark.parametrize(
@@ -143,6 +113,7 @@ def test_refused_scaling(changes, argument):
         {"window_size": 1},
         {"rotary_dim": 2},
         {"branches": ["win"]},
+        {"compress_block_size": 8, "compress_stride": 4, "block_size": 16},
     ],
 )
 def test_accepted(changes):

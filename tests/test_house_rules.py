@@ -194,8 +194,8 @@ def error_messages(path: str, text: str) -> list[str]:
 # sizes and names
 
 FILE_LINES = 600
-FUNCTION_LINES = 75  # without the docstring
-KERNEL_LINES = 140
+FUNCTION_LINES = 60  # without the docstring
+KERNEL_LINES = 130
 
 
 def sizes(path: str, text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The wheel in environments that hold what it asks for and nothing else: the core alone, and with the extra ``train``."""
+"""The wheel in environments with exactly what it requires: the core, and the extra ``train``."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ import json, sys
 import torch
 from nsa import NativeSparseAttention, NSACache, NSAConfig
 
-config = NSAConfig(num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, window_size=32, block_size=16, num_selected_blocks=4,
-                   compress_block_size=8, compress_stride=4)
+config = NSAConfig(num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, window_size=32,
+                   block_size=16, num_selected_blocks=4, compress_block_size=8, compress_stride=4)
 attention = NativeSparseAttention(32, config)
 x = torch.randn(2, 128, 32, requires_grad=True)
 y = attention(x)
@@ -34,7 +34,8 @@ y.square().mean().backward()
 cache = NSACache(config, num_layers=1, batch_size=2)
 attention(x[:, :100].detach(), cache=cache.layers[0])
 finite = all(p.grad.isfinite().all() and p.grad.norm() > 0 for p in attention.parameters())
-print(json.dumps([list(y.shape), bool(finite), sorted({name.partition(".")[0] for name in sys.modules})]))
+loaded = sorted({name.partition(".")[0] for name in sys.modules})
+print(json.dumps([list(y.shape), bool(finite), loaded]))
 """
 
 
@@ -89,8 +90,14 @@ class Installed:
             name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
         }
         done = subprocess.run(
-            words, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120, check=False
-        )  # fmt: skip
+            words,
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout if code == 0 else done.stderr
 
@@ -98,18 +105,8 @@ class Installed:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        str(folder),
-        ".",
-    ]
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
+    command = [sys.executable, "-m", "pip", "wheel", *options, "."]
     subprocess.run(command, cwd=ROOT, check=True, timeout=120)
     (path,) = folder.glob("*.whl")
     return path
@@ -174,28 +171,16 @@ def test_a_missing_extra_is_one_line(core: Installed, words: list[str], extra: s
     absent = ", ".join(
         package for package in extras.EXTRAS[extra] if package not in extras.OPTIONAL
     )
-    assert (
-        line
-        == f"nsa {command}: not installed: {absent}. Install with: pip install 'nsa[{extra}]'\n"
-    )
+    hint = f"Install with: pip install 'nsa[{extra}]'"
+    assert line == f"nsa {command}: not installed: {absent}. {hint}\n"
 
 
 def test_ten_steps(train: Installed) -> None:
     """From a name, in any folder; the extra is enough for the run, its evaluation and its text."""
     assert train.pip("check").startswith("No broken requirements found")
-    small = {
-        "model.num_layers": 1,
-        "seq_len": 128,
-        "micro_batch": 2,
-        "global_batch": 2,
-        "eval_windows": 1,
-        "sample_tokens": 2,
-    }
-    ten = {"steps": 10, "log_every": 5, "optim.warmup_steps": 2, **small}
-    words = [
-        word for name, value in ten.items() for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    assert "finished 10 steps" in train("nsa", "train", "cpu-small", *words)
+    words = """--model.num-layers 1 --seq-len 128 --micro-batch 2 --global-batch 2
+        --eval-windows 1 --sample-tokens 2 --steps 10 --log-every 5 --optim.warmup-steps 2"""
+    assert "finished 10 steps" in train("nsa", "train", "cpu-small", *words.split())
     folder = train.folder / "runs" / "cpu-small-1"
     rows = [
         json.loads(line)
@@ -215,17 +200,8 @@ def test_the_wheel_plans_as_the_checkout_does(
     committed = carried_rows("results", "memory")
     assert all(path.is_relative_to(train.site) for path in carried)
     assert [path.read_bytes() for path in carried] == [path.read_bytes() for path in committed]
-    words = [
-        "plan",
-        "cpu-small",
-        "--gpu",
-        "h200",
-        "--compute-dtype",
-        "bf16",
-        "--model.num-layers",
-        "1",
-        "--json",
-    ]
+    options = "--gpu h200 --compute-dtype bf16 --model.num-layers 1 --json"
+    words = ["plan", "cpu-small", *options.split()]
     assert cli.main(words) == 0
     planned = json.loads(capsys.readouterr().out)
     assert json.loads(train("nsa", *words)) == planned

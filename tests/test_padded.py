@@ -1,4 +1,4 @@
-"""Padded batches: a row gives what it gives alone, whether its padding lies to its left or its right."""
+"""Padded batches: a row gives what it gives alone, with padding to its left or its right."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa import NativeSparseAttention, NSACache, Sequences, native_sparse_attention
 from nsa.lm.dense_attention import DenseAttention
 from nsa.rope import Rope
+from nsa.testing import make_inputs
 from tests.ops.cases import offsets, small
+from tests.ops.public import named_tensors
 
 LENGTH = 70
-# first token and first padding behind
+# first token and first padding after it
 ROWS = ((0, 70), (13, 70), (0, 41), (30, 33), (5, 66), (70, 70), (0, 0))
 
 
@@ -70,28 +72,22 @@ def test_described_once_for_function_and_layers() -> None:
 
 def test_the_function_takes_sequences() -> None:
     config, rope = small(), Rope.from_config(small())
+    x = make_inputs(config, [LENGTH] * len(ROWS), dtype=torch.float64)
+    inputs = {name: y.unflatten(0, (len(ROWS), LENGTH)) for name, y in named_tensors(x).items()}
 
-    def heads(number: int, size: int) -> Tensor:
-        return torch.randn(len(ROWS), LENGTH, number, size, dtype=torch.float64)
+    def attend(inputs: dict[str, Tensor], **given: Any) -> Tensor:
+        names: Any = {**inputs, **given}
+        return native_sparse_attention(**names, phi=None, config=config, rope=rope)
 
-    def attend(inputs: list[Tensor], **given: Any) -> Tensor:
-        q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = inputs
-        return native_sparse_attention(
-            q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, None, config, rope=rope, **given
-        )
-
-    inputs = [heads(config.num_heads, config.head_dim)]
-    inputs += [heads(config.num_kv_heads, size) for size in (config.head_dim, config.value_dim) * 3]
-    inputs += [heads(config.num_heads, 3).sigmoid()]
     out = attend(inputs, sequences=Sequences.padded(mask_of()))
     assert out.shape[:2] == (len(ROWS), LENGTH)
     for row, (begin, end) in enumerate(ROWS):
         if begin < end:
-            expected = attend([x[row, begin:end] for x in inputs])
+            expected = attend({name: y[row, begin:end] for name, y in inputs.items()})
             torch.testing.assert_close(out[row, begin:end], expected, rtol=1e-10, atol=1e-12)
-    packed = Sequences.packed(offsets((70, 3, 417)), 417)
-    flat = [x.flatten(0, 1) for x in inputs]
-    expected = attend(flat, cu_seqlens_q=offsets((70, 3, 417)))
+    cu = offsets((70, 3, 417))
+    packed, flat = Sequences.packed(cu, 417), named_tensors(x)
+    expected = attend(flat, cu_seqlens_q=cu)
     assert torch.equal(attend(flat, sequences=packed), expected)
     assert torch.equal(attend(inputs, sequences=packed).flatten(0, 1), expected)
 
@@ -126,39 +122,53 @@ def test_compiled_once_for_all_masks() -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize(("given", "message"), [
-    ({"attention_mask": torch.ones(2, 3)}, r"attention_mask must have the leading shape of x \(2, 30\), got \(2, 3\)"),
-    ({"attention_mask": torch.ones(2, 30)}, "attention_mask must be bool or integer, true for a token, got torch.float32"),
-    ({"attention_mask": torch.ones(2, 30, device="meta") > 0}, "attention_mask must be on cpu like x, got meta"),
-    (
-        {"attention_mask": torch.tensor([[1] * 30, [1] * 10 + [0] + [1] * 19])},
-        "attention_mask must have the tokens of each row together, got padding between tokens in row 1",
+ALL = torch.ones(2, 30, dtype=torch.bool)
+HOLE = ALL & (torch.arange(30) != torch.tensor([[30], [10]]))
+MISFITS: dict[str, tuple[dict[str, Any], str]] = {
+    "shape": (
+        {"attention_mask": torch.ones(2, 3)},
+        r"attention_mask must have the leading shape of x \(2, 30\), got \(2, 3\)",
     ),
-    ({"attention_mask": torch.ones(2, 30, dtype=torch.bool), "cu_seqlens": offsets((60,))}, "cu_seqlens must be left out"),
-    (
-        {"attention_mask": torch.ones(2, 30, dtype=torch.bool), "sequences": Sequences.packed(offsets((60,)))},
+    "dtype": (
+        {"attention_mask": ALL.float()},
+        "attention_mask must be bool or integer, true for a token, got torch.float32",
+    ),
+    "device": (
+        {"attention_mask": ALL.to("meta")},
+        "attention_mask must be on cpu like x, got meta",
+    ),
+    "hole": (
+        {"attention_mask": HOLE},
+        "attention_mask must have the tokens of each row together, "
+        "got padding between tokens in row 1",
+    ),
+    "offsets": (
+        {"attention_mask": ALL, "cu_seqlens": offsets((60,))},
+        "cu_seqlens must be left out",
+    ),
+    "both": (
+        {"attention_mask": ALL, "sequences": Sequences.packed(offsets((60,)))},
         "attention_mask must be left out with sequences",
     ),
-    (
+    "other": (
         {"sequences": Sequences.padded(torch.ones(3, 20, dtype=torch.bool))},
         r"sequences must be of a batch of shape \(2, 30\) like x, got \(3, 20\)",
     ),
-], ids=["shape", "dtype", "device", "hole", "offsets", "both", "other"])  # fmt: skip
-def test_masks_that_do_not_fit(given: dict[str, Any], message: str) -> None:
+    "cache": (
+        {"attention_mask": ALL, "cache": NSACache(small(), 1, batch_size=2).layers[0]},
+        "attention_mask must be left out with a cache",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_masks_that_do_not_fit(name: str) -> None:
+    given, message = MISFITS[name]
     with pytest.raises(ValueError, match=message):
         make()(torch.randn(2, 30, 24, dtype=torch.float64), **given)
 
 
 def test_a_mask_of_four_dimensions_is_refused() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"Sequences.padded: attention_mask must have shape \[B, T\], got \(2, 1, 5, 5\)",
-    ):
+    rule = r"Sequences.padded: attention_mask must have shape \[B, T\], got \(2, 1, 5, 5\)"
+    with pytest.raises(ValueError, match=rule):
         Sequences.padded(torch.ones(2, 1, 5, 5, dtype=torch.bool))
-
-
-def test_a_cache_takes_no_mask() -> None:
-    module, x = make(), torch.randn(2, 30, 24, dtype=torch.float64)
-    cache = NSACache(module.config, 1, batch_size=2).layers[0]
-    with pytest.raises(ValueError, match="attention_mask must be left out with a cache"):
-        module(x, attention_mask=torch.ones(2, 30, dtype=torch.bool), cache=cache)

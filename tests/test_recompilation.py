@@ -1,4 +1,4 @@
-"""Once torch.compile has seen that sizes vary, no batch size, length or number of sequences compiles anything anew.
+"""Once torch.compile has seen sizes vary, no size or number of sequences compiles anything again.
 
 The operators run as on a GPU, without their kernels: only what is traced around them matters here.
 The trainer has a test of its own,
@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
-from nsa import NativeSparseAttention, NSAConfig, Rope, native_sparse_attention
+from nsa import NativeSparseAttention, Rope, native_sparse_attention
 from nsa.ops._backend import as_on_gpu
 from nsa.testing import packed_offsets
+from tests.ops.cases import small
 
-CONFIG = NSAConfig(
-    num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, compress_block_size=8, compress_stride=4, block_size=16,
-    num_selected_blocks=4, window_size=32,
-)  # fmt: skip
+CONFIG = small(value_dim=16)
 # The first two show that sizes vary; sizes of 0 and 1, also of compressed keys, are cases of their
 # own for PyTorch.
 PACKED = [[32, 32], [16, 0, 48, 32], [1] * 60, [96], [5, 0, 0, 0, 70], [7, 64, 2], [128, 128, 3]]

@@ -1,30 +1,28 @@
-"""What single lines see to that no other test would miss."""
+"""Lines of code whose loss no other test notices."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
-from nsa.config import NSAConfig
 from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
 from nsa.module import NativeSparseAttention
 from nsa.ops.selection import select_blocks
 from nsa.ops.selection.reference import to_fp8
+from tests.ops.cases import small
 
-PATTERN = NSAConfig(
-    num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, compress_block_size=8, compress_stride=4, block_size=16,
-    num_selected_blocks=4, window_size=32,
-)  # fmt: skip
+PATTERN = small(value_dim=16)
 
 
 def test_every_layer_has_its_own_rows_of_the_table() -> None:
     """The outputs of the second layer change with its row, and not with that of the first."""
     tokens = torch.arange(200) % 90
-    model = LMConfig(vocab_size=90, width=32, num_layers=2, nsa=PATTERN)
-    tables = {
+    model = LMConfig(vocab_size=90, width=32, num_layers=2)
+    tables: dict[str, Any] = {
         "none": (),
         "first": ((0, 10_000, 3),),
         "second": ((1, 10_000, 3),),
@@ -33,17 +31,15 @@ def test_every_layer_has_its_own_rows_of_the_table() -> None:
     seen: dict[str, list[torch.Tensor]] = {}
     for name, table in tables.items():
         torch.manual_seed(1)
-        whole = LanguageModel(
-            dataclasses.replace(
-                model, nsa=dataclasses.replace(PATTERN, num_selected_blocks_table=table)
-            )
-        )
-        outputs: list[torch.Tensor] = []
+        pattern = small(value_dim=16, num_selected_blocks_table=table)
+        whole = LanguageModel(dataclasses.replace(model, nsa=pattern))
+        seen[name] = []
         for layer in whole.decoder_layers():
-            layer.attention.register_forward_hook(lambda _, __, out, kept=outputs: kept.append(out))
+            layer.attention.register_forward_hook(
+                lambda _, __, out, kept=seen[name]: kept.append(out)
+            )
         with torch.no_grad():
             whole(tokens)
-        seen[name] = outputs
     same = {
         name: [torch.equal(a, b) for a, b in zip(found, seen["none"], strict=True)]
         for name, found in seen.items()
@@ -59,16 +55,13 @@ def test_every_layer_has_its_own_rows_of_the_table() -> None:
 
 
 def test_a_tied_head_starts_small_whatever_init_std_says() -> None:
-    """The hidden state at the end is near a token's own embedding, whose logit must not start large."""
+    """The last hidden state is close to the token's own embedding, whose logit must start small."""
     torch.manual_seed(0)
-    model = LanguageModel(
-        LMConfig(vocab_size=500, width=64, num_layers=1, nsa=PATTERN, tie_head=True, init_std=0.5)
-    )
+    config = LMConfig(vocab_size=500, width=64, num_layers=1, nsa=PATTERN, init_std=0.5)
+    model = LanguageModel(dataclasses.replace(config, tie_head=True))
     assert model.head.weight is model.embedding.weight
     assert model.embedding.weight.std().item() == pytest.approx(3 / 64, rel=0.05)
-    untied = LanguageModel(
-        LMConfig(vocab_size=500, width=64, num_layers=1, nsa=PATTERN, init_std=0.5)
-    )
+    untied = LanguageModel(config)
     assert untied.embedding.weight.std().item() == pytest.approx(0.5, rel=0.05)
     assert untied.head.weight.std().item() == pytest.approx(0.5 / 8, rel=0.05)
 
@@ -76,7 +69,7 @@ def test_a_tied_head_starts_small_whatever_init_std_says() -> None:
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 def test_gates_of_bf16_logits_are_fp32(gate: str) -> None:
     torch.manual_seed(0)
-    layer = NativeSparseAttention(64, dataclasses.replace(PATTERN, gate=gate))  # type: ignore[arg-type]
+    layer = NativeSparseAttention(64, small(value_dim=16, gate=gate))
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         gates = layer.gate(torch.randn(50, 64))
     assert gates.dtype == torch.float32
@@ -94,13 +87,7 @@ def test_a_row_of_zeros_is_scored_in_fp8(zeros: str) -> None:
     q, k_cmp, lse = torch.randn(256, 4, 16), torch.randn(63, 2, 16), torch.full((256, 4), 4.0)
     (q if zeros == "query" else k_cmp)[40:50] = 0.0
     exact, low = (
-        select_blocks(
-            q,
-            k_cmp,
-            lse,
-            dataclasses.replace(PATTERN, score_precision=precision),
-            backend="reference",
-        )
+        select_blocks(q, k_cmp, lse, small(value_dim=16, score_precision=precision))
         for precision in ("exact", "fp8")
     )
     if zeros == "query":

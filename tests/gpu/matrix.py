@@ -1,10 +1,12 @@
-"""The sizes of docs/semantics.md as cases that cover them: each value of each letter, not every combination.
+"""Cases that cover the sizes of docs/semantics.md: each value of each letter, not all combinations.
 
 Every case has its own kernels to compile, about twenty; lengths and offsets do not add to them. All
-lengths of interest lie in one packed batch, so that kernels meet them side by side.
+lengths of interest lie in one packed batch, so that kernels meet them together.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -24,14 +26,6 @@ PATTERNS = {
 }
 
 
-def config_of(pattern: str, group: int, kv: int, dim: int, value_dim: int, phi: str) -> NSAConfig:
-    size, stride, block, n, window = PATTERNS[pattern]
-    return NSAConfig(
-        num_heads=group * kv, num_kv_heads=kv, head_dim=dim, value_dim=value_dim, compress_block_size=size,
-        compress_stride=stride, block_size=block, num_selected_blocks=n, window_size=window, phi=phi,  # type: ignore[arg-type]
-    )  # fmt: skip
-
-
 def edges(config: NSAConfig) -> tuple[int, ...]:
     """1, l - 1, l, l' - 1, l', l' + 1, 257, more than n * l', and an empty sequence among them."""
     size, block = config.compress_block_size, config.block_size
@@ -40,14 +34,34 @@ def edges(config: NSAConfig) -> tuple[int, ...]:
 
 
 def case_of(
-    dtype: torch.dtype, group: int, dim: int, value_dim: int | None = None, *, kv: int = 2, pattern: str = "default",
-    phi: str = "mean", dense: bool = False, fewer: bool = False,
-) -> Case:  # fmt: skip
-    config = config_of(pattern, group, kv, dim, dim if value_dim is None else value_dim, phi)
+    dtype: torch.dtype,
+    group: int,
+    dim: int,
+    value_dim: int | None = None,
+    *,
+    kv: int = 2,
+    pattern: str = "default",
+    phi: Any = "mean",
+    dense: bool = False,
+    fewer: bool = False,
+) -> Case:
+    size, stride, block, n, window = PATTERNS[pattern]
+    config = NSAConfig(
+        num_heads=group * kv,
+        num_kv_heads=kv,
+        head_dim=dim,
+        value_dim=value_dim or dim,
+        compress_block_size=size,
+        compress_stride=stride,
+        block_size=block,
+        num_selected_blocks=n,
+        window_size=window,
+        phi=phi,
+    )
     lengths = edges(config)
     if dense:
         return Case(config, (lengths[-1],) * 3, dtype=dtype, device=DEVICE, dense=True)
-    some = (1, 1, 0, 0, 5, config.block_size, 200, 64, 300)
+    some = (1, 1, 0, 0, 5, block, 200, 64, 300)
     queries = tuple(min(a, b) for a, b in zip(some, lengths, strict=True)) if fewer else None
     return Case(config, lengths, queries, dtype=dtype, device=DEVICE)
 

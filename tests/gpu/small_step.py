@@ -1,4 +1,4 @@
-"""Every kernel, forward and backward, on small batches: what compute-sanitizer watches."""
+"""Every kernel, forward and backward, on small batches: the program for compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tools.compile_only.launches import jitted_functions, reached_from
 
 @contextmanager
 def noted_launches() -> Iterator[set[JITFunction[Any]]]:
-    """Kernels that are launched meanwhile."""
+    """The kernels that are launched within the block."""
     launched: set[JITFunction[Any]] = set()
     real = Kernel.run
 
@@ -33,7 +33,7 @@ def noted_launches() -> Iterator[set[JITFunction[Any]]]:
 
 
 def main() -> None:
-    """Run the case of the seed shape, and one in fp32 whose heads fill no tile; what else has kernels of its own once.
+    """Run the seed shape, a case in fp32 whose heads fill no tile, and all other kernels once.
 
     Raises:
         AssertionError: a kernel was left out.

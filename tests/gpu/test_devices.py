@@ -1,4 +1,4 @@
-"""Two GPUs in one process: operators run where their tensors lie, whichever device is the current one."""
+"""Two GPUs in one process: operators run where their tensors lie, whichever device is current."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def same_bits(run: Callable[[], list[Tensor]]) -> None:
 
 @pytest.mark.parametrize("lengths", [(1200, 0, 70), (20_000, 70)], ids=["short", "long"])
 def test_whole_on_the_second_gpu(lengths):
-    """On two streams forward and backward, and where the selected blocks decide the algorithm on a third."""
+    """On two streams, and on a third where the selected blocks decide the algorithm."""
     same_bits(Step(dataclasses.replace(seed_case(*lengths), device=SECOND)).run)
 
 

@@ -1,6 +1,6 @@
-"""Fuzzing of the kernels: batches of random lengths in shapes of the matrix, every operator forward and backward against fp64.
+"""Fuzzing of the kernels: random lengths in shapes of the matrix, every operator against fp64.
 
-What is refused, and with which words, does not depend on the device: tests/faults/test_fuzz.py.
+What is refused does not depend on the device: tests/faults/test_fuzz.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EXAMPLES = 60
 
 @st.composite
 def cases(draw: st.DrawFn, like: Case) -> Case:
-    """One long sequence, mostly longer than the chosen blocks, among up to six others; sometimes fewer queries than keys."""
+    """A sequence mostly longer than the selected blocks, and others; at times fewer queries."""
     covered = like.config.num_selected_blocks * like.config.block_size
     long = draw(
         st.one_of(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
-from nsa import compressed_attention, select_blocks
+from nsa import NSAConfig, compressed_attention, select_blocks
 from tests.gpu.matrix import DEVICE, MATRIX, SEED, seed_case
 from tests.ops.checks import CHECKS, check_project
 from tests.ops.properties import check_same_bits
@@ -28,19 +30,16 @@ def run_check(operator: str, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def verdicts(request):
-    """The checks of all chosen tests of this module, in processes of their own."""
+    """The checks of all selected tests of this module, in processes of their own."""
     with ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
-        chosen = [
+        selected = [
             (item.callspec.params["operator"], item.callspec.params["name"])
             for item in request.session.items
             if getattr(item, "originalname", None) == "test_operator"
             and item.module is request.module
         ]
         # Cases take turns, so that the kernels of one are compiled by several processes.
-        found: dict[tuple[str, str], Future[None]] = {
-            key: pool.submit(run_check, *key) for key in chosen
-        }
-        yield found
+        yield {key: pool.submit(run_check, *key) for key in selected}
         pool.shutdown(cancel_futures=True)
 
 
@@ -65,48 +64,54 @@ def test_many_sequences():
         run(seed_case(*lengths, 300)).check()
 
 
-def test_one_block_chosen_by_everyone():
-    """Skewed choice: all queries name blocks 0 and 1 and nothing else."""
-    ids = torch.full((3070, 2, 16), -1, dtype=torch.int32, device=DEVICE)
-    ids[..., 3], ids[..., 9] = 0, 1
-    for algorithm in ALGORITHMS:
-        RUNS[algorithm](seed_case(3000, 70), block_indices=ids).check()
+def of_seed(**changes: Any) -> NSAConfig:
+    return dataclasses.replace(SEED, **changes)
 
 
-@pytest.mark.parametrize("num_blocks", [1, 3, 40])
-def test_lists_of_any_length(num_blocks):
-    """selected_attention takes any n, not that of the config alone; int64 ids too."""
+def shuffled_blocks(num_blocks: int) -> Tensor:
     generator = torch.Generator(device=DEVICE).manual_seed(0)
-    ids = torch.rand(770, 2, max(num_blocks, 12), generator=generator, device=DEVICE).argsort(-1)[
-        ..., :num_blocks
-    ]
-    assert ids.dtype == torch.int64
-    for algorithm in ALGORITHMS:
-        RUNS[algorithm](seed_case(700, 70), block_indices=ids).check()
+    order = torch.rand(770, 2, max(num_blocks, 12), generator=generator, device=DEVICE).argsort(-1)
+    return order[..., :num_blocks]
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 3, 40])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_indices_of_the_caller(algorithm, num_blocks):
+    """All queries name blocks 0 and 1 and nothing else, or any number of blocks as int64."""
+    if num_blocks:
+        case, ids = seed_case(700, 70), shuffled_blocks(num_blocks)
+    else:
+        case, ids = seed_case(3000, 70), torch.full((3070, 2, 16), -1, device=DEVICE).int()
+        ids[..., 3], ids[..., 9] = 0, 1
+    RUNS[algorithm](case, block_indices=ids).check()
 
 
 def test_gathering_in_segments():
-    """Queries worked off in four parts: more of them would need memory that long sequences do not have."""
+    """Queries in four parts, as for long sequences, where one part would need too much memory."""
     with mock.patch("nsa.ops.selected.launch.SMALL", 1):
         RUNS["gathered"](seed_case(1200, 70, 0, 33)).check()
         check_same_bits("gathered", seed_case(1200, 70, 0, 33))
 
 
-@pytest.mark.parametrize("branches", [("cmp",), ("slc",), ("win",), ("cmp", "slc"), ("slc", "win")])
-def test_some_branches(branches):
-    config = dataclasses.replace(SEED, branches=branches)
-    run_whole(dataclasses.replace(seed_case(300, 1100), config=config)).check()
+SUBSETS = [("cmp",), ("slc",), ("win",), ("cmp", "slc"), ("slc", "win")]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"branches": branches} for branches in SUBSETS),
+        {"compress_rope": "start"},
+        {"compress_rope": "none"},
+    ],
+    ids=str,
+)
+def test_options_of_the_whole(changes):
+    run_whole(dataclasses.replace(seed_case(300, 1100), config=of_seed(**changes))).check()
 
 
 @pytest.mark.parametrize("algorithm", ["tiled", "gathered"])
-def test_designs_of_the_whole(algorithm):
+def test_algorithms_of_the_whole(algorithm):
     run_whole(dataclasses.replace(seed_case(300, 1, 0, 1100), algorithm=algorithm)).check()
-
-
-@pytest.mark.parametrize("compress_rope", ["start", "none"])
-def test_place_of_the_rotation(compress_rope):
-    config = dataclasses.replace(SEED, compress_rope=compress_rope)
-    run_whole(dataclasses.replace(seed_case(300, 1100), config=config)).check()
 
 
 @pytest.mark.parametrize(
@@ -117,18 +122,14 @@ def test_place_of_the_rotation(compress_rope):
         {"score_precision": "fp8"},
         {"num_init_blocks": 0, "num_local_blocks": 1},
     ],
-    ids=["table", "two stages", "bf16", "fp8", "few forced"],
+    ids=str,
 )
-def test_options_of_the_choice(changes):
-    check_choice(
-        dataclasses.replace(
-            seed_case(3000, 70, 1, 200), config=dataclasses.replace(SEED, **changes)
-        )
-    )
+def test_options_of_the_selection(changes):
+    check_choice(dataclasses.replace(seed_case(3000, 70, 1, 200), config=of_seed(**changes)))
 
 
 def test_ties_go_to_the_lower_block():
-    """With q = 0 all compressed keys weigh the same: inner blocks tie exactly, wherever they lie in a tile."""
+    """With q = 0 all compressed keys weigh the same: inner blocks tie exactly."""
     case = seed_case(3000)
     x = case.inputs()
     q, k = torch.zeros_like(x.q), x.k_cmp_raw[: 3000 // 16].contiguous()
@@ -139,13 +140,8 @@ def test_ties_go_to_the_lower_block():
     )
 
 
-@pytest.mark.parametrize("gate", [("softmax", 1.0), ("softmax", 0.3)], ids=str)
-def test_gates_of_a_projection(gate):
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_gates_by_softmax(temperature):
     """Of the sigmoid those of the matrix are."""
-    case, (activation, temperature) = MATRIX["bf16 G6 D64"], gate
-    check_project(
-        dataclasses.replace(
-            case,
-            config=dataclasses.replace(case.config, gate=activation, gate_temperature=temperature),
-        )
-    )
+    config = of_seed(gate="softmax", gate_temperature=temperature)
+    check_project(dataclasses.replace(MATRIX["bf16 G6 D64"], config=config))

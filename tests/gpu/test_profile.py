@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,13 +14,14 @@ from nsa.train.load import to_yaml
 from nsa.train.telemetry.metrics import read_metrics
 from tests.train.cases import make_trainer, tiny_config
 
-LAUNCHED = {
+LAUNCHED: dict[str, dict[str, bool]] = {
     "eager": {},
     "compiled": {"compile": True},
     "replayed": {"compile": True, "cuda_graphs": True},
     "replayed eager": {"cuda_graphs": True},
-}  # fmt: skip
-LARGER = {
+}
+BRANCHES = (stages.COMPRESSED, stages.SELECTED, stages.WINDOW)
+LARGER: dict[str, Any] = {
     "seq_len": 512,
     "micro_batch": 16,
     "eval_every": 0,
@@ -47,29 +49,13 @@ def test_every_kernel_finds_its_stage(tmp_path: Path, how: str, attention: str) 
     busy = found["step_ms"] - rows["idle"]["total_ms"]
     nowhere = [kernel for kernel in found["kernels"] if kernel["stage"] is None]
     assert rows["unattributed"]["total_ms"] < 0.05 * busy, nowhere
-    sparse = {
-        stages.COMPRESSION,
-        stages.COMPRESSED,
-        stages.CHOICE,
-        stages.SELECTED,
-        stages.WINDOW,
-        stages.GATES,
-    }
-    of_model = {
-        stages.PROJECTION,
-        stages.MLP,
-        stages.LOSS,
-        stages.REST,
-        *(sparse if attention == "nsa" else {stages.DENSE}),
-    }
-    for stage in of_model:
+    sparse = (*BRANCHES, stages.COMPRESSION, stages.CHOICE, stages.GATES)
+    of_attention = sparse if attention == "nsa" else (stages.DENSE,)
+    for stage in (stages.PROJECTION, stages.MLP, stages.LOSS, stages.REST, *of_attention):
         assert rows[stage]["forward_ms"] > 0, stage
         assert (rows[stage]["backward_ms"] > 0) == (stage != stages.CHOICE), stage
-    for stage in (
-        stages.DATA,
-        stages.OPTIMIZER,
-        *([stages.TELEMETRY] if attention == "nsa" else []),
-    ):
+    more = (stages.TELEMETRY,) if attention == "nsa" else ()
+    for stage in (stages.DATA, stages.OPTIMIZER, *more):
         assert rows[stage]["total_ms"] > 0, stage
     assert (folder / "memory.pickle").stat().st_size > 0
     modules = {
@@ -81,16 +67,17 @@ def test_every_kernel_finds_its_stage(tmp_path: Path, how: str, attention: str) 
 
 @pytest.mark.parametrize("how", LAUNCHED)
 def test_rows_of_layers_do_not_depend_on_how_a_step_is_launched(tmp_path: Path, how: str) -> None:
-    config = tiny_config(
-        tmp_path, steps=8, log_every=2, **{**LARGER, "micro_batch": 2}, **LAUNCHED[how]
-    )
-    make_trainer(config, tmp_path / "run").run()
-    make_trainer(
-        tiny_config(tmp_path, steps=8, log_every=2, **{**LARGER, "micro_batch": 2}),
-        tmp_path / "eager",
-    ).run()
-    rows, eager = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "eager"))
-    for row, expected in zip(rows, eager, strict=True):
+    changes = {**LARGER, "micro_batch": 2, "steps": 8, "log_every": 2}
+    found: list[Any] = []
+    for launch in (how, "eager"):
+        config, run = (
+            tiny_config(tmp_path, **changes, **LAUNCHED[launch]),
+            tmp_path / f"run {len(found)}",
+        )
+        make_trainer(config, run).run()
+        found.append(read_metrics(run / "metrics.jsonl"))
+    rows = found[0]
+    for row, expected in zip(*found, strict=True):
         calls = [
             float(row.get(f"selected_{algorithm}_calls", 0)) for algorithm in ("tiled", "gathered")
         ]

@@ -1,4 +1,4 @@
-"""Activation checkpointing on a GPU: what stays in memory is what is promised, and gradients are the same."""
+"""Activation checkpointing on a GPU: memory is as promised, and gradients are the same."""
 
 from __future__ import annotations
 

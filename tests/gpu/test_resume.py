@@ -1,4 +1,4 @@
-"""Exact resumption with kernels: a run that is killed at any moment and resumed has the bits of the undisturbed one."""
+"""Exact resumption with kernels: a killed and resumed run has the bits of an undisturbed one."""
 
 from __future__ import annotations
 

@@ -17,9 +17,8 @@ CUBLAS = "nvjet_"  # its products, in whose loads and barriers racecheck sees ra
 
 
 def tool() -> str:
-    found = shutil.which("compute-sanitizer") or shutil.which(
-        "compute-sanitizer", path="/usr/local/cuda/bin"
-    )
+    path = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
+    found = shutil.which("compute-sanitizer", path=path)
     if found is None:
         pytest.skip("compute-sanitizer is not on this machine")
     return found
@@ -28,17 +27,8 @@ def tool() -> str:
 def sanitize(kind: str, program: list[str]) -> subprocess.CompletedProcess[str]:
     # Without the caching allocator every tensor has borders of its own.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
-    command = [
-        tool(),
-        "--tool",
-        kind,
-        "--error-exitcode",
-        "9",
-        "--print-limit",
-        "1000",
-        sys.executable,
-        *program,
-    ]
+    options = f"--tool {kind} --error-exitcode 9 --print-limit 1000".split()
+    command = [tool(), *options, sys.executable, *program]
     try:
         done = subprocess.run(
             command,

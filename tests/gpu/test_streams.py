@@ -1,7 +1,7 @@
-"""Memory of operators that run on several streams, while everyone else uses memory too.
+"""Memory of operators that run on several streams, while other streams use memory too.
 
-Kernels are held up behind a pause on the calling stream, while Python goes on and lets results and
-saved tensors go. What then takes free memory, on the calling stream, on the side streams of this
+Kernels are held up behind a pause on the calling stream, while Python goes on and releases results
+and saved tensors. What then takes free memory, on the calling stream, on the side streams of this
 library or on any other one, writes junk at once. Results must have the bits of a run that nothing
 disturbs. What the rules are: nsa/ops/_side_stream.py.
 """
@@ -46,12 +46,12 @@ class Disturbed:
         torch.cuda.synchronize()
 
     def run(self, wrong: Tensor) -> None:
-        """One step; what differs is added to ``wrong``. Results are let go before any of it has happened on the device."""
+        """One step, whose differences are added to ``wrong``; its results are released at once."""
         for found, expected in zip(self.step.run(), self.expected, strict=True):
             wrong += (found != expected).sum()
 
     def spoil(self, streams: Sequence[torch.cuda.Stream]) -> None:
-        """Take memory of every size that a step uses on each of the streams, fill it with junk (NaN, -1) and let it go."""
+        """Take memory of every size of a step on each stream, fill it with junk, release it."""
         for stream in streams:
             with torch.cuda.stream(stream):
                 taken = [
@@ -72,7 +72,7 @@ def values(wrong: Sequence[Tensor]) -> list[int]:
 
 
 def sides_of(stream: torch.cuda.Stream) -> list[torch.cuda.Stream]:
-    """Side streams of a calling stream: of the whole and, beside that, of the selected branch."""
+    """Side streams of a calling stream: of the whole and, within it, of the selected branch."""
     return [side_of(stream), side_of(side_of(stream))]
 
 
@@ -93,7 +93,7 @@ def test_memory_is_not_overwritten_before_its_last_use(lengths, priority):
 
 
 def test_side_streams_that_others_have_too():
-    """More calling streams than there are: some have a side stream that another one has, or that is one of them."""
+    """More calling streams than PyTorch has: some share a side stream, or call on one."""
     disturbed = Disturbed(LENGTHS["long"])
     callers = [torch.cuda.Stream(priority=-1) for _ in range(STREAMS_OF_A_PRIORITY)]
     numbers = {stream.cuda_stream for stream in callers}

@@ -1,4 +1,4 @@
-"""What the tests of the operators share: the small pattern, random packed tensors, comparison with the oracle."""
+"""Shared by tests of operators: the small pattern, random tensors, comparison with the oracle."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Batch:
         return self.normal(sum(self.lengths_k), self.config.num_kv_heads, self.config.value_dim)
 
     def compressed(self, size: int) -> Tensor:
-        """[S // d, Hkv, size]: the real rows random, the rest NaN, since nobody may read them."""
+        """[S // d, Hkv, size]: real rows random, the others NaN, since they must not be read."""
         rows = self.normal(
             sum(self.lengths_k) // self.config.compress_stride, self.config.num_kv_heads, size
         )
@@ -120,7 +120,7 @@ class Batch:
         )
 
     def block_indices(self, num_blocks: int | None = None) -> Tensor:
-        """Unique ids in any order; about a quarter absent: negative, in the future, or far outside the sequence."""
+        """Unique ids in any order, about a quarter absent: negative, in the future, far outside."""
         n = self.config.num_selected_blocks if num_blocks is None else num_blocks
         rows = np.empty((len(self.positions), self.config.num_kv_heads, n), dtype=np.int32)
         for r, t in enumerate(self.positions):
@@ -148,16 +148,12 @@ def make_batch(
     )
 
 
-def named_batch(name: str, config: NSAConfig = SMALL, seed: int = 0) -> Batch:
-    return make_batch(config, *BATCHES[name], seed=seed)
-
-
 def array(x: Tensor) -> np.ndarray:
     return x.detach().double().numpy()
 
 
 def near(actual: Tensor | None, expected: np.ndarray, tolerance: float = 1e-12) -> None:
-    """Equal to the oracle but for rounding; infinities must stand at the same places, NaN nowhere."""
+    """Equal to the oracle but for rounding, with infinities at the same places and no NaN."""
     assert actual is not None
     assert tuple(actual.shape) == expected.shape
     finite = expected[np.isfinite(expected)]
@@ -182,49 +178,8 @@ def grad(x: Tensor) -> Tensor:
     return x.grad
 
 
-def disagreements(
-    actual: Tensor,
-    scores: np.ndarray,
-    positions: np.ndarray,
-    config: NSAConfig,
-    bound: float = 1e-5,
-) -> tuple[int, int]:
-    """Rows whose choice differs from the oracle's: (within the agreement rule, against it).
-
-    The rule: every block on which they differ has an fp64 score within ``bound`` (relative) of the
-    n-th best.
-    """
-    num_rows, num_kv_heads, _ = scores.shape
-    allowed = against = 0
-    for r in range(num_rows):
-        for g in range(num_kv_heads):
-            t = int(positions[r])
-            sizes = (
-                config.num_selected_blocks,
-                config.num_init_blocks,
-                config.num_local_blocks,
-                config.block_size,
-            )
-            expected = set(oracle.choose_row(scores[r, g], t, *sizes)) - {-1}
-            different = expected ^ (set(actual[r, g].tolist()) - {-1})
-            if not different:
-                continue
-            candidates = set(range(t // config.block_size + 1))
-            free = [
-                j
-                for j in expected
-                if config.num_init_blocks <= j <= t // config.block_size - config.num_local_blocks
-            ]
-            nth = min(scores[r, g, j] for j in free) if free else np.inf
-            close = all(
-                j in candidates and abs(scores[r, g, j] - nth) <= bound * nth for j in different
-            )
-            allowed, against = allowed + close, against + (not close)
-    return allowed, against
-
-
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """The maths of a branch in the plainest PyTorch, in the dtype of its inputs, softmax statistics in fp32.
+    """A branch in the plainest PyTorch, in the dtype of its inputs, softmax statistics in fp32.
 
     ``visible`` is bool [T, Hkv, S]. The error of this is the budget of low-precision results. The
     division comes last, as in every attention that streams over keys: by torch.softmax the gradient
@@ -238,21 +193,3 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: flo
     total = weights.sum(-1, keepdim=True)
     out = torch.einsum("ths,shd->thd", weights.to(q.dtype), v.repeat_interleave(group, dim=1))
     return (out / torch.where(total > 0, total, 1.0)).to(q.dtype)
-
-
-def torch_dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Dense causal attention by PyTorch, in the dtype of the inputs: a third opinion beside library and oracle."""
-    heads_q, heads_k, heads_v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(
-        heads_q, heads_k, heads_v, is_causal=True, enable_gqa=True
-    )
-    return out[0].transpose(0, 1)
-
-
-def mask_of(visible: oracle.Visible, num_rows: int, num_kv_heads: int, num_keys: int) -> Tensor:
-    """The oracle's visible keys as bool [T, Hkv, S]."""
-    mask = torch.zeros(num_rows, num_kv_heads, num_keys, dtype=torch.bool)
-    for r in range(num_rows):
-        for g in range(num_kv_heads):
-            mask[r, g, list(visible(r, g))] = True
-    return mask

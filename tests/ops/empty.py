@@ -1,9 +1,9 @@
-"""Calls without a single token: a batch of size 0, sequences of length 0, packed tokens of which there are none."""
+"""Calls without a single token: a batch of size 0, sequences of length 0, no packed tokens."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,9 +26,11 @@ from nsa.ops._sequences import Sequences
 from nsa.ops.embedding import embed
 from nsa.ops.projection import Columns, Gates, Heads, project
 from nsa.ops.statistics import add_statistics, new_statistics
-from tests.ops.cases import offsets, small
+from tests.ops.cases import make_batch, offsets, small
+from tests.ops.whole import phi_parameters
 
 CONFIG = small(num_heads=4, num_kv_heads=2)
+Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +43,9 @@ class Case:
         lengths: of packed sequences: queries and keys; None without offsets.
     """
 
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
-    lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    queries: Shape
+    keys: Shape
+    lengths: tuple[Shape, Shape] | None = None
 
     @property
     def where(self) -> dict[str, Any]:
@@ -52,9 +54,37 @@ class Case:
         return {"cu_seqlens_q": offsets(self.lengths[0]), "cu_seqlens_k": offsets(self.lengths[1])}
 
     @property
+    def batch_size(self) -> int:
+        if self.lengths is not None:
+            return len(self.lengths[1])
+        return self.keys[0] if len(self.keys) == 2 else 1
+
+    @property
     def num_cmp(self) -> int:
         """Rows of compressed keys."""
         return int(torch.tensor(self.keys).prod()) // CONFIG.compress_stride
+
+    @property
+    def is_refused(self) -> bool:
+        """Compressed keys alone do not say how many tokens are behind them."""
+        return self.lengths is None and self.queries != self.keys
+
+    @property
+    def out(self) -> Shape:
+        return *self.queries, CONFIG.num_heads, CONFIG.value_dim
+
+    def q(self) -> Tensor:
+        return leaf(*self.queries, CONFIG.num_heads, CONFIG.head_dim)
+
+    def k_and_v(self, *rows: int) -> list[Tensor]:
+        sizes = CONFIG.head_dim, CONFIG.value_dim
+        return [leaf(*(rows or self.keys), CONFIG.num_kv_heads, size) for size in sizes]
+
+    def gates(self) -> Tensor:
+        return leaf(*self.queries, CONFIG.num_heads, 3)
+
+    def ids(self) -> Tensor:
+        return torch.zeros(*self.queries, CONFIG.num_kv_heads, 4, dtype=torch.int32)
 
 
 CASES = {
@@ -72,16 +102,17 @@ def leaf(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float32).requires_grad_()
 
 
-def check(results: list[tuple[Tensor, tuple[int, ...]]], leaves: list[Tensor]) -> None:
-    """Results have these shapes and hold no number that is not finite; every gradient is there and 0."""
+def check(results: Iterable[tuple[Tensor | None, Shape]], leaves: list[Tensor]) -> None:
+    """Results have these shapes; every gradient is there and 0."""
+    differentiable = []
     for x, shape in results:
+        assert x is not None
         assert tuple(x.shape) == shape
-        assert x.numel() == 0
-    differentiable = [x for x, _ in results if x.requires_grad]
+        if x.requires_grad:
+            differentiable.append(x)
     if leaves:
-        grads = torch.autograd.grad(
-            differentiable, leaves, [torch.zeros_like(x) for x in differentiable]
-        )
+        zeros = [torch.zeros_like(x) for x in differentiable]
+        grads = torch.autograd.grad(differentiable, leaves, zeros)
         for x, grad in zip(leaves, grads, strict=True):
             assert grad.shape == x.shape
             assert not grad.any()
@@ -95,139 +126,88 @@ def named(function: Callable[[Case, str], None]) -> Callable[[Case, str], None]:
     return function
 
 
-def keys(case: Case, config: NSAConfig = CONFIG) -> tuple[Tensor, Tensor]:
-    return leaf(*case.keys, config.num_kv_heads, config.head_dim), leaf(
-        *case.keys, config.num_kv_heads, config.value_dim
-    )
-
-
-def queries(case: Case) -> Tensor:
-    return leaf(*case.queries, CONFIG.num_heads, CONFIG.head_dim)
-
-
-def attended(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of out and lse."""
-    return (*case.queries, CONFIG.num_heads, CONFIG.value_dim), (*case.queries, CONFIG.num_heads)
+def phi_of(config: NSAConfig, size: int) -> tuple[PhiWeights | None, list[Tensor]]:
+    parameters = phi_parameters(make_batch(config, ()), size)
+    leaves = {name: leaf(*x.shape) for name, x in parameters.items()}
+    return (PhiWeights(**leaves) if leaves else None), list(leaves.values())
 
 
 @named
 def compression(case: Case, backend: str) -> None:
     for phi in ("mean", "linear", "mlp"):
-        config = dataclasses.replace(CONFIG, phi=phi)
-        x, _ = keys(case)
+        config = small(phi=phi)
+        x, _ = case.k_and_v()
         weights, parameters = phi_of(config, config.head_dim)
         cu = case.where.get("cu_seqlens_k")
         y, cu_cmp = compress(x, weights, config, cu, backend=backend)
-        assert y.shape == (case.num_cmp, config.num_kv_heads, config.head_dim)
-        batch = (
-            case.keys[0]
-            if len(case.keys) == 2
-            else 1
-            if case.lengths is None
-            else len(case.lengths[1])
-        )
-        assert cu_cmp.shape == (batch + 1,)
-        grads = torch.autograd.grad(y, [x, *parameters], torch.zeros_like(y))
-        assert all(
-            grad.shape == leaf.shape for grad, leaf in zip(grads, [x, *parameters], strict=True)
-        )
-        assert not any(grad.any() for grad in grads)
-
-
-def phi_of(config: NSAConfig, size: int) -> tuple[PhiWeights | None, list[Tensor]]:
-    heads, length = config.num_kv_heads, config.compress_block_size
-    if config.phi == "linear":
-        weight = leaf(heads, length, size)
-        return PhiWeights(weight=weight), [weight]
-    if config.phi == "mlp":
-        shapes = {
-            "position": (length, size),
-            "w1": (length * size, 2 * size),
-            "w2": (2 * size, size),
-        }
-        made = {name: leaf(heads, *shape) for name, shape in shapes.items()}
-        return PhiWeights(**made), list(made.values())
-    return None, []
-
-
-@named
-def compressed(case: Case, backend: str) -> None:
-    q = queries(case)
-    k, v = (
-        leaf(case.num_cmp, CONFIG.num_kv_heads, size)
-        for size in (CONFIG.head_dim, CONFIG.value_dim)
-    )
-    if case.lengths is None and case.queries != case.keys:
-        return  # compressed keys alone do not say how many tokens are behind them
-    results = compressed_attention(q, k, v, CONFIG, backend=backend, **case.where)
-    check(list(zip(results, attended(case), strict=True)), [q, k, v])  # type: ignore[arg-type]
+        shape = case.num_cmp, config.num_kv_heads, config.head_dim
+        check([(y, shape), (cu_cmp, (case.batch_size + 1,))], [x, *parameters])
 
 
 @named
 def selection(case: Case, backend: str) -> None:
-    if case.lengths is None and case.queries != case.keys:
+    if case.is_refused:
         return
-    for changes in ({}, {"coarse_block_size": 32, "num_coarse_blocks": 6}):
-        config = dataclasses.replace(CONFIG, **changes)  # type: ignore[arg-type]
-        k = leaf(case.num_cmp, config.num_kv_heads, config.head_dim)
-        lse = torch.zeros(*case.queries, config.num_heads)
-        ids = select_blocks(queries(case), k, lse, config, backend=backend, **case.where)
-        check([(ids, (*case.queries, config.num_kv_heads, config.num_selected_blocks))], [])
+    k, _ = case.k_and_v(case.num_cmp)
+    lse = torch.zeros(*case.queries, CONFIG.num_heads)
+    for config in (CONFIG, small(coarse_block_size=32, num_coarse_blocks=6)):
+        ids = select_blocks(case.q(), k, lse, config, backend=backend, **case.where)
+        check([(ids, tuple(case.ids().shape))], [])
 
 
 @named
 def ranges(case: Case, backend: str) -> None:
-    ids = torch.zeros(*case.queries, CONFIG.num_kv_heads, 4, dtype=torch.int32)
-    if case.lengths is not None or case.queries == case.keys:
-        check([(blocks_to_ranges(ids, CONFIG, **case.where), (*ids.shape, 2))], [])
+    if not case.is_refused:
+        found = blocks_to_ranges(case.ids(), CONFIG, **case.where)
+        check([(found, (*case.ids().shape, 2))], [])
+
+
+def attend(function: Callable[..., Any], case: Case, *inputs: Tensor, **options: Any) -> None:
+    results = function(*inputs, CONFIG, **options, **case.where)
+    check(zip(results, (case.out, case.out[:-1]), strict=True), list(inputs[:3]))
+
+
+@named
+def compressed(case: Case, backend: str) -> None:
+    if not case.is_refused:
+        k, v = case.k_and_v(case.num_cmp)
+        attend(compressed_attention, case, case.q(), k, v, backend=backend)
 
 
 @named
 def selected(case: Case, backend: str) -> None:
     for algorithm in ("tiled", "gathered", "auto"):
-        q, (k, v) = queries(case), keys(case)
-        ids = torch.zeros(*case.queries, CONFIG.num_kv_heads, 4, dtype=torch.int32)
-        results = selected_attention(
-            q, k, v, ids, CONFIG, algorithm=algorithm, backend=backend, **case.where
-        )
-        check(list(zip(results, attended(case), strict=True)), [q, k, v])
+        inputs = (case.q(), *case.k_and_v(), case.ids())
+        attend(selected_attention, case, *inputs, algorithm=algorithm, backend=backend)
 
 
 @named
 def window(case: Case, backend: str) -> None:
-    q, (k, v) = queries(case), keys(case)
-    results = window_attention(q, k, v, CONFIG, backend=backend, **case.where)
-    check(list(zip(results, attended(case), strict=True)), [q, k, v])
+    attend(window_attention, case, case.q(), *case.k_and_v(), backend=backend)
 
 
 @named
 def combination(case: Case, backend: str) -> None:
-    shape = attended(case)[0]
-    outs, gates = [leaf(*shape) for _ in range(3)], leaf(*case.queries, CONFIG.num_heads, 3)
-    out = combine(outs[0], outs[1], outs[2], gates, backend=backend)
-    check([(out, shape)], [*outs, gates])
+    leaves = [*(leaf(*case.out) for _ in range(3)), case.gates()]
+    out = combine(leaves[0], leaves[1], leaves[2], leaves[3], backend=backend)
+    check([(out, case.out)], leaves)
 
 
 @named
 def whole(case: Case, backend: str) -> None:
-    for branches in (("cmp", "slc", "win"), ("slc",), ("cmp",)):
-        config = dataclasses.replace(CONFIG, branches=branches, phi="linear")
-        q, gates = queries(case), leaf(*case.queries, CONFIG.num_heads, 3)
-        raw = [x for _ in range(3) for x in keys(case)]
-        (phi_k, weight_k), (phi_v, weight_v) = (
-            phi_of(config, size) for size in (config.head_dim, config.value_dim)
-        )
-        assert phi_k is not None
-        assert phi_v is not None
-        k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = raw
-        out = native_sparse_attention(
-            q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, (phi_k, phi_v), config, rope=Rope(16), backend=backend,
-            **case.where,
-        )  # fmt: skip
-        on = [x for name, pair in zip(("cmp", "slc", "win"), zip(raw[::2], raw[1::2], strict=True), strict=True)
-              if name in branches for x in pair]  # fmt: skip
-        weights = [*weight_k, *weight_v] if "cmp" in branches else []
-        check([(out, attended(case)[0])], [q, gates, *on, *weights])
+    branches = ("cmp", "slc", "win")
+    for on in (branches, ("slc",), ("cmp",)):
+        config = small(branches=on, phi="linear")
+        q, gates = case.q(), case.gates()
+        raw = {branch: case.k_and_v() for branch in branches}
+        sizes = config.head_dim, config.value_dim
+        (phi_k, weight_k), (phi_v, weight_v) = (phi_of(config, size) for size in sizes)
+        keys = [x for branch in branches for x in raw[branch]]
+        given: Any = (q, *keys, gates, (phi_k, phi_v), config)
+        out = native_sparse_attention(*given, rope=Rope(16), backend=backend, **case.where)
+        weights = [*weight_k, *weight_v] if "cmp" in on else []
+        read = [x for branch in on for x in raw[branch]]
+        check([(out, case.out)], [q, gates, *read, *weights])
 
 
 @named
@@ -238,8 +218,7 @@ def statistics(case: Case, backend: str) -> None:
     before = found.clone()
     batch = case.queries[0] if len(case.queries) == 2 else 1
     sequences = Sequences(None, batch, case.queries[-1], case.keys[-1], found.device)
-    gates = torch.zeros(0, CONFIG.num_heads, 3)
-    ids = torch.zeros(0, CONFIG.num_kv_heads, 4, dtype=torch.int32)
+    gates, ids = (x.detach().flatten(0, -3) for x in (case.gates(), case.ids()))
     add_statistics(found, gates, ids, torch.tensor([3, 2]), 12.0, CONFIG, sequences, backend)
     assert torch.equal(found, before)
 
@@ -248,12 +227,9 @@ def statistics(case: Case, backend: str) -> None:
 def projection(case: Case, backend: str) -> None:
     x, weights, bias = leaf(0, 24), [leaf(size, 24) for size in (32, 16, 6)], leaf(6)
     columns = Columns((Heads(2, 16, "yes"), Heads(1, 16)), Gates(2, (0, 1, 2)))
-    found = project(
-        x, weights, bias, columns, Sequences(None, 1, 0, 0, x.device), Rope(16), backend=backend
-    )
-    check(
-        [(found[0], (0, 2, 16)), (found[1], (0, 1, 16)), (found[2], (0, 2, 3))], [x, *weights, bias]
-    )
+    sequences = Sequences(None, 1, 0, 0, x.device)
+    found = project(x, weights, bias, columns, sequences, Rope(16), backend=backend)
+    check(zip(found, ((0, 2, 16), (0, 1, 16), (0, 2, 3)), strict=True), [x, *weights, bias])
 
 
 @named

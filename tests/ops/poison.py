@@ -25,7 +25,7 @@ def poison(x: Tensor) -> Tensor:
 
 @contextmanager
 def poisoned_memory() -> Iterator[Callable[[], int]]:
-    """While it lasts, ``torch.empty`` and its kin give poisoned memory; yields a function that counts their calls."""
+    """``torch.empty`` and its like give poisoned memory; yields a count of their calls."""
     count = 0
 
     def poisoned(real: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,7 +1,6 @@
-"""Properties of docs/semantics.md that every kernel holds, through the public operators: for any backend, device and dtype.
+"""Properties of docs/semantics.md through the public operators: any backend, device and dtype.
 
-``tests/test_properties.py`` holds them in fp64 for the reference; here results are compared bit for
-bit, or within the error budget.
+Results are compared bit for bit, or within the error budget.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from nsa.ops._packed import query_positions
 from nsa.ops.attention import AttentionResult, BranchInputs, run_attention
 from nsa.testing import AttentionInputs, assert_within_budget
 from nsa.testing.budget import CEILING
-from nsa.testing.sampled import SampledWhole, check_sampled
+from nsa.testing.sampled import SampledWhole
 from tests.ops.cases import plain_attention
 from tests.ops.public import (
     ALGORITHMS,
@@ -38,9 +37,8 @@ from tests.ops.public import (
     Results,
     every,
     leaves_of,
+    named_tensors,
     run_whole,
-    run_window,
-    with_algorithm,
 )
 
 OF_QUERIES = ("q", "gates", "block_indices")
@@ -53,10 +51,7 @@ Tokens = dict[str, Tensor]
 
 def tokens_of(case: Case, seed: int = 0) -> Tokens:
     x = dataclasses.replace(case, seed=seed).inputs()
-    named = {
-        f.name: getattr(x, f.name) for f in dataclasses.fields(x) if not f.name.startswith("cu_")
-    }
-    return {**named, "block_indices": case.block_indices(seed)}
+    return {**named_tensors(x), "block_indices": case.block_indices(seed)}
 
 
 def offsets_of(case: Case) -> dict[str, Any]:
@@ -116,11 +111,15 @@ OPERATORS: dict[str, Callable[[Tokens, Case], list[Tensor]]] = {
 
 def run_rows(name: str, x: Tokens, case: Case) -> list[Tensor]:
     """Results of an operator."""
-    return OPERATORS[name](x, with_algorithm(name, case))
+    algorithm = ALGORITHMS.get(name, case.algorithm)
+    return OPERATORS[name](x, dataclasses.replace(case, algorithm=algorithm))
 
 
 def fixed(case: Case) -> Case:
-    """The case with one algorithm of the selected branch: another choice may run another one, which rounds otherwise."""
+    """The case with one algorithm of the selected branch.
+
+    Otherwise it may change with the selected blocks, and another algorithm rounds differently.
+    """
     return dataclasses.replace(case, algorithm="tiled") if case.algorithm == "auto" else case
 
 
@@ -148,7 +147,7 @@ def equal_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def check_causality(name: str, case: Case, times: Sequence[int]) -> None:
-    """Other values for all tokens after t change no result up to t, in any bit. One sequence, queries at its end."""
+    """Other values for all tokens after t change no bit up to t; of one sequence."""
     case = fixed(case)
     x, other = tokens_of(case), tokens_of(case, seed=1)
     expected = run_rows(name, x, case)
@@ -203,19 +202,14 @@ def check_nan_isolation(name: str, case: Case, poisoned: int) -> None:
 
 def _part(x: AttentionInputs, case: Case, sequence: int) -> tuple[Case, AttentionInputs]:
     """One sequence of a case as a case of its own."""
-    lengths_k, lengths_q = (case.lengths_k[sequence],), (case.queries[sequence],)
     q, k = (
         slice(sum(n[:sequence]), sum(n[: sequence + 1])) for n in (case.queries, case.lengths_k)
     )
+    lengths_k, lengths_q = (case.lengths_k[sequence],), (case.queries[sequence],)
     alone = dataclasses.replace(case, lengths_k=lengths_k, lengths_q=lengths_q)
-    named = {
-        f.name: getattr(x, f.name) for f in dataclasses.fields(x) if not f.name.startswith("cu_")
-    }
-    tensors = {name: tensor[q if name in OF_QUERIES else k] for name, tensor in named.items()}
-    empty = alone.inputs()
-    return alone, AttentionInputs(
-        **tensors, cu_seqlens_q=empty.cu_seqlens_q, cu_seqlens_k=empty.cu_seqlens_k
-    )
+    tokens = named_tensors(x)
+    tensors = {name: y[q if name in OF_QUERIES else k] for name, y in tokens.items()}
+    return alone, dataclasses.replace(alone.inputs(), **tensors)
 
 
 def _choice_of(results: Results) -> Tensor:
@@ -237,38 +231,26 @@ def check_packed_equals_separate(name: str, case: Case) -> None:
         if name in ALGORITHMS:
             given["block_indices"] = case.block_indices()[first : first + length]
         parts.append(RUNS[name](alone, inputs, **given))
-    joined = {key: torch.cat([part.of_queries[key] for part in parts]) for key in packed.of_queries}
-    of_keys = {
-        key: torch.cat([part.of_keys[key][: part.num_keys] for part in parts])
-        for key in packed.of_keys
-    }
-    sampled: Any = packed.sampled
-    if name == "whole":
-        sampled = dataclasses.replace(
-            sampled, block_indices=torch.cat([_choice_of(part) for part in parts])
-        )
-    rows, keys = every(packed.dout), torch.arange(packed.num_keys, device=packed.dout.device)
-    check_sampled(
-        lambda d: sampled.at_queries(rows, d, packed.dout),
-        joined,
-        rows,
-        case.dtype,
-        f"separate {name}",
-        case.factor,
+    joined = dataclasses.replace(
+        packed,
+        name=f"separate {name}",
+        of_queries={
+            key: torch.cat([part.of_queries[key] for part in parts]) for key in packed.of_queries
+        },
+        of_keys={
+            key: torch.cat([part.of_keys[key][: part.num_keys] for part in parts])
+            for key in packed.of_keys
+        },
+        of_weights={},
     )
-    at_keys = sampled.at_tokens if name == "whole" else sampled.at_keys
-    check_sampled(
-        lambda d: at_keys(keys, d, packed.dout),
-        of_keys,
-        keys,
-        case.dtype,
-        f"separate {name}",
-        case.factor,
-    )
+    if isinstance(packed.sampled, SampledWhole):
+        ids = torch.cat([_choice_of(part) for part in parts])
+        joined.sampled = dataclasses.replace(packed.sampled, block_indices=ids)
+    joined.check()
 
 
 def check_full_coverage(case: Case) -> None:
-    """Where the chosen blocks, or the window, cover a sequence, the branch is dense causal attention. One sequence."""
+    """Where blocks or window cover the sequence, the branch is dense causal attention."""
     config, length = case.config, case.lengths_k[0]
     assert config.num_selected_blocks * config.block_size >= length
     wide = dataclasses.replace(case, config=dataclasses.replace(config, window_size=length))
@@ -281,7 +263,7 @@ def check_full_coverage(case: Case) -> None:
         .expand(-1, config.num_kv_heads, -1)
     )
     chosen = [(RUNS[name](case, block_indices=ids), x.k_slc, x.v_slc) for name in ALGORITHMS]
-    for results, k, v in (*chosen, (run_window(wide), x.k_win, x.v_win)):
+    for results, k, v in (*chosen, (RUNS["window"](wide), x.k_win, x.v_win)):
         values = {}
         for dtype in (case.dtype, torch.float64):
             leaves = leaves_of(x.q.to(dtype), k.to(dtype), v.to(dtype))
@@ -303,7 +285,7 @@ def check_full_coverage(case: Case) -> None:
 
 
 def check_one_hot_gates(case: Case) -> None:
-    """With a gate of 1 on one branch and 0 on the others, the whole is that branch, and the others get no gradient."""
+    """A gate of 1 on one branch and 0 on the others: the others add nothing and get no gradient."""
     for index, branch in enumerate(("cmp", "slc", "win")):
         x = case.inputs()
         gates = torch.zeros_like(x.gates)
@@ -338,7 +320,7 @@ def check_shuffled_indices(name: str, case: Case) -> None:
 
 
 def check_repeated_indices(name: str, case: Case) -> None:
-    """A block that is named more than once counts once: the bits of the indices without the repetition."""
+    """A block that is named twice counts once: the bits of the indices without the repetition."""
     ids = case.block_indices()
     once = torch.cat((ids, torch.full_like(ids, -1)), dim=-1)
     repeated = torch.cat((ids, ids.roll(1, -1)), dim=-1)
@@ -348,7 +330,7 @@ def check_repeated_indices(name: str, case: Case) -> None:
 
 
 def check_unchosen_blocks(operator: str, case: Case) -> None:
-    """dK and dV of a block that no query chose are exactly 0, and of a chosen one are not. One sequence."""
+    """dK and dV are exactly 0 for blocks of the sequence that no query selects, and only there."""
     config, length = case.config, case.lengths_k[0]
     num_blocks = -(-length // config.block_size)
     rows = torch.arange(length, device=case.device)
@@ -376,7 +358,7 @@ def check_unchosen_blocks(operator: str, case: Case) -> None:
 
 
 def check_rope_shift(case: Case, shift: int = 512) -> None:
-    """Shifting all positions by a constant changes no output: fp32, a base whose angles are exact."""
+    """Shifting all positions changes no output: in fp32, with a base whose angles are exact."""
     assert case.dtype == torch.float32
     assert case.config.rope_theta == 256
     x = case.inputs()

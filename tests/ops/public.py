@@ -1,4 +1,4 @@
-"""Each public operator on one case, forward and backward, held against the fp64 oracle: for any backend, device and dtype.
+"""Each public operator on one case, forward and backward, against fp64: any backend, device, dtype.
 
 Tests of kernels run these in Triton's interpreter on small cases, and on a GPU on large ones.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -25,6 +26,7 @@ from nsa import (
     selected_attention,
     window_attention,
 )
+from nsa.config import BRANCHES
 from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences
 from nsa.ops.attention import AttentionResult, BranchInputs, run_attention
@@ -126,6 +128,12 @@ def cu(x: AttentionInputs) -> dict[str, Any]:
     return {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
 
 
+def named_tensors(x: AttentionInputs) -> dict[str, Tensor]:
+    """What has one row for each token, by name."""
+    names = [f.name for f in dataclasses.fields(x) if not f.name.startswith("cu_")]
+    return {name: getattr(x, name) for name in names}
+
+
 def leaves_of(*tensors: Tensor) -> list[Tensor]:
     return [x.detach().clone().requires_grad_() for x in tensors]
 
@@ -137,9 +145,9 @@ def every(x: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class Results:
-    """What an operator gave for one case: packed results and gradients by name, and its sampled twin.
+    """Packed results and gradients of an operator by name, and what computes them in fp64.
 
-    ``scored`` holds the queries and compressed keys that the choice of the whole was made from.
+    ``scored`` holds the queries and compressed keys by which the whole selected its blocks.
     """
 
     name: str
@@ -154,13 +162,8 @@ class Results:
 
     def check(self, rows: Tensor | None = None, keys: Tensor | None = None) -> None:
         """Hold everything, or some ``rows`` and ``keys``, against fp64."""
-        name, dtype, sampled, dout, factor = (
-            self.name,
-            self.case.dtype,
-            self.sampled,
-            self.dout,
-            self.case.factor,
-        )
+        name, dtype, factor = self.name, self.case.dtype, self.case.factor
+        sampled, dout = self.sampled, self.dout
         # Rows of compressed keys that no block owns have no gradient; nothing else may stand there.
         for key, grad in self.of_keys.items():
             assert not bool(grad[self.num_keys :].any()), (
@@ -190,23 +193,43 @@ class Results:
                     f"{name} {key}: should vanish"
                 )
             others = {key: x for key, x in actual.items() if key not in zero}
-            check_sampled(lambda d, v=values: v[d], others, index, dtype, name, factor)  # type: ignore[misc]
+            check_sampled(values.__getitem__, others, index, dtype, name, factor)
         if isinstance(sampled, SampledWhole):
             if self.scored is not None:
-                choice = sampled_choice(*self.scored, self.case.config, **cu(sampled.inputs))
+                selected = sampled_choice(*self.scored, self.case.config, **cu(sampled.inputs))
                 assert sampled.block_indices is not None
-                agree(choice.agreement(rows, sampled.block_indices))
+                agree(selected.agreement(rows, sampled.block_indices))
             if weights:
                 plain, double = (sampled.weight_gradients(d, dout) for d in (dtype, torch.float64))
                 compare(self.of_weights, plain, double, name, factor)
 
 
-def _attention(
-    name: str, case: Case, run: Callable[..., tuple[Tensor | None, Tensor]], q: Tensor, k: Tensor, v: Tensor,
-    sampled: SampledAttention, dout: Tensor | None,
-) -> Results:  # fmt: skip
-    leaves = leaves_of(q, k, v)
-    out, lse = run(*leaves)
+def run_branch(
+    name: str,
+    case: Case,
+    x: AttentionInputs | None = None,
+    dout: Tensor | None = None,
+    block_indices: Tensor | None = None,
+) -> Results:
+    """One of the operators of the branches."""
+    x, config = x or case.inputs(), case.config
+    function: Any
+    sample: Any
+    ids, options = [], case.offsets(x)
+    if name == "compressed":
+        function, sample = compressed_attention, sampled_compressed
+        k, v = (compressed_rows(case, raw, x) for raw in (x.k_cmp_raw, x.v_cmp_raw))
+    elif name == "window":
+        function, sample, k, v = window_attention, sampled_window, x.k_win, x.v_win
+    else:
+        function, sample, k, v = selected_attention, sampled_selected, x.k_slc, x.v_slc
+        ids = [case.block_indices() if block_indices is None else block_indices]
+        options["algorithm"] = ALGORITHMS[name]
+    leaves = leaves_of(x.q, k, v)
+    q, *keys = leaves
+    if name != "compressed":  # whose keys are packed always
+        keys = [case.shaped(y) for y in keys]
+    out, lse = function(case.shaped(q), *keys, *(case.shaped(y) for y in ids), config, **options)
     assert out is not None
     out, lse = case.flat(out), case.flat(lse)
     assert (out.dtype, lse.dtype) == (case.dtype, torch.float32)
@@ -214,95 +237,25 @@ def _attention(
     dq, dk, dv = torch.autograd.grad(out, leaves, dout)
     assert all(grad.dtype == case.dtype for grad in (dq, dk, dv))
     of_queries = {"out": out.detach(), "lse": lse, "dq": dq}
+    sampled = sample(x.q, k, v, *ids, config, **cu(x))
     return Results(name, case, of_queries, {"dk": dk, "dv": dv}, dout, sampled, sampled.cu_key[-1])
 
 
-def run_window(case: Case, x: AttentionInputs | None = None, dout: Tensor | None = None) -> Results:
-    x, config = x or case.inputs(), case.config
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return window_attention(
-            case.shaped(q), case.shaped(k), case.shaped(v), config, **case.offsets(x)
-        )
-
-    return _attention(
-        "window",
-        case,
-        run,
-        x.q,
-        x.k_win,
-        x.v_win,
-        sampled_window(x.q, x.k_win, x.v_win, config, **cu(x)),
-        dout,
-    )
-
-
-def run_selected(
-    case: Case,
-    x: AttentionInputs | None = None,
-    dout: Tensor | None = None,
-    block_indices: Tensor | None = None,
-) -> Results:
-    x, config = x or case.inputs(), case.config
-    ids = case.block_indices() if block_indices is None else block_indices
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v, indices = (case.shaped(y) for y in (q, k, v, ids))
-        return selected_attention(
-            q, k, v, indices, config, algorithm=case.algorithm, **case.offsets(x)
-        )
-
-    sampled = sampled_selected(x.q, x.k_slc, x.v_slc, ids, config, **cu(x))
-    return _attention("selected", case, run, x.q, x.k_slc, x.v_slc, sampled, dout)
-
-
 def compressed_rows(case: Case, raw: Tensor, x: AttentionInputs) -> Tensor:
-    """Compressed ``raw`` as `compress` packs it, made without a kernel; rows that no block owns are NaN: never read."""
+    """Compressed ``raw`` as `compress` packs it, made without a kernel.
+
+    Rows that no block owns are NaN, since they must not be read.
+    """
     config = dataclasses.replace(case.config, phi="mean")
     sampled = SampledCompression(raw, None, config, x.cu_seqlens_k)
     rows = raw.new_full((raw.shape[0] // config.compress_stride, *raw.shape[1:]), torch.nan)
-    rows[: sampled.num_blocks] = sampled.at_blocks(
-        torch.arange(sampled.num_blocks, device=raw.device), case.dtype
-    )["y"]
+    blocks = torch.arange(sampled.num_blocks, device=raw.device)
+    rows[: sampled.num_blocks] = sampled.at_blocks(blocks, case.dtype)["y"]
     return rows
 
 
-def with_algorithm(operator: str, case: Case) -> Case:
-    """The case with the algorithm that ``operator`` names, if any."""
-    return (
-        dataclasses.replace(case, algorithm=ALGORITHMS[operator])
-        if operator in ALGORITHMS
-        else case
-    )
-
-
-def run_algorithm(operator: str) -> Callable[..., Results]:
-    """`run_selected` with its algorithm fixed."""
-
-    def run(case: Case, *inputs: Any, **given: Any) -> Results:
-        return dataclasses.replace(
-            run_selected(with_algorithm(operator, case), *inputs, **given), name=operator
-        )
-
-    return run
-
-
-def run_compressed(
-    case: Case, x: AttentionInputs | None = None, dout: Tensor | None = None
-) -> Results:
-    x, config = x or case.inputs(), case.config
-    k, v = compressed_rows(case, x.k_cmp_raw, x), compressed_rows(case, x.v_cmp_raw, x)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor | None, Tensor]:
-        return compressed_attention(case.shaped(q), k, v, config, **case.offsets(x))
-
-    return _attention(
-        "compressed", case, run, x.q, k, v, sampled_compressed(x.q, k, v, config, **cu(x)), dout
-    )
-
-
 def check_choice(case: Case, rows: Tensor | None = None) -> Tensor:
-    """The choice from compressed keys as stored; returns it."""
+    """The blocks selected by compressed keys as stored; returns them."""
     x, config = case.inputs(), case.config
     k = compressed_rows(case, x.k_cmp_raw, x)
     q = case.shaped(x.q)
@@ -315,10 +268,10 @@ def check_choice(case: Case, rows: Tensor | None = None) -> Tensor:
 
 def agree(found: Any) -> None:
     assert found.against == 0, (
-        f"choice: {found.against} of {found.rows} rows differ from fp64 beyond the agreement rule"
+        f"selection: {found.against} of {found.rows} rows break the agreement rule with fp64"
     )
     assert found.near <= max(1, MAX_NEAR * found.rows), (
-        f"choice: {found.near} of {found.rows} rows left out"
+        f"selection: {found.near} of {found.rows} rows left out"
     )
 
 
@@ -377,37 +330,25 @@ def compare(
         assert_within_budget(x, plain[key], exact[key].double(), f"{name} {key}", factor)
 
 
-def check_combine(case: Case, branches: Sequence[str] = ("cmp", "slc", "win")) -> None:
-    config = case.config
-    shape = (sum(case.queries), config.num_heads, config.value_dim)
-    outs = [
-        case.normal(*shape, seed=i) if b in branches else None
-        for i, b in enumerate(("cmp", "slc", "win"))
-    ]
-    gates = case.inputs().gates
-    dout = case.normal(*shape, seed=7)
+def check_combine(case: Case, branches: Sequence[str] = BRANCHES) -> None:
+    shape = (sum(case.queries), case.config.num_heads, case.config.value_dim)
+    outs = [case.normal(*shape, seed=i) if b in branches else None for i, b in enumerate(BRANCHES)]
+    names = [*(f"d{b}" for b in BRANCHES if b in branches), "gates"]
+    gates, dout = case.inputs().gates, case.normal(*shape, seed=7)
 
     def run(dtype: torch.dtype, function: Callable[..., Tensor]) -> dict[str, Tensor]:
-        leaves: Any = [None if out is None else leaves_of(out.to(dtype))[0] for out in outs]
-        gate = leaves_of(gates.to(dtype))[0]
-        out = function(tuple(leaves), gate)
-        grads = torch.autograd.grad(
-            out, [*(x for x in leaves if x is not None), gate], dout.to(dtype)
-        )
-        names = [*(f"d{b}" for b in ("cmp", "slc", "win") if b in branches), "gates"]
+        leaves: Any = [None if x is None else leaves_of(x.to(dtype))[0] for x in (*outs, gates)]
+        out = function(leaves[:3], leaves[3])
+        wanted = [x for x in leaves if x is not None]
+        grads = torch.autograd.grad(out, wanted, dout.to(dtype))
         return {"out": out.detach(), **dict(zip(names, grads, strict=True))}
 
     def tested(given: Any, gate: Tensor) -> Tensor:
         return combine(given[0], given[1], given[2], gate, backend=case.backend)
 
     found = run(case.dtype, tested)
-    compare(
-        found,
-        run(case.dtype, combine_reference),
-        run(torch.float64, combine_reference),
-        "combine",
-        case.factor,
-    )
+    plain, exact = (run(dtype, combine_reference) for dtype in (case.dtype, torch.float64))
+    compare(found, plain, exact, "combine", case.factor)
     off = [i for i, out in enumerate(outs) if out is None]
     assert not bool(found["gates"][..., off].any()), (
         "combine: a branch that is off gives its gate a gradient"
@@ -415,9 +356,9 @@ def check_combine(case: Case, branches: Sequence[str] = ("cmp", "slc", "win")) -
 
 
 def check_statistics(case: Case) -> None:
-    """Statistics of gates and selected blocks: those of eager PyTorch, but for the rounding of a logarithm.
+    """Statistics of gates and block indices: those of eager PyTorch, and none while switched off.
 
-    Nothing is added while they are switched off.
+    They differ by the rounding of a logarithm.
     """
     x, config = case.inputs(), case.config
     indices = case.block_indices() if "slc" in config.branches else None
@@ -449,36 +390,28 @@ def run_whole(
     dout: Tensor | None = None,
     rope: Rope | None = None,
 ) -> Results:
-    """The whole, its gradients, and the choice that it made on the way."""
-    config = case.config
-    x = case.inputs() if x is None else x
+    """The whole, its gradients, and the blocks that it selected on the way."""
+    config, x = case.config, x or case.inputs()
     rope = Rope.from_config(config) if rope is None else rope
-    parameters = parameters_of(case)
-    names = [f.name for f in dataclasses.fields(x) if not f.name.startswith("cu_")]
-    q_cmp = case.normal(*x.q.shape, seed=9) if config.compress_rope == "none" else None
-    leaves = leaves_of(
-        *(getattr(x, name) for name in names),
-        *parameters.values(),
-        *([] if q_cmp is None else [q_cmp]),
-    )
-    every_name = [*names, *parameters, *([] if q_cmp is None else ["q_cmp"])]
-    named: dict[str, Tensor] = dict(zip(every_name, leaves, strict=True))
+    parameters, tokens = parameters_of(case), named_tensors(x)
+    if config.compress_rope == "none":
+        tokens["q_cmp"] = case.normal(*x.q.shape, seed=9)
+    leaves = leaves_of(*tokens.values(), *parameters.values())
+    named: dict[str, Tensor] = dict(zip([*tokens, *parameters], leaves, strict=True))
     phi = phi_of(named)
-    given: dict[str, Any] = {name: case.shaped(named[name]) for name in names}
-    queries = case.shaped(named["q_cmp"]) if q_cmp is not None else None
-
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def noted(inputs: BranchInputs, call: Call, backend: str) -> AttentionResult:
+    def recorded(inputs: BranchInputs, call: Call, backend: str) -> AttentionResult:
         result = run_attention(inputs, dataclasses.replace(call, algorithm=case.algorithm), backend)
         if inputs.k_cmp is not None and result.block_indices is not None:
             scored = (inputs.scoring_queries.detach(), inputs.k_cmp.detach())
             seen.append((*scored, result.block_indices))
         return result
 
-    options: dict[str, Any] = {"q_cmp": queries, "rope": rope, **case.offsets(x)}
-    with mock.patch("nsa.attention.run_attention", noted):
-        out = case.flat(native_sparse_attention(**given, phi=phi, config=config, **options))
+    given: Any = {name: case.shaped(named[name]) for name in tokens}
+    with mock.patch("nsa.attention.run_attention", recorded):
+        out = native_sparse_attention(**given, phi=phi, config=config, rope=rope, **case.offsets(x))
+    out = case.flat(out)
     dout = case.normal(*out.shape, seed=11) if dout is None else dout
     found = torch.autograd.grad(out, leaves, dout, allow_unused=True)
     grads = {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
@@ -490,11 +423,18 @@ def run_whole(
     of_queries = {"out": out.detach()} | {
         name: grads[name] for name in ("q", "gates", "q_cmp") if name in grads
     }
-    ids = seen[0][2] if seen else None
-    sampled = SampledWhole(x, config, ids, phi, q_cmp, rope)
-    scored = seen[0][:2] if seen else None
+    scored, ids = (seen[0][:2], seen[0][2]) if seen else (None, None)
+    sampled = SampledWhole(x, config, ids, phi, tokens.get("q_cmp"), rope)
     return Results(
-        "whole", case, of_queries, of_keys, dout, sampled, x.k_win.shape[0], of_weights, scored
+        "whole",
+        case,
+        of_queries,
+        of_keys,
+        dout,
+        sampled,
+        x.k_win.shape[0],
+        of_weights,
+        scored,
     )
 
 
@@ -519,9 +459,6 @@ def phi_of(named: Mapping[str, Tensor]) -> tuple[PhiWeights, PhiWeights] | None:
 
 
 RUNS: dict[str, Callable[..., Results]] = {
-    "compressed": run_compressed,
-    "selected": run_algorithm("selected"),
-    "gathered": run_algorithm("gathered"),
-    "window": run_window,
+    **{name: partial(run_branch, name) for name in ("compressed", *ALGORITHMS, "window")},
     "whole": run_whole,
 }

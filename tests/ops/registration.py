@@ -1,8 +1,7 @@
-"""What PyTorch must know of the operators: opcheck of each, torch.compile of the whole. For any device."""
+"""What PyTorch knows of the operators: opcheck of each, torch.compile of the whole; any device."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -25,6 +24,7 @@ from tests.ops.public import (
     check_compress,
     check_statistics,
     leaves_of,
+    named_tensors,
     parameters_of,
     phi_of,
 )
@@ -75,7 +75,7 @@ def _copy(x: Any, differentiable: bool) -> Any:
 
 
 def record_calls(case: Case, more: Sequence[Case] = ()) -> dict[str, Call]:
-    """Arguments of every operator, from the public functions on ``case`` (and ``compress`` on some ``more``)."""
+    """Arguments of every operator, by public functions on ``case``; ``more`` for ``compress``."""
     recorder = Recorder()
     with recorder:
         for name in ("compressed", "selected", "window", "whole"):
@@ -99,7 +99,7 @@ def check_operator(name: str, call: Call) -> None:
 
 
 def check_replay(name: str, call: Call) -> None:
-    """A plain call, one that is recorded and two replays: the same results, and the same changes of arguments."""
+    """A plain, a recorded and two replayed calls agree in results and changed arguments."""
     for programs in _replay.PROGRAMS:
         programs.clear()
     operator, found = getattr(torch.ops.nsa, name.removeprefix("nsa::")).default, []
@@ -127,10 +127,9 @@ def whole_of(config: NSAConfig, backend: str) -> Any:
 
     def run(tensors: dict[str, Tensor], cu_seqlens: Tensor) -> Tensor:
         given: Any = {name: x for name, x in tensors.items() if not name.startswith("phi_")}
-        return native_sparse_attention(
-            **given, phi=phi_of(tensors), config=config, rope=rope, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
-            backend=backend,
-        )  # fmt: skip
+        offsets: Any = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        options: Any = {"config": config, "rope": rope, "backend": backend}
+        return native_sparse_attention(**given, phi=phi_of(tensors), **options, **offsets)
 
     return run
 
@@ -138,9 +137,7 @@ def whole_of(config: NSAConfig, backend: str) -> Any:
 def tensors_of(case: Case) -> tuple[dict[str, Tensor], Tensor]:
     """Leaves of the whole by name, parameters of phi included, and cu_seqlens."""
     x = case.inputs()
-    named = {
-        f.name: getattr(x, f.name) for f in dataclasses.fields(x) if not f.name.startswith("cu_")
-    } | parameters_of(case)
+    named = named_tensors(x) | parameters_of(case)
     return dict(zip(named, leaves_of(*named.values()), strict=True)), x.cu_seqlens_q
 
 
@@ -158,7 +155,7 @@ def run_with_gradients(function: Any, case: Case, mark: bool = False) -> dict[st
 
 
 def check_compiled(cases: Sequence[Case], compiler: str) -> None:
-    """One graph without breaks gives the eager result, forward and backward; other lengths use the same graph.
+    """One graph without breaks gives the eager result, forward and backward, for all lengths.
 
     Cases differ in lengths alone. The number of tokens is marked as varying, so that the first
     graph already serves all.

@@ -1,4 +1,4 @@
-"""No token at all: the references and the module give empty results and gradients that are 0, never None."""
+"""No token at all: references and module give empty results and gradients of 0, never None."""
 
 from __future__ import annotations
 

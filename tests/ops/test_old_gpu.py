@@ -23,20 +23,11 @@ from nsa.ops._sequences import Sequences
 from nsa.ops.embedding import embed
 from nsa.ops.projection import Columns, Heads, project
 from nsa.train import environment
-from tests.ops.test_bad_input import good
+from tests.ops.test_bad_input import TENSORS, good
 from tests.train.cases import tiny_config
 
 RULE = "be on a GPU of compute capability 8.0 or above for the Triton kernels"
 T4 = f"must {RULE}, got Tesla T4 of 7.5."
-KERNELS = (
-    "compress",
-    "compressed_attention",
-    "select_blocks",
-    "selected_attention",
-    "window_attention",
-    "combine",
-    "native_sparse_attention",
-)
 
 
 @pytest.fixture
@@ -65,7 +56,7 @@ def on_gpu(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ["compress", *TENSORS, "combine"])
 def test_operators_refuse_it(asked: list[Any], name: str, backend: str) -> None:
     """``auto`` does not fall back to the reference; asked for, the reference runs."""
     arguments = good(name)
@@ -74,18 +65,11 @@ def test_operators_refuse_it(asked: list[Any], name: str, backend: str) -> None:
         given = {key: on_gpu(value) for key, value in arguments.items()}
         with pytest.raises(UserError) as caught:
             getattr(nsa, name)(**given, backend=backend)
+        assert asked == [0]
+        assert choose_backend(name, "reference", torch.empty(3, device="cuda:0")) == "reference"
     assert str(caught.value).startswith(f"{name}: ")
     assert str(caught.value).endswith(f" {T4} {hint}")
     assert asked == [0]
-
-
-def test_the_reference_is_there_when_asked_for(asked: list[Any]) -> None:
-    with FakeTensorMode():
-        x = torch.empty(3, device="cuda:0")
-        assert choose_backend("combine", "reference", x) == "reference"
-        assert not asked
-        with pytest.raises(UserError, match=RULE):
-            choose_backend("combine", "auto", x)
 
 
 def test_what_models_begin_with_refuses_it(asked: list[Any]) -> None:
@@ -93,15 +77,9 @@ def test_what_models_begin_with_refuses_it(asked: list[Any]) -> None:
     with FakeTensorMode():
         tokens = torch.empty(20, dtype=torch.int64, device="cuda:0")
         x, weight = torch.empty(20, 24, device="cuda:0"), torch.empty(32, 24, device="cuda:0")
+        sequences = Sequences(None, 1, 20, 20, x.device)
         with pytest.raises(UserError, match=f"project: x must {RULE}"):
-            project(
-                x,
-                [weight],
-                None,
-                Columns((Heads(2, 16),)),
-                Sequences(None, 1, 20, 20, x.device),
-                nsa.Rope(16),
-            )
+            project(x, [weight], None, Columns((Heads(2, 16),)), sequences, nsa.Rope(16))
         with pytest.raises(UserError, match=f"embed: weight must {RULE}"):
             embed(tokens, torch.empty(256, 32, device="cuda:0"))
     assert asked == [0]

@@ -1,4 +1,4 @@
-"""The guard of the device: kernels run where their tensors lie, whichever GPU is the current one (there is no GPU here)."""
+"""The guard of the device: kernels run where their tensors lie, whichever GPU is current."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nsa.ops.embedding.ops import embed_backward_op
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of a machine with two GPUs, of which the first is the current one."""
+    """The calls that reach a fake machine with two GPUs, of which the first is the current one."""
     said: list[str] = []
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The second stream: who waits for whom, told from what streams are asked (there is no GPU here)."""
+"""The second stream: which stream waits for which, from the calls that fake streams get."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEVICE = torch.device("cuda")
 
 
 class FakeStream:
-    """Notes what it is asked."""
+    """Records the calls that it gets."""
 
     def __init__(self, number: int, said: list[str]) -> None:
         self.cuda_stream, self.device, self.said = number, DEVICE, said
@@ -35,7 +35,7 @@ class FakeStream:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What fake streams of a fake device are asked; side streams are numbered from 1."""
+    """The calls that fake streams of a fake device get; side streams are numbered from 1."""
     said: list[str] = []
     made = 0
 
@@ -85,7 +85,7 @@ def test_a_fork_lets_the_side_wait_again(said: list[str]) -> None:
 def test_one_within_another_has_a_side_of_its_own(
     said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the selected branch within whole attention."""
+    """As in the selected branch within whole attention."""
     with fork_join(DEVICE) as outer, outer.on_side():
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: outer.side)
         with fork_join(DEVICE) as inner, inner.on_side():
@@ -113,7 +113,7 @@ def test_an_error_leaves_nothing_behind_on_the_side(said: list[str]) -> None:
 
 
 def test_every_call_has_the_same_side(said: list[str]) -> None:
-    """Or the memory that the side has free would be used again by no later call."""
+    """Otherwise no later call could use the free memory of the side stream."""
     for _ in range(2):
         with fork_join(DEVICE) as streams, streams.on_side():
             pass

@@ -1,8 +1,8 @@
-"""Memory of operators that run on several streams: what the rules of nsa/ops/_side_stream.py ask for, held without a GPU.
+"""Memory of operators on several streams: the rules of nsa/ops/_side_stream.py, without a GPU.
 
 Launchers run as always, on tensors of the CPU, and kernels are left out. A model of streams knows
-who waits for whom; it is told which stream makes, uses and lets go each piece of memory, and finds
-what another tensor could overwrite, whatever other streams there are.
+which stream waits for which. It is told which stream makes, uses and releases each piece of memory,
+and finds what another tensor could overwrite, whatever other streams there are.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import KernelInterface
 
 from nsa import NSAConfig
+from nsa.config import BRANCHES
 from nsa.ops import _replay, _side_stream
 from nsa.ops._operator import FlatCall
 from nsa.ops._packed import compressed_cu_seqlens
@@ -30,6 +31,7 @@ from nsa.ops.attention import ops as whole
 from nsa.ops.selected import launch as triton_launch
 from nsa.ops.selected import ops as selected
 from nsa.testing import packed_offsets
+from tests.ops.cases import SMALL, small
 
 CUDA = torch.device("cuda")
 Clock = dict[int, int]  # how far each stream is known to be done, by its number
@@ -59,15 +61,15 @@ class ModelStream:
 
 @dataclasses.dataclass
 class Memory:
-    """One storage: the stream that it belongs to, when it was made, and when each stream used it last."""
+    """One storage: its stream, when it was made, and when each stream used it last."""
 
     name: str
     home: ModelStream
     made: int
     used: dict[int, int]
 
-    def late(self) -> list[int]:
-        """Streams whose use the home does not wait for: memory let go now would be overwritten."""
+    def pending(self) -> list[int]:
+        """Streams whose use the home does not wait for: memory released now is overwritten."""
         known = self.home.clock
         return [number for number, time in self.used.items() if known.get(number, 0) < time]
 
@@ -93,8 +95,12 @@ class StreamModel(TorchDispatchMode):
             ("set_stream", self.set_stream),
         ):
             monkeypatch.setattr(torch.cuda, name, stand_in)
-        now = lambda device: self.current[-1].number  # noqa: E731
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", now, raising=False)
+        monkeypatch.setattr(
+            torch._C,
+            "_cuda_getCurrentRawStream",
+            lambda device: self.current[-1].number,
+            raising=False,
+        )
         monkeypatch.setattr(_replay, "cuda_device", lambda x: 0)
         _side_stream.side_of.cache_clear()
         real = _side_stream.fork_join
@@ -146,9 +152,8 @@ class StreamModel(TorchDispatchMode):
             if isinstance(x, Tensor):
                 memory = self.hold(x, f"{tuple(x.shape)} of {what}")
                 if stream.clock.get(memory.home.number, 0) < memory.made:
-                    self.faults.append(
-                        f"{memory.name}: made on {memory.home.number} after the fork of {stream.number}"
-                    )
+                    where = f"made on {memory.home.number} after the fork of {stream.number}"
+                    self.faults.append(f"{memory.name}: {where}")
                 memory.used[stream.number] = time
 
     def hold(self, x: Tensor, name: str) -> Memory:
@@ -162,9 +167,9 @@ class StreamModel(TorchDispatchMode):
 
     def release(self, key: int) -> None:
         memory = self.memory.pop(key)
-        if memory.late():
+        if memory.pending():
             self.faults.append(
-                f"{memory.name}: let go on {memory.home.number} before {memory.late()} is done"
+                f"{memory.name}: released on {memory.home.number} before {memory.pending()} is done"
             )
 
     def check(self, results: Sequence[Tensor]) -> None:
@@ -172,8 +177,10 @@ class StreamModel(TorchDispatchMode):
             memory = self.hold(x, "a result")
             if memory.home is not self.calling:
                 self.faults.append(f"{memory.name}: a result made on {memory.home.number}")
-            if memory.late():
-                self.faults.append(f"{memory.name}: a result that {memory.late()} may still write")
+            if memory.pending():
+                self.faults.append(
+                    f"{memory.name}: a result that {memory.pending()} may still write"
+                )
         assert not self.faults, "\n".join(self.faults)
 
 
@@ -183,33 +190,23 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamModel]:
     _side_stream.side_of.cache_clear()
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # the model itself
 
-BREAKS: dict[str, Callable[[StreamModel, Any], Tensor]] = {}
 
-
-def breaks(function: Callable[[StreamModel, Any], Tensor]) -> Callable[[StreamModel, Any], Tensor]:
-    BREAKS[function.__name__] = function
-    return function
-
-
-@breaks
-def a_result_made_on_1(model: StreamModel, streams: Any) -> Tensor:
+def a_result_made_on_1(streams: Any) -> Tensor:
     with streams.on_side():
         return torch.zeros(3)
 
 
-@breaks
-def made_on_0_after_the_fork_of_1(model: StreamModel, streams: Any) -> Tensor:
+def made_on_0_after_the_fork_of_1(streams: Any) -> Tensor:
     x = torch.zeros(3)
     with streams.on_side():
         x.add_(1)
     return x
 
 
-@breaks
-def let_go_on_0_before(model: StreamModel, streams: Any) -> Tensor:
+def released_on_0_before(streams: Any) -> Tensor:
     x = torch.zeros(3)
     streams.fork()
     with streams.on_side():
@@ -218,8 +215,7 @@ def let_go_on_0_before(model: StreamModel, streams: Any) -> Tensor:
     return torch.zeros(3)
 
 
-@breaks
-def let_go_on_1_before(model: StreamModel, streams: Any) -> Tensor:
+def released_on_1_before(streams: Any) -> Tensor:
     with streams.on_side():
         x = torch.zeros(3)
         wait = streams.record()
@@ -229,12 +225,22 @@ def let_go_on_1_before(model: StreamModel, streams: Any) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("name", BREAKS)
-def test_the_model_finds_what_breaks_the_rules(name: str, model: StreamModel) -> None:
+@pytest.mark.parametrize(
+    "broken",
+    [
+        a_result_made_on_1,
+        made_on_0_after_the_fork_of_1,
+        released_on_0_before,
+        released_on_1_before,
+    ],
+)
+def test_the_model_finds_what_breaks_the_rules(
+    broken: Callable[[Any], Tensor], model: StreamModel
+) -> None:
     with model:
         with _side_stream.fork_join(CUDA) as streams:
-            result = BREAKS[name](model, streams)
-        with pytest.raises(AssertionError, match=name.replace("_", " ")):
+            result = broken(streams)
+        with pytest.raises(AssertionError, match=broken.__name__.replace("_", " ")):
             model.check([result])
 
 
@@ -249,14 +255,11 @@ def test_the_model_finds_nothing_where_the_rules_are_kept(model: StreamModel) ->
         model.check([out, y])
 
 
-# -------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # the operators
 
-PATTERN = NSAConfig(
-    num_heads=4, num_kv_heads=2, head_dim=16, value_dim=32, compress_block_size=8, compress_stride=4, block_size=16,
-    num_selected_blocks=4, window_size=32,
-)  # fmt: skip
-NUMBER, LENGTH = 2, 400  # the choice decides which algorithm runs
+NUMBER, LENGTH = 2, 400  # long enough for the selected blocks to decide which algorithm runs
+TOKENS = NUMBER * LENGTH
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +274,7 @@ class Call:
         strided: whether inputs lie so that kernels want copies of them.
     """
 
-    pattern: NSAConfig = PATTERN
+    pattern: NSAConfig = SMALL
     algorithm: str = "auto"
     packed: bool = True
     own_queries: bool = False
@@ -281,33 +284,25 @@ class Call:
         x = torch.zeros(count, number, size, dtype=torch.float32)
         return torch.zeros(count, size, number).transpose(1, 2) if self.strided else x
 
-    def inputs(self) -> tuple[Any, ...]:
-        pattern, tokens = self.pattern, NUMBER * LENGTH
-        on = pattern.branches
-        blocks = tokens // pattern.compress_stride
-        sizes = (pattern.head_dim, pattern.value_dim)
-        cmp = [self.rows(blocks, pattern.num_kv_heads, size) for size in sizes]
-        if "cmp" not in on:
-            cmp = [cmp[0], None]  # type: ignore[list-item]
-        others = [
-            self.rows(tokens, pattern.num_kv_heads, size) if branch in on else None
-            for branch in ("slc", "win")
-            for size in sizes
+    def keys(self, branch: str) -> list[Tensor | None]:
+        """Keys and values of a branch, None where they are not read."""
+        pattern = self.pattern
+        blocks = TOKENS // pattern.compress_stride
+        needed = [branch in pattern.branches] * 2
+        if branch == "cmp":
+            needed[0] = pattern.scores_blocks
+        return [
+            self.rows(blocks if branch == "cmp" else TOKENS, pattern.num_kv_heads, size)
+            if is_needed
+            else None
+            for size, is_needed in zip((pattern.head_dim, pattern.value_dim), needed, strict=True)
         ]
-        q_cmp = self.rows(tokens, pattern.num_heads, pattern.head_dim) if self.own_queries else None
-        return (
-            self.q(),
-            q_cmp,
-            *(cmp if pattern.scores_blocks else (None, None)),
-            *others,
-            self.gates(),
-        )
 
-    def q(self) -> Tensor:
-        return self.rows(NUMBER * LENGTH, self.pattern.num_heads, self.pattern.head_dim)
-
-    def gates(self) -> Tensor:
-        return torch.zeros(NUMBER * LENGTH, self.pattern.num_heads, 3)
+    def inputs(self) -> tuple[Any, ...]:
+        q, q_cmp = (self.rows(TOKENS, self.pattern.num_heads, self.pattern.head_dim) for _ in "qq")
+        keys = [x for branch in BRANCHES for x in self.keys(branch)]
+        gates = torch.zeros(TOKENS, self.pattern.num_heads, 3)
+        return q, q_cmp if self.own_queries else None, *keys, gates
 
     def where(self) -> tuple[Any, ...]:
         cu = packed_offsets([LENGTH] * NUMBER) if self.packed else None
@@ -316,7 +311,7 @@ class Call:
 
 
 def call_and_replay(function: Callable[..., Any], model: StreamModel, *arguments: Any) -> Any:
-    """Results of a plain call, after one that was recorded and its replay: launches are on the same streams."""
+    """Results of a plain call after a recorded one and its replay, which use the same streams."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     launches = []
     with mock.patch.object(_replay, "on_gpu", return_value=False):
@@ -349,10 +344,6 @@ def flat(module: Any, inputs: Any, results: Any) -> tuple[Callable[..., Any], Ca
     return forward, backward
 
 
-def changed(**changes: Any) -> NSAConfig:
-    return dataclasses.replace(PATTERN, **changes)
-
-
 CALLS = {
     "packed": Call(),
     "alike": Call(packed=False),
@@ -360,23 +351,23 @@ CALLS = {
     "gathered": Call(algorithm="gathered"),
     "copies": Call(strided=True),
     "queries of its own": Call(own_queries=True, strided=True),
-    "two stages": Call(changed(coarse_block_size=32, num_coarse_blocks=6)),
-    "fp8": Call(changed(score_precision="fp8")),
-    "no window": Call(changed(branches=("cmp", "slc"))),
-    "no selection": Call(changed(branches=("cmp", "win")), own_queries=True),
-    "no compressed branch": Call(changed(branches=("slc", "win"))),
-    "window alone": Call(changed(branches=("win",))),
+    "two stages": Call(small(coarse_block_size=32, num_coarse_blocks=6)),
+    "fp8": Call(small(score_precision="fp8")),
+    "no window": Call(small(branches=("cmp", "slc"))),
+    "no selection": Call(small(branches=("cmp", "win")), own_queries=True),
+    "no compressed branch": Call(small(branches=("slc", "win"))),
+    "window alone": Call(small(branches=("win",))),
 }
 
 
 @pytest.fixture(params=[1 << 26, 1], ids=["one segment", "segments"])
-def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of slots that need more than this are held in segments, whose sums are more memory of the side."""
+def segments(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of slots beyond this are held in segments, with more memory of the side stream."""
     monkeypatch.setattr(triton_launch, "SMALL", request.param)
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("segments")
 def test_whole_attention(name: str, model: StreamModel) -> None:
     call = CALLS[name]
     given, where = call.inputs(), call.where()
@@ -400,22 +391,22 @@ def test_whole_attention(name: str, model: StreamModel) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["tiled", "gathered", "auto"])
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("segments")
 def test_selected_attention_alone(algorithm: str, model: StreamModel) -> None:
-    call = Call(changed(branches=("slc",)), strided=True)
+    call = Call(small(branches=("slc",)), strided=True)
     q, _, _, _, k, v, *_ = call.inputs()
     cu, *_ = call.where()
-    where = (cu, cu, None, NUMBER, LENGTH, LENGTH, PATTERN.text, 0.25, algorithm)
+    where = (cu, cu, None, NUMBER, LENGTH, LENGTH, SMALL.text, 0.25, algorithm)
     forward, backward = flat(selected, selected.SelectedInputs, selected.SelectedResults)
     indices = torch.zeros(
-        q.shape[0], PATTERN.num_kv_heads, PATTERN.num_selected_blocks, dtype=torch.int32
+        q.shape[0], SMALL.num_kv_heads, SMALL.num_selected_blocks, dtype=torch.int32
     )
     with model:
         for x in (q, k, v, cu, indices):
             model.hold(x, "an input")
-        out, lse, order, union = forward(q, k, v, indices, *where)
-        model.check([out, lse, order, union])
-        order, union = torch.zeros_like(order), torch.zeros_like(union)
-        dout = torch.zeros_like(out)
-        call_and_replay(backward, model, q, k, v, indices, out, lse, order, union, dout, *where)
+        results = forward(q, k, v, indices, *where)
+        model.check(results)
+        given = [q, k, v, indices, *results[:2], *(torch.zeros_like(x) for x in results[2:])]
+        dout = torch.zeros_like(results[0])
+        call_and_replay(backward, model, *given, dout, *where)
     assert set(model.launches) == {0, 1}

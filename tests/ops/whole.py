@@ -1,4 +1,4 @@
-"""The whole of Native Sparse Attention in tests: random inputs, the library's call, the oracle's call."""
+"""Native Sparse Attention in tests: random inputs, the library's call, the oracle's call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PHI_NAMES = {"mean": (), "linear": ("weight",), "mlp": ("position", "w1", "w2")}
 
 @dataclasses.dataclass
 class Inputs:
-    """Tensors of one call by name; ``phi_k`` and ``phi_v`` hold the parameters of the compression, by name too."""
+    """Tensors of one call by name, parameters of the compression of keys and values too."""
 
     tensors: dict[str, Tensor]
     phi_k: dict[str, Tensor]
@@ -48,7 +48,7 @@ class Inputs:
 
 
 def phi_parameters(batch: Batch, size: int) -> dict[str, Tensor]:
-    """Random parameters of phi, scaled by what they sum over: compressed rows are about as large as raw ones at every size.
+    """Random parameters of phi, scaled so that compressed rows are about as large as raw ones.
 
     Larger keys would make softmax so peaked that in 16 bits the rounding of the scores alone
     changes the result by several per cent.
@@ -100,7 +100,7 @@ def run(config: NSAConfig, inputs: Inputs, rope: Rope | None = None, **kwargs: A
 def run_oracle(
     batch: Batch, inputs: Inputs, rope: bool = True, scale: float | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Output and choice by the oracle; ``rope`` rotates compressed keys by the config's frequencies."""
+    """Output and block indices by the oracle; ``rope`` rotates compressed keys."""
     config = batch.config
 
     def rotated(keys: np.ndarray, positions: list[int]) -> np.ndarray:
@@ -130,7 +130,7 @@ def run_oracle(
 def finite_difference(
     batch: Batch, inputs: Inputs, directions: list[np.ndarray], d_out: np.ndarray
 ) -> float:
-    """Derivative of sum(d_out * out) along ``directions``, by the oracle. The choice must not change on the way."""
+    """Derivative of sum(d_out * out) along ``directions``, by the oracle."""
     step = 1e-6
 
     def at(factor: float) -> tuple[np.ndarray, np.ndarray]:
