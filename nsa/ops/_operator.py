@@ -112,11 +112,8 @@ def register_attention(
     def opened(flat: tuple[Any, ...]) -> tuple[Inputs, Call]:
         return make(*flat[:count]), FlatCall(*flat[count:]).open(flat[0].device)
 
-    def run(*flat: Any) -> tuple[Any, ...]:
-        return tuple(forward(*opened(flat)))
-
-    def run_fake(*flat: Any) -> tuple[Any, ...]:
-        return tuple(fake(*opened(flat)))
+    def of_flat(function: Callable[[Inputs, Call], Results]) -> Callable[..., tuple[Any, ...]]:
+        return lambda *flat: tuple(function(*opened(flat)))
 
     def run_backward(*flat: Any) -> list[Tensor]:
         given, call = opened((*flat[:count], *flat[place + 1 :]))
@@ -153,9 +150,8 @@ def register_attention(
     schema = f"({', '.join(parameters)}) -> Tensor[]"
     operator_backward = register(f"{name}_backward", schema, run_backward, fake_backward)
     schema = f"({schema_of(inputs, FlatCall)}) -> ({', '.join(['Tensor'] * num_results)})"
-    operator = register(
-        name, schema, run, run_fake, setup_context=setup_context, backward=differentiate
-    )
+    made = (of_flat(forward), of_flat(fake))
+    operator = register(name, schema, *made, setup_context=setup_context, backward=differentiate)
     return lambda given, call: make_results(*operator(*given, *call.flat()))
 
 

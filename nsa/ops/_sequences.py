@@ -233,43 +233,25 @@ def open_sequences(
         sequences: instead of offsets and hints.
     """
     if sequences is not None:
-        check_given(
-            function,
-            "q",
-            q.shape[:-2],
-            q.device,
-            sequences,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-        )
+        given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        check_given(function, "q", q.shape[:-2], q.device, sequences, **given)
         if key_shape != tuple(q.shape[:-2]):
-            fail(
-                function,
-                "k",
-                f"have the tokens of q {tuple(q.shape[:-2])} with sequences",
-                key_shape,
-            )
+            rule = f"have the tokens of q {tuple(q.shape[:-2])} with sequences"
+            fail(function, "k", rule, key_shape)
         return replace(sequences, shape=(q.shape[0], q.shape[1]) if q.ndim == 4 else None)
     if q.ndim == 4:
         return _open_dense(function, q, key_shape, cu_seqlens_q, cu_seqlens_k)
     if len(key_shape) != 1:
         fail(function, "k", "be packed [S, Hkv, D] when q is packed", f"leading shape {key_shape}")
     if cu_seqlens_q is None:
-        check(
-            cu_seqlens_k is None,
-            function,
-            "cu_seqlens_q",
-            "be given together with cu_seqlens_k",
-            None,
-        )
+        rule = "be given together with cu_seqlens_k"
+        check(cu_seqlens_k is None, function, "cu_seqlens_q", rule, None)
         if key_shape[0] < q.shape[0]:
             fail(function, "k", f"have at least as many tokens as q ({q.shape[0]})", key_shape[0])
         return Sequences(None, 1, q.shape[0], key_shape[0], q.device)
     if cu_seqlens_k is None:
-        cu_seqlens_k, max_seqlen_k = (
-            cu_seqlens_q,
-            max_seqlen_q if max_seqlen_k is None else max_seqlen_k,
-        )
+        cu_seqlens_k = cu_seqlens_q
+        max_seqlen_k = max_seqlen_q if max_seqlen_k is None else max_seqlen_k
     for argument, offsets, num_tokens in (
         ("cu_seqlens_q", cu_seqlens_q, q.shape[0]),
         ("cu_seqlens_k", cu_seqlens_k, key_shape[0]),

@@ -150,21 +150,9 @@ class Trainer:
             self._set_lr(self.state.progress.step - 1)  # for a row that this step may still owe
             self._note("resume", f"resumed from {resumed}")
         # Last: its files are touched only by a run that will go on.
-        self._reports = Reports(
-            RunContext(
-                config,
-                run_folder,
-                self.device,
-                self.strategy,
-                self.processes,
-                self._requests,
-                self.startup,
-                on_row,
-                beat,
-            ),
-            self.data,
-            self.state,
-        )
+        parts = (self.device, self.strategy, self.processes, self._requests, self.startup)
+        context = RunContext(config, run_folder, *parts, on_row, beat)
+        self._reports = Reports(context, self.data, self.state)
         progress, source = self.state.progress, self.data.train
         self._capacity = SequenceCapacity(config, source, progress, self.processes)
         self._log_description(launch.allocator)

@@ -196,7 +196,7 @@ def test_compiled_kernels_are_forgotten_before_they_fill_the_memory(
 def test_whole_attention_is_launched_as_by_triton(
     gpu: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By Triton, found and recorded, replayed: the same kernels in one order with the same sizes."""
+    """By Triton, found and recorded, replayed: the same kernels in the same order and sizes."""
     config = NSAConfig(num_heads=6, num_kv_heads=2, head_dim=64, value_dim=64)
 
     def attend() -> list[Launch]:

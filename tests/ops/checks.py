@@ -40,13 +40,11 @@ def check_project(case: Case) -> None:
     )
     branches = tuple(BRANCHES.index(name) for name in config.branches)
     assert config.gate != "fixed"
-    columns = Columns(
-        parts, Gates(config.num_heads, branches, config.gate, config.gate_temperature)
-    )
-    width, num_tokens = 24, sum(case.lengths_k)
-    sequences = Sequences(
-        None, len(case.lengths_k), case.lengths_k[0], case.lengths_k[0], torch.device(case.device)
-    )
+    gates = Gates(config.num_heads, branches, config.gate, config.gate_temperature)
+    columns = Columns(parts, gates)
+    width, num_tokens, length = 24, sum(case.lengths_k), case.lengths_k[0]
+    number, device = len(case.lengths_k), torch.device(case.device)
+    sequences = Sequences(None, number, length, length, device)
     if not case.dense:
         sequences = Sequences.packed(offsets(case.lengths_k).to(case.device), max(case.lengths_k))
     x = case.normal(num_tokens, width, seed=1)
@@ -56,11 +54,8 @@ def check_project(case: Case) -> None:
     ]
     lay_together(weights)
     bias = case.normal(columns.sizes[-1], seed=9)
-    shapes = [(config.num_heads, config.head_dim)] * 2 + [
-        (config.num_kv_heads, config.value_dim),
-        pair,
-        (config.num_heads, 3),
-    ]
+    queries, values = (config.num_heads, config.head_dim), (config.num_kv_heads, config.value_dim)
+    shapes = [queries, queries, values, pair, (config.num_heads, 3)]
     douts = [case.normal(num_tokens, *shape, seed=i) for i, shape in enumerate(shapes, start=10)]
     names = ("q", "q rotated", "v", "k", "gates")
 

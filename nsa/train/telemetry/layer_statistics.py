@@ -36,7 +36,7 @@ class LayerStatistics:
     Dense layers have no statistics; fixed gates and a single branch have none of gates.
 
     Args:
-        model: the language model. Its layers get their statistics here, before anything is compiled.
+        model: the language model. Its layers get statistics here, before anything is compiled.
     """
 
     def __init__(self, model: LanguageModel) -> None:
