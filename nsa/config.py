@@ -67,11 +67,11 @@ class NSAConfig:
             which stays the width of the indices; of the rows that fit, the first one counts. See
             :meth:`for_layer`.
         coarse_block_size: tokens of a coarse block: a power of two times ``block_size``. When set,
-            blocks are chosen in two stages: the mean compressed key of each coarse block is scored
-            first, and only the blocks inside the best ``num_coarse_blocks`` coarse blocks are then
-            scored exactly. None scores all blocks.
+            blocks are selected in two stages: the mean compressed key of each coarse block is
+            scored first, and only the blocks inside the best ``num_coarse_blocks`` coarse blocks
+            are then scored exactly. None scores all blocks.
         num_coarse_blocks: coarse blocks that the first stage keeps.
-        score_precision: of the products of queries and compressed keys in the choice: ``exact``
+        score_precision: of the products of queries and compressed keys in the selection: ``exact``
             multiplies them as they are, ``fp8`` (e4m3, one scale a row) rounds them first. The
             softmax is fp32 in any case.
         window_size: tokens of the window, the query's own included [w].

@@ -237,8 +237,8 @@ class NativeSparseAttention(TogetherModule):
             x: packed ``[T, width]`` or a dense batch ``[B, T, width]``.
             cu_seqlens: int32 ``[B + 1]`` offsets of the packed sequences; None means one sequence.
             max_seqlen: at least the longest sequence, tokens. Pass it with packed sequences that
-                are short beside all tokens: on a GPU None stands for all of them, which is right
-                but takes longer, see :func:`nsa.native_sparse_attention`.
+                are much shorter than all tokens together: on a GPU None stands for all of them,
+                which is right but takes longer, see :func:`nsa.native_sparse_attention`.
             attention_mask: bool or integer ``[B, T]`` of a padded batch ``[B, T, width]``, true for
                 a token; padding lies left or right of a row's tokens, see
                 :meth:`nsa.Sequences.padded`. What is returned for padding means nothing.

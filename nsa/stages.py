@@ -16,7 +16,7 @@ R = TypeVar("R")
 PROJECTION = "projection + RoPE"
 COMPRESSION = "compression"
 COMPRESSED = "compressed attention"
-CHOICE = "scores + choice"
+SELECTION = "scores + selection"
 SELECTED = "selected attention"
 WINDOW = "window"
 DENSE = "dense attention"
@@ -26,7 +26,7 @@ LOSS = "head + loss"
 REST = "embedding + norms + residual"
 CASTS = "casts in compiled code"
 MODEL_STAGES = (
-    *(PROJECTION, COMPRESSION, COMPRESSED, CHOICE, SELECTED, WINDOW, DENSE, GATES),
+    *(PROJECTION, COMPRESSION, COMPRESSED, SELECTION, SELECTED, WINDOW, DENSE, GATES),
     *(MLP, LOSS, REST, CASTS),
 )
 

@@ -17,9 +17,9 @@ ATTENTION = "bench attention"
 WHOLE = f"{ATTENTION} --case attention"
 SELECTED = f"{ATTENTION} --case attention.selected"
 BOTH = f"{WHOLE},attention.selected"
-CHOICE = f"{ATTENTION} --case attention.choice"
-OPERATORS = f"{CHOICE},attention.compress,attention.compressed,attention.window,attention.combine"
-OPERATORS += " --provider nsa"
+SELECTION = f"{ATTENTION} --case attention.choice"
+OPERATORS = f"{SELECTION},attention.compress,attention.compressed,attention.window"
+OPERATORS += ",attention.combine --provider nsa"
 TRAIN = "bench train --config 78m"
 # Whole windows, so that the dense model takes the causal kernel; 65,536 tokens a step at once.
 UNMASKED = "--data.document-mask false"
@@ -61,7 +61,7 @@ MEASUREMENTS = {
         f"{WHOLE} --shape 12x2x64x64 --tokens 65536 {NSA}",
         f"{WHOLE} --shape 16x2x64x64 --tokens 65536 {NSA}",
     ],
-    "choice-options": [f"{CHOICE} --seqs 8192,65536 {SHARED} {NSA} --recall {OPTIONS}"],
+    "choice-options": [f"{SELECTION} --seqs 8192,65536 {SHARED} {NSA} --recall {OPTIONS}"],
     "train": [
         f"{TRAIN} --seqs 2048,8192,65536 {STEP}",
         f"{TRAIN} {UNMASKED} {MODELS}",

@@ -22,9 +22,9 @@ from nsa.testing.sampled import (
     SampledWhole,
     assert_legal,
     sample_rows,
-    sampled_choice,
     sampled_compressed,
     sampled_selected,
+    sampled_selection,
     sampled_window,
 )
 from nsa.train.execution.precision import autocast
@@ -319,7 +319,7 @@ class Gate:
             found = (chosen == block[..., None]).any(-1) | absent
             assert bool(found.all()), "block_indices: a forced block is missing"
         q = x["q"].flatten(0, 1)
-        sampled = sampled_choice(q, x["k_cmp"], config, cu_seqlens_q=self._offsets)
+        sampled = sampled_selection(q, x["k_cmp"], config, cu_seqlens_q=self._offsets)
         agreement = sampled.agreement(self.selections, chosen.flatten(0, 1))
         different = f"{agreement.against} of {agreement.rows} sampled selections differ from fp64"
         assert agreement.against == 0, f"block_indices: {different}"
@@ -332,7 +332,7 @@ class Gate:
         x, config = self._packed, self.problem.config
         config = replace(config, coarse_block_size=None, num_coarse_blocks=0)
         config = replace(config, score_precision="exact")
-        sampled = sampled_choice(x["q"], x["k_cmp"], config, cu_seqlens_q=self._offsets)
+        sampled = sampled_selection(x["q"], x["k_cmp"], config, cu_seqlens_q=self._offsets)
         exact, clear = sampled.at_queries(self.selections)
         actual = chosen.flatten(0, 1)[self.selections]
         wanted = (exact >= 0) & clear[..., None]

@@ -129,8 +129,8 @@ def _may_replay(tensors: list[Tensor]) -> bool:
     if not (on_gpu(tensors[0]) or kernels_run_on_cpu()):
         return False
     hooks, tuning = _triton()
-    watched = hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls
-    return not (watched or tuning.tiles_are_chosen())
+    has_hooks = hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls
+    return not (has_hooks or tuning.tiles_are_chosen())
 
 
 @functools.cache

@@ -1,16 +1,15 @@
 """A side stream for one operator: independent work runs on a second stream and is joined again.
 
-**Memory.** PyTorch keeps free memory by stream. What a tensor lets go is given to the next tensor
-made on the same stream, at once, because the kernels of one stream run in order; that another
-stream still reads it, PyTorch does not know. And a side stream is not ours alone: PyTorch hands out
+**Memory.** PyTorch keeps free memory by stream. Memory that a tensor frees goes to the next tensor
+made on the same stream, at once, because the kernels of one stream run in order; PyTorch does not
+know that another stream may still read it. And a side stream is not ours alone: PyTorch hands out
 32 streams of a priority in turn, so another caller, or FSDP2 with its three, may get the same one
-and make tensors on it that wait for nobody. So nothing here relies on having a stream to itself:
+and make tensors on it without waiting. So nothing here relies on having a stream to itself:
 
 - A tensor that both streams use, or that outlives the operator (results, saved tensors,
-  gradients), is made on the calling
-  stream before the fork, and lives until the join. Whatever used its memory before is then done
-  when the side begins, and whatever gets it afterwards waits for the side.
-- A tensor that is made on the side stream is used there alone. It may be let go at any time.
+  gradients), is made on the calling stream before the fork, and lives until the join. Earlier users
+  of its memory are then done when the side begins, and later ones wait for the side.
+- A tensor that is made on the side stream is used there alone. It may be freed at any time.
 
 ``Tensor.record_stream`` would be second best: memory then comes back when an event has passed and
 not in the order of the program, so that a step needs more of it, by an amount that varies, and in
@@ -48,7 +47,7 @@ class Streams:
 
     Attributes:
         calling: the stream that was current before the fork.
-        side: the stream beside it.
+        side: the second stream.
     """
 
     calling: torch.cuda.Stream | None

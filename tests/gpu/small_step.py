@@ -14,7 +14,7 @@ from triton import JITFunction
 from nsa.ops._triton.kernel import Kernel
 from tests.gpu.matrix import MATRIX
 from tests.ops.checks import CHECKS
-from tests.ops.public import RUNS, check_choice, check_compress
+from tests.ops.public import RUNS, check_compress, check_selection
 from tools.compile_only.launches import jitted_functions, reached_from
 
 
@@ -53,7 +53,7 @@ def main() -> None:
         RUNS["compressed"](longer)
         two_stages = {"coarse_block_size": 256, "num_coarse_blocks": 3, "num_local_blocks": 1}
         for changes in (two_stages, {"score_precision": "fp8"}):
-            check_choice(
+            check_selection(
                 dataclasses.replace(longer, config=dataclasses.replace(seed.config, **changes))
             )
         torch.cuda.synchronize()

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from nsa import NSAConfig, combine, compress, compressed_attention, select_blocks
 from nsa.testing import assert_within_budget, packed_offsets
-from nsa.testing.sampled import SampledCompression, check_sampled, sample_rows, sampled_choice
+from nsa.testing.sampled import SampledCompression, check_sampled, sample_rows, sampled_selection
 from tests.gpu.matrix import BF16, DEVICE, MATRIX, SEED, seed_case
-from tests.ops.public import ALGORITHMS, RUNS, Case, agree, check_choice, run_whole
+from tests.ops.public import ALGORITHMS, RUNS, Case, agree, check_selection, run_whole
 
 WIDE = NSAConfig(num_heads=64, num_kv_heads=4, head_dim=128, value_dim=128)
 
@@ -63,7 +63,7 @@ def test_selection_among_a_million_tokens():
     selected = select_blocks(x.q, k, lse, SEED, backend=case.backend)
     beyond = torch.cuda.max_memory_allocated() - before - selected.numel() * selected.element_size()
     assert beyond <= 12 * 1024 * 2**20  # bytes a token, beyond inputs and the selection
-    agree(sampled_choice(x.q, k, SEED).agreement(sample_rows(x.cu_seqlens_q, 256), selected))
+    agree(sampled_selection(x.q, k, SEED).agreement(sample_rows(x.cu_seqlens_q, 256), selected))
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_branch_beyond_31_bits(branch):
 
 
 def test_selection_beyond_31_bits():
-    check_choice(CASE, rows_of(SEED))
+    check_selection(CASE, rows_of(SEED))
 
 
 def test_combine_beyond_31_bits():

@@ -17,7 +17,7 @@ from nsa import NSAConfig, compressed_attention, select_blocks
 from tests.gpu.matrix import DEVICE, MATRIX, SEED, seed_case
 from tests.ops.checks import CHECKS, check_project
 from tests.ops.properties import check_same_bits
-from tests.ops.public import ALGORITHMS, RUNS, check_choice, run_whole
+from tests.ops.public import ALGORITHMS, RUNS, check_selection, run_whole
 
 # Compiling takes most of the time, on one core a kernel: processes share the GPU and the cache of
 # compiled kernels.
@@ -125,7 +125,7 @@ def test_algorithms_of_the_whole(algorithm):
     ids=str,
 )
 def test_options_of_the_selection(changes):
-    check_choice(dataclasses.replace(seed_case(3000, 70, 1, 200), config=of_seed(**changes)))
+    check_selection(dataclasses.replace(seed_case(3000, 70, 1, 200), config=of_seed(**changes)))
 
 
 def test_ties_go_to_the_lower_block():

@@ -49,11 +49,11 @@ def test_every_kernel_finds_its_stage(tmp_path: Path, how: str, attention: str) 
     busy = found["step_ms"] - rows["idle"]["total_ms"]
     nowhere = [kernel for kernel in found["kernels"] if kernel["stage"] is None]
     assert rows["unattributed"]["total_ms"] < 0.05 * busy, nowhere
-    sparse = (*BRANCHES, stages.COMPRESSION, stages.CHOICE, stages.GATES)
+    sparse = (*BRANCHES, stages.COMPRESSION, stages.SELECTION, stages.GATES)
     of_attention = sparse if attention == "nsa" else (stages.DENSE,)
     for stage in (stages.PROJECTION, stages.MLP, stages.LOSS, stages.REST, *of_attention):
         assert rows[stage]["forward_ms"] > 0, stage
-        assert (rows[stage]["backward_ms"] > 0) == (stage != stages.CHOICE), stage
+        assert (rows[stage]["backward_ms"] > 0) == (stage != stages.SELECTION), stage
     more = (stages.TELEMETRY,) if attention == "nsa" else ()
     for stage in (stages.DATA, stages.OPTIMIZER, *more):
         assert rows[stage]["total_ms"] > 0, stage

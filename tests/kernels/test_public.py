@@ -19,9 +19,9 @@ from tests.ops.public import (
     ALGORITHMS,
     RUNS,
     Case,
-    check_choice,
     check_combine,
     check_compress,
+    check_selection,
 )
 
 CONFIG = small(num_heads=6, phi="linear")
@@ -62,7 +62,7 @@ def test_operator(operator, case):
     ids=["table", "two stages", "fp8"],
 )
 def test_options_of_the_choice(changes):
-    check_choice(Case(dataclasses.replace(NARROW, **changes), (270, 9)))
+    check_selection(Case(dataclasses.replace(NARROW, **changes), (270, 9)))
 
 
 def test_steps_without_a_kept_block():
@@ -74,7 +74,7 @@ def test_steps_without_a_kept_block():
         "num_local_blocks": 1,
     }
     with tiles_chosen_by(lambda key, tile: Tile(16, 4, 4, 1)):
-        check_choice(Case(dataclasses.replace(NARROW, **stages), (1200,) * 6, (1,) * 6))
+        check_selection(Case(dataclasses.replace(NARROW, **stages), (1200,) * 6, (1,) * 6))
 
 
 @pytest.mark.parametrize("branches", [("cmp", "slc", "win"), ("cmp", "win"), ("slc",)], ids=str)

@@ -360,7 +360,7 @@ def test_ids_of_64_bits_are_not_cut(algorithm):
         assert torch.equal(x, y)
 
 
-def test_a_choice_of_nothing():
+def test_a_selection_of_nothing():
     case = Case(small(2), [20, 5])
     case.indices.fill_(-1)
     lse, *rest = case.run()

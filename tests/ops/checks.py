@@ -19,9 +19,9 @@ from tests.ops.cases import offsets
 from tests.ops.public import (
     RUNS,
     Case,
-    check_choice,
     check_combine,
     check_compress,
+    check_selection,
     check_statistics,
     compare,
     leaves_of,
@@ -117,7 +117,7 @@ def check_run(name: str, case: Case) -> None:
 
 CHECKS: dict[str, Callable[[Case], Any]] = {
     "compress": check_compress,
-    "choice": check_choice,
+    "choice": check_selection,
     "combine": check_combine,
     "statistics": check_statistics,
     "project": check_project,

@@ -69,7 +69,7 @@ def rows_cmp(x: Tokens, case: Case) -> list[Tensor]:
     return [out, lse]
 
 
-def rows_choice(x: Tokens, case: Case) -> list[Tensor]:
+def rows_selection(x: Tokens, case: Case) -> list[Tensor]:
     cu = offsets_of(case)
     k, _ = compress(x["k_cmp_raw"], None, case.config, cu["cu_seqlens_k"], backend=case.backend)
     _, lse = compressed_attention(x["q"], k, None, case.config, **cu)
@@ -101,7 +101,7 @@ def rows_whole(x: Tokens, case: Case) -> list[Tensor]:
 
 OPERATORS: dict[str, Callable[[Tokens, Case], list[Tensor]]] = {
     "compressed": rows_cmp,
-    "choice": rows_choice,
+    "choice": rows_selection,
     "selected": rows_slc,
     "gathered": rows_slc,
     "window": rows_win,
@@ -212,7 +212,7 @@ def _part(x: AttentionInputs, case: Case, sequence: int) -> tuple[Case, Attentio
     return alone, dataclasses.replace(alone.inputs(), **tensors)
 
 
-def _choice_of(results: Results) -> Tensor:
+def _selection_of(results: Results) -> Tensor:
     assert isinstance(results.sampled, SampledWhole)
     assert results.sampled.block_indices is not None
     return results.sampled.block_indices
@@ -244,7 +244,7 @@ def check_packed_equals_separate(name: str, case: Case) -> None:
         of_weights={},
     )
     if isinstance(packed.sampled, SampledWhole):
-        ids = torch.cat([_choice_of(part) for part in parts])
+        ids = torch.cat([_selection_of(part) for part in parts])
         joined.sampled = dataclasses.replace(packed.sampled, block_indices=ids)
     joined.check()
 
@@ -369,7 +369,7 @@ def check_rope_shift(case: Case, shift: int = 512) -> None:
         q, k_slc, k_win = (apply_rope(y, positions, rope) for y in (x.q, x.k_slc, x.k_win))
         moved = dataclasses.replace(x, q=q, k_slc=k_slc, k_win=k_win)
         found.append(run_whole(case, moved, rope=rope))
-    assert torch.equal(*(_choice_of(results) for results in found))
+    assert torch.equal(*(_selection_of(results) for results in found))
     for key in ("out", "gates"):
         a, b = (results.of_queries[key].double() for results in found)
         assert float((a - b).norm() / a.norm()) <= CEILING[torch.float32], key

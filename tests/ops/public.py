@@ -39,9 +39,9 @@ from nsa.testing.sampled import (
     SampledCompression,
     SampledWhole,
     check_sampled,
-    sampled_choice,
     sampled_compressed,
     sampled_selected,
+    sampled_selection,
     sampled_window,
 )
 from tests.ops.cases import make_batch
@@ -196,7 +196,7 @@ class Results:
             check_sampled(values.__getitem__, others, index, dtype, name, factor)
         if isinstance(sampled, SampledWhole):
             if self.scored is not None:
-                selected = sampled_choice(*self.scored, self.case.config, **cu(sampled.inputs))
+                selected = sampled_selection(*self.scored, self.case.config, **cu(sampled.inputs))
                 assert sampled.block_indices is not None
                 agree(selected.agreement(rows, sampled.block_indices))
             if weights:
@@ -254,7 +254,7 @@ def compressed_rows(case: Case, raw: Tensor, x: AttentionInputs) -> Tensor:
     return rows
 
 
-def check_choice(case: Case, rows: Tensor | None = None) -> Tensor:
+def check_selection(case: Case, rows: Tensor | None = None) -> Tensor:
     """The blocks selected by compressed keys as stored; returns them."""
     x, config = case.inputs(), case.config
     k = compressed_rows(case, x.k_cmp_raw, x)
@@ -262,7 +262,7 @@ def check_choice(case: Case, rows: Tensor | None = None) -> Tensor:
     _, lse = compressed_attention(q, k, None, config, **case.offsets(x))
     chosen = case.flat(select_blocks(q, k, lse, config, **case.offsets(x)))
     rows = every(x.q) if rows is None else rows
-    agree(sampled_choice(x.q, k, config, **cu(x)).agreement(rows, chosen))
+    agree(sampled_selection(x.q, k, config, **cu(x)).agreement(rows, chosen))
     return chosen
 
 

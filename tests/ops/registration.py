@@ -19,9 +19,9 @@ from tests.ops.checks import check_embed, check_project
 from tests.ops.public import (
     RUNS,
     Case,
-    check_choice,
     check_combine,
     check_compress,
+    check_selection,
     check_statistics,
     leaves_of,
     named_tensors,
@@ -80,7 +80,7 @@ def record_calls(case: Case, more: Sequence[Case] = ()) -> dict[str, Call]:
     with recorder:
         for name in ("compressed", "selected", "window", "whole"):
             RUNS[name](case)
-        check_choice(case)
+        check_selection(case)
         check_combine(case)
         check_statistics(case)
         check_project(case)

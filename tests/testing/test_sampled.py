@@ -32,9 +32,9 @@ from nsa.testing.sampled import (
     choice,
     compression,
     sample_rows,
-    sampled_choice,
     sampled_compressed,
     sampled_selected,
+    sampled_selection,
     sampled_window,
 )
 from tests.ops.cases import make_batch, near, small
@@ -210,7 +210,7 @@ def choice_case(**changes: Any) -> tuple[NSAConfig, Tensor, Tensor, Tensor, dict
 )
 def test_choice_equals_the_reference(changes):
     config, q, k_cmp, chosen, offsets = choice_case(**changes)
-    sampled = sampled_choice(q, k_cmp, config, **offsets)
+    sampled = sampled_selection(q, k_cmp, config, **offsets)
     rows = shuffled(q.shape[0])
     found, clear = sampled.at_queries(rows)
     assert float(clear.double().mean()) > 0.9
@@ -222,7 +222,7 @@ def test_choice_equals_the_reference(changes):
 
 def test_choice_with_q_zero_is_nowhere_clear_and_near_where_it_differs():
     config, q, k_cmp, chosen, offsets = choice_case()
-    sampled = sampled_choice(torch.zeros_like(q), k_cmp, config, **offsets)
+    sampled = sampled_selection(torch.zeros_like(q), k_cmp, config, **offsets)
     rows = torch.arange(9)  # the last queries of 257 tokens: inner blocks tie exactly
     found, clear = sampled.at_queries(rows)
     assert not bool(clear.any())
@@ -250,7 +250,7 @@ WRONG = {
 @pytest.mark.parametrize("error", WRONG)
 def test_wrong_selections_are_seen(error):
     config, q, k_cmp, chosen, offsets = choice_case()
-    sampled = sampled_choice(q, k_cmp, config, **offsets)
+    sampled = sampled_selection(q, k_cmp, config, **offsets)
     rows, wrong = torch.arange(q.shape[0]), chosen.clone()
     assert sampled.agreement(rows, chosen).against == 0
     assert sampled.agreement(rows, chosen.flip(1)).against > 0  # of the other KV head

@@ -28,7 +28,7 @@ class AbsentGPU(DriverBase):
 
     @classmethod
     def is_active(cls) -> bool:
-        """Yes: nobody needs to look for hardware."""
+        """Always: no hardware is needed."""
         return True
 
     def get_current_target(self) -> GPUTarget:

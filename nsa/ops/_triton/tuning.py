@@ -48,15 +48,14 @@ class Tile(NamedTuple):
     """How one kernel is cut: a constant that it is compiled for.
 
     Attributes:
-        rows: rows of a tile of queries (queries by heads; queries alone in the choice of blocks).
-        keys: keys of a step (selection blocks in the choice).
+        rows: rows of a tile of queries (queries by heads; in selection queries alone).
+        keys: keys of a step (blocks, in the selection of blocks).
         warps: warps a program.
         stages: depth of the software pipeline.
         tma: whether keys are loaded through tensor descriptors.
         keys_as_rows: dK and dV: whether the score tile has keys as rows.
         edge_stages: dK and dV of a range: depth of the pipeline in its masked edges.
-        keep_queries: the choice of blocks: whether the queries of all heads of a group stay on
-            chip.
+        keep_queries: selection: whether the queries of all heads of a group stay on chip.
         max_registers: limit on the registers of a thread, so that more programs share a
             multiprocessor; None leaves it open.
     """
@@ -229,7 +228,7 @@ def default_tile(key: TileKey, capability: tuple[int, int] | None) -> Tile:
         capability: major and minor; None stands for the smallest GPU.
     """
     tile = _default_sizes(key, capability)
-    # The choice among blocks, of two bytes an element, needs stack with the limit and none without;
+    # The selection of blocks, of two bytes an element, needs stack with the limit and none without;
     # on 12.x the reverse.
     limited = (
         key.kernel != "select_blocks" or key.element_size != 2 or (capability or (0, 0))[0] == 12

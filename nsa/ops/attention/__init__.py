@@ -11,7 +11,7 @@ __all__ = ["AttentionResult", "BranchInputs", "attention_reference", "run_attent
 
 
 def run_attention(inputs: BranchInputs, call: Call, backend: str) -> AttentionResult:
-    """Attention of packed, checked inputs; the backend is chosen, ``triton`` is one operator."""
+    """Attention of packed, checked inputs; ``triton`` runs one operator."""
     if backend == "reference":
         return attention_reference(inputs, call)
     results = attention_op(inputs, call)

@@ -37,7 +37,7 @@ from nsa.ops.selected.ops import (
     run_selected_forward,
 )
 from nsa.ops.selection.ops import SelectionInputs, new_selection, select_blocks_by_kernel
-from nsa.stages import CHOICE, COMPRESSED, GATES, SELECTED, WINDOW, stage
+from nsa.stages import COMPRESSED, GATES, SELECTED, SELECTION, WINDOW, stage
 
 
 class AttentionResults(NamedTuple):
@@ -151,7 +151,7 @@ def _forward(inputs: BranchInputs, call: Call) -> AttentionResults:
                     )
             if compressed is not None and selected is not None:
                 scored = SelectionInputs(compressed.q, compressed.k, results.lse_cmp)
-                with stage(CHOICE):
+                with stage(SELECTION):
                     select_blocks_by_kernel(scored, call, results.block_indices)
                 with stage(SELECTED):
                     run_selected_forward(selected, call, results.selected, unique=True)

@@ -1,7 +1,7 @@
 """Selected blocks in the forms that the kernels read; nothing here waits for the device.
 
 - **Lists by tile.** A tile is a few consecutive queries of one group. Its list holds every block
-  that one of them selected, ascending, and beside each block a query mask, whose bit i says that
+  that one of them selected, ascending, and for each block a query mask, whose bit i says that
   query i of the tile selected it.
 - **Inverse index.** A *key block* is a block of one KV head, ``head * num_blocks + block``. A
   *selection* is a (query, KV head, slot), numbered as in ``block_indices [T, Hkv, n]``; sorted by

@@ -131,7 +131,7 @@ def selected_delta_kernel(
     BLOCKS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """What ``selected_dq_kernel`` writes beside dQ, where selections scatter.
+    """What ``selected_dq_kernel`` writes besides dQ, where selections scatter.
 
     Each program takes every num_programs-th tile of ``BLOCK_R`` rows, queries by heads.
     """

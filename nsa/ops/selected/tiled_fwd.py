@@ -1,6 +1,6 @@
 """Selected branch, tiled: a tile of queries against every block that one of its queries selected.
 
-The loop visits the blocks of the tile's list, see ``index.py``. A query mask beside each block says
+The loop visits the blocks of the tile's list, see ``index.py``. The query mask of each block says
 which queries selected it, and the rows of the others are masked: for them the step changes nothing,
 so a row's arithmetic does not depend on what its neighbours selected. Blocks wholly in the past
 need no causal test; a block that reaches past the sequence is the last of the list and is handled

@@ -14,7 +14,7 @@ from nsa.ops._sequences import compressed_key_shape, open_sequences, pack
 from nsa.ops.selection.ops import SelectionInputs, select_blocks_op
 from nsa.ops.selection.ranges import blocks_to_ranges
 from nsa.ops.selection.reference import select_blocks_reference
-from nsa.stages import CHOICE, in_stage
+from nsa.stages import SELECTION, in_stage
 
 __all__ = ["SelectionInputs", "blocks_to_ranges", "run_select_blocks", "select_blocks"]
 
@@ -78,7 +78,7 @@ def select_blocks(
     return sequences.restore(run_select_blocks(inputs, call, backend))
 
 
-@in_stage(CHOICE)
+@in_stage(SELECTION)
 @torch.no_grad()
 def run_select_blocks(inputs: SelectionInputs, call: Call, backend: str) -> Tensor:
     """See :func:`select_blocks`; inputs are packed and checked, the backend is chosen."""

@@ -1,4 +1,4 @@
-"""A choice of blocks as token ranges, for inspection."""
+"""Selected blocks as token ranges, for inspection."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def blocks_to_ranges(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
-    """Turn chosen blocks into merged token ranges.
+    """Turn selected blocks into merged token ranges.
 
     Args:
         block_indices: integer ``[T, Hkv, n]`` or ``[B, T, Hkv, n]``, any order; one that is there

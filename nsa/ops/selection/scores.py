@@ -149,7 +149,7 @@ def rank_blocks(
         key: the compressed keys.
         j0: the first block.
         jj: ``0 .. BLOCK_J``.
-        kept: candidates ``[BLOCK_Q, BLOCK_J]`` beside the forced blocks; None: all.
+        kept: candidates ``[BLOCK_Q, BLOCK_J]`` besides the forced blocks; None: all.
         num_init: forced first blocks.
         num_local: forced recent blocks.
         SCORING: sizes.

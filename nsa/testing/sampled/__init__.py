@@ -19,22 +19,27 @@ from nsa.testing.sampled.attention import (
     sampled_selected,
     sampled_window,
 )
-from nsa.testing.sampled.choice import Agreement, SampledChoice, assert_legal, sampled_choice
 from nsa.testing.sampled.compression import SampledCompression
 from nsa.testing.sampled.gate import check_sampled, sample_rows
+from nsa.testing.sampled.selection import (
+    Agreement,
+    SampledSelection,
+    assert_legal,
+    sampled_selection,
+)
 from nsa.testing.sampled.whole import SampledWhole
 
 __all__ = [
     "Agreement",
     "SampledAttention",
-    "SampledChoice",
     "SampledCompression",
+    "SampledSelection",
     "SampledWhole",
     "assert_legal",
     "check_sampled",
     "sample_rows",
-    "sampled_choice",
     "sampled_compressed",
     "sampled_selected",
+    "sampled_selection",
     "sampled_window",
 ]

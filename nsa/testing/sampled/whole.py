@@ -31,7 +31,7 @@ class SampledWhole:
         inputs: in the dtype that they are stored in.
         config: the sparse pattern.
         block_indices: ``[T, Hkv, n]``, the selection; None without the selected branch.
-            :class:`SampledChoice` makes one in fp64.
+            :class:`SampledSelection` makes one in fp64.
         phi: parameters of the compression of keys and of values, or None.
         q_cmp: queries of the compressed branch, or None for those of ``inputs``.
         rope: rotates the compressed keys, or None.

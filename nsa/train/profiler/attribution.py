@@ -35,7 +35,7 @@ _OPERATORS = (
     ("nsa::project", stages.PROJECTION),
     ("nsa::compressed_attention", stages.COMPRESSED),
     ("nsa::compress", stages.COMPRESSION),
-    ("nsa::select_blocks", stages.CHOICE),
+    ("nsa::select_blocks", stages.SELECTION),
     ("nsa::selected_attention", stages.SELECTED),
     ("nsa::window_attention", stages.WINDOW),
     # nsa::attention: what the others leave, memory for the gates' gradients

@@ -54,7 +54,7 @@ def test_a_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert sum(row["total_ms"] for row in rows.values()) == pytest.approx(found["step_ms"])
     for stage in set(stages.MODEL_STAGES) - {stages.DENSE, stages.CASTS}:
         assert rows[stage]["forward_ms"] > 0, stage
-        assert (rows[stage]["backward_ms"] > 0) == (stage != stages.CHOICE), stage
+        assert (rows[stage]["backward_ms"] > 0) == (stage != stages.SELECTION), stage
     for stage in (stages.OPTIMIZER, stages.TELEMETRY, stages.GRADIENTS, "idle"):
         assert rows[stage]["total_ms"] > 0, stage
     # a model this small on a machine busy with other tests

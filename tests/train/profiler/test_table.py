@@ -130,7 +130,7 @@ def compiled_micro_batch(hand: HandMade, origin: float) -> None:
 
 COMPILED = {
     stages.PROJECTION: (5, 0),
-    stages.CHOICE: (3, 0),
+    stages.SELECTION: (3, 0),
     stages.SELECTED: (0, 3),
     stages.GATES: (1, 0),
     stages.MLP: (2, 4),

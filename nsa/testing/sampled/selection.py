@@ -89,7 +89,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class SampledChoice:
+class SampledSelection:
     """The selection over packed sequences, computed in fp64 row by row.
 
     Attributes:
@@ -219,7 +219,7 @@ def _marked(ids: Tensor, num_blocks: int) -> Tensor:
     return marked.scatter(-1, torch.where(ids < 0, num_blocks, ids), True)[..., :num_blocks]
 
 
-def sampled_choice(
+def sampled_selection(
     q: Tensor,
     k_cmp: Tensor,
     config: NSAConfig,
@@ -227,11 +227,11 @@ def sampled_choice(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     softmax_scale: float | None = None,
-) -> SampledChoice:
+) -> SampledSelection:
     """Sampled rows of :func:`nsa.select_blocks` over packed tensors.
 
     Without offsets there are as many key tokens as queries.
     """
     offsets = Offsets.read(cu_seqlens_q, cu_seqlens_k, q.shape[0], q.shape[0])
     scale = config.head_dim**-0.5 if softmax_scale is None else softmax_scale
-    return SampledChoice(q, k_cmp, config, offsets, scale)
+    return SampledSelection(q, k_cmp, config, offsets, scale)
