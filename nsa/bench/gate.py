@@ -15,7 +15,7 @@ from nsa.bench.cases import CASES, Problem, Tensors, prepare
 from nsa.config import NSAConfig
 from nsa.ops.selection import select_blocks
 from nsa.rope import Rope
-from nsa.testing import AttentionInputs, assert_within_budget, packed_offsets
+from nsa.testing import PackedInputs, assert_within_budget, packed_offsets
 from nsa.testing.sampled import (
     SampledAttention,
     SampledCompression,
@@ -268,8 +268,8 @@ class Gate:
     def _sampled_whole(self, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensors]]:
         """Whole attention over the block indices that were checked."""
         x, config, offsets = self._packed, self.problem.config, self._offsets
-        names = [field.name for field in fields(AttentionInputs) if field.name in x]
-        inputs = AttentionInputs(
+        names = [field.name for field in fields(PackedInputs) if field.name in x]
+        inputs = PackedInputs(
             **{name: x[name] for name in names},
             cu_seqlens_q=offsets,
             cu_seqlens_k=offsets,

@@ -1,11 +1,11 @@
 """Error budgets, inputs and sampled fp64 values: what tests and benchmarks compare with."""
 
 from nsa.testing.budget import Budget, assert_within_budget, measure
-from nsa.testing.inputs import AttentionInputs, make_inputs, packed_offsets
+from nsa.testing.inputs import PackedInputs, make_inputs, packed_offsets
 
 __all__ = [
-    "AttentionInputs",
     "Budget",
+    "PackedInputs",
     "assert_within_budget",
     "make_inputs",
     "measure",

@@ -12,7 +12,7 @@ from nsa.config import NSAConfig
 
 
 @dataclass(frozen=True)
-class AttentionInputs:
+class PackedInputs:
     """Inputs of ``native_sparse_attention`` over packed sequences; see there for shapes."""
 
     q: Tensor
@@ -26,10 +26,10 @@ class AttentionInputs:
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
 
-    def to(self, dtype: torch.dtype) -> AttentionInputs:
+    def to(self, dtype: torch.dtype) -> PackedInputs:
         """The same inputs rounded to ``dtype``; offsets stay int32."""
         converted = {f.name: getattr(self, f.name) for f in fields(self)}
-        return AttentionInputs(
+        return PackedInputs(
             **{n: t.to(dtype) if t.dtype.is_floating_point else t for n, t in converted.items()}
         )
 
@@ -48,7 +48,7 @@ def make_inputs(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
     requires_grad: bool = False,
-) -> AttentionInputs:
+) -> PackedInputs:
     """Independent Gaussian queries, keys and values, uniform gates.
 
     Args:
@@ -79,4 +79,4 @@ def make_inputs(
         .requires_grad_(requires_grad)
     )
     offsets = packed_offsets(lengths_q, device), packed_offsets(lengths_k, device)
-    return AttentionInputs(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *offsets)
+    return PackedInputs(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *offsets)

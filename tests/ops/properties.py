@@ -26,7 +26,7 @@ from nsa import (
 from nsa.ops._operator import Call
 from nsa.ops._packed import query_positions
 from nsa.ops.attention import AttentionResult, BranchInputs, run_attention
-from nsa.testing import AttentionInputs, assert_within_budget
+from nsa.testing import PackedInputs, assert_within_budget
 from nsa.testing.budget import CEILING
 from nsa.testing.sampled import SampledWhole
 from tests.ops.cases import plain_attention
@@ -200,7 +200,7 @@ def check_nan_isolation(name: str, case: Case, poisoned: int) -> None:
             assert bool(other[key][~others].isnan().any())
 
 
-def _part(x: AttentionInputs, case: Case, sequence: int) -> tuple[Case, AttentionInputs]:
+def _part(x: PackedInputs, case: Case, sequence: int) -> tuple[Case, PackedInputs]:
     """One sequence of a case as a case of its own."""
     q, k = (
         slice(sum(n[:sequence]), sum(n[: sequence + 1])) for n in (case.queries, case.lengths_k)

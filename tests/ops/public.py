@@ -32,7 +32,7 @@ from nsa.ops._sequences import Sequences
 from nsa.ops.attention import AttentionResult, BranchInputs, run_attention
 from nsa.ops.combination.reference import combine_reference
 from nsa.ops.statistics import Statistics, add_statistics, new_statistics
-from nsa.testing import AttentionInputs, assert_within_budget, make_inputs
+from nsa.testing import PackedInputs, assert_within_budget, make_inputs
 from nsa.testing.budget import CEILING
 from nsa.testing.sampled import (
     SampledAttention,
@@ -78,7 +78,7 @@ class Case:
     algorithm: str = "auto"
     seed: int = 0
 
-    def inputs(self) -> AttentionInputs:
+    def inputs(self) -> PackedInputs:
         lengths = self.lengths_k, self.lengths_q
         return make_inputs(
             self.config, *lengths, seed=self.seed, dtype=self.dtype, device=self.device
@@ -116,19 +116,19 @@ class Case:
     def flat(self, x: Tensor) -> Tensor:
         return x.flatten(0, 1) if self.dense else x
 
-    def offsets(self, x: AttentionInputs) -> dict[str, Any]:
+    def offsets(self, x: PackedInputs) -> dict[str, Any]:
         given = (
             {} if self.dense else {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
         )
         return {**given, "backend": self.backend}
 
 
-def cu(x: AttentionInputs) -> dict[str, Any]:
+def cu(x: PackedInputs) -> dict[str, Any]:
     """Offsets for the oracle."""
     return {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
 
 
-def named_tensors(x: AttentionInputs) -> dict[str, Tensor]:
+def named_tensors(x: PackedInputs) -> dict[str, Tensor]:
     """What has one row for each token, by name."""
     names = [f.name for f in dataclasses.fields(x) if not f.name.startswith("cu_")]
     return {name: getattr(x, name) for name in names}
@@ -207,7 +207,7 @@ class Results:
 def run_branch(
     name: str,
     case: Case,
-    x: AttentionInputs | None = None,
+    x: PackedInputs | None = None,
     dout: Tensor | None = None,
     block_indices: Tensor | None = None,
 ) -> Results:
@@ -241,7 +241,7 @@ def run_branch(
     return Results(name, case, of_queries, {"dk": dk, "dv": dv}, dout, sampled, sampled.cu_key[-1])
 
 
-def compressed_rows(case: Case, raw: Tensor, x: AttentionInputs) -> Tensor:
+def compressed_rows(case: Case, raw: Tensor, x: PackedInputs) -> Tensor:
     """Compressed ``raw`` as `compress` packs it, made without a kernel.
 
     Rows that no block owns are NaN, since they must not be read.
@@ -386,7 +386,7 @@ def check_statistics(case: Case) -> None:
 
 def run_whole(
     case: Case,
-    x: AttentionInputs | None = None,
+    x: PackedInputs | None = None,
     dout: Tensor | None = None,
     rope: Rope | None = None,
 ) -> Results:

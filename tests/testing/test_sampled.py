@@ -22,7 +22,7 @@ from nsa import (
     selected_attention,
     window_attention,
 )
-from nsa.testing import AttentionInputs, make_inputs, packed_offsets
+from nsa.testing import PackedInputs, make_inputs, packed_offsets
 from nsa.testing.sampled import (
     SampledAttention,
     SampledCompression,
@@ -284,7 +284,7 @@ def whole_case(
     found = {name: y.grad for name, y in leaves.items() if y.grad is not None}
     plain = {name: y.detach() for name, y in leaves.items()}
     q_cmp = plain.pop("q_cmp", None)
-    sampled = SampledWhole(AttentionInputs(**plain), config, None, phi, q_cmp, ROPE)
+    sampled = SampledWhole(PackedInputs(**plain), config, None, phi, q_cmp, ROPE)
     if "slc" in branches:
         tokens = plain["q"].shape[0]
         k_cmp = sampled.compressed("k", dtype)

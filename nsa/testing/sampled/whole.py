@@ -12,7 +12,7 @@ from nsa.config import BRANCHES, NSAConfig
 from nsa.ops.combination.reference import combine_reference
 from nsa.ops.compression.reference import PhiWeights
 from nsa.rope import Rope
-from nsa.testing.inputs import AttentionInputs
+from nsa.testing.inputs import PackedInputs
 from nsa.testing.sampled.attention import (
     SampledAttention,
     sampled_compressed,
@@ -38,7 +38,7 @@ class SampledWhole:
         scale: factor on the scores; None means ``D ** -0.5``.
     """
 
-    inputs: AttentionInputs
+    inputs: PackedInputs
     config: NSAConfig
     block_indices: Tensor | None
     phi: tuple[PhiWeights, PhiWeights] | None = None
