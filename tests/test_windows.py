@@ -101,7 +101,8 @@ def test_everything_but_kernels_imports(windows: dict[str, Any]) -> None:
     """And kernels lack Triton alone."""
     assert {name.partition(".")[0] for name in windows["absent"].values()} == {"triton"}
     kernels = re.compile(
-        r".*\.(triton_\w+|_triton\.\w+|selected\.(index|index_kernels|launch|tiled_\w+|gathered))"
+        r".*\.(kernels|_triton\.\w+|selected\.(index|index_kernels|launch|tiled_\w+|gathered\w*)"
+        r"|selection\.(approximate|exact|fp8|launch|scores|two_stage))"
     )
     assert not [name for name in windows["absent"] if not kernels.fullmatch(name)]
 

@@ -132,7 +132,8 @@ def test_a_missing_table_is_a_line_of_the_log(
         tiles = [tuning._tile(replace(KEY, head_size=size), 0) for size in (64, 128)]
     assert (tiles[0] == Tile(128, 32, 8, 3, tma=True)) == own
     assert (tiles[0] == default_tile(KEY, capability)) == (not own)
-    text = (tmp_path / "log.txt").read_text()
+    log = tmp_path / "log.txt"
+    text = log.read_text() if log.exists() else ""
     assert text.count("tuning table") == (said is not None)
     assert said is None or f"no tuning table {said} `nsa bench tune` makes one\n" in text
 

@@ -147,7 +147,7 @@ def test_a_refused_command_leaves_no_trace_in_a_run(run, nsa, refusal):
     for words, why in (
         ("--optim.lr 1", "optim.lr must stay"),
         ("--steps 3", "steps must be at least those done"),
-        ("--device cpu --cuda-graphs true", "cuda_graphs must be false on a CPU"),
+        ("--device cpu --cuda-graphs true", "cuda_graphs must be left at False with device cpu"),
         ("--micro-batch 2", "global_batch must equal"),
     ):
         assert why in refusal(f"{resume} {words}")
@@ -189,8 +189,8 @@ def test_a_bug_in_a_resumption_is_in_the_log(run, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("--cuda-graphs true", "cuda_graphs must be false on a CPU"),
-        ("--allocator expandable_segments", "allocator must be default on a CPU"),
+        ("--cuda-graphs true", "cuda_graphs must be left at False with device cpu"),
+        ("--allocator expandable_segments", "allocator must be left at default with device cpu"),
         ("--checkpointing.policy operators", "not be operators with attention nsa"),
     ],
 )
