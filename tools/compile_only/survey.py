@@ -158,7 +158,7 @@ def variations() -> list[Case]:
 
 # Sizes of heads by the work of one process. What `make test` compiles, for ``ARCHS``; and
 # everything, for all.
-ARCHS = (80, 89, 90, 100)
+ARCHS = (80, 90, 100)
 TWO_STAGE = (("coarse_block_size", 512), ("num_coarse_blocks", 8))
 PART = {
     sizes: [*usual(*sizes, 6), *usual(*sizes, 16), Case(*sizes, 6, changes=TWO_STAGE)]
