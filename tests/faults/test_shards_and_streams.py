@@ -126,7 +126,7 @@ def session(leader: int) -> Iterator[int]:
     ("tokenizer", "number", "seed"),
     [
         ("byte", 1, 1),
-        ("gpt2", 1, 1),
+        pytest.param("gpt2", 1, 1, marks=in_full),
         *(pytest.param(("byte", "gpt2")[n % 2], 10, 10 + n, marks=in_full) for n in range(4)),
     ],
 )
@@ -157,7 +157,7 @@ def test_killed_preparation_goes_on(
     count("preparations killed, gone on identically", kills, kills)
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
+@pytest.mark.parametrize("tokenizer", ["byte", pytest.param("gpt2", marks=in_full)])
 def test_a_process_that_reads_and_tokenises_is_replaced(tmp_path: Path, tokenizer: str) -> None:
     # more than a pipe holds
     source = write_folder(tmp_path / "set", "jsonl", make_texts(12_000, longest=200), files=5)

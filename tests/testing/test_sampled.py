@@ -29,13 +29,13 @@ from nsa.testing.sampled import (
     SampledWhole,
     attention,
     check_sampled,
-    choice,
     compression,
     sample_rows,
     sampled_compressed,
     sampled_selected,
     sampled_selection,
     sampled_window,
+    selection,
 )
 from tests.ops.cases import make_batch, near, small
 from tests.ops.whole import phi_parameters
@@ -53,7 +53,7 @@ ROPE = Rope.from_config(CONFIG)
 def small_parts(monkeypatch):
     """Parts of a few rows, so that tests cross their edges."""
     monkeypatch.setattr(attention, "PART_ELEMENTS", 2**15)
-    monkeypatch.setattr(choice, "PART_ELEMENTS", 2**15)
+    monkeypatch.setattr(selection, "PART_ELEMENTS", 2**15)
     monkeypatch.setattr(attention, "SEARCH_ROWS", 50)
     monkeypatch.setattr(compression, "PART_BLOCKS", 5)
 
