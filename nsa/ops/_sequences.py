@@ -170,7 +170,7 @@ class Sequences:
         return rows // tile + self.num_sequences
 
     def kernel_arguments(self) -> tuple[Tensor | None, Tensor | None, int, int, int]:
-        """The fields of the kernels' ``Layout``, as the registered operators take them."""
+        """``cu_q, cu_k, num_sequences, len_q, len_k``: as registered operators take them."""
         cu_q, cu_k = (None, None) if self.offsets is None else self.offsets
         return cu_q, cu_k, self.num_sequences, self.len_q, self.len_k
 

@@ -5,7 +5,7 @@ Triton is loaded when an operator first runs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +13,8 @@ from torch import Tensor
 from nsa.ops._limits import check_keys
 from nsa.ops._range import rows
 from nsa.ops._register import register
+from nsa.ops._sequences import Sequences
 from nsa.rope import Rope, frequency_table
-
-if TYPE_CHECKING:
-    from nsa.ops._triton.layout import Layout
 
 BLOCK_ROWS = 16
 WEIGHT_PARTS = 64
@@ -53,12 +51,10 @@ class Blocks(NamedTuple):
     rope: str
     middle: int
 
-    @property
-    def layout(self) -> Layout:
+    def sequences(self, like: Tensor) -> Sequences:
         """Where the sequences lie, in tokens and in compressed rows."""
-        from nsa.ops._triton.layout import Layout
-
-        return Layout(*self[:5])
+        offsets = None if self.cu is None or self.cu_cmp is None else (self.cu, self.cu_cmp)
+        return Sequences(offsets, self.num_sequences, self.len_x, self.len_cmp, like.device)
 
     def launch(self, like: Tensor, num_heads: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What every kernel takes of the rotation, and its constants and options.
@@ -88,18 +84,18 @@ class Blocks(NamedTuple):
 def _forward(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
     from nsa.ops.compression.kernels import compress_fwd_kernel
 
-    blocks, layout = Blocks(*rest), Blocks(*rest).layout
+    blocks, sequences = Blocks(*rest), Blocks(*rest).sequences(x)
     check_keys("compress", "x", x)
     x, y = rows(x), _result(x, weight, *rest)
     num_rows, num_heads = x.shape[0] // blocks.stride, x.shape[1]
-    num_tiles = layout.num_tiles(num_rows, BLOCK_ROWS, blocks.len_cmp)
+    num_tiles = sequences.num_tiles(num_rows, BLOCK_ROWS, blocks.len_cmp)
     rotation, constants = blocks.launch(x, num_heads)
     if num_tiles and num_rows:
         compress_fwd_kernel[(num_tiles, num_heads)](
             x,
             None if weight is None else weight.contiguous(),
             y,
-            *layout.arguments(),
+            *sequences.arguments(),
             num_rows,
             *rotation,
             x.stride(0),
@@ -125,20 +121,20 @@ def _backward(
     from nsa.ops._triton.sizes import cdiv, next_power_of_2
     from nsa.ops.compression.kernels import compress_dw_kernel, compress_dx_kernel
 
-    blocks, layout = Blocks(*rest), Blocks(*rest).layout
+    blocks, sequences = Blocks(*rest), Blocks(*rest).sequences(dy)
     dy, weight = dy.contiguous(), None if weight is None else weight.contiguous()
     dx, *_ = _gradients(dy, x, weight, num_tokens, *rest)
     num_heads = dx.shape[1]
     rotation, constants = blocks.launch(dx, num_heads)
     num_rows = num_tokens // blocks.stride
-    num_tiles = layout.num_tiles(num_tokens, BLOCK_ROWS * blocks.stride, blocks.len_x)
+    num_tiles = sequences.num_tiles(num_tokens, BLOCK_ROWS * blocks.stride, blocks.len_x)
     if num_tiles and num_tokens:
         compress_dx_kernel[(num_tiles, num_heads)](
-            dy, weight, dx, *layout.arguments(), num_rows, *rotation, **constants
+            dy, weight, dx, *sequences.arguments(), num_rows, *rotation, **constants
         )
     if weight is None or x is None:
         return [dx]
-    x, num_tiles = rows(x), layout.num_tiles(num_rows, BLOCK_ROWS, blocks.len_cmp)
+    x, num_tiles = rows(x), sequences.num_tiles(num_rows, BLOCK_ROWS, blocks.len_cmp)
     parts = max(1, min(WEIGHT_PARTS, num_tiles))
     dw = x.new_empty(parts, *weight.shape, dtype=torch.float32)
     tile = min(next_power_of_2(blocks.size), WEIGHT_TILE // constants["SIZES"].BLOCK_D)
@@ -146,7 +142,7 @@ def _backward(
         dy,
         x,
         dw,
-        *layout.arguments(),
+        *sequences.arguments(),
         num_tiles,
         *rotation,
         x.stride(0),

@@ -36,19 +36,17 @@ def _add_statistics(
 ) -> None:
     if gates.shape[0] == 0:  # A call without a token does not count.
         return
+    offsets = None if cu_q is None or cu_k is None else (cu_q, cu_k)
+    sequences = Sequences(offsets, num_sequences, len_q, len_k, gates.device)
     if backend == "reference":
         if statistics.device.type != "cpu" or statistics[AT.on]:  # Reading a CPU waits for nothing.
-            offsets = None if cu_q is None or cu_k is None else (cu_q, cu_k)
-            sequences = Sequences(offsets, num_sequences, len_q, len_k, gates.device)
             given = (gates, block_indices, sequences, block_size, columns)
             add_statistics_reference(statistics, *given)
         return
-    from nsa.ops._triton.layout import Layout
     from nsa.ops._triton.sizes import next_power_of_2
     from nsa.ops._triton.tuning import MOST_REGISTERS
     from nsa.ops.statistics.kernels import add_statistics_kernel
 
-    layout = Layout(cu_q, cu_k, num_sequences, len_q, len_k)
     num_q, num_heads, _ = gates.shape
     if block_indices is not None:
         block_indices = block_indices.contiguous() if block_indices.numel() else None
@@ -56,12 +54,12 @@ def _add_statistics(
     pad_n = next_power_of_2(n)
     most_queries = min(TILE_GATES // num_heads, TILE_BLOCKS // pad_n)
     block_q = max(MIN_QUERIES, next_power_of_2(most_queries + 1) // 2)
-    add_statistics_kernel[(max(layout.num_tiles(num_q, block_q, layout.len_q), 1),)](
+    add_statistics_kernel[(max(sequences.num_tiles(num_q, block_q, len_q), 1),)](
         statistics,
         gates.contiguous(),
         block_indices,
         tile_stats,
-        *layout.arguments(),
+        *sequences.arguments(),
         threshold,
         AT=AT,
         COLUMNS=tuple(columns),
