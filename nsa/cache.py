@@ -1,4 +1,4 @@
-"""Decode cache on the reference path: what later queries still need of the past, and nothing else.
+"""Decode cache: what later queries still need of the past, and nothing else.
 
 Each layer keeps, for every sequence: the rotated keys and the values of all tokens for the selected
 branch; those of the last ``window_size`` tokens for the window; the compressed keys and values; and
@@ -16,11 +16,12 @@ from torch import Tensor
 from nsa.attention import AttentionInputs, branch_inputs
 from nsa.config import NSAConfig
 from nsa.errors import check
+from nsa.ops._backend import choose_backend
 from nsa.ops._checks import check_cu_seqlens_contents
 from nsa.ops._operator import Call
 from nsa.ops._packed import compressed_cu_seqlens, lengths, locate, num_compressed
 from nsa.ops._sequences import Sequences
-from nsa.ops.attention import attention_reference
+from nsa.ops.attention import attention_by_branch
 from nsa.ops.compression import compress, compressed_positions
 from nsa.rope import Rope, apply_rope
 
@@ -124,7 +125,9 @@ class LayerCache:
             # Keys that left the window shift all positions alike, which the window does not see.
             window = _call(config, cu_seqlens_q, tokens.cu_seqlens)
             self.win = tokens.last(lengths(tokens.cu_seqlens).clamp(max=config.window_size))
-        return attention_reference(branch_inputs(inputs, config, k_cmp, v_cmp), call, window).out
+        backend = choose_backend("NSACache", "auto", inputs.q)
+        branches = branch_inputs(inputs, config, k_cmp, v_cmp)
+        return attention_by_branch(branches, call, backend, window).out
 
     def _compress(
         self, inputs: AttentionInputs, rope: Rope, cu_seqlens: Tensor, before: Tensor

@@ -1,4 +1,4 @@
-"""The three branches and their gated sum (Eq. 5): the specification."""
+"""The three branches and their gated sum (Eq. 5), operator by operator."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from nsa.ops.selection import SelectionInputs, run_select_blocks
 from nsa.ops.window import run_window_attention
 
 
-def attention_reference(
-    inputs: BranchInputs, call: Call, window: Call | None = None
+def attention_by_branch(
+    inputs: BranchInputs, call: Call, backend: str, window: Call | None = None
 ) -> AttentionResult:
-    """See :func:`run_attention`, by the references of the branches.
+    """Attention of packed, checked inputs; with backend ``reference`` the specification.
 
     ``window`` is the call of the window where its keys are other tokens, as in a cache.
     """
@@ -23,14 +23,14 @@ def attention_reference(
     out_cmp = out_slc = out_win = block_indices = None
     if k_cmp is not None:
         queries = inputs.scoring_queries
-        out_cmp, lse = run_compressed_attention(queries, k_cmp, v_cmp, call, "reference")
+        out_cmp, lse = run_compressed_attention(queries, k_cmp, v_cmp, call, backend)
         if k_slc is not None and v_slc is not None:
             scored = SelectionInputs(queries, k_cmp, lse)
-            block_indices = run_select_blocks(scored, call, "reference")
+            block_indices = run_select_blocks(scored, call, backend)
             selected = SelectedInputs(q, k_slc, v_slc, block_indices)
-            out_slc, _ = run_selected_attention(selected, call, "reference")
+            out_slc, _ = run_selected_attention(selected, call, backend)
     if k_win is not None and v_win is not None:
         keys = RangeInputs(q, k_win, v_win)
-        out_win, _ = run_window_attention(keys, window or call, "reference")
-    out = combine(out_cmp, out_slc, out_win, gates, backend="reference")
+        out_win, _ = run_window_attention(keys, window or call, backend)
+    out = combine(out_cmp, out_slc, out_win, gates, backend=backend)
     return AttentionResult(out, block_indices, None)

@@ -1,0 +1,38 @@
+"""The decode cache by kernels, as on a GPU: chunks of a prompt give what the reference gives."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+
+from nsa import NSACache, cache
+from nsa.module import NativeSparseAttention
+from nsa.ops.window.ops import window_attention_op
+from tests.ops.cases import small
+
+CHUNKS = (37, 1, 12)
+
+
+def test_chunks_of_a_prompt() -> None:
+    torch.manual_seed(0)
+    layer = NativeSparseAttention(32, small(num_heads=2, num_kv_heads=1, value_dim=16))
+    x = torch.randn(sum(CHUNKS), 32)
+    kernels, reference = NSACache(layer.config, 1), NSACache(layer.config, 1)
+    asked: list[str] = []
+
+    def choose(function: str, backend: str, q: torch.Tensor) -> str:
+        asked.append(backend)
+        return "triton"
+
+    for chunk in x.split(CHUNKS):
+        expected = layer(chunk, cache=reference.layers[0])
+        launched = mock.Mock(wraps=window_attention_op)
+        with (
+            mock.patch.object(cache, "choose_backend", choose),
+            mock.patch("nsa.ops.window.window_attention_op", launched),
+        ):
+            found = layer(chunk, cache=kernels.layers[0])
+        launched.assert_called_once()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert asked == ["auto"] * len(CHUNKS)
