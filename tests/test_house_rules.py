@@ -7,6 +7,7 @@ snippet.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -30,9 +31,15 @@ Node = TypeVar("Node", bound=ast.AST)
 Rule = Callable[[str, str], list[str]]  # path from the root, text of the file -> violations
 
 
+@functools.cache
+def syntax(text: str) -> list[ast.AST]:
+    """Every node of a file, which most rules look at."""
+    return list(ast.walk(ast.parse(text)))
+
+
 def imports(text: str) -> Iterator[tuple[int, str]]:
     """Line and dotted name of everything imported, at any depth of the file."""
-    for node in ast.walk(ast.parse(text)):
+    for node in syntax(text):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -42,7 +49,7 @@ def imports(text: str) -> Iterator[tuple[int, str]]:
 
 def nodes(text: str, kind: type[Node]) -> Iterator[Node]:
     """Everything of one kind in a file."""
-    return (node for node in ast.walk(ast.parse(text)) if isinstance(node, kind))
+    return (node for node in syntax(text) if isinstance(node, kind))
 
 
 # --------------------------------------------------------------------------------------------------

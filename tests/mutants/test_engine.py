@@ -48,7 +48,10 @@ def test_outcome(tree, old, new, outcome):
     assert result.outcome == outcome, result.output
     assert outcome != "killed" or result.killer == "tests/test_maths.py::test_half"
     assert (tree / "nsa/maths.py").read_text() == SOURCE  # the tree itself is never touched
-    assert run_tests(mutant.tests, source=tree).outcome == "survived"
+
+
+def test_an_unbroken_tree_passes(tree):
+    assert run_tests(broken().tests, source=tree).outcome == "survived"
 
 
 @pytest.mark.parametrize(
