@@ -16,8 +16,8 @@ made := $(patsubst $(VENV)/installed-%,%,$(wildcard $(VENV)/installed-*))
 KIND := $(or $(KIND),$(made),$(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu))
 # Processes of the tests, for two cores: many tests wait for what they have provoked.
 JOBS := 3
-# Long tests stand side by side: each process takes one at a time.
-SPREAD = -n $(JOBS) --maxschedchunk 1
+# Neighbours share fixtures: each process takes a stretch of the tests, then of another's what is left.
+SPREAD = -n $(JOBS) --dist worksteal
 
 # May be given on the command line:
 TORCH_INDEX =# a further package index for torch, for example that of the CPU builds named on PyTorch's installation page

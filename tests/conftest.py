@@ -25,19 +25,7 @@ hypothesis.settings.load_profile("nsa")
 # Processes are forked from one that has imported what they need: a start takes a tenth of a second
 # instead of four. All tests of a process share it, whichever starts it, so none may give it a list
 # of its own.
-forkserver.set_forkserver_preload(
-    [
-        "tests.faults.plant",
-        "nsa.cli",
-        "nsa.train.trainer",
-        "nsa.train.runs.plots",
-        "nsa.train.telemetry.progress",
-        "nsa.train.data",
-        "datasets",
-        "numpy.random",
-        "torch._dynamo.convert_frame",  # by optimizers, at their first step
-    ]
-)
+forkserver.set_forkserver_preload(["tests.faults.preload"])
 forkserver.set_forkserver_preload = lambda modules_names: None
 
 Count = Callable[..., None]
