@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,6 +31,8 @@ from nsa.ops.statistics import add_statistics
 from nsa.rope import Rope
 
 Phi = tuple[PhiWeights, PhiWeights]
+# Takes the gates [T, Hq, 3] and the selected blocks [T, Hkv, n]; None without the selected branch.
+Observer = Callable[[Tensor, Tensor | None], None]
 
 
 class AttentionInputs(NamedTuple):
@@ -150,6 +153,7 @@ def attend(
     *,
     rope: Rope | None,
     statistics: Tensor | None = None,
+    observer: Observer | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """:func:`native_sparse_attention` of packed inputs that fit.
@@ -160,6 +164,7 @@ def attend(
         rope: rotates the compressed keys.
         statistics: of :func:`nsa.ops.statistics.new_statistics`; those of the gates and of the
             selected blocks are added to them on the device.
+        observer: called with the gates and the selected blocks that were used.
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
@@ -174,6 +179,8 @@ def attend(
         threshold = SCATTER_THRESHOLD * config.num_selected_blocks
         seen = (inputs.gates, result.block_indices, result.tile_stats)
         add_statistics(statistics, *seen, threshold, config, call.sequences, backend)
+    if observer is not None:
+        observer(inputs.gates, result.block_indices)
     return result.out
 
 

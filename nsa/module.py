@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa.attention import AttentionInputs, Phi, attend
+from nsa.attention import AttentionInputs, Observer, Phi, attend
 from nsa.cache import LayerCache
 from nsa.config import BRANCHES, NSAConfig
 from nsa.errors import check, fail
@@ -152,6 +152,8 @@ class NativeSparseAttention(TogetherModule):
         # Of `nsa.ops.statistics`, with telemetry. No buffer: it is not part of the state, and DDP
         # would broadcast it.
         self.statistics: Tensor | None = None
+        # Of an inspection: sees the gates and the selected blocks of passes without a cache.
+        self.observer: Observer | None = None
         self._freeze_scoring()
 
     @staticmethod
@@ -327,8 +329,13 @@ class NativeSparseAttention(TogetherModule):
         """The layer's output ``[T, width]`` for packed and checked tokens."""
         heads = self._project(x, sequences)
         call = Call(self.config, sequences, self.config.head_dim**-0.5)
-        inputs, statistics = self._inputs(heads), self.statistics
-        out = attend(inputs, call, rope=self.rope, statistics=statistics)
+        out = attend(
+            self._inputs(heads),
+            call,
+            rope=self.rope,
+            statistics=self.statistics,
+            observer=self.observer,
+        )
         with stage(PROJECTION):
             return self.o_proj(out.flatten(-2))
 

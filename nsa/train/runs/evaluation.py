@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nsa.errors import UserError, check
+from nsa.errors import check
 from nsa.train.checkpoint import find_checkpoint, read_meta
 from nsa.train.config import TrainConfig
 from nsa.train.data import (
     Batch,
     DataBundle,
-    Document,
     ShardSource,
     TextSource,
     TokenSource,
     bigram_bits_per_byte,
     collate,
-    fault_of_text,
-    folder_files,
-    load_tokenizer,
     open_data,
     validation_batches,
 )
@@ -30,6 +25,7 @@ from nsa.train.execution.precision import choose_device
 from nsa.train.loss import NextTokenLoss
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.inference import load_model
+from nsa.train.runs.texts import read_text
 
 _BIGRAM_TOKENS = 1 << 24
 _SAME_DATA = ("train_sha256", "validation_sha256", "tokenizer_fingerprint")
@@ -78,7 +74,9 @@ def evaluate_run(
     size = config.micro_batch if micro_batch is None else micro_batch
     check(size > 0, "eval", "--micro-batch", "be positive", micro_batch)
     place, path = choose_device(device), find_checkpoint("eval", folder.checkpoints, checkpoint)
-    given = None if text is None else _read_text(folder, text)  # a mistyped path is refused first
+    given = (
+        None if text is None else read_text("eval", folder, text)
+    )  # a mistyped path is refused first
     model, step = load_model(config.model, path, place)
     data = _open_data(folder, config, path) if given is None else None
     parameters = model.num_parameters()["total"]
@@ -190,29 +188,6 @@ def _open_data(folder: RunFolder, config: TrainConfig, checkpoint: Path) -> Data
 
 
 # --- any text -------------------------------------------------------------------------------------
-def _read_text(folder: RunFolder, text: str) -> TextSource:
-    """All tokens of a file, a folder or standard input; one document is one file."""
-    tokenizer = load_tokenizer(folder.tokenizer)
-    separator_id, hint = tokenizer.separator_id, "Its synthetic task has no text."
-    check(separator_id is not None, "eval", "--text", "be left out for this run", text, hint)
-    assert separator_id is not None
-    try:
-        documents = [_standard_input()] if text == "-" else folder_files(text).documents
-    except UserError as error:
-        raise UserError("eval", "--text", error.rule, error.value) from None
-    tokens = tokenizer.encode_documents([document.text for document in documents])
-    longest = max((len(document) - 1 for document in tokens), default=0)
-    check(longest > 1, "eval", "--text", "hold a document of at least two tokens", longest)
-    return TextSource(tokens, separator_id, tokenizer.token_bytes)
-
-
-def _standard_input() -> Document:
-    content = sys.stdin.buffer.read()
-    fault = fault_of_text(content)
-    check(not fault, "eval", "--text", "be text", f"{fault} of standard input")
-    return Document("standard input", content)
-
-
 def _shorter_window(text: TextSource, config: TrainConfig) -> Batch | None:
     """The tokens after the last whole window."""
     tail = text.tokens[text.num_windows(config.seq_len) * config.seq_len :]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import io
 import itertools
 import json
 import re
@@ -17,12 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
-from matplotlib.figure import Figure
 
 from nsa.errors import check
 from nsa.train.config import TrainConfig
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.check import check_run
+from nsa.train.runs.page import figure_element, page, table
 from nsa.train.runs.plots import LOSSES, Curve, Plots, curves_figure
 from nsa.train.telemetry.metrics import Row, read_metrics
 
@@ -45,22 +43,6 @@ _ENDS = {
     "end": "ended by the watchdog",
     "error": "ended by an error",
 }
-_STYLE = """
-:root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 2rem auto; }
-body { max-width: 72rem; padding: 0 1rem; }
-h1 { font-size: 1.5rem; }
-h2 { font-size: 1.15rem; margin-top: 2.5rem; border-bottom: 1px solid #ddd; }
-figure { margin: 1rem 0; } figcaption { color: #555; } img { max-width: 100%; height: auto; }
-.table { overflow-x: auto; } table { border-collapse: collapse; font-size: 0.9rem; }
-th, td { text-align: left; padding: 0.2rem 0.8rem 0.2rem 0; vertical-align: top; }
-th, td { border-bottom: 1px solid #eee; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; }
-td:first-child { white-space: nowrap; }
-td.text:not(:first-child) { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 4.5rem; }
-td.text:not(:first-child):last-child { min-width: 11rem; }
-@media (max-width: 40rem) { td:first-child { white-space: normal; overflow-wrap: anywhere; } }
-"""
 
 
 class _Section(NamedTuple):
@@ -150,7 +132,6 @@ def report_page(folders: Sequence[RunFolder]) -> str:
         for name, colour, folder in zip(names, itertools.cycle(_COLOURS), folders, strict=False)
     ]
     title = ("Run " if len(runs) == 1 else "Runs ") + ", ".join(names)
-    made = datetime.now(UTC).isoformat(timespec="seconds")
     sections = {"Summary": _summary(runs)}
     for section in _CURVES:
         shown = (_layers if section.of_layers else _curves)(runs, section)
@@ -158,11 +139,7 @@ def report_page(folders: Sequence[RunFolder]) -> str:
     sections["Events"] = "".join(_events(run) for run in runs)
     sections["Configuration"] = _configuration(runs)
     sections["Environment"] = _environment(runs)
-    parts = [f"<section>\n<h2>{name}</h2>\n{text}\n</section>" for name, text in sections.items()]
-    view = '<meta charset="utf-8">\n<meta name="viewport" content="width=device-width">'
-    head = f"<head>\n{view}\n<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>"
-    body = "\n".join([f"<h1>{escape(title)}</h1>\n<p>Made {made}.</p>", *parts])
-    return f'<!DOCTYPE html>\n<html lang="en">\n{head}\n<body>\n{body}\n</body>\n</html>\n'
+    return page(title, sections)
 
 
 def _read_events(path: Path) -> list[dict[str, Any]]:
@@ -184,24 +161,9 @@ def _event(place: str, line: str) -> dict[str, Any]:
 
 
 # --- tables ---------------------------------------------------------------------------------------
-def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "\n".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
-    table = f"<table>\n<thead><tr>{top}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
-    return f'<div class="table">{table}</div>'
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return f'<td class="number">{value:,}</td>'
-    if isinstance(value, list | tuple):
-        value = " ".join(map(str, value))
-    return f'<td class="text">{escape("" if value in (None, {}) else str(value))}</td>'
-
-
 def _summary(runs: Sequence[_Run]) -> str:
     head = ("run", "steps", "tokens", "loss (nats/token)", "best validation (bits/byte)")
-    return _table((*head, "tokens/s", "hours", "end", "records"), map(_summary_row, runs))
+    return table((*head, "tokens/s", "hours", "end", "records"), map(_summary_row, runs))
 
 
 def _summary_row(run: _Run) -> list[object]:
@@ -228,8 +190,8 @@ def _events(run: _Run) -> str:
     shown = [event for event in run.events if event["kind"] != "checkpoint"][-_EVENTS_SHOWN:]
     rows = ((_utc(event), event["kind"], event["step"], event["message"]) for event in shown)
     said = escape(", ".join(f"{kind} {number}" for kind, number in counts))
-    table = _table(("time (UTC)", "kind", "step", "what"), rows)
-    return f"<h3>{escape(run.name)}</h3>\n<p>{said}</p>\n{table}"
+    listed = table(("time (UTC)", "kind", "step", "what"), rows)
+    return f"<h3>{escape(run.name)}</h3>\n<p>{said}</p>\n{listed}"
 
 
 def _utc(event: dict[str, Any]) -> str:
@@ -262,7 +224,7 @@ def _environment(runs: Sequence[_Run]) -> str:
 
 def _side_by_side(title: str, columns: dict[str, dict[str, Any]], names: Iterable[str]) -> str:
     rows = ([name, *(column.get(name) for column in columns.values())] for name in names)
-    return _table((title, *columns), rows)
+    return table((title, *columns), rows)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -291,7 +253,7 @@ def _curves(runs: Sequence[_Run], section: _Section) -> str:
         for step in {event["step"] for event in run.events if event["kind"] in _MARKED} - {None}:
             axes.axvline(step * scale, color=run.colour, linewidth=0.6, linestyle=":")
     marks = "Dotted lines: resumptions, rollbacks, hangs, warnings."
-    return _figure(figure, f"{section.caption} {marks}")
+    return figure_element(figure, f"{section.caption} {marks}")
 
 
 def _layers(runs: Sequence[_Run], section: _Section) -> str:
@@ -312,14 +274,5 @@ def _layers(runs: Sequence[_Run], section: _Section) -> str:
         for axes in figure.axes:
             axes.set_ylim(bottom=0)
         caption = f"{section.caption} Dark to light from the first layer to the last."
-        parts.append(f"<h3>{escape(run.name)}</h3>\n{_figure(figure, caption)}")
+        parts.append(f"<h3>{escape(run.name)}</h3>\n{figure_element(figure, caption)}")
     return "".join(parts)
-
-
-def _figure(figure: Figure, caption: str) -> str:
-    """An embedded image, whose identifiers cannot clash with those of another figure."""
-    content = io.BytesIO()
-    figure.savefig(content, format="svg", metadata={"Date": None})
-    image = base64.b64encode(content.getvalue()).decode()
-    shown = f'<img src="data:image/svg+xml;base64,{image}" alt="{escape(caption)}">'
-    return f"<figure>\n{shown}\n<figcaption>{escape(caption)}</figcaption>\n</figure>"
