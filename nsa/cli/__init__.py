@@ -13,7 +13,19 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nsa.cli import bench, commands, data, evaluation, installation, plan, profile, runs, train
+from nsa.cli import (
+    bench,
+    commands,
+    data,
+    evaluation,
+    generation,
+    inspection,
+    installation,
+    plan,
+    profile,
+    runs,
+    train,
+)
 from nsa.cli.commands import Command, Group
 from nsa.errors import UsageError, UserError
 
@@ -39,7 +51,8 @@ COMMANDS = Group(
         "configs": Command(installation.configs),
         "plan": Command(plan.plan, "train"),
         "eval": Command(evaluation.evaluate, "train"),
-        "generate": Command(evaluation.generate, "train"),
+        "generate": Command(generation.generate, "train"),
+        "inspect": Command(inspection.inspect, "train"),
         "check": Command(runs.check, "train"),
         "report": Command(runs.report, "train"),
         "track": Command(runs.track, "train"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -13,49 +14,134 @@ from nsa.errors import check
 from nsa.lm.model import Cache, LanguageModel
 from nsa.train.data import Tokenizer
 from nsa.train.execution.precision import autocast
+from nsa.train.sampling import Sampling, StopStrings, uniform_numbers
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn.
+@dataclass
+class Speed:
+    """What a generation has done so far, apart from what is done with its text.
 
     Attributes:
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draws among the k likeliest tokens; 0 means all.
-        top_p: draws among the likeliest tokens that together reach this probability (Holtzman et
-            al., arXiv:1904.09751).
-
-    Raises:
-        ValueError: a value is out of range.
+        prefill_tokens: tokens of the prompts.
+        prefill_s: seconds until their first tokens were drawn.
+        decode_tokens: tokens drawn after those.
+        decode_s: seconds that these took.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_tokens: int = 0
+    decode_s: float = 0.0
+
+    def __add__(self, other: Speed) -> Speed:
+        return Speed(
+            self.prefill_tokens + other.prefill_tokens,
+            self.prefill_s + other.prefill_s,
+            self.decode_tokens + other.decode_tokens,
+            self.decode_s + other.decode_s,
+        )
+
+    def line(self) -> str:
+        """Tokens, seconds and tokens/s of prefill and decode."""
+        parts = (
+            ("prefill", self.prefill_tokens, self.prefill_s),
+            ("decode", self.decode_tokens, self.decode_s),
+        )
+        return "; ".join(
+            f"{name} {tokens:,} tokens in {seconds:.3f} s, {tokens / seconds:,.1f} tokens/s"
+            for name, tokens, seconds in parts
+            if seconds > 0
+        )
+
+
+@dataclass
+class Generation(Iterator[list[bytes]]):
+    """Prompts that are being continued; :func:`generate` makes it.
+
+    Iterating gives for each step the bytes that each text gained; empty for one that has ended. A
+    character may be spread over several steps.
+
+    Attributes:
+        model: the language model.
+        tokenizer: the one that it was trained with.
+        tokens: of each text its prompt and what was drawn so far, separators left out. Of a text
+            that a stop string ended they reach to the token that completed it.
+        max_new_tokens: tokens drawn for each prompt at most.
+        sampling: how tokens are drawn.
+        stop: stop strings in UTF-8.
+        seeds: of each text.
+        compute_dtype: ``bf16`` or ``fp32``.
+        speed: tokens and seconds so far.
+    """
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    tokens: list[list[int]]
+    max_new_tokens: int
+    sampling: Sampling
+    stop: list[bytes]
+    seeds: list[int]
+    compute_dtype: str
+    speed: Speed = field(default_factory=Speed)
 
     def __post_init__(self) -> None:
-        check(self.temperature >= 0, "generate", "temperature", "be at least 0", self.temperature)
-        check(self.top_k >= 0, "generate", "top_k", "be at least 0", self.top_k)
-        check(0 < self.top_p <= 1, "generate", "top_p", "be above 0 and at most 1", self.top_p)
+        self._stops = [StopStrings(self.stop) for _ in self.tokens]
+        self._ended = [False for _ in self.tokens]
+        self._steps = self._run()
 
-    def draw(self, logits: Tensor, generator: torch.Generator) -> int:
-        """One token.
+    def __next__(self) -> list[bytes]:
+        return next(self._steps)
 
-        Args:
-            logits: ``[vocab_size]`` on the CPU, fp32 or fp64.
-            generator: source of randomness, on the CPU; not used at temperature 0.
-        """
-        if self.temperature == 0:
-            return int(logits.argmax())
-        logits = logits.double() / self.temperature
-        if self.top_k:
-            smallest = logits.topk(min(self.top_k, logits.shape[0])).values[-1]
-            logits = logits.masked_fill(logits < smallest, -torch.inf)
-        probability, token = logits.softmax(-1).sort(descending=True, stable=True)
-        before = probability.cumsum(-1) - probability
-        # The first token always stays.
-        probability = probability.masked_fill(before >= self.top_p, 0.0)
-        return int(token[torch.multinomial(probability, 1, generator=generator)])
+    def _run(self) -> Iterator[list[bytes]]:
+        device = self.model.embedding.weight.device
+        cache = self.model.new_cache(len(self.tokens))
+        uniform, seen = uniform_numbers(self.seeds, device), self._seen(device)
+        new_tokens = [list(tokens) for tokens in self.tokens]
+        for step in range(self.max_new_tokens):
+            start = time.perf_counter()
+            logits = _next_logits(self.model, new_tokens, cache, self.compute_dtype)
+            drawn = self.sampling.draw(logits, next(uniform), seen)
+            ids = drawn.tolist()
+            self._count(time.perf_counter() - start, new_tokens, is_prefill=step == 0)
+            hint = "The run may have diverged: take an earlier --checkpoint."
+            check(min(ids) >= 0, "generate", "the model", "give finite logits", "NaN or inf", hint)
+            if seen is not None:
+                seen.scatter_(1, drawn[:, None], True)
+            is_last = step + 1 == self.max_new_tokens
+            pieces = [self._take(index, token, is_last) for index, token in enumerate(ids)]
+            new_tokens = [
+                [] if ended else [token] for token, ended in zip(ids, self._ended, strict=True)
+            ]
+            if not all(self._ended) or any(pieces):
+                yield pieces
+            if all(self._ended):
+                return
+
+    def _seen(self, device: torch.device) -> Tensor | None:
+        """Which tokens each prompt holds, ``[B, vocab_size]``; None without a penalty."""
+        if self.sampling.repetition_penalty == 1:
+            return None
+        seen = torch.zeros(len(self.tokens), self.tokenizer.vocab_size, dtype=torch.bool)
+        for row, tokens in zip(seen, self.tokens, strict=True):
+            row[tokens] = True
+        return seen.to(device)
+
+    def _count(self, seconds: float, new_tokens: list[list[int]], *, is_prefill: bool) -> None:
+        number = sum(map(len, new_tokens))
+        self.speed += Speed(number, seconds) if is_prefill else Speed(0, 0.0, number, seconds)
+
+    def _take(self, index: int, token: int, is_last: bool) -> bytes:
+        """The bytes that a token which was drawn adds to a text, and whether it ends it."""
+        if self._ended[index]:
+            return b""
+        stop = self._stops[index]
+        if token == self.tokenizer.separator_id:
+            self._ended[index] = True
+            return stop.rest()
+        self.tokens[index].append(token)
+        piece, is_over = stop.add(self.tokenizer.decode([token]))
+        self._ended[index] = is_over or is_last
+        return piece if is_over or not is_last else piece + stop.rest()
 
 
 def generate(
@@ -64,60 +150,55 @@ def generate(
     prompts: Sequence[str | bytes | list[int]],
     *,
     max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    sampling: Sampling | None = None,
+    stop: Sequence[str] = (),
     seed: int = 0,
     compute_dtype: str = "fp32",
-) -> Iterator[list[bytes]]:
+) -> Generation:
     """Continue prompts, token by token, all of them together.
 
     The prompts run through the decode cache once; each later step reads what the sparse pattern
-    lets it see. A prompt ends when the separator is drawn, and the others go on. Its text depends
-    on its own prompt and seed alone, not on its neighbours, up to rounding.
+    lets it see. A prompt ends when the separator is drawn or its text holds a stop string, and the
+    others go on. Its text depends on its own prompt and seed alone, not on its neighbours, up to
+    rounding.
 
     Args:
         model: the language model.
         tokenizer: the one that it was trained with.
         prompts: texts, or tokens, at least one token each; their lengths may differ.
         max_new_tokens: tokens drawn for each prompt at most.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draws among the k likeliest tokens; 0 means all.
-        top_p: draws among the likeliest tokens that together reach this probability.
+        sampling: how tokens are drawn; None draws among all of them at temperature 1.
+        stop: a continuation ends before the first of these strings; nothing of it is given out,
+            even where it comes with several tokens.
         seed: prompt i draws with seed ``seed + i``.
         compute_dtype: ``bf16`` or ``fp32``.
 
-    Yields:
-        For each step, the bytes that each prompt gained; empty for a prompt that has ended. A
-        character may be spread over several steps.
+    Returns:
+        For each step, the bytes that each prompt gained.
 
     Raises:
-        ValueError: an empty prompt, or a sampling value out of range; before anything is computed.
+        ValueError: an empty prompt or stop string, or a sampling value out of range, before
+            anything is computed; logits that are not finite.
     """
-    sampling = Sampling(temperature, top_k, top_p)
     check(len(prompts) > 0, "generate", "prompts", "hold at least one prompt", len(prompts))
     check(max_new_tokens >= 0, "generate", "max_new_tokens", "be at least 0", max_new_tokens)
+    check(all(stop), "generate", "stop", "hold no empty string", [*stop])
     rule = f"have the model's vocabulary ({model.config.vocab_size})"
     fits = tokenizer.vocab_size == model.config.vocab_size
     check(fits, "generate", "tokenizer", rule, tokenizer.vocab_size)
-    new_tokens = [list(p) if isinstance(p, list) else tokenizer.encode(p) for p in prompts]
-    for prompt, tokens in zip(prompts, new_tokens, strict=True):
+    all_tokens = [list(p) if isinstance(p, list) else tokenizer.encode(p) for p in prompts]
+    for prompt, tokens in zip(prompts, all_tokens, strict=True):
         check(len(tokens) > 0, "generate", "prompts", "hold at least one token each", repr(prompt))
-
-    def steps() -> Iterator[list[bytes]]:
-        cache = model.new_cache(len(prompts))
-        generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
-        for _ in range(max_new_tokens):
-            logits = _next_logits(model, new_tokens, cache, compute_dtype)
-            for index, generator in enumerate(generators):
-                if new_tokens[index]:
-                    token = sampling.draw(logits[index], generator)
-                    new_tokens[index] = [] if token == tokenizer.separator_id else [token]
-            if not any(new_tokens):
-                return
-            yield [tokenizer.decode(tokens) for tokens in new_tokens]
-
-    return steps()
+    return Generation(
+        model,
+        tokenizer,
+        all_tokens,
+        max_new_tokens,
+        sampling or Sampling(),
+        [string.encode() for string in stop],
+        [seed + index for index in range(len(prompts))],
+        compute_dtype,
+    )
 
 
 @torch.no_grad()
@@ -127,7 +208,7 @@ def _next_logits(
     cache: Cache,
     compute_dtype: str,
 ) -> Tensor:
-    """Logits ``[B, vocab_size]`` on the CPU, meaningless for a sequence without new tokens."""
+    """Logits ``[B, vocab_size]``, fp32 or fp64, meaningless for a sequence without new tokens."""
     device, lengths = model.embedding.weight.device, [len(tokens) for tokens in new_tokens]
     packed = torch.tensor([token for tokens in new_tokens for token in tokens], device=device)
     offsets = list(accumulate(lengths, initial=0))
@@ -138,4 +219,4 @@ def _next_logits(
         hidden = model.hidden_states(packed, cu_seqlens, max(lengths), cache)
         logits = model.head(hidden[(cu_seqlens[1:].long() - 1).clamp(min=0)])
     model.train(was_training)
-    return logits.to("cpu", torch.promote_types(logits.dtype, torch.float32))
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

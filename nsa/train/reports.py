@@ -23,6 +23,7 @@ from nsa.train.execution.compilation import Compiled, compilations
 from nsa.train.execution.startup import Startup
 from nsa.train.generation import generate
 from nsa.train.run_folder import RunFolder
+from nsa.train.sampling import Sampling
 from nsa.train.state import TrainState, Window
 from nsa.train.telemetry.layer_statistics import LayerStatistics
 from nsa.train.telemetry.metrics import RANK_METRICS, MetricsWriter, Row
@@ -294,7 +295,7 @@ class Reports:
             tokenizer,
             [prompt],
             max_new_tokens=config.sample_tokens,
-            temperature=SAMPLE_TEMPERATURE,
+            sampling=Sampling(temperature=SAMPLE_TEMPERATURE),
             seed=config.seed,
             compute_dtype=config.compute_dtype,
         )

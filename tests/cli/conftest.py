@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from nsa import cli
 
 Command = Callable[[str], str]
+TINY = """
+model:
+  width: 32
+  num_layers: 1
+  mlp_hidden_size: 32
+  nsa:
+    {num_heads: 2, num_kv_heads: 1, head_dim: 16, value_dim: 16, compress_block_size: 8,
+     compress_stride: 4, block_size: 16, num_selected_blocks: 4, window_size: 32}
+data: {source: folder, path: texts}
+optim: {warmup_steps: 1}
+steps: 4
+seq_len: 64
+micro_batch: 1
+accumulation: 1
+global_batch: 1
+compute_dtype: fp32
+log_every: 1
+eval_every: 2
+eval_windows: 2
+checkpoint_every: 2
+sample_tokens: 4
+"""
 
 
 @pytest.fixture
@@ -37,3 +62,27 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Command:
         return said
 
     return run
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a configuration and its texts, in which the commands run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    for number in range(10):
+        text = f"the {number} quick brown foxes jump over the lazy dog; " * 20
+        (tmp_path / f"texts/{number}.txt").write_text(text)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return tmp_path
+
+
+@pytest.fixture
+def run(tiny: Path, nsa: Command) -> Path:
+    """The folder of a run of four steps."""
+    nsa("train tiny.yaml --run-dir run --sample-tokens 0 --optim.lr 0.02")
+    return tiny / "run"
+
+
+def pipe(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    """Standard input holds this."""
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import resource
@@ -15,7 +14,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,56 +24,10 @@ from nsa.cli.commands import Group
 from nsa.errors import option
 from nsa.train.load import load_config, settings
 from nsa.train.telemetry.metrics import read_metrics
-from tests.cli.conftest import Command
+from tests.cli.conftest import pipe
 from tests.train.cases import contents
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = """
-model:
-  width: 32
-  num_layers: 1
-  mlp_hidden_size: 32
-  nsa:
-    {num_heads: 2, num_kv_heads: 1, head_dim: 16, value_dim: 16, compress_block_size: 8,
-     compress_stride: 4, block_size: 16, num_selected_blocks: 4, window_size: 32}
-data: {source: folder, path: texts}
-optim: {warmup_steps: 1}
-steps: 4
-seq_len: 64
-micro_batch: 1
-accumulation: 1
-global_batch: 1
-compute_dtype: fp32
-log_every: 1
-eval_every: 2
-eval_windows: 2
-checkpoint_every: 2
-sample_tokens: 4
-"""
-
-
-@pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a configuration and its texts, in which the commands run."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "texts").mkdir()
-    for number in range(10):
-        text = f"the {number} quick brown foxes jump over the lazy dog; " * 20
-        (tmp_path / f"texts/{number}.txt").write_text(text)
-    (tmp_path / "tiny.yaml").write_text(TINY)
-    return tmp_path
-
-
-@pytest.fixture
-def run(tiny: Path, nsa: Command) -> Path:
-    """The folder of a run of four steps."""
-    nsa("train tiny.yaml --run-dir run --sample-tokens 0 --optim.lr 0.02")
-    return tiny / "run"
-
-
-def pipe(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content)))
-
 
 # ------------------------------------------------------------------------------- whole commands
 
@@ -251,21 +203,6 @@ def test_eval_takes_any_text(run, nsa, refusal, monkeypatch):
     assert "--text must name an existing file" in refusal("eval run --text nowhere")
 
 
-def test_generate_takes_a_checkpoint_and_reads_standard_input(run, nsa, refusal, monkeypatch):
-    generate = "generate run --max-new-tokens 24 --seed 1 --prompt"
-    said = nsa(f"{generate} 'the quick'")
-    pipe(monkeypatch, b"the quick")
-    assert nsa(f"{generate} -") == said
-    assert nsa(f"{generate} 'the quick' --checkpoint 4") == said
-    assert nsa(f"{generate} 'the quick' --checkpoint 2") != said
-    assert "be - once" in refusal("generate run --prompt - --prompt -")
-    pipe(monkeypatch, b"\xff")
-    assert "standard input must be text in UTF-8" in refusal("generate run --prompt -")
-    assert "prompts must hold at least one token" in refusal("generate run --prompt ''")
-    below = "temperature must be at least 0"
-    assert below in refusal("generate run --prompt a --temperature -1")
-
-
 def test_a_synthetic_task_is_measured_against_what_is_possible(tiny, nsa, refusal):
     words = "--data.source uniform --data.path null --steps 2 --run-dir run --sample-tokens 0"
     nsa(f"train tiny.yaml {words}")
@@ -313,6 +250,7 @@ AT_ONCE = (
     "profile 78",
     "eval none",
     "generate none --prompt a",
+    "inspect none",
 )
 HEAVY = {"torch", "numpy", "tensorboard", "matplotlib", "rich", "tokenizers", "tiktoken", "triton"}
 MAIN = """
@@ -420,7 +358,9 @@ def test_nothing_said_shows_the_help(capsys):
         ("eval runs/none", "be a folder that a run made"),
         ("eval x --device tpu", "invalid choice: 'tpu'"),
         ("eval x --optim.lr 1", "unrecognized arguments: --optim.lr"),
-        ("generate x", "required: --prompt"),
+        ("generate x", "--prompt must be given, or --prompt-file or --interactive, got none"),
+        ("generate x --prompt a --interactive", "--interactive must stand without --prompt"),
+        ("generate x --prompt a --batch-size 0", "--batch-size must be positive, got 0"),
         ("generate x --prompt a --top-k many", "--top-k: invalid int value: 'many'"),
         ("generate x --prompt a --topk 4", "; did you mean --top-k?"),
         ("doctor now", "nsa doctor: unrecognized arguments: now"),

@@ -25,6 +25,7 @@ from nsa.train import generation
 from nsa.train.config import CheckpointingConfig, TrainConfig
 from nsa.train.load import to_yaml
 from nsa.train.runs import evaluation as report
+from nsa.train.runs import inspection
 from nsa.train.trainer import Trainer
 from nsa.train.watch import out_of_memory
 from nsa.train.watch.out_of_memory import (
@@ -127,8 +128,11 @@ def test_evaluation_and_generation(config, nsa, refusal, monkeypatch):
     assert first == second != []
     assert "--micro-batch must be positive" in refusal("eval run --micro-batch 0")
     monkeypatch.setattr(generation, "_next_logits", no_memory)
-    hint = "Give fewer prompts, fewer --max-new-tokens or --device cpu."
+    hint = "Give a smaller --batch-size, fewer --max-new-tokens or --device cpu."
     assert refusal("generate run --prompt a") == f"nsa: generate: the text {end} {hint}"
+    monkeypatch.setattr(inspection, "inspect_text", no_memory)
+    hint = "Give fewer --tokens or --device cpu."
+    assert refusal("inspect run") == f"nsa: inspect: the text {end} {hint}"
 
 
 def test_profile(config, refusal, monkeypatch):
