@@ -198,9 +198,15 @@ class Ranks:
     """The processes of one run, started by hand instead of by torchrun, which takes seconds."""
 
     def __init__(
-        self, *words: str | Path, folder: Path, number: int = 2, fault: Fault = ()
+        self,
+        *words: str | Path,
+        folder: Path,
+        number: int = 2,
+        fault: Fault = (),
+        env: Mapping[str, str] | None = None,
     ) -> None:
         place = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        place |= env or {}
         self.ranks = [
             Nsa(
                 *words,

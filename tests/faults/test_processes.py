@@ -29,6 +29,7 @@ from tests.faults.cases import (
 from tests.train.cases import reproducible_rows, stored_tensors
 
 FSDP = ("--parallel.strategy", "fsdp")
+in_full = pytest.mark.faults
 
 
 def check_near(path: Path, whole: Path) -> None:
@@ -118,8 +119,8 @@ def test_shards_train_like_one_process(whole: Path, sharded: Path) -> None:
             "--accumulation 2 --micro-batch 1 --parallel.static-graph true"
             " --parallel.bucket-mib 0.01 --checkpointing.policy full",
         ),
-        (4, "--accumulation 1 --micro-batch 1"),
-        (4, "--accumulation 1 --micro-batch 1 --parallel.strategy fsdp"),
+        pytest.param(4, "--accumulation 1 --micro-batch 1", marks=in_full),
+        pytest.param(4, "--accumulation 1 --micro-batch 1 --parallel.strategy fsdp", marks=in_full),
     ],
     ids=["replicas", "options of replicas", "four replicas", "four shards"],
 )
@@ -151,7 +152,7 @@ def halt(*words: str | Path, folder: Path, number: int) -> None:
 @pytest.mark.parametrize(
     ("before", "first", "after", "then"),
     [
-        (1, (), 2, (*TWO_RANKS, *FSDP)),
+        pytest.param(1, (), 2, (*TWO_RANKS, *FSDP), marks=in_full),
         (2, (*TWO_RANKS, *FSDP), 2, ("--parallel.strategy", "ddp")),
         (2, TWO_RANKS, 1, ("--world-size", "1", "--accumulation", "2")),
     ],
@@ -174,7 +175,7 @@ def test_shards_resume_bit_for_bit(tmp_path: Path, whole: Path, sharded: Path) -
     assert outcome(path) == outcome(sharded)
 
 
-@pytest.mark.faults
+@in_full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_nodes_are_two_agents(tmp_path: Path, whole: Path, strategy: str) -> None:
     """Two torchrun agents that find each other as two machines would, with one process each."""
@@ -187,6 +188,27 @@ def test_two_nodes_are_two_agents(tmp_path: Path, whole: Path, strategy: str) ->
     check_near(tmp_path / "run", whole)
 
 
+def check_resumed(path: Path, whole: Path) -> None:
+    """A run that died in its 14th step went on from its checkpoint of step 12."""
+    (resumed,) = events(path, "resume")
+    assert resumed["step"] == 12
+    assert steps_of(path)[-1] == 20
+    check_near(path, whole)
+
+
+def test_ranks_that_are_started_anew_resume_the_run(tmp_path: Path, whole: Path) -> None:
+    """What torchrun does when a rank dies: the same words again, and the number of restarts."""
+    path, fault = tmp_path / "run", ("die", "13", "1", str(int(signal.SIGKILL)))
+    words = (*new_run(whole, path), *TWO_RANKS)
+    with Ranks(*words, folder=tmp_path, fault=fault) as run:
+        assert run.ranks[1].end() == -signal.SIGKILL
+    again = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    with Ranks(*words, folder=tmp_path, fault=fault, env=again) as run:
+        assert run.end() == [0, 0], run.text
+    check_resumed(path, whole)
+
+
+@in_full
 def test_rank_that_dies_is_started_anew_and_the_run_resumes(tmp_path: Path, whole: Path) -> None:
     """SIGKILL to one rank; torchrun ends the other, starts both again with the same words, and the
     run goes on.
@@ -196,10 +218,7 @@ def test_rank_that_dies_is_started_anew_and_the_run_resumes(tmp_path: Path, whol
     with torchrun(*new_run(whole, path), *TWO_RANKS, fault=fault, place=place) as agent:
         said, _ = agent.communicate(timeout=180)
     assert agent.returncode == 0, said
-    (resumed,) = events(path, "resume")
-    assert resumed["step"] == 12
-    assert steps_of(path)[-1] == 20
-    check_near(path, whole)
+    check_resumed(path, whole)
 
 
 @pytest.mark.parametrize(
