@@ -62,7 +62,7 @@ def batches(draw: st.DrawFn) -> Batch:
     return make_batch(config, lengths_k, lengths_q, seed=draw(st.integers(0, 2**31)))
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(batch=batches())
 def test_the_whole_matches_the_oracle(batch):
     inputs = make(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import replace
 from operator import attrgetter
@@ -13,7 +14,7 @@ import torch
 from nsa import configs
 from nsa.errors import UserError
 from nsa.lm.model import LanguageModel
-from nsa.train.config import TrainConfig
+from nsa.train.config import DataConfig, TrainConfig
 from nsa.train.data import make_tokenizer
 from nsa.train.load import load_config
 from nsa.train.optim import parameter_groups
@@ -82,10 +83,15 @@ def state_bytes(config: TrainConfig) -> int:
     return 4 * (4 * num_parameters(config) - one_moment)
 
 
+@functools.cache
+def vocab_size(tokenizer: str) -> int:
+    return make_tokenizer(DataConfig(tokenizer=tokenizer), ()).vocab_size
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_each_loads_and_fits_its_tokenizer(name):
     config = load_config(name)
-    assert config.model.vocab_size == make_tokenizer(config.data, ()).vocab_size
+    assert config.model.vocab_size == vocab_size(config.data.tokenizer)
     assert config.world_size == (2 if config.parallel.strategy == "fsdp" else 1)
     assert config.optim.warmup_steps < config.steps
 
