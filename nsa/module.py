@@ -14,7 +14,6 @@ from nsa.cache import LayerCache
 from nsa.config import BRANCHES, NSAConfig
 from nsa.errors import check, fail
 from nsa.ops._operator import Call
-from nsa.ops._packed import locate
 from nsa.ops._sequences import Sequences, open_layer_input
 from nsa.ops.compressed import compressed_attention
 from nsa.ops.compression import PhiWeights, compress, compressed_positions
@@ -203,7 +202,7 @@ class NativeSparseAttention(TogetherModule):
 
     @in_stage(PROJECTION)
     def _project(
-        self, x: Tensor, sequences: Sequences, positions: Tensor | None = None
+        self, x: Tensor, sequences: Sequences, before: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Queries, keys and values of every branch, ``[T, H, size]`` each, rotated, and ``gates``.
 
@@ -213,7 +212,7 @@ class NativeSparseAttention(TogetherModule):
             self.projection_weights(),
             self.gate.net.bias if isinstance(self.gate.net, nn.Linear) else None,
         )
-        found = project(x, weights, bias, self._columns, sequences, self.rope, positions=positions)
+        found = project(x, weights, bias, self._columns, sequences, self.rope, before=before)
         heads = dict(zip(self._outputs, found, strict=False))
         if self.config.share_kv:
             branches = self.config.branches
@@ -272,7 +271,7 @@ class NativeSparseAttention(TogetherModule):
             cache.config,
         )
         with torch.no_grad():
-            return self._decode(x, sequences.cu_q, cache).view(shape)
+            return self._decode(x, sequences, cache).view(shape)
 
     def _open(
         self,
@@ -339,15 +338,10 @@ class NativeSparseAttention(TogetherModule):
         with stage(PROJECTION):
             return self.o_proj(out.flatten(-2))
 
-    def _decode(self, x: Tensor, cu_seqlens: Tensor, cache: LayerCache) -> Tensor:
+    def _decode(self, x: Tensor, sequences: Sequences, cache: LayerCache) -> Tensor:
         """The same for tokens that follow those in the cache."""
-        sequence, row, _ = locate(x.shape[0], cu_seqlens)
-        positions = row + cache.lengths(cu_seqlens)[sequence]
-        sequences = Sequences(
-            (cu_seqlens, cu_seqlens), cu_seqlens.shape[0] - 1, x.shape[0], x.shape[0], x.device
-        )
-        heads = self._project(x, sequences, positions)
-        out = cache.attend(self._inputs(heads), rope=self.rope, cu_seqlens_q=cu_seqlens)
+        heads = self._project(x, sequences, cache.lengths(sequences, x.shape[0]))
+        out = cache.attend(self._inputs(heads), rope=self.rope, sequences=sequences)
         return self.o_proj(out.flatten(-2))
 
     def _inputs(self, heads: dict[str, Tensor]) -> AttentionInputs:

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nsa import LayerCache, NativeSparseAttention, NSACache, NSAConfig
+from nsa import LayerCache, NativeSparseAttention, NSACache, NSAConfig, Sequences
 from nsa.config import BRANCHES
 from tests import oracle
 from tests.ops.cases import array, near, offsets, small
 
 WIDTH = 24
 LONGEST = 150  # n * l' = 64 and w = 32: sparse
+MOST = 600
 SUBSETS = [tuple(c) for size in (1, 2, 3) for c in itertools.combinations(BRANCHES, size)]
-PARTS = ("slc", "win", "cmp", "tail")
 
 
 def layer(config: NSAConfig, seed: int = 0) -> NativeSparseAttention:
@@ -37,7 +37,7 @@ def tokens(num_tokens: int, seed: int = 1) -> Tensor:
 
 
 def new_cache(config: NSAConfig, batch_size: int = 1) -> LayerCache:
-    return NSACache(config, num_layers=1, batch_size=batch_size).layers[0]
+    return NSACache(config, num_layers=1, batch_size=batch_size, max_tokens=MOST).layers[0]
 
 
 def feed(
@@ -48,23 +48,32 @@ def feed(
     return torch.cat([module(part, cache=cache) for part in x.split(list(chunks))])
 
 
-def rows(cache: LayerCache) -> dict[str, np.ndarray]:
-    """Everything that the cache holds, by name."""
-    found = {}
-    for part in PARTS:
-        held = getattr(cache, part)
-        if held is not None:
-            found[f"{part}.key"], found[f"{part}.cu_seqlens"] = (
-                held.key.numpy(),
-                held.cu_seqlens.numpy(),
-            )
-            if held.value is not None:
-                found[f"{part}.value"] = held.value.numpy()
-    return found
+def contents(layer: LayerCache, cache: NSACache) -> dict[str, np.ndarray]:
+    """Everything that later queries may read, by name; sequences one behind the other."""
+    config, found = layer.config, dict[str, list[np.ndarray]]()
+    assert layer.tensors is not None
+    for b, length in enumerate(cache.lengths):
+        complete = oracle.num_compressed(length, config.compress_block_size, config.compress_stride)
+        first = {"win": max(length - config.window_size + 1, 0)}
+        first |= {"raw": complete * config.compress_stride}
+        shift = config.compress_block_size // config.compress_stride - 1
+        for name, held in zip(layer.tensors._fields[:8], layer.tensors[:8], strict=True):
+            if held is None:
+                continue
+            if name[2:] in first:
+                ring = held.unflatten(0, (cache.batch_size, -1))[b]
+                at = np.arange(first[name[2:]], length) % ring.shape[0]
+            else:
+                ring = held
+                page = config.block_size // (config.compress_stride if name[2:] == "cmp" else 1)
+                row = np.arange(complete) + shift if name[2:] == "cmp" else np.arange(length)
+                at = cache.table[b].numpy()[row // page] * page + row % page
+            found.setdefault(name, []).append(ring.numpy()[at])
+    return {name: np.concatenate(parts) for name, parts in found.items()}
 
 
 def same_contents(a: LayerCache, b: LayerCache) -> None:
-    of_a, of_b = rows(a), rows(b)
+    of_a, of_b = (contents(layer, layer._cache) for layer in (a, b))
     assert of_a.keys() == of_b.keys()
     for name, x in of_a.items():
         np.testing.assert_allclose(x, of_b[name], rtol=0, atol=1e-12, err_msg=name)
@@ -192,81 +201,108 @@ def test_nan_reaches_no_other_sequence():
 
 def test_caches_of_layers_are_separate():
     module, x = layer(small()), tokens(100)
-    cache = NSACache(module.config, num_layers=2)
-    assert len(cache.layers) == 2
-    near(feed(module, x, [50, 50], cache.layers[0]), array(module(x)))
-    near(feed(module, 2 * x, [30, 70], cache.layers[1]), array(module(2 * x)))
+    cache = NSACache(module.config, num_layers=2, max_tokens=100)
+    first, second = cache.layers
+    for part in (slice(0, 50), slice(50, 100)):
+        sequences = Sequences(None, 1, 50, 50, x.device)
+        near(module(2 * x[part], sequences=sequences, cache=second), array(module(2 * x))[part])
+        near(module(x[part], sequences=sequences, cache=first), array(module(x))[part])
+    assert cache.lengths == [100]
 
 
 # ------------------------------------------------------------------------------
 # what is kept
 
 
-def held(cache: LayerCache, part: str, num_sequences: int) -> list[int]:
-    contents = getattr(cache, part)
-    if contents is None:
-        return [0] * num_sequences
-    lengths = np.diff(contents.cu_seqlens.numpy()).tolist()
-    assert contents.key.shape[0] == sum(lengths)
-    assert contents.value is None or contents.value.shape[0] == sum(lengths)
-    return lengths
-
-
-@pytest.mark.parametrize(("l", "d"), [(8, 4), (16, 4), (16, 16), (4, 4)])
-def test_only_what_is_needed_is_kept(l, d):
-    """Selected branch: all keys; window: w tokens; compressed keys and tokens of the next one."""
-    config = small(compress_block_size=l, compress_stride=d, phi="linear")
-    module = layer(config)
-    calls = [(9, 0), (1, 1), (1, 1), (40, 5), (1, 0), (60, 100), *[(1, 1)] * 20]
-    cache, totals = new_cache(config, 2), np.zeros(2, dtype=int)
-    for lengths in calls:
-        module(tokens(sum(lengths), seed=3), cu_seqlens=offsets(lengths), cache=cache)
-        totals += lengths
-        complete = [oracle.num_compressed(int(n), l, d) for n in totals]
-        assert held(cache, "slc", 2) == totals.tolist()
-        assert held(cache, "win", 2) == [min(int(n), 32) for n in totals]
-        assert held(cache, "cmp", 2) == complete
-        assert held(cache, "tail", 2) == [
-            int(n) - c * d for n, c in zip(totals, complete, strict=True)
-        ]
-        assert max(held(cache, "tail", 2)) < l
-
-
 @pytest.mark.parametrize(
     ("branches", "parts"),
     [
-        (("win",), {"win"}),
-        (("cmp",), {"cmp", "tail"}),
-        (("slc",), {"slc", "cmp", "tail"}),
-        (("cmp", "win"), {"cmp", "tail", "win"}),
-        (("slc", "win"), {"slc", "cmp", "tail", "win"}),
+        (("win",), {"k_win", "v_win"}),
+        (("cmp",), {"k_raw", "v_raw", "k_cmp", "v_cmp"}),
+        (("slc",), {"k_slc", "v_slc", "k_raw", "k_cmp"}),
+        (("slc", "win"), {"k_slc", "v_slc", "k_raw", "k_cmp", "k_win", "v_win"}),
     ],
 )
 def test_branch_that_is_off_keeps_nothing(branches, parts):
+    """Compressed values serve the compressed branch alone."""
     config = small(branches=branches)
     cache = new_cache(config)
     layer(config)(tokens(100), cache=cache)
-    assert {part for part in PARTS if getattr(cache, part) is not None} == parts
-    if "cmp" not in branches and cache.cmp is not None:
-        assert cache.cmp.value is None  # compressed values serve the compressed branch alone
+    assert cache.tensors is not None
+    held = zip(cache.tensors._fields[:8], cache.tensors, strict=False)
+    assert {name for name, x in held if x is not None} == parts
 
 
-def test_kept_window_holds_no_other_token_in_memory():
-    """The last w tokens are a copy, not a view that keeps every token of a long prefill."""
+def test_memory_is_reserved_once():
+    """Pages for all tokens, rings of the window and of a block with 8 tokens to spare."""
     config = small()
-    cache = new_cache(config)
-    layer(config)(tokens(200), cache=cache)
-    kept: list[Any] = [cache.win, cache.tail]
-    for x in (y for held in kept for y in (held.key, held.value)):
-        assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    cache, module = new_cache(config, 2), layer(config)
+    module(tokens(20).view(2, 10, WIDTH), cache=cache)
+    assert cache.tensors is not None
+    before = [x.data_ptr() for x in cache.tensors if x is not None]
+    pages = -(-MOST // config.block_size)
+    rows = (pages * 16, pages * 16, 40, 40, 16, 16, pages * 4, pages * 4)
+    held = [x for x in cache.tensors[:8] if x is not None]
+    assert tuple(x.shape[0] for x in held) == tuple(2 * n for n in rows)
+    for count in (1, 80, 3):
+        module(tokens(2 * count).view(2, count, WIDTH), cache=cache)
+    assert [x.data_ptr() for x in cache.tensors if x is not None] == before
 
 
 def test_cache_keeps_no_graph():
     module, x = layer(small()).requires_grad_(True), tokens(20)
     cache = new_cache(module.config)
-    module(x, cache=cache)
-    contents = [getattr(cache, part) for part in PARTS]
-    assert not any(x.requires_grad for held in contents for x in (held.key, held.value))
+    assert not module(x, cache=cache).requires_grad
+    assert cache.tensors is not None
+    assert not any(x.requires_grad for x in cache.tensors if x is not None)
+
+
+# ------------------------------------------------------------------------------
+# sequences that are forked, shortened and freed
+
+
+def test_fork_truncate_and_free():
+    """A fork goes its own way; shortened sequences go on; what is freed starts anew."""
+    module, x, other = layer(small(phi="linear")), tokens(140), tokens(140, seed=2)
+    cache = NSACache(module.config, 1, 3, max_tokens=150)
+    first = cache.layers[0]
+    module(x[:77], cu_seqlens=offsets((77, 0, 0)), cache=first)
+    used = cache.num_free_pages
+    cache.fork(0, 2)
+    assert cache.num_free_pages == used
+    assert cache.lengths == [77, 0, 77]
+    both = torch.cat((x[77:80], other[77:80]))
+    out = module(both, cu_seqlens=offsets((3, 0, 3)), cache=first)
+    assert cache.num_free_pages == used - 1  # the last page of one was copied
+    mixed = torch.cat((x[:77], other[77:]))
+    near(out[:3], array(module(x))[77:80])
+    near(out[3:], array(module(mixed))[77:80])
+    cache.truncate(0, 78)
+    out = module(
+        torch.cat((other[78:120], mixed[80:82])), cu_seqlens=offsets((42, 0, 2)), cache=first
+    )
+    near(out[:42], array(module(torch.cat((x[:78], other[78:120]))))[78:])
+    near(out[42:], array(module(mixed))[80:82])
+    cache.free(0)
+    cache.free(2)
+    assert cache.num_free_pages == 3 * 10
+    near(module(x[:30], cu_seqlens=offsets((30, 0, 0)), cache=first), array(module(x))[:30])
+
+
+def test_pages_of_a_pool_that_is_shared():
+    """Three sequences of which none could have a third of the pool for itself."""
+    module, x = layer(small()), tokens(120)
+    cache = NSACache(module.config, 1, 3, max_tokens=120, num_pages=10)
+    out = module(x, cu_seqlens=offsets((100, 15, 5)), cache=cache.layers[0])
+    near(out[:100], array(module(x[:100])))
+    assert cache.num_free_pages == 10 - 7 - 1 - 1
+    with pytest.raises(ValueError, match=r"^NSACache: num_pages must leave 2 pages of 16 tokens"):
+        module(x[:14], cu_seqlens=offsets((0, 2, 12)), cache=cache.layers[0])
+    assert cache.lengths == [100, 15, 5]
+    near(
+        module(x[5:16], cu_seqlens=offsets((0, 0, 11)), cache=cache.layers[0]),
+        array(module(torch.cat((x[115:], x[5:16]))))[5:],
+    )
 
 
 def test_fp32():
@@ -279,13 +315,14 @@ def test_fp32():
 
 
 @pytest.mark.parametrize(
-    ("argument", "value"), [("num_layers", 0), ("num_layers", -1), ("batch_size", 0)]
+    ("argument", "value"),
+    [("num_layers", 0), ("num_layers", -1), ("batch_size", 0), ("max_tokens", 0), ("num_pages", 0)],
 )
 def test_bad_sizes(argument, value):
     with pytest.raises(
         ValueError, match=rf"^NSACache: {argument} must be positive, got {value}\.$"
     ):
-        NSACache(small(), **{"num_layers": 1, argument: value})
+        NSACache(small(), **{"num_layers": 1, "max_tokens": 9, argument: value})
 
 
 def test_another_number_of_sequences():
@@ -316,3 +353,45 @@ def test_refused_tokens_leave_the_cache_as_it_was(bad):
     with pytest.raises(ValueError, match="must"):
         module(x[50:55], cu_seqlens=bad, cache=cache)
     near(module(x[50:], cache=cache), array(module(x))[50:])
+
+
+def test_full():
+    module, x = layer(small()), tokens(60)
+    cache = NSACache(module.config, 1, max_tokens=50)
+    module(x[:45], cache=cache.layers[0])
+    rule = r"^NSACache: max_tokens must be at least 51 for the new tokens of sequence 0, got 50\.$"
+    with pytest.raises(ValueError, match=rule):
+        module(x[45:51], cache=cache.layers[0])
+    near(module(x[45:50], cache=cache.layers[0]), array(module(x))[45:50])
+
+
+def test_layers_take_in_the_same_tokens():
+    module, x = layer(small()), tokens(60)
+    cache = NSACache(module.config, 2, max_tokens=50)
+    module(x[:5], cache=cache.layers[0])
+    with pytest.raises(ValueError, match=r"^NSACache: layers\[0\] must not have them yet: "):
+        module(x[:5], cache=cache.layers[0])
+    with pytest.raises(ValueError, match=r"^NSACache: new tokens must be \[5\] "):
+        module(x[:4], cache=cache.layers[1])
+    module(x[:5], cache=cache.layers[1])
+    assert cache.lengths == [5]
+
+
+@pytest.mark.parametrize("length", [-1, 80, 92, 101])
+def test_lengths_out_of_reach(length):
+    """Rings hold 8 tokens more than are needed; what they have overwritten is gone."""
+    module = layer(small())
+    cache = NSACache(module.config, 1, max_tokens=150)
+    module(tokens(100), cache=cache.layers[0])
+    cache.truncate(0, 96)
+    with pytest.raises(ValueError, match=r"^truncate: length must be 0 or from 92 to 96, got "):
+        cache.truncate(0, length if length != 92 else 91)
+    cache.truncate(0, 92)
+
+
+def test_fork_of_what_is_not_there():
+    cache = NSACache(small(), 1, 2, max_tokens=50)
+    layer(small())(tokens(8), cu_seqlens=offsets((4, 4)), cache=cache.layers[0])
+    for source, target, argument in ((2, 0, "source"), (0, -1, "target"), (0, 1, "target")):
+        with pytest.raises(ValueError, match=f"^fork: {argument} must be "):
+            cache.fork(source, target)

@@ -93,9 +93,9 @@ def import_arrows(path: str, text: str) -> list[str]:
 
 
 def operators_apart(path: str, text: str) -> list[str]:
-    """Operators do not import each other; ``ops/attention`` may use the launchers of the others."""
+    """Operators do not import each other; the whole of attention and of a decode step may."""
     here = re.match(r"nsa/ops/([a-z]\w*)/", path)
-    if here is None or here[1] == "attention":
+    if here is None or here[1] in ("attention", "decode"):
         return []
     matches = ((line, re.match(r"nsa\.ops\.([a-z]\w*)", name)) for line, name in imports(text))
     apart = ((line, found[1]) for line, found in matches if found and found[1] != here[1])

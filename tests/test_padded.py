@@ -155,7 +155,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
         r"sequences must be of a batch of shape \(2, 30\) like x, got \(3, 20\)",
     ),
     "cache": (
-        {"attention_mask": ALL, "cache": NSACache(small(), 1, batch_size=2).layers[0]},
+        {"attention_mask": ALL, "cache": NSACache(small(), 1, 2, max_tokens=30).layers[0]},
         "attention_mask must be left out with a cache",
     ),
 }

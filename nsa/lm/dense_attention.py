@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
-from nsa.cache import PackedRows
 from nsa.config import NSAConfig
 from nsa.errors import check
 from nsa.ops._backend import on_gpu
@@ -35,6 +35,32 @@ _FASTEST_FIRST = [
 ]
 
 
+@dataclass
+class PackedRows:
+    """Rows of several sequences, packed.
+
+    Attributes:
+        key: ``[N, Hkv, D]``.
+        value: ``[N, Hkv, Dv]``.
+        cu_seqlens: int32 ``[B + 1]``.
+    """
+
+    key: Tensor
+    value: Tensor
+    cu_seqlens: Tensor
+
+    def append(self, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> PackedRows:
+        """New rows behind the old ones of each sequence."""
+        joined = torch.cat((self.cu_seqlens[:1], (self.cu_seqlens + cu_seqlens)[1:]))
+        sequence, row, _ = locate(self.key.shape[0] + key.shape[0], joined)
+        old = lengths(self.cu_seqlens)[sequence]
+        from_old = self.cu_seqlens.long()[sequence] + row
+        from_new = self.key.shape[0] + cu_seqlens.long()[sequence] + row - old
+        index = torch.where(row < old, from_old, from_new)
+        values = torch.cat((self.value, value))[index]
+        return PackedRows(torch.cat((self.key, key))[index], values, joined)
+
+
 class DenseLayerCache:
     """Decode cache of one dense layer: rotated keys and values of all tokens, packed.
 
@@ -47,10 +73,11 @@ class DenseLayerCache:
         self.rows: PackedRows | None = None
 
     def lengths(self, cu_seqlens: Tensor) -> Tensor:
-        """Tokens cached of each sequence, int64 ``[B]``."""
+        """Tokens cached of each sequence, int32 ``[B]``."""
         batch, rule = cu_seqlens.shape[0] - 1, f"describe {self.batch_size} sequences"
         check(batch == self.batch_size, "DenseCache", "cu_seqlens", rule, batch)
-        return lengths(torch.zeros_like(cu_seqlens) if self.rows is None else self.rows.cu_seqlens)
+        held = torch.zeros_like(cu_seqlens) if self.rows is None else self.rows.cu_seqlens
+        return lengths(held).int()
 
     @torch.no_grad()
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -64,7 +91,6 @@ class DenseLayerCache:
         """
         new = PackedRows(k, v, cu_seqlens)
         self.rows = new if self.rows is None else self.rows.append(k, v, cu_seqlens)
-        assert self.rows.value is not None
         cu_k = self.rows.cu_seqlens
         max_q, max_k = int(lengths(cu_seqlens).max()), int(lengths(cu_k).max())
         position = pad(query_positions(q.shape[0], cu_seqlens, cu_k), cu_seqlens, max_q)
@@ -141,15 +167,10 @@ class DenseAttention(TogetherModule):
         x, sequences = open_layer_input(
             "DenseAttention", x, self.width, cu_seqlens, max_seqlen, attention_mask, sequences
         )
-        positions = None
-        if cache is not None:
-            sequence, positions, _ = locate(x.shape[0], sequences.cu_q)
-            positions = positions + cache.lengths(sequences.cu_q)[sequence]
+        before = None if cache is None else cache.lengths(sequences.cu_q)
         with stage(PROJECTION):
             weights = self.projection_weights()
-            q, k, v = project(
-                x, weights, None, self._columns, sequences, self.rope, positions=positions
-            )
+            q, k, v = project(x, weights, None, self._columns, sequences, self.rope, before=before)
         if cache is None:
             cu_seqlens = None if sequences.offsets is None else sequences.cu_q
             out = causal_attention(q, k, v, cu_seqlens, sequences.len_q)

@@ -197,10 +197,16 @@ class LanguageModel(nn.Module):
         """The layers, first to last."""
         return cast(list[DecoderLayer], list(self.layers))
 
-    def new_cache(self, batch_size: int = 1) -> Cache:
-        """An empty decode cache for ``batch_size`` sequences, whose lengths may differ."""
-        if self.config.attention == "nsa":
-            return NSACache(self.config.nsa, self.config.num_layers, batch_size)
+    def new_cache(self, batch_size: int = 1, *, max_tokens: int) -> Cache:
+        """An empty decode cache.
+
+        Args:
+            batch_size: sequences decoded together; their lengths may differ.
+            max_tokens: tokens that a sequence may come to have.
+        """
+        config, layers = self.config, self.config.num_layers
+        if config.attention == "nsa":
+            return NSACache(config.nsa, layers, batch_size, max_tokens=max_tokens)
         return DenseCache(self.config.num_layers, batch_size)
 
     def num_parameters(self) -> dict[str, int]:

@@ -94,7 +94,8 @@ class Generation(Iterator[list[bytes]]):
 
     def _run(self) -> Iterator[list[bytes]]:
         device = self.model.embedding.weight.device
-        cache = self.model.new_cache(len(self.tokens))
+        most = max(len(tokens) for tokens in self.tokens) + max(self.max_new_tokens, 1)
+        cache = self.model.new_cache(len(self.tokens), max_tokens=most)
         uniform, seen = uniform_numbers(self.seeds, device), self._seen(device)
         new_tokens = [list(tokens) for tokens in self.tokens]
         for step in range(self.max_new_tokens):

@@ -155,7 +155,7 @@ def layer_case(batch: Batch, *, cached: bool) -> Case:
     def run(changed: dict[str, Any]) -> Tensor:
         if not cached:
             return module(changed["x"], cu_seqlens=changed["cu_seqlens"])
-        cache = NSACache(config, num_layers=1, batch_size=1).layers[0]
+        cache = NSACache(config, 1, max_tokens=max(len(changed["x"]), 1)).layers[0]
         tokens = changed["x"]
         half, steps = len(tokens) // 2, min(2, len(tokens) // 2)
         parts = tokens.split([half, len(tokens) - half - steps, *[1] * steps])

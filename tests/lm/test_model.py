@@ -219,7 +219,7 @@ def test_prefill_and_steps_equal_the_whole(attention: str, cut: int) -> None:
     model = make(attention).double()
     data = tokens(2, 60)
     whole = model(data)
-    cache = model.new_cache(2)
+    cache = model.new_cache(2, max_tokens=60)
     logits = [model(data[:, :cut], cache=cache)]
     logits += [model(data[:, t : t + 1], cache=cache) for t in range(cut, 50)]
     logits.append(model(data[:, 50:], cache=cache))

@@ -20,7 +20,8 @@ from triton.runtime.jit import JITFunction
 
 import nsa
 import nsa.attention
-from nsa import NSAConfig, PhiWeights, Rope, combine, native_sparse_attention
+from nsa import NSACache, NSAConfig, PhiWeights, Rope, combine, native_sparse_attention
+from nsa.attention import AttentionInputs
 from nsa.ops._sequences import Sequences
 from nsa.ops._triton.kernel import Kernel
 from nsa.ops.embedding import embed
@@ -193,3 +194,24 @@ def reached_from(kernels: Iterable[JITFunction[Any]]) -> set[JITFunction[Any]]:
         called = map(function.fn.__globals__.get, names)
         waiting += [value for value in called if isinstance(value, JITFunction)]
     return reached
+
+
+def decode(config: NSAConfig, dtype: torch.dtype, queries: int, max_tokens: int) -> None:
+    """Launch what a layer launches for a decode step of two sequences."""
+    cache = NSACache(config, 1, 2, max_tokens=max_tokens, num_pages=4)
+    tokens = 2 * queries
+
+    def zeros(heads: int, size: int) -> Tensor:
+        return torch.zeros(tokens, heads, size, dtype=dtype)
+
+    sizes = (config.head_dim, config.value_dim) * 3
+    phi = None
+    if config.phi != "mean":
+        key_phi, value_phi = (phi_weights(config, size, dtype) for size in sizes[:2])
+        phi = (key_phi, value_phi)
+    q, gates = zeros(config.num_heads, config.head_dim), zeros(config.num_heads, 3)
+    keys = [zeros(config.num_kv_heads, size) for size in sizes]
+    inputs = AttentionInputs._make((q, *keys, gates, phi, None))
+    sequences = Sequences(None, 2, queries, queries, gates.device)
+    with mock.patch("nsa.cache.cache.choose_backend", return_value="triton"):
+        cache.layers[0].attend(inputs, rope=Rope.from_config(config), sequences=sequences)

@@ -27,7 +27,7 @@ def project(
     sequences: Sequences,
     rope: Rope,
     *,
-    positions: Tensor | None = None,
+    before: Tensor | None = None,
     backend: str = "auto",
 ) -> list[Tensor]:
     """Project, split into heads and rotate.
@@ -43,7 +43,7 @@ def project(
         columns: what the products are.
         sequences: where the tokens' sequences lie.
         rope: the rotation.
-        positions: integer position of each token ``[T]``; None: as the sequences lie.
+        before: tokens of each sequence before these, int32 ``[B]``; None: there are none.
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
@@ -65,15 +65,16 @@ def project(
         if part.rotated != "no" and (rope.dim > part.size or rope.dim % 2):
             rule = f"have an even dim of at most the head size ({part.size})"
             fail(name, "rope", rule, rope.dim)
-    if positions is not None and positions.shape != x.shape[:1]:
-        fail(name, "positions", f"have shape {tuple(x.shape[:1])}", tuple(positions.shape))
+    if before is not None and before.shape != (sequences.num_sequences,):
+        fail(name, "before", f"have shape {(sequences.num_sequences,)}", tuple(before.shape))
     device = x.device.type
     if choose_backend(name, backend, x, "x") == "reference":
-        if positions is None:
-            positions = locate(x.shape[0], sequences.cu_q)[1]
+        sequence, positions, _ = locate(x.shape[0], sequences.cu_q)
+        if before is not None:
+            positions = positions + before[sequence]
         return project_reference(x, weights, bias, positions, columns, rope)
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     cu, _, num_sequences, length, _ = sequences.kernel_arguments()
-    where = (positions, cu, num_sequences, length, columns.text, rope.text)
+    where = (before, cu, num_sequences, length, columns.text, rope.text)
     return list(project_op(x, list(weights), bias, *where))

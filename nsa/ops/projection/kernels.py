@@ -60,11 +60,10 @@ class Plan:
 
 
 @triton.jit
-def token_positions(positions_ptr, cu_ptr, row, ok, len_x, num_sequences, search_steps):
-    """Positions of the tokens in their sequences: as given, or as the sequences lie."""
-    if positions_ptr is not None:
-        position = tl.load(positions_ptr + row, mask=ok, other=0).to(tl.int32)
-    elif cu_ptr is None:
+def token_positions(before_ptr, cu_ptr, row, ok, len_x, num_sequences, search_steps):
+    """Positions of the tokens: as the sequences lie, behind those that came before."""
+    if cu_ptr is None:
+        sequence = row // tl.maximum(len_x, 1)
         position = (row % tl.maximum(len_x, 1)).to(tl.int32)
     else:
         # The last sequence that begins at the row or before it, bit by bit.
@@ -77,6 +76,8 @@ def token_positions(positions_ptr, cu_ptr, row, ok, len_x, num_sequences, search
             sequence = tl.where(found, later, sequence)
             start = tl.where(found, begin, start)
         position = (row - start).to(tl.int32)
+    if before_ptr is not None:
+        position += tl.load(before_ptr + sequence, mask=ok, other=0).to(tl.int32)
     return position
 
 
@@ -187,7 +188,7 @@ def heads_kernel(
     gates_ptr,
     dgates_ptr,
     bias_ptr,
-    positions_ptr,
+    before_ptr,
     frequency_ptr,
     cu_ptr,
     len_x,
@@ -217,9 +218,7 @@ def heads_kernel(
     if frequency_ptr is not None:
         i = tl.arange(0, BLOCK_HALF)
         frequency = tl.load(frequency_ptr + i, mask=i < PLAN.half, other=0.0)
-        position = token_positions(
-            positions_ptr, cu_ptr, row, ok, len_x, num_sequences, search_steps
-        )
+        position = token_positions(before_ptr, cu_ptr, row, ok, len_x, num_sequences, search_steps)
         position = (position + position_offset).to(tl.float32)
         cosine, sine = cos_sin(position[:, None] * frequency[None, :])
         cosine *= magnitude

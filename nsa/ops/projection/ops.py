@@ -24,7 +24,7 @@ class Tokens(NamedTuple):
     """The last arguments of the operators.
 
     Attributes:
-        positions: position of each token ``[T]``; None: as the sequences lie.
+        before: tokens of each sequence before these, int32 ``[B]``; None: none.
         cu: int32 ``[B + 1]`` offsets of the sequences; None when all have the same length.
         num_sequences: B.
         length: tokens of each sequence when ``cu`` is None.
@@ -32,7 +32,7 @@ class Tokens(NamedTuple):
         rope: of :attr:`Rope.text`.
     """
 
-    positions: Tensor | None
+    before: Tensor | None
     cu: Tensor | None
     num_sequences: int
     length: int
@@ -73,7 +73,7 @@ def _launch(
             gates,
             dgates,
             bias,
-            tokens.positions,
+            tokens.before,
             frequency_table(rope, x.device) if turns else None,
             tokens.cu,
             tokens.length,
@@ -168,17 +168,17 @@ def _gradients(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weights, bias, positions, cu, *ctx.rest = inputs
+    x, weights, bias, before, cu, *ctx.rest = inputs
     gates = None if bias is None else output[-1]
-    ctx.save_for_backward(x, bias, positions, cu, gates, *weights)
+    ctx.save_for_backward(x, bias, before, cu, gates, *weights)
 
 
 def _differentiate(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    x, bias, positions, cu, gates, *weights = ctx.saved_tensors
+    x, bias, before, cu, gates, *weights = ctx.saved_tensors
     needs_x, needs_weights, needs_bias = ctx.needs[:3]
     needs = [needs_x, any(needs_weights), needs_bias]
     dx, dweight, dbias = project_backward_op(
-        list(grads), x, weights, bias, gates, needs, positions, cu, *ctx.rest
+        list(grads), x, weights, bias, gates, needs, before, cu, *ctx.rest
     )
     dweights, start = list[Tensor | None](), 0
     for weight, needed in zip(weights, needs_weights, strict=True):
@@ -188,9 +188,7 @@ def _differentiate(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     return *gradients, *((None,) * (2 + len(ctx.rest)))
 
 
-_TOKENS = (
-    "Tensor? positions, Tensor? cu, SymInt num_sequences, SymInt length, str columns, str rope"
-)
+_TOKENS = "Tensor? before, Tensor? cu, SymInt num_sequences, SymInt length, str columns, str rope"
 project_op = register(
     "project",
     f"(Tensor x, Tensor[] weights, Tensor? bias, {_TOKENS}) -> Tensor[]",

@@ -172,6 +172,14 @@ def rank_blocks(
 
 
 @triton.jit
+def sorted_ids(best, selected):
+    """Ids of the selected blocks of each row, ascending, -1 behind them; see ``rank_blocks``."""
+    ids = tl.where(selected, (best & LAST_ID) * -1 + LAST_ID, LAST_ID).to(tl.int32)
+    ids = tl.sort(ids, dim=1)
+    return tl.where(ids == LAST_ID, -1, ids)
+
+
+@triton.jit
 def store_selection(
     out_ptr, best, queries, head_kv, HKV: tl.constexpr, SCORING: tl.constexpr, COUNTS: tl.constexpr
 ):
@@ -186,9 +194,6 @@ def store_selection(
     count = tl.full([best.shape[0]], N, tl.int32)
     for i in tl.static_range(ROWS - 1, -1, -1):
         count = tl.where(queries.t < COUNTS[2 * i], COUNTS[2 * i + 1], count)
-    selected = (best >= 0) & (column < count[:, None])
-    ids = tl.where(selected, (best & LAST_ID) * -1 + LAST_ID, LAST_ID).to(tl.int32)
-    ids = tl.sort(ids, dim=1)
-    ids = tl.where(ids == LAST_ID, -1, ids)
+    ids = sorted_ids(best, (best >= 0) & (column < count[:, None]))
     row = (queries.token * HKV + head_kv) * N
     tl.store(out_ptr + row[:, None] + column, ids, mask=queries.ok[:, None] & (column < N))

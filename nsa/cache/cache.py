@@ -1,0 +1,340 @@
+"""The cache of a model and of its layers: memory, lengths, steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.attention import AttentionInputs
+from nsa.cache.chunk import Chunk, Step, new_tokens
+from nsa.cache.pages import Pages
+from nsa.config import NSAConfig
+from nsa.errors import check
+from nsa.ops._backend import choose_backend
+from nsa.ops._checks import check_cu_seqlens_contents
+from nsa.ops._packed import lengths
+from nsa.ops._sequences import Sequences
+from nsa.ops.decode import MOST_QUERIES
+from nsa.ops.decode.tensors import CacheTensors
+from nsa.rope import Rope
+
+_NAME = "NSACache"
+
+
+class NSACache:
+    """Decode cache of a model: one :class:`LayerCache` a layer, and the lengths that they share.
+
+    A model takes new tokens through all of its layers, in any order, before it gets the next ones.
+
+    Args:
+        config: the sparse pattern.
+        num_layers: layers of the model.
+        batch_size: sequences decoded together; their lengths may differ.
+        max_tokens: tokens that a sequence may come to have.
+        num_pages: pages of ``config.block_size`` tokens for all sequences together; None: enough
+            for ``max_tokens`` of each.
+
+    Raises:
+        ValueError: a number is not positive.
+    """
+
+    def __init__(
+        self,
+        config: NSAConfig,
+        num_layers: int,
+        batch_size: int = 1,
+        *,
+        max_tokens: int,
+        num_pages: int | None = None,
+    ) -> None:
+        pages_each = -(-max_tokens // config.block_size)
+        num_pages = batch_size * pages_each if num_pages is None else num_pages
+        sizes = {"num_layers": num_layers, "batch_size": batch_size}
+        for name, size in {**sizes, "max_tokens": max_tokens, "num_pages": num_pages}.items():
+            check(size > 0, _NAME, name, "be positive", size)
+        self.config, self.batch_size, self.max_tokens = config, batch_size, max_tokens
+        self._pages = Pages(num_pages, config.block_size, batch_size)
+        self._lengths = [0] * batch_size
+        # The most tokens whose traces the rings hold: a ring forgets what they have overwritten.
+        self._written = [0] * batch_size
+        self._step: Step | None = None
+        self._table = torch.zeros(batch_size, pages_each, dtype=torch.int32)
+        self._on_device: tuple[Tensor, Tensor] | None = None
+        self.layers = [
+            LayerCache(config.for_layer(layer), self, layer) for layer in range(num_layers)
+        ]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens cached of each sequence."""
+        return list(self._lengths)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that no sequence holds."""
+        return self._pages.num_free
+
+    def reserve(self, counts: Sequence[int]) -> None:
+        """Make sure that ``counts[b]`` more tokens of each sequence b have a place.
+
+        Steps do so themselves. A replayed CUDA graph of a step cannot: call it before.
+
+        Raises:
+            ValueError: the cache is full; nothing has changed then.
+        """
+        for b, (length, count) in enumerate(zip(self._lengths, counts, strict=True)):
+            rule = f"be at least {length + count} for the new tokens of sequence {b}"
+            check(length + count <= self.max_tokens, _NAME, "max_tokens", rule, self.max_tokens)
+        held = [len(pages) for pages in self._pages.held]
+        copies = self._pages.prepare(self._lengths, counts)
+        for layer in self.layers:
+            layer.copy_pages(copies)
+        if copies or held != [len(pages) for pages in self._pages.held]:
+            self._write_table()
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Count tokens that a replayed CUDA graph of a step has taken in."""
+        self._lengths = [n + count for n, count in zip(self._lengths, counts, strict=True)]
+        self._written = [max(pair) for pair in zip(self._written, self._lengths, strict=True)]
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget the tokens of a sequence behind its first ``length``, and give back their pages.
+
+        Args:
+            sequence: its number.
+            length: 0, or within 8 of the most tokens that it had: the rings hold no more.
+
+        Raises:
+            ValueError: the length is out of reach.
+        """
+        self._check_sequence("truncate", "sequence", sequence)
+        have, most = self._lengths[sequence], self._written[sequence]
+        least = max(most - MOST_QUERIES, 0)
+        rule = f"be 0 or from {least} to {have}"
+        check(length == 0 or least <= length <= have, "truncate", "length", rule, length)
+        self._pages.truncate(sequence, length)
+        self._set_length(sequence, length, length if length == 0 else most)
+
+    def free(self, sequence: int) -> None:
+        """Forget a sequence; another may take its place."""
+        self.truncate(sequence, 0)
+
+    def fork(self, source: int, target: int) -> None:
+        """Let an empty sequence continue a copy of another: whole pages are shared, not copied.
+
+        Raises:
+            ValueError: there is no such sequence, or ``target`` holds tokens.
+        """
+        self._check_sequence("fork", "source", source)
+        self._check_sequence("fork", "target", target)
+        check(self._lengths[target] == 0, "fork", "target", "be empty", self._lengths[target])
+        self._pages.fork(source, target)
+        for layer in self.layers:
+            layer.copy_rings(source, target)
+        self._set_length(target, self._lengths[source], self._written[source])
+
+    def begin(self, layer: int, sequences: Sequences, num_tokens: int) -> Step:
+        """The step that ``num_tokens`` new tokens make, for the next layer that takes them in.
+
+        Raises:
+            ValueError: they do not fit the cache, or the layer had them; nothing has changed then.
+        """
+        step = self._step
+        if step is None or (not step.taken and step.sequences is not sequences):
+            counts = self._counts(sequences, num_tokens)
+            self._place(sequences.device)
+            self.reserve(counts)
+            step = self._step = Step(sequences, self.lengths, counts, set())
+        elif step.sequences is not sequences:
+            counts = self._counts(sequences, num_tokens)
+            rule = f"be {step.counts} for the sequences, as in the other layers"
+            check(counts == step.counts, _NAME, "new tokens", rule, counts)
+        rule = "not have them yet: all layers take in the same tokens before the next ones"
+        check(layer not in step.taken, _NAME, f"layers[{layer}]", rule, "them again")
+        return step
+
+    def finish(self, layer: int) -> None:
+        """A layer has taken in the tokens of the step; the last one ends it."""
+        step = self._step
+        assert step is not None
+        step.taken.add(layer)
+        if len(step.taken) < len(self.layers):
+            return
+        self.advance(step.counts)
+        if len({*step.counts}) == 1:
+            self.device_lengths.add_(step.counts[0])
+        else:
+            self.device_lengths.copy_(torch.tensor(self._lengths, dtype=torch.int32))
+        self._step = None
+
+    @property
+    def device_lengths(self) -> Tensor:
+        """:attr:`lengths` on the device, int32 ``[B]``; they do not count a step under way."""
+        assert self._on_device is not None
+        return self._on_device[0]
+
+    @property
+    def table(self) -> Tensor:
+        """Pages of every sequence on the device, int32 ``[B, most pages]``."""
+        assert self._on_device is not None
+        return self._on_device[1]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all sequences together."""
+        return len(self._pages.uses)
+
+    def _counts(self, sequences: Sequences, num_tokens: int) -> list[int]:
+        batch = sequences.num_sequences
+        rule = f"describe {self.batch_size} sequences"
+        check(batch == self.batch_size, _NAME, "cu_seqlens", rule, batch)
+        if sequences.offsets is None:
+            return [sequences.len_q] * batch
+        check_cu_seqlens_contents(_NAME, "cu_seqlens", sequences.offsets[0], num_tokens)
+        return lengths(sequences.offsets[0]).tolist()
+
+    def _place(self, device: torch.device) -> None:
+        if self._on_device is None:
+            zeros = torch.zeros(self.batch_size, dtype=torch.int32, device=device)
+            self._on_device = zeros, self._table.to(device)
+        check(device == self.table.device, _NAME, "tokens", f"be on {self.table.device}", device)
+
+    def _write_table(self) -> None:
+        for b, pages in enumerate(self._pages.held):
+            self._table[b, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self.table.copy_(self._table)
+
+    def _set_length(self, sequence: int, length: int, written: int) -> None:
+        self._step = None  # one that an error has ended half-way is forgotten
+        self._lengths[sequence], self._written[sequence] = length, written
+        if self._on_device is not None:
+            self._write_table()
+            self.device_lengths[sequence] = length
+
+    def _check_sequence(self, function: str, argument: str, sequence: int) -> None:
+        rule = f"be from 0 to {self.batch_size - 1}"
+        check(0 <= sequence < self.batch_size, function, argument, rule, sequence)
+
+
+class LayerCache:
+    """Decode cache of one attention layer, made by :class:`NSACache`.
+
+    Args:
+        config: the sparse pattern of the layer.
+        cache: the whole.
+        layer: number of the layer.
+
+    Attributes:
+        tensors: the layer's memory, reserved when its first tokens come.
+        block_indices: of the last tokens, where decode kernels or the branches selected blocks.
+        reads: see ``nsa.ops.decode.launch.DecodeStep``; keys are counted where it is a tensor.
+    """
+
+    def __init__(self, config: NSAConfig, cache: NSACache, layer: int) -> None:
+        self.config, self._cache, self._layer = config, cache, layer
+        self.tensors: CacheTensors | None = None
+        self.block_indices: Tensor | None = None
+        self.reads: Tensor | None = None
+        # Approximate scores are those of the kernels for many queries.
+        self._is_exact = config.coarse_block_size is None and config.score_precision == "exact"
+
+    def lengths(self, sequences: Sequences, num_tokens: int) -> Tensor:
+        """Tokens cached of each sequence before ``num_tokens`` new ones, int32 ``[B]``.
+
+        Raises:
+            ValueError: the tokens do not fit the cache; nothing has changed then.
+        """
+        self._cache.begin(self._layer, sequences, num_tokens)
+        return self._cache.device_lengths
+
+    @torch.no_grad()
+    def attend(self, inputs: AttentionInputs, *, rope: Rope, sequences: Sequences) -> Tensor:
+        """Take in new tokens, without gradients, and return their attention output ``[T, Hq, Dv]``.
+
+        Inputs as of ``native_sparse_attention``. One call serves prefill, chunks of a prompt and
+        steps. On a GPU, up to 8 new tokens for every sequence of a batch of equal lengths go
+        through decode kernels, which split the keys among programs and launch the same way
+        whatever the lengths are.
+        """
+        backend = choose_backend(_NAME, "auto", inputs.q)
+        step = self._cache.begin(self._layer, sequences, inputs.q.shape[0])
+        tensors = self._tensors(inputs)
+        is_short = sequences.offsets is None and 0 < sequences.len_q <= MOST_QUERIES
+        if backend == "triton" and is_short and self._is_exact:
+            out = self._decode(inputs, rope, sequences.len_q, tensors)
+        else:
+            chunk = Chunk(self.config, tensors, step, backend)
+            out, self.block_indices = chunk.attend(inputs, rope)
+        self._cache.finish(self._layer)
+        return out
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy pages, ``(from, to)`` each."""
+        if copies and self.tensors is not None:
+            sources, targets = zip(*copies, strict=True)
+            for pool in self._of_kind("slc", "cmp"):
+                pages = pool.unflatten(0, (self._cache.num_pages, -1))
+                pages[list(targets)] = pages[list(sources)]
+
+    def copy_rings(self, source: int, target: int) -> None:
+        """Copy the rings of a sequence."""
+        for ring in self._of_kind("win", "raw"):
+            rings = ring.unflatten(0, (self._cache.batch_size, -1))
+            rings[target] = rings[source]
+
+    def _of_kind(self, *kinds: str) -> list[Tensor]:
+        if self.tensors is None:
+            return []
+        names = [f"{x}_{kind}" for kind in kinds for x in "kv"]
+        found = [getattr(self.tensors, name) for name in names]
+        return [x for x in found if x is not None]
+
+    def _tensors(self, inputs: AttentionInputs) -> CacheTensors:
+        """The layer's memory."""
+        config, cache, k = self.config, self._cache, inputs.q
+        if self.tensors is None:
+            tokens = cache.num_pages * config.block_size
+            rows = {
+                "slc": tokens if "slc" in config.branches else 0,
+                "win": cache.batch_size * (config.window_size + MOST_QUERIES),
+                "raw": cache.batch_size * (config.compress_block_size + MOST_QUERIES),
+                "cmp": tokens // config.compress_stride,
+            }
+            has_values = {"slc": True, "win": True}
+            has_values |= dict.fromkeys(("raw", "cmp"), "cmp" in config.branches)
+            on = {kind: kind in config.branches for kind in ("slc", "win")}
+            on |= dict.fromkeys(("raw", "cmp"), config.scores_blocks)
+
+            def new(kind: str, size: int, is_on: bool) -> Tensor | None:
+                return k.new_zeros(rows[kind], config.num_kv_heads, size) if is_on else None
+
+            held = dict[str, Any]()
+            for kind in rows:
+                held[f"k_{kind}"] = new(kind, config.head_dim, on[kind])
+                held[f"v_{kind}"] = new(kind, config.value_dim, on[kind] and has_values[kind])
+            # the programs of a step that share a query are counted; a group has up to 64 heads
+            most = cache.batch_size * config.num_heads * MOST_QUERIES
+            counters = k.new_zeros(2, most, dtype=torch.int32)
+            self.tensors = CacheTensors(
+                **held, table=cache.table, lengths=cache.device_lengths, counters=counters
+            )
+        kept = next(x for x in self.tensors if x is not None)
+        check(k.dtype == kept.dtype, _NAME, "tokens", f"stay {kept.dtype}", k.dtype)
+        return self.tensors
+
+    def _decode(
+        self, inputs: AttentionInputs, rope: Rope, queries: int, tensors: CacheTensors
+    ) -> Tensor:
+        from nsa.ops.decode.launch import DecodeStep, append
+
+        config = self.config
+        append(new_tokens(inputs, tensors), tensors, inputs.phi, rope, config, queries)
+        q_cmp = None if inputs.q_cmp is None else inputs.q_cmp.contiguous()
+        step = DecodeStep.of(tensors, config, queries, self.reads)
+        out, self.block_indices = step.attend(
+            inputs.q.contiguous(), q_cmp, inputs.gates.contiguous()
+        )
+        return out

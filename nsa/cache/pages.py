@@ -1,0 +1,94 @@
+"""Which pages of a pool hold the tokens of which sequence; sequences may share pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nsa.errors import check
+
+
+class Pages:
+    """Pages of equal size, handed out to sequences as they grow.
+
+    A page that several sequences share is copied for the first of them that writes to it.
+
+    Args:
+        num_pages: pages of the pool.
+        page_size: tokens of a page.
+        num_sequences: sequences.
+
+    Attributes:
+        held: the pages of each sequence, those of its first tokens first.
+        uses: how many sequences hold each page.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, num_sequences: int) -> None:
+        self.page_size = page_size
+        self.held: list[list[int]] = [[] for _ in range(num_sequences)]
+        self.uses = [0] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Pages that no sequence holds."""
+        return len(self._free)
+
+    def prepare(self, lengths: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int]]:
+        """Make room for ``counts[b]`` tokens behind the ``lengths[b]`` of each sequence b.
+
+        Returns:
+            Pages to copy, ``(from, to)``: they were shared, and are about to be written to.
+
+        Raises:
+            ValueError: too few pages are free; nothing has changed then.
+        """
+        grown, shared = list[tuple[int, int]](), list[int]()
+        for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            missing = -(-(length + count) // self.page_size) - len(self.held[b])
+            grown += [(b, missing)] if missing > 0 else []
+            place = length // self.page_size  # of the first page that is written to
+            if count and place < len(self.held[b]) and self.uses[self.held[b][place]] > 1:
+                shared.append(b)
+        # Of n sequences that share a page and write to it, the last keeps it.
+        left = dict[int, int]()
+        copied = list[int]()
+        for b in shared:
+            page = self.held[b][lengths[b] // self.page_size]
+            left[page] = left.get(page, self.uses[page]) - 1
+            copied += [b] if left[page] > 0 else []
+        wanted = sum(missing for _, missing in grown) + len(copied)
+        rule = f"leave {wanted} pages of {self.page_size} tokens free for the new tokens"
+        check(wanted <= self.num_free, "NSACache", "num_pages", rule, f"{self.num_free} free")
+        copies = []
+        for b in copied:
+            place = lengths[b] // self.page_size
+            copies.append((self.held[b][place], self._take()))
+            self._give_back(self.held[b][place])
+            self.held[b][place] = copies[-1][1]
+        for b, missing in grown:
+            self.held[b] += [self._take() for _ in range(missing)]
+        return copies
+
+    def fork(self, source: int, target: int) -> None:
+        """Let a sequence that holds nothing share all pages of another."""
+        assert not self.held[target]
+        self.held[target] = list(self.held[source])
+        for page in self.held[source]:
+            self.uses[page] += 1
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Give back the pages behind the first ``length`` tokens of a sequence."""
+        kept = -(-length // self.page_size)
+        for page in reversed(self.held[sequence][kept:]):
+            self._give_back(page)
+        del self.held[sequence][kept:]
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self.uses[page] = 1
+        return page
+
+    def _give_back(self, page: int) -> None:
+        self.uses[page] -= 1
+        if not self.uses[page]:
+            self._free.append(page)

@@ -1,0 +1,225 @@
+"""Kernel that takes new tokens into a decode cache, and compresses the blocks that they complete.
+
+Where things lie is said in ``nsa.cache``.
+"""
+
+# mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from nsa.ops._triton.kernel import kernel
+from nsa.ops._triton.loads import load_fp32
+from nsa.ops._triton.rotation import partner_column, rotation
+from nsa.ops.decode.layout import CAPACITIES, complete_blocks, compressed_rows, page_rows
+
+
+class Stream(NamedTuple):
+    """Keys or values of one branch on their way into the cache.
+
+    Attributes:
+        ring: rows of the ring that they go to; 0: they go to pages.
+        size: of a head.
+        block: a power of two that holds it.
+        compresses: number of the compressed rows that come of them, or -1.
+        rotary: columns of these that are rotated.
+        hidden: hidden size of phi ``mlp``.
+    """
+
+    ring: int
+    size: int
+    block: int
+    compresses: int
+    rotary: int
+    hidden: int
+
+
+@dataclass(frozen=True)
+class AppendPlan:
+    """For what the kernel is compiled; Triton takes no tuple of tuples.
+
+    Attributes:
+        streams: in the order of the tensors.
+        phi: of the compression.
+        block_l: a power of two that holds the tokens of a compression block.
+        block_queries: the same for the tokens of a step.
+        block_hidden: hidden units that phi ``mlp`` computes at a time.
+    """
+
+    streams: tuple[Stream, ...]
+    phi: str
+    block_l: int
+    block_queries: int
+    block_hidden: int = 64
+
+
+@triton.jit
+def take_in(
+    new_ptr,
+    cache_ptr,
+    table_ptr,
+    b,
+    head,
+    cached,
+    table_width,
+    P: tl.constexpr,
+    PLAN: tl.constexpr,
+    K: tl.constexpr,
+):
+    """Copy the new rows of stream K."""
+    SIZE: tl.constexpr = PLAN.streams[K].size
+    RING: tl.constexpr = PLAN.streams[K].ring
+    i = tl.arange(0, PLAN.block_queries)
+    ok = i < P.QUERIES
+    if RING == 0:
+        row = page_rows(table_ptr, b, table_width, cached + i, ok, P.BLOCK_SIZE)
+    else:
+        row = b.to(tl.int64) * RING + (cached + i) % RING
+    d = tl.arange(0, PLAN.streams[K].block)[None, :]
+    mask = ok[:, None] & (d < SIZE)
+    source = (b * P.QUERIES + i).to(tl.int64) * P.HKV + head
+    x = tl.load(new_ptr + source[:, None] * SIZE + d, mask=mask)
+    tl.store(cache_ptr + (row * P.HKV + head)[:, None] * SIZE + d, x, mask=mask)
+
+
+@triton.jit
+def raw_rows(
+    new_ptr,
+    ring_ptr,
+    b,
+    head,
+    position,
+    ok,
+    cached,
+    P: tl.constexpr,
+    PLAN: tl.constexpr,
+    K: tl.constexpr,
+):
+    """Raw rows ``[N, BLOCK_D]`` fp32 at these positions, new or of the ring; 0 where not ok."""
+    SIZE: tl.constexpr = PLAN.streams[K].size
+    RING: tl.constexpr = PLAN.streams[K].ring
+    d = tl.arange(0, PLAN.streams[K].block)[None, :]
+    new = (b * P.QUERIES + position - cached).to(tl.int64) * P.HKV + head
+    old = (b.to(tl.int64) * RING + position % RING) * P.HKV + head
+    mask = ok[:, None] & (d < SIZE)
+    is_new = (position >= cached)[:, None]
+    x = load_fp32(new_ptr + new[:, None] * SIZE + d, mask & is_new)
+    return x + load_fp32(ring_ptr + old[:, None] * SIZE + d, mask & (position < cached)[:, None])
+
+
+@triton.jit
+def perceptron(source, phi_ptrs, head, block, P: tl.constexpr, PLAN: tl.constexpr, K: tl.constexpr):
+    """What phi ``mlp`` adds to the mean of a block, ``[BLOCK_D]`` fp32."""
+    SIZE: tl.constexpr = PLAN.streams[K].size
+    HIDDEN: tl.constexpr = PLAN.streams[K].hidden
+    FIRST: tl.constexpr = 3 * PLAN.streams[K].compresses
+    new_ptr, ring_ptr, b, cached = source
+    d = tl.arange(0, PLAN.streams[K].block)
+    column = d < SIZE
+    y = tl.zeros(d.shape, tl.float32)
+    for h0 in tl.range(0, HIDDEN, PLAN.block_hidden):
+        h = h0 + tl.arange(0, PLAN.block_hidden)
+        mask = column[:, None] & (h < HIDDEN)[None, :]
+        hidden = tl.zeros(h.shape, tl.float32)
+        for i in tl.range(0, P.L):
+            position = block * P.STRIDE + i + tl.zeros([1], tl.int32)
+            x = raw_rows(new_ptr, ring_ptr, b, head, position, position >= 0, cached, P, PLAN, K)
+            row = (head * P.L + i) * SIZE + d
+            x = tl.sum(x, 0) + load_fp32(phi_ptrs[FIRST] + row, column)
+            weights = phi_ptrs[FIRST + 1] + row.to(tl.int64)[:, None] * HIDDEN + h[None, :]
+            hidden += tl.sum(x[:, None] * load_fp32(weights, mask), 0)
+        hidden *= tl.sigmoid(hidden)
+        weights = phi_ptrs[FIRST + 2] + (head * HIDDEN + h)[None, :] * SIZE + d[:, None]
+        y += tl.sum(hidden[None, :] * load_fp32(weights, mask), 1)
+    return y
+
+
+@triton.jit
+def compress_block(
+    source,
+    phi_ptrs,
+    frequency_ptr,
+    head,
+    block,
+    magnitude,
+    position_offset,
+    P: tl.constexpr,
+    PLAN: tl.constexpr,
+    K: tl.constexpr,
+):
+    """The compressed row ``[BLOCK_D]`` fp32 of a block, rotated if it is a key."""
+    SIZE: tl.constexpr = PLAN.streams[K].size
+    new_ptr, ring_ptr, b, cached = source
+    d = tl.arange(0, PLAN.streams[K].block)
+    i = tl.arange(0, PLAN.block_l)
+    position = block * P.STRIDE + i
+    x = raw_rows(new_ptr, ring_ptr, b, head, position, i < P.L, cached, P, PLAN, K)
+    if PLAN.phi == "linear":
+        mask = (i < P.L)[:, None] & (d < SIZE)[None, :]
+        at = ((head * P.L + i) * SIZE)[:, None] + d[None, :]
+        x *= load_fp32(phi_ptrs[PLAN.streams[K].compresses] + at, mask)
+        y = tl.sum(x, 0)
+    else:
+        y = tl.sum(x, 0) * (1.0 / P.L)
+    if PLAN.phi == "mlp":
+        y += perceptron(source, phi_ptrs, head, block, P, PLAN, K)
+    ROTARY: tl.constexpr = PLAN.streams[K].rotary
+    if ROTARY > 0:
+        place = block * P.STRIDE + position_offset + tl.zeros([1], tl.int32)
+        same, other = rotation(frequency_ptr, place, d, magnitude, ROTARY)  # [1, BLOCK_D] each
+        y = y * tl.sum(same, 0) + tl.gather(y, partner_column(d, ROTARY), 0) * tl.sum(other, 0)
+    return y
+
+
+@kernel(do_not_specialize=CAPACITIES)
+def decode_append_kernel(
+    table_ptr,
+    lengths_ptr,
+    new_ptrs,
+    cache_ptrs,
+    compressed_ptrs,
+    phi_ptrs,
+    frequency_ptr,
+    table_width,
+    magnitude,
+    position_offset,
+    P: tl.constexpr,
+    PLAN: tl.constexpr,
+):
+    """Program (b, h, k) takes in the new tokens of sequence b, head h, stream k.
+
+    ``lengths_ptr`` tells how many tokens of each sequence were cached before.
+    """
+    b = tl.program_id(0)
+    head = tl.program_id(1)
+    cached = tl.load(lengths_ptr + b)
+    for k in tl.static_range(len(PLAN.streams)):
+        if tl.program_id(2) == k:
+            take_in(new_ptrs[k], cache_ptrs[k], table_ptr, b, head, cached, table_width, P, PLAN, k)
+            TARGET: tl.constexpr = PLAN.streams[k].compresses
+            if TARGET >= 0:
+                SIZE: tl.constexpr = PLAN.streams[k].size
+                d = tl.arange(0, PLAN.streams[k].block)
+                first = complete_blocks(cached, P)
+                source = (new_ptrs[k], cache_ptrs[k], b, cached)
+                for block in tl.range(first, complete_blocks(cached + P.QUERIES, P)):
+                    y = compress_block(
+                        source,
+                        phi_ptrs,
+                        frequency_ptr,
+                        head,
+                        block,
+                        magnitude,
+                        position_offset,
+                        P,
+                        PLAN,
+                        k,
+                    )
+                    row = compressed_rows(table_ptr, b, table_width, block, True, P)
+                    target = compressed_ptrs[TARGET] + (row * P.HKV + head) * SIZE + d
+                    tl.store(target, y, mask=d < SIZE)

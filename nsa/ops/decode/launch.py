@@ -1,0 +1,322 @@
+"""Launchers of the kernels of a decode step. No checks of user input, nothing that waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa.config import NSAConfig
+from nsa.ops._triton.layout import Heads, block_of
+from nsa.ops._triton.sizes import cdiv, next_power_of_2
+from nsa.ops.compression.reference import PhiWeights, rotated_place
+from nsa.ops.decode.append import AppendPlan, Stream, decode_append_kernel
+from nsa.ops.decode.layout import Pattern, Splits
+from nsa.ops.decode.merge import decode_merge_kernel
+from nsa.ops.decode.scan import decode_scan_kernel
+from nsa.ops.decode.select import decode_select_kernel
+from nsa.ops.decode.tensors import CacheTensors, NewTokens
+from nsa.ops.selection.launch import Selection
+from nsa.rope import Rope, frequency_table
+
+# Rows of queries by heads that a program holds, and keys of one of its steps, at most.
+MOST_ROWS = 64
+STEP_KEYS = 64
+# Blocks that a program of the selection ranks, and shares of a branch that the merge reads.
+MOST_RANKED = 1024
+MOST_SHARES = 64
+
+
+def pattern_of(config: NSAConfig, cache: CacheTensors, queries: int) -> Pattern:
+    """What the kernels are compiled for."""
+    ring = 0 if cache.k_win is None else cache.k_win.shape[0] // cache.num_sequences
+    return Pattern(
+        config.num_kv_heads,
+        config.num_heads // config.num_kv_heads,
+        queries,
+        config.compress_block_size,
+        config.compress_stride,
+        config.block_size,
+        config.window_size,
+        ring,
+        config.num_selected_blocks,
+    )
+
+
+def append(
+    new: NewTokens,
+    cache: CacheTensors,
+    phi: tuple[PhiWeights, PhiWeights] | None,
+    rope: Rope | None,
+    config: NSAConfig,
+    queries: int,
+) -> None:
+    """Take in ``queries`` tokens of each sequence, and compress the blocks that they complete."""
+    streams, inputs, targets = list[Stream](), list[Tensor](), list[Tensor]()
+    rotation = None if config.compress_rope == "none" else rope
+    for name in NewTokens._fields:
+        x, target = getattr(new, name), getattr(cache, name)
+        if x is None or target is None:
+            continue
+        raw, size = name.endswith("raw"), x.shape[-1]
+        rows = 0 if name.endswith("slc") else target.shape[0] // cache.num_sequences
+        rotary = rotation.dim if rotation is not None and name == "k_raw" else 0
+        hidden = config.compress_hidden_size or 2 * size
+        compresses = (0 if name[0] == "k" else 1) if raw else -1
+        streams.append(Stream(rows, size, block_of(size), compresses, rotary, hidden))
+        inputs.append(x.contiguous())
+        targets.append(target)
+    weights = list[Tensor]()
+    for part in phi or ():
+        found = (part.weight, part.position, part.w1, part.w2)
+        weights += [x.contiguous() for x in found if x is not None]
+    compressed = [x for x in (cache.k_cmp, cache.v_cmp) if x is not None]
+    offset = rotated_place(config) + (0 if rotation is None else rotation.position_offset)
+    decode_append_kernel[(cache.num_sequences, config.num_kv_heads, len(streams))](
+        cache.table,
+        cache.lengths,
+        tuple(inputs),
+        tuple(targets),
+        tuple(compressed) or None,
+        tuple(weights) or None,
+        None if rotation is None else frequency_table(rotation, cache.table.device),
+        cache.table.shape[1],
+        1.0 if rotation is None else rotation.magnitude,
+        offset,
+        P=pattern_of(config, cache, queries),
+        PLAN=AppendPlan(
+            tuple(streams),
+            config.phi,
+            next_power_of_2(config.compress_block_size),
+            next_power_of_2(queries),
+        ),
+    )
+
+
+def choose_splits(config: NSAConfig, groups: int, queries: int, most_blocks: int) -> Splits:
+    """Programs for each branch, so that two a multiprocessor have work.
+
+    Args:
+        config: the sparse pattern.
+        groups: sequences by KV heads.
+        queries: tokens of a sequence in the step.
+        most_blocks: compressed blocks that a sequence may come to have.
+    """
+    programs = 2 * 132  # of an H100 or H200; elsewhere near enough
+    wanted = max(programs // groups, 1)
+    cmp = min(wanted, MOST_SHARES, cdiv(max(most_blocks, 1), STEP_KEYS))
+    win = min(max(wanted // 2, 1), cdiv(config.window_size + queries - 1, STEP_KEYS))
+    slc = min(max(wanted // queries, 1), config.num_selected_blocks)
+    slc = cdiv(config.num_selected_blocks, cdiv(config.num_selected_blocks, slc))
+    on = config.branches
+    return Splits(
+        cmp if config.scores_blocks else 0, win if "win" in on else 0, slc if "slc" in on else 0
+    )
+
+
+class Tiles(NamedTuple):
+    """Sizes of tiles; of heads that are wide or in fp32 small ones: those products are unrolled.
+
+    Attributes:
+        rows: queries by heads that a program holds, at most.
+        keys: of a step.
+    """
+
+    rows: int
+    keys: int
+
+    @classmethod
+    def of(cls, heads: Heads, element_size: int) -> Tiles:
+        """For these heads, in a dtype of so many bytes."""
+        width = max(heads.BLOCK_D, heads.BLOCK_DV)
+        rows = MOST_ROWS if element_size == 2 and width <= 128 else 16
+        return cls(rows, max(min(STEP_KEYS, 32_768 // (width * element_size**2)), 16))
+
+
+class Shares(NamedTuple):
+    """What the programs of a step leave for those that merge it.
+
+    Attributes:
+        out: share of a branch in every row of queries by heads, fp32 ``[B * Hkv, cmp + win + slc,
+            queries * G, Dv]``.
+        lse: the same of its lse.
+        scores: of the compressed keys, unscaled, fp32 ``[B * Hkv, queries * G, most blocks]``.
+    """
+
+    out: Tensor
+    lse: Tensor
+    scores: Tensor
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """Attention of tokens that the cache has just taken in: three launches.
+
+    Attributes:
+        cache: the layer's part of the cache; ``lengths`` do not count the new tokens yet.
+        config: the sparse pattern.
+        queries: tokens of each sequence.
+        softmax_scale: factor on all scores.
+        splits: programs for each branch.
+        reads: int64 ``[B * Hkv, 3]``, order (cmp, slc, win): the kernels add the keys that they
+            have loaded, with their values; those of the window and the compressed ones once a
+            step, those of selected blocks once a query. None: nothing is counted.
+    """
+
+    cache: CacheTensors
+    config: NSAConfig
+    queries: int
+    softmax_scale: float
+    splits: Splits
+    reads: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, cache: CacheTensors, config: NSAConfig, queries: int, reads: Tensor | None = None
+    ) -> DecodeStep:
+        """With the usual scale and as many programs as a GPU holds."""
+        groups = cache.num_sequences * config.num_kv_heads
+        most_blocks = cache.table.shape[1] * (config.block_size // config.compress_stride)
+        splits = choose_splits(config, groups, queries, most_blocks)
+        return cls(cache, config, queries, config.head_dim**-0.5, splits, reads)
+
+    def attend(
+        self, q: Tensor, q_cmp: Tensor | None, gates: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention.
+
+        Args:
+            q: rotated queries ``[B * queries, Hq, D]``, contiguous.
+            q_cmp: queries of the compressed branch and of the scores; None means ``q``.
+            gates: ``[B * queries, Hq, 3]``, contiguous.
+
+        Returns:
+            out ``[B * queries, Hq, Dv]`` and the selected blocks, int32 ``[B * queries, Hkv, n]``;
+            None without the selected branch.
+        """
+        config, pattern = self.config, pattern_of(self.config, self.cache, self.queries)
+        groups, rows = self.cache.num_sequences * pattern.HKV, self.queries * pattern.G
+        most_blocks = self.cache.table.shape[1] * (config.block_size // config.compress_stride)
+        shares = Shares(
+            q.new_empty(groups, sum(self.splits), rows, config.value_dim, dtype=torch.float32),
+            q.new_empty(groups, sum(self.splits), rows, dtype=torch.float32),
+            q.new_empty(
+                (groups, rows, most_blocks) if config.scores_blocks else 0, dtype=torch.float32
+            ),
+        )
+        sizes = (config.head_dim, config.value_dim)
+        heads = Heads(config.num_heads, pattern.G, *sizes, *(block_of(size) for size in sizes))
+        constants = {"P": pattern, "HEADS": heads, "SPLITS": self.splits}
+        tiles = Tiles.of(heads, q.element_size())
+        self._scan(q, q if q_cmp is None else q_cmp, shares, tiles, constants)
+        ids = self._select(shares, constants) if self.splits.slc else None
+        return self._merge(q, gates, ids, shares, tiles, constants), ids
+
+    def _scan(
+        self, q: Tensor, q_cmp: Tensor, shares: Shares, tiles: Tiles, constants: dict[str, Any]
+    ) -> None:
+        """Shares of the compressed branch and of the window, and the scores."""
+        cache, splits, pattern = self.cache, self.splits, constants["P"]
+        if not splits.cmp + splits.win:
+            return
+        rows = pattern.QUERIES * pattern.G
+        block_m = min(tiles.rows, max(16, next_power_of_2(rows)))
+        groups = cache.num_sequences * pattern.HKV
+        decode_scan_kernel[(groups, splits.cmp + splits.win, cdiv(rows, block_m))](
+            q,
+            q_cmp,
+            cache.k_cmp,
+            cache.v_cmp,
+            cache.k_win,
+            cache.v_win,
+            cache.table,
+            cache.lengths,
+            shares.scores,
+            shares.out,
+            shares.lse,
+            self.reads,
+            cache.table.shape[1],
+            shares.scores.shape[-1],
+            self.softmax_scale,
+            **constants,
+            BLOCK_M=block_m,
+            BLOCK_N=tiles.keys,
+            num_warps=4,
+            num_stages=2,
+        )
+
+    def _select(self, shares: Shares, constants: dict[str, Any]) -> Tensor:
+        """The selected blocks of every query, int32 ``[T, Hkv, n]``."""
+        cache, pattern, selection = self.cache, constants["P"], Selection.of(self.config)
+        tokens, most_blocks = cache.num_sequences * self.queries, cache.table.shape[1]
+        programs = tokens * pattern.HKV
+        block_k = next_power_of_2(selection.num_blocks)
+        block_j = max(min(next_power_of_2(most_blocks + 1), MOST_RANKED), block_k, 16)
+        chunks = cdiv(most_blocks, block_j - 1)
+        lse = shares.lse
+        best = lse.new_empty(programs if chunks > 1 else 0, chunks, block_k, dtype=torch.int64)
+        ids = lse.new_empty(tokens, pattern.HKV, selection.num_blocks, dtype=torch.int32)
+        decode_select_kernel[(programs, chunks)](
+            shares.scores,
+            lse,
+            cache.lengths,
+            best,
+            cache.counters[0],
+            ids,
+            shares.scores.shape[-1],
+            self.softmax_scale,
+            selection.num_init,
+            selection.num_local,
+            P=pattern,
+            SPLITS=self.splits,
+            COUNTS=selection.counts,
+            CHUNKS=chunks,
+            BLOCK_S=next_power_of_2(self.splits.cmp),
+            BLOCK_J=block_j,
+            BLOCK_K=block_k,
+            BLOCK_CHUNKS=next_power_of_2(chunks),
+            num_warps=4,
+        )
+        return ids
+
+    def _merge(
+        self,
+        q: Tensor,
+        gates: Tensor,
+        ids: Tensor | None,
+        shares: Shares,
+        tiles: Tiles,
+        constants: dict[str, Any],
+    ) -> Tensor:
+        """Attention over the selected blocks, and the gated sum ``[T, Hq, Dv]``."""
+        cache, pattern, slc = self.cache, constants["P"], self.splits.slc
+        out = q.new_empty(*q.shape[:2], self.config.value_dim)
+        block_g = min(next_power_of_2(pattern.G), tiles.rows)
+        programs = cache.num_sequences * pattern.HKV * self.queries
+        decode_merge_kernel[(programs, max(slc, 1), cdiv(pattern.G, block_g))](
+            q,
+            gates,
+            ids,
+            cache.k_slc,
+            cache.v_slc,
+            cache.table,
+            cache.lengths,
+            shares.out,
+            shares.lse,
+            cache.counters[1],
+            out,
+            self.reads,
+            cache.table.shape[1],
+            self.softmax_scale,
+            **constants,
+            HAS_CMP=cache.v_cmp is not None,
+            BLOCK_M=max(16, block_g),
+            BLOCK_G=block_g,
+            BLOCK_N=min(tiles.keys, pattern.BLOCK_SIZE),
+            BLOCK_S=max(4096 // (block_g * constants["HEADS"].BLOCK_DV), 1),
+            num_warps=4,
+            num_stages=2,
+        )
+        return out

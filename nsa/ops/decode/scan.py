@@ -1,0 +1,196 @@
+"""Kernel of a decode step over compressed keys and the window, split over keys."""
+
+# mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from nsa.ops._triton.kernel import kernel
+from nsa.ops._triton.tiles import (
+    LOG2_E,
+    load_rows,
+    products,
+    softmax_result,
+    softmax_start,
+    softmax_step,
+)
+from nsa.ops.decode.layout import (
+    CAPACITIES,
+    complete_blocks,
+    compressed_rows,
+    count_reads,
+    query_rows,
+    store_partial,
+)
+
+
+@triton.jit
+def compressed_split(
+    q,
+    query,
+    k_ptr,
+    v_ptr,
+    scores_ptr,
+    table_ptr,
+    reads_ptr,
+    where,
+    scale,
+    P: tl.constexpr,
+    HEADS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out and lse of a program's share of the compressed keys; their scores are written.
+
+    ``v_ptr`` None: only the scores and lse are wanted.
+    """
+    b, head, cached, table_width, most_blocks = where
+    row, ok, t = query
+    blocks = complete_blocks(cached + P.QUERIES, P)
+    share = tl.cdiv(tl.cdiv(blocks, SPLITS.cmp), BLOCK_N) * BLOCK_N
+    begin = tl.program_id(1) * share
+    end = tl.minimum(begin + share, blocks)
+    visible = complete_blocks(t + 1, P)
+    row_max, total, acc = softmax_start(q.shape[0], HEADS.BLOCK_DV)
+    group = (b * P.HKV + head).to(tl.int64) * (P.QUERIES * P.G) + row
+    for start in tl.range(begin, end, BLOCK_N):
+        i = start + tl.arange(0, BLOCK_N)
+        here = i < end
+        at = compressed_rows(table_ptr, b, table_width, i, here, P) * P.HKV + head
+        k = load_rows(k_ptr, at, here, HEADS.D, HEADS.D, HEADS.BLOCK_D, True)
+        s = products(q, k, False)  # [M, BLOCK_N]
+        tl.store(
+            scores_ptr + group[:, None] * most_blocks + i[None, :],
+            s,
+            mask=ok[:, None] & here[None, :],
+        )
+        s = tl.where(i[None, :] < visible[:, None], s, -float("inf"))
+        if v_ptr is None:
+            new_max = tl.maximum(row_max, tl.max(s, 1) * scale)
+            total *= tl.exp2(row_max - new_max)
+            total += tl.sum(tl.exp2(s * scale - new_max[:, None]), 1)
+            row_max = new_max
+        else:
+            v = load_rows(v_ptr, at, here, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV, True)
+            row_max, total, acc = softmax_step(s, v, row_max, total, acc, scale)
+    if tl.program_id(2) == 0:
+        count_reads(reads_ptr, b * P.HKV + head, tl.maximum(end - begin, 0), 0)
+    return softmax_result(row_max, total, acc)
+
+
+@triton.jit
+def window_split(
+    q,
+    query,
+    k_ptr,
+    v_ptr,
+    reads_ptr,
+    where,
+    split,
+    scale,
+    P: tl.constexpr,
+    HEADS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out and lse of a program's share of the window."""
+    b, head, cached, _, _ = where
+    _, _, t = query
+    MOST: tl.constexpr = P.WINDOW + P.QUERIES - 1  # tokens that a query of the step may see
+    SHARE: tl.constexpr = (MOST + SPLITS.win * BLOCK_N - 1) // (SPLITS.win * BLOCK_N) * BLOCK_N
+    first = tl.maximum(cached - P.WINDOW + 1, 0)
+    begin = first + split * SHARE
+    end = tl.minimum(begin + SHARE, cached + P.QUERIES)
+    row_max, total, acc = softmax_start(q.shape[0], HEADS.BLOCK_DV)
+    for start in tl.range(begin, end, BLOCK_N):
+        p = start + tl.arange(0, BLOCK_N)
+        here = p < end
+        at = (b.to(tl.int64) * P.RING + p % P.RING) * P.HKV + head
+        k = load_rows(k_ptr, at, here, HEADS.D, HEADS.D, HEADS.BLOCK_D, True)
+        v = load_rows(v_ptr, at, here, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV, True)
+        seen = (p[None, :] <= t[:, None]) & (p[None, :] > t[:, None] - P.WINDOW)
+        s = tl.where(seen & here[None, :], products(q, k, False), -float("inf"))
+        row_max, total, acc = softmax_step(s, v, row_max, total, acc, scale)
+    if tl.program_id(2) == 0:
+        count_reads(reads_ptr, b * P.HKV + head, tl.maximum(end - begin, 0), 2)
+    return softmax_result(row_max, total, acc)
+
+
+@kernel(do_not_specialize=CAPACITIES)
+def decode_scan_kernel(
+    q_ptr,
+    q_cmp_ptr,
+    k_cmp_ptr,
+    v_cmp_ptr,
+    k_win_ptr,
+    v_win_ptr,
+    table_ptr,
+    lengths_ptr,
+    scores_ptr,
+    out_ptr,
+    lse_ptr,
+    reads_ptr,
+    table_width,
+    most_blocks,
+    softmax_scale,
+    P: tl.constexpr,
+    HEADS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Shares of the compressed branch and of the window, and scores of the compressed keys.
+
+    Program (i, s, m) works on sequence and KV head i and the m-th ``BLOCK_M`` rows of queries by
+    heads; the first ``SPLITS.cmp`` s share the compressed keys, the others the window. Shares lie
+    ``[B * Hkv, cmp + win + slc, T * G]``, those of a branch side by side; scores, unscaled,
+    ``[B * Hkv, T * G, most_blocks]``.
+    """
+    b = tl.program_id(0) // P.HKV
+    head = tl.program_id(0) % P.HKV
+    split = tl.program_id(1)
+    cached = tl.load(lengths_ptr + b)
+    row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    ok, place, t = query_rows(row, b, head, cached, P)
+    where = (b, head, cached, table_width, most_blocks)
+    query = (row, ok, t)
+    scale = softmax_scale * LOG2_E
+    share = tl.program_id(0) * (SPLITS.cmp + SPLITS.win + SPLITS.slc) + split
+    at = share.to(tl.int64) * (P.QUERIES * P.G) + row
+    if split < SPLITS.cmp:
+        if SPLITS.cmp > 0:
+            q = load_rows(q_cmp_ptr, place, ok, HEADS.D, HEADS.D, HEADS.BLOCK_D, True)
+            out, lse = compressed_split(
+                q,
+                query,
+                k_cmp_ptr,
+                v_cmp_ptr,
+                scores_ptr,
+                table_ptr,
+                reads_ptr,
+                where,
+                scale,
+                P,
+                HEADS,
+                SPLITS,
+                BLOCK_N,
+            )
+            store_partial(out_ptr, lse_ptr, at, ok, out, lse, HEADS.DV, HEADS.BLOCK_DV)
+    else:
+        if SPLITS.win > 0:
+            q = load_rows(q_ptr, place, ok, HEADS.D, HEADS.D, HEADS.BLOCK_D, True)
+            out, lse = window_split(
+                q,
+                query,
+                k_win_ptr,
+                v_win_ptr,
+                reads_ptr,
+                where,
+                split - SPLITS.cmp,
+                scale,
+                P,
+                HEADS,
+                SPLITS,
+                BLOCK_N,
+            )
+            store_partial(out_ptr, lse_ptr, at, ok, out, lse, HEADS.DV, HEADS.BLOCK_DV)

@@ -1,0 +1,106 @@
+"""Kernel of a decode step that scores selection blocks and keeps the best n."""
+
+# mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from nsa.ops._triton.kernel import kernel
+from nsa.ops._triton.tiles import LOG2_E
+from nsa.ops.decode.layout import CAPACITIES, complete_blocks, is_last
+from nsa.ops.selection.scores import INFINITE_BITS, LAST_ID, block_scores, sorted_ids
+
+
+@triton.jit
+def merged_lse(lse_ptr, share, row, P: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
+    """lse (base 2) of a row of queries by heads over all compressed keys; +inf without any."""
+    s = tl.arange(0, BLOCK_S)
+    at = (share + s).to(tl.int64) * (P.QUERIES * P.G) + row
+    lse = tl.load(lse_ptr + at, mask=s < SPLITS.cmp, other=-float("inf")) * LOG2_E
+    largest = tl.max(lse, 0)
+    none = largest == -float("inf")
+    shift = tl.where(none, 0.0, largest)
+    return tl.where(none, float("inf"), shift + tl.log2(tl.sum(tl.exp2(lse - shift), 0)))
+
+
+@triton.jit
+def store_selection(out_ptr, best, t, COUNTS: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Write the best blocks ``[1, BLOCK_K]`` of a query at position t, ascending, -1 behind them.
+
+    ``COUNTS`` as of ``nsa.ops.selection.scores.store_selection``.
+    """
+    column = tl.arange(0, BLOCK_K)[None, :]
+    count = N
+    for i in tl.static_range(len(COUNTS) // 2 - 1, -1, -1):
+        count = tl.where(t < COUNTS[2 * i], COUNTS[2 * i + 1], count)
+    ids = sorted_ids(best, (best >= 0) & (column < count))
+    tl.store(out_ptr + column, ids, mask=column < N)
+
+
+@kernel(do_not_specialize=CAPACITIES)
+def decode_select_kernel(
+    scores_ptr,
+    lse_ptr,
+    lengths_ptr,
+    best_ptr,
+    counter_ptr,
+    out_ptr,
+    most_blocks,
+    softmax_scale,
+    num_init,
+    num_local,
+    P: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COUNTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+):
+    """Selected blocks int32 ``[T, Hkv, N]``, ascending, -1 behind them.
+
+    Program (i, c) works on KV head and query i of all sequences, and the c-th ``BLOCK_J - 1``
+    blocks; the last of a query to arrive merges their best, int64 ``[B * Hkv * T, CHUNKS,
+    BLOCK_K]``, score above inverted id.
+    """
+    R: tl.constexpr = P.BLOCK_SIZE // P.STRIDE
+    query = tl.program_id(0) % P.QUERIES
+    group = tl.program_id(0) // P.QUERIES  # sequence and KV head
+    chunk = tl.program_id(1)
+    t = tl.load(lengths_ptr + group // P.HKV) + query
+    # One block early: its keys score for the next block, too.
+    j0 = chunk * (BLOCK_J - 1) - 1
+    jj = tl.arange(0, BLOCK_J)
+    key = j0 * R + tl.arange(0, BLOCK_J * R)
+    seen = (key >= 0) & (key < complete_blocks(t + 1, P))
+    p = tl.zeros([BLOCK_J * R], tl.float32)
+    share = group * (SPLITS.cmp + SPLITS.win + SPLITS.slc)
+    for h in tl.range(0, P.G):
+        row = query * P.G + h
+        lse = merged_lse(lse_ptr, share, row, P, SPLITS, BLOCK_S)
+        at = (group.to(tl.int64) * (P.QUERIES * P.G) + row) * most_blocks + key
+        s = tl.load(scores_ptr + at, mask=seen, other=0.0)
+        p += tl.exp2(s * (softmax_scale * LOG2_E) - lse)
+    p = tl.where(seen, p, 0.0)[None, :]
+    nothing = tl.zeros([1], tl.float32)
+    score, _ = block_scores(p, nothing, jj, 1, BLOCK_J, R, P.L // P.STRIDE)
+    j = (j0 + jj)[None, :]
+    current = t // P.BLOCK_SIZE
+    forced = (j < num_init) | (j > current - num_local)
+    bits = tl.where(forced, INFINITE_BITS, score.to(tl.int32, bitcast=True)).to(tl.int64)
+    candidate = (jj > 0)[None, :] & (j <= current)
+    ranked = tl.where(candidate, (bits << 32) | (j * -1 + LAST_ID).to(tl.int64), -1)
+    best = tl.topk(ranked, BLOCK_K, dim=1)  # [1, BLOCK_K]
+    token = group // P.HKV * P.QUERIES + query
+    out_row = out_ptr + (token * P.HKV + group % P.HKV) * P.N
+    if CHUNKS == 1:
+        store_selection(out_row, best, t, COUNTS, P.N, BLOCK_K)
+    else:
+        place = best_ptr + tl.program_id(0) * (CHUNKS * BLOCK_K)
+        column = tl.arange(0, BLOCK_K)[None, :]
+        tl.store(place + chunk * BLOCK_K + column, best)
+        if is_last(counter_ptr + tl.program_id(0), CHUNKS):
+            i = tl.arange(0, BLOCK_CHUNKS * BLOCK_K)[None, :]
+            found = tl.load(place + i, mask=i < CHUNKS * BLOCK_K, other=-1, cache_modifier=".cg")
+            store_selection(out_row, tl.topk(found, BLOCK_K, dim=1), t, COUNTS, P.N, BLOCK_K)
