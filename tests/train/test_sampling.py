@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,6 +105,27 @@ def test_logits_that_are_not_finite_are_marked(sampling: Sampling, value: float)
     logits[1, 4] = value
     drawn = sampling.draw(logits, torch.full((3,), 0.5, dtype=torch.float64)).tolist()
     assert [token < 0 for token in drawn] == [False, True, False]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("sampling", [*SAMPLINGS, Sampling(temperature=0)])
+def test_a_gpu_draws_the_same_without_waiting(sampling: Sampling) -> None:
+    torch.manual_seed(0)
+    given = (
+        torch.randn(5, 300) * 3,
+        next(uniform_numbers([*range(5)], CPU)),
+        torch.rand(5, 300) < 0.2,
+    )
+    on_gpu = [x.cuda() for x in given]
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        drawn = sampling.draw(*on_gpu)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert drawn.tolist() == sampling.draw(*given).tolist()
 
 
 def test_numbers_follow_from_the_own_seed() -> None:
