@@ -56,6 +56,7 @@ pytest: $(ENV) ## the tests alone, without the kernels' (ARGS=)
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
 	$(RUN) -m pytest $(SPREAD) -m "not gpu and not faults" $(ARGS)
 
+pytest-kernels: JOBS = 2# which compute all the time
 pytest-kernels: $(ENV) ## the Triton kernels alone, on the CPU in Triton's interpreter, which is chosen for a whole process
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
 	TRITON_INTERPRET=1 $(RUN) -m pytest $(SPREAD) tests/kernels

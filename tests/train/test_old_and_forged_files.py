@@ -156,11 +156,10 @@ def test_the_last_event_may_be_half_written(tmp_path: Path) -> None:
 
 
 def test_a_run_folder_may_have_any_name(tmp_path: Path) -> None:
-    for name in (r"cost$\frac$", "a{b}%s", "<b>&'"):
-        words = ["train", str(write_tiny(tmp_path)), "--run-dir", str(tmp_path / name)]
-        assert cli.main(words) == 0
-        assert (tmp_path / name / "loss.png").stat().st_size > 0
-        assert cli.main(["report", str(tmp_path / name), str(tmp_path / name)]) == 0
+    path = tmp_path / r"cost$\frac$ a{b}%s <b>&'"
+    assert cli.main(["train", str(write_tiny(tmp_path)), "--run-dir", str(path)]) == 0
+    assert (path / "loss.png").stat().st_size > 0
+    assert cli.main(["report", str(path), str(path)]) == 0
 
 
 def write_tiny(tmp_path: Path) -> Path:
