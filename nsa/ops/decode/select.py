@@ -20,7 +20,8 @@ def merged_lse(lse_ptr, share, row, P: tl.constexpr, SPLITS: tl.constexpr, BLOCK
     largest = tl.max(lse, 0)
     none = largest == -float("inf")
     shift = tl.where(none, 0.0, largest)
-    return tl.where(none, float("inf"), shift + tl.log2(tl.sum(tl.exp2(lse - shift), 0)))
+    total = tl.where(none, 1.0, tl.sum(tl.exp2(lse - shift), 0))
+    return tl.where(none, float("inf"), shift + tl.log2(total))
 
 
 @triton.jit
