@@ -146,7 +146,7 @@ class NativeSparseAttention(TogetherModule):
             self.phi_v = Compression(config, config.value_dim)
         self.gate = Gate(width, config)
         self.o_proj = self._linear(config.num_heads * config.value_dim, width)
-        self._columns, self._outputs = self._describe_columns()
+        self.columns, self._outputs = self._describe_columns()
         self.lay_together()
         # Of `nsa.ops.statistics`, with telemetry. No buffer: it is not part of the state, and DDP
         # would broadcast it.
@@ -200,27 +200,38 @@ class NativeSparseAttention(TogetherModule):
         weights = [linear.weight for linear in self._projections().values()]
         return [*weights, self.gate.net.weight] if isinstance(self.gate.net, nn.Linear) else weights
 
+    @property
+    def projection_bias(self) -> Tensor | None:
+        """Of the gates, where their logits come from the projection."""
+        return self.gate.net.bias if isinstance(self.gate.net, nn.Linear) else None
+
     @in_stage(PROJECTION)
     def _project(
         self, x: Tensor, sequences: Sequences, before: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """Queries, keys and values of every branch, ``[T, H, size]`` each, rotated, and ``gates``.
+    ) -> AttentionInputs:
+        weights, bias = self.projection_weights(), self.projection_bias
+        found = project(x, weights, bias, self.columns, sequences, self.rope, before=before)
+        return self.attention_inputs(found, x)
 
-        ``q_raw`` is among them where the compressed branch has queries of its own.
+    def attention_inputs(self, found: list[Tensor], x: Tensor) -> AttentionInputs:
+        """What attention is computed of.
+
+        Args:
+            found: heads ``[T, H, size]``, and gates if they are columns of the projection.
+            x: the layer's input ``[T, width]``, for gates that are not.
         """
-        weights, bias = (
-            self.projection_weights(),
-            self.gate.net.bias if isinstance(self.gate.net, nn.Linear) else None,
-        )
-        found = project(x, weights, bias, self._columns, sequences, self.rope, before=before)
-        heads = dict(zip(self._outputs, found, strict=False))
-        if self.config.share_kv:
-            branches = self.config.branches
+        heads, config = dict(zip(self._outputs, found, strict=False)), self.config
+        if config.share_kv:
             heads |= {"k_cmp": heads.get("k_raw", heads["k"])}
-            heads |= {f"k_{branch}": heads["k"] for branch in ("slc", "win") if branch in branches}
-            heads |= {f"v_{branch}": heads["v"] for branch in branches}
-        heads["gates"] = found[-1] if self.gate.is_linear else self.gate(x)
-        return heads
+            heads |= {f"k_{branch}": heads["k"] for branch in ("slc", "win")}
+            heads |= {f"v_{branch}": heads["v"] for branch in BRANCHES}
+        on = {"k_cmp": config.scores_blocks}
+        names = [f"{x}_{branch}" for branch in BRANCHES for x in "kv"]
+        given = (
+            heads.get(name) if on.get(name, name[2:] in config.branches) else None for name in names
+        )
+        gates = found[-1] if self.gate.is_linear else self.gate(x)
+        return AttentionInputs._make((heads["q"], *given, gates, self._phi(), heads.get("q_raw")))
 
     def forward(
         self,
@@ -315,9 +326,10 @@ class NativeSparseAttention(TogetherModule):
         name, config = "choose_blocks", self.config
         check("slc" in config.branches, name, "config.branches", "have slc", config.branches)
         x, sequences = self._open(name, x, cu_seqlens, max_seqlen)
-        heads, cu = self._project(x, sequences), sequences.cu_q
-        q = heads.get("q_raw", heads["q"])
-        k_cmp, _ = compress(heads["k_cmp"], self.phi_k.weights(), config, cu)
+        inputs, cu = self._project(x, sequences), sequences.cu_q
+        q = inputs.q if inputs.q_cmp is None else inputs.q_cmp
+        assert inputs.k_cmp_raw is not None
+        k_cmp, _ = compress(inputs.k_cmp_raw, self.phi_k.weights(), config, cu)
         if config.compress_rope != "none":
             k_cmp = apply_rope(k_cmp, compressed_positions(config, cu, k_cmp.shape[0]), self.rope)
         rest: dict[str, Any] = {"cu_seqlens_q": cu, "max_seqlen_q": sequences.len_q}
@@ -326,10 +338,9 @@ class NativeSparseAttention(TogetherModule):
 
     def _attend(self, x: Tensor, sequences: Sequences) -> Tensor:
         """The layer's output ``[T, width]`` for packed and checked tokens."""
-        heads = self._project(x, sequences)
         call = Call(self.config, sequences, self.config.head_dim**-0.5)
         out = attend(
-            self._inputs(heads),
+            self._project(x, sequences),
             call,
             rope=self.rope,
             statistics=self.statistics,
@@ -340,17 +351,9 @@ class NativeSparseAttention(TogetherModule):
 
     def _decode(self, x: Tensor, sequences: Sequences, cache: LayerCache) -> Tensor:
         """The same for tokens that follow those in the cache."""
-        heads = self._project(x, sequences, cache.lengths(sequences, x.shape[0]))
-        out = cache.attend(self._inputs(heads), rope=self.rope, sequences=sequences)
+        inputs = self._project(x, sequences, cache.lengths(sequences, x.shape[0]))
+        out = cache.attend(inputs, rope=self.rope, sequences=sequences)
         return self.o_proj(out.flatten(-2))
-
-    def _inputs(self, heads: dict[str, Tensor]) -> AttentionInputs:
-        k_cmp = heads["k_cmp"] if self.config.scores_blocks else None
-        v_cmp, k_slc, v_slc, k_win, v_win = (
-            heads.get(name) for name in ("v_cmp", "k_slc", "v_slc", "k_win", "v_win")
-        )
-        given = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
-        return AttentionInputs(heads["q"], *given, heads["gates"], self._phi(), heads.get("q_raw"))
 
     def _phi(self) -> Phi | None:
         if not self.config.scores_blocks:

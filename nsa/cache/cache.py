@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -100,6 +101,13 @@ class NSACache:
         self._lengths = [n + count for n, count in zip(self._lengths, counts, strict=True)]
         self._written = [max(pair) for pair in zip(self._written, self._lengths, strict=True)]
 
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within, a step is captured in a CUDA graph: it takes in nothing before it is replayed."""
+        before = self._lengths, self._written
+        yield
+        self._lengths, self._written = before
+
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the tokens of a sequence behind its first ``length``, and give back their pages.
 
@@ -131,7 +139,7 @@ class NSACache:
         self._check_sequence("fork", "source", source)
         self._check_sequence("fork", "target", target)
         check(self._lengths[target] == 0, "fork", "target", "be empty", self._lengths[target])
-        self._pages.fork(source, target)
+        self._pages.fork(source, target, self._lengths[source])
         for layer in self.layers:
             layer.copy_rings(source, target)
         self._set_length(target, self._lengths[source], self._written[source])
@@ -161,6 +169,7 @@ class NSACache:
         step = self._step
         assert step is not None
         step.taken.add(layer)
+        self._written = [max(pair) for pair in zip(self._written, step.after, strict=True)]
         if len(step.taken) < len(self.layers):
             return
         self.advance(step.counts)
@@ -251,13 +260,26 @@ class LayerCache:
         return self._cache.device_lengths
 
     @torch.no_grad()
-    def attend(self, inputs: AttentionInputs, *, rope: Rope, sequences: Sequences) -> Tensor:
+    def attend(
+        self,
+        inputs: AttentionInputs,
+        *,
+        rope: Rope,
+        sequences: Sequences,
+        alone: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
         """Take in new tokens, without gradients, and return their attention output ``[T, Hq, Dv]``.
 
         Inputs as of ``native_sparse_attention``. One call serves prefill, chunks of a prompt and
         steps. On a GPU, up to 8 new tokens for every sequence of a batch of equal lengths go
         through decode kernels, which split the keys among programs and launch the same way
         whatever the lengths are.
+
+        Args:
+            inputs: packed.
+            rope: rotates the compressed keys.
+            sequences: where the new tokens lie.
+            alone: gives the output of tokens without a past, instead of this project's operators.
         """
         backend = choose_backend(_NAME, "auto", inputs.q)
         step = self._cache.begin(self._layer, sequences, inputs.q.shape[0])
@@ -267,7 +289,7 @@ class LayerCache:
             out = self._decode(inputs, rope, sequences.len_q, tensors)
         else:
             chunk = Chunk(self.config, tensors, step, backend)
-            out, self.block_indices = chunk.attend(inputs, rope)
+            out, self.block_indices = chunk.attend(inputs, rope, alone)
         self._cache.finish(self._layer)
         return out
 

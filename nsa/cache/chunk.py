@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -71,8 +71,13 @@ class Chunk:
         self.sequence, row, _ = locate(sum(self.counts), self.cu_new)
         self.position = row + self._numbers(self.before)[self.sequence]
 
-    def attend(self, inputs: AttentionInputs, rope: Rope) -> tuple[Tensor, Tensor | None]:
-        """Attention of the new tokens, which are written to the cache, and the selected blocks."""
+    def attend(
+        self, inputs: AttentionInputs, rope: Rope, alone: Callable[[], Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of the new tokens, which are written to the cache, and the selected blocks.
+
+        See :meth:`nsa.LayerCache.attend`.
+        """
         config, tensors = self.config, self.tensors
         new = new_tokens(inputs, tensors)
         k_cmp = v_cmp = None
@@ -95,14 +100,20 @@ class Chunk:
             )
             # Keys that left the window shift all positions alike, which the window does not see.
             window = self._call(self._with_new(kept))
-            self._write_ring(tensors.k_win, new.k_win)
-            self._write_ring(tensors.v_win, new.v_win)
-        branches = branch_inputs(inputs, config, k_cmp, v_cmp)
-        if self.alone is None:
-            result = attention_by_branch(branches, call, self.backend, window)
+        if self.alone is not None and alone is not None:
+            out, ids = alone(), None
         else:
-            result = run_attention(branches, call, self.backend)
-        return result.out, result.block_indices
+            branches = branch_inputs(inputs, config, k_cmp, v_cmp)
+            if self.alone is None:
+                result = attention_by_branch(branches, call, self.backend, window)
+            else:
+                result = run_attention(branches, call, self.backend)
+            out, ids = result.out, result.block_indices
+        # Last, since they forget what they held: a call that has failed may be made again.
+        for name in NewTokens._fields:
+            if not name.endswith("slc") and getattr(tensors, name) is not None:
+                self._write_ring(getattr(tensors, name), getattr(new, name))
+        return out, ids
 
     def _compress(
         self, new: NewTokens, inputs: AttentionInputs, rope: Rope
@@ -133,7 +144,6 @@ class Chunk:
             y = y[: block.shape[0]]
             if name == "k" and config.compress_rope != "none":
                 y = apply_rope(y, block * stride + rotated_place(config), rope)
-            self._write_ring(raw, x)
             self._write(pool, y, per_page, sequence, block + overlap - 1)
             results.append(self._all(pool, y, per_page, complete, overlap - 1))
         assert results[0] is not None

@@ -69,11 +69,14 @@ class Pages:
             self.held[b] += [self._take() for _ in range(missing)]
         return copies
 
-    def fork(self, source: int, target: int) -> None:
-        """Let a sequence that holds nothing share all pages of another."""
-        assert not self.held[target]
-        self.held[target] = list(self.held[source])
-        for page in self.held[source]:
+    def fork(self, source: int, target: int, length: int) -> None:
+        """Let an empty sequence share the pages of another that hold its ``length`` tokens.
+
+        Pages that either of them has reserved are not shared: both would write to them.
+        """
+        self.truncate(target, 0)
+        self.held[target] = self.held[source][: -(-length // self.page_size)]
+        for page in self.held[target]:
             self.uses[page] += 1
 
     def truncate(self, sequence: int, length: int) -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 
+from nsa.attention import AttentionInputs
+from nsa.cache import LayerCache
 from nsa.config import NSAConfig
-from nsa.errors import check
 from nsa.ops._backend import on_gpu
-from nsa.ops._packed import lengths, locate, pad, query_positions, unpad
 from nsa.ops._sequences import Sequences, open_layer_input
 from nsa.ops.projection import Columns, Heads, TogetherModule, project
 from nsa.rope import Rope
@@ -23,8 +22,11 @@ from nsa.stages import DENSE, PROJECTION, in_stage, stage
 # What the kernel for variable lengths takes, and how it is told to be causal and to group heads.
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 _VARLEN_OPTIONS: dict[str, Any] = {"window_size": (-1, 0)}
-if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # before torch 2.12 it always groups
+if torch.__version__ >= "2.12":  # before, it always groups
     _VARLEN_OPTIONS["enable_gqa"] = True
+
+# Tokens to a multiple of which windows over everything are rounded.
+_WINDOWS = 4096
 
 # Causal attention without a mask on a GPU; the last is for fp32.
 _FASTEST_FIRST = [
@@ -35,81 +37,11 @@ _FASTEST_FIRST = [
 ]
 
 
-@dataclass
-class PackedRows:
-    """Rows of several sequences, packed.
-
-    Attributes:
-        key: ``[N, Hkv, D]``.
-        value: ``[N, Hkv, Dv]``.
-        cu_seqlens: int32 ``[B + 1]``.
-    """
-
-    key: Tensor
-    value: Tensor
-    cu_seqlens: Tensor
-
-    def append(self, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> PackedRows:
-        """New rows behind the old ones of each sequence."""
-        joined = torch.cat((self.cu_seqlens[:1], (self.cu_seqlens + cu_seqlens)[1:]))
-        sequence, row, _ = locate(self.key.shape[0] + key.shape[0], joined)
-        old = lengths(self.cu_seqlens)[sequence]
-        from_old = self.cu_seqlens.long()[sequence] + row
-        from_new = self.key.shape[0] + cu_seqlens.long()[sequence] + row - old
-        index = torch.where(row < old, from_old, from_new)
-        values = torch.cat((self.value, value))[index]
-        return PackedRows(torch.cat((self.key, key))[index], values, joined)
-
-
-class DenseLayerCache:
-    """Decode cache of one dense layer: rotated keys and values of all tokens, packed.
-
-    Args:
-        batch_size: sequences decoded together; their lengths may differ.
-    """
-
-    def __init__(self, batch_size: int) -> None:
-        self.batch_size = batch_size
-        self.rows: PackedRows | None = None
-
-    def lengths(self, cu_seqlens: Tensor) -> Tensor:
-        """Tokens cached of each sequence, int32 ``[B]``."""
-        batch, rule = cu_seqlens.shape[0] - 1, f"describe {self.batch_size} sequences"
-        check(batch == self.batch_size, "DenseCache", "cu_seqlens", rule, batch)
-        held = torch.zeros_like(cu_seqlens) if self.rows is None else self.rows.cu_seqlens
-        return lengths(held).int()
-
-    @torch.no_grad()
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Take in new tokens and return their attention output ``[T, Hq, Dv]``.
-
-        Args:
-            q: rotated queries ``[T, Hq, D]``.
-            k: rotated keys ``[T, Hkv, D]``.
-            v: values ``[T, Hkv, Dv]``.
-            cu_seqlens: int32 ``[B + 1]`` offsets of the new tokens.
-        """
-        new = PackedRows(k, v, cu_seqlens)
-        self.rows = new if self.rows is None else self.rows.append(k, v, cu_seqlens)
-        cu_k = self.rows.cu_seqlens
-        max_q, max_k = int(lengths(cu_seqlens).max()), int(lengths(cu_k).max())
-        position = pad(query_positions(q.shape[0], cu_seqlens, cu_k), cu_seqlens, max_q)
-        # [B, max_q, max_k]; a row of padding sees its key 0
-        visible = torch.arange(max_k, device=q.device) <= position[..., None]
-        keys, values = pad(self.rows.key, cu_k, max_k), pad(self.rows.value, cu_k, max_k)
-        return unpad(_sdpa(pad(q, cu_seqlens, max_q), keys, values, visible), cu_seqlens, len(q))
-
-
-class DenseCache:
-    """Decode cache of a dense model: one :class:`DenseLayerCache` a layer.
-
-    Args:
-        num_layers: layers of the model.
-        batch_size: sequences decoded together; their lengths may differ.
-    """
-
-    def __init__(self, num_layers: int, batch_size: int = 1) -> None:
-        self.layers = [DenseLayerCache(batch_size) for _ in range(num_layers)]
+def dense_pattern(config: NSAConfig, max_tokens: int) -> NSAConfig:
+    """The pattern by which a decode cache serves dense attention: a window over everything."""
+    # few sizes of windows, for each of which kernels are compiled
+    window = -(-max_tokens // _WINDOWS) * _WINDOWS
+    return replace(config, branches=("win",), window_size=window, gate="fixed", share_kv=False)
 
 
 class DenseAttention(TogetherModule):
@@ -130,12 +62,22 @@ class DenseAttention(TogetherModule):
         self.o_proj = nn.Linear(config.num_heads * config.value_dim, width, bias=False)
         queries = Heads(config.num_heads, config.head_dim, "yes")
         keys = Heads(config.num_kv_heads, config.head_dim, "yes")
-        self._columns = Columns((queries, keys, Heads(config.num_kv_heads, config.value_dim)))
+        self.columns = Columns((queries, keys, Heads(config.num_kv_heads, config.value_dim)))
+        self._gates: Tensor | None = None
         self.lay_together()
 
     def projection_weights(self) -> list[Tensor]:
         """In the order of the projection's columns."""
         return [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
+
+    projection_bias: None = None  # as there are no gates
+
+    def attention_inputs(self, found: list[Tensor], x: Tensor) -> AttentionInputs:
+        """What a decode cache takes: heads ``[T, H, size]`` as the window's, and gates of 1."""
+        (q, k, v), shape = found, (x.shape[0], self.config.num_heads, 3)
+        if self._gates is None or self._gates.shape != shape or self._gates.device != x.device:
+            self._gates = torch.ones(shape, device=x.device)
+        return AttentionInputs._make((q, None, None, None, None, k, v, self._gates, None, None))
 
     def forward(
         self,
@@ -145,7 +87,7 @@ class DenseAttention(TogetherModule):
         max_seqlen: int | None = None,
         attention_mask: Tensor | None = None,
         sequences: Sequences | None = None,
-        cache: DenseLayerCache | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """Attend; arguments and result as of :class:`nsa.NativeSparseAttention`.
 
@@ -167,15 +109,17 @@ class DenseAttention(TogetherModule):
         x, sequences = open_layer_input(
             "DenseAttention", x, self.width, cu_seqlens, max_seqlen, attention_mask, sequences
         )
-        before = None if cache is None else cache.lengths(sequences.cu_q)
+        before = None if cache is None else cache.lengths(sequences, x.shape[0])
         with stage(PROJECTION):
             weights = self.projection_weights()
-            q, k, v = project(x, weights, None, self._columns, sequences, self.rope, before=before)
+            q, k, v = project(x, weights, None, self.columns, sequences, self.rope, before=before)
+        cu_seqlens = None if sequences.offsets is None else sequences.cu_q
+        alone = partial(causal_attention, q, k, v, cu_seqlens, sequences.len_q)
         if cache is None:
-            cu_seqlens = None if sequences.offsets is None else sequences.cu_q
-            out = causal_attention(q, k, v, cu_seqlens, sequences.len_q)
+            out = alone()
         else:
-            out = cache.attend(q, k, v, sequences.cu_q)
+            inputs = self.attention_inputs([q, k, v], x)
+            out = cache.attend(inputs, rope=self.rope, sequences=sequences, alone=alone)
         with stage(PROJECTION):
             return self.o_proj(out.flatten(-2)).view(shape)
 
@@ -209,6 +153,9 @@ def causal_attention(
         queries, keys, values = (x.unflatten(0, (-1, size)) for x in (q, k, v))
         return _sdpa(queries, keys, values, None).flatten(0, 1)
     if on_gpu(q) and q.dtype in _VARLEN_DTYPES and k.shape[-1] == v.shape[-1]:
+        # Its import takes two seconds, for a compiler that only training needs.
+        from torch.nn.attention.varlen import varlen_attn
+
         out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, size, size, **_VARLEN_OPTIONS)
         assert isinstance(out, Tensor)  # and not with statistics, which are not asked for
         return out

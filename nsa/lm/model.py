@@ -13,13 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from nsa import stages
 from nsa.cache import LayerCache, NSACache
 from nsa.lm.config import LMConfig
-from nsa.lm.dense_attention import DenseAttention, DenseCache, DenseLayerCache
+from nsa.lm.dense_attention import DenseAttention, dense_pattern
 from nsa.lm.recomputation import Keeps, keep_attention
 from nsa.module import NativeSparseAttention
 from nsa.ops._sequences import Sequences, open_layer_input
 from nsa.ops.embedding import embed
-
-Cache = NSACache | DenseCache
 
 
 class RMSNorm(nn.RMSNorm):
@@ -78,9 +76,7 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(
-        self, x: Tensor, sequences: Sequences, cache: LayerCache | DenseLayerCache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None) -> Tensor:
         """``[T, width]`` packed or ``[B, T, width]`` to the same shape."""
         if self.keeps == "everything" or cache is not None or not torch.is_grad_enabled():
             return self._run(x, sequences, cache)
@@ -89,9 +85,7 @@ class DecoderLayer(nn.Module):
             options["context_fn"] = keep_attention
         return cast(Tensor, checkpoint(self._run, x, sequences, None, **options))
 
-    def _run(
-        self, x: Tensor, sequences: Sequences, cache: LayerCache | DenseLayerCache | None
-    ) -> Tensor:
+    def _run(self, x: Tensor, sequences: Sequences, cache: LayerCache | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), sequences=sequences, cache=cache)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -154,7 +148,7 @@ class LanguageModel(nn.Module):
         tokens: Tensor,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
-        cache: Cache | None = None,
+        cache: NSACache | None = None,
     ) -> Tensor:
         """Logits of the token that follows each token.
 
@@ -176,7 +170,7 @@ class LanguageModel(nn.Module):
         tokens: Tensor,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
-        cache: Cache | None = None,
+        cache: NSACache | None = None,
     ) -> Tensor:
         """What the head is applied to, ``[T, width]`` or ``[B, T, width]``.
 
@@ -197,17 +191,21 @@ class LanguageModel(nn.Module):
         """The layers, first to last."""
         return cast(list[DecoderLayer], list(self.layers))
 
-    def new_cache(self, batch_size: int = 1, *, max_tokens: int) -> Cache:
+    def new_cache(
+        self, batch_size: int = 1, *, max_tokens: int, num_pages: int | None = None
+    ) -> NSACache:
         """An empty decode cache.
 
         Args:
             batch_size: sequences decoded together; their lengths may differ.
             max_tokens: tokens that a sequence may come to have.
+            num_pages: see :class:`nsa.NSACache`.
         """
-        config, layers = self.config, self.config.num_layers
-        if config.attention == "nsa":
-            return NSACache(config.nsa, layers, batch_size, max_tokens=max_tokens)
-        return DenseCache(self.config.num_layers, batch_size)
+        config = self.config
+        is_sparse = config.attention == "nsa"
+        pattern = config.nsa if is_sparse else dense_pattern(config.nsa, max_tokens)
+        layers = config.num_layers
+        return NSACache(pattern, layers, batch_size, max_tokens=max_tokens, num_pages=num_pages)
 
     def num_parameters(self) -> dict[str, int]:
         """Parameters by part of the model, and their ``total``. A tied head has none of its own."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from nsa.errors import check
-from nsa.lm.model import Cache, LanguageModel
+from nsa.lm.decoder import Decoder
+from nsa.lm.model import LanguageModel
 from nsa.train.data import Tokenizer
-from nsa.train.execution.precision import autocast
 from nsa.train.sampling import Sampling, StopStrings, uniform_numbers
 
 
@@ -94,29 +93,34 @@ class Generation(Iterator[list[bytes]]):
 
     def _run(self) -> Iterator[list[bytes]]:
         device = self.model.embedding.weight.device
-        most = max(len(tokens) for tokens in self.tokens) + max(self.max_new_tokens, 1)
-        cache = self.model.new_cache(len(self.tokens), max_tokens=most)
+        start = time.perf_counter()
+        most = max(map(len, self.tokens)) + self.max_new_tokens
+        dtype = torch.bfloat16 if self.compute_dtype == "bf16" else None
+        decoder = Decoder(self.model, len(self.tokens), max_tokens=most, compute_dtype=dtype)
         uniform, seen = uniform_numbers(self.seeds, device), self._seen(device)
-        new_tokens = [list(tokens) for tokens in self.tokens]
-        for step in range(self.max_new_tokens):
-            start = time.perf_counter()
-            logits = _next_logits(self.model, new_tokens, cache, self.compute_dtype)
-            drawn = self.sampling.draw(logits, next(uniform), seen)
-            ids = drawn.tolist()
-            self._count(time.perf_counter() - start, new_tokens, is_prefill=step == 0)
+        number = sum(map(len, self.tokens))
+        logits = decoder.prefill(self.tokens) if self.max_new_tokens else torch.empty(0)
+        for left in range(self.max_new_tokens - 1, -1, -1):
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            drawn = self.sampling.draw(wide, next(uniform), seen)
+            if seen is not None:
+                seen.scatter_(1, drawn.clamp(min=0)[:, None], True)
+            # The next step is on its way before the host looks at these tokens.
+            ids_of = _on_its_way(drawn)
+            if left:
+                logits = decoder.step(drawn.clamp(min=0)[:, None])[:, 0]
+            ids = ids_of()
+            seconds = time.perf_counter() - start
+            is_first = left == self.max_new_tokens - 1
+            self.speed += Speed(number, seconds) if is_first else Speed(0, 0.0, number, seconds)
             hint = "The run may have diverged: take an earlier --checkpoint."
             check(min(ids) >= 0, "generate", "the model", "give finite logits", "NaN or inf", hint)
-            if seen is not None:
-                seen.scatter_(1, drawn[:, None], True)
-            is_last = step + 1 == self.max_new_tokens
-            pieces = [self._take(index, token, is_last) for index, token in enumerate(ids)]
-            new_tokens = [
-                [] if ended else [token] for token, ended in zip(ids, self._ended, strict=True)
-            ]
+            pieces = [self._take(index, token, not left) for index, token in enumerate(ids)]
             if not all(self._ended) or any(pieces):
                 yield pieces
             if all(self._ended):
                 return
+            start, number = time.perf_counter(), self._ended.count(False)
 
     def _seen(self, device: torch.device) -> Tensor | None:
         """Which tokens each prompt holds, ``[B, vocab_size]``; None without a penalty."""
@@ -126,10 +130,6 @@ class Generation(Iterator[list[bytes]]):
         for row, tokens in zip(seen, self.tokens, strict=True):
             row[tokens] = True
         return seen.to(device)
-
-    def _count(self, seconds: float, new_tokens: list[list[int]], *, is_prefill: bool) -> None:
-        number = sum(map(len, new_tokens))
-        self.speed += Speed(number, seconds) if is_prefill else Speed(0, 0.0, number, seconds)
 
     def _take(self, index: int, token: int, is_last: bool) -> bytes:
         """The bytes that a token which was drawn adds to a text, and whether it ends it."""
@@ -202,22 +202,19 @@ def generate(
     )
 
 
-@torch.no_grad()
-def _next_logits(
-    model: LanguageModel,
-    new_tokens: list[list[int]],
-    cache: Cache,
-    compute_dtype: str,
-) -> Tensor:
-    """Logits ``[B, vocab_size]``, fp32 or fp64, meaningless for a sequence without new tokens."""
-    device, lengths = model.embedding.weight.device, [len(tokens) for tokens in new_tokens]
-    packed = torch.tensor([token for tokens in new_tokens for token in tokens], device=device)
-    offsets = list(accumulate(lengths, initial=0))
-    cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=device)
-    was_training = model.training
-    model.eval()
-    with autocast(device, compute_dtype):
-        hidden = model.hidden_states(packed, cu_seqlens, max(lengths), cache)
-        logits = model.head(hidden[(cu_seqlens[1:].long() - 1).clamp(min=0)])
-    model.train(was_training)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def _on_its_way(drawn: Tensor) -> Callable[[], list[int]]:
+    """The tokens ``[B]`` as numbers, once they are asked for; a GPU copies them meanwhile."""
+    if not drawn.is_cuda:
+        ids: list[int] = drawn.tolist()
+        return lambda: ids
+    host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
+    host.copy_(drawn, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> list[int]:
+        copied.synchronize()
+        found: list[int] = host.tolist()
+        return found
+
+    return wait

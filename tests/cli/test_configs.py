@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def state_bytes(config: TrainConfig) -> int:
 
 
 @functools.cache
-def vocab_size(tokenizer: str) -> int:
+def vocab_size(tokenizer: Any) -> int:
     return make_tokenizer(DataConfig(tokenizer=tokenizer), ()).vocab_size
 
 

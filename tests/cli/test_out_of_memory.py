@@ -20,8 +20,8 @@ from nsa import cli
 from nsa.bench import train
 from nsa.bench.rows import read_rows
 from nsa.lm.config import LMConfig
+from nsa.lm.decoder import Decoder
 from nsa.lm.model import LanguageModel
-from nsa.train import generation
 from nsa.train.config import CheckpointingConfig, TrainConfig
 from nsa.train.load import to_yaml
 from nsa.train.runs import evaluation as report
@@ -127,7 +127,7 @@ def test_evaluation_and_generation(config, nsa, refusal, monkeypatch):
     first, second = ([line for line in said if "loss" in line] for said in both)
     assert first == second != []
     assert "--micro-batch must be positive" in refusal("eval run --micro-batch 0")
-    monkeypatch.setattr(generation, "_next_logits", no_memory)
+    monkeypatch.setattr(Decoder, "prefill", no_memory)
     hint = "Give a smaller --batch-size, fewer --max-new-tokens or --device cpu."
     assert refusal("generate run --prompt a") == f"nsa: generate: the text {end} {hint}"
     monkeypatch.setattr(inspection, "inspect_text", no_memory)

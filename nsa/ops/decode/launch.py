@@ -107,7 +107,8 @@ def choose_splits(config: NSAConfig, groups: int, queries: int, most_blocks: int
     programs = 2 * 132  # of an H100 or H200; elsewhere near enough
     wanted = max(programs // groups, 1)
     cmp = min(wanted, MOST_SHARES, cdiv(max(most_blocks, 1), STEP_KEYS))
-    win = min(max(wanted // 2, 1), cdiv(config.window_size + queries - 1, STEP_KEYS))
+    win = max(wanted // len(config.branches), 1)
+    win = min(win, MOST_SHARES, cdiv(config.window_size + queries - 1, STEP_KEYS))
     slc = min(max(wanted // queries, 1), config.num_selected_blocks)
     slc = cdiv(config.num_selected_blocks, cdiv(config.num_selected_blocks, slc))
     on = config.branches

@@ -96,11 +96,11 @@ def window_split(
     """out and lse of a program's share of the window."""
     b, head, cached, _, _ = where
     _, _, t = query
-    MOST: tl.constexpr = P.WINDOW + P.QUERIES - 1  # tokens that a query of the step may see
-    SHARE: tl.constexpr = (MOST + SPLITS.win * BLOCK_N - 1) // (SPLITS.win * BLOCK_N) * BLOCK_N
     first = tl.maximum(cached - P.WINDOW + 1, 0)
-    begin = first + split * SHARE
-    end = tl.minimum(begin + SHARE, cached + P.QUERIES)
+    last = cached + P.QUERIES
+    share = tl.cdiv(tl.cdiv(last - first, SPLITS.win), BLOCK_N) * BLOCK_N
+    begin = first + split * share
+    end = tl.minimum(begin + share, last)
     row_max, total, acc = softmax_start(q.shape[0], HEADS.BLOCK_DV)
     for start in tl.range(begin, end, BLOCK_N):
         p = start + tl.arange(0, BLOCK_N)

@@ -10,13 +10,31 @@ from torch import Tensor
 from nsa.errors import fail
 from nsa.ops._backend import choose_backend
 from nsa.ops._packed import locate
+from nsa.ops._register import guarded
 from nsa.ops._sequences import Sequences
-from nsa.ops.projection.layout import Columns, Gates, Heads, TogetherModule, lay_together
-from nsa.ops.projection.ops import project_op
-from nsa.ops.projection.reference import activate, project_reference
+from nsa.ops.projection.layout import (
+    Columns,
+    Gates,
+    Heads,
+    TogetherModule,
+    lay_together,
+    stacked,
+)
+from nsa.ops.projection.ops import project_op, split_product
+from nsa.ops.projection.reference import activate, project_reference, split_reference
 from nsa.rope import Rope
 
-__all__ = ["Columns", "Gates", "Heads", "TogetherModule", "activate", "lay_together", "project"]
+__all__ = [
+    "Columns",
+    "Gates",
+    "Heads",
+    "TogetherModule",
+    "activate",
+    "lay_together",
+    "project",
+    "split",
+    "stacked",
+]
 
 
 def project(
@@ -69,12 +87,46 @@ def project(
         fail(name, "before", f"have shape {(sequences.num_sequences,)}", tuple(before.shape))
     device = x.device.type
     if choose_backend(name, backend, x, "x") == "reference":
-        sequence, positions, _ = locate(x.shape[0], sequences.cu_q)
-        if before is not None:
-            positions = positions + before[sequence]
+        positions = _positions(x.shape[0], sequences, before)
         return project_reference(x, weights, bias, positions, columns, rope)
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     cu, _, num_sequences, length, _ = sequences.kernel_arguments()
     where = (before, cu, num_sequences, length, columns.text, rope.text)
     return list(project_op(x, list(weights), bias, *where))
+
+
+def split(
+    product: Tensor,
+    bias: Tensor | None,
+    columns: Columns,
+    sequences: Sequences,
+    rope: Rope,
+    *,
+    before: Tensor | None = None,
+    backend: str = "auto",
+) -> list[Tensor]:
+    """What :func:`project` gives, of a product that is there already; no gradient is recorded.
+
+    Args:
+        product: ``[T, N]`` with all weights as one, see :func:`stacked`.
+        bias: as in :func:`project`, and so the others.
+        columns: what the products are.
+        sequences: where the tokens' sequences lie.
+        rope: the rotation.
+        before: tokens of each sequence before these.
+        backend: ``auto``, ``reference`` or ``triton``.
+    """
+    if choose_backend("split", backend, product, "product") == "reference":
+        products = product[:, : sum(columns.sizes)].split(columns.sizes, -1)
+        positions = _positions(product.shape[0], sequences, before)
+        return split_reference(products, bias, positions, columns, rope)
+    cu, _, num_sequences, length, _ = sequences.kernel_arguments()
+    where = (before, cu, num_sequences, length, columns.text, rope.text)
+    found: list[Tensor] = guarded(split_product)(product, bias, *where)
+    return found
+
+
+def _positions(num_tokens: int, sequences: Sequences, before: Tensor | None) -> Tensor:
+    sequence, position, _ = locate(num_tokens, sequences.cu_q)
+    return position if before is None else position + before[sequence]

@@ -100,9 +100,14 @@ def _forward(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) 
 
 @replayed
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
-    found, tokens = _results(x, [], bias, *rest), Tokens(*rest)
+    return split_product(torch.mm(x, weight.t()), bias, *rest)
+
+
+def split_product(product: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
+    """Heads and gates of a product with all weights as one."""
+    found, tokens = _results(product, [], bias, *rest), Tokens(*rest)
     heads, gates = (found, None) if bias is None else (found[:-1], found[-1])
-    _launch(torch.mm(x, weight.t()), heads, gates, None, bias, tokens, backward=False)
+    _launch(product, heads, gates, None, bias, tokens, backward=False)
     return found
 
 

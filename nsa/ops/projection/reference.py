@@ -21,14 +21,27 @@ def project_reference(
     rope: Rope,
 ) -> list[Tensor]:
     """See :func:`nsa.ops.projection.project`; under autocast PyTorch chooses the dtype."""
+    products = [functional.linear(x, weight) for weight in weights]
+    return split_reference(products, bias, positions, columns, rope)
+
+
+def split_reference(
+    products: Sequence[Tensor],
+    bias: Tensor | None,
+    positions: Tensor,
+    columns: Columns,
+    rope: Rope,
+) -> list[Tensor]:
+    """Heads and gates of the products ``[T, columns]`` with each weight."""
     found = []
-    # the weight of the gates comes last
-    for part, weight in zip(columns.parts, weights, strict=False):
-        heads = functional.linear(x, weight).unflatten(-1, (part.number, part.size))
+    # the product with the weight of the gates comes last
+    for part, product in zip(columns.parts, products, strict=False):
+        heads = product.unflatten(-1, (part.number, part.size))
         found += [] if part.rotated == "yes" else [heads]
         found += [] if part.rotated == "no" else [apply_rope(heads, positions, rope)]
     if columns.gates is not None:
-        found.append(activate(functional.linear(x, weights[-1], bias), columns.gates))
+        logits = products[-1] if bias is None else products[-1] + bias.to(products[-1].dtype)
+        found.append(activate(logits, columns.gates))
     return found
 
 

@@ -1,0 +1,189 @@
+"""A language model made ready to generate: weights, cache, and a step that launches little."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from nsa.attention import AttentionInputs
+from nsa.errors import check
+from nsa.lm.dense_attention import DenseAttention
+from nsa.lm.model import DecoderLayer, LanguageModel
+from nsa.module import NativeSparseAttention
+from nsa.ops._sequences import Sequences
+from nsa.ops.decode import MOST_QUERIES
+from nsa.ops.linear import Linear
+from nsa.ops.projection import split, stacked
+
+
+class Decoder:
+    """Generates with a language model: a prompt first, then steps of 1 to 8 tokens a sequence.
+
+    A step is one pass over the weights: nine launches a layer on a GPU, the residual stream in the
+    dtype of the model's parameters, everything else in the compute dtype. The second step of a
+    size is captured as a CUDA graph, which the later ones replay. The weights are copied where the
+    compute dtype is another, and shared with the model otherwise.
+
+    Args:
+        model: the language model, with sparse or dense attention.
+        batch_size: sequences that are generated together; their lengths may differ.
+        max_tokens: tokens that a sequence may come to have.
+        compute_dtype: of matrix products and attention; None: that of the parameters.
+        num_pages: see :class:`nsa.NSACache`.
+
+    Attributes:
+        cache: the cache, for its lengths, forks and the like.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        batch_size: int = 1,
+        *,
+        max_tokens: int,
+        compute_dtype: torch.dtype | None = None,
+        num_pages: int | None = None,
+    ) -> None:
+        self.model, self.batch_size = model, batch_size
+        self.dtype = model.head.weight.dtype if compute_dtype is None else compute_dtype
+        self.cache = model.new_cache(batch_size, max_tokens=max_tokens, num_pages=num_pages)
+        self._layers = [StepLayer(layer, self.dtype) for layer in model.decoder_layers()]
+        norm = model.norm.weight.detach()
+        head = model.head.weight.detach().to(self.dtype)
+        self._head = Linear(head, norm=norm, eps=model.config.norm_eps)
+        # The project's own models have none, but a head may be exchanged.
+        self._bias: Tensor | None = model.head.bias
+        self._graphs: dict[int, StepGraph | None] = {}
+
+    @torch.no_grad()
+    def prefill(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Take in more of each sequence, such as its prompt, in one pass.
+
+        Args:
+            tokens: of each sequence; none for one that does not go on.
+
+        Returns:
+            Logits ``[B, vocab_size]`` of the token that follows; meaningless for a sequence without
+            new tokens.
+
+        Raises:
+            ValueError: the cache is full.
+        """
+        count = len(tokens)
+        check(count == self.batch_size, "Decoder", "tokens", f"be {self.batch_size} lists", count)
+        device, lengths = self.model.embedding.weight.device, [len(x) for x in tokens]
+        packed = torch.tensor([x for part in tokens for x in part], device=device)
+        offsets = list(accumulate(lengths, initial=0))
+        cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=device)
+        where = cu_seqlens if count > 1 else None  # a sequence alone needs no offsets
+        is_training = self.model.training
+        self.model.eval()
+        enabled = self.dtype != self.model.head.weight.dtype
+        with torch.autocast(device.type, self.dtype, enabled=enabled):
+            hidden = self.model.hidden_states(packed, where, max(lengths), self.cache)
+            logits = self.model.head(hidden[(cu_seqlens[1:].long() - 1).clamp(min=0)])
+        self.model.train(is_training)
+        return logits
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> Tensor:
+        """Take in the next tokens of every sequence.
+
+        Args:
+            tokens: int64 ``[B, T]``, T from 1 to 8.
+
+        Returns:
+            Logits ``[B, T, vocab_size]``, of which the next step of this size may use the memory.
+
+        Raises:
+            ValueError: the shape does not fit, or the cache is full; nothing has changed then.
+        """
+        rule = f"have shape [{self.batch_size}, 1 to {MOST_QUERIES}]"
+        fits = tokens.ndim == 2 and tokens.shape[0] == self.batch_size
+        fits = fits and 1 <= tokens.shape[1] <= MOST_QUERIES
+        check(fits, "Decoder", "tokens", rule, tuple(tokens.shape))
+        queries = tokens.shape[1]
+        if not tokens.is_cuda or queries not in self._graphs:
+            # The first step of a size compiles kernels and reserves memory, which no capture can.
+            self._graphs[queries] = None
+            return self._run(tokens)
+        self.cache.reserve([queries] * self.batch_size)
+        graph = self._graphs[queries]
+        if graph is None:
+            graph = self._graphs[queries] = StepGraph(self, tokens)
+        return graph.replay(tokens)
+
+    def _run(self, tokens: Tensor) -> Tensor:
+        batch, queries = tokens.shape
+        sequences = Sequences(None, batch, queries, queries, tokens.device)
+        x = self.model.embedding.weight[tokens.flatten()]
+        for layer, cache in zip(self._layers, self.cache.layers, strict=True):
+            before = cache.lengths(sequences, x.shape[0])
+            inputs = layer.attention_inputs(x, sequences, before)
+            attended = cache.attend(inputs, rope=layer.attention.rope, sequences=sequences)
+            x = layer.output(attended.flatten(1), x)
+            x = layer.down(layer.up(x), x)
+        logits = self._head(x) if self._bias is None else self._head(x) + self._bias
+        return logits.view(batch, queries, -1)
+
+
+class StepLayer:
+    """The weights of a decoder layer as a step multiplies by them.
+
+    Args:
+        layer: the layer.
+        dtype: of the products.
+    """
+
+    def __init__(self, layer: DecoderLayer, dtype: torch.dtype) -> None:
+        self.norm, attention, mlp = layer.attention_norm, layer.attention, layer.mlp
+        assert isinstance(attention, NativeSparseAttention | DenseAttention)
+        self.attention = attention
+
+        def weight(linear: nn.Linear) -> Tensor:
+            return linear.weight.detach().to(dtype)
+
+        together = stacked([x.detach() for x in attention.projection_weights()], dtype)
+        norm, eps = self.norm.weight.detach(), self.norm.eps or 0.0
+        self.project = Linear(together, norm=norm, eps=eps)
+        self.output = Linear(weight(attention.o_proj))
+        gate = None if mlp.gate_proj is None else weight(mlp.gate_proj)
+        norm, eps = layer.mlp_norm.weight.detach(), layer.mlp_norm.eps or 0.0
+        self.up = Linear(weight(mlp.up_proj), gate=gate, norm=norm, eps=eps, silu=gate is None)
+        self.down = Linear(weight(mlp.down_proj))
+
+    def attention_inputs(self, x: Tensor, sequences: Sequences, before: Tensor) -> AttentionInputs:
+        """What attention is computed of, for the residual stream ``[T, width]``."""
+        attention = self.attention
+        bias, columns = attention.projection_bias, attention.columns
+        product = self.project(x)
+        found = split(product, bias, columns, sequences, attention.rope, before=before)
+        normalised = x
+        if isinstance(attention, NativeSparseAttention) and not attention.gate.is_linear:
+            normalised = self.norm(x)
+        return attention.attention_inputs(found, normalised)
+
+
+class StepGraph:
+    """A step of a decoder as a CUDA graph.
+
+    Args:
+        decoder: it has run a step of this size, and has room for another.
+        tokens: int64 ``[B, T]``, for their shape.
+    """
+
+    def __init__(self, decoder: Decoder, tokens: Tensor) -> None:
+        self.cache, self.tokens = decoder.cache, tokens.clone()
+        self.graph = torch.cuda.CUDAGraph()
+        with self.cache.recording(), torch.cuda.graph(self.graph):
+            self.logits = decoder._run(self.tokens)
+
+    def replay(self, tokens: Tensor) -> Tensor:
+        """Logits of the next tokens."""
+        self.tokens.copy_(tokens)
+        self.graph.replay()
+        self.cache.advance([tokens.shape[1]] * tokens.shape[0])
+        return self.logits

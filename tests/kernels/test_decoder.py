@@ -1,0 +1,59 @@
+"""Steps of a decoder by kernels, as on a GPU."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from unittest import mock
+
+import pytest
+import torch
+
+from nsa.lm.decoder import Decoder
+from nsa.lm.model import LanguageModel
+from nsa.ops.linear import Linear
+from tests.lm.test_decoder import LENGTHS, make, texts
+
+PLACES = ("nsa.cache.cache", "nsa.ops.linear", "nsa.ops.projection")
+
+
+def as_on_a_gpu(function: str, backend: str, x: torch.Tensor, argument: str = "") -> str:
+    return "triton"
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_steps(attention: str) -> None:
+    model: LanguageModel = make(attention=attention, mlp="swiglu").float()
+    decoder = Decoder(model, 3, max_tokens=100)
+    prompts = texts()
+    decoder.prefill([text[:n] for text, n in zip(prompts, LENGTHS, strict=True)])
+    for start, stop in ((0, 1), (1, 4)):
+        new = [text[n + start : n + stop] for text, n in zip(prompts, LENGTHS, strict=True)]
+        with ExitStack() as stack:
+            for place in PLACES:
+                stack.enter_context(mock.patch(f"{place}.choose_backend", as_on_a_gpu))
+            logits = decoder.step(torch.tensor(new))
+        for b, n in enumerate(LENGTHS):
+            whole = model(torch.tensor(prompts[b][: n + stop])).detach()[n + start :]
+            torch.testing.assert_close(logits[b], whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize(("width", "columns"), [(24, 40), (300, 17)])
+def test_linear(rows: int, width: int, columns: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    x, weight, gate = normal(rows, width), normal(columns, width) / 5, normal(columns, width) / 5
+    norm, residual = normal(width).abs(), normal(rows, columns)
+    for layer in (
+        Linear(weight),
+        Linear(weight, silu=True),
+        Linear(weight, norm=norm, eps=1e-2),
+        Linear(weight, gate=gate, norm=norm, eps=1e-6),
+    ):
+        for added in (None, residual):
+            found = layer(x, added, backend="triton")
+            expected = layer(x, added, backend="reference")
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,119 @@
+"""The decoder: prompts and steps give what the model gives for the whole text."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.lm.config import LMConfig
+from nsa.lm.decoder import Decoder
+from nsa.lm.model import LanguageModel
+from tests.ops.cases import small
+
+CONFIG = LMConfig(
+    vocab_size=40, width=24, num_layers=2, nsa=small(), mlp_hidden_size=32, init_std=0.2
+)
+LENGTHS = (75, 5, 33)  # of prompts: sparse, and shorter than a block
+STEPS = (1, 3, 1, 8, 2)
+
+
+def make(**changes: Any) -> LanguageModel:
+    torch.manual_seed(0)
+    pattern = {key: changes.pop(key) for key in list(changes) if hasattr(CONFIG.nsa, key)}
+    config = dataclasses.replace(CONFIG, nsa=small(**pattern), **changes)
+    return LanguageModel(config).double()
+
+
+def texts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    numbers = [torch.randint(0, 40, (n + sum(STEPS),), generator=generator) for n in LENGTHS]
+    return [text.tolist() for text in numbers]
+
+
+def whole(model: LanguageModel) -> list[Tensor]:
+    with torch.no_grad():
+        return [model(torch.tensor(text)) for text in texts()]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attention": "dense"},
+        {"phi": "linear", "mlp": "swiglu"},
+        {"phi": "mlp", "tie_head": True},
+        {"compress_rope": "none", "gate": "softmax"},
+        {"gate": "fixed", "share_kv": True},
+        {"gate_hidden_size": 8},
+        {"num_selected_blocks_table": ((-1, 40, 3),)},
+    ],
+    ids=str,
+)
+def test_prompts_and_steps_equal_the_whole(changes: dict[str, Any]) -> None:
+    model = make(**changes)
+    expected, prompts = whole(model), texts()
+    decoder = Decoder(model, 3, max_tokens=max(LENGTHS) + sum(STEPS))
+    logits = decoder.prefill([text[:n] for text, n in zip(prompts, LENGTHS, strict=True)])
+    for b, n in enumerate(LENGTHS):
+        torch.testing.assert_close(logits[b], expected[b][n - 1], rtol=1e-9, atol=1e-10)
+    ends = list(itertools.accumulate(STEPS, initial=0))
+    for start, stop in itertools.pairwise(ends):
+        new = [text[n + start : n + stop] for text, n in zip(prompts, LENGTHS, strict=True)]
+        logits = decoder.step(torch.tensor(new))
+        for b, n in enumerate(LENGTHS):
+            torch.testing.assert_close(
+                logits[b], expected[b][n + start : n + stop], rtol=1e-9, atol=1e-10
+            )
+    assert decoder.cache.lengths == [n + sum(STEPS) for n in LENGTHS]
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_tokens_that_were_proposed_in_vain_are_taken_back(attention: str) -> None:
+    """As speculative decoding does: of 5 proposed tokens each sequence keeps some."""
+    model = make(attention=attention)
+    expected, prompts = whole(model), texts()
+    decoder = Decoder(model, 3, max_tokens=100)
+    decoder.prefill([text[:n] for text, n in zip(prompts, LENGTHS, strict=True)])
+    decoder.step(torch.full((3, 5), 7))
+    for b, (n, kept) in enumerate(zip(LENGTHS, (0, 0, 0), strict=True)):
+        decoder.cache.truncate(b, n + kept)
+    new = torch.tensor([text[n : n + 4] for text, n in zip(prompts, LENGTHS, strict=True)])
+    logits = decoder.step(new)
+    for b, n in enumerate(LENGTHS):
+        torch.testing.assert_close(logits[b], expected[b][n : n + 4], rtol=1e-9, atol=1e-10)
+
+
+def test_a_chunk_behind_a_prompt() -> None:
+    """Sequences may go on at different times; one without new tokens stays as it is."""
+    model = make()
+    expected, prompts = whole(model), texts()
+    decoder = Decoder(model, 3, max_tokens=100)
+    decoder.prefill([prompts[0][:20], prompts[1][:5], []])
+    logits = decoder.prefill([prompts[0][20:75], [], prompts[2][:33]])
+    for b in (0, 2):
+        end = LENGTHS[b] - 1
+        torch.testing.assert_close(logits[b], expected[b][end], rtol=1e-9, atol=1e-10)
+    assert decoder.cache.lengths == list(LENGTHS)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 1), (3, 0), (3, 9)])
+def test_steps_of_another_shape(shape: tuple[int, ...]) -> None:
+    decoder = Decoder(make(), 3, max_tokens=100)
+    with pytest.raises(ValueError, match=r"^Decoder: tokens must have shape \[3, 1 to 8\], got "):
+        decoder.step(torch.zeros(shape, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"^Decoder: tokens must be 3 lists, got 2"):
+        decoder.prefill([[1], [2]])
+
+
+def test_a_full_cache_takes_nothing() -> None:
+    decoder = Decoder(make(), 1, max_tokens=10)
+    decoder.prefill([[1] * 9])
+    with pytest.raises(ValueError, match="max_tokens must be at least 11 for the new tokens"):
+        decoder.step(torch.ones(1, 2, dtype=torch.int64))
+    decoder.step(torch.ones(1, 1, dtype=torch.int64))
+    assert decoder.cache.lengths == [10]
