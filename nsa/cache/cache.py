@@ -62,7 +62,6 @@ class NSACache:
         # The most tokens whose traces the rings hold: a ring forgets what they have overwritten.
         self._written = [0] * batch_size
         self._step: Step | None = None
-        self._table = torch.zeros(batch_size, pages_each, dtype=torch.int32)
         self._on_device: tuple[Tensor, Tensor] | None = None
         self.layers = [
             LayerCache(config.for_layer(layer), self, layer) for layer in range(num_layers)
@@ -89,12 +88,10 @@ class NSACache:
         for b, (length, count) in enumerate(zip(self._lengths, counts, strict=True)):
             rule = f"be at least {length + count} for the new tokens of sequence {b}"
             check(length + count <= self.max_tokens, _NAME, "max_tokens", rule, self.max_tokens)
-        held = [len(pages) for pages in self._pages.held]
         copies = self._pages.prepare(self._lengths, counts)
         for layer in self.layers:
             layer.copy_pages(copies)
-        if copies or held != [len(pages) for pages in self._pages.held]:
-            self._write_table()
+        self._write_table()
 
     def advance(self, counts: Sequence[int]) -> None:
         """Count tokens that a replayed CUDA graph of a step has taken in."""
@@ -207,14 +204,20 @@ class NSACache:
 
     def _place(self, device: torch.device) -> None:
         if self._on_device is None:
-            zeros = torch.zeros(self.batch_size, dtype=torch.int32, device=device)
-            self._on_device = zeros, self._table.to(device)
+            shape = (self.batch_size, -(-self.max_tokens // self.config.block_size))
+            lengths = torch.zeros(self.batch_size, dtype=torch.int32, device=device)
+            self._on_device = lengths, lengths.new_zeros(shape)
         check(device == self.table.device, _NAME, "tokens", f"be on {self.table.device}", device)
 
     def _write_table(self) -> None:
-        for b, pages in enumerate(self._pages.held):
-            self._table[b, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        self.table.copy_(self._table)
+        """Bring the table up to date; what no sequence holds any more stays, and is not read."""
+        changed = self._pages.changed
+        if changed and self._on_device is not None:
+            width = self.table.shape[1]
+            entries = [[b * width + place for b, place in changed], list(changed.values())]
+            index, pages = torch.tensor(entries).to(self.table.device)
+            self.table.view(-1)[index] = pages.int()
+            changed.clear()
 
     def _set_length(self, sequence: int, length: int, written: int) -> None:
         self._step = None  # one that an error has ended half-way is forgotten

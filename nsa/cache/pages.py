@@ -20,12 +20,14 @@ class Pages:
     Attributes:
         held: the pages of each sequence, those of its first tokens first.
         uses: how many sequences hold each page.
+        changed: pages that sequences have got, by sequence and place; who copies them clears it.
     """
 
     def __init__(self, num_pages: int, page_size: int, num_sequences: int) -> None:
         self.page_size = page_size
         self.held: list[list[int]] = [[] for _ in range(num_sequences)]
         self.uses = [0] * num_pages
+        self.changed: dict[tuple[int, int], int] = {}
         self._free = list(range(num_pages - 1, -1, -1))
 
     @property
@@ -64,9 +66,9 @@ class Pages:
             place = lengths[b] // self.page_size
             copies.append((self.held[b][place], self._take()))
             self._give_back(self.held[b][place])
-            self.held[b][place] = copies[-1][1]
+            self.held[b][place] = self.changed[b, place] = copies[-1][1]
         for b, missing in grown:
-            self.held[b] += [self._take() for _ in range(missing)]
+            self._extend(b, [self._take() for _ in range(missing)])
         return copies
 
     def fork(self, source: int, target: int, length: int) -> None:
@@ -75,7 +77,7 @@ class Pages:
         Pages that either of them has reserved are not shared: both would write to them.
         """
         self.truncate(target, 0)
-        self.held[target] = self.held[source][: -(-length // self.page_size)]
+        self._extend(target, self.held[source][: -(-length // self.page_size)])
         for page in self.held[target]:
             self.uses[page] += 1
 
@@ -85,6 +87,11 @@ class Pages:
         for page in reversed(self.held[sequence][kept:]):
             self._give_back(page)
         del self.held[sequence][kept:]
+
+    def _extend(self, sequence: int, pages: Sequence[int]) -> None:
+        for place, page in enumerate(pages, start=len(self.held[sequence])):
+            self.changed[sequence, place] = page
+        self.held[sequence] += pages
 
     def _take(self) -> int:
         page = self._free.pop()

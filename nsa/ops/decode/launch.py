@@ -24,9 +24,11 @@ from nsa.rope import Rope, frequency_table
 # Rows of queries by heads that a program holds, and keys of one of its steps, at most.
 MOST_ROWS = 64
 STEP_KEYS = 64
-# Blocks that a program of the selection ranks, and shares of a branch that the merge reads.
-MOST_RANKED = 1024
+# Blocks that a program of the selection ranks; shares of a branch that the merge reads, and keys of
+# a share of the compressed branch, where there are so many.
+MOST_RANKED = 256
 MOST_SHARES = 64
+SHARE_KEYS = 128
 
 
 def pattern_of(config: NSAConfig, cache: CacheTensors, queries: int) -> Pattern:
@@ -106,7 +108,7 @@ def choose_splits(config: NSAConfig, groups: int, queries: int, most_blocks: int
     """
     programs = 2 * 132  # of an H100 or H200; elsewhere near enough
     wanted = max(programs // groups, 1)
-    cmp = min(wanted, MOST_SHARES, cdiv(max(most_blocks, 1), STEP_KEYS))
+    cmp = min(wanted, MOST_SHARES, cdiv(max(most_blocks, 1), SHARE_KEYS))
     win = max(wanted // len(config.branches), 1)
     win = min(win, MOST_SHARES, cdiv(config.window_size + queries - 1, STEP_KEYS))
     slc = min(max(wanted // queries, 1), config.num_selected_blocks)
