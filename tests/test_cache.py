@@ -19,7 +19,7 @@ from tests import oracle
 from tests.ops.cases import array, near, offsets, small
 
 WIDTH = 24
-LONGEST = 150  # n * l' = 64 and w = 32: sparse
+LONGEST = 100  # n * l' = 64 and w = 32: sparse
 MOST = 600
 SUBSETS = [tuple(c) for size in (1, 2, 3) for c in itertools.combinations(BRANCHES, size)]
 
@@ -84,7 +84,7 @@ def same_contents(a: LayerCache, b: LayerCache) -> None:
 
 
 def test_prefill_and_decode_at_every_length():
-    """For t from 1 to 150: prefill of t tokens gives the first t rows and the next step row t.
+    """For t from 1 to 100: prefill of t tokens gives the first t rows and the next step row t.
 
     The cache after prefill holds what t single steps leave in it, so decode may go on from any
     prefill.
@@ -144,7 +144,7 @@ def test_chunk_after_an_edge(first):
 # batches
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     calls=st.lists(
         st.lists(st.one_of(st.sampled_from([0, 1, 1]), st.integers(0, 60)), min_size=3, max_size=3),
@@ -287,6 +287,33 @@ def test_fork_truncate_and_free():
     cache.free(2)
     assert cache.num_free_pages == 3 * 10
     near(module(x[:30], cu_seqlens=offsets((30, 0, 0)), cache=first), array(module(x))[:30])
+
+
+def test_reorder():
+    """Sequences go on as copies of others, of other lengths, and each goes its own way then."""
+    module, x = layer(small(phi="mlp", compress_hidden_size=3)), tokens(140)
+    texts = [tokens(n, seed=n) for n in (77, 5, 48)]
+    cache = NSACache(module.config, 1, 3, max_tokens=150)
+    first = cache.layers[0]
+    module(torch.cat(texts), cu_seqlens=offsets((77, 5, 48)), cache=first)
+    rest = iter(x.split(9))
+    for indices in ([2, 1, 0], [0, 0, 1], [1, 1, 1], [0, 1, 2]):
+        cache.reorder(indices)
+        texts = [torch.cat((texts[i], next(rest))) for i in indices]
+        out = module(torch.cat([x[-9:] for x in texts]), cu_seqlens=offsets([9] * 3), cache=first)
+        near(out, np.concatenate([array(module(text))[-9:] for text in texts]))
+    assert cache.lengths == [len(text) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("indices", "rule"),
+    [([0, 1], "be 3 numbers, got 2"), ([0, 1, 3], "be from 0 to 2, got 3")],
+)
+def test_reorder_by_what_is_not_there(indices, rule):
+    cache = NSACache(small(), 1, 3, max_tokens=50)
+    layer(small())(tokens(6), cu_seqlens=offsets((2, 2, 2)), cache=cache.layers[0])
+    with pytest.raises(ValueError, match=f"^reorder: indices must {rule}"):
+        cache.reorder(indices)
 
 
 def test_pages_of_a_pool_that_is_shared():
