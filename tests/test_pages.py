@@ -30,7 +30,7 @@ from tests.ops.cases import array, near, offsets, small
 
 OPERATIONS = 10_000
 NOTHING = -1
-KINDS = ("append", "append", "reserve", "fork", "free", "truncate")
+KINDS = ("append", "append", "append", "reserve", "fork", "free", "truncate", "reorder")
 PAGE, NUM_PAGES, NUM_SEQUENCES, MOST = 16, 12, 4, 90
 
 
@@ -78,6 +78,12 @@ class Model:
         self.lengths[target] = self.lengths[source]
         self.pages[target] = self.pages[source][: -(-self.lengths[source] // PAGE)]
 
+    def reorder(self, indices: Sequence[int]) -> None:
+        """Let sequences go on as copies of others; what one has reserved stays its own."""
+        ends = [None if b == c else -(-self.lengths[c] // PAGE) for b, c in enumerate(indices)]
+        self.pages = [self.pages[c][:end] for c, end in zip(indices, ends, strict=True)]
+        self.lengths = [self.lengths[c] for c in indices]
+
     def truncate(self, b: int, length: int) -> None:
         """Keep the first tokens of a sequence."""
         self.lengths[b] = length
@@ -88,6 +94,13 @@ def random_counts(random: random.Random) -> list[int]:
     """New tokens of each sequence: mostly few, of several sequences at once."""
     most = random.choice([1, 1, 2, 8, 40])
     return [random.choice([0, random.randint(0, most), most]) for _ in range(NUM_SEQUENCES)]
+
+
+def random_indices(random: random.Random) -> list[int]:
+    """Which sequence each one becomes: mostly itself."""
+    return [
+        random.choice([b, b, b, b, random.randrange(NUM_SEQUENCES)]) for b in range(NUM_SEQUENCES)
+    ]
 
 
 def changed(model: Model, change: Callable[[Model], None]) -> tuple[Model, bool]:
@@ -152,6 +165,10 @@ def test_pages() -> None:
                 target = rng.choice(empty)
                 pages.fork(b, target, model.lengths[b])
                 model.fork(b, target)
+        elif kind == "reorder":
+            indices = random_indices(rng)
+            pages.reorder(indices, model.lengths)
+            model.reorder(indices)
         else:
             length = 0 if kind == "free" else rng.randint(0, model.lengths[b])
             pages.truncate(b, length)
@@ -347,6 +364,11 @@ def operate(rng: random.Random, driven: Driven, kind: str) -> bool:
         cache.fork(b, target)
         model.fork(b, target)
         driven.written[target] = driven.written[b]
+    elif kind == "reorder":
+        indices = random_indices(rng)
+        cache.reorder(indices)
+        model.reorder(indices)
+        driven.written = [driven.written[source] for source in indices]
     else:
         length = 0 if kind == "free" else rng.randint(-1, model.lengths[b] + 1)
         least = max(driven.written[b] - MOST_QUERIES, 0)

@@ -141,6 +141,33 @@ class NSACache:
             layer.copy_rings(source, target)
         self._set_length(target, self._lengths[source], self._written[source])
 
+    def reorder(self, indices: Sequence[int]) -> None:
+        """Let every sequence b go on as a copy of ``indices[b]``; whole pages are shared.
+
+        Beam search does so after each step, in which some continuations win over others.
+
+        Args:
+            indices: number of a sequence for each sequence; several may have the same.
+
+        Raises:
+            ValueError: they are not as many as the sequences, or one of them is not there.
+        """
+        count = self.batch_size
+        check(len(indices) == count, "reorder", "indices", f"be {count} numbers", len(indices))
+        for source in indices:
+            self._check_sequence("reorder", "indices", source)
+        if list(indices) == list(range(count)):
+            return
+        self._pages.reorder(indices, self._lengths)
+        for layer in self.layers:
+            layer.reorder_rings(indices)
+        self._step = None
+        self._lengths = [self._lengths[source] for source in indices]
+        self._written = [self._written[source] for source in indices]
+        if self._on_device is not None:
+            self._write_table()
+            self.device_lengths.copy_(torch.tensor(self._lengths, dtype=torch.int32))
+
     def begin(self, layer: int, sequences: Sequences, num_tokens: int) -> Step:
         """The step that ``num_tokens`` new tokens make, for the next layer that takes them in.
 
@@ -309,6 +336,12 @@ class LayerCache:
         for ring in self._of_kind("win", "raw"):
             rings = ring.unflatten(0, (self._cache.batch_size, -1))
             rings[target] = rings[source]
+
+    def reorder_rings(self, indices: Sequence[int]) -> None:
+        """Put a copy of the rings of ``indices[b]`` in the place of those of each sequence b."""
+        for ring in self._of_kind("win", "raw"):
+            rings = ring.unflatten(0, (self._cache.batch_size, -1))
+            rings.copy_(rings[torch.tensor(indices, device=ring.device)])
 
     def _of_kind(self, *kinds: str) -> list[Tensor]:
         if self.tensors is None:

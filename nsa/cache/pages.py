@@ -81,6 +81,25 @@ class Pages:
         for page in self.held[target]:
             self.uses[page] += 1
 
+    def reorder(self, indices: Sequence[int], lengths: Sequence[int]) -> None:
+        """Let each sequence b hold what ``indices[b]`` held, of which ``lengths`` are the tokens.
+
+        Pages with tokens are shared. What a sequence has reserved stays with it alone.
+        """
+        before = self.held
+        self.held = [
+            list(before[source][: None if source == b else -(-lengths[source] // self.page_size)])
+            for b, source in enumerate(indices)
+        ]
+        for page in (page for pages in self.held for page in pages):
+            self.uses[page] += 1
+        for b, (old, new) in enumerate(zip(before, self.held, strict=True)):
+            for page in reversed(old):
+                self._give_back(page)
+            for place, page in enumerate(new):
+                if old[place : place + 1] != [page]:
+                    self.changed[b, place] = page
+
     def truncate(self, sequence: int, length: int) -> None:
         """Give back the pages behind the first ``length`` tokens of a sequence."""
         kept = -(-length // self.page_size)
