@@ -28,6 +28,8 @@ if torch.__version__ >= "2.12":  # before, it always groups
 # Tokens to a multiple of which windows over everything are rounded.
 _WINDOWS = 4096
 
+_FEW = 1024
+
 # Causal attention without a mask on a GPU; the last is for fp32.
 _FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -63,7 +65,8 @@ class DenseAttention(TogetherModule):
         queries = Heads(config.num_heads, config.head_dim, "yes")
         keys = Heads(config.num_kv_heads, config.head_dim, "yes")
         self.columns = Columns((queries, keys, Heads(config.num_kv_heads, config.value_dim)))
-        self._gates: Tensor | None = None
+        # Gates of 1 for few tokens, by their number: a captured step goes on reading them.
+        self._gates = dict[int, Tensor]()
         self.lay_together()
 
     def projection_weights(self) -> list[Tensor]:
@@ -74,10 +77,13 @@ class DenseAttention(TogetherModule):
 
     def attention_inputs(self, found: list[Tensor], x: Tensor) -> AttentionInputs:
         """What a decode cache takes: heads ``[T, H, size]`` as the window's, and gates of 1."""
-        (q, k, v), shape = found, (x.shape[0], self.config.num_heads, 3)
-        if self._gates is None or self._gates.shape != shape or self._gates.device != x.device:
-            self._gates = torch.ones(shape, device=x.device)
-        return AttentionInputs._make((q, None, None, None, None, k, v, self._gates, None, None))
+        (q, k, v), tokens = found, x.shape[0]
+        gates = self._gates.get(tokens)
+        if gates is None or gates.device != x.device:
+            gates = torch.ones(tokens, self.config.num_heads, 3, device=x.device)
+            if tokens <= _FEW:
+                self._gates[tokens] = gates
+        return AttentionInputs._make((q, None, None, None, None, k, v, gates, None, None))
 
     def forward(
         self,
