@@ -25,6 +25,7 @@ from nsa.attention import AttentionInputs
 from nsa.ops._sequences import Sequences
 from nsa.ops._triton.kernel import Kernel
 from nsa.ops.embedding import embed
+from nsa.ops.linear import Linear
 from nsa.ops.projection import Columns, Gates, Heads, project
 from nsa.ops.statistics import new_statistics
 from nsa.testing import packed_offsets
@@ -197,9 +198,10 @@ def reached_from(kernels: Iterable[JITFunction[Any]]) -> set[JITFunction[Any]]:
 
 
 def decode(config: NSAConfig, dtype: torch.dtype, queries: int, max_tokens: int) -> None:
-    """Launch what a layer launches for a decode step of two sequences."""
+    """Launch what a layer of a decoder launches for a step of two sequences."""
+    for rows in (tokens := 2 * queries, 40):  # and of more sequences
+        linear_layers(config, dtype, rows)
     cache = NSACache(config, 1, 2, max_tokens=max_tokens, num_pages=4)
-    tokens = 2 * queries
 
     def zeros(heads: int, size: int) -> Tensor:
         return torch.zeros(tokens, heads, size, dtype=dtype)
@@ -215,3 +217,12 @@ def decode(config: NSAConfig, dtype: torch.dtype, queries: int, max_tokens: int)
     sequences = Sequences(None, 2, queries, queries, gates.device)
     with mock.patch("nsa.cache.cache.choose_backend", return_value="triton"):
         cache.layers[0].attend(inputs, rope=Rope.from_config(config), sequences=sequences)
+
+
+def linear_layers(config: NSAConfig, dtype: torch.dtype, rows: int) -> None:
+    """Launch the linear layers around attention in a decoder: behind it, and the gated ones."""
+    width = config.num_heads * config.value_dim
+    x = torch.zeros(rows, width, dtype=dtype)
+    weight, norm = torch.zeros(2 * width, width, dtype=dtype), torch.ones(width, dtype=dtype)
+    Linear(weight, gate=weight, norm=norm, eps=1e-6)(x, backend="triton")
+    Linear(weight[:width])(x, x, backend="triton")

@@ -21,7 +21,7 @@ from nsa.ops._triton.tuning import (
     tiles_chosen_by,
 )
 from tools.compile_only.driver import SHARED_MEMORY_LIMIT, Usage, absent_gpu
-from tools.compile_only.launches import DENSE, LONG, PARTS, SHORT, Batch, attend
+from tools.compile_only.launches import DENSE, LONG, PARTS, SHORT, Batch, attend, decode
 
 MOST_STACK = 256  # bytes of a thread
 FP8_ARCH = 89  # the first with fp8 products; the library refuses them on others
@@ -81,8 +81,8 @@ STACK_THAT_WINS = {
 
 # Bytes of stack that are allowed, by architecture and function, on GPUs where this project has
 # measured nothing. Heads of 128: a limit on registers avoids the stack, but then fewer programs run
-# at once.
-STACK_LET_BE = {(120, "selected_delta_kernel"): 8}
+# at once. Decode: 8 queries in fp32, 16 heads a group.
+STACK_LET_BE = {(120, "selected_delta_kernel"): 8, (120, "decode_merge_kernel"): 8}
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,8 @@ class Case:
         dtype: key of ``DTYPES``.
         batch: the sequences.
         changes: further fields of the config that differ from the default.
+        queries: of a sequence in a decode step; 0: no decode step, but forward and backward.
+        max_tokens: of a sequence in the decode cache.
     """
 
     head_dim: int
@@ -104,11 +106,15 @@ class Case:
     dtype: str = "bf16"
     batch: Batch = PARTS
     changes: tuple[tuple[str, Any], ...] = ()
+    queries: int = 0
+    max_tokens: int = 4096
 
     def __str__(self) -> str:
         sizes = "/".join(map(str, dict.fromkeys((self.head_dim, self.value_dim))))
         changes = "".join(f" {name}={value}" for name, value in self.changes)
-        return f"D {sizes} G {self.group_size} {self.dtype} {self.batch}{changes}"
+        step = f"queries={self.queries} max_tokens={self.max_tokens}"
+        what = step if self.queries else str(self.batch)
+        return f"D {sizes} G {self.group_size} {self.dtype} {what}{changes}"
 
     def launch(self) -> None:
         """Launch every kernel of it."""
@@ -118,7 +124,10 @@ class Case:
             "value_dim": self.value_dim,
         }
         config = NSAConfig(num_kv_heads=2, **{**sizes, **dict(self.changes)})
-        attend(config, DTYPES[self.dtype], self.batch)
+        if self.queries:
+            decode(config, DTYPES[self.dtype], self.queries, self.max_tokens)
+        else:
+            attend(config, DTYPES[self.dtype], self.batch)
 
 
 def usual(head_dim: int, value_dim: int, group_size: int, dtype: str = "bf16") -> list[Case]:
@@ -126,6 +135,12 @@ def usual(head_dim: int, value_dim: int, group_size: int, dtype: str = "bf16") -
     case = Case(head_dim, value_dim, group_size, dtype)
     phis = [replace(case, changes=(("phi", phi),)) for phi in ("linear", "mlp")]
     return [case, replace(case, batch=LONG), *phis]
+
+
+def steps(head_dim: int, value_dim: int, group_size: int, dtype: str = "bf16") -> list[Case]:
+    """Decode steps: one query among few tokens, and 8 among so many that selections are merged."""
+    case = Case(head_dim, value_dim, group_size, dtype, changes=(("phi", "mlp"),), queries=1)
+    return [case, replace(case, queries=8, max_tokens=200_000)]
 
 
 def variations() -> list[Case]:
@@ -153,7 +168,11 @@ def variations() -> list[Case]:
     ]
     found = [replace(case, batch=SHORT, changes=tuple(change.items())) for change in changes]
     scattered = [replace(case, batch=LONG, changes=(("block_size", size),)) for size in (32, 128)]
-    return [replace(case, batch=DENSE), replace(case, batch=SHORT), *found, *scattered]
+    decoded = [
+        replace(steps(64, 64, 6)[i], changes=tuple(changes[j].items()))
+        for i, j in ((0, 0), (1, 2), (1, 5), (1, 6), (0, 10), (0, 11))
+    ]
+    return [replace(case, batch=DENSE), replace(case, batch=SHORT), *found, *scattered, *decoded]
 
 
 # Sizes of heads by the work of one process. What `make test` compiles, for ``ARCHS``; and
@@ -161,7 +180,13 @@ def variations() -> list[Case]:
 ARCHS = (80, 90, 100)
 TWO_STAGE = (("coarse_block_size", 512), ("num_coarse_blocks", 8))
 PART = {
-    sizes: [*usual(*sizes, 6), *usual(*sizes, 16), Case(*sizes, 6, changes=TWO_STAGE)]
+    sizes: [
+        *usual(*sizes, 6),
+        *usual(*sizes, 16),
+        Case(*sizes, 6, changes=TWO_STAGE),
+        steps(*sizes, 6)[0],
+        steps(*sizes, 16)[1],
+    ]
     for sizes in ((64, 64), (192, 128))
 }
 GROUP_SIZES = {(64, 64): (1, 3, 4, 6, 8, 16, 64), (128, 128): (4, 16, 64), (192, 128): (6, 16, 64)}
@@ -176,6 +201,8 @@ def whole() -> list[list[Case]]:
     ]
     found += [usual(*sizes, 6, "fp16") for sizes in HEAD_SIZES]
     found += [[case for g in (6, 16) for case in usual(*sizes, g, "fp32")] for sizes in HEAD_SIZES]
+    found += [[case for g in (6, 16, 64) for case in steps(*sizes, g)] for sizes in HEAD_SIZES]
+    found += [[case for g in (6, 16) for case in steps(*sizes, g, "fp32")] for sizes in HEAD_SIZES]
     return [*found, variations()]
 
 

@@ -55,7 +55,7 @@ class AppendPlan:
     phi: str
     block_l: int
     block_queries: int
-    block_hidden: int = 64
+    block_hidden: int
 
 
 @triton.jit

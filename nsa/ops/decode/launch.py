@@ -24,6 +24,8 @@ from nsa.rope import Rope, frequency_table
 # Rows of queries by heads that a program holds, and keys of one of its steps, at most.
 MOST_ROWS = 64
 STEP_KEYS = 64
+# Numbers of a program's output that leave registers for all else.
+MOST_OUTPUTS = 64 * 64
 # Blocks that a program of the selection ranks; shares of a branch that the merge reads, and keys of
 # a share of the compressed branch, where there are so many.
 MOST_RANKED = 256
@@ -93,6 +95,7 @@ def append(
             config.phi,
             next_power_of_2(config.compress_block_size),
             next_power_of_2(queries),
+            min(64, max(16, next_power_of_2(max(stream.hidden for stream in streams)))),
         ),
     )
 
@@ -125,17 +128,19 @@ class Tiles(NamedTuple):
     Attributes:
         rows: queries by heads that a program holds, at most.
         keys: of a step.
+        width: the larger size of a head, a power of two.
     """
 
     rows: int
     keys: int
+    width: int
 
     @classmethod
     def of(cls, heads: Heads, element_size: int) -> Tiles:
         """For these heads, in a dtype of so many bytes."""
         width = max(heads.BLOCK_D, heads.BLOCK_DV)
         rows = MOST_ROWS if element_size == 2 and width <= 128 else 16
-        return cls(rows, max(min(STEP_KEYS, 32_768 // (width * element_size**2)), 16))
+        return cls(rows, max(min(STEP_KEYS, 32_768 // (width * element_size**2)), 16), width)
 
 
 class Shares(NamedTuple):
@@ -226,6 +231,8 @@ class DecodeStep:
             return
         rows = pattern.QUERIES * pattern.G
         block_m = min(tiles.rows, max(16, next_power_of_2(rows)))
+        # Registers of a program do not hold more: outputs, and scores of a step.
+        block_n = tiles.keys if block_m * tiles.width <= MOST_OUTPUTS else tiles.keys // 2
         groups = cache.num_sequences * pattern.HKV
         decode_scan_kernel[(groups, splits.cmp + splits.win, cdiv(rows, block_m))](
             q,
@@ -245,7 +252,7 @@ class DecodeStep:
             self.softmax_scale,
             **constants,
             BLOCK_M=block_m,
-            BLOCK_N=tiles.keys,
+            BLOCK_N=block_n,
             num_warps=4,
             num_stages=2,
         )
@@ -296,7 +303,7 @@ class DecodeStep:
         """Attention over the selected blocks, and the gated sum ``[T, Hq, Dv]``."""
         cache, pattern, slc = self.cache, constants["P"], self.splits.slc
         out = q.new_empty(*q.shape[:2], self.config.value_dim)
-        block_g = min(next_power_of_2(pattern.G), tiles.rows)
+        block_g = min(next_power_of_2(pattern.G), tiles.rows, MOST_OUTPUTS // tiles.width)
         programs = cache.num_sequences * pattern.HKV * self.queries
         decode_merge_kernel[(programs, max(slc, 1), cdiv(pattern.G, block_g))](
             q,
