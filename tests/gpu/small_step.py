@@ -12,9 +12,11 @@ import torch
 from triton import JITFunction
 
 from nsa.ops._triton.kernel import Kernel
+from nsa.ops.linear import Linear
 from tests.gpu.matrix import MATRIX
 from tests.ops.checks import CHECKS
-from tests.ops.public import RUNS, check_compress, check_selection
+from tests.ops.decoding import Decoded
+from tests.ops.public import RUNS, Case, check_compress, check_selection
 from tools.compile_only.launches import jitted_functions, reached_from
 
 
@@ -56,6 +58,12 @@ def main() -> None:
             check_selection(
                 dataclasses.replace(longer, config=dataclasses.replace(seed.config, **changes))
             )
+        for phi in ("linear", "mlp"):
+            changed: Any = {"phi": phi}
+            config = dataclasses.replace(seed.config, **changed)
+            Decoded.of(Case(config, (3, 300), (2, 2), dtype=seed.dtype, device=seed.device)).check()
+        x = torch.ones(3, 100, device=seed.device)
+        Linear(torch.ones(50, 100, device=seed.device))(x)
         torch.cuda.synchronize()
     left_out = {function.__name__ for function in jitted_functions() - reached_from(launched)}
     assert not left_out, left_out

@@ -1,0 +1,188 @@
+"""Decode steps on kernels against fp64, at real sizes; in CUDA graphs; the keys that they read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from nsa import NativeSparseAttention, NSACache, NSAConfig
+from nsa.ops.decode import launch
+from nsa.ops.decode.layout import Splits
+from nsa.testing import packed_offsets
+from tests.gpu.matrix import BF16, DEVICE, FP16, FP32, SEED
+from tests.gpu.test_execution import no_waiting
+from tests.ops.decoding import Decoded
+from tests.ops.public import Case
+
+# Tokens before the step, of a batch of 4: nothing, less than a block, a full one, many.
+SHORT, LONG = (0, 30, 127, 5000), (1, 700, 16_383, 69_990)
+
+
+def sized(group: int, dim: int, value_dim: int | None = None, **changes: Any) -> NSAConfig:
+    kv = 4 if group == 16 else 2
+    sizes: dict[str, Any] = {"head_dim": dim, "value_dim": value_dim or dim}
+    return NSAConfig(num_heads=group * kv, num_kv_heads=kv, **sizes, **changes)
+
+
+def case_of(
+    config: NSAConfig, dtype: torch.dtype, before: tuple[int, ...], queries: int, **changes: Any
+) -> Case:
+    config = dataclasses.replace(config, **changes)
+    lengths = tuple(n + queries for n in before)
+    return Case(config, lengths, (queries,) * len(before), dtype=dtype, device=DEVICE)
+
+
+PLAIN, WIDE, PAPER = sized(6, 64), sized(16, 128), sized(16, 192, 128)
+TABLE = {"num_selected_blocks_table": ((-1, 1000, 8),), "num_local_blocks": 3}
+CASES: dict[str, Case] = {
+    "bf16 G6 D64": case_of(PLAIN, BF16, LONG, 1),
+    "bf16 G6 D64 short": case_of(PLAIN, BF16, SHORT, 1),
+    "bf16 G6 D64 mlp, 8 queries": case_of(PLAIN, BF16, LONG, 8, phi="mlp"),
+    "bf16 G6 D64 linear, 3 queries": case_of(PLAIN, BF16, SHORT, 3, phi="linear"),
+    "bf16 G16 D128": case_of(WIDE, BF16, LONG, 1, phi="linear"),
+    "bf16 G16 D128 5 queries": case_of(WIDE, BF16, SHORT, 5, compress_rope="none"),
+    "bf16 G16 D192/128": case_of(PAPER, BF16, LONG, 1),
+    "bf16 G16 D192/128 mlp": case_of(PAPER, BF16, SHORT, 2, phi="mlp"),
+    "bf16 G64 D128": case_of(sized(16, 128), BF16, SHORT, 1, num_kv_heads=1),
+    "bf16 G6 D80 table": case_of(sized(6, 80, 48), BF16, LONG, 2, **TABLE),
+    "fp16 G6 D64": case_of(PLAIN, FP16, LONG, 4, compress_rope="start", rotary_dim=32),
+    "fp16 G16 D192/128": case_of(PAPER, FP16, SHORT, 8),
+    "fp32 G6 D64": case_of(PLAIN, FP32, LONG, 1),
+    "fp32 G16 D128": case_of(WIDE, FP32, SHORT, 8, phi="mlp"),
+    "fp32 G6 D192/128": case_of(sized(6, 192, 128), FP32, SHORT, 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_step(name):
+    """Outputs, selected blocks, compressed keys and reads; the same bits when taken again."""
+    decoded = Decoded.of(CASES[name], num_chunks=2)
+    decoded.check()
+    decoded.take_back()
+    first = decoded.step()
+    for _ in range(3):
+        decoded.take_back()
+        for x, y in zip(first, decoded.step(), strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("splits", [Splits(1, 1, 1), Splits(64, 9, 16), Splits(5, 3, 6)], ids=str)
+def test_any_number_of_programs(splits, monkeypatch):
+    """The selection in chunks of 63 blocks, too: some 17 of the longest sequence."""
+    monkeypatch.setattr(launch, "choose_splits", lambda *_: splits)
+    monkeypatch.setattr(launch, "MOST_RANKED", 64)
+    Decoded.of(CASES["bf16 G6 D64 mlp, 8 queries"]).check()
+
+
+@pytest.mark.parametrize("length", [8192, 16_384, 32_768, 65_536])
+def test_keys_read_are_those_of_the_paper(length):
+    """Table 4, but for one: the last S tokens hold one block of compression less than S / d."""
+    decoded = Decoded.of(case_of(PAPER, BF16, (length - 1,), 1))
+    _, _, reads = decoded.step()
+    table = {8192: 2048, 16_384: 2560, 32_768: 3584, 65_536: 5632}
+    assert reads.sum(1).tolist() == [table[length] - 1] * PAPER.num_kv_heads
+
+
+def layer_of(config: NSAConfig) -> NativeSparseAttention:
+    torch.manual_seed(0)
+    return NativeSparseAttention(256, config).to(DEVICE, BF16).requires_grad_(False)
+
+
+def filled(
+    module: NativeSparseAttention, lengths: tuple[int, ...], num_layers: int = 1
+) -> NSACache:
+    """A cache with so many tokens of each sequence, the same in every call."""
+    generator = torch.Generator(device=DEVICE).manual_seed(1)
+    x = torch.randn(sum(lengths), 256, generator=generator, device=DEVICE).to(BF16)
+    cache = NSACache(module.config, num_layers, len(lengths), max_tokens=max(lengths) + 500)
+    for layer in cache.layers:
+        module(x, cu_seqlens=packed_offsets(lengths, DEVICE), max_seqlen=max(lengths), cache=layer)
+    return cache
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("phi", ["mean", "mlp"])
+def test_captured_step(phi, queries):
+    """Of two layers: replayed at other lengths, over edges of pages, it gives the eager bits."""
+    module = layer_of(dataclasses.replace(SEED, phi=phi))
+    lengths, batch = (1, 60, 1000, 4090), 4
+    eager, captured = (filled(module, lengths, num_layers=2) for _ in range(2))
+    x = torch.zeros(batch, queries, 256, device=DEVICE, dtype=BF16)
+
+    def step(cache: NSACache) -> list[Tensor]:
+        return [module((1 + i) * x, cache=layer) for i, layer in enumerate(cache.layers)]
+
+    counts, graph = [queries] * batch, torch.cuda.CUDAGraph()
+    step(captured)  # compiled and warm, then taken back
+    for b, length in enumerate(lengths):
+        captured.truncate(b, length)
+    captured.reserve(counts)
+    with captured.recording(), torch.cuda.graph(graph):
+        found = step(captured)
+    for i in range(40):
+        x.normal_(generator=torch.Generator(device=DEVICE).manual_seed(i))
+        captured.reserve(counts)
+        graph.replay()
+        captured.advance(counts)
+        expected = step(eager)
+        for replayed, wanted in zip(found, expected, strict=True):
+            assert torch.equal(replayed, wanted), f"step {i}"
+    assert captured.lengths == eager.lengths == [n + 40 * queries for n in lengths]
+    assert captured.device_lengths.tolist() == captured.lengths
+    for one, other in zip(captured.layers, eager.layers, strict=True):
+        assert one.block_indices is not None
+        assert other.block_indices is not None
+        assert torch.equal(one.block_indices, other.block_indices)
+
+
+def test_a_step_does_not_wait_and_compiles_nothing(monkeypatch):
+    """At whatever lengths, once there is room for its tokens."""
+    module = layer_of(SEED)
+    x = torch.randn(3, 2, 256, device=DEVICE, dtype=BF16)
+    caches = [filled(module, lengths) for lengths in ((1, 1, 1), (5, 63, 2047), (900, 30, 16_384))]
+    module(x, cache=caches[0].layers[0])
+    compiled: list[str] = []
+
+    def note(*, repr: str, **_: Any) -> None:
+        compiled.append(repr)
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
+    for cache in caches:
+        cache.reserve([2] * 3)
+        with no_waiting():
+            module(x, cache=cache.layers[0])
+    assert not compiled
+
+
+def test_forks_have_the_bits_of_sequences_without_shared_pages():
+    """Pages that are shared, copied, given back and handed out again in another order."""
+    module = layer_of(dataclasses.replace(SEED, phi="linear"))
+    generator = torch.Generator(device=DEVICE).manual_seed(3)
+    x = torch.randn(3, 800, 256, generator=generator, device=DEVICE).to(BF16)
+    caches = [NSACache(module.config, 1, 3, max_tokens=1000) for _ in range(2)]
+
+    def take(cache: NSACache, given: Tensor, lengths: list[int]) -> None:
+        offsets = packed_offsets(lengths, DEVICE)
+        module(given, cu_seqlens=offsets, max_seqlen=max(lengths), cache=cache.layers[0])
+
+    take(caches[0], torch.full((1500, 256), torch.nan, device=DEVICE).to(BF16), [900, 500, 100])
+    for b in (1, 0, 2):
+        caches[0].free(b)
+    take(caches[0], x[0, :700], [700, 0, 0])
+    caches[0].fork(0, 1)
+    caches[0].fork(1, 2)
+    for lengths in ([700, 0, 0], [0, 700, 0], [0, 0, 700]):
+        take(caches[1], x[0, :700], lengths)
+    for start in range(700, 800, 4):
+        found, expected = (
+            module(x[:, start : start + 4], cache=cache.layers[0]) for cache in caches
+        )
+        assert bool(expected.isfinite().all())
+        assert torch.equal(found, expected)
+    # the first 10 whole pages are shared by all
+    assert caches[0].num_free_pages == caches[1].num_free_pages + 2 * 10

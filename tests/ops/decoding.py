@@ -1,0 +1,178 @@
+"""A decode step by kernels on one case, against fp64: on a GPU, or in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from nsa import NSACache, Rope, Sequences
+from nsa.attention import AttentionInputs
+from nsa.cache import cache
+from nsa.testing import PackedInputs, assert_within_budget, packed_offsets
+from nsa.testing.sampled import SampledWhole, check_sampled, sampled_selection
+from tests.ops.public import Case, agree, cu, every, parameters_of, phi_of
+
+RAW = ("k_cmp_raw", "v_cmp_raw", "k_slc", "v_slc", "k_win", "v_win")
+
+
+@dataclass
+class Decoded:
+    """A cache that holds all tokens of a case but its queries.
+
+    Attributes:
+        case: with as many queries for each sequence, up to 8, the last of its tokens.
+        x: all tokens.
+        cache: of one layer; its memory held NaN before.
+    """
+
+    case: Case
+    x: PackedInputs
+    cache: NSACache
+
+    @classmethod
+    def of(cls, case: Case, num_chunks: int = 1) -> Decoded:
+        """The tokens before the queries come in some chunks, by kernels."""
+        most = -(-max(case.lengths_k) // 64) * 64
+        whole = NSACache(case.config, 1, len(case.lengths_k), max_tokens=most)
+        decoded = cls(case, case.inputs(), whole)
+        some = [min(n, 100) for n in case.lengths_k]
+        decoded.take(decoded.rows([0] * len(some), some), some)
+        held = whole.layers[0]
+        assert held.tensors is not None
+        for pool in held.tensors[:8]:
+            if pool is not None:
+                pool.fill_(torch.nan)
+        for b in range(len(some)):
+            whole.free(b)
+        before = decoded.before
+        for i in range(num_chunks):
+            first, last = ([n * j // num_chunks for n in before] for j in (i, i + 1))
+            counts = [b - a for a, b in zip(first, last, strict=True)]
+            if any(counts):
+                decoded.take(decoded.rows(first, counts), counts)
+        held.reads = torch.zeros(
+            len(before) * case.config.num_kv_heads, 3, dtype=torch.int64, device=case.device
+        )
+        return decoded
+
+    @property
+    def count(self) -> int:
+        """Queries of each sequence."""
+        return self.case.queries[0]
+
+    @property
+    def before(self) -> list[int]:
+        """Tokens of each sequence before the queries."""
+        return [n - self.count for n in self.case.lengths_k]
+
+    def rows(self, first: list[int], counts: list[int]) -> Tensor:
+        """Where the tokens from ``first`` on of each sequence lie."""
+        starts = self.x.cu_seqlens_k.tolist()
+        return torch.cat(
+            [torch.arange(n) + a + s for a, n, s in zip(first, counts, starts[:-1], strict=True)]
+        ).to(self.case.device)
+
+    def take(self, rows: Tensor, counts: list[int], q: Tensor | None = None) -> Tensor:
+        """Give the layer tokens; without queries of their own they have random ones.
+
+        With queries all sequences have as many, and the step is one of decode kernels.
+        """
+        case, config, x = self.case, self.case.config, self.x
+        is_step = q is not None
+        q = case.normal(len(rows), config.num_heads, config.head_dim, seed=8) if q is None else q
+        gates = x.gates if is_step else q.new_ones(len(rows), config.num_heads, 3)
+        q_cmp = None
+        if config.compress_rope == "none":
+            q_cmp = self.q_cmp if is_step else q
+        phi = phi_of(parameters_of(case))
+        heads = (getattr(x, name)[rows] for name in RAW)
+        inputs = AttentionInputs._make((q, *heads, gates, phi, q_cmp))
+        device = q.device
+        if is_step:
+            sequences = Sequences(None, len(counts), counts[0], counts[0], device)
+        else:
+            offsets = packed_offsets(counts, device)
+            sequences = Sequences.packed(offsets, max(counts), num_tokens=len(rows))
+        held, rope = self.cache.layers[0], Rope.from_config(config)
+        with mock.patch.object(cache, "choose_backend", return_value="triton"):
+            return held.attend(inputs, rope=rope, sequences=sequences)
+
+    @property
+    def q_cmp(self) -> Tensor | None:
+        """Queries of the compressed branch, where they are others."""
+        if self.case.config.compress_rope != "none":
+            return None
+        return self.case.normal(*self.x.q.shape, seed=9)
+
+    def step(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries' outputs, selected blocks and keys read."""
+        held, counts = self.cache.layers[0], [self.count] * len(self.before)
+        assert held.reads is not None
+        held.reads.zero_()
+        out = self.take(self.rows(self.before, counts), counts, self.x.q)
+        assert held.tensors is not None
+        assert held.block_indices is not None
+        assert not bool(held.tensors.counters.any())
+        return out, held.block_indices, held.reads.clone()
+
+    def take_back(self) -> None:
+        """Forget the queries' tokens."""
+        for b, n in enumerate(self.before):
+            self.cache.truncate(b, n)
+
+    def check(self) -> None:
+        """A step against fp64, its selection by the compressed keys as stored; its reads."""
+        case, config, x = self.case, self.case.config, self.x
+        out, ids, reads = self.step()
+        q_cmp, rope = self.q_cmp, Rope.from_config(config)
+        sampled = SampledWhole(x, config, ids, phi_of(parameters_of(case)), q_cmp, rope)
+        rows, stored = every(x.q), self.compressed_keys()
+        plain, exact = (sampled.compressed("k", dtype) for dtype in (case.dtype, torch.float64))
+        assert_within_budget(stored, plain, exact, "decode k_cmp", case.factor)
+        scored = x.q if q_cmp is None else q_cmp
+        agree(sampled_selection(scored, stored, config, **cu(x)).agreement(rows, ids))
+        check_sampled(
+            lambda dtype: sampled.at_queries(rows, dtype),
+            {"out": out},
+            rows,
+            case.dtype,
+            "decode",
+            case.factor,
+        )
+        assert reads.tolist() == self.expected_reads(ids.cpu()).tolist()
+
+    def compressed_keys(self) -> Tensor:
+        """Those in the cache, packed."""
+        config, tensors = self.case.config, self.cache.layers[0].tensors
+        assert tensors is not None
+        assert tensors.k_cmp is not None
+        size, stride = config.compress_block_size, config.compress_stride
+        parts = []
+        for b, length in enumerate(self.case.lengths_k):
+            row = torch.arange(max(length - size + stride, 0) // stride, device=self.case.device)
+            row, per_page = row + size // stride - 1, config.block_size // stride
+            page = tensors.table[b].long()[row // per_page]
+            parts.append(tensors.k_cmp[page * per_page + row % per_page])
+        return torch.cat(parts)
+
+    def expected_reads(self, ids: Tensor) -> Tensor:
+        """num_cmp(t) + tokens of the selected blocks + min(w, t + 1), ``[B * Hkv, 3]``.
+
+        Of several queries the first and the last part count once.
+        """
+        config, count = self.case.config, self.count
+        size, stride, block = config.compress_block_size, config.compress_stride, config.block_size
+        found = []
+        for b, (before, length) in enumerate(zip(self.before, self.case.lengths_k, strict=True)):
+            for h in range(config.num_kv_heads):
+                selected = 0
+                for i in range(count):
+                    t = before + i
+                    chosen = [j for j in ids[b * count + i, h].tolist() if j >= 0]
+                    selected += sum(min(block, t + 1 - j * block) for j in chosen)
+                num_cmp = max(length - size + stride, 0) // stride
+                found.append([num_cmp, selected, min(before, config.window_size - 1) + count])
+        return torch.tensor(found)
