@@ -200,7 +200,7 @@ def reached_from(kernels: Iterable[JITFunction[Any]]) -> set[JITFunction[Any]]:
 def decode(config: NSAConfig, dtype: torch.dtype, queries: int, max_tokens: int) -> None:
     """Launch what a layer of a decoder launches for a step of two sequences."""
     for rows in (tokens := 2 * queries, 40):  # and of more sequences
-        linear_layers(config, dtype, rows)
+        linear_layers(dtype, rows)
     cache = NSACache(config, 1, 2, max_tokens=max_tokens, num_pages=4)
 
     def zeros(heads: int, size: int) -> Tensor:
@@ -219,9 +219,8 @@ def decode(config: NSAConfig, dtype: torch.dtype, queries: int, max_tokens: int)
         cache.layers[0].attend(inputs, rope=Rope.from_config(config), sequences=sequences)
 
 
-def linear_layers(config: NSAConfig, dtype: torch.dtype, rows: int) -> None:
+def linear_layers(dtype: torch.dtype, rows: int, width: int = 512) -> None:
     """Launch the linear layers around attention in a decoder: behind it, and the gated ones."""
-    width = config.num_heads * config.value_dim
     x = torch.zeros(rows, width, dtype=dtype)
     weight, norm = torch.zeros(2 * width, width, dtype=dtype), torch.ones(width, dtype=dtype)
     Linear(weight, gate=weight, norm=norm, eps=1e-6)(x, backend="triton")
