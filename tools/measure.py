@@ -42,6 +42,7 @@ POLICIES = " ".join(f"--variant {name}:checkpointing.policy={name}" for name in 
 SWITCHES = "--variant launched:cuda_graphs=false --variant silent:telemetry=false"
 EAGER = "--variant eager:compile=false,cuda_graphs=false"
 NSA = "--provider nsa"
+DECODE = "bench decode --case decode"
 # Words of `nsa` by the name of their file in results/, or of a folder of their own. What makes a
 # ratio is of one command: ratios are of one run.
 MEASUREMENTS = {
@@ -76,6 +77,11 @@ MEASUREMENTS = {
         f"{SELECTED} --shape wide --seqs 8192,65536 {SHARED} {ALGORITHMS}",
     ],
     "memory": [f"{TRAIN} --cuda-graphs false {STEP} --mode fwd_bwd {NSA} {POLICIES}"],
+    "decode": [
+        f"{DECODE}.attention",
+        f"{DECODE}.attention --shape seed --points 65536,65536x64",
+        f"{DECODE}.model",
+    ],
     "host": ["bench host"],
     "switches": [
         f"{TRAIN} {STEP} --mode fwd_bwd {NSA} {SWITCHES} {EAGER}",

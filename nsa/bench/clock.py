@@ -157,6 +157,15 @@ def profiler() -> Any:
     return profile(activities=[ProfilerActivity.CUDA])
 
 
+def profiled(call: Callable[[], object], device: torch.device) -> Any:
+    """What the profiler sees of a call on a GPU."""
+    synchronize(device)
+    with profiler() as trace:
+        call()
+        synchronize(device)
+    return trace
+
+
 def gpu_events(trace: Any) -> list[Any]:
     """Kernels, copies and fills that a profiler recorded."""
     return [event for event in trace.events() or () if event.device_type.name == "CUDA"]
@@ -167,11 +176,7 @@ def kernel_times(call: Callable[[], object], device: torch.device) -> dict[str, 
     if device.type != "cuda":
         return {}
     call()
-    torch.cuda.synchronize()
-    with profiler() as trace:
-        call()
-        torch.cuda.synchronize()
-    return kernel_sums(trace)
+    return kernel_sums(profiled(call, device))
 
 
 def kernel_sums(trace: Any) -> dict[str, float]:

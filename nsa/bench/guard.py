@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from nsa.bench.rows import Row, measured
 from nsa.bench.table import align, point, row_cells
-from nsa.bench.targets import DENSE, UNMASKED, Field, figures, is_void, of_dense
+from nsa.bench.targets import UNMASKED, Field, figures, is_dense, is_void, of_dense
 from nsa.errors import check
 
 # Settings of a training step on which its ratio to the dense model depends.
@@ -21,7 +21,7 @@ def ratios(rows: Sequence[Row]) -> dict[tuple[object, ...], tuple[Row, str, floa
     """
     by, found = figures(rows), {}
     for row in sorted(measured(rows), key=lambda row: row.date):
-        if row.provider in ("dense", UNMASKED, DENSE) or is_void(row, by):
+        if row.provider == UNMASKED or is_dense(row) or is_void(row, by):
             continue
         settings = row.settings and tuple(row.settings.get(name) for name in _SETTINGS)
         for what, field in _FIELDS.items():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.attention import native_sparse_attention
-from nsa.bench.clock import gpu_events, percentiles, profiler, release_memory, synchronize
+from nsa.bench.clock import gpu_events, percentiles, profiled, release_memory, synchronize
 from nsa.bench.gate import ModelGate, random_gradient
 from nsa.bench.points import Shape
 from nsa.bench.rows import Origin, Results
@@ -268,10 +268,7 @@ def _times(
     found: Fields = {f"host_ms_{p}": getattr(timing, p) for p in ("p50", "p20", "p80")}
     if device.type == "cuda":
         forget()
-        with profiler() as trace:
-            call()
-            synchronize(device)
-        events = gpu_events(trace)
+        events = gpu_events(profiled(call, device))
         gpu_us = sum(float(event.time_range.elapsed_us()) for event in events)
         found |= {"launches": len(events), "gpu_ms": gpu_us / 1000}
     return found

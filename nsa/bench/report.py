@@ -15,8 +15,8 @@ from nsa.errors import check
 from nsa.ops._triton.tuning import table_name
 
 _COLOURS = ("#4477aa", "#cc3311", "#228833", "#aa3377", "#ccbb44", "#66ccee", "#000000")
-_DASHES = {"fwd": "--", "fwd_bwd": "-"}
-_MODES = {"fwd": "forward", "fwd_bwd": "forward + backward"}
+_DASHES = {"fwd": "--", "fwd_bwd": "-", "step": "-"}
+_MODES = {"fwd": "forward", "fwd_bwd": "forward + backward", "step": "step"}
 
 Value = Callable[[Row, Figures], float | None]
 Points = list[tuple[int, float]]  # S and value, in order of S
@@ -49,7 +49,7 @@ def write_report(rows: Sequence[Row], folder: Path) -> Path:
         for case in dict.fromkeys(row.case for row in section):
             here = [row for row in section if row.case == case]
             parts += [f"### {case}", _table(here, by)]
-            parts += _plots(case, largest_batches(here), by, folder, table_name("-".join(where)))
+            parts += _plots(case, of_one_batch(here), by, folder, table_name("-".join(where)))
     parts += _targets(newest, by)
     failed = dict.fromkeys(f"- {point(row)}: {row.note}" for row in rows if row.ms_p50 is None)
     if failed:
@@ -92,8 +92,13 @@ def _table(rows: Sequence[Row], by: Figures) -> str:
     return markdown(table(cells, ordered))
 
 
-def largest_batches(rows: Sequence[Row]) -> list[Row]:
-    """Of each length the rows with most sequences: a plot over length shows one batch."""
+def of_one_batch(rows: Sequence[Row]) -> list[Row]:
+    """Of each length the rows with most sequences: a plot over length shows one batch.
+
+    Of models that generate it shows steps of one sequence.
+    """
+    if all(row.case == "decode.model" for row in rows):
+        return [row for row in rows if (row.mode, row.batch) == ("step", 1)]
     most = {row.seq_len: row.batch for row in sorted(rows, key=lambda row: row.batch)}
     return [row for row in rows if row.batch == most[row.seq_len]]
 
@@ -110,6 +115,14 @@ _PLOTS: Mapping[str, Sequence[tuple[str, Value, str]]] = {
         ("train-ratio", of_dense, "time divided by the dense model's"),
         ("train-memory", lambda row, by: row.peak_mib, "peak memory (MiB)"),
         ("train-mfu", lambda row, by: row.mfu, "model FLOPs utilisation"),
+    ),
+    "decode.attention": (
+        ("decode-time", lambda row, by: row.ms_p50, "ms a step"),
+        ("decode-ratio", of_dense, "time divided by the fastest dense attention's"),
+    ),
+    "decode.model": (
+        ("decode-model-time", lambda row, by: row.ms_p50, "ms a token"),
+        ("decode-model-ratio", of_dense, "time divided by the dense model's"),
     ),
 }
 

@@ -74,6 +74,10 @@ class Row(Origin):
     slowest_over_median: float | None = None
     host_ms_p50: float | None = None
     first_step_s: float | None = None
+    # Of decoding alone.
+    launches: int | None = None
+    mib_read: float | None = None
+    of_copy: float | None = None
 
     @property
     def is_masked(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -254,6 +255,64 @@ def host(
     return 0 if bench_host(plan, _device()) else 1
 
 
+def decode(
+    *,
+    case: str | None = None,
+    shape: str = "wide",
+    config: Path = Path("78m"),
+    provider: str | None = None,
+    points: str | None = None,
+    prefill: str | None = None,
+    steps: int = 64,
+    out: Path | None = None,
+    commit: str | None = None,
+    budget_ms: float = 300.0,
+) -> int:
+    """Measure decoding.
+
+    Attention of one step alone, beside the fastest dense attention over static keys and values;
+    greedy steps of a whole model with random weights after a long context, and prompts, beside the
+    dense model. Milliseconds, tokens/s, launches, and the bytes that a step reads. Results are
+    compared with fp64 first; a wrong one gets no figure, and the exit code is 1. For example
+      nsa bench decode --out benchmarks/results/mine.jsonl
+      nsa bench decode --case decode.attention --shape seed --points 65536,65536x64
+      nsa bench decode --case decode.model --config 78m --points 2048,16384x64
+      nsa bench decode --case decode.model --config cpu-small --points 256      (without a GPU)
+
+    Args:
+        case: decode.attention, decode.model (default both)
+        shape: of decode.attention: seed, wide, paper or HqxHkvxDxDv
+        config: of decode.model (see nsa configs)
+        provider: nsa; of attention also dense-cudnn, dense-fa2, dense-efficient-folded, dense-flex,
+            dense-scan, .., reference; of models dense, dense-matched,
+            transformers (extra hf)
+        points: tokens of context, with xB for B sequences (default those of the targets)
+        prefill: tokens of prompts that a model takes in (default 65536)
+        steps: timed steps of a model
+        out: JSONL file to append the rows to
+        commit: commit to record where the checkout has no git
+        budget_ms: time spent on the samples of a figure of attention
+    """
+    from nsa.bench.decode import CASES, PREFILLS, PROVIDERS, DecodePlan, bench_decode
+    from nsa.bench.points import parse_shape
+
+    _at_least("nsa bench decode", 1, steps=steps)
+    plan = DecodePlan(
+        shape=parse_shape(shape),
+        config=config,
+        name=configs.name_in_rows(config),
+        cases=_words("--case", case, CASES),
+        providers=None if provider is None else _words("--provider", provider, PROVIDERS),
+        points=None if points is None else _points(points),
+        prefills=PREFILLS if prefill is None else _lengths(prefill, "--prefill"),
+        steps=steps,
+        out=out,
+        commit=commit,
+        budget_ms=budget_ms,
+    )
+    return 0 if bench_decode(plan, _device()) else 1
+
+
 def tune(
     *,
     shape: str = "seed",
@@ -394,6 +453,14 @@ def _lengths(text: str, option: str = "--seqs") -> list[int]:
     return [int(word) for word in words]
 
 
+def _points(text: str) -> list[tuple[int, int]]:
+    found = [re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", word) for word in text.split(",")]
+    rule = "be tokens of context or TOKENSxSEQUENCES, with commas between them"
+    hint = "For example: 2048,65536x32"
+    check(all(found), "nsa bench decode", "--points", rule, repr(text), hint)
+    return [(int(each[1]), int(each[2] or 1)) for each in found if each]
+
+
 def _words(option: str, text: str | None, known: Collection[str]) -> list[str]:
     """Words with commas between them, each once; None means all that are known."""
     words = list(known) if text is None else list(dict.fromkeys(text.split(",")))
@@ -418,6 +485,7 @@ COMMANDS = Group(
         "train": Command(train, "train"),
         "scaling": Command(scaling, "train"),
         "host": Command(host, "bench"),
+        "decode": Command(decode, "train"),
         "tune": Command(tune, "bench"),
         "guard": Command(guard, "bench"),
         "report": Command(report, "bench"),

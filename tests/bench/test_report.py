@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nsa import cli
-from nsa.bench.report import largest_batches, newest_rows, series, write_report
+from nsa.bench.report import newest_rows, of_one_batch, series, write_report
 from nsa.bench.rows import Row
 from nsa.errors import UserError
 from tests.bench.rows import H200, WRONG, make_row, training, write_rows
@@ -91,7 +91,7 @@ def test_runs_within_documents_have_a_section_and_say_how_they_went(tmp_path: Pa
 def test_a_plot_over_length_shows_one_batch_in_order_of_length() -> None:
     points = ((65_536, 1), (2048, 32), (2048, 4))
     made = [make_row(seq_len=seq_len, batch=batch, ms_p50=seq_len) for seq_len, batch in points]
-    shown = largest_batches(made)
+    shown = of_one_batch(made)
     assert [(row.seq_len, row.batch) for row in shown] == [(65_536, 1), (2048, 32)]
     found = series(shown, {}, lambda row, by: row.ms_p50)
     assert found == {("nsa", "fwd"): [(2048, 2048), (65_536, 65_536)]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ import torch
 from nsa.bench import attention, cases, tune
 from nsa.bench.attention import Plan, bench_attention
 from nsa.bench.clock import Timing
+from nsa.bench.decode_attention import prepare_attention
 from nsa.bench.implementations import IMPLEMENTATIONS, Work, override_tiles
-from nsa.bench.points import Point, make_tensors, parse_shape
+from nsa.bench.points import Point, Shape, make_tensors, parse_shape
 from nsa.bench.rows import read_rows
 from nsa.bench.variants import Variant
+from nsa.config import NSAConfig
 from nsa.ops._triton.tuning import TileKey
 
 SMALL = {"compress_block_size": 8, "compress_stride": 4, "block_size": 16}
@@ -84,3 +87,20 @@ def test_kernels_pass_the_gate_and_a_variant_is_looked_up(
     tuned = case in ("attention.compressed", "attention.choice", "attention.window")
     assert all(row.correct is (True if tuned else None) for row in rows if row.provider == "tiles")
     assert {row.provider for row in rows} == {"small", "tiles"}
+
+
+@pytest.mark.parametrize("provider", ["nsa", "dense-scan"])
+def test_a_decode_step_passes_the_gate_and_its_reads_are_counted(provider: str) -> None:
+    class Small(Shape):
+        def config(self, overrides: dict[str, Any] | None = None) -> NSAConfig:
+            return super().config({**SMALL, **(overrides or {})})
+
+    cpu = torch.device("cpu")
+    point = Point(Small("small", 4, 2, 16, 16), 200, 2, "random", torch.float32, cpu)
+    step, errors = prepare_attention(provider, point), dict[str, float]()
+    for _ in range(2):
+        step.compare(errors)
+    assert 0 < errors["out"] < 1e-6
+    # of l, d = 8, 4: 49 compressed keys; the last block has 8 of its 16 tokens; the window
+    keys = 49 + (3 * 16 + 8) + 32 if provider == "nsa" else 200
+    assert step.bytes_read == 2 * 2 * keys * 2 * 16 * 4  # B, Hkv, keys, with values, bytes

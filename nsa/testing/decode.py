@@ -1,0 +1,91 @@
+"""Decode caches that seem to hold long texts, and what a step over one gives in any precision."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa.attention import AttentionInputs
+from nsa.cache import NSACache
+from nsa.cache.chunk import Chunk, Step
+from nsa.config import NSAConfig
+from nsa.ops._sequences import Sequences
+from nsa.ops.decode.tensors import CacheTensors
+from nsa.rope import Rope
+
+# What a cache holds of a layer; the last fields say where it lies.
+_HELD = CacheTensors._fields[:8]
+
+
+def fill_cache(cache: NSACache, count: int) -> None:
+    """Let a cache hold ``count`` more tokens of each sequence, as if they had been taken in.
+
+    All keys and values in it become Gaussians; compressed ones are as small as means of so many.
+
+    Args:
+        cache: its layers have taken in at least one token, for which they reserved their memory.
+        count: tokens.
+
+    Raises:
+        ValueError: the cache is full; nothing has changed then.
+    """
+    counts = [count] * cache.batch_size
+    cache.reserve(counts)
+    generator = torch.Generator(device=cache.table.device).manual_seed(2)
+    small = cache.config.compress_block_size**-0.5
+    for layer in cache.layers:
+        assert layer.tensors is not None
+        for name in _HELD:
+            x = getattr(layer.tensors, name)
+            if x is not None:
+                x.normal_(std=small if name.endswith("cmp") else 1.0, generator=generator)
+    cache.advance(counts)
+    cache.device_lengths.add_(count)
+
+
+def reference_step(
+    config: NSAConfig,
+    tensors: CacheTensors,
+    length: int,
+    inputs: AttentionInputs,
+    rope: Rope,
+    sequence: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """A step of one sequence by the reference, over a copy of its part of a cache.
+
+    Args:
+        config: the sparse pattern of the layer.
+        tensors: the layer's memory; it does not change.
+        length: tokens cached of the sequence.
+        inputs: the same number of new tokens of every sequence.
+        rope: rotates the compressed keys.
+        sequence: its number.
+        dtype: of everything.
+
+    Returns:
+        ``[T, Hq, Dv]``.
+    """
+    batch, device = tensors.num_sequences, tensors.table.device
+    pages = tensors.table[sequence, : -(-(length + 1) // config.block_size)].long()
+    held = dict[str, Tensor | None]()
+    for name in _HELD:
+        x: Tensor | None = getattr(tensors, name)
+        if x is not None and name.endswith(("slc", "cmp")):
+            per_page = config.block_size // (1 if "slc" in name else config.compress_stride)
+            x = x.unflatten(0, (-1, per_page))[pages].flatten(0, 1)
+        elif x is not None:
+            x = x.unflatten(0, (batch, -1))[sequence]
+        held[name] = None if x is None else x.to(dtype, copy=True)
+    own = CacheTensors(
+        **held,
+        table=torch.arange(len(pages), dtype=torch.int32, device=device)[None],
+        lengths=tensors.lengths[sequence : sequence + 1],
+        counters=tensors.counters,
+    )
+    count = inputs.q.shape[0] // batch
+    rows = slice(sequence * count, (sequence + 1) * count)
+    parts = (x[rows].to(dtype) if isinstance(x, Tensor) else x for x in inputs)
+    new = AttentionInputs._make(parts)
+    step = Step(Sequences(None, 1, count, count, device), [length], [count], set())
+    return Chunk(config, own, step, "reference").attend(new, rope, None)[0]
