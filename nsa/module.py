@@ -153,7 +153,7 @@ class NativeSparseAttention(TogetherModule):
         self.statistics: Tensor | None = None
         # Of an inspection: sees the gates and the selected blocks of passes without a cache.
         self.observer: Observer | None = None
-        self._freeze_scoring()
+        self.freeze_scoring()
 
     @staticmethod
     def _linear(in_size: int, out_size: int) -> nn.Linear:
@@ -161,7 +161,8 @@ class NativeSparseAttention(TogetherModule):
         nn.init.normal_(linear.weight, std=0.02)
         return linear
 
-    def _freeze_scoring(self) -> None:
+    def freeze_scoring(self) -> None:
+        """Freeze what scores blocks where no gradient reaches it; parameters may be new ones."""
         if "slc" not in self.config.branches or "cmp" in self.config.branches:
             return
         frozen = [self.phi_k] if self.config.share_kv else [self.k_cmp_proj, self.phi_k]

@@ -68,6 +68,7 @@ LAYERS = (
     r"nsa\.(module|testing)",
     r"nsa\.lm",
     r"nsa\.train",
+    r"nsa\.hf",
     r"nsa\.bench",
     r"nsa\.plan",
     r"nsa\.(cli|__main__)",

@@ -1,0 +1,100 @@
+"""The configuration of a language model as transformers keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from nsa.config import NSAConfig, RopeScaling
+from nsa.errors import fail, nearest, nearest_hint
+from nsa.lm.config import LMConfig
+
+# Beside the weights, for `trust_remote_code=True`: a name of this module for each Auto class.
+CODE_FILE = "nsa_hf.py"
+CODE = '''"""The classes of this model: those of the package nsa, which must be installed."""
+
+from nsa.hf import NSAForCausalLM, NSALMConfig
+
+__all__ = ["NSAForCausalLM", "NSALMConfig"]
+'''
+_AUTO_MAP = {"AutoConfig": "NSALMConfig", "AutoModelForCausalLM": "NSAForCausalLM"}
+
+
+class NSALMConfig(PretrainedConfig):
+    """:class:`nsa.lm.config.LMConfig` in transformers' form, under the same names.
+
+    The usual names of sizes read the same values: ``hidden_size``, ``num_hidden_layers``,
+    ``intermediate_size``, ``tie_word_embeddings``, ``num_attention_heads``,
+    ``num_key_value_heads``, ``head_dim``.
+
+    Args:
+        max_position_embeddings: tokens of the training's sequences, for the record: rotary
+            positions have no limit.
+        values: fields of ``LMConfig`` (``nsa`` may be a dictionary of the fields of ``NSAConfig``)
+            and those of every configuration of transformers.
+
+    Raises:
+        ValueError: a value of the model is not valid, or ``nsa`` has another field.
+    """
+
+    model_type = "nsa_lm"
+    attribute_map = {  # noqa: RUF012 (transformers reads it from the class)
+        "hidden_size": "width",
+        "num_hidden_layers": "num_layers",
+        "intermediate_size": "mlp_hidden_size",
+        "tie_word_embeddings": "tie_head",
+    }
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+    def __init__(self, *, max_position_embeddings: int = 2048, **values: Any) -> None:
+        values = {self.attribute_map.get(name, name): value for name, value in values.items()}
+        given = {f.name: values.pop(f.name) for f in fields(LMConfig) if f.name in values}
+        given["nsa"] = _pattern(given.get("nsa", {}))
+        for name, value in asdict(LMConfig(**given)).items():
+            setattr(self, name, value)
+        self.max_position_embeddings = max_position_embeddings
+        super().__init__(**values)
+        module = CODE_FILE.removesuffix(".py")
+        self.auto_map = {auto: f"{module}.{name}" for auto, name in _AUTO_MAP.items()}
+
+    @classmethod
+    def of(cls, config: LMConfig, **values: Any) -> NSALMConfig:
+        """The same model in transformers' form, with more values of its configurations."""
+        return cls(**asdict(config), **values)
+
+    @property
+    def lm(self) -> LMConfig:
+        """The configuration of the language model."""
+        own = {f.name: getattr(self, f.name) for f in fields(LMConfig)}
+        return LMConfig(**{**own, "nsa": _pattern(own["nsa"])})
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads."""
+        return int(self.nsa["num_heads"])
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Key and value heads."""
+        return int(self.nsa["num_kv_heads"])
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a query and key head."""
+        return int(self.nsa["head_dim"])
+
+
+def _pattern(values: NSAConfig | dict[str, Any]) -> NSAConfig:
+    if isinstance(values, NSAConfig):
+        return values
+    known = {f.name for f in fields(NSAConfig)}
+    for name in values:
+        if name not in known:
+            hint = nearest_hint(nearest(name, known))
+            fail("NSALMConfig", "nsa", "hold fields of NSAConfig alone", name, hint)
+    scaling = values.get("rope_scaling")
+    scaling = RopeScaling(**scaling) if isinstance(scaling, dict) else scaling
+    branches = tuple(values.get("branches", NSAConfig.branches))
+    return NSAConfig(**{**values, "rope_scaling": scaling, "branches": branches})

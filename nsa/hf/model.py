@@ -1,0 +1,220 @@
+"""The project's language model as a model of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self, cast
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from nsa.errors import check, fail
+from nsa.hf.cache import GenerationCache
+from nsa.hf.config import CODE, CODE_FILE, NSALMConfig
+from nsa.lm.model import LanguageModel
+from nsa.module import NativeSparseAttention
+from nsa.ops._sequences import Sequences
+from nsa.ops.projection import TogetherModule
+
+_NAME = "NSAForCausalLM"
+# Arguments of transformers' models that would change the result, and what to do instead.
+_REFUSED = {
+    "position_ids": "They follow from attention_mask, or from cu_seq_lens_q for packed rows.",
+    "inputs_embeds": "Give input_ids.",
+    "output_attentions": "nsa inspect shows where a layer looks.",
+    "output_hidden_states": "model.model.hidden_states gives the last ones.",
+}
+
+
+class NSAForCausalLM(PreTrainedModel, GenerationMixin):
+    """:class:`nsa.lm.model.LanguageModel`, sparse or dense, with the interface of transformers.
+
+    Weights have the names that they have in this project's checkpoints.
+
+    Args:
+        config: the model.
+        model: weights to share; None draws new ones.
+
+    Attributes:
+        model: the language model.
+    """
+
+    config_class = NSALMConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DecoderLayer"]  # noqa: RUF012 (transformers reads them from the class)
+    _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012
+    # Attention is the model's own: none of transformers' functions and caches fits it.
+    _supports_attention_backend = False
+    _can_compile_fullgraph = False
+
+    def __init__(self, config: NSALMConfig, model: LanguageModel | None = None) -> None:
+        super().__init__(config)
+        self.model = LanguageModel(config.lm) if model is None else model
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    # --- the model --------------------------------------------------------------------------------
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: GenerationCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **others: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits of the token that follows each token, and the loss.
+
+        Positions are counted from the first token of each row.
+
+        Args:
+            input_ids: int64 ``[B, T]``.
+            attention_mask: ``[B, T]``, and with a cache ``[B, all columns]``: 0 for padding, left
+                or right of a row's tokens, with a cache on the left alone.
+            past_key_values: from :meth:`new_cache`; ``input_ids`` then follow what it holds.
+            labels: int64 ``[B, T]``, like ``input_ids``; the token at t is predicted at t - 1, and
+                -100 is not counted.
+            use_cache: true needs ``past_key_values``, since a cache is made for a number of tokens.
+            logits_to_keep: last columns whose logits are computed, 0 for all, or their indices.
+            others: ``cu_seq_lens_q`` and ``max_length_q`` of rows that are packed into one, as
+                ``DataCollatorWithFlattening`` gives them, and what the loss function takes.
+
+        Raises:
+            ValueError: shapes do not fit, an argument is not supported, or the cache is full.
+        """
+        for name, hint in _REFUSED.items():
+            is_given = others.get(name) is not None and others.get(name) is not False
+            is_packed = name == "position_ids" and others.get("cu_seq_lens_q") is not None
+            check(not is_given or is_packed, _NAME, name, "be left out", "it", hint)
+        shape = tuple(input_ids.shape)
+        check(input_ids.ndim == 2, _NAME, "input_ids", "have shape [B, T]", shape)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        if past_key_values is None:
+            hint = "Give past_key_values=model.new_cache(batch_size, max_tokens=...)."
+            check(not use_cache, _NAME, "use_cache", "come with past_key_values", use_cache, hint)
+            packed = others.get("cu_seq_lens_q"), others.get("max_length_q")
+            hidden = self._hidden_states(input_ids, attention_mask, *packed)
+            logits = self.model.head(hidden[:, kept])
+        else:
+            is_ours, kind = isinstance(past_key_values, GenerationCache), type(past_key_values)
+            check(is_ours, _NAME, "past_key_values", "come from new_cache", kind.__name__)
+            logits = past_key_values.take(input_ids, attention_mask, kept)
+        loss = None
+        if labels is not None:
+            sizes = {"vocab_size": self.config.vocab_size}
+            loss = self.loss_function(logits=logits, labels=labels, **sizes, **others)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+    def _hidden_states(
+        self,
+        input_ids: Tensor,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+    ) -> Tensor:
+        """``[B, T, width]``."""
+        if cu_seqlens is None:
+            if mask is None or bool(mask.all()):
+                return self.model.hidden_states(input_ids)
+            rule = f"have the shape of input_ids {tuple(input_ids.shape)}"
+            fits = mask.shape == input_ids.shape
+            check(fits, _NAME, "attention_mask", rule, tuple(mask.shape))
+            padded = Sequences.padded(mask, function=_NAME)
+            cu_seqlens, max_seqlen = padded.cu_q, padded.len_q
+        cu_seqlens = cu_seqlens.int()
+        hidden = self.model.hidden_states(input_ids.flatten(), cu_seqlens, max_seqlen)
+        return hidden.unflatten(0, input_ids.shape)
+
+    def new_cache(self, batch_size: int = 1, *, max_tokens: int) -> GenerationCache:
+        """An empty cache for ``past_key_values`` of :meth:`forward` and ``generate``.
+
+        Args:
+            batch_size: rows that are continued together, beams included.
+            max_tokens: columns until it is full, padding included.
+        """
+        return GenerationCache(self.model, batch_size, max_tokens=max_tokens)
+
+    # --- what transformers calls ------------------------------------------------------------------
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        kind = generation_config.cache_implementation
+        rule = "be left out: the model has its own, which is static"
+        check(kind in (None, "static"), _NAME, "cache_implementation", rule, kind)
+        if model_kwargs.get("past_key_values") is not None or not generation_config.use_cache:
+            return
+        rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+        cache = self.new_cache(rows, max_tokens=max(max_cache_length, 1))
+        model_kwargs["past_key_values"] = cache
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Nothing: the language model draws its weights when it is made."""
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Any = checkpoint,
+        every_n_layers: int = 1,
+    ) -> None:
+        """Layers keep their input alone, and the backward pass computes the rest again."""
+        function = getattr(gradient_checkpointing_func, "func", gradient_checkpointing_func)
+        rule = "be left out: activations are computed again"
+        check(function is checkpoint, "activation_checkpointing_enable", "offload", rule, True)
+        self.gradient_checkpointing = enable
+        for number, layer in enumerate(self.model.decoder_layers()):
+            is_kept = enable and number % every_n_layers == 0
+            layer.keeps = "input" if is_kept else "everything"
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding."""
+        return self.model.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head."""
+        return self.model.head
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Refused: the vocabulary is the tokenizer's that the model was trained with."""
+        rule = f"stay at the {self.config.vocab_size} tokens of the model"
+        fail(_NAME, "the vocabulary", rule, "another size")
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """As of transformers, but weights that do not fit are an error.
+
+        Raises:
+            ValueError: the folder lacks weights of the model, or holds others.
+            RuntimeError: a weight has another shape.
+        """
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        where = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        rules = {"missing": "hold {}", "unexpected": "hold no {}", "mismatched": "fit at {}"}
+        for kind, rule in rules.items():
+            names = sorted(map(str, info.get(f"{kind}_keys") or ()))
+            found = f"{len(names)} such weights in {where}"
+            if names:
+                fail("from_pretrained", "the folder", rule.format(names[0]), found)
+        for layer in cast(Self, model).model.decoder_layers():
+            # loaded one by one; a GPU multiplies by those of a layer at once
+            cast(TogetherModule, layer.attention).lay_together()
+            if isinstance(layer.attention, NativeSparseAttention):
+                layer.attention.freeze_scoring()
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As of transformers, with a file that names the classes."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if kwargs.get("is_main_process", True):
+            (Path(save_directory) / CODE_FILE).write_text(CODE, encoding="utf-8")

@@ -1,0 +1,155 @@
+"""``generate`` with the decode cache writes what the model says without one, in fp64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.hf import GenerationCache, NSAForCausalLM
+from nsa.train.data.tokenizer import ByteTokenizer
+from nsa.train.generation import generate
+from nsa.train.sampling import Sampling
+from tests.hf.tiny import VOCAB, left_padded, tiny, tokens
+
+NEW = 12
+LENGTHS = (70, 5, 33)  # sparse, and shorter than a block
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+
+
+def model_of(**changes: Any) -> NSAForCausalLM:
+    model = tiny(**changes)
+    model.model.head.weight.data *= 20  # so that texts do not stop at one token
+    return model
+
+
+@torch.no_grad()
+def without_cache(model: NSAForCausalLM, row: Tensor, count: int = NEW) -> list[int]:
+    """Greedy, by the model alone."""
+    for _ in range(count):
+        row = torch.cat((row, model.model(row)[-1].argmax()[None]))
+    return row[-count:].tolist()
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 11])
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_left_padded_batch_equals_each_row_alone(attention: str, chunk: int | None) -> None:
+    model = model_of(attention=attention)
+    rows = [tokens(n, seed=n) for n in LENGTHS]
+    wanted = [without_cache(model, row) for row in rows]
+    found = model.generate(**left_padded(rows), **GREEDY, prefill_chunk_size=chunk)
+    assert found[:, -NEW:].tolist() == wanted
+    assert len({*itertools.chain(*wanted)}) > 3
+
+
+def test_equals_nsa_generate() -> None:
+    """Token for token, bytes of the project's own generation."""
+    model = model_of(vocab_size=256)
+    prompt = b"what is written here"
+    greedy = Sampling(temperature=0.0)
+    options: dict[str, Any] = {"max_new_tokens": NEW, "sampling": greedy}
+    texts = [
+        b"".join(x)
+        for x in zip(*generate(model.model, ByteTokenizer(), [[*prompt]], **options), strict=True)
+    ]
+    found = model.generate(torch.tensor([[*prompt]]), **GREEDY, eos_token_id=0, pad_token_id=0)
+    assert bytes(found[0, len(prompt) :].tolist()).split(b"\0")[0] == texts[0]
+    assert texts[0]
+
+
+@torch.no_grad()
+def best_beams(model: NSAForCausalLM, row: Tensor, beams: int, count: int) -> list[int]:
+    """Beam search without a cache; no text ends."""
+    found = [(0.0, row)]
+    for _ in range(count):
+        wider = []
+        for score, text in found:
+            chances = model.model(text)[-1].log_softmax(-1)
+            wider += [
+                (score + float(x), torch.cat((text, torch.tensor([i]))))
+                for i, x in enumerate(chances)
+            ]
+        found = sorted(wider, key=lambda pair: -pair[0])[:beams]
+    return found[0][1][-count:].tolist()
+
+
+def test_beam_search() -> None:
+    """Two rows of different lengths, three beams each, against a search in plain Python."""
+    model, rows = tiny(), [tokens(n, seed=n) for n in (37, 12)]
+    found = model.generate(**left_padded(rows), max_new_tokens=6, num_beams=3, do_sample=False)
+    assert found[:, -6:].tolist() == [best_beams(model, row, 3, 6) for row in rows]
+
+
+def test_sampling_has_a_seed() -> None:
+    model, x = model_of(), tokens(1, 20)
+    drawn = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        drawn.append(model.generate(x, max_new_tokens=8, do_sample=True, num_return_sequences=2))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    assert drawn[0].shape == (2, 28)
+
+
+def test_a_cache_goes_on() -> None:
+    """What it holds is not computed again; steps of several tokens; it starts anew."""
+    model, x = model_of(), tokens(2, 60)
+    cache = model.new_cache(2, max_tokens=80)
+    logits = model(x).logits
+    for start, stop in ((0, 30), (30, 35), (35, 36), (36, 60)):
+        found = model(x[:, start:stop], past_key_values=cache)
+        assert found.past_key_values is cache
+        torch.testing.assert_close(found.logits, logits[:, start:stop], rtol=0, atol=1e-11)
+    assert (cache.get_seq_length(), cache.get_max_length()) == (60, 80)
+    more = model.generate(torch.cat((x, x[:, :1]), 1), **GREEDY, past_key_values=cache)
+    assert more[:, -NEW:].tolist() == [without_cache(model, torch.cat((r, r[:1]))) for r in x]
+    cache.reset()
+    found = model(x, past_key_values=cache, logits_to_keep=1)
+    torch.testing.assert_close(found.logits, logits[:, -1:], rtol=0, atol=1e-11)
+
+
+def test_autocast() -> None:
+    """A cache that is made under autocast computes in that dtype."""
+    model, x = tiny().float(), tokens(1, 30)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model.generate(x, **GREEDY, return_dict_in_generate=True)
+    assert isinstance(found.past_key_values, GenerationCache)
+    assert found.past_key_values.decoder.dtype == torch.bfloat16
+    assert found.sequences.shape == (1, 30 + NEW)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"cache_implementation": "quantized"}, "cache_implementation must be left out"),
+        ({"prompt_lookup_num_tokens": 2}, "generate must run without an assistant"),
+    ],
+)
+def test_refused_ways_to_generate(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        tiny().generate(tokens(1, 20).repeat(1, 3), **GREEDY, **arguments)
+
+
+def test_refused_tokens() -> None:
+    """A full cache, padding behind a token, another number of rows: nothing has changed then."""
+    model, x = tiny(), tokens(2, 30)
+    cache = model.new_cache(2, max_tokens=30)
+    behind = torch.ones_like(x).index_fill(1, torch.tensor([20]), 0)
+    bad: list[tuple[Tensor, Tensor | None, str]] = [
+        (x, behind, "attention_mask must have padding on the left alone"),
+        (x, behind[:, :9], "attention_mask must have 30 columns"),
+        (x[:1], None, "input_ids must have 2 rows, as the cache, got 1"),
+        (x.repeat(1, 2), None, "NSACache: max_tokens must be at least 60"),
+    ]
+    for ids, mask, match in bad:
+        with pytest.raises(ValueError, match=match):
+            model(ids, attention_mask=mask, past_key_values=cache)
+    model(x[:, :29], past_key_values=cache)
+    model(x[:, 29:], past_key_values=cache)
+    with pytest.raises(ValueError, match="NSACache: max_tokens must be at least 31"):
+        model(x[:, :1], past_key_values=cache)
+    assert cache.get_seq_length() == 30
+    assert model(x).logits.shape[-1] == VOCAB

@@ -1,0 +1,251 @@
+"""The model in transformers: logits, loss, checkpointing, folders, Auto classes, mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from nsa import NSAConfig
+from nsa.config import RopeScaling
+from nsa.hf import NSAForCausalLM, NSALMConfig
+from nsa.lm.config import LMConfig
+from tests.hf.tiny import VOCAB, left_padded, tiny, tokens
+from tests.ops.cases import small
+
+KINDS: list[dict[str, Any]] = [
+    {"phi": "mlp", "mlp": "swiglu"},
+    {"attention": "dense", "tie_head": True},
+    {"branches": ("slc", "win"), "gate": "softmax", "gate_hidden_size": 4, "tie_head": True},
+]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def same(model: NSAForCausalLM, other: Any) -> None:
+    x = tokens(2, 60)
+    assert type(other) is NSAForCausalLM
+    assert torch.equal(other(x).logits, model(x).logits)
+
+
+# --------------------------------------------------------------------------------------------------
+# the model
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_logits_and_folders(kind: dict[str, Any], tmp_path: Path) -> None:
+    """Bit for bit those of the project's model, before and behind a folder of several files."""
+    model, x = tiny(**kind).float(), tokens(2, 60)
+    logits = model(x, attention_mask=torch.ones_like(x)).logits
+    assert torch.equal(logits, model.model(x))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-0000*.safetensors"))) > 2
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    same(model, loaded)
+    assert loaded.config.lm == model.config.lm
+    is_tied = loaded.model.head.weight is loaded.model.embedding.weight
+    assert is_tied == model.config.lm.tie_head
+    frozen = {name for name, x in model.named_parameters() if not x.requires_grad}
+    assert {name for name, x in loaded.named_parameters() if not x.requires_grad} == frozen
+    for layer in loaded.model.layers:
+        first, second = layer.attention.projection_weights()[:2]
+        assert second.data_ptr() == first.data_ptr() + first.nbytes
+    loaded.save_pretrained(tmp_path / "again")
+    same(model, NSAForCausalLM.from_pretrained(tmp_path / "again"))
+
+
+def test_bf16(tmp_path: Path) -> None:
+    model = tiny().to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    loaded = NSAForCausalLM.from_pretrained(tmp_path)
+    assert loaded.dtype == torch.bfloat16
+    same(model, loaded)
+    assert NSAForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).dtype == torch.float32
+
+
+def test_padding() -> None:
+    """Left or right of a row's tokens, it changes nothing; so do rows that are packed into one."""
+    model, rows = tiny(), [tokens(n, seed=n) for n in (60, 7, 33)]
+    expected = [model(row[None]).logits[0] for row in rows]
+    batch = left_padded(rows)
+    for flip in (lambda x: x, lambda x: x.flip(1)):
+        ids, mask = (flip(x) for x in batch.values())
+        ids = (
+            ids
+            if flip(batch["input_ids"]) is batch["input_ids"]
+            else torch.where(
+                mask == 1,
+                torch.stack([torch.nn.functional.pad(r, (0, 60 - len(r))) for r in rows]),
+                0,
+            )
+        )
+        logits = model(ids, attention_mask=mask).logits
+        for found, valid, wanted in zip(logits, mask, expected, strict=True):
+            torch.testing.assert_close(found[valid == 1], wanted, rtol=0, atol=1e-12)
+    offsets = torch.tensor([0, 60, 67, 100])
+    packed = {"cu_seq_lens_q": offsets, "max_length_q": 60, "position_ids": torch.arange(100)[None]}
+    logits = model(torch.cat(rows)[None], **packed).logits[0]
+    torch.testing.assert_close(logits, torch.cat(expected), rtol=0, atol=1e-12)
+
+
+def test_some_logits() -> None:
+    model, x = tiny(), tokens(2, 20)
+    logits = model(x).logits
+    torch.testing.assert_close(model(x, logits_to_keep=3).logits, logits[:, -3:])
+    at = torch.tensor([4, 9])
+    torch.testing.assert_close(model(x, logits_to_keep=at).logits, logits[:, at])
+    assert torch.equal(model(x, return_dict=False)[0], logits)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_loss_and_checkpointing(attention: str) -> None:
+    """The loss of the next token; a backward pass that computes layers again has its gradients."""
+    model, x = tiny(attention=attention), tokens(2, 40)
+    labels = x.clone()
+    labels[0, :10] = -100
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(x, labels=labels).loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    plain = gradients()
+    expected = torch.nn.functional.cross_entropy(
+        model(x).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    )
+    torch.testing.assert_close(model(x, labels=labels).loss.double(), expected, rtol=1e-6, atol=0)
+    model.activation_checkpointing_enable(every_n_layers=2)
+    assert [layer.keeps for layer in model.model.decoder_layers()] == ["input", "everything"]
+    assert model.is_activation_checkpointing
+    for found, wanted in zip(gradients(), plain, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    model.activation_checkpointing_disable()
+    assert {layer.keeps for layer in model.model.decoder_layers()} == {"everything"}
+
+
+# --------------------------------------------------------------------------------------------------
+# configurations and Auto classes
+
+
+def test_config_round_trip(tmp_path: Path) -> None:
+    """Every field of the pattern comes back, tuples and nested values too."""
+    pattern = small(
+        num_selected_blocks_table=((-1, 40, 3),),
+        rope_scaling=RopeScaling("linear", 2.0),
+        branches=("slc", "cmp"),
+    )
+    lm = LMConfig(vocab_size=99, nsa=pattern, tie_head=True, attention="dense", mlp="swiglu")
+    NSALMConfig.of(lm, eos_token_id=3, max_position_embeddings=77).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.lm == lm
+    assert (config.eos_token_id, config.max_position_embeddings) == (3, 77)
+    assert config.hidden_size == lm.width
+    assert config.num_attention_heads == pattern.num_heads
+    assert NSALMConfig(hidden_size=32, tie_word_embeddings=True).lm == LMConfig(
+        width=32, tie_head=True
+    )
+    assert NSALMConfig().lm.nsa == NSAConfig()
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"nsa": {"window": 3}}, r"nsa must hold fields of NSAConfig alone, got window\. The near"),
+        ({"width": 0}, "LMConfig: width must be positive, got 0"),
+        ({"attention": "full"}, "LMConfig: attention must be nsa or dense, got full"),
+    ],
+)
+def test_bad_config(values: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        NSALMConfig(**values)
+
+
+def test_auto_classes_in_a_new_process(tmp_path: Path) -> None:
+    """Without ``import nsa.hf``, by the file that lies beside the weights."""
+    tiny().save_pretrained(tmp_path / "m")
+    program = f"""
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "m")!r}, trust_remote_code=True)
+print(type(model).__module__)
+"""
+    env = {"HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "nsa.hf.model\n"
+
+
+def test_missing_extra() -> None:
+    program = "import sys\nsys.modules['transformers'] = None\nimport nsa.hf"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stderr.splitlines()[-1].startswith(
+        "nsa.errors.UsageError: nsa.hf: not installed: transformers. Install with: pip install"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# mistakes
+
+
+def test_weights_that_do_not_fit(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights, name = load_file(file), "model.layers.1.mlp.up_proj.weight"
+    changes: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({name: None}, ValueError, rf"the folder must hold {name}, got 1 such weights in "),
+        ({"model.bias": torch.ones(1)}, ValueError, "the folder must hold no model.bias, got 1 "),
+        ({name: torch.ones(3, 3)}, RuntimeError, "ignore_mismatched_sizes|size mismatch"),
+    ]
+    for change, error, match in changes:
+        changed = {key: x for key, x in {**weights, **change}.items() if x is not None}
+        save_file(changed, file, {"format": "pt"})
+        with pytest.raises(error, match=match):
+            NSAForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"the folder must fit at .*{name}"):
+        NSAForCausalLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
+
+
+def test_config_of_another_model(tmp_path: Path) -> None:
+    """Of a file that names a field that this version does not have."""
+    tiny().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    values["nsa"]["new"] = 1
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="nsa must hold fields of NSAConfig alone, got new"):
+        NSAForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (
+            {"position_ids": torch.arange(5)[None]},
+            "position_ids must be left out, got it. They fol",
+        ),
+        ({"output_attentions": True}, "output_attentions must be left out"),
+        ({"use_cache": True}, "use_cache must come with past_key_values, got True. Give past_"),
+        ({"past_key_values": ()}, "past_key_values must come from new_cache, got tuple"),
+        ({"attention_mask": torch.tensor([[0, 1]])}, r"must have the shape of input_ids \(1, 5\)"),
+    ],
+)
+def test_refused_arguments(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=f"^NSAForCausalLM: .*{match}"):
+        tiny()(tokens(1, 5), **arguments)
+
+
+def test_refused_changes() -> None:
+    model = tiny()
+    with pytest.raises(ValueError, match=f"the vocabulary must stay at the {VOCAB} tokens"):
+        model.resize_token_embeddings(50)
+    with pytest.raises(ValueError, match="does not support"):
+        NSAForCausalLM._from_config(model.config, attn_implementation="flex_attention")
+    with pytest.raises(ValueError, match="offload must be left out"):
+        model.activation_checkpointing_enable(offload=True)
