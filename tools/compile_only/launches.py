@@ -219,7 +219,7 @@ def decode(config: NSAConfig, dtype: torch.dtype, queries: int, max_tokens: int)
         cache.layers[0].attend(inputs, rope=Rope.from_config(config), sequences=sequences)
 
 
-def linear_layers(dtype: torch.dtype, rows: int, width: int = 512) -> None:
+def linear_layers(dtype: torch.dtype, rows: int, width: int = 768) -> None:
     """Launch the linear layers around attention in a decoder: behind it, and the gated ones."""
     x = torch.zeros(rows, width, dtype=dtype)
     weight, norm = torch.zeros(2 * width, width, dtype=dtype), torch.ones(width, dtype=dtype)
