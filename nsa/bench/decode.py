@@ -52,7 +52,7 @@ class DecodePlan:
         providers: words of ``PROVIDERS``; None: for attention all but the reference, which stands
             alone without a GPU, and the sparse and the dense model.
         points: tokens of context and sequences; None: those above of each case.
-        prefills: tokens of prompts, for models.
+        prefills: tokens of prompts, for models; None: that above, but none where points are given.
         steps: timed steps of a model.
         out: JSONL file to append to; None keeps the rows to itself.
         commit: to record where the checkout has no git.
@@ -65,7 +65,7 @@ class DecodePlan:
     cases: Sequence[str] = CASES
     providers: Sequence[str] | None = None
     points: Sequence[tuple[int, int]] | None = None
-    prefills: Sequence[int] = PREFILLS
+    prefills: Sequence[int] | None = None
     steps: int = 64
     out: Path | None = None
     commit: str | None = None
@@ -81,8 +81,11 @@ def bench_decode(plan: DecodePlan, device: torch.device) -> bool:
     Raises:
         ValueError: the plan does not fit.
     """
-    lengths = [length for length, _ in plan.points or ()]
-    shortest, rule = min([*lengths, *plan.prefills, SHORTEST]), f"be at least {SHORTEST}"
+    hint = "Without one give short contexts: nsa bench decode --config cpu-small --points 256"
+    fits = device.type == "cuda" or plan.points is not None
+    check(fits, "nsa bench decode", "this machine", "have a CUDA GPU", "none", hint)
+    lengths = [*(length for length, _ in plan.points or ()), *(plan.prefills or ())]
+    shortest, rule = min([*lengths, SHORTEST]), f"be at least {SHORTEST}"
     check(shortest >= SHORTEST, "nsa bench decode", "tokens of context", rule, shortest)
     results = Results(Row, plan.out, device, plan.commit)
     for case, rows in ((CASES[0], _attention), (CASES[1], _models)):
@@ -140,7 +143,8 @@ def _models(plan: DecodePlan, device: torch.device) -> Iterator[Fields]:
             verdict = Verdict(True, {}) if name == LLAMA else check_decoder(models[name], device)
             verdicts[name] = asdict(verdict)
     points = [("step", *point) for point in plan.points or MODEL_POINTS]
-    points += [("prefill", length, 1) for length in plan.prefills]
+    prefills = (() if plan.points else PREFILLS) if plan.prefills is None else plan.prefills
+    points += [("prefill", length, 1) for length in prefills]
     for (mode, seq_len, batch), (name, model) in product(points, models.items()):
         found, size = verdicts[name], (seq_len, batch, plan.steps)
         if name == LLAMA and mode != "step":

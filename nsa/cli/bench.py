@@ -287,13 +287,13 @@ def decode(
             dense-scan, .., reference; of models dense, dense-matched,
             transformers (extra hf)
         points: tokens of context, with xB for B sequences (default those of the targets)
-        prefill: tokens of prompts that a model takes in (default 65536)
+        prefill: tokens of prompts that a model takes in (default 65536; with --points none)
         steps: timed steps of a model
         out: JSONL file to append the rows to
         commit: commit to record where the checkout has no git
         budget_ms: time spent on the samples of a figure of attention
     """
-    from nsa.bench.decode import CASES, PREFILLS, PROVIDERS, DecodePlan, bench_decode
+    from nsa.bench.decode import CASES, PROVIDERS, DecodePlan, bench_decode
     from nsa.bench.points import parse_shape
 
     _at_least("nsa bench decode", 1, steps=steps)
@@ -304,7 +304,7 @@ def decode(
         cases=_words("--case", case, CASES),
         providers=None if provider is None else _words("--provider", provider, PROVIDERS),
         points=None if points is None else _points(points),
-        prefills=PREFILLS if prefill is None else _lengths(prefill, "--prefill"),
+        prefills=None if prefill is None else _lengths(prefill, "--prefill"),
         steps=steps,
         out=out,
         commit=commit,

@@ -149,7 +149,7 @@ def test_a_wrong_step_gets_no_figure(
         Decoder, "step", lambda self, tokens, kept=Decoder.step: -kept(self, tokens)
     )
     monkeypatch.setattr(decode, "prepare_step", lambda *_: pytest.fail("something wrong is timed"))
-    assert not bench_decode(dataclasses.replace(plan, prefills=()), CPU)
+    assert not bench_decode(dataclasses.replace(plan, prefills=None), CPU)
     said = capsys.readouterr().out
     assert said.count("WRONG: out: error") == 1
     assert said.count("WRONG: logits: error") == 4
@@ -270,6 +270,8 @@ def test_points(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (asked[0].name, asked[0].prefills, asked[0].cases) == ("seed", [256], [*CASES])
 
 
-def test_short_contexts_are_refused(plan: DecodePlan) -> None:
+def test_what_a_cpu_or_a_short_context_cannot_do_is_refused(plan: DecodePlan) -> None:
+    with pytest.raises(UserError, match="this machine must have a CUDA GPU, got none"):
+        bench_decode(dataclasses.replace(plan, points=None), CPU)
     with pytest.raises(UserError, match="tokens of context must be at least 128, got 100"):
         bench_decode(dataclasses.replace(plan, points=((100, 1),)), CPU)
