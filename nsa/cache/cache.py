@@ -102,8 +102,11 @@ class NSACache:
     def recording(self) -> Iterator[None]:
         """Within, a step is captured in a CUDA graph: it takes in nothing before it is replayed."""
         before = self._lengths, self._written
-        yield
-        self._lengths, self._written = before
+        try:
+            yield
+        finally:
+            self._lengths, self._written = before
+            self._step = None
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the tokens of a sequence behind its first ``length``, and give back their pages.
@@ -188,12 +191,16 @@ class NSACache:
         check(layer not in step.taken, _NAME, f"layers[{layer}]", rule, "them again")
         return step
 
+    def writes(self, step: Step) -> None:
+        """The rings of a layer get the step's tokens, whether it ends well or not."""
+        self._written = [max(pair) for pair in zip(self._written, step.after, strict=True)]
+
     def finish(self, layer: int) -> None:
         """A layer has taken in the tokens of the step; the last one ends it."""
         step = self._step
         assert step is not None
         step.taken.add(layer)
-        self._written = [max(pair) for pair in zip(self._written, step.after, strict=True)]
+        self.writes(step)
         if len(step.taken) < len(self.layers):
             return
         self.advance(step.counts)
@@ -316,6 +323,7 @@ class LayerCache:
         tensors = self._tensors(inputs)
         is_short = sequences.offsets is None and 0 < sequences.len_q <= MOST_QUERIES
         if backend == "triton" and is_short and self._is_exact:
+            self._cache.writes(step)
             out = self._decode(inputs, rope, sequences.len_q, tensors)
         else:
             chunk = Chunk(self.config, tensors, step, backend)
