@@ -57,7 +57,7 @@ def train(
         config: name of a configuration (see nsa configs) or a YAML file
         run_dir: folder to make for this run (default runs/<config>-<n>)
         resume: folder of a run to continue; then without CONFIG
-        init_from: folder of another run, whose weights the new run begins with
+        init_from: folder of another run or of nsa export, whose weights the new run begins with
         checkpoint: of --init-from: last, best or a step (default last)
         settings: of the configuration
     """
@@ -84,15 +84,12 @@ def train(
     check(not alone, "train", "--checkpoint", "be given with --init-from only", checkpoint)
 
     # PyTorch from here on: a mistyped word is answered without it.
-    from nsa.train.checkpoint import find_checkpoint, list_checkpoints
+    from nsa.train.checkpoint import list_checkpoints
     from nsa.train.distributed.processes import join
     from nsa.train.execution.precision import choose_device
     from nsa.train.watch.out_of_memory import check_run_fits
 
-    weights = None
-    if init_from is not None:
-        other = RunFolder.open(init_from)
-        weights = find_checkpoint("train", other.checkpoints, checkpoint or "last")
+    weights = None if init_from is None else _initial_weights(init_from, checkpoint)
     device = choose_device(run.device, launch.local_rank)
     check_run_fits("train", run, device)
     with join(launch, device) as processes:
@@ -111,6 +108,21 @@ def train(
             if is_new and processes.is_main and folder.holds_no_run():
                 shutil.rmtree(folder.path)
             raise
+
+
+def _initial_weights(init_from: str, checkpoint: str | None) -> Path:
+    """An exported folder, or the checkpoint of a run."""
+    from nsa.train.checkpoint import find_checkpoint
+    from nsa.train.pretrained import is_exported
+    from nsa.train.run_folder import RunFolder
+
+    path = Path(init_from)
+    if is_exported(path):
+        rule = "be left out with an exported folder"
+        check(checkpoint is None, "train", "--checkpoint", rule, checkpoint)
+        return path
+    folder = RunFolder.open(init_from)
+    return find_checkpoint("train", folder.checkpoints, checkpoint or "last")
 
 
 def _run(

@@ -300,7 +300,7 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
                 stored.setdefault(key, []).append(file.get_slice(key))
         _check_same(path, stored, tensors)
         for key, tensor in tensors.items():
-            _read_into(tensor, stored[key])
+            read_into(tensor, stored[key])
 
 
 def _check_same(path: Path, stored: Mapping[str, list[Any]], tensors: Mapping[str, Tensor]) -> None:
@@ -328,7 +328,7 @@ def _described(parts: Sequence[Any]) -> str | None:
     return f"{tuple(shapes[0])} {first.dtype}"
 
 
-def _read_into(target: Tensor, parts: Sequence[Any]) -> None:
+def read_into(target: Tensor, parts: Sequence[Any]) -> None:
     """Copy this process's rows of a tensor whose rows are spread over ``parts``, in order."""
     own = own_part(target)
     if own.ndim == 0:

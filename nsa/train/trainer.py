@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from nsa.errors import UserError, check, check_default
 from nsa.lm.model import LanguageModel
 from nsa.stages import BACKWARD, DATA, FORWARD, OPTIMIZER, in_stage, stage
-from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpoints, load_tensors
+from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpoints
 from nsa.train.config import TrainConfig
 from nsa.train.data import Batch, Sampler, collate, open_data
 from nsa.train.data.prefetch import Prefetcher, StarvedError
@@ -35,13 +35,14 @@ from nsa.train.execution.precision import autocast, choose_device
 from nsa.train.execution.startup import Startup
 from nsa.train.loss import NextTokenLoss
 from nsa.train.optim import ModelOptimizer
+from nsa.train.pretrained import initial_tokenizer, load_initial
 from nsa.train.reports import Beat, Reports, RunContext
 from nsa.train.resumption import check_same_data, resumed_checkpoint
 from nsa.train.rng import seed_everything
 from nsa.train.run_folder import RunFolder
 from nsa.train.schedule import lr_factor
 from nsa.train.sequence_capacity import SequenceCapacity
-from nsa.train.state import TrainState, weights
+from nsa.train.state import TrainState
 from nsa.train.telemetry.delayed import LateReader
 from nsa.train.telemetry.metrics import Row
 from nsa.train.watch.signals import HALT, Requests
@@ -84,8 +85,8 @@ class Trainer:
         run_folder: where everything is written.
         processes: this process among those of the run; None for a run of one.
         resume: continue from the newest checkpoint of ``run_folder`` instead of starting.
-        init_from: checkpoint of another run; the new run starts with its weights and tokenizer.
-            None draws the weights.
+        init_from: checkpoint of another run, or a folder of ``nsa export``; the new run starts with
+            its weights and tokenizer. None draws the weights.
         on_row: called with each row of metrics after it was written.
         on_step: called after each optimizer step, before the next one begins.
         stops_at_once: whether a signal ends the process at once, without a checkpoint.
@@ -187,7 +188,7 @@ class Trainer:
         if init_from is None:
             return
         try:
-            load_tensors(init_from, weights(self.model))
+            load_initial(init_from, self.model)
         except UserError as error:
             raise UserError("train", "--init-from", error.rule, error.value, error.hint) from None
         details = {"event": "start", "step": 0}
@@ -198,7 +199,7 @@ class Trainer:
         config, makes_tokenizer = self.config, resumed is None and self.processes.is_main
         tokenizer = None if makes_tokenizer else self.run_folder.tokenizer
         if makes_tokenizer and init_from is not None:
-            tokenizer = RunFolder(init_from.parent.parent).tokenizer
+            tokenizer = initial_tokenizer(init_from)
         with self.processes.main_first():
             self.data = open_data(
                 config.data,

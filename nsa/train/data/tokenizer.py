@@ -377,13 +377,13 @@ def _spelling(
 # one from 256 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = sorted({*range(256)} - {*_PRINTABLE})
-_BYTE_OF = dict(zip(map(chr, [*_PRINTABLE, *range(256, 512)]), _PRINTABLE + _OTHERS, strict=False))
+BYTE_OF = dict(zip(map(chr, [*_PRINTABLE, *range(256, 512)]), _PRINTABLE + _OTHERS, strict=False))
 
 
 def _spell_byte_level(token: str) -> bytes:
-    if not set(token) <= _BYTE_OF.keys():
+    if not set(token) <= BYTE_OF.keys():
         return token.encode()
-    return bytes(_BYTE_OF[character] for character in token)
+    return bytes(BYTE_OF[character] for character in token)
 
 
 def _spell_with_fallback(token: str) -> bytes:

@@ -1,0 +1,160 @@
+"""A trained run as a folder that transformers loads: weights, configuration, tokenizer, card."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from nsa.errors import check
+from nsa.hf.config import NSALMConfig
+from nsa.hf.model import NSAForCausalLM
+from nsa.hf.tokenizer import as_transformers
+from nsa.lm.llama import llama_name, llama_settings
+from nsa.lm.model import LanguageModel
+from nsa.train.checkpoint import find_checkpoint, read_meta
+from nsa.train.config import TrainConfig
+from nsa.train.data import load_tokenizer
+from nsa.train.environment import version
+from nsa.train.pretrained import TOKENIZER
+from nsa.train.run_folder import RunFolder
+from nsa.train.runs.inference import load_model
+
+Layout = Literal["nsa", "llama"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def export_run(
+    folder: RunFolder,
+    target: Path,
+    *,
+    checkpoint: str = "last",
+    layout: Layout = "nsa",
+    dtype: str = "fp32",
+    shard_size: str = "5GB",
+) -> str:
+    """Write a checkpoint as a new folder, whole or not at all.
+
+    Args:
+        folder: the run.
+        target: folder to make.
+        checkpoint: ``last``, ``best`` or a step.
+        layout: ``nsa``, or ``llama`` for a dense model that transformers' own Llama reads.
+        dtype: of the weights, ``fp32`` or ``bf16``.
+        shard_size: of a file at most, such as ``5GB``.
+
+    Returns:
+        A line that says what was written.
+
+    Raises:
+        ValueError: the target exists, or Llama lacks something that the model has.
+    """
+    check(not target.exists(), "export", "DIR", "not exist yet", target)
+    config = folder.load_config()
+    if layout == "llama":
+        llama_settings("export", config.model)
+    path = find_checkpoint("export", folder.checkpoints, checkpoint)
+    model, step = load_model(config.model, path, torch.device("cpu"))
+    model.to(DTYPES[dtype])
+    separator = load_tokenizer(folder.tokenizer).separator_id
+    values = {"max_position_embeddings": config.seq_len, "bos_token_id": None}
+    values |= {"eos_token_id": separator, "pad_token_id": separator}
+    wrapped = as_llama(model, values) if layout == "llama" else _ours(model, values)
+    tokens = {"eos_token_id": separator, "pad_token_id": separator}
+    wrapped.generation_config = GenerationConfig(**tokens)
+    unfinished = target.with_name(f".unfinished-{target.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    wrapped.save_pretrained(unfinished, max_shard_size=shard_size)
+    shutil.copyfile(folder.tokenizer, unfinished / TOKENIZER)
+    saved = json.loads(folder.tokenizer.read_text(encoding="utf-8"))
+    as_transformers(saved).save_pretrained(unfinished)
+    card = model_card(config, model, read_meta(path), target.name, layout)
+    (unfinished / "README.md").write_text(card, encoding="utf-8")
+    unfinished.rename(target)
+    size = sum(file.stat().st_size for file in target.iterdir())
+    return f"{target}: step {step}, {dtype}, layout {layout}, {size / 1e6:,.1f} MB"
+
+
+def _ours(model: LanguageModel, values: dict[str, Any]) -> PreTrainedModel:
+    return NSAForCausalLM(NSALMConfig.of(model.config, **values), model)
+
+
+def as_llama(model: LanguageModel, values: dict[str, Any]) -> PreTrainedModel:
+    """A dense model as transformers' Llama, which shares its weights.
+
+    Args:
+        model: the model.
+        values: more settings of ``LlamaConfig``.
+
+    Raises:
+        ValueError: Llama lacks something that the model has.
+    """
+    settings = LlamaConfig(**llama_settings("export", model.config), **values)
+    with torch.device("meta"):
+        llama = LlamaForCausalLM(settings)
+    state = {llama_name(name): x for name, x in model.state_dict().items()}
+    llama.load_state_dict(state, assign=True)
+    llama.tie_weights()
+    return llama
+
+
+def model_card(
+    config: TrainConfig, model: LanguageModel, meta: dict[str, Any], name: str, layout: Layout
+) -> str:
+    """What the model is, what it was trained on, how good it is there, and how it is loaded.
+
+    Args:
+        config: the run.
+        model: the model.
+        meta: of the checkpoint.
+        name: of the folder.
+        layout: of the weights.
+    """
+    progress, data, nsa = meta["progress"], config.data, config.model.nsa
+    figure = meta["val_bits_per_byte"]
+    loss = "not evaluated at this step" if figure is None else f"{figure:.4f} bits a byte"
+    attention = f"{nsa.num_heads} query heads in {nsa.num_kv_heads} groups of size {nsa.head_dim}"
+    if config.model.attention == "nsa":
+        attention += f", branches {', '.join(nsa.branches)}, {nsa.num_selected_blocks} blocks of "
+        attention += f"{nsa.block_size}, window {nsa.window_size}"
+    source = f"{data.source} {data.path or ''}".strip()
+    kind = "sparse (NSA)" if config.model.attention == "nsa" else "dense"
+    needs = "import nsa.hf  # registers the classes\n" if layout == "nsa" else ""
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [{"native-sparse-attention" if config.model.attention == "nsa" else "llama"}]
+---
+
+# {name}
+
+A causal language model with {kind} attention, trained with nsa {version("nsa")}.
+
+| | |
+|---|---|
+| parameters | {model.num_parameters()["total"]:,} |
+| layers, width | {config.model.num_layers}, {config.model.width} |
+| attention | {attention} |
+| tokenizer | {data.tokenizer}, {config.model.vocab_size:,} tokens |
+| data | {source} |
+| sequences in training | {config.seq_len:,} tokens |
+| trained | {meta["step"]:,} steps, {progress["tokens"]:,} tokens |
+| validation loss | {loss} |
+
+```python
+{needs}from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+batch = tokenizer(["Once"], return_tensors="pt")
+print(tokenizer.batch_decode(model.generate(**batch, max_new_tokens=100)))
+```
+
+It repeats what its training text contains, mistakes and bias included, and has not been tuned to
+follow instructions. No licence is stated.
+"""

@@ -1,0 +1,53 @@
+"""The project's tokenizers as tokenizers of transformers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from nsa.train.data.tokenizer import BYTE_OF, SEPARATOR
+
+
+def as_transformers(saved: dict[str, Any]) -> PreTrainedTokenizerFast:
+    """A tokenizer that gives the same ids.
+
+    They are equal for every text that the project's tokenizer takes, and so is the decoded text,
+    with U+FFFD in place of bytes that are no UTF-8. A text that holds the separator's name is text.
+    The separator is the token that ends and pads; of bytes it is 0, which NUL becomes as well.
+
+    Args:
+        saved: what :meth:`nsa.train.data.Tokenizer.save` has written.
+    """
+    separator, definition = saved["separator"], saved["tokenizer"]
+    if definition is None:
+        backend, separator = _bytes(separator is not None), separator and SEPARATOR
+    else:
+        # What it may add around a text is no part of the text.
+        backend = Tokenizer.from_str(json.dumps({**definition, "post_processor": None}))
+    tokens = {"eos_token": separator, "pad_token": separator} if separator else {}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
+        padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],
+        **tokens,
+    )
+
+
+def _bytes(has_separator: bool) -> Tokenizer:
+    """Bytes as ids, by byte-level BPE that never merges."""
+    vocab = {character: byte for character, byte in BYTE_OF.items() if byte or not has_separator}
+    unknown = None
+    if has_separator:
+        unknown = SEPARATOR
+        vocab[SEPARATOR] = 0
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=unknown))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    if has_separator:
+        backend.add_special_tokens([AddedToken(SEPARATOR, normalized=False)])
+    return backend

@@ -1,0 +1,95 @@
+"""Llama's layout of a dense model: names of weights and settings as transformers has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nsa.errors import check
+from nsa.lm.config import LMConfig
+
+_OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_INNER = {
+    "attention_norm": "input_layernorm",
+    "attention": "self_attn",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp": "mlp",
+}
+
+
+def llama_name(name: str) -> str:
+    """The name of a weight, such as ``layers.0.attention.q_proj.weight``, in Llama's layout."""
+    first, _, rest = name.partition(".")
+    if first != "layers":
+        return f"{_OUTER[first]}.{rest}"
+    number, part, rest = rest.split(".", 2)
+    return f"model.layers.{number}.{_INNER[part]}.{rest}"
+
+
+def llama_settings(function: str, config: LMConfig) -> dict[str, Any]:
+    """The settings of transformers' ``LlamaConfig`` that describe a dense model.
+
+    Args:
+        function: whom messages name.
+        config: the model.
+
+    Raises:
+        ValueError: Llama lacks something that the model has; the message names the setting.
+    """
+    nsa, scaling = config.nsa, config.nsa.rope_scaling
+    heads, size, kind = nsa.num_heads, nsa.head_dim, None if scaling is None else scaling.kind
+    needed = (
+        ("attention", config.attention, "be dense", config.attention == "dense"),
+        ("mlp", config.mlp, "be swiglu", config.mlp == "swiglu"),
+        ("nsa.value_dim", nsa.value_dim, f"equal head_dim ({size})", nsa.value_dim == size),
+        ("nsa.rotary_dim", nsa.rotary_dim, f"be {size}", nsa.rotary_dim in (None, size)),
+        ("nsa.rope_scaling", kind, "be linear or left out", kind in (None, "linear")),
+        ("width", config.width, f"be a multiple of num_heads ({heads})", config.width % heads == 0),
+    )
+    for name, value, rule, holds in needed:
+        check(holds, function, f"model.{name}", f"{rule} for Llama's layout", value)
+    rope = {"rope_type": kind or "default", "rope_theta": nsa.rope_theta}
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.mlp_hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": nsa.num_kv_heads,
+        "head_dim": size,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": rope if scaling is None else {**rope, "factor": scaling.factor},
+        "tie_word_embeddings": config.tie_head,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+
+
+def check_llama(function: str, argument: str, found: Mapping[str, Any], config: LMConfig) -> None:
+    """Refuse a Llama of other settings than a dense model has.
+
+    Args:
+        function: whom messages name.
+        argument: where the Llama comes from.
+        found: its ``config.json``.
+        config: the model.
+    """
+    heads = found.get("num_attention_heads", 32)
+    rope = found.get("rope_parameters") or {**(found.get("rope_scaling") or {})}
+    rope = {"rope_type": rope.pop("type", "default"), **rope}
+    rope.setdefault("rope_theta", found.get("rope_theta", 10_000.0))
+    defaults = {
+        "num_key_value_heads": heads,
+        "head_dim": found.get("hidden_size", 4096) // heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+    values = {**defaults, **{key: x for key, x in found.items() if x is not None}}
+    values["rope_parameters"] = rope
+    for name, wanted in llama_settings(function, config).items():
+        value = values.get(name)
+        check(value == wanted, function, argument, f"have {name} {wanted}, as the run", value)

@@ -1,0 +1,86 @@
+"""The weights that a run begins with: of another run, or of a folder of ``nsa export``."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from nsa.errors import check, fail
+from nsa.lm.llama import check_llama, llama_name
+from nsa.lm.model import LanguageModel
+from nsa.train.checkpoint import load_tensors, read_into
+from nsa.train.run_folder import RunFolder
+from nsa.train.state import weights
+
+CONFIG, TOKENIZER = "config.json", "nsa_tokenizer.json"
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_WHERE = ("train", "--init-from")
+
+
+def is_exported(path: Path) -> bool:
+    """Whether a folder holds a model in transformers' form."""
+    return (path / CONFIG).is_file()
+
+
+def initial_tokenizer(path: Path) -> Path | None:
+    """The tokenizer that belongs to the weights; None where the configuration says which."""
+    if not is_exported(path):
+        return RunFolder(path.parent.parent).tokenizer
+    return path / TOKENIZER if (path / TOKENIZER).is_file() else None
+
+
+def load_initial(path: Path, model: LanguageModel) -> None:
+    """Read the weights of a checkpoint, or of an exported folder in either layout.
+
+    Args:
+        path: the checkpoint or the folder.
+        model: of a new run, sharded or whole.
+
+    Raises:
+        ValueError: it is damaged, or holds another model. Nothing has been loaded then.
+    """
+    if not is_exported(path):
+        load_tensors(path, weights(model))
+        return
+    found = _json(path / CONFIG)
+    kind = found.get("model_type")
+    hint = "nsa export makes both."
+    check(kind in ("nsa_lm", "llama"), *_WHERE, "be of type nsa_lm or llama", kind, hint)
+    wanted = weights(model)
+    if kind == "llama":
+        check_llama(*_WHERE, found, model.config)
+        wanted = {llama_name(name.removeprefix("model.")): x for name, x in wanted.items()}
+    names = [_FILE]
+    if not (path / _FILE).is_file():
+        names = sorted({*_json(path / _INDEX).get("weight_map", {}).values()})
+    with ExitStack() as files:
+        stored = dict[str, Any]()
+        for name in names:
+            try:
+                file = files.enter_context(safe_open(path / name, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                fail(*_WHERE, "hold tensors in the format of safetensors", f"{name} ({error})")
+            stored |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+        for name, tensor in wanted.items():
+            shape = tuple(stored[name].get_shape()) if name in stored else None
+            rule = f"hold {name} as {tuple(tensor.shape)}"
+            check(shape == tuple(tensor.shape), *_WHERE, rule, shape)
+        extra = sorted(stored.keys() - wanted.keys())
+        if model.config.tie_head and extra == ["lm_head.weight"]:
+            extra = []
+        check(not extra, *_WHERE, f"hold no {', '.join(extra[:1])}", "one")
+        for name, tensor in wanted.items():
+            read_into(tensor, [stored[name]])
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        fail(*_WHERE, "hold JSON in its files", f"{path} ({error})")
+    check(isinstance(found, dict), *_WHERE, "hold JSON objects in its files", path)
+    return dict(found)

@@ -1,0 +1,287 @@
+"""Runs that are exported: what transformers loads is what was trained, and so is a run from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaForCausalLM,
+    pipeline,
+)
+
+from nsa.config import RopeScaling
+from nsa.hf import NSAForCausalLM
+from nsa.hf.export import as_llama
+from nsa.hf.tokenizer import as_transformers
+from nsa.lm.llama import check_llama, llama_name, llama_settings
+from nsa.lm.model import LanguageModel
+from nsa.train.checkpoint import list_checkpoints
+from nsa.train.config import DataConfig
+from nsa.train.data import Tokenizer, load_tokenizer, make_tokenizer
+from nsa.train.data.tokenizer import SEPARATOR, ByteTokenizer
+from nsa.train.pretrained import load_initial
+from nsa.train.run_folder import RunFolder
+from nsa.train.runs.inference import load_model
+from tests.cli.conftest import Command, nsa, refusal, run, tiny
+from tests.hf.tiny import tiny as tiny_model
+from tests.hf.tiny import tokens
+
+__all__ = ["nsa", "refusal", "run", "tiny"]  # fixtures
+
+
+def trained(folder: Path) -> LanguageModel:
+    """The model of a run's last checkpoint."""
+    opened = RunFolder.open(folder)
+    last = list_checkpoints(opened.checkpoints)[-1]
+    return load_model(opened.load_config().model, last, torch.device("cpu"))[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# tokenizers
+
+TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
+SOME = ["", "Once upon  a\ttime\n\n", "é ß 漢字 🙂 e\u0301 \u00a0", f"a{SEPARATOR}b", "Ā<unk>\x7f"]
+
+
+def saved_by(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    tokenizer.save(folder / "ours.json")
+    found: dict[str, Any] = json.loads((folder / "ours.json").read_text(encoding="utf-8"))
+    return found
+
+
+def agree(theirs: Any, ours: Tokenizer, text: str) -> None:
+    ids = ours.encode(text)
+    assert theirs(text)["input_ids"] == ids
+    assert theirs.decode(ids) == text
+
+
+def test_bytes_of_every_text(tmp_path: Path) -> None:
+    """Ids are bytes, before and behind a folder; bytes that are no UTF-8 decode as in Python."""
+    ours = ByteTokenizer()
+    as_transformers(saved_by(ours, tmp_path)).save_pretrained(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+
+    @settings(max_examples=200)
+    @given(TEXTS)
+    def check_text(text: str) -> None:
+        agree(theirs, ours, text)
+
+    @settings(max_examples=200)
+    @given(st.binary())
+    def check_bytes(raw: bytes) -> None:
+        raw = raw.replace(b"\0", b"")
+        assert theirs.decode([*raw]) == raw.decode("utf-8", "replace")
+
+    check_text()
+    check_bytes()
+    for text in SOME:
+        agree(theirs, ours, text)
+    assert theirs("a\0b")["input_ids"] == [97, 0, 98]
+    assert (theirs.eos_token_id, theirs.pad_token_id, len(theirs)) == (0, 0, 256)
+    assert theirs.decode([97, 0], skip_special_tokens=True) == "a"
+    batch = theirs(["ab", "a"], padding=True)
+    assert batch["input_ids"] == [[97, 98], [0, 97]]
+    assert batch["attention_mask"] == [[1, 1], [0, 1]]
+
+
+def test_bytes_of_a_synthetic_task(tmp_path: Path) -> None:
+    ours = ByteTokenizer(separator=False)
+    theirs = as_transformers(saved_by(ours, tmp_path))
+    agree(theirs, ours, "a\0b")
+    assert theirs.eos_token_id is None
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bpe"])
+def test_subwords(kind: Any, tmp_path: Path) -> None:
+    config = DataConfig(tokenizer=kind, bpe_vocab_size=280)
+    ours = make_tokenizer(config, [b"the quick brown foxes jump over the lazy dogs " * 20])
+    as_transformers(saved_by(ours, tmp_path)).save_pretrained(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for text in (*SOME, "the quick brown foxes"):
+        agree(theirs, ours, text)
+    assert theirs.eos_token_id == ours.separator_id
+    assert len(theirs) == ours.vocab_size
+
+
+# --------------------------------------------------------------------------------------------------
+# runs
+
+SWIGLU = "--model.attention dense --model.mlp swiglu"
+
+
+def test_a_run_there_and_back(run: Path, nsa: Command, tiny: Path) -> None:
+    """Equal logits, the tokenizer, a card, pipelines; a run that begins with the folder."""
+    said = nsa("export run m --shard-size 20KB")
+    assert re.match(r"m: step 4, fp32, layout nsa, 0\.\d MB", said)
+    assert not list(tiny.glob(".unfinished*"))
+    model, ours = AutoModelForCausalLM.from_pretrained("m"), trained(run)
+    x = torch.randint(1, 256, (2, 50))
+    assert torch.equal(model(x).logits, ours(x))
+    tokenizer = AutoTokenizer.from_pretrained("m")
+    assert tokenizer("the")["input_ids"] == [*b"the"]
+    generation = GenerationConfig.from_pretrained("m")
+    assert (generation.eos_token_id, generation.pad_token_id) == (0, 0)
+    card = (tiny / "m/README.md").read_text(encoding="utf-8")
+    assert "| trained | 4 steps, 256 tokens |" in card
+    assert re.search(r"\| validation loss \| \d\.\d{4} bits a byte \|", card)
+    (program,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    exec(compile(program.replace("100", "4"), "README.md", "exec"), {})
+
+    write = pipeline("text-generation", model="m", tokenizer="m", device="cpu")
+    options = {"max_new_tokens": 5, "do_sample": False, "return_full_text": False}
+    texts = ["the 3 quick brown foxes", "lazy"]
+    alone = [write(text, **options)[0]["generated_text"] for text in texts]
+    together = write(texts, batch_size=2, **options)
+    assert [found[0]["generated_text"] for found in together] == alone
+
+    nsa("train tiny.yaml --run-dir more --init-from m --optim.lr 1e-30 --steps 1 --sample-tokens 0")
+    state = ours.state_dict()
+    assert all(
+        torch.equal(x, state[name]) for name, x in trained(tiny / "more").state_dict().items()
+    )
+    assert load_tokenizer(tiny / "more/tokenizer.json").fingerprint == ByteTokenizer().fingerprint
+
+
+def test_a_dense_run_as_llama(tiny: Path, nsa: Command) -> None:
+    """transformers' own Llama reads it and writes it; a run begins with what it has written."""
+    nsa(f"train tiny.yaml --run-dir dense --sample-tokens 0 {SWIGLU} --optim.lr 0.02")
+    nsa("export dense llama --layout llama --checkpoint 4")
+    llama = AutoModelForCausalLM.from_pretrained("llama")
+    assert type(llama) is LlamaForCausalLM
+    x, ours = torch.randint(1, 256, (2, 60)), trained(tiny / "dense")
+    torch.testing.assert_close(llama(x).logits, ours(x), rtol=0, atol=2e-6)
+    assert AutoTokenizer.from_pretrained("llama")("the")["input_ids"] == [*b"the"]
+    llama.save_pretrained("again", max_shard_size="20KB")
+    more = f"train tiny.yaml --run-dir more --init-from again --steps 1 --optim.lr 1e-30 {SWIGLU}"
+    nsa(f"{more} --sample-tokens 0")
+    state = ours.state_dict()
+    assert all(
+        torch.equal(x, state[name]) for name, x in trained(tiny / "more").state_dict().items()
+    )
+
+
+def test_bf16_and_refused_exports(run: Path, nsa: Command, refusal: Command, tiny: Path) -> None:
+    nsa("export run half --dtype bf16 --checkpoint 2")
+    assert AutoModelForCausalLM.from_pretrained("half").dtype == torch.bfloat16
+    assert "DIR must not exist yet, got half" in refusal("export run half")
+    said = refusal("export run other --layout llama")
+    assert "model.attention must be dense for Llama's layout, got nsa" in said
+    assert not (tiny / "other").exists()
+    said = refusal("train tiny.yaml --init-from half --checkpoint 2")
+    assert "--checkpoint must be left out with an exported folder, got 2" in said
+
+
+# --------------------------------------------------------------------------------------------------
+# Llama's layout
+
+DENSE: dict[str, Any] = {"attention": "dense", "mlp": "swiglu", "value_dim": 16}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_head": True, "norm_eps": 1e-3, "num_heads": 3, "num_kv_heads": 1},
+        {"rope_theta": 500.0, "rope_scaling": RopeScaling("linear", 3.0)},
+    ],
+    ids=str,
+)
+def test_llama_has_equal_logits(changes: dict[str, Any], tmp_path: Path) -> None:
+    """What differs is rounding: Llama's norms and angles are fp32 in fp64 models, too."""
+    model = tiny_model(**DENSE, **changes).model
+    as_llama(model, {}).save_pretrained(tmp_path)
+    llama, x = LlamaForCausalLM.from_pretrained(tmp_path), tokens(2, 60)
+    torch.testing.assert_close(llama(x).logits, model(x), rtol=0, atol=1e-5)
+    fresh = LanguageModel(model.config)
+    load_initial(tmp_path, fresh)
+    found, wanted = fresh.state_dict(), model.state_dict()
+    assert all(torch.equal(x, wanted[name].float()) for name, x in found.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"mlp": "silu"}, "model.mlp must be swiglu for Llama's layout, got silu"),
+        ({"value_dim": 32}, r"model.nsa.value_dim must equal head_dim \(16\) for"),
+        ({"rotary_dim": 8}, "model.nsa.rotary_dim must be 16 for"),
+        ({"rope_scaling": RopeScaling("yarn", 2.0)}, "rope_scaling must be linear or left out"),
+        ({"num_heads": 10}, r"model.width must be a multiple of num_heads \(10\)"),
+    ],
+)
+def test_what_llama_lacks(changes: dict[str, Any], match: str) -> None:
+    config = tiny_model(**{**DENSE, **changes}).model.config
+    with pytest.raises(ValueError, match=f"^export: .*{match}"):
+        llama_settings("export", config)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"num_attention_heads": 8}, "have num_attention_heads 4, as the run, got 8"),
+        ({"rope_parameters": None, "rope_theta": 5.0}, "have rope_parameters .*5.0"),
+        ({"hidden_act": "gelu"}, "have hidden_act silu"),
+        ({"attention_bias": True}, "have attention_bias False"),
+    ],
+)
+def test_llamas_of_other_settings(change: dict[str, Any], match: str) -> None:
+    config = tiny_model(**DENSE).model.config
+    found = llama_settings("f", config)
+    check_llama("f", "a", found, config)
+    old = {key: x for key, x in found.items() if key != "rope_parameters"}
+    check_llama("f", "a", {**old, "rope_theta": config.nsa.rope_theta}, config)
+    with pytest.raises(ValueError, match=f"^f: a must {match}"):
+        check_llama("f", "a", {**found, **change}, config)
+
+
+def test_folders_that_do_not_fit(tmp_path: Path) -> None:
+    """Nothing is loaded then."""
+    model = tiny_model()
+    model.float().save_pretrained(tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    held, text = load_file(file), config.read_text()
+    name = "model.norm.weight"
+    target = LanguageModel(dataclasses.replace(model.config.lm))
+    before = {key: x.clone() for key, x in target.state_dict().items()}
+    for change, match in (
+        ({name: None}, rf"hold {name} as \(24,\), got None"),
+        ({name: torch.ones(3)}, rf"hold {name} as \(24,\), got \(3,\)"),
+        ({"model.more": torch.ones(3)}, r"hold no model\.more, got one"),
+    ):
+        changed: dict[str, Any] = {**held, **change}
+        save_file({key: x for key, x in changed.items() if x is not None}, file)
+        with pytest.raises(ValueError, match=f"^train: --init-from must {match}"):
+            load_initial(tmp_path, target)
+    for content, match in (
+        (text.replace('"nsa_lm"', '"mistral"'), "be of type nsa_lm or llama, got mistral"),
+        ("[]", "hold JSON objects in its files"),
+        ("{", "hold JSON in its files"),
+    ):
+        config.write_text(content)
+        with pytest.raises(ValueError, match=f"^train: --init-from must {match}"):
+            load_initial(tmp_path, target)
+    config.write_text(text)
+    file.write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match="must hold tensors in the format of safetensors"):
+        load_initial(tmp_path, target)
+    shutil.copy(config, file)
+    assert all(torch.equal(x, before[key]) for key, x in target.state_dict().items())
+
+
+def test_llama_names_are_the_names_of_llama() -> None:
+    model = tiny_model(**DENSE)
+    names = {llama_name(name) for name in model.model.state_dict()}
+    assert names == set(as_llama(model.model, {}).state_dict())
+    assert isinstance(model, NSAForCausalLM)
