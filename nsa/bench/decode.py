@@ -180,7 +180,7 @@ def _measure_pass(prepare: Callable[[], Pass], verdict: Fields, device: torch.de
     if not found["correct"]:
         return found
     found |= {"tokens_per_s": speed, **timing.fields()}
-    read = None if work.count_bytes is None else work.count_bytes()
+    read = work.count_bytes() if work.count_bytes and device.type == "cuda" else None
     return found | _bytes(read, timing.p50, device)
 
 

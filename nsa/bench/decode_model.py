@@ -37,7 +37,8 @@ class Pass:
         kernels: parts of the names of kernels that have to run.
         method: how it is launched.
         calls: that are timed.
-        count_bytes: gives keys, values and weights that a call loads, bytes; None: not counted.
+        count_bytes: gives keys, values and weights that a call loads, bytes; the keys are counted
+            by kernels. None: nothing is counted.
     """
 
     call: Callable[[], object]
@@ -81,6 +82,7 @@ def prepare_step(
         nonlocal tokens
         tokens = decoder.step(tokens).argmax(-1)
 
+    @torch.no_grad()
     def count_bytes() -> int:
         heads, layers = config.nsa.num_kv_heads, decoder.cache.layers
         keys = len(layers) * batch * heads * max(decoder.cache.lengths)
@@ -96,8 +98,7 @@ def prepare_step(
 
     kernels = KERNELS if config.attention == "nsa" else DENSE_KERNELS
     method = "CUDA graph of a step, argmax apart" if device.type == "cuda" else "cpu"
-    counted = count_bytes if device.type == "cuda" else None
-    return Pass(step, batch, kernels, method, steps, counted)
+    return Pass(step, batch, kernels, method, steps, count_bytes)
 
 
 def prepare_prefill(config: LMConfig, length: int, device: torch.device) -> Pass:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from nsa.bench import attention, cases, tune
+from nsa.bench import attention, cases, decode_model, tune
 from nsa.bench.attention import Plan, bench_attention
 from nsa.bench.clock import Timing
 from nsa.bench.decode_attention import prepare_attention
@@ -17,6 +19,8 @@ from nsa.bench.points import Point, Shape, make_tensors, parse_shape
 from nsa.bench.rows import read_rows
 from nsa.bench.variants import Variant
 from nsa.config import NSAConfig
+from nsa.lm.baseline import parameters_by_part
+from nsa.lm.config import LMConfig
 from nsa.ops._triton.tuning import TileKey
 
 SMALL = {"compress_block_size": 8, "compress_stride": 4, "block_size": 16}
@@ -104,3 +108,24 @@ def test_a_decode_step_passes_the_gate_and_its_reads_are_counted(provider: str) 
     # of l, d = 8, 4: 49 compressed keys; the last block has 8 of its 16 tokens; the window
     keys = 49 + (3 * 16 + 8) + 32 if provider == "nsa" else 200
     assert step.bytes_read == 2 * 2 * keys * 2 * 16 * 4  # B, Hkv, keys, with values, bytes
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_bytes_of_a_models_step(attention: Any) -> None:
+    heads: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_dim": 16}
+    pattern = NSAConfig(**{**heads, **SMALL})
+    config = LMConfig(50, 32, 2, attention, pattern, mlp_hidden_size=64)
+    with ExitStack() as stack:
+        for place in ("nsa.cache.cache", "nsa.ops.linear", "nsa.ops.projection"):
+            stack.enter_context(mock.patch(f"{place}.choose_backend", return_value="triton"))
+        stack.enter_context(mock.patch.object(decode_model, "DTYPE", torch.float32))
+        work = decode_model.prepare_step(config, 200, 1, 1, torch.device("cpu"))
+        work.call()
+        assert work.count_bytes is not None
+        found = work.count_bytes()
+    # Of 201 tokens 49 compressed keys, the last block with 9 of its 16 tokens, the window; a dense
+    # model's are those of the step before.
+    keys = 49 + (3 * 16 + 9) + 32 if attention == "nsa" else 200
+    parts = parameters_by_part(config)
+    weights = parts["total"] - parts["embedding"]
+    assert found == 4 * (2 * 2 * keys * 2 * 16 + weights)  # layers, Hkv, keys, with values
