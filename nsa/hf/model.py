@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -27,6 +29,22 @@ _REFUSED = {
     "output_attentions": "nsa inspect shows where a layer looks.",
     "output_hidden_states": "model.model.hidden_states gives the last ones.",
 }
+
+
+def on_device(sequences: Sequences, device: torch.device) -> Sequences:
+    """The same sequences for tokens that lie on another device."""
+    offsets, cu_cmp = sequences.offsets, sequences.cu_cmp
+    if offsets is not None:
+        offsets = offsets[0].to(device), offsets[1].to(device)
+    if cu_cmp is not None:
+        cu_cmp = cu_cmp.to(device)
+    return replace(sequences, offsets=offsets, cu_cmp=cu_cmp, device=device)
+
+
+def _with_own_sequences(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of a model that is spread over devices: accelerate moves tensors, and nothing else."""
+    x, sequences, *rest = args
+    return (x, on_device(sequences, next(layer.parameters()).device), *rest)
 
 
 class NSAForCausalLM(PreTrainedModel, GenerationMixin):
@@ -206,7 +224,13 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             found = f"{len(names)} such weights in {where}"
             if names:
                 fail("from_pretrained", "the folder", rule.format(names[0]), found)
+        devices = {parameter.device for parameter in cast(Self, model).parameters()}
+        rule = "keep all weights in memory, without offloading"
+        is_there = torch.device("meta") not in devices
+        check(is_there, "from_pretrained", "device_map", rule, kwargs.get("device_map"))
         for layer in cast(Self, model).model.decoder_layers():
+            if len(devices) > 1:
+                layer.register_forward_pre_hook(_with_own_sequences)
             # loaded one by one; a GPU multiplies by those of a layer at once
             cast(TogetherModule, layer.attention).lay_together()
             if isinstance(layer.attention, NativeSparseAttention):

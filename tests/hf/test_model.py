@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -14,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nsa import NSAConfig
+from nsa import NSAConfig, Sequences
 from nsa.config import RopeScaling
 from nsa.hf import NSAForCausalLM, NSALMConfig
+from nsa.hf.model import on_device
 from nsa.lm.config import LMConfig
 from tests.hf.tiny import VOCAB, left_padded, tiny, tokens
-from tests.ops.cases import small
+from tests.ops.cases import offsets, small
 
 KINDS: list[dict[str, Any]] = [
     {"phi": "mlp", "mlp": "swiglu"},
@@ -89,8 +91,11 @@ def test_padding() -> None:
         logits = model(ids, attention_mask=mask).logits
         for found, valid, wanted in zip(logits, mask, expected, strict=True):
             torch.testing.assert_close(found[valid == 1], wanted, rtol=0, atol=1e-12)
-    offsets = torch.tensor([0, 60, 67, 100])
-    packed = {"cu_seq_lens_q": offsets, "max_length_q": 60, "position_ids": torch.arange(100)[None]}
+    packed = {
+        "cu_seq_lens_q": torch.tensor([0, 60, 67, 100]),
+        "max_length_q": 60,
+        "position_ids": torch.arange(100)[None],
+    }
     logits = model(torch.cat(rows)[None], **packed).logits[0]
     torch.testing.assert_close(logits, torch.cat(expected), rtol=0, atol=1e-12)
 
@@ -121,13 +126,29 @@ def test_loss_and_checkpointing(attention: str) -> None:
         model(x).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     )
     torch.testing.assert_close(model(x, labels=labels).loss.double(), expected, rtol=1e-6, atol=0)
-    model.activation_checkpointing_enable(every_n_layers=2)
-    assert [layer.keeps for layer in model.model.decoder_layers()] == ["input", "everything"]
-    assert model.is_activation_checkpointing
+    # its name before transformers 5.20
+    names = ("gradient", "activation")
+    name = names[hasattr(model, "activation_checkpointing_enable")]
+    getattr(model, f"{name}_checkpointing_enable")()
+    assert {layer.keeps for layer in model.model.decoder_layers()} == {"input"}
     for found, wanted in zip(gradients(), plain, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-    model.activation_checkpointing_disable()
+    getattr(model, f"{name}_checkpointing_disable")()
     assert {layer.keeps for layer in model.model.decoder_layers()} == {"everything"}
+    model._set_gradient_checkpointing(every_n_layers=2)
+    assert [layer.keeps for layer in model.model.decoder_layers()] == ["input", "everything"]
+
+
+def test_sequences_of_another_device() -> None:
+    """For layers of a model that is spread over devices; what they hold goes along."""
+    sequences = Sequences.packed(offsets([5, 9])).with_blocks(small())
+    moved = on_device(sequences, torch.device("meta"))
+    assert moved.cu_q.device == moved.device == torch.device("meta")
+    assert moved.cu_cmp is not None
+    assert moved.cu_cmp.device == moved.device
+    assert moved == dataclasses.replace(
+        sequences, offsets=moved.offsets, cu_cmp=moved.cu_cmp, device=moved.device
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -248,4 +269,4 @@ def test_refused_changes() -> None:
     with pytest.raises(ValueError, match="does not support"):
         NSAForCausalLM._from_config(model.config, attn_implementation="flex_attention")
     with pytest.raises(ValueError, match="offload must be left out"):
-        model.activation_checkpointing_enable(offload=True)
+        model._set_gradient_checkpointing(gradient_checkpointing_func=print)
