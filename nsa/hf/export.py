@@ -85,7 +85,7 @@ def _ours(model: LanguageModel, values: dict[str, Any]) -> PreTrainedModel:
 
 
 def as_llama(model: LanguageModel, values: dict[str, Any]) -> PreTrainedModel:
-    """A dense model as transformers' Llama, which shares its weights.
+    """A dense model as transformers' Llama, which shares its weights: to be saved, not run.
 
     Args:
         model: the model.

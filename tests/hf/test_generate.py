@@ -34,8 +34,9 @@ def without_cache(model: NSAForCausalLM, row: Tensor, count: int = NEW) -> list[
     return row[-count:].tolist()
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 11])
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize(
+    ("attention", "chunk"), [("nsa", None), ("nsa", 11), ("dense", None), ("dense", 1)]
+)
 def test_left_padded_batch_equals_each_row_alone(attention: str, chunk: int | None) -> None:
     model = model_of(attention=attention)
     rows = [tokens(n, seed=n) for n in LENGTHS]
@@ -43,6 +44,12 @@ def test_left_padded_batch_equals_each_row_alone(attention: str, chunk: int | No
     found = model.generate(**left_padded(rows), **GREEDY, prefill_chunk_size=chunk)
     assert found[:, -NEW:].tolist() == wanted
     assert len({*itertools.chain(*wanted)}) > 3
+
+
+def test_without_a_cache() -> None:
+    model, batch = model_of(), left_padded([tokens(n, seed=n) for n in (40, 9)])
+    found = model.generate(**batch, max_new_tokens=4, do_sample=False, use_cache=False)
+    assert torch.equal(found, model.generate(**batch, max_new_tokens=4, do_sample=False))
 
 
 def test_equals_nsa_generate() -> None:
