@@ -41,6 +41,7 @@ def test_main_thread_stuck_in_c_with_the_interpreter(tmp_path: Path) -> None:
 
 
 @LINUX
+@pytest.mark.faults  # a stopped rank of two shows the same
 def test_stopped_process_of_one(tmp_path: Path) -> None:
     with Run(tmp_path, **endless(3.0)) as run:
         run.wait_for_rows(3)

@@ -13,7 +13,9 @@ from tests.faults.cases import Run, events
 @pytest.mark.parametrize(
     ("fault", "kind", "what"),
     [
-        ("slow 1.5 14", "throughput", "throughput fell to"),
+        pytest.param(
+            *("slow 1.5 14", "throughput", "throughput fell to"), marks=pytest.mark.faults
+        ),
         ("starve 30 0 0.6", "data", "the device waits for data"),
         ("dead_gate 14", "gates", "gate collapse in layer 0: branch slc is dead"),
     ],

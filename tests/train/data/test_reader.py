@@ -286,6 +286,7 @@ def test_the_hub(tmp_path):
     assert "revision must exist on the hub, got v9" in revision["error"][1]
 
 
+@pytest.mark.faults
 def test_a_server_that_stalls_at_one_place_is_given_up(tmp_path):
     """Although each new process reaches the server and finds the files again."""
     source = write_folder(tmp_path / "set", "parquet", TEXTS)
