@@ -253,7 +253,7 @@ TEXT = sorted(
 )
 
 ENTRY = "nsa/ops/window/__init__.py"
-CACHE = "nsa/cache.py"
+CACHE = "nsa/cache/cache.py"
 FROM_ABOVE = "def f():\n    from nsa.train.config import TrainConfig"
 BARE, BROAD = (f"try:\n    pass\nexcept{kind}:\n    pass" for kind in ("", " (OSError, Exception)"))
 LONG = "def f():\n" + "    x = 1\n" * FUNCTION_LINES

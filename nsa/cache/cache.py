@@ -276,6 +276,8 @@ class LayerCache:
     Attributes:
         tensors: the layer's memory, reserved when its first tokens come.
         block_indices: of the last tokens, where decode kernels or the branches selected blocks.
+        is_exact: whether blocks are scored exactly. Approximate scores are those of the operators
+            of training, which then run steps too: no CUDA graph can hold these.
         reads: see ``nsa.ops.decode.launch.DecodeStep``; keys are counted where it is a tensor.
     """
 
@@ -284,8 +286,7 @@ class LayerCache:
         self.tensors: CacheTensors | None = None
         self.block_indices: Tensor | None = None
         self.reads: Tensor | None = None
-        # Approximate scores are those of the kernels for many queries.
-        self._is_exact = config.coarse_block_size is None and config.score_precision == "exact"
+        self.is_exact = config.coarse_block_size is None and config.score_precision == "exact"
 
     def lengths(self, sequences: Sequences, num_tokens: int) -> Tensor:
         """Tokens cached of each sequence before ``num_tokens`` new ones, int32 ``[B]``.
@@ -322,7 +323,7 @@ class LayerCache:
         step = self._cache.begin(self._layer, sequences, inputs.q.shape[0])
         tensors = self._tensors(inputs)
         is_short = sequences.offsets is None and 0 < sequences.len_q <= MOST_QUERIES
-        if backend == "triton" and is_short and self._is_exact:
+        if backend == "triton" and is_short and self.is_exact:
             self._cache.writes(step)
             out = self._decode(inputs, rope, sequences.len_q, tensors)
         else:

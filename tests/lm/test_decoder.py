@@ -117,3 +117,14 @@ def test_a_full_cache_takes_nothing() -> None:
         decoder.step(torch.ones(1, 2, dtype=torch.int64))
     decoder.step(torch.ones(1, 1, dtype=torch.int64))
     assert decoder.cache.lengths == [10]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"coarse_block_size": 32, "num_coarse_blocks": 4}, {"score_precision": "fp8"}],
+    ids=str,
+)
+def test_steps_with_approximate_scores_are_not_captured(changes: dict[str, Any]) -> None:
+    """They run the operators of training, which are told lengths by the host."""
+    assert Decoder(make(), 1, max_tokens=10)._is_captured
+    assert not Decoder(make(**changes), 1, max_tokens=10)._is_captured
