@@ -13,6 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from nsa.ops._constants import Constants
 from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.loads import load_fp32
 from nsa.ops._triton.rotation import partner_column, rotation
@@ -40,8 +41,8 @@ class Stream(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AppendPlan:
-    """For what the kernel is compiled; Triton takes no tuple of tuples.
+class AppendPlan(Constants):
+    """For what the kernel is compiled.
 
     Attributes:
         streams: in the order of the tensors.

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from nsa.ops._constants import Constants
 from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.loads import load_fp32
 from nsa.ops._triton.rotation import cos_sin
@@ -43,8 +44,8 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The columns for which the kernel is compiled; Triton takes no tuple of tuples.
+class Plan(Constants):
+    """The columns for which the kernel is compiled.
 
     Attributes:
         parts: the parts that move.

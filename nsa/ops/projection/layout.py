@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from nsa.ops._constants import Constants
+
 # Rows of weights are padded to a multiple of this, so that rows of the product start at multiples
 # of 16 bytes.
 ALIGNMENT = 8
@@ -41,7 +43,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Gates:
+class Gates(Constants):
     """Gates in the last columns of a projection.
 
     Attributes:
