@@ -80,7 +80,7 @@ bench: $(ENV) ## on a GPU: every measurement behind the committed rows, into ben
 	$(RUN) -m nsa bench report benchmarks/results/*.jsonl --out benchmarks/report
 
 accept: $(ENV) ## on a GPU: the acceptance run, the product as a user starts it (QUICK=1, LEG=2, ARGS="--list")
-	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check train
+	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check accept
 	$(RUN) -m tools.accept $(if $(QUICK),--quick) $(if $(LEG),--leg $(LEG)) $(ARGS)
 
 lint: $(ENV) ## formatting, lint and types

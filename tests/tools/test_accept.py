@@ -277,7 +277,7 @@ def test_the_foreign_model_tells_its_result(tmp_path, monkeypatch, printed, code
     program.write_text(f"#!/bin/sh\necho '{printed}'\nexit {code}\n")
     program.chmod(0o755)
     monkeypatch.setattr(commands, "PYTHON", str(program))
-    leg = Leg("3", (Case("foreign model", "", commands.foreign_model, 10),))
+    leg = Leg("3", (Case("foreign model", "", commands.program("foreign_model"), 10),))
     (row,) = run_leg(leg, tmp_path, H200, limit_s=60.0, committed=tmp_path)
     failed = [f"failed: {fault}" for fault in faults]
     remarks = ["9 steps"] if printed.startswith("{") else []
@@ -336,7 +336,7 @@ def test_legs_hold_every_configuration_once_and_in_order():
         assert leg.expected_s < 540, leg.name
         names = [case.name for case in leg.cases]
         for place, case in enumerate(leg.cases):
-            if case in QUICK_LEG.cases[2:6]:  # eval, generate, report, check
+            if case in QUICK_LEG.cases[2:8]:  # eval, generate, report, check, export, loaded
                 assert "78m" in names[:place], f"{case.name} comes before the run it works on"
     cases = [case for leg in LEGS for case in leg.cases]
     assert len(cases) == len({case.name for case in cases})

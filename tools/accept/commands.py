@@ -37,11 +37,23 @@ def command(text: str, *files: str, says: str = "") -> Callable[[Setting], Resul
     return run
 
 
-def foreign_model(setting: Setting) -> Result:
-    """Train the decoder of :mod:`tools.accept.foreign_model`, which prints the result."""
-    fault = setting.run([PYTHON, "-m", "tools.accept.foreign_model"])
-    found = [line for line in last_lines(setting.log, 50) if line.startswith("{")]
-    if not found:
-        return Result(faults=[fault or "it printed no result"])
-    result = Result(**json.loads(found[-1]))
-    return replace(result, faults=result.faults or [fault] * bool(fault))
+def program(name: str, *words: str) -> Callable[[Setting], Result]:
+    """A case that runs a module of :mod:`tools.accept`, which prints the result.
+
+    Args:
+        name: of the module.
+        words: its arguments; ``{run}`` is the run that the case works on, ``{folder}`` the folder
+            that the cases of that run share.
+    """
+
+    def run(setting: Setting) -> Result:
+        places = {"run": setting.trained, "folder": setting.trained.parent}
+        given = [word.format(**places) for word in words]
+        fault = setting.run([PYTHON, "-m", f"tools.accept.{name}", *given])
+        found = [line for line in last_lines(setting.log, 50) if line.startswith("{")]
+        if not found:
+            return Result(faults=[fault or "it printed no result"])
+        result = Result(**json.loads(found[-1]))
+        return replace(result, faults=result.faults or [fault] * bool(fault))
+
+    return run

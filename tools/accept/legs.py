@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from nsa.errors import check
 from tools.accept.case import Case
-from tools.accept.commands import command, foreign_model
+from tools.accept.commands import command, program
 from tools.accept.resume import killed_and_resumed, resumed_on_two
 from tools.accept.rows import QUICK
 from tools.accept.training import make_train, train
@@ -39,14 +39,17 @@ def _train(config: str, expected_s: float, num_gpus: int = 1) -> Case:
     return Case(config, config, train, expected_s, num_gpus)
 
 
-_MAKE_TRAIN = Case("make train", "gpu-small", make_train, 75)
+_MAKE_TRAIN = Case("make train", "gpu-small", make_train, 50)
 _GENERATE = "generate {run} --prompt 'def ' --max-new-tokens 64"
+_WEIGHTS = "{run}/../exported/model.safetensors"
 # What is done with the trained run of 78m: what follows `nsa`, and what it must leave.
 _DONE_WITH_78M = (
-    Case("78m: eval", "78m", command("eval {run}", says=r"loss: .+"), 30),
-    Case("78m: generate", "78m", command(_GENERATE, says=r"\ndef \s*\S.*"), 25),
+    Case("78m: eval", "78m", command("eval {run}", says=r"loss: .+"), 20),
+    Case("78m: generate", "78m", command(_GENERATE, says=r"\ndef \s*\S.*"), 20),
     Case("78m: report", "78m", command("report {run}", "{run}/report.html"), 8),
     Case("78m: check", "78m", command("check {run}", says="everything agrees"), 8),
+    Case("78m: export", "78m", command("export {run} {run}/../exported", _WEIGHTS), 15),
+    Case("78m: loaded", "78m", program("exported", "{run}", "{folder}/exported"), 30),
 )
 _PROFILE = Case(
     "78m: profile",
@@ -57,17 +60,17 @@ _PROFILE = Case(
     ),
     60,
 )
-_RESUME = Case("78m: killed and resumed", "78m", killed_and_resumed, 130)
+_RESUME = Case("78m: killed and resumed", "78m", killed_and_resumed, 100)
 _RESUME_ON_TWO = Case("78m: resumed on two GPUs", "78m", resumed_on_two, 110, num_gpus=2)
-_FOREIGN = Case("foreign model", "", foreign_model, 110)
+_FOREIGN = Case("foreign model", "", program("foreign_model"), 110)
 
 QUICK_LEG = Leg(
     QUICK,
     (
         _MAKE_TRAIN,
-        _train("78m", 50),
+        _train("78m", 40),
         *_DONE_WITH_78M,
-        _train("117m", 50),
+        _train("117m", 40),
         _RESUME,
         _FOREIGN,
     ),
