@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from json import dumps
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from nsa.cli.commands import Command, Group
@@ -165,13 +167,35 @@ def bench(folder: str, *, seq_len: int = 2048, micro_batch: int = 8, seconds: fl
     return 0
 
 
+def needles(out: str, *, size: int = 2048, number: int = 100, seed: int = 0) -> int:
+    """Write prompts that hide a number in a text.
+
+    One JSON object a line, with prompt, answer and depth, as lm-eval reads them by
+    docs/lm_eval/needles.yaml. They are those of RULER's first task (niah_single_1).
+
+    Args:
+        out: file to make
+        size: bytes of a prompt
+        number: prompts
+        seed: of numbers and depths
+    """
+    from nsa.train.data.needles import needle_prompts
+
+    check(not Path(out).exists(), "nsa data needles", "OUT", "not exist yet", out)
+    lines = [dumps(row) for row in needle_prompts(size, number, seed)]
+    Path(out).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{out}: {number:,} prompts of at most {size:,} bytes")
+    return 0
+
+
 COMMANDS = Group(
     "Prepare text for training.\n"
-    "Also: check what was prepared, and measure how fast it is read. Formats and examples:\n"
-    "docs/data.md.",
+    "Also: check what was prepared, measure how fast it is read, and make prompts to evaluate\n"
+    "with. Formats and examples: docs/data.md.",
     {
         "prepare": Command(prepare, "data"),
         "verify": Command(verify, "train"),
         "bench": Command(bench, "train"),
+        "needles": Command(needles, "train"),
     },
 )

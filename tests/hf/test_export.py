@@ -38,6 +38,7 @@ from nsa.train.runs.inference import load_model
 from tests.cli.conftest import Command, nsa, refusal, run, tiny
 from tests.hf.tiny import tiny as tiny_model
 from tests.hf.tiny import tokens
+from tests.test_house_rules import ROOT
 from tools.accept.exported import compare
 
 __all__ = ["nsa", "refusal", "run", "tiny"]  # fixtures
@@ -154,6 +155,15 @@ def test_a_run_there_and_back(run: Path, nsa: Command, tiny: Path) -> None:
         torch.equal(x, state[name]) for name, x in trained(tiny / "more").state_dict().items()
     )
     assert load_tokenizer(tiny / "more/tokenizer.json").fingerprint == ByteTokenizer().fingerprint
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/use.md"])
+def test_programs_of_the_documents(name: str, run: Path, nsa: Command) -> None:
+    """They load what the line before them exports."""
+    nsa("export run my-model")
+    page = (ROOT / name).read_text(encoding="utf-8")
+    *_, program = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    exec(compile(program.replace("=50", "=5"), name, "exec"), {})
 
 
 def test_what_the_acceptance_run_sees(run: Path, nsa: Command, tiny: Path) -> None:

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nsa.lm.model import LanguageModel
-from nsa.train.data import Batch, TextSource, validation_batches
-from nsa.train.evaluation import evaluate
+from nsa.train.data import IGNORED_TARGET, Batch, TextSource, validation_batches
+from nsa.train.evaluation import RollingWindows, evaluate
 from nsa.train.loss import NextTokenLoss
 from tests.train.cases import MODEL
 
@@ -78,3 +80,30 @@ def test_leaves_no_trace() -> None:
 def test_nothing_to_evaluate() -> None:
     with pytest.raises(ValueError, match="evaluate: batches must hold at least one target, got 0"):
         evaluate(NextTokenLoss(make_model()), [])
+
+
+DOCUMENTS = st.lists(st.lists(st.integers(1, 255), max_size=30), min_size=1, max_size=4)
+
+
+@given(DOCUMENTS, st.integers(1, 12), st.integers(1, 3))
+def test_rolling_windows_predict_each_token_once(
+    documents: list[list[int]], seq_len: int, micro_batch: int
+) -> None:
+    """In order, from as many tokens of its document as fit, the first one from the separator."""
+    spelled = np.append(0, np.full(255, 2))
+    source = TextSource([np.array([*text, 0]) for text in documents], 0, spelled)
+    rolling, predicted = RollingWindows(source, seq_len), list[int]()
+    assert len(rolling) == sum(-(-len(text) // seq_len) for text in documents)
+    for batch in rolling.batches(micro_batch, len(rolling)):
+        assert batch.num_sequences <= micro_batch
+        assert batch.num_bytes == 2 * batch.num_targets
+        ends = batch.cu_seqlens[1:-1].tolist()
+        pairs = (x.tensor_split(ends) for x in (batch.tokens, batch.targets))
+        for tokens, targets in zip(*pairs, strict=True):
+            new = int((targets != IGNORED_TARGET).sum())
+            assert (targets[:-new] == IGNORED_TARGET).all()
+            assert torch.equal(targets[-new:-1], tokens[1:][len(tokens) - new :])
+            assert len(tokens) == seq_len or tokens[0] == 0 == (tokens[1:] == 0).sum()
+            assert new <= len(tokens) <= seq_len
+            predicted += targets[-new:].tolist()
+    assert predicted == [token for text in documents for token in text]

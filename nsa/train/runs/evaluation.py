@@ -10,17 +10,15 @@ from nsa.errors import check
 from nsa.train.checkpoint import find_checkpoint, read_meta
 from nsa.train.config import TrainConfig
 from nsa.train.data import (
-    Batch,
     DataBundle,
     ShardSource,
     TextSource,
     TokenSource,
     bigram_bits_per_byte,
-    collate,
     open_data,
     validation_batches,
 )
-from nsa.train.evaluation import evaluate
+from nsa.train.evaluation import RollingWindows, evaluate
 from nsa.train.execution.precision import choose_device
 from nsa.train.loss import NextTokenLoss
 from nsa.train.run_folder import RunFolder
@@ -74,9 +72,8 @@ def evaluate_run(
     size = config.micro_batch if micro_batch is None else micro_batch
     check(size > 0, "eval", "--micro-batch", "be positive", micro_batch)
     place, path = choose_device(device), find_checkpoint("eval", folder.checkpoints, checkpoint)
-    given = (
-        None if text is None else read_text("eval", folder, text)
-    )  # a mistyped path is refused first
+    # a mistyped path is refused first
+    given = None if text is None else read_text("eval", folder, text)
     model, step = load_model(config.model, path, place)
     data = _open_data(folder, config, path) if given is None else None
     parameters = model.num_parameters()["total"]
@@ -88,22 +85,22 @@ def evaluate_run(
         device=place.type,
         compute_dtype=config.compute_dtype,
     )
-    source: TokenSource
     name: str
     if data is not None:
-        source, tail, kind, name = data.validation, None, "validation", config.data.source
+        kind, name = "validation", config.data.source
+        available = data.validation.num_windows(config.seq_len)
+        windows = min(num_windows or available, available)
+        sizes, is_masked = (config.seq_len, size, windows), config.data.document_mask
+        batches = validation_batches(data.validation, *sizes, document_mask=is_masked)
     else:
         assert given is not None
-        assert text is not None
-        source, tail, kind = given, _shorter_window(given, config), "text"
-        name = "standard input" if text == "-" else text
-    available = source.num_windows(config.seq_len) + (tail is not None)
-    windows = min(num_windows or available, available)
-    result = evaluate(
-        NextTokenLoss(model, config.loss_chunk),
-        _batches(source, tail, config, windows, size),
-        compute_dtype=config.compute_dtype,
-    )
+        kind, name = "text", "standard input" if text == "-" else str(text)
+        rolling = RollingWindows(given, config.seq_len)
+        available = len(rolling)
+        windows = min(num_windows or available, available)
+        batches = rolling.batches(size, windows)
+    loss = NextTokenLoss(model, config.loss_chunk)
+    result = evaluate(loss, batches, compute_dtype=config.compute_dtype)
     yield _finding(
         kind + ": {windows} of {windows_available} windows of {seq_len} tokens, "
         "{num_targets:,.0f} targets that spell {num_bytes:,.0f} bytes of {text}",
@@ -119,18 +116,6 @@ def evaluate_run(
     yield _finding("bits per byte: {bits_per_byte:.4f}", bits_per_byte=bits)
     if data is not None:
         yield from _compared(data, bits, windows * config.seq_len)
-
-
-def _batches(
-    source: TokenSource, tail: Batch | None, config: TrainConfig, windows: int, size: int
-) -> Iterator[Batch]:
-    """So many windows; after the whole ones ``tail``, which may be shorter."""
-    whole, masked = source.num_windows(config.seq_len), config.data.document_mask
-    if whole or tail is None:
-        full = min(windows, whole)
-        yield from validation_batches(source, config.seq_len, size, full, document_mask=masked)
-    if tail is not None and windows > whole:
-        yield tail
 
 
 # --- validation data ------------------------------------------------------------------------------
@@ -185,14 +170,3 @@ def _open_data(folder: RunFolder, config: TrainConfig, checkpoint: Path) -> Data
         hint = "The text or its division has changed: the model may have been trained on this part."
         check(old == new, "eval", f"data {name}", f"be that of the run ({old})", new, hint)
     return data
-
-
-# --- any text -------------------------------------------------------------------------------------
-def _shorter_window(text: TextSource, config: TrainConfig) -> Batch | None:
-    """The tokens after the last whole window."""
-    tail = text.tokens[text.num_windows(config.seq_len) * config.seq_len :]
-    if len(tail) < 2:
-        return None
-    assert text.separator_id is not None
-    source = TextSource([tail], text.separator_id, text.token_bytes)
-    return collate(source, [0], len(tail) - 1, document_mask=config.data.document_mask)
