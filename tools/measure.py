@@ -81,6 +81,7 @@ MEASUREMENTS = {
         f"{DECODE}.attention",
         f"{DECODE}.attention --shape seed --points 65536,65536x64",
         f"{DECODE}.model",
+        f"{DECODE}.model --points 2048,65536 --provider hf,transformers",
     ],
     "host": ["bench host"],
     "switches": [

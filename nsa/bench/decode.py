@@ -13,7 +13,7 @@ import torch
 from nsa.bench.attention import Fields
 from nsa.bench.clock import gpu_events, kernel_sums, profiled, release_memory, time_call
 from nsa.bench.decode_attention import copy_tbps, prepare_attention
-from nsa.bench.decode_llama import generate_by_llama
+from nsa.bench.decode_generate import GENERATORS, time_generate
 from nsa.bench.decode_model import DTYPE, Pass, check_decoder, prepare_prefill, prepare_step
 from nsa.bench.gate import Verdict, judge
 from nsa.bench.implementations import UnsupportedError, refusals
@@ -29,10 +29,9 @@ from nsa.lm.config import LMConfig
 
 CASES = ("decode.attention", "decode.model")
 ATTENTION = ("nsa", *DENSE_DECODE, "reference")
-LLAMA = "transformers"
-PROVIDERS = tuple(dict.fromkeys((*ATTENTION, *MODELS, LLAMA)))
+PROVIDERS = tuple(dict.fromkeys((*ATTENTION, *MODELS, *GENERATORS)))
 # Those that may refuse a point; what the others raise is a bug of this library.
-FOREIGN = (*DENSE_DECODE[:-1], LLAMA)
+FOREIGN = (*DENSE_DECODE[:-1], "transformers")
 # Tokens of context and sequences.
 ATTENTION_POINTS = ((65_536, 32), (16_384, 128))
 MODEL_POINTS = ((2048, 1), (65_536, 1), (1_048_576, 1), (16_384, 64), (65_536, 64))
@@ -136,37 +135,38 @@ def _models(plan: DecodePlan, device: torch.device) -> Iterator[Fields]:
     """Rows of models: steps, and prompts."""
     models, verdicts = dict[str, LMConfig](), dict[str, Fields]()
     for name in ("nsa", "dense") if plan.providers is None else plan.providers:
-        if name in (*MODELS, LLAMA):
-            attention = "dense" if name == LLAMA else name
-            (subject,) = find_subjects([plan.config], {}, names=[attention])
-            models[name] = subject.config.model
-            verdict = Verdict(True, {}) if name == LLAMA else check_decoder(models[name], device)
+        if name in (*MODELS, *GENERATORS):
+            kind = GENERATORS[name][0] if name in GENERATORS else name
+            (subject,) = find_subjects([plan.config], {}, names=[kind])
+            model = models[name] = subject.config.model
+            is_checked_later = name in GENERATORS
+            verdict = Verdict(True, {}) if is_checked_later else check_decoder(model, device)
             verdicts[name] = asdict(verdict)
     points = [("step", *point) for point in plan.points or MODEL_POINTS]
     prefills = (() if plan.points else PREFILLS) if plan.prefills is None else plan.prefills
     points += [("prefill", length, 1) for length in prefills]
     for (mode, seq_len, batch), (name, model) in product(points, models.items()):
         found, size = verdicts[name], (seq_len, batch, plan.steps)
-        if name == LLAMA and mode != "step":
+        if name in GENERATORS and mode != "step":
             continue
         if found["correct"]:
             prepare = partial(prepare_prefill, model, seq_len, device)
             if mode == "step":
                 prepare = partial(prepare_step, model, *size, device)
             measure = partial(_measure_pass, prepare, found, device)
-            if name == LLAMA:
-                measure = partial(_measure_llama, model, *size, device)
+            if name in GENERATORS:
+                measure = partial(_measure_generate, name, model, *size, device)
             found = found | _tried(measure, device, name)
         where = {"shape": plan.name, "choice": "model", "seq_len": seq_len, "batch": batch}
         yield {**where, "provider": name, "mode": mode, **found}
 
 
-def _measure_llama(
-    model: LMConfig, seq_len: int, batch: int, steps: int, device: torch.device
+def _measure_generate(
+    name: str, model: LMConfig, seq_len: int, batch: int, steps: int, device: torch.device
 ) -> Fields:
     if missing("hf"):
         raise UnsupportedError(f"transformers is not installed: {install_command('hf')}")
-    verdict, timing = generate_by_llama(model, seq_len, batch, steps, device)
+    verdict, timing = time_generate(name, model, seq_len, batch, steps, device)
     if not verdict.correct:
         return asdict(verdict)
     return {**asdict(verdict), **timing.fields(), "tokens_per_s": 1000 * batch / timing.p50}

@@ -285,7 +285,7 @@ def decode(
         config: of decode.model (see nsa configs)
         provider: nsa; of attention also dense-cudnn, dense-fa2, dense-efficient-folded, dense-flex,
             dense-scan, .., reference; of models dense, dense-matched,
-            transformers (extra hf)
+            and by generate() hf, transformers (extra hf)
         points: tokens of context, with xB for B sequences (default those of the targets)
         prefill: tokens of prompts that a model takes in (default 65536; with --points none)
         steps: timed steps of a model

@@ -15,6 +15,7 @@ from nsa.bench import decode, decode_attention
 from nsa.bench.clock import Timing
 from nsa.bench.decode import CASES, DecodePlan, bench_decode
 from nsa.bench.decode_attention import Attention
+from nsa.bench.decode_generate import GENERATORS
 from nsa.bench.guard import guard
 from nsa.bench.points import Point, Shape
 from nsa.bench.report import write_report
@@ -163,20 +164,35 @@ def test_what_cannot_run_here_says_why(
     assert capsys.readouterr().out.count("step     not run: it needs a CUDA GPU") == 6
 
 
+@pytest.mark.parametrize("name", GENERATORS)
 def test_transformers_generates_with_a_static_cache(
-    plan: DecodePlan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    plan: DecodePlan,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    chosen = dataclasses.replace(plan, cases=CASES[1:], providers=["dense", decode.LLAMA])
+    chosen = dataclasses.replace(plan, cases=CASES[1:], providers=["dense", name])
     assert bench_decode(chosen, CPU)
     assert plan.out is not None
-    alone, several = (row for row in read_rows([plan.out]) if row.provider == decode.LLAMA)
+    alone, several = (row for row in read_rows([plan.out]) if row.provider == name)
     assert alone.samples == plan.steps
     assert alone.errors["logits"] < 1e-2
     assert alone.tokens_per_s == pytest.approx(1000 / (alone.ms_p50 or 0), rel=1e-4)
     assert several.note == "not run: measured with one sequence of at most 65,536 tokens"
     monkeypatch.setattr(decode, "missing", lambda extra: ["transformers"])
-    assert bench_decode(dataclasses.replace(chosen, providers=[decode.LLAMA]), CPU)
+    assert bench_decode(dataclasses.replace(chosen, providers=[name]), CPU)
     assert "not run: transformers is not installed: pip install" in capsys.readouterr().out
+
+
+def test_a_wrong_generate_gets_no_figure(
+    plan: DecodePlan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        Decoder, "step", lambda self, tokens, kept=Decoder.step: -kept(self, tokens)
+    )
+    chosen = dataclasses.replace(plan, cases=CASES[1:], providers=["hf"], points=((140, 1),))
+    assert not bench_decode(chosen, CPU)
+    assert "WRONG: logits: error 2" in capsys.readouterr().out
 
 
 def test_kernels_that_did_not_run_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:

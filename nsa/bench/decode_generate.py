@@ -1,4 +1,4 @@
-"""``generate`` of transformers with a static cache, on a Llama as large as a dense model."""
+"""``generate`` of transformers with a static cache: this model's, and a dense Llama's."""
 
 from __future__ import annotations
 
@@ -20,24 +20,16 @@ LONGEST = 65_536
 DTYPE = torch.bfloat16
 _OPTIONS: dict[str, Any] = {
     "do_sample": False,
-    "cache_implementation": "static",  # on a GPU generate() compiles steps then
+    "cache_implementation": "static",  # of Llama on a GPU, steps are compiled then
     "eos_token_id": None,
     "pad_token_id": 0,
 }
 
 
-def generate_by_llama(
-    config: LMConfig, context: int, batch: int, steps: int, device: torch.device
-) -> tuple[Verdict, Timing]:
-    """Check the last logits against a pass without a cache, and time steps behind a prompt.
+def new_llama(config: LMConfig, max_tokens: int) -> Any:
+    """transformers' Llama, as large as a dense model, with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    Raises:
-        UnsupportedError: more than one sequence, or a prompt that would take minutes.
-    """
-    from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
-
-    if batch > 1 or context > LONGEST:
-        raise UnsupportedError(f"measured with one sequence of at most {LONGEST:,} tokens")
     matrices = 3 if config.mlp == "swiglu" else 2
     sizes = {
         "vocab_size": config.vocab_size,
@@ -47,12 +39,39 @@ def generate_by_llama(
         "num_key_value_heads": config.nsa.num_kv_heads,
         "head_dim": config.nsa.head_dim,
         "intermediate_size": config.mlp_hidden_size * matrices // 3,  # of three matrices
-        "max_position_embeddings": context + steps + 1,
+        "max_position_embeddings": max_tokens,
         "tie_word_embeddings": config.tie_head,
     }
+    return LlamaForCausalLM(LlamaConfig.from_dict(sizes))
+
+
+def new_nsa(config: LMConfig, max_tokens: int) -> Any:
+    """This model with the interface of transformers, with random weights."""
+    from nsa.hf import NSAForCausalLM, NSALMConfig
+
+    return NSAForCausalLM(NSALMConfig.of(config, max_position_embeddings=max_tokens))
+
+
+# What makes a model, by the name in rows, and the attention of its configuration.
+GENERATORS = {"hf": ("nsa", new_nsa), "transformers": ("dense", new_llama)}
+
+
+def time_generate(
+    name: str, config: LMConfig, context: int, batch: int, steps: int, device: torch.device
+) -> tuple[Verdict, Timing]:
+    """Check the last logits against a pass without a cache, and time steps behind a prompt.
+
+    Weights are in bf16, and so is all that is computed.
+
+    Raises:
+        UnsupportedError: more than one sequence, or a prompt that would take minutes.
+    """
+    from transformers import LogitsProcessor
+
+    if batch > 1 or context > LONGEST:
+        raise UnsupportedError(f"measured with one sequence of at most {LONGEST:,} tokens")
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(LlamaConfig.from_dict(sizes))
-    model = model.to(device, DTYPE).eval()
+    model = GENERATORS[name][1](config, context + steps + 1).to(device, DTYPE).eval()
     prompt = torch.randint(config.vocab_size, (1, context), device=device)
     # Without it tokens that equal the padding would be masked.
     options = {**_OPTIONS, "attention_mask": torch.ones_like(prompt)}
