@@ -37,8 +37,8 @@ def test_steps(attention: str) -> None:
             torch.testing.assert_close(logits[b], whole, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 70])
-@pytest.mark.parametrize(("width", "columns"), [(24, 40), (300, 17)])
+@pytest.mark.parametrize("rows", [1, 5, 12, 70])
+@pytest.mark.parametrize(("width", "columns"), [(24, 40), (1100, 17)])
 def test_linear(rows: int, width: int, columns: int) -> None:
     generator = torch.Generator().manual_seed(rows)
 
@@ -56,4 +56,4 @@ def test_linear(rows: int, width: int, columns: int) -> None:
         for added in (None, residual):
             found = layer(x, added, backend="triton")
             expected = layer(x, added, backend="reference")
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -21,13 +21,16 @@ from nsa.ops.decode.tensors import CacheTensors, NewTokens
 from nsa.ops.selection.launch import Selection
 from nsa.rope import Rope, frequency_table
 
-# Rows of queries by heads that a program holds, and keys of one of its steps, at most.
+# Rows of queries by heads that a program holds, and keys of one of its steps, at most; steps whose
+# keys and values are under way.
 MOST_ROWS = 64
 STEP_KEYS = 64
+STAGES = 3
 # Numbers of a program's output that leave registers for all else.
 MOST_OUTPUTS = 64 * 64
-# Blocks that a program of the selection ranks; shares of a branch that the merge reads, and keys of
-# a share of the compressed branch, where there are so many.
+# Scores that a program of the selection holds, and blocks that it ranks, at most; shares of a
+# branch that a merge reads, and keys of a share of the compressed branch, where there are so many.
+MOST_SCORES = 8192
 MOST_RANKED = 256
 MOST_SHARES = 64
 SHARE_KEYS = 128
@@ -140,7 +143,7 @@ class Tiles(NamedTuple):
         """For these heads, in a dtype of so many bytes."""
         width = max(heads.BLOCK_D, heads.BLOCK_DV)
         rows = MOST_ROWS if element_size == 2 and width <= 128 else 16
-        return cls(rows, max(min(STEP_KEYS, 32_768 // (width * element_size**2)), 16), width)
+        return cls(rows, max(min(STEP_KEYS, 16_384 // (width * element_size**2)), 16), width)
 
 
 class Shares(NamedTuple):
@@ -219,8 +222,11 @@ class DecodeStep:
         constants = {"P": pattern, "HEADS": heads, "SPLITS": self.splits}
         tiles = Tiles.of(heads, q.element_size())
         self._scan(q, q if q_cmp is None else q_cmp, shares, tiles, constants)
-        ids = self._select(shares, constants) if self.splits.slc else None
-        return self._merge(q, gates, ids, shares, tiles, constants), ids
+        constants["HAS_CMP"] = self.cache.v_cmp is not None
+        ids, others = None, shares.lse.new_empty(0)
+        if self.splits.slc:
+            ids, others = self._select(gates, shares, constants)
+        return self._merge(q, gates, ids, others, shares, tiles, constants), ids
 
     def _scan(
         self, q: Tensor, q_cmp: Tensor, shares: Shares, tiles: Tiles, constants: dict[str, Any]
@@ -254,48 +260,62 @@ class DecodeStep:
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             num_warps=4,
-            num_stages=2,
+            num_stages=STAGES,
         )
 
-    def _select(self, shares: Shares, constants: dict[str, Any]) -> Tensor:
-        """The selected blocks of every query, int32 ``[T, Hkv, n]``."""
+    def _select(
+        self, gates: Tensor, shares: Shares, constants: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """The selected blocks of every query, int32 ``[T, Hkv, n]``; the other branches' sum."""
         cache, pattern, selection = self.cache, constants["P"], Selection.of(self.config)
         tokens, most_blocks = cache.num_sequences * self.queries, cache.table.shape[1]
-        programs = tokens * pattern.HKV
+        programs, group = tokens * pattern.HKV, next_power_of_2(pattern.G)
         block_k = next_power_of_2(selection.num_blocks)
-        block_j = max(min(next_power_of_2(most_blocks + 1), MOST_RANKED), block_k, 16)
+        ranked = MOST_SCORES // (group * (pattern.BLOCK_SIZE // pattern.STRIDE))
+        block_j = min(next_power_of_2(most_blocks + 1), next_power_of_2(ranked), MOST_RANKED)
+        block_j = max(block_j, block_k, 16)
         chunks = cdiv(most_blocks, block_j - 1)
-        lse = shares.lse
+        lse, heads = shares.lse, constants["HEADS"]
         best = lse.new_empty(programs if chunks > 1 else 0, chunks, block_k, dtype=torch.int64)
         ids = lse.new_empty(tokens, pattern.HKV, selection.num_blocks, dtype=torch.int32)
-        decode_select_kernel[(programs, chunks)](
+        others = lse.new_empty(*shares.out.shape[::2], heads.DV)
+        block_o = next_power_of_2(max(self.splits.cmp, self.splits.win))
+        block_o = max(min(block_o, MOST_OUTPUTS // heads.BLOCK_DV), 1)
+        block_h = max(min(group, MOST_OUTPUTS // (heads.BLOCK_DV * block_o)), 1)
+        decode_select_kernel[(programs, chunks + cdiv(pattern.G, block_h))](
             shares.scores,
+            shares.out,
             lse,
+            gates,
             cache.lengths,
             best,
             cache.counters[0],
             ids,
+            others,
             shares.scores.shape[-1],
             self.softmax_scale,
             selection.num_init,
             selection.num_local,
-            P=pattern,
-            SPLITS=self.splits,
+            **constants,
             COUNTS=selection.counts,
             CHUNKS=chunks,
+            BLOCK_G=group,
             BLOCK_S=next_power_of_2(self.splits.cmp),
             BLOCK_J=block_j,
             BLOCK_K=block_k,
             BLOCK_CHUNKS=next_power_of_2(chunks),
+            BLOCK_H=block_h,
+            BLOCK_O=block_o,
             num_warps=4,
         )
-        return ids
+        return ids, others
 
     def _merge(
         self,
         q: Tensor,
         gates: Tensor,
         ids: Tensor | None,
+        others: Tensor,
         shares: Shares,
         tiles: Tiles,
         constants: dict[str, Any],
@@ -315,18 +335,19 @@ class DecodeStep:
             cache.lengths,
             shares.out,
             shares.lse,
+            others,
             cache.counters[1],
             out,
             self.reads,
             cache.table.shape[1],
             self.softmax_scale,
             **constants,
-            HAS_CMP=cache.v_cmp is not None,
             BLOCK_M=max(16, block_g),
             BLOCK_G=block_g,
             BLOCK_N=min(tiles.keys, pattern.BLOCK_SIZE),
             BLOCK_S=max(4096 // (block_g * constants["HEADS"].BLOCK_DV), 1),
+            BLOCK_IDS=next_power_of_2(pattern.N),
             num_warps=4,
-            num_stages=2,
+            num_stages=STAGES,
         )
         return out

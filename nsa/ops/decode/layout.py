@@ -87,28 +87,6 @@ def query_rows(row, b, head, cached, P: tl.constexpr):
 
 
 @triton.jit
-def store_partial(out_ptr, lse_ptr, at, ok, out, lse, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Write a program's share of a branch: out ``[M, BLOCK_DV]`` and lse ``[M]`` at rows ``at``."""
-    tl.store(lse_ptr + at, lse, mask=ok)
-    d = tl.arange(0, BLOCK_DV)
-    tl.store(out_ptr + at[:, None] * DV + d[None, :], out, mask=ok[:, None] & (d < DV)[None, :])
-
-
-@triton.jit
-def is_last(counter_ptr, programs: tl.constexpr):
-    """Whether this program is the last of ``programs`` to arrive; the counter is 0 again then.
-
-    What the others have written before is visible to the last.
-    """
-    tl.debug_barrier()
-    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1
-    if last:
-        tl.store(counter_ptr, 0)
-    tl.debug_barrier()
-    return last
-
-
-@triton.jit
 def count_reads(reads_ptr, group, keys, BRANCH: tl.constexpr):
     """Add keys that a program has loaded to int64 ``[B * Hkv, 3]``, if asked for."""
     if reads_ptr is not None:

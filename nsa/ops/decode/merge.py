@@ -15,14 +15,8 @@ from nsa.ops._triton.tiles import (
     softmax_step,
     store_rows,
 )
-from nsa.ops.decode.layout import (
-    CAPACITIES,
-    count_reads,
-    is_last,
-    page_rows,
-    query_rows,
-    store_partial,
-)
+from nsa.ops.decode.layout import CAPACITIES, count_reads, query_rows
+from nsa.ops.decode.shares import gated_branch, gated_sum, is_last, load_gate, store_partial
 
 
 @triton.jit
@@ -39,99 +33,40 @@ def selected_split(
     HEADS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_IDS: tl.constexpr,
 ):
     """out and lse of a program's share of the selected blocks of one query."""
     b, head, t, table_width = where
     SHARE: tl.constexpr = (P.N + SPLITS.slc - 1) // SPLITS.slc
     STEPS: tl.constexpr = P.BLOCK_SIZE // BLOCK_N
     row_max, total, acc = softmax_start(q.shape[0], HEADS.BLOCK_DV)
-    keys = 0
+    n = tl.arange(0, BLOCK_IDS)
+    found = tl.load(ids_ptr + n, mask=n < P.N, other=-1) >= 0
     begin = tl.program_id(1) * SHARE
-    end = tl.minimum(begin + SHARE, P.N)
+    end = tl.minimum(begin + SHARE, tl.sum(found.to(tl.int32), 0))
+    keys = 0
+    # Looked up a step ahead, so that keys and values can be loaded some steps ahead.
+    table_ptr += b * table_width
+    block = tl.load(ids_ptr + begin, mask=begin < end, other=0)
+    page = tl.load(table_ptr + block, mask=begin < end, other=0)
     for i in tl.range(begin * STEPS, end * STEPS):
-        block = tl.load(ids_ptr + i // STEPS)
-        if block >= 0:
-            first = block * P.BLOCK_SIZE + i % STEPS * BLOCK_N
-            p = first + tl.arange(0, BLOCK_N)
-            here = p <= t
-            at = page_rows(table_ptr, b, table_width, p, here, P.BLOCK_SIZE) * P.HKV + head
-            k = load_rows(k_ptr, at, here, HEADS.D, HEADS.D, HEADS.BLOCK_D, True)
-            v = load_rows(v_ptr, at, here, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV, True)
-            s = tl.where(here[None, :], products(q, k, False), -float("inf"))
-            row_max, total, acc = softmax_step(s, v, row_max, total, acc, scale)
-            keys += tl.maximum(tl.minimum(t + 1 - first, BLOCK_N), 0)
+        ahead = (i + 1) // STEPS
+        next_block = tl.load(ids_ptr + ahead, mask=ahead < end, other=0)
+        next_page = tl.load(table_ptr + next_block, mask=ahead < end, other=0)
+        row = i % STEPS * BLOCK_N + tl.arange(0, BLOCK_N)
+        p = block * P.BLOCK_SIZE + row
+        here = p <= t
+        at = (page.to(tl.int64) * P.BLOCK_SIZE + row) * P.HKV + head
+        k = load_rows(k_ptr, at, here, HEADS.D, HEADS.D, HEADS.BLOCK_D, True)
+        v = load_rows(v_ptr, at, here, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV, True)
+        s = tl.where(here[None, :], products(q, k, False), -float("inf"))
+        row_max, total, acc = softmax_step(s, v, row_max, total, acc, scale)
+        keys += tl.sum(here.to(tl.int32), 0)
+        block = next_block
+        page = next_page
     if tl.program_id(2) == 0:
         count_reads(reads_ptr, b * P.HKV + head, keys, 1)
     return softmax_result(row_max, total, acc)
-
-
-@triton.jit
-def gated_branch(
-    shares,
-    rows,
-    before,
-    BRANCH: tl.constexpr,
-    NUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """Output ``[M, BLOCK_DV]`` of a branch, times its gates.
-
-    It has ``NUM`` shares, the first of them ``before`` behind the group's first.
-    """
-    out_ptr, lse_ptr, first = shares
-    gates_ptr, place, row, ok = rows
-    BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
-    d = tl.arange(0, BLOCK_DV)
-    largest = tl.full(row.shape, -1e30, tl.float32)
-    total = tl.zeros(row.shape, tl.float32)
-    acc = tl.zeros([row.shape[0], BLOCK_DV], tl.float32)
-    for s0 in tl.range(0, NUM, BLOCK_S):
-        s = s0 + tl.arange(0, BLOCK_S)
-        at = (first + before + s).to(tl.int64)[:, None] * ROWS + row[None, :]  # [BLOCK_S, M]
-        mask = (s < NUM)[:, None] & ok[None, :]
-        lse = tl.load(lse_ptr + at, mask=mask, other=-float("inf"), cache_modifier=".cg") * LOG2_E
-        new_largest = tl.maximum(largest, tl.max(lse, 0))
-        weight = tl.exp2(lse - new_largest[None, :])
-        scale = tl.exp2(largest - new_largest)
-        x = tl.load(
-            out_ptr + at[:, :, None] * HEADS.DV + d[None, None, :],
-            mask=mask[:, :, None] & (d < HEADS.DV)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        acc = acc * scale[:, None] + tl.sum(x * weight[:, :, None], 0)
-        total = total * scale + tl.sum(weight, 0)
-        largest = new_largest
-    gate = tl.load(gates_ptr + place * 3 + BRANCH, mask=ok, other=0.0).to(tl.float32)
-    return acc * (gate / tl.where(total == 0, 1.0, total))[:, None]
-
-
-@triton.jit
-def merge_branches(
-    shares,
-    rows,
-    out_ptr,
-    P: tl.constexpr,
-    HEADS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HAS_CMP: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """Write the gated sum of the branches in rows of queries by heads."""
-    _, place, row, ok = rows
-    ROWS: tl.constexpr = P.QUERIES * P.G
-    BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
-    out = tl.zeros([row.shape[0], BLOCK_DV], tl.float32)
-    if SPLITS.cmp * HAS_CMP > 0:
-        out += gated_branch(shares, rows, 0, 0, SPLITS.cmp, ROWS, HEADS, BLOCK_S)
-    if SPLITS.slc > 0:
-        before = SPLITS.cmp + SPLITS.win
-        out += gated_branch(shares, rows, before, 1, SPLITS.slc, ROWS, HEADS, BLOCK_S)
-    if SPLITS.win > 0:
-        out += gated_branch(shares, rows, SPLITS.cmp, 2, SPLITS.win, ROWS, HEADS, BLOCK_S)
-    store_rows(out_ptr, place, ok, HEADS.DV, out, HEADS.DV, HEADS.BLOCK_DV)
 
 
 @kernel(do_not_specialize=CAPACITIES)
@@ -145,6 +80,7 @@ def decode_merge_kernel(
     lengths_ptr,
     partial_ptr,
     lse_ptr,
+    others_ptr,
     counter_ptr,
     out_ptr,
     reads_ptr,
@@ -158,12 +94,14 @@ def decode_merge_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    BLOCK_IDS: tl.constexpr,
 ):
     """The gated sum of the branches ``[T, Hq, Dv]``.
 
     Program (i, s, m) works on KV head and query i of all sequences, and the m-th ``BLOCK_G`` heads
     of the group, held in ``BLOCK_M`` rows; each s takes a share of the selected blocks, and the
-    last to arrive merges the shares of all branches in a fixed order.
+    last to arrive merges them in a fixed order, and adds the other branches of ``others_ptr``.
+    Without the selected branch the others are merged here.
     """
     query = tl.program_id(0) % P.QUERIES
     group = tl.program_id(0) // P.QUERIES  # sequence and KV head
@@ -171,13 +109,24 @@ def decode_merge_kernel(
     head = group % P.HKV
     cached = tl.load(lengths_ptr + b)
     first = group * (SPLITS.cmp + SPLITS.win + SPLITS.slc)
-    first_head = tl.program_id(2) * BLOCK_G
-    if SPLITS.slc > 0:
+    ROWS: tl.constexpr = P.QUERIES * P.G
+    first_row = query * P.G + tl.program_id(2) * BLOCK_G
+    end_row = query * P.G + P.G
+    g = tl.arange(0, BLOCK_G)
+    row = first_row + g
+    _, place, _ = query_rows(row, b, head, cached, P)
+    ok = row < end_row
+    rows = (gates_ptr, place, row, ok)
+    shares = (partial_ptr, lse_ptr, first)
+    if SPLITS.slc == 0:
+        y = gated_sum(shares, rows, P, HEADS, SPLITS, HAS_CMP, BLOCK_S)
+        store_rows(out_ptr, place, ok, HEADS.DV, y, HEADS.DV, HEADS.BLOCK_DV)
+    else:
         m = tl.arange(0, BLOCK_M)
-        row = query * P.G + first_head + m
-        _, place, _ = query_rows(row, b, head, cached, P)
-        ok = (m < BLOCK_G) & (first_head + m < P.G)
-        q = load_rows(q_ptr, place, ok, HEADS.D, HEADS.D, HEADS.BLOCK_D, True)
+        row_m = first_row + m
+        _, place_m, _ = query_rows(row_m, b, head, cached, P)
+        ok_m = (m < BLOCK_G) & (row_m < end_row)
+        q = load_rows(q_ptr, place_m, ok_m, HEADS.D, HEADS.D, HEADS.BLOCK_D, True)
         token = b * P.QUERIES + query
         out, lse = selected_split(
             q,
@@ -192,19 +141,19 @@ def decode_merge_kernel(
             HEADS,
             SPLITS,
             BLOCK_N,
+            BLOCK_IDS,
         )
-        share = first + SPLITS.cmp + SPLITS.win + tl.program_id(1)
-        at = share.to(tl.int64) * (P.QUERIES * P.G) + row
-        store_partial(partial_ptr, lse_ptr, at, ok, out, lse, HEADS.DV, HEADS.BLOCK_DV)
-    shares = (partial_ptr, lse_ptr, first)
-    g = first_head + tl.arange(0, BLOCK_G)
-    row = query * P.G + g
-    _, place, _ = query_rows(row, b, head, cached, P)
-    rows = (gates_ptr, place, row, g < P.G)
-    if SPLITS.slc > 1:
-        counter = counter_ptr + tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
-        if is_last(counter, SPLITS.slc):
-            merge_branches(shares, rows, out_ptr, P, HEADS, SPLITS, HAS_CMP, BLOCK_S)
-    else:
-        tl.debug_barrier()
-        merge_branches(shares, rows, out_ptr, P, HEADS, SPLITS, HAS_CMP, BLOCK_S)
+        others = others_ptr + group.to(tl.int64) * (ROWS * HEADS.DV)
+        if SPLITS.slc == 1:
+            y = out * load_gate(gates_ptr, place_m, ok_m, 1)[:, None]
+            y += load_rows(others, row_m, ok_m, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV, True)
+            store_rows(out_ptr, place_m, ok_m, HEADS.DV, y, HEADS.DV, HEADS.BLOCK_DV)
+        else:
+            before = SPLITS.cmp + SPLITS.win
+            at = (first + before + tl.program_id(1)).to(tl.int64) * ROWS + row_m
+            store_partial(partial_ptr, lse_ptr, at, ok_m, out, lse, HEADS.DV, HEADS.BLOCK_DV)
+            counter = counter_ptr + tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
+            if is_last(counter, SPLITS.slc):
+                y = gated_branch(shares, rows, before, 1, SPLITS.slc, ROWS, HEADS, BLOCK_S)
+                y += load_rows(others, row, ok, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV, True)
+                store_rows(out_ptr, place, ok, HEADS.DV, y, HEADS.DV, HEADS.BLOCK_DV)

@@ -20,8 +20,8 @@ from nsa.ops.decode.layout import (
     compressed_rows,
     count_reads,
     query_rows,
-    store_partial,
 )
+from nsa.ops.decode.shares import store_partial
 
 
 @triton.jit
@@ -53,10 +53,14 @@ def compressed_split(
     visible = complete_blocks(t + 1, P)
     row_max, total, acc = softmax_start(q.shape[0], HEADS.BLOCK_DV)
     group = (b * P.HKV + head).to(tl.int64) * (P.QUERIES * P.G) + row
+    i = begin + tl.arange(0, BLOCK_N)
+    # Looked up a step ahead, so that keys and values can be loaded some steps ahead.
+    at = compressed_rows(table_ptr, b, table_width, i, i < end, P) * P.HKV + head
     for start in tl.range(begin, end, BLOCK_N):
         i = start + tl.arange(0, BLOCK_N)
         here = i < end
-        at = compressed_rows(table_ptr, b, table_width, i, here, P) * P.HKV + head
+        ahead = i + BLOCK_N
+        next_at = compressed_rows(table_ptr, b, table_width, ahead, ahead < end, P) * P.HKV + head
         k = load_rows(k_ptr, at, here, HEADS.D, HEADS.D, HEADS.BLOCK_D, True)
         s = products(q, k, False)  # [M, BLOCK_N]
         tl.store(
@@ -73,6 +77,7 @@ def compressed_split(
         else:
             v = load_rows(v_ptr, at, here, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV, True)
             row_max, total, acc = softmax_step(s, v, row_max, total, acc, scale)
+        at = next_at
     if tl.program_id(2) == 0:
         count_reads(reads_ptr, b * P.HKV + head, tl.maximum(end - begin, 0), 0)
     return softmax_result(row_max, total, acc)

@@ -1,4 +1,4 @@
-"""Kernel of a decode step that scores selection blocks and keeps the best n."""
+"""Kernel of a decode step that selects blocks, and meanwhile merges the other branches."""
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
@@ -6,21 +6,26 @@ import triton
 import triton.language as tl
 
 from nsa.ops._triton.kernel import kernel
-from nsa.ops._triton.tiles import LOG2_E
-from nsa.ops.decode.layout import CAPACITIES, complete_blocks, is_last
+from nsa.ops._triton.tiles import LOG2_E, store_rows
+from nsa.ops.decode.layout import CAPACITIES, complete_blocks, query_rows
+from nsa.ops.decode.shares import gated_sum, is_last
 from nsa.ops.selection.scores import INFINITE_BITS, LAST_ID, block_scores, sorted_ids
 
 
 @triton.jit
-def merged_lse(lse_ptr, share, row, P: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
-    """lse (base 2) of a row of queries by heads over all compressed keys; +inf without any."""
-    s = tl.arange(0, BLOCK_S)
-    at = (share + s).to(tl.int64) * (P.QUERIES * P.G) + row
-    lse = tl.load(lse_ptr + at, mask=s < SPLITS.cmp, other=-float("inf")) * LOG2_E
-    largest = tl.max(lse, 0)
+def merged_lse(lse_ptr, share, row, ok, P: tl.constexpr, NUM: tl.constexpr, BLOCK_S: tl.constexpr):
+    """lse ``[H]`` (base 2) of rows of queries by heads over all compressed keys; +inf without any.
+
+    ``NUM`` shares, the first of them ``share``.
+    """
+    s = tl.arange(0, BLOCK_S)[None, :]
+    at = (share + s).to(tl.int64) * (P.QUERIES * P.G) + row[:, None]
+    mask = ok[:, None] & (s < NUM)
+    lse = tl.load(lse_ptr + at, mask=mask, other=-float("inf")) * LOG2_E
+    largest = tl.max(lse, 1)
     none = largest == -float("inf")
     shift = tl.where(none, 0.0, largest)
-    total = tl.where(none, 1.0, tl.sum(tl.exp2(lse - shift), 0))
+    total = tl.where(none, 1.0, tl.sum(tl.exp2(lse - shift[:, None]), 1))
     return tl.where(none, float("inf"), shift + tl.log2(total))
 
 
@@ -38,52 +43,44 @@ def store_selection(out_ptr, best, t, COUNTS: tl.constexpr, N: tl.constexpr, BLO
     tl.store(out_ptr + column, ids, mask=column < N)
 
 
-@kernel(do_not_specialize=CAPACITIES)
-def decode_select_kernel(
+@triton.jit
+def select(
     scores_ptr,
     lse_ptr,
-    lengths_ptr,
     best_ptr,
     counter_ptr,
     out_ptr,
+    where,
     most_blocks,
-    softmax_scale,
-    num_init,
-    num_local,
+    scale,
+    forced_blocks,
     P: tl.constexpr,
     SPLITS: tl.constexpr,
     COUNTS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
 ):
-    """Selected blocks int32 ``[T, Hkv, N]``, ascending, -1 behind them.
-
-    Program (i, c) works on KV head and query i of all sequences, and the c-th ``BLOCK_J - 1``
-    blocks; the last of a query to arrive merges their best, int64 ``[B * Hkv * T, CHUNKS,
-    BLOCK_K]``, score above inverted id.
-    """
+    """A program's part of the ranking, and of all of it if the others have done theirs."""
+    group, query, t = where
+    num_init, num_local = forced_blocks
     R: tl.constexpr = P.BLOCK_SIZE // P.STRIDE
-    query = tl.program_id(0) % P.QUERIES
-    group = tl.program_id(0) // P.QUERIES  # sequence and KV head
     chunk = tl.program_id(1)
-    t = tl.load(lengths_ptr + group // P.HKV) + query
     # One block early: its keys score for the next block, too.
     j0 = chunk * (BLOCK_J - 1) - 1
     jj = tl.arange(0, BLOCK_J)
     key = j0 * R + tl.arange(0, BLOCK_J * R)
     seen = (key >= 0) & (key < complete_blocks(t + 1, P))
-    p = tl.zeros([BLOCK_J * R], tl.float32)
-    share = group * (SPLITS.cmp + SPLITS.win + SPLITS.slc)
-    for h in tl.range(0, P.G):
-        row = query * P.G + h
-        lse = merged_lse(lse_ptr, share, row, P, SPLITS, BLOCK_S)
-        at = (group.to(tl.int64) * (P.QUERIES * P.G) + row) * most_blocks + key
-        s = tl.load(scores_ptr + at, mask=seen, other=0.0)
-        p += tl.exp2(s * (softmax_scale * LOG2_E) - lse)
-    p = tl.where(seen, p, 0.0)[None, :]
+    h = tl.arange(0, BLOCK_G)
+    row = query * P.G + h
+    first = group * (SPLITS.cmp + SPLITS.win + SPLITS.slc)
+    lse = merged_lse(lse_ptr, first, row, h < P.G, P, SPLITS.cmp, BLOCK_S)
+    at = (group.to(tl.int64) * (P.QUERIES * P.G) + row)[:, None] * most_blocks + key[None, :]
+    s = tl.load(scores_ptr + at, mask=(h < P.G)[:, None] & seen[None, :], other=-float("inf"))
+    p = tl.sum(tl.exp2(s * scale - lse[:, None]), 0)[None, :]
     nothing = tl.zeros([1], tl.float32)
     score, _ = block_scores(p, nothing, jj, 1, BLOCK_J, R, P.L // P.STRIDE)
     j = (j0 + jj)[None, :]
@@ -105,3 +102,77 @@ def decode_select_kernel(
             i = tl.arange(0, BLOCK_CHUNKS * BLOCK_K)[None, :]
             found = tl.load(place + i, mask=i < CHUNKS * BLOCK_K, other=-1, cache_modifier=".cg")
             store_selection(out_row, tl.topk(found, BLOCK_K, dim=1), t, COUNTS, P.N, BLOCK_K)
+
+
+@kernel(do_not_specialize=CAPACITIES)
+def decode_select_kernel(
+    scores_ptr,
+    partial_ptr,
+    lse_ptr,
+    gates_ptr,
+    lengths_ptr,
+    best_ptr,
+    counter_ptr,
+    out_ptr,
+    others_ptr,
+    most_blocks,
+    softmax_scale,
+    num_init,
+    num_local,
+    P: tl.constexpr,
+    HEADS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COUNTS: tl.constexpr,
+    HAS_CMP: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+):
+    """Selected blocks int32 ``[T, Hkv, N]``, ascending, -1 behind them; the other branches' sum.
+
+    Program (i, c) works on KV head and query i of all sequences, and the c-th ``BLOCK_J - 1``
+    blocks; the last of a query to arrive merges their best, int64 ``[B * Hkv * T, CHUNKS,
+    BLOCK_K]``, score above inverted id.
+
+    From ``c = CHUNKS`` on, programs merge the compressed branch and the window of ``BLOCK_H`` heads
+    each, ``BLOCK_O`` shares at a time, into the gated sum fp32 ``[B * Hkv, queries * G, Dv]``.
+    """
+    query = tl.program_id(0) % P.QUERIES
+    group = tl.program_id(0) // P.QUERIES  # sequence and KV head
+    cached = tl.load(lengths_ptr + group // P.HKV)
+    if tl.program_id(1) < CHUNKS:
+        select(
+            scores_ptr,
+            lse_ptr,
+            best_ptr,
+            counter_ptr,
+            out_ptr,
+            (group, query, cached + query),
+            most_blocks,
+            softmax_scale * LOG2_E,
+            (num_init, num_local),
+            P,
+            SPLITS,
+            COUNTS,
+            CHUNKS,
+            BLOCK_G,
+            BLOCK_S,
+            BLOCK_J,
+            BLOCK_K,
+            BLOCK_CHUNKS,
+        )
+    else:
+        h = (tl.program_id(1) - CHUNKS) * BLOCK_H + tl.arange(0, BLOCK_H)
+        row = query * P.G + h
+        ok = h < P.G
+        _, place, _ = query_rows(row, group // P.HKV, group % P.HKV, cached, P)
+        shares = (partial_ptr, lse_ptr, group * (SPLITS.cmp + SPLITS.win + SPLITS.slc))
+        rows = (gates_ptr, place, row, ok)
+        y = gated_sum(shares, rows, P, HEADS, SPLITS, HAS_CMP, BLOCK_O)
+        others = others_ptr + group.to(tl.int64) * (P.QUERIES * P.G * HEADS.DV)
+        store_rows(others, row, ok, HEADS.DV, y, HEADS.DV, HEADS.BLOCK_DV)

@@ -107,7 +107,10 @@ def move_heads(
     target = tensor_ptrs[PLAN.parts[NUMBER].tensor] + begin
     if BACKWARD:
         source, target = target, source
-    for head in tl.range(tl.program_id(1), HEADS, tl.num_programs(1)):
+    # The parts do not all begin with the same program.
+    programs = tl.num_programs(1)
+    first_head = tl.program_id(1) + programs - PLAN.parts[NUMBER].start // SIZE % programs
+    for head in tl.range(first_head % programs, HEADS, programs):
         if HALF > 0:
             i = tl.arange(0, BLOCK_HALF)[None, :]
             mask = ok[:, None] & (i < HALF)
@@ -208,9 +211,9 @@ def heads_kernel(
 ):
     """From x ``[T, columns]`` to tensors of heads and gates, or back.
 
-    Program (i, j) works on the i-th ``BLOCK_R`` tokens and every num_programs-th head of each part
-    from the j-th on; j = 0 also on the gates, and in the backward it writes 0 to the padding
-    columns after the used ones. ``GATES`` are the last used columns, or None.
+    Program (i, j) works on the i-th ``BLOCK_R`` tokens and every num_programs-th head; the last j
+    also on the gates, and in the backward it writes 0 to the padding columns after the used ones.
+    ``GATES`` are the last used columns, or None.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     ok = row < num_rows
@@ -227,7 +230,7 @@ def heads_kernel(
     x_row = x_ptr + row[:, None] * stride_x
     for k in tl.static_range(len(PLAN.parts)):
         move_heads(x_row, tensor_ptrs, row, ok, cosine, sine, PLAN, k, BLOCK_HALF, BACKWARD)
-    if tl.program_id(1) == 0:
+    if tl.program_id(1) == tl.num_programs(1) - 1:
         if GATES is not None:
             logits = x_row + PLAN.used - GATES.columns
             if BACKWARD:

@@ -15,9 +15,10 @@ from nsa.ops._replay import replayed
 from nsa.ops.projection.layout import Columns, padded, stacked
 from nsa.rope import Rope, frequency_table
 
-# Tokens of a program, and the programs that share the heads of the same tokens.
-BLOCK_ROWS = 32
-HEAD_PROGRAMS = 2
+# Tokens of a program, and the programs that share the heads of the same tokens; and the same of a
+# decode step, which would leave most of a GPU idle.
+BLOCK_ROWS, HEAD_PROGRAMS = 32, 2
+FEW_TOKENS, FEW_ROWS, FEW_HEAD_PROGRAMS = 64, 4, 16
 
 
 class Tokens(NamedTuple):
@@ -66,8 +67,11 @@ def _launch(
             parts.append(Part(start, part.number, part.size, rotary, block, tensor, plain))
     used, block_half = sum(columns.sizes), next_power_of_2(max(rope.dim // 2, 1))
     turns = any(part.rotary for part in parts)
+    block_rows, programs = BLOCK_ROWS, HEAD_PROGRAMS
+    if x.shape[0] <= FEW_TOKENS:
+        block_rows, programs = FEW_ROWS, FEW_HEAD_PROGRAMS
     if x.shape[0]:
-        heads_kernel[(cdiv(x.shape[0], BLOCK_ROWS), HEAD_PROGRAMS)](
+        heads_kernel[(cdiv(x.shape[0], block_rows), programs)](
             x,
             tuple(tensors),
             gates,
@@ -86,11 +90,11 @@ def _launch(
             PLAN=Plan(tuple(parts), used, padded(used) - used, rope.dim // 2),
             GATES=columns.gates,
             BACKWARD=backward,
-            BLOCK_R=BLOCK_ROWS,
+            BLOCK_R=block_rows,
             BLOCK_HALF=block_half,
             BLOCK_H=1 if columns.gates is None else next_power_of_2(columns.gates.heads),
             # Cosines and sines of all tokens stay in registers.
-            num_warps=4 if block_half <= 64 else 8,
+            num_warps=(4 if block_half <= 64 else 8) if block_rows == BLOCK_ROWS else 1,
         )
 
 
