@@ -19,9 +19,8 @@ from nsa.lm.decoder import Decoder
 from nsa.lm.model import LanguageModel
 from nsa.testing import assert_within_budget
 from nsa.testing.decode import fill_cache
-from nsa.train.execution.precision import autocast
 
-DTYPE = torch.bfloat16  # of products and attention; the residual stream is in fp32
+DTYPE = torch.bfloat16  # of weights, products, attention and the residual stream
 GATE_LAYERS, GATE_STEPS = 2, 3  # on a GPU the third step replays the CUDA graph of the second
 WARM_UP_STEPS, EXTRA_STEPS = 3, 5
 PREFILLS = 5
@@ -59,10 +58,10 @@ class Pass:
 
 
 def new_model(config: LMConfig, device: torch.device) -> LanguageModel:
-    """With random weights, the same ones on every device."""
+    """With random weights in ``DTYPE``, the same ones on every device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return LanguageModel(config).to(device).eval()
+        return LanguageModel(config).to(device, DTYPE).eval()
 
 
 def prepare_step(
@@ -74,7 +73,7 @@ def prepare_step(
     """
     most = context + WARM_UP_STEPS + steps + EXTRA_STEPS
     model = new_model(config, device)
-    decoder = Decoder(model, batch, max_tokens=most, compute_dtype=DTYPE)
+    decoder = Decoder(model, batch, max_tokens=most)
     tokens = decoder.prefill([[0]] * batch).argmax(-1, keepdim=True)
     fill_cache(decoder.cache, context - 2)
 
@@ -103,7 +102,7 @@ def prepare_step(
 
 def prepare_prefill(config: LMConfig, length: int, device: torch.device) -> Pass:
     """A prompt of one sequence, from token numbers on the host to the logits behind it."""
-    decoder = Decoder(new_model(config, device), max_tokens=length, compute_dtype=DTYPE)
+    decoder = Decoder(new_model(config, device), max_tokens=length)
     generator = torch.Generator().manual_seed(1)
     text = torch.randint(config.vocab_size, (length,), generator=generator).tolist()
 
@@ -128,18 +127,18 @@ def check_decoder(config: LMConfig, device: torch.device) -> Verdict:
     texts = torch.randint(config.vocab_size, (2, length), generator=generator)
     model = new_model(config, cpu)
 
-    def expected(dtype: str, whole: LanguageModel) -> Tensor:
-        with torch.no_grad(), autocast(cpu, dtype):
+    def expected(whole: LanguageModel) -> Tensor:
+        with torch.no_grad():
             return torch.stack([whole(text)[-GATE_STEPS - 1 :] for text in texts])
 
     def measure(errors: dict[str, float]) -> None:
-        plain, exact = expected("bf16", model), expected("fp32", deepcopy(model).double())
-        decoder = Decoder(deepcopy(model).to(device), 2, max_tokens=length, compute_dtype=DTYPE)
+        plain, exact = expected(model), expected(deepcopy(model).double())
+        decoder = Decoder(deepcopy(model).to(device), 2, max_tokens=length)
         found = [decoder.prefill(texts[:, :-GATE_STEPS].tolist())[:, None]]
         for token in texts[:, -GATE_STEPS:].to(device).split(1, dim=1):
             found.append(decoder.step(token).clone())
         logits = torch.cat(found, 1).cpu()
-        within = assert_within_budget(logits, plain.to(DTYPE), exact, "logits", BUDGET)
+        within = assert_within_budget(logits, plain, exact, "logits", BUDGET)
         errors["logits"] = within.total
 
     return judge(measure)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +78,10 @@ class Decoder:
         count = len(tokens)
         check(count == self.batch_size, "Decoder", "tokens", f"be {self.batch_size} lists", count)
         device, lengths = self.model.embedding.weight.device, [len(x) for x in tokens]
-        packed = torch.tensor([x for part in tokens for x in part], device=device)
+        flat = array("q", chain.from_iterable(tokens))
+        # A list would be read number by number, which takes longer than a layer of a long prompt.
+        packed = torch.frombuffer(flat, dtype=torch.int64) if flat else torch.empty(0).long()
+        packed = packed.to(device)
         offsets = list(accumulate(lengths, initial=0))
         cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=device)
         where = cu_seqlens if count > 1 else None  # a sequence alone needs no offsets
