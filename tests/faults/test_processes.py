@@ -114,10 +114,11 @@ def test_shards_train_like_one_process(whole: Path, sharded: Path) -> None:
     [
         (2, "--accumulation 1"),
         # What the processes send each other and when.
-        (
+        pytest.param(
             2,
             "--accumulation 2 --micro-batch 1 --parallel.static-graph true"
             " --parallel.bucket-mib 0.01 --checkpointing.policy full",
+            marks=in_full,
         ),
         pytest.param(4, "--accumulation 1 --micro-batch 1", marks=in_full),
         pytest.param(4, "--accumulation 1 --micro-batch 1 --parallel.strategy fsdp", marks=in_full),

@@ -7,7 +7,12 @@
 - Every sum and product of integers is computed in 64 bits, too, for an assertion that is off. Here
   it is not.
 - NumPy's name for a type comes from a table that is made again each time, and so does what a shape
-  says of a tensor: its number of elements, its sizes as constants. Here each is made once.
+  says of a tensor: its number of elements, its sizes as constants, what it becomes together with
+  another shape. Here each is made once, as is the array of a constant.
+- Operands of one type and shape, the usual case, go through all rules of promotion and of
+  broadcasting. Here they are looked at first, as is a Python number beside a tensor.
+- A scan with a combine function takes the elements one by one, too, and what is to be patched is
+  searched for at each launch.
 """
 
 from __future__ import annotations
@@ -23,6 +28,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 core = tl.core
+semantic = interpreter.TritonSemantic
+builder = interpreter.interpreter_builder
 
 
 def fold(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
@@ -51,11 +58,34 @@ def fold(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
     return [self.to_tensor(np.reshape(x.handle.data, shape), x.dtype) for x in total]
 
 
+def scan(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
+    """In place of ``ScanOps.generic_scan``."""
+    arrays = [x.handle.data for x in inputs]
+
+    def as_tensors(slices: tuple[Any, ...]) -> list[Any]:
+        return [self.to_tensor(a, x.dtype) for a, x in zip(slices, inputs, strict=True)]
+
+    rows = [tuple(array.take(0, self.axis) for array in arrays)]
+    for i in range(1, arrays[0].shape[self.axis]):
+        here = tuple(array.take(i, self.axis) for array in arrays)
+        combined = self.combine_fn.fn(*as_tensors(rows[-1]), *as_tensors(here))
+        combined = combined if isinstance(combined, tuple) else (combined,)
+        rows.append(
+            tuple(
+                np.reshape(x.handle.data, array.shape).astype(array.dtype)
+                for x, array in zip(combined, here, strict=True)
+            )
+        )
+    columns = [np.stack(column, self.axis) for column in zip(*rows, strict=True)]
+    return as_tensors(tuple(columns))
+
+
 def patch_once(original: Any) -> Any:
     """In place of ``_patch_lang``: nothing is left to patch in modules that were patched since the
     launch of the kernel.
     """
     patched: set[str] = set()
+    nothing = interpreter._LangPatchScope()
 
     @functools.cache
     def modules_of(function: Any) -> set[str]:
@@ -68,7 +98,7 @@ def patch_once(original: Any) -> Any:
     def patch(function: Any) -> Any:
         modules = modules_of(function)
         if modules and modules <= patched:
-            return interpreter._LangPatchScope()
+            return nothing
         scope = original(function)
         restore = scope.restore
 
@@ -81,6 +111,32 @@ def patch_once(original: Any) -> Any:
         return scope
 
     return patch
+
+
+BUILTIN = core.builtin(lambda: None).__code__
+
+
+@functools.cache
+def patches_of(package: Any) -> list[tuple[str, Any]]:
+    """Builtins of a module or class that nothing has patched yet, and what replaces them."""
+
+    def patch_of(member: Any) -> Any:
+        function = member.__wrapped__ if member.__code__ is BUILTIN else member
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return function(*args, **kwargs)
+
+        return call
+
+    members = inspect.getmembers(package)
+    return [(name, patch_of(member)) for name, member in members if core.is_builtin(member)]
+
+
+def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    """In place of ``_patch_builtin``."""
+    for name, member in patches_of(package):
+        scope.set_attr(package, name, member)
 
 
 def once_a_type(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -115,26 +171,171 @@ def init_type(self: Any, element_ty: Any, shape: Any) -> None:
     """In place of ``block_type.__init__``."""
     sizes = tuple([size.value if isinstance(size, core.constexpr) else size for size in shape])
     self.element_ty = element_ty
-    self.shape, self.numel, words, *_ = facts_of(sizes)
+    self.facts = facts_of(sizes)
+    self.shape, self.numel, words, *_ = self.facts
     self.name = f"<{words}, {element_ty}>"
+
+
+def with_element_ty(self: Any, element_ty: Any) -> Any:
+    """In place of ``block_type.with_element_ty``."""
+    block = core.block_type.__new__(core.block_type)
+    block.element_ty = element_ty
+    block.facts = self.facts
+    block.shape, block.numel, words, *_ = self.facts
+    block.name = f"<{words}, {element_ty}>"
+    return block
 
 
 def init_tensor(self: Any, handle: Any, type: Any) -> None:
     """In place of ``tensor.__init__``."""
     self.handle, self.type, self.dtype = handle, type, type.scalar
     if type.is_block():
-        *_, self.shape, self.numel = facts_of(tuple(type.shape.values))
+        *_, self.shape, self.numel = type.facts
     else:
         self.shape, self.numel = NO_SIZES, ONE
+
+
+def equal_types(original: Any) -> Any:
+    """In place of ``dtype.__eq__``."""
+    return lambda self, other: self is other or original(self, other)
+
+
+def unwrap(original: Any) -> Any:
+    """In place of ``_unwrap_if_constexpr``."""
+    plain = {core.tensor, int, float, bool, type(None), core.dtype, core.block_type}
+
+    def unwrap_if_constexpr(x: Any) -> Any:
+        kind = type(x)
+        if kind is core.constexpr:
+            return x.value
+        return x if kind in plain else original(x)
+
+    return unwrap_if_constexpr
+
+
+def fits() -> Any:
+    """In place of ``_validate_np_data_size``."""
+    most: dict[str, float] = {}  # bytes of an element
+
+    def data_fit(data: Any, dtype: Any) -> bool:
+        name = dtype.name
+        if name not in most:
+            pointer = isinstance(dtype, core.pointer_type)
+            most[name] = float("inf") if pointer else max(8, dtype.primitive_bitwidth) // 8
+        return data.itemsize <= most[name]
+
+    return data_fit
+
+
+def init_handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+    """In place of ``TensorHandle.__init__``."""
+    self.data, self.dtype = data, dtype
+    self.attr = {} if attr is None else attr
+    if not interpreter._validate_np_data_size(data, dtype):
+        self.__post_init__()  # which says what is wrong
+
+
+def constants(original: Any) -> Any:
+    """In place of ``scalar_constant``."""
+    arrays: dict[tuple[Any, str], Any] = {}
+
+    def scalar_constant(self: Any, value: Any, dtype: Any) -> Any:
+        key = (value, dtype.name)
+        if key not in arrays:
+            arrays[key] = original(self, value, dtype).handle.data
+            arrays[key].flags.writeable = False
+        return core.tensor(interpreter.TensorHandle(arrays[key], dtype), dtype)
+
+    return scalar_constant
+
+
+@functools.cache
+def together(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that two of equal rank broadcast to; empty where there is none."""
+    if any(x != y and 1 not in (x, y) for x, y in zip(a, b, strict=True)):
+        return ()
+    return tuple(y if x == 1 else x for x, y in zip(a, b, strict=True))
+
+
+def broadcast(original: Any) -> Any:
+    """In place of ``broadcast_impl_value``."""
+
+    def splat(x: Any, like: Any) -> Any:
+        kind = like.with_element_ty(x.dtype)
+        return core.tensor(builder.create_splat(kind, x.handle), kind)
+
+    def enlarge(x: Any, sizes: tuple[int, ...]) -> Any:
+        if tuple(x.type.shape.values) == sizes:
+            return x
+        return core.tensor(
+            builder.create_broadcast(x.handle, sizes), core.block_type(x.dtype, sizes)
+        )
+
+    def broadcast_both(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        left, right = lhs.type, rhs.type
+        if not left.is_block():
+            return (splat(lhs, right), rhs) if right.is_block() else (lhs, rhs)
+        if not right.is_block():
+            return lhs, splat(rhs, left)
+        if left.shape is right.shape:
+            return lhs, rhs
+        a, b = tuple(left.shape.values), tuple(right.shape.values)
+        sizes = together(a, b) if len(a) == len(b) else ()
+        return (enlarge(lhs, sizes), enlarge(rhs, sizes)) if sizes else original(self, lhs, rhs)
+
+    return broadcast_both
+
+
+ANY_OPERATION = {"fp32", "fp64", "int1", "int32", "int64"}  # two of a type stay as they are
+WHOLE, REAL = {"int32", "int64"}, {"fp32", "fp64"}
+
+
+def operands(original: Any) -> Any:
+    """In place of ``binary_op_type_checking_impl``."""
+
+    def with_number(self: Any, x: Any, number: Any) -> Any:
+        """A number as a constant of the tensor's type, where no rule says otherwise."""
+        name, kind = x.dtype.name, type(number)
+        small = kind is int and -(2**31) <= number < 2**31
+        if (small and (name in WHOLE or name in REAL)) or (kind is float and name in REAL):
+            return self.scalar_constant(number, x.dtype)
+        return None
+
+    def check(self: Any, lhs: Any, rhs: Any, *rules: Any, **more: Any) -> tuple[Any, Any]:
+        left, right = type(lhs) is core.tensor, type(rhs) is core.tensor
+        if left and right:
+            a, b = lhs.dtype.name, rhs.dtype.name
+            if a == b and a in ANY_OPERATION:
+                return self.broadcast_impl_value(lhs, rhs)
+            if a in WHOLE and b in WHOLE:
+                return self.broadcast_impl_value(self.cast(lhs, tl.int64), self.cast(rhs, tl.int64))
+            if rules[:1] == (True,) and lhs.dtype.is_ptr() and b in WHOLE:
+                return self.broadcast_impl_value(lhs, rhs)
+        elif left and (constant := with_number(self, lhs, rhs)) is not None:
+            return self.broadcast_impl_value(lhs, constant)
+        elif right and (constant := with_number(self, rhs, lhs)) is not None:
+            return self.broadcast_impl_value(constant, rhs)
+        return original(self, lhs, rhs, *rules, **more)
+
+    return check
 
 
 def install() -> None:
     """For the rest of the process."""
     interpreter.ReduceOps.generic_reduce = fold
+    interpreter.ScanOps.generic_scan = scan
     interpreter._patch_lang = patch_once(interpreter._patch_lang)
+    interpreter._patch_builtin = patch_builtin
     interpreter._get_np_dtype = once_a_type(interpreter._get_np_dtype)
-    builder = interpreter.interpreter_builder
+    interpreter._validate_np_data_size = fits()
+    interpreter.TensorHandle.__init__ = init_handle
     assert not builder.options.debug  # otherwise overflows are asserted
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     core.block_type.__init__ = init_type
+    core.block_type.with_element_ty = with_element_ty
     core.tensor.__init__ = init_tensor
+    core.dtype.__eq__ = equal_types(core.dtype.__eq__)
+    core._unwrap_if_constexpr = unwrap(core._unwrap_if_constexpr)
+    semantic.scalar_constant = constants(semantic.scalar_constant)
+    semantic.broadcast_impl_value = broadcast(semantic.broadcast_impl_value)
+    semantic.binary_op_type_checking_impl = operands(semantic.binary_op_type_checking_impl)

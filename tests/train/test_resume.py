@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -33,6 +34,19 @@ from tests.train.cases import (
 # --- SIGTERM and SIGINT; SIGKILL is in tests/faults -----------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def rows_of_whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Rows of an undisturbed run with this optimizer."""
+
+    @functools.cache
+    def rows(name: str) -> Any:
+        folder = tmp_path_factory.mktemp(name)
+        new_trainer(folder, checkpoint_every=10, optim={"name": name}).run()
+        return reproducible_rows(folder / "run")
+
+    return rows
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 # Between rows, with an evaluation, and with evaluation, row and checkpoint.
 @pytest.mark.parametrize("step", [3, 5, 10])
@@ -42,11 +56,12 @@ def test_signal_finishes_the_step_and_resumes_exactly(
     number: signal.Signals,
     step: int,
     name: str,
+    rows_of_whole: Callable[[str], Any],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    whole = rows_of_whole(name)
     caplog.set_level("INFO", logger="nsa")
     config = tiny_config(tmp_path, checkpoint_every=10, optim={"name": name})
-    make_trainer(config, tmp_path / "whole").run()
     trainer = make_trainer(config, tmp_path / "cut")
     real = trainer.train_step
 
@@ -63,7 +78,7 @@ def test_signal_finishes_the_step_and_resumes_exactly(
     assert f"stopped by {number.name} after step {step} of 12" in caplog.text
     assert list_checkpoints(tmp_path / "cut" / "checkpoints")[-1].name == f"step-{step:08d}"
     assert make_trainer(config, tmp_path / "cut", resume=True).run().finished
-    assert reproducible_rows(tmp_path / "cut") == reproducible_rows(tmp_path / "whole")
+    assert reproducible_rows(tmp_path / "cut") == whole
 
 
 def test_signal_during_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

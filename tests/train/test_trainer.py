@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import math
@@ -28,6 +29,7 @@ from nsa.train.schedule import lr_factor
 from nsa.train.telemetry.metrics import Row
 from nsa.train.trainer import Trainer, TrainingStoppedError
 from tests.train.cases import (
+    PATTERN,
     all_equal,
     make_trainer,
     new_trainer,
@@ -143,11 +145,23 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
-@pytest.mark.parametrize(("attention", "by_layer"), [("nsa", True), ("dense", False)])
+@pytest.mark.parametrize(
+    ("model", "by_layer"),
+    [
+        ({"nsa": dataclasses.replace(PATTERN, branches=("win",))}, True),
+        pytest.param({}, True, marks=pytest.mark.faults),
+        ({"attention": "dense"}, False),
+    ],
+    ids=["window", "nsa", "dense"],
+)
 @pytest.mark.usefixtures("traced")
-def test_compiled_once_and_equal_to_eager(tmp_path: Path, attention: str, by_layer: bool) -> None:
+def test_compiled_once_and_equal_to_eager(
+    tmp_path: Path, model: dict[str, Any], by_layer: bool
+) -> None:
     """Nothing is compiled after the first step, whatever documents a batch holds: of one token, of
-    whole sequences, dozens a sequence; with evaluations and a sample.
+    whole sequences, dozens a sequence; with evaluations and a sample. All branches take long to
+    trace: ``tests/test_recompilation.py`` and ``tests/train/execution/test_activations.py`` hold
+    the same of them without a run.
     """
     folder = tmp_path / "text"
     folder.mkdir()
@@ -158,7 +172,7 @@ def test_compiled_once_and_equal_to_eager(tmp_path: Path, attention: str, by_lay
     for compiled in (False, True):
         config = tiny_config(
             tmp_path,
-            model={"attention": attention, "num_layers": 2},
+            model={**model, "num_layers": 2},
             compile=compiled,
             sample_tokens=3,
             steps=16,

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import nsa
 from nsa import NativeSparseAttention
@@ -181,28 +180,3 @@ def test_rows_record_them_unless_switched_off(tmp_path: Path, telemetry: bool) -
             # one layer, two micro-batches: the step of the row and no other
             assert row["selected_reference_calls"] == 2
             assert 0 < float(row["selected_tokens_layer_0"]) == float(row["selected_tokens"]) <= 64
-
-
-class Checkpointed(torch.nn.Module):
-    def __init__(self, layer: torch.nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *args: Any) -> Tensor:
-        return checkpoint(self.layer, *args, use_reentrant=False)
-
-
-def test_compiled_and_checkpointed_layers_count_as_well() -> None:
-    """One graph serves steps that count and steps that do not."""
-    model = LanguageModel(dataclasses.replace(MODEL, num_layers=1))
-    expected, statistics = observe(model), LayerStatistics(model)
-    model.layers = torch.nn.ModuleList([Checkpointed(model.layers[0])])
-    compiled = torch.compile(model.hidden_states, fullgraph=True, backend="aot_eager")
-    for _ in range(2):
-        compiled(TOKENS, CU, max(LENGTHS)).sum().backward()  # not counted
-        statistics.start()
-        compiled(TOKENS, CU, max(LENGTHS)).sum().backward()
-        statistics.stop(lambda sums: sums, lambda sums: sums)
-        found = statistics.row()
-        for name, value in expected.items():
-            assert "calls" in name or found[name] == pytest.approx(value, rel=1e-5), name
