@@ -54,7 +54,7 @@ test: lint pytest-kernels pytest ## formatting, lint, types, then all tests with
 
 pytest: $(ENV) ## the tests alone, without the kernels' (ARGS=)
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
-	$(RUN) -m pytest $(SPREAD) -m "not gpu and not faults and not slow" $(ARGS)
+	$(RUN) -m pytest $(SPREAD) --ignore tests/gpu -m "not gpu and not faults and not slow" $(ARGS)
 
 pytest-kernels: JOBS = 2# which compute all the time
 pytest-kernels: $(ENV) ## the Triton kernels alone, on the CPU in Triton's interpreter, which is chosen for a whole process

@@ -19,13 +19,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 import yaml
 
 from tools.command import run
 
+SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path("tests/mutants/mutants.yaml")
 # All that a test reads.
@@ -96,7 +97,7 @@ def load_mutants(path: Path) -> list[Mutant]:
             changes nothing, names no test.
     """
     try:
-        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+        entries = yaml.load(path.read_text(encoding="utf-8"), SafeLoader)
         mutants = pydantic.TypeAdapter(list[Mutant]).validate_python(entries)
     except (yaml.YAMLError, pydantic.ValidationError) as error:
         raise MutantError(f"{path.name}: {error}") from error
