@@ -87,6 +87,4 @@ def test_addresses_do_not_wrap():
         timeout=300,
     )
     passed = done.stdout.splitlines()
-    assert passed == CASES, (
-        f"exit status {done.returncode} after {passed}: {done.stderr[-1500:]}"
-    )
+    assert passed == CASES, f"exit status {done.returncode} after {passed}: {done.stderr[-1500:]}"
