@@ -84,9 +84,7 @@ def test_packed(attend: Attend) -> None:
             attend(sum(lengths), cu_seqlens=cu_seqlens, max_seqlen=max(lengths)).sum().backward()
 
 
-@pytest.mark.parametrize(
-    "attend", [pytest.param(of_function, marks=pytest.mark.faults), of_module]
-)
+@pytest.mark.parametrize("attend", [pytest.param(of_function, marks=pytest.mark.faults), of_module])
 def test_dense(attend: Attend) -> None:
     for number, shape in enumerate(DENSE):
         with torch.compiler.set_stance("default" if number < 2 else "fail_on_recompile"):
