@@ -27,7 +27,7 @@ from nsa.bench.implementations import (
     does_not_fit,
     refusals,
 )
-from nsa.bench.points import Point, Shape, batch_of, make_tensors
+from nsa.bench.points import RECORDED, Point, Shape, batch_of, make_tensors
 from nsa.bench.rows import Results, Row
 from nsa.bench.table import progress_line, result_table
 from nsa.bench.variants import Variant
@@ -46,7 +46,8 @@ class Plan:
         shape: heads.
         seqs: lengths S.
         tokens: tokens of all sequences together; None takes those of the shape.
-        choices: keys of ``CHOICES``.
+        choices: keys of ``CHOICES``, or ``RECORDED``.
+        recorded: file of ``nsa inspect --record``, for that.
         cases: names of cases; None means all.
         providers: names of implementations; None means all that need not be named.
         variants: of this library.
@@ -62,6 +63,7 @@ class Plan:
     seqs: Sequence[int]
     tokens: int | None = None
     choices: Sequence[str] = ("random",)
+    recorded: Path | None = None
     cases: Sequence[str] | None = None
     providers: Sequence[str] | None = None
     variants: Sequence[Variant] = ()
@@ -84,11 +86,16 @@ def bench_attention(plan: Plan, device: torch.device) -> bool:
     # With fewer keys most gradients are differences that cancel: there is no error to compare with.
     shortest, rule = min(plan.seqs), f"be at least {MIN_LENGTH}"
     check(shortest >= MIN_LENGTH, "nsa bench attention", "--seqs", rule, shortest)
+    if RECORDED in plan.choices:
+        name, selected = "nsa bench attention", "attention.selected"
+        check(plan.recorded is not None, name, "--recorded", "be given for that choice", None)
+        rule = f"be {selected} for recorded selections, which scores do not give"
+        check([*(plan.cases or CASES)] == [selected], name, "--case", rule, plan.cases)
     implementations = choose_implementations(plan.providers, plan.variants, device)
     results = Results(Row, plan.out, device, plan.commit)
     for choice, seq_len in itertools.product(plan.choices, plan.seqs):
         batch = batch_of(plan.shape, seq_len, plan.tokens)
-        point = Point(plan.shape, seq_len, batch, choice, plan.dtype, device)
+        point = Point(plan.shape, seq_len, batch, choice, plan.dtype, device, plan.recorded)
         where = f"{plan.shape.name}, S {seq_len:,} x {batch}, choice {choice}, {plan.dtype}"
         print(f"\n{where}", flush=True)
         for found in _measure_point(plan, point, implementations):

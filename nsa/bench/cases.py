@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa.attention import native_sparse_attention
-from nsa.bench.points import WHOLE_INPUTS, Point, hand_made_selection, normal
+from nsa.bench.points import WHOLE_INPUTS, Point, given_selection, normal
 from nsa.config import BRANCHES, NSAConfig
 from nsa.ops._sequences import Sequences, pack
 from nsa.ops.combination import combine
@@ -163,7 +163,7 @@ def prepare(case: Case, base: Tensors, point: Point, config: NSAConfig, backend:
         for seed, name, size in ((3, "dk_cmp", config.head_dim), (4, "dv_cmp", config.value_dim)):
             tensors[name] = normal((rows, config.num_kv_heads, size), point, seed)
     if case.name == "attention.selected":
-        tensors["block_indices"] = hand_made_selection(point, config)
+        tensors["block_indices"] = given_selection(point, config)
     if case.name == "attention.combine":
         for seed, name in enumerate(_OUTS, start=5):
             tensors[name] = normal(tuple(base["dout"].shape), point, seed)

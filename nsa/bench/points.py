@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.errors import fail
+from nsa.errors import check, fail
+from nsa.lm.recorded import load_selections
 from nsa.ops.selection.reference import choose_blocks
 from nsa.testing import make_inputs
 
-# Values of the field `choice`: neighbouring queries that share their selection of blocks.
+# Values of the field `choice`: neighbouring queries that share their selection of blocks. What
+# models have selected is the other one.
 CHOICES = {"random": 1, "shared4": 4, "shared16": 16}
+RECORDED = "recorded"
 
 # Noise of a query relative to its group's direction, where a selection is shared: two queries of a
 # group are never equal, and still select (nearly) the same blocks.
@@ -79,9 +83,10 @@ class Point:
         shape: heads.
         seq_len: S, query and key tokens of a sequence.
         batch: B, sequences.
-        choice: how far neighbouring queries agree, a key of ``CHOICES``.
+        choice: how far neighbouring queries agree, a key of ``CHOICES``, or ``RECORDED``.
         dtype: of all float tensors.
         device: where it is measured.
+        recorded: file of recorded selections.
     """
 
     shape: Shape
@@ -90,6 +95,7 @@ class Point:
     choice: str
     dtype: torch.dtype
     device: torch.device
+    recorded: Path | None = None
 
     @property
     def tokens(self) -> int:
@@ -114,7 +120,7 @@ def make_tensors(point: Point, config: NSAConfig) -> dict[str, Tensor]:
     packed = make_inputs(config, lengths, dtype=point.dtype, device=device)
     batch = point.batch, point.seq_len
     tensors = {name: getattr(packed, name).unflatten(0, batch) for name in WHOLE_INPUTS}
-    group = CHOICES[point.choice]
+    group = CHOICES.get(point.choice, 1)
     if group > 1:
         tensors["q"] = share_directions(tensors["q"], group)
     tensors["dout"] = normal((*batch, config.num_heads, config.value_dim), point, seed=1)
@@ -131,6 +137,25 @@ def share_directions(q: Tensor, group: int) -> Tensor:
     """Each query of ``[B, S, Hq, D]`` becomes the first of its group, plus a little of itself."""
     first = torch.arange(q.shape[1], device=q.device) // group * group
     return (q[:, first].float() + OWN_NOISE * q.float()).to(q.dtype)
+
+
+def given_selection(point: Point, config: NSAConfig) -> Tensor:
+    """Indices for the selected branch alone: recorded, or made by :func:`hand_made_selection`."""
+    if point.recorded is None or point.choice != RECORDED:
+        return hand_made_selection(point, config)
+    layers, block_size = load_selections(point.recorded)
+    _, heads, num_blocks = layers[0].shape
+    found, wanted = (
+        (heads, num_blocks, block_size),
+        (config.num_kv_heads, config.num_selected_blocks, config.block_size),
+    )
+    rule = f"hold {wanted} KV heads, blocks a query and tokens a block"
+    check(found == wanted, "nsa bench", "--recorded", rule, found)
+    longest, rule = layers[0].shape[0], "be at most the recorded tokens"
+    check(point.seq_len <= longest, "nsa bench", "--seqs", rule, f"{point.seq_len} of {longest}")
+    # Each sequence is as in the next layer. Queries do not depend on what is behind them.
+    parts = [layers[b % len(layers)][: point.seq_len] for b in range(point.batch)]
+    return torch.stack(parts).to(point.device)
 
 
 def hand_made_selection(point: Point, config: NSAConfig) -> Tensor:

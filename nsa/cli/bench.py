@@ -24,6 +24,7 @@ def attention(
     tokens: int | None = None,
     dtype: Dtype = "bfloat16",
     choice: str = "random",
+    recorded: Path | None = None,
     case: str | None = None,
     provider: str | None = None,
     variant: list[str] | None = None,
@@ -46,7 +47,8 @@ def attention(
         seqs: lengths S
         tokens: of all sequences together (default 65536 for seed, else one sequence)
         dtype: of the inputs
-        choice: random, shared4, shared16
+        choice: random, shared4, shared16, recorded
+        recorded: file of nsa inspect --record, for --case attention.selected --choice recorded
         case: for example attention,attention.window (default all)
         provider: nsa, dense-cudnn, dense-fa2, flex, reference (default all); tiled, gathered
         variant: NAME:KEY=VALUE,...: nsa with other options (a field of NSAConfig) or tiles
@@ -60,7 +62,7 @@ def attention(
     from nsa.bench.attention import Plan, bench_attention
     from nsa.bench.cases import CASES
     from nsa.bench.implementations import IMPLEMENTATIONS
-    from nsa.bench.points import CHOICES
+    from nsa.bench.points import CHOICES, RECORDED
     from nsa.bench.variants import parse_variant
 
     names, variants = list(IMPLEMENTATIONS), []
@@ -69,7 +71,8 @@ def attention(
         names.append(variants[-1].name)
     plan = Plan(
         **_point(shape, seqs, tokens, dtype),
-        choices=_words("--choice", choice, CHOICES),
+        choices=_words("--choice", choice, (*CHOICES, RECORDED)),
+        recorded=recorded,
         cases=_words("--case", case, CASES),
         providers=None if provider is None else _words("--provider", provider, names),
         variants=variants,

@@ -17,6 +17,7 @@ def inspect(
     tokens: int | None = None,
     json: bool = False,
     output: Path | None = None,
+    record: Path | None = None,
 ) -> int:
     """Look at what the layers of a model do with a text.
 
@@ -33,6 +34,7 @@ def inspect(
         tokens: tokens to read, the first ones (default as many as a sequence of the run)
         json: one JSON object instead of lines, with the merged token ranges of eight queries
         output: page to write (default inspection.html in the run)
+        record: file to write all selected blocks to, for nsa bench attention --recorded
     """
     from nsa.train.run_folder import RunFolder, replace_text
 
@@ -51,6 +53,8 @@ def inspect(
         )
     target = output or folder.path / "inspection.html"
     replace_text(target, inspection_page(found))
+    if record is not None:
+        found.record(record)
     if json:
         print(dumps(found.json()))
         return 0

@@ -65,6 +65,7 @@ class SelectionFigures:
             those in a stretch of the text (columns), by the queries in a stretch of it (rows) and
             the KV heads.
         first_query: position of the query in the first row.
+        blocks: int32 ``[T, Hkv, n]`` on the CPU, ids; -1 where a query has fewer.
     """
 
     block_size: int
@@ -76,6 +77,7 @@ class SelectionFigures:
     ranges: dict[int, list[list[Range]]]
     heat_map: Tensor
     first_query: int
+    blocks: Tensor
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,7 @@ def selection_figures(
         ranges=selected_ranges(blocks, config, queries),
         heat_map=(hits.view(rows, columns) / possible).float().cpu(),
         first_query=first_query,
+        blocks=blocks.cpu(),
     )
 
 

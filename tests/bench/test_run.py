@@ -22,7 +22,16 @@ from nsa.bench.implementations import (
     Work,
     override_tiles,
 )
+from nsa.bench.points import (
+    RECORDED,
+    Point,
+    given_selection,
+    hand_made_selection,
+    parse_shape,
+)
 from nsa.bench.rows import Row, read_rows
+from nsa.errors import UserError
+from nsa.lm.recorded import load_selections, save_selections
 from nsa.ops._triton.tuning import tile_for
 
 TINY = "--shape 2x1x16x16 --seqs 128 --tokens 256 --dtype float32 --budget-ms 1"
@@ -34,6 +43,48 @@ def run(tmp_path: Path, words: str = "", provider: str = "reference") -> tuple[i
     options = f"{TINY} --provider {provider} --out {out} {words}"
     code = cli.main(["bench", "attention", *options.split()])
     return code, read_rows([out])
+
+
+def test_recorded_selections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each sequence gets those of the next layer; nothing else may be measured with them."""
+    device = torch.device("cpu")
+    shape = parse_shape("2x1x16x16")
+    config = shape.config()
+    layers = []
+    for batch in (1, 2):
+        random = Point(shape, 200, batch, "random", torch.float32, device)
+        layers.append(hand_made_selection(random, config)[-1])
+    file = tmp_path / "blocks.npz"
+    save_selections(file, layers, config.block_size)
+    found, block_size = load_selections(file)
+    assert block_size == config.block_size
+    assert all(torch.equal(a, b) for a, b in zip(found, layers, strict=True))
+    point = Point(shape, 128, 3, RECORDED, torch.float32, device, file)
+    selection = given_selection(point, config)
+    assert [torch.equal(selection[b], layers[b % 2][:128]) for b in range(3)] == [True] * 3
+
+    words = f"--choice random,recorded --recorded {file}"
+    code, rows = run(tmp_path, f"{words} --case attention.selected")
+    assert (code, [row.choice for row in rows]) == (0, ["random"] * 2 + ["recorded"] * 2)
+    assert all(row.correct for row in rows)
+    (tmp_path / "no.npz").write_bytes(b"PK")
+    refused = (
+        (words, "--case must be attention.selected for recorded selections"),
+        ("--choice recorded --case attention.selected", "--recorded must be given"),
+        (f"{words}x --case attention.selected", "--recorded must be a file of nsa inspect"),
+        (
+            f"--choice recorded --recorded {tmp_path / 'no.npz'} --case attention.selected",
+            "--recorded must be a file of nsa inspect",
+        ),
+    )
+    for more, answer in refused:
+        assert run(tmp_path, more)[0] == 2
+        assert answer in capsys.readouterr().err
+    of_a_longer = replace(point, seq_len=256)
+    with pytest.raises(UserError, match="--seqs must be at most the recorded tokens, got 256 of"):
+        given_selection(of_a_longer, config)
+    with pytest.raises(UserError, match=r"hold \(2, 16, 64\) KV heads"):
+        given_selection(point, replace(config, num_heads=4, num_kv_heads=2))
 
 
 def test_the_reference_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +209,10 @@ KNOWN = "nsa, dense-cudnn, dense-fa2, flex, tiled, gathered, reference"
         ("attention --provider reference --variant a:phi=mean", f"{NO_GPU} reference, a, got none"),
         ("attention --provider fa3", f"--provider must be among {KNOWN}, got 'fa3'."),
         ("attention --case attention.windows", "--case must be among attention, "),
-        ("attention --choice shared8", "--choice must be among random, shared4, shared16, got "),
+        (
+            "attention --choice shared8",
+            "--choice must be among random, shared4, shared16, rec",
+        ),
         ("attention --seqs 2048,0", "--seqs must be positive lengths"),
         ("attention --seqs 64 --provider reference", "--seqs must be at least 128, got 64."),
         ("attention --tokens 0", "--tokens must be at least 1, got 0."),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from nsa import cli
+from nsa.lm.recorded import load_selections
 from nsa.train.generation import Generation
 from tests.cli.conftest import Command, pipe
 from tests.train.cases import make_trainer, tiny_config
@@ -191,7 +192,10 @@ def test_inspect_writes_a_page_and_json(here, nsa, refusal, monkeypatch):
     assert Path("page.html").read_text().startswith("<!DOCTYPE html>")
     text = "a bb ccc dddd eeeee " * 30
     Path("text.txt").write_text(text)
-    found = json.loads(nsa("inspect run --text text.txt --tokens 200 --json"))
+    found = json.loads(nsa("inspect run --text text.txt --tokens 200 --json --record blocks.npz"))
+    layers, block_size = load_selections(Path("blocks.npz"))
+    assert len(layers) == len(found["layers"])
+    assert (layers[0].shape[0], block_size) == (200, found["layers"][0]["selection"]["block_size"])
     assert (found["num_tokens"], found["checkpoint_step"], found["text"]) == (200, 4, "text.txt")
     assert Path("run/inspection.html").is_file()
     pipe(monkeypatch, text.encode())

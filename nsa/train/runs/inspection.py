@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -14,6 +15,7 @@ from matplotlib.figure import Figure
 
 from nsa.errors import check
 from nsa.lm.inspection import HISTOGRAM_BINS, QUANTILES, LayerFigures, inspect_text, merged
+from nsa.lm.recorded import save_selections
 from nsa.train.checkpoint import find_checkpoint
 from nsa.train.config import TrainConfig
 from nsa.train.data import Tokenizer, load_tokenizer, open_data
@@ -83,12 +85,23 @@ class Inspection:
             "layers": [_layer_json(layer) for layer in self.layers],
         }
 
+    def record(self, path: Path) -> None:
+        """Write the selections of all layers, see :func:`nsa.lm.recorded.save_selections`.
+
+        Raises:
+            ValueError: the selected branch is off.
+        """
+        found = [layer.selection for layer in self.layers if layer.selection is not None]
+        rule = "be given for a model with the selected branch"
+        check(bool(found), "inspect", "--record", rule, path)
+        save_selections(path, [each.blocks for each in found], found[0].block_size)
+
 
 def _layer_json(layer: LayerFigures) -> dict[str, Any]:
     found = asdict(layer)
     if layer.selection is not None:
         selection = found["selection"]
-        del selection["heat_map"], selection["first_query"]
+        del selection["heat_map"], selection["first_query"], selection["blocks"]
         ranges = layer.selection.ranges.items()
         selection["overlap"] = [
             {"lag_tokens": lag, "share": share} for lag, share in layer.selection.overlap.items()

@@ -1,0 +1,50 @@
+"""Selected blocks of a model's layers in a file, for measurements with what models select."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nsa.errors import check, fail
+
+_BLOCK_SIZE = "block_size"
+
+
+def save_selections(path: Path, layers: Sequence[Tensor], block_size: int) -> None:
+    """Write the selections of one text as a compressed ``.npz``.
+
+    Args:
+        path: of the file; its folder exists.
+        layers: int32 ``[T, Hkv, n]`` of each layer, -1 where a query has fewer blocks.
+        block_size: tokens of a block.
+    """
+    arrays = {f"layer{number}": blocks.cpu().numpy() for number, blocks in enumerate(layers)}
+    # Queries behind each other: the same rank of neighbours is nearly equal, which compresses.
+    named: dict[str, Any] = {name: x.transpose(1, 2, 0) for name, x in arrays.items()}
+    with path.open("wb") as file:
+        np.savez_compressed(file, **named, **{_BLOCK_SIZE: np.array(block_size)})
+
+
+def load_selections(path: Path) -> tuple[list[Tensor], int]:
+    """Selections of each layer, int32 ``[T, Hkv, n]``, and tokens of a block.
+
+    Raises:
+        ValueError: there is no such file, or it is none of :func:`save_selections`.
+    """
+    rule = "be a file of nsa inspect --record"
+    check(path.is_file(), "nsa bench", "--recorded", rule, path)
+    try:
+        with np.load(path) as arrays:
+            found = {name: arrays[name] for name in arrays.files}
+        block_size = int(found.pop(_BLOCK_SIZE))
+        names = sorted(found, key=lambda name: int(name.removeprefix("layer")))
+        layers = [found[name].transpose(2, 0, 1).astype(np.int32) for name in names]
+    except (BadZipFile, KeyError, OSError, ValueError) as error:
+        fail("nsa bench", "--recorded", rule, f"{path} ({error})")
+    return [torch.from_numpy(np.ascontiguousarray(x)) for x in layers], block_size
