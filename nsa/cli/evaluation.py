@@ -22,7 +22,8 @@ def evaluate(
 
     A checkpoint of RUN on its validation text, in bits per byte, compared with a smoothed bigram
     model of the training text on exactly the same text; a synthetic task is compared with the
-    lowest possible loss instead. Or on any other text:
+    lowest possible loss instead. Or on any other text, whose files count from the first to the
+    last byte, as lm-eval counts them:
       nsa eval runs/cpu-small-1 --checkpoint best
       nsa eval runs/cpu-small-1 --text letters.txt --json
       cat letters.txt | nsa eval runs/cpu-small-1 --text -
