@@ -396,8 +396,13 @@ def test_full():
 
 def test_places_are_computed_once_for_all_layers(monkeypatch):
     """Numbers on their way to a GPU wait for it: only the first layer sends some."""
-    module, x, located = layer(small()), tokens(60), []
-    monkeypatch.setattr(places, "locate", lambda *args: located.append(args) or locate(*args))
+    module, x, located = layer(small()), tokens(60), list[int]()
+
+    def note(num_rows: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        located.append(num_rows)
+        return locate(num_rows, cu_seqlens)
+
+    monkeypatch.setattr(places, "locate", note)
     cache = NSACache(module.config, num_layers=3, batch_size=2, max_tokens=MOST)
     for part, cu in ((x[:40], offsets([30, 10])), (x[40:], offsets([15, 5]))):
         sequences = Sequences.packed(cu, 30)

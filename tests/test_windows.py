@@ -104,7 +104,7 @@ def test_everything_but_kernels_imports(windows: dict[str, Any]) -> None:
     kernels = re.compile(
         r".*\.(kernels|_triton\.\w+|selected\.(index|index_kernels|launch|tiled_\w+|gathered\w*)"
         r"|selection\.(approximate|exact|fp8|launch|scores|two_stage)"
-        r"|decode\.(append|launch|layout|merge|scan|select))"
+        r"|decode\.(append|launch|layout|merge|scan|select|shares))"
     )
     assert not [name for name in windows["absent"] if not kernels.fullmatch(name)]
 

@@ -27,8 +27,9 @@ def save_selections(path: Path, layers: Sequence[Tensor], block_size: int) -> No
     arrays = {f"layer{number}": blocks.cpu().numpy() for number, blocks in enumerate(layers)}
     # Queries behind each other: the same rank of neighbours is nearly equal, which compresses.
     named: dict[str, Any] = {name: x.transpose(1, 2, 0) for name, x in arrays.items()}
+    named[_BLOCK_SIZE] = np.array(block_size)
     with path.open("wb") as file:
-        np.savez_compressed(file, **named, **{_BLOCK_SIZE: np.array(block_size)})
+        np.savez_compressed(file, **named)
 
 
 def load_selections(path: Path) -> tuple[list[Tensor], int]:

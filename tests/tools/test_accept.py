@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +26,7 @@ from tests.faults.cases import write_config
 from tests.tools.accept_rows import PASSED
 from tools.accept import __main__ as command_line
 from tools.accept import case as case_module
-from tools.accept import commands, shards, training
+from tools.accept import commands, programs, shards, training
 from tools.accept.case import Case, Machine
 from tools.accept.figures import figures_of
 from tools.accept.legs import LEGS, QUICK_LEG, TRAINING, Leg, chosen_legs
@@ -348,12 +349,62 @@ def test_legs_hold_every_configuration_once_and_in_order():
     assert quick == {"78m", "117m", "gpu-small"}
 
 
+def test_what_is_not_timed_runs_side_by_side(tmp_path, monkeypatch):
+    """After the trainings; cases of a lane one after the other."""
+    events, both = list[str](), threading.Barrier(2, timeout=60)
+
+    def meet(setting: case_module.Setting) -> case_module.Result:
+        both.wait()
+        return note(setting)
+
+    def note(setting: case_module.Setting) -> case_module.Result:
+        events.append(setting.case.name)
+        return case_module.Result()
+
+    monkeypatch.setattr("tools.accept.legs.TRAINING", (note,))
+    monkeypatch.setattr("tools.accept.run.TRAINING", ())
+    cases = (
+        *(Case(f"a: {number}", "78m", meet, 1, lane="a") for number in range(2)),
+        *(Case(name, "78m", note, 1) for name in ("first", "second")),
+        *(Case(f"b: {number}", "78m", meet, 1, lane="b") for number in range(2)),
+    )
+    rows = run_leg(Leg("1", cases), tmp_path, H200, limit_s=60.0, committed=tmp_path)
+    assert [row.config for row in rows] == [case.name for case in cases]
+    assert events[:2] == ["first", "second"]
+    assert {*events[2:4]} == {"a: 0", "b: 0"}
+    assert read_rows(tmp_path / "leg-1.jsonl")[-1].config in events[4:]
+
+
+def test_an_interrupt_ends_the_programs_of_all_threads(tmp_path):
+    log, faults = tmp_path / "log.txt", list[str]()
+
+    def sleep() -> None:
+        faults.append(programs.run(["sleep", "600"], log, 600.0, {}))
+        with pytest.raises(InterruptedError), programs.start(["true"], log, {}):
+            pass
+        faults.append("nothing more")
+
+    def interrupted() -> None:
+        with programs.threads(2) as pool:
+            for _ in range(2):
+                pool.submit(sleep)
+            while len(programs._running) < 2:
+                time.sleep(0.02)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert sorted(faults) == ["exit code -9"] * 2 + ["nothing more"] * 2
+    with programs.start(["true"], log, {}):
+        pass
+
+
 def test_cases_are_chosen_by_leg_and_name():
     assert chosen_legs(quick=True, leg=None, only=[]) == [QUICK_LEG]
     assert chosen_legs(quick=False, leg="2", only=[]) == [LEGS[1]]
     found = chosen_legs(quick=False, leg=None, only=["78m", "1b"])
     names = [(leg.name, [case.name for case in leg.cases]) for leg in found]
-    assert names == [("1", ["78m"]), ("4", ["1b"])]
+    assert names == [("1", ["78m"]), ("3", ["1b"])]
     with pytest.raises(UserError, match="--leg must be one of 1, 2"):
         chosen_legs(quick=False, leg="9", only=[])
 

@@ -75,6 +75,7 @@ class Case:
         do: runs it.
         expected_s: how long it takes on an H200, seconds.
         num_gpus: GPUs that it needs.
+        lane: cases that are not timed run side by side, but those of one lane one after the other.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Case:
     do: Callable[[Setting], Result]
     expected_s: float
     num_gpus: int = 1
+    lane: str = ""
 
     @property
     def limit_s(self) -> float:

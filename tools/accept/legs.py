@@ -18,7 +18,7 @@ TRAINING = (train, make_train)
 
 @dataclass(frozen=True)
 class Leg:
-    """Cases that run one after the other.
+    """Cases of a run of this tool: first those that are timed, then all others side by side.
 
     Attributes:
         name: its number, or ``quick``.
@@ -28,11 +28,25 @@ class Leg:
     name: str
     cases: tuple[Case, ...]
 
+    def timed(self, num_gpus: int) -> list[Case]:
+        """Trainings that need the GPU for themselves; without one, the CPU."""
+        trainings = [case for case in self.cases if case.do in TRAINING]
+        return [case for case in trainings if case.num_gpus or not num_gpus]
+
+    def lanes(self, num_gpus: int) -> list[list[Case]]:
+        """The others; those of a list run one after the other."""
+        timed, found = self.timed(num_gpus), dict[str, list[Case]]()
+        for case in self.cases:
+            if case not in timed:
+                found.setdefault(case.lane or case.name, []).append(case)
+        return [*found.values()]
+
     @property
     def expected_s(self) -> float:
         """How long it takes on an H200, seconds, plans included."""
-        plans = sum(case.do in TRAINING for case in self.cases)
-        return sum(case.expected_s for case in self.cases) + PLAN_S * plans
+        timed = sum(case.expected_s + PLAN_S for case in self.timed(1))
+        lanes = (sum(case.expected_s for case in lane) for lane in self.lanes(1))
+        return timed + max(lanes, default=0.0)
 
 
 def _train(config: str, expected_s: float, num_gpus: int = 1) -> Case:
@@ -43,13 +57,16 @@ _MAKE_TRAIN = Case("make train", "gpu-small", make_train, 50)
 _GENERATE = "generate {run} --prompt 'def ' --max-new-tokens 64"
 _WEIGHTS = "{run}/../exported/model.safetensors"
 # What is done with the trained run of 78m: what follows `nsa`, and what it must leave.
-_DONE_WITH_78M = (
-    Case("78m: eval", "78m", command("eval {run}", says=r"loss: .+"), 20),
-    Case("78m: generate", "78m", command(_GENERATE, says=r"\ndef \s*\S.*"), 20),
-    Case("78m: report", "78m", command("report {run}", "{run}/report.html"), 8),
-    Case("78m: check", "78m", command("check {run}", says="everything agrees"), 8),
-    Case("78m: export", "78m", command("export {run} {run}/../exported", _WEIGHTS), 15),
-    Case("78m: loaded", "78m", program("exported", "{run}", "{folder}/exported"), 30),
+_DONE_WITH_78M = tuple(
+    Case(f"78m: {name}", "78m", do, expected_s, lane="78m")
+    for name, do, expected_s in (
+        ("eval", command("eval {run}", says=r"loss: .+"), 20),
+        ("generate", command(_GENERATE, says=r"\ndef \s*\S.*"), 20),
+        ("report", command("report {run}", "{run}/report.html"), 8),
+        ("check", command("check {run}", says="everything agrees"), 8),
+        ("export", command("export {run} {run}/../exported", _WEIGHTS), 15),
+        ("loaded", program("exported", "{run}", "{folder}/exported"), 30),
+    )
 )
 _PROFILE = Case(
     "78m: profile",
@@ -80,9 +97,12 @@ LEGS = (
         "1",
         (
             _MAKE_TRAIN,
-            _train("78m", 65),
+            _train("78m", 50),
             *_DONE_WITH_78M,
             _PROFILE,
+            _train("78m-dense", 50),
+            _train("117m", 50),
+            _train("117m-dense", 50),
             _train("cpu-small", 60, num_gpus=0),
             _train("cpu-small-dense", 35, num_gpus=0),
         ),
@@ -90,18 +110,17 @@ LEGS = (
     Leg(
         "2",
         (
-            _train("78m-dense", 50),
-            _train("117m", 65),
-            _train("117m-dense", 60),
             _train("gpu-small", 45),
             _train("gpu-small-dense", 40),
+            _train("117m-fineweb", 90),
+            _train("117m-fineweb-dense", 60),
             _RESUME,
+            _FOREIGN,
         ),
     ),
-    Leg("3", (_train("117m-fineweb", 90), _train("117m-fineweb-dense", 60), _FOREIGN)),
-    Leg("4", (_train("1b", 300, num_gpus=2),)),
-    Leg("5", (_train("1b-dense", 280, num_gpus=2),)),
-    Leg("6", (_RESUME_ON_TWO,)),
+    Leg("3", (_train("1b", 300, num_gpus=2),)),
+    Leg("4", (_train("1b-dense", 280, num_gpus=2),)),
+    Leg("5", (_RESUME_ON_TWO,)),
 )
 
 

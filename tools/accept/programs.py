@@ -6,14 +6,20 @@ import os
 import shlex
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 20.0  # from SIGTERM to SIGKILL
 LINE_S = 15.0  # between two lines about a program that is running
+
+# Programs that run, and whether all of them are to end: cases run in threads of their own.
+_running: set[subprocess.Popen[bytes]] = set()
+_ending = threading.Event()
 
 # Variables that make passes on; another make would read them as its own command line.
 _OF_MAKE = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
@@ -36,6 +42,9 @@ def start(
         words: the command line.
         log: file that the command and its output are appended to.
         env: environment variables in addition to those of this process.
+
+    Raises:
+        InterruptedError: this thread is one of :func:`threads`, which were interrupted.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in _OF_MAKE}
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -50,9 +59,13 @@ def start(
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that its whole group can be signalled
         )
+    _running.add(process)
     try:
+        if _ending.is_set():
+            raise InterruptedError("interrupted")
         yield process
     finally:
+        _running.discard(process)
         # torchrun gives its processes sessions of their own; they are found while it lives.
         started = descendants(process.pid)
         _signal_group(process, signal.SIGKILL)
@@ -60,6 +73,22 @@ def start(
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
+
+
+@contextmanager
+def threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """So many threads; an interrupt of this one ends the programs of all of them."""
+    try:
+        with ThreadPoolExecutor(max_workers=count) as pool:
+            try:
+                yield pool
+            except KeyboardInterrupt:
+                _ending.set()
+                for process in [*_running]:
+                    _signal_group(process, signal.SIGKILL)
+                raise
+    finally:
+        _ending.clear()
 
 
 def wait(process: subprocess.Popen[bytes], log: Path, limit_s: float) -> str:
@@ -74,7 +103,7 @@ def wait(process: subprocess.Popen[bytes], log: Path, limit_s: float) -> str:
             code = process.wait(min(LINE_S, limit_s - passed))
             return f"exit code {code}" if code else ""
         newest = last_lines(log, 1) or [""]
-        say(f"    {time.monotonic() - begin:4.0f} s  {newest[0][:100]}")
+        say(f"    {time.monotonic() - begin:4.0f} s  {log.parent.name}: {newest[0][:100]}")
     _signal_group(process, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_S)

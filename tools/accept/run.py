@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from nsa.errors import UserError
-from tools.accept.case import Machine, Result, Setting
+from tools.accept.case import Case, Machine, Result, Setting
 from tools.accept.figures import loss_faults, plan_faults
 from tools.accept.legs import TRAINING, Leg
-from tools.accept.programs import ROOT, last_lines, say
+from tools.accept.programs import ROOT, last_lines, say, threads
 from tools.accept.rows import COMMITTED, QUICK, Row, append_row, committed_row
 from tools.accept.training import planned_mib
 
@@ -45,7 +47,7 @@ def run_leg(
     shards: Path | None = None,
     committed: Path = ROOT / COMMITTED,
 ) -> list[Row]:
-    """Run the cases of a leg that this machine has GPUs for.
+    """Run the cases of a leg that this machine has GPUs for, see :class:`Leg`.
 
     Args:
         leg: what to run.
@@ -58,19 +60,32 @@ def run_leg(
     Returns:
         A row for each case that was run.
     """
-    begin, rows = time.monotonic(), list[Row]()
+    begin, rows = time.monotonic(), dict[str, Row]()
     path = out / (f"{leg.name}.jsonl" if leg.name == QUICK else f"leg-{leg.name}.jsonl")
-    for number, case in enumerate(leg.cases, start=1):
-        where = f"[{leg.name}] {number}/{len(leg.cases)} {case.name}"
+    numbers, lock = {case.name: number for number, case in enumerate(leg.cases, 1)}, Lock()
+
+    def run_one(case: Case) -> None:
+        where = f"[{leg.name}] {numbers[case.name]}/{len(leg.cases)} {case.name}"
         if case.num_gpus > machine.num_gpus:
             say(f"{where}: left out, it needs {case.num_gpus} GPU{'s' * (case.num_gpus > 1)}")
-            continue
+            return
         say(f"{where}, about {case.expected_s:.0f} s")
-        setting = Setting(case, machine, leg.name, out, begin + limit_s, shards)
-        rows.append(run_case(setting, committed))
-        append_row(path, rows[-1])
+        row = run_case(Setting(case, machine, leg.name, out, begin + limit_s, shards), committed)
+        with lock:
+            rows[case.name] = row
+            append_row(path, row)
+
+    def run_lane(lane: Sequence[Case]) -> None:
+        for case in lane:
+            run_one(case)
+
+    run_lane(leg.timed(machine.num_gpus))
+    lanes = leg.lanes(machine.num_gpus)
+    with threads(max(len(lanes), 1)) as pool:
+        for _ in pool.map(run_lane, lanes):
+            pass
     say(f"[{leg.name}] {time.monotonic() - begin:.0f} s, {len(rows)} rows in {path}")
-    return rows
+    return [rows[case.name] for case in leg.cases if case.name in rows]
 
 
 def run_case(setting: Setting, committed: Path) -> Row:
@@ -103,7 +118,8 @@ def run_case(setting: Setting, committed: Path) -> Row:
     faults += loss_faults(row.loss_last, known.loss_last if known else None)
     failed = [f"failed: {'; '.join(faults)}"] if faults else []
     row = replace(row, passed=not faults, note="; ".join([*result.remarks, *failed]))
-    say(f"    {'FAILED' if faults else 'passed'} in {row.seconds:.0f} s: {row.note}")
+    verdict = "FAILED" if faults else "passed"
+    say(f"    {row.config}: {verdict} in {row.seconds:.0f} s: {row.note}")
     for line in last_lines(setting.log, SHOWN_LINES) if faults else ():
         say(f"    | {line}")
     if faults:

@@ -219,7 +219,7 @@ class DecodeStep:
         )
         sizes = (config.head_dim, config.value_dim)
         heads = Heads(config.num_heads, pattern.G, *sizes, *(block_of(size) for size in sizes))
-        constants = {"P": pattern, "HEADS": heads, "SPLITS": self.splits}
+        constants: dict[str, Any] = {"P": pattern, "HEADS": heads, "SPLITS": self.splits}
         tiles = Tiles.of(heads, q.element_size())
         self._scan(q, q if q_cmp is None else q_cmp, shares, tiles, constants)
         constants["HAS_CMP"] = self.cache.v_cmp is not None

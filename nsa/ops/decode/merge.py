@@ -5,6 +5,7 @@
 import triton
 import triton.language as tl
 
+from nsa.ops._triton.arrival import is_last
 from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.tiles import (
     LOG2_E,
@@ -16,7 +17,7 @@ from nsa.ops._triton.tiles import (
     store_rows,
 )
 from nsa.ops.decode.layout import CAPACITIES, count_reads, query_rows
-from nsa.ops.decode.shares import gated_branch, gated_sum, is_last, load_gate, store_partial
+from nsa.ops.decode.shares import gated_branch, gated_sum, load_gate, store_partial
 
 
 @triton.jit

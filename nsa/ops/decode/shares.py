@@ -17,20 +17,6 @@ def store_partial(out_ptr, lse_ptr, at, ok, out, lse, DV: tl.constexpr, BLOCK_DV
 
 
 @triton.jit
-def is_last(counter_ptr, programs: tl.constexpr):
-    """Whether this program is the last of ``programs`` to arrive; the counter is 0 again then.
-
-    What the others have written before is visible to the last.
-    """
-    tl.debug_barrier()
-    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1
-    if last:
-        tl.store(counter_ptr, 0)
-    tl.debug_barrier()
-    return last
-
-
-@triton.jit
 def load_gate(gates_ptr, place, ok, BRANCH: tl.constexpr):
     """Gates ``[M]`` of a branch for query heads at ``place`` among all."""
     return tl.load(gates_ptr + place * 3 + BRANCH, mask=ok, other=0.0).to(tl.float32)

@@ -7,8 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa.ops._triton.arrival import is_last
 from nsa.ops._triton.kernel import kernel
-from nsa.ops.decode.shares import is_last
 
 
 @triton.jit
