@@ -12,7 +12,6 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.errors import check, fail
-from nsa.lm.recorded import load_selections
 from nsa.ops.selection.reference import choose_blocks
 from nsa.testing import make_inputs
 
@@ -143,6 +142,8 @@ def given_selection(point: Point, config: NSAConfig) -> Tensor:
     """Indices for the selected branch alone: recorded, or made by :func:`hand_made_selection`."""
     if point.recorded is None or point.choice != RECORDED:
         return hand_made_selection(point, config)
+    from nsa.lm.recorded import load_selections  # needs NumPy, which `nsa doctor` does without
+
     layers, block_size = load_selections(point.recorded)
     _, heads, num_blocks = layers[0].shape
     found, wanted = (

@@ -170,11 +170,11 @@ def test_what_the_acceptance_run_sees(run: Path, nsa: Command, tiny: Path) -> No
     """An export passes; one of other weights is told by weights, logits and text."""
     cpu = torch.device("cpu")
     nsa("export run m")
-    assert not compare(run, tiny / "m", cpu, 5).faults
+    assert not compare(run, tiny / "m", cpu, "the quick brown fox " * 20, 5).faults
     tensors = load_file(tiny / "m/model.safetensors")
     tensors["model.head.weight"] = -tensors["model.head.weight"]
     save_file(tensors, tiny / "m/model.safetensors", metadata={"format": "pt"})
-    weights, logits, text = compare(run, tiny / "m", cpu, 5).faults
+    weights, logits, text = compare(run, tiny / "m", cpu, "the quick brown fox " * 20, 5).faults
     assert "weights" in weights
     assert "logits differ" in logits
     assert "another text" in text

@@ -27,13 +27,14 @@ PROMPT_TOKENS, NEW_TOKENS = 300, 64
 
 
 @torch.no_grad()
-def compare(run: Path, exported: Path, device: torch.device, new_tokens: int) -> Result:
+def compare(run: Path, exported: Path, device: torch.device, text: str, new_tokens: int) -> Result:
     """Load both models, and the exported weights into a third.
 
     Args:
         run: run folder of a byte model.
         exported: what ``nsa export`` has made of its last checkpoint, in fp32.
         device: where they compute.
+        text: to read.
         new_tokens: to generate greedily.
     """
     folder = RunFolder.open(run)
@@ -44,7 +45,6 @@ def compare(run: Path, exported: Path, device: torch.device, new_tokens: int) ->
     load_initial(exported, back)
     pairs = zip(ours.parameters(), back.parameters(), strict=True)
     is_equal = all(torch.equal(a.cpu(), b) for a, b in pairs)
-    text = Path(__file__).read_text(encoding="utf-8")
     tokens = AutoTokenizer.from_pretrained(exported)(text, return_tensors="pt").to(device)
     ids = tokens["input_ids"]
     difference = float((ours(ids[0]) - theirs(input_ids=ids).logits[0]).abs().max())
@@ -75,7 +75,8 @@ def _greedy(model: LanguageModel, prompt: Tensor, count: int) -> list[int]:
 
 def main(run: str, exported: str) -> int:
     """Print the result as JSON; 1 if something failed."""
-    found = compare(Path(run), Path(exported), torch.device("cuda"), NEW_TOKENS)
+    text = Path(__file__).read_text(encoding="utf-8")
+    found = compare(Path(run), Path(exported), torch.device("cuda"), text, NEW_TOKENS)
     print(json.dumps(asdict(found)))
     return 1 if found.faults else 0
 
