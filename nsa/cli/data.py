@@ -29,6 +29,7 @@ def prepare(
     tokenizer_path: str | None = None,
     bpe_vocab_size: int = 8192,
     validation_fraction: float = 0.005,
+    test_fraction: float = 0.0,
     max_tokens: int | None = None,
     shard_tokens: int = 100_000_000,
     licence: str | None = None,
@@ -56,6 +57,7 @@ def prepare(
         tokenizer_path: a tokenizers JSON file, with --tokenizer file
         bpe_vocab_size: with --tokenizer bpe, which is trained
         validation_fraction: documents for validation, by hash
+        test_fraction: documents for the test split, by hash
         max_tokens: end with the document that reaches N training tokens (default all)
         shard_tokens: size of a shard
         licence: of the text, for the index, where the hub does not state it
@@ -72,6 +74,7 @@ def prepare(
         tokenizer_path=tokenizer_path,
         bpe_vocab_size=bpe_vocab_size,
         validation_fraction=validation_fraction,
+        test_fraction=test_fraction,
         max_tokens=max_tokens,
         shard_tokens=shard_tokens,
         licence=licence,

@@ -12,8 +12,11 @@ def evaluate(
     run: str,
     *,
     checkpoint: str = "last",
-    device: Device = "auto",
+    against: str | None = None,
+    split: Literal["validation", "test"] = "validation",
     text: str | None = None,
+    seq_len: int | None = None,
+    device: Device = "auto",
     json: bool = False,
     windows: int | None = None,
     micro_batch: int | None = None,
@@ -25,21 +28,26 @@ def evaluate(
     lowest possible loss instead. Or on any other text, whose files count from the first to the
     last byte, as lm-eval counts them:
       nsa eval runs/cpu-small-1 --checkpoint best
+      nsa eval runs/nsa --against runs/dense --split test --seq-len 8192 --json
       nsa eval runs/cpu-small-1 --text letters.txt --json
       cat letters.txt | nsa eval runs/cpu-small-1 --text -
 
     Args:
         run: run folder, for example runs/cpu-small-1
         checkpoint: last, best or a step
-        device: where to compute
+        against: another run, measured on the same windows; the difference has an interval
+        split: validation, by which choices are made, or test, for what is reported
         text: file or folder of text to measure, - for standard input
+        seq_len: tokens of a window (default the run's)
+        device: where to compute
         json: one JSON object instead of lines
-        windows: windows to measure, the first ones (default all)
+        windows: windows to measure, spread over the text (default all)
         micro_batch: windows computed at a time (default the run's)
     """
     from nsa.train.run_folder import RunFolder
 
     folder, figures = RunFolder.open(run), dict[str, Any]()
+    other = None if against is None else RunFolder.open(against)
     config = folder.load_config()
 
     # PyTorch from here on: a mistyped path is answered without it.
@@ -47,14 +55,19 @@ def evaluate(
     from nsa.train.runs.evaluation import evaluate_run
     from nsa.train.watch.out_of_memory import check_fits, explained
 
-    check_fits("eval", config.model, choose_device(device), training=False)
+    for one in (folder, other):
+        if one is not None:
+            check_fits("eval", one.load_config().model, choose_device(device), training=False)
     at_a_time = micro_batch or config.micro_batch
     fewer = f"--micro-batch {at_a_time // 2} or " if at_a_time > 1 else ""
     with explained("eval", "the evaluation", lambda: f"Give {fewer}--device cpu."):
         for finding in evaluate_run(
             folder,
             checkpoint=checkpoint,
+            against=other,
+            split=split,
             text=text,
+            seq_len=seq_len,
             device=device,
             num_windows=windows,
             micro_batch=micro_batch,

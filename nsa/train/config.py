@@ -36,13 +36,15 @@ class DataConfig:
         document_mask: whether documents inside a sequence are invisible to each other.
         validation_fraction: share of the text for validation, above 0 and at most 0.5; that of
             ``shards`` was fixed when they were made.
+        test_fraction: share of the text for the test split, on which results are reported; 0 for
+            none, and at most 0.5 together with ``validation_fraction``. See docs/evaluation.md.
         subset: configuration of a data set of ``stream``, for example ``sample-10BT``.
         split: split of a data set of ``stream``.
         revision: commit, branch or tag on the hub, for ``stream``.
         text_field: column that holds the text, for ``stream``.
         time_limit_s: seconds without a document after which a ``stream`` is given up.
-        validation_tokens: tokens of validation text that are read from a ``stream`` before
-            training begins.
+        validation_tokens: tokens of validation text, and of test text if there is any, that are
+            read from a ``stream`` before training begins.
         synthetic_fallback: synthetic task to train on if ``shards`` or a ``stream`` are not there
             when the run starts; every row of metrics then says ``data_synthetic``. ``none`` makes
             that an error.
@@ -56,6 +58,7 @@ class DataConfig:
     bpe_vocab_size: int = 8192
     document_mask: bool = True
     validation_fraction: float = 0.1
+    test_fraction: float = 0.0
     subset: str | None = None
     split: str = "train"
     revision: str | None = None
@@ -80,16 +83,31 @@ class DataConfig:
         check_default(self, is_stream, where, *_OF_A_STREAM)
         check_default(self, self.source in ("shards", "stream"), where, "synthetic_fallback")
         is_split_here = self.source in ("corpus", "stdlib", "folder", "stream")
-        check_default(self, is_split_here, where, "validation_fraction")
-        share = self.validation_fraction
-        rule = "be above 0 and at most 0.5"
-        check(0 < share <= 0.5, "DataConfig", "validation_fraction", rule, share)
+        check_default(self, is_split_here, where, "validation_fraction", "test_fraction")
+        check_fractions("DataConfig", *self.fractions)
         check_positive(self, "time_limit_s", "validation_tokens")
         trains = self.tokenizer == "bpe" and is_stream
         rule, hint = "be byte, gpt2 or file with source stream", "`nsa data prepare` trains one."
         check(not trains, "DataConfig", "tokenizer", rule, "bpe", hint)
         fits = self.tokenizer in ("byte", "gpt2")
         check_default(self, fits, f"tokenizer {self.tokenizer}", "synthetic_fallback")
+
+    @property
+    def fractions(self) -> tuple[float, float]:
+        """Shares of the text for validation and test."""
+        return self.validation_fraction, self.test_fraction
+
+
+def check_fractions(
+    function: str,
+    validation: float,
+    test: float,
+    names: tuple[str, str] = ("validation_fraction", "test_fraction"),
+) -> None:
+    """Check the shares of a text for validation and test; the message names the one at fault."""
+    check(0 < validation <= 0.5, function, names[0], "be above 0 and at most 0.5", validation)
+    rule = f"be at least 0, and at most 0.5 together with {names[0]} ({validation})"
+    check(test >= 0 and validation + test <= 0.5, function, names[1], rule, test)
 
 
 _OF_A_STREAM = (

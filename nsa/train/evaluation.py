@@ -1,20 +1,37 @@
-"""Loss in bits per byte of text, comparable between tokenizers."""
+"""Loss in bits per byte of text: of a whole split, by document and by position, of two models.
+
+:func:`evaluate` sums on the device, as training needs it. :func:`measure` keeps sums of every
+document and every position, from which all figures of ``nsa eval`` follow.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from nsa.errors import check
-from nsa.train.data import IGNORED_TARGET, Batch, TextSource
+from nsa.train.data import (
+    IGNORED_TARGET,
+    Batch,
+    TextSource,
+    TokenSource,
+    spread,
+    validation_batches,
+)
 from nsa.train.data.tokenizer import Ids
 from nsa.train.execution.precision import autocast
-from nsa.train.loss import NextTokenLoss
+from nsa.train.loss import NextTokenLoss, cross_entropy_of_tokens
+
+Sums = NDArray[np.float64]  # [N, 3]: summed loss in nats, targets, bytes of text that they spell
 
 
 @torch.no_grad()
@@ -29,8 +46,7 @@ def evaluate(
 
     Args:
         loss: the language model with its loss, on any device.
-        batches: from :func:`nsa.train.data.validation_batches` or
-            :meth:`RollingWindows.batches`, on any device.
+        batches: from :func:`nsa.train.data.validation_batches`, on any device.
         compute_dtype: ``bf16`` or ``fp32``, as in training.
         sum_processes: sums a tensor over the processes that share the batches; None where there is
             one.
@@ -45,31 +61,223 @@ def evaluate(
     """
     device = loss.model.embedding.weight.device
     total = torch.zeros(3, dtype=torch.float64, device=device)  # nats, targets, bytes
-    was_training = loss.model.training
-    loss.model.eval()
-    try:
+    with _evaluating(loss.model):
         for batch in batches:
             local = batch.to(device)
             with autocast(device, compute_dtype):
                 total[0] += loss(local.tokens, local.targets, local.cu_seqlens, local.max_seqlen)
             total[1] += batch.num_targets
             total[2] += batch.num_bytes
-    finally:
-        loss.model.train(was_training)
     total = total if sum_processes is None else sum_processes(total)
-    nats, num_targets, num_bytes = total.tolist()
-    rule = "hold at least one target"
-    check(num_targets > 0 and num_bytes > 0, "evaluate", "batches", rule, num_targets)
+    rule, num_targets = "hold at least one target", float(total[1])
+    check(num_targets > 0 and bool(total[2] > 0), "evaluate", "batches", rule, num_targets)
+    return _figures(*total.tolist())
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _figures(nats: float, num_targets: float, num_bytes: float) -> dict[str, float]:
+    """See :func:`evaluate`; targets that spell nothing have no bits per byte."""
+    bits = {"bits_per_byte": nats / math.log(2) / num_bytes} if num_bytes else {}
+    counts = {"num_targets": int(num_targets), "num_bytes": int(num_bytes)}
+    return {"loss_nats": nats / num_targets, **bits, **counts}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Sums over the targets of an evaluation, see ``Sums`` for the columns.
+
+    Attributes:
+        documents: fp64 ``[num_documents, 3]``, by the document that a target belongs to; zeros for
+            one of which nothing was measured.
+        positions: fp64 ``[seq_len, 3]``, by position in the sequence: a target in row p was
+            predicted from p + 1 tokens.
+    """
+
+    documents: Sums
+    positions: Sums
+
+    def figures(self) -> dict[str, float]:
+        """Those of :func:`evaluate`, over everything."""
+        return _figures(*self.documents.sum(axis=0).tolist())
+
+    def by_position(self) -> list[dict[str, float]]:
+        """The same by tokens of context in bins 1, 2 to 3, 4 to 7, .. up to ``seq_len``.
+
+        Returns:
+            One dictionary for each bin with targets: ``first`` and ``last``, tokens of context, and
+            the figures; without ``bits_per_byte`` where the targets spell nothing.
+        """
+        seq_len = len(self.positions)
+        first = [2**k for k in range(seq_len.bit_length())]
+        last = [*(edge - 1 for edge in first[1:]), seq_len]
+        sums = np.add.reduceat(self.positions, np.array(first) - 1, axis=0).tolist()
+        bins = zip(first, last, sums, strict=True)
+        return [{"first": f, "last": to, **_figures(*bin)} for f, to, bin in bins if bin[1]]
+
+
+class Windows(Protocol):
+    """Windows to measure a model on.
+
+    Attributes:
+        seq_len: tokens of a window, at most.
+        num_documents: documents that they come from.
+        token_bytes: int64 ``[vocab_size]``, bytes of text that each token spells.
+    """
+
+    seq_len: int
+    num_documents: int
+    token_bytes: Ids
+
+    def __len__(self) -> int:
+        """The number of windows."""
+
+    def batches(self, micro_batch: int, num_windows: int) -> Iterator[tuple[Batch, Ids]]:
+        """Windows from all over the text, see :func:`nsa.train.data.spread`.
+
+        Args:
+            micro_batch: windows of a batch.
+            num_windows: at most what there is.
+
+        Yields:
+            A batch, and the number of the document of each of its targets: int64 ``[T]``.
+        """
+
+
+def measure(
+    loss: NextTokenLoss,
+    windows: Windows,
+    micro_batch: int,
+    num_windows: int,
+    *,
+    compute_dtype: str = "fp32",
+) -> Measurement:
+    """Loss of each document and at each position.
+
+    Args:
+        loss: the language model with its loss, on any device.
+        windows: what to measure it on; does not depend on the model.
+        micro_batch: windows computed at a time.
+        num_windows: windows to measure, at most what there is.
+        compute_dtype: ``bf16`` or ``fp32``, as in training.
+
+    Raises:
+        ValueError: the windows hold no target.
+    """
+    model, device = loss.model, loss.model.embedding.weight.device
+    documents, positions = (np.zeros((n, 3)) for n in (windows.num_documents, windows.seq_len))
+    with torch.no_grad(), _evaluating(model):
+        for batch, document in windows.batches(micro_batch, num_windows):
+            local = batch.to(device)
+            with autocast(device, compute_dtype):
+                hidden = model.hidden_states(local.tokens, local.cu_seqlens, local.max_seqlen)
+                nats = cross_entropy_of_tokens(hidden, model.head.weight, local.targets, loss.chunk)
+            targets, starts = batch.targets.numpy(), batch.cu_seqlens.numpy()
+            counted = targets != IGNORED_TARGET
+            position = np.arange(len(targets)) - np.repeat(starts[:-1], np.diff(starts))
+            sizes = windows.token_bytes[targets[counted]]
+            losses = nats.double().cpu().numpy()[counted]
+            values = np.column_stack((losses, np.ones(len(losses)), sizes))
+            np.add.at(documents, document[counted], values)
+            np.add.at(positions, position[counted], values)
+    rule, (num_targets, num_bytes) = "hold at least one target", documents[:, 1:].sum(axis=0)
+    check(num_targets > 0 and num_bytes > 0, "measure", "windows", rule, num_targets)
+    return Measurement(documents, positions)
+
+
+def paired_difference(
+    first: Measurement, second: Measurement, *, resamples: int = 10_000, seed: int = 0
+) -> dict[str, Any]:
+    """Difference of two models in bits per byte, with its 95% interval over documents.
+
+    The bootstrap's percentile interval (Efron and Tibshirani 1993, chapter 13): documents are drawn
+    with replacement, as many as there are and the same for both models, and the difference of their
+    bits per byte is computed anew. It says how much the choice of documents matters, not how much
+    another seed of training would.
+
+    Args:
+        first: a model on some windows.
+        second: another one on the same windows.
+        resamples: draws of documents.
+        seed: of the draws.
+
+    Returns:
+        ``difference_bits_per_byte``, first minus second; ``difference_low`` and
+        ``difference_high``, the interval; ``num_documents``, ``resamples`` and ``seed``.
+
+    Raises:
+        ValueError: the targets are not the same, or come from fewer than two documents.
+    """
+    name, rule = "paired_difference", "have the targets of the first in each document"
+    same = np.array_equal(first.documents[:, 1:], second.documents[:, 1:])
+    check(same, name, "second", rule, f"{second.documents[:, 1].sum():.0f} others")
+    counted = first.documents[:, 1] > 0
+    bits = (first.documents - second.documents)[counted, 0] / math.log(2)
+    sizes, number = first.documents[counted, 2], int(counted.sum())
+    check(number > 1, name, "first", "hold targets of two documents or more", number)
+    check(resamples > 0, name, "resamples", "be positive", resamples)
+    generator, sums = np.random.default_rng(seed), np.empty((resamples, 2))
+    for row in sums:
+        drawn = generator.integers(number, size=number)
+        row[:] = bits[drawn].sum(), sizes[drawn].sum()
+    drawn_bits, drawn_sizes = sums[sums[:, 1] > 0].T  # a draw of separators alone has no bytes
+    low, high = np.quantile(drawn_bits / drawn_sizes, (0.025, 0.975)).tolist()
     return {
-        "loss_nats": nats / num_targets,
-        "bits_per_byte": nats / math.log(2) / num_bytes,
-        "num_targets": int(num_targets),
-        "num_bytes": int(num_bytes),
+        "difference_bits_per_byte": float(bits.sum() / sizes.sum()),
+        "difference_low": low,
+        "difference_high": high,
+        "num_documents": number,
+        "resamples": resamples,
+        "seed": seed,
     }
 
 
+class SplitWindows:
+    """Windows as in training, which cut the documents of a split; see :class:`Windows`.
+
+    A synthetic task has no documents: each window counts as one.
+
+    Args:
+        source: the split.
+        seq_len: tokens of a window.
+        document_mask: see :func:`nsa.train.data.collate`.
+    """
+
+    def __init__(self, source: TokenSource, seq_len: int, *, document_mask: bool) -> None:
+        self.seq_len, self.token_bytes = seq_len, source.token_bytes
+        self._source, self._document_mask = source, document_mask
+        if isinstance(source, TextSource):
+            self._starts = source.document_starts()
+        else:  # at the first target of each window
+            self._starts = np.arange(len(self)) * seq_len + 1
+        self.num_documents = len(self._starts)
+
+    def __len__(self) -> int:
+        """The number of windows."""
+        return self._source.num_windows(self.seq_len)
+
+    def batches(self, micro_batch: int, num_windows: int) -> Iterator[tuple[Batch, Ids]]:
+        """See :class:`Windows`."""
+        chosen, size = spread(num_windows, len(self)), self.seq_len
+        windows = (self._source, size, micro_batch, num_windows)
+        batches = validation_batches(*windows, document_mask=self._document_mask)
+        for number, batch in enumerate(batches):
+            indices = chosen[number * micro_batch :][:micro_batch]
+            first = np.array(indices)[:, None] * size + 1
+            places = (first + np.arange(size)).reshape(-1)  # of the targets, in the text
+            yield batch, np.searchsorted(self._starts, places, side="right") - 1
+
+
 class RollingWindows:
-    """Windows of whole documents in which each of their tokens is a target once.
+    """Windows of whole documents in which each token is a target once; see :class:`Windows`.
 
     Those of lm-eval's rolling log-likelihood at ``max_length = seq_len``: a document's first token
     is predicted from a separator, and each window but the first of a document begins with the last
@@ -85,11 +293,12 @@ class RollingWindows:
         # The separator before a document is the one that ends the document before.
         before = np.array([source.separator_id], dtype=source.tokens.dtype)
         self._tokens = np.concatenate((before, source.tokens))
-        self._token_bytes, self._seq_len = source.token_bytes, seq_len
+        self.token_bytes, self.seq_len = source.token_bytes, seq_len
         separators = np.flatnonzero(self._tokens == source.separator_id).tolist()
+        self.num_documents = len(separators) - 1
         self._parts = [
-            (separator, start, min(start + seq_len, end))
-            for separator, end in pairwise(separators)
+            (document, separator, start, min(start + seq_len, end))
+            for document, (separator, end) in enumerate(pairwise(separators))
             for start in range(separator + 1, end, seq_len)
         ]
 
@@ -97,32 +306,30 @@ class RollingWindows:
         """The number of windows."""
         return len(self._parts)
 
-    def batches(self, micro_batch: int, num_windows: int) -> Iterator[Batch]:
-        """The first windows, each a sequence of its own.
-
-        Args:
-            micro_batch: windows of a batch.
-            num_windows: at most what there is.
-        """
-        for begin in range(0, num_windows, micro_batch):
-            windows = map(self._window, range(begin, min(begin + micro_batch, num_windows)))
-            tokens, targets = zip(*windows, strict=True)
+    def batches(self, micro_batch: int, num_windows: int) -> Iterator[tuple[Batch, Ids]]:
+        """See :class:`Windows`; each is a sequence of its own."""
+        chosen = spread(num_windows, len(self))
+        for begin in range(0, len(chosen), micro_batch):
+            indices = chosen[begin : begin + micro_batch]
+            tokens, targets = zip(*map(self._window, indices), strict=True)
             lengths = [0, *map(len, tokens)]
             counted = np.concatenate(targets)
             counted = counted[counted != IGNORED_TARGET]
-            yield Batch(
+            batch = Batch(
                 tokens=torch.from_numpy(np.concatenate(tokens)),
                 targets=torch.from_numpy(np.concatenate(targets)),
                 cu_seqlens=torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32),
-                max_seqlen=self._seq_len,
-                num_bytes=int(self._token_bytes[counted].sum()),
+                max_seqlen=self.seq_len,
+                num_bytes=int(self.token_bytes[counted].sum()),
                 num_targets=len(counted),
             )
+            documents = np.array([self._parts[index][0] for index in indices])
+            yield batch, documents.repeat(lengths[1:])
 
     def _window(self, index: int) -> tuple[Ids, Ids]:
         """Tokens, and the token after each; -100 where an earlier window has predicted it."""
-        separator, start, end = self._parts[index]
-        first = max(separator, end - 1 - self._seq_len)
+        _, separator, start, end = self._parts[index]
+        first = max(separator, end - 1 - self.seq_len)
         tokens = self._tokens[first:end].astype(np.int64)
         targets = tokens[1:].copy()
         targets[: start - 1 - first] = IGNORED_TARGET

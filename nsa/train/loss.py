@@ -82,6 +82,26 @@ def cross_entropy_sum(hidden: Tensor, head: Tensor, targets: Tensor, chunk: int 
     return total
 
 
+@torch.no_grad()
+def cross_entropy_of_tokens(
+    hidden: Tensor, head: Tensor, targets: Tensor, chunk: int = 0
+) -> Tensor:
+    """Cross entropy of each target, without gradients.
+
+    Args:
+        hidden: see :func:`cross_entropy_sum`.
+        head: the same.
+        targets: the same.
+        chunk: the same.
+
+    Returns:
+        fp32 ``[T]`` (fp64 for fp64 inputs), nats; 0 where nothing is predicted.
+    """
+    vocab_size, size, head = head.shape[0], chunk or max(len(targets), 1), _aligned(head)
+    pairs = zip(hidden.split(size), targets.split(size), strict=True)
+    return torch.cat([_cross_entropy(x, head, y, vocab_size, "none") for x, y in pairs])
+
+
 def _aligned(head: Tensor) -> Tensor:
     """The output matrix, padded with zeros to a multiple of ``ROWS`` rows, in the product's dtype.
 
@@ -97,9 +117,11 @@ def _aligned(head: Tensor) -> Tensor:
 
 
 @in_stage(LOSS)
-def _cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+def _cross_entropy(
+    hidden: Tensor, head: Tensor, targets: Tensor, vocab_size: int, reduction: str = "sum"
+) -> Tensor:
     logits = nn.functional.linear(hidden, head)[:, :vocab_size]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return nn.functional.cross_entropy(
-        logits, targets, ignore_index=IGNORED_TARGET, reduction="sum"
+        logits, targets, ignore_index=IGNORED_TARGET, reduction=reduction
     )

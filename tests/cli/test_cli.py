@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -200,6 +201,57 @@ def test_eval_takes_any_text(run, nsa, refusal, monkeypatch):
         Path("odd").write_bytes(content)
         assert refusal("eval run --text odd").startswith("nsa: eval: --text must hold")
     assert "--text must name an existing file" in refusal("eval run --text nowhere")
+
+
+TEST_SPLIT = "--data.test-fraction 0.2 --data.validation-fraction 0.2 --steps 2 --sample-tokens 0"
+BPE = "--data.tokenizer bpe --data.bpe-vocab-size 280 --model.vocab-size 280"
+
+
+@pytest.mark.parametrize("words", ["", f"--data.document-mask false {BPE}"])
+def test_eval_compares_runs_on_the_test_split(tiny, nsa, refusal, words):
+    """Document by document, on the same windows, at another length than the training's."""
+    words = f"train tiny.yaml {TEST_SPLIT} {words}"
+    nsa(f"{words} --run-dir nsa")
+    nsa(f"{words} --run-dir dense --model.attention dense")
+    ours, theirs, both = (
+        json.loads(nsa(f"eval {names} --split test --seq-len 96 --json"))
+        for names in ("nsa", "dense", "nsa --against dense")
+    )
+    difference = ours["bits_per_byte"] - theirs["bits_per_byte"]
+    assert both["difference_bits_per_byte"] == pytest.approx(difference, rel=1e-9)
+    assert both["difference_low"] <= both["difference_bits_per_byte"] <= both["difference_high"]
+    assert both["against_positions"] == theirs["positions"]
+    assert ours.items() <= both.items()
+    assert (both["split"], both["seq_len"], both["against"]) == ("test", 96, "dense")
+    assert sum(row["num_targets"] for row in ours["positions"]) == ours["num_targets"]
+    assert both["positions"][-1]["last"] <= 96
+    validation = json.loads(nsa("eval nsa --seq-len 96 --json"))
+    assert validation["split"] == "validation"
+    assert validation["loss_nats"] != ours["loss_nats"]
+    again = json.loads(nsa("eval nsa --against nsa --json"))
+    assert again["difference_low"] == again["difference_high"] == 0
+    assert ", 95% interval +0.0000 to +0.0000 over " in nsa("eval nsa --against nsa")
+
+
+def test_eval_refuses_what_cannot_be_compared(run, nsa, refusal):
+    nsa(f"train tiny.yaml {TEST_SPLIT} --run-dir other")
+    nsa(f"train tiny.yaml {TEST_SPLIT} --run-dir bpe {BPE}")
+    why = "--split must be validation for this run, whose data have no test, got test. Set data."
+    assert f"nsa: eval: {why}" in refusal("eval run --split test")
+    why = "--against must be a run whose data have the same validation_sha256 ("
+    assert f"nsa: eval: {why}" in refusal("eval run --against other")
+    why = "--against must be a run whose data have the same tokenizer_fingerprint ("
+    assert why in refusal("eval run --against bpe --text tiny.yaml")
+    assert "--split must be left out with --text" in refusal("eval other --split test --text a")
+    assert "--seq-len must be positive, got 0" in refusal("eval run --seq-len 0")
+    why = r"--seq-len must be below the \d+ tokens of the test text, got 99999\.$"
+    assert re.search(why, refusal("eval other --split test --seq-len 99999"))
+    assert "be a folder that a run made" in refusal("eval run --against nowhere")
+    why = "first must hold targets of two documents or more, got 1"
+    assert why in refusal("eval run --against run --text tiny.yaml")
+    assert "test_fraction must be at least 0, and at most 0.5" in refusal(
+        "train tiny.yaml --run-dir new --data.test-fraction 0.45"
+    )
 
 
 def test_a_synthetic_task_is_measured_against_what_is_possible(tiny, nsa, refusal):

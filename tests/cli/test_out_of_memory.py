@@ -119,7 +119,7 @@ def test_evaluation_and_generation(config, nsa, refusal, monkeypatch):
     nsa(f"{TRAIN} --steps 2")
     end = "must fit into GPU memory, got out of memory; 2.50 GiB more were asked for."
     with monkeypatch.context() as patch:
-        patch.setattr(report, "evaluate", no_memory)
+        patch.setattr(report, "measure", no_memory)
         start = f"nsa: eval: the evaluation {end} Give"
         assert refusal("eval run") == f"{start} --micro-batch 3 or --device cpu."
         assert refusal("eval run --micro-batch 1") == f"{start} --device cpu."

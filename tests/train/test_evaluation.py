@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from nsa.lm.model import LanguageModel
 from nsa.train.data import IGNORED_TARGET, Batch, TextSource, validation_batches
-from nsa.train.evaluation import RollingWindows, evaluate
+from nsa.train.data.synthetic import SyntheticSource
+from nsa.train.evaluation import (
+    Measurement,
+    RollingWindows,
+    SplitWindows,
+    evaluate,
+    measure,
+    paired_difference,
+)
 from nsa.train.loss import NextTokenLoss
 from tests.train.cases import MODEL
 
@@ -82,6 +90,122 @@ def test_nothing_to_evaluate() -> None:
         evaluate(NextTokenLoss(make_model()), [])
 
 
+# --- by document and by position ------------------------------------------------------------------
+@pytest.mark.parametrize("document_mask", [True, False])
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_sums_are_those_of_each_target_by_itself(attention: str, document_mask: bool) -> None:
+    """Sequence by sequence without packing; at another length than any in training, too."""
+    model, text, seq_len = make_model(attention).double(), source(2), 96
+    tokens = text.tokens.astype(np.int64)
+    document = np.cumsum(np.append(0, tokens[:-1] == 0))  # of each token, with its separator
+    documents, positions = np.zeros((5, 3)), np.zeros((seq_len, 3))
+    for begin in range(0, (len(tokens) - 1) // seq_len * seq_len, seq_len):
+        window = np.arange(begin, begin + seq_len)
+        starts = np.flatnonzero(tokens[window[:-1]] == 0) + 1
+        for part in np.split(window, starts if document_mask else starts[:0]):
+            with torch.no_grad():
+                hidden = model.hidden_states(torch.from_numpy(tokens[part]))
+                logs = (hidden @ model.head.weight.T).log_softmax(-1).numpy()
+            for position, place in enumerate(part):
+                target = tokens[place + 1]
+                if not (document_mask and tokens[place] == 0):
+                    row = (-logs[position, target], 1, 2 * (target != 0))
+                    documents[document[place + 1]] += row
+                    positions[position] += row
+    loss, windows = (
+        NextTokenLoss(model, 10),
+        SplitWindows(text, seq_len, document_mask=document_mask),
+    )
+    found = measure(loss, windows, 3, 100)
+    np.testing.assert_allclose(found.documents, documents, rtol=1e-10)
+    np.testing.assert_allclose(found.positions, positions, rtol=1e-10)
+    batches = validation_batches(text, seq_len, 2, 100, document_mask=document_mask)
+    assert found.figures() == pytest.approx(evaluate(loss, batches), rel=1e-10)
+
+
+def test_windows_of_a_task_count_as_documents() -> None:
+    windows = SplitWindows(SyntheticSource("copy", "validation", 1), 16, document_mask=True)
+    result = measure(NextTokenLoss(make_model()), windows, 2, 3)
+    assert result.documents[:, 1].nonzero()[0].tolist() == [0, len(windows) // 3, 8192 // 3]
+    assert result.figures()["num_targets"] == 3 * 8
+
+
+@given(st.integers(1, 70), st.data())
+def test_bins_hold_each_position_once(seq_len: int, data: st.DataObject) -> None:
+    """1, 2 to 3, 4 to 7 and so on, in tokens of context; bins without targets are left out."""
+    counts = data.draw(st.lists(st.integers(0, 3), min_size=seq_len, max_size=seq_len))
+    sums = np.array([[0.5 * n * (p + 1), n, 2 * n] for p, n in enumerate(counts)])
+    expected: dict[int, list[int]] = {}
+    for context, number in enumerate(counts, start=1):
+        expected.setdefault(context.bit_length() - 1, []).extend([context] * number)
+    filled = {2**k: contexts for k, contexts in expected.items() if contexts}
+    bins = Measurement(sums[:1], sums).by_position()
+    assert [row["first"] for row in bins] == [*filled]
+    for row, (first, contexts) in zip(bins, filled.items(), strict=True):
+        assert row["last"] == min(2 * first - 1, seq_len)
+        assert row["num_targets"] == len(contexts)
+        assert row["loss_nats"] == pytest.approx(0.5 * np.mean(contexts))
+        assert row["bits_per_byte"] == pytest.approx(row["loss_nats"] / math.log(2) / 2)
+
+
+def test_separators_have_no_bits_per_byte() -> None:
+    (row,) = Measurement(np.ones((1, 3)), np.array([[2.0, 1, 0]])).by_position()
+    assert row == {"first": 1, "last": 1, "loss_nats": 2.0, "num_targets": 1, "num_bytes": 0}
+
+
+# --- paired ---------------------------------------------------------------------------------------
+def of_documents(bits: np.ndarray, num_bytes: np.ndarray) -> Measurement:
+    sums = np.column_stack((bits * math.log(2), num_bytes, num_bytes))
+    return Measurement(sums, np.zeros((1, 3)))
+
+
+def test_interval_is_that_of_paired_differences() -> None:
+    """Documents differ far more than models: 1.96 standard errors of the mean difference."""
+    rng, number = np.random.default_rng(0), 400
+    sizes = np.full(number, 100.0)
+    bits = rng.uniform(50, 500, number)
+    difference = rng.normal(1.0, 3.0, number)
+    found = paired_difference(of_documents(bits + difference, sizes), of_documents(bits, sizes))
+    mean, error = difference.mean() / 100, difference.std() / 100 / number**0.5
+    assert found["difference_bits_per_byte"] == pytest.approx(mean, rel=1e-12)
+    assert found["difference_low"] == pytest.approx(mean - 1.96 * error, abs=0.1 * error)
+    assert found["difference_high"] == pytest.approx(mean + 1.96 * error, abs=0.1 * error)
+    assert found["num_documents"] == number
+
+
+def test_documents_weigh_by_their_bytes() -> None:
+    """A model that is worse by the same in every byte is so in every draw."""
+    sizes = np.array([1.0, 10, 100, 1000, 0])  # nothing of the last one was measured
+    bits = 3 * sizes
+    found = paired_difference(of_documents(bits + sizes / 4, sizes), of_documents(bits, sizes))
+    names = ("difference_bits_per_byte", "difference_low", "difference_high")
+    assert [found[name] for name in names] == pytest.approx([0.25] * 3, rel=1e-12)
+    assert found["num_documents"] == 4
+
+
+def test_two_documents_give_a_known_interval() -> None:
+    """Both are drawn in half of the draws, and either alone in a quarter each."""
+    sizes, zeros = np.ones(2), of_documents(np.zeros(2), np.ones(2))
+    first = of_documents(np.array([0.0, 1.0]), sizes)
+    found = paired_difference(first, zeros, resamples=1000, seed=3)
+    assert found == paired_difference(first, zeros, resamples=1000, seed=3)
+    assert [found[f"difference_{name}"] for name in ("low", "bits_per_byte", "high")] == [0, 0.5, 1]
+    assert (found["resamples"], found["seed"]) == (1000, 3)
+
+
+def test_what_cannot_be_compared() -> None:
+    two, other = of_documents(np.ones(2), np.ones(2)), of_documents(np.ones(2), np.arange(2.0))
+    with pytest.raises(ValueError, match="second must have the targets of the first in each doc"):
+        paired_difference(two, other)
+    with pytest.raises(ValueError, match="first must hold targets of two documents or more, got 1"):
+        paired_difference(other, other)
+    with pytest.raises(ValueError, match="resamples must be positive, got 0"):
+        paired_difference(two, two, resamples=0)
+    windows = SplitWindows(source(), 10**6, document_mask=True)
+    with pytest.raises(ValueError, match="num_windows must be positive, with at least one window"):
+        measure(NextTokenLoss(make_model()), windows, 1, 1)
+
+
 DOCUMENTS = st.lists(st.lists(st.integers(1, 255), max_size=30), min_size=1, max_size=4)
 
 
@@ -92,9 +216,11 @@ def test_rolling_windows_predict_each_token_once(
     """In order, from as many tokens of its document as fit, the first one from the separator."""
     spelled = np.append(0, np.full(255, 2))
     source = TextSource([np.array([*text, 0]) for text in documents], 0, spelled)
-    rolling, predicted = RollingWindows(source, seq_len), list[int]()
+    rolling, predicted, whole = RollingWindows(source, seq_len), list[int](), list[int]()
     assert len(rolling) == sum(-(-len(text) // seq_len) for text in documents)
-    for batch in rolling.batches(micro_batch, len(rolling)):
+    for batch, document in rolling.batches(micro_batch, len(rolling)):
+        counted = batch.targets != IGNORED_TARGET
+        whole += document[counted.numpy()].tolist()
         assert batch.num_sequences <= micro_batch
         assert batch.num_bytes == 2 * batch.num_targets
         ends = batch.cu_seqlens[1:-1].tolist()
@@ -107,3 +233,5 @@ def test_rolling_windows_predict_each_token_once(
             assert new <= len(tokens) <= seq_len
             predicted += targets[-new:].tolist()
     assert predicted == [token for text in documents for token in text]
+    assert whole == [number for number, text in enumerate(documents) for _ in text]
+    assert rolling.num_documents == len(documents)

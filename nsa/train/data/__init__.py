@@ -4,7 +4,7 @@ The path of a training run::
 
     data = open_data(config.data, seed=config.seed, seq_len=config.seq_len)   # DataBundle
     data.tokenizer.save(run_folder / "tokenizer.json")    # later: run_folder_tokenizer
-    data.train, data.validation                           # TokenSource each
+    data.train, data.validation, data.test                # TokenSource each; test may be None
     data.description                       # JSON-able: counts, hashes, source and licence
 
     sampler = data.sampler(seq_len, seed)                 # state_dict(): integers
@@ -14,7 +14,7 @@ The path of a training run::
     for batch in validation_batches(
         data.validation, seq_len, micro_batch, num_windows, document_mask=True
     ):
-        ...                                               # windows 0 .. num_windows - 1 in order
+        ...                                               # windows from all of the text
 
     bigram_bits_per_byte(data.train, data.validation)     # text sources; the baseline to beat
 
@@ -23,7 +23,7 @@ The path of a training run::
 that trains.
 """
 
-from nsa.train.data.batch import IGNORED_TARGET, Batch, collate, validation_batches
+from nsa.train.data.batch import IGNORED_TARGET, Batch, collate, spread, validation_batches
 from nsa.train.data.bigram import bigram_bits_per_byte
 from nsa.train.data.bundle import DataBundle, open_data
 from nsa.train.data.documents import Document, fault_of_text, folder_files
@@ -59,5 +59,6 @@ __all__ = [
     "open_data",
     "open_shards",
     "prepare",
+    "spread",
     "validation_batches",
 ]

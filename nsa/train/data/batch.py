@@ -132,7 +132,7 @@ def validation_batches(
     *,
     document_mask: bool,
 ) -> Iterator[Batch]:
-    """Windows 0, 1, .. in order, ``micro_batch`` at a time; the last batch may hold fewer.
+    """The windows of :func:`spread`, ``micro_batch`` at a time; the last batch may hold fewer.
 
     Args:
         source: usually the validation source.
@@ -141,9 +141,19 @@ def validation_batches(
         num_windows: windows to go through, at most what there is.
         document_mask: see :func:`collate`.
     """
-    end = min(num_windows, source.num_windows(seq_len))
+    chosen = spread(num_windows, source.num_windows(seq_len))
     rule = "be positive, with at least one window in the source"
-    check(end > 0, "validation_batches", "num_windows", rule, num_windows)
-    for start in range(0, end, micro_batch):
-        indices = range(start, min(start + micro_batch, end))
+    check(bool(chosen), "validation_batches", "num_windows", rule, num_windows)
+    for start in range(0, len(chosen), micro_batch):
+        indices = chosen[start : start + micro_batch]
         yield collate(source, indices, seq_len, document_mask=document_mask)
+
+
+def spread(num_windows: int, available: int) -> list[int]:
+    """Numbers of ``num_windows`` windows at equal distances among all; every one if they suffice.
+
+    Window k of n is number ``k * available // n``, so that those of an evaluation come from all of
+    the text and depend on nothing else.
+    """
+    number = min(num_windows, available)
+    return [k * available // number for k in range(number)]

@@ -8,7 +8,7 @@ import numpy as np
 
 from nsa.errors import check
 from nsa.train.data.source import TextSource
-from nsa.train.data.tokenizer import Tokens
+from nsa.train.data.tokenizer import Ids, Tokens
 
 _CHOOSING_SHARE = 0.1
 _BIGRAM_PRIORS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -20,7 +20,7 @@ def bigram_bits_per_byte(
     train: TextSource,
     validation: TextSource,
     *,
-    num_targets: int | None = None,
+    windows: Ids | None = None,
 ) -> float:
     """Bits per byte of validation text under a smoothed bigram model of the training text.
 
@@ -36,8 +36,8 @@ def bigram_bits_per_byte(
     Args:
         train: training text.
         validation: validation text, in the same tokens.
-        num_targets: measures the first so many tokens only (``seq_len * num_windows`` for an
-            evaluation); None for all.
+        windows: the windows of the validation text to measure, integers
+            ``[num_windows, seq_len + 1]``; None for all of the text.
 
     Returns:
         Bits per byte.
@@ -48,14 +48,14 @@ def bigram_bits_per_byte(
     rule, found = "have the training text's vocabulary", f"{len(token_bytes)} tokens"
     check(same, function, "validation", rule, found)
 
-    def count(tokens: Tokens) -> _Pairs:
+    def count(tokens: Tokens | Ids) -> _Pairs:
         return _Pairs(tokens, len(token_bytes), train.separator_id)
 
     border = train.num_tokens - int(train.num_tokens * _CHOOSING_SHARE)
     counts, last = count(train.tokens[:border]), count(train.tokens[border - 1 :])
     priors = itertools.product(_BIGRAM_PRIORS, _UNIGRAM_PRIORS)
     alpha, beta = min(priors, key=lambda pair: counts.bits(last, *pair))
-    measured = count(validation.tokens[: None if num_targets is None else num_targets + 1])
+    measured = count(validation.tokens if windows is None else windows)
     num_bytes = int((measured.counts * token_bytes[measured.second]).sum())
     check(num_bytes > 0, function, "validation", "hold text", f"{num_bytes} bytes")
     return count(train.tokens).bits(measured, alpha, beta) / num_bytes
@@ -64,14 +64,17 @@ def bigram_bits_per_byte(
 class _Pairs:
     """Pairs of neighbouring tokens that occur, without those across documents, and how often.
 
+    The tokens are one text ``[T]`` or windows ``[N, seq_len + 1]``.
+
     They are in ascending order of ``codes``, ``first * vocab_size + second``.
     """
 
-    def __init__(self, tokens: Tokens, vocab_size: int, separator: int | None) -> None:
-        inside = tokens[:-1] != separator
-        codes = tokens[:-1][inside].astype(np.int64) * vocab_size + tokens[1:][inside]
+    def __init__(self, tokens: Tokens | Ids, vocab_size: int, separator: int | None) -> None:
+        before, after = tokens[..., :-1], tokens[..., 1:]
+        inside = before != separator
+        codes = before[inside].astype(np.int64) * vocab_size + after[inside]
         rule = "hold at least two tokens of a document"
-        check(codes.size > 0, "bigram_bits_per_byte", "tokens", rule, len(tokens))
+        check(codes.size > 0, "bigram_bits_per_byte", "tokens", rule, tokens.size)
         if vocab_size**2 > _DENSE_PAIRS:
             self.codes, self.counts = np.unique(codes, return_counts=True)
         else:

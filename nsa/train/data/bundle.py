@@ -13,6 +13,7 @@ from nsa.errors import check
 from nsa.train.config import DataConfig
 from nsa.train.data.documents import (
     SIDES,
+    Side,
     corpus_files,
     folder_files,
     num_bytes,
@@ -23,7 +24,7 @@ from nsa.train.data.reader import Origin
 from nsa.train.data.sampler import Sampler
 from nsa.train.data.shards import open_shards
 from nsa.train.data.source import DataUnavailableError, TextSource, TokenSource
-from nsa.train.data.stream import StreamSampler, StreamSource, read_validation
+from nsa.train.data.stream import StreamSampler, StreamSource, read_held_out
 from nsa.train.data.synthetic import TASKS, SyntheticSource
 from nsa.train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
 
@@ -38,13 +39,17 @@ class DataBundle:
 
     Attributes:
         train: windows to train on.
-        validation: windows for validation; no text of theirs is in ``train``.
+        validation: windows for validation, by which choices are made; no text of theirs is in
+            ``train``.
+        test: windows on which results are reported, of no text of the others; None without a test
+            split.
         tokenizer: of both.
         description: what the data are, for the log and the run folder; plain JSON types.
     """
 
     train: TokenSource
     validation: TokenSource
+    test: TokenSource | None
     tokenizer: Tokenizer
     description: dict[str, Any]
 
@@ -111,10 +116,10 @@ def _described(data: DataBundle, description: dict[str, Any], seq_len: int) -> D
         "tokenizer_fingerprint": data.tokenizer.fingerprint,
         "vocab_size": data.tokenizer.vocab_size,
     }
-    for side, name in zip(SIDES, ("training", "validation"), strict=True):
+    for side, name in zip(SIDES, ("training", "validation", "test"), strict=True):
         source = getattr(data, side)
-        if isinstance(source, StreamSource):
-            continue  # its length is not known
+        if source is None or isinstance(source, StreamSource):
+            continue  # the length of a stream is not known
         windows = description[f"{side}_windows"] = source.num_windows(seq_len)
         if isinstance(source, TextSource):
             tokens = description[f"{side}_tokens"] = source.num_tokens
@@ -126,7 +131,9 @@ def _described(data: DataBundle, description: dict[str, Any], seq_len: int) -> D
 
 
 def _open_task(task: str, tokenizer: Tokenizer, seed: int, seq_len: int) -> DataBundle:
-    train, validation = (SyntheticSource(task, side, seed, tokenizer.vocab_size) for side in SIDES)
+    train, validation = (
+        SyntheticSource(task, side, seed, tokenizer.vocab_size) for side in SIDES[:2]
+    )
     description = {
         "source": task,
         "synthetic": True,
@@ -134,7 +141,7 @@ def _open_task(task: str, tokenizer: Tokenizer, seed: int, seq_len: int) -> Data
         "seed": seed,
         "ideal_loss_nats": train.ideal_loss,
     }
-    return _described(DataBundle(train, validation, tokenizer, {}), description, seq_len)
+    return _described(DataBundle(train, validation, None, tokenizer, {}), description, seq_len)
 
 
 def _open_files(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
@@ -144,28 +151,32 @@ def _open_files(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
         files = stdlib_files()
     else:
         files = folder_files(str(config.path), config.pattern)
-    split = split_documents(files.documents, config.validation_fraction)
+    split = split_documents(files.documents, *config.fractions)
     if tokenizer is None:
         tokenizer = make_tokenizer(config, (document.text for document in split.train))
     size = num_bytes(split.validation)
     description: dict[str, Any] = {
         "provenance": files.provenance,
         "split_rule": split.rule,
-        "validation_share": size / (size + num_bytes(split.train)),
+        "validation_share": size / sum(map(num_bytes, split[:3])),
         "validation_names": [document.name for document in split.validation[:_NAMES_SHOWN]],
         "duplicates_left_out": split.num_duplicates,
         "unreadable_left_out": len(files.skipped),
     }
-    sources = []
-    for side, documents in zip(SIDES, (split.train, split.validation), strict=True):
+    sources: list[TextSource | None] = []
+    for side, documents in zip(SIDES, split[:3], strict=True):
+        if not documents:
+            sources.append(None)  # a test split is not wanted
+            continue
         description[f"{side}_documents"] = len(documents)
         description[f"{side}_bytes"] = num_bytes(documents)
         # It covers the text and where one document ends.
         description[f"{side}_sha256"] = _sha256(document.sha256 for document in documents)
         tokens = tokenizer.encode_documents([document.text for document in documents])
         sources.append(TextSource(tokens, tokenizer.separator_id, tokenizer.token_bytes))
-    train, validation = sources
-    return DataBundle(train, validation, tokenizer, description)
+    train, validation, test = sources
+    assert train is not None and validation is not None, "split_documents leaves text on both"
+    return DataBundle(train, validation, test, tokenizer, description)
 
 
 def _open_shards(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
@@ -180,22 +191,26 @@ def _open_shards(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
         "split_rule": "hash",
         "validation_fraction": index["request"]["validation_fraction"],
     }
-    for side, found in index["sides"].items():
+    sides = index["sides"]
+    for side, found in sides.items():
         description[f"{side}_documents"] = found["documents"]
         description[f"{side}_bytes"] = found["text_bytes"]
         hashes = (shard["tokens_sha256"] for shard in found["shards"])
         description[f"{side}_sha256"] = _sha256(hashes)
-    return DataBundle(folder.source("train"), folder.source("validation"), ours, description)
+    if "test" in sides:
+        description["test_fraction"] = index["request"]["test_fraction"]
+    test = folder.source("test") if "test" in sides else None
+    train, validation = folder.source("train"), folder.source("validation")
+    return DataBundle(train, validation, test, ours, description)
 
 
 def _open_stream(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
     tokenizer = tokenizer or make_tokenizer(config, ())
     revision = config.revision
     origin = Origin(str(config.path), config.subset, config.split, revision, config.text_field)
-    found, documents = read_validation(origin, tokenizer, config)
+    found, held_out = read_held_out(origin, tokenizer, config)
     origin = replace(origin, revision=found.revision)
-    train, tokens = StreamSource(origin, tokenizer, config), [row.tokens for row in documents]
-    validation = TextSource(tokens, tokenizer.separator_id, tokenizer.token_bytes)
+    train = StreamSource(origin, tokenizer, config)
     # Files on this machine may lie elsewhere when the run is resumed.
     name = origin.source if found.revision else "Files on this machine"
     description = {
@@ -204,11 +219,19 @@ def _open_stream(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
         "validation_fraction": config.validation_fraction,
         "revision": found.revision,
         "files_fingerprint": found.fingerprint,
-        "validation_documents": len(documents),
-        "validation_bytes": sum(row.num_bytes for row in documents),
-        "validation_sha256": hashlib.sha256(validation.tokens.tobytes()).hexdigest(),
     }
-    return DataBundle(train, validation, tokenizer, description)
+    if config.test_fraction:
+        description["test_fraction"] = config.test_fraction
+    sources: dict[Side, TextSource] = {}
+    for side, rows in held_out.items():
+        tokens = [row.tokens for row in rows]
+        source = TextSource(tokens, tokenizer.separator_id, tokenizer.token_bytes)
+        description[f"{side}_documents"] = len(rows)
+        description[f"{side}_bytes"] = sum(row.num_bytes for row in rows)
+        description[f"{side}_sha256"] = hashlib.sha256(source.tokens.tobytes()).hexdigest()
+        sources[side] = source
+    validation, test = sources["validation"], sources.get("test")
+    return DataBundle(train, validation, test, tokenizer, description)
 
 
 def _provenance(source: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Where text comes from (one document is one file), and its split into training and validation.
+"""Where text comes from (one document is one file), and its split: train, validation, test.
 
 Text is split before it is tokenised. So a tokenizer trained here sees training text alone, no token
 spans the border, and each side becomes an array of its own: a window cannot reach from one into the
@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple
 
 from nsa.errors import check
 
-Side = Literal["train", "validation"]
-SIDES: tuple[Side, Side] = ("train", "validation")
+Side = Literal["train", "validation", "test"]
+SIDES: tuple[Side, Side, Side] = ("train", "validation", "test")
 
 _CORPUS = Path(__file__).with_name("corpus")
 _PLAYS = (
@@ -70,17 +70,19 @@ class TextFiles(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Training and validation text: no text, and no byte of a document, is on both sides.
+    """The sides of a text: no text, and no byte of a document, is on two of them.
 
     Attributes:
         train: training documents.
         validation: validation documents.
-        rule: ``documents`` (validation takes whole ones) or ``tail`` (the end of the text).
+        test: test documents; none without a share for them.
+        rule: ``documents`` (whole ones are set aside) or ``tail`` (the end of the text).
         num_duplicates: documents left out because another has the same content.
     """
 
     train: Sequence[Document]
     validation: Sequence[Document]
+    test: Sequence[Document]
     rule: str
     num_duplicates: int
 
@@ -95,15 +97,18 @@ def identity_of(text: bytes) -> str:
     return hashlib.sha256(text.rstrip(b"\r\n")).hexdigest()
 
 
-def side_of(text: bytes, validation_fraction: float) -> Side:
-    """The side of a document of a data set: validation if its hash is below the fraction.
+def side_of(text: bytes, validation_fraction: float, test_fraction: float = 0.0) -> Side:
+    """The side of a document of a data set, by its hash.
 
-    That is the SHA-256 of its text, newlines at its end apart, as a number from 0 to 1. A
-    document's side depends on its text alone. So the sides share no document, whatever the order
-    and the number of copies, and a data set that grows moves none from one side to the other.
+    That is the SHA-256 of its text, newlines at its end apart, as a number from 0 to 1: validation
+    below the first fraction, test below the sum of both. A document's side depends on its text
+    alone. So the sides share no document, whatever the order and the number of copies, and a data
+    set that grows moves none from one side to another. Validation is the same without a test side.
     """
     number = int(identity_of(text)[:16], 16)
-    return "validation" if number < validation_fraction * 2**64 else "train"
+    if number < validation_fraction * 2**64:
+        return "validation"
+    return "test" if number < (validation_fraction + test_fraction) * 2**64 else "train"
 
 
 def fault_of_text(text: bytes) -> str:
@@ -193,21 +198,24 @@ def _read(
     return files
 
 
-def split_documents(documents: Sequence[Document], validation_fraction: float) -> Split:
-    """Set a share of the text aside for validation.
+def split_documents(
+    documents: Sequence[Document], validation_fraction: float, test_fraction: float = 0.0
+) -> Split:
+    """Set a share of the text aside for validation, and then another one for the test.
 
-    Documents with the same content, final newlines apart, count once. Validation takes whole
-    documents where they can make up the share: in the order of their content's SHA-256, each that
-    still fits. If they reach less than 0.8 of it (few documents, or large ones), it takes the end
-    of the text: whole documents from the last backwards, and the tail of the one that the border
-    falls in, cut after a line if one ends nearby.
+    Documents with the same content, final newlines apart, count once. Each share takes whole
+    documents where they can make it up: in the order of their content's SHA-256, each that still
+    fits. If they reach less than 0.8 of it (few documents, or large ones), it takes the end of what
+    is left: whole documents from the last backwards, and the tail of the one that the border falls
+    in, cut after a line if one ends nearby.
 
-    Validation documents taken by hash keep that order, so that the first windows of validation are
-    a fair sample; all others keep their own order.
+    Documents taken by hash keep that order; all others keep their own.
 
     Args:
         documents: in a fixed order.
         validation_fraction: share of the bytes for validation, above 0 and at most 0.5.
+        test_fraction: share of the bytes for the test; 0 for none. Validation does not depend on
+            it.
 
     Raises:
         ValueError: there is too little text to divide.
@@ -215,26 +223,42 @@ def split_documents(documents: Sequence[Document], validation_fraction: float) -
     first: dict[str, Document] = {}
     for document in documents:
         first.setdefault(document.identity, document)
-    train = list(first.values())
-    num_duplicates = len(documents) - len(train)
-    target = validation_fraction * num_bytes(train)
-    validation, size, rule = list[Document](), 0, "documents"
-    for document in sorted(train, key=lambda document: document.sha256):
+    rest = list(first.values())
+    num_duplicates, size = len(documents) - len(rest), num_bytes(rest)
+    sides, rules, taken = dict[Side, list[Document]](train=rest), set[str](), set[str]()
+    shares: dict[Side, float] = {"validation": validation_fraction, "test": test_fraction}
+    for side, share in shares.items():
+        if share > 0:
+            sides["train"], sides[side], rule = _set_aside(sides["train"], share * size)
+            rules.add(rule)
+    for side in ("validation", "test", "train"):
+        # A tail that was cut off may equal a document of another side.
+        found = sides.get(side, [])
+        kept = [document for document in found if document.identity not in taken]
+        num_duplicates += len(found) - len(kept)
+        taken |= {document.identity for document in kept}
+        is_wanted = shares.get(side, 1) > 0
+        hint = "There is too little text to divide."
+        check(bool(kept) or not is_wanted, "split_documents", side, "hold text", "0 bytes", hint)
+        sides[side] = kept
+    rule = "tail" if "tail" in rules else "documents"
+    return Split(sides["train"], sides["validation"], sides["test"], rule, num_duplicates)
+
+
+def _set_aside(
+    documents: Sequence[Document], target: float
+) -> tuple[list[Document], list[Document], str]:
+    """What is left of documents, what makes up ``target`` bytes of them, and by which rule."""
+    taken, size = list[Document](), 0
+    for document in sorted(documents, key=lambda document: document.sha256):
         if size + len(document.text) <= target:
-            validation.append(document)
+            taken.append(document)
             size += len(document.text)
     if not size >= _ACCEPTED_SHARE * target > 0:
-        train, validation = _tail(train, target)
-        rule = "tail"
-    # A training document may also equal the tail that was cut off another one.
-    taken = {document.identity for document in validation}
-    kept = [document for document in train if document.identity not in taken]
-    if rule == "tail":
-        num_duplicates += len(train) - len(kept)
-    for side, of_side in zip(SIDES, (kept, validation), strict=True):
-        hint = "There is too little text to divide."
-        check(bool(of_side), "split_documents", side, "hold text", "0 bytes", hint)
-    return Split(kept, validation, rule, num_duplicates)
+        return *_tail(documents, target), "tail"
+    identities = {document.identity for document in taken}
+    rest = [document for document in documents if document.identity not in identities]
+    return rest, taken, "documents"
 
 
 def _tail(documents: Sequence[Document], target: float) -> tuple[list[Document], list[Document]]:

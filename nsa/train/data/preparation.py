@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from nsa.errors import check, fail
+from nsa.train.config import check_fractions
 from nsa.train.data.documents import SIDES, Side
 from nsa.train.data.reader import Found, Origin, Place, read_documents
 from nsa.train.data.shard_writer import ShardWriter
@@ -30,6 +31,7 @@ _LOCK = "prepare.lock"
 _OURS = {INDEX, PROGRESS, STAMP, TOKENIZER, _LOCK}
 _COMMIT_S = 5.0  # at most so much work is done twice after an interruption
 _BPE_SAMPLE_BYTES = 64 << 20
+_OPTIONS = ("--validation-fraction", "--test-fraction")
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -44,6 +46,7 @@ class PrepareConfig:
         tokenizer_path: a ``tokenizers`` JSON file, for ``file``.
         bpe_vocab_size: vocabulary of ``bpe``, separator included.
         validation_fraction: share of the documents for validation, by hash.
+        test_fraction: share of the documents for the test, by hash; 0 for none.
         max_tokens: end with the document that brings the training text to so many tokens; None
             takes everything.
         shard_tokens: a shard ends with the document that brings it to so many tokens.
@@ -55,19 +58,29 @@ class PrepareConfig:
     tokenizer_path: str | None = None
     bpe_vocab_size: int = 8192
     validation_fraction: float = 0.005
+    test_fraction: float = 0.0
     max_tokens: int | None = None
     shard_tokens: int = 100_000_000
     licence: str | None = None
 
     def __post_init__(self) -> None:
-        share, rule = self.validation_fraction, "be above 0 and at most 0.5"
-        check(0 < share <= 0.5, "prepare", "--validation-fraction", rule, share)
+        check_fractions("prepare", *self.fractions, _OPTIONS)
         limit, size = self.max_tokens, self.shard_tokens
         check(limit is None or limit > 0, "prepare", "--max-tokens", "be positive", limit)
         check(size > 0, "prepare", "--shard-tokens", "be positive", size)
         path, rule = self.tokenizer_path, "be given with --tokenizer file and only then"
         is_wanted = self.tokenizer == "file"
         check((path is not None) == is_wanted, "prepare", "--tokenizer-path", rule, path)
+
+    @property
+    def fractions(self) -> tuple[float, float]:
+        """Shares of the documents for validation and test."""
+        return self.validation_fraction, self.test_fraction
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """The sides that there are to be."""
+        return SIDES if self.test_fraction else SIDES[:2]
 
 
 @dataclass
@@ -173,7 +186,7 @@ def _prepare(
         check(same, "prepare", str(path), f"have the fingerprint {wanted}", tokenizer.fingerprint)
     found, batches = read_documents(
         origin,
-        partial(tokenise, tokenizer, config.validation_fraction, SIDES),
+        partial(tokenise, tokenizer, config.fractions, SIDES),
         start=Place(*progress.place),
         time_limit_s=time_limit_s,
         threads=threads,
@@ -188,7 +201,9 @@ def _prepare(
             same = saved["found"]["fingerprint"] == found.fingerprint
             check(same, "prepare", "SOURCE", rule, others, hint)
         sizes, shards = (tokenizer.vocab_size, config.shard_tokens), (saved or {}).get("shards", {})
-        writers = {side: ShardWriter(folder, side, *sizes, shards.get(side, ())) for side in SIDES}
+        writers = {
+            side: ShardWriter(folder, side, *sizes, shards.get(side, ())) for side in config.sides
+        }
         report = Report(found, progress, writers)
         _commit(folder, config, tokenizer, report)
         on_progress(report)
@@ -207,11 +222,11 @@ def _prepare(
 
 def _training_sample(config: PrepareConfig, time_limit_s: float) -> list[bytes]:
     """Training text to learn a vocabulary from."""
-    share, texts = config.validation_fraction, list[bytes]()
+    texts = list[bytes]()
     _, batches = read_documents(config.origin, list, time_limit_s=time_limit_s)
     with closing(batches):
         for batch in batches:
-            texts += [text for text in batch.payload if kind_of(text, share) == "train"]
+            texts += [text for text in batch.payload if kind_of(text, config.fractions) == "train"]
             if sum(map(len, texts)) >= _BPE_SAMPLE_BYTES:
                 break
     return texts
@@ -255,13 +270,14 @@ def _finish(
 ) -> dict[str, Any]:
     """Write the index; nothing in it depends on when or in how many attempts data were prepared."""
     origin, (found, progress, writers) = config.origin, report
-    train, validation = (writer.total("documents") for writer in writers.values())
-    if not (train and validation):  # the next try may take another share
+    counts = {side: writer.total("documents") for side, writer in writers.items()}
+    if not all(counts.values()):  # the next try may take another share
         _remove_ours(folder)
-        rule, hint = "leave documents on both sides", "Take another share or more documents."
-        which = f"which leaves {train} documents for training and {validation} for validation"
-        share = f"{config.validation_fraction}, {which}"
-        fail("prepare", "--validation-fraction", rule, share, hint)
+        rule, hint = "leave documents on every side", "Take another share or more documents."
+        is_test = counts["train"] and counts["validation"]
+        name, share = list(zip(_OPTIONS, config.fractions, strict=True))[bool(is_test)]
+        left = " and ".join(f"{count} for {side}" for side, count in counts.items())
+        fail("prepare", name, rule, f"{share}, which leaves {left}", hint)
     index: dict[str, Any] = {
         "format": FORMAT,
         "request": asdict(config),
@@ -332,7 +348,7 @@ def _in_use(folder: Path) -> Iterator[None]:
 def _check_request(folder: Path, config: PrepareConfig, saved: dict[str, Any]) -> None:
     """Refuse a folder that another configuration has begun."""
     before, now = (
-        {**request, **request["origin"], "origin": None}
+        {"test_fraction": 0.0, **request, **request["origin"], "origin": None}
         for request in (saved["request"], asdict(config))
     )
     for name, value in now.items():

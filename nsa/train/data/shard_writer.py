@@ -23,7 +23,7 @@ class ShardWriter:
 
     Args:
         folder: where the files go.
-        side: ``train`` or ``validation``.
+        side: ``train``, ``validation`` or ``test``.
         vocab_size: of the tokens.
         shard_tokens: see above.
         committed: what :meth:`commit` returned before an interruption; everything written after it

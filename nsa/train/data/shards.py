@@ -90,13 +90,13 @@ class ShardFolder:
     def files(self) -> dict[Path, tuple[int, str]]:
         """Size in bytes and SHA-256 of each shard file, as the index says."""
         found: dict[Path, tuple[int, str]] = {}
-        for side in SIDES:
-            for shard in self.index["sides"][side]["shards"]:
+        for side in self.index["sides"].values():
+            for shard in side["shards"]:
                 found |= shard_files(self.path, shard, self.tokenizer.vocab_size)
         return found
 
     def source(self, side: Side) -> ShardSource:
-        """Windows of one side."""
+        """Windows of one side, one of ``index["sides"]``."""
         return ShardSource(self, side)
 
 
@@ -169,8 +169,9 @@ def _is_whole(index: dict[str, Any]) -> bool:
         index["source"].keys() >= _SOURCE_FIELDS,
         type(index["request"]["validation_fraction"]) is float,
     ]
-    for name in SIDES:
-        side = index["sides"][name]
+    sides = index["sides"]
+    fits.append(tuple(sides) in (SIDES, SIDES[:2]))  # those of before 0.2 have no test side
+    for name, side in sides.items():
         fits.append(type(side["text_bytes"]) is int)
         for number, shard in enumerate(side["shards"]):
             fits.append(shard.keys() == _SHARD_FIELDS and shard["name"] == f"{name}-{number:05d}")
@@ -213,7 +214,7 @@ class ShardSource(TextSource):
 
     Args:
         folder: opened by :func:`open_shards`.
-        side: ``train`` or ``validation``.
+        side: ``train``, ``validation`` or ``test``.
     """
 
     def __init__(self, folder: ShardFolder, side: Side) -> None:
@@ -237,7 +238,8 @@ class ShardSource(TextSource):
         pairs = zip(self._starts[first:last], self._shards[first:last], strict=True)
         return np.concatenate([shard[max(start - at, 0) : stop - at] for at, shard in pairs])
 
-    def _document_starts(self) -> Ids:
+    def document_starts(self) -> Ids:
+        """See :class:`TextSource`."""
         offsets = (np.fromfile(f"{path}.offsets", dtype=OFFSET_DTYPE) for path in self._paths)
         pairs = zip(self._starts, offsets, strict=True)
         return np.concatenate([start + of_shard.astype(np.int64) for start, of_shard in pairs])

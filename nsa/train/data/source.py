@@ -99,10 +99,11 @@ class TextSource(TokenSource):
 
     def most_sequences(self, seq_len: int, num_windows: int) -> int | None:
         """See :class:`TokenSource`."""
-        starts = self._document_starts()
+        starts = self.document_starts()
         end = self.num_windows(seq_len) * seq_len
         counts = np.bincount(starts[(starts % seq_len != 0) & (starts < end)] // seq_len)
         return num_windows + int(np.sort(counts)[::-1][:num_windows].sum())
 
-    def _document_starts(self) -> Ids:
-        return np.flatnonzero(self.tokens == self.separator_id) + 1
+    def document_starts(self) -> Ids:
+        """Number of the first token of each document: int64 ``[num_documents]``, ascending."""
+        return np.append(0, np.flatnonzero(self.tokens == self.separator_id) + 1)[:-1]

@@ -13,6 +13,7 @@ import numpy as np
 
 from nsa.errors import check, fail
 from nsa.train.config import DataConfig
+from nsa.train.data.documents import SIDES, Side
 from nsa.train.data.reader import Found, Origin, Place, read_documents
 from nsa.train.data.sampler import Sampler
 from nsa.train.data.source import TokenSource
@@ -46,15 +47,15 @@ class StreamSource(TokenSource):
     Args:
         origin: what to read.
         tokenizer: with a separator.
-        config: its ``validation_fraction`` says which documents are left out, its ``time_limit_s``
-            when to give up reading.
+        config: its ``fractions`` say which documents are left out, its ``time_limit_s`` when to
+            give up reading.
     """
 
     def __init__(self, origin: Origin, tokenizer: Tokenizer, config: DataConfig) -> None:
         self.separator_id = tokenizer.separator_id
         self.token_bytes = tokenizer.token_bytes
         self._origin, self._time_limit_s = origin, config.time_limit_s
-        self._tokenise = partial(tokenise, tokenizer, config.validation_fraction, ("train",))
+        self._tokenise = partial(tokenise, tokenizer, config.fractions, ("train",))
         self._documents: deque[_Document] = deque()  # those of the latest window, and behind it
         self._end = 0  # number of the first token of the next document
         self._coming = self._read(0, Place())
@@ -176,22 +177,26 @@ class StreamSampler(Sampler):
         self._place = {name: state[name] for name in BEGINNING}
 
 
-def read_validation(
+def read_held_out(
     origin: Origin,
     tokenizer: Tokenizer,
     config: DataConfig,
-) -> tuple[Found, list[Row]]:
-    """The first validation documents of a data set.
+) -> tuple[Found, dict[Side, list[Row]]]:
+    """The first validation documents of a data set and, with a share for them, test documents.
 
-    It is read from its beginning until they have ``config.validation_tokens``, or it ends.
+    It is read from its beginning until each side has ``config.validation_tokens``, or it ends.
     """
-    transform = partial(tokenise, tokenizer, config.validation_fraction, ("validation",))
+    sides = SIDES[1:] if config.test_fraction else SIDES[1:2]
+    transform = partial(tokenise, tokenizer, config.fractions, sides)
     found, batches = read_documents(origin, transform, time_limit_s=config.time_limit_s)
-    documents, size = list[Row](), 0
+    documents: dict[Side, list[Row]] = {side: [] for side in sides}
+    missing = dict.fromkeys(sides, config.validation_tokens)
     with closing(batches):
         for row in chain.from_iterable(batch.payload for batch in batches):
-            documents += [row] if row.tokens.size else []
-            size += len(row.tokens)
-            if size >= config.validation_tokens:
-                break
+            side = row.kind
+            if (side == "validation" or side == "test") and missing.get(side, 0) > 0:
+                documents[side].append(row)
+                missing[side] -= len(row.tokens)
+                if max(missing.values()) <= 0:
+                    break
     return found, documents

@@ -10,7 +10,8 @@ import numpy as np
 from nsa.train.data.documents import Side, fault_of_text, side_of
 from nsa.train.data.tokenizer import Tokenizer, Tokens
 
-Kind = Literal["train", "validation", "empty", "unreadable"]
+Kind = Literal["train", "validation", "test", "empty", "unreadable"]
+Fractions = tuple[float, float]  # of validation and test, see side_of
 _NO_TOKENS = np.empty(0, dtype=np.uint8)
 
 
@@ -31,7 +32,7 @@ class Row(NamedTuple):
 
 def tokenise(
     tokenizer: Tokenizer,
-    validation_fraction: float,
+    fractions: Fractions,
     sides: Sequence[Side],
     texts: Sequence[bytes],
 ) -> list[Row]:
@@ -39,11 +40,11 @@ def tokenise(
 
     Args:
         tokenizer: with a separator.
-        validation_fraction: see :func:`nsa.train.data.documents.side_of`.
+        fractions: of validation and test, see :func:`nsa.train.data.documents.side_of`.
         sides: those whose documents are tokenised.
         texts: empty for a row without one.
     """
-    kinds = [kind_of(text, validation_fraction) for text in texts]
+    kinds = [kind_of(text, fractions) for text in texts]
     wanted = [text for text, kind in zip(texts, kinds, strict=True) if kind in sides]
     encoded = iter(tokenizer.encode_documents(wanted))
     return [
@@ -52,8 +53,8 @@ def tokenise(
     ]
 
 
-def kind_of(text: bytes, validation_fraction: float) -> Kind:
+def kind_of(text: bytes, fractions: Fractions) -> Kind:
     """See :class:`Row`."""
     if not text:
         return "empty"
-    return "unreadable" if fault_of_text(text) else side_of(text, validation_fraction)
+    return "unreadable" if fault_of_text(text) else side_of(text, *fractions)

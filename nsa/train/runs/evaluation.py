@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from nsa.errors import check
+import numpy as np
+
+from nsa.errors import check, fail
 from nsa.train.checkpoint import find_checkpoint, read_meta
 from nsa.train.config import TrainConfig
 from nsa.train.data import (
@@ -16,9 +19,17 @@ from nsa.train.data import (
     TokenSource,
     bigram_bits_per_byte,
     open_data,
-    validation_batches,
+    spread,
 )
-from nsa.train.evaluation import RollingWindows, evaluate
+from nsa.train.data.tokenizer import Ids
+from nsa.train.evaluation import (
+    Measurement,
+    RollingWindows,
+    SplitWindows,
+    Windows,
+    measure,
+    paired_difference,
+)
 from nsa.train.execution.precision import choose_device
 from nsa.train.loss import NextTokenLoss
 from nsa.train.run_folder import RunFolder
@@ -26,7 +37,8 @@ from nsa.train.runs.inference import load_model
 from nsa.train.runs.texts import read_text
 
 _BIGRAM_TOKENS = 1 << 24
-_SAME_DATA = ("train_sha256", "validation_sha256", "tokenizer_fingerprint")
+_SAME_DATA = ("train_sha256", "validation_sha256", "test_sha256", "tokenizer_fingerprint")
+Split = Literal["validation", "test"]
 
 
 class Finding(NamedTuple):
@@ -44,38 +56,50 @@ def evaluate_run(
     folder: RunFolder,
     *,
     checkpoint: str = "last",
+    against: RunFolder | None = None,
+    split: Split = "validation",
     text: str | None = None,
+    seq_len: int | None = None,
     device: str = "auto",
     num_windows: int | None = None,
     micro_batch: int | None = None,
 ) -> Iterator[Finding]:
-    """Measure a checkpoint of a run on its validation data, or on any other text.
+    """Measure a checkpoint of a run on a split of its data or on any other text.
 
     Args:
         folder: the run.
         checkpoint: ``last``, ``best`` or a number of optimizer steps.
-        text: file or folder of text, ``-`` for standard input; None takes the run's validation
-            data.
+        against: another run, measured on the same windows and compared document by document.
+        split: ``validation`` or ``test``.
+        text: file or folder of text, ``-`` for standard input; None takes the split.
+        seq_len: tokens of a window; None takes the run's.
         device: ``auto``, ``cpu`` or ``cuda``.
-        num_windows: windows to measure, the first ones; None for all.
+        num_windows: windows to measure, spread over all of the text; None for all.
         micro_batch: windows computed at a time; None takes the run's.
 
     Yields:
         Findings, each as soon as it is known.
 
     Raises:
-        ValueError: no such checkpoint, no such device, no text, or data that are no longer those of
-            the run.
+        ValueError: no such checkpoint, no such split, no such device, no text, data that are no
+            longer those of the run, or a run on other data to compare with.
     """
     config = folder.load_config()
-    check(num_windows is None or num_windows > 0, "eval", "--windows", "be positive", num_windows)
+    seq_len = config.seq_len if seq_len is None else seq_len
     size = config.micro_batch if micro_batch is None else micro_batch
-    check(size > 0, "eval", "--micro-batch", "be positive", micro_batch)
+    for name, value in (("windows", num_windows), ("micro-batch", size), ("seq-len", seq_len)):
+        check(value is None or value > 0, "eval", f"--{name}", "be positive", value)
+    is_split = text is None or split == "validation"
+    check(is_split, "eval", "--split", "be left out with --text", split)
     place, path = choose_device(device), find_checkpoint("eval", folder.checkpoints, checkpoint)
+    other = None
+    if against is not None:
+        other = find_checkpoint("eval", against.checkpoints, checkpoint)
+        _check_comparable(path, other, split if text is None else None)
     # a mistyped path is refused first
-    given = None if text is None else read_text("eval", folder, text)
+    source = None if text is None else read_text("eval", folder, text)
     model, step = load_model(config.model, path, place)
-    data = _open_data(folder, config, path) if given is None else None
+    data = _open_data(folder, config, path) if source is None else None
     parameters = model.num_parameters()["total"]
     yield Finding(f"model: {model.parameter_summary()}", {"parameters": parameters})
     yield _finding(
@@ -85,42 +109,108 @@ def evaluate_run(
         device=place.type,
         compute_dtype=config.compute_dtype,
     )
-    name: str
+    windows: Windows
+    where: tuple[str, str] = split, config.data.source
     if data is not None:
-        kind, name = "validation", config.data.source
-        available = data.validation.num_windows(config.seq_len)
-        windows = min(num_windows or available, available)
-        sizes, is_masked = (config.seq_len, size, windows), config.data.document_mask
-        batches = validation_batches(data.validation, *sizes, document_mask=is_masked)
+        held_out = _split_of(data, split, seq_len)
+        windows = SplitWindows(held_out, seq_len, document_mask=config.data.document_mask)
     else:
-        assert given is not None
-        kind, name = "text", "standard input" if text == "-" else str(text)
-        rolling = RollingWindows(given, config.seq_len)
-        available = len(rolling)
-        windows = min(num_windows or available, available)
-        batches = rolling.batches(size, windows)
-    loss = NextTokenLoss(model, config.loss_chunk)
-    result = evaluate(loss, batches, compute_dtype=config.compute_dtype)
+        assert source is not None
+        where = "text", "standard input" if text == "-" else str(text)
+        windows = RollingWindows(source, seq_len)
+    number = min(num_windows or len(windows), len(windows))
+    measured = partial(measure, windows=windows, micro_batch=size, num_windows=number)
+    measured = partial(measured, compute_dtype=config.compute_dtype)
+    result = measured(NextTokenLoss(model, config.loss_chunk))
+    yield from _totals(result, windows, number, *where)
+    if data is not None:
+        bits, chosen = result.figures()["bits_per_byte"], spread(number, len(windows))
+        yield from _compared(data, held_out, bits, seq_len, chosen)
+    if against is not None and other is not None:
+        del model
+        second = against.load_config()
+        model, step = load_model(second.model, other, place)
+        loss = NextTokenLoss(model, second.loss_chunk)
+        yield from _paired(against, step, result, measured(loss))
+
+
+def _totals(
+    result: Measurement, windows: Windows, number: int, kind: str, name: str
+) -> Iterator[Finding]:
+    figures = result.figures()
     yield _finding(
         kind + ": {windows} of {windows_available} windows of {seq_len} tokens, "
         "{num_targets:,.0f} targets that spell {num_bytes:,.0f} bytes of {text}",
+        split=None if kind == "text" else kind,
         text=name,
-        windows=windows,
-        windows_available=available,
-        seq_len=config.seq_len,
-        num_targets=result["num_targets"],
-        num_bytes=result["num_bytes"],
+        windows=number,
+        windows_available=len(windows),
+        seq_len=windows.seq_len,
+        num_targets=figures["num_targets"],
+        num_bytes=figures["num_bytes"],
     )
-    yield _finding("loss: {loss_nats:.4f} nats per token", loss_nats=result["loss_nats"])
-    bits = result["bits_per_byte"]
-    yield _finding("bits per byte: {bits_per_byte:.4f}", bits_per_byte=bits)
-    if data is not None:
-        yield from _compared(data, bits, windows * config.seq_len)
+    yield _finding("loss: {loss_nats:.4f} nats per token", loss_nats=figures["loss_nats"])
+    yield _finding("bits per byte: {bits_per_byte:.4f}", bits_per_byte=figures["bits_per_byte"])
+    yield _positions(result)
 
 
-# --- validation data ------------------------------------------------------------------------------
-def _compared(data: DataBundle, figure: float, num_targets: int) -> Iterator[Finding]:
-    """Baselines for the model's figure on the first ``num_targets`` targets."""
+def _positions(result: Measurement) -> Finding:
+    """Loss by the tokens of context that a target is predicted from."""
+    bins = result.by_position()
+    shown = (f"{bin['first']:.0f}: {bin['loss_nats']:.3f}" for bin in bins)
+    line = "nats per token by tokens of context, from: " + ", ".join(shown)
+    return Finding(line, {"positions": bins})
+
+
+# --- another run ----------------------------------------------------------------------------------
+def _check_comparable(first: Path, second: Path, split: Split | None) -> None:
+    """Refuse a run with another tokenizer, or one that may have been trained on the split."""
+    ours, theirs = (read_meta(path)["data"] for path in (first, second))
+    names = ["tokenizer_fingerprint"]
+    if split is not None:
+        names += ["source", "seed"] if ours.get("synthetic") else [f"{split}_sha256"]
+    for name in names:
+        old, new = ours.get(name), theirs.get(name)
+        rule = f"be a run whose data have the same {name} ({old})"
+        check(old == new, "eval", "--against", rule, new)
+
+
+def _paired(
+    against: RunFolder, step: int, first: Measurement, second: Measurement
+) -> Iterator[Finding]:
+    figures = {
+        f"against_{name}": value
+        for name, value in second.figures().items()
+        if name in ("loss_nats", "bits_per_byte")
+    }
+    positions = second.by_position()
+    line = "against step {against_step} of {against}: {against_bits_per_byte:.4f} bits per byte"
+    found = _finding(line, against=str(against.path), against_step=step, **figures)
+    yield Finding(found.line, found.figures | {"against_positions": positions})
+    yield _finding(
+        "difference: {difference_bits_per_byte:+.4f} bits per byte, 95% interval "
+        "{difference_low:+.4f} to {difference_high:+.4f} over {num_documents:,} documents",
+        **paired_difference(first, second),
+    )
+
+
+# --- data of the run ------------------------------------------------------------------------------
+def _split_of(data: DataBundle, split: Split, seq_len: int) -> TokenSource:
+    source = data.test if split == "test" else data.validation
+    if source is None:
+        hint = "Set data.test_fraction, or prepare shards with --test-fraction, for new runs."
+        fail("eval", "--split", "be validation for this run, whose data have no test", split, hint)
+    if source.num_windows(seq_len) == 0:
+        assert isinstance(source, TextSource)
+        rule = f"be below the {source.num_tokens} tokens of the {split} text"
+        fail("eval", "--seq-len", rule, seq_len)
+    return source
+
+
+def _compared(
+    data: DataBundle, source: TokenSource, figure: float, seq_len: int, windows: list[int]
+) -> Iterator[Finding]:
+    """Baselines for the model's figure on windows of a split."""
     if data.description["synthetic"]:
         line = (
             "lowest possible loss: {ideal_loss_nats:.4f} nats per token (synthetic task, no text)"
@@ -133,13 +223,15 @@ def _compared(data: DataBundle, figure: float, num_targets: int) -> Iterator[Fin
         )
         yield Finding(f"no bigram baseline: {why}", {})
         return
-    train, validation = (_in_memory(source) for source in (data.train, data.validation))
-    bigram = bigram_bits_per_byte(train, validation, num_targets=num_targets)
+    train = _in_memory(data.train)
+    assert isinstance(source, TextSource), "a split without text"
+    tokens: Ids = np.stack([source.window(seq_len, index) for index in windows])
+    bigram = bigram_bits_per_byte(train, source, windows=tokens)
     is_part = train.num_tokens < data.description["train_tokens"]
     counted = f"{train.num_tokens:,} tokens of" if is_part else "the"
     yield _finding(
         "bigram baseline: {bigram_bits_per_byte:.4f} bits per byte, "
-        f"counted on {counted} training text, measured on the same validation text",
+        f"counted on {counted} training text, measured on the same windows",
         bigram_bits_per_byte=bigram,
     )
     difference = bigram - figure
@@ -147,12 +239,11 @@ def _compared(data: DataBundle, figure: float, num_targets: int) -> Iterator[Fin
     yield Finding(f"the model is {verdict} than the bigram baseline", {})
 
 
-def _in_memory(source: TokenSource) -> TextSource:
+def _in_memory(source: TextSource) -> TextSource:
     """Text in memory; of shards only as much as a bigram model needs."""
     if isinstance(source, ShardSource):
         first = source.read(0, _BIGRAM_TOKENS)
         return TextSource([first], source.separator_id, source.token_bytes)
-    assert isinstance(source, TextSource), "a source without text"
     return source
 
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from nsa.train.data import IGNORED_TARGET, Batch, TextSource, collate, validation_batches
+from nsa.train.data import IGNORED_TARGET, Batch, TextSource, collate, spread, validation_batches
 from nsa.train.data.synthetic import SyntheticSource
 
 BYTES = np.ones(256, dtype=np.int64)
@@ -65,12 +65,23 @@ def test_masked_targets_of_a_source_are_left_out():
     ("micro_batch", "num_windows", "sizes"),
     [(1, 7, [10] * 7), (3, 7, [30, 30, 10]), (100, 7, [70]), (4, 10**6, [40, 40, 20])],
 )
-def test_validation_batches_go_through_the_first_windows_in_order(micro_batch, num_windows, sizes):
+def test_validation_batches_hold_windows_from_all_of_the_text(micro_batch, num_windows, sizes):
     source = source_of("".join(chr(33 + i % 90) for i in range(100)))
     batches = list(validation_batches(source, 10, micro_batch, num_windows, document_mask=True))
     assert [len(batch.tokens) for batch in batches] == sizes
     tokens = torch.cat([batch.tokens for batch in batches])
-    assert tokens.tolist() == source.tokens[: sum(sizes)].tolist()
+    first = {7: [0, 1, 2, 4, 5, 7, 8], 10**6: range(10)}  # numbers of 10 windows
+    places = [10 * index + k for index in first[num_windows] for k in range(10)]
+    assert tokens.tolist() == source.tokens[places].tolist()
+
+
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_windows_are_spread_evenly(number, available):
+    chosen = spread(number, available)
+    assert len(chosen) == min(number, available)
+    assert chosen[0] == 0 <= chosen[-1] < available
+    steps = np.diff([*chosen, available])
+    assert {*steps} <= {available // len(chosen), -(-available // len(chosen))}
 
 
 def test_no_windows_are_an_error():

@@ -76,12 +76,15 @@ def test_bytes_not_tokens_are_the_unit():
         assert bigram_bits_per_byte(*sources) * size == pytest.approx(math.log2(3), rel=0.01)
 
 
-def test_first_targets_alone_can_be_measured():
+def test_windows_alone_can_be_measured():
     train, _ = markov_source(3_000, seed=2)
     easy, hard = np.full(200, 97), np.random.default_rng(0).integers(97, 105, size=200)
     both = source_of(np.concatenate((easy, hard)))
-    first = bigram_bits_per_byte(train, both, num_targets=199)
+    first = bigram_bits_per_byte(train, both, windows=both.window(199, 0)[None])
     assert first == bigram_bits_per_byte(train, source_of(easy))
+    halves = np.stack([both.window(99, index) for index in (0, 1)])
+    overlapping = bigram_bits_per_byte(train, source_of(easy[:199]), windows=halves)
+    assert overlapping == pytest.approx(first, rel=1e-12), "no pair across windows"
     assert first != pytest.approx(bigram_bits_per_byte(train, both), rel=1e-3)
 
 

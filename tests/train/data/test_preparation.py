@@ -10,17 +10,19 @@ import numpy as np
 import pytest
 
 from nsa.errors import UserError
-from nsa.train.data import Origin, PrepareConfig, open_shards, preparation, prepare
+from nsa.train.config import DataConfig
+from nsa.train.data import Origin, PrepareConfig, open_data, open_shards, preparation, prepare
 from nsa.train.data.documents import SIDES, side_of
-from nsa.train.data.shards import INDEX, OFFSET_DTYPE, PROGRESS, STAMP
+from nsa.train.data.shards import INDEX, OFFSET_DTYPE, PROGRESS, STAMP, index_digest
 from tests.train.data.data_sets import make_texts, write_folder, write_jsonl, write_parquet
 
 TEXTS = make_texts(300)
-SHARE = 0.2
+SHARE, TEST_SHARE = 0.2, 0.1
 
 
 def config_of(source: Path, **changes: Any) -> PrepareConfig:
-    settings = {"tokenizer": "byte", "validation_fraction": SHARE, "shard_tokens": 20_000}
+    settings = {"tokenizer": "byte", "validation_fraction": SHARE, "test_fraction": TEST_SHARE}
+    settings["shard_tokens"] = 15_000
     return PrepareConfig(Origin(str(source)), **{**settings, **changes})
 
 
@@ -56,7 +58,7 @@ def test_shards_hold_the_documents_of_each_side_in_order(tokenizer, source, tmp_
     shards = open_shards(out)
     assert shards.index == index == json.loads((out / INDEX).read_text())
     for side in SIDES:
-        expected = [text for text in TEXTS if side_of(text.encode(), SHARE) == side]
+        expected = [text for text in TEXTS if side_of(text.encode(), SHARE, TEST_SHARE) == side]
         of_side, found = index["sides"][side], []
         assert of_side["documents"] == len(expected)
         assert of_side["text_bytes"] == sum(len(text.encode()) for text in expected)
@@ -88,15 +90,16 @@ def test_rows_without_text_are_counted_and_copies_stay_together(tmp_path):
     index = prepare(config_of(write_parquet(tmp_path / "a.parquet", rows)), tmp_path / "out")
     assert index["left_out"] == {"empty": 2, "unreadable": 1}
     for side in SIDES:
-        number = sum(side_of(text.encode(), SHARE) == side for text in TEXTS[:50])
+        number = sum(side_of(text.encode(), SHARE, TEST_SHARE) == side for text in TEXTS[:50])
         assert index["sides"][side]["documents"] == 3 * number
 
 
 def test_max_tokens_ends_with_the_document_that_reaches_it(source, tmp_path):
-    sizes = [(side_of(text.encode(), SHARE), len(text.encode()) + 1) for text in TEXTS]
+    sizes = [(side_of(text.encode(), SHARE, TEST_SHARE), len(text.encode()) + 1) for text in TEXTS]
     total = sum(size for side, size in sizes if side == "train")
-    first = [side for side, _ in sizes].index("validation")
-    least = sum(size for _, size in sizes[:first]) + 1
+    sides = [side for side, _ in sizes]
+    first = max(map(sides.index, SIDES))
+    least = sum(size for side, size in sizes[:first] if side == "train") + 1
     for limit in (least, total // 2, total, total + 1):
         index = prepare(config_of(source, max_tokens=limit), tmp_path / str(limit))
         expected = dict.fromkeys(SIDES, 0)
@@ -141,11 +144,24 @@ def test_complete_preparation_is_not_repeated(source, whole):
     assert contents(whole) == before
 
 
+def test_data_of_before_there_was_a_test_split_stay_usable(source, tmp_path):
+    out, config = tmp_path / "out", config_of(source, test_fraction=0.0)
+    index = prepare(config, out)
+    del index["request"]["test_fraction"]
+    (out / INDEX).write_text(json.dumps({**index, "sha256": index_digest(index)}))
+    assert prepare(config, out)["sides"].keys() == {"train", "validation"}
+    settings = DataConfig("shards", str(out))
+    assert open_data(settings, seed=0, seq_len=64).test is None
+    with pytest.raises(UserError, match=r"test_fraction must be 0\.0 as in .*out so far, got 0\.1"):
+        prepare(config_of(source), out)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"tokenizer": "gpt2"}, "tokenizer must be byte as .*out so far, got gpt2"),
         ({"validation_fraction": 0.1}, "validation_fraction must be 0.2 as in .*"),
+        ({"test_fraction": 0.0}, "test_fraction must be 0.1 as in .*"),
         ({"origin": Origin("other")}, r"source must be .*set as in .*out so far, got other"),
     ],
 )
@@ -207,6 +223,10 @@ def test_damaged_notes_are_named(name, content, source, tmp_path):
     ("changes", "message"),
     [
         ({"validation_fraction": 0.0}, "--validation-fraction must be above 0 and at most 0.5"),
+        (
+            {"test_fraction": 0.4},
+            r"--test-fraction must be .* --validation-fraction \(0.2\), got 0.4",
+        ),
         ({"max_tokens": 0}, "--max-tokens must be positive, got 0"),
         ({"shard_tokens": 0}, "--shard-tokens must be positive, got 0"),
         ({"tokenizer": "file"}, "--tokenizer-path must be given with --tokenizer file and only th"),

@@ -256,8 +256,8 @@ def test_a_preparation_without_validation_text_fails_and_leaves_nothing(tmp_path
     words = prepare_words(folder, str(out))
     assert cli.main([*words, "1e-9"]) == 2
     said = capsys.readouterr().err
-    assert "--validation-fraction must leave documents on both sides, got 1e-09, which" in said
-    assert "which leaves 40 documents for training and 0 for validation" in said
+    assert "--validation-fraction must leave documents on every side, got 1e-09, which" in said
+    assert "which leaves 40 for train and 0 for validation" in said
     assert not out.exists()
     assert cli.main([*words, "0.3"]) == 0, "the same folder takes the next try"
 

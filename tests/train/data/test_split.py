@@ -34,6 +34,7 @@ def test_no_byte_and_no_window_is_on_both_sides(sizes, fraction, seq_len):
     assume(fraction * NUMBER * sum(sizes) >= 2)  # less is too little to divide
     documents = marked_documents(sizes)
     split = split_documents(documents, fraction)
+    assert split.test == []
     for document in documents:
         sides = (split.train, split.validation)
         parts = [part.text for side in sides for part in side if part.name == document.name]
@@ -50,6 +51,43 @@ def test_no_byte_and_no_window_is_on_both_sides(sizes, fraction, seq_len):
     places = {place for document in split.validation for place in document.text.split()}
     assert not seen[0] & places
     assert seen[1] <= places
+
+
+@given(
+    st.lists(st.sampled_from([b"a", b"a\n", b"bb", b"ccc\n", b"dddd"]) | st.binary(min_size=1)),
+    st.floats(0.02, 0.3),
+    st.floats(0.02, 0.2),
+)
+def test_no_document_is_on_two_of_three_sides(texts, validation, test):
+    """Whole, cut, or copied; and validation does not depend on the test."""
+    documents = [Document(str(i), text * (1 + i % 3)) for i, text in enumerate(texts)]
+    try:
+        split = split_documents(documents, validation, test)
+    except ValueError:
+        assume(False)
+    sides = [{document.identity for document in side} for side in split[:3]]
+    assert all(sides)
+    assert sum(map(len, sides)) == len(set.union(*sides))
+    assert split.validation == split_documents(documents, validation).validation
+    kept, given = (
+        {
+            name: sum(len(d.text) for d in found if d.name == name)
+            for name in {d.name for d in found}
+        }
+        for found in ([*split.train, *split.validation, *split.test], documents)
+    )
+    assert all(size <= given[name] for name, size in kept.items()), "no byte is on two sides"
+
+
+@pytest.mark.parametrize("sizes", [[40] * 400, [4000], [2000] * 3])
+def test_the_test_split_has_its_share(sizes):
+    documents = marked_documents(sizes)
+    split = split_documents(documents, 0.2, 0.1)
+    whole = num_bytes(documents)
+    assert 0.08 <= num_bytes(split.test) / whole <= 0.101
+    assert 0.16 <= num_bytes(split.validation) / whole <= 0.201
+    parts = [place for side in split[:3] for part in side for place in part.text.split()]
+    assert len(parts) == len({*parts}) == sum(sizes)
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.05, 0.1, 0.2, 0.35, 0.5])
@@ -132,21 +170,21 @@ def test_documents_that_differ_by_final_newlines_are_one(ends):
 # --- data sets: by hash ---------------------------------------------------------------------------
 
 
-def kind_of(row: bytes, fraction: float) -> str:
+def kind_of(row: bytes, fractions: tuple[float, float]) -> str:
     if not row:
         return "empty"
     is_text = b"\0" not in row and row.decode("utf-8", "ignore").encode() == row
-    return side_of(row, fraction) if is_text else "unreadable"
+    return side_of(row, *fractions) if is_text else "unreadable"
 
 
 @given(
     rows=st.lists(st.binary(max_size=12) | st.sampled_from([b"", b"a\0b", b"\xff"]), max_size=30),
-    fraction=st.sampled_from([0.01, 0.3, 0.5]),
+    fractions=st.sampled_from([(0.01, 0.0), (0.3, 0.2), (0.5, 0.0)]),
     sides=st.sampled_from([SIDES, SIDES[:1], SIDES[1:]]),
 )
-def test_rows_become_documents_of_their_side(rows, fraction, sides):
-    made = tokenise(ByteTokenizer(), fraction, sides, rows)
-    kinds = [kind_of(row, fraction) for row in rows]
+def test_rows_become_documents_of_their_side(rows, fractions, sides):
+    made = tokenise(ByteTokenizer(), fractions, sides, rows)
+    kinds = [kind_of(row, fractions) for row in rows]
     assert [row.kind for row in made] == kinds
     assert [row.num_bytes for row in made] == list(map(len, rows))
     for row, text in zip(made, rows, strict=True):
@@ -158,6 +196,11 @@ def test_the_side_is_the_hash():
     """Fixed for ever: a data set prepared again must hold the same validation documents."""
     text = b"a document"
     share = int(hashlib.sha256(text).hexdigest(), 16) / 2**256
-    assert (side_of(text, share * 0.999), side_of(text, share * 1.001)) == SIDES
-    found = sum(side_of(b"%d" % i, 0.1) == "validation" for i in range(20_000))
-    assert found / 20_000 == pytest.approx(0.1, abs=4 * (0.1 * 0.9 / 20_000) ** 0.5)
+    below, above = share * 0.999, share * 1.001
+    assert side_of(text, above) == side_of(text, above, 0.1) == "validation"
+    assert side_of(text, below) == side_of(text, below / 2, below / 2) == "train"
+    assert side_of(text, below, 0.1) == side_of(text, below / 2, above - below / 2) == "test"
+    found = [side_of(b"%d" % i, 0.1, 0.2) for i in range(20_000)]
+    for side, expected in zip(SIDES, (0.7, 0.1, 0.2), strict=True):
+        error = 4 * (expected * (1 - expected) / 20_000) ** 0.5
+        assert found.count(side) / 20_000 == pytest.approx(expected, abs=error)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +13,15 @@ from hypothesis import strategies as st
 from nsa.errors import UserError
 from nsa.train.config import DataConfig
 from nsa.train.data import ByteTokenizer, Origin, StreamSource, collate
-from nsa.train.data.documents import side_of
-from nsa.train.data.stream import BEGINNING, StreamSampler, read_validation
+from nsa.train.data.documents import SIDES, side_of
+from nsa.train.data.stream import BEGINNING, StreamSampler, read_held_out
 from tests.train.data.data_sets import make_texts, write_folder, write_jsonl
 
 TEXTS = make_texts(2500, longest=6)
-SHARE = 0.2
+SHARE, TEST_SHARE = 0.2, 0.1
 DOCUMENTS = {
-    side: [t.encode() for t in TEXTS if side_of(t.encode(), SHARE) == side]
-    for side in ("train", "validation")
+    side: [t.encode() for t in TEXTS if side_of(t.encode(), SHARE, TEST_SHARE) == side]
+    for side in SIDES
 }
 TRAIN = np.frombuffer(b"".join(text + b"\0" for text in DOCUMENTS["train"]), np.uint8)
 Open = Callable[[], StreamSource]
@@ -32,8 +33,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(source: Path, wanted: int = 1) -> DataConfig:
-    path = str(source)
-    return DataConfig("stream", path, validation_fraction=SHARE, validation_tokens=wanted)
+    return DataConfig(
+        "stream",
+        str(source),
+        validation_fraction=SHARE,
+        test_fraction=TEST_SHARE,
+        validation_tokens=wanted,
+    )
 
 
 @pytest.fixture
@@ -114,14 +120,19 @@ def test_ranks_share_the_windows(stream):
     assert len({json.dumps(sampler.state_dict()) for sampler in samplers}) == 1
 
 
-def test_validation_documents_are_the_first_ones(source):
-    expected = DOCUMENTS["validation"]
-    sizes = np.cumsum([len(text) + 1 for text in expected])
-    for wanted in (1, 500, int(sizes[-1]), 10**9):
-        config = config_of(source, wanted)
-        _, rows = read_validation(Origin(str(source)), ByteTokenizer(), config)
-        kept = expected[: int(np.searchsorted(sizes, wanted)) + 1]
-        assert [row.tokens.tobytes() for row in rows] == [text + b"\0" for text in kept]
+@pytest.mark.parametrize("test_share", [0.0, TEST_SHARE])
+def test_held_out_documents_are_the_first_ones(source, test_share):
+    """Validation is the same with and without a test split."""
+    sides = SIDES[1:] if test_share else SIDES[1:2]
+    totals = [sum(len(text) + 1 for text in DOCUMENTS[side]) for side in sides]
+    for wanted in (1, 500, *totals, 10**9):
+        config = replace(config_of(source, wanted), test_fraction=test_share)
+        _, held_out = read_held_out(Origin(str(source)), ByteTokenizer(), config)
+        assert tuple(held_out) == sides
+        for side, rows in held_out.items():
+            sizes = np.cumsum([len(text) + 1 for text in DOCUMENTS[side]])
+            kept = DOCUMENTS[side][: int(np.searchsorted(sizes, wanted)) + 1]
+            assert [row.tokens.tobytes() for row in rows] == [text + b"\0" for text in kept]
 
 
 def test_data_without_training_text_are_an_error(tmp_path):
