@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from nsa.train.checkpoint import find_checkpoint, list_checkpoints, read_meta
+from nsa.train.data import spread
 from nsa.train.runs.inference import load_model
 from nsa.train.state import Progress, TrainState, Window
 from nsa.train.telemetry.metrics import Row
@@ -86,10 +87,11 @@ def test_signal_during_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyP
     new_trainer(tmp_path, "whole").run()
     trainer = new_trainer(tmp_path, "cut")
     validation = type(trainer.data.validation)
-    real = validation.window
+    real, third = validation.window, spread(4, trainer.data.validation.num_windows(64))[2]
 
     def window(source: Any, seq_len: int, index: int) -> Any:
-        if source is trainer.data.validation and index == 2 and trainer.state.progress.step == 5:
+        is_third = source is trainer.data.validation and index == third
+        if is_third and trainer.state.progress.step == 5:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(source, seq_len, index)
 
