@@ -51,7 +51,7 @@ train: $(ENV) ## train a small model on the embedded corpus and leave a run fold
 	$(RUN) -m nsa train "$$config" $(ARGS)
 
 test: $(ENV) ## formatting, lint and types, and all tests with five mutants among them, two of these at a time
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line lint pytest-kernels pytest
+	@$(MAKE) --no-print-directory --jobs 2 lint pytest-kernels pytest
 
 pytest: $(ENV) ## the tests alone, without the kernels' (ARGS=)
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
