@@ -20,8 +20,8 @@ T = TypeVar("T")
 class Places:
     """Rows of the new tokens of a step, and of what they need of the past.
 
-    Every tensor is int64 and is made when it is first asked for: numbers on their way to a GPU hold
-    up whoever sends them.
+    Tensors are int64 unless stated, and made when first asked for: numbers on their way to a GPU
+    hold up whoever sends them.
 
     Args:
         config: the sparse pattern of the cache.
