@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate, chain
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nsa.attention import AttentionInputs
 from nsa.errors import check
@@ -26,8 +26,8 @@ class Decoder:
     A step is one pass over the weights: nine launches a layer on a GPU, the residual stream in the
     dtype of the model's parameters, everything else in the compute dtype. The second step of a
     size is captured as a CUDA graph, which the later ones replay, unless blocks are scored
-    approximately. The weights are copied where the compute dtype is another, and shared with the
-    model otherwise.
+    approximately. The weights behind a norm are copied, with the norm's weight in them, and the
+    others where the compute dtype is another.
 
     Args:
         model: the language model, with sparse or dense attention.
@@ -53,9 +53,7 @@ class Decoder:
         self.dtype = model.head.weight.dtype if compute_dtype is None else compute_dtype
         self.cache = model.new_cache(batch_size, max_tokens=max_tokens, num_pages=num_pages)
         self._layers = [StepLayer(layer, self.dtype) for layer in model.decoder_layers()]
-        norm = model.norm.weight.detach()
-        head = model.head.weight.detach().to(self.dtype)
-        self._head = Linear(head, norm=norm, eps=model.config.norm_eps)
+        self._head = Linear.behind(model.norm, model.head.weight, dtype=self.dtype)
         # The project's own models have none, but a head may be exchanged.
         self._bias: Tensor | None = model.head.bias
         self._is_captured = all(layer.is_exact for layer in self.cache.layers)
@@ -149,17 +147,14 @@ class StepLayer:
         assert isinstance(attention, NativeSparseAttention | DenseAttention)
         self.attention = attention
 
-        def weight(linear: nn.Linear) -> Tensor:
-            return linear.weight.detach().to(dtype)
-
-        together = stacked([x.detach() for x in attention.projection_weights()], dtype)
-        norm, eps = self.norm.weight.detach(), self.norm.eps or 0.0
-        self.project = Linear(together, norm=norm, eps=eps)
-        self.output = Linear(weight(attention.o_proj))
-        gate = None if mlp.gate_proj is None else weight(mlp.gate_proj)
-        norm, eps = layer.mlp_norm.weight.detach(), layer.mlp_norm.eps or 0.0
-        self.up = Linear(weight(mlp.up_proj), gate=gate, norm=norm, eps=eps, silu=gate is None)
-        self.down = Linear(weight(mlp.down_proj))
+        weights = [x.detach() for x in attention.projection_weights()]
+        together = stacked(weights, weights[0].dtype)
+        self.project = Linear.behind(self.norm, together, dtype=dtype)
+        self.output = Linear(attention.o_proj.weight.detach().to(dtype))
+        gate = None if mlp.gate_proj is None else mlp.gate_proj.weight
+        up, silu = mlp.up_proj.weight, gate is None
+        self.up = Linear.behind(layer.mlp_norm, up, gate, dtype=dtype, silu=silu)
+        self.down = Linear(mlp.down_proj.weight.detach().to(dtype))
 
     def attention_inputs(self, x: Tensor, sequences: Sequences, before: Tensor) -> AttentionInputs:
         """What attention is computed of, for the residual stream ``[T, width]``."""

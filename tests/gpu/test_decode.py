@@ -94,12 +94,16 @@ def layer_of(config: NSAConfig) -> NativeSparseAttention:
 
 
 def filled(
-    module: NativeSparseAttention, lengths: tuple[int, ...], num_layers: int = 1
+    module: NativeSparseAttention,
+    lengths: tuple[int, ...],
+    num_layers: int = 1,
+    max_tokens: int | None = None,
 ) -> NSACache:
     """A cache with so many tokens of each sequence, the same in every call."""
     generator = torch.Generator(device=DEVICE).manual_seed(1)
     x = torch.randn(sum(lengths), 256, generator=generator, device=DEVICE).to(BF16)
-    cache = NSACache(module.config, num_layers, len(lengths), max_tokens=max(lengths) + 500)
+    most = max(lengths) + 500 if max_tokens is None else max_tokens
+    cache = NSACache(module.config, num_layers, len(lengths), max_tokens=most)
     for layer in cache.layers:
         module(x, cu_seqlens=packed_offsets(lengths, DEVICE), max_seqlen=max(lengths), cache=layer)
     return cache
@@ -141,10 +145,11 @@ def test_captured_step(phi, queries):
 
 
 def test_a_step_does_not_wait_and_compiles_nothing(monkeypatch):
-    """At whatever lengths, once there is room for its tokens."""
+    """At whatever lengths of caches of one size, once there is room for its tokens."""
     module = layer_of(SEED)
     x = torch.randn(3, 2, 256, device=DEVICE, dtype=BF16)
-    caches = [filled(module, lengths) for lengths in ((1, 1, 1), (5, 63, 2047), (900, 30, 16_384))]
+    lengths = (1, 1, 1), (5, 63, 2047), (900, 30, 16_384)
+    caches = [filled(module, each, max_tokens=17_000) for each in lengths]
     module(x, cache=caches[0].layers[0])
     compiled: list[str] = []
 

@@ -46,12 +46,12 @@ def test_linear(rows: int, width: int, columns: int) -> None:
         return torch.randn(shape, generator=generator)
 
     x, weight, gate = normal(rows, width), normal(columns, width) / 5, normal(columns, width) / 5
-    norm, residual = normal(width).abs(), normal(rows, columns)
+    residual = normal(rows, columns)
     for layer in (
         Linear(weight),
         Linear(weight, silu=True),
-        Linear(weight, norm=norm, eps=1e-2),
-        Linear(weight, gate=gate, norm=norm, eps=1e-6),
+        Linear(weight, eps=1e-2),
+        Linear(weight, gate=gate, eps=1e-6),
     ):
         for added in (None, residual):
             found = layer(x, added, backend="triton")

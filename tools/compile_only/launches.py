@@ -222,6 +222,7 @@ def decode(config: NSAConfig, dtype: torch.dtype, queries: int, max_tokens: int)
 def linear_layers(dtype: torch.dtype, rows: int, width: int = 768) -> None:
     """Launch the linear layers around attention in a decoder: behind it, and the gated ones."""
     x = torch.zeros(rows, width, dtype=dtype)
-    weight, norm = torch.zeros(2 * width, width, dtype=dtype), torch.ones(width, dtype=dtype)
-    Linear(weight, gate=weight, norm=norm, eps=1e-6)(x, backend="triton")
+    weight = torch.zeros(2 * width, width, dtype=dtype)
+    Linear(weight, gate=weight, eps=1e-6)(x, backend="triton")
+    Linear(weight, eps=1e-6)(x, backend="triton")
     Linear(weight[:width])(x, x, backend="triton")

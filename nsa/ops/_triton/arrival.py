@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def is_last(counter_ptr, programs: tl.constexpr):
+def is_last(counter_ptr, programs):
     """Whether this program is the last of ``programs`` to arrive; the counter is 0 again then.
 
     What the others have written before is visible to the last.

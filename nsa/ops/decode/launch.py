@@ -30,7 +30,7 @@ STAGES = 3
 MOST_OUTPUTS = 64 * 64
 # Scores that a program of the selection holds, and blocks that it ranks, at most; shares of a
 # branch that a merge reads, and keys of a share of the compressed branch, where there are so many.
-MOST_SCORES = 8192
+MOST_SCORES = 4096
 MOST_RANKED = 256
 MOST_SHARES = 64
 SHARE_KEYS = 128
@@ -114,7 +114,8 @@ def choose_splits(config: NSAConfig, groups: int, queries: int, most_blocks: int
     """
     programs = 2 * 132  # of an H100 or H200; elsewhere near enough
     wanted = max(programs // groups, 1)
-    cmp = min(wanted, MOST_SHARES, cdiv(max(most_blocks, 1), SHARE_KEYS))
+    # A power of two, so that few kernels are compiled for caches of all sizes.
+    cmp = min(wanted, MOST_SHARES, next_power_of_2(cdiv(max(most_blocks, 1), SHARE_KEYS)))
     win = max(wanted // len(config.branches), 1)
     win = min(win, MOST_SHARES, cdiv(config.window_size + queries - 1, STEP_KEYS))
     slc = min(max(wanted // queries, 1), config.num_selected_blocks)
@@ -293,12 +294,12 @@ class DecodeStep:
             ids,
             others,
             shares.scores.shape[-1],
+            chunks,
             self.softmax_scale,
             selection.num_init,
             selection.num_local,
             **constants,
             COUNTS=selection.counts,
-            CHUNKS=chunks,
             BLOCK_G=group,
             BLOCK_S=next_power_of_2(self.splits.cmp),
             BLOCK_J=block_j,
@@ -306,7 +307,7 @@ class DecodeStep:
             BLOCK_CHUNKS=next_power_of_2(chunks),
             BLOCK_H=block_h,
             BLOCK_O=block_o,
-            num_warps=4,
+            num_warps=1,
         )
         return ids, others
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 # Arguments that Triton must not look at: it would compile anew for some values.
-CAPACITIES = ["table_width", "most_blocks", "position_offset"]
+CAPACITIES = ["table_width", "most_blocks", "chunks", "position_offset"]
 
 
 class Pattern(NamedTuple):

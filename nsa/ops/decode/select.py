@@ -53,12 +53,12 @@ def select(
     out_ptr,
     where,
     most_blocks,
+    chunks,
     scale,
     forced_blocks,
     P: tl.constexpr,
     SPLITS: tl.constexpr,
     COUNTS: tl.constexpr,
-    CHUNKS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_J: tl.constexpr,
@@ -93,15 +93,15 @@ def select(
     best = tl.topk(ranked, BLOCK_K, dim=1)  # [1, BLOCK_K]
     token = group // P.HKV * P.QUERIES + query
     out_row = out_ptr + (token * P.HKV + group % P.HKV) * P.N
-    if CHUNKS == 1:
+    if BLOCK_CHUNKS == 1:
         store_selection(out_row, best, t, COUNTS, P.N, BLOCK_K)
     else:
-        place = best_ptr + tl.program_id(0) * (CHUNKS * BLOCK_K)
+        place = best_ptr + tl.program_id(0) * (chunks * BLOCK_K)
         column = tl.arange(0, BLOCK_K)[None, :]
         tl.store(place + chunk * BLOCK_K + column, best)
-        if is_last(counter_ptr + tl.program_id(0), CHUNKS):
+        if is_last(counter_ptr + tl.program_id(0), chunks):
             i = tl.arange(0, BLOCK_CHUNKS * BLOCK_K)[None, :]
-            found = tl.load(place + i, mask=i < CHUNKS * BLOCK_K, other=-1, cache_modifier=".cg")
+            found = tl.load(place + i, mask=i < chunks * BLOCK_K, other=-1, cache_modifier=".cg")
             store_selection(out_row, tl.topk(found, BLOCK_K, dim=1), t, COUNTS, P.N, BLOCK_K)
 
 
@@ -117,6 +117,7 @@ def decode_select_kernel(
     out_ptr,
     others_ptr,
     most_blocks,
+    chunks,
     softmax_scale,
     num_init,
     num_local,
@@ -125,7 +126,6 @@ def decode_select_kernel(
     SPLITS: tl.constexpr,
     COUNTS: tl.constexpr,
     HAS_CMP: tl.constexpr,
-    CHUNKS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_J: tl.constexpr,
@@ -137,16 +137,16 @@ def decode_select_kernel(
     """Selected blocks int32 ``[T, Hkv, N]``, ascending, -1 behind them; the other branches' sum.
 
     Program (i, c) works on KV head and query i of all sequences, and the c-th ``BLOCK_J - 1``
-    blocks; the last of a query to arrive merges their best, int64 ``[B * Hkv * T, CHUNKS,
+    blocks; the last of a query to arrive merges their best, int64 ``[B * Hkv * T, chunks,
     BLOCK_K]``, score above inverted id.
 
-    From ``c = CHUNKS`` on, programs merge the compressed branch and the window of ``BLOCK_H`` heads
+    From ``c = chunks`` on, programs merge the compressed branch and the window of ``BLOCK_H`` heads
     each, ``BLOCK_O`` shares at a time, into the gated sum fp32 ``[B * Hkv, queries * G, Dv]``.
     """
     query = tl.program_id(0) % P.QUERIES
     group = tl.program_id(0) // P.QUERIES  # sequence and KV head
     cached = tl.load(lengths_ptr + group // P.HKV)
-    if tl.program_id(1) < CHUNKS:
+    if tl.program_id(1) < chunks:
         select(
             scores_ptr,
             lse_ptr,
@@ -155,12 +155,12 @@ def decode_select_kernel(
             out_ptr,
             (group, query, cached + query),
             most_blocks,
+            chunks,
             softmax_scale * LOG2_E,
             (num_init, num_local),
             P,
             SPLITS,
             COUNTS,
-            CHUNKS,
             BLOCK_G,
             BLOCK_S,
             BLOCK_J,
@@ -168,7 +168,7 @@ def decode_select_kernel(
             BLOCK_CHUNKS,
         )
     else:
-        h = (tl.program_id(1) - CHUNKS) * BLOCK_H + tl.arange(0, BLOCK_H)
+        h = (tl.program_id(1) - chunks) * BLOCK_H + tl.arange(0, BLOCK_H)
         row = query * P.G + h
         ok = h < P.G
         _, place, _ = query_rows(row, group // P.HKV, group % P.HKV, cached, P)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nsa.errors import check
 from nsa.ops._backend import choose_backend
@@ -16,8 +16,6 @@ from nsa.ops._register import guarded
 FEW_ROWS = 8
 MOST_HELD = 16_384
 COLUMNS = 4
-# Programs that a GPU runs at once, near enough.
-PROGRAMS = 2 * 132
 
 
 @dataclass(frozen=True)
@@ -27,22 +25,31 @@ class Linear:
     Attributes:
         weight: ``[N, K]``, contiguous; in its dtype x is multiplied.
         gate: a second weight ``[N, K]``: the result is ``silu(x gate) * (x weight)``.
-        norm: weight ``[K]`` of an RMSNorm of x; None: x is taken as it is.
-        eps: constant inside the RMSNorm.
+        eps: x is normalised as in RMSNorm, with this constant under the root; the weight of the
+            norm is part of ``weight`` and ``gate``. None: x is taken as it is.
         silu: whether SiLU is applied to the product.
-        counters: int32 zeros of kernels whose programs share K.
     """
 
     weight: Tensor
     gate: Tensor | None = None
-    norm: Tensor | None = None
-    eps: float = 0.0
+    eps: float | None = None
     silu: bool = False
-    counters: Tensor = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        zeros = torch.zeros(PROGRAMS, dtype=torch.int32, device=self.weight.device)
-        object.__setattr__(self, "counters", zeros)
+    @classmethod
+    def behind(
+        cls,
+        norm: nn.RMSNorm,
+        weight: Tensor,
+        gate: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        silu: bool = False,
+    ) -> Linear:
+        """The layer that follows a norm, its weights in a dtype: copies with the norm's in them."""
+        factor = norm.weight.detach()
+        both = [x if x is None else (x.detach() * factor).to(dtype) for x in (weight, gate)]
+        assert both[0] is not None
+        return cls(both[0], both[1], norm.eps or 0.0, silu)
 
     @torch.no_grad()
     def __call__(
@@ -73,9 +80,9 @@ class Linear:
 
     def _reference(self, x: Tensor, residual: Tensor | None) -> Tensor:
         functional = torch.nn.functional
-        if self.norm is not None:
+        if self.eps is not None:
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
-            x = functional.rms_norm(wide, wide.shape[-1:], self.norm.to(wide.dtype), self.eps)
+            x = functional.rms_norm(wide, wide.shape[-1:], eps=self.eps)
         x = x.to(self.weight.dtype)
         y = functional.linear(x, self.weight)
         if self.gate is not None:
@@ -96,7 +103,12 @@ def _launch(x: Tensor, layer: Linear, residual: Tensor | None) -> Tensor:
     out = torch.empty(rows, columns, dtype=dtype, device=x.device)
     if not rows:
         return out
-    sizes = {"N": columns, "K": width, "SILU": layer.silu}
+    constants = {
+        "N": columns,
+        "K": width,
+        "NORMALISE": layer.eps is not None,
+        "SILU": layer.silu,
+    }
     block_k = max(next_power_of_2(width), 16)
     if rows <= FEW_ROWS and block_k <= MOST_HELD:
         block_n = max(min(COLUMNS, MOST_HELD // block_k) // (1 if layer.gate is None else 2), 1)
@@ -104,45 +116,32 @@ def _launch(x: Tensor, layer: Linear, residual: Tensor | None) -> Tensor:
             x,
             weight,
             layer.gate,
-            layer.norm,
             residual,
             out,
-            layer.eps,
+            layer.eps or 0.0,
             ROWS=rows,
-            **sizes,
+            **constants,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
             num_warps=8 if block_n * block_k > MOST_HELD // 2 else 4,
         )
         return out
-    is_small = weight.element_size() == 2
+    is_small, is_gated = weight.element_size() == 2, layer.gate is not None
     block_m = min(max(16, next_power_of_2(rows)), 64 if is_small else 16)
-    block_n, block_k = 16, min(block_k, (256 if block_m == 16 else 128) if is_small else 64)
-    grid = cdiv(columns, block_n), cdiv(rows, block_m)
-    splits = 1
-    if layer.norm is None and layer.gate is None:
-        # A program for each multiprocessor, twice, but each with work for some steps.
-        splits = max(min(layer.counters.numel() // (grid[0] * grid[1]), cdiv(width, 512)), 1)
-    partial = torch.empty(
-        (splits, rows, columns) if splits > 1 else 0, dtype=torch.float32, device=x.device
-    )
-    linear_kernel[(*grid, splits)](
+    block_n = 16  # many programs with little to wait for, rather than programs that share K
+    linear_kernel[(cdiv(columns, block_n), cdiv(rows, block_m))](
         x,
         weight,
         layer.gate,
-        layer.norm,
         residual,
-        partial,
-        layer.counters,
         out,
         rows,
-        layer.eps,
-        **sizes,
-        SPLITS=splits,
+        layer.eps or 0.0,
+        **constants,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        BLOCK_K=min(block_k, 128 if is_small and not is_gated else 64),
         num_warps=4,
-        num_stages=4 if is_small else 3,
+        num_stages=(6 if is_gated else 4) if is_small else 3,
     )
     return out
