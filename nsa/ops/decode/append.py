@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops._constants import Constants
+from nsa.ops._triton.dependent_launch import wait_for_inputs
 from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.loads import load_fp32
 from nsa.ops._triton.rotation import partner_column, rotation
@@ -196,6 +197,7 @@ def decode_append_kernel(
 
     ``lengths_ptr`` tells how many tokens of each sequence were cached before.
     """
+    wait_for_inputs()
     b = tl.program_id(0)
     head = tl.program_id(1)
     cached = tl.load(lengths_ptr + b)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
+from nsa.ops._triton.dependent_launch import starts_early
 from nsa.ops._triton.layout import Heads, block_of
 from nsa.ops._triton.sizes import cdiv, next_power_of_2
 from nsa.ops.compression.reference import PhiWeights, rotated_place
@@ -28,9 +29,11 @@ STEP_KEYS = 64
 STAGES = 3
 # Numbers of a program's output that leave registers for all else.
 MOST_OUTPUTS = 64 * 64
-# Scores that a program of the selection holds, and blocks that it ranks, at most; shares of a
-# branch that a merge reads, and keys of a share of the compressed branch, where there are so many.
+# Scores that a warp of the selection holds, blocks of a sequence and heads of a group that it
+# serves alone, and blocks that a program ranks, at most; shares of a branch that a merge reads, and
+# keys of a share of the compressed branch, where there are so many.
 MOST_SCORES = 4096
+MOST_BLOCKS, MOST_HEADS = 2048, 16
 MOST_RANKED = 256
 MOST_SHARES = 64
 SHARE_KEYS = 128
@@ -93,6 +96,7 @@ def append(
         1.0 if rotation is None else rotation.magnitude,
         offset,
         P=pattern_of(config, cache, queries),
+        launch_pdl=starts_early(cache.table),
         PLAN=AppendPlan(
             tuple(streams),
             config.phi,
@@ -261,6 +265,7 @@ class DecodeStep:
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             num_warps=4,
+            launch_pdl=starts_early(cache.table),
             num_stages=STAGES,
         )
 
@@ -272,7 +277,10 @@ class DecodeStep:
         tokens, most_blocks = cache.num_sequences * self.queries, cache.table.shape[1]
         programs, group = tokens * pattern.HKV, next_power_of_2(pattern.G)
         block_k = next_power_of_2(selection.num_blocks)
-        ranked = MOST_SCORES // (group * (pattern.BLOCK_SIZE // pattern.STRIDE))
+        # A warp alone sorts fastest, until it has too much to hold.
+        is_large = most_blocks > MOST_BLOCKS or group > MOST_HEADS
+        scores = MOST_SCORES * (2 if is_large else 1)
+        ranked = scores // (group * (pattern.BLOCK_SIZE // pattern.STRIDE))
         block_j = min(next_power_of_2(most_blocks + 1), next_power_of_2(ranked), MOST_RANKED)
         block_j = max(block_j, block_k, 16)
         chunks = cdiv(most_blocks, block_j - 1)
@@ -307,7 +315,8 @@ class DecodeStep:
             BLOCK_CHUNKS=next_power_of_2(chunks),
             BLOCK_H=block_h,
             BLOCK_O=block_o,
-            num_warps=1,
+            num_warps=4 if is_large else 1,
+            launch_pdl=starts_early(cache.table),
         )
         return ids, others
 
@@ -349,6 +358,7 @@ class DecodeStep:
             BLOCK_S=max(4096 // (block_g * constants["HEADS"].BLOCK_DV), 1),
             BLOCK_IDS=next_power_of_2(pattern.N),
             num_warps=4,
+            launch_pdl=starts_early(cache.table),
             num_stages=STAGES,
         )
         return out

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops._triton.arrival import is_last
+from nsa.ops._triton.dependent_launch import let_next_start, wait_for_inputs
 from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.tiles import LOG2_E, store_rows
 from nsa.ops.decode.layout import CAPACITIES, complete_blocks, query_rows
@@ -91,6 +92,7 @@ def select(
     candidate = (jj > 0)[None, :] & (j <= current)
     ranked = tl.where(candidate, (bits << 32) | (j * -1 + LAST_ID).to(tl.int64), -1)
     best = tl.topk(ranked, BLOCK_K, dim=1)  # [1, BLOCK_K]
+    let_next_start()
     token = group // P.HKV * P.QUERIES + query
     out_row = out_ptr + (token * P.HKV + group % P.HKV) * P.N
     if BLOCK_CHUNKS == 1:
@@ -143,6 +145,7 @@ def decode_select_kernel(
     From ``c = chunks`` on, programs merge the compressed branch and the window of ``BLOCK_H`` heads
     each, ``BLOCK_O`` shares at a time, into the gated sum fp32 ``[B * Hkv, queries * G, Dv]``.
     """
+    wait_for_inputs()
     query = tl.program_id(0) % P.QUERIES
     group = tl.program_id(0) // P.QUERIES  # sequence and KV head
     cached = tl.load(lengths_ptr + group // P.HKV)

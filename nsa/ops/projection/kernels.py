@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops._constants import Constants
+from nsa.ops._triton.dependent_launch import wait_for_inputs
 from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.loads import load_fp32
 from nsa.ops._triton.rotation import cos_sin
@@ -215,6 +216,7 @@ def heads_kernel(
     also on the gates, and in the backward it writes 0 to the padding columns after the used ones.
     ``GATES`` are the last used columns, or None.
     """
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     ok = row < num_rows
     cosine = tl.zeros([BLOCK_R, BLOCK_HALF], tl.float32)

@@ -52,6 +52,7 @@ def _launch(
     backward: bool,
 ) -> None:
     """Split x ``[T, N]`` into heads ``[T, number, size]`` and gates ``[T, Hq, 3]``, or back."""
+    from nsa.ops._triton.dependent_launch import starts_early
     from nsa.ops._triton.sizes import cdiv, next_power_of_2
     from nsa.ops.projection.kernels import Part, Plan, heads_kernel
 
@@ -93,6 +94,8 @@ def _launch(
             BLOCK_R=block_rows,
             BLOCK_HALF=block_half,
             BLOCK_H=1 if columns.gates is None else next_power_of_2(columns.gates.heads),
+            # A step launches little else; in training other streams join in.
+            launch_pdl=tokens.before is not None and starts_early(x),
             # Cosines and sines of all tokens stay in registers.
             num_warps=(4 if block_half <= 64 else 8) if block_rows == BLOCK_ROWS else 1,
         )
