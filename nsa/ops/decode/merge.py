@@ -22,6 +22,14 @@ from nsa.ops.decode.shares import gated_branch, gated_sum, load_gate, store_part
 
 
 @triton.jit
+def block_and_page(ids_ptr, table_ptr, key, end, P: tl.constexpr):
+    """Selection block and page of each of a query's selected keys ``[BLOCK_N]``."""
+    ok = key < end
+    block = tl.load(ids_ptr + key // P.BLOCK_SIZE, mask=ok, other=0)
+    return block, tl.load(table_ptr + block, mask=ok, other=0)
+
+
+@triton.jit
 def selected_split(
     q,
     where,
@@ -40,34 +48,32 @@ def selected_split(
     """out and lse of a program's share of the selected blocks of one query."""
     b, head, t, table_width = where
     SHARE: tl.constexpr = (P.N + SPLITS.slc - 1) // SPLITS.slc
-    STEPS: tl.constexpr = P.BLOCK_SIZE // BLOCK_N
     row_max, total, acc = softmax_start(q.shape[0], HEADS.BLOCK_DV)
     n = tl.arange(0, BLOCK_IDS)
     found = tl.load(ids_ptr + n, mask=n < P.N, other=-1) >= 0
     begin = tl.program_id(1) * SHARE
     end = tl.minimum(begin + SHARE, tl.sum(found.to(tl.int32), 0))
-    keys = 0
+    end *= P.BLOCK_SIZE
+    count = 0
+    key = begin * P.BLOCK_SIZE + tl.arange(0, BLOCK_N)
     # Looked up a step ahead, so that keys and values can be loaded some steps ahead.
     table_ptr += b * table_width
-    block = tl.load(ids_ptr + begin, mask=begin < end, other=0)
-    page = tl.load(table_ptr + block, mask=begin < end, other=0)
-    for i in tl.range(begin * STEPS, end * STEPS):
-        ahead = (i + 1) // STEPS
-        next_block = tl.load(ids_ptr + ahead, mask=ahead < end, other=0)
-        next_page = tl.load(table_ptr + next_block, mask=ahead < end, other=0)
-        row = i % STEPS * BLOCK_N + tl.arange(0, BLOCK_N)
-        p = block * P.BLOCK_SIZE + row
-        here = p <= t
+    block, page = block_and_page(ids_ptr, table_ptr, key, end, P)
+    for _ in tl.range(begin * P.BLOCK_SIZE, end, BLOCK_N):
+        next_block, next_page = block_and_page(ids_ptr, table_ptr, key + BLOCK_N, end, P)
+        row = key % P.BLOCK_SIZE
+        here = (key < end) & (block * P.BLOCK_SIZE + row <= t)
         at = (page.to(tl.int64) * P.BLOCK_SIZE + row) * P.HKV + head
         k = load_rows(k_ptr, at, here, HEADS.D, HEADS.D, HEADS.BLOCK_D, True)
         v = load_rows(v_ptr, at, here, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV, True)
         s = tl.where(here[None, :], products(q, k, False), -float("inf"))
         row_max, total, acc = softmax_step(s, v, row_max, total, acc, scale)
-        keys += tl.sum(here.to(tl.int32), 0)
+        count += tl.sum(here.to(tl.int32), 0)
+        key += BLOCK_N
         block = next_block
         page = next_page
     if tl.program_id(2) == 0:
-        count_reads(reads_ptr, b * P.HKV + head, keys, 1)
+        count_reads(reads_ptr, b * P.HKV + head, count, 1)
     return softmax_result(row_max, total, acc)
 
 

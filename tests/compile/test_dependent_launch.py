@@ -1,0 +1,46 @@
+"""Kernels that may start while the one before them runs: what they do before they wait for it."""
+
+from __future__ import annotations
+
+import re
+from unittest import mock
+
+import pytest
+import torch
+from triton.compiler import CompiledKernel
+
+from nsa import NSAConfig
+from tools.compile_only.driver import absent_gpu
+from tools.compile_only.launches import DENSE, decode, projection
+
+ACCESS = re.compile(r"\b(ld\.global|st\.global|cp\.async\.cg|atom\.global|red\.global|\w+\.tensor)")
+# These read weights before they wait, which no kernel writes.
+OF_WEIGHTS = {"linear_rows_kernel": {"ld.global"}}
+
+
+def compiled_for(arch: int) -> dict[str, list[str]]:
+    """PTX of the kernels of a decode step, by their names."""
+    found = dict[str, list[str]]()
+    make = CompiledKernel.__init__
+
+    def note(self: CompiledKernel, *args: object) -> None:
+        make(self, *args)
+        found.setdefault(self.metadata.name, []).append(self.asm["ptx"])
+
+    config = NSAConfig(num_heads=12, num_kv_heads=2)
+    with mock.patch.object(CompiledKernel, "__init__", note), absent_gpu(arch):
+        decode(config, torch.bfloat16, 2, 2048)
+        projection(config, torch.bfloat16, DENSE)
+    return found
+
+
+@pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.faults)])
+def test_nothing_is_read_or_written_before_the_wait(arch: int) -> None:
+    found = compiled_for(arch)
+    assert len(found) == 7, found.keys()
+    for name, codes in found.items():
+        for ptx in codes:
+            before, wait, after = ptx.partition("griddepcontrol.wait")
+            assert wait, name
+            assert ACCESS.search(after), name
+            assert set(ACCESS.findall(before)) <= OF_WEIGHTS.get(name, set()), name
