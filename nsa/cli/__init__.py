@@ -52,6 +52,7 @@ COMMANDS = Group(
         "configs": Command(installation.configs),
         "plan": Command(plan.plan, "train"),
         "eval": Command(evaluation.evaluate, "train"),
+        "compare": Command(evaluation.compare, "train"),
         "generate": Command(generation.generate, "train"),
         "export": Command(export.export, "train"),
         "inspect": Command(inspection.inspect, "train"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from json import dumps
+from pathlib import Path
 from typing import Any, Literal
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -20,6 +21,7 @@ def evaluate(
     json: bool = False,
     windows: int | None = None,
     micro_batch: int | None = None,
+    save: Path | None = None,
 ) -> int:
     """Measure a trained model on text.
 
@@ -43,6 +45,7 @@ def evaluate(
         json: one JSON object instead of lines
         windows: windows to measure, spread over the text (default all)
         micro_batch: windows computed at a time (default the run's)
+        save: file for the sums of each document, which nsa compare reads
     """
     from nsa.train.run_folder import RunFolder
 
@@ -71,10 +74,45 @@ def evaluate(
             device=device,
             num_windows=windows,
             micro_batch=micro_batch,
+            save=save,
         ):
             figures |= finding.figures
             if not json:
                 print(finding.line, flush=True)
     if json:
         print(dumps(figures))
+    return 0
+
+
+def compare(files: tuple[Path, ...], *, against: tuple[Path, ...], json: bool = False) -> int:
+    """Compare measured models, one seed or several.
+
+    FILES and those of --against, written by nsa eval --save on the same windows, belong together
+    in pairs, such as runs of equal seeds:
+      nsa compare nsa-1.npz nsa-2.npz nsa-3.npz --against dense-1.npz dense-2.npz dense-3.npz
+    The difference in bits per byte has a 95% interval over documents, and over seeds where there
+    are several.
+
+    Args:
+        files: measurements
+        against: as many others, in the same order
+        json: one JSON object instead of lines
+    """
+    from nsa.train.measurements import compare
+
+    found = compare(files, against)
+    if json:
+        print(dumps(found))
+        return 0
+    for one, other in zip(found["runs"], found["against"], strict=True):
+        bits = f"{one['bits_per_byte']:.4f} against {other['bits_per_byte']:.4f} bits per byte"
+        print(f"{one['run']} step {one['step']}, {other['run']} step {other['step']}: {bits}")
+    low, high = found["difference_low"], found["difference_high"]
+    print(
+        f"difference: {found['difference_bits_per_byte']:+.4f} bits per byte, 95% interval "
+        f"{low:+.4f} to {high:+.4f} over {found['num_documents']:,} documents"
+    )
+    if "seeds_low" in found:
+        number = len(found["differences"])
+        print(f"over {number} pairs: {found['seeds_low']:+.4f} to {found['seeds_high']:+.4f}")
     return 0

@@ -7,10 +7,11 @@ document and every position, from which all figures of ``nsa eval`` follow.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean, stdev
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +33,8 @@ from nsa.train.execution.precision import autocast
 from nsa.train.loss import NextTokenLoss, cross_entropy_of_tokens
 
 Sums = NDArray[np.float64]  # [N, 3]: summed loss in nats, targets, bytes of text that they spell
+# 97.5% quantiles of Student's t for 1 to 9 degrees of freedom.
+STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 @torch.no_grad()
@@ -194,50 +197,72 @@ def measure(
 
 
 def paired_difference(
-    first: Measurement, second: Measurement, *, resamples: int = 10_000, seed: int = 0
+    first: Sequence[Measurement],
+    second: Sequence[Measurement],
+    *,
+    resamples: int = 10_000,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Difference of two models in bits per byte, with its 95% interval over documents.
 
     The bootstrap's percentile interval (Efron and Tibshirani 1993, chapter 13): documents are drawn
-    with replacement, as many as there are and the same for both models, and the difference of their
-    bits per byte is computed anew. It says how much the choice of documents matters, not how much
-    another seed of training would.
+    with replacement, as many as there are and the same for all models, and the difference of their
+    bits per byte is computed anew. It says how much the choice of documents matters. Of several
+    pairs, trained with different seeds, it is that of their mean; how much the seed matters is said
+    by a second interval, Student's t over the pairs.
 
     Args:
-        first: a model on some windows.
-        second: another one on the same windows.
+        first: a model on some windows, or several.
+        second: as many others on the same windows.
         resamples: draws of documents.
         seed: of the draws.
 
     Returns:
         ``difference_bits_per_byte``, first minus second; ``difference_low`` and
-        ``difference_high``, the interval; ``num_documents``, ``resamples`` and ``seed``.
+        ``difference_high``, the interval; ``num_documents``, ``resamples`` and ``seed``. Of several
+        pairs also ``differences`` of each, ``seeds_low`` and ``seeds_high``.
 
     Raises:
-        ValueError: the targets are not the same, or come from fewer than two documents.
+        ValueError: the targets are not the same, or come from fewer than two documents; or there
+            are more than 10 pairs.
     """
     name, rule = "paired_difference", "have the targets of the first in each document"
-    same = np.array_equal(first.documents[:, 1:], second.documents[:, 1:])
-    check(same, name, "second", rule, f"{second.documents[:, 1].sum():.0f} others")
-    counted = first.documents[:, 1] > 0
-    bits = (first.documents - second.documents)[counted, 0] / math.log(2)
-    sizes, number = first.documents[counted, 2], int(counted.sum())
+    check(len(first) <= len(STUDENT_T) + 1, name, "first", "be at most 10 models", len(first))
+    expected = first[0].documents
+    for x in (*first, *second):
+        same = np.array_equal(expected[:, 1:], x.documents[:, 1:])
+        check(same, name, "second", rule, f"{x.documents[:, 1].sum():.0f} others")
+    counted = expected[:, 1] > 0
+    pairs = zip(first, second, strict=True)
+    bits = [(x.documents - y.documents)[counted, 0] / math.log(2) for x, y in pairs]
+    mean, sizes, number = np.mean(bits, axis=0), expected[counted, 2], int(counted.sum())
     check(number > 1, name, "first", "hold targets of two documents or more", number)
     check(resamples > 0, name, "resamples", "be positive", resamples)
     generator, sums = np.random.default_rng(seed), np.empty((resamples, 2))
     for row in sums:
         drawn = generator.integers(number, size=number)
-        row[:] = bits[drawn].sum(), sizes[drawn].sum()
+        row[:] = mean[drawn].sum(), sizes[drawn].sum()
     drawn_bits, drawn_sizes = sums[sums[:, 1] > 0].T  # a draw of separators alone has no bytes
     low, high = np.quantile(drawn_bits / drawn_sizes, (0.025, 0.975)).tolist()
     return {
-        "difference_bits_per_byte": float(bits.sum() / sizes.sum()),
+        "difference_bits_per_byte": float(mean.sum() / sizes.sum()),
         "difference_low": low,
         "difference_high": high,
         "num_documents": number,
         "resamples": resamples,
         "seed": seed,
+        **_over_seeds([float(x.sum() / sizes.sum()) for x in bits]),
     }
+
+
+def _over_seeds(differences: list[float]) -> dict[str, Any]:
+    """Differences of several pairs, and the 95% interval of their mean."""
+    number = len(differences)
+    if number == 1:
+        return {}
+    error = stdev(differences) / math.sqrt(number) * STUDENT_T[number - 2]
+    middle = fmean(differences)
+    return {"differences": differences, "seeds_low": middle - error, "seeds_high": middle + error}
 
 
 class SplitWindows:

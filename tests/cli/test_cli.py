@@ -215,8 +215,9 @@ def test_eval_compares_runs_on_the_test_split(tiny, nsa, refusal, words):
     nsa(f"{words} --run-dir dense --model.attention dense")
     ours, theirs, both = (
         json.loads(nsa(f"eval {names} --split test --seq-len 96 --json"))
-        for names in ("nsa", "dense", "nsa --against dense")
+        for names in ("nsa --save a.npz", "dense --save b.npz", "nsa --against dense")
     )
+    assert (ours.pop("saved"), theirs.pop("saved")) == ("a.npz", "b.npz")
     difference = ours["bits_per_byte"] - theirs["bits_per_byte"]
     assert both["difference_bits_per_byte"] == pytest.approx(difference, rel=1e-9)
     assert both["difference_low"] <= both["difference_bits_per_byte"] <= both["difference_high"]
@@ -231,6 +232,23 @@ def test_eval_compares_runs_on_the_test_split(tiny, nsa, refusal, words):
     again = json.loads(nsa("eval nsa --against nsa --json"))
     assert again["difference_low"] == again["difference_high"] == 0
     assert ", 95% interval +0.0000 to +0.0000 over " in nsa("eval nsa --against nsa")
+    alone = json.loads(nsa("compare a.npz --against b.npz --json"))
+    runs, others = alone.pop("runs"), alone.pop("against")
+    assert alone.items() <= both.items()
+    assert runs[0]["positions"] == ours["positions"]
+    assert others[0]["bits_per_byte"] == both["against_bits_per_byte"]
+    said = nsa("compare a.npz b.npz --against b.npz a.npz")
+    assert "nsa step 2, dense step 2: " in said
+    assert "difference: +0.0000 bits per byte" in said or "difference: -0.0000" in said
+    assert "\nover 2 pairs: -" in said
+    why = "--against must be as many files as FILES (1), got 2"
+    assert why in refusal("compare a.npz --against b.npz a.npz")
+    why = "--against must be a file of nsa eval --save, got "
+    for other in ("nowhere.npz", "tiny.yaml"):
+        assert why + other in refusal(f"compare a.npz --against {other}")
+    assert "--save must name a new file" in refusal("eval nsa --save a.npz")
+    nsa("eval dense --split test --windows 1 --save c.npz")
+    assert "must have the seq_len of the first (96)" in refusal("compare a.npz --against c.npz")
 
 
 def test_eval_refuses_what_cannot_be_compared(run, nsa, refusal):

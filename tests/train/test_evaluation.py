@@ -165,7 +165,7 @@ def test_interval_is_that_of_paired_differences() -> None:
     sizes = np.full(number, 100.0)
     bits = rng.uniform(50, 500, number)
     difference = rng.normal(1.0, 3.0, number)
-    found = paired_difference(of_documents(bits + difference, sizes), of_documents(bits, sizes))
+    found = paired_difference([of_documents(bits + difference, sizes)], [of_documents(bits, sizes)])
     mean, error = difference.mean() / 100, difference.std() / 100 / number**0.5
     assert found["difference_bits_per_byte"] == pytest.approx(mean, rel=1e-12)
     assert found["difference_low"] == pytest.approx(mean - 1.96 * error, abs=0.1 * error)
@@ -177,7 +177,7 @@ def test_documents_weigh_by_their_bytes() -> None:
     """A model that is worse by the same in every byte is so in every draw."""
     sizes = np.array([1.0, 10, 100, 1000, 0])  # nothing of the last one was measured
     bits = 3 * sizes
-    found = paired_difference(of_documents(bits + sizes / 4, sizes), of_documents(bits, sizes))
+    found = paired_difference([of_documents(bits + sizes / 4, sizes)], [of_documents(bits, sizes)])
     names = ("difference_bits_per_byte", "difference_low", "difference_high")
     assert [found[name] for name in names] == pytest.approx([0.25] * 3, rel=1e-12)
     assert found["num_documents"] == 4
@@ -187,20 +187,34 @@ def test_two_documents_give_a_known_interval() -> None:
     """Both are drawn in half of the draws, and either alone in a quarter each."""
     sizes, zeros = np.ones(2), of_documents(np.zeros(2), np.ones(2))
     first = of_documents(np.array([0.0, 1.0]), sizes)
-    found = paired_difference(first, zeros, resamples=1000, seed=3)
-    assert found == paired_difference(first, zeros, resamples=1000, seed=3)
+    found = paired_difference([first], [zeros], resamples=1000, seed=3)
+    assert found == paired_difference([first], [zeros], resamples=1000, seed=3)
     assert [found[f"difference_{name}"] for name in ("low", "bits_per_byte", "high")] == [0, 0.5, 1]
     assert (found["resamples"], found["seed"]) == (1000, 3)
+
+
+def test_seeds_have_an_interval_of_their_own() -> None:
+    """Student's t over the pairs, whose documents all have the same difference."""
+    sizes = np.full(50, 10.0)
+    second = [of_documents(np.full(50, 20.0), sizes)] * 3
+    first = [of_documents(np.full(50, 20.0 + more), sizes) for more in (0.1, 0.2, 0.6)]
+    found = paired_difference(first, second)
+    assert found["differences"] == pytest.approx([0.01, 0.02, 0.06])
+    intervals = [found[f"difference_{name}"] for name in ("low", "bits_per_byte", "high")]
+    assert intervals == pytest.approx([0.03] * 3)
+    assert (found["seeds_low"], found["seeds_high"]) == pytest.approx((-0.03572, 0.09572), abs=1e-4)
+    with pytest.raises(ValueError, match="first must be at most 10 models, got 11"):
+        paired_difference(second[:1] * 11, second[:1] * 11)
 
 
 def test_what_cannot_be_compared() -> None:
     two, other = of_documents(np.ones(2), np.ones(2)), of_documents(np.ones(2), np.arange(2.0))
     with pytest.raises(ValueError, match="second must have the targets of the first in each doc"):
-        paired_difference(two, other)
+        paired_difference([two], [other])
     with pytest.raises(ValueError, match="first must hold targets of two documents or more, got 1"):
-        paired_difference(other, other)
+        paired_difference([other], [other])
     with pytest.raises(ValueError, match="resamples must be positive, got 0"):
-        paired_difference(two, two, resamples=0)
+        paired_difference([two], [two], resamples=0)
     windows = SplitWindows(source(), 10**6, document_mask=True)
     with pytest.raises(ValueError, match="num_windows must be positive, with at least one window"):
         measure(NextTokenLoss(make_model()), windows, 1, 1)

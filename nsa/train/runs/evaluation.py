@@ -32,6 +32,7 @@ from nsa.train.evaluation import (
 )
 from nsa.train.execution.precision import choose_device
 from nsa.train.loss import NextTokenLoss
+from nsa.train.measurements import save_measurement
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.inference import load_model
 from nsa.train.runs.texts import read_text
@@ -63,6 +64,7 @@ def evaluate_run(
     device: str = "auto",
     num_windows: int | None = None,
     micro_batch: int | None = None,
+    save: Path | None = None,
 ) -> Iterator[Finding]:
     """Measure a checkpoint of a run on a split of its data or on any other text.
 
@@ -76,6 +78,7 @@ def evaluate_run(
         device: ``auto``, ``cpu`` or ``cuda``.
         num_windows: windows to measure, spread over all of the text; None for all.
         micro_batch: windows computed at a time; None takes the run's.
+        save: file that gets the sums of each document and position, for :func:`compare`.
 
     Yields:
         Findings, each as soon as it is known.
@@ -87,8 +90,7 @@ def evaluate_run(
     config = folder.load_config()
     seq_len = config.seq_len if seq_len is None else seq_len
     size = config.micro_batch if micro_batch is None else micro_batch
-    for name, value in (("windows", num_windows), ("micro-batch", size), ("seq-len", seq_len)):
-        check(value is None or value > 0, "eval", f"--{name}", "be positive", value)
+    _check_sizes({"windows": num_windows, "micro-batch": size, "seq-len": seq_len}, save)
     is_split = text is None or split == "validation"
     check(is_split, "eval", "--split", "be left out with --text", split)
     place, path = choose_device(device), find_checkpoint("eval", folder.checkpoints, checkpoint)
@@ -109,21 +111,21 @@ def evaluate_run(
         device=place.type,
         compute_dtype=config.compute_dtype,
     )
-    windows: Windows
-    where: tuple[str, str] = split, config.data.source
-    if data is not None:
-        held_out = _split_of(data, split, seq_len)
-        windows = SplitWindows(held_out, seq_len, document_mask=config.data.document_mask)
-    else:
-        assert source is not None
-        where = "text", "standard input" if text == "-" else str(text)
-        windows = RollingWindows(source, seq_len)
+    where = (split, config.data.source) if text is None else ("text", _name(text))
+    held_out = None if data is None else _split_of(data, split, seq_len)
+    windows = _windows(held_out, source, seq_len, config.data.document_mask)
     number = min(num_windows or len(windows), len(windows))
     measured = partial(measure, windows=windows, micro_batch=size, num_windows=number)
     measured = partial(measured, compute_dtype=config.compute_dtype)
     result = measured(NextTokenLoss(model, config.loss_chunk))
     yield from _totals(result, windows, number, *where)
-    if data is not None:
+    if save is not None:
+        names = "run", "step", "split", "text", "tokenizer", "seq_len", "windows"
+        tokenizer = read_meta(path)["data"]["tokenizer_fingerprint"]
+        values = str(folder.path), step, *where, tokenizer, seq_len, number
+        save_measurement(save, result, dict(zip(names, values, strict=True)))
+        yield _finding("sums of documents and positions: {saved}", saved=str(save))
+    if data is not None and held_out is not None:
         bits, chosen = result.figures()["bits_per_byte"], spread(number, len(windows))
         yield from _compared(data, held_out, bits, seq_len, chosen)
     if against is not None and other is not None:
@@ -132,6 +134,27 @@ def evaluate_run(
         model, step = load_model(second.model, other, place)
         loss = NextTokenLoss(model, second.loss_chunk)
         yield from _paired(against, step, result, measured(loss))
+
+
+def _check_sizes(sizes: dict[str, int | None], save: Path | None) -> None:
+    for name, value in sizes.items():
+        check(value is None or value > 0, "eval", f"--{name}", "be positive", value)
+    is_new = save is None or (save.parent.is_dir() and not save.exists())
+    check(is_new, "eval", "--save", "name a new file in an existing folder", save)
+
+
+def _name(text: str) -> str:
+    return "standard input" if text == "-" else text
+
+
+def _windows(
+    held_out: TokenSource | None, text: TextSource | None, seq_len: int, document_mask: bool
+) -> Windows:
+    """Windows of a split, or of another text."""
+    if text is not None:
+        return RollingWindows(text, seq_len)
+    assert held_out is not None
+    return SplitWindows(held_out, seq_len, document_mask=document_mask)
 
 
 def _totals(
@@ -190,7 +213,7 @@ def _paired(
     yield _finding(
         "difference: {difference_bits_per_byte:+.4f} bits per byte, 95% interval "
         "{difference_low:+.4f} to {difference_high:+.4f} over {num_documents:,} documents",
-        **paired_difference(first, second),
+        **paired_difference([first], [second]),
     )
 
 
