@@ -10,6 +10,8 @@ SHELL := /bin/sh
 .SHELLFLAGS := -ec
 MAKEFLAGS += --no-builtin-rules
 .SUFFIXES:
+# Hundreds of processes import the same modules: byte code is kept, also where the shell says not to.
+export PYTHONDONTWRITEBYTECODE :=
 
 VENV := .venv
 made := $(patsubst $(VENV)/installed-%,%,$(wildcard $(VENV)/installed-*))
