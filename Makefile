@@ -10,6 +10,8 @@ SHELL := /bin/sh
 .SHELLFLAGS := -ec
 MAKEFLAGS += --no-builtin-rules
 .SUFFIXES:
+# Hundreds of processes import the same modules: byte code is kept, also where the shell says not to.
+export PYTHONDONTWRITEBYTECODE :=
 
 VENV := .venv
 made := $(patsubst $(VENV)/installed-%,%,$(wildcard $(VENV)/installed-*))
@@ -29,9 +31,11 @@ LEG =# number of the one leg that make accept runs
 ifdef PYTHON
 RUN := $(PYTHON)
 ENV := check-python
+COLLECTED :=
 else
 RUN := $(VENV)/bin/python
 ENV := $(VENV)/installed-$(KIND)
+COLLECTED := $(VENV)/collected
 endif
 
 SOURCES := nsa tests tools
@@ -51,14 +55,19 @@ train: $(ENV) ## train a small model on the embedded corpus and leave a run fold
 	$(RUN) -m nsa train "$$config" $(ARGS)
 
 test: $(ENV) ## formatting, lint and types, and all tests with five mutants among them, two of these at a time
-	@$(MAKE) --no-print-directory --jobs 2 lint pytest-kernels pytest
+	@$(MAKE) --no-print-directory --jobs 2 lint $(COLLECTED) pytest-kernels pytest
 
-pytest: $(ENV) ## the tests alone, without the kernels' (ARGS=)
+# One process compiles what the tests import, rather than all five at the same time.
+$(VENV)/collected: $(ENV)
+	@TRITON_INTERPRET=1 $(RUN) -m pytest --collect-only --quiet --ignore tests/gpu >/dev/null || true
+	@touch $@
+
+pytest: $(ENV) | $(COLLECTED) ## the tests alone, without the kernels' (ARGS=)
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
 	$(RUN) -m pytest $(SPREAD) --ignore tests/gpu -m "not gpu and not faults and not slow" $(ARGS)
 
 pytest-kernels: JOBS = 2# which compute all the time
-pytest-kernels: $(ENV) ## the Triton kernels alone, on the CPU in Triton's interpreter, which is chosen for a whole process
+pytest-kernels: $(ENV) | $(COLLECTED) ## the Triton kernels alone, on the CPU in Triton's interpreter, which is chosen for a whole process
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
 	TRITON_INTERPRET=1 $(RUN) -m pytest $(SPREAD) tests/kernels
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Callable
@@ -28,7 +29,15 @@ hypothesis.settings.load_profile("nsa")
 forkserver.set_forkserver_preload(["tests.faults.preload"])
 forkserver.set_forkserver_preload = lambda modules_names: None
 
+# What imports make is not garbage: no search for garbage goes through it, now or later.
+gc.disable()
+
 Count = Callable[..., None]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

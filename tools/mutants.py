@@ -127,6 +127,9 @@ def apply_mutant(mutant: Mutant, root: Path) -> None:
         found = f"the text to break occurs {count} times in {mutant.file}, not once"
         raise MutantError(f"{mutant.name}: {found}")
     file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+    # Byte code of equal size and second would hide the break.
+    for compiled in file.parent.glob(f"__pycache__/{file.stem}.*"):
+        compiled.unlink()
 
 
 def run_tests(
@@ -147,8 +150,7 @@ def run_tests(
     Raises:
         MutantError: see :func:`apply_mutant`.
     """
-    # Byte code is not copied: a stale file of equal size and second would hide a break.
-    left_out = shutil.ignore_patterns("__pycache__", "*.pyc", "*.png")
+    left_out = shutil.ignore_patterns("*.pyc.*", "*.png")  # the first: byte code half written
     begin, result = time.monotonic(), Result("survived", 0.0, "")
     with tempfile.TemporaryDirectory(prefix="nsa-mutant-") as folder:
         root = Path(folder)

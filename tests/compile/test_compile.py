@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 from nsa import NSAConfig, window_attention
 from nsa.ops._triton.tuning import Tile, tiles_chosen_by
 from tools.compile_only.driver import SHARED_MEMORY_LIMIT, Usage, absent_gpu
-from tools.compile_only.launches import jitted_functions, launches, reached_from
+from tools.compile_only.launches import LONG, jitted_functions, launches, reached_from
 from tools.compile_only.survey import (
     ARCHS,
     MOST_STACK,
@@ -24,8 +22,6 @@ from tools.compile_only.survey import (
     tunings,
     whole,
 )
-
-in_full = pytest.mark.faults
 
 
 def launched_by(cases: list[Case]) -> set[str]:
@@ -42,19 +38,29 @@ def unlaunched(cases: list[Case]) -> set[str]:
     return {function.__name__ for function in jitted_functions() - reached_from(launched)}
 
 
-# The larger heads, which need most, for all; the smaller ones for Hopper.
-NEEDS = [
-    pytest.param(arch, sizes, marks=[] if arch == 90 or sizes == (192, 128) else in_full)
-    for arch, sizes in itertools.product(ARCHS, PART)
-]
+# Each kernel once for Hopper; for others those of a long text, with the heads that need most.
+ONCE = [case for case in PART[64, 64] if case.group_size == 6 or case.queries]
+NEEDS_MOST = [case for case in PART[192, 128] if case.batch is LONG and case.group_size == 6]
 
 
-@pytest.mark.parametrize(("arch", "sizes"), NEEDS, ids=str)
-def test_needs_of_every_kernel(arch, sizes):
-    records = list(compiled([Tuning(arch)], PART[sizes]))
+def needs(arch: int, cases: list[Case]) -> None:
+    records = list(compiled([Tuning(arch)], cases))
     faults = [fault for record in records if (fault := record.fault(lenient=False))]
     assert not faults, "\n".join(faults)
-    assert {record.usage.kernel for record in records} == launched_by(PART[sizes])
+    assert {record.usage.kernel for record in records} == launched_by(cases)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_needs_of_kernels(arch):
+    assert not unlaunched(ONCE)
+    needs(arch, ONCE if arch == 90 else NEEDS_MOST)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("sizes", PART, ids=str)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_needs_of_every_kernel(arch, sizes):
+    needs(arch, PART[sizes])
 
 
 @pytest.mark.parametrize("sizes", PART, ids=str)

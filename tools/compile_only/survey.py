@@ -179,8 +179,8 @@ def variations() -> list[Case]:
     return [replace(case, batch=DENSE), replace(case, batch=SHORT), *found, *scattered, *decoded]
 
 
-# Sizes of heads by the work of one process. What `make test` compiles, for ``ARCHS``; and
-# everything, for all.
+# Sizes of heads by the work of one process. What `make test-faults` compiles, for ``ARCHS``, and
+# `make test` a part of; and everything, for all.
 ARCHS = (80, 90, 100)
 TWO_STAGE = (("coarse_block_size", 512), ("num_coarse_blocks", 8))
 PART = {
