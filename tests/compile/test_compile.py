@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -38,9 +40,11 @@ def unlaunched(cases: list[Case]) -> set[str]:
     return {function.__name__ for function in jitted_functions() - reached_from(launched)}
 
 
-# Each kernel once for Hopper; for others those of a long text, with the heads that need most.
+# Each kernel once for Hopper; for others those of a long text, with the heads that need most, and
+# of a decode step.
 ONCE = [case for case in PART[64, 64] if case.group_size == 6 or case.queries]
 NEEDS_MOST = [case for case in PART[192, 128] if case.batch is LONG and case.group_size == 6]
+NEEDS_MOST += [replace(case, changes=()) for case in ONCE if case.queries == 1]
 
 
 def needs(arch: int, cases: list[Case]) -> None:
