@@ -81,11 +81,15 @@ STACK_THAT_WINS = {
 
 # Bytes of stack that are allowed, by architecture and function, on GPUs where this project has
 # measured nothing. Heads of 128: a limit on registers avoids the stack, but then fewer programs run
-# at once. Decode: 8 queries in fp32, 16 heads a group.
+# at once. Decode: 8 queries in fp32, 16 heads a group, gated products.
 STACK_LET_BE = {
     (120, "selected_delta_kernel"): 8,
+    (86, "decode_scan_kernel"): 8,
+    (86, "decode_merge_kernel"): 8,
+    (89, "decode_scan_kernel"): 8,
     (89, "decode_merge_kernel"): 8,
     (120, "decode_merge_kernel"): 8,
+    (120, "linear_kernel"): 8,
 }
 
 

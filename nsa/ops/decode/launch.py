@@ -354,7 +354,7 @@ class DecodeStep:
             **constants,
             BLOCK_M=max(16, block_g),
             BLOCK_G=block_g,
-            BLOCK_N=tiles.keys if q.element_size() > 2 else 2 * tiles.keys,
+            BLOCK_N=tiles.keys * (2 if block_g <= 16 and q.element_size() == 2 else 1),
             BLOCK_S=max(4096 // (block_g * constants["HEADS"].BLOCK_DV), 1),
             BLOCK_IDS=next_power_of_2(pattern.N),
             num_warps=4,
