@@ -114,5 +114,6 @@ def compare(files: tuple[Path, ...], *, against: tuple[Path, ...], json: bool = 
     )
     if "seeds_low" in found:
         number = len(found["differences"])
-        print(f"over {number} pairs: {found['seeds_low']:+.4f} to {found['seeds_high']:+.4f}")
+        low, high = found["seeds_low"], found["seeds_high"]
+        print(f"95% interval over {number} pairs: {low:+.4f} to {high:+.4f}")
     return 0

@@ -14,7 +14,7 @@ from nsa.errors import check, fail
 from nsa.train.evaluation import Measurement, paired_difference
 
 # What measurements have in common that may be compared.
-_SAME = ("tokenizer", "text", "seq_len", "windows")
+_SAME = ("tokenizer", "text", "split", "seq_len", "windows")
 
 
 def save_measurement(path: Path, measurement: Measurement, about: dict[str, Any]) -> None:

@@ -240,13 +240,17 @@ def test_eval_compares_runs_on_the_test_split(tiny, nsa, refusal, words):
     said = nsa("compare a.npz b.npz --against b.npz a.npz")
     assert "nsa step 2, dense step 2: " in said
     assert "difference: +0.0000 bits per byte" in said or "difference: -0.0000" in said
-    assert "\nover 2 pairs: -" in said
+    assert "\n95% interval over 2 pairs: -" in said
     why = "--against must be as many files as FILES (1), got 2"
     assert why in refusal("compare a.npz --against b.npz a.npz")
     why = "--against must be a file of nsa eval --save, got "
     for other in ("nowhere.npz", "tiny.yaml"):
         assert why + other in refusal(f"compare a.npz --against {other}")
     assert "--save must name a new file" in refusal("eval nsa --save a.npz")
+    nsa("eval nsa --seq-len 96 --save d.npz")
+    assert "must have the split of the first (test), got val" in refusal(
+        "compare a.npz --against d.npz"
+    )
     nsa("eval dense --split test --windows 1 --save c.npz")
     assert "must have the seq_len of the first (96)" in refusal("compare a.npz --against c.npz")
 

@@ -96,7 +96,7 @@ def append(
         1.0 if rotation is None else rotation.magnitude,
         offset,
         P=pattern_of(config, cache, queries),
-        launch_pdl=starts_early(cache.table),
+        launch_pdl=starts_early(cache.table, cache.num_sequences * queries),
         PLAN=AppendPlan(
             tuple(streams),
             config.phi,
@@ -198,6 +198,11 @@ class DecodeStep:
         splits = choose_splits(config, groups, queries, most_blocks)
         return cls(cache, config, queries, config.head_dim**-0.5, splits, reads)
 
+    @property
+    def starts_early(self) -> bool:
+        """Whether each kernel starts while the one before it runs."""
+        return starts_early(self.cache.table, self.cache.num_sequences * self.queries)
+
     def attend(
         self, q: Tensor, q_cmp: Tensor | None, gates: Tensor
     ) -> tuple[Tensor, Tensor | None]:
@@ -265,7 +270,7 @@ class DecodeStep:
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             num_warps=4,
-            launch_pdl=starts_early(cache.table),
+            launch_pdl=self.starts_early,
             num_stages=STAGES,
         )
 
@@ -316,7 +321,7 @@ class DecodeStep:
             BLOCK_H=block_h,
             BLOCK_O=block_o,
             num_warps=4 if is_large else 1,
-            launch_pdl=starts_early(cache.table),
+            launch_pdl=self.starts_early,
         )
         return ids, others
 
@@ -354,11 +359,11 @@ class DecodeStep:
             **constants,
             BLOCK_M=max(16, block_g),
             BLOCK_G=block_g,
-            BLOCK_N=tiles.keys * (2 if block_g <= 16 and q.element_size() == 2 else 1),
+            BLOCK_N=min(tiles.keys, pattern.BLOCK_SIZE),
             BLOCK_S=max(4096 // (block_g * constants["HEADS"].BLOCK_DV), 1),
             BLOCK_IDS=next_power_of_2(pattern.N),
             num_warps=4,
-            launch_pdl=starts_early(cache.table),
+            launch_pdl=self.starts_early,
             num_stages=STAGES,
         )
         return out

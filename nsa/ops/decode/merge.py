@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops._triton.arrival import is_last
-from nsa.ops._triton.dependent_launch import let_next_start, wait_for_inputs
+from nsa.ops._triton.dependent_launch import wait_for_inputs
 from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.tiles import (
     LOG2_E,
@@ -19,14 +19,6 @@ from nsa.ops._triton.tiles import (
 )
 from nsa.ops.decode.layout import CAPACITIES, count_reads, query_rows
 from nsa.ops.decode.shares import gated_branch, gated_sum, load_gate, store_partial
-
-
-@triton.jit
-def block_and_page(ids_ptr, table_ptr, key, end, P: tl.constexpr):
-    """Selection block and page of each of a query's selected keys ``[BLOCK_N]``."""
-    ok = key < end
-    block = tl.load(ids_ptr + key // P.BLOCK_SIZE, mask=ok, other=0)
-    return block, tl.load(table_ptr + block, mask=ok, other=0)
 
 
 @triton.jit
@@ -48,32 +40,34 @@ def selected_split(
     """out and lse of a program's share of the selected blocks of one query."""
     b, head, t, table_width = where
     SHARE: tl.constexpr = (P.N + SPLITS.slc - 1) // SPLITS.slc
+    STEPS: tl.constexpr = P.BLOCK_SIZE // BLOCK_N
     row_max, total, acc = softmax_start(q.shape[0], HEADS.BLOCK_DV)
     n = tl.arange(0, BLOCK_IDS)
     found = tl.load(ids_ptr + n, mask=n < P.N, other=-1) >= 0
     begin = tl.program_id(1) * SHARE
     end = tl.minimum(begin + SHARE, tl.sum(found.to(tl.int32), 0))
-    end *= P.BLOCK_SIZE
-    count = 0
-    key = begin * P.BLOCK_SIZE + tl.arange(0, BLOCK_N)
+    keys = 0
     # Looked up a step ahead, so that keys and values can be loaded some steps ahead.
     table_ptr += b * table_width
-    block, page = block_and_page(ids_ptr, table_ptr, key, end, P)
-    for _ in tl.range(begin * P.BLOCK_SIZE, end, BLOCK_N):
-        next_block, next_page = block_and_page(ids_ptr, table_ptr, key + BLOCK_N, end, P)
-        row = key % P.BLOCK_SIZE
-        here = (key < end) & (block * P.BLOCK_SIZE + row <= t)
+    block = tl.load(ids_ptr + begin, mask=begin < end, other=0)
+    page = tl.load(table_ptr + block, mask=begin < end, other=0)
+    for i in tl.range(begin * STEPS, end * STEPS):
+        ahead = (i + 1) // STEPS
+        next_block = tl.load(ids_ptr + ahead, mask=ahead < end, other=0)
+        next_page = tl.load(table_ptr + next_block, mask=ahead < end, other=0)
+        row = i % STEPS * BLOCK_N + tl.arange(0, BLOCK_N)
+        p = block * P.BLOCK_SIZE + row
+        here = p <= t
         at = (page.to(tl.int64) * P.BLOCK_SIZE + row) * P.HKV + head
         k = load_rows(k_ptr, at, here, HEADS.D, HEADS.D, HEADS.BLOCK_D, True)
         v = load_rows(v_ptr, at, here, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV, True)
         s = tl.where(here[None, :], products(q, k, False), -float("inf"))
         row_max, total, acc = softmax_step(s, v, row_max, total, acc, scale)
-        count += tl.sum(here.to(tl.int32), 0)
-        key += BLOCK_N
+        keys += tl.sum(here.to(tl.int32), 0)
         block = next_block
         page = next_page
     if tl.program_id(2) == 0:
-        count_reads(reads_ptr, b * P.HKV + head, count, 1)
+        count_reads(reads_ptr, b * P.HKV + head, keys, 1)
     return softmax_result(row_max, total, acc)
 
 
@@ -152,7 +146,6 @@ def decode_merge_kernel(
             BLOCK_N,
             BLOCK_IDS,
         )
-        let_next_start()
         others = others_ptr + group.to(tl.int64) * (ROWS * HEADS.DV)
         if SPLITS.slc == 1:
             y = out * load_gate(gates_ptr, place_m, ok_m, 1)[:, None]

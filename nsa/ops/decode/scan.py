@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from nsa.ops._triton.dependent_launch import let_next_start, wait_for_inputs
+from nsa.ops._triton.dependent_launch import wait_for_inputs
 from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.tiles import (
     LOG2_E,
@@ -182,7 +182,6 @@ def decode_scan_kernel(
                 SPLITS,
                 BLOCK_N,
             )
-            let_next_start()
             store_partial(out_ptr, lse_ptr, at, ok, out, lse, HEADS.DV, HEADS.BLOCK_DV)
     else:
         if SPLITS.win > 0:
@@ -201,5 +200,4 @@ def decode_scan_kernel(
                 SPLITS,
                 BLOCK_N,
             )
-            let_next_start()
             store_partial(out_ptr, lse_ptr, at, ok, out, lse, HEADS.DV, HEADS.BLOCK_DV)

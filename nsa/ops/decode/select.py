@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops._triton.arrival import is_last
-from nsa.ops._triton.dependent_launch import let_next_start, wait_for_inputs
+from nsa.ops._triton.dependent_launch import wait_for_inputs
 from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.tiles import LOG2_E, store_rows
 from nsa.ops.decode.layout import CAPACITIES, complete_blocks, query_rows
@@ -92,7 +92,6 @@ def select(
     candidate = (jj > 0)[None, :] & (j <= current)
     ranked = tl.where(candidate, (bits << 32) | (j * -1 + LAST_ID).to(tl.int64), -1)
     best = tl.topk(ranked, BLOCK_K, dim=1)  # [1, BLOCK_K]
-    let_next_start()
     token = group // P.HKV * P.QUERIES + query
     out_row = out_ptr + (token * P.HKV + group % P.HKV) * P.N
     if BLOCK_CHUNKS == 1:

@@ -23,7 +23,8 @@ class Linear:
     """A linear layer without bias, and what a decoder does before and behind it.
 
     Attributes:
-        weight: ``[N, K]``, contiguous; in its dtype x is multiplied.
+        weight: ``[N, K]``, contiguous; in its dtype x is multiplied. A kernel for few rows may read
+            it, and ``gate``, before the kernel right before has ended, which must not write them.
         gate: a second weight ``[N, K]``: the result is ``silu(x gate) * (x weight)``.
         eps: x is normalised as in RMSNorm, with this constant under the root; the weight of the
             norm is part of ``weight`` and ``gate``. None: x is taken as it is.
@@ -124,7 +125,7 @@ def _launch(x: Tensor, layer: Linear, residual: Tensor | None) -> Tensor:
             **constants,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
-            launch_pdl=starts_early(x),
+            launch_pdl=starts_early(x, rows),
             num_warps=8 if block_n * block_k > MOST_HELD // 2 else 4,
         )
         return out
@@ -143,7 +144,6 @@ def _launch(x: Tensor, layer: Linear, residual: Tensor | None) -> Tensor:
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=min(block_k, 128 if is_small and not is_gated else 64),
-        launch_pdl=starts_early(x),
         num_warps=4,
         num_stages=(6 if is_gated else 4) if is_small else 3,
     )

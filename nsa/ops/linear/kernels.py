@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.ops._triton.dependent_launch import let_next_start, prefetch, wait_for_inputs
+from nsa.ops._triton.dependent_launch import wait_for_inputs
 from nsa.ops._triton.kernel import kernel
 
 
@@ -47,7 +47,8 @@ def linear_rows_kernel(
 ):
     """As :func:`linear_kernel`, for so few rows that reading the weights is all there is to do.
 
-    Program i loads ``BLOCK_N`` rows of the weight at once.
+    Program i loads ``BLOCK_N`` rows of the weight at once, before the kernel in front has ended: no
+    kernel writes weights.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)[None, :]
@@ -57,7 +58,7 @@ def linear_rows_kernel(
     gate = weight
     if gate_ptr is not None:
         gate = tl.load(gate_ptr + at, mask=mask, other=0.0)
-    wait_for_inputs(AT_ONCE=True)
+    wait_for_inputs()
     for m in tl.static_range(ROWS):
         x = tl.load(x_ptr + m * K + k, mask=k < K, other=0.0)  # [1, BLOCK_K]
         rounded = x.to(weight.dtype).to(tl.float32)
@@ -72,15 +73,6 @@ def linear_rows_kernel(
             of_gate *= factor
         y = activated(y, of_gate, SILU, gate_ptr is not None)
         store_sum(out_ptr, residual_ptr, m * N + n, y, n < N)
-
-
-@triton.jit
-def prefetch_rows(weight_ptr, n, N: tl.constexpr, K: tl.constexpr):
-    """Bring rows n of a weight ``[N, K]`` into the L2 cache."""
-    PER_LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
-    k0 = tl.arange(0, triton.next_power_of_2((K + PER_LINE - 1) // PER_LINE)) * PER_LINE
-    mask = (n < N)[:, None] & (k0 < K)[None, :]
-    prefetch(weight_ptr, n.to(tl.int64)[:, None] * K + k0[None, :], mask)
 
 
 @kernel(do_not_specialize=["num_rows"])
@@ -109,10 +101,6 @@ def linear_kernel(
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    prefetch_rows(weight_ptr, n, N, K)
-    if gate_ptr is not None:
-        prefetch_rows(gate_ptr, n, N, K)
-    wait_for_inputs()
     row = m.to(tl.int64)[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     of_gate = acc
@@ -134,7 +122,6 @@ def linear_kernel(
         if gate_ptr is not None:
             gate = tl.load(gate_ptr + at, mask=mask, other=0.0)
             of_gate = tl.dot(x, gate, of_gate, input_precision="ieee")
-    let_next_start()
     if NORMALISE:
         factor = tl.rsqrt(tl.sum(squares, 1) * (1.0 / K) + eps)[:, None]
         acc *= factor

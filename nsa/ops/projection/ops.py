@@ -95,7 +95,7 @@ def _launch(
             BLOCK_HALF=block_half,
             BLOCK_H=1 if columns.gates is None else next_power_of_2(columns.gates.heads),
             # A step launches little else; in training other streams join in.
-            launch_pdl=tokens.before is not None and starts_early(x),
+            launch_pdl=tokens.before is not None and starts_early(x, x.shape[0]),
             # Cosines and sines of all tokens stay in registers.
             num_warps=(4 if block_half <= 64 else 8) if block_rows == BLOCK_ROWS else 1,
         )
