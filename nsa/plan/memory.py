@@ -166,6 +166,8 @@ def saved_bytes(config: TrainConfig, keeps: Keeps) -> dict[str, int]:
         overlap = pattern.compress_block_size // pattern.compress_stride
         read = 0 if pattern.phi == "mean" else overlap
         attention += (1 + read) * keys + 12 * pattern.num_heads
+    if _is_masked_dense(config):
+        attention += _chunk_bytes(config) + 8 * config.seq_len  # heads; the mask in fp32
     # Before and after the activation; with a gate the product too, and without compilation both
     # of its factors.
     results = 2 if model.mlp == "silu" else 3 if config.compile else 4
@@ -184,7 +186,20 @@ def attention_backward_bytes(config: TrainConfig) -> int:
     pattern = config.model.nsa
     size = _element(config) * (pattern.head_dim + pattern.value_dim)
     keys = 7 if config.model.attention == "nsa" else 1
-    return (3 * pattern.num_heads + keys * pattern.num_kv_heads) * size
+    heads = (3 * pattern.num_heads + keys * pattern.num_kv_heads) * size
+    return heads + (_chunk_bytes(config) if _is_masked_dense(config) else 0)
+
+
+def _is_masked_dense(config: TrainConfig) -> bool:
+    """Whether dense attention takes a mask, as it does for documents in fp32."""
+    dense = config.model.attention == "dense" and config.compute_dtype == "fp32"
+    return dense and config.data.document_mask
+
+
+def _chunk_bytes(config: TrainConfig) -> int:
+    """Keys and values under a mask, of two chunks and of all query heads: bytes a token."""
+    pattern = config.model.nsa
+    return 2 * _element(config) * pattern.num_heads * (pattern.head_dim + pattern.value_dim)
 
 
 def _element(config: TrainConfig) -> int:

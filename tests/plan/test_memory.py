@@ -20,7 +20,7 @@ from nsa.plan.memory import (
     saved_bytes,
     step_memory,
 )
-from nsa.train.config import TrainConfig
+from nsa.train.config import DataConfig, TrainConfig
 from nsa.train.load import load_config
 from nsa.train.loss import NextTokenLoss
 from nsa.train.optim import ModelOptimizer
@@ -38,7 +38,7 @@ def parts(**changes: Any) -> dict[str, int]:
     return step_memory(load_config("78m", words)).parts
 
 
-def saved_by_autograd(config: TrainConfig) -> int:
+def saved_by_autograd(config: TrainConfig, *ends: int) -> int:
     """Bytes that a forward pass of 512 tokens on this CPU saves, without parameters."""
     model = LanguageModel(config.model)
     found: dict[int, int] = {}
@@ -48,7 +48,7 @@ def saved_by_autograd(config: TrainConfig) -> int:
         return tensor
 
     tokens = torch.zeros(512, dtype=torch.int64)
-    offsets = torch.tensor([0, 256, 512], dtype=torch.int32)
+    offsets = torch.tensor([0, *ends], dtype=torch.int32)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         loss = NextTokenLoss(model)(tokens, tokens.clone(), offsets, 256)
     assert loss.requires_grad  # and keeps what was saved
@@ -57,13 +57,15 @@ def saved_by_autograd(config: TrainConfig) -> int:
     return sum(found.values())
 
 
+@pytest.mark.parametrize("ends", [(256, 512), (100, 256, 512)], ids=["whole", "documents"])
 @pytest.mark.parametrize("mlp", ["silu", "swiglu"])
-def test_a_dense_layer_saves_what_autograd_saves(mlp):
+def test_a_dense_layer_saves_what_autograd_saves(mlp, ends):
     """On a CPU a norm saves more than on a GPU, which is little beside an MLP of this size."""
     model = replace(MODEL, width=64, mlp_hidden_size=512, mlp=mlp, attention="dense")
-    config = TrainConfig(model=model, compute_dtype="fp32")
+    data = DataConfig(document_mask=len(ends) == 3)
+    config = TrainConfig(model=model, data=data, compute_dtype="fp32", seq_len=256)
     deeper = replace(config, model=replace(model, num_layers=2))
-    saved = (saved_by_autograd(deeper) - saved_by_autograd(config)) / 512
+    saved = (saved_by_autograd(deeper, *ends) - saved_by_autograd(config, *ends)) / 512
     assert sum(saved_bytes(config, "everything").values()) == pytest.approx(saved, rel=0.15)
 
 
