@@ -13,7 +13,7 @@ from nsa.cache.places import Places
 from nsa.config import NSAConfig
 from nsa.ops._sequences import Sequences
 from nsa.ops.attention import attention_by_branch, run_attention
-from nsa.ops.compression import compress
+from nsa.ops.compression import run_compress
 from nsa.ops.compression.reference import rotated_place
 from nsa.ops.decode.tensors import CacheTensors, NewTokens
 from nsa.rope import Rope, apply_rope
@@ -117,6 +117,7 @@ class Chunk:
         """All compressed blocks, with those that the new tokens complete."""
         config, tensors, places = self.config, self.tensors, self.places
         first_token, slots = places.new_blocks
+        where, is_rotated = places.unfinished_and_new, config.compress_rope != "none"
         results = list[Tensor | None]()
         for name, phi in zip("kv", inputs.phi or (None, None), strict=True):
             raw, pool = getattr(tensors, f"{name}_raw"), getattr(tensors, f"{name}_cmp")
@@ -125,9 +126,11 @@ class Chunk:
                 results.append(None)
                 continue
             x = self._behind(raw, x, places.unfinished)
-            y, _ = compress(x, phi, config, places.cu_compressed, backend=self.backend)
+            # With a past the first token is not at position 0.
+            at_once = name == "k" and is_rotated and not any(places.before)
+            y = run_compress(x, phi, config, where, rope if at_once else None, self.backend)
             y = y[: slots.shape[0]]
-            if name == "k" and config.compress_rope != "none":
+            if name == "k" and is_rotated and not at_once:
                 y = apply_rope(y, first_token + rotated_place(config), rope)
             results.append(_with_past(pool, y, slots, places.all_blocks))
         assert results[0] is not None
@@ -143,7 +146,7 @@ class Chunk:
         """Write the last new rows of each sequence to its ring."""
         assert ring is not None and new is not None
         slots, source = self.places.last(ring.shape[0] // len(self.places.counts))
-        ring[slots] = new[source]
+        _put(ring, slots, new[source])
 
 
 def _with_past(
@@ -151,5 +154,14 @@ def _with_past(
 ) -> Tensor:
     """Write new rows to their pages; all rows, packed."""
     assert pool is not None and new is not None
-    pool[slots] = new
+    _put(pool, slots, new)
     return new if everything is None else pool[everything]
+
+
+def _put(target: Tensor, rows: Tensor, new: Tensor) -> None:
+    """``target[rows] = new``, in words of 8 bytes where heads are made of them."""
+    size = target.element_size()
+    is_whole = target.shape[-1] * size % 8 == 0 == new.storage_offset() * size % 8
+    if is_whole and new.is_contiguous():
+        target, new = target.view(torch.int64), new.view(torch.int64)
+    target[rows] = new

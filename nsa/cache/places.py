@@ -103,9 +103,19 @@ class Places:
         return [n - done * self.config.compress_stride for n, done in pairs]
 
     @property
-    def cu_compressed(self) -> Tensor:
-        """Offsets of the tokens that make the next compressed blocks, int32."""
-        return self._offsets(self.with_new(self.unfinished))
+    def unfinished_and_new(self) -> Sequences:
+        """Where the tokens lie that make the next compressed blocks."""
+
+        def make() -> Sequences:
+            where = self.sequences
+            if where is None:
+                lengths = self.with_new(self.unfinished)
+                offsets = self._offsets(lengths)
+                most = max(lengths)
+                where = Sequences((offsets, offsets), len(lengths), most, most, offsets.device)
+            return where.with_blocks(self.config)
+
+        return self._once("unfinished_and_new", make)
 
     @property
     def new_blocks(self) -> tuple[Tensor, Tensor]:

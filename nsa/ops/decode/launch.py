@@ -37,6 +37,11 @@ MOST_BLOCKS, MOST_HEADS = 2048, 16
 MOST_RANKED = 256
 MOST_SHARES = 64
 SHARE_KEYS = 128
+# Compressed keys of a program at most, whatever there are of them: programs of the window, which
+# run beside, have about as many.
+LONG_SHARE_KEYS = 1024
+# Tokens of all sequences in a small step.
+FEW_TOKENS = 2
 
 
 def pattern_of(config: NSAConfig, cache: CacheTensors, queries: int) -> Pattern:
@@ -96,7 +101,7 @@ def append(
         1.0 if rotation is None else rotation.magnitude,
         offset,
         P=pattern_of(config, cache, queries),
-        launch_pdl=starts_early(cache.table, cache.num_sequences * queries),
+        launch_pdl=starts_early(cache.table),
         PLAN=AppendPlan(
             tuple(streams),
             config.phi,
@@ -118,8 +123,11 @@ def choose_splits(config: NSAConfig, groups: int, queries: int, most_blocks: int
     """
     programs = 2 * 132  # of an H100 or H200; elsewhere near enough
     wanted = max(programs // groups, 1)
-    # A power of two, so that few kernels are compiled for caches of all sizes.
-    cmp = min(wanted, MOST_SHARES, next_power_of_2(cdiv(max(most_blocks, 1), SHARE_KEYS)))
+    # Powers of two, so that few kernels are compiled for caches of all sizes.
+    least, most = (
+        next_power_of_2(cdiv(max(most_blocks, 1), keys)) for keys in (LONG_SHARE_KEYS, SHARE_KEYS)
+    )
+    cmp = min(max(wanted, least), MOST_SHARES, most)
     win = max(wanted // len(config.branches), 1)
     win = min(win, MOST_SHARES, cdiv(config.window_size + queries - 1, STEP_KEYS))
     slc = min(max(wanted // queries, 1), config.num_selected_blocks)
@@ -199,9 +207,9 @@ class DecodeStep:
         return cls(cache, config, queries, config.head_dim**-0.5, splits, reads)
 
     @property
-    def starts_early(self) -> bool:
-        """Whether each kernel starts while the one before it runs."""
-        return starts_early(self.cache.table, self.cache.num_sequences * self.queries)
+    def is_small(self) -> bool:
+        """Whether kernels that read keys start while the one before them runs."""
+        return self.cache.num_sequences * self.queries <= FEW_TOKENS
 
     def attend(
         self, q: Tensor, q_cmp: Tensor | None, gates: Tensor
@@ -270,7 +278,7 @@ class DecodeStep:
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             num_warps=4,
-            launch_pdl=self.starts_early,
+            launch_pdl=self.is_small and starts_early(cache.table),
             num_stages=STAGES,
         )
 
@@ -321,7 +329,7 @@ class DecodeStep:
             BLOCK_H=block_h,
             BLOCK_O=block_o,
             num_warps=4 if is_large else 1,
-            launch_pdl=self.starts_early,
+            launch_pdl=starts_early(cache.table),
         )
         return ids, others
 
@@ -363,7 +371,7 @@ class DecodeStep:
             BLOCK_S=max(4096 // (block_g * constants["HEADS"].BLOCK_DV), 1),
             BLOCK_IDS=next_power_of_2(pattern.N),
             num_warps=4,
-            launch_pdl=self.starts_early,
+            launch_pdl=self.is_small and starts_early(cache.table),
             num_stages=STAGES,
         )
         return out

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops._triton.arrival import is_last
-from nsa.ops._triton.dependent_launch import wait_for_inputs
+from nsa.ops._triton.dependent_launch import let_next_start, wait_for_inputs
 from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.tiles import (
     LOG2_E,
@@ -105,7 +105,7 @@ def decode_merge_kernel(
     last to arrive merges them in a fixed order, and adds the other branches of ``others_ptr``.
     Without the selected branch the others are merged here.
     """
-    wait_for_inputs()
+    wait_for_inputs(AT_ONCE=False)
     query = tl.program_id(0) % P.QUERIES
     group = tl.program_id(0) // P.QUERIES  # sequence and KV head
     b = group // P.HKV
@@ -146,6 +146,7 @@ def decode_merge_kernel(
             BLOCK_N,
             BLOCK_IDS,
         )
+        let_next_start()
         others = others_ptr + group.to(tl.int64) * (ROWS * HEADS.DV)
         if SPLITS.slc == 1:
             y = out * load_gate(gates_ptr, place_m, ok_m, 1)[:, None]

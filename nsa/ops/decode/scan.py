@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from nsa.ops._triton.dependent_launch import wait_for_inputs
+from nsa.ops._triton.dependent_launch import let_next_start, wait_for_inputs
 from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.tiles import (
     LOG2_E,
@@ -152,7 +152,7 @@ def decode_scan_kernel(
     ``[B * Hkv, cmp + win + slc, T * G]``, those of a branch side by side; scores, unscaled,
     ``[B * Hkv, T * G, most_blocks]``.
     """
-    wait_for_inputs()
+    wait_for_inputs(AT_ONCE=False)
     b = tl.program_id(0) // P.HKV
     head = tl.program_id(0) % P.HKV
     split = tl.program_id(1)
@@ -182,6 +182,7 @@ def decode_scan_kernel(
                 SPLITS,
                 BLOCK_N,
             )
+            let_next_start()
             store_partial(out_ptr, lse_ptr, at, ok, out, lse, HEADS.DV, HEADS.BLOCK_DV)
     else:
         if SPLITS.win > 0:
@@ -200,4 +201,5 @@ def decode_scan_kernel(
                 SPLITS,
                 BLOCK_N,
             )
+            let_next_start()
             store_partial(out_ptr, lse_ptr, at, ok, out, lse, HEADS.DV, HEADS.BLOCK_DV)

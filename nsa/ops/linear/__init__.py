@@ -125,7 +125,7 @@ def _launch(x: Tensor, layer: Linear, residual: Tensor | None) -> Tensor:
             **constants,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
-            launch_pdl=starts_early(x, rows),
+            launch_pdl=starts_early(x),
             num_warps=8 if block_n * block_k > MOST_HELD // 2 else 4,
         )
         return out
@@ -144,6 +144,7 @@ def _launch(x: Tensor, layer: Linear, residual: Tensor | None) -> Tensor:
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=min(block_k, 128 if is_small and not is_gated else 64),
+        launch_pdl=starts_early(x),
         num_warps=4,
         num_stages=(6 if is_gated else 4) if is_small else 3,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.ops._triton.dependent_launch import wait_for_inputs
+from nsa.ops._triton.dependent_launch import let_next_start, wait_for_inputs
 from nsa.ops._triton.kernel import kernel
 
 
@@ -101,6 +101,7 @@ def linear_kernel(
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    wait_for_inputs(AT_ONCE=False)
     row = m.to(tl.int64)[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     of_gate = acc
@@ -122,6 +123,7 @@ def linear_kernel(
         if gate_ptr is not None:
             gate = tl.load(gate_ptr + at, mask=mask, other=0.0)
             of_gate = tl.dot(x, gate, of_gate, input_precision="ieee")
+    let_next_start()
     if NORMALISE:
         factor = tl.rsqrt(tl.sum(squares, 1) * (1.0 / K) + eps)[:, None]
         acc *= factor

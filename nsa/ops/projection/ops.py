@@ -69,7 +69,8 @@ def _launch(
     used, block_half = sum(columns.sizes), next_power_of_2(max(rope.dim // 2, 1))
     turns = any(part.rotary for part in parts)
     block_rows, programs = BLOCK_ROWS, HEAD_PROGRAMS
-    if x.shape[0] <= FEW_TOKENS:
+    is_few = x.shape[0] <= FEW_TOKENS
+    if is_few:
         block_rows, programs = FEW_ROWS, FEW_HEAD_PROGRAMS
     if x.shape[0]:
         heads_kernel[(cdiv(x.shape[0], block_rows), programs)](
@@ -95,7 +96,7 @@ def _launch(
             BLOCK_HALF=block_half,
             BLOCK_H=1 if columns.gates is None else next_power_of_2(columns.gates.heads),
             # A step launches little else; in training other streams join in.
-            launch_pdl=tokens.before is not None and starts_early(x, x.shape[0]),
+            launch_pdl=tokens.before is not None and is_few and starts_early(x),
             # Cosines and sines of all tokens stay in registers.
             num_warps=(4 if block_half <= 64 else 8) if block_rows == BLOCK_ROWS else 1,
         )
