@@ -73,7 +73,10 @@ _PROFILE = Case(
     "78m",
     command(
         "profile 78m --run-dir {folder}/run",
-        *("{folder}/run/profile/" + name for name in ("stages.json", "kernels.txt", "trace.json.gz")),
+        *(
+            "{folder}/run/profile/" + name
+            for name in ("stages.json", "kernels.txt", "trace.json.gz")
+        ),
     ),
     60,
 )
