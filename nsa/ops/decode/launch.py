@@ -39,7 +39,7 @@ MOST_SHARES = 64
 SHARE_KEYS = 128
 # Compressed keys of a program at most, whatever there are of them: programs of the window, which
 # run beside, have about as many.
-LONG_SHARE_KEYS = 1024
+LONG_SHARE_KEYS = 512
 # Tokens of all sequences in a small step.
 FEW_TOKENS = 2
 

@@ -13,7 +13,7 @@ from nsa.ops._register import guarded
 
 # Rows up to which a program multiplies the weights that it holds row by row; how many of these it
 # holds, and of how many columns.
-FEW_ROWS = 8
+FEW_ROWS = 4
 MOST_HELD = 16_384
 COLUMNS = 4
 
