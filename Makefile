@@ -55,11 +55,9 @@ train: $(ENV) ## train a small model on the embedded corpus and leave a run fold
 	$(RUN) -m nsa train "$$config" $(ARGS)
 
 test: $(ENV) ## formatting, lint and types, and all tests with five mutants among them, two of these at a time
-	@$(MAKE) --no-print-directory --jobs 2 lint $(COLLECTED)
-	@$(MAKE) --no-print-directory pytest-kernels
-	@$(MAKE) --no-print-directory pytest
+	@$(MAKE) --no-print-directory --jobs 2 lint $(COLLECTED) pytest-kernels pytest
 
-# One process compiles what the tests import, rather than all at the same time.
+# One process compiles what the tests import, rather than all five at the same time.
 $(VENV)/collected: $(ENV)
 	@TRITON_INTERPRET=1 $(RUN) -m pytest --collect-only --quiet --ignore tests/gpu >/dev/null || true
 	@touch $@
