@@ -68,9 +68,7 @@ def step_memory(config: TrainConfig) -> Footprint:
     """
     state, held = _state(config), _in_backward(config)
     moments = [held + _activations(config, at) for at in range(config.model.num_layers + 1)]
-    # Muon cannot be told to skip a step, so weights and momentum are copied before.
-    copies = 2 * state[WEIGHTS] * (config.optim.name == "muon")
-    moments.append(Counter({GRADIENTS: state[WEIGHTS], "copies for Muon": copies}))
+    moments.append(Counter({GRADIENTS: state[WEIGHTS]}))
     # One for each thread and stream that multiplies: the program's, autograd's, that of a capture.
     cublas = (3 if config.cuda_graphs else 2) * WORKSPACE_BYTES
     most = max(moments, key=lambda parts: parts.total())

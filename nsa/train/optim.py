@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from nsa.errors import check
 from nsa.lm.model import LanguageModel
 from nsa.module import Compression
 from nsa.train.config import OptimConfig
-from nsa.train.distributed.sharding import gather, own_part, put
+from nsa.train.muon import Muon
 
 
 @dataclass(frozen=True)
@@ -90,12 +89,9 @@ class ModelOptimizer:
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
         self._optimizers: list[torch.optim.Optimizer] = [self.adamw]
-        self.muon: torch.optim.Muon | None = None
+        self.muon: Muon | None = None
         if groups.muon:
-            lr, decay = config.muon_lr, config.weight_decay
-            self.muon = torch.optim.Muon(groups.muon.values(), lr=lr, weight_decay=decay)
-            for parameter in groups.muon.values():
-                self.muon.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+            self.muon = Muon(groups.muon.values(), config.muon_lr, config.weight_decay)
             self._optimizers.append(self.muon)
         rates = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         self._peaks = [(group, group["lr"]) for group in rates]
@@ -125,24 +121,7 @@ class ModelOptimizer:
         self.adamw.found_inf = cancel  # type: ignore[attr-defined]
         self.adamw.step()
         if self.muon is not None:
-            self._muon_step(self.muon, cancel)
-
-    @torch.no_grad()
-    def _muon_step(self, muon: torch.optim.Muon, cancel: Tensor) -> None:
-        """Muon cannot be told to skip: copies of what it changes are restored if need be."""
-        changed = [
-            own_part(tensor)
-            for parameter, state in muon.state.items()
-            for tensor in (parameter.detach(), state["momentum_buffer"])
-        ]
-        before = [tensor.clone() for tensor in changed]
-        for parameter in list(muon.state):
-            if isinstance(parameter, DTensor):
-                _muon_step_gathered(muon, parameter)
-                parameter.grad = None  # done
-        muon.step()
-        for tensor, old in zip(changed, before, strict=True):
-            torch.where(cancel.bool(), old, tensor, out=tensor)
+            self.muon.step(cancel)
 
     def zero_grad(self, *, drop: bool = True) -> None:
         """Drop all gradients, or make them zero where they are."""
@@ -157,16 +136,3 @@ class ModelOptimizer:
                 state = optimizer.state.get(parameter, {})
                 found |= {f"{name}.{key}": value for key, value in state.items()}
         return found
-
-
-def _muon_step_gathered(muon: torch.optim.Muon, parameter: Tensor) -> None:
-    """Muon needs whole matrices: every process gathers a sharded one and updates it alike."""
-    assert parameter.grad is not None
-    momentum = muon.state[parameter]["momentum_buffer"]
-    whole, whole_momentum = nn.Parameter(gather(parameter)), gather(momentum)
-    whole.grad = gather(parameter.grad)
-    alone = torch.optim.Muon([{**muon.param_groups[0], "params": [whole]}])
-    alone.state[whole] = {"momentum_buffer": whole_momentum}
-    alone.step()
-    put(parameter.detach(), whole.detach())
-    put(momentum, whole_momentum)

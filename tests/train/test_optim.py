@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa.lm.model import LanguageModel
+from nsa.train import muon
 from nsa.train.config import OptimConfig
 from nsa.train.optim import ModelOptimizer, parameter_groups
 from tests.train.cases import MODEL, PATTERN, all_equal
@@ -79,7 +80,9 @@ def test_weights_that_are_not_fp32_are_refused() -> None:
 
 
 @NAMES
-def test_state_made_at_the_start_is_what_pytorch_would_make(name: Any) -> None:
+def test_steps_are_those_of_pytorch(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit where Muon multiplies in bf16, as on a GPU."""
+    monkeypatch.setattr(muon, "product_dtype", lambda device: torch.bfloat16)
     config = OptimConfig(name=name, lr=0.01, muon_lr=0.02, weight_decay=0.1)
     ours, theirs = make_model(), make_model()
     optimizer = ModelOptimizer(ours, config)
@@ -105,6 +108,18 @@ def test_state_made_at_the_start_is_what_pytorch_would_make(name: Any) -> None:
     assert len(optimizer.state_tensors()) == sum(
         len(s) for part in parts for s in part.state.values()
     )
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (96, 32), (32, 96)])
+def test_muon_makes_matrices_orthogonal_in_fp32_on_a_cpu(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    found = muon.orthogonalized(x, muon.product_dtype(x.device))
+    assert found.dtype == torch.float32
+    left, singular, right = torch.linalg.svd(found, full_matrices=False)
+    assert singular.min() > 0.6
+    assert singular.max() < 1.3
+    expected_left, _, expected_right = torch.linalg.svd(x, full_matrices=False)
+    torch.testing.assert_close(left @ right, expected_left @ expected_right, atol=1e-3, rtol=0)
 
 
 @NAMES
