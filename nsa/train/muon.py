@@ -42,6 +42,7 @@ class Muon(torch.optim.Optimizer):
             cancel: scalar, 0 or 1; the host does not wait for it.
         """
         lr, decay = self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"]
+        keep = cancel.bool()
         for matrix, state in self.state.items():
             momentum = state["momentum_buffer"]
             assert matrix.grad is not None
@@ -50,8 +51,8 @@ class Muon(torch.optim.Optimizer):
             update = orthogonalized(gradient.lerp(after, MOMENTUM), product_dtype(old.device))
             rate = lr * max(1.0, old.shape[0] / old.shape[1]) ** 0.5
             new = (old * (1 - lr * decay)).add_(update, alpha=-rate)
-            put(momentum, torch.where(cancel.bool(), before, after))
-            put(matrix.detach(), torch.where(cancel.bool(), old, new))
+            put(momentum, torch.where(keep, before, after))
+            put(matrix.detach(), torch.where(keep, old, new))
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
