@@ -290,7 +290,7 @@ def decode(
             dense-scan, .., reference; of models dense, dense-matched,
             and by generate() hf, transformers (extra hf)
         points: tokens of context, with xB for B sequences (default those of the targets)
-        prefill: tokens of prompts that a model takes in (default 65536, with --points nothing)
+        prefill: tokens of prompts that a model takes in (default 65536; none if --points is given)
         steps: timed steps of a model
         out: JSONL file to append the rows to
         commit: commit to record where the checkout has no git

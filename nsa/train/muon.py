@@ -21,7 +21,7 @@ COEFFICIENTS, ITERATIONS = (3.4445, -4.775, 2.0315), 5
 class Muon(torch.optim.Optimizer):
     """Momentum with Nesterov's look ahead, made orthogonal; decay apart from it.
 
-    State, rates and results on a GPU are those of ``torch.optim.Muon``.
+    State and rates are those of ``torch.optim.Muon``, and so are results in bf16, as on a GPU.
 
     Args:
         matrices: fp32 parameters; of shards every process gathers the whole and computes the same.
