@@ -16,7 +16,7 @@ from nsa.config import NSAConfig
 from nsa.errors import check
 from nsa.ops._backend import choose_backend
 from nsa.ops._checks import check_cu_seqlens_contents
-from nsa.ops._packed import lengths
+from nsa.ops._packed import integers, lengths
 from nsa.ops._sequences import Sequences
 from nsa.ops.decode import MOST_QUERIES
 from nsa.ops.decode.tensors import CacheTensors
@@ -169,7 +169,7 @@ class NSACache:
         self._written = [self._written[source] for source in indices]
         if self._on_device is not None:
             self._write_table()
-            self.device_lengths.copy_(torch.tensor(self._lengths, dtype=torch.int32))
+            self.device_lengths.copy_(integers(self._lengths, self.table.device, torch.int32))
 
     def begin(self, layer: int, sequences: Sequences, num_tokens: int) -> Step:
         """The step that ``num_tokens`` new tokens make, for the next layer that takes them in.
@@ -207,7 +207,7 @@ class NSACache:
         if len({*step.counts}) == 1:
             self.device_lengths.add_(step.counts[0])
         else:
-            self.device_lengths.copy_(torch.tensor(self._lengths, dtype=torch.int32))
+            self.device_lengths.copy_(integers(self._lengths, self.table.device, torch.int32))
         self._step = None
 
     @property
@@ -248,8 +248,8 @@ class NSACache:
         changed = self._pages.changed
         if changed and self._on_device is not None:
             width = self.table.shape[1]
-            entries = [[b * width + place for b, place in changed], list(changed.values())]
-            index, pages = torch.tensor(entries).to(self.table.device)
+            entries = [*(b * width + place for b, place in changed), *changed.values()]
+            index, pages = integers(entries, self.table.device).view(2, -1)
             self.table.view(-1)[index] = pages.int()
             changed.clear()
 
@@ -350,7 +350,7 @@ class LayerCache:
         """Put a copy of the rings of ``indices[b]`` in the place of those of each sequence b."""
         for ring in self._of_kind("win", "raw"):
             rings = ring.unflatten(0, (self._cache.batch_size, -1))
-            rings.copy_(rings[torch.tensor(indices, device=ring.device)])
+            rings.copy_(rings[integers(indices, ring.device)])
 
     def _of_kind(self, *kinds: str) -> list[Tensor]:
         if self.tensors is None:

@@ -14,9 +14,8 @@ from nsa.config import NSAConfig
 from nsa.ops._sequences import Sequences
 from nsa.ops.attention import attention_by_branch, run_attention
 from nsa.ops.compression import run_compress
-from nsa.ops.compression.reference import rotated_place
 from nsa.ops.decode.tensors import CacheTensors, NewTokens
-from nsa.rope import Rope, apply_rope
+from nsa.rope import Rope
 
 
 @dataclass
@@ -68,6 +67,8 @@ class Chunk:
             alone = None if any(step.before) else step.sequences
             step.places = Places(config, tensors.table, step.before, step.counts, alone)
         self.places = step.places
+        # Rows for a pool that attention does not read back.
+        self._later = list[tuple[Tensor, Tensor, Callable[[], Tensor]]]()
 
     def attend(
         self, inputs: AttentionInputs, rope: Rope, alone: Callable[[], Tensor] | None
@@ -84,7 +85,7 @@ class Chunk:
         call = window = places.call(places.after)
         if tensors.k_slc is not None:
             k, v = (
-                _with_past(pool, x, places.new, places.all_tokens)
+                self._with_past(pool, x, lambda: places.new, places.all_tokens)
                 for pool, x in ((tensors.k_slc, new.k_slc), (tensors.v_slc, new.v_slc))
             )
             inputs = inputs._replace(k_slc=k, v_slc=v)
@@ -105,7 +106,10 @@ class Chunk:
             else:
                 result = run_attention(branches, call, self.backend)
             out, ids = result.out, result.block_indices
-        # Last, since they forget what they held: a call that has failed may be made again.
+        # Behind attention, so that a GPU has work while the host sends what fills the cache. Rings
+        # also forget what they held, and a call that has failed may be made again.
+        for pool, x, slots in self._later:
+            _put(pool, slots(), x)
         for name in NewTokens._fields:
             if not name.endswith("slc") and getattr(tensors, name) is not None:
                 self._write_ring(getattr(tensors, name), getattr(new, name))
@@ -116,8 +120,7 @@ class Chunk:
     ) -> tuple[Tensor, Tensor | None]:
         """All compressed blocks, with those that the new tokens complete."""
         config, tensors, places = self.config, self.tensors, self.places
-        first_token, slots = places.new_blocks
-        where, is_rotated = places.unfinished_and_new, config.compress_rope != "none"
+        rotation = None if config.compress_rope == "none" else rope
         results = list[Tensor | None]()
         for name, phi in zip("kv", inputs.phi or (None, None), strict=True):
             raw, pool = getattr(tensors, f"{name}_raw"), getattr(tensors, f"{name}_cmp")
@@ -126,15 +129,28 @@ class Chunk:
                 results.append(None)
                 continue
             x = self._behind(raw, x, places.unfinished)
-            # With a past the first token is not at position 0.
-            at_once = name == "k" and is_rotated and not any(places.before)
-            y = run_compress(x, phi, config, where, rope if at_once else None, self.backend)
-            y = y[: slots.shape[0]]
-            if name == "k" and is_rotated and not at_once:
-                y = apply_rope(y, first_token + rotated_place(config), rope)
-            results.append(_with_past(pool, y, slots, places.all_blocks))
+            where = places.unfinished_and_new
+            turned = rotation if name == "k" else None
+            y = run_compress(x, phi, config, where, turned, self.backend, places.starts)
+            y = y[: places.num_new_blocks]
+            results.append(self._with_past(pool, y, lambda: places.new_blocks, places.all_blocks))
         assert results[0] is not None
         return results[0], results[1]
+
+    def _with_past(
+        self,
+        pool: Tensor | None,
+        new: Tensor | None,
+        slots: Callable[[], Tensor],
+        everything: Tensor | None,
+    ) -> Tensor:
+        """Write new rows to their pages, now if there are older ones; all rows, packed."""
+        assert pool is not None and new is not None
+        if everything is None:
+            self._later.append((pool, new, slots))
+            return new
+        _put(pool, slots(), new)
+        return pool[everything]
 
     def _behind(self, ring: Tensor | None, new: Tensor | None, kept: Sequence[int]) -> Tensor:
         """The new rows of each sequence behind the last ``kept[b]`` of its ring, packed."""
@@ -147,15 +163,6 @@ class Chunk:
         assert ring is not None and new is not None
         slots, source = self.places.last(ring.shape[0] // len(self.places.counts))
         _put(ring, slots, new[source])
-
-
-def _with_past(
-    pool: Tensor | None, new: Tensor | None, slots: Tensor, everything: Tensor | None
-) -> Tensor:
-    """Write new rows to their pages; all rows, packed."""
-    assert pool is not None and new is not None
-    _put(pool, slots, new)
-    return new if everything is None else pool[everything]
 
 
 def _put(target: Tensor, rows: Tensor, new: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.ops._operator import Call
-from nsa.ops._packed import locate
+from nsa.ops._packed import integers, locate
 from nsa.ops._sequences import Sequences
 
 T = TypeVar("T")
@@ -20,8 +20,8 @@ T = TypeVar("T")
 class Places:
     """Rows of the new tokens of a step, and of what they need of the past.
 
-    Tensors are int64 unless stated, and made when first asked for: numbers on their way to a GPU
-    hold up whoever sends them.
+    Tensors are int64 unless stated, and made when first asked for: some are needed only when
+    attention runs.
 
     Args:
         config: the sparse pattern of the cache.
@@ -118,15 +118,27 @@ class Places:
         return self._once("unfinished_and_new", make)
 
     @property
-    def new_blocks(self) -> tuple[Tensor, Tensor]:
-        """First tokens of the compressed blocks that become complete, and their rows in a pool."""
+    def starts(self) -> Tensor | None:
+        """Position of the first of these tokens, int32 ``[B]``; None: all are at 0."""
+        if not any(self._done):
+            return None
+        stride = self.config.compress_stride
+        return self._once("starts", lambda: self._numbers(self._done).int() * stride)
 
-        def make() -> tuple[Tensor, Tensor]:
+    @property
+    def num_new_blocks(self) -> int:
+        """Compressed blocks that become complete."""
+        return sum(self._complete) - sum(self._done)
+
+    @property
+    def new_blocks(self) -> Tensor:
+        """Their rows in a pool."""
+
+        def make() -> Tensor:
             new = [b - a for a, b in zip(self._done, self._complete, strict=True)]
             sequence, row = self._located(new)
             block = row + self._numbers(self._done)[sequence]
-            slots = self._slots(self._per_page, sequence, block + self._overlap)
-            return block * self.config.compress_stride, slots
+            return self._slots(self._per_page, sequence, block + self._overlap)
 
         return self._once("new_blocks", make)
 
@@ -189,15 +201,12 @@ class Places:
         return found
 
     def _numbers(self, values: Sequence[int]) -> Tensor:
-        return self._once(
-            ("numbers", *values), lambda: torch.tensor(values, device=self.table.device)
-        )
+        return self._once(("numbers", *values), lambda: integers(values, self.table.device))
 
     def _offsets(self, values: Sequence[int]) -> Tensor:
-        offsets = [0, *accumulate(values)]
+        offsets = accumulate(values, initial=0)
         return self._once(
-            ("offsets", *values),
-            lambda: torch.tensor(offsets, dtype=torch.int32, device=self.table.device),
+            ("offsets", *values), lambda: integers(offsets, self.table.device, torch.int32)
         )
 
     def _located(self, counts: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from itertools import accumulate, chain
 
@@ -14,6 +13,7 @@ from nsa.errors import check
 from nsa.lm.dense_attention import DenseAttention
 from nsa.lm.model import DecoderLayer, LanguageModel
 from nsa.module import NativeSparseAttention
+from nsa.ops._packed import integers
 from nsa.ops._sequences import Sequences
 from nsa.ops.decode import MOST_QUERIES
 from nsa.ops.linear import Linear
@@ -76,12 +76,8 @@ class Decoder:
         count = len(tokens)
         check(count == self.batch_size, "Decoder", "tokens", f"be {self.batch_size} lists", count)
         device, lengths = self.model.embedding.weight.device, [len(x) for x in tokens]
-        # PyTorch reads a list so slowly that it takes longer than two layers of a long prompt.
-        flat = bytearray(struct.pack(f"{sum(lengths)}q", *chain.from_iterable(tokens)))
-        packed = torch.frombuffer(flat, dtype=torch.int64) if flat else torch.empty(0).long()
-        packed = packed.to(device)
-        offsets = list(accumulate(lengths, initial=0))
-        cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=device)
+        packed = integers(chain.from_iterable(tokens), device)
+        cu_seqlens = integers(accumulate(lengths, initial=0), device, torch.int32)
         where = cu_seqlens if count > 1 else None  # a sequence alone needs no offsets
         is_training = self.model.training
         if is_training:

@@ -84,6 +84,42 @@ def test_compression(phi, pattern, rotary_dim, rotated, lengths, monkeypatch):
         assert_within_budget(actual, baseline, oracle, name, factor=4.0)
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_the_rest_of_a_sequence(backend):
+    """Tokens from a later position on are compressed to the bits that the whole sequence gives."""
+    config = NSAConfig(
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=32,
+        compress_block_size=8,
+        compress_stride=4,
+        block_size=16,
+        phi="linear",
+    )
+    rope, skipped = Rope.from_config(config), 12
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(70 + 45, 2, 32, generator=generator)
+    weight = torch.randn(2, 8, 32, generator=generator)
+
+    def run(tokens: Tensor, lengths: list[int], starts: Tensor | None) -> tuple[Tensor, ...]:
+        leaves = tokens.clone().requires_grad_(), weight.clone().requires_grad_()
+        cu_seqlens = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32)
+        where = Sequences.packed(cu_seqlens)
+        y = run_compress(
+            leaves[0], PhiWeights(weight=leaves[1]), config, where, rope, backend, starts
+        )
+        y = y[: sum((n - 8) // 4 + 1 for n in lengths)]
+        # the gradient of the 13 + 10 blocks that the rest has as well
+        return y.detach(), *torch.autograd.grad(y[-23:].sin().sum(), leaves)
+
+    whole, d_whole, dw_whole = run(x, [70, 45], None)
+    starts = torch.tensor([skipped, 0], dtype=torch.int32)
+    rest, d_rest, dw_rest = run(x[skipped:], [70 - skipped, 45], starts)
+    assert torch.equal(rest, whole[skipped // 4 :])
+    torch.testing.assert_close(d_rest, d_whole[skipped:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dw_rest, dw_whole, rtol=1e-5, atol=1e-4)
+
+
 @triton.jit
 def cos_sin_kernel(angle_ptr, out_ptr, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)

@@ -81,15 +81,17 @@ def run_compress(
     sequences: Sequences,
     rope: Rope | None,
     backend: str,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """:func:`compress` of packed and checked inputs by a chosen backend.
 
-    The result is rotated by ``rope``, unless that is None.
+    The result is rotated by ``rope``, unless that is None. ``starts`` are the positions of the
+    first token of each sequence, int32 ``[B]``; None: all are 0.
     """
     _, cu_k, num_sequences, _, len_k = sequences.kernel_arguments()
     cu_cmp, len_cmp = sequences.kernel_blocks(config)
     size, stride = config.compress_block_size, config.compress_stride
-    where = (cu_k, cu_cmp, num_sequences, len_k, len_cmp, size, stride)
+    where = (cu_k, cu_cmp, starts, num_sequences, len_k, len_cmp, size, stride)
     if backend == "triton" and config.phi != "mlp":
         rotation = ("", 0) if rope is None else (rope.text, rotated_place(config))
         return compress_op(x, None if weights is None else weights.weight, *where, False, *rotation)
@@ -102,7 +104,7 @@ def run_compress(
             y, _ = compress_reference(x, weights, config, sequences.cu_k)
         if rope is None:
             return y
-        return apply_rope(y, compressed_positions(config, sequences.cu_k, y.shape[0]), rope)
+        return apply_rope(y, compressed_positions(config, sequences.cu_k, y.shape[0], starts), rope)
 
 
 def _compress_mlp(

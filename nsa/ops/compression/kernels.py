@@ -54,6 +54,15 @@ def y_offset(first_y, block, head, num_rows, SIZES: tl.constexpr):
 
 
 @triton.jit
+def first_position(starts_ptr, sequence, position_offset):
+    """Where the first block of a sequence is rotated."""
+    if starts_ptr is None:
+        return position_offset
+    else:
+        return position_offset + tl.load(starts_ptr + sequence)
+
+
+@triton.jit
 def load_unrotated(dy_ptr, rope, offset, block, ok, d, SIZES: tl.constexpr):
     """Gradient of compressed rows before their rotation: the transposed rotation of dy.
 
@@ -62,10 +71,10 @@ def load_unrotated(dy_ptr, rope, offset, block, ok, d, SIZES: tl.constexpr):
     mask = ok[:, None] & (d < SIZES.D)[None, :]
     dy = load_fp32(dy_ptr + offset[:, None] + d[None, :], mask)
     if SIZES.ROTARY > 0:
-        frequency_ptr, magnitude, position_offset = rope
+        frequency_ptr, magnitude, first = rope
         swapped = partner_column(d, SIZES.ROTARY)
         partner = load_fp32(dy_ptr + offset[:, None] + swapped[None, :], mask)
-        position = block * SIZES.STRIDE + position_offset
+        position = block * SIZES.STRIDE + first
         same, other = rotation(frequency_ptr, position, d, magnitude, SIZES.ROTARY)
         dy = dy * same - partner * other
     return dy
@@ -85,6 +94,7 @@ def compress_fwd_kernel(
     frequency_ptr,
     magnitude,
     position_offset,
+    starts_ptr,
     stride_x,
     stride_xh,
     SIZES: tl.constexpr,
@@ -120,7 +130,8 @@ def compress_fwd_kernel(
                 total *= 1.0 / SIZES.L
                 partner *= 1.0 / SIZES.L
             if SIZES.ROTARY > 0:
-                position = block * SIZES.STRIDE + position_offset
+                place = first_position(starts_ptr, sequence, position_offset)
+                position = block * SIZES.STRIDE + place
                 same, other = rotation(frequency_ptr, position, d, magnitude, SIZES.ROTARY)
                 total = total * same + partner * other
             tl.store(y, total, mask=mask)
@@ -168,6 +179,7 @@ def compress_dx_kernel(
     frequency_ptr,
     magnitude,
     position_offset,
+    starts_ptr,
     SIZES: tl.constexpr,
 ):
     """dx ``[T, Hkv, D]``; program (i, h) works on head h of the i-th tile of strides.
@@ -182,7 +194,8 @@ def compress_dx_kernel(
     if sequence < num_sequences:
         first_x, num_x = sequence_rows(cu_ptr, sequence, len_x)
         first_y, num_y = sequence_rows(cu_cmp_ptr, sequence, len_cmp)
-        rope = (frequency_ptr, magnitude, position_offset)
+        place = first_position(starts_ptr, sequence, position_offset)
+        rope = (frequency_ptr, magnitude, place)
         source = (dy_ptr, weight_ptr, rope, first_y, num_y, num_rows)
         c = tile * SIZES.BLOCK_C + tl.arange(0, SIZES.BLOCK_C)
         d = tl.arange(0, SIZES.BLOCK_D)
@@ -211,6 +224,7 @@ def compress_dw_kernel(
     frequency_ptr,
     magnitude,
     position_offset,
+    starts_ptr,
     stride_x,
     stride_xh,
     SIZES: tl.constexpr,
@@ -226,7 +240,6 @@ def compress_dw_kernel(
     i = tl.program_id(2) * BLOCK_L + tl.arange(0, BLOCK_L)
     d = tl.arange(0, SIZES.BLOCK_D)
     mask = (i < SIZES.L)[:, None] & (d < SIZES.D)[None, :]
-    rope = (frequency_ptr, magnitude, position_offset)
     total = tl.zeros(mask.shape, tl.float32)  # [BLOCK_L, BLOCK_D]
     for number in tl.range(part, num_tiles, tl.num_programs(0)):
         sequence, tile = find_tile(cu_cmp_ptr, number, num_sequences, len_cmp, SIZES.BLOCK_C)
@@ -234,6 +247,8 @@ def compress_dw_kernel(
             first_x, _ = sequence_rows(cu_ptr, sequence, len_x)
             first_y, num_y = sequence_rows(cu_cmp_ptr, sequence, len_cmp)
             begin = tile * SIZES.BLOCK_C
+            place = first_position(starts_ptr, sequence, position_offset)
+            rope = (frequency_ptr, magnitude, place)
             for c in tl.range(begin, tl.minimum(begin + SIZES.BLOCK_C, num_y)):
                 block = c + tl.zeros([1], tl.int32)
                 offset = y_offset(first_y, block, head, 0, SIZES)

@@ -30,6 +30,7 @@ class Blocks(NamedTuple):
     Attributes:
         cu: int32 ``[B + 1]`` offsets of the tokens; None when all sequences have the same length.
         cu_cmp: offsets of the compressed rows.
+        starts: position of the first token of each sequence, int32 ``[B]``; None: all 0.
         num_sequences: B.
         len_x: tokens of each sequence when ``cu`` is None.
         len_cmp: compressed rows of each.
@@ -42,6 +43,7 @@ class Blocks(NamedTuple):
 
     cu: Tensor | None
     cu_cmp: Tensor | None
+    starts: Tensor | None
     num_sequences: int
     len_x: int
     len_cmp: int
@@ -59,18 +61,20 @@ class Blocks(NamedTuple):
     def launch(self, like: Tensor, num_heads: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What every kernel takes of the rotation, and its constants and options.
 
-        The rotation is radians a position, fp32 ``[rope.dim / 2]``, factor, position of block 0.
+        The rotation is radians a position, fp32 ``[rope.dim / 2]``, factor, position of a block at
+        the start of a sequence, and :attr:`starts`.
         """
         from nsa.ops._triton.sizes import next_power_of_2
         from nsa.ops.compression.kernels import Sizes
 
         rotary = 0
-        rotation: tuple[Any, ...] = (None, 1.0, 0)
+        rotation: tuple[Any, ...] = (None, 1.0, 0, None)
         if self.rope:
             rope = Rope.from_text(self.rope)
             table = frequency_table(rope, like.device)
             rotary = rope.dim
-            rotation = (table, rope.magnitude, rope.position_offset + self.middle)
+            offset = rope.position_offset + self.middle
+            rotation = (table, rope.magnitude, offset, self.starts)
         size = like.shape[-1]
         tile = (BLOCK_ROWS, next_power_of_2(size))
         sizes = Sizes(num_heads, size, self.size, self.stride, rotary, self.whole, *tile)
@@ -163,21 +167,21 @@ def _gradients(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, cu, cu_cmp, *ctx.rest = inputs
+    x, weight, cu, cu_cmp, starts, *ctx.rest = inputs
     ctx.num_tokens = x.shape[0]
     # Without weights the gradient needs no values of x.
-    ctx.save_for_backward(None if weight is None else x, weight, cu, cu_cmp)
+    ctx.save_for_backward(None if weight is None else x, weight, cu, cu_cmp, starts)
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, *offsets = ctx.saved_tensors
-    grads = compress_backward_op(dy, x, weight, ctx.num_tokens, *offsets, *ctx.rest)
-    return *grads, *(None,) * (4 + len(ctx.rest) - len(grads))
+    x, weight, *places = ctx.saved_tensors
+    grads = compress_backward_op(dy, x, weight, ctx.num_tokens, *places, *ctx.rest)
+    return *grads, *(None,) * (5 + len(ctx.rest) - len(grads))
 
 
 _BLOCKS = (
-    "Tensor? cu, Tensor? cu_cmp, SymInt num_sequences, SymInt len_x, SymInt len_cmp, "
-    "int size, int stride, bool whole, str rope, int middle"
+    "Tensor? cu, Tensor? cu_cmp, Tensor? starts, SymInt num_sequences, SymInt len_x, "
+    "SymInt len_cmp, int size, int stride, bool whole, str rope, int middle"
 )
 compress_op = register(
     "compress",

@@ -71,16 +71,20 @@ def rotated_place(config: NSAConfig) -> int:
     return (config.compress_block_size - 1) // 2 if config.compress_rope == "middle" else 0
 
 
-def compressed_positions(config: NSAConfig, cu_seqlens: Tensor, num_rows: int) -> Tensor:
+def compressed_positions(
+    config: NSAConfig, cu_seqlens: Tensor, num_rows: int, starts: Tensor | None = None
+) -> Tensor:
     """Position inside its sequence at which each compressed key is rotated.
 
     Args:
         config: the sparse pattern; ``compress_rope`` says where in the block.
         cu_seqlens: int32 ``[B + 1]`` offsets of the tokens.
         num_rows: rows of the compressed keys, ``S // d``.
+        starts: positions of the first token of each sequence, ``[B]``; None: all are 0.
 
     Returns:
         int64 ``[num_rows]``; arbitrary in rows that no block owns.
     """
-    _, block, _ = locate(num_rows, compressed_cu_seqlens(cu_seqlens, config))
-    return block * config.compress_stride + rotated_place(config)
+    sequence, block, _ = locate(num_rows, compressed_cu_seqlens(cu_seqlens, config))
+    position = block * config.compress_stride + rotated_place(config)
+    return position if starts is None else position + starts[sequence]
