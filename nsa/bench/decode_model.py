@@ -89,7 +89,7 @@ def prepare_step(
             reads = torch.zeros(batch * heads, 3, dtype=torch.int64, device=device)
             for layer in layers:
                 layer.reads = reads
-            decoder._run(tokens)  # not from the graph, whose kernels do not count
+            decoder.take(tokens)  # not from the graph, whose kernels do not count
             keys = int(reads.sum())
         parts = model.num_parameters()
         weights = parts["total"] - parts["embedding"] * (not config.tie_head)

@@ -258,7 +258,7 @@ class NSACache:
         self._lengths[sequence], self._written[sequence] = length, written
         if self._on_device is not None:
             self._write_table()
-            self.device_lengths[sequence] = length
+            self.device_lengths[sequence].fill_(length)  # an assignment waits for the device
 
     def _check_sequence(self, function: str, argument: str, sequence: int) -> None:
         rule = f"be from 0 to {self.batch_size - 1}"

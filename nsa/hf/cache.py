@@ -11,6 +11,7 @@ from transformers import Cache
 from nsa.errors import check, fail
 from nsa.lm.decoder import Decoder
 from nsa.lm.model import LanguageModel
+from nsa.ops._sequences import Sequences
 from nsa.ops.decode import MOST_QUERIES
 
 _NAME = "GenerationCache"
@@ -92,18 +93,19 @@ class GenerationCache(Cache):
         return valid
 
     def _prefill(self, tokens: Tensor, valid: Tensor | None, kept: slice | Tensor) -> Tensor:
-        decoder, model = self.decoder, self.decoder.model
-        enabled = decoder.dtype != model.head.weight.dtype
-        with torch.autocast(tokens.device.type, decoder.dtype, enabled=enabled):
-            if valid is None:
-                return model.head(model.hidden_states(tokens, cache=decoder.cache)[:, kept])
+        decoder, (batch, columns) = self.decoder, tokens.shape
+        if valid is None:
+            where = Sequences(None, batch, columns, columns, tokens.device)
+            hidden = decoder.hidden_states(tokens.flatten(), where).unflatten(0, tokens.shape)
+        else:
             ends = valid.sum(1).cumsum(0, dtype=torch.int32)
             cu_seqlens = torch.cat((ends.new_zeros(1), ends))
-            longest = tokens.shape[1]
-            packed = model.hidden_states(tokens[valid], cu_seqlens, longest, decoder.cache)
-            hidden = packed.new_zeros(*tokens.shape, packed.shape[-1])
+            where = Sequences.packed(cu_seqlens, columns)
+            packed = decoder.hidden_states(tokens[valid], where)
+            hidden = packed.new_zeros(batch, columns, packed.shape[-1])
             hidden[valid] = packed
-            return model.head(hidden[:, kept])
+        wanted = hidden[:, kept]
+        return decoder.logits(wanted.flatten(0, 1)).unflatten(0, wanted.shape[:2])
 
     # --- what transformers calls ------------------------------------------------------------------
     def get_seq_length(self, layer_idx: int = 0) -> int:

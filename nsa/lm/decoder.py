@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
-from nsa.attention import AttentionInputs
+from nsa.cache import LayerCache
 from nsa.errors import check
 from nsa.lm.dense_attention import DenseAttention
 from nsa.lm.model import DecoderLayer, LanguageModel
@@ -78,17 +78,12 @@ class Decoder:
         device, lengths = self.model.embedding.weight.device, [len(x) for x in tokens]
         packed = integers(chain.from_iterable(tokens), device)
         cu_seqlens = integers(accumulate(lengths, initial=0), device, torch.int32)
-        where = cu_seqlens if count > 1 else None  # a sequence alone needs no offsets
-        is_training = self.model.training
-        if is_training:
-            self.model.eval()
-        enabled = self.dtype != self.model.head.weight.dtype
-        with torch.autocast(device.type, self.dtype, enabled=enabled):
-            hidden = self.model.hidden_states(packed, where, max(lengths), self.cache)
-            logits = self.model.head(hidden[(cu_seqlens[1:].long() - 1).clamp(min=0)])
-        if is_training:
-            self.model.train()
-        return logits
+        if count == 1:  # needs no offsets
+            where = Sequences(None, 1, lengths[0], lengths[0], device)
+        else:
+            where = Sequences.packed(cu_seqlens, max(lengths), num_tokens=packed.shape[0])
+        hidden = self.hidden_states(packed, where)
+        return self.logits(hidden[(cu_seqlens[1:].long() - 1).clamp(min=0)])
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
@@ -111,25 +106,45 @@ class Decoder:
         if not (tokens.is_cuda and self._is_captured and queries in self._graphs):
             # The first step of a size compiles kernels and reserves memory, which no capture can.
             self._graphs[queries] = None
-            return self._run(tokens)
+            return self.take(tokens)
         self.cache.reserve([queries] * self.batch_size)
         graph = self._graphs[queries]
         if graph is None:
             graph = self._graphs[queries] = StepGraph(self, tokens)
         return graph.replay(tokens)
 
-    def _run(self, tokens: Tensor) -> Tensor:
+    @torch.no_grad()
+    def take(self, tokens: Tensor) -> Tensor:
+        """:meth:`step` of any number of tokens, launched one kernel after the other."""
         batch, queries = tokens.shape
         sequences = Sequences(None, batch, queries, queries, tokens.device)
-        x = self.model.embedding.weight[tokens.flatten()]
+        hidden = self.hidden_states(tokens.flatten(), sequences)
+        return self.logits(hidden).view(batch, queries, -1)
+
+    @torch.no_grad()
+    def hidden_states(self, tokens: Tensor, sequences: Sequences) -> Tensor:
+        """Take in tokens.
+
+        Args:
+            tokens: int64 ``[N]``.
+            sequences: where those of each sequence lie.
+
+        Returns:
+            What :meth:`logits` takes, ``[N, width]``.
+
+        Raises:
+            ValueError: the cache is full; nothing has changed then.
+        """
+        x = self.model.embedding.weight[tokens]
         for layer, cache in zip(self._layers, self.cache.layers, strict=True):
-            before = cache.lengths(sequences, x.shape[0])
-            inputs = layer.attention_inputs(x, sequences, before)
-            attended = cache.attend(inputs, rope=layer.attention.rope, sequences=sequences)
-            x = layer.output(attended.flatten(1), x)
+            x = layer.output(layer.attend(x, sequences, cache).flatten(1), x)
             x = layer.down(layer.up(x), x)
-        logits = self._head(x) if self._bias is None else self._head(x) + self._bias
-        return logits.view(batch, queries, -1)
+        return x
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits ``[N, vocab_size]`` of the tokens that follow those of ``[N, width]``."""
+        return self._head(hidden) if self._bias is None else self._head(hidden) + self._bias
 
 
 class StepLayer:
@@ -154,16 +169,20 @@ class StepLayer:
         self.up = Linear.behind(layer.mlp_norm, up, gate, dtype=dtype, silu=silu)
         self.down = Linear(mlp.down_proj.weight.detach().to(dtype))
 
-    def attention_inputs(self, x: Tensor, sequences: Sequences, before: Tensor) -> AttentionInputs:
-        """What attention is computed of, for the residual stream ``[T, width]``."""
-        attention = self.attention
+    def attend(self, x: Tensor, sequences: Sequences, cache: LayerCache) -> Tensor:
+        """Attention ``[T, Hq, Dv]`` of the residual stream ``[T, width]``, which is cached."""
+        attention, rope = self.attention, self.attention.rope
         bias, columns = attention.projection_bias, attention.columns
-        product = self.project(x)
-        found = split(product, bias, columns, sequences, attention.rope, before=before)
-        normalised = x
-        if isinstance(attention, NativeSparseAttention) and not attention.gate.is_linear:
-            normalised = self.norm(x)
-        return attention.attention_inputs(found, normalised)
+        before = cache.lengths(sequences, x.shape[0])
+        found = split(self.project(x), bias, columns, sequences, rope, before=before)
+        alone: Callable[[], Tensor] | None = None
+        if isinstance(attention, DenseAttention):
+            inputs = attention.attention_inputs(found, x)
+            alone = attention.attention_alone(inputs, sequences)
+        else:
+            is_read = not attention.gate.is_linear
+            inputs = attention.attention_inputs(found, self.norm(x) if is_read else x)
+        return cache.attend(inputs, rope=rope, sequences=sequences, alone=alone)
 
 
 class StepGraph:
@@ -178,7 +197,7 @@ class StepGraph:
         self.cache, self.tokens = decoder.cache, tokens.clone()
         self.graph = torch.cuda.CUDAGraph()
         with self.cache.recording(), torch.cuda.graph(self.graph):
-            self.logits = decoder._run(self.tokens)
+            self.logits = decoder.take(self.tokens)
 
     def replay(self, tokens: Tensor) -> Tensor:
         """Logits of the next tokens."""

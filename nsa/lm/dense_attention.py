@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -85,6 +86,15 @@ class DenseAttention(TogetherModule):
                 self._gates[tokens] = gates
         return AttentionInputs._make((q, None, None, None, None, k, v, gates, None, None))
 
+    def attention_alone(
+        self, inputs: AttentionInputs, sequences: Sequences
+    ) -> Callable[[], Tensor]:
+        """Gives the attention of tokens without a past, by PyTorch's kernels."""
+        cu_seqlens = None if sequences.offsets is None else sequences.cu_q
+        q, k, v = inputs.q, inputs.k_win, inputs.v_win
+        assert k is not None and v is not None
+        return partial(causal_attention, q, k, v, cu_seqlens, sequences.len_q)
+
     def forward(
         self,
         x: Tensor,
@@ -118,13 +128,14 @@ class DenseAttention(TogetherModule):
         before = None if cache is None else cache.lengths(sequences, x.shape[0])
         with stage(PROJECTION):
             weights = self.projection_weights()
-            q, k, v = project(x, weights, None, self.columns, sequences, self.rope, before=before)
-        cu_seqlens = None if sequences.offsets is None else sequences.cu_q
-        alone = partial(causal_attention, q, k, v, cu_seqlens, sequences.len_q)
+            heads = project(x, weights, None, self.columns, sequences, self.rope, before=before)
         if cache is None:
-            out = alone()
+            cu_seqlens = None if sequences.offsets is None else sequences.cu_q
+            q, k, v = heads
+            out = causal_attention(q, k, v, cu_seqlens, sequences.len_q)
         else:
-            inputs = self.attention_inputs([q, k, v], x)
+            inputs = self.attention_inputs(heads, x)
+            alone = self.attention_alone(inputs, sequences)
             out = cache.attend(inputs, rope=self.rope, sequences=sequences, alone=alone)
         with stage(PROJECTION):
             return self.o_proj(out.flatten(-2)).view(shape)

@@ -57,3 +57,19 @@ def test_linear(rows: int, width: int, columns: int) -> None:
             found = layer(x, added, backend="triton")
             expected = layer(x, added, backend="reference")
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_many_rows_are_multiplied_by_pytorch() -> None:
+    """The result then takes the memory of what it is added to."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(257, 8, generator=generator), torch.randn(6, 8, generator=generator)
+    residual = torch.randn(257, 6, generator=generator)
+    expected = residual.double() + x.double() @ weight.double().t()
+    layer = Linear(weight)
+    with mock.patch("nsa.ops.linear._launch") as launch:
+        found = layer(x, residual, backend="triton")
+        assert not launch.called
+        layer(x[:256], residual[:256], backend="triton")
+        assert launch.called
+    assert found.data_ptr() == residual.data_ptr()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)

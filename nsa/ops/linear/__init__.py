@@ -14,6 +14,8 @@ from nsa.ops._register import guarded
 # Rows up to which a program multiplies the weights that it holds row by row; how many of these it
 # holds, and of how many columns.
 FEW_ROWS = 4
+# Rows that the kernels serve: they read the weights once for 64 of them.
+MOST_ROWS = 256
 MOST_HELD = 16_384
 COLUMNS = 4
 
@@ -60,9 +62,8 @@ class Linear:
 
         Args:
             x: ``[M, K]``.
-            residual: ``[M, N]``, added at the end.
-            backend: ``auto``, ``reference`` or ``triton``. The kernels are for few rows: the
-                weights are read once for 64 of them.
+            residual: ``[M, N]``, added at the end; the result may take its memory.
+            backend: ``auto``, ``reference`` or ``triton``, which more than 256 rows do without.
 
         Returns:
             ``[M, N]`` in the dtype of ``residual``, without it in that of ``weight``. Sums are
@@ -74,17 +75,21 @@ class Linear:
         width = self.weight.shape[1]
         fits = x.ndim == 2 and x.shape[1] == width
         check(fits, "Linear", "x", f"have shape [M, {width}]", tuple(x.shape))
-        if choose_backend("Linear", backend, self.weight, "weight") == "triton":
+        backend = choose_backend("Linear", backend, self.weight, "weight")
+        if backend == "triton" and x.shape[0] <= MOST_ROWS:
             out: Tensor = _launch(x.contiguous(), self, residual)
             return out
-        return self._reference(x, residual)
+        return self._multiply(x, residual)
 
-    def _reference(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        functional = torch.nn.functional
+    def _multiply(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        functional, dtype = torch.nn.functional, self.weight.dtype
         if self.eps is not None:
-            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            wide = x.to(torch.promote_types(x.dtype, dtype))
             x = functional.rms_norm(wide, wide.shape[-1:], eps=self.eps)
-        x = x.to(self.weight.dtype)
+        x = x.to(dtype)
+        is_plain = self.gate is None and not self.silu
+        if residual is not None and residual.dtype == dtype and is_plain:
+            return residual.addmm_(x, self.weight.t())
         y = functional.linear(x, self.weight)
         if self.gate is not None:
             y = functional.silu(functional.linear(x, self.gate)) * y
