@@ -18,15 +18,14 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa import NSAConfig
-from nsa.attention import native_sparse_attention
 from nsa.ops._backend import as_on_gpu
 from nsa.ops._triton import kernel as module
 from nsa.ops._triton import tuning
 from nsa.ops._triton.kernel import Kernel, kernel
 from nsa.ops._triton.tuning import default_tile, tiles_chosen_by
-from nsa.rope import Rope
 from nsa.stages import stages_seen_by
 from tools.compile_only.driver import NotingGPU
+from tools.compile_only.launches import PARTS, attention
 
 Launch = tuple[Any, ...]
 
@@ -197,29 +196,13 @@ def test_whole_attention_is_launched_as_by_triton(
     gpu: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By Triton, found and recorded, replayed: the same kernels in the same order and sizes."""
-    config = NSAConfig(num_heads=6, num_kv_heads=2, head_dim=64, value_dim=64)
+    config = NSAConfig(num_heads=12, num_kv_heads=2, head_dim=64, value_dim=64)
 
     def attend() -> list[Launch]:
         gpu.launched = []
         torch.manual_seed(0)
-        q = torch.randn(130, 6, 64, dtype=torch.bfloat16, requires_grad=True)
-        kv = [torch.randn(130, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(6)]
-        gates = torch.rand(130, 6, 3, requires_grad=True)
-        k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = kv
-        out = native_sparse_attention(
-            q,
-            k_cmp,
-            v_cmp,
-            k_slc,
-            v_slc,
-            k_win,
-            v_win,
-            gates,
-            None,
-            config,
-            rope=Rope.from_config(config),
-        )
-        torch.autograd.grad(out, (q, *kv, gates), torch.ones_like(out))
+        (out,), inputs = attention(config, torch.bfloat16, PARTS)  # kernels of test_compile.py
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
         return gpu.launched
 
     # A search for tiles replays nothing; here it only stands in for the table of a GPU.
