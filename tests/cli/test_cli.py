@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from nsa.errors import option
 from nsa.train.load import load_config, settings
 from nsa.train.telemetry.metrics import read_metrics
 from tests.cli.conftest import pipe
+from tests.faults.cases import Nsa, rows_of
 from tests.train.cases import contents
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -286,23 +286,16 @@ def test_a_synthetic_task_is_measured_against_what_is_possible(tiny, nsa, refusa
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_the_run_goes_on(tiny):
-    words = "train tiny.yaml --run-dir run --steps 100000 --checkpoint-every 0 --eval-every 0"
-    rows, env = tiny / "run/metrics.jsonl", {**os.environ, "PYTHONPATH": str(ROOT)}
-    with Path("said").open("w") as said:
-        command = [sys.executable, "-m", "nsa", *words.split()]
-        process = subprocess.Popen(command, env=env, stdout=said, stderr=said)
-        deadline = time.monotonic() + 60
-        while not rows.exists() or rows.read_text().count("\n") < 3:
-            assert time.monotonic() < deadline
-            assert process.poll() is None, Path("said").read_text()
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 128 + signal.SIGINT
-    text = Path("said").read_text()
-    assert "Traceback" not in text
-    assert "nsa train --resume run" in text
+    words = "--steps 100000 --checkpoint-every 0 --eval-every 0 --data.path"
+    given = ("train", tiny / "tiny.yaml", "--run-dir", tiny / "run", *words.split(), tiny / "texts")
+    with Nsa(*given, said=tiny / "said", plots=True) as run:
+        assert run.wait_until(lambda: rows_of(tiny / "run") >= 3), run.text
+        run.kill(signal.SIGINT)
+        assert run.end() == 128 + signal.SIGINT
+    assert "Traceback" not in run.text
+    assert f"nsa train --resume {tiny / 'run'}" in run.text
     (checkpoint,) = Path("run/checkpoints").iterdir()
-    assert checkpoint.name == f"step-{read_metrics(rows)[-1]['step']:08d}"
+    assert checkpoint.name == f"step-{read_metrics(tiny / 'run/metrics.jsonl')[-1]['step']:08d}"
     assert Path("run/loss.png").exists()
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +32,7 @@ from nsa.train.watch.out_of_memory import (
     memory_use,
     remedies,
 )
+from tests.faults.cases import Nsa
 from tests.train.cases import tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -259,18 +257,12 @@ def test_bench_train_wants_a_gpu_unless_it_is_told_otherwise(config, refusal, mo
 
 def test_sigterm_ends_a_benchmark_at_once(config):
     """Its run, in a folder of its own, writes no checkpoint first."""
-    line = f"{BENCH} cpu --warmup 1 --steps 100000 --mode fwd_bwd"
-    command = [sys.executable, "-m", "nsa", *line.split()]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(Path.cwd())}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    deadline = time.monotonic() + 120
-    while not any(rows.read_text() for rows in Path.cwd().glob("*/run/metrics.jsonl")):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    begin = time.monotonic()
-    process.terminate()
-    said, _ = process.communicate(timeout=30)
-    assert time.monotonic() - begin < 2
-    assert process.returncode == -signal.SIGTERM
-    assert b"received" not in said
+    words = "--provider nsa --device cpu --warmup 1 --steps 100000 --mode fwd_bwd"
+    given, folder = ("bench", "train", "--config", config, *words.split()), config.parent
+    with Nsa(*given, said=folder / "said", env={"TMPDIR": str(folder)}) as run:
+        run.wait_until(lambda: any(rows.read_text() for rows in folder.glob("*/run/metrics.jsonl")))
+        begin = time.monotonic()
+        run.kill(signal.SIGTERM)
+        assert run.end(30) == -signal.SIGTERM, run.text
+        assert time.monotonic() - begin < 2
+        assert "received" not in run.text

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -52,9 +53,10 @@ class Nsa:
         said: Path,
         env: Mapping[str, str] | None = None,
         fault: Fault = (),
+        plots: bool = False,
     ) -> None:
         self.said = said
-        arguments = ([str(word) for word in words], str(said), dict(env or {}), fault)
+        arguments = ([str(word) for word in words], str(said), dict(env or {}), fault, plots)
         self.process = FORKS.Process(target=_main, args=arguments)
         self.process.start()
 
@@ -148,7 +150,7 @@ def check_resumed(path: Path, whole: Path) -> None:
     assert outcome(path) == outcome(whole)
 
 
-def _main(words: list[str], said: str, env: dict[str, str], fault: Fault) -> None:
+def _main(words: list[str], said: str, env: dict[str, str], fault: Fault, plots: bool) -> None:
     """In the new process."""
     descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -156,12 +158,14 @@ def _main(words: list[str], said: str, env: dict[str, str], fault: Fault) -> Non
     outputs = (open(n, "w", encoding="utf-8", closefd=False) for n in (1, 2))  # noqa: SIM115
     sys.stdout, sys.stderr = outputs
     os.environ.update(env)
+    tempfile.tempdir = None  # which the first process may have looked up
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
     torch.set_num_threads(1)
     plant.fault(*fault)
     from nsa.cli import main, train
 
-    train._plot = lambda *_: None  # a third of the time of such a run
+    if not plots:
+        train._plot = lambda *_: None  # a third of the time of such a run
     sys.exit(main(words))
 
 

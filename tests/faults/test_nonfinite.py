@@ -13,9 +13,11 @@ from nsa.train.telemetry.metrics import read_metrics
 from tests.faults.cases import Run, TwoRanks, check_resumed, events, steps_of, undisturbed
 
 CASES = [
-    ("rollback", "ddp"),
     ("rollback", "fsdp"),
-    *(pytest.param(policy, "ddp", marks=pytest.mark.faults) for policy in ("skip", "stop")),
+    *(
+        pytest.param(policy, "ddp", marks=pytest.mark.faults)
+        for policy in ("rollback", "skip", "stop")
+    ),
 ]
 
 

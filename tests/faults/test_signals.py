@@ -24,6 +24,7 @@ from tests.faults.cases import (
 )
 
 TERMINATED = 128 + signal.SIGTERM
+in_full = pytest.mark.faults
 # A step or a wait for data that takes an hour ends the run by none of these limits.
 PATIENT: dict[str, Any] = {
     "log_every": 1,
@@ -39,7 +40,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "how", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.faults), "SIGHUP", "halt"]
+    "how",
+    ["SIGTERM", *(pytest.param(how, marks=in_full) for how in ("SIGINT", "SIGHUP")), "halt"],
 )
 def test_leaves_with_a_checkpoint_and_resumes_identically(
     tmp_path: Path, whole: Path, how: str
@@ -57,7 +59,7 @@ def test_leaves_with_a_checkpoint_and_resumes_identically(
     check_resumed(run.path, whole)
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("halt", marks=pytest.mark.faults)])
+@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("halt", marks=in_full)])
 def test_leaves_while_no_data_come(tmp_path: Path, how: str) -> None:
     """A wait of minutes for a stream must not stand in the way."""
     whole = undisturbed(tmp_path, steps=20, **PATIENT)
@@ -68,7 +70,7 @@ def test_leaves_while_no_data_come(tmp_path: Path, how: str) -> None:
     check_resumed(run.path, whole)
 
 
-@pytest.mark.faults
+@in_full
 def test_both_ranks_leave_while_one_gets_no_data(tmp_path: Path) -> None:
     with TwoRanks(tmp_path, steps=20, fault=("starve", "7", "1"), **PATIENT) as run:
         run.wait_for_rows(7)

@@ -138,6 +138,9 @@ def test_every_kind_of_model_and_optimizer_learns(tmp_path: Path, changes: dict[
     assert losses[-1] < min(0.7 * math.log(256), losses[0] - 1)
 
 
+WINDOW = {"nsa": dataclasses.replace(PATTERN, branches=("win",))}
+
+
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tracer's own backend stands in for a C++ compiler, which takes minutes."""
@@ -148,20 +151,20 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("model", "by_layer"),
     [
-        ({"nsa": dataclasses.replace(PATTERN, branches=("win",))}, True),
-        pytest.param({}, True, marks=pytest.mark.faults),
+        *(pytest.param(model, True, marks=pytest.mark.faults) for model in (WINDOW, {})),
+        ({"attention": "dense"}, True),
         ({"attention": "dense"}, False),
     ],
-    ids=["window", "nsa", "dense"],
+    ids=["window", "nsa", "dense", "dense, whole"],
 )
 @pytest.mark.usefixtures("traced")
 def test_compiled_once_and_equal_to_eager(
     tmp_path: Path, model: dict[str, Any], by_layer: bool
 ) -> None:
     """Nothing is compiled after the first step, whatever documents a batch holds: of one token, of
-    whole sequences, dozens a sequence; with evaluations and a sample. All branches take long to
-    trace: ``tests/test_recompilation.py`` and ``tests/train/execution/test_activations.py`` hold
-    the same of them without a run.
+    whole sequences, dozens a sequence; with evaluations and a sample. Branches take long to trace:
+    ``tests/test_recompilation.py`` and ``tests/train/execution/test_activations.py`` hold the same
+    of them without a run.
     """
     folder = tmp_path / "text"
     folder.mkdir()
