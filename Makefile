@@ -75,6 +75,7 @@ test-faults: $(ENV) ## every provoked fault in its full count, one line a kind a
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
 	$(RUN) -m pytest $(SPREAD) tests/faults -m "faults or not faults" $(ARGS)
 	$(RUN) -m pytest $(SPREAD) tests --ignore tests/faults --ignore tests/kernels -m faults $(ARGS)
+	TRITON_INTERPRET=1 $(RUN) -m pytest tests/kernels -m faults $(ARGS)
 
 test-compile: $(ENV) ## compile every kernel for GPUs of six kinds that are not there: stack and shared memory (JOBS=, ARGS=)
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test

@@ -41,7 +41,7 @@ def fill(path: Path) -> Path:
 
 
 def test_full_disk_is_survived(tmp_path: Path, disk: Path) -> None:
-    whole = undisturbed(tmp_path, steps=60, keep_checkpoints=1)
+    whole = undisturbed(tmp_path, steps=40, keep_checkpoints=1)
     config = tmp_path / "tiny.yaml"
     with Run(tmp_path, config=config, path=disk / "run", fault=("slow", "0.05")) as run:
         run.wait_until(lambda: len(steps_of(run.path)) == 1)

@@ -543,6 +543,7 @@ def test_make_passes_its_words_on():
 # ---------------------------------------------------------------------------------- for real
 
 
+@pytest.mark.faults
 def test_a_tiny_run_goes_through(tmp_path):
     """The product itself, on this machine's CPU: a short training and its check."""
     config = str(write_config(tmp_path, steps=400, sample_tokens=0))

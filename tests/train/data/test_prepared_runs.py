@@ -120,8 +120,7 @@ def test_mistakes_in_what_is_opened_are_named(shards, source, tmp_path):
         opened(config, run_folder_tokenizer=path)
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
-@pytest.mark.parametrize("kind", ["shards", "stream"])
+@pytest.mark.parametrize(("kind", "tokenizer"), [("shards", "gpt2"), ("stream", "byte")])
 def test_synthetic_data_stand_in_only_when_asked_for_by_name(kind, tokenizer, tmp_path, caplog):
     path = str(tmp_path / "not" / "there")
     config = DataConfig(kind, path, tokenizer=tokenizer)

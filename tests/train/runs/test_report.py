@@ -70,8 +70,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
     return made
 
 
-def test_page_of_two_runs(folders: list[RunFolder]) -> None:
-    page = Page(*folders)
+@pytest.fixture(scope="module")
+def page(folders: list[RunFolder]) -> Page:
+    """Of both."""
+    return Page(*folders)
+
+
+def test_page_of_two_runs(page: Page) -> None:
     # Loss, optimisation, throughput, gates and selection of the one that has some.
     assert len(page.figures) == 5
     assert all(ElementTree.fromstring(figure).tag.endswith("svg") for figure in page.figures)
@@ -92,11 +97,11 @@ def test_page_of_one_run_shows_what_differs_from_the_defaults(folders: list[RunF
 
 
 def test_runs_with_steps_of_different_sizes_are_compared_over_tokens(
-    folders: list[RunFolder], tmp_path: Path
+    folders: list[RunFolder], page: Page, tmp_path: Path
 ) -> None:
     config = tiny_config(tmp_path, steps=6, micro_batch=4)
     make_trainer(config, tmp_path / "larger").run()
-    assert b"<!-- optimizer steps -->" in Page(*folders).figures[0]
+    assert b"<!-- optimizer steps -->" in page.figures[0]
     larger = RunFolder.open(tmp_path / "larger")
     assert b"<!-- tokens -->" in Page(folders[0], larger).figures[0]
 
