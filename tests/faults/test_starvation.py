@@ -17,6 +17,11 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return undisturbed(tmp_path_factory.mktemp("whole"), **SETTINGS)
+
+
 @pytest.mark.parametrize(
     ("fault", "what"),
     [
@@ -28,10 +33,9 @@ SETTINGS: dict[str, Any] = {
     ],
 )
 def test_starving_run_leaves_a_checkpoint_and_resumes_identically(
-    tmp_path: Path, fault: str, what: str
+    tmp_path: Path, whole: Path, fault: str, what: str
 ) -> None:
-    whole = undisturbed(tmp_path, **SETTINGS)
-    with Run(tmp_path, config=tmp_path / "tiny.yaml", fault=(fault, "14")) as run:
+    with Run(tmp_path, config=whole.parent / "tiny.yaml", fault=(fault, "14")) as run:
         assert run.end() == 1
         assert f"stopped: data starvation after step 7: {what}; the last checkpoint is" in run.text
     assert steps_of(run.path) == [7]
