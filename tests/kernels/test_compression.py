@@ -15,6 +15,7 @@ from nsa.ops._sequences import Sequences
 from nsa.ops._triton.rotation import cos_sin
 from nsa.ops.compression import ops, run_compress
 from nsa.testing import assert_within_budget, make_inputs
+from tests.ops.cases import small
 
 
 def reference(
@@ -87,19 +88,11 @@ def test_compression(phi, pattern, rotary_dim, rotated, lengths, monkeypatch):
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_the_rest_of_a_sequence(backend):
     """Tokens from a later position on are compressed to the bits that the whole sequence gives."""
-    config = NSAConfig(
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=32,
-        compress_block_size=8,
-        compress_stride=4,
-        block_size=16,
-        phi="linear",
-    )
+    config = small(phi="linear")
     rope, skipped = Rope.from_config(config), 12
     generator = torch.Generator().manual_seed(4)
-    x = torch.randn(70 + 45, 2, 32, generator=generator)
-    weight = torch.randn(2, 8, 32, generator=generator)
+    x = torch.randn(70 + 45, 2, 16, generator=generator)
+    weight = torch.randn(2, 8, 16, generator=generator)
 
     def run(tokens: Tensor, lengths: list[int], starts: Tensor | None) -> tuple[Tensor, ...]:
         leaves = tokens.clone().requires_grad_(), weight.clone().requires_grad_()
