@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,10 +132,18 @@ def _compared(where: str, row: Row, wanted: dict[str, Any], found: dict[str, Any
 def read_scalars(folder: RunFolder) -> dict[int, dict[str, float]]:
     """What TensorBoard shows: values by step and name, but for those that a resumption hid."""
     found: dict[int, dict[str, float]] = {}
-    for path in sorted(folder.tensorboard.glob("events.out.tfevents.*")):
+    for path in sorted(folder.tensorboard.glob("events.out.tfevents.*"), key=_as_written):
         for event in LegacyEventFileLoader(str(path)).Load():
             if event.HasField("session_log"):
                 found = {step: values for step, values in found.items() if step < event.step}
             for value in event.summary.value:
                 found.setdefault(event.step, {})[value.tag] = value.simple_value
     return found
+
+
+def _as_written(path: Path) -> list[str | int]:
+    """Orders event files by the numbers in their names: time, process, then writer.
+
+    Writers of one process and second differ in the last alone, which has no leading zeros.
+    """
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]

@@ -57,6 +57,16 @@ def test_a_run_on_synthetic_data_agrees(tmp_path: Path) -> None:
     assert check_run(folder)[1] == []
 
 
+def test_resumptions_within_one_second(tmp_path: Path, sound: RunFolder) -> None:
+    """The names of their event files differ in the writer's number alone."""
+    folder = RunFolder(shutil.copytree(sound.path, tmp_path / "run"))
+    files = sorted(folder.tensorboard.iterdir(), key=lambda path: int(path.name.split(".")[-1]))
+    assert len(files) == 3
+    for number, path in enumerate(files, start=9):
+        path.rename(path.with_name(f"events.out.tfevents.1700000000.host.1.{number}"))
+    assert check_run(folder)[1] == []
+
+
 def change_row(where: int, **values: object) -> Callable[[RunFolder], None]:
     def change(folder: RunFolder) -> None:
         rows = [json.loads(line) for line in folder.metrics_jsonl.read_text().splitlines()]
