@@ -60,7 +60,7 @@ def test_a_run_on_synthetic_data_agrees(tmp_path: Path) -> None:
 def test_resumptions_within_one_second(tmp_path: Path, sound: RunFolder) -> None:
     """The names of their event files differ in the writer's number alone."""
     folder = RunFolder(shutil.copytree(sound.path, tmp_path / "run"))
-    files = sorted(folder.tensorboard.iterdir(), key=lambda path: int(path.name.split(".")[-1]))
+    files = event_files(folder)
     assert len(files) == 3
     for number, path in enumerate(files, start=9):
         path.rename(path.with_name(f"events.out.tfevents.1700000000.host.1.{number}"))
@@ -91,8 +91,13 @@ def change_csv(folder: RunFolder) -> None:
     folder.metrics_csv.write_text(text.replace(",1024,", ",1025,"))
 
 
+def event_files(folder: RunFolder) -> list[Path]:
+    """In the order in which this process wrote them."""
+    return sorted(folder.tensorboard.iterdir(), key=lambda path: int(path.name.split(".")[-1]))
+
+
 def drop_events(folder: RunFolder) -> None:
-    sorted(folder.tensorboard.iterdir())[-1].unlink()
+    event_files(folder)[-1].unlink()
 
 
 @pytest.mark.parametrize(
