@@ -25,7 +25,7 @@ from nsa.ops._operator import Call
 from nsa.ops._packed import query_positions
 from nsa.ops._sequences import Sequences, open_sequences, pack
 from nsa.ops.attention import BranchInputs, run_attention
-from nsa.ops.compression import PhiWeights, check_weights, run_compress
+from nsa.ops.compression import PhiWeights, Raw, check_weights, run_compress
 from nsa.ops.selected import SCATTER_THRESHOLD
 from nsa.ops.statistics import add_statistics
 from nsa.rope import Rope
@@ -191,13 +191,15 @@ def compress_inputs(
     config, sequences = call.config, call.sequences
     phi_k, phi_v = (None, None) if inputs.phi is None else inputs.phi
     rotation = None if config.compress_rope == "none" else rope
-    k_cmp = v_cmp = None
+    raw: list[Raw] = []
     if config.scores_blocks:
         assert inputs.k_cmp_raw is not None
-        k_cmp = run_compress(inputs.k_cmp_raw, phi_k, config, sequences, rotation, backend)
+        raw.append(Raw(inputs.k_cmp_raw, phi_k, rotation))
     if "cmp" in config.branches:
         assert inputs.v_cmp_raw is not None
-        v_cmp = run_compress(inputs.v_cmp_raw, phi_v, config, sequences, None, backend)
+        raw.append(Raw(inputs.v_cmp_raw, phi_v, None))
+    found = run_compress(raw, config, sequences, backend) if raw else []
+    k_cmp, v_cmp = (*found, None, None)[:2]  # values are compressed with keys alone
     return branch_inputs(inputs, config, k_cmp, v_cmp)
 
 

@@ -14,7 +14,7 @@ from nsa.config import BRANCHES, NSAConfig
 from nsa.ops._sequences import Sequences, pack
 from nsa.ops.combination import combine
 from nsa.ops.compressed import compressed_attention
-from nsa.ops.compression import run_compress
+from nsa.ops.compression import Raw, run_compress
 from nsa.ops.selected import selected_attention
 from nsa.ops.selection import select_blocks
 from nsa.ops.window import window_attention
@@ -60,8 +60,8 @@ def compress_and_rotate(x: Tensors, config: NSAConfig, backend: str) -> tuple[Te
     k, v = x["k_cmp_raw"], x["v_cmp_raw"]
     batch, length = k.shape[:2]
     sequences = Sequences(None, batch, length, length, k.device, (batch, length))
-    k_cmp = run_compress(pack(k), None, config, sequences, Rope.from_config(config), backend)
-    return k_cmp, run_compress(pack(v), None, config, sequences, None, backend)
+    raw = [Raw(pack(k), None, Rope.from_config(config)), Raw(pack(v), None, None)]
+    return tuple(run_compress(raw, config, sequences, backend))
 
 
 def _compressed(x: Tensors, config: NSAConfig, backend: str) -> tuple[Tensor, ...]:

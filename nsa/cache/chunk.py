@@ -13,7 +13,7 @@ from nsa.cache.places import Places
 from nsa.config import NSAConfig
 from nsa.ops._sequences import Sequences
 from nsa.ops.attention import attention_by_branch, run_attention
-from nsa.ops.compression import run_compress
+from nsa.ops.compression import Raw, run_compress
 from nsa.ops.decode.tensors import CacheTensors, NewTokens
 from nsa.rope import Rope
 
@@ -121,21 +121,25 @@ class Chunk:
         """All compressed blocks, with those that the new tokens complete."""
         config, tensors, places = self.config, self.tensors, self.places
         rotation = None if config.compress_rope == "none" else rope
-        results = list[Tensor | None]()
-        for name, phi in zip("kv", inputs.phi or (None, None), strict=True):
-            raw, pool = getattr(tensors, f"{name}_raw"), getattr(tensors, f"{name}_cmp")
-            x: Tensor | None = getattr(new, f"{name}_raw")
-            if x is None or raw is None:
-                results.append(None)
-                continue
-            x = self._behind(raw, x, places.unfinished)
-            where = places.unfinished_and_new
-            turned = rotation if name == "k" else None
-            y = run_compress(x, phi, config, where, turned, self.backend, places.starts)
-            y = y[: places.num_new_blocks]
-            results.append(self._with_past(pool, y, lambda: places.new_blocks, places.all_blocks))
-        assert results[0] is not None
-        return results[0], results[1]
+        phi_k, phi_v = inputs.phi or (None, None)
+        given = [
+            (tensors.k_raw, new.k_raw, phi_k, rotation),
+            (tensors.v_raw, new.v_raw, phi_v, None),
+        ]
+        raw = [
+            Raw(self._behind(ring, x, places.unfinished), phi, turned)
+            for ring, x, phi, turned in given
+            if x is not None and ring is not None
+        ]
+        where = places.unfinished_and_new
+        found = run_compress(raw, config, where, self.backend, places.starts)
+        k_cmp, *v_cmp = (
+            self._with_past(
+                pool, y[: places.num_new_blocks], lambda: places.new_blocks, places.all_blocks
+            )
+            for pool, y in zip((tensors.k_cmp, tensors.v_cmp), found, strict=False)
+        )
+        return k_cmp, v_cmp[0] if v_cmp else None
 
     def _with_past(
         self,

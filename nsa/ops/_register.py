@@ -6,11 +6,11 @@ though, which costs the host four times as much as the call itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.library import Library
 
 from nsa.ops._replay import replayed
@@ -52,17 +52,47 @@ def register(
         The operator.
     """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(
-        name, guarded(replayed(function) if replay else function), "CompositeExplicitAutograd"
-    )
+    implementation = guarded(replayed(function) if replay else function)
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"nsa::{name}", fake, lib=_LIBRARY)
     operator: torch._ops.OpOverload = getattr(torch.ops.nsa, name).default
-    _LIBRARY.impl(
-        name,
-        _recording(operator, setup_context or _keep_nothing, backward or _no_gradient(name)),
-        "Autograd",
-    )
+    gives_list = [str(result.type) for result in operator._schema.returns] == ["List[Tensor]"]
+    below = _below_autograd(operator, implementation)
+    gradient = (setup_context or _keep_nothing, backward or _no_gradient(name))
+    _LIBRARY.impl(name, _recording(below, gives_list, *gradient), "Autograd")
     return operator
+
+
+# Of arguments for which nothing but the implementation itself is registered.
+_PLAIN = {Tensor, nn.Parameter, type(None), bool, float, int, str, list}
+
+
+def _below_autograd(
+    operator: torch._ops.OpOverload, implementation: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The operator as it runs once autograd has seen it.
+
+    PyTorch's dispatcher converts each argument to C++ and back, which costs the host some 25 us. It
+    is asked only where something else than the implementation may come of it: for subclasses of
+    tensors, symbolic numbers, modes (fake tensors, tracing) and transforms of functions.
+    """
+
+    def run(inputs: Sequence[Any]) -> Any:
+        kinds = set(map(type, inputs))
+        if list in kinds:
+            for x in inputs:
+                if type(x) is list:
+                    kinds.update(map(type, x))
+        with torch._C._AutoDispatchBelowAutograd():
+            if (
+                kinds <= _PLAIN
+                and not torch._C._len_torch_dispatch_stack()
+                and not torch._C._are_functorch_transforms_active()
+            ):
+                return implementation(*inputs)
+            return operator(*inputs)
+
+    return run
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,19 +120,25 @@ def _no_gradient(name: str) -> Callable[..., Any]:
 
 
 def _recording(
-    operator: torch._ops.OpOverload,
+    below: Callable[[Sequence[Any]], Any],
+    gives_list: bool,
     setup_context: Callable[..., None],
     backward_of: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """The operator as it runs where gradients may be recorded."""
-    gives_list = [str(result.type) for result in operator._schema.returns] == ["List[Tensor]"]
+    """The operator as it runs where gradients may be recorded.
+
+    Args:
+        below: see :func:`_below_autograd`.
+        gives_list: whether the operator gives a list of tensors.
+        setup_context: see :func:`register`.
+        backward_of: the same.
+    """
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, lengths: Lengths, *flat: Any) -> Any:
             inputs = _nested(lengths, flat)
-            with torch._C._AutoDispatchBelowAutograd():
-                output = operator(*inputs)
+            output = below(inputs)
             output = tuple(output) if gives_list else output
             ctx.lists = lengths
             setup_context(ctx, inputs, output)
@@ -119,8 +155,7 @@ def _recording(
             if any(isinstance(x, Tensor) and x.requires_grad for x in flat):
                 output = Differentiable.apply(lengths, *flat)
                 return list(output) if gives_list else output
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator(*inputs)
+        return below(inputs)
 
     return run
 

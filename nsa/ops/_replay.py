@@ -181,6 +181,7 @@ class Recorder(TorchDispatchMode):
         self._storages: dict[str, StorageWeakRef] = {}
         self._in_storage: dict[str, list[str]] = {}
         self._streams: dict[int, str] = {}
+        self._events = 0
         self._device, self._tensor_device = cuda_device(tensors[0]), tensors[0].device
         self.sides: list[str] = []
         if self._device is not None:
@@ -334,19 +335,18 @@ class Recorder(TorchDispatchMode):
     def wait_stream(self, waiting: torch.cuda.Stream, awaited: torch.cuda.Stream) -> None:
         """Record that a stream waits for everything submitted to another one so far."""
         self._record_freed_memory()
-        names = [self._streams[stream.cuda_stream] for stream in (waiting, awaited)]
-        self._add(f"{names[0]}.wait_stream({names[1]})")
+        self.wait_event(waiting, self.event(awaited))
 
     def event(self, stream: torch.cuda.Stream) -> str:
         """Record an event on a stream, and return its name."""
-        name = f"e{len(self.steps)}"
-        self._add(f"{name} = {self._streams[stream.cuda_stream]}.record_event()")
+        name, self._events = f"k{self._events}", self._events + 1
+        self._add(f"{name}.record({self._streams[stream.cuda_stream]})")
         return name
 
     def wait_event(self, stream: torch.cuda.Stream, event: str) -> None:
         """Record that a stream waits for an event."""
         self._record_freed_memory()
-        self._add(f"{self._streams[stream.cuda_stream]}.wait_event({event})")
+        self._add(f"{event}.wait({self._streams[stream.cuda_stream]})")
 
     def _record_freed_memory(self) -> None:
         for root, storage in [*self._storages.items()]:
@@ -391,21 +391,33 @@ class Recorder(TorchDispatchMode):
         return program
 
     def _stream_lines(self) -> list[str]:
-        """The calling stream, its side streams, and their raw handles for launches."""
+        """The calling stream, its side streams, their raw handles for launches, and the events.
+
+        A program records its events anew in every call. Where two threads run it on one stream, a
+        wait may be for the later record of the two, behind which lies the other.
+        """
         if self._device is None:
             return []
         from nsa.ops._side_stream import side_of
 
-        device = self._device
+        device, sides, count = self._device, [*self.sides], self._events
+
+        @functools.cache
+        def streams(raw: int) -> tuple[Any, ...]:
+            found = {"s0": torch.cuda.current_stream(device)}
+            for number, calling in enumerate(sides, start=1):
+                found[f"s{number}"] = side_of(found[calling])
+            handles = [found[f"s{number}"].cuda_stream for number in range(1, len(found))]
+            return *found.values(), *handles, *(torch.cuda.Event() for _ in range(count))
+
         self.namespace["current"] = torch._C._cuda_getCurrentRawStream
         lines = [f"r0 = current({device})"]
-        if self.sides:
-            stream = functools.cache(lambda raw: torch.cuda.current_stream(device))
-            self.namespace |= {"stream": stream, "side_of": side_of}
-            self.namespace["set_stream"] = torch.cuda.set_stream
-            lines.append("s0 = stream(r0)")
-        for number, calling in enumerate(self.sides, start=1):
-            lines += [f"s{number} = side_of({calling})", f"r{number} = s{number}.cuda_stream"]
+        if sides:
+            self.namespace |= {"streams": streams, "set_stream": torch.cuda.set_stream}
+            numbers = range(1, len(sides) + 1)
+            names = ["s0", *(f"s{number}" for number in numbers), *(f"r{n}" for n in numbers)]
+            names += [f"k{number}" for number in range(count)]
+            lines.append(f"{', '.join(names)} = streams(r0)")
         return lines
 
     def _result(self, x: Any, needs: list[str]) -> str:

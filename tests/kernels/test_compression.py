@@ -13,7 +13,7 @@ from torch import Tensor
 from nsa import NSAConfig, PhiWeights, Rope, apply_rope, combine, compress, compressed_positions
 from nsa.ops._sequences import Sequences
 from nsa.ops._triton.rotation import cos_sin
-from nsa.ops.compression import ops, run_compress
+from nsa.ops.compression import Raw, ops, run_compress
 from nsa.testing import assert_within_budget, make_inputs
 from tests.ops.cases import small
 
@@ -75,7 +75,7 @@ def test_compression(phi, pattern, rotary_dim, rotated, lengths, monkeypatch):
     weights = None if weight is None else PhiWeights(weight=leaves[1])
     sequences = Sequences.packed(x.cu_seqlens_k)
     rope = Rope.from_config(config) if rotated else None
-    y = run_compress(leaves[0], weights, config, sequences, rope, "triton")
+    (y,) = run_compress([Raw(leaves[0], weights, rope)], config, sequences, "triton")
     found = [y.detach(), *torch.autograd.grad(y, leaves, dy.float())]
     exact, plain = (
         reference(x.k_cmp_raw, weight, dy, config, x.cu_seqlens_k, rotated, dtype)
@@ -98,9 +98,8 @@ def test_the_rest_of_a_sequence(backend):
         leaves = tokens.clone().requires_grad_(), weight.clone().requires_grad_()
         cu_seqlens = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32)
         where = Sequences.packed(cu_seqlens)
-        y = run_compress(
-            leaves[0], PhiWeights(weight=leaves[1]), config, where, rope, backend, starts
-        )
+        raw = Raw(leaves[0], PhiWeights(weight=leaves[1]), rope)
+        (y,) = run_compress([raw], config, where, backend, starts)
         y = y[: sum((n - 8) // 4 + 1 for n in lengths)]
         # the gradient of the 13 + 10 blocks that the rest has as well
         return y.detach(), *torch.autograd.grad(y[-23:].sin().sum(), leaves)

@@ -59,6 +59,19 @@ class ModelStream:
         return dict(self.clock)
 
 
+class ModelEvent:
+    """An event of the model, which may be recorded again and again."""
+
+    def __init__(self) -> None:
+        self.clock: Clock = {}
+
+    def record(self, stream: ModelStream) -> None:
+        self.clock = stream.record_event()
+
+    def wait(self, stream: ModelStream) -> None:
+        stream.wait_event(self.clock)
+
+
 @dataclasses.dataclass
 class Memory:
     """One storage: its stream, when it was made, and when each stream used it last."""
@@ -90,6 +103,7 @@ class StreamModel(TorchDispatchMode):
         self.launches: list[int] = []  # the stream of each kernel and of each operator that writes
         for name, stand_in in (
             ("Stream", self.new_stream),
+            ("Event", ModelEvent),
             ("stream", self.on),
             ("current_stream", lambda device: self.current[-1]),
             ("set_stream", self.set_stream),

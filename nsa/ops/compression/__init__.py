@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from nsa.ops.compression.reference import (
 from nsa.rope import Rope, apply_rope
 from nsa.stages import COMPRESSION, in_stage
 
-__all__ = ["PhiWeights", "check_weights", "compress", "compressed_positions", "run_compress"]
+__all__ = ["PhiWeights", "Raw", "check_weights", "compress", "compressed_positions", "run_compress"]
 
 
 def compress(
@@ -69,42 +70,61 @@ def compress(
             cu_seqlens, num_tokens=x.shape[0], device=x.device, function=name
         )
     check_weights(name, "weights", weights, config, x.shape[-1])
-    y = run_compress(pack(x), weights, config, sequences, None, backend)
+    (y,) = run_compress([Raw(pack(x), weights, None)], config, sequences, backend)
     return y, compressed_cu_seqlens(sequences.cu_k, config)
+
+
+class Raw(NamedTuple):
+    """Keys or values to be compressed.
+
+    Attributes:
+        x: packed ``[S, Hkv, D]``.
+        weights: parameters of phi; None for ``mean``.
+        rope: rotates the result; None leaves it as it is.
+    """
+
+    x: Tensor
+    weights: PhiWeights | None
+    rope: Rope | None
 
 
 @in_stage(COMPRESSION)
 def run_compress(
-    x: Tensor,
-    weights: PhiWeights | None,
+    raw: Sequence[Raw],
     config: NSAConfig,
     sequences: Sequences,
-    rope: Rope | None,
     backend: str,
     starts: Tensor | None = None,
-) -> Tensor:
-    """:func:`compress` of packed and checked inputs by a chosen backend.
+) -> list[Tensor]:
+    """:func:`compress` of packed and checked inputs by a chosen backend, all of them in one call.
 
-    The result is rotated by ``rope``, unless that is None. ``starts`` are the positions of the
-    first token of each sequence, int32 ``[B]``; None: all are 0.
+    ``starts`` are the positions of the first token of each sequence, int32 ``[B]``; None: all are
+    0.
     """
     _, cu_k, num_sequences, _, len_k = sequences.kernel_arguments()
     cu_cmp, len_cmp = sequences.kernel_blocks(config)
     size, stride = config.compress_block_size, config.compress_stride
     where = (cu_k, cu_cmp, starts, num_sequences, len_k, len_cmp, size, stride)
     if backend == "triton" and config.phi != "mlp":
-        rotation = ("", 0) if rope is None else (rope.text, rotated_place(config))
-        return compress_op(x, None if weights is None else weights.weight, *where, False, *rotation)
-    with torch.autocast(x.device.type, enabled=False):
-        if backend == "triton":
-            assert weights is not None
-            num_blocks = num_sequences * len_cmp if cu_cmp is None else cu_cmp[-1]
-            y = _compress_mlp(x, weights, where, num_blocks)
-        else:
-            y, _ = compress_reference(x, weights, config, sequences.cu_k)
-        if rope is None:
-            return y
-        return apply_rope(y, compressed_positions(config, sequences.cu_k, y.shape[0], starts), rope)
+        xs = [one.x for one in raw]
+        weights = [None if one.weights is None else one.weights.weight for one in raw]
+        ropes = ["" if one.rope is None else one.rope.text for one in raw]
+        middle = rotated_place(config) if any(ropes) else 0
+        return list(compress_op(xs, weights, *where, False, ropes, middle))
+    found = []
+    with torch.autocast(raw[0].x.device.type, enabled=False):
+        for x, phi, rope in raw:
+            if backend == "triton":
+                assert phi is not None
+                num_blocks = num_sequences * len_cmp if cu_cmp is None else cu_cmp[-1]
+                y = _compress_mlp(x, phi, where, num_blocks)
+            else:
+                y, _ = compress_reference(x, phi, config, sequences.cu_k)
+            if rope is not None:
+                places = compressed_positions(config, sequences.cu_k, y.shape[0], starts)
+                y = apply_rope(y, places, rope)
+            found.append(y)
+    return found
 
 
 def _compress_mlp(
@@ -115,14 +135,15 @@ def _compress_mlp(
     ``(block + position) W1`` is ``block W1 + position W1``, the second term once a head.
     """
     assert weights.position is not None and weights.w1 is not None and weights.w2 is not None
-    blocks = compress_op(x, None, *where, True, "", 0)  # [Hkv, C, l, D]
+    (blocks,) = compress_op([x], [None], *where, True, [""], 0)  # [Hkv, C, l, D]
     # [Hkv, 1, hidden]
     bias = weights.position.flatten(1)[:, None].to(weights.w1.dtype) @ weights.w1
     hidden = torch.baddbmm(bias.to(x.dtype), blocks.flatten(2), weights.w1.to(x.dtype))
     update = torch.nn.functional.silu(hidden) @ weights.w2.to(x.dtype)  # [Hkv, C, D]
     owned = torch.arange(blocks.shape[1], device=x.device) < num_blocks
     update = torch.where(owned[:, None, None], update.transpose(0, 1), 0)
-    return compress_op(x, None, *where, False, "", 0) + update
+    (mean,) = compress_op([x], [None], *where, False, [""], 0)
+    return mean + update
 
 
 def check_weights(

@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
         size: compression block size.
         stride: compression stride.
         whole: give the tokens of every block, not their sum.
-        rope: of :attr:`Rope.text`; empty for a result that is not rotated.
+        ropes: of each tensor :attr:`Rope.text`; empty for a result that is not rotated.
         middle: rotated position inside a block.
     """
 
@@ -50,7 +50,7 @@ class Blocks(NamedTuple):
     size: int
     stride: int
     whole: bool
-    rope: str
+    ropes: list[str]
     middle: int
 
     def sequences(self, like: Tensor) -> Sequences:
@@ -58,7 +58,9 @@ class Blocks(NamedTuple):
         offsets = None if self.cu is None or self.cu_cmp is None else (self.cu, self.cu_cmp)
         return Sequences(offsets, self.num_sequences, self.len_x, self.len_cmp, like.device)
 
-    def launch(self, like: Tensor, num_heads: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def launch(
+        self, like: Tensor, num_heads: int, rope_text: str
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What every kernel takes of the rotation, and its constants and options.
 
         The rotation is radians a position, fp32 ``[rope.dim / 2]``, factor, position of a block at
@@ -69,8 +71,8 @@ class Blocks(NamedTuple):
 
         rotary = 0
         rotation: tuple[Any, ...] = (None, 1.0, 0, None)
-        if self.rope:
-            rope = Rope.from_text(self.rope)
+        if rope_text:
+            rope = Rope.from_text(rope_text)
             table = frequency_table(rope, like.device)
             rotary = rope.dim
             offset = rope.position_offset + self.middle
@@ -85,15 +87,20 @@ class Blocks(NamedTuple):
         return rotation, {"SIZES": sizes, **options}
 
 
-def _forward(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
+def _forward(xs: list[Tensor], weights: list[Tensor | None], *rest: Any) -> list[Tensor]:
+    ropes = Blocks(*rest).ropes
+    return [_compress(*given, *rest) for given in zip(xs, weights, ropes, strict=True)]
+
+
+def _compress(x: Tensor, weight: Tensor | None, rope: str, *rest: Any) -> Tensor:
     from nsa.ops.compression.kernels import compress_fwd_kernel
 
     blocks, sequences = Blocks(*rest), Blocks(*rest).sequences(x)
     check_keys("compress", "x", x)
-    x, y = rows(x), _result(x, weight, *rest)
+    x, y = rows(x), _result(x, blocks)
     num_rows, num_heads = x.shape[0] // blocks.stride, x.shape[1]
     num_tiles = sequences.num_tiles(num_rows, BLOCK_ROWS, blocks.len_cmp)
-    rotation, constants = blocks.launch(x, num_heads)
+    rotation, constants = blocks.launch(x, num_heads, rope)
     if num_tiles and num_rows:
         compress_fwd_kernel[(num_tiles, num_heads)](
             x,
@@ -109,27 +116,42 @@ def _forward(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
     return y
 
 
-def _result(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
+def _result(x: Tensor, blocks: Blocks) -> Tensor:
     """``[C, Hkv, D]`` or, if whole, ``[Hkv, C, l, D]``; 0 in rows that no block owns."""
-    blocks, (num_tokens, num_heads, size) = Blocks(*rest), x.shape
+    num_tokens, num_heads, size = x.shape
     num_rows = num_tokens // blocks.stride
     if blocks.whole:
         return x.new_zeros(num_heads, num_rows, blocks.size, size)
     return x.new_zeros(num_rows, num_heads, size)
 
 
+def _results(xs: list[Tensor], weights: list[Tensor | None], *rest: Any) -> list[Tensor]:
+    return [_result(x, Blocks(*rest)) for x in xs]
+
+
 def _backward(
-    dy: Tensor, x: Tensor | None, weight: Tensor | None, num_tokens: int, *rest: Any
+    dys: list[Tensor],
+    xs: list[Tensor | None],
+    weights: list[Tensor | None],
+    num_tokens: int,
+    *rest: Any,
 ) -> list[Tensor]:
-    """dx ``[num_tokens, Hkv, D]`` and, with weights, their gradient ``[Hkv, l, D]``."""
+    """Of each tensor dx ``[num_tokens, Hkv, D]`` and, with weights, theirs ``[Hkv, l, D]``."""
+    given = zip(dys, xs, weights, Blocks(*rest).ropes, strict=True)
+    return [y for of_one in given for y in _gradients_of(*of_one, num_tokens, *rest)]
+
+
+def _gradients_of(
+    dy: Tensor, x: Tensor | None, weight: Tensor | None, rope: str, num_tokens: int, *rest: Any
+) -> list[Tensor]:
     from nsa.ops._triton.sizes import cdiv, next_power_of_2
     from nsa.ops.compression.kernels import compress_dw_kernel, compress_dx_kernel
 
     blocks, sequences = Blocks(*rest), Blocks(*rest).sequences(dy)
     dy, weight = dy.contiguous(), None if weight is None else weight.contiguous()
-    dx, *_ = _gradients(dy, x, weight, num_tokens, *rest)
+    dx, *_ = _gradients([dy], [x], [weight], num_tokens, *rest)
     num_heads = dx.shape[1]
-    rotation, constants = blocks.launch(dx, num_heads)
+    rotation, constants = blocks.launch(dx, num_heads, rope)
     num_rows = num_tokens // blocks.stride
     num_tiles = sequences.num_tiles(num_tokens, BLOCK_ROWS * blocks.stride, blocks.len_x)
     if num_tiles and num_tokens:
@@ -159,41 +181,52 @@ def _backward(
 
 
 def _gradients(
-    dy: Tensor, x: Tensor | None, weight: Tensor | None, num_tokens: int, *rest: Any
+    dys: list[Tensor],
+    xs: list[Tensor | None],
+    weights: list[Tensor | None],
+    num_tokens: int,
+    *rest: Any,
 ) -> list[Tensor]:
-    num_heads = dy.shape[0 if Blocks(*rest).whole else 1]
-    dx = dy.new_empty(num_tokens, num_heads, dy.shape[-1])
-    return [dx] if weight is None else [dx, weight.new_empty(weight.shape)]
+    found, heads = list[Tensor](), 0 if Blocks(*rest).whole else 1
+    for dy, weight in zip(dys, weights, strict=True):
+        found.append(dy.new_empty(num_tokens, dy.shape[heads], dy.shape[-1]))
+        if weight is not None:
+            found.append(weight.new_empty(weight.shape))
+    return found
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, cu, cu_cmp, starts, *ctx.rest = inputs
-    ctx.num_tokens = x.shape[0]
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    xs, weights, cu, cu_cmp, starts, *ctx.rest = inputs
+    ctx.num_tokens, ctx.count = xs[0].shape[0], len(xs)
     # Without weights the gradient needs no values of x.
-    ctx.save_for_backward(None if weight is None else x, weight, cu, cu_cmp, starts)
+    read = (None if weight is None else x for x, weight in zip(xs, weights, strict=True))
+    ctx.save_for_backward(cu, cu_cmp, starts, *read, *weights)
 
 
-def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, *places = ctx.saved_tensors
-    grads = compress_backward_op(dy, x, weight, ctx.num_tokens, *places, *ctx.rest)
-    return *grads, *(None,) * (5 + len(ctx.rest) - len(grads))
+def _differentiate(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
+    saved, count = ctx.saved_tensors, ctx.count
+    places, xs, weights = saved[:3], [*saved[3 : 3 + count]], [*saved[3 + count :]]
+    grads = iter(compress_backward_op(list(dys), xs, weights, ctx.num_tokens, *places, *ctx.rest))
+    pairs = [(next(grads), None if weight is None else next(grads)) for weight in weights]
+    dxs, dweights = zip(*pairs, strict=True)
+    return [*dxs], [*dweights], *(None,) * (3 + len(ctx.rest))
 
 
 _BLOCKS = (
     "Tensor? cu, Tensor? cu_cmp, Tensor? starts, SymInt num_sequences, SymInt len_x, "
-    "SymInt len_cmp, int size, int stride, bool whole, str rope, int middle"
+    "SymInt len_cmp, int size, int stride, bool whole, str[] ropes, int middle"
 )
 compress_op = register(
     "compress",
-    f"(Tensor x, Tensor? weight, {_BLOCKS}) -> Tensor",
+    f"(Tensor[] xs, Tensor?[] weights, {_BLOCKS}) -> Tensor[]",
     _forward,
-    _result,
+    _results,
     setup_context=_setup_context,
     backward=_differentiate,
 )
 compress_backward_op = register(
     "compress_backward",
-    f"(Tensor dy, Tensor? x, Tensor? weight, SymInt num_tokens, {_BLOCKS}) -> Tensor[]",
+    f"(Tensor[] dys, Tensor?[] xs, Tensor?[] weights, SymInt num_tokens, {_BLOCKS}) -> Tensor[]",
     _backward,
     _gradients,
 )
