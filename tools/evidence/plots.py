@@ -1,0 +1,68 @@
+"""Plots of the report: panels of lines side by side, the same bytes from the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from tools.evidence.experiments import DENSE, NSA, SMALL_DENSE
+
+COLOURS = {NSA: "#4477aa", DENSE: "#cc3311", SMALL_DENSE: "#ccbb44"}
+DASHES = ("-", "--", ":", "-.")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a panel.
+
+    Attributes:
+        label: its name.
+        points: x and y.
+        style: what matplotlib is told of it.
+    """
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    style: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A plot.
+
+    Attributes:
+        x: what lies to the right.
+        y: what lies upwards.
+        lines: what is drawn.
+        settings: of matplotlib's axes.
+    """
+
+    x: str
+    y: str
+    lines: Sequence[Line]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def write_plot(path: Path, panels: Sequence[Panel]) -> str:
+    """Write panels side by side; their place in Markdown.
+
+    Args:
+        path: of the PNG.
+        panels: what to draw.
+    """
+    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    places = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, panel in zip(places, panels, strict=True):
+        for line in panel.lines:
+            xs, ys = zip(*line.points, strict=True)
+            axes.plot(xs, ys, label=line.label, **{"linewidth": 1.2, **line.style})
+        axes.set(xlabel=panel.x, ylabel=panel.y, **panel.settings)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    return f"![{panels[0].y} over {panels[0].x}]({path.name})"
