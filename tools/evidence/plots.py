@@ -48,11 +48,11 @@ class Panel:
 
 
 def write_plot(path: Path, panels: Sequence[Panel]) -> str:
-    """Write panels side by side; their place in Markdown.
+    """Write panels side by side; the line of Markdown that shows them.
 
     Args:
-        path: of the PNG.
-        panels: what to draw.
+        path: of the PNG, in the folder of the page.
+        panels: what to draw; all have lines of the same names.
     """
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     places = figure.subplots(1, len(panels), squeeze=False)[0]
@@ -62,7 +62,6 @@ def write_plot(path: Path, panels: Sequence[Panel]) -> str:
             axes.plot(xs, ys, label=line.label, **{"linewidth": 1.2, **line.style})
         axes.set(xlabel=panel.x, ylabel=panel.y, **panel.settings)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.legend(*places[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
     figure.savefig(path, dpi=110, metadata={"Software": None})
     return f"![{panels[0].y} over {panels[0].x}]({path.name})"

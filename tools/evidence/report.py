@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
+
+import matplotlib as mpl
 
 from nsa.bench.table import markdown, number, table
 from nsa.errors import check
@@ -124,10 +127,13 @@ def long_run(rows: Path, out: Path) -> list[str]:
 
 
 def _layer_lines(metrics: Sequence[Figures], name: str) -> list[Line]:
-    found = list[Line]()
+    """A line for each layer, dark to light."""
+    found = list[list[tuple[float, float]]]()
     while points := _points(metrics, "step", f"{name}_layer_{len(found)}"):
-        found.append(Line(f"layer {len(found)}", points, {"linewidth": 0.8}))
-    return found
+        found.append(points)
+    shades = mpl.colormaps["viridis"].resampled(len(found) + 1)  # the lightest is invisible
+    styles = [{"color": shades(layer), "linewidth": 0.8} for layer in range(len(found))]
+    return [Line(f"layer {n}", *x) for n, x in enumerate(zip(found, styles, strict=True))]
 
 
 # --- equal tokens ---------------------------------------------------------------------------------
@@ -212,13 +218,14 @@ def by_position(found: Figures, plot: Path) -> list[str]:
         {"first": one["first"], "last": one["last"], "ours": x, "dense": y, "difference": z}
         for one, x, y, z in zip(bins, *means, strict=True)
     ]
-    lines = [
-        Line(name, [(one["first"], y) for one, y in zip(bins, ys, strict=True)], style)
-        for name, ys, style in [
-            *((f"pair {n}", ys, {"color": "#aaaaaa"}) for n, ys in enumerate(apart, 1)),
-            ("mean", means[2], {"color": COLOURS[NSA], "marker": "."}),
-        ]
-    ]
+
+    def line(name: str, differences: Sequence[float], **style: Any) -> Line:
+        return Line(name, list(zip(starts, differences, strict=True)), style)
+
+    starts = [one["first"] for one in bins]
+    lines = [line(f"pair {n}", ys, color="#aaaaaa") for n, ys in enumerate(apart, 1)]
+    lines.append(line("mean", means[2], color=COLOURS[NSA], marker="."))
+    lines.append(line("no difference", [0.0] * len(bins), color="#000000", linewidth=0.8))
     panel = Panel("tokens of context", f"NSA minus dense, {BITS}", lines, {"xscale": "log"})
     return [
         f"By tokens of context, {BITS}, mean over the seeds. From {found['files']}.",

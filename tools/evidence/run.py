@@ -102,7 +102,8 @@ def run_experiment(
     if fault:
         _show(logs / "train.txt")
         return [fault]
-    shutil.rmtree(folder, ignore_errors=True)
+    for place in (folder, run.with_name(f"{name}-profile")):  # of an attempt before
+        shutil.rmtree(place, ignore_errors=True)
     folder.mkdir()
     faults = [_run_command(command, name, out, env) for command in experiment.afterwards]
     faults = [fault for fault in faults if fault]
