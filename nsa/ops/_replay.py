@@ -31,6 +31,8 @@ from nsa.ops._backend import kernels_run_on_cpu, on_gpu
 # Programs kept per function. Beyond that all are dropped: shapes that never come back would
 # otherwise fill the memory.
 MOST_PROGRAMS = 256
+# Descriptors kept for an argument; beyond that all are dropped.
+MOST_DESCRIPTORS = 256
 # Triton compiles another kernel for addresses that are not multiples of 16 bytes, and tensor
 # descriptors need such multiples.
 ALIGNMENT = 16
@@ -172,7 +174,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
         self.steps: list[Step] = []
-        self.namespace: dict[str, Any] = {"Descriptor": Descriptor, "empty": torch.empty_strided}
+        self.namespace: dict[str, Any] = {"empty": torch.empty_strided}
         self._names = WeakTensorKeyDictionary()
         # For each name, the tensor that owns the memory and that tensor's address.
         self._roots: dict[str, tuple[str, int]] = {}
@@ -297,8 +299,8 @@ class Recorder(TorchDispatchMode):
             return f"{self.constant(type(x))}({inner})" if hasattr(x, "_fields") else f"({inner})"
         if hasattr(x, "block_shape"):
             to_tf32 = getattr(x, "round_f32_to_tf32", False)  # Triton 3.7 and later
-            layout = (x.shape, x.strides, x.block_shape, x.padding, to_tf32)
-            return f"Descriptor({self._address(x.base, needs)}, *{self.constant(layout)})"
+            of_address = Descriptors((x.shape, x.strides, x.block_shape, x.padding, to_tf32))
+            return f"{self.constant(of_address)}[{self._address(x.base, needs)}]"
         return self.constant(x)
 
     def launch(
@@ -427,7 +429,12 @@ class Recorder(TorchDispatchMode):
 
 
 class Descriptor:
-    """The fields of a tensor descriptor that a launcher reads; its memory begins at ``base``."""
+    """The fields of a tensor descriptor that a launcher reads; its memory begins at ``base``.
+
+    Attributes:
+        expanded: the arguments that a launcher has made of it, see
+            :func:`nsa.ops._triton.kernel.keep_descriptors`.
+    """
 
     def __init__(
         self,
@@ -441,6 +448,25 @@ class Descriptor:
         self.base = Place(base)
         self.shape, self.strides, self.block_shape = shape, strides, block_shape
         self.padding, self.round_f32_to_tf32 = padding, to_tf32
+        self.expanded: list[Any] | None = None
+
+
+class Descriptors(dict[int, Descriptor]):
+    """Descriptors of one argument of one launch by address: PyTorch gives the same ones again.
+
+    Args:
+        layout: what :class:`Descriptor` takes behind the address.
+    """
+
+    def __init__(self, layout: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._layout = layout
+
+    def __missing__(self, address: int) -> Descriptor:
+        if len(self) >= MOST_DESCRIPTORS:
+            self.clear()
+        made = self[address] = Descriptor(address, *self._layout)
+        return made
 
 
 class Place:

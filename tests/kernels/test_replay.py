@@ -16,12 +16,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.backends.nvidia import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa import native_sparse_attention, stages
 from nsa.module import NativeSparseAttention
 from nsa.ops import _replay
 from nsa.ops._replay import replayed
-from nsa.ops._triton.kernel import kernel
+from nsa.ops._triton.kernel import keep_descriptors, kernel
 from nsa.rope import Rope
 from tests.ops.cases import small
 
@@ -263,3 +265,28 @@ def test_attention(
     for seed in (0, 1):
         assert all(torch.equal(x, y) for x, y in zip(step(seed), plain[seed], strict=True))
     assert [len(some) for some in programs] == recorded
+
+
+def test_a_descriptor_is_encoded_once_for_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replayed one; what callers make themselves is encoded at each launch, as by Triton."""
+    encoded: list[Any] = []
+
+    def expand(arg: Any, metadata: Any) -> list[Any]:
+        encoded.append(arg)
+        return [arg.base.data_ptr(), metadata]
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", expand)
+    keep_descriptors()
+    keep_descriptors()  # a second time nothing is wrapped again
+    kept: Any = driver.make_tensordesc_arg
+    monkeypatch.setattr(_replay, "MOST_DESCRIPTORS", 2)
+    of_address = _replay.Descriptors(([4], [1], [4], "zero", False))
+    for address in (64, 128, 64, 128, 64):
+        assert kept(of_address[address], "swizzle") == [address, "swizzle"]
+    assert [one.base.data_ptr() for one in encoded] == [64, 128]
+    assert kept(of_address[192], None) == [192, None]  # the others are forgotten
+    assert [*of_address] == [192]
+    own = TensorDescriptor(torch.zeros(4), [4], [1], [4])
+    seen = len(encoded)
+    assert kept(own, 1) == kept(own, 1) == [own.base.data_ptr(), 1]
+    assert encoded[seen:] == [own, own]

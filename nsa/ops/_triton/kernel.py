@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.jit import JITFunction
 
-from nsa.ops._replay import recorder
+from nsa.ops._replay import Descriptor, recorder
 
 # Compiled kernels of one function that are found without Triton, before all are forgotten: sizes
 # that never come again would fill the memory.
@@ -105,6 +105,34 @@ class Kernel(JITFunction[Any]):
             else:
                 marks += (type(x), x)
         return marks
+
+
+def keep_descriptors() -> None:
+    """Let Triton's launcher keep what it makes of a replayed tensor descriptor.
+
+    For each launch it encodes a descriptor anew, which takes the host longer than the launch. What
+    it makes of one follows from its fields alone. Versions of Triton that do this elsewhere are
+    left as they are.
+    """
+    from triton.backends.nvidia import driver
+
+    expand = getattr(driver, "make_tensordesc_arg", None)
+    if expand is None or hasattr(expand, "keeps"):
+        return
+
+    @functools.wraps(expand)
+    def kept(arg: Any, *metadata: Any) -> Any:
+        if type(arg) is not Descriptor:
+            return expand(arg, *metadata)
+        if arg.expanded is None:
+            arg.expanded = expand(arg, *metadata)
+        return arg.expanded
+
+    kept.keeps = True  # type: ignore[attr-defined]
+    driver.make_tensordesc_arg = kept
+
+
+keep_descriptors()
 
 
 def _before(compiled: Any, grid: Any, stream: int) -> tuple[Any, ...]:

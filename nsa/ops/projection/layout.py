@@ -164,17 +164,17 @@ def stacked(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
     Nothing is copied if they are neighbours in memory and have this dtype.
     """
-    first = weights[0]
-    shape = (padded(sum(w.shape[0] for w in weights)), first.shape[1])
-    memory = first.untyped_storage()
-    end = first.data_ptr() + shape[0] * shape[1] * first.element_size()
-    starts = accumulate((w.nbytes for w in weights), initial=first.data_ptr())
-    together = end <= memory.data_ptr() + memory.nbytes() and all(
-        w.data_ptr() == start and w.dtype == first.dtype and w.is_contiguous()
-        for w, start in zip(weights, starts, strict=False)
-    )
-    whole = first.as_strided(shape, (shape[1], 1)) if together else _copied(weights, dtype)
-    return whole.to(dtype)
+    first, memory = weights[0], weights[0].untyped_storage()
+    kind, width, rows, end = first.dtype, first.shape[1], 0, first.data_ptr()
+    for weight in weights:
+        if weight.data_ptr() != end or weight.dtype != kind or not weight.is_contiguous():
+            return _copied(weights, dtype)
+        rows, end = rows + weight.shape[0], end + weight.nbytes
+    shape = (padded(rows), width)
+    end = first.data_ptr() + shape[0] * width * first.element_size()
+    if end > memory.data_ptr() + memory.nbytes():
+        return _copied(weights, dtype)
+    return first.as_strided(shape, (width, 1)).to(dtype)
 
 
 def _copied(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
