@@ -104,16 +104,16 @@ class _Progress:
 
     def __init__(self) -> None:
         self._begin: tuple[float, int] | None = None
-        self._said = time.monotonic()
+        self._said = 0.0
 
     def report(self, report: Report) -> None:
         """Say how far it is, unless it was said a moment ago."""
         now, size = time.monotonic(), sum(report.progress.text_bytes.values())
-        # What an interrupted attempt did says nothing about the speed of this one.
-        begin, before = self._begin = self._begin or (now, size)
+        if self._begin is None:  # what was done before says nothing about the speed of this attempt
+            self._begin, self._said = (now, size), now
         if now - self._said < _LINE_S:
             return
-        self._said = now
+        self._said, (begin, before) = now, self._begin
         tokens, documents = (
             sum(writer.total(what) for writer in report.writers.values())
             for what in ("tokens", "documents")

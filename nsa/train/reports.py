@@ -159,7 +159,8 @@ class Reports:
         """Evaluate and write a row of metrics, where either is due and not done for this step.
 
         A request to stop ends an evaluation; the resumed run then does it in full, so that its rows
-        are those of an undisturbed run.
+        are those of an undisturbed run. It does not end the one after the last step, since a run
+        whose steps are done counts as finished.
         """
         progress = self._state.progress
         if not self.row_due() or progress.reported_step == progress.step:
@@ -266,12 +267,13 @@ class Reports:
         part with one that counts for nothing.
         """
         run, turn, batch = self._run, -1, None
+        may_be_ended = self._state.progress.step < self._config.steps
         for number, batch in enumerate(batches):
             turn = number % run.processes.world_size
             if turn == 0:
                 limit_s = self._slow_step_s if number == 0 else self._config.stall_limit_s
                 run.beat("evaluation", self._state.progress.step, limit_s)
-                if run.processes.largest(run.requests.stop)[0]:
+                if may_be_ended and run.processes.largest(run.requests.stop)[0]:
                     raise _InterruptedError
             if turn == run.processes.rank:
                 yield batch

@@ -18,6 +18,7 @@ from tests.faults.cases import (
     Run,
     TwoRanks,
     check_resumed,
+    complete,
     events,
     steps_of,
     undisturbed,
@@ -143,3 +144,13 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step(tmp_path: Path) -> Non
         run.ranks[1].kill(signal.SIGTERM)
         assert run.end() == [TERMINATED] * 2
     assert len(steps_of(run.path)) == 2
+
+
+@in_full
+def test_a_signal_to_one_rank_in_the_last_step_leaves_a_whole_run(tmp_path: Path) -> None:
+    number = str(int(signal.SIGTERM))
+    with TwoRanks(tmp_path, fault=("die", "29", "1", number), **PATIENT) as run:
+        assert run.end() == [0, 0], run.text
+        assert "SIGTERM received" in run.text
+    complete("check", run.path, folder=tmp_path)
+    assert steps_of(run.path) == [30]

@@ -8,7 +8,8 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 from nsa.train.checkpoint import find_checkpoint, list_checkpoints, read_meta
 from nsa.train.data import spread
+from nsa.train.runs.check import check_run
 from nsa.train.runs.inference import load_model
 from nsa.train.state import Progress, TrainState, Window
 from nsa.train.telemetry.metrics import Row
@@ -46,6 +48,40 @@ def rows_of_whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], A
         return reproducible_rows(folder / "run")
 
     return rows
+
+
+@contextmanager
+def signal_in_evaluation(trainer: Trainer, step: int) -> Iterator[None]:
+    """SIGTERM in the middle of the evaluation after a step."""
+    validation = type(trainer.data.validation)
+    real, third = validation.window, spread(4, trainer.data.validation.num_windows(64))[2]
+
+    def window(source: Any, seq_len: int, index: int) -> Any:
+        is_third = source is trainer.data.validation and index == third
+        if is_third and trainer.state.progress.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(source, seq_len, index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validation, "window", window)
+        yield
+
+
+@contextmanager
+def signal_in_step(
+    trainer: Trainer, step: int, number: signal.Signals = signal.SIGTERM
+) -> Iterator[None]:
+    """A signal at the beginning of a step."""
+    real = trainer.train_step
+
+    def train_step(*args: Any) -> torch.Tensor:
+        if trainer.state.progress.step == step - 1:
+            os.kill(os.getpid(), number)
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "train_step", train_step)
+        yield
 
 
 def stop(name: str, step: int, number: signal.Signals) -> Any:
@@ -77,16 +113,9 @@ def test_signal_finishes_the_step_and_resumes_exactly(
     caplog.set_level("INFO", logger="nsa")
     config = tiny_config(tmp_path, checkpoint_every=10, optim={"name": name})
     trainer = make_trainer(config, tmp_path / "cut")
-    real = trainer.train_step
-
-    def step_with_signal(*args: Any) -> torch.Tensor:
-        if trainer.state.progress.step == step - 1:
-            os.kill(os.getpid(), number)
-        return real(*args)
-
-    trainer.train_step = step_with_signal  # type: ignore[assignment, method-assign]
     handler = signal.getsignal(number)
-    result = trainer.run()
+    with signal_in_step(trainer, step, number):
+        result = trainer.run()
     assert signal.getsignal(number) is handler
     assert (result.finished, result.signal, result.step) == (False, number.name, step)
     assert f"stopped by {number.name} after step {step} of 12" in caplog.text
@@ -95,25 +124,32 @@ def test_signal_finishes_the_step_and_resumes_exactly(
     assert reproducible_rows(tmp_path / "cut") == whole
 
 
-def test_signal_during_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_during_an_evaluation(tmp_path: Path) -> None:
     """The row waits for the resumed run, which evaluates in full."""
     new_trainer(tmp_path, "whole").run()
     trainer = new_trainer(tmp_path, "cut")
-    validation = type(trainer.data.validation)
-    real, third = validation.window, spread(4, trainer.data.validation.num_windows(64))[2]
-
-    def window(source: Any, seq_len: int, index: int) -> Any:
-        is_third = source is trainer.data.validation and index == third
-        if is_third and trainer.state.progress.step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(source, seq_len, index)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(validation, "window", window)
+    with signal_in_evaluation(trainer, 5):
         assert trainer.run().step == 5
     assert [row["step"] for row in rows_of(tmp_path, "cut")] == [2, 4]
     resumed(tmp_path, "cut").run()
     assert reproducible_rows(tmp_path / "cut") == reproducible_rows(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("signal_in", [signal_in_step, signal_in_evaluation])
+def test_a_signal_in_the_last_step_or_its_evaluation_leaves_a_whole_run(
+    tmp_path: Path, signal_in: Callable[..., AbstractContextManager[None]]
+) -> None:
+    """It ends as finished: with its last row and evaluation, in the checkpoint too."""
+    new_trainer(tmp_path, "whole").run()
+    trainer = new_trainer(tmp_path, "cut")
+    with signal_in(trainer, 12):
+        result = trainer.run()
+    assert (result.finished, result.signal, result.step) == (True, None, 12)
+    assert reproducible_rows(tmp_path / "cut") == reproducible_rows(tmp_path / "whole")
+    assert check_run(trainer.run_folder)[1] == []
+    meta = read_meta(list_checkpoints(trainer.run_folder.checkpoints)[-1])
+    assert meta["progress"]["reported_step"] == 12
+    assert meta["val_bits_per_byte"] == rows_of(tmp_path, "cut")[-1]["val_bits_per_byte"]
 
 
 # --- the state ------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
+from nsa.train.checkpoint import list_checkpoints, step_of
 from nsa.train.config import TrainConfig
 from nsa.train.run_folder import RunFolder
 from nsa.train.telemetry.metrics import Row, csv_cells, numbers, read_metrics
@@ -69,7 +70,8 @@ def _steps(rows: Sequence[Row], config: TrainConfig, folder: RunFolder) -> Itera
     steps = [int(row["step"]) for row in rows]
     every = [config.log_every] + ([config.eval_every] if config.eval_windows else [])
     due = {step for n in every if n for step in range(n, steps[-1] + 1, n)}
-    due |= {config.steps} & set(range(steps[-1] + 1))
+    done = max([steps[-1], *map(step_of, list_checkpoints(folder.checkpoints))])
+    due |= {config.steps} & set(range(done + 1))
     for step in sorted(due - set(steps)):
         yield f"metrics.jsonl: no row for step {step}"
     for step in sorted(set(steps) - due - folder.former_ends()):

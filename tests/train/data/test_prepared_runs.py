@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,6 +250,19 @@ def test_the_commands(source, tmp_path, capsys, monkeypatch):
     assert "out/train-00000.tokens must have the SHA-256 of index.json" in capsys.readouterr().err
     assert cli.main(["data", "bench", "out", "--seconds", "0"]) == 2
     assert "--seconds must be positive" in capsys.readouterr().err
+
+
+def test_a_slow_start_is_no_part_of_the_speed(source, tmp_path, capsys, monkeypatch):
+    """A line is due whenever the clock is looked at, at the first report too."""
+    tick_s = 2.0**-10
+    clock = itertools.count(0, tick_s)
+    monkeypatch.setattr("nsa.cli.data._LINE_S", tick_s)
+    monkeypatch.setattr("nsa.cli.data.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert cli.main([*prepare_words(source, str(tmp_path / "out")), "0.1"]) == 0
+    sides = json.loads((tmp_path / "out" / "index.json").read_text())["sides"]
+    size = sum(side["text_bytes"] for side in sides.values())
+    lines = [line for line in capsys.readouterr().out.splitlines() if "MB/s" in line]
+    assert lines[-1].startswith(f"{size / 1e6 / (len(lines) * tick_s):.1f} MB/s | ")
 
 
 def test_a_preparation_without_validation_text_fails_and_leaves_nothing(tmp_path, capsys):

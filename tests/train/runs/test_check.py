@@ -112,6 +112,7 @@ def drop_events(folder: RunFolder) -> None:
         (change_row(8, step_time_ms=1e-3), "lies outside step_time_ms"),
         (change_row(8, loss_nats=1.25), "step 8: loss_nats is "),
         (drop_line("metrics.jsonl", 1), "metrics.jsonl: no row for step 4"),
+        (drop_line("metrics.jsonl", -1), "metrics.jsonl: no row for step 12"),
         (change_row(8, step=7), "metrics.jsonl: a row for step 7, where none is due"),
         (change_row(8, step=5), "metrics.jsonl: step 5 follows step 6"),
         (drop_line("metrics.csv", 2), "metrics.csv: 6 rows, metrics.jsonl has 7"),
