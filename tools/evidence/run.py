@@ -66,7 +66,7 @@ def run_all(
             return []
         gpu = free.get()
         where = f"GPU {gpu}" if gpu else "the CPU"
-        say(f"{name}: begins on {where}, about {needed:.0f} s on an H200")
+        say(f"{name}: begins on {where}, about {needed:.0f} s on an H100")
         try:
             faults = run_experiment(experiment, out, environment(gpu), commit, leg_s)
         except (ValueError, LookupError, OSError) as error:  # an unreadable record, a full disk
