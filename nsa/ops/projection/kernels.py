@@ -20,6 +20,10 @@ from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.loads import load_fp32
 from nsa.ops._triton.rotation import cos_sin
 from nsa.ops._triton.tiles import VARYING
+from nsa.ops.projection.layout import ALIGNMENT
+
+# Columns with padding are a multiple of this.
+ALIGNED = tl.constexpr(ALIGNMENT)
 
 
 class Part(NamedTuple):
@@ -240,6 +244,6 @@ def heads_kernel(
             else:
                 open_gates(logits, gates_ptr, bias_ptr, row, ok, GATES, BLOCK_H)
         if BACKWARD and PLAN.padding > 0:
-            j = tl.arange(0, 8)[None, :]
+            j = tl.arange(0, ALIGNED)[None, :]
             mask = ok[:, None] & (j < PLAN.padding)
             tl.store(x_row + PLAN.used + j, 0.0, mask=mask)

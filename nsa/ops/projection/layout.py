@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from nsa.ops._constants import Constants
 
-# Rows of weights are padded to a multiple of this, so that rows of the product start at multiples
-# of 16 bytes.
-ALIGNMENT = 8
+# Rows of weights are padded to a multiple of this: only of strides that are multiples of 16 does
+# Triton know that rows begin where 16 bytes can be read at once.
+ALIGNMENT = 16
 
 Rotated = Literal["no", "yes", "both"]
 
