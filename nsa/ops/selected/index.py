@@ -27,6 +27,8 @@ from nsa.ops.selected.index_kernels import chunk_kernel, key_block_kernel, key_k
 
 # Key blocks, or chunks, of a program that looks for their places.
 BLOCK = 128
+# Bits of words that hold a bit for each block of a sequence.
+WORDS = (32, 64)
 
 
 class SelectedBlocks(NamedTuple):
@@ -264,6 +266,11 @@ def _check_lists(list_len: int, num_blocks: int, slots: int) -> None:
     check_numbers(name, "k", num_blocks, counted, _limits.SORTED // slots, hint)
 
 
+def word_of(num_blocks: int) -> int:
+    """Bits of a word with one for each block of a sequence; 0: there are too many blocks."""
+    return next((bits for bits in WORDS if num_blocks <= bits), 0)
+
+
 def make_lists(
     block_indices: Tensor,
     sequences: Sequences,
@@ -306,6 +313,7 @@ def make_lists(
             PAD_Q=pad_q,
             PAD_N=pad_n,
             COUNTED=counted,
+            WORD=word_of(cdiv(sequences.len_k, block_size)),
             num_warps=max(1, min(8, queries * pad_n // 256)),
         )
     return Lists(block, query_mask, count)

@@ -24,6 +24,54 @@ def selections_scatter(tile_stats_ptr, SCATTERED: tl.constexpr):
     return blocks > tl.load(tile_stats_ptr + 1).to(tl.float64) * SCATTERED
 
 
+@triton.jit
+def either(a, b):
+    """Combine function of words."""
+    return a | b
+
+
+@triton.jit
+def blocks_by_word(named, present, PAD_Q: tl.constexpr, PAD_N: tl.constexpr, WORD: tl.constexpr):
+    """Blocks that queries named in their slots ``[PAD_Q * PAD_N]``, see ``list_kernel``.
+
+    Returns:
+        ``[WORD]``: numbers of blocks, ascending; the queries that named each, one bit a query; and
+        whether any did.
+    """
+    word_type: tl.constexpr = tl.int64 if WORD > 32 else tl.int32
+    one = tl.full([PAD_Q * PAD_N], 1, word_type)
+    bit = tl.where(present, one << tl.where(present, named, 0).to(word_type), 0)
+    words = tl.reduce(tl.reshape(bit, [PAD_Q, PAD_N]), 1, either)  # of each query, [PAD_Q]
+    block = tl.arange(0, WORD)
+    named_by = ((words[None, :] >> block[:, None].to(word_type)) & 1).to(tl.int32)
+    query_mask = tl.sum(named_by << tl.arange(0, PAD_Q)[None, :], 1)
+    return block, query_mask, query_mask != 0
+
+
+@triton.jit
+def blocks_by_sort(named, present, e, PAD_Q: tl.constexpr, PAD_N: tl.constexpr):
+    """The same, ``[PAD_Q * PAD_N]``; numbers and queries are those of the places that count.
+
+    ``e`` are the numbers of the slots.
+    """
+    SIZE: tl.constexpr = PAD_Q * PAD_N
+    NONE: tl.constexpr = 0x7FFFFFFF // SIZE
+    ranked = tl.sort(tl.where(present, named.to(tl.int32), NONE) * SIZE + e)
+    block = ranked // SIZE
+    # Block and query: the same in neighbours where a query names a block again.
+    pair = ranked // PAD_N
+    before = tl.gather(pair, tl.maximum(e - 1, 0), 0)
+    counts_here = (block < NONE) & ((e == 0) | (pair != before))
+    bit = tl.where(counts_here, tl.full([SIZE], 1, tl.int64) << (pair % PAD_Q).to(tl.int64), 0)
+    first = (e == 0) | (block != before // PAD_Q)
+    after = tl.gather(block, tl.minimum(e + 1, SIZE - 1), 0)
+    last = (block < NONE) & ((e == SIZE - 1) | (block != after))
+    total = tl.cumsum(bit, 0)
+    # Sums never fall, so the greatest start so far is that of the slot's own block.
+    query_mask = total - tl.associative_scan(tl.where(first, total - bit, 0), 0, larger)
+    return block, query_mask.to(tl.int32), last
+
+
 @kernel(do_not_specialize=[*VARYING, "num_lists"])
 def list_kernel(
     indices_ptr,
@@ -45,13 +93,16 @@ def list_kernel(
     PAD_Q: tl.constexpr,
     PAD_N: tl.constexpr,
     COUNTED: tl.constexpr,
+    WORD: tl.constexpr,
 ):
     """Lists of the tiles, see ``Lists``. A block that a query names more than once counts once.
 
     Program (i, h) owns the i-th tile of ``ROWS`` rows, queries by ``G`` heads of KV head h, and
-    sorts the at most ``LIST_LEN`` blocks that its queries selected. To ``tile_stats_ptr``, unless
-    it is None, are added the blocks of the list, and 1 for the tile: whole numbers, whose sum is
-    the same in any order. If they are ``COUNTED`` already, lists are made only where they are read.
+    finds the at most ``LIST_LEN`` blocks that its queries selected: by sorting them or, where no
+    sequence has more than ``WORD`` blocks, by the bits of a word, with far fewer instructions. To
+    ``tile_stats_ptr``, unless it is None, are added the blocks of the list, and 1 for the tile:
+    whole numbers, whose sum is the same in any order. If they are ``COUNTED`` already, lists are
+    made only where they are read.
     """
     N: tl.constexpr = BLOCKS.N
     BLOCK_SIZE: tl.constexpr = BLOCKS.SIZE
@@ -76,24 +127,14 @@ def list_kernel(
         named = tl.load(indices_ptr + at, mask=ok, other=-1)  # [SIZE], 32 or 64 bits
         t = num_tokens - num_q + row
         present = ok & (named >= 0) & (named <= t // BLOCK_SIZE)
-        NONE: tl.constexpr = 0x7FFFFFFF // SIZE
-        ranked = tl.sort(tl.where(present, named.to(tl.int32), NONE) * SIZE + e)
-        block = ranked // SIZE
-        # Block and query: the same in neighbours where a query names a block again.
-        pair = ranked // PAD_N
-        before = tl.gather(pair, tl.maximum(e - 1, 0), 0)
-        counts_here = (block < NONE) & ((e == 0) | (pair != before))
-        bit = tl.where(counts_here, tl.full([SIZE], 1, tl.int64) << (pair % PAD_Q).to(tl.int64), 0)
-        first = (e == 0) | (block != before // PAD_Q)
-        after = tl.gather(block, tl.minimum(e + 1, SIZE - 1), 0)
-        last = (block < NONE) & ((e == SIZE - 1) | (block != after))
-        total = tl.cumsum(bit, 0)
-        # Sums never fall, so the greatest start so far is that of the slot's own block.
-        query_mask = total - tl.associative_scan(tl.where(first, total - bit, 0), 0, larger)
+        if WORD:
+            block, query_mask, last = blocks_by_word(named, present, PAD_Q, PAD_N, WORD)
+        else:
+            block, query_mask, last = blocks_by_sort(named, present, e, PAD_Q, PAD_N)
         place = tl.cumsum(last.to(tl.int32), 0) - 1
         out = (head.to(tl.int64) * num_lists + number) * LIST_LEN + place
         tl.store(block_ptr + out, block, mask=last)
-        tl.store(mask_ptr + out, query_mask.to(tl.int32), mask=last)
+        tl.store(mask_ptr + out, query_mask, mask=last)
         t_first = num_tokens - num_q + tile_q
         # Two counts by one sum: a list has less than 2^16 blocks.
         in_past = (last & (block < (t_first + 1) // BLOCK_SIZE)).to(tl.int32)
