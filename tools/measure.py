@@ -41,6 +41,9 @@ KEPT = ("every", "operators", "full")
 POLICIES = " ".join(f"--variant {name}:checkpointing.policy={name}" for name in KEPT)
 SWITCHES = "--variant launched:cuda_graphs=false --variant silent:telemetry=false"
 EAGER = "--variant eager:compile=false,cuda_graphs=false"
+# Few tokens, for which the host is the limit: layers compiled one by one, and as one graph.
+LAUNCHED = "--variant launched:cuda_graphs=false"
+WHOLE_GRAPH = "--variant whole:cuda_graphs=false,parallel.compile_layers=false"
 NSA = "--provider nsa"
 DECODE = "bench decode --case decode"
 # Words of `nsa` by the name of their file in results/, or of a folder of their own. What makes a
@@ -86,6 +89,7 @@ MEASUREMENTS = {
     "host": ["bench host"],
     "switches": [
         f"{TRAIN} {STEP} --mode fwd_bwd {NSA} {SWITCHES} {EAGER}",
+        f"{TRAIN} --mode fwd_bwd {NSA} {LAUNCHED} {WHOLE_GRAPH}",
     ],
 }
 FOLDERS = ("memory", "host", "switches")
