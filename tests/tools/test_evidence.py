@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import random
+import re
 import shlex
 import signal
 import statistics
@@ -264,12 +265,11 @@ def run_fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 def test_two_experiments_run_at_a_time_on_two_gpus(run_fakes, tmp_path, capsys):
     assert run_fakes("a b c", "3 5") == 1
     said = capsys.readouterr().out
-    assert {"a: begins on GPU 3", "b: begins on GPU 5"} == {
-        line.partition(",")[0]
-        for line in said.splitlines()
-        if line[:10] in ("a: begins ", "b: begins ")
-    }
-    assert {path.name for path in tmp_path.glob("[ab]-on-*")} == {"a-on-3", "b-on-5"}
+    begun = re.findall(r"^([ab]): begins on GPU (\d)", said, re.M)
+    assert sorted(gpu for _, gpu in begun) == ["3", "5"]
+    assert sorted(name for name, _ in begun) == ["a", "b"]
+    seen = {path.name for path in tmp_path.glob("[ab]-on-*")}
+    assert seen == {f"{name}-on-{gpu}" for name, gpu in begun}
     assert said.count("FAILED: nsa train: exit code 4") == 3  # each has seen that both began
     assert "failed: a b c" in said
 
