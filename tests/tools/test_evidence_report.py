@@ -18,6 +18,7 @@ from nsa.train.evaluation import Measurement
 from nsa.train.load import to_yaml
 from nsa.train.measurements import save_measurement
 from tests.train.cases import contents, tiny_config
+from tools.accept.programs import ROOT
 from tools.evidence import __main__ as command_line
 from tools.evidence.experiments import DENSE, NSA, SMALL_DENSE
 from tools.evidence.report import write_report
@@ -272,3 +273,11 @@ def test_take(tmp_path, capsys):
     }
     assert json.loads((rows / "50k/row.json").read_text())["experiment"] == "50k"
     assert "8k/dense; profile; without trace\n" in capsys.readouterr().out
+
+
+def test_the_committed_page_is_that_of_the_committed_rows(tmp_path):
+    page = write_report(ROOT / "benchmarks/quality", tmp_path)
+    assert page.read_bytes() == (ROOT / "docs/results/learning.md").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        path.name for path in (ROOT / "docs/results").iterdir()
+    }
