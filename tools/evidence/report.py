@@ -143,9 +143,11 @@ def equal_tokens(rows: Path, group: str, out: Path) -> list[str]:
     if not arms:
         return []
     row = arms[0].row
+    swept = {rate["seq_len"] for rate in read_lines(rows / "learning-rates.jsonl")}
+    untuned = " Learning rates were not swept at this length." * (row["seq_len"] not in swept)
     parts = [
         f"After {row['steps']:,} steps of {row['tokens'] // row['steps']:,} tokens, for each seed "
-        f"the same in the same order; test: {row['test_windows']:,} windows. "
+        f"the same in the same order; test: {row['test_windows']:,} windows.{untuned} "
         f"{'; '.join(dict.fromkeys(arm.machine for arm in arms))}.",
         _table(ARMS, [arm.row | {"file": arm.code(arm.row_file)} for arm in arms]),
         *differences(arms, out / f"{group}-positions.png"),
