@@ -6,7 +6,9 @@ though, which costs the host four times as much as the call itself.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,20 @@ from torch.library import Library
 from nsa.ops._replay import replayed
 
 _LIBRARY = Library("nsa", "FRAGMENT")
+
+
+def source_hash(folder: Path) -> str:
+    """Hash of all Python files below a folder, their places included."""
+    hashed = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        hashed.update(f"{path.relative_to(folder).as_posix()}\n".encode())
+        hashed.update(path.read_bytes())
+    return hashed.hexdigest()[:16]
+
+
+# The caches of torch.compile on disk know an operator by its name alone. Code compiled for the
+# strides that its results had in another version of these files must not be found again.
+torch.compiler.config.cache_key_tag += f" nsa {source_hash(Path(__file__).parent)}"
 
 
 def register(

@@ -174,13 +174,13 @@ def test_compiled_whole_serves_all_lengths():
     )
 
 
-# Where one call is long enough for the next of them, sums are cut into chunks, the selected branch
-# is gathered, in one or in several segments, and compressed keys have tiles for long sequences:
-# each has kernels of its own.
-REGIMES: tuple[tuple[int, ...], ...] = ((40,), (1000, 24), (3000,), (7000,), (20000,))
+# Where one call is long enough for the next of them, sums are cut into chunks, lists of tiles come
+# from words of 64 bits, then from sorting, the selected branch is gathered, in one or in several
+# segments, and compressed keys have tiles for long sequences: each has kernels of its own.
+REGIMES: tuple[tuple[int, ...], ...] = ((40,), (1000, 24), (3000,), (5000,), (7000,), (20000,))
 OTHERS: tuple[tuple[int, ...], ...] = (
     *((1,), (16, 16), (1024,), (999, 1, 0), (7,) * 20),
-    *((5000,), (2048, 2048), (6500, 900), (17000, 300, 1)),
+    *((2500,), (4500, 30), (2048, 2048), (6500, 900), (17000, 300, 1)),
 )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,3 +87,14 @@ def test_an_operator_without_a_gradient_says_so():
         grad = embed_backward_op(dout, tokens, 2)
         with pytest.raises(NotImplementedError, match="nsa::embed_backward has no gradient"):
             grad.sum().backward()
+
+
+def test_compiled_code_of_other_sources_is_not_found_again(tmp_path):
+    """PyTorch's caches of compiled code have the tag in their keys, but not what operators do."""
+    ops = Path(_register.__file__).parent
+    assert f"nsa {_register.source_hash(ops)}" in torch.compiler.config.cache_key_tag
+    copy = shutil.copytree(ops, tmp_path / "ops", ignore=shutil.ignore_patterns("__pycache__"))
+    assert _register.source_hash(copy) == _register.source_hash(ops)
+    changed = copy / "projection" / "ops.py"
+    changed.write_text(changed.read_text(encoding="utf-8").replace("16", "8"), encoding="utf-8")
+    assert _register.source_hash(copy) != _register.source_hash(ops)

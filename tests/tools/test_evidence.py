@@ -64,11 +64,15 @@ def tiny_words(folder: Path) -> str:
     return f"{folder}/tiny.yaml {ON_BOOKS}"
 
 
+ONE_AT_A_TIME = threading.Lock()  # folder and output are the process's
+
+
 def in_this_process(words: Sequence[str], log: Path, limit_s: float, env: Mapping[str, str]) -> str:
     """In place of a program, which would spend seconds on imports; a profile only leaves files."""
     assert env["CUDA_VISIBLE_DEVICES"] == ""
     _, _, out, _, _, _, *words = words
     with (
+        ONE_AT_A_TIME,
         log.open("w", encoding="utf-8") as file,
         contextlib.chdir(out),
         contextlib.redirect_stdout(file),

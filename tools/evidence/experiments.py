@@ -33,11 +33,13 @@ class Command:
         text: what follows ``nsa``; ``{run}`` is the run, ``{folder}`` the experiment's folder.
         output: file of that folder that gets what the command prints.
         files: what else it leaves that belongs there; lies elsewhere.
+        alone: whether it measures times, so that nothing else runs beside it.
     """
 
     text: str
     output: str
     files: tuple[str, ...] = ()
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Experiment:
         name: of its run and folder; up to the first ``-`` the group that its row names.
         model: what is trained, as the row names it.
         train: what follows ``nsa train``.
-        afterwards: commands on the finished run.
+        afterwards: commands on the finished run, side by side but for those that must be alone.
         expected_s: how long all of it takes on an H100, seconds.
         in_legs: whether the training is stopped and resumed now and then.
     """
@@ -82,7 +84,8 @@ def profiled(config: str, active: int) -> Command:
     """Chrome trace of some steps of a run of its own, and where their time goes."""
     files = ("trace.json.gz", "stages.txt", "stages.json", "kernels.txt")
     text = f"profile {config} --run-dir {{run}}-profile --active {active}"
-    return Command(text, "profile.txt", tuple(f"{{run}}-profile/profile/{name}" for name in files))
+    profile = tuple(f"{{run}}-profile/profile/{name}" for name in files)
+    return Command(text, "profile.txt", profile, alone=True)
 
 
 def whole_run(config: str, prompt: str, active: int) -> tuple[Command, ...]:
@@ -94,12 +97,13 @@ def whole_run(config: str, prompt: str, active: int) -> tuple[Command, ...]:
         active: steps of the profile.
     """
     longer = f"--seq-len {LONG} --micro-batch 1"
+    generate = f"generate {{run}} --prompt '{prompt}' --max-new-tokens 512"
     return (
         Command("check {run}", "check.txt"),
         measured("test"),
         measured("validation"),
         Command(f"eval {{run}} --split test {longer} --json", f"test-{LONG}.json"),
-        Command(f"generate {{run}} --prompt '{prompt}' --max-new-tokens 512", "generated.txt"),
+        Command(generate, "generated.txt", alone=True),
         inspected(2048),
         inspected(LONG),
         profiled(config, active),
@@ -134,14 +138,14 @@ _AS_SHIPPED = f"78m {ON_BOOKS} --micro-batch 4 --accumulation 1"  # its batch in
 _TOKENS, _LONG_TOKENS = 200_000_000, 100_000_000
 EXPERIMENTS = (
     Experiment(
-        "50k", NSA, _AS_SHIPPED, whole_run(_AS_SHIPPED, PROMPT, 50), expected_s=1250, in_legs=True
+        "50k", NSA, _AS_SHIPPED, whole_run(_AS_SHIPPED, PROMPT, 50), expected_s=1200, in_legs=True
     ),
     *(
         equal_tokens(f"200m-{word}-{seed}", model, tokens=_TOKENS, expected_s=seconds, seed=seed)
         for seed in SEEDS
-        for word, model, seconds in (("nsa", NSA, 550), ("dense", DENSE, 450))
+        for word, model, seconds in (("nsa", NSA, 510), ("dense", DENSE, 420))
     ),
-    equal_tokens(f"200m-small-dense-{SEEDS[0]}", SMALL_DENSE, tokens=_TOKENS, expected_s=450),
+    equal_tokens(f"200m-small-dense-{SEEDS[0]}", SMALL_DENSE, tokens=_TOKENS, expected_s=420),
     *(
         equal_tokens(
             f"8k-{word}",

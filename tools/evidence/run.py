@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 import shutil
 import time
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -105,8 +106,12 @@ def run_experiment(
     for place in (folder, run.with_name(f"{name}-profile")):  # of an attempt before
         shutil.rmtree(place, ignore_errors=True)
     folder.mkdir()
-    faults = [_run_command(command, name, out, env) for command in experiment.afterwards]
-    faults = [fault for fault in faults if fault]
+    run_one = functools.partial(_run_command, name=name, out=out, env=env)
+    together = [command for command in experiment.afterwards if not command.alone]
+    with ThreadPoolExecutor() as pool:
+        results = [*pool.map(run_one, together)]
+    results += [run_one(command) for command in experiment.afterwards if command.alone]
+    faults = [fault for fault in results if fault]
     left_out = collect(experiment, run, folder, logs / "legs.jsonl")
     row = make_row(experiment, run, folder, legs, commit)
     row |= {"failed": faults, "left_out": left_out}
