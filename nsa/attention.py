@@ -134,6 +134,9 @@ def native_sparse_attention(
     )
     offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     sequences = open_sequences(name, q, keys, *offsets, backend, sequences)
+    if rope is not None:
+        rule = f"have an even dim of at most head_dim ({config.head_dim})"
+        check(rope.dim <= config.head_dim and rope.dim % 2 == 0, name, "rope", rule, rope.dim)
     q_cmp = _compressed_queries(name, q, q_cmp, rope, config)
     phi_k, phi_v = (None, None) if phi is None else phi
     if config.scores_blocks:

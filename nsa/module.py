@@ -18,7 +18,7 @@ from nsa.ops._sequences import Sequences, open_layer_input
 from nsa.ops.compressed import compressed_attention
 from nsa.ops.compression import PhiWeights, compress, compressed_positions
 from nsa.ops.projection import Columns, Gates, Heads, TogetherModule, activate, project
-from nsa.ops.projection.layout import Rotated
+from nsa.ops.projection.layout import Rotated, plain_weight
 from nsa.ops.selection import select_blocks
 from nsa.rope import Rope, apply_rope
 from nsa.stages import GATES, PROJECTION, in_stage, stage
@@ -198,7 +198,10 @@ class NativeSparseAttention(TogetherModule):
 
     def projection_weights(self) -> list[Tensor]:
         """In the order of the projection's columns, those of the gates last."""
-        weights = [linear.weight for linear in self._projections().values()]
+        weights = [
+            plain_weight("NativeSparseAttention", f"{name}_proj", linear)
+            for name, linear in self._projections().items()
+        ]
         return [*weights, self.gate.net.weight] if isinstance(self.gate.net, nn.Linear) else weights
 
     @property

@@ -89,6 +89,14 @@ def test_without_rope():
     near(run(batch.config, inputs, None, **batch.kwargs), run_oracle(batch, inputs, rope=False)[0])
 
 
+@pytest.mark.parametrize("dim", [34, 5])
+def test_a_rotation_that_does_not_fit_a_head(dim):
+    batch = make_batch(small(), *BATCHES["packed"])
+    rule = rf"native_sparse_attention: rope must have an even dim of at most head_dim \(32\), got {dim}"
+    with pytest.raises(ValueError, match=rule):
+        run(batch.config, make(batch), Rope(dim=dim), **batch.kwargs)
+
+
 def test_dense_batch_with_more_keys_than_queries():
     config = small(compress_rope="none")
     batch = make_batch(config, (130, 130), (20, 20))

@@ -6,16 +6,19 @@ import copy
 import dataclasses
 import itertools
 import logging
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa import NativeSparseAttention, NSAConfig, RopeScaling
 from nsa.config import BRANCHES
+from nsa.ops.projection.layout import stacked
 from tests import oracle
 from tests.ops.cases import array, grad, make_batch, near, offsets, small, stack
 
@@ -351,3 +354,101 @@ def test_bad_offsets(shape, cu_seqlens):
 def test_bad_width(width):
     with pytest.raises(ValueError, match=rf"^NativeSparseAttention: width must .*, got {width}\.$"):
         NativeSparseAttention(width, small())
+
+
+# --- weights that the layer reads itself ---------------------------------------------------------
+class Lora(torch.nn.Module):
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base, self.bias = linear, None
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x)
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def test_a_projection_that_computes_something_else_is_refused():
+    rule = "must be an nn.Linear without bias that computes its product as nn.Linear does, got"
+    linear = torch.nn.Linear(WIDTH, 32, dtype=torch.float64)
+    for changed in (Lora(linear), linear):
+        module = layer(small())
+        module.set_submodule("k_win_proj", changed)
+        with pytest.raises(ValueError, match=f"k_win_proj {rule} {type(changed).__name__}"):
+            module(tokens(5))
+    module = layer(small())
+    prune.random_unstructured(module.get_submodule("q_proj"), "weight", 0.5)
+    with pytest.raises(ValueError, match=f"q_proj {rule} Linear"):
+        module(tokens(5))
+
+
+def test_a_parametrized_projection_counts():
+    module, other, x = layer(small()), layer(small()), tokens(30)
+    projection = module.get_submodule("v_win_proj")
+    parametrize.register_parametrization(projection, "weight", Doubled())
+    with torch.no_grad():
+        other.get_parameter("v_win_proj.weight").mul_(2)
+    torch.testing.assert_close(module(x), other(x))
+    module(x).sum().backward()
+    assert grad(module.get_parameter("v_win_proj.parametrizations.weight.original")).any()
+
+
+def test_what_changes_nothing_moves_no_weight():
+    """Others may hold the memory: one vector of all weights, another process, a CUDA graph."""
+    module = layer(small())
+    flat = torch.nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+    torch.nn.utils.vector_to_parameters(flat, module.parameters())
+    module.double().to("cpu")
+    flat.zero_()
+    assert all(parameter.abs().max() == 0 for parameter in module.parameters())
+    module = layer(small())
+    first, second = (module.get_parameter(f"{name}_proj.weight") for name in ("q", "k_cmp"))
+    with torch.inference_mode():
+        module.to("cpu")
+    assert not first.is_inference()
+    module.share_memory()
+    assert first.is_shared()
+    assert second.is_shared()
+    module.float()
+    assert second.data_ptr() == first.data_ptr() + first.nbytes
+
+
+def test_each_weight_has_a_storage_of_its_own():
+    """Accelerate and safetensors keep one tensor of a storage; one product takes all the same."""
+    module = layer(small(phi="linear"), dtype=torch.float32)
+    pointers = [x.untyped_storage().data_ptr() for x in module.state_dict().values()]
+    assert len({*pointers}) == len(pointers)
+    weights = module.projection_weights()
+    assert stacked(weights, torch.float32).data_ptr() == weights[0].data_ptr()
+    expected = torch.cat(weights).detach()
+    torch.testing.assert_close(stacked(weights, torch.float32)[: len(expected)], expected)
+
+
+@pytest.mark.parametrize("how", ["copied", "pickled", "assigned", "loaded", "converted"])
+def test_weights_stay_neighbours(how):
+    module, other = (layer(small(), seed, torch.float32) for seed in (0, 1))
+    state = {name: x.clone() for name, x in module.state_dict().items()}
+    if how == "copied":
+        other = copy.deepcopy(module)
+    elif how == "pickled":
+        other = pickle.loads(pickle.dumps(module))
+    elif how == "converted":
+        other = copy.deepcopy(module).double().float()
+    else:
+        other.load_state_dict(state, assign=how == "assigned")
+    weights, x = other.projection_weights(), tokens(30).float()
+    assert stacked(weights, torch.float32).data_ptr() == weights[0].data_ptr()
+    torch.testing.assert_close(other(x), module(x))
+    other(x).sum().backward()
+    before = weights[1].detach().clone()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert not torch.equal(weights[1], before)
+    rows = slice(len(weights[0]), len(weights[0]) + len(weights[1]))
+    torch.testing.assert_close(stacked(weights, torch.float32)[rows], weights[1].detach())

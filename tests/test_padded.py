@@ -154,6 +154,14 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
         {"sequences": Sequences.padded(torch.ones(3, 20, dtype=torch.bool))},
         r"sequences must be of a batch of shape \(2, 30\) like x, got \(3, 20\)",
     ),
+    "length": (
+        {"attention_mask": ALL, "max_seqlen": 30},
+        "max_seqlen must be left out with sequences or attention_mask, got 30",
+    ),
+    "fewer": (
+        {"sequences": Sequences.packed(offsets((40,)))},
+        r"sequences must hold as many tokens as x \(60\), got 40",
+    ),
     "cache": (
         {"attention_mask": ALL, "cache": NSACache(small(), 1, 2, max_tokens=30).layers[0]},
         "attention_mask must be left out with a cache",
@@ -172,3 +180,16 @@ def test_a_mask_of_four_dimensions_is_refused() -> None:
     rule = r"Sequences.padded: attention_mask must have shape \[B, T\], got \(2, 1, 5, 5\)"
     with pytest.raises(ValueError, match=rule):
         Sequences.padded(torch.ones(2, 1, 5, 5, dtype=torch.bool))
+
+
+def test_offsets_with_gaps_in_memory() -> None:
+    module, x = make(), torch.randn(60, 24, dtype=torch.float64)
+    cu = offsets((20, 0, 40))
+    apart = torch.stack((cu, cu + 7), dim=-1)[:, 0]
+    assert torch.equal(module(x, cu_seqlens=apart), module(x, cu_seqlens=cu))
+    assert Sequences.packed(apart).cu_q.is_contiguous()
+
+
+def test_sequences_compare_by_identity() -> None:
+    cu = offsets((20, 40))
+    assert Sequences.packed(cu) != Sequences.packed(cu)

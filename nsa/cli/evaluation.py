@@ -90,14 +90,15 @@ def compare(files: tuple[Path, ...], *, against: tuple[Path, ...], json: bool = 
     FILES and those of --against, written by nsa eval --save on the same windows, belong together
     in pairs, such as runs of equal seeds:
       nsa compare nsa-1.npz nsa-2.npz nsa-3.npz --against dense-1.npz dense-2.npz dense-3.npz
-    The difference in bits per byte has a 95% interval over documents, and over seeds where there
-    are several.
+    The difference in bits per byte has a 95% interval over documents. With several seeds there is
+    one over seeds, and one over both: the one to report.
 
     Args:
         files: measurements
         against: as many others, in the same order
         json: one JSON object instead of lines
     """
+    from nsa.train.evaluation import in_words
     from nsa.train.measurements import compare
 
     found = compare(files, against)
@@ -107,13 +108,5 @@ def compare(files: tuple[Path, ...], *, against: tuple[Path, ...], json: bool = 
     for one, other in zip(found["runs"], found["against"], strict=True):
         bits = f"{one['bits_per_byte']:.4f} against {other['bits_per_byte']:.4f} bits per byte"
         print(f"{one['run']} step {one['step']}, {other['run']} step {other['step']}: {bits}")
-    low, high = found["difference_low"], found["difference_high"]
-    print(
-        f"difference: {found['difference_bits_per_byte']:+.4f} bits per byte, 95% interval "
-        f"{low:+.4f} to {high:+.4f} over {found['num_documents']:,} documents"
-    )
-    if "seeds_low" in found:
-        number = len(found["differences"])
-        low, high = found["seeds_low"], found["seeds_high"]
-        print(f"95% interval over {number} pairs: {low:+.4f} to {high:+.4f}")
+    print(in_words(found))
     return 0

@@ -6,6 +6,7 @@ from json import dumps
 from pathlib import Path
 
 from nsa.cli.evaluation import Device
+from nsa.errors import check
 
 
 def inspect(
@@ -34,10 +35,12 @@ def inspect(
         tokens: tokens to read, the first ones (default as many as a sequence of the run)
         json: one JSON object instead of lines, with the merged token ranges of eight queries
         output: page to write (default inspection.html in the run)
-        record: file to write all selected blocks to, for nsa bench attention --recorded
+        record: new file for all selected blocks, which nsa bench attention --recorded reads
     """
     from nsa.train.run_folder import RunFolder, replace_text
 
+    is_new = record is None or (record.parent.is_dir() and not record.exists())
+    check(is_new, "inspect", "--record", "name a new file in an existing folder", record)
     folder = RunFolder.open(run)
     config = folder.load_config()
 

@@ -17,6 +17,7 @@ from nsa.config import NSAConfig
 from nsa.ops._backend import on_gpu
 from nsa.ops._sequences import Sequences, open_layer_input
 from nsa.ops.projection import Columns, Heads, TogetherModule, project
+from nsa.ops.projection.layout import plain_weight
 from nsa.rope import Rope
 from nsa.stages import DENSE, PROJECTION, in_stage, stage
 
@@ -72,7 +73,8 @@ class DenseAttention(TogetherModule):
 
     def projection_weights(self) -> list[Tensor]:
         """In the order of the projection's columns."""
-        return [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
+        projections = {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}
+        return [plain_weight("DenseAttention", *projection) for projection in projections.items()]
 
     projection_bias: None = None  # as there are no gates
 

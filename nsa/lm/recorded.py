@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nsa.errors import check, fail
+from nsa.errors import UserError, check
 
 _BLOCK_SIZE = "block_size"
 
@@ -47,5 +47,5 @@ def load_selections(path: Path) -> tuple[list[Tensor], int]:
         names = sorted(found, key=lambda name: int(name.removeprefix("layer")))
         layers = [found[name].transpose(2, 0, 1).astype(np.int32) for name in names]
     except (BadZipFile, KeyError, OSError, ValueError) as error:
-        fail("nsa bench", "--recorded", rule, f"{path} ({error})")
+        raise UserError("nsa bench", "--recorded", rule, path) from error
     return [torch.from_numpy(np.ascontiguousarray(x)) for x in layers], block_size

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.library import Library
 
 from nsa.ops._replay import replayed
@@ -90,20 +91,21 @@ def _below_autograd(
 
     PyTorch's dispatcher converts each argument to C++ and back, which costs the host some 25 us. It
     is asked only where something else than the implementation may come of it: for subclasses of
-    tensors, symbolic numbers, modes (fake tensors, tracing) and transforms of functions.
+    tensors, those without memory or with a sign to apply, symbolic numbers, modes (fake tensors,
+    tracing) and transforms of functions.
     """
 
     def run(inputs: Sequence[Any]) -> Any:
-        kinds = set(map(type, inputs))
+        flat, kinds = inputs, set(map(type, inputs))
         if list in kinds:
-            for x in inputs:
-                if type(x) is list:
-                    kinds.update(map(type, x))
+            flat = [x for given in inputs for x in (given if type(given) is list else (given,))]
+            kinds.update(map(type, flat))
         with torch._C._AutoDispatchBelowAutograd():
             if (
                 kinds <= _PLAIN
                 and not torch._C._len_torch_dispatch_stack()
                 and not torch._C._are_functorch_transforms_active()
+                and not any(x.is_neg() or x.is_meta for x in flat if isinstance(x, Tensor))
             ):
                 return implementation(*inputs)
             return operator(*inputs)
@@ -166,6 +168,8 @@ def _recording(
             return None, *_flat(backward_of(ctx, *grads))[1]
 
     def run(*inputs: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(_flat(inputs)[1])
         if torch.is_grad_enabled():
             lengths, flat = _flat(inputs)
             if any(isinstance(x, Tensor) and x.requires_grad for x in flat):
@@ -174,6 +178,14 @@ def _recording(
         return below(inputs)
 
     return run
+
+
+def _refuse_tangents(flat: Iterable[Any]) -> None:
+    """Derivatives by forward-mode differentiation, which would be lost without a word."""
+    for x in flat:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            rule = 'nsa has no forward-mode derivatives (torch.func.jvp); backend="reference" has'
+            raise NotImplementedError(rule)
 
 
 # Of the lists among some arguments, by their place.

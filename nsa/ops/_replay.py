@@ -87,7 +87,8 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
         _describe(arguments, key, tensors)
         if not _may_replay(tensors):
             return function(*arguments)
-        key.append(torch.is_autocast_enabled(tensors[0].device.type))
+        kind = tensors[0].device.type
+        key.append(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind))
         identities = [id(x) for x in tensors]
         if len(set(identities)) < len(identities):
             key += [identities.index(x) for x in identities]

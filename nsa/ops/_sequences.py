@@ -22,7 +22,7 @@ from nsa.ops._checks import (
 from nsa.ops._packed import compressed_cu_seqlens, lengths, num_compressed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sequences:
     """Where the sequences of one call lie.
 
@@ -38,6 +38,7 @@ class Sequences:
         cu_cmp: int32 ``[B + 1]`` offsets of the compressed blocks, once :meth:`with_blocks` has
             computed them; None before, and when all sequences are alike.
         blocks: size and stride of these blocks.
+        num_tokens: of all sequences; None where that is not known without waiting for a GPU.
     """
 
     offsets: tuple[Tensor, Tensor] | None
@@ -48,6 +49,7 @@ class Sequences:
     shape: tuple[int, int] | None = None
     cu_cmp: Tensor | None = None
     blocks: tuple[int, int] | None = None
+    num_tokens: int | None = None
 
     @classmethod
     def packed(
@@ -77,6 +79,7 @@ class Sequences:
         check_cu_seqlens(
             function, "cu_seqlens", cu_seqlens, cu_seqlens.device if device is None else device
         )
+        cu_seqlens = cu_seqlens.contiguous()  # kernels read it element after element
         if reads_contents(cu_seqlens):
             check_cu_seqlens_contents(function, "cu_seqlens", cu_seqlens, num_tokens)
         on_device = on_gpu(cu_seqlens)
@@ -85,7 +88,11 @@ class Sequences:
         most = longest(
             function, "max_seqlen", cu_seqlens, max_seqlen, num_tokens if on_device else None
         )
-        return cls((cu_seqlens, cu_seqlens), cu_seqlens.shape[0] - 1, most, most, cu_seqlens.device)
+        number = cu_seqlens.shape[0] - 1
+        if num_tokens is None and reads_contents(cu_seqlens):
+            num_tokens = int(cu_seqlens[-1])
+        offsets = cu_seqlens, cu_seqlens
+        return cls(offsets, number, most, most, cu_seqlens.device, num_tokens=num_tokens)
 
     @classmethod
     def padded(cls, attention_mask: Tensor, *, function: str = "Sequences.padded") -> Sequences:
@@ -233,7 +240,9 @@ def open_sequences(
         sequences: instead of offsets and hints.
     """
     if sequences is not None:
+        given: dict[str, Tensor | int | None]
         given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        given |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
         check_given(function, "q", q.shape[:-2], q.device, sequences, **given)
         if key_shape != tuple(q.shape[:-2]):
             rule = f"have the tokens of q {tuple(q.shape[:-2])} with sequences"
@@ -260,6 +269,9 @@ def open_sequences(
         if reads_contents(offsets):
             check_cu_seqlens_contents(function, argument, offsets, num_tokens)
     check_same_count(function, cu_seqlens_q, cu_seqlens_k)
+    is_same = cu_seqlens_k is cu_seqlens_q
+    cu_seqlens_q = cu_seqlens_q.contiguous()  # kernels read it element after element
+    cu_seqlens_k = cu_seqlens_q if is_same else cu_seqlens_k.contiguous()
     if reads_contents(cu_seqlens_q):
         check_pair(function, cu_seqlens_q, cu_seqlens_k)
     upper = (q.shape[0], key_shape[0]) if backend == "triton" else (None, None)
@@ -368,7 +380,8 @@ def open_layer_input(
         )
         sequences = Sequences.padded(attention_mask, function=function)
     if sequences is not None:
-        check_given(function, "x", x.shape[:-1], x.device, sequences, cu_seqlens=cu_seqlens)
+        given = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        check_given(function, "x", x.shape[:-1], x.device, sequences, **given)
         return packed, sequences
     if x.ndim == 2 and cu_seqlens is not None:
         return x, Sequences.packed(
@@ -391,7 +404,7 @@ def check_given(
     shape: tuple[int, ...],
     device: torch.device,
     sequences: Sequences,
-    **others: Tensor | None,
+    **others: Tensor | int | None,
 ) -> None:
     """Sequences that a caller has described fit the tokens, and nothing else describes them."""
     for name, other in others.items():
@@ -400,7 +413,7 @@ def check_given(
             function,
             name,
             "be left out with sequences or attention_mask",
-            "a tensor",
+            "a tensor" if isinstance(other, Tensor) else other,
         )
     if device != sequences.device:
         fail(function, "sequences", f"be on {device} like {argument}", sequences.device)
@@ -412,8 +425,13 @@ def check_given(
                 f"be of a batch of shape {tuple(shape)} like {argument}",
                 sequences.shape,
             )
-    elif sequences.offsets is None and sequences.num_sequences * sequences.len_q != math.prod(
-        shape
-    ):
-        rule = f"hold as many tokens as {argument} ({math.prod(shape)})"
-        fail(function, "sequences", rule, f"{sequences.num_sequences} of {sequences.len_q}")
+        return
+    described: int | None
+    if sequences.offsets is None:
+        described = sequences.num_sequences * sequences.len_q
+        got = f"{sequences.num_sequences} of {sequences.len_q}"
+    else:
+        described = None if torch.compiler.is_compiling() else sequences.num_tokens
+        got = f"{described}"
+    if described is not None and described != math.prod(shape):
+        fail(function, "sequences", f"hold as many tokens as {argument} ({math.prod(shape)})", got)

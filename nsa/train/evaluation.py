@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, stdev
+from statistics import NormalDist, fmean, stdev
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,6 +35,7 @@ from nsa.train.loss import NextTokenLoss, cross_entropy_of_tokens
 Sums = NDArray[np.float64]  # [N, 3]: summed loss in nats, targets, bytes of text that they spell
 # 97.5% quantiles of Student's t for 1 to 9 degrees of freedom.
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+MOST_PAIRS = 10
 
 
 @torch.no_grad()
@@ -203,13 +204,15 @@ def paired_difference(
     resamples: int = 10_000,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Difference of two models in bits per byte, with its 95% interval over documents.
+    """Difference of two models in bits per byte, with its 95% intervals.
 
-    The bootstrap's percentile interval (Efron and Tibshirani 1993, chapter 13): documents are drawn
-    with replacement, as many as there are and the same for all models, and the difference of their
-    bits per byte is computed anew. It says how much the choice of documents matters. Of several
-    pairs, trained with different seeds, it is that of their mean; how much the seed matters is said
-    by a second interval, Student's t over the pairs.
+    Over documents: the bootstrap's percentile interval (Efron and Tibshirani 1993, chapter 13).
+    Documents are drawn with replacement, as many as there are and the same for all models, and the
+    difference of their bits per byte is computed anew. It says how much the choice of documents
+    matters to these trained models. Of several pairs, trained with different seeds, it is that of
+    their mean. Over seeds: Student's t over the pairs, for these documents. Over both: Student's t
+    with the sum of both variances and Satterthwaite's degrees of freedom; where documents and seeds
+    interact, that counts twice. Only this one speaks of other seeds and other documents.
 
     Args:
         first: a model on some windows, or several.
@@ -219,15 +222,15 @@ def paired_difference(
 
     Returns:
         ``difference_bits_per_byte``, first minus second; ``difference_low`` and
-        ``difference_high``, the interval; ``num_documents``, ``resamples`` and ``seed``. Of several
-        pairs also ``differences`` of each, ``seeds_low`` and ``seeds_high``.
+        ``difference_high``, the interval over documents, None for one document;
+        ``num_documents``, ``resamples`` and ``seed``. Of several pairs also ``differences`` of
+        each, ``seeds_low`` and ``seeds_high``, ``both_low`` and ``both_high``.
 
     Raises:
-        ValueError: the targets are not the same, or come from fewer than two documents; or there
-            are more than 10 pairs.
+        ValueError: the targets are not the same, or there are more than 10 pairs.
     """
     name, rule = "paired_difference", "have the targets of the first in each document"
-    check(len(first) <= len(STUDENT_T) + 1, name, "first", "be at most 10 models", len(first))
+    check(len(first) <= MOST_PAIRS, name, "first", f"be at most {MOST_PAIRS} models", len(first))
     expected = first[0].documents
     for x in (*first, *second):
         same = np.array_equal(expected[:, 1:], x.documents[:, 1:])
@@ -236,14 +239,15 @@ def paired_difference(
     pairs = zip(first, second, strict=True)
     bits = [(x.documents - y.documents)[counted, 0] / math.log(2) for x, y in pairs]
     mean, sizes, number = np.mean(bits, axis=0), expected[counted, 2], int(counted.sum())
-    check(number > 1, name, "first", "hold targets of two documents or more", number)
     check(resamples > 0, name, "resamples", "be positive", resamples)
     generator, sums = np.random.default_rng(seed), np.empty((resamples, 2))
     for row in sums:
         drawn = generator.integers(number, size=number)
         row[:] = mean[drawn].sum(), sizes[drawn].sum()
     drawn_bits, drawn_sizes = sums[sums[:, 1] > 0].T  # a draw of separators alone has no bytes
-    low, high = np.quantile(drawn_bits / drawn_sizes, (0.025, 0.975)).tolist()
+    drawn = drawn_bits / drawn_sizes
+    low, high = np.quantile(drawn, (0.025, 0.975)).tolist() if number > 1 else (None, None)
+    differences = [float(x.sum() / sizes.sum()) for x in bits]
     return {
         "difference_bits_per_byte": float(mean.sum() / sizes.sum()),
         "difference_low": low,
@@ -251,18 +255,67 @@ def paired_difference(
         "num_documents": number,
         "resamples": resamples,
         "seed": seed,
-        **_over_seeds([float(x.sum() / sizes.sum()) for x in bits]),
+        **(_over_seeds(differences, float(drawn.var()), number) if len(bits) > 1 else {}),
     }
 
 
-def _over_seeds(differences: list[float]) -> dict[str, Any]:
-    """Differences of several pairs, and the 95% interval of their mean."""
-    number = len(differences)
-    if number == 1:
-        return {}
-    error = stdev(differences) / math.sqrt(number) * STUDENT_T[number - 2]
-    middle = fmean(differences)
-    return {"differences": differences, "seeds_low": middle - error, "seeds_high": middle + error}
+def interval(found: dict[str, Any], name: str) -> str:
+    """An interval of :func:`paired_difference` in words, such as ``-0.0110 to -0.0062``.
+
+    Args:
+        found: what the function returned.
+        name: ``difference``, ``seeds`` or ``both``.
+    """
+    low, high = found.get(f"{name}_low"), found.get(f"{name}_high")
+    return "" if low is None or high is None else f"{low:+.4f} to {high:+.4f}"
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """What :func:`paired_difference` returned: the difference, and a line for its intervals."""
+    number, pairs = found["num_documents"], len(found.get("differences", [0]))
+    kinds = {"difference": f"{number:,} documents", "seeds": f"{pairs} seeds", "both": "both"}
+    intervals = [
+        f"{words} over {kind}" for name, kind in kinds.items() if (words := interval(found, name))
+    ]
+    known = "95% interval " + ", ".join(intervals) if intervals else "no interval: one document"
+    return f"difference: {found['difference_bits_per_byte']:+.4f} bits per byte, {known}"
+
+
+def _over_seeds(differences: list[float], variance: float, num_documents: int) -> dict[str, Any]:
+    """Differences of several pairs, and the 95% intervals of their mean.
+
+    Args:
+        differences: of each pair.
+        variance: of their mean by the choice of documents.
+        num_documents: that were chosen.
+    """
+    number, middle = len(differences), fmean(differences)
+    of_seeds = stdev(differences) ** 2 / number
+    both, freedom = of_seeds + variance, number - 1.0
+    if both > 0:
+        parts = of_seeds**2 / (number - 1) + variance**2 / max(num_documents - 1, 1)
+        freedom = both**2 / parts
+    found: dict[str, Any] = {"differences": differences}
+    for name, square, degrees in (("seeds", of_seeds, number - 1.0), ("both", both, freedom)):
+        error = math.sqrt(square) * student_t(degrees)
+        found |= {f"{name}_low": middle - error, f"{name}_high": middle + error}
+    return found
+
+
+def student_t(freedom: float) -> float:
+    """97.5% quantile of Student's t, to 3%.
+
+    Args:
+        freedom: degrees of freedom, at least 1.
+    """
+    if freedom < len(STUDENT_T):  # its logarithm is nearly linear in their reciprocal
+        below = int(freedom)
+        first, second = STUDENT_T[below - 1 : below + 1]
+        share = (1 / below - 1 / freedom) / (1 / below - 1 / (below + 1))
+        return first ** (1 - share) * second**share
+    z = NormalDist().inv_cdf(0.975)  # Abramowitz and Stegun 1964, 26.7.5
+    terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    return z + terms[0] / freedom + terms[1] / freedom**2
 
 
 class SplitWindows:

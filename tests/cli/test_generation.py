@@ -208,5 +208,12 @@ def test_inspect_writes_a_page_and_json(here, nsa, refusal, monkeypatch):
         ("inspect run --tokens 9999999", "--tokens must fit into the validation text"),
         ("inspect run --text none.txt", "inspect: --text must name an existing file"),
         ("inspect run --checkpoint 9", "inspect"),
+        ("inspect run --record none/a.npz", "--record must name a new file in an existing folder"),
     ):
         assert answer in refusal(words)
+    Path("run/inspection.html").unlink()
+    before = Path("blocks.npz").read_bytes()
+    why = "--record must name a new file in an existing folder, got blocks.npz"
+    assert why in refusal("inspect run --text text.txt --record blocks.npz")
+    assert Path("blocks.npz").read_bytes() == before
+    assert not Path("run/inspection.html").exists(), "refused before anything is computed"

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from nsa.ops import _register
-from nsa.ops.embedding.ops import embed_backward_op
+from nsa.ops.embedding.ops import embed_backward_op, embed_op
 
 
 @pytest.fixture
@@ -98,3 +99,20 @@ def test_compiled_code_of_other_sources_is_not_found_again(tmp_path):
     changed = copy / "projection" / "ops.py"
     changed.write_text(changed.read_text(encoding="utf-8").replace("16", "8"), encoding="utf-8")
     assert _register.source_hash(copy) != _register.source_hash(ops)
+
+
+def test_tensors_without_memory_reach_the_fake_operator():
+    tokens, dout = torch.zeros(3, dtype=torch.int32, device="meta"), torch.zeros(3, 4).to("meta")
+    assert embed_backward_op(dout, tokens, 2).device.type == "meta"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # PyTorch's own
+def test_forward_mode_is_refused():
+    """No tangent is lost without a word."""
+    tokens, weight = torch.tensor([0, 1], dtype=torch.int32), torch.randn(2, 4)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
+        torch.func.jvp(lambda w: embed_op(tokens, w), (weight,), (weight,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode"):
+        embed_op(tokens, forward_ad.make_dual(weight, weight))
+    with forward_ad.dual_level():  # nothing to lose
+        assert embed_op(tokens, weight).shape == (2, 4)

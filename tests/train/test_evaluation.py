@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,8 +21,10 @@ from nsa.train.evaluation import (
     RollingWindows,
     SplitWindows,
     evaluate,
+    in_words,
     measure,
     paired_difference,
+    student_t,
 )
 from nsa.train.loss import NextTokenLoss
 from tests.train.cases import MODEL
@@ -202,17 +205,53 @@ def test_seeds_have_an_interval_of_their_own() -> None:
     assert found["differences"] == pytest.approx([0.01, 0.02, 0.06])
     intervals = [found[f"difference_{name}"] for name in ("low", "bits_per_byte", "high")]
     assert intervals == pytest.approx([0.03] * 3)
-    assert (found["seeds_low"], found["seeds_high"]) == pytest.approx((-0.03572, 0.09572), abs=1e-4)
+    for name in ("seeds", "both"):  # documents add nothing
+        known = found[f"{name}_low"], found[f"{name}_high"]
+        assert known == pytest.approx((-0.03572, 0.09572), abs=1e-4)
+    assert in_words(found) == (
+        "difference: +0.0300 bits per byte, 95% interval +0.0300 to +0.0300 over 50 documents, "
+        "-0.0357 to +0.0957 over 3 seeds, -0.0357 to +0.0957 over both"
+    )
     with pytest.raises(ValueError, match="first must be at most 10 models, got 11"):
         paired_difference(second[:1] * 11, second[:1] * 11)
+
+
+def test_the_interval_over_both_holds_the_truth() -> None:
+    """Of three pairs on 30 documents without a difference; that over documents does not."""
+    rng, sizes, tries = np.random.default_rng(0), np.full(30, 1000.0), 300
+    zeros, holds = [of_documents(np.zeros(30), sizes)] * 3, Counter[str]()
+    for _ in range(tries):
+        shared = rng.normal(0, 4, 30)
+        first = [
+            of_documents(shared + rng.normal(0, 2) + rng.normal(0, 2, 30), sizes) for _ in range(3)
+        ]
+        found = paired_difference(first, zeros, resamples=300)
+        for name in ("difference", "seeds", "both"):
+            holds[name] += found[f"{name}_low"] <= 0 <= found[f"{name}_high"]
+    assert holds["both"] > 0.9 * tries
+    assert holds["difference"] < 0.85 * tries
+
+
+@pytest.mark.parametrize("freedom", [1, 1.5, 2, 4.5, 9, 9.5, 40])
+def test_student_t(freedom: float) -> None:
+    """The distribution beyond the quantile, integrated over reciprocals."""
+    factor = math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2) / math.sqrt(freedom * math.pi)
+    u = np.linspace(1e-9, 1 / student_t(freedom), 100_001)
+    density = factor * (1 + 1 / (u * u * freedom)) ** (-(freedom + 1) / 2) / (u * u)
+    assert 0.0235 < np.trapezoid(density, u) < 0.0255
+
+
+def test_one_document_has_no_interval() -> None:
+    one, other = (of_documents(np.array([x, 0.0]), np.array([10.0, 0])) for x in (12.0, 10.0))
+    found = paired_difference([one], [other])
+    assert (found["difference_low"], found["difference_high"]) == (None, None)
+    assert in_words(found) == "difference: +0.2000 bits per byte, no interval: one document"
 
 
 def test_what_cannot_be_compared() -> None:
     two, other = of_documents(np.ones(2), np.ones(2)), of_documents(np.ones(2), np.arange(2.0))
     with pytest.raises(ValueError, match="second must have the targets of the first in each doc"):
         paired_difference([two], [other])
-    with pytest.raises(ValueError, match="first must hold targets of two documents or more, got 1"):
-        paired_difference([other], [other])
     with pytest.raises(ValueError, match="resamples must be positive, got 0"):
         paired_difference([two], [two], resamples=0)
     windows = SplitWindows(source(), 10**6, document_mask=True)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import accumulate
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
 
+from nsa.errors import fail
 from nsa.ops._constants import Constants
 
 # Rows of weights are padded to a multiple of this: only of strides that are multiples of 16 does
@@ -122,35 +123,86 @@ def padded(rows: int) -> int:
 def lay_together(weights: Sequence[Tensor]) -> None:
     """Move weights ``[N, width]`` into one block of memory, so that one product can take them all.
 
-    They stay parameters of their own. Rows of zeros pad the block. Nothing is moved if dtypes or
-    devices differ, or if a weight is no plain parameter (the shards of FSDP2).
+    They stay parameters of their own, each in a storage of its own: what saves one tensor a storage
+    saves all. Rows of zeros pad the block, which is the storage of the first. Nothing is moved if
+    they lie so already, if dtypes or devices differ, if a weight is no plain parameter (the shards
+    of FSDP2), or if processes share its memory.
     """
-    if {(type(w), w.dtype, w.device) for w in weights} == {
-        (nn.Parameter, weights[0].dtype, weights[0].device)
-    }:
-        start, block = 0, _copied(weights, weights[0].dtype)
-        for weight in weights:
-            weight.data = block[start : start + weight.shape[0]]
-            start += weight.shape[0]
+    first = weights[0]
+    kinds = {(type(w), w.dtype, w.device) for w in weights}
+    if kinds != {(nn.Parameter, first.dtype, first.device)} or first.is_meta:
+        return
+    if _block(weights) is not None or (first.device.type == "cpu" and first.is_shared()):
+        return
+    block, begin = _copied(weights, first.dtype), 0
+    memory = block.untyped_storage()
+    for weight in weights:
+        end = begin + weight.nbytes
+        storage = memory[begin:end] if begin else memory
+        weight.data = block.new_empty(0).set_(storage, 0, weight.shape, (weight.shape[1], 1))
+        begin = end
+
+
+def _places(weights: Sequence[Tensor]) -> list[tuple[Any, ...] | None]:
+    """Where plain weights lie; None for others, such as the shards of FSDP2."""
+    return [
+        (w.device, w.dtype, w.data_ptr()) if type(w) is nn.Parameter and not w.is_meta else None
+        for w in weights
+    ]
+
+
+def plain_weight(function: str, name: str, linear: nn.Module) -> Tensor:
+    """The weight of a projection, which a layer reads without calling the module.
+
+    Args:
+        function: whom messages name.
+        name: of the projection.
+        linear: the projection; its weight may be parametrized.
+
+    Raises:
+        ValueError: calling the module would give something else than a product with its weight, as
+            with LoRA, pruning, quantization or a bias.
+    """
+    is_plain = type(linear).forward is nn.Linear.forward and linear.bias is None
+    is_parameter = "weight" in linear._parameters or "parametrizations" in linear._modules
+    if not (is_plain and is_parameter):
+        rule = "be an nn.Linear without bias that computes its product as nn.Linear does"
+        hint = "One product with the weights of all projections stands for their calls."
+        fail(function, name, rule, type(linear).__name__, hint)
+    return cast("Tensor", linear.weight)
+
+
+def _after_loading(module: nn.Module, _: object) -> None:
+    assert isinstance(module, TogetherModule)
+    module.lay_together()
 
 
 class TogetherModule(nn.Module):
     """A module with a projection whose weights stay neighbours in memory.
 
-    They do so also after the module was moved, converted or copied.
+    They do so also after the module was moved, converted, copied or loaded.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(_after_loading)  # of assign=True
 
     def projection_weights(self) -> list[Tensor]:
         """The weights, in the order of the projection's columns."""
         raise NotImplementedError
 
     def lay_together(self) -> None:
-        """Call it at the end of the constructor."""
+        """Call it at the end of the constructor, and after parameters were replaced by others.
+
+        Moving, converting, copying and ``load_state_dict`` call it.
+        """
         lay_together(self.projection_weights())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = _places(self.projection_weights())
         super()._apply(fn, recurse)
-        self.lay_together()
+        if before != _places(self.projection_weights()):  # others may hold the memory as it was
+            self.lay_together()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -164,17 +216,23 @@ def stacked(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
     Nothing is copied if they are neighbours in memory and have this dtype.
     """
+    block = _block(weights)
+    return _copied(weights, dtype) if block is None else block.to(dtype)
+
+
+def _block(weights: Sequence[Tensor]) -> Tensor | None:
+    """The block of memory in which weights are neighbours; None where they are not."""
     first, memory = weights[0], weights[0].untyped_storage()
     kind, width, rows, end = first.dtype, first.shape[1], 0, first.data_ptr()
     for weight in weights:
         if weight.data_ptr() != end or weight.dtype != kind or not weight.is_contiguous():
-            return _copied(weights, dtype)
+            return None
         rows, end = rows + weight.shape[0], end + weight.nbytes
     shape = (padded(rows), width)
     end = first.data_ptr() + shape[0] * width * first.element_size()
     if end > memory.data_ptr() + memory.nbytes():
-        return _copied(weights, dtype)
-    return first.as_strided(shape, (width, 1)).to(dtype)
+        return None
+    return first.as_strided(shape, (width, 1))
 
 
 def _copied(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from nsa.errors import check, fail
-from nsa.train.checkpoint import find_checkpoint, read_meta
+from nsa.train.checkpoint import SUMS, find_checkpoint, read_meta
 from nsa.train.config import TrainConfig
 from nsa.train.data import (
     DataBundle,
@@ -27,6 +28,7 @@ from nsa.train.evaluation import (
     RollingWindows,
     SplitWindows,
     Windows,
+    in_words,
     measure,
     paired_difference,
 )
@@ -120,10 +122,10 @@ def evaluate_run(
     result = measured(NextTokenLoss(model, config.loss_chunk))
     yield from _totals(result, windows, number, *where)
     if save is not None:
-        names = "run", "step", "split", "text", "tokenizer", "seq_len", "windows"
-        tokenizer = read_meta(path)["data"]["tokenizer_fingerprint"]
-        values = str(folder.path), step, *where, tokenizer, seq_len, number
-        save_measurement(save, result, dict(zip(names, values, strict=True)))
+        names = "run", "step", "split", "text", "seq_len", "windows"
+        values = str(folder.path), step, *where, seq_len, number
+        about = dict(zip(names, values, strict=True)) | _identity(path, config, split, source)
+        save_measurement(save, result, about)
         yield _finding("sums of documents and positions: {saved}", saved=str(save))
     if data is not None and held_out is not None:
         bits, chosen = result.figures()["bits_per_byte"], spread(number, len(windows))
@@ -134,6 +136,22 @@ def evaluate_run(
         model, step = load_model(second.model, other, place)
         loss = NextTokenLoss(model, second.loss_chunk)
         yield from _paired(against, step, result, measured(loss))
+
+
+def _identity(
+    checkpoint: Path, config: TrainConfig, split: Split, text: TextSource | None
+) -> dict[str, Any]:
+    """Which model was measured and on which text, for :func:`save_measurement`."""
+    data, sums = read_meta(checkpoint)["data"], (checkpoint / SUMS).read_bytes()
+    found = {
+        "tokenizer": data["tokenizer_fingerprint"],
+        "seed": config.seed,
+        "checkpoint_sha256": hashlib.sha256(sums).hexdigest(),
+    }
+    if text is not None:  # each of its windows is of one document, whatever the mask
+        return {**found, "text_sha256": hashlib.sha256(text.tokens.tobytes()).hexdigest()}
+    found |= {"text_sha256": data.get(f"{split}_sha256"), "data_seed": data.get("seed")}
+    return {**found, "document_mask": config.data.document_mask}
 
 
 def _check_sizes(sizes: dict[str, int | None], save: Path | None) -> None:
@@ -210,11 +228,8 @@ def _paired(
     line = "against step {against_step} of {against}: {against_bits_per_byte:.4f} bits per byte"
     found = _finding(line, against=str(against.path), against_step=step, **figures)
     yield Finding(found.line, found.figures | {"against_positions": positions})
-    yield _finding(
-        "difference: {difference_bits_per_byte:+.4f} bits per byte, 95% interval "
-        "{difference_low:+.4f} to {difference_high:+.4f} over {num_documents:,} documents",
-        **paired_difference([first], [second]),
-    )
+    difference = paired_difference([first], [second])
+    yield Finding(in_words(difference), difference)
 
 
 # --- data of the run ------------------------------------------------------------------------------

@@ -1,0 +1,166 @@
+"""Files of measurements: which can be compared, and how those that cannot are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nsa import cli
+from nsa.errors import UserError
+from nsa.train.evaluation import Measurement
+from nsa.train.measurements import compare, load_measurement, save_measurement
+from nsa.train.run_folder import RunFolder
+from nsa.train.runs.evaluation import evaluate_run
+from tests.train.cases import make_trainer, tiny_config
+
+ROOT = Path(__file__).resolve().parents[2]
+OLDER: dict[str, Any] = {"run": "runs/nsa", "step": 4, "split": "test", "text": "shards"}
+OLDER |= {"tokenizer": "f", "seq_len": 4, "windows": 9}
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a file of a model of so many nats in each of two documents."""
+
+    def made(name: str, nats: float, targets: float = 8, **about: Any) -> Path:
+        path = tmp_path / name
+        documents = np.array([[nats, targets, 8], [2 * nats, 9, 9]])
+        positions = np.array([[nats, 17, 17]] * 4)
+        save_measurement(path, Measurement(documents, positions), {**OLDER, **about})
+        return path
+
+    return made
+
+
+def refused(first: list[Path], second: list[Path]) -> str:
+    with pytest.raises(UserError) as found:
+        compare(first, second)
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("document_mask", True, False),
+        ("text_sha256", "abc", "def"),
+        ("data_seed", 1, 2),
+        ("split", "test", "validation"),
+    ],
+)
+def test_what_differs_is_named_with_the_files(
+    write: Write, name: str, one: Any, other: Any
+) -> None:
+    a, b = write("a.npz", 5, **{name: one}), write("b.npz", 6, 7, **{name: other})
+    said = refused([a], [b])
+    assert said == f"compare: {b} must have the {name} of {a} ({one}), got {other}."
+
+
+def test_files_of_an_earlier_version_are_compared_as_far_as_they_say(write: Write) -> None:
+    """The second differs from the third, although the first says nothing."""
+    new: dict[str, Any] = {"document_mask": False, "text_sha256": "abc", "seed": 1}
+    old, now = write("old.npz", 5), write("now.npz", 6, **new)
+    assert compare([old], [now])["num_documents"] == 2
+    assert compare([now], [old])["num_documents"] == 2
+    third, fourth = write("c.npz", 7), write("d.npz", 8, **{**new, "document_mask": True})
+    said = refused([old, now], [third, fourth])
+    assert f"{fourth} must have the document_mask of {now} (False), got True" in said
+    less = write("less.npz", 9, targets=7)
+    assert f"{less} must have the targets of {old} in each document" in refused([old], [less])
+
+
+def test_committed_files_can_be_compared() -> None:
+    folder = ROOT / "benchmarks/quality"
+    found = compare([folder / "90m/nsa-test.npz"], [folder / "90m/dense-test.npz"])
+    assert found["num_documents"] > 1
+    files = sorted(folder.rglob("test.npz"))
+    assert len(files) > 2
+    for path in files:
+        load_measurement("compare", "FILES", path)
+
+
+def test_a_model_counts_once(write: Write, tmp_path: Path) -> None:
+    """Under a second path, as a copy, or measured again with other sums."""
+    a, b, c, d = (write(f"{name}.npz", 5 + number) for number, name in enumerate("abcd"))
+    assert compare([a, b], [c, d])["differences"]  # one name of a run, as in four folders
+    (tmp_path / "folder").mkdir()
+    again = tmp_path / "folder/../a.npz"
+    assert refused([a], [again]) == f"compare: {again} must be given once, got it twice."
+    assert f"{again} must be given once" in refused([a, again], [c, d])
+    assert f"{d} must be given once" in refused([a, b], [d, d])
+    copy = write("copy.npz", 5, run="copy")
+    same = f"{copy} must measure another model than {a}, got the same: copy step 4"
+    assert same in refused([a], [copy])
+    assert same in refused([a, copy], [c, d])
+    gpu = write("gpu.npz", 5, checkpoint_sha256="abc")
+    cpu = write("cpu.npz", 5.0001, checkpoint_sha256="abc")
+    assert f"{cpu} must measure another model than {gpu}" in refused([gpu], [cpu])
+
+
+def test_several_pairs_need_equal_seeds_of_their_own(write: Write) -> None:
+    ours, theirs = (
+        [write(f"{name}{seed}.npz", nats + seed, seed=seed) for seed in (1, 2)]
+        for name, nats in (("nsa", 5), ("dense", 7.5))
+    )
+    assert len(compare(ours, theirs)["differences"]) == 2
+    said = refused(ours, theirs[::-1])
+    assert f"{theirs[1]} must have the seed of {ours[0]} (1), got 2. Of several pairs, " in said
+    assert compare(ours[:1], theirs[1:])["num_documents"] == 2, "one pair has no such interval"
+    later, third = (write(f"{x}.npz", x, seed=1, step=8) for x in (20, 30))
+    said = refused([ours[0], later], [theirs[0], third])
+    assert f"{later} must have another seed than {ours[0]}, got 1" in said
+    older, oldest = write("older.npz", 40), write("oldest.npz", 50)
+    assert len(compare([*ours, older], [*theirs, oldest])["differences"]) == 3
+
+
+@pytest.mark.parametrize("content", [b"no archive", b"", b"PK\x05\x06", b"\x93NUMPY\x01\x00"])
+def test_a_file_of_another_kind_is_refused_without_advice_to_unpickle(
+    tmp_path: Path, write: Write, content: bytes
+) -> None:
+    path = tmp_path / "other.npz"
+    path.write_bytes(content)
+    said = refused([path], [write("a.npz", 5)])
+    assert said == f"compare: FILES must be a file of nsa eval --save, got {path}."
+
+
+def test_a_damaged_file_is_refused(write: Write) -> None:
+    path, said = write("a.npz", 5), list[str]()
+    whole = path.read_bytes()
+    for offset in range(len(whole)):
+        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 0xFF]) + whole[offset + 1 :])
+        try:
+            load_measurement("compare", "FILES", path)
+        except UserError as error:
+            said.append(str(error))
+    assert len(said) > len(whole) / 2, "each byte of an array counts"
+    assert {*said} == {f"compare: FILES must be a file of nsa eval --save, got {path}."}
+
+
+def test_eval_saves_which_model_and_text_it_measured(tmp_path, monkeypatch, capsys):
+    """Runs that differ in the mask are comparable on other text, whose windows it leaves alone."""
+    monkeypatch.chdir(tmp_path)
+    config = tiny_config(tmp_path, steps=1)
+    for name, seed, document_mask in (("a", 1, True), ("b", 2, True), ("c", 1, False)):
+        data = dataclasses.replace(config.data, document_mask=document_mask)
+        make_trainer(dataclasses.replace(config, seed=seed, data=data), tmp_path / name).run()
+        folder = RunFolder.open(name)
+        for text in (None, "text"):
+            save = Path(f"{name}-{text}.npz")
+            list(evaluate_run(folder, text=text, save=save, device="cpu", num_windows=4))
+    abouts = {x.stem: load_measurement("", "", x)[1] for x in tmp_path.glob("*.npz")}
+    assert [abouts[f"{name}-None"]["seed"] for name in "abc"] == [1, 2, 1]
+    assert [abouts[f"{name}-None"]["document_mask"] for name in "abc"] == [True, True, False]
+    for text in ("None", "text"):
+        (digest,) = {abouts[f"{name}-{text}"]["text_sha256"] for name in "abc"}
+        assert len(digest) == 64
+    assert len({about["checkpoint_sha256"] for about in abouts.values()}) == 3
+    assert compare([Path("a-None.npz")], [Path("b-None.npz")])["num_documents"] > 1
+    assert compare([Path("a-text.npz")], [Path("c-text.npz")])["num_documents"] > 1
+    assert cli.main(["compare", "a-None.npz", "--against", "c-None.npz"]) == 2
+    said = "nsa: compare: c-None.npz must have the document_mask of a-None.npz (True), got False."
+    assert said in capsys.readouterr().err
