@@ -259,8 +259,8 @@ class NativeSparseAttention(TogetherModule):
                 a token; padding lies left or right of a row's tokens, see
                 :meth:`nsa.Sequences.padded`. What is returned for padding means nothing.
             sequences: instead of the three before it, from :meth:`nsa.Sequences.packed` or
-                :meth:`nsa.Sequences.padded`, for all layers of a model: what follows from the
-                offsets is then computed once.
+                :meth:`nsa.Sequences.padded`, for all layers of a model. After
+                :meth:`nsa.Sequences.with_blocks` what follows from the offsets is computed once.
             cache: decode cache; ``x`` then holds the tokens that follow those already cached, and
                 the cache takes them in. No gradient is recorded.
 

@@ -92,7 +92,7 @@ def test_without_rope():
 @pytest.mark.parametrize("dim", [34, 5])
 def test_a_rotation_that_does_not_fit_a_head(dim):
     batch = make_batch(small(), *BATCHES["packed"])
-    rule = rf"native_sparse_attention: rope must have an even dim of at most head_dim \(32\), got {dim}"
+    rule = rf"rope must have an even dim of at most head_dim \(16\), got {dim}"
     with pytest.raises(ValueError, match=rule):
         run(batch.config, make(batch), Rope(dim=dim), **batch.kwargs)
 

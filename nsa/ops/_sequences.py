@@ -99,8 +99,8 @@ class Sequences:
         """The rows of a padded batch, described once for all layers of a model.
 
         The tokens of a row are a sequence. A row gets what it would get alone, at positions from 0
-        on, whether its padding lies to its left or its right. No token sees padding; results for
-        padding are undefined. Nothing is read from a GPU.
+        on, whether its padding lies to its left or its right. No token sees padding, whose values
+        need only be finite; results for padding are undefined. Nothing is read from a GPU.
 
         Args:
             attention_mask: bool or integer ``[B, T]``: true or 1 for a token, false or 0 for
