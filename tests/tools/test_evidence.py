@@ -181,6 +181,7 @@ def test_without_a_measured_validation_the_row_has_that_of_the_training(lab, tmp
     metrics = read_metrics(lab.run / "metrics.jsonl")
     assert row["val_bits_per_byte"] == metrics[-1]["val_bits_per_byte"]
     assert row["test_bits_per_byte"] is None
+    assert row["parameters"] == lab.row["parameters"]
     assert row["tokens_per_s_processes"] == row["tokens"] / 2
 
 
@@ -190,6 +191,7 @@ def test_all_small_files_are_collected(lab):
         *("row.json", "legs.jsonl", "metrics.jsonl.gz", "events.jsonl"),
         *("config.yaml", "environment.json", "sample.txt", "loss.png", "check.txt"),
         *("test.json", "test.npz", "validation.json", "validation.npz", "test-512.json"),
+        *("test-512.npz", "failed-none.txt"),
         *("generated.txt", "inspect-2048.json", "selected-2048.npz"),
         *("inspect-512.json", "selected-512.npz"),
         *("profile.txt", "trace.json.gz", "stages.txt", "stages.json"),
@@ -197,6 +199,7 @@ def test_all_small_files_are_collected(lab):
     assert lab.row["left_out"] == ["kernels.txt"]
     assert "kernels.txt: 8 MiB, left out" in lab.said
     assert lab.row["failed"] == ["nsa eval for none.json: exit code 2"]
+    assert "none" in (lab.made / "failed-none.txt").read_text()
     metrics = gzip.decompress((lab.made / "metrics.jsonl.gz").read_bytes())
     assert metrics == (lab.run / "metrics.jsonl").read_bytes()
     assert (lab.made / "check.txt").read_text().endswith("everything agrees\n")

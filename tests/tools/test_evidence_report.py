@@ -5,83 +5,49 @@ from __future__ import annotations
 import gzip
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from nsa.errors import UserError
-from nsa.lm.recorded import save_selections
-from nsa.train.evaluation import Measurement
-from nsa.train.load import to_yaml
-from nsa.train.measurements import save_measurement
-from tests.train.cases import contents, tiny_config
+from nsa.train.evaluation import interval
+from nsa.train.measurements import compare
+from tests.tools.evidence_rows import (
+    SAME,
+    change_row,
+    keep_panels,
+    make_row,
+    report,
+    table,
+    write_arm,
+    write_group,
+    write_inspected,
+    write_json,
+)
+from tests.train.cases import contents
 from tools.accept.programs import ROOT
 from tools.evidence import __main__ as command_line
+from tools.evidence import equal
+from tools.evidence import report as report_module
 from tools.evidence.experiments import DENSE, NSA, SMALL_DENSE
+from tools.evidence.parts import without_minus_zero
+from tools.evidence.plots import Line, Panel, draw
 from tools.evidence.report import write_report
 
-BYTES = [100.0, 300.0]  # of two documents
-SAME = {"split": "test", "text": "shards", "tokenizer": "f", "seq_len": 4, "windows": 9}
-WHERE = {"gpu": "NVIDIA H200", "driver": "580.1", "torch": "2.11.0", "triton": "3.6.0"}
+
+@pytest.fixture(autouse=True)
+def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Sequence[Panel]]:
+    """Panels of each plot, which are not drawn: that takes a second for a page."""
+    return keep_panels(monkeypatch)
 
 
-def write_json(path: Path, value: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value), encoding="utf-8")
-
-
-def make_row(model: str, seed: int, **changes: Any) -> dict[str, Any]:
-    row = {"model": model, "seed": seed, "parameters": 78_601_392, "lr": 5e-4, "seconds": 430.4}
-    row |= {"steps": 100, "tokens": 6_553_600, "global_batch": 32, "seq_len": 2048}
-    row |= {"val_bits_per_byte": 1.5, "test_bits_per_byte": 1.25, "test_windows": 5244}
-    row |= {"tokens_per_s": 500_000.4, "tokens_per_s_total": 480_000.2, **WHERE}
-    row |= {"tokens_per_s_processes": 400_000.6, "commit": "0123456789abcdef", **changes}
-    return {**row, "date": "2026-11-25T10:00:00+00:00", "failed": [], "left_out": []}
-
-
-def write_arm(folder: Path, row: dict[str, Any], bits: list[float], first_bits: float) -> None:
-    """A run whose test has so many bits in each document, and so many at the first position."""
-    write_json(folder / "row.json", row)
-    documents = np.array([[x * math.log(2), n, n] for x, n in zip(bits, BYTES, strict=True)])
-    positions = np.array([[x * math.log(2), 4, 4] for x in (first_bits, 6, 6, 4)])
-    about = {**SAME, "run": folder.name, "step": 100}
-    save_measurement(folder / "test.npz", Measurement(documents, positions), about)
-    metrics = [
-        {"step": n, "tokens": n * 65_536, "tokens_per_s_total": 1e5, "bits_per_byte": 2.0 - n / 200}
-        | {"val_bits_per_byte": 2.1 - n / 200, "gate_cmp_mean_layer_0": 0.25}
-        for n in range(10, 101, 10)
-    ]
-    text = "".join(json.dumps(row) + "\n" for row in metrics)
-    (folder / "metrics.jsonl.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
-
-
-def write_group(rows: Path, group: str) -> None:
-    """Two seeds of NSA and dense, one of the small dense model."""
-    for name, model, seed, bits, first in (
-        ("nsa-1", NSA, 1, [100.0, 450.0], 8.0),
-        ("dense-1", DENSE, 1, [110.0, 460.0], 10.0),
-        ("nsa-2", NSA, 2, [120.0, 420.0], 12.0),
-        ("dense-2", DENSE, 2, [140.0, 440.0], 12.0),
-        ("small-dense-1", SMALL_DENSE, 1, [104.0, 458.0], 8.0),
-    ):
-        write_arm(rows / group / name, make_row(model, seed), bits, first)
-
-
-def table(text: str, heading: str, first: str) -> list[list[str]]:
-    """Cells of the table of a section whose first column has this head."""
-    section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    found = next(part for part in section.split("\n\n") if part.startswith(f"| {first} |"))
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found.splitlines()]
-
-
-def report(rows: Path, out: Path) -> str:
-    text = write_report(rows, out).read_text(encoding="utf-8")
-    plots = {path.name for path in out.glob("*.png")}
-    assert {name for name in plots if f"]({name})" in text} == plots
-    return text
+@pytest.fixture
+def really_drawn(drawn: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots as they are."""
+    for module in (equal, report_module):
+        monkeypatch.setattr(module, "draw", draw)
 
 
 def test_differences_and_their_intervals(tmp_path):
@@ -89,6 +55,7 @@ def test_differences_and_their_intervals(tmp_path):
     text = report(tmp_path / "rows", tmp_path / "out")
     head, _, *lines = table(text, "200M tokens, 2,048 a sequence", "NSA minus")
     assert head[:5] == ["NSA minus", "seeds", "difference", "over documents", "over seeds"]
+    assert head[5:] == ["over both", "files"]
     # Each document differs by 10 bits, or 20, or the small model by 4 and 8: of 400 bytes, and of
     # 200, 400 or 600 when two documents are drawn, with probabilities of 1/4, 1/2 and 1/4.
     error = 0.05 / math.sqrt(2) / math.sqrt(2) * 12.706
@@ -101,21 +68,86 @@ def test_differences_and_their_intervals(tmp_path):
         ],
         [SMALL_DENSE, "1", "-0.0300", "-0.0400 to -0.0267 (2)", ""],
     ]
-    assert lines[1][5] == "`200m/nsa-2/test.npz`, `200m/dense-2/test.npz`"
+    assert lines[1][6] == "`200m/nsa-2/test.npz`, `200m/dense-2/test.npz`"
+    sides = [
+        [tmp_path / f"rows/200m/{name}-{seed}/test.npz" for seed in (1, 2)]
+        for name in ("nsa", "dense")
+    ]
+    both = interval(compare(*sides), "both")
+    one = "not known: one seed"
+    assert both != lines[2][4]
+    assert [line[5] for line in lines] == [one, one, both, one]
+    assert "Over both: other seeds and other books, the one to judge by" in text
 
 
-def test_positions_are_means_over_the_seeds(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("-0.0000", "0.0000"),
+        ("+0.0000", "0.0000"),
+        ("-0.0001", "-0.0001"),
+        ("-0.0020 to -0.0000", "-0.0020 to 0.0000"),
+        ("2026-01-25", "2026-01-25"),
+    ],
+)
+def test_zero_has_no_sign(text, expected):
+    assert without_minus_zero(text) == expected
+
+
+def test_positions_are_means_over_the_seeds(tmp_path, drawn):
     write_group(tmp_path / "rows", "8k")
     text = report(tmp_path / "rows", tmp_path / "out")
-    _, _, *lines = table(text, "100M tokens, 8,192 a sequence", "from")
-    assert lines == [
-        ["1", "1", "2.5000", "2.7500", "-0.2500"],
-        ["2", "3", "1.5000", "1.5000", "+0.0000"],
-        ["4", "4", "1.0000", "1.0000", "+0.0000"],
+    head, _, *lines = table(text, "100M tokens, 8,192 a sequence", "from")
+    assert head[:3] == ["from", "to", "targets"]
+    assert lines == [  # the fourth position is no bin of its own
+        ["1", "1", "4", "2.5000", "2.7500", "-0.2500"],
+        ["2", "4", "12", "1.3333", "1.3333", "0.0000"],
     ]
+    assert "Test by tokens of context, bits per byte, mean over 2 seeds. From" in text
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         *("learning.md", "8k-loss.png", "8k-positions.png")
     }
+    (panel,) = drawn["8k-positions.png"]
+    names = [line.label for line in panel.lines]
+    assert names == ["seed 1", "seed 2", "mean", "no difference"]
+    assert panel.lines[2].points == [(1, -0.25), (2, 0.0)]
+
+
+def test_one_seed_has_no_mean(tmp_path, drawn):
+    write_group(tmp_path, "8k")
+    (tmp_path / "8k/nsa-2/test.npz").unlink()
+    text = report(tmp_path, tmp_path / "out")
+    assert "Test by tokens of context, bits per byte. From" in text
+    (panel,) = drawn["8k-positions.png"]
+    assert [line.label for line in panel.lines] == ["seed 1", "no difference"]
+
+
+def test_differences_by_step(tmp_path, drawn):
+    write_group(tmp_path, "8k")
+    for name, bits in (("dense-1", 0.25), ("dense-2", 0.75)):
+        rows = [
+            {"step": step, "tokens": step * 10, "tokens_per_s_total": 1.0}
+            | {"val_bits_per_byte": 2.1 - step / 200 + bits * step}
+            for step in (50, 80, 100)
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        path = tmp_path / f"8k/{name}/metrics.jsonl.gz"
+        path.write_bytes(gzip.compress(text.encode()))
+    text = report(tmp_path, tmp_path / "out")
+    assert table(text, "100M tokens, 8,192 a sequence", "step")[2:] == [
+        ["50", "1.8500", "26.8500", "-25.0000"],
+        ["80", "1.7000", "41.7000", "-40.0000"],
+        ["100", "1.6000", "51.6000", "-50.0000"],
+    ]
+    tokens, seconds, apart = drawn["8k-loss.png"]
+    assert [line.label for line in apart.lines] == [
+        *(f"{model}, seed 1" for model in (DENSE, SMALL_DENSE)),
+        f"{DENSE}, seed 2",
+    ]
+    assert apart.lines[0].points == [(10 * x, pytest.approx(-0.25 * x)) for x in (50, 80, 100)]
+    # NSA has rows every 10 steps: from step 50 on is the second half.
+    assert [len(line.points) for line in tokens.lines] == [6, 3, 6, 6, 3]
+    assert [len(line.points) for line in seconds.lines] == [6, 3, 6, 6, 3]
 
 
 def test_arms(tmp_path):
@@ -125,13 +157,157 @@ def test_arms(tmp_path):
     assert [line[:2] for line in lines] == [
         *([NSA, "1"], [DENSE, "1"], [SMALL_DENSE, "1"], [NSA, "2"], [DENSE, "2"])
     ]
-    figures = ["78,601,392", "0.0005", "1.5000", "1.2500", "500,000", "430"]
+    figures = ["78,601,392", "0.0005", "1.5000", "1.3750", "500,000", "430"]
     assert lines[0][2:] == [*figures, "`200m/nsa-1/row.json`"]
     assert "After 100 steps of 65,536 tokens" in text
     assert (
-        "NVIDIA H200, driver 580.1, torch 2.11.0, triton 3.6.0, commit 0123456789ab, 2026-11-25."
-        in text
+        "All runs: validation windows 512, test windows 5,244, GPU NVIDIA H200, driver 580.1, "
+        "torch 2.11.0, triton 3.6.0, commit 0123456789ab, date 2026-11-25." in text
     )
+    assert "tokens/s: median of the rows of metrics, steps alone; s: all training proc" in text
+    assert "NSA and dense run with document masks; without them, dense is faster" in text
+    assert "Limits: one corpus, public-domain books in English" in text
+
+
+def test_machines_that_differ_are_columns(tmp_path):
+    write_group(tmp_path, "200m")
+    path = tmp_path / "200m/nsa-2/row.json"
+    row = json.loads(path.read_text())
+    row |= {"gpu": "NVIDIA H100", "commit": "89abcdef0123456+changes", "test_windows": None}
+    write_json(path, row)
+    text = report(tmp_path, tmp_path / "out")
+    head, _, *lines = table(text, "200M tokens, 2,048 a sequence", "model")
+    assert head[-3:] == ["GPU", "commit", "file"]
+    assert [line[-3:-1] for line in lines[2:4]] == [
+        ["NVIDIA H200", "0123456789ab"],
+        ["NVIDIA H100", "89abcdef0123+changes"],
+    ]
+    assert "validation windows 512, test windows 5,244, driver 580.1, torch" in text
+
+
+# ---------------------------------------------------------------- what failed, is missing or broken
+def test_a_failed_evaluation_is_shown(tmp_path):
+    write_group(tmp_path, "200m")
+    nothing = dict.fromkeys(("parameters", "test_bits_per_byte", "test_windows"))
+    fault = "nsa eval for test.json: exit code 1"
+    large = ["kernels.txt", "trace.json.gz"]
+    change_row(tmp_path / "200m/nsa-1", **nothing, failed=[fault], left_out=large)
+    (tmp_path / "200m/nsa-1/test.npz").unlink()
+    text = report(tmp_path, tmp_path / "out")
+    lines = table(text, "200M tokens, 2,048 a sequence", "model")[2:]
+    assert lines[0][:6] == [NSA, "1", "", "0.0005", "1.5000", ""]
+    assert f"Failed, from `200m/nsa-1/row.json`: {fault}." in text
+    left_out = "Left out, above 8 MiB, from `200m/nsa-1/row.json`: `kernels.txt`, `trace.json.gz`."
+    assert left_out in text
+
+
+def test_planned_runs_and_pairs_that_are_missing(tmp_path):
+    write_group(tmp_path, "200m")
+    for old, new in (("nsa-1", "nsa-1337"), ("dense-1", "dense-1337")):
+        (tmp_path / "200m" / old).rename(tmp_path / "200m" / new)
+        change_row(tmp_path / "200m" / new, seed=1337)
+    text = report(tmp_path, tmp_path / "out")
+    missing = [f"{name}-{seed}" for seed in (1338, 1339) for name in ("nsa", "dense")]
+    names = ", ".join(f"`200m/{name}`" for name in [*missing, "small-dense-1337"])
+    assert f"Not done: {names}." in text
+    pairs = f"{DENSE} with seed 1338, {DENSE} with seed 1339, {SMALL_DENSE} with seed 1337"
+    assert f"Pairs not compared: nsa and {pairs}." in text
+
+
+def break_json(folder: Path) -> None:
+    (folder / "row.json").write_text('{"broken": ')
+
+
+def break_metrics(folder: Path) -> None:
+    path = folder / "metrics.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def break_sums(folder: Path) -> None:
+    (folder / "test.npz").write_bytes(b"PK")
+
+
+def change_loss(folder: Path) -> None:
+    change_row(folder, test_bits_per_byte=1.375 * (1 + 1e-8))
+
+
+def change_printed(folder: Path) -> None:
+    write_json(folder / "test.json", {"bits_per_byte": 1.375 * (1 - 1e-8)})
+
+
+def forget_the_seed(folder: Path) -> None:
+    row = json.loads((folder / "row.json").read_text())
+    write_json(folder / "row.json", {name: x for name, x in row.items() if name != "seed"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (break_json, "row.json must hold an object of JSON, got Expecting value"),
+        (break_metrics, "EOFError"),
+        (break_sums, "test.npz must be a file of nsa eval --save"),
+        (change_loss, "test.npz and row.json must agree on bits per byte, got {'test.npz': 1.375,"),
+        (change_printed, "test.npz and test.json and row.json must agree on bits per byte"),
+        (forget_the_seed, "row.json must have seed, got none"),
+    ],
+)
+def test_a_broken_folder_is_named_and_left_out(tmp_path, damage, reason, capsys):
+    write_group(tmp_path, "200m")
+    damage(tmp_path / "200m/nsa-1")
+    text = report(tmp_path, tmp_path / "out")
+    found = next(line for line in text.splitlines() if line.startswith("Left out, broken: "))
+    assert found.startswith("Left out, broken: `200m/nsa-1`: ")
+    assert reason in found
+    assert found in capsys.readouterr().out
+    assert str(tmp_path) not in text
+    lines = table(text, "200M tokens, 2,048 a sequence", "model")[2:]
+    assert [line[:2] for line in lines] == [
+        *([DENSE, "1"], [SMALL_DENSE, "1"], [NSA, "2"], [DENSE, "2"])
+    ]
+
+
+def test_losses_that_agree_are_taken(tmp_path):
+    write_group(tmp_path, "200m")
+    change_row(tmp_path / "200m/nsa-1", test_bits_per_byte=1.375 * (1 + 1e-10))
+    assert "Left out" not in report(tmp_path, tmp_path / "out")
+
+
+def test_measurements_of_other_windows_are_not_compared(tmp_path):
+    write_group(tmp_path, "200m")
+    path = tmp_path / "200m/dense-1/test.npz"
+    arrays = dict(np.load(path))
+    arrays["about"] = np.array(json.dumps({**SAME, "run": "x", "step": 1, "windows": 8}))
+    np.savez(path, **arrays)
+    text = report(tmp_path, tmp_path / "out")
+    assert f"Not compared, {DENSE}, seeds 1: compare: 200m/" in text
+    lines = table(text, "200M tokens, 2,048 a sequence", "NSA minus")[2:]
+    assert [line[:2] for line in lines] == [[DENSE, "2"], [SMALL_DENSE, "1"]]
+
+
+def test_nothing_is_written_before_everything_is_made(tmp_path, monkeypatch):
+    write_group(tmp_path, "200m")
+
+    def fails(_: object) -> list[str]:
+        raise RuntimeError
+
+    monkeypatch.setattr(report_module, "selection", fails)
+    with pytest.raises(RuntimeError):
+        report(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_do_not_exist_are_not_named(tmp_path):
+    write_group(tmp_path, "200m")
+    write_long_run(tmp_path / "50k")
+    for path in (tmp_path / "200m/dense-1", tmp_path / "50k"):
+        (path / "metrics.jsonl.gz").unlink()
+    (tmp_path / "50k/legs.jsonl").unlink()
+    text = report(tmp_path, tmp_path / "out")
+    for name in ("200m/dense-1/metrics.jsonl.gz", "50k/metrics.jsonl.gz", "50k/legs.jsonl"):
+        assert f"`{name}`" not in text
+    assert "`200m/dense-2/metrics.jsonl.gz`" in text
+    assert "How its processes ended is not recorded. `nsa check`" in text
+    assert "| begin |" not in text
 
 
 def test_a_seed_without_its_partner_is_in_no_difference(tmp_path):
@@ -142,8 +318,10 @@ def test_a_seed_without_its_partner_is_in_no_difference(tmp_path):
     assert [line[:3] for line in lines] == [[DENSE, "2", "-0.1000"], [SMALL_DENSE, "1", "-0.0300"]]
 
 
+# ------------------------------------------------------------------------------------ 50,000 steps
 def write_long_run(folder: Path) -> None:
-    write_arm(folder, make_row(NSA, 1337), BYTES, 8.0)
+    """Losses of two lengths; that of 8,192 has sums of its own."""
+    write_arm(folder, make_row(NSA, 1337), [150.0, 350.0], 8.0)
     legs = [
         {"begin": "2026-11-25T10:00:00Z", "end": "2026-11-25T10:08:40Z", "seconds": 520.4}
         | {"exit_code": 143, "last_step": 26_123},
@@ -151,8 +329,14 @@ def write_long_run(folder: Path) -> None:
         | {"exit_code": 0, "last_step": 50_000},
     ]
     (folder / "legs.jsonl").write_text("".join(json.dumps(leg) + "\n" for leg in legs))
-    loss = {"split": "test", "seq_len": 8192, "windows": 1311, "bits_per_byte": 1.23456}
-    write_json(folder / "test-8192.json", loss | {"bigram_bits_per_byte": 3.5})
+    for name, split, seq_len, bits in (
+        ("test-8192", "test", 8192, 1.25),
+        ("test", "test", 2048, 1.25),
+        ("validation", "validation", 2048, 1.5),
+    ):
+        loss = {"split": split, "seq_len": seq_len, "windows": 1311, "bits_per_byte": bits}
+        write_json(folder / f"{name}.json", loss | {"bigram_bits_per_byte": 3.5})
+    (folder / "test-8192.npz").write_bytes((folder / "test.npz").read_bytes())
     (folder / "check.txt").write_text("runs/50k: 2 rows\nruns/50k: everything agrees\n")
     (folder / "generated.txt").write_text("It was late. ``` ](gone.md)\n")
 
@@ -165,64 +349,56 @@ def test_the_long_run(tmp_path):
         ["2026-11-25T10:00:00Z", "2026-11-25T10:08:40Z", "520", "143", "26,123"],
         ["2026-11-25T10:08:40Z", "2026-11-25T10:16:40Z", "480", "0", "50,000"],
     ]
-    assert table(text, title, "split")[2:] == [
-        ["test", "8,192", "1,311", "1.2346", "3.5000", "`50k/test-8192.json`"]
+    # Two documents, of 1.5 and 1.1667 bits per byte: a draw has one of them alone, or both.
+    over = "1.1667 to 1.5000 (2)"
+    assert [line[:6] for line in table(text, title, "split")[2:]] == [
+        ["test", "2,048", "1,311", "1.2500", over, "3.5000"],
+        ["validation", "2,048", "1,311", "1.5000", "", "3.5000"],
+        ["test", "8,192", "1,311", "1.2500", over, "3.5000"],
     ]
+    assert text.index("| split |") < text.index("| source |") < text.index("| begin |")
     assert [line[1] for line in table(text, title, "source")[2:]] == [
         "500,000",
         "480,000",
         "400,001",
     ]
-    assert "afterwards: everything agrees. From `50k/legs.jsonl`, `50k/check.txt`." in text
+    assert (
+        "Trained by 2 processes, from the second on by `nsa train --resume`; ended: 1 with exit "
+        "code 143 (SIGTERM), 1 with exit code 0 (the end). `nsa check` afterwards: everything "
+        "agrees. From `50k/legs.jsonl`, `50k/check.txt`." in text
+    )
     assert "```text\nIt was late. ''' ](gone.md)\n```" in text
     assert "](50k-loss.png)" in text
     assert "](50k-layers.png)" in text
+    assert "78,601,392 parameters: 100 steps" in text
 
 
-def write_inspected(folder: Path) -> None:
-    """80 tokens in blocks of 16, of which each query selects 4: 3 of those are forced."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(to_yaml(tiny_config(folder)), encoding="utf-8")
-    blocks = torch.full((80, 1, 4), -1, dtype=torch.int32)
-    for query in range(64, 80):  # in the last block, with two others to choose from
-        free = 1 if query < 70 else 1 + query % 2
-        blocks[query, 0] = torch.tensor([0, free, 3, 4])
-    save_selections(folder / "selected-80.npz", [blocks], 16)
-    selected = {"distance_mean": 1234.5, "overlap": [{"lag_tokens": 1, "share": 0.8765}]}
-    gates = {"cmp": {"mean": 0.25}, "slc": {"mean": 0.5}, "win": {"mean": 0.75}}
-    layer = {"layer": 0, "gates": gates, "selection": selected}
-    write_json(folder / "inspect-80.json", {"num_tokens": 80, "layers": [layer]})
-
-
-def test_what_is_selected(tmp_path):
-    write_arm(tmp_path / "8k/nsa", make_row(NSA, 1337), BYTES, 8.0)
-    write_inspected(tmp_path / "8k/nsa")
+def test_a_run_of_one_process_was_not_stopped(tmp_path):
+    write_long_run(tmp_path / "50k")
+    path = tmp_path / "50k/legs.jsonl"
+    path.write_text(path.read_text().splitlines()[1])
     text = report(tmp_path, tmp_path / "out")
-    figures = ["0", "0.250", "0.500", "0.750", "1,234", "87.6%"]
-    # 65 to 70 keep the free block of the query before, 71 to 79 do not.
-    kept = ["75.0%", f"{6 / 15:.1%}"]
-    (line,) = table(text, "What is selected", "layer")[2:]
-    assert line == [*figures, *kept]
-    assert "80 tokens. From `8k/nsa/inspect-80.json`." in text
+    assert "Trained by one process; ended: 1 with exit code 0 (the end)." in text
+    assert "SIGTERM" not in text
+    assert "--resume" not in text
 
 
-def test_learning_rates_and_nothing_else(tmp_path):
-    rows = [
-        {"model": model, "lr": lr, "val_bits_per_byte": bits, "val_windows": 512, "steps": 440}
-        | {"tokens": 440 * 65_536, "seed": 1337, "gpu": "NVIDIA H200"}
-        for model, lr, bits in (
-            *((DENSE, 1e-3, 2.0568), (DENSE, 5e-4, 2.0572)),
-            *((NSA, 1e-3, 2.0365), (NSA, 5e-4, 2.0089)),
-        )
-    ]
-    path = tmp_path / "learning-rates.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_a_failed_check_is_no_missing_one(tmp_path):
+    folder = tmp_path / "50k"
+    write_long_run(folder)
+    (folder / "check.txt").rename(folder / "failed-check.txt")
+    (folder / "failed-check.txt").write_text("runs/50k: 2 rows\nruns/50k: 3 rows differ\n")
+    change_row(folder, failed=["nsa check for check.txt: exit code 1"], parameters=None)
     text = report(tmp_path, tmp_path / "out")
-    assert table(text, "Learning rates", "learning rate")[2:] == [
-        ["0.0005", "**2.0089**", "2.0572"],
-        ["0.001", "2.0365", "**2.0568**"],
-    ]
-    assert text.count("\n## ") == 1
+    assert (
+        "`nsa check` afterwards: failed, exit code 1; 3 rows differ. From `50k/failed-check.txt`."
+        in text
+    )
+    (folder / "failed-check.txt").unlink()
+    text = report(tmp_path, tmp_path / "out")
+    assert "`nsa check` afterwards: failed, exit code 1. From `50k/legs.jsonl`." in text
+    change_row(folder, failed=[])
+    assert "`nsa check` afterwards: not run." in report(tmp_path, tmp_path / "out")
 
 
 def test_older_rows_of_a_file(tmp_path):
@@ -231,7 +407,10 @@ def test_older_rows_of_a_file(tmp_path):
         folder = tmp_path / "rows/90m"
         folder.mkdir(exist_ok=True)
         (tmp_path / f"rows/200m/{name}-1/test.npz").rename(folder / f"{name}-test.npz")
-    lines = [make_row(model, 1) for model in (DENSE, NSA)]
+    lines = [
+        make_row(model, 1, test_bits_per_byte=bits)
+        for model, bits in ((DENSE, 1.425), (NSA, 1.375))
+    ]
     (tmp_path / "rows/90m.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = report(tmp_path / "rows", tmp_path / "out")
     title = "90M tokens, 2,048 a sequence"
@@ -241,6 +420,12 @@ def test_older_rows_of_a_file(tmp_path):
     assert [line[-1] for line in table(text, title, "model")[2:]] == ["`90m.jsonl`"] * 2
 
 
+def test_all_panels_are_named():
+    panels = [Panel("x", "y", [Line("a", [(0, 0)], {})]), Panel("z", "w", [])]
+    assert str(draw("plot.png", panels)) == "![y over x; w over z](plot.png)"
+
+
+@pytest.mark.usefixtures("really_drawn")
 def test_the_same_rows_give_the_same_bytes(tmp_path):
     write_group(tmp_path / "rows", "200m")
     write_long_run(tmp_path / "rows/50k")
@@ -275,6 +460,7 @@ def test_take(tmp_path, capsys):
     assert "8k/dense; profile; without trace\n" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("really_drawn")
 def test_the_committed_page_is_that_of_the_committed_rows(tmp_path):
     page = write_report(ROOT / "benchmarks/quality", tmp_path)
     assert page.read_bytes() == (ROOT / "docs/results/learning.md").read_bytes()

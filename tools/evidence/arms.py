@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import shutil
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from nsa.errors import check
-from nsa.lm.recorded import load_selections
-from nsa.train.load import load_config
+from nsa.errors import check, fail
+from nsa.train.measurements import load_measurement
 from tools.accept.programs import say
-from tools.evidence.experiments import NSA
-from tools.evidence.rows import ROW
+from tools.evidence.experiments import CONFIGS, EXPERIMENTS, NSA
+from tools.evidence.parts import Figures
+from tools.evidence.rows import LIMIT_MIB, ROW
 from tools.evidence.training import read_lines
 
-Figures = dict[str, Any]
+# Raised for files that are damaged, or not those that a run leaves.
+BROKEN = (ValueError, LookupError, TypeError, OSError, EOFError, zlib.error)
+REQUIRED = {
+    *("model", "seed", "lr", "steps", "tokens", "seq_len", "global_batch"),
+    *("parameters", "gpu", "commit", "date"),
+}
+TOLERANCE = 1e-9  # relative, between figures that are the same
 
 
 @dataclass(frozen=True)
@@ -46,16 +51,20 @@ class Arm:
         return self.metrics_file.parent
 
     @property
-    def machine(self) -> str:
-        """What it ran on."""
-        row, names = self.row, ("driver", "torch", "triton")
-        versions = [f"{name} {row[name]}" for name in names if row.get(name)]
-        return ", ".join([row["gpu"], *versions, f"commit {row['commit'][:12]}", row["date"][:10]])
+    def figures(self) -> Figures:
+        """Its row with a short commit, the day, and the name of its file."""
+        commit, plus, changes = self.row["commit"].partition("+")
+        return self.row | {
+            "commit": f"{commit[:12]}{plus}{changes}",
+            "day": self.row["date"][:10],
+            "file": self.code(self.row_file),
+        }
 
     def code(self, *files: str | Path) -> str:
-        """Names of files, in Markdown; those without a path are its own."""
+        """Names of those files that there are, in Markdown; those without a path are its own."""
         paths = [file if isinstance(file, Path) else self.folder / file for file in files]
-        return ", ".join(f"`{path.relative_to(self.rows).as_posix()}`" for path in paths)
+        found = [path.relative_to(self.rows).as_posix() for path in paths if path.exists()]
+        return ", ".join(f"`{name}`" for name in found)
 
     def metrics(self) -> list[Figures]:
         """Rows of metrics, oldest first; none without the file."""
@@ -66,60 +75,136 @@ class Arm:
 
     def read(self, name: str) -> Figures:
         """A file of JSON."""
-        return dict(json.loads((self.folder / name).read_text(encoding="utf-8")))
+        return read_json(self.folder / name)
 
     def text(self, name: str) -> str:
         """A file of text; empty without it."""
         path = self.folder / name
         return path.read_text(encoding="utf-8") if path.exists() else ""
 
-    def inspected(self) -> list[int]:
-        """Lengths of the texts that it was inspected with, in tokens."""
-        found = self.folder.glob("inspect-*.json")
-        return sorted(int(path.stem.partition("-")[2]) for path in found)
+    def check(self) -> None:
+        """Read what figures are made from, and compare those that are there twice.
 
-    def chosen(self, num_tokens: int) -> list[tuple[float, float]]:
-        """What each layer selected where it had a choice: behind the first n blocks of a text.
-
-        Args:
-            num_tokens: of the text.
-
-        Returns:
-            Of each layer the share of forced blocks among those selected, and the share of the
-            others that the query before had selected too. Nothing without the recorded file.
+        Raises:
+            ValueError: they differ, or another of ``BROKEN``: a file is damaged.
         """
-        path, found = self.folder / f"selected-{num_tokens}.npz", []
-        if not path.exists():
-            return []
-        layers, size = load_selections(path)
-        pattern = load_config(self.folder / "config.yaml").model.nsa
-        first = pattern.num_selected_blocks * size
-        for layer in layers:
-            blocks = layer.numpy()[first:]
-            own = np.arange(first, first + len(blocks))[:, None, None] // size
-            is_local = blocks > own - pattern.num_local_blocks
-            is_forced = is_local | (blocks < pattern.num_init_blocks)
-            is_kept = (blocks[1:, :, :, None] == blocks[:-1, :, None, :]).any(-1)
-            found.append((float(is_forced.mean()), float(is_kept[~is_forced[1:]].mean())))
+        missing = REQUIRED - {*self.row}
+        check(not missing, "report", ROW, f"have {', '.join(sorted(missing))}", "none")
+        known, model = ", ".join(CONFIGS), self.row["model"]
+        check(model in CONFIGS, "report", ROW, f"have a model of {known}", model)
+        self.metrics()
+        read_lines(self.folder / "legs.jsonl")
+        names = {"test": "test_bits_per_byte", "validation": "val_bits_per_byte"}
+        stems = {path.stem for path in self.folder.glob("test-*.json")} | {*names}
+        for stem in sorted(stems):
+            found = self._bits_per_byte(stem, names.get(stem, ""))
+            first = next(iter(found.values()), 0.0)
+            agree = all(math.isclose(x, first, rel_tol=TOLERANCE) for x in found.values())
+            check(agree, "report", " and ".join(found), "agree on bits per byte", found)
+
+    def _bits_per_byte(self, stem: str, name: str) -> dict[str, float]:
+        """The same loss from the saved sums, from what ``nsa eval`` printed, and from the row."""
+        sums = self.test_file if stem == "test" else self.folder / f"{stem}.npz"
+        printed, found = self.folder / f"{stem}.json", dict[str, float]()
+        if sums.exists():
+            measurement, _ = load_measurement("report", sums.name, sums)
+            found[sums.name] = measurement.figures()["bits_per_byte"]
+        if printed.exists():
+            found[printed.name] = read_json(printed)["bits_per_byte"]
+        if found and self.row.get(name) is not None:
+            found[self.row_file.name] = self.row[name]
         return found
 
 
-def arms_of(rows: Path, group: str) -> list[Arm]:
+@dataclass(frozen=True)
+class Group:
+    """Runs of an experiment.
+
+    Attributes:
+        rows: ``benchmarks/quality``.
+        name: of the experiment.
+        arms: runs whose files can be read.
+        broken: the others, and why, a sentence each.
+    """
+
+    rows: Path
+    name: str
+    arms: list[Arm]
+    broken: list[str]
+
+    def notes(self) -> list[str]:
+        """What is missing: broken folders, failed commands, large files, trainings not done."""
+        lines = [*self.broken]
+        for arm in self.arms:
+            failed, large = (arm.row.get(name) or [] for name in ("failed", "left_out"))
+            where = arm.code(arm.row_file)
+            lines += [f"Failed, from {where}: {'; '.join(failed)}."] * bool(failed)
+            about = f"Left out, above {LIMIT_MIB} MiB, from {where}"
+            lines += [f"{about}: {', '.join(f'`{name}`' for name in large)}."] * bool(large)
+        planned = [folder_of(one.name) for one in EXPERIMENTS if one.group == self.name]
+        missing = [f"`{place}`" for place in planned if not (self.rows / place / ROW).exists()]
+        return lines + [f"Not done: {', '.join(missing)}."] * bool(missing and self)
+
+    def __bool__(self) -> bool:
+        return bool(self.arms or self.broken)
+
+
+def read_group(rows: Path, name: str) -> Group:
     """Runs of an experiment: a folder for each, or lines of a file as older ones have it.
 
     Args:
         rows: ``benchmarks/quality``.
-        group: name of the experiment.
+        name: of the experiment.
     """
-    found, older = list[Arm](), rows / f"{group}.jsonl"
-    for row in read_lines(older):
-        name = row["model"].partition("-")[0]
-        files = (rows / group / f"{name}-{what}" for what in ("metrics.jsonl", "test.npz"))
-        found.append(Arm(rows, row, older, *files))
-    for path in sorted((rows / group).glob(f"**/{ROW}")):
-        files = (path.with_name(name) for name in ("metrics.jsonl.gz", "test.npz"))
-        found.append(Arm(rows, json.loads(path.read_text(encoding="utf-8")), path, *files))
-    return sorted(found, key=lambda arm: (arm.row["seed"], arm.row["model"] != NSA))
+    arms, broken = list[Arm](), list[str]()
+    older, folder = rows / f"{name}.jsonl", rows / name
+
+    def take_in(source: Path, row: Figures, metrics: Path, test: Path) -> None:
+        arm = Arm(rows, row, source, metrics, test)
+        arm.check()
+        arms.append(arm)
+
+    def note(path: Path, error: BaseException) -> None:
+        broken.append(broken_line(rows, path, error))
+
+    try:
+        for row in read_lines(older):
+            kind = row["model"].partition("-")[0]
+            take_in(older, row, folder / f"{kind}-metrics.jsonl", folder / f"{kind}-test.npz")
+    except BROKEN as error:
+        note(older, error)
+    for path in sorted(folder.glob(f"**/{ROW}")):
+        files = (path.with_name(file) for file in ("metrics.jsonl.gz", "test.npz"))
+        try:
+            take_in(path, read_json(path), *files)
+        except BROKEN as error:
+            note(path.parent, error)
+    arms.sort(key=lambda arm: (arm.row["seed"], arm.row["model"] != NSA))
+    return Group(rows, name, arms, broken)
+
+
+def read_json(path: Path) -> Figures:
+    """A file of JSON.
+
+    Raises:
+        UserError: it holds something else.
+    """
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        fail("report", path.name, "hold an object of JSON", error)
+
+
+def broken_line(rows: Path, path: Path, error: BaseException) -> str:
+    """A sentence on what is left out of the page and why; it names no place of the machine."""
+    reason = " ".join(str(error).replace(f"{rows}/", "").split())
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return f"Left out, broken: `{path.relative_to(rows).as_posix()}`: {kind}{reason.rstrip('.')}."
+
+
+def folder_of(name: str) -> str:
+    """Where an experiment of this name lies: ``200m-nsa-1337`` in ``200m/nsa-1337``."""
+    return name.replace("-", "/", 1)
 
 
 def take_folders(out: Path, rows: Path) -> None:
@@ -132,7 +217,7 @@ def take_folders(out: Path, rows: Path) -> None:
     finished = sorted(path.parent for path in out.glob(f"*/{ROW}"))
     check(bool(finished), "take", "OUT", "hold a finished experiment", out)
     for folder in finished:
-        target = rows / folder.name.replace("-", "/", 1)
+        target = rows / folder_of(folder.name)
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(folder, target)
         row = json.loads((target / ROW).read_text(encoding="utf-8"))

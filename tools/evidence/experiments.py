@@ -102,7 +102,10 @@ def whole_run(config: str, prompt: str, active: int) -> tuple[Command, ...]:
         Command("check {run}", "check.txt"),
         measured("test"),
         measured("validation"),
-        Command(f"eval {{run}} --split test {longer} --json", f"test-{LONG}.json"),
+        Command(
+            f"eval {{run}} --split test {longer} --json --save {{folder}}/test-{LONG}.npz",
+            f"test-{LONG}.json",
+        ),
         Command(generate, "generated.txt", alone=True),
         inspected(2048),
         inspected(LONG),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from io import BytesIO
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -32,7 +32,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """A plot.
+    """Lines in one coordinate system.
 
     Attributes:
         x: what lies to the right.
@@ -47,12 +47,31 @@ class Panel:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def write_plot(path: Path, panels: Sequence[Panel]) -> str:
-    """Write panels side by side; the line of Markdown that shows them.
+@dataclass(frozen=True)
+class Plot:
+    """A plot of a page.
+
+    Attributes:
+        name: file in the folder of the page.
+        about: what all panels show.
+        png: content of the file.
+    """
+
+    name: str
+    about: str
+    png: bytes
+
+    def __str__(self) -> str:
+        """The line of Markdown that shows it."""
+        return f"![{self.about}]({self.name})"
+
+
+def draw(name: str, panels: Sequence[Panel]) -> Plot:
+    """Draw panels side by side.
 
     Args:
-        path: of the PNG, in the folder of the page.
-        panels: what to draw; all have lines of the same names.
+        name: file in the folder of the page.
+        panels: what to draw; the first has lines of all names.
     """
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     places = figure.subplots(1, len(panels), squeeze=False)[0]
@@ -63,5 +82,8 @@ def write_plot(path: Path, panels: Sequence[Panel]) -> str:
         axes.set(xlabel=panel.x, ylabel=panel.y, **panel.settings)
         axes.grid(alpha=0.3)
     figure.legend(*places[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    return f"![{panels[0].y} over {panels[0].x}]({path.name})"
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=110, metadata={"Software": None})
+    return Plot(
+        name, "; ".join(f"{panel.y} over {panel.x}" for panel in panels), content.getvalue()
+    )

@@ -11,6 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from nsa.lm.config import LMConfig
+from nsa.lm.model import LanguageModel
 from nsa.train.run_folder import RunFolder
 from nsa.train.telemetry.metrics import read_metrics
 from tools.accept.programs import ROOT, say
@@ -19,6 +23,7 @@ from tools.evidence.training import Leg
 
 LIMIT_MIB = 8
 ROW = "row.json"
+FAILED = "failed-"  # before the name of the file that a failed command would have left
 OF_THE_RUN = ("config.yaml", "environment.json", "events.jsonl", "sample.txt", "loss.png")
 
 
@@ -74,7 +79,7 @@ def make_row(
     return {
         "experiment": experiment.group,
         "model": experiment.model,
-        "parameters": test.get("parameters"),
+        "parameters": num_parameters(config.model),
         "mlp_hidden_size": config.model.mlp_hidden_size,
         "lr": config.optim.lr,
         "warmup_steps": config.optim.warmup_steps,
@@ -98,6 +103,12 @@ def make_row(
         "commit": commit,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def num_parameters(model: LMConfig) -> int:
+    """Parameters of a model, of which none is allocated."""
+    with torch.device("meta"):
+        return LanguageModel(model).num_parameters()["total"]
 
 
 def _figures(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from nsa.train.run_folder import replace_text
 from tools.accept import programs
 from tools.accept.programs import last_lines, say, threads
 from tools.evidence.experiments import BOOKS, Command, Experiment
-from tools.evidence.rows import ROW, collect, make_row
+from tools.evidence.rows import FAILED, ROW, collect, make_row
 from tools.evidence.training import environment, nsa, train
 
 COMMAND_LIMIT_S = 900.0
@@ -121,16 +121,19 @@ def run_experiment(
 
 
 def _run_command(command: Command, name: str, out: Path, env: dict[str, str]) -> str:
-    """One command on a finished run; what went wrong."""
+    """One command on a finished run; what went wrong, and then its output has another name."""
     words = [word.format(run=f"runs/{name}", folder=name) for word in shlex.split(command.text)]
     say(f"$ nsa {shlex.join(words)}")
     log = out / "logs" / name / command.output
     log.unlink(missing_ok=True)
     fault = programs.run(nsa(out, *words), log, COMMAND_LIMIT_S, env)
+    _, *lines = log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     if fault:
         _show(log)
+        said = "".join(lines).replace(f"{out}/", "").replace(f"{programs.ROOT}/", "")
+        path = (out / name / f"{FAILED}{command.output}").with_suffix(".txt")
+        path.write_text(said, encoding="utf-8")
         return f"nsa {words[0]} for {command.output}: {fault}"
-    _, *lines = log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     if log.suffix == ".json":  # beside what was said on standard error
         lines = [line for line in lines if line.startswith("{")][-1:]
     (out / name / command.output).write_text("".join(lines), encoding="utf-8")

@@ -1,0 +1,259 @@
+"""Models trained on equal tokens: NSA beside dense ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from nsa.train.evaluation import interval
+from nsa.train.measurements import compare
+from tools.evidence.arms import BROKEN, Arm, Group
+from tools.evidence.experiments import DENSE, EXPERIMENTS, NSA, SMALL_DENSE
+from tools.evidence.parts import (
+    BITS,
+    VALIDATION,
+    Figures,
+    Part,
+    points,
+    shared,
+    source,
+    table_of,
+    without_minus_zero,
+)
+from tools.evidence.plots import COLOURS, DASHES, Line, Panel, draw
+from tools.evidence.rates import Sweeps, against_sweeps
+
+ARMS = (
+    "model | seed | parameters:, | learning rate=lr:g | validation=val_bits_per_byte:.4f | "
+    "test=test_bits_per_byte:.4f | tokens/s=tokens_per_s:,.0f | s=seconds:,.0f"
+)
+# Columns only where runs differ.
+SETTINGS = (
+    "validation windows=val_windows:, | test windows=test_windows:, | GPU=gpu | driver | torch | "
+    "triton | commit | date=day"
+)
+DIFFERENCES = (
+    "NSA minus=model | seeds | difference=difference_bits_per_byte:+.4f | "
+    "over documents=documents | over seeds=over_seeds | over both=both | files"
+)
+STEPS = f"step:, | {NSA}=ours:.4f | {DENSE}=dense:.4f | difference:+.4f"
+POSITIONS = (
+    f"from=first:, | to=last:, | targets:, | {NSA}=ours:.4f | {DENSE}=dense:.4f | difference:+.4f"
+)
+MASKS = (
+    "NSA and dense run with document masks; without them, dense is faster: "
+    "[README](../../README.md#speed), [throughput](../reports/throughput.md)."
+)
+SPEEDS = (
+    "tokens/s: median of the rows of metrics, steps alone; s: all training processes, with their "
+    f"starts, evaluations and checkpoints. {MASKS}"
+)
+INTERVALS = (
+    "Test, paired; negative: NSA is better. 95% intervals as `nsa compare` computes them. Over "
+    "documents: these trained models, other books. Over seeds: other seeds, these books. Over "
+    "both: other seeds and other books, the one to judge by; one pair says nothing of how much "
+    "seeds vary."
+)
+ONE_SEED = "not known: one seed"
+
+
+def equal_tokens(group: Group, sweeps: Sweeps) -> list[Part]:
+    """NSA beside dense models on the same data in the same order."""
+    arms, name = group.arms, group.name
+    if not arms:
+        return [*group.notes()]
+    row, rows = arms[0].row, [arm.figures for arm in arms]
+    same, columns = shared(SETTINGS, rows)
+    found, faults = differences(arms)
+    equal = [one for one in found if one["model"] == DENSE]
+    return [
+        f"After {row['steps']:,} steps of {row['tokens'] // row['steps']:,} tokens, for each seed "
+        f"the same in the same order. All runs: {same}. {against_sweeps(arms, sweeps)}",
+        table_of(f"{ARMS}{columns} | file", rows),
+        SPEEDS,
+        *group.notes(),
+        *([INTERVALS, table_of(DIFFERENCES, found)] if found else []),
+        *faults,
+        *_pairs_missing(name, found),
+        *by_step(arms),
+        *(by_position(equal[-1], f"{name}-positions.png") if equal else []),
+        *curves(arms, f"{name}-loss.png"),
+    ]
+
+
+# --- differences ----------------------------------------------------------------------------------
+def differences(arms: Sequence[Arm]) -> tuple[list[Figures], list[str]]:
+    """Paired differences of equal seeds, of each and of all, and what cannot be compared."""
+    by_model: dict[str, dict[int, Arm]] = {NSA: {}, DENSE: {}, SMALL_DENSE: {}}
+    for arm in arms:
+        if arm.test_file.exists():
+            by_model[arm.row["model"]][arm.row["seed"]] = arm
+    ours, found, faults = by_model.pop(NSA), list[Figures](), list[str]()
+
+    def add(model: str, seeds: Sequence[int]) -> bool:
+        pairs = [[side[seed] for seed in seeds] for side in (ours, by_model[model])]
+        try:
+            found.append(_compared(model, seeds, pairs))
+        except BROKEN as error:
+            reason = str(error).replace(f"{arms[0].rows}/", "").rstrip(".")
+            faults.append(f"Not compared, {model}, seeds {_listed(seeds)}: {reason}.")
+            return False
+        return True
+
+    for model, others in by_model.items():
+        seeds = [seed for seed in sorted({*ours} & {*others}) if add(model, [seed])]
+        if len(seeds) > 1:
+            add(model, seeds)
+    return found, faults
+
+
+def _compared(model: str, seeds: Sequence[int], sides: Sequence[Sequence[Arm]]) -> Figures:
+    found = compare(*([arm.test_file for arm in side] for side in sides))
+    over = {
+        name: without_minus_zero(interval(found, name)) for name in ("difference", "seeds", "both")
+    }
+    number = found["num_documents"]
+    return {
+        **found,
+        "model": model,
+        "seeds": _listed(seeds),
+        "trained": [*seeds],
+        "documents": f"{over['difference']} ({number})" if over["difference"] else "one document",
+        "over_seeds": over["seeds"],
+        "both": over["both"] or ONE_SEED,
+        "files": ", ".join(arm.code(arm.test_file) for side in sides for arm in side),
+    }
+
+
+def _listed(seeds: Sequence[int]) -> str:
+    return ", ".join(map(str, seeds))
+
+
+def _mean(number: int) -> str:
+    return f", mean over {number} seeds" if number > 1 else ""
+
+
+def _pairs_missing(group: str, found: Sequence[Figures]) -> list[str]:
+    """A sentence on the planned pairs that are not compared."""
+    planned = [
+        (experiment.model, int(seed[1]))
+        for experiment in EXPERIMENTS
+        if experiment.group == group and experiment.model != NSA
+        if (seed := re.search(r"--seed (\d+)", experiment.train))
+    ]
+    done = {(one["model"], seed) for one in found for seed in one["trained"]}
+    missing = [f"{model} with seed {seed}" for model, seed in planned if (model, seed) not in done]
+    return [f"Pairs not compared: {NSA} and {', '.join(missing)}."] if missing else []
+
+
+# --- by step, by position -------------------------------------------------------------------------
+def by_step(arms: Sequence[Arm]) -> list[Part]:
+    """Difference on validation during training, mean over the pairs of NSA and dense."""
+    curves = {
+        (arm.row["model"], arm.row["seed"]): (arm, curve)
+        for arm in arms
+        if (curve := _validation(arm))
+    }
+    seeds = [seed for model, seed in curves if model == DENSE and (NSA, seed) in curves]
+    if not seeds:
+        return []
+    sides = [[curves[model, seed] for seed in seeds] for model in (NSA, DENSE)]
+    steps = set[int].intersection(*({*curve} for side in sides for _, curve in side))
+    rows = list[Figures]()
+    for step in sorted(steps):
+        ours, dense = (fmean(curve[step][VALIDATION] for _, curve in side) for side in sides)
+        rows.append({"step": step, "ours": ours, "dense": dense, "difference": ours - dense})
+    files = ", ".join(arm.code(arm.metrics_file) for side in sides for arm, _ in side)
+    about = f"Validation by step, as evaluated during training, {BITS}{_mean(len(seeds))}."
+    return [f"{about} {source(files)}", table_of(STEPS, rows)] if rows else []
+
+
+def by_position(found: Figures, plot: str) -> list[Part]:
+    """Losses by tokens of context, means over the seeds, and the difference of each pair."""
+    runs, against = (
+        [folded(run["positions"]) for run in found[side]] for side in ("runs", "against")
+    )
+    ours, dense = (
+        [[one["bits_per_byte"] for one in bins] for bins in side] for side in (runs, against)
+    )
+    apart = [[x - y for x, y in zip(*pair, strict=True)] for pair in zip(ours, dense, strict=True)]
+    means = [[fmean(column) for column in zip(*x, strict=True)] for x in (ours, dense, apart)]
+    rows = [
+        one | {"targets": one["num_targets"], "ours": x, "dense": y, "difference": z}
+        for one, x, y, z in zip(runs[0], *means, strict=True)
+    ]
+    starts = [one["first"] for one in runs[0]]
+
+    def line(name: str, values: Sequence[float], **style: Any) -> Line:
+        return Line(name, list(zip(starts, values, strict=True)), {"color": COLOURS[NSA], **style})
+
+    alone = {"marker": "."} if len(apart) == 1 else {"linewidth": 0.8}
+    lines = [
+        line(f"seed {seed}", ys, linestyle=DASHES[n % len(DASHES)], **alone)
+        for n, (seed, ys) in enumerate(zip(found["trained"], apart, strict=True))
+    ]
+    if len(apart) > 1:
+        lines.append(line("mean", means[2], color="#000000", marker="."))
+    lines.append(line("no difference", [0.0] * len(starts), color="#888888", linewidth=0.8))
+    panel = Panel("tokens of context", f"NSA minus dense, {BITS}", lines, {"xscale": "log"})
+    return [
+        f"Test by tokens of context, {BITS}{_mean(len(apart))}. {source(found['files'])}",
+        table_of(POSITIONS, rows),
+        draw(plot, [panel]),
+    ]
+
+
+def folded(bins: Sequence[Figures]) -> list[Figures]:
+    """Bins of positions with a last one of a single position folded into the one before."""
+    *before, last = bins
+    if not before or last["first"] < last["last"]:
+        return [*bins]
+    pair, sums = (before.pop(), last), ("num_targets", "num_bytes")
+    counts = {name: sum(one[name] for one in pair) for name in sums}
+    bits = sum(one["bits_per_byte"] * one["num_bytes"] for one in pair) / counts["num_bytes"]
+    return [
+        *before,
+        {"first": pair[0]["first"], "last": last["last"], "bits_per_byte": bits, **counts},
+    ]
+
+
+# --- curves ---------------------------------------------------------------------------------------
+def curves(arms: Sequence[Arm], plot: str) -> list[Part]:
+    """Validation over the second half of the tokens and of the seconds, and differences to NSA."""
+    halves: dict[str, list[Line]] = {
+        "tokens, second half": [],
+        "seconds, second half of the tokens": [],
+    }
+    apart, seeds = list[Line](), sorted({arm.row["seed"] for arm in arms})
+    ours = {arm.row["seed"]: _validation(arm) for arm in arms if arm.row["model"] == NSA}
+    drawn = [(arm, curve) for arm in arms if (curve := _validation(arm))]
+    for arm, curve in drawn:
+        model, seed = arm.row["model"], arm.row["seed"]
+        label, dashes = f"{model}, seed {seed}", DASHES[seeds.index(seed) % len(DASHES)]
+        style = {"color": COLOURS[model], "linestyle": dashes, "marker": "."}
+        late = [
+            row for row in curve.values() if 2 * row["tokens"] >= [*curve.values()][-1]["tokens"]
+        ]
+        for x, name in zip(halves, ("tokens", "s"), strict=True):
+            halves[x].append(Line(label, points(late, name, VALIDATION), style))
+        common = [step for step in curve if step in ours.get(seed, {})]
+        differences = [
+            (float(curve[step]["tokens"]), ours[seed][step][VALIDATION] - curve[step][VALIDATION])
+            for step in common
+        ]
+        if common and model != NSA:
+            apart.append(Line(label, differences, style))
+    if not drawn:
+        return []
+    panels = [Panel(x, f"validation, {BITS}", lines) for x, lines in halves.items()]
+    panels += [Panel("tokens", f"NSA minus it, same seed, {BITS}", apart)] if apart else []
+    files = ", ".join(arm.code(arm.metrics_file) for arm, _ in drawn)
+    return [source(files), draw(plot, panels)]
+
+
+def _validation(arm: Arm) -> dict[int, Figures]:
+    """Rows of metrics with a validation by step, with the seconds since the start."""
+    rows = [row for row in arm.metrics() if VALIDATION in row]
+    return {row["step"]: row | {"s": row["tokens"] / row["tokens_per_s_total"]} for row in rows}

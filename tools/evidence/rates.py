@@ -1,0 +1,91 @@
+"""Learning rates: the sweeps, and what they say of the rates that experiments use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from tools.evidence.arms import Arm
+from tools.evidence.experiments import NSA
+from tools.evidence.parts import BITS, VALIDATION, Figures, Part, table_of
+from tools.evidence.training import read_lines
+
+Sweeps = dict[tuple[int, int], list[Figures]]
+
+
+def read_sweeps(rows: Path) -> Sweeps:
+    """Rows of ``learning-rates.jsonl`` by tokens of a sequence and steps."""
+    found: Sweeps = {}
+    for row in read_lines(rows / "learning-rates.jsonl"):
+        found.setdefault((row["seq_len"], row["steps"]), []).append(row)
+    return dict(sorted(found.items()))
+
+
+def learning_rates(sweeps: Sweeps) -> list[Part]:
+    """Validation loss by learning rate and model, the lowest of each model in bold."""
+    parts = list[Part]()
+    for (seq_len, steps), found in sweeps.items():
+        models = sorted({row["model"] for row in found}, key=lambda model: (model != NSA, model))
+        best = {model: min(losses(found, model).values()) for model in models}
+        by_rate: dict[float, Figures] = {row["lr"]: {"lr": row["lr"]} for row in found}
+        for row in found:
+            mark = "**" * (row[VALIDATION] == best[row["model"]])
+            by_rate[row["lr"]][row["model"]] = f"{mark}{row[VALIDATION]:.4f}{mark}"
+        row = found[0]
+        parts += [
+            f"{seq_len:,} tokens a sequence. Validation, {BITS} of {row['val_windows']} windows, "
+            f"after {steps:,} steps of {row['tokens'] // steps:,} tokens; seed {row['seed']}, one "
+            f"{row['gpu']} each. From `learning-rates.jsonl`.",
+            table_of(
+                " | ".join(["learning rate=lr:g", *models]), [by_rate[lr] for lr in sorted(by_rate)]
+            ),
+        ]
+    return parts
+
+
+def against_sweeps(arms: Sequence[Arm], sweeps: Sweeps) -> str:
+    """What the longest sweep of their length says of the learning rates of runs, in words."""
+    seq_len = arms[0].row["seq_len"]
+    steps = max((steps for length, steps in sweeps if length == seq_len), default=0)
+    if not steps:
+        return "Learning rates were not swept at this length."
+    found = sweeps[seq_len, steps]
+    used = dict.fromkeys((arm.row["model"], arm.row["lr"]) for arm in arms)
+    verdicts = [judged(model, lr, losses(found, model)) for model, lr in used]
+    size, row = found[0]["tokens"] // steps, arms[0].row
+    about = f"Learning rates against the sweep of {steps:,} steps of {size:,} tokens"
+    own = row["tokens"] // row["steps"]
+    about += f" (here {row['steps']:,} of {own:,})" * (own != size)
+    return f"{about}: {'; '.join(verdicts)}."
+
+
+def losses(found: Sequence[Figures], model: str) -> dict[float, float]:
+    """Validation losses of a model by learning rate."""
+    return {row["lr"]: row[VALIDATION] for row in found if row["model"] == model}
+
+
+def judged(model: str, lr: float, swept: dict[float, float]) -> str:
+    """What a sweep says of a learning rate; only one with its best between others counts.
+
+    Args:
+        model: its name.
+        lr: the rate that it was trained with.
+        swept: losses of that model by rate.
+    """
+    if not swept:
+        return f"{model} was not swept"
+    rates, (best, *others) = sorted(swept), sorted(swept, key=swept.__getitem__)
+    if best in (rates[0], rates[-1]):
+        place = "only" if not others else "smallest" if best == rates[0] else "largest"
+        return f"{model} was not swept, as its best, {best:g}, is the {place} rate tried"
+    if lr in swept:
+        verdict = "is its best" if lr == best else f"is not its best, {best:g}"
+        return f"{lr:g} of {model} {verdict}"
+    between = next(((a, b) for a, b in pairwise(rates) if a < lr < b), None)
+    if between is None:
+        return f"{lr:g} of {model} was not swept and lies outside of what was"
+    place = f"{between[0]:g} and {between[1]:g}" + ", its two best" * (
+        {*between} == {best, others[0]}
+    )
+    return f"{lr:g} of {model} was not swept and lies between {place}"
