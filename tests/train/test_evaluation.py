@@ -232,6 +232,15 @@ def test_the_interval_over_both_holds_the_truth() -> None:
     assert holds["difference"] < 0.85 * tries
 
 
+def test_equal_seeds_leave_the_documents() -> None:
+    sizes = np.full(40, 10.0)
+    first = [of_documents(np.random.default_rng(0).normal(0, 1, 40), sizes)] * 3
+    found = paired_difference(first, [of_documents(np.zeros(40), sizes)] * 3)
+    assert found["seeds_low"] == pytest.approx(found["seeds_high"])
+    widths = [found[f"{name}_high"] - found[f"{name}_low"] for name in ("both", "difference")]
+    assert 1 < widths[0] / widths[1] < 1.1
+
+
 @pytest.mark.parametrize("freedom", [1, 1.5, 2, 4.5, 9, 9.5, 40])
 def test_student_t(freedom: float) -> None:
     """The distribution beyond the quantile, integrated over reciprocals."""
