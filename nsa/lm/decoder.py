@@ -18,6 +18,7 @@ from nsa.ops._sequences import Sequences
 from nsa.ops.decode import MOST_QUERIES
 from nsa.ops.linear import Linear
 from nsa.ops.projection import split, stacked
+from nsa.ops.projection.layout import plain_weight
 
 
 class Decoder:
@@ -163,11 +164,13 @@ class StepLayer:
         weights = [x.detach() for x in attention.projection_weights()]
         together = stacked(weights, weights[0].dtype)
         self.project = Linear.behind(self.norm, together, dtype=dtype)
-        self.output = Linear(attention.o_proj.weight.detach().to(dtype))
-        gate = None if mlp.gate_proj is None else mlp.gate_proj.weight
-        up, silu = mlp.up_proj.weight, gate is None
-        self.up = Linear.behind(layer.mlp_norm, up, gate, dtype=dtype, silu=silu)
-        self.down = Linear(mlp.down_proj.weight.detach().to(dtype))
+        others = {"o_proj": attention.o_proj, "up_proj": mlp.up_proj, "down_proj": mlp.down_proj}
+        output, up, down = (plain_weight("Decoder", *named) for named in others.items())
+        self.output = Linear(output.detach().to(dtype))
+        gated = mlp.gate_proj
+        gate = None if gated is None else plain_weight("Decoder", "gate_proj", gated)
+        self.up = Linear.behind(layer.mlp_norm, up, gate, dtype=dtype, silu=gate is None)
+        self.down = Linear(down.detach().to(dtype))
 
     def attend(self, x: Tensor, sequences: Sequences, cache: LayerCache) -> Tensor:
         """Attention ``[T, Hq, Dv]`` of the residual stream ``[T, width]``, which is cached."""

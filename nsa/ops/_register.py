@@ -181,11 +181,11 @@ def _recording(
 
 
 def _refuse_tangents(flat: Iterable[Any]) -> None:
-    """Derivatives by forward-mode differentiation, which would be lost without a word."""
+    """Refuse tangents of forward-mode differentiation, which would be lost without a word."""
     for x in flat:
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-            rule = 'nsa has no forward-mode derivatives (torch.func.jvp); backend="reference" has'
-            raise NotImplementedError(rule)
+            text = "nsa's kernels have no forward-mode derivatives (torch.func.jvp)"
+            raise NotImplementedError(f'{text}; backend="reference" has')
 
 
 # Of the lists among some arguments, by their place.

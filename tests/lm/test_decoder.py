@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import prune
 
 from nsa.lm.config import LMConfig
 from nsa.lm.decoder import Decoder
@@ -128,3 +129,14 @@ def test_steps_with_approximate_scores_are_not_captured(changes: dict[str, Any])
     """They run the operators of training, which are told lengths by the host."""
     assert Decoder(make(), 1, max_tokens=10)._is_captured
     assert not Decoder(make(**changes), 1, max_tokens=10)._is_captured
+
+
+@pytest.mark.parametrize("name", ["attention.o_proj", "mlp.up_proj", "mlp.down_proj"])
+def test_a_layer_that_does_not_multiply_by_its_weight_is_refused(name: str) -> None:
+    """Steps read weights; what a module adds to its product would be lost."""
+    model = make()
+    linear = model.decoder_layers()[0].get_submodule(name)
+    prune.random_unstructured(linear, "weight", 0.5)
+    rule = rf"Decoder: {name.partition('.')[2]} must be an nn.Linear without bias that computes"
+    with pytest.raises(ValueError, match=rule):
+        Decoder(model, 1, max_tokens=8)

@@ -124,7 +124,8 @@ def lay_together(weights: Sequence[Tensor]) -> None:
     """Move weights ``[N, width]`` into one block of memory, so that one product can take them all.
 
     They stay parameters of their own, each in a storage of its own: what saves one tensor a storage
-    saves all. Rows of zeros pad the block, which is the storage of the first. Nothing is moved if
+    saves all. Rows of zeros pad the block, all of which is the storage of the first. Nothing is
+    moved if
     they lie so already, if dtypes or devices differ, if a weight is no plain parameter (the shards
     of FSDP2), or if processes share its memory.
     """
