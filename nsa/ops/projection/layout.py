@@ -125,9 +125,8 @@ def lay_together(weights: Sequence[Tensor]) -> None:
 
     They stay parameters of their own, each in a storage of its own: what saves one tensor a storage
     saves all. Rows of zeros pad the block, all of which is the storage of the first. Nothing is
-    moved if
-    they lie so already, if dtypes or devices differ, if a weight is no plain parameter (the shards
-    of FSDP2), or if processes share its memory.
+    moved if they lie so already, if dtypes or devices differ, if a weight is no plain parameter
+    (the shards of FSDP2), or if processes share its memory.
     """
     first = weights[0]
     kinds = {(type(w), w.dtype, w.device) for w in weights}
@@ -168,7 +167,7 @@ def plain_weight(function: str, name: str, linear: nn.Module) -> Tensor:
     is_parameter = "weight" in linear._parameters or "parametrizations" in linear._modules
     if not (is_plain and is_parameter):
         rule = "be an nn.Linear without bias that computes its product as nn.Linear does"
-        hint = "One product with the weights of all projections stands for their calls."
+        hint = "Its weight is read, and the module is not called."
         fail(function, name, rule, type(linear).__name__, hint)
     return cast("Tensor", linear.weight)
 
