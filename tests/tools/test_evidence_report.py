@@ -169,6 +169,21 @@ def test_arms(tmp_path):
     assert "Limits: one corpus, public-domain books in English" in text
 
 
+def test_a_loss_that_jumped_shows_in_its_gradient(tmp_path):
+    """Norms of the warm-up do not count; runs without norms have an empty cell."""
+    write_group(tmp_path / "rows", "200m")
+    folder = tmp_path / "rows" / "200m" / "dense-2"
+    change_row(folder, warmup_steps=30)
+    norms = {20: 400.0, 30: 300.0, 40: 0.5, 50: 149.05, 60: 7.3}
+    rows = [{"step": step, "tokens": step, "grad_norm_max": x} for step, x in norms.items()]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metrics.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    text = report(tmp_path / "rows", tmp_path / "out")
+    head, _, *lines = table(text, "200M tokens, 2,048 a sequence", "model")
+    cells = [line[head.index("largest gradient")] for line in lines]
+    assert cells == ["", "", "", "", "149.1 (50)"]
+
+
 def test_machines_that_differ_are_columns(tmp_path):
     write_group(tmp_path, "200m")
     path = tmp_path / "200m/nsa-2/row.json"

@@ -27,7 +27,8 @@ from tools.evidence.rates import Sweeps, against_sweeps
 
 ARMS = (
     "model | seed | parameters:, | learning rate=lr:g | validation=val_bits_per_byte:.4f | "
-    "test=test_bits_per_byte:.4f | tokens/s=tokens_per_s:,.0f | s=seconds:,.0f"
+    "test=test_bits_per_byte:.4f | largest gradient=gradient | tokens/s=tokens_per_s:,.0f | "
+    "s=seconds:,.0f"
 )
 # Columns only where runs differ.
 SETTINGS = (
@@ -46,9 +47,11 @@ MASKS = (
     "NSA and dense run with document masks; without them, dense is faster: "
     "[README](../../README.md#speed), [throughput](../reports/throughput.md)."
 )
-SPEEDS = (
-    "tokens/s: median of the rows of metrics, steps alone; s: all training processes, with their "
-    f"starts, evaluations and checkpoints. {MASKS}"
+COLUMNS = (
+    "Largest gradient: its norm before clipping, after the warm-up, and the step of its row of "
+    "metrics; a loss that jumped shows in it. tokens/s: median of the rows of metrics, steps "
+    "alone; s: all training processes, with their starts, evaluations and checkpoints. "
+    f"{MASKS}"
 )
 INTERVALS = (
     "Test, paired; negative: NSA is better. 95% intervals as `nsa compare` computes them. Over "
@@ -64,7 +67,7 @@ def equal_tokens(group: Group, sweeps: Sweeps) -> list[Part]:
     arms, name = group.arms, group.name
     if not arms:
         return [*group.notes()]
-    row, rows = arms[0].row, [arm.figures for arm in arms]
+    row, rows = arms[0].row, [arm.figures | _largest_gradient(arm) for arm in arms]
     same, columns = shared(SETTINGS, rows)
     found, faults = differences(arms)
     equal = [one for one in found if one["model"] == DENSE]
@@ -72,7 +75,7 @@ def equal_tokens(group: Group, sweeps: Sweeps) -> list[Part]:
         f"After {row['steps']:,} steps of {row['tokens'] // row['steps']:,} tokens, for each seed "
         f"the same in the same order. All runs: {same}. {against_sweeps(arms, sweeps)}",
         table_of(f"{ARMS}{columns} | file", rows),
-        SPEEDS,
+        COLUMNS,
         *group.notes(),
         *([INTERVALS, table_of(DIFFERENCES, found)] if found else []),
         *faults,
@@ -81,6 +84,14 @@ def equal_tokens(group: Group, sweeps: Sweeps) -> list[Part]:
         *(by_position(equal[-1], f"{name}-positions.png") if equal else []),
         *curves(arms, f"{name}-loss.png"),
     ]
+
+
+def _largest_gradient(arm: Arm) -> Figures:
+    """The largest norm after the warm-up, and its step; nothing without such rows."""
+    warmup, name = arm.row.get("warmup_steps", 0), "grad_norm_max"
+    rows = [row for row in arm.metrics() if row["step"] > warmup and name in row]
+    top = max(rows, key=lambda row: float(row[name]), default=None)
+    return {"gradient": f"{top[name]:.1f} ({top['step']:,})"} if top else {}
 
 
 # --- differences ----------------------------------------------------------------------------------
