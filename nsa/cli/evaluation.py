@@ -22,6 +22,7 @@ def evaluate(
     windows: int | None = None,
     micro_batch: int | None = None,
     save: Path | None = None,
+    repeat: int | None = None,
 ) -> int:
     """Measure a trained model on text.
 
@@ -33,6 +34,7 @@ def evaluate(
       nsa eval runs/nsa --against runs/dense --split test --seq-len 8192 --json
       nsa eval runs/cpu-small-1 --text letters.txt --json
       cat letters.txt | nsa eval runs/cpu-small-1 --text -
+      nsa eval runs/cpu-small-1 --repeat 64 --windows 100
 
     Args:
         run: run folder, for example runs/cpu-small-1
@@ -46,6 +48,8 @@ def evaluate(
         windows: windows to measure, spread over the text (default all)
         micro_batch: windows computed at a time (default the run's)
         save: file for the sums of each document, which nsa compare reads
+        repeat: also measure how well the model repeats passages of so many tokens, by the distance
+            back to them
     """
     from nsa.train.run_folder import RunFolder
 
@@ -75,6 +79,7 @@ def evaluate(
             num_windows=windows,
             micro_batch=micro_batch,
             save=save,
+            repeat=repeat,
         ):
             figures |= finding.figures
             if not json:

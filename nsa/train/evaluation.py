@@ -75,7 +75,7 @@ def evaluate(
     total = total if sum_processes is None else sum_processes(total)
     rule, num_targets = "hold at least one target", float(total[1])
     check(num_targets > 0 and bool(total[2] > 0), "evaluate", "batches", rule, num_targets)
-    return _figures(*total.tolist())
+    return figures_of(*total.tolist())
 
 
 @contextmanager
@@ -88,8 +88,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def _figures(nats: float, num_targets: float, num_bytes: float) -> dict[str, float]:
-    """See :func:`evaluate`; targets that spell nothing have no bits per byte."""
+def figures_of(nats: float, num_targets: float, num_bytes: float) -> dict[str, float]:
+    """Sums as :func:`evaluate` returns them; targets that spell nothing have no bits per byte."""
     bits = {"bits_per_byte": nats / math.log(2) / num_bytes} if num_bytes else {}
     counts = {"num_targets": int(num_targets), "num_bytes": int(num_bytes)}
     return {"loss_nats": nats / num_targets, **bits, **counts}
@@ -111,7 +111,7 @@ class Measurement:
 
     def figures(self) -> dict[str, float]:
         """Those of :func:`evaluate`, over everything."""
-        return _figures(*self.documents.sum(axis=0).tolist())
+        return figures_of(*self.documents.sum(axis=0).tolist())
 
     def by_position(self) -> list[dict[str, float]]:
         """The same by tokens of context in bins 1, 2 to 3, 4 to 7, .. up to ``seq_len``.
@@ -125,7 +125,7 @@ class Measurement:
         last = [*(edge - 1 for edge in first[1:]), seq_len]
         sums = np.add.reduceat(self.positions, np.array(first) - 1, axis=0).tolist()
         bins = zip(first, last, sums, strict=True)
-        return [{"first": f, "last": to, **_figures(*bin)} for f, to, bin in bins if bin[1]]
+        return [{"first": f, "last": to, **figures_of(*bin)} for f, to, bin in bins if bin[1]]
 
 
 class Windows(Protocol):

@@ -201,6 +201,7 @@ def test_eval_takes_any_text(run, nsa, refusal, monkeypatch):
         Path("odd").write_bytes(content)
         assert refusal("eval run --text odd").startswith("nsa: eval: --text must hold")
     assert "--text must name an existing file" in refusal("eval run --text nowhere")
+    assert "--repeat must be left out with --text" in refusal("eval run --text - --repeat 8")
 
 
 TEST_SPLIT = "--data.test-fraction 0.2 --data.validation-fraction 0.2 --steps 2 --sample-tokens 0"
@@ -228,6 +229,13 @@ def test_eval_compares_runs_on_the_test_split(tiny, nsa, refusal, words):
     assert (both["split"], both["seq_len"], both["against"]) == ("test", 96, "dense")
     assert sum(row["num_targets"] for row in ours["positions"]) == ours["num_targets"]
     assert both["positions"][-1]["last"] <= 96
+    repeats = json.loads(nsa("eval nsa --against dense --split test --json --repeat 16"))
+    for name, run in (("repeats", "nsa"), ("against_repeats", "dense")):
+        of_run = json.loads(nsa(f"eval {run} --split test --json --repeat 16"))["repeats"]
+        assert repeats[name] == of_run
+        assert [row["distance"] for row in of_run] == [16, 32, 48]
+        assert all(row["num_targets"] % 8 == 0 < row["num_targets"] for row in of_run)
+    assert repeats["repeats"] != repeats["against_repeats"]
     validation = json.loads(nsa("eval nsa --seq-len 96 --json"))
     assert validation["split"] == "validation"
     assert validation["loss_nats"] != ours["loss_nats"]

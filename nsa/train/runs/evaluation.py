@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -35,6 +35,7 @@ from nsa.train.evaluation import (
 from nsa.train.execution.precision import choose_device
 from nsa.train.loss import NextTokenLoss
 from nsa.train.measurements import save_measurement
+from nsa.train.repetition import RepeatedPassages, repeated_passages
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.inference import load_model
 from nsa.train.runs.texts import read_text
@@ -67,6 +68,7 @@ def evaluate_run(
     num_windows: int | None = None,
     micro_batch: int | None = None,
     save: Path | None = None,
+    repeat: int | None = None,
 ) -> Iterator[Finding]:
     """Measure a checkpoint of a run on a split of its data or on any other text.
 
@@ -81,6 +83,7 @@ def evaluate_run(
         num_windows: windows to measure, spread over all of the text; None for all.
         micro_batch: windows computed at a time; None takes the run's.
         save: file that gets the sums of each document and position, for :func:`compare`.
+        repeat: tokens of a passage that the model has to repeat, see :mod:`nsa.train.repetition`.
 
     Yields:
         Findings, each as soon as it is known.
@@ -93,8 +96,9 @@ def evaluate_run(
     seq_len = config.seq_len if seq_len is None else seq_len
     size = config.micro_batch if micro_batch is None else micro_batch
     _check_sizes({"windows": num_windows, "micro-batch": size, "seq-len": seq_len}, save)
-    is_split = text is None or split == "validation"
-    check(is_split, "eval", "--split", "be left out with --text", split)
+    if text is not None:
+        for name, value, default in (("--split", split, "validation"), ("--repeat", repeat, None)):
+            check(value == default, "eval", name, "be left out with --text", value)
     place, path = choose_device(device), find_checkpoint("eval", folder.checkpoints, checkpoint)
     other = None
     if against is not None:
@@ -104,22 +108,18 @@ def evaluate_run(
     source = None if text is None else read_text("eval", folder, text)
     model, step = load_model(config.model, path, place)
     data = _open_data(folder, config, path) if source is None else None
+    dtype = config.compute_dtype
     parameters = model.num_parameters()["total"]
     yield Finding(f"model: {model.parameter_summary()}", {"parameters": parameters})
-    yield _finding(
-        "checkpoint: step {step} of {run}, on {device} in {compute_dtype}",
-        run=str(folder.path),
-        step=step,
-        device=place.type,
-        compute_dtype=config.compute_dtype,
-    )
+    yield _checkpoint(folder, step, place.type, dtype)
     where = (split, config.data.source) if text is None else ("text", _name(text))
     held_out = None if data is None else _split_of(data, split, seq_len)
     windows = _windows(held_out, source, seq_len, config.data.document_mask)
     number = min(num_windows or len(windows), len(windows))
-    measured = partial(measure, windows=windows, micro_batch=size, num_windows=number)
-    measured = partial(measured, compute_dtype=config.compute_dtype)
-    result = measured(NextTokenLoss(model, config.loss_chunk))
+    passages = _passages(held_out, seq_len, repeat)
+    measured = partial(measure, micro_batch=size, num_windows=number, compute_dtype=dtype)
+    loss = NextTokenLoss(model, config.loss_chunk)
+    result = measured(loss, windows)
     yield from _totals(result, windows, number, *where)
     if save is not None:
         names = "run", "step", "split", "text", "seq_len", "windows"
@@ -130,12 +130,19 @@ def evaluate_run(
     if data is not None and held_out is not None:
         bits, chosen = result.figures()["bits_per_byte"], spread(number, len(windows))
         yield from _compared(data, held_out, bits, seq_len, chosen)
+    yield from _repeats("repeats", passages, seq_len, partial(measured, loss))
     if against is not None and other is not None:
-        del model
+        del model, loss
         second = against.load_config()
         model, step = load_model(second.model, other, place)
         loss = NextTokenLoss(model, second.loss_chunk)
-        yield from _paired(against, step, result, measured(loss))
+        yield from _paired(against, step, result, measured(loss, windows))
+        yield from _repeats("against_repeats", passages, seq_len, partial(measured, loss))
+
+
+def _checkpoint(folder: RunFolder, step: int, device: str, dtype: str) -> Finding:
+    line = "checkpoint: step {step} of {run}, on {device} in {compute_dtype}"
+    return _finding(line, run=str(folder.path), step=step, device=device, compute_dtype=dtype)
 
 
 def _identity(
@@ -201,6 +208,35 @@ def _positions(result: Measurement) -> Finding:
     shown = (f"{bin['first']:.0f}: {bin['loss_nats']:.3f}" for bin in bins)
     line = "nats per token by tokens of context, from: " + ", ".join(shown)
     return Finding(line, {"positions": bins})
+
+
+def _passages(
+    held_out: TokenSource | None, seq_len: int, length: int | None
+) -> list[RepeatedPassages]:
+    """By distance; none where nothing is to be repeated."""
+    if length is None or held_out is None:
+        return []
+    return repeated_passages(held_out, seq_len, length)
+
+
+def _repeats(
+    name: str,
+    passages: Sequence[RepeatedPassages],
+    seq_len: int,
+    measured: Callable[[Windows], Measurement],
+) -> Iterator[Finding]:
+    """Loss of repeated passages by the distance back to them."""
+    if not passages:
+        return
+    found = [
+        one.figures(measured(SplitWindows(one, seq_len, document_mask=False))) for one in passages
+    ]
+    shown = (
+        f"{one['distance']}: {one['loss_nats']:.3f} (first {one['first_loss_nats']:.3f})"
+        for one in found
+    )
+    line = "nats per token of a repeated passage, by tokens back to it: " + ", ".join(shown)
+    yield Finding(line, {name: found})
 
 
 # --- another run ----------------------------------------------------------------------------------
