@@ -326,26 +326,38 @@ def settings_of(experiment: Experiment) -> Any:
 
 def test_experiments_are_those_that_are_compared():
     known = {experiment.name: experiment for experiment in EXPERIMENTS}
-    assert len(known) == len(EXPERIMENTS) == 10
+    assert len(known) == len(EXPERIMENTS) == 26
     configs = {name: settings_of(experiment) for name, experiment in known.items()}
     shipped = configs.pop("50k")
     assert known["50k"].in_legs
     expected = dataclasses.replace(load_config("78m"), micro_batch=4, accumulation=1)
     assert dataclasses.replace(shipped, data=expected.data) == expected
     for name, config in configs.items():
-        is_long = name.startswith("8k")
-        tokens = config.steps * config.global_batch * config.seq_len
-        assert tokens == (100_007_936 if is_long else 200_015_872)
-        assert config.seq_len == (8192 if is_long else 2048)
-        assert config.eval_windows == (128 if is_long else 512)
-        assert config.optim.lr == (5e-4 if config.model.attention == "nsa" else 7e-4)
-        assert config.model.mlp_hidden_size == (
-            3344 if "-dense" in name and "small" not in name else 3072
-        )
-        assert config.seed == int(name.rpartition("-")[2]) if not is_long else 1337
+        group, _, rest = name.partition("-")
+        tokens, step, length = {
+            "rates": (40_001_536, 8192, 2048),
+            "2k": (200_007_680, 8192, 2048),
+            "200m": (200_015_872, 65_536, 2048),
+            "8k": (100_007_936, 65_536, 8192),
+        }[group]
+        assert config.steps * config.global_batch * config.seq_len == tokens
+        assert (config.global_batch * config.seq_len, config.seq_len) == (step, length)
+        assert config.eval_windows == (128 if length == 8192 else 512)
+        is_dense = "dense" in name
+        assert config.model.attention == ("dense" if is_dense else "nsa")
+        wide = is_dense and "small" not in name
+        assert config.model.mlp_hidden_size == (3344 if wide else 3072)
+        *_, last = rest.partition("-")
+        seed = int(name.rpartition("-")[2]) if group in ("2k", "200m") else 1337
+        assert config.seed == seed
         assert config.checkpoint_every == 0
-    seeds = [name for name in configs if name.startswith("200m-nsa")]
-    assert seeds == ["200m-nsa-1337", "200m-nsa-1338", "200m-nsa-1339"]
+        if group == "rates":
+            assert f"{config.optim.lr:.0e}" == last.replace("e-", "e-0")
+        elif step == 65_536:
+            assert config.optim.lr == (7e-4 if is_dense else 5e-4)
+    for word in ("nsa", "dense", "small-dense"):
+        seeds = [name for name in configs if name.startswith(f"2k-{word}-")]
+        assert seeds == [f"2k-{word}-{seed}" for seed in (1337, 1338, 1339)]
 
 
 def test_commands_of_the_experiments_are_taken():
@@ -362,7 +374,7 @@ def test_commands_of_the_experiments_are_taken():
 def test_mistakes_are_named(tmp_path, capsys):
     given = ["run", "--data", str(tmp_path), "--out", str(tmp_path / "out")]
     assert command_line.main([*given, "--only", "51k"]) == 2
-    assert "--only must name some of 50k, 200m-nsa-1337" in capsys.readouterr().err
+    assert "--only must name some of 50k, rates-nsa-1e-4" in capsys.readouterr().err
     assert command_line.main(given) == 2
     assert "--data must be a folder made by nsa data prepare" in capsys.readouterr().err
     with pytest.raises(UserError, match="OUT must hold a finished experiment"):

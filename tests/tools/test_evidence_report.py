@@ -53,7 +53,7 @@ def really_drawn(drawn: object, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_differences_and_their_intervals(tmp_path):
     write_group(tmp_path / "rows", "200m")
     text = report(tmp_path / "rows", tmp_path / "out")
-    head, _, *lines = table(text, "200M tokens, 2,048 a sequence", "NSA minus")
+    head, _, *lines = table(text, "200M tokens in large steps, 2,048 a sequence", "NSA minus")
     assert head[:5] == ["NSA minus", "seeds", "difference", "over documents", "over seeds"]
     assert head[5:] == ["over both", "files"]
     # Each document differs by 10 bits, or 20, or the small model by 4 and 8: of 400 bytes, and of
@@ -97,7 +97,7 @@ def test_zero_has_no_sign(text, expected):
 def test_positions_are_means_over_the_seeds(tmp_path, drawn):
     write_group(tmp_path / "rows", "8k")
     text = report(tmp_path / "rows", tmp_path / "out")
-    head, _, *lines = table(text, "100M tokens, 8,192 a sequence", "from")
+    head, _, *lines = table(text, "100M tokens in large steps, 8,192 a sequence", "from")
     assert head[:3] == ["from", "to", "targets"]
     assert lines == [  # the fourth position is no bin of its own
         ["1", "1", "4", "2.5000", "2.7500", "-0.2500"],
@@ -122,6 +122,28 @@ def test_one_seed_has_no_mean(tmp_path, drawn):
     assert [line.label for line in panel.lines] == ["seed 1", "no difference"]
 
 
+def test_repetitions_are_those_of_pairs(tmp_path):
+    """Of the seeds that both models have; what the text costs at first is NSA's."""
+    write_group(tmp_path, "2k")
+    for name, again, first in (
+        *(("nsa-1", 0.5, 1.5), ("dense-1", 0.25, 1.75), ("nsa-2", 9.0, 9.0)),
+        ("small-dense-1", 9.0, 9.0),
+    ):
+        rows = [
+            {"distance": 128 * n, "bits_per_byte": n * again, "first_bits_per_byte": first}
+            for n in (1, 8)
+        ]
+        write_json(tmp_path / "2k" / name / "repeats.json", {"repeats": rows})
+    text = report(tmp_path, tmp_path / "out")
+    assert table(text, "200M tokens, 2,048 a sequence", "tokens back")[2:] == [
+        ["128", "0.5000", "0.2500", "1.5000"],
+        ["1,024", "4.0000", "2.0000", "1.5000"],
+    ]
+    assert "From `2k/nsa-1/repeats.json`, `2k/dense-1/repeats.json`." in text
+    (tmp_path / "2k/dense-1/repeats.json").unlink()
+    assert "| tokens back |" not in report(tmp_path, tmp_path / "out")
+
+
 def test_differences_by_step(tmp_path, drawn):
     write_group(tmp_path, "8k")
     for name, bits in (("dense-1", 0.25), ("dense-2", 0.75)):
@@ -134,7 +156,7 @@ def test_differences_by_step(tmp_path, drawn):
         path = tmp_path / f"8k/{name}/metrics.jsonl.gz"
         path.write_bytes(gzip.compress(text.encode()))
     text = report(tmp_path, tmp_path / "out")
-    assert table(text, "100M tokens, 8,192 a sequence", "step")[2:] == [
+    assert table(text, "100M tokens in large steps, 8,192 a sequence", "step")[2:] == [
         ["50", "1.8500", "26.8500", "-25.0000"],
         ["80", "1.7000", "41.7000", "-40.0000"],
         ["100", "1.6000", "51.6000", "-50.0000"],
@@ -153,7 +175,7 @@ def test_differences_by_step(tmp_path, drawn):
 def test_arms(tmp_path):
     write_group(tmp_path / "rows", "200m")
     text = report(tmp_path / "rows", tmp_path / "out")
-    _, _, *lines = table(text, "200M tokens, 2,048 a sequence", "model")
+    _, _, *lines = table(text, "200M tokens in large steps, 2,048 a sequence", "model")
     assert [line[:2] for line in lines] == [
         *([NSA, "1"], [DENSE, "1"], [SMALL_DENSE, "1"], [NSA, "2"], [DENSE, "2"])
     ]
@@ -179,7 +201,7 @@ def test_a_loss_that_jumped_shows_in_its_gradient(tmp_path):
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "metrics.jsonl.gz").write_bytes(gzip.compress(text.encode()))
     text = report(tmp_path / "rows", tmp_path / "out")
-    head, _, *lines = table(text, "200M tokens, 2,048 a sequence", "model")
+    head, _, *lines = table(text, "200M tokens in large steps, 2,048 a sequence", "model")
     cells = [line[head.index("largest gradient")] for line in lines]
     assert cells == ["", "", "", "", "149.1 (50)"]
 
@@ -191,7 +213,7 @@ def test_machines_that_differ_are_columns(tmp_path):
     row |= {"gpu": "NVIDIA H100", "commit": "89abcdef0123456+changes", "test_windows": None}
     write_json(path, row)
     text = report(tmp_path, tmp_path / "out")
-    head, _, *lines = table(text, "200M tokens, 2,048 a sequence", "model")
+    head, _, *lines = table(text, "200M tokens in large steps, 2,048 a sequence", "model")
     assert head[-3:] == ["GPU", "commit", "file"]
     assert [line[-3:-1] for line in lines[2:4]] == [
         ["NVIDIA H200", "0123456789ab"],
@@ -209,7 +231,7 @@ def test_a_failed_evaluation_is_shown(tmp_path):
     change_row(tmp_path / "200m/nsa-1", **nothing, failed=[fault], left_out=large)
     (tmp_path / "200m/nsa-1/test.npz").unlink()
     text = report(tmp_path, tmp_path / "out")
-    lines = table(text, "200M tokens, 2,048 a sequence", "model")[2:]
+    lines = table(text, "200M tokens in large steps, 2,048 a sequence", "model")[2:]
     assert lines[0][:6] == [NSA, "1", "", "0.0005", "1.5000", ""]
     assert f"Failed, from `200m/nsa-1/row.json`: {fault}." in text
     left_out = "Left out, above 8 MiB, from `200m/nsa-1/row.json`: `kernels.txt`, `trace.json.gz`."
@@ -217,16 +239,18 @@ def test_a_failed_evaluation_is_shown(tmp_path):
 
 
 def test_planned_runs_and_pairs_that_are_missing(tmp_path):
-    write_group(tmp_path, "200m")
+    write_group(tmp_path, "2k")
     for old, new in (("nsa-1", "nsa-1337"), ("dense-1", "dense-1337")):
-        (tmp_path / "200m" / old).rename(tmp_path / "200m" / new)
-        change_row(tmp_path / "200m" / new, seed=1337)
+        (tmp_path / "2k" / old).rename(tmp_path / "2k" / new)
+        change_row(tmp_path / "2k" / new, seed=1337)
     text = report(tmp_path, tmp_path / "out")
-    missing = [f"{name}-{seed}" for seed in (1338, 1339) for name in ("nsa", "dense")]
-    names = ", ".join(f"`200m/{name}`" for name in [*missing, "small-dense-1337"])
+    models = ("nsa", "dense", "small-dense")
+    missing = [f"{name}-{seed}" for seed in (1338, 1339) for name in models]
+    names = ", ".join(f"`2k/{name}`" for name in ["small-dense-1337", *missing])
     assert f"Not done: {names}." in text
-    pairs = f"{DENSE} with seed 1338, {DENSE} with seed 1339, {SMALL_DENSE} with seed 1337"
-    assert f"Pairs not compared: nsa and {pairs}." in text
+    pairs = [f"{model} with seed {seed}" for seed in (1338, 1339) for model in (DENSE, SMALL_DENSE)]
+    missing_pairs = ", ".join([f"{SMALL_DENSE} with seed 1337", *pairs])
+    assert f"Pairs not compared: nsa and {missing_pairs}." in text
 
 
 def break_json(folder: Path) -> None:
@@ -275,7 +299,7 @@ def test_a_broken_folder_is_named_and_left_out(tmp_path, damage, reason, capsys)
     assert reason in found
     assert found in capsys.readouterr().out
     assert str(tmp_path) not in text
-    lines = table(text, "200M tokens, 2,048 a sequence", "model")[2:]
+    lines = table(text, "200M tokens in large steps, 2,048 a sequence", "model")[2:]
     assert [line[:2] for line in lines] == [
         *([DENSE, "1"], [SMALL_DENSE, "1"], [NSA, "2"], [DENSE, "2"])
     ]
@@ -295,7 +319,7 @@ def test_measurements_of_other_windows_are_not_compared(tmp_path):
     np.savez(path, **arrays)
     text = report(tmp_path, tmp_path / "out")
     assert f"Not compared, {DENSE}, seeds 1: compare: 200m/" in text
-    lines = table(text, "200M tokens, 2,048 a sequence", "NSA minus")[2:]
+    lines = table(text, "200M tokens in large steps, 2,048 a sequence", "NSA minus")[2:]
     assert [line[:2] for line in lines] == [[DENSE, "2"], [SMALL_DENSE, "1"]]
 
 
@@ -329,7 +353,7 @@ def test_a_seed_without_its_partner_is_in_no_difference(tmp_path):
     write_group(tmp_path, "200m")
     (tmp_path / "200m/dense-1/test.npz").unlink()
     text = report(tmp_path, tmp_path / "out")
-    _, _, *lines = table(text, "200M tokens, 2,048 a sequence", "NSA minus")
+    _, _, *lines = table(text, "200M tokens in large steps, 2,048 a sequence", "NSA minus")
     assert [line[:3] for line in lines] == [[DENSE, "2", "-0.1000"], [SMALL_DENSE, "1", "-0.0300"]]
 
 
@@ -428,7 +452,7 @@ def test_older_rows_of_a_file(tmp_path):
     ]
     (tmp_path / "rows/90m.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = report(tmp_path / "rows", tmp_path / "out")
-    title = "90M tokens, 2,048 a sequence"
+    title = "90M tokens in large steps, 2,048 a sequence"
     (line,) = table(text, title, "NSA minus")[2:]
     assert line[2] == "-0.0500"
     assert line[-1] == "`90m/nsa-test.npz`, `90m/dense-test.npz`"

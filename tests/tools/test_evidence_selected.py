@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -135,7 +136,18 @@ def test_learning_rates_of_runs_are_compared_with_the_sweep(tmp_path):
         change_row(folder, tokens=100 * 8192)
     text = report(tmp_path, tmp_path / "out")
     assert "sweep of 440 steps of 65,536 tokens (here 100 of 8,192): 0.0005" in text
+    # A shorter sweep with steps of the same size counts for more.
+    for lr, bits in ((2e-4, 1.6), (4e-4, 1.5), (8e-4, 1.7)):
+        row = make_row(NSA, 1337, lr=lr, steps=40, tokens=40 * 8192, val_bits_per_byte=bits)
+        write_arm(tmp_path / f"rates/nsa-{lr}", row, BYTES, 8.0)
+        (tmp_path / f"rates/nsa-{lr}/test.npz").unlink()
+    text = report(tmp_path, tmp_path / "out")
+    assert "sweep of 40 steps of 8,192 tokens: 0.0005 of nsa was not swept and lies between" in text
+    assert f"its two best; 0.0005 of {DENSE}" not in text
+    assert "| 0.0004 | **1.5000** |" in text
+    assert "From `rates/`." in text
     write_sweep(tmp_path, (NSA, 8192, 5e-4, 1.9))
+    shutil.rmtree(tmp_path / "rates")
     text = report(tmp_path, tmp_path / "out")
     assert "Learning rates were not swept at this length." in text
 

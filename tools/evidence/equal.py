@@ -10,7 +10,14 @@ from typing import Any
 from nsa.train.evaluation import interval
 from nsa.train.measurements import compare
 from tools.evidence.arms import BROKEN, Arm, Group
-from tools.evidence.experiments import DENSE, EXPERIMENTS, NSA, SMALL_DENSE
+from tools.evidence.experiments import (
+    DENSE,
+    EXPERIMENTS,
+    NSA,
+    REPEATED,
+    REPEATED_FILE,
+    SMALL_DENSE,
+)
 from tools.evidence.parts import (
     BITS,
     VALIDATION,
@@ -43,6 +50,7 @@ STEPS = f"step:, | {NSA}=ours:.4f | {DENSE}=dense:.4f | difference:+.4f"
 POSITIONS = (
     f"from=first:, | to=last:, | targets:, | {NSA}=ours:.4f | {DENSE}=dense:.4f | difference:+.4f"
 )
+REPEATS = f"tokens back=distance:, | {NSA}=ours:.4f | {DENSE}=dense:.4f | at first=first:.4f"
 MASKS = (
     "NSA and dense run with document masks; without them, dense is faster: "
     "[README](../../README.md#speed), [throughput](../reports/throughput.md)."
@@ -82,6 +90,7 @@ def equal_tokens(group: Group, sweeps: Sweeps) -> list[Part]:
         *_pairs_missing(name, found),
         *by_step(arms),
         *(by_position(equal[-1], f"{name}-positions.png") if equal else []),
+        *by_distance(arms),
         *curves(arms, f"{name}-loss.png"),
     ]
 
@@ -228,6 +237,46 @@ def folded(bins: Sequence[Figures]) -> list[Figures]:
         *before,
         {"first": pair[0]["first"], "last": last["last"], "bits_per_byte": bits, **counts},
     ]
+
+
+def by_distance(arms: Sequence[Arm]) -> list[Part]:
+    """Loss of repeated passages by the distance back to them, means over the seeds of each model.
+
+    Both models read the same text; its loss at first is that of NSA.
+    """
+    by_model = {
+        model: {
+            arm.row["seed"]: arm
+            for arm in arms
+            if arm.row["model"] == model and (arm.folder / REPEATED_FILE).exists()
+        }
+        for model in (NSA, DENSE)
+    }
+    seeds = sorted({*by_model[NSA]} & {*by_model[DENSE]})
+    if not seeds:
+        return []
+    sides = [[of_seed[seed] for seed in seeds] for of_seed in by_model.values()]
+    found = [[arm.read(REPEATED_FILE)["repeats"] for arm in side] for side in sides]
+
+    def mean(runs: Sequence[Sequence[Figures]], index: int, name: str) -> float:
+        return fmean(run[index][name] for run in runs)
+
+    bits, (ours, dense) = "bits_per_byte", found
+    rows = [
+        {
+            "distance": one["distance"],
+            "ours": mean(ours, index, bits),
+            "dense": mean(dense, index, bits),
+            "first": mean(ours, index, f"first_{bits}"),
+        }
+        for index, one in enumerate(ours[0])
+    ]
+    files = ", ".join(arm.code(REPEATED_FILE) for side in sides for arm in side)
+    about = (
+        f"The second half of passages of {REPEATED} tokens that are repeated, by the distance back "
+        f"to them, {BITS}{_mean(len(seeds))}; at first: {NSA} where the same text stood before."
+    )
+    return [f"{about} {source(files)}", table_of(REPEATS, rows)]
 
 
 # --- curves ---------------------------------------------------------------------------------------

@@ -11,21 +11,29 @@ from tools.evidence.experiments import NSA
 from tools.evidence.parts import BITS, VALIDATION, Figures, Part, table_of
 from tools.evidence.training import read_lines
 
-Sweeps = dict[tuple[int, int], list[Figures]]
+OLDER, SWEPT = "learning-rates.jsonl", "rates"
+Sweeps = dict[tuple[int, int, int], list[Figures]]
 
 
-def read_sweeps(rows: Path) -> Sweeps:
-    """Rows of ``learning-rates.jsonl`` by tokens of a sequence and steps."""
+def read_sweeps(rows: Path, swept: Sequence[Arm]) -> Sweeps:
+    """Rows by tokens of a sequence, tokens of a step and steps.
+
+    Args:
+        rows: ``benchmarks/quality``, with an older sweep in a file.
+        swept: runs of the experiment ``rates``.
+    """
     found: Sweeps = {}
-    for row in read_lines(rows / "learning-rates.jsonl"):
-        found.setdefault((row["seq_len"], row["steps"]), []).append(row)
+    older = [row | {"file": OLDER} for row in read_lines(rows / OLDER)]
+    for row in [*older, *(arm.row | {"file": f"{SWEPT}/"} for arm in swept)]:
+        size = row["tokens"] // row["steps"]
+        found.setdefault((row["seq_len"], size, row["steps"]), []).append(row)
     return dict(sorted(found.items()))
 
 
 def learning_rates(sweeps: Sweeps) -> list[Part]:
     """Validation loss by learning rate and model, the lowest of each model in bold."""
     parts = list[Part]()
-    for (seq_len, steps), found in sweeps.items():
+    for (seq_len, size, steps), found in sweeps.items():
         models = sorted({row["model"] for row in found}, key=lambda model: (model != NSA, model))
         best = {model: min(losses(found, model).values()) for model in models}
         by_rate: dict[float, Figures] = {row["lr"]: {"lr": row["lr"]} for row in found}
@@ -35,8 +43,8 @@ def learning_rates(sweeps: Sweeps) -> list[Part]:
         row = found[0]
         parts += [
             f"{seq_len:,} tokens a sequence. Validation, {BITS} of {row['val_windows']} windows, "
-            f"after {steps:,} steps of {row['tokens'] // steps:,} tokens; seed {row['seed']}, one "
-            f"{row['gpu']} each. From `learning-rates.jsonl`.",
+            f"after {steps:,} steps of {size:,} tokens; seed {row['seed']}, one {row['gpu']} each. "
+            f"From `{row['file']}`.",
             table_of(
                 " | ".join(["learning rate=lr:g", *models]), [by_rate[lr] for lr in sorted(by_rate)]
             ),
@@ -45,17 +53,20 @@ def learning_rates(sweeps: Sweeps) -> list[Part]:
 
 
 def against_sweeps(arms: Sequence[Arm], sweeps: Sweeps) -> str:
-    """What the longest sweep of their length says of the learning rates of runs, in words."""
-    seq_len = arms[0].row["seq_len"]
-    steps = max((steps for length, steps in sweeps if length == seq_len), default=0)
-    if not steps:
-        return "Learning rates were not swept at this length."
-    found = sweeps[seq_len, steps]
-    used = dict.fromkeys((arm.row["model"], arm.row["lr"]) for arm in arms)
-    verdicts = [judged(model, lr, losses(found, model)) for model, lr in used]
-    size, row = found[0]["tokens"] // steps, arms[0].row
-    about = f"Learning rates against the sweep of {steps:,} steps of {size:,} tokens"
+    """What a sweep of their length says of the learning rates of runs, in words.
+
+    It is the longest of those with steps of as many tokens, or else of all.
+    """
+    row = arms[0].row
     own = row["tokens"] // row["steps"]
+    known = [key for key in sweeps if key[0] == row["seq_len"]]
+    if not known:
+        return "Learning rates were not swept at this length."
+    key = max(known, key=lambda key: (key[1] == own, key[2]))
+    _, size, steps = key
+    used = dict.fromkeys((arm.row["model"], arm.row["lr"]) for arm in arms)
+    verdicts = [judged(model, lr, losses(sweeps[key], model)) for model, lr in used]
+    about = f"Learning rates against the sweep of {steps:,} steps of {size:,} tokens"
     about += f" (here {row['steps']:,} of {own:,})" * (own != size)
     return f"{about}: {'; '.join(verdicts)}."
 

@@ -27,7 +27,7 @@ from tools.evidence.parts import (
     table_of,
 )
 from tools.evidence.plots import Line, Panel, Plot, draw
-from tools.evidence.rates import Sweeps, against_sweeps, learning_rates, read_sweeps
+from tools.evidence.rates import SWEPT, Sweeps, against_sweeps, learning_rates, read_sweeps
 from tools.evidence.rows import FAILED
 from tools.evidence.selected import selection
 from tools.evidence.training import STOPPED, read_lines
@@ -45,6 +45,7 @@ these are far from trained out. The test text is 30 books; other editions of a t
 recognised among them. At 90M tokens and at 8,192 tokens a sequence there is one seed. The dense
 model of equal parameters has an MLP of 3,344 instead of 3,072.
 """
+GROUPS = ("50k", "2k", "200m", "90m", "8k", SWEPT)
 LOSSES = (
     "split | window=seq_len:, | windows:, | bits per byte=bits_per_byte:.4f | "
     "95% over documents=over | a bigram model's=bigram_bits_per_byte:.4f | file"
@@ -74,16 +75,17 @@ def write_report(rows: Path, out: Path) -> Path:
     Raises:
         UserError: there is nothing to report.
     """
-    sweeps = read_sweeps(rows)
-    groups = {name: read_group(rows, name) for name in ("50k", "200m", "90m", "8k")}
+    groups = {name: read_group(rows, name) for name in GROUPS}
+    sweeps = read_sweeps(rows, groups[SWEPT].arms)
     for line in (line for group in groups.values() for line in group.broken):
         say(line)
     sections: dict[str, list[Part]] = {
         "50,000 steps as shipped": long_run(groups["50k"], sweeps),
-        "200M tokens, 2,048 a sequence": equal_tokens(groups["200m"], sweeps),
-        "90M tokens, 2,048 a sequence": equal_tokens(groups["90m"], sweeps),
-        "100M tokens, 8,192 a sequence": equal_tokens(groups["8k"], sweeps),
-        "Learning rates": learning_rates(sweeps),
+        "200M tokens, 2,048 a sequence": equal_tokens(groups["2k"], sweeps),
+        "200M tokens in large steps, 2,048 a sequence": equal_tokens(groups["200m"], sweeps),
+        "90M tokens in large steps, 2,048 a sequence": equal_tokens(groups["90m"], sweeps),
+        "100M tokens in large steps, 8,192 a sequence": equal_tokens(groups["8k"], sweeps),
+        "Learning rates": [*learning_rates(sweeps), *groups[SWEPT].notes()],
         "What is selected": selection(groups.values()),
     }
     made = {title: [part for part in parts if part] for title, parts in sections.items() if parts}
