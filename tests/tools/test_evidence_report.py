@@ -31,7 +31,7 @@ from tools.accept.programs import ROOT
 from tools.evidence import __main__ as command_line
 from tools.evidence import equal
 from tools.evidence import report as report_module
-from tools.evidence.experiments import DENSE, NSA, SMALL_DENSE
+from tools.evidence.experiments import DENSE, NSA, SHARED, SMALL_DENSE
 from tools.evidence.parts import without_minus_zero
 from tools.evidence.plots import Line, Panel, draw
 from tools.evidence.report import write_report
@@ -122,26 +122,27 @@ def test_one_seed_has_no_mean(tmp_path, drawn):
     assert [line.label for line in panel.lines] == ["seed 1", "no difference"]
 
 
-def test_repetitions_are_those_of_pairs(tmp_path):
-    """Of the seeds that both models have; what the text costs at first is NSA's."""
+def test_repetitions_are_means_over_the_seeds(tmp_path):
     write_group(tmp_path, "2k")
     for name, again, first in (
-        *(("nsa-1", 0.5, 1.5), ("dense-1", 0.25, 1.75), ("nsa-2", 9.0, 9.0)),
-        ("small-dense-1", 9.0, 9.0),
+        *(("nsa-1", 0.5, 1.5), ("dense-1", 0.25, 1.75), ("nsa-2", 0.75, 2.0)),
     ):
         rows = [
-            {"distance": 128 * n, "bits_per_byte": n * again, "first_bits_per_byte": first}
-            for n in (1, 8)
+            {"distance": 128 * n, "bits_per_byte": n * again, "first_bits_per_byte": first + n / 16}
+            for n in (0, 8)
         ]
         write_json(tmp_path / "2k" / name / "repeats.json", {"repeats": rows})
     text = report(tmp_path, tmp_path / "out")
-    assert table(text, "200M tokens, 2,048 a sequence", "tokens back")[2:] == [
-        ["128", "0.5000", "0.2500", "1.5000"],
-        ["1,024", "4.0000", "2.0000", "1.5000"],
+    cells = table(text, "200M tokens, 2,048 a sequence", "model | seeds | at first | 0 back")
+    assert cells[0][2:] == ["at first", "0 back", "1,024 back"]
+    assert cells[2:] == [
+        [NSA, "2", "2.0000", "0.0000", "5.0000"],
+        [DENSE, "1", "2.0000", "0.0000", "2.0000"],
     ]
-    assert "From `2k/nsa-1/repeats.json`, `2k/dense-1/repeats.json`." in text
-    (tmp_path / "2k/dense-1/repeats.json").unlink()
-    assert "| tokens back |" not in report(tmp_path, tmp_path / "out")
+    assert "`2k/nsa-1/repeats.json`, `2k/dense-1/repeats.json`, `2k/nsa-2/repeats.json`." in text
+    for name in ("nsa-1", "nsa-2", "dense-1"):
+        (tmp_path / f"2k/{name}/repeats.json").unlink()
+    assert "| at first |" not in report(tmp_path, tmp_path / "out")
 
 
 def test_differences_by_step(tmp_path, drawn):
@@ -245,11 +246,13 @@ def test_planned_runs_and_pairs_that_are_missing(tmp_path):
         change_row(tmp_path / "2k" / new, seed=1337)
     text = report(tmp_path, tmp_path / "out")
     models = ("nsa", "dense", "small-dense")
-    missing = [f"{name}-{seed}" for seed in (1338, 1339) for name in models]
-    names = ", ".join(f"`2k/{name}`" for name in ["small-dense-1337", *missing])
+    missing = ["shared-1337", "small-dense-1337"]
+    missing += [f"{name}-{seed}" for seed in (1338, 1339) for name in models]
+    names = ", ".join(f"`2k/{name}`" for name in missing)
     assert f"Not done: {names}." in text
     pairs = [f"{model} with seed {seed}" for seed in (1338, 1339) for model in (DENSE, SMALL_DENSE)]
-    missing_pairs = ", ".join([f"{SMALL_DENSE} with seed 1337", *pairs])
+    pairs = [f"{model} with seed 1337" for model in (SHARED, SMALL_DENSE)] + pairs
+    missing_pairs = ", ".join(pairs)
     assert f"Pairs not compared: nsa and {missing_pairs}." in text
 
 

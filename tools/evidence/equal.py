@@ -11,12 +11,12 @@ from nsa.train.evaluation import interval
 from nsa.train.measurements import compare
 from tools.evidence.arms import BROKEN, Arm, Group
 from tools.evidence.experiments import (
+    CONFIGS,
     DENSE,
     EXPERIMENTS,
     NSA,
     REPEATED,
     REPEATED_FILE,
-    SMALL_DENSE,
 )
 from tools.evidence.parts import (
     BITS,
@@ -50,7 +50,7 @@ STEPS = f"step:, | {NSA}=ours:.4f | {DENSE}=dense:.4f | difference:+.4f"
 POSITIONS = (
     f"from=first:, | to=last:, | targets:, | {NSA}=ours:.4f | {DENSE}=dense:.4f | difference:+.4f"
 )
-REPEATS = f"tokens back=distance:, | {NSA}=ours:.4f | {DENSE}=dense:.4f | at first=first:.4f"
+REPEATS = "model | seeds | at first=first:.4f"
 MASKS = (
     "NSA and dense run with document masks; without them, dense is faster: "
     "[README](../../README.md#speed), [throughput](../reports/throughput.md)."
@@ -106,7 +106,7 @@ def _largest_gradient(arm: Arm) -> Figures:
 # --- differences ----------------------------------------------------------------------------------
 def differences(arms: Sequence[Arm]) -> tuple[list[Figures], list[str]]:
     """Paired differences of equal seeds, of each and of all, and what cannot be compared."""
-    by_model: dict[str, dict[int, Arm]] = {NSA: {}, DENSE: {}, SMALL_DENSE: {}}
+    by_model: dict[str, dict[int, Arm]] = {model: {} for model in CONFIGS}
     for arm in arms:
         if arm.test_file.exists():
             by_model[arm.row["model"]][arm.row["seed"]] = arm
@@ -240,43 +240,29 @@ def folded(bins: Sequence[Figures]) -> list[Figures]:
 
 
 def by_distance(arms: Sequence[Arm]) -> list[Part]:
-    """Loss of repeated passages by the distance back to them, means over the seeds of each model.
-
-    Both models read the same text; its loss at first is that of NSA.
-    """
-    by_model = {
-        model: {
-            arm.row["seed"]: arm
-            for arm in arms
-            if arm.row["model"] == model and (arm.folder / REPEATED_FILE).exists()
-        }
-        for model in (NSA, DENSE)
-    }
-    seeds = sorted({*by_model[NSA]} & {*by_model[DENSE]})
-    if not seeds:
+    """Loss of repeated passages by the distance back to them, means over a model's seeds."""
+    with_file = [arm for arm in arms if (arm.folder / REPEATED_FILE).exists()]
+    rows, distances = list[Figures](), dict[int, None]()
+    for model in CONFIGS:
+        found = [
+            arm.read(REPEATED_FILE)["repeats"] for arm in with_file if arm.row["model"] == model
+        ]
+        if found:
+            firsts = [one["first_bits_per_byte"] for of_seed in found for one in of_seed]
+            row = {"model": model, "seeds": len(found), "first": fmean(firsts)}
+            for bins in zip(*found, strict=True):
+                distances[bins[0]["distance"]] = None
+                row[str(bins[0]["distance"])] = fmean(one["bits_per_byte"] for one in bins)
+            rows.append(row)
+    if not rows:
         return []
-    sides = [[of_seed[seed] for seed in seeds] for of_seed in by_model.values()]
-    found = [[arm.read(REPEATED_FILE)["repeats"] for arm in side] for side in sides]
-
-    def mean(runs: Sequence[Sequence[Figures]], index: int, name: str) -> float:
-        return fmean(run[index][name] for run in runs)
-
-    bits, (ours, dense) = "bits_per_byte", found
-    rows = [
-        {
-            "distance": one["distance"],
-            "ours": mean(ours, index, bits),
-            "dense": mean(dense, index, bits),
-            "first": mean(ours, index, f"first_{bits}"),
-        }
-        for index, one in enumerate(ours[0])
-    ]
-    files = ", ".join(arm.code(REPEATED_FILE) for side in sides for arm in side)
+    columns = "".join(f" | {distance:,} back={distance}:.4f" for distance in distances)
     about = (
-        f"The second half of passages of {REPEATED} tokens that are repeated, by the distance back "
-        f"to them, {BITS}{_mean(len(seeds))}; at first: {NSA} where the same text stood before."
+        f"Second half of passages of {REPEATED} tokens that are repeated, by the tokens back to "
+        f"them, and where they stood first; {BITS}, means over the seeds."
     )
-    return [f"{about} {source(files)}", table_of(REPEATS, rows)]
+    files = ", ".join(arm.code(REPEATED_FILE) for arm in with_file)
+    return [f"{about} {source(files)}", table_of(f"{REPEATS}{columns}", rows)]
 
 
 # --- curves ---------------------------------------------------------------------------------------

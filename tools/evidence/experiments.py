@@ -7,14 +7,16 @@ from dataclasses import dataclass
 BOOKS = "BOOKS"  # link to the prepared data in the folder where everything runs
 ON_BOOKS = f"--data.source shards --data.path {BOOKS} --data.tokenizer byte"
 NSA, DENSE, SMALL_DENSE = "nsa", "dense-equal-parameters", "dense-equal-width"
+SHARED = "nsa-shared-keys"  # one key and value projection for all branches
 # Best learning rates of benchmarks/quality/learning-rates.jsonl, 65,536 tokens a step: NSA's best,
 # and between dense's two. Of smaller steps, as shipped until benchmarks/quality/rates says better.
 LARGE_STEP_RATES = {NSA: "5e-4", DENSE: "7e-4", SMALL_DENSE: "7e-4"}
-RATES = {NSA: "2e-4", DENSE: "2e-4", SMALL_DENSE: "2e-4"}
+RATES = {NSA: "2e-4", SHARED: "2e-4", DENSE: "2e-4", SMALL_DENSE: "2e-4"}
 TRIED_RATES = ("1e-4", "2e-4", "4e-4", "8e-4")
 EQUAL_MLP = 3344  # hidden size at which the dense model has NSA's parameters
 CONFIGS = {
     NSA: "78m",
+    SHARED: "78m --model.nsa.share-kv true",
     DENSE: f"78m-dense --model.mlp-hidden-size {EQUAL_MLP}",
     SMALL_DENSE: "78m-dense",
 }
@@ -178,18 +180,18 @@ def equal_tokens(
     """
     splits = ("test",) if tokens.seq_len == LONG else ("test", "validation")
     afterwards = [*(measured(split) for split in splits), *further]
-    afterwards += [inspected(tokens.seq_len)] if model == NSA else []
+    afterwards += [inspected(tokens.seq_len)] if model in (NSA, SHARED) else []
     return Experiment(name, model, tokens.settings(model, lr, seed), tuple(afterwards), expected_s)
 
 
 _AS_SHIPPED = f"78m {ON_BOOKS} --micro-batch 4 --accumulation 1"  # its batch in one micro-batch
 _SMALL_STEPS = Tokens(200_000_000, 8_192, warmup_steps=1000, eval_every=2000, log_every=100)
-_SWEPT = Tokens(40_000_000, 8_192, warmup_steps=500, eval_every=0, log_every=100)
+_SWEPT = Tokens(30_000_000, 8_192, warmup_steps=500, eval_every=0, log_every=100)
 _LARGE_STEPS = Tokens(200_000_000, 65_536, warmup_steps=150, eval_every=500)
 _LONG = Tokens(
     100_000_000, 65_536, warmup_steps=150, eval_every=500, seq_len=LONG, eval_windows=128
 )
-_WORDS = {"nsa": NSA, "dense": DENSE, "small-dense": SMALL_DENSE}
+_WORDS = {"nsa": NSA, "shared": SHARED, "dense": DENSE, "small-dense": SMALL_DENSE}
 EXPERIMENTS = (
     Experiment(
         "50k", NSA, _AS_SHIPPED, whole_run(_AS_SHIPPED, PROMPT, 50), expected_s=1310, in_legs=True
@@ -197,7 +199,7 @@ EXPERIMENTS = (
     *(
         Experiment(f"rates-{word}-{lr}", model, _SWEPT.settings(model, lr, SEEDS[0]), (), seconds)
         for lr in TRIED_RATES
-        for word, model, seconds in (("nsa", NSA, 130), ("dense", DENSE, 110))
+        for word, model, seconds in (("nsa", NSA, 105), ("dense", DENSE, 90))
     ),
     *(
         equal_tokens(
@@ -205,12 +207,13 @@ EXPERIMENTS = (
             model,
             _SMALL_STEPS,
             lr=RATES[model],
-            expected_s=575 if model == NSA else 475,
+            expected_s=575 if model in (NSA, SHARED) else 475,
             seed=seed,
             further=(repeated(),),
         )
         for seed in SEEDS
         for word, model in _WORDS.items()
+        if model != SHARED or seed == SEEDS[0]
     ),
     *(
         equal_tokens(

@@ -9,9 +9,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from tools.evidence.experiments import DENSE, NSA, SMALL_DENSE
+from tools.evidence.experiments import DENSE, NSA, SHARED, SMALL_DENSE
 
-COLOURS = {NSA: "#4477aa", DENSE: "#cc3311", SMALL_DENSE: "#ccbb44"}
+COLOURS = {NSA: "#4477aa", SHARED: "#66ccee", DENSE: "#cc3311", SMALL_DENSE: "#ccbb44"}
 DASHES = ("-", "--", ":", "-.")
 
 
