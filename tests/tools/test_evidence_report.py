@@ -124,9 +124,7 @@ def test_one_seed_has_no_mean(tmp_path, drawn):
 
 def test_repetitions_are_means_over_the_seeds(tmp_path):
     write_group(tmp_path, "2k")
-    for name, again, first in (
-        *(("nsa-1", 0.5, 1.5), ("dense-1", 0.25, 1.75), ("nsa-2", 0.75, 2.0)),
-    ):
+    for name, again, first in (("nsa-1", 0.5, 1.5), ("dense-1", 0.25, 1.75), ("nsa-2", 0.75, 2.0)):
         rows = [
             {"distance": 128 * n, "bits_per_byte": n * again, "first_bits_per_byte": first + n / 16}
             for n in (0, 8)

@@ -32,7 +32,6 @@ class Sizes(NamedTuple):
         WHOLE: whether y holds the tokens of every block.
         BLOCK_C: blocks, or strides of tokens, of a tile.
         BLOCK_D: columns of a tile.
-        AHEAD: tokens of a block whose loads are on their way at a time.
     """
 
     HKV: int
@@ -43,7 +42,6 @@ class Sizes(NamedTuple):
     WHOLE: bool
     BLOCK_C: int
     BLOCK_D: int
-    AHEAD: int
 
 
 @triton.jit
@@ -116,7 +114,7 @@ def compress_fwd_kernel(
         total = tl.zeros(mask.shape, tl.float32)  # [BLOCK_C, BLOCK_D]
         partner = tl.zeros(mask.shape, tl.float32)
         swapped = partner_column(d, SIZES.ROTARY)
-        for i in tl.range(0, SIZES.L, loop_unroll_factor=SIZES.AHEAD):
+        for i in tl.range(0, SIZES.L):
             x = tl.load(x_ptr + row[:, None] + d[None, :], mask=mask, other=0.0)
             if SIZES.WHOLE:
                 tl.store(y + i * SIZES.D, x, mask=mask)
