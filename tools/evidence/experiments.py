@@ -8,10 +8,10 @@ BOOKS = "BOOKS"  # link to the prepared data in the folder where everything runs
 ON_BOOKS = f"--data.source shards --data.path {BOOKS} --data.tokenizer byte"
 NSA, DENSE, SMALL_DENSE = "nsa", "dense-equal-parameters", "dense-equal-width"
 SHARED = "nsa-shared-keys"  # one key and value projection for all branches
-# Best learning rates of benchmarks/quality/learning-rates.jsonl, 65,536 tokens a step: NSA's best,
-# and between dense's two. Of smaller steps, as shipped until benchmarks/quality/rates says better.
+# Best learning rates: of benchmarks/quality/learning-rates.jsonl for steps of 65,536 tokens, NSA's
+# best and between dense's two; of benchmarks/quality/rates for steps of 8,192.
 LARGE_STEP_RATES = {NSA: "5e-4", DENSE: "7e-4", SMALL_DENSE: "7e-4"}
-RATES = {NSA: "2e-4", SHARED: "2e-4", DENSE: "2e-4", SMALL_DENSE: "2e-4"}
+RATES = {NSA: "4e-4", SHARED: "4e-4", DENSE: "4e-4", SMALL_DENSE: "4e-4"}
 TRIED_RATES = ("1e-4", "2e-4", "4e-4", "8e-4")
 EQUAL_MLP = 3344  # hidden size at which the dense model has NSA's parameters
 CONFIGS = {
