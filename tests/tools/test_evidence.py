@@ -326,7 +326,7 @@ def settings_of(experiment: Experiment) -> Any:
 
 def test_experiments_are_those_that_are_compared():
     known = {experiment.name: experiment for experiment in EXPERIMENTS}
-    assert len(known) == len(EXPERIMENTS) == 27
+    assert len(known) == len(EXPERIMENTS) == 29
     configs = {name: settings_of(experiment) for name, experiment in known.items()}
     shipped = configs.pop("50k")
     assert known["50k"].in_legs
@@ -338,6 +338,7 @@ def test_experiments_are_those_that_are_compared():
             "rates": (30_007_296, 8192, 2048),
             "2k": (200_007_680, 8192, 2048),
             "200m": (200_015_872, 65_536, 2048),
+            "long": (200_007_680, 8192, 8192),
             "8k": (100_007_936, 65_536, 8192),
         }[group]
         assert config.steps * config.global_batch * config.seq_len == tokens

@@ -67,7 +67,7 @@ def take(out: Path, *, rows: Path = Path("benchmarks/quality")) -> int:
 
     Args:
         out: folder of `python -m tools.evidence run`
-        rows: folder for 50k/, 200m/, 8k/
+        rows: folder for 50k/, 2k/, long/ and the others
     """
     take_folders(out, rows)
     return 0

@@ -189,6 +189,9 @@ _SMALL_STEPS = Tokens(200_000_000, 8_192, warmup_steps=1000, eval_every=2000, lo
 _SWEPT = Tokens(30_000_000, 8_192, warmup_steps=500, eval_every=0, log_every=100)
 _LARGE_STEPS = Tokens(200_000_000, 65_536, warmup_steps=150, eval_every=500)
 _LONG = Tokens(
+    200_000_000, 8_192, 1000, eval_every=2000, seq_len=LONG, eval_windows=128, log_every=100
+)
+_LONG_IN_LARGE_STEPS = Tokens(
     100_000_000, 65_536, warmup_steps=150, eval_every=500, seq_len=LONG, eval_windows=128
 )
 _WORDS = {"nsa": NSA, "shared": SHARED, "dense": DENSE, "small-dense": SMALL_DENSE}
@@ -228,7 +231,20 @@ EXPERIMENTS = (
         for word, model, seconds in (("nsa", NSA, 480), ("dense", DENSE, 425))
     ),
     *(
-        equal_tokens(f"8k-{word}", model, _LONG, lr=LARGE_STEP_RATES[model], expected_s=390)
+        equal_tokens(
+            f"long-{word}",
+            model,
+            _LONG,
+            lr=RATES[model],
+            expected_s=700,
+            further=(repeated(),),
+        )
+        for word, model in (("nsa", NSA), ("dense", DENSE))
+    ),
+    *(
+        equal_tokens(
+            f"8k-{word}", model, _LONG_IN_LARGE_STEPS, lr=LARGE_STEP_RATES[model], expected_s=390
+        )
         for word, model in (("nsa", NSA), ("dense", DENSE))
     ),
 )

@@ -46,7 +46,7 @@ recognised among them. At 90M tokens and at 8,192 tokens a sequence there is one
 model of equal parameters has an MLP of 3,344 instead of 3,072. Large steps are of 65,536 tokens,
 eight times those of `78m` as shipped: few for so many tokens ([log](../log.md)).
 """
-GROUPS = ("50k", "2k", "200m", "90m", "8k", SWEPT)
+GROUPS = ("50k", "2k", "long", "200m", "90m", "8k", SWEPT)
 LOSSES = (
     "split | window=seq_len:, | windows:, | bits per byte=bits_per_byte:.4f | "
     "95% over documents=over | a bigram model's=bigram_bits_per_byte:.4f | file"
@@ -83,6 +83,7 @@ def write_report(rows: Path, out: Path) -> Path:
     sections: dict[str, list[Part]] = {
         "50,000 steps as shipped": long_run(groups["50k"], sweeps),
         "200M tokens, 2,048 a sequence": equal_tokens(groups["2k"], sweeps),
+        "200M tokens, 8,192 a sequence": equal_tokens(groups["long"], sweeps),
         "200M tokens in large steps, 2,048 a sequence": equal_tokens(groups["200m"], sweeps),
         "90M tokens in large steps, 2,048 a sequence": equal_tokens(groups["90m"], sweeps),
         "100M tokens in large steps, 8,192 a sequence": equal_tokens(groups["8k"], sweeps),
