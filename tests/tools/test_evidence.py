@@ -326,7 +326,7 @@ def settings_of(experiment: Experiment) -> Any:
 
 def test_experiments_are_those_that_are_compared():
     known = {experiment.name: experiment for experiment in EXPERIMENTS}
-    assert len(known) == len(EXPERIMENTS) == 29
+    assert len(known) == len(EXPERIMENTS) == 31
     configs = {name: settings_of(experiment) for name, experiment in known.items()}
     shipped = configs.pop("50k")
     assert known["50k"].in_legs

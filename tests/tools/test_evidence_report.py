@@ -31,7 +31,7 @@ from tools.accept.programs import ROOT
 from tools.evidence import __main__ as command_line
 from tools.evidence import equal
 from tools.evidence import report as report_module
-from tools.evidence.experiments import DENSE, NSA, SHARED, SMALL_DENSE
+from tools.evidence.experiments import DENSE, NSA, SHARED, SLOW, SMALL_DENSE, SOFTMAX
 from tools.evidence.parts import without_minus_zero
 from tools.evidence.plots import Line, Panel, draw
 from tools.evidence.report import write_report
@@ -244,12 +244,12 @@ def test_planned_runs_and_pairs_that_are_missing(tmp_path):
         change_row(tmp_path / "2k" / new, seed=1337)
     text = report(tmp_path, tmp_path / "out")
     models = ("nsa", "dense", "small-dense")
-    missing = ["shared-1337", "small-dense-1337"]
+    missing = ["shared-1337", "softmax-1337", "slow-1337", "small-dense-1337"]
     missing += [f"{name}-{seed}" for seed in (1338, 1339) for name in models]
     names = ", ".join(f"`2k/{name}`" for name in missing)
     assert f"Not done: {names}." in text
     pairs = [f"{model} with seed {seed}" for seed in (1338, 1339) for model in (DENSE, SMALL_DENSE)]
-    pairs = [f"{model} with seed 1337" for model in (SHARED, SMALL_DENSE)] + pairs
+    pairs = [f"{model} with seed 1337" for model in (SHARED, SOFTMAX, SLOW, SMALL_DENSE)] + pairs
     missing_pairs = ", ".join(pairs)
     assert f"Pairs not compared: nsa and {missing_pairs}." in text
 

@@ -7,16 +7,19 @@ from dataclasses import dataclass
 BOOKS = "BOOKS"  # link to the prepared data in the folder where everything runs
 ON_BOOKS = f"--data.source shards --data.path {BOOKS} --data.tokenizer byte"
 NSA, DENSE, SMALL_DENSE = "nsa", "dense-equal-parameters", "dense-equal-width"
-SHARED = "nsa-shared-keys"  # one key and value projection for all branches
+# One key and value projection for all branches; gates that sum to 1; gates that learn slowly.
+SHARED, SOFTMAX, SLOW = "nsa-shared-keys", "nsa-softmax-gates", "nsa-slow-gates"
 # Best learning rates: of benchmarks/quality/learning-rates.jsonl for steps of 65,536 tokens, NSA's
 # best and between dense's two; of benchmarks/quality/rates for steps of 8,192.
 LARGE_STEP_RATES = {NSA: "5e-4", DENSE: "7e-4", SMALL_DENSE: "7e-4"}
-RATES = {NSA: "4e-4", SHARED: "4e-4", DENSE: "4e-4", SMALL_DENSE: "4e-4"}
+RATES = dict.fromkeys((NSA, SHARED, SOFTMAX, SLOW, DENSE, SMALL_DENSE), "4e-4")
 TRIED_RATES = ("1e-4", "2e-4", "4e-4", "8e-4")
 EQUAL_MLP = 3344  # hidden size at which the dense model has NSA's parameters
 CONFIGS = {
     NSA: "78m",
     SHARED: "78m --model.nsa.share-kv true",
+    SOFTMAX: "78m --model.nsa.gate softmax",
+    SLOW: "78m --optim.gate-lr-ratio 0.05",
     DENSE: f"78m-dense --model.mlp-hidden-size {EQUAL_MLP}",
     SMALL_DENSE: "78m-dense",
 }
@@ -180,7 +183,7 @@ def equal_tokens(
     """
     splits = ("test",) if tokens.seq_len == LONG else ("test", "validation")
     afterwards = [*(measured(split) for split in splits), *further]
-    afterwards += [inspected(tokens.seq_len)] if model in (NSA, SHARED) else []
+    afterwards += [inspected(tokens.seq_len)] if model not in (DENSE, SMALL_DENSE) else []
     return Experiment(name, model, tokens.settings(model, lr, seed), tuple(afterwards), expected_s)
 
 
@@ -194,7 +197,8 @@ _LONG = Tokens(
 _LONG_IN_LARGE_STEPS = Tokens(
     100_000_000, 65_536, warmup_steps=150, eval_every=500, seq_len=LONG, eval_windows=128
 )
-_WORDS = {"nsa": NSA, "shared": SHARED, "dense": DENSE, "small-dense": SMALL_DENSE}
+_VARIANTS = {"shared": SHARED, "softmax": SOFTMAX, "slow": SLOW}  # with the first seed alone
+_WORDS = {"nsa": NSA, **_VARIANTS, "dense": DENSE, "small-dense": SMALL_DENSE}
 EXPERIMENTS = (
     Experiment(
         "50k", NSA, _AS_SHIPPED, whole_run(_AS_SHIPPED, PROMPT, 50), expected_s=1310, in_legs=True
@@ -210,13 +214,13 @@ EXPERIMENTS = (
             model,
             _SMALL_STEPS,
             lr=RATES[model],
-            expected_s=660 if model in (NSA, SHARED) else 535,
+            expected_s=535 if model in (DENSE, SMALL_DENSE) else 660,
             seed=seed,
             further=(repeated(),),
         )
         for seed in SEEDS
         for word, model in _WORDS.items()
-        if model != SHARED or seed == SEEDS[0]
+        if word not in _VARIANTS or seed == SEEDS[0]
     ),
     *(
         equal_tokens(
