@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nsa.ops._triton.tuning import Tile, TileKey, default_tile, tiles_chosen_by
+from nsa.ops.projection import ops as projection_launch
 from nsa.ops.selected import launch as triton_launch
 from tests.ops import properties
 from tests.ops.cases import small
@@ -83,6 +84,11 @@ def test_gates_of_a_projection(gate, branches):
     activation, temperature = gate
     changes = {"gate": activation, "gate_temperature": temperature, "branches": branches}
     check_project(Case(dataclasses.replace(NARROW, **changes), (70, 3)))
+
+
+def test_heads_of_many_tokens_in_fewer_programs(monkeypatch):
+    monkeypatch.setattr(projection_launch, "SOME_TOKENS", 0)
+    check_project(Case(NARROW, (70, 3)))
 
 
 def test_compression_by_mlp():

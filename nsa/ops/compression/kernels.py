@@ -32,6 +32,7 @@ class Sizes(NamedTuple):
         WHOLE: whether y holds the tokens of every block.
         BLOCK_C: blocks, or strides of tokens, of a tile.
         BLOCK_D: columns of a tile.
+        AHEAD: tokens of a block whose loads are on their way at a time.
     """
 
     HKV: int
@@ -42,6 +43,7 @@ class Sizes(NamedTuple):
     WHOLE: bool
     BLOCK_C: int
     BLOCK_D: int
+    AHEAD: int
 
 
 @triton.jit
@@ -114,7 +116,7 @@ def compress_fwd_kernel(
         total = tl.zeros(mask.shape, tl.float32)  # [BLOCK_C, BLOCK_D]
         partner = tl.zeros(mask.shape, tl.float32)
         swapped = partner_column(d, SIZES.ROTARY)
-        for i in tl.range(0, SIZES.L):
+        for i in tl.range(0, SIZES.L, loop_unroll_factor=SIZES.AHEAD):
             x = tl.load(x_ptr + row[:, None] + d[None, :], mask=mask, other=0.0)
             if SIZES.WHOLE:
                 tl.store(y + i * SIZES.D, x, mask=mask)

@@ -17,6 +17,9 @@ from nsa.ops._sequences import Sequences
 from nsa.rope import Rope, frequency_table
 
 BLOCK_ROWS = 16
+# Of each block of a tile, tokens together: a short batch has fewer programs than a GPU can hold, so
+# that each waits for memory.
+LOADED_BYTES = 1024
 WEIGHT_PARTS = 64
 WEIGHT_TILE = 2048  # elements of a tile of weights, at most
 # Where registers are plentiful, ptxas may still spill one for the sake of one more program on a
@@ -79,7 +82,8 @@ class Blocks(NamedTuple):
             rotation = (table, rope.magnitude, offset, self.starts)
         size = like.shape[-1]
         tile = (BLOCK_ROWS, next_power_of_2(size))
-        sizes = Sizes(num_heads, size, self.size, self.stride, rotary, self.whole, *tile)
+        ahead = max(1, LOADED_BYTES // (tile[1] * like.element_size()))
+        sizes = Sizes(num_heads, size, self.size, self.stride, rotary, self.whole, *tile, ahead)
         # As many warps as keep a tile in registers.
         options = {"num_warps": 4 if size <= 128 else 8}
         if self.whole:

@@ -15,9 +15,10 @@ from nsa.ops._replay import replayed
 from nsa.ops.projection.layout import Columns, padded, stacked
 from nsa.rope import Rope, frequency_table
 
-# Tokens of a program, and the programs that share the heads of the same tokens; and the same of a
-# decode step, which would leave most of a GPU idle.
+# Tokens of a program, and the programs that share the heads of the same tokens: more where there
+# are so few that each waits for memory, and still more in a decode step.
 BLOCK_ROWS, HEAD_PROGRAMS = 32, 2
+SOME_TOKENS, SOME_HEAD_PROGRAMS = 16_384, 8
 FEW_TOKENS, FEW_ROWS, FEW_HEAD_PROGRAMS = 64, 4, 16
 
 
@@ -69,6 +70,8 @@ def _launch(
     used, block_half = sum(columns.sizes), next_power_of_2(max(rope.dim // 2, 1))
     turns = any(part.rotary for part in parts)
     block_rows, programs = BLOCK_ROWS, HEAD_PROGRAMS
+    if x.shape[0] <= SOME_TOKENS:
+        programs = SOME_HEAD_PROGRAMS
     is_few = x.shape[0] <= FEW_TOKENS
     if is_few:
         block_rows, programs = FEW_ROWS, FEW_HEAD_PROGRAMS
