@@ -169,8 +169,13 @@ def open_gates(x_row, gates_ptr, bias_ptr, row, ok, GATES: tl.constexpr, BLOCK_H
 
 
 @triton.jit
-def close_gates(x_row, gates_ptr, dgates_ptr, row, ok, GATES: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Gradients of the logits, which begin at ``x_row``, from those of the gates."""
+def close_gates(
+    x_row, gates_ptr, dgates_ptr, sum_ptr, row, ok, GATES: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """Gradients of the logits, which begin at ``x_row``, from those of the gates.
+
+    Their sums over the rows go to ``sum_ptr``, where it is not None.
+    """
     head = tl.arange(0, BLOCK_H)[None, :]
     mask = ok[:, None] & (head < GATES.heads)
     at = (row[:, None] * GATES.heads + head) * 3
@@ -188,6 +193,8 @@ def close_gates(x_row, gates_ptr, dgates_ptr, row, ok, GATES: tl.constexpr, BLOC
             dlogit = gate * (1.0 - gate) * dgate
         column = head * len(GATES.branches) + branch
         tl.store(x_row + column, dlogit, mask=mask)
+        if sum_ptr is not None:
+            tl.store(sum_ptr + column, tl.sum(dlogit, 0)[None, :], mask=head < GATES.heads)
 
 
 @kernel(do_not_specialize=[*VARYING, "search_steps"])
@@ -218,7 +225,8 @@ def heads_kernel(
 
     Program (i, j) works on the i-th ``BLOCK_R`` tokens and every num_programs-th head; the last j
     also on the gates, and in the backward it writes 0 to the padding columns after the used ones.
-    ``GATES`` are the last used columns, or None.
+    ``GATES`` are the last used columns, or None. In the backward ``bias_ptr`` takes the gradient of
+    the bias, summed over the tokens of each i: fp32 ``[programs, GATES.columns]``, or is None.
     """
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -240,7 +248,10 @@ def heads_kernel(
         if GATES is not None:
             logits = x_row + PLAN.used - GATES.columns
             if BACKWARD:
-                close_gates(logits, gates_ptr, dgates_ptr, row, ok, GATES, BLOCK_H)
+                sum_ptr = bias_ptr
+                if sum_ptr is not None:
+                    sum_ptr += tl.program_id(0) * GATES.columns
+                close_gates(logits, gates_ptr, dgates_ptr, sum_ptr, row, ok, GATES, BLOCK_H)
             else:
                 open_gates(logits, gates_ptr, bias_ptr, row, ok, GATES, BLOCK_H)
         if BACKWARD and PLAN.padding > 0:

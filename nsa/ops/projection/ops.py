@@ -52,7 +52,10 @@ def _launch(
     *,
     backward: bool,
 ) -> None:
-    """Split x ``[T, N]`` into heads ``[T, number, size]`` and gates ``[T, Hq, 3]``, or back."""
+    """Split x ``[T, N]`` into heads ``[T, number, size]`` and gates ``[T, Hq, 3]``, or back.
+
+    ``bias`` is that of the gates; on the way back memory for the sums of :func:`_sums`, if any.
+    """
     from nsa.ops._triton.dependent_launch import starts_early
     from nsa.ops._triton.sizes import cdiv, next_power_of_2
     from nsa.ops.projection.kernels import Part, Plan, heads_kernel
@@ -69,12 +72,8 @@ def _launch(
             parts.append(Part(start, part.number, part.size, rotary, block, tensor, plain))
     used, block_half = sum(columns.sizes), next_power_of_2(max(rope.dim // 2, 1))
     turns = any(part.rotary for part in parts)
-    block_rows, programs = BLOCK_ROWS, HEAD_PROGRAMS
-    if x.shape[0] <= SOME_TOKENS:
-        programs = SOME_HEAD_PROGRAMS
+    block_rows, programs = _programs(x.shape[0])
     is_few = x.shape[0] <= FEW_TOKENS
-    if is_few:
-        block_rows, programs = FEW_ROWS, FEW_HEAD_PROGRAMS
     if x.shape[0]:
         heads_kernel[(cdiv(x.shape[0], block_rows), programs)](
             x,
@@ -103,6 +102,19 @@ def _launch(
             # Cosines and sines of all tokens stay in registers.
             num_warps=(4 if block_half <= 64 else 8) if block_rows == BLOCK_ROWS else 1,
         )
+
+
+def _programs(num_tokens: int) -> tuple[int, int]:
+    """Tokens of a program, and programs for the heads of the same tokens."""
+    if num_tokens <= FEW_TOKENS:
+        return FEW_ROWS, FEW_HEAD_PROGRAMS
+    return BLOCK_ROWS, SOME_HEAD_PROGRAMS if num_tokens <= SOME_TOKENS else HEAD_PROGRAMS
+
+
+def _sums(num_tokens: int, bias: Tensor) -> Tensor:
+    """Memory for the gradient of the bias over the tokens of each program: fp32 ``[n, N]``."""
+    block_rows, _ = _programs(num_tokens)
+    return bias.new_empty(-(-num_tokens // block_rows), bias.shape[0], dtype=torch.float32)
 
 
 def _forward(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) -> list[Tensor]:
@@ -155,15 +167,15 @@ def _project_backward(
     dproduct = x.new_empty(x.shape[0], padded(used))
     heads = [grad.contiguous() for grad in grads]
     dgates = None if gates is None else heads.pop()
-    _launch(dproduct, heads, gates, dgates, None, tokens, backward=True)
+    sums = None if bias is None or not needs[2] else _sums(x.shape[0], bias)
+    _launch(dproduct, heads, gates, dgates, sums, tokens, backward=True)
     dx = torch.mm(dproduct, weight) if needs[0] else x.new_empty(0)
     dweight = x.new_empty(0, dtype=dtype)
     if needs[1]:
         dweight = torch.mm(dproduct.t(), x).to(dtype)
     dbias = x.new_empty(0)
-    if bias is not None and needs[2]:
-        dlogits = dproduct[:, used - bias.shape[0] : used]
-        dbias = dlogits.sum(0, dtype=torch.float32).to(bias.dtype)
+    if bias is not None and sums is not None:
+        dbias = sums.sum(0).to(bias.dtype)
     return [dx, dweight, dbias]
 
 
