@@ -128,7 +128,7 @@ class OptimConfig:
         name: ``adamw`` (fused), or ``muon`` for the matrices of the layers and AdamW for all else.
         lr: peak learning rate (of AdamW).
         gate_lr_ratio: the gates of NSA layers learn at this share of ``lr``; 0 leaves them as they
-            start. A model without gates has nothing that it would apply to.
+            start. It changes nothing in a model without gates that learn.
         muon_lr: peak learning rate of Muon's matrices.
         min_lr_ratio: the cosine ends at this share of the peak.
         warmup_steps: linear warm-up.

@@ -160,9 +160,9 @@ def test_learning_rates_of_runs_are_compared_with_the_sweep(tmp_path):
         (3.0, {1.0: 3, 2.0: 2, 4.0: 2.5}, "3 of x was not swept and lies between 2 and 4, its two"),
         (1.5, {1.0: 3, 2.0: 2, 4.0: 2.5}, "1.5 of x was not swept and lies between 1 and 2"),
         (8.0, {1.0: 3, 2.0: 2, 4.0: 3}, "8 of x was not swept and lies outside of what was"),
-        (2.0, {1.0: 3, 2.0: 2}, "x was not swept, as its best, 2, is the largest rate tried"),
-        (2.0, {2.0: 2, 4.0: 3}, "x was not swept, as its best, 2, is the smallest rate tried"),
-        (2.0, {2.0: 2}, "x was not swept, as its best, 2, is the only rate tried"),
+        (2.0, {1.0: 3, 2.0: 2}, "2 of x is not settled: its best, 2, is the largest rate tried"),
+        (2.0, {2.0: 2, 4.0: 3}, "2 of x is not settled: its best, 2, is the smallest rate tried"),
+        (2.0, {2.0: 2}, "2 of x is not settled: its best, 2, is the only rate tried"),
         (2.0, {}, "x was not swept"),
     ],
 )

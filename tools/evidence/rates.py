@@ -89,7 +89,7 @@ def judged(model: str, lr: float, swept: dict[float, float]) -> str:
     rates, (best, *others) = sorted(swept), sorted(swept, key=swept.__getitem__)
     if best in (rates[0], rates[-1]):
         place = "only" if not others else "smallest" if best == rates[0] else "largest"
-        return f"{model} was not swept, as its best, {best:g}, is the {place} rate tried"
+        return f"{lr:g} of {model} is not settled: its best, {best:g}, is the {place} rate tried"
     if lr in swept:
         verdict = "is its best" if lr == best else f"is not its best, {best:g}"
         return f"{lr:g} of {model} {verdict}"
