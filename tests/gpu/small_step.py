@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from triton import JITFunction
 
+from nsa.ops._replay import PROGRAMS
 from nsa.ops._triton.kernel import Kernel
 from nsa.ops.linear import Linear
 from tests.gpu.matrix import MATRIX
@@ -22,7 +23,9 @@ from tools.compile_only.launches import jitted_functions, reached_from
 
 @contextmanager
 def noted_launches() -> Iterator[set[JITFunction[Any]]]:
-    """The kernels that are launched within the block."""
+    """The kernels that are launched within the block; what was recorded before is forgotten."""
+    for programs in PROGRAMS:
+        programs.clear()
     launched: set[JITFunction[Any]] = set()
     real = Kernel.run
 

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,6 +73,8 @@ class KernelsAhead:
         with self._process.stdin as stdin:
             stdin.write(to_yaml(config).encode())
         self._process.stdin = None  # done with
+        # A trainer that is dropped without having run leaves no process behind.
+        self._end = weakref.finalize(self, _end, self._process)
 
     def wait(self) -> None:
         """Wait for the kernels: the first launch would otherwise compile them a second time."""
@@ -91,9 +94,13 @@ class KernelsAhead:
     def close(self) -> None:
         """End the process, whose work is of no use once the kernels have been launched."""
         if self._process is not None:
-            self._process.terminate()
-            self._process.communicate()
+            self._end()
             self._process = None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    process.communicate()
 
 
 def _stamp(config: TrainConfig, gpu: str) -> Path:

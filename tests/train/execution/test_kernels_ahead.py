@@ -123,3 +123,11 @@ def test_closed_before_it_is_done(dense: TrainConfig) -> None:
     assert process.poll() is not None
     ahead.wait()
     ahead.close()
+
+
+def test_dropped_before_it_is_done(dense: TrainConfig) -> None:
+    ahead = KernelsAhead(dense, CUDA, Launch())
+    process = ahead._process
+    assert process is not None
+    del ahead
+    assert process.poll() is not None
