@@ -84,6 +84,8 @@ class NSAConfig:
             query too).
         gate: ``sigmoid`` per head and branch, ``softmax`` over the branches, or ``fixed`` equal
             shares.
+        gate_bias: what the bias of gate ``sigmoid`` starts at: with 0 gates start near 0.5, with 2
+            near 0.88; 0 for other gates.
         gate_hidden_size: hidden size of the gate network; 0 means a single linear layer.
         gate_temperature: what the logits of gate ``softmax`` are divided by: above 1 branches weigh
             more alike, below 1 less; 1 for other gates.
@@ -116,6 +118,7 @@ class NSAConfig:
     compress_hidden_size: int | None = None
     compress_rope: Literal["middle", "start", "none"] = "middle"
     gate: Literal["sigmoid", "softmax", "fixed"] = "sigmoid"
+    gate_bias: float = 0.0
     gate_hidden_size: int = 0
     gate_temperature: float = 1.0
     rope_theta: float = 10_000.0
@@ -133,6 +136,9 @@ class NSAConfig:
         _one_of(self, "phi", ("mean", "linear", "mlp"))
         _one_of(self, "compress_rope", ("middle", "start", "none"))
         _one_of(self, "gate", ("sigmoid", "softmax", "fixed"))
+        _rule(self, math.isfinite(self.gate_bias), "gate_bias", "be finite")
+        plain = self.gate == "sigmoid" or self.gate_bias == 0
+        _rule(self, plain, "gate_bias", f"be 0 with gate {self.gate}")
         temperature = self.gate_temperature
         _rule(self, 0 < temperature < math.inf, "gate_temperature", "be positive and finite")
         plain = self.gate == "softmax" or temperature == 1

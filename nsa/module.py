@@ -82,7 +82,7 @@ class Gate(nn.Module):
         self.columns = Gates(config.num_heads, branches, config.gate, config.gate_temperature)
         last = nn.Linear(config.gate_hidden_size or width, self.columns.columns)
         nn.init.normal_(last.weight, std=0.02)
-        nn.init.zeros_(last.bias)
+        nn.init.constant_(last.bias, config.gate_bias)
         if config.gate_hidden_size:
             first = nn.Linear(width, config.gate_hidden_size)
             nn.init.normal_(first.weight, std=0.02)

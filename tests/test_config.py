@@ -31,6 +31,7 @@ def test_defaults_are_those_of_the_page():
         phi="mean",
         compress_rope="middle",
         gate="sigmoid",
+        gate_bias=0.0,
         gate_hidden_size=0,
         rope_theta=10_000.0,
     )
@@ -57,6 +58,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
             "compress_hidden_size": (0,),
             "compress_rope": ("end",),
             "gate": ("relu",),
+            "gate_bias": (math.inf, math.nan),
             "gate_hidden_size": (-1,),
             "gate_temperature": (2.0,),  # of a sigmoid
             "rope_theta": (1.0, math.inf, math.nan),
@@ -71,6 +73,8 @@ REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
     ("compress_stride", 32, {"compress_block_size": 32, "block_size": 16}),
     ("num_selected_blocks", 8, {"num_init_blocks": 4, "num_local_blocks": 5}),
     ("gate_temperature", 0.0, {"gate": "softmax"}),
+    ("gate_bias", 2.0, {"gate": "softmax"}),
+    ("gate_bias", 2.0, {"gate": "fixed"}),
 ]
 
 

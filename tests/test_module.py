@@ -231,6 +231,15 @@ def test_every_phi_starts_as_the_mean(phi):
     near(other(x), array(mean(x)), 1e-6 if phi == "linear" else 1e-12)
 
 
+@pytest.mark.parametrize(("bias", "middle"), [(2.0, 0.8808), (-1.0, 0.2689)])
+@pytest.mark.parametrize("hidden", [0, 5])
+def test_gates_that_start_open_or_closed(bias, middle, hidden):
+    torch.manual_seed(0)
+    module = NativeSparseAttention(WIDTH, small(gate_bias=bias, gate_hidden_size=hidden))
+    gates = module.gate(tokens(100).float()).detach()
+    assert abs(float(gates.mean()) - middle) < 0.02
+
+
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax", "fixed"])
 def test_gates_at_the_start(gate):
     torch.manual_seed(0)

@@ -45,7 +45,8 @@ def dense_pattern(config: NSAConfig, max_tokens: int) -> NSAConfig:
     """The pattern by which a decode cache serves dense attention: a window over everything."""
     # few sizes of windows, for each of which kernels are compiled
     window = -(-max_tokens // _WINDOWS) * _WINDOWS
-    return replace(config, branches=("win",), window_size=window, gate="fixed", share_kv=False)
+    one = replace(config, branches=("win",), window_size=window, share_kv=False)
+    return replace(one, gate="fixed", gate_bias=0.0, gate_temperature=1.0)
 
 
 class DenseAttention(TogetherModule):

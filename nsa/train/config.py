@@ -127,8 +127,6 @@ class OptimConfig:
     Attributes:
         name: ``adamw`` (fused), or ``muon`` for the matrices of the layers and AdamW for all else.
         lr: peak learning rate (of AdamW).
-        gate_lr_ratio: the gates of NSA layers learn at this share of ``lr``; 0 leaves them as they
-            start. It changes nothing in a model without gates that learn.
         muon_lr: peak learning rate of Muon's matrices.
         min_lr_ratio: the cosine ends at this share of the peak.
         warmup_steps: linear warm-up.
@@ -141,7 +139,6 @@ class OptimConfig:
 
     name: Literal["adamw", "muon"] = "adamw"
     lr: float = 2e-4
-    gate_lr_ratio: float = 1.0
     muon_lr: float = 0.02
     min_lr_ratio: float = 0.0
     warmup_steps: int = 2000
@@ -152,7 +149,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "lr", "muon_lr", "eps")
-        check_not_negative(self, "gate_lr_ratio", "warmup_steps", "weight_decay", "grad_clip")
+        check_not_negative(self, "warmup_steps", "weight_decay", "grad_clip")
         rule = "lie between 0 and 1, 1 excluded"
         check(all(0 <= beta < 1 for beta in self.betas), "OptimConfig", "betas", rule, self.betas)
         share = self.min_lr_ratio

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nsa.errors import check
 from nsa.lm.model import LanguageModel
-from nsa.module import Compression, Gate
+from nsa.module import Compression
 from nsa.train.config import OptimConfig
 from nsa.train.muon import Muon
 
@@ -61,28 +60,6 @@ def parameter_groups(model: LanguageModel, name: str = "adamw") -> ParameterGrou
     return groups
 
 
-def adamw_groups(
-    model: LanguageModel, groups: ParameterGroups, config: OptimConfig
-) -> list[dict[str, Any]]:
-    """Parameter groups of ``torch.optim.AdamW``: decayed or not, gates with their own rate.
-
-    Args:
-        model: the model.
-        groups: its parameters.
-        config: rate, the gates' share of it, and decay.
-    """
-    slow = set()
-    if config.gate_lr_ratio != 1:
-        gates = (module for module in model.modules() if isinstance(module, Gate))
-        slow = {parameter for gate in gates for parameter in gate.parameters()}
-    parts = []
-    for is_slow, lr in ((False, config.lr), (True, config.lr * config.gate_lr_ratio)):
-        for found, decay in ((groups.decayed, config.weight_decay), (groups.plain, 0.0)):
-            parameters = [p for p in found.values() if (p in slow) == is_slow]
-            parts.append({"params": parameters, "lr": lr, "weight_decay": decay})
-    return [part for part in parts if part["params"]]
-
-
 class ModelOptimizer:
     """The optimizers of a model as one: every trainable parameter belongs to exactly one of them.
 
@@ -97,7 +74,11 @@ class ModelOptimizer:
     def __init__(self, model: LanguageModel, config: OptimConfig) -> None:
         groups = parameter_groups(model, config.name)
         self.named: dict[str, nn.Parameter] = {**groups.muon, **groups.decayed, **groups.plain}
-        parts = adamw_groups(model, groups, config)
+        parts = [
+            {"params": list(groups.decayed.values()), "weight_decay": config.weight_decay},
+            {"params": list(groups.plain.values()), "weight_decay": 0.0},
+        ]
+        parts = [part for part in parts if part["params"]]
         self.adamw = torch.optim.AdamW(
             parts, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
         )
@@ -126,7 +107,7 @@ class ModelOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """AdamW's rate, now in force, of all but gates with a rate of their own."""
+        """AdamW's rate, now in force."""
         rate: float = self.adamw.param_groups[0]["lr"]
         return rate
 

@@ -46,6 +46,7 @@ SPECIFIED = {
     "model.nsa.rope_theta": 10_000,
     "model.nsa.rope_scaling": None,
     "model.nsa.share_kv": False,
+    "model.nsa.gate_bias": 0.0,
     "optim.name": "adamw",
     "optim.lr": 2e-4,
     "optim.betas": (0.9, 0.999),
@@ -145,6 +146,14 @@ def test_the_78m_configuration_is_the_one_that_is_specified():
     # The 78.3M leave out the gates of each head: weight and bias in each layer.
     gates = 12 * 3 * config.model.nsa.num_heads * (config.model.width + 1)
     assert abs(num_parameters(config) - gates - 78.3e6) < 0.05e6
+
+
+def test_the_78m_configuration_with_shared_keys_has_as_many_parameters():
+    own, shared = load_config("78m"), load_config("78m-shared")
+    assert num_parameters(own) == num_parameters(shared)
+    nsa = replace(shared.model.nsa, share_kv=False, gate_bias=0.0)
+    model = replace(shared.model, nsa=nsa, mlp_hidden_size=own.model.mlp_hidden_size)
+    assert replace(shared, model=model, optim=replace(shared.optim, lr=own.optim.lr)) == own
 
 
 def test_the_1b_configuration_is_what_its_name_says():

@@ -226,6 +226,14 @@ def test_prefill_and_steps_equal_the_whole(attention: str, cut: int) -> None:
     torch.testing.assert_close(torch.cat(logits, dim=1), whole, rtol=1e-10, atol=1e-12)
 
 
+def test_dense_attention_takes_no_gate_of_the_pattern() -> None:
+    for gate in ({"gate_bias": 2.0}, {"gate": "softmax", "gate_temperature": 3.0}):
+        model = make("dense", nsa=dataclasses.replace(PATTERN, **gate)).double()
+        data = tokens(1, 20)
+        logits = model(data, cache=model.new_cache(1, max_tokens=20))
+        torch.testing.assert_close(logits, model(data), rtol=1e-10, atol=1e-12)
+
+
 # --- precision ------------------------------------------------------------------------------------
 
 

@@ -326,12 +326,13 @@ def settings_of(experiment: Experiment) -> Any:
 
 def test_experiments_are_those_that_are_compared():
     known = {experiment.name: experiment for experiment in EXPERIMENTS}
-    assert len(known) == len(EXPERIMENTS) == 31
+    assert len(known) == len(EXPERIMENTS) == 34
     configs = {name: settings_of(experiment) for name, experiment in known.items()}
-    shipped = configs.pop("50k")
-    assert known["50k"].in_legs
-    expected = dataclasses.replace(load_config("78m"), micro_batch=4, accumulation=1)
-    assert dataclasses.replace(shipped, data=expected.data) == expected
+    for name, config in (("50k", "78m"), ("50k_shared", "78m-shared")):
+        shipped = configs.pop(name)
+        assert known[name].in_legs
+        expected = dataclasses.replace(load_config(config), micro_batch=4, accumulation=1)
+        assert dataclasses.replace(shipped, data=expected.data) == expected
     for name, config in configs.items():
         group, _, rest = name.partition("-")
         tokens, step, length = {
@@ -346,8 +347,11 @@ def test_experiments_are_those_that_are_compared():
         assert config.eval_windows == (128 if length == 8192 else 512)
         is_dense = "dense" in name
         assert config.model.attention == ("dense" if is_dense else "nsa")
-        wide = is_dense and "small" not in name
-        assert config.model.mlp_hidden_size == (3344 if wide else 3072)
+        wide = 3344 if is_dense and "small" not in name else 3072
+        is_shared = "shared" in name
+        assert config.model.mlp_hidden_size == (3328 if is_shared else wide)
+        assert config.model.nsa.share_kv == is_shared
+        assert config.model.nsa.gate_bias == 2 * is_shared
         *_, last = rest.partition("-")
         seed = int(name.rpartition("-")[2]) if group in ("2k", "200m") else 1337
         assert config.seed == seed
@@ -356,7 +360,7 @@ def test_experiments_are_those_that_are_compared():
             assert f"{config.optim.lr:.0e}" == last.replace("e-", "e-0")
         elif step == 65_536:
             assert config.optim.lr == (7e-4 if is_dense else 5e-4)
-    for word in ("nsa", "dense", "small-dense"):
+    for word in ("shared", "dense", "small-dense"):
         seeds = [name for name in configs if name.startswith(f"2k-{word}-")]
         assert seeds == [f"2k-{word}-{seed}" for seed in (1337, 1338, 1339)]
 
@@ -375,7 +379,7 @@ def test_commands_of_the_experiments_are_taken():
 def test_mistakes_are_named(tmp_path, capsys):
     given = ["run", "--data", str(tmp_path), "--out", str(tmp_path / "out")]
     assert command_line.main([*given, "--only", "51k"]) == 2
-    assert "--only must name some of 50k, rates-nsa-1e-4" in capsys.readouterr().err
+    assert "--only must name some of 50k, 50k_shared, rates-shared-1e-4" in capsys.readouterr().err
     assert command_line.main(given) == 2
     assert "--data must be a folder made by nsa data prepare" in capsys.readouterr().err
     with pytest.raises(UserError, match="OUT must hold a finished experiment"):

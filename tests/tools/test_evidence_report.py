@@ -31,7 +31,7 @@ from tools.accept.programs import ROOT
 from tools.evidence import __main__ as command_line
 from tools.evidence import equal
 from tools.evidence import report as report_module
-from tools.evidence.experiments import DENSE, NSA, SHARED, SLOW, SMALL_DENSE, SOFTMAX
+from tools.evidence.experiments import DENSE, NSA, SHARED, SMALL_DENSE
 from tools.evidence.parts import without_minus_zero
 from tools.evidence.plots import Line, Panel, draw
 from tools.evidence.report import write_report
@@ -53,8 +53,8 @@ def really_drawn(drawn: object, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_differences_and_their_intervals(tmp_path):
     write_group(tmp_path / "rows", "200m")
     text = report(tmp_path / "rows", tmp_path / "out")
-    head, _, *lines = table(text, "200M tokens in large steps, 2,048 a sequence", "NSA minus")
-    assert head[:5] == ["NSA minus", "seeds", "difference", "over documents", "over seeds"]
+    head, _, *lines = table(text, "200M tokens in large steps, 2,048 a sequence", "nsa minus")
+    assert head[:5] == ["nsa minus", "seeds", "difference", "over documents", "over seeds"]
     assert head[5:] == ["over both", "files"]
     # Each document differs by 10 bits, or 20, or the small model by 4 and 8: of 400 bytes, and of
     # 200, 400 or 600 when two documents are drawn, with probabilities of 1/4, 1/2 and 1/4.
@@ -171,6 +171,30 @@ def test_differences_by_step(tmp_path, drawn):
     assert [len(line.points) for line in seconds.lines] == [6, 3, 6, 6, 3]
 
 
+def test_the_shared_model_is_the_one_compared(tmp_path, drawn):
+    write_group(tmp_path, "2k")
+    for name in ("nsa-2", "dense-2"):
+        (tmp_path / "2k" / name).rename(tmp_path / "2k" / f"{name}-old")
+    (tmp_path / "2k/nsa-2-old").rename(tmp_path / "2k/shared-1")
+    (tmp_path / "2k/dense-2-old/row.json").unlink()
+    change_row(tmp_path / "2k/shared-1", model=SHARED, seed=1)
+    text = report(tmp_path, tmp_path / "out")
+    title = "200M tokens, 2,048 a sequence"
+    assert [line[:2] for line in table(text, title, "model")[2:]] == [
+        *([SHARED, "1"], [NSA, "1"], [DENSE, "1"], [SMALL_DENSE, "1"])
+    ]
+    found = table(text, title, f"{SHARED} minus")[2:]
+    assert [line[0] for line in found] == [NSA, DENSE, SMALL_DENSE]
+    assert found[0][5] == "`2k/shared-1/test.npz`, `2k/nsa-1/test.npz`"
+    for head in ("step", "from"):
+        assert SHARED in table(text, title, head)[0]
+    assert drawn["2k-positions.png"][0].y == f"{SHARED} minus dense, bits per byte"
+    *_, apart = drawn["2k-loss.png"]
+    assert [line.label for line in apart.lines] == [
+        f"{model}, seed 1" for model in (NSA, DENSE, SMALL_DENSE)
+    ]
+
+
 def test_arms(tmp_path):
     write_group(tmp_path / "rows", "200m")
     text = report(tmp_path / "rows", tmp_path / "out")
@@ -243,13 +267,15 @@ def test_planned_runs_and_pairs_that_are_missing(tmp_path):
         (tmp_path / "2k" / old).rename(tmp_path / "2k" / new)
         change_row(tmp_path / "2k" / new, seed=1337)
     text = report(tmp_path, tmp_path / "out")
-    models = ("nsa", "dense", "small-dense")
-    missing = ["shared-1337", "softmax-1337", "slow-1337", "small-dense-1337"]
-    missing += [f"{name}-{seed}" for seed in (1338, 1339) for name in models]
+    missing = ["shared-1337", "small-dense-1337"]
+    missing += [
+        f"{name}-{seed}" for seed in (1338, 1339) for name in ("shared", "dense", "small-dense")
+    ]
     names = ", ".join(f"`2k/{name}`" for name in missing)
     assert f"Not done: {names}." in text
-    pairs = [f"{model} with seed {seed}" for seed in (1338, 1339) for model in (DENSE, SMALL_DENSE)]
-    pairs = [f"{model} with seed 1337" for model in (SHARED, SOFTMAX, SLOW, SMALL_DENSE)] + pairs
+    models = (SHARED, DENSE, SMALL_DENSE)
+    pairs = [f"{model} with seed {seed}" for seed in (1338, 1339) for model in models]
+    pairs = [f"{model} with seed 1337" for model in (SHARED, SMALL_DENSE)] + pairs
     missing_pairs = ", ".join(pairs)
     assert f"Pairs not compared: nsa and {missing_pairs}." in text
 
@@ -320,7 +346,7 @@ def test_measurements_of_other_windows_are_not_compared(tmp_path):
     np.savez(path, **arrays)
     text = report(tmp_path, tmp_path / "out")
     assert f"Not compared, {DENSE}, seeds 1: compare: 200m/" in text
-    lines = table(text, "200M tokens in large steps, 2,048 a sequence", "NSA minus")[2:]
+    lines = table(text, "200M tokens in large steps, 2,048 a sequence", "nsa minus")[2:]
     assert [line[:2] for line in lines] == [[DENSE, "2"], [SMALL_DENSE, "1"]]
 
 
@@ -354,7 +380,7 @@ def test_a_seed_without_its_partner_is_in_no_difference(tmp_path):
     write_group(tmp_path, "200m")
     (tmp_path / "200m/dense-1/test.npz").unlink()
     text = report(tmp_path, tmp_path / "out")
-    _, _, *lines = table(text, "200M tokens in large steps, 2,048 a sequence", "NSA minus")
+    _, _, *lines = table(text, "200M tokens in large steps, 2,048 a sequence", "nsa minus")
     assert [line[:3] for line in lines] == [[DENSE, "2", "-0.1000"], [SMALL_DENSE, "1", "-0.0300"]]
 
 
@@ -384,7 +410,7 @@ def write_long_run(folder: Path) -> None:
 def test_the_long_run(tmp_path):
     write_long_run(tmp_path / "50k")
     text = report(tmp_path, tmp_path / "out")
-    title = "50,000 steps as shipped"
+    title = "50,000 steps of `78m`"
     assert table(text, title, "begin")[2:] == [
         ["2026-11-25T10:00:00Z", "2026-11-25T10:08:40Z", "520", "143", "26,123"],
         ["2026-11-25T10:08:40Z", "2026-11-25T10:16:40Z", "480", "0", "50,000"],
@@ -454,7 +480,7 @@ def test_older_rows_of_a_file(tmp_path):
     (tmp_path / "rows/90m.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = report(tmp_path / "rows", tmp_path / "out")
     title = "90M tokens in large steps, 2,048 a sequence"
-    (line,) = table(text, title, "NSA minus")[2:]
+    (line,) = table(text, title, "nsa minus")[2:]
     assert line[2] == "-0.0500"
     assert line[-1] == "`90m/nsa-test.npz`, `90m/dense-test.npz`"
     assert [line[-1] for line in table(text, title, "model")[2:]] == ["`90m.jsonl`"] * 2

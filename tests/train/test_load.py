@@ -61,6 +61,7 @@ patterns = st.builds(
     NSAConfig,
     branches=st.sets(st.sampled_from(["cmp", "slc", "win"]), min_size=1).map(tuple),
     share_kv=st.booleans(),
+    gate_bias=st.floats(-9, 9),
     compress_hidden_size=st.none() | st.integers(1, 9),
     rope_theta=st.floats(1, 1e12, exclude_min=True),
     rope_scaling=rope_scalings,

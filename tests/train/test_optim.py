@@ -73,29 +73,6 @@ def test_weight_decay_acts_on_its_group_alone() -> None:
         torch.testing.assert_close(parameter.detach(), before[name] * factor)
 
 
-@NAMES
-@pytest.mark.parametrize("ratio", [0.0, 0.25, 1.0])
-def test_gates_have_a_rate_of_their_own(name: Any, ratio: float) -> None:
-    model = make_model(nsa=dataclasses.replace(PATTERN, gate_hidden_size=8))
-    config = OptimConfig(name=name, lr=0.1, gate_lr_ratio=ratio, weight_decay=0.5)
-    optimizer = ModelOptimizer(model, config)
-    optimizer.set_lr(0.5)
-    assert optimizer.learning_rate == 0.05
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step(torch.zeros(()))
-    groups = parameter_groups(model, name)
-    gates = {name for name in before if ".gate." in name}
-    assert gates & set(groups.decayed)
-    assert gates & set(groups.plain)
-    for key, parameter in model.named_parameters():
-        if key not in groups.muon:
-            lr = 0.05 * (ratio if key in gates else 1)
-            decay = 1 - lr * (0.5 if key in groups.decayed else 0)
-            torch.testing.assert_close(parameter.detach(), before[key] * decay - lr)
-
-
 def test_weights_that_are_not_fp32_are_refused() -> None:
     message = r"embedding\.weight must be an fp32 master weight, got torch\.bfloat16"
     with pytest.raises(ValueError, match=message):

@@ -115,6 +115,8 @@ LEGS = (
         (
             _train("gpu-small", 45),
             _train("gpu-small-dense", 40),
+            _train("78m-shared", 50),
+            _train("78m-shared-dense", 50),
             _train("117m-fineweb", 90),
             _train("117m-fineweb-dense", 60),
             _RESUME,

@@ -13,7 +13,7 @@ from pathlib import Path
 from nsa.errors import check, fail
 from nsa.train.measurements import load_measurement
 from tools.accept.programs import say
-from tools.evidence.experiments import CONFIGS, EXPERIMENTS, NSA
+from tools.evidence.experiments import CONFIGS, EXPERIMENTS
 from tools.evidence.parts import Figures
 from tools.evidence.rows import LIMIT_MIB, ROW
 from tools.evidence.training import read_lines
@@ -179,7 +179,7 @@ def read_group(rows: Path, name: str) -> Group:
             take_in(path, read_json(path), *files)
         except BROKEN as error:
             note(path.parent, error)
-    arms.sort(key=lambda arm: (arm.row["seed"], arm.row["model"] != NSA))
+    arms.sort(key=lambda arm: (arm.row["seed"], [*CONFIGS].index(arm.row["model"])))
     return Group(rows, name, arms, broken)
 
 

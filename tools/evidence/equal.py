@@ -14,9 +14,9 @@ from tools.evidence.experiments import (
     CONFIGS,
     DENSE,
     EXPERIMENTS,
-    NSA,
     REPEATED,
     REPEATED_FILE,
+    SPARSE,
 )
 from tools.evidence.parts import (
     BITS,
@@ -43,12 +43,13 @@ SETTINGS = (
     "triton | commit | date=day"
 )
 DIFFERENCES = (
-    "NSA minus=model | seeds | difference=difference_bits_per_byte:+.4f | "
+    "{ours} minus=model | seeds | difference=difference_bits_per_byte:+.4f | "
     "over documents=documents | over seeds=over_seeds | over both=both | files"
 )
-STEPS = f"step:, | {NSA}=ours:.4f | {DENSE}=dense:.4f | difference:+.4f"
+STEPS = f"step:, | {{ours}}=ours:.4f | {DENSE}=dense:.4f | difference:+.4f"
 POSITIONS = (
-    f"from=first:, | to=last:, | targets:, | {NSA}=ours:.4f | {DENSE}=dense:.4f | difference:+.4f"
+    "from=first:, | to=last:, | targets:, | {ours}=ours:.4f | "
+    f"{DENSE}=dense:.4f | difference:+.4f"
 )
 REPEATS = "model | seeds | at first=first:.4f"
 MASKS = (
@@ -62,8 +63,8 @@ COLUMNS = (
     f"{MASKS}"
 )
 INTERVALS = (
-    "Test, paired; negative: NSA is better. 95% intervals as `nsa compare` computes them. Over "
-    "documents: these trained models, other books. Over seeds: other seeds, these books. Over "
+    "Test, paired; negative: the first is better. 95% intervals as `nsa compare` computes them. "
+    "Over documents: these trained models, other books. Over seeds: other seeds, these books. Over "
     "both: other seeds and other books, the one to judge by; one pair says nothing of how much "
     "seeds vary."
 )
@@ -77,7 +78,8 @@ def equal_tokens(group: Group, sweeps: Sweeps) -> list[Part]:
         return [*group.notes()]
     row, rows = arms[0].row, [arm.figures | _largest_gradient(arm) for arm in arms]
     same, columns = shared(SETTINGS, rows)
-    found, faults = differences(arms)
+    ours = sparse_of(arms)
+    found, faults = differences(ours, arms)
     equal = [one for one in found if one["model"] == DENSE]
     return [
         f"After {row['steps']:,} steps of {row['tokens'] // row['steps']:,} tokens, for each seed "
@@ -85,14 +87,20 @@ def equal_tokens(group: Group, sweeps: Sweeps) -> list[Part]:
         table_of(f"{ARMS}{columns} | file", rows),
         COLUMNS,
         *group.notes(),
-        *([INTERVALS, table_of(DIFFERENCES, found)] if found else []),
+        *([INTERVALS, table_of(DIFFERENCES.format(ours=ours), found)] if found else []),
         *faults,
-        *_pairs_missing(name, found),
-        *by_step(arms),
-        *(by_position(equal[-1], f"{name}-positions.png") if equal else []),
+        *_pairs_missing(ours, name, found),
+        *by_step(ours, arms),
+        *(by_position(ours, equal[-1], f"{name}-positions.png") if equal else []),
         *by_distance(arms),
-        *curves(arms, f"{name}-loss.png"),
+        *curves(ours, arms, f"{name}-loss.png"),
     ]
+
+
+def sparse_of(arms: Sequence[Arm]) -> str:
+    """The sparse model that is compared with all others."""
+    models = {arm.row["model"] for arm in arms}
+    return next((model for model in SPARSE if model in models), SPARSE[0])
 
 
 def _largest_gradient(arm: Arm) -> Figures:
@@ -104,28 +112,31 @@ def _largest_gradient(arm: Arm) -> Figures:
 
 
 # --- differences ----------------------------------------------------------------------------------
-def differences(arms: Sequence[Arm]) -> tuple[list[Figures], list[str]]:
-    """Paired differences of equal seeds, of each and of all, and what cannot be compared."""
-    by_model: dict[str, dict[int, Arm]] = {model: {} for model in CONFIGS}
+def differences(model: str, arms: Sequence[Arm]) -> tuple[list[Figures], list[str]]:
+    """Paired differences of a model to the others, and what cannot be compared.
+
+    They are of equal seeds, of each and of all.
+    """
+    by_model: dict[str, dict[int, Arm]] = {name: {} for name in CONFIGS}
     for arm in arms:
         if arm.test_file.exists():
             by_model[arm.row["model"]][arm.row["seed"]] = arm
-    ours, found, faults = by_model.pop(NSA), list[Figures](), list[str]()
+    ours, found, faults = by_model.pop(model), list[Figures](), list[str]()
 
-    def add(model: str, seeds: Sequence[int]) -> bool:
-        pairs = [[side[seed] for seed in seeds] for side in (ours, by_model[model])]
+    def add(other: str, seeds: Sequence[int]) -> bool:
+        pairs = [[side[seed] for seed in seeds] for side in (ours, by_model[other])]
         try:
-            found.append(_compared(model, seeds, pairs))
+            found.append(_compared(other, seeds, pairs))
         except BROKEN as error:
             reason = str(error).replace(f"{arms[0].rows}/", "").rstrip(".")
-            faults.append(f"Not compared, {model}, seeds {_listed(seeds)}: {reason}.")
+            faults.append(f"Not compared, {other}, seeds {_listed(seeds)}: {reason}.")
             return False
         return True
 
-    for model, others in by_model.items():
-        seeds = [seed for seed in sorted({*ours} & {*others}) if add(model, [seed])]
+    for other, others in by_model.items():
+        seeds = [seed for seed in sorted({*ours} & {*others}) if add(other, [seed])]
         if len(seeds) > 1:
-            add(model, seeds)
+            add(other, seeds)
     return found, faults
 
 
@@ -155,42 +166,42 @@ def _mean(number: int) -> str:
     return f", mean over {number} seeds" if number > 1 else ""
 
 
-def _pairs_missing(group: str, found: Sequence[Figures]) -> list[str]:
+def _pairs_missing(ours: str, group: str, found: Sequence[Figures]) -> list[str]:
     """A sentence on the planned pairs that are not compared."""
     planned = [
         (experiment.model, int(seed[1]))
         for experiment in EXPERIMENTS
-        if experiment.group == group and experiment.model != NSA
+        if experiment.group == group and experiment.model != ours
         if (seed := re.search(r"--seed (\d+)", experiment.train))
     ]
     done = {(one["model"], seed) for one in found for seed in one["trained"]}
     missing = [f"{model} with seed {seed}" for model, seed in planned if (model, seed) not in done]
-    return [f"Pairs not compared: {NSA} and {', '.join(missing)}."] if missing else []
+    return [f"Pairs not compared: {ours} and {', '.join(missing)}."] if missing else []
 
 
 # --- by step, by position -------------------------------------------------------------------------
-def by_step(arms: Sequence[Arm]) -> list[Part]:
-    """Difference on validation during training, mean over the pairs of NSA and dense."""
+def by_step(ours: str, arms: Sequence[Arm]) -> list[Part]:
+    """Difference on validation during training, mean over the pairs of a model and dense."""
     curves = {
         (arm.row["model"], arm.row["seed"]): (arm, curve)
         for arm in arms
         if (curve := _validation(arm))
     }
-    seeds = [seed for model, seed in curves if model == DENSE and (NSA, seed) in curves]
+    seeds = [seed for model, seed in curves if model == DENSE and (ours, seed) in curves]
     if not seeds:
         return []
-    sides = [[curves[model, seed] for seed in seeds] for model in (NSA, DENSE)]
+    sides = [[curves[model, seed] for seed in seeds] for model in (ours, DENSE)]
     steps = set[int].intersection(*({*curve} for side in sides for _, curve in side))
     rows = list[Figures]()
     for step in sorted(steps):
-        ours, dense = (fmean(curve[step][VALIDATION] for _, curve in side) for side in sides)
-        rows.append({"step": step, "ours": ours, "dense": dense, "difference": ours - dense})
+        mean, dense = (fmean(curve[step][VALIDATION] for _, curve in side) for side in sides)
+        rows.append({"step": step, "ours": mean, "dense": dense, "difference": mean - dense})
     files = ", ".join(arm.code(arm.metrics_file) for side in sides for arm, _ in side)
     about = f"Validation by step, as evaluated during training, {BITS}{_mean(len(seeds))}."
-    return [f"{about} {source(files)}", table_of(STEPS, rows)] if rows else []
+    return [f"{about} {source(files)}", table_of(STEPS.format(ours=ours), rows)] if rows else []
 
 
-def by_position(found: Figures, plot: str) -> list[Part]:
+def by_position(model: str, found: Figures, plot: str) -> list[Part]:
     """Losses by tokens of context, means over the seeds, and the difference of each pair."""
     runs, against = (
         [folded(run["positions"]) for run in found[side]] for side in ("runs", "against")
@@ -207,7 +218,9 @@ def by_position(found: Figures, plot: str) -> list[Part]:
     starts = [one["first"] for one in runs[0]]
 
     def line(name: str, values: Sequence[float], **style: Any) -> Line:
-        return Line(name, list(zip(starts, values, strict=True)), {"color": COLOURS[NSA], **style})
+        return Line(
+            name, list(zip(starts, values, strict=True)), {"color": COLOURS[model], **style}
+        )
 
     alone = {"marker": "."} if len(apart) == 1 else {"linewidth": 0.8}
     lines = [
@@ -217,10 +230,10 @@ def by_position(found: Figures, plot: str) -> list[Part]:
     if len(apart) > 1:
         lines.append(line("mean", means[2], color="#000000", marker="."))
     lines.append(line("no difference", [0.0] * len(starts), color="#888888", linewidth=0.8))
-    panel = Panel("tokens of context", f"NSA minus dense, {BITS}", lines, {"xscale": "log"})
+    panel = Panel("tokens of context", f"{model} minus dense, {BITS}", lines, {"xscale": "log"})
     return [
         f"Test by tokens of context, {BITS}{_mean(len(apart))}. {source(found['files'])}",
-        table_of(POSITIONS, rows),
+        table_of(POSITIONS.format(ours=model), rows),
         draw(plot, [panel]),
     ]
 
@@ -266,14 +279,14 @@ def by_distance(arms: Sequence[Arm]) -> list[Part]:
 
 
 # --- curves ---------------------------------------------------------------------------------------
-def curves(arms: Sequence[Arm], plot: str) -> list[Part]:
-    """Validation over the second half of the tokens and of the seconds, and differences to NSA."""
+def curves(compared: str, arms: Sequence[Arm], plot: str) -> list[Part]:
+    """Validation over the second half of tokens and seconds, and a model's differences to all."""
     halves: dict[str, list[Line]] = {
         "tokens, second half": [],
         "seconds, second half of the tokens": [],
     }
     apart, seeds = list[Line](), sorted({arm.row["seed"] for arm in arms})
-    ours = {arm.row["seed"]: _validation(arm) for arm in arms if arm.row["model"] == NSA}
+    ours = {arm.row["seed"]: _validation(arm) for arm in arms if arm.row["model"] == compared}
     drawn = [(arm, curve) for arm in arms if (curve := _validation(arm))]
     for arm, curve in drawn:
         model, seed = arm.row["model"], arm.row["seed"]
@@ -289,12 +302,12 @@ def curves(arms: Sequence[Arm], plot: str) -> list[Part]:
             (float(curve[step]["tokens"]), ours[seed][step][VALIDATION] - curve[step][VALIDATION])
             for step in common
         ]
-        if common and model != NSA:
+        if common and model != compared:
             apart.append(Line(label, differences, style))
     if not drawn:
         return []
     panels = [Panel(x, f"validation, {BITS}", lines) for x, lines in halves.items()]
-    panels += [Panel("tokens", f"NSA minus it, same seed, {BITS}", apart)] if apart else []
+    panels += [Panel("tokens", f"{compared} minus it, same seed, {BITS}", apart)] if apart else []
     files = ", ".join(arm.code(arm.metrics_file) for arm, _ in drawn)
     return [source(files), draw(plot, panels)]
 

@@ -6,21 +6,18 @@ from dataclasses import dataclass
 
 BOOKS = "BOOKS"  # link to the prepared data in the folder where everything runs
 ON_BOOKS = f"--data.source shards --data.path {BOOKS} --data.tokenizer byte"
-NSA, DENSE, SMALL_DENSE = "nsa", "dense-equal-parameters", "dense-equal-width"
-# One key and value projection for all branches; gates that sum to 1; gates that learn slowly.
-SHARED, SOFTMAX, SLOW = "nsa-shared-keys", "nsa-softmax-gates", "nsa-slow-gates"
+NSA, SHARED = "nsa", "nsa-shared"
+DENSE, SMALL_DENSE = "dense-equal-parameters", "dense-equal-width"
+SPARSE = (SHARED, NSA)  # of those in a group the first is compared with all others
 # For steps of 65,536 tokens NSA's best rate in benchmarks/quality/learning-rates.jsonl, and one
-# between dense's two best. For steps of 8,192 the best of NSA and of dense in
-# benchmarks/quality/rates, NSA's of three without 8e-4; the other models were not swept.
-LARGE_STEP_RATES = {NSA: "5e-4", DENSE: "7e-4", SMALL_DENSE: "7e-4"}
-RATES = dict.fromkeys((NSA, SHARED, SOFTMAX, SLOW, DENSE, SMALL_DENSE), "4e-4")
+# between dense's two best. For steps of 8,192 the best of benchmarks/quality/rates.
+LARGE_STEP_RATES = {NSA: "5e-4", DENSE: "7e-4"}
+RATES = dict.fromkeys((SHARED, NSA, DENSE, SMALL_DENSE), "4e-4")
 TRIED_RATES = ("1e-4", "2e-4", "4e-4", "8e-4")
-EQUAL_MLP = 3344  # hidden size at which the dense model has NSA's parameters
+EQUAL_MLP = 3344  # hidden size at which the dense model has the parameters of both sparse ones
 CONFIGS = {
+    SHARED: "78m-shared",
     NSA: "78m",
-    SHARED: "78m --model.nsa.share-kv true",
-    SOFTMAX: "78m --model.nsa.gate softmax",
-    SLOW: "78m --optim.gate-lr-ratio 0.05",
     DENSE: f"78m-dense --model.mlp-hidden-size {EQUAL_MLP}",
     SMALL_DENSE: "78m-dense",
 }
@@ -184,11 +181,10 @@ def equal_tokens(
     """
     splits = ("test",) if tokens.seq_len == LONG else ("test", "validation")
     afterwards = [*(measured(split) for split in splits), *further]
-    afterwards += [inspected(tokens.seq_len)] if model not in (DENSE, SMALL_DENSE) else []
+    afterwards += [inspected(tokens.seq_len)] if model in (NSA, SHARED) else []
     return Experiment(name, model, tokens.settings(model, lr, seed), tuple(afterwards), expected_s)
 
 
-_AS_SHIPPED = f"78m {ON_BOOKS} --micro-batch 4 --accumulation 1"  # its batch in one micro-batch
 _SMALL_STEPS = Tokens(200_000_000, 8_192, warmup_steps=1000, eval_every=2000, log_every=100)
 _SWEPT = Tokens(30_000_000, 8_192, warmup_steps=500, eval_every=0, log_every=100)
 _LARGE_STEPS = Tokens(200_000_000, 65_536, warmup_steps=150, eval_every=500)
@@ -204,16 +200,26 @@ _LONG = Tokens(
 _LONG_IN_LARGE_STEPS = Tokens(
     100_000_000, 65_536, warmup_steps=150, eval_every=500, seq_len=LONG, eval_windows=128
 )
-_VARIANTS = {"shared": SHARED, "softmax": SOFTMAX, "slow": SLOW}  # with the first seed alone
-_WORDS = {"nsa": NSA, **_VARIANTS, "dense": DENSE, "small-dense": SMALL_DENSE}
+
+
+def long_run(name: str, model: str) -> Experiment:
+    """50,000 steps of a configuration as it ships, its batch in one micro-batch, on books."""
+    train = f"{CONFIGS[model]} {ON_BOOKS} --micro-batch 4 --accumulation 1"
+    after = whole_run(train, PROMPT, 50)
+    return Experiment(name, model, train, after, expected_s=1310, in_legs=True)
+
+
 EXPERIMENTS = (
-    Experiment(
-        "50k", NSA, _AS_SHIPPED, whole_run(_AS_SHIPPED, PROMPT, 50), expected_s=1310, in_legs=True
-    ),
+    long_run("50k", NSA),
+    long_run("50k_shared", SHARED),
     *(
         Experiment(f"rates-{word}-{lr}", model, _SWEPT.settings(model, lr, SEEDS[0]), (), seconds)
         for lr in TRIED_RATES
-        for word, model, seconds in (("nsa", NSA, 130), ("dense", DENSE, 95))
+        for word, model, seconds in (
+            ("shared", SHARED, 130),
+            ("nsa", NSA, 130),
+            ("dense", DENSE, 95),
+        )
     ),
     *(
         equal_tokens(
@@ -221,13 +227,18 @@ EXPERIMENTS = (
             model,
             _SMALL_STEPS,
             lr=RATES[model],
-            expected_s=535 if model in (DENSE, SMALL_DENSE) else 660,
+            expected_s=660 if model in SPARSE else 535,
             seed=seed,
             further=(repeated(),),
         )
         for seed in SEEDS
-        for word, model in _WORDS.items()
-        if word not in _VARIANTS or seed == SEEDS[0]
+        for word, model in (
+            ("shared", SHARED),
+            ("nsa", NSA),
+            ("dense", DENSE),
+            ("small-dense", SMALL_DENSE),
+        )
+        if model != NSA or seed == SEEDS[0]
     ),
     *(
         equal_tokens(
@@ -250,7 +261,7 @@ EXPERIMENTS = (
             expected_s=700,
             further=(repeated(),),
         )
-        for word, model in (("nsa", NSA), ("dense", DENSE))
+        for word, model in (("shared", SHARED), ("dense", DENSE))
     ),
     *(
         equal_tokens(

@@ -9,16 +9,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from tools.evidence.experiments import DENSE, NSA, SHARED, SLOW, SMALL_DENSE, SOFTMAX
+from tools.evidence.experiments import DENSE, NSA, SHARED, SMALL_DENSE
 
-COLOURS = {
-    NSA: "#4477aa",
-    SHARED: "#66ccee",
-    SOFTMAX: "#228833",
-    SLOW: "#aa3377",
-    DENSE: "#cc3311",
-    SMALL_DENSE: "#ccbb44",
-}
+COLOURS = {SHARED: "#4477aa", NSA: "#66ccee", DENSE: "#cc3311", SMALL_DENSE: "#ccbb44"}
 DASHES = ("-", "--", ":", "-.")
 
 

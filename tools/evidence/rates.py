@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from tools.evidence.arms import Arm
-from tools.evidence.experiments import NSA
+from tools.evidence.experiments import CONFIGS
 from tools.evidence.parts import BITS, VALIDATION, Figures, Part, table_of
 from tools.evidence.training import read_lines
 
@@ -34,7 +34,7 @@ def learning_rates(sweeps: Sweeps) -> list[Part]:
     """Validation loss by learning rate and model, the lowest of each model in bold."""
     parts = list[Part]()
     for (seq_len, size, steps), found in sweeps.items():
-        models = sorted({row["model"] for row in found}, key=lambda model: (model != NSA, model))
+        models = sorted({row["model"] for row in found}, key=[*CONFIGS].index)
         best = {model: min(losses(found, model).values()) for model in models}
         by_rate: dict[float, Figures] = {row["lr"]: {"lr": row["lr"]} for row in found}
         for row in found:
