@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-
-
-@pytest.fixture(autouse=True)
-def compiled_anew() -> Iterator[None]:
-    """A test leaves nothing compiled: Dynamo takes a function a few times a process, then fails."""
-    yield
-    torch.compiler.reset()
