@@ -10,7 +10,8 @@ NSA, SHARED = "nsa", "nsa-shared"
 DENSE, SMALL_DENSE = "dense-equal-parameters", "dense-equal-width"
 SPARSE = (SHARED, NSA)  # of those in a group the first is compared with all others
 # For steps of 65,536 tokens NSA's best rate in benchmarks/quality/learning-rates.jsonl, and one
-# between dense's two best. For steps of 8,192 the best of benchmarks/quality/rates.
+# between dense's two best. For steps of 8,192 the best of NSA (of three) and of dense in
+# benchmarks/quality/rates; the others were not swept.
 LARGE_STEP_RATES = {NSA: "5e-4", DENSE: "7e-4"}
 RATES = dict.fromkeys((SHARED, NSA, DENSE, SMALL_DENSE), "4e-4")
 TRIED_RATES = ("1e-4", "2e-4", "4e-4", "8e-4")

@@ -74,7 +74,7 @@ class KernelsAhead:
             stdin.write(to_yaml(config).encode())
         self._process.stdin = None  # done with
         # A trainer that is dropped without having run leaves no process behind.
-        self._end = weakref.finalize(self, _end, self._process)
+        self._finish = weakref.finalize(self, _end, self._process)
 
     def wait(self) -> None:
         """Wait for the kernels: the first launch would otherwise compile them a second time."""
@@ -94,7 +94,7 @@ class KernelsAhead:
     def close(self) -> None:
         """End the process, whose work is of no use once the kernels have been launched."""
         if self._process is not None:
-            self._end()
+            self._finish()
             self._process = None
 
 
