@@ -14,15 +14,19 @@ from nsa.lm.config import LMConfig
 from nsa.lm.recomputation import Keeps
 from nsa.train.config import TrainConfig
 from nsa.train.execution.activations import kept_bytes
+from nsa.train.muon import BATCH_ELEMENTS
 
 WEIGHTS, OPTIMIZER, GRADIENTS = "weights", "optimizer", "gradients"
 STREAM = "saved for backward: residual stream and norms"
 ATTENTION = "saved for backward: attention"
 MLP = "saved for backward: MLP"
+UPDATE = "matrices that Muon updates"
 # cuBLAS has a workspace for each thread and stream that multiplies (on an H200).
 WORKSPACE_BYTES = 32 * 2**20
 # Log-probabilities, their gradient and that of the logits, fp32.
 BYTES_PER_LOGIT = 12
+# Of Muon: gradient and, before and after, momentum and weights in fp32; the update in bf16.
+BYTES_PER_UPDATED = 26
 # What a process takes in addition to its tensors: what the allocator cannot use, and the driver's
 # context and the libraries' kernels.
 FRAGMENTATION, CONTEXT_BYTES = 0.05, 2**30
@@ -68,7 +72,10 @@ def step_memory(config: TrainConfig) -> Footprint:
     """
     state, held = _state(config), _in_backward(config)
     moments = [held + _activations(config, at) for at in range(config.model.num_layers + 1)]
-    moments.append(Counter({GRADIENTS: state[WEIGHTS]}))
+    update = Counter({GRADIENTS: state[WEIGHTS]})
+    if config.optim.name == "muon":
+        update[UPDATE] = BYTES_PER_UPDATED * min(BATCH_ELEMENTS, _parameters(config.model)[0])
+    moments.append(update)
     # One for each thread and stream that multiplies: the program's, autograd's, that of a capture.
     cublas = (3 if config.cuda_graphs else 2) * WORKSPACE_BYTES
     most = max(moments, key=lambda parts: parts.total())

@@ -6,7 +6,7 @@ CPU without instructions for it, and cannot be told to skip a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,14 @@ from nsa.train.distributed.sharding import gather, put
 MOMENTUM = 0.95
 # Of the polynomial a x + b x^3 + c x^5, which drives singular values towards 1, and how often.
 COEFFICIENTS, ITERATIONS = (3.4445, -4.775, 2.0315), 5
+BATCH_ELEMENTS = 2**23  # of matrices that are multiplied together; a larger one is alone
 
 
 class Muon(torch.optim.Optimizer):
     """Momentum with Nesterov's look ahead, made orthogonal; decay apart from it.
 
-    State and rates are those of ``torch.optim.Muon``, and so are results in bf16, as on a GPU.
+    State and rates are those of ``torch.optim.Muon``; but for rounding so are results in bf16,
+    as on a GPU. Matrices of one shape are multiplied together: a quarter of the launches.
 
     Args:
         matrices: fp32 parameters; of shards every process gathers the whole and computes the same.
@@ -31,8 +33,10 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, matrices: Iterable[nn.Parameter], lr: float, weight_decay: float) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
-        for matrix in self.param_groups[0]["params"]:
+        parameters = self.param_groups[0]["params"]
+        for matrix in parameters:
             self.state[matrix] = {"momentum_buffer": torch.zeros_like(matrix)}
+        self._batches = batches_of(parameters)
 
     @torch.no_grad()
     def step(self, cancel: Tensor) -> None:  # type: ignore[override]
@@ -43,16 +47,38 @@ class Muon(torch.optim.Optimizer):
         """
         lr, decay = self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"]
         keep = cancel.bool()
-        for matrix, state in self.state.items():
-            momentum = state["momentum_buffer"]
-            assert matrix.grad is not None
-            old, gradient, before = gather(matrix), gather(matrix.grad), gather(momentum)
+        for matrices in self._batches:
+            momenta = [self.state[matrix]["momentum_buffer"] for matrix in matrices]
+            old, before = _stacked(matrices), _stacked(momenta)
+            gradient = _stacked(map(_gradient, matrices))
             after = before.lerp(gradient, 1 - MOMENTUM)
-            update = orthogonalized(gradient.lerp(after, MOMENTUM), product_dtype(old.device))
-            rate = lr * max(1.0, old.shape[0] / old.shape[1]) ** 0.5
+            update = orthogonalized(gradient.lerp_(after, MOMENTUM), product_dtype(old.device))
+            rate = lr * max(1.0, old.shape[-2] / old.shape[-1]) ** 0.5
             new = (old * (1 - lr * decay)).add_(update, alpha=-rate)
-            put(momentum, torch.where(keep, before, after))
-            put(matrix.detach(), torch.where(keep, old, new))
+            for target, kept, changed in ((momenta, before, after), (matrices, old, new)):
+                for part, whole in zip(target, torch.where(keep, kept, changed), strict=True):
+                    put(part.detach(), whole)
+
+
+def batches_of(matrices: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Matrices of one shape together, at most ``BATCH_ELEMENTS`` unless one alone has more."""
+    by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+    for matrix in matrices:
+        by_shape.setdefault(matrix.shape, []).append(matrix)
+    found = []
+    for shape, alike in by_shape.items():
+        size = max(1, BATCH_ELEMENTS // shape.numel())
+        found += [alike[begin : begin + size] for begin in range(0, len(alike), size)]
+    return found
+
+
+def _stacked(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.stack([gather(tensor) for tensor in tensors])
+
+
+def _gradient(matrix: nn.Parameter) -> Tensor:
+    assert matrix.grad is not None
+    return matrix.grad
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
@@ -61,16 +87,16 @@ def product_dtype(device: torch.device) -> torch.dtype:
 
 
 def orthogonalized(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrix with its singular values brought to about 1 (0.7 to 1.2), in ``dtype``.
+    """Matrices ``[N, rows, columns]`` with singular values brought to about 1 (0.7 to 1.2).
 
-    By Newton-Schulz iterations on the smaller side.
+    By Newton-Schulz iterations on the smaller side, in ``dtype``, which the result has, too.
     """
-    is_tall = x.shape[0] > x.shape[1]
+    is_tall = x.shape[-2] > x.shape[-1]
     y = x.to(dtype, copy=True)
-    y = y.T if is_tall else y
-    y.div_(y.norm().clamp(min=1e-7))
+    y = y.mT if is_tall else y
+    y.div_(torch.linalg.matrix_norm(y, keepdim=True).clamp(min=1e-7))
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
-        gram = y @ y.T
-        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
-    return y.T if is_tall else y
+        gram = y @ y.mT
+        y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    return y.mT if is_tall else y

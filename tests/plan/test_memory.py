@@ -16,6 +16,7 @@ from nsa.plan.memory import (
     MLP,
     OPTIMIZER,
     STREAM,
+    UPDATE,
     WEIGHTS,
     saved_bytes,
     step_memory,
@@ -97,6 +98,12 @@ def test_gradients_that_wait_are_counted():
         assert parts(**replica)["gradients that are sent"] == size * PARAMETERS
     small = parts(micro_batch=1, global_batch=1, seq_len=64)  # most is held in the update
     assert small[GRADIENTS] == 4 * PARAMETERS
+
+
+def test_what_muon_updates_together_is_counted():
+    small = {"micro_batch": 1, "global_batch": 1, "seq_len": 64}  # most is held in the update
+    assert UPDATE not in parts(**small)
+    assert parts(**small, optim__name="muon")[UPDATE] == 26 * 2**23
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("fp32", 4), ("bf16", 2)])

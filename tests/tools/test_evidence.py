@@ -326,7 +326,7 @@ def settings_of(experiment: Experiment) -> Any:
 
 def test_experiments_are_those_that_are_compared():
     known = {experiment.name: experiment for experiment in EXPERIMENTS}
-    assert len(known) == len(EXPERIMENTS) == 34
+    assert len(known) == len(EXPERIMENTS) == 49
     configs = {name: settings_of(experiment) for name, experiment in known.items()}
     for name, config in (("50k", "78m"), ("50k_shared", "78m-shared")):
         shipped = configs.pop(name)
@@ -336,10 +336,10 @@ def test_experiments_are_those_that_are_compared():
     for name, config in configs.items():
         group, _, rest = name.partition("-")
         tokens, step, length = {
-            "rates": (30_007_296, 8192, 2048),
-            "2k": (200_007_680, 8192, 2048),
+            **dict.fromkeys(("rates", "muon_rates"), (30_007_296, 8192, 2048)),
+            **dict.fromkeys(("2k", "muon"), (200_007_680, 8192, 2048)),
             "200m": (200_015_872, 65_536, 2048),
-            "long": (200_007_680, 8192, 8192),
+            "muon_long": (200_007_680, 8192, 8192),
             "8k": (100_007_936, 65_536, 8192),
         }[group]
         assert config.steps * config.global_batch * config.seq_len == tokens
@@ -353,16 +353,19 @@ def test_experiments_are_those_that_are_compared():
         assert config.model.nsa.share_kv == is_shared
         assert config.model.nsa.gate_bias == 2 * is_shared
         *_, last = rest.partition("-")
-        seed = int(name.rpartition("-")[2]) if group in ("2k", "200m") else 1337
+        seed = int(name.rpartition("-")[2]) if group in ("2k", "muon", "200m") else 1337
         assert config.seed == seed
         assert config.checkpoint_every == 0
+        assert config.optim.name == ("muon" if group.startswith("muon") else "adamw")
         if group == "rates":
-            assert f"{config.optim.lr:.0e}" == last.replace("e-", "e-0")
+            assert config.optim.lr == float(rest.partition("-")[2])
+        elif group == "muon_rates":
+            assert (config.optim.muon_lr, config.optim.lr) == (float(last), 4e-4)
         elif step == 65_536:
             assert config.optim.lr == (7e-4 if is_dense else 5e-4)
-    for word in ("shared", "dense", "small-dense"):
-        seeds = [name for name in configs if name.startswith(f"2k-{word}-")]
-        assert seeds == [f"2k-{word}-{seed}" for seed in (1337, 1338, 1339)]
+    for start in ("2k-shared", "2k-dense", "muon-shared", "muon-dense", "muon-small-dense"):
+        seeds = [name for name in configs if name.startswith(f"{start}-")]
+        assert seeds == [f"{start}-{seed}" for seed in (1337, 1338, 1339)]
 
 
 def test_commands_of_the_experiments_are_taken():
@@ -379,7 +382,7 @@ def test_commands_of_the_experiments_are_taken():
 def test_mistakes_are_named(tmp_path, capsys):
     given = ["run", "--data", str(tmp_path), "--out", str(tmp_path / "out")]
     assert command_line.main([*given, "--only", "51k"]) == 2
-    assert "--only must name some of 50k, 50k_shared, rates-shared-1e-4" in capsys.readouterr().err
+    assert "--only must name some of 50k, 50k_shared, rates-shared-2e-4" in capsys.readouterr().err
     assert command_line.main(given) == 2
     assert "--data must be a folder made by nsa data prepare" in capsys.readouterr().err
     with pytest.raises(UserError, match="OUT must hold a finished experiment"):

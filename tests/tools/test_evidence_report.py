@@ -262,16 +262,16 @@ def test_a_failed_evaluation_is_shown(tmp_path):
 
 
 def test_planned_runs_and_pairs_that_are_missing(tmp_path):
-    write_group(tmp_path, "2k")
+    write_group(tmp_path, "muon")
     for old, new in (("nsa-1", "nsa-1337"), ("dense-1", "dense-1337")):
-        (tmp_path / "2k" / old).rename(tmp_path / "2k" / new)
-        change_row(tmp_path / "2k" / new, seed=1337)
+        (tmp_path / "muon" / old).rename(tmp_path / "muon" / new)
+        change_row(tmp_path / "muon" / new, seed=1337)
     text = report(tmp_path, tmp_path / "out")
     missing = ["shared-1337", "small-dense-1337"]
     missing += [
         f"{name}-{seed}" for seed in (1338, 1339) for name in ("shared", "dense", "small-dense")
     ]
-    names = ", ".join(f"`2k/{name}`" for name in missing)
+    names = ", ".join(f"`muon/{name}`" for name in missing)
     assert f"Not done: {names}." in text
     models = (SHARED, DENSE, SMALL_DENSE)
     pairs = [f"{model} with seed {seed}" for seed in (1338, 1339) for model in models]

@@ -152,6 +152,24 @@ def test_learning_rates_of_runs_are_compared_with_the_sweep(tmp_path):
     assert "Learning rates were not swept at this length." in text
 
 
+def test_a_sweep_of_one_optimizer_says_nothing_of_another(tmp_path):
+    write_group(tmp_path, "2k")
+    write_group(tmp_path, "muon")
+    for lr, bits in ((0.005, 1.6), (0.01, 1.5), (0.02, 1.7)):
+        row = make_row(NSA, 1337, lr=lr, steps=40, tokens=40 * 8192, val_bits_per_byte=bits)
+        write_arm(tmp_path / f"muon_rates/nsa-{lr}", row, BYTES, 8.0)
+    change_row(tmp_path / "muon/nsa-1", lr=0.01)
+    text = report(tmp_path, tmp_path / "out")
+    by_adamw, by_muon = (
+        text.partition(f"\n## 200M tokens{name}, 2,048 a sequence\n")[2].partition("\n## ")[0]
+        for name in ("", " by Muon")
+    )
+    assert "Learning rates were not swept at this length." in by_adamw
+    assert "sweep of 40 steps of 8,192 tokens" in by_muon
+    assert f"0.01 of {NSA} is its best" in by_muon
+    assert table(text, "Learning rates of Muon", "learning rate")[3] == ["0.01", "**1.5000**"]
+
+
 @pytest.mark.parametrize(
     ("lr", "swept", "expected"),
     [

@@ -113,13 +113,42 @@ def test_steps_are_those_of_pytorch(name: Any, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("shape", [(48, 48), (96, 32), (32, 96)])
 def test_muon_makes_matrices_orthogonal_in_fp32_on_a_cpu(shape: tuple[int, int]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
-    found = muon.orthogonalized(x, muon.product_dtype(x.device))
+    (found,) = muon.orthogonalized(x[None], muon.product_dtype(x.device))
     assert found.dtype == torch.float32
     left, singular, right = torch.linalg.svd(found, full_matrices=False)
     assert singular.min() > 0.6
     assert singular.max() < 1.3
     expected_left, _, expected_right = torch.linalg.svd(x, full_matrices=False)
     torch.testing.assert_close(left @ right, expected_left @ expected_right, atol=1e-3, rtol=0)
+
+
+def test_muon_multiplies_matrices_of_one_shape_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [(32, 96), (96, 32), (32, 96), (32, 96), (96, 32)]
+    matrices = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    numbers = {matrix: number for number, matrix in enumerate(matrices)}
+
+    def batches() -> list[list[int]]:
+        return [[numbers[matrix] for matrix in batch] for batch in muon.batches_of(matrices)]
+
+    assert batches() == [[0, 2, 3], [1, 4]]
+    monkeypatch.setattr(muon, "BATCH_ELEMENTS", 2 * 32 * 96 + 1)
+    assert batches() == [[0, 2], [3], [1, 4]]
+    monkeypatch.setattr(muon, "BATCH_ELEMENTS", 1)
+    assert batches() == [[0], [2], [3], [1], [4]]
+
+
+def test_a_matrix_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for elements in (muon.BATCH_ELEMENTS, 1):
+        monkeypatch.setattr(muon, "BATCH_ELEMENTS", elements)
+        model = make_model()
+        optimizer = ModelOptimizer(model, OptimConfig(name="muon", weight_decay=0.1))
+        for step in range(3):
+            fill_gradients(model, step)
+            optimizer.step(torch.zeros(()))
+        found.append(snapshot(model, optimizer))
+    for together, alone in zip(*found, strict=True):
+        torch.testing.assert_close(together, alone)
 
 
 @NAMES

@@ -9,12 +9,21 @@ ON_BOOKS = f"--data.source shards --data.path {BOOKS} --data.tokenizer byte"
 NSA, SHARED = "nsa", "nsa-shared"
 DENSE, SMALL_DENSE = "dense-equal-parameters", "dense-equal-width"
 SPARSE = (SHARED, NSA)  # of those in a group the first is compared with all others
-# For steps of 65,536 tokens NSA's best rate in benchmarks/quality/learning-rates.jsonl, and one
-# between dense's two best. For steps of 8,192 the best of NSA (of three) and of dense in
-# benchmarks/quality/rates; the others were not swept.
+ADAMW, MUON = "adamw", "muon"
+# Of AdamW for steps of 65,536 tokens: NSA's best in benchmarks/quality/learning-rates.jsonl, and
+# one between dense's two best. For steps of 8,192 the best of NSA (of three) and of dense in
+# benchmarks/quality/rates; nsa-shared's is settled there.
 LARGE_STEP_RATES = {NSA: "5e-4", DENSE: "7e-4"}
-RATES = dict.fromkeys((SHARED, NSA, DENSE, SMALL_DENSE), "4e-4")
-TRIED_RATES = ("1e-4", "2e-4", "4e-4", "8e-4")
+RATES = dict.fromkeys((SHARED, NSA, DENSE), "4e-4")
+TRIED_RATES = {
+    SHARED: ("2e-4", "4e-4", "8e-4", "1.6e-3"),
+    NSA: ("1e-4", "2e-4", "4e-4", "8e-4"),
+    DENSE: ("1e-4", "2e-4", "4e-4", "8e-4"),
+}
+# Of Muon: the best in benchmarks/quality/muon_rates, where that is known. All else learns by AdamW.
+MUON_RATES = dict.fromkeys((SHARED, NSA, DENSE, SMALL_DENSE), "0.01")
+TRIED_MUON_RATES = ("0.0025", "0.005", "0.01", "0.02")
+BESIDE_MUON = "4e-4"
 EQUAL_MLP = 3344  # hidden size at which the dense model has the parameters of both sparse ones
 CONFIGS = {
     SHARED: "78m-shared",
@@ -147,12 +156,22 @@ class Tokens:
     eval_windows: int = 512
     log_every: int = 20
 
-    def settings(self, model: str, lr: str, seed: int) -> str:
-        """What follows ``nsa train``: for each seed the same data in the same order."""
+    def settings(self, model: str, lr: str, seed: int, optimizer: str = ADAMW) -> str:
+        """What follows ``nsa train``: for each seed the same data in the same order.
+
+        Args:
+            model: see ``CONFIGS``.
+            lr: learning rate of the optimizer; beside Muon's, AdamW's is ``BESIDE_MUON``.
+            seed: of weights and data.
+            optimizer: see ``optim.name``.
+        """
         batch, steps = self.step // self.seq_len, -(-self.total // self.step)
+        rates = f"--optim.lr {lr}"
+        if optimizer == MUON:
+            rates = f"--optim.name muon --optim.muon-lr {lr} --optim.lr {BESIDE_MUON}"
         return (
             f"{CONFIGS[model]} {ON_BOOKS} --seq-len {self.seq_len} --micro-batch {batch} "
-            f"--accumulation 1 --global-batch {batch} --steps {steps} --optim.lr {lr} "
+            f"--accumulation 1 --global-batch {batch} --steps {steps} {rates} "
             f"--optim.warmup-steps {self.warmup_steps} --seed {seed} "
             f"--log-every {self.log_every} --eval-every {self.eval_every} "
             f"--eval-windows {self.eval_windows} --checkpoint-every 0 --sample-tokens 0"
@@ -167,6 +186,7 @@ def equal_tokens(
     lr: str,
     expected_s: float,
     seed: int = SEEDS[0],
+    optimizer: str = ADAMW,
     further: tuple[Command, ...] = (),
 ) -> Experiment:
     """A training, the test text and, of short windows, the validation text; what NSA selects.
@@ -175,15 +195,17 @@ def equal_tokens(
         name: of the experiment.
         model: see ``CONFIGS``.
         tokens: what it is trained on.
-        lr: learning rate.
+        lr: see :meth:`Tokens.settings`.
         expected_s: see :class:`Experiment`.
         seed: of weights and data.
+        optimizer: see ``optim.name``.
         further: more to do with the finished run.
     """
     splits = ("test",) if tokens.seq_len == LONG else ("test", "validation")
     afterwards = [*(measured(split) for split in splits), *further]
     afterwards += [inspected(tokens.seq_len)] if model in (NSA, SHARED) else []
-    return Experiment(name, model, tokens.settings(model, lr, seed), tuple(afterwards), expected_s)
+    train = tokens.settings(model, lr, seed, optimizer)
+    return Experiment(name, model, train, tuple(afterwards), expected_s)
 
 
 _SMALL_STEPS = Tokens(200_000_000, 8_192, warmup_steps=1000, eval_every=2000, log_every=100)
@@ -210,64 +232,83 @@ def long_run(name: str, model: str) -> Experiment:
     return Experiment(name, model, train, after, expected_s=1310, in_legs=True)
 
 
+WORDS = {SHARED: "shared", NSA: "nsa", DENSE: "dense", SMALL_DENSE: "small-dense"}
+
+
+def sweep(group: str, model: str, lr: str, expected_s: float, optimizer: str) -> Experiment:
+    """A short training with one learning rate."""
+    train = _SWEPT.settings(model, lr, SEEDS[0], optimizer)
+    return Experiment(f"{group}-{WORDS[model]}-{lr}", model, train, (), expected_s)
+
+
 EXPERIMENTS = (
     long_run("50k", NSA),
     long_run("50k_shared", SHARED),
     *(
-        Experiment(f"rates-{word}-{lr}", model, _SWEPT.settings(model, lr, SEEDS[0]), (), seconds)
-        for lr in TRIED_RATES
-        for word, model, seconds in (
-            ("shared", SHARED, 130),
-            ("nsa", NSA, 130),
-            ("dense", DENSE, 95),
-        )
+        sweep("rates", model, lr, 95 if model == DENSE else 130, ADAMW)
+        for model, rates in TRIED_RATES.items()
+        for lr in rates
+    ),
+    *(
+        sweep("muon_rates", model, lr, 130, MUON)
+        for model in (SHARED, DENSE)
+        for lr in TRIED_MUON_RATES
     ),
     *(
         equal_tokens(
-            f"2k-{word}-{seed}",
+            f"2k-{WORDS[model]}-{seed}",
             model,
             _SMALL_STEPS,
             lr=RATES[model],
-            expected_s=660 if model in SPARSE else 535,
+            expected_s=535 if model == DENSE else 660,
             seed=seed,
             further=(repeated(),),
         )
         for seed in SEEDS
-        for word, model in (
-            ("shared", SHARED),
-            ("nsa", NSA),
-            ("dense", DENSE),
-            ("small-dense", SMALL_DENSE),
-        )
+        for model in RATES
         if model != NSA or seed == SEEDS[0]
     ),
     *(
         equal_tokens(
-            f"200m-{word}-{seed}",
+            f"muon-{WORDS[model]}-{seed}",
+            model,
+            _SMALL_STEPS,
+            lr=lr,
+            expected_s=760 if model in SPARSE else 680,
+            seed=seed,
+            optimizer=MUON,
+            further=(repeated(),),
+        )
+        for seed in SEEDS
+        for model, lr in MUON_RATES.items()
+        if model != NSA or seed == SEEDS[0]
+    ),
+    *(
+        equal_tokens(
+            f"200m-{WORDS[model]}-{seed}",
             model,
             _LARGE_STEPS,
-            lr=LARGE_STEP_RATES[model],
-            expected_s=seconds,
+            lr=lr,
+            expected_s=480 if model == NSA else 425,
             seed=seed,
         )
         for seed in SEEDS
-        for word, model, seconds in (("nsa", NSA, 480), ("dense", DENSE, 425))
+        for model, lr in LARGE_STEP_RATES.items()
     ),
     *(
         equal_tokens(
-            f"long-{word}",
+            f"muon_long-{WORDS[model]}",
             model,
             _LONG,
-            lr=RATES[model],
-            expected_s=700,
+            lr=MUON_RATES[model],
+            expected_s=800,
+            optimizer=MUON,
             further=(repeated(),),
         )
-        for word, model in (("shared", SHARED), ("dense", DENSE))
+        for model in (SHARED, DENSE)
     ),
     *(
-        equal_tokens(
-            f"8k-{word}", model, _LONG_IN_LARGE_STEPS, lr=LARGE_STEP_RATES[model], expected_s=390
-        )
-        for word, model in (("nsa", NSA), ("dense", DENSE))
+        equal_tokens(f"8k-{WORDS[model]}", model, _LONG_IN_LARGE_STEPS, lr=lr, expected_s=390)
+        for model, lr in LARGE_STEP_RATES.items()
     ),
 )

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
-from tools.evidence.arms import Arm
+from tools.evidence.arms import Arm, Group
 from tools.evidence.experiments import CONFIGS
 from tools.evidence.parts import BITS, VALIDATION, Figures, Part, table_of
 from tools.evidence.training import read_lines
 
-OLDER, SWEPT = "learning-rates.jsonl", "rates"
+OLDER, SWEPT, MUON_SWEPT = "learning-rates.jsonl", "rates", "muon_rates"
 Sweeps = dict[tuple[int, int, int], list[Figures]]
 
 
-def read_sweeps(rows: Path, swept: Sequence[Arm]) -> Sweeps:
+def read_sweeps(swept: Group) -> Sweeps:
     """Rows by tokens of a sequence, tokens of a step and steps.
 
     Args:
-        rows: ``benchmarks/quality``, with an older sweep in a file.
-        swept: runs of the experiment ``rates``.
+        swept: runs of ``rates``, beside which an older sweep lies in a file, or ``muon_rates``.
     """
     found: Sweeps = {}
-    older = [row | {"file": OLDER} for row in read_lines(rows / OLDER)]
-    for row in [*older, *(arm.row | {"file": f"{SWEPT}/"} for arm in swept)]:
+    lines = read_lines(swept.rows / OLDER) if swept.name == SWEPT else []
+    older = [row | {"file": OLDER} for row in lines]
+    for row in [*older, *(arm.row | {"file": f"{swept.name}/"} for arm in swept.arms)]:
         size = row["tokens"] // row["steps"]
         found.setdefault((row["seq_len"], size, row["steps"]), []).append(row)
     return dict(sorted(found.items()))

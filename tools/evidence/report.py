@@ -27,7 +27,14 @@ from tools.evidence.parts import (
     table_of,
 )
 from tools.evidence.plots import Line, Panel, Plot, draw
-from tools.evidence.rates import SWEPT, Sweeps, against_sweeps, learning_rates, read_sweeps
+from tools.evidence.rates import (
+    MUON_SWEPT,
+    SWEPT,
+    Sweeps,
+    against_sweeps,
+    learning_rates,
+    read_sweeps,
+)
 from tools.evidence.rows import FAILED
 from tools.evidence.selected import selection
 from tools.evidence.training import STOPPED, read_lines
@@ -48,8 +55,13 @@ Models: `nsa` is `78m`, the pattern of the paper; `nsa-shared` is `78m-shared`, 
 one key and value projection and whose gates start open; the dense model of equal parameters is
 `78m-dense` with an MLP of 3,344 instead of 3,072, that of equal width `78m-dense` as it is. Large
 steps are of 65,536 tokens, eight times those of `78m`: few for so many tokens ([log](../log.md)).
+Where Muon is not named, AdamW trains; Muon's learning rate is that of the matrices of the layers,
+beside AdamW's 4e-4 of all else.
 """
-GROUPS = ("50k", "50k_shared", "2k", "long", "200m", "90m", "8k", SWEPT)
+GROUPS = (
+    *("50k", "50k_shared", "2k", "muon", "muon_long", "200m", "90m", "8k"),
+    *(SWEPT, MUON_SWEPT),
+)
 LOSSES = (
     "split | window=seq_len:, | windows:, | bits per byte=bits_per_byte:.4f | "
     "95% over documents=over | a bigram model's=bigram_bits_per_byte:.4f | file"
@@ -80,18 +92,20 @@ def write_report(rows: Path, out: Path) -> Path:
         UserError: there is nothing to report.
     """
     groups = {name: read_group(rows, name) for name in GROUPS}
-    sweeps = read_sweeps(rows, groups[SWEPT].arms)
+    sweeps, of_muon = (read_sweeps(groups[name]) for name in (SWEPT, MUON_SWEPT))
     for line in (line for group in groups.values() for line in group.broken):
         say(line)
     sections: dict[str, list[Part]] = {
         "50,000 steps of `78m`": long_run(groups["50k"], sweeps),
         "50,000 steps of `78m-shared`": long_run(groups["50k_shared"], sweeps),
         "200M tokens, 2,048 a sequence": equal_tokens(groups["2k"], sweeps),
-        "200M tokens, 8,192 a sequence": equal_tokens(groups["long"], sweeps),
+        "200M tokens by Muon, 2,048 a sequence": equal_tokens(groups["muon"], of_muon),
+        "200M tokens by Muon, 8,192 a sequence": equal_tokens(groups["muon_long"], of_muon),
         "200M tokens in large steps, 2,048 a sequence": equal_tokens(groups["200m"], sweeps),
         "90M tokens in large steps, 2,048 a sequence": equal_tokens(groups["90m"], sweeps),
         "100M tokens in large steps, 8,192 a sequence": equal_tokens(groups["8k"], sweeps),
         "Learning rates": [*learning_rates(sweeps), *groups[SWEPT].notes()],
+        "Learning rates of Muon": [*learning_rates(of_muon), *groups[MUON_SWEPT].notes()],
         "What is selected": selection(groups.values()),
     }
     made = {title: [part for part in parts if part] for title, parts in sections.items() if parts}
