@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor
 from torch.nn.utils import parametrize, prune
@@ -429,11 +430,17 @@ def test_what_changes_nothing_moves_no_weight():
     assert second.data_ptr() == first.data_ptr() + first.nbytes
 
 
-def test_each_weight_has_a_storage_of_its_own():
+def test_each_weight_has_a_storage_of_its_own(tmp_path):
     """Accelerate and safetensors keep one tensor of a storage; one product takes all the same."""
-    module = layer(small(phi="linear"), dtype=torch.float32)
-    pointers = [x.untyped_storage().data_ptr() for x in module.state_dict().values()]
-    assert len({*pointers}) == len(pointers)
+    module, other = (layer(small(phi="linear"), seed, torch.float32) for seed in (0, 1))
+    storages = [x.untyped_storage() for x in module.state_dict().values()]
+    assert len({storage.data_ptr() for storage in storages}) == len(storages)
+    assert sum(storage.nbytes() for storage in storages) == sum(
+        x.nbytes for x in module.state_dict().values()
+    )
+    safetensors.torch.save_model(module, tmp_path / "layer.safetensors")
+    safetensors.torch.load_model(other, tmp_path / "layer.safetensors")
+    assert all(map(torch.equal, module.parameters(), other.parameters()))
     weights = module.projection_weights()
     assert stacked(weights, torch.float32).data_ptr() == weights[0].data_ptr()
     expected = torch.cat(weights).detach()

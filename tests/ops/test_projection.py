@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -76,6 +78,22 @@ def test_rows_behind_the_memory_are_not_read() -> None:
     assert torch.equal(whole, torch.cat([memory, torch.zeros(4, 8)]))
     lay_together(weights)
     assert stacked(weights, torch.float32).data_ptr() == weights[0].data_ptr()
+    # Behind some of the weights of a block lie others, not zeros.
+    assert torch.equal(
+        stacked(weights[:1], torch.float32), torch.cat([memory[:5], torch.zeros(11, 8)])
+    )
+
+
+def test_a_block_is_kept_no_longer_than_its_weights() -> None:
+    module = make()
+    weights = module.projection_weights()
+    block = weakref.ref(stacked(weights, torch.float32))
+    alias, expected = [weight.detach() for weight in weights], torch.cat(weights).detach()
+    assert stacked(alias, torch.float32) is block()
+    del module, weights
+    gc.collect()
+    assert block() is None
+    assert torch.equal(stacked(alias, torch.float32)[: len(expected)], expected)
 
 
 def test_sequences_for_all_layers() -> None:

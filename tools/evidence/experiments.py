@@ -22,7 +22,7 @@ TRIED_RATES = {
 }
 # Of Muon: the best in benchmarks/quality/muon_rates, where that is known. All else learns by AdamW.
 MUON_RATES = dict.fromkeys((SHARED, NSA, DENSE, SMALL_DENSE), "0.01")
-TRIED_MUON_RATES = ("0.0025", "0.005", "0.01", "0.02")
+TRIED_MUON_RATES = ("0.00125", "0.0025", "0.005", "0.01", "0.02", "0.04")
 BESIDE_MUON = "4e-4"
 EQUAL_MLP = 3344  # hidden size at which the dense model has the parameters of both sparse ones
 CONFIGS = {

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import accumulate
 from typing import Any, ClassVar, Literal, Self, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from nsa.errors import fail
 from nsa.ops._constants import Constants
@@ -119,14 +121,26 @@ def padded(rows: int) -> int:
     return -(-rows // ALIGNMENT) * ALIGNMENT
 
 
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """Weights that are neighbours in memory, and rows of zeros behind them."""
+
+    whole: Tensor
+    num_weights: int
+
+
+# By the first of their weights, which keep them, and by their addresses.
+_blocks: MutableMapping[Tensor, _Block] = WeakTensorKeyDictionary()
+_block_at: MutableMapping[int, _Block] = WeakValueDictionary()
+
+
 @torch.no_grad()
 def lay_together(weights: Sequence[Tensor]) -> None:
     """Move weights ``[N, width]`` into one block of memory, so that one product can take them all.
 
-    They stay parameters of their own, each in a storage of its own: what saves one tensor a storage
-    saves all. Rows of zeros pad the block, all of which is the storage of the first. Nothing is
-    moved if they lie so already, if dtypes or devices differ, if a weight is no plain parameter
-    (the shards of FSDP2), or if processes share its memory.
+    They stay parameters of their own, each in a storage of its own, which holds nothing else. Rows
+    of zeros pad the block. Nothing is moved if they lie so already, if dtypes or devices differ, if
+    a weight is no plain parameter (the shards of FSDP2), or if processes share its memory.
     """
     first = weights[0]
     kinds = {(type(w), w.dtype, w.device) for w in weights}
@@ -138,9 +152,10 @@ def lay_together(weights: Sequence[Tensor]) -> None:
     memory = block.untyped_storage()
     for weight in weights:
         end = begin + weight.nbytes
-        storage = memory[begin:end] if begin else memory
-        weight.data = block.new_empty(0).set_(storage, 0, weight.shape, (weight.shape[1], 1))
+        place = memory[begin:end]
+        weight.data = block.new_empty(0).set_(place, 0, weight.shape, (weight.shape[1], 1))
         begin = end
+    _blocks[first] = _block_at[first.data_ptr()] = _Block(block, len(weights))
 
 
 def _places(weights: Sequence[Tensor]) -> list[tuple[Any, ...] | None]:
@@ -222,17 +237,16 @@ def stacked(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 def _block(weights: Sequence[Tensor]) -> Tensor | None:
     """The block of memory in which weights are neighbours; None where they are not."""
-    first, memory = weights[0], weights[0].untyped_storage()
-    kind, width, rows, end = first.dtype, first.shape[1], 0, first.data_ptr()
-    for weight in weights:
-        if weight.data_ptr() != end or weight.dtype != kind or not weight.is_contiguous():
-            return None
-        rows, end = rows + weight.shape[0], end + weight.nbytes
-    shape = (padded(rows), width)
-    end = first.data_ptr() + shape[0] * width * first.element_size()
-    if end > memory.data_ptr() + memory.nbytes():
+    first, end = weights[0], weights[0].data_ptr()
+    block = _block_at.get(end)
+    if block is None or block.num_weights != len(weights) or block.whole.device != first.device:
         return None
-    return first.as_strided(shape, (width, 1))
+    for weight in weights:
+        is_next = weight.data_ptr() == end and weight.dtype == block.whole.dtype
+        if not is_next or not weight.is_contiguous():
+            return None
+        end += weight.nbytes
+    return block.whole
 
 
 def _copied(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
