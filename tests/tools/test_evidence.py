@@ -356,7 +356,9 @@ def test_experiments_are_those_that_are_compared():
         seed = int(name.rpartition("-")[2]) if group in ("2k", "muon", "200m") else 1337
         assert config.seed == seed
         assert config.checkpoint_every == 0
-        assert config.optim.name == ("muon" if group.startswith("muon") else "adamw")
+        is_muon = group.startswith("muon")
+        assert config.optim.name == ("muon" if is_muon else "adamw")
+        assert config.optim.weight_decay == (0.1 if is_muon else 0.01)
         if group == "rates":
             assert config.optim.lr == float(rest.partition("-")[2])
         elif group == "muon_rates":

@@ -23,7 +23,7 @@ TRIED_RATES = {
 # Of Muon: the best in benchmarks/quality/muon_rates, where that is known. All else learns by AdamW.
 MUON_RATES = dict.fromkeys((SHARED, NSA, DENSE, SMALL_DENSE), "0.01")
 TRIED_MUON_RATES = ("0.00125", "0.0025", "0.005", "0.01", "0.02", "0.04")
-BESIDE_MUON = "4e-4"
+BESIDE_MUON = "--optim.lr 4e-4 --optim.weight-decay 0.1"
 EQUAL_MLP = 3344  # hidden size at which the dense model has the parameters of both sparse ones
 CONFIGS = {
     SHARED: "78m-shared",
@@ -161,14 +161,14 @@ class Tokens:
 
         Args:
             model: see ``CONFIGS``.
-            lr: learning rate of the optimizer; beside Muon's, AdamW's is ``BESIDE_MUON``.
+            lr: learning rate of the optimizer; what goes with Muon's is ``BESIDE_MUON``.
             seed: of weights and data.
             optimizer: see ``optim.name``.
         """
         batch, steps = self.step // self.seq_len, -(-self.total // self.step)
         rates = f"--optim.lr {lr}"
         if optimizer == MUON:
-            rates = f"--optim.name muon --optim.muon-lr {lr} --optim.lr {BESIDE_MUON}"
+            rates = f"--optim.name muon --optim.muon-lr {lr} {BESIDE_MUON}"
         return (
             f"{CONFIGS[model]} {ON_BOOKS} --seq-len {self.seq_len} --micro-batch {batch} "
             f"--accumulation 1 --global-batch {batch} --steps {steps} {rates} "

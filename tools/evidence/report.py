@@ -56,7 +56,7 @@ one key and value projection and whose gates start open; the dense model of equa
 `78m-dense` with an MLP of 3,344 instead of 3,072, that of equal width `78m-dense` as it is. Large
 steps are of 65,536 tokens, eight times those of `78m`: few for so many tokens ([log](../log.md)).
 Where Muon is not named, AdamW trains; Muon's learning rate is that of the matrices of the layers,
-beside AdamW's 4e-4 of all else.
+beside AdamW's 4e-4 of all else, and weight decay is 0.1 instead of 0.01.
 """
 GROUPS = (
     *("50k", "50k_shared", "2k", "muon", "muon_long", "200m", "90m", "8k"),
