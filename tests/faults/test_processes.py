@@ -203,6 +203,8 @@ def test_ranks_that_are_started_anew_resume_the_run(tmp_path: Path, whole: Path)
     words = (*new_run(whole, path), *TWO_RANKS)
     with Ranks(*words, folder=tmp_path, fault=fault) as run:
         assert run.ranks[1].end() == -signal.SIGKILL
+        last = path / "checkpoints/step-00000012"  # which a thread of the other may still write
+        assert run.ranks[0].wait_until(last.exists), run.text
     again = {"TORCHELASTIC_RESTART_COUNT": "1"}
     with Ranks(*words, folder=tmp_path, fault=fault, env=again) as run:
         assert run.end() == [0, 0], run.text

@@ -46,6 +46,7 @@ def start(
     Raises:
         InterruptedError: this thread is one of :func:`threads`, which were interrupted.
     """
+    _go_on()
     inherited = {name: value for name, value in os.environ.items() if name not in _OF_MAKE}
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") as file:
@@ -61,8 +62,7 @@ def start(
         )
     _running.add(process)
     try:
-        if _ending.is_set():
-            raise InterruptedError("interrupted")
+        _go_on()  # it may have been interrupted meanwhile
         yield process
     finally:
         _running.discard(process)
@@ -73,6 +73,11 @@ def start(
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
+
+
+def _go_on() -> None:
+    if _ending.is_set():
+        raise InterruptedError("interrupted")
 
 
 @contextmanager
