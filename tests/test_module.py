@@ -447,7 +447,10 @@ def test_each_weight_has_a_storage_of_its_own(tmp_path):
     torch.testing.assert_close(stacked(weights, torch.float32)[: len(expected)], expected)
 
 
-@pytest.mark.parametrize("how", ["copied", "pickled", "assigned", "loaded", "converted"])
+HOW = ("copied", "pickled", "assigned", "loaded", "converted", "swapped")
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_weights_stay_neighbours(how):
     module, other = (layer(small(), seed, torch.float32) for seed in (0, 1))
     state = {name: x.clone() for name, x in module.state_dict().items()}
@@ -455,8 +458,10 @@ def test_weights_stay_neighbours(how):
         other = copy.deepcopy(module)
     elif how == "pickled":
         other = pickle.loads(pickle.dumps(module))
-    elif how == "converted":
+    elif how in ("converted", "swapped"):
+        torch.__future__.set_swap_module_params_on_conversion(how == "swapped")
         other = copy.deepcopy(module).double().float()
+        torch.__future__.set_swap_module_params_on_conversion(False)
     else:
         other.load_state_dict(state, assign=how == "assigned")
     weights, x = other.projection_weights(), tokens(30).float()

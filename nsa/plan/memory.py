@@ -74,7 +74,7 @@ def step_memory(config: TrainConfig) -> Footprint:
     moments = [held + _activations(config, at) for at in range(config.model.num_layers + 1)]
     update = Counter({GRADIENTS: state[WEIGHTS]})
     if config.optim.name == "muon":
-        update[UPDATE] = BYTES_PER_UPDATED * min(BATCH_ELEMENTS, _parameters(config.model)[0])
+        update[UPDATE] = BYTES_PER_UPDATED * _updated_together(config.model)
     moments.append(update)
     # One for each thread and stream that multiplies: the program's, autograd's, that of a capture.
     cublas = (3 if config.cuda_graphs else 2) * WORKSPACE_BYTES
@@ -94,6 +94,14 @@ def _state(config: TrainConfig) -> dict[str, int]:
     (inside, outside), shares = _parameters(config.model), _shares(config)
     moments = (1 if config.optim.name == "muon" else 2) * inside + 2 * outside
     return {WEIGHTS: 4 * (inside + outside) // shares, OPTIMIZER: 4 * moments // shares}
+
+
+def _updated_together(model: LMConfig) -> int:
+    """Elements of the largest batch of matrices that Muon multiplies, at most."""
+    pattern = model.nsa
+    heads = pattern.num_heads * max(pattern.head_dim, pattern.value_dim)
+    alone = model.width * max(model.mlp_hidden_size, heads)
+    return max(alone, min(BATCH_ELEMENTS, _parameters(model)[0]))
 
 
 def _in_backward(config: TrainConfig) -> Counter[str]:

@@ -33,10 +33,8 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, matrices: Iterable[nn.Parameter], lr: float, weight_decay: float) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
-        parameters = self.param_groups[0]["params"]
-        for matrix in parameters:
+        for matrix in self.param_groups[0]["params"]:
             self.state[matrix] = {"momentum_buffer": torch.zeros_like(matrix)}
-        self._batches = batches_of(parameters)
 
     @torch.no_grad()
     def step(self, cancel: Tensor) -> None:  # type: ignore[override]
@@ -45,19 +43,24 @@ class Muon(torch.optim.Optimizer):
         Args:
             cancel: scalar, 0 or 1; the host does not wait for it.
         """
-        lr, decay = self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"]
         keep = cancel.bool()
-        for matrices in self._batches:
-            momenta = [self.state[matrix]["momentum_buffer"] for matrix in matrices]
-            old, before = _stacked(matrices), _stacked(momenta)
-            gradient = _stacked(map(_gradient, matrices))
-            after = before.lerp(gradient, 1 - MOMENTUM)
-            update = orthogonalized(gradient.lerp_(after, MOMENTUM), product_dtype(old.device))
-            rate = lr * max(1.0, old.shape[-2] / old.shape[-1]) ** 0.5
-            new = (old * (1 - lr * decay)).add_(update, alpha=-rate)
-            for target, kept, changed in ((momenta, before, after), (matrices, old, new)):
-                for part, whole in zip(target, torch.where(keep, kept, changed), strict=True):
-                    put(part.detach(), whole)
+        for matrices in batches_of(self.param_groups[0]["params"]):
+            self._update(matrices, keep)
+
+    def _update(self, matrices: Sequence[nn.Parameter], keep: Tensor) -> None:
+        """Update matrices of one shape; 26 bytes an element are held meanwhile."""
+        lr, decay = self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"]
+        momenta = [self.state[matrix]["momentum_buffer"] for matrix in matrices]
+        old, before = _stacked(matrices), _stacked(momenta)
+        gradient = _stacked(map(_gradient, matrices))
+        after = before.lerp(gradient, 1 - MOMENTUM)
+        update = orthogonalized(gradient.lerp_(after, MOMENTUM), product_dtype(old.device))
+        rate = lr * max(1.0, old.shape[-2] / old.shape[-1]) ** 0.5
+        new = (old * (1 - lr * decay)).add_(update, alpha=-rate)
+        for target, kept, changed in ((momenta, before, after), (matrices, old, new)):
+            torch.where(keep, kept, changed, out=changed)
+            for part, whole in zip(target, changed, strict=True):
+                put(part.detach(), whole)
 
 
 def batches_of(matrices: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -34,7 +34,7 @@ from tools.accept import programs
 from tools.evidence import __main__ as command_line
 from tools.evidence import experiments, rows, training
 from tools.evidence.arms import take_folders
-from tools.evidence.experiments import EXPERIMENTS, ON_BOOKS, Command, Experiment
+from tools.evidence.experiments import EXPERIMENTS, MUON_RATES, ON_BOOKS, Command, Experiment
 from tools.evidence.report import write_report
 from tools.evidence.run import run_all
 
@@ -361,8 +361,9 @@ def test_experiments_are_those_that_are_compared():
         assert config.optim.weight_decay == (0.1 if is_muon else 0.01)
         if group == "rates":
             assert config.optim.lr == float(rest.partition("-")[2])
-        elif group == "muon_rates":
-            assert (config.optim.muon_lr, config.optim.lr) == (float(last), 4e-4)
+        elif is_muon:
+            swept = last if group == "muon_rates" else MUON_RATES[known[name].model]
+            assert (config.optim.muon_lr, config.optim.lr) == (float(swept), 4e-4)
         elif step == 65_536:
             assert config.optim.lr == (7e-4 if is_dense else 5e-4)
     for start in ("2k-shared", "2k-dense", "muon-shared", "muon-dense", "muon-small-dense"):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from nsa.lm.model import LanguageModel
+from nsa.plan.memory import BYTES_PER_UPDATED
 from nsa.train import muon
 from nsa.train.config import OptimConfig
 from nsa.train.optim import ModelOptimizer, parameter_groups
@@ -149,6 +153,30 @@ def test_a_matrix_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) 
         found.append(snapshot(model, optimizer))
     for together, alone in zip(*found, strict=True):
         torch.testing.assert_close(together, alone)
+
+
+def held(run: Callable[[], None]) -> int:
+    """Bytes that a function holds when it holds most, as the allocator of the CPU tells."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        run()
+    events = found.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    return max(itertools.accumulate(size for _, size in sorted(changes, key=lambda x: x[0])))
+
+
+@pytest.mark.parametrize("shapes", [[(64, 64)] * 4, [(64, 64)] * 8 + [(32, 128)] * 8, [(64, 512)]])
+def test_muon_holds_what_is_planned(
+    shapes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(muon, "product_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(muon, "BATCH_ELEMENTS", 4 * 64 * 64)
+    matrices = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    for matrix in matrices:
+        matrix.grad = torch.randn_like(matrix)
+    optimizer = muon.Muon(matrices, 0.01, 0.1)
+    largest = max(sum(x.numel() for x in batch) for batch in muon.batches_of(matrices))
+    found = held(lambda: optimizer.step(torch.zeros(()))) / largest
+    assert found == pytest.approx(BYTES_PER_UPDATED, rel=0.05)
 
 
 @NAMES

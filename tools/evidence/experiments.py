@@ -12,7 +12,7 @@ SPARSE = (SHARED, NSA)  # of those in a group the first is compared with all oth
 ADAMW, MUON = "adamw", "muon"
 # Of AdamW for steps of 65,536 tokens: NSA's best in benchmarks/quality/learning-rates.jsonl, and
 # one between dense's two best. For steps of 8,192 the best of NSA (of three) and of dense in
-# benchmarks/quality/rates; nsa-shared's is settled there.
+# benchmarks/quality/rates; nsa-shared's is to be settled there.
 LARGE_STEP_RATES = {NSA: "5e-4", DENSE: "7e-4"}
 RATES = dict.fromkeys((SHARED, NSA, DENSE), "4e-4")
 TRIED_RATES = {

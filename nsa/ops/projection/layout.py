@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import accumulate
 from typing import Any, ClassVar, Literal, Self, cast
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from nsa.errors import fail
 from nsa.ops._constants import Constants
@@ -129,9 +128,8 @@ class _Block:
     num_weights: int
 
 
-# By the first of their weights, which keep them, and by their addresses.
-_blocks: MutableMapping[Tensor, _Block] = WeakTensorKeyDictionary()
-_block_at: MutableMapping[int, _Block] = WeakValueDictionary()
+# By the storage of the first of their weights, which keeps them.
+_blocks = WeakKeyDictionary[torch.UntypedStorage, _Block]()
 
 
 @torch.no_grad()
@@ -146,7 +144,10 @@ def lay_together(weights: Sequence[Tensor]) -> None:
     kinds = {(type(w), w.dtype, w.device) for w in weights}
     if kinds != {(nn.Parameter, first.dtype, first.device)} or first.is_meta:
         return
-    if _block(weights) is not None or (first.device.type == "cpu" and first.is_shared()):
+    if _block(weights) is not None:
+        return
+    _blocks.pop(first.untyped_storage(), None)  # share_memory_() gives a storage other memory
+    if first.device.type == "cpu" and first.is_shared():
         return
     block, begin = _copied(weights, first.dtype), 0
     memory = block.untyped_storage()
@@ -155,7 +156,7 @@ def lay_together(weights: Sequence[Tensor]) -> None:
         place = memory[begin:end]
         weight.data = block.new_empty(0).set_(place, 0, weight.shape, (weight.shape[1], 1))
         begin = end
-    _blocks[first] = _block_at[first.data_ptr()] = _Block(block, len(weights))
+    _blocks[first.untyped_storage()] = _Block(block, len(weights))
 
 
 def _places(weights: Sequence[Tensor]) -> list[tuple[Any, ...] | None]:
@@ -237,10 +238,10 @@ def stacked(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 def _block(weights: Sequence[Tensor]) -> Tensor | None:
     """The block of memory in which weights are neighbours; None where they are not."""
-    first, end = weights[0], weights[0].data_ptr()
-    block = _block_at.get(end)
-    if block is None or block.num_weights != len(weights) or block.whole.device != first.device:
+    block = _blocks.get(weights[0].untyped_storage())
+    if block is None or block.num_weights != len(weights):
         return None
+    end = block.whole.data_ptr()
     for weight in weights:
         is_next = weight.data_ptr() == end and weight.dtype == block.whole.dtype
         if not is_next or not weight.is_contiguous():
