@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
@@ -93,17 +94,22 @@ def frequency_table(rope: Rope, device: torch.device) -> Tensor:
     """``rope.inverse_frequencies`` for kernels, made once per device.
 
     The first call waits for it; after that all streams may read it. In the capture of a CUDA graph,
-    which cannot wait, a call makes one for itself.
+    which cannot wait, a call makes one for itself. It is made in a thread of its own: what
+    ``torch.compile`` allocates in the calling one before it captures a graph, the graph overwrites.
     """
     table = _TABLES.get((rope.text, device))
     if table is not None:
         return table
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return rope.inverse_frequencies(device)
-    with torch.inference_mode(False):
-        table = rope.inverse_frequencies(torch.device("cpu")).to(device)
+    with ThreadPoolExecutor(1) as other:
+        table = other.submit(_make_table, rope, device).result()
     _TABLES[rope.text, device] = table
     return table
+
+
+def _make_table(rope: Rope, device: torch.device) -> Tensor:
+    return rope.inverse_frequencies(torch.device("cpu")).to(device)
 
 
 def apply_rope(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:

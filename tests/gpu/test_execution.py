@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +32,8 @@ from tests.ops.registration import (
     tensors_of,
     whole_of,
 )
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextmanager
@@ -221,3 +226,41 @@ def test_weights_of_a_projection_are_neighbours():
     torch._foreach_add_(weights, 1.0)
     whole = torch.cat(weights)
     assert torch.equal(block[: len(whole)], whole)
+
+
+REPLAYED_BY_TORCH = """
+import torch
+from nsa import NativeSparseAttention
+from tests.gpu.matrix import SEED
+
+torch.manual_seed(0)
+module = NativeSparseAttention(64, SEED).cuda()
+compiled = torch.compile(module, mode="reduce-overhead")
+x = torch.randn(2, 300, 64, device="cuda")
+found = []
+for _ in range(4):
+    torch.compiler.cudagraph_mark_step_begin()
+    leaf = x.clone().requires_grad_()
+    y = compiled(leaf)
+    y.square().sum().backward()
+    found.append((y.detach().clone(), leaf.grad.clone()))
+leaf = x.clone().requires_grad_()
+y = module(leaf)
+y.square().sum().backward()
+for each in found:
+    for a, b in zip(each, (y, leaf.grad), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+"""
+
+
+def test_replays_of_torch_compile_are_the_first_thing_a_process_does():
+    """What an operator makes at its first call and keeps does not lie in a graph's memory."""
+    done = subprocess.run(
+        [sys.executable, "-c", REPLAYED_BY_TORCH],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "skipping cudagraphs" not in done.stderr
