@@ -460,8 +460,10 @@ def test_weights_stay_neighbours(how):
         other = pickle.loads(pickle.dumps(module))
     elif how in ("converted", "swapped"):
         torch.__future__.set_swap_module_params_on_conversion(how == "swapped")
-        other = copy.deepcopy(module).double().float()
-        torch.__future__.set_swap_module_params_on_conversion(False)
+        try:
+            other = copy.deepcopy(module).double().float()
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
     else:
         other.load_state_dict(state, assign=how == "assigned")
     weights, x = other.projection_weights(), tokens(30).float()

@@ -20,7 +20,8 @@ TRIED_RATES = {
     NSA: ("1e-4", "2e-4", "4e-4", "8e-4"),
     DENSE: ("1e-4", "2e-4", "4e-4", "8e-4"),
 }
-# Of Muon: the best in benchmarks/quality/muon_rates, where that is known. All else learns by AdamW.
+# Of Muon: to be set to the best in benchmarks/quality/muon_rates, which has not run yet. What is no
+# matrix of a layer learns by AdamW.
 MUON_RATES = dict.fromkeys((SHARED, NSA, DENSE, SMALL_DENSE), "0.01")
 TRIED_MUON_RATES = ("0.00125", "0.0025", "0.005", "0.01", "0.02", "0.04")
 BESIDE_MUON = "--optim.lr 4e-4 --optim.weight-decay 0.1"

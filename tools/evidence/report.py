@@ -55,9 +55,11 @@ Models: `nsa` is `78m`, the pattern of the paper; `nsa-shared` is `78m-shared`, 
 one key and value projection and whose gates start open; the dense model of equal parameters is
 `78m-dense` with an MLP of 3,344 instead of 3,072, that of equal width `78m-dense` as it is. Large
 steps are of 65,536 tokens, eight times those of `78m`: few for so many tokens ([log](../log.md)).
-Where Muon is not named, AdamW trains; Muon's learning rate is that of the matrices of the layers,
-beside AdamW's 4e-4 of all else, and weight decay is 0.1 instead of 0.01.
 """
+ABOUT_MUON = (
+    "Everywhere else AdamW trains. Muon's learning rate is that of the matrices of the layers, "
+    "beside AdamW's 4e-4 of all else; weight decay is 0.1 instead of 0.01."
+)
 GROUPS = (
     *("50k", "50k_shared", "2k", "muon", "muon_long", "200m", "90m", "8k"),
     *(SWEPT, MUON_SWEPT),
@@ -95,6 +97,7 @@ def write_report(rows: Path, out: Path) -> Path:
     sweeps, of_muon = (read_sweeps(groups[name]) for name in (SWEPT, MUON_SWEPT))
     for line in (line for group in groups.values() for line in group.broken):
         say(line)
+    by_muon = learning_rates(of_muon)
     sections: dict[str, list[Part]] = {
         "50,000 steps of `78m`": long_run(groups["50k"], sweeps),
         "50,000 steps of `78m-shared`": long_run(groups["50k_shared"], sweeps),
@@ -105,7 +108,10 @@ def write_report(rows: Path, out: Path) -> Path:
         "90M tokens in large steps, 2,048 a sequence": equal_tokens(groups["90m"], sweeps),
         "100M tokens in large steps, 8,192 a sequence": equal_tokens(groups["8k"], sweeps),
         "Learning rates": [*learning_rates(sweeps), *groups[SWEPT].notes()],
-        "Learning rates of Muon": [*learning_rates(of_muon), *groups[MUON_SWEPT].notes()],
+        "Learning rates of Muon": [
+            *([ABOUT_MUON, *by_muon] if by_muon else []),
+            *groups[MUON_SWEPT].notes(),
+        ],
         "What is selected": selection(groups.values()),
     }
     made = {title: [part for part in parts if part] for title, parts in sections.items() if parts}
