@@ -13,6 +13,7 @@ import pytest
 
 from nsa.errors import UserError
 from nsa.train.evaluation import interval
+from nsa.train.load import to_yaml
 from nsa.train.measurements import compare
 from tests.tools.evidence_rows import (
     SAME,
@@ -26,7 +27,7 @@ from tests.tools.evidence_rows import (
     write_inspected,
     write_json,
 )
-from tests.train.cases import contents
+from tests.train.cases import contents, tiny_config
 from tools.accept.programs import ROOT
 from tools.evidence import __main__ as command_line
 from tools.evidence import equal
@@ -131,16 +132,16 @@ def test_repetitions_are_means_over_the_seeds(tmp_path):
         ]
         write_json(tmp_path / "2k" / name / "repeats.json", {"repeats": rows})
     text = report(tmp_path, tmp_path / "out")
-    cells = table(text, "200M tokens, 2,048 a sequence", "model | seeds | at first | 0 back")
-    assert cells[0][2:] == ["at first", "0 back", "1,024 back"]
-    assert cells[2:] == [
-        [NSA, "2", "2.0000", "0.0000", "5.0000"],
-        [DENSE, "1", "2.0000", "0.0000", "2.0000"],
+    cells = table(text, "200M tokens, 2,048 a sequence", "model | seeds | 0 back")
+    assert cells[0][2:] == ["0 back", "1,024 back"]
+    assert cells[2:] == [  # means over the seeds at that distance: 1.75 and 2.25 at first for NSA
+        [NSA, "2", "0.0000 (-1.7500)", "5.0000 (+2.7500)"],
+        [DENSE, "1", "0.0000 (-1.7500)", "2.0000 (-0.2500)"],
     ]
     assert "`2k/nsa-1/repeats.json`, `2k/dense-1/repeats.json`, `2k/nsa-2/repeats.json`." in text
     for name in ("nsa-1", "nsa-2", "dense-1"):
         (tmp_path / f"2k/{name}/repeats.json").unlink()
-    assert "| at first |" not in report(tmp_path, tmp_path / "out")
+    assert "| 0 back |" not in report(tmp_path, tmp_path / "out")
 
 
 def test_differences_by_step(tmp_path, drawn):
@@ -160,6 +161,7 @@ def test_differences_by_step(tmp_path, drawn):
         ["80", "1.7000", "41.7000", "-40.0000"],
         ["100", "1.6000", "51.6000", "-50.0000"],
     ]
+    assert "during training on 512 windows, bits per byte, mean over 2 seeds. From" in text
     tokens, seconds, apart = drawn["8k-loss.png"]
     assert [line.label for line in apart.lines] == [
         *(f"{model}, seed 1" for model in (DENSE, SMALL_DENSE)),
@@ -169,6 +171,14 @@ def test_differences_by_step(tmp_path, drawn):
     # NSA has rows every 10 steps: from step 50 on is the second half.
     assert [len(line.points) for line in tokens.lines] == [6, 3, 6, 6, 3]
     assert [len(line.points) for line in seconds.lines] == [6, 3, 6, 6, 3]
+
+
+def test_windows_of_evaluations_during_training_are_those_of_the_configuration(tmp_path):
+    write_group(tmp_path, "2k")
+    config = tiny_config(tmp_path, eval_windows=1024)
+    (tmp_path / "2k/nsa-2/config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    text = report(tmp_path, tmp_path / "out")
+    assert "during training on 512 or 1,024 windows, bits per byte, mean over 2 seeds." in text
 
 
 def test_the_shared_model_is_the_one_compared(tmp_path, drawn):

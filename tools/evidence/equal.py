@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from nsa.train.evaluation import interval
+from nsa.train.load import load_config
 from nsa.train.measurements import compare
 from tools.evidence.arms import BROKEN, Arm, Group
 from tools.evidence.experiments import (
@@ -51,7 +52,7 @@ POSITIONS = (
     "from=first:, | to=last:, | targets:, | {ours}=ours:.4f | "
     f"{DENSE}=dense:.4f | difference:+.4f"
 )
-REPEATS = "model | seeds | at first=first:.4f"
+REPEATS = "model | seeds"
 MASKS = (
     "NSA and dense run with document masks; without them, dense is faster: "
     "[README](../../README.md#speed), [throughput](../reports/throughput.md)."
@@ -197,7 +198,11 @@ def by_step(ours: str, arms: Sequence[Arm]) -> list[Part]:
         mean, dense = (fmean(curve[step][VALIDATION] for _, curve in side) for side in sides)
         rows.append({"step": step, "ours": mean, "dense": dense, "difference": mean - dense})
     files = ", ".join(arm.code(arm.metrics_file) for side in sides for arm, _ in side)
-    about = f"Validation by step, as evaluated during training, {BITS}{_mean(len(seeds))}."
+    windows = sorted({_eval_windows(arm) for side in sides for arm, _ in side})
+    about = (
+        "Validation by step, as evaluated during training on "
+        f"{' or '.join(f'{number:,}' for number in windows)} windows, {BITS}{_mean(len(seeds))}."
+    )
     return [f"{about} {source(files)}", table_of(STEPS.format(ours=ours), rows)] if rows else []
 
 
@@ -261,21 +266,34 @@ def by_distance(arms: Sequence[Arm]) -> list[Part]:
             arm.read(REPEATED_FILE)["repeats"] for arm in with_file if arm.row["model"] == model
         ]
         if found:
-            firsts = [one["first_bits_per_byte"] for of_seed in found for one in of_seed]
-            row = {"model": model, "seeds": len(found), "first": fmean(firsts)}
+            row = {"model": model, "seeds": len(found)}
             for bins in zip(*found, strict=True):
                 distances[bins[0]["distance"]] = None
-                row[str(bins[0]["distance"])] = fmean(one["bits_per_byte"] for one in bins)
+                again, first = (
+                    fmean(one[name] for one in bins)
+                    for name in ("bits_per_byte", "first_bits_per_byte")
+                )
+                row[str(bins[0]["distance"])] = without_minus_zero(
+                    f"{again:.4f} ({again - first:+.4f})"
+                )
             rows.append(row)
     if not rows:
         return []
-    columns = "".join(f" | {distance:,} back={distance}:.4f" for distance in distances)
+    columns = "".join(f" | {distance:,} back={distance}" for distance in distances)
     about = (
         f"Second half of passages of {REPEATED} tokens that are repeated, by the tokens back to "
-        f"them, and where they stood first; {BITS}, means over the seeds."
+        "them, and in brackets the difference to the same passages where they stood first; each "
+        f"distance has passages of its own. {BITS.capitalize()}, means over the seeds."
     )
     files = ", ".join(arm.code(REPEATED_FILE) for arm in with_file)
     return [f"{about} {source(files)}", table_of(f"{REPEATS}{columns}", rows)]
+
+
+def _eval_windows(arm: Arm) -> int:
+    """Windows of an evaluation during training; older runs have no other."""
+    path = arm.folder / "config.yaml"
+    number: int = load_config(path).eval_windows if path.exists() else arm.row["val_windows"]
+    return number
 
 
 # --- curves ---------------------------------------------------------------------------------------
