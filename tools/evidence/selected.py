@@ -20,9 +20,9 @@ ABOUT = (
     "`nsa inspect` of one sequence, the beginning of the validation text: mean gates, how far back "
     "the selected keys lie, and the share of a query's blocks that the query before selected too. "
     "Last column: the same share of the free, that is, not forced, blocks of queries that have "
-    "more than n blocks with their own, but for the first of them, from `selected-*.npz` beside the "
-    "named file. Last row: what a selector would have that draws its free blocks at random, each "
-    "query anew."
+    "more than n blocks with their own, but for the first of them, from `selected-*.npz` beside "
+    "the named file. Last row: what a selector would have that draws its free blocks at random, "
+    "each query anew."
 )
 
 
