@@ -202,12 +202,16 @@ class NativeSparseAttention(TogetherModule):
             plain_weight("NativeSparseAttention", f"{name}_proj", linear)
             for name, linear in self._projections().items()
         ]
-        return [*weights, self.gate.net.weight] if isinstance(self.gate.net, nn.Linear) else weights
+        if self.gate.is_linear:
+            assert self.gate.net is not None
+            named = ("NativeSparseAttention", "gate.net", self.gate.net)
+            weights.append(plain_weight(*named, has_bias=True))
+        return weights
 
     @property
     def projection_bias(self) -> Tensor | None:
         """Of the gates, where their logits come from the projection."""
-        return self.gate.net.bias if isinstance(self.gate.net, nn.Linear) else None
+        return self.gate.net.bias if self.gate.is_linear else None  # type: ignore[union-attr,return-value]
 
     @in_stage(PROJECTION)
     def _project(
@@ -297,7 +301,7 @@ class NativeSparseAttention(TogetherModule):
         attention_mask: Tensor | None = None,
         sequences: Sequences | None = None,
     ) -> tuple[Tensor, Sequences]:
-        dtype = self.q_proj.weight.dtype
+        dtype = plain_weight(name, "q_proj", self.q_proj).dtype
         if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
             fail(
                 name,

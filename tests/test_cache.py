@@ -334,9 +334,13 @@ def test_pages_of_a_pool_that_is_shared():
     )
 
 
-def test_fp32():
-    module, x = layer(small()).float(), tokens(140).float()
+@pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
+def test_fp32(phi):
+    module, x = layer(small(phi=phi)).float(), tokens(140).float()
     near(feed(module, x, [100, *[1] * 20, 20]), array(module(x)), 1e-5)
+    rows = torch.stack((x, x.flip(0), 2 * x))
+    cache, parts = new_cache(module.config, 3), rows.split([100, *[1] * 20, 20], dim=1)
+    near(torch.cat([module(part, cache=cache) for part in parts], 1), array(module(rows)), 1e-5)
 
 
 # ------------------------------------------------------------------------------

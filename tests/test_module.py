@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import logging
 import pickle
+from shutil import which
 from typing import Any
 
 import numpy as np
@@ -386,17 +387,60 @@ class Doubled(torch.nn.Module):
 
 
 def test_a_projection_that_computes_something_else_is_refused():
-    rule = "must be an nn.Linear without bias that computes its product as nn.Linear does, got"
+    rule = "must be an nn.Linear {} bias that computes its product as nn.Linear does, without hooks"
+    without, having = (rule.format(word) for word in ("without", "with"))
     linear = torch.nn.Linear(WIDTH, 32, dtype=torch.float64)
-    for changed in (Lora(linear), linear):
+    for name, changed, said in (
+        ("k_win_proj", Lora(linear), f"{without}, got Lora with a forward of its own"),
+        ("k_win_proj", linear, f"{without}, got one with bias"),
+        ("gate.net", Lora(linear), f"{having}, got Lora with a forward of its own"),
+        ("gate.net", torch.nn.Linear(WIDTH, 12, bias=False), f"{having}, got one without"),
+    ):
         module = layer(small())
-        module.set_submodule("k_win_proj", changed)
-        with pytest.raises(ValueError, match=f"k_win_proj {rule} {type(changed).__name__}"):
+        module.set_submodule(name, changed)
+        with pytest.raises(ValueError, match=f"NativeSparseAttention: {name} {said}"):
             module(tokens(5))
+    for name in ("q_proj", "gate.net"):
+        module = layer(small())
+        prune.random_unstructured(module.get_submodule(name), "weight", 0.5)
+        with pytest.raises(ValueError, match=f"{name} .*, got a weight that is no parameter"):
+            module(tokens(5))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda linear: linear.register_forward_hook(lambda _m, _x, y: 0 * y),
+        lambda linear: linear.register_forward_pre_hook(lambda _m, x: x),
+        lambda linear: linear.register_full_backward_hook(lambda _m, _x, _y: None),
+        lambda linear: linear.register_full_backward_pre_hook(lambda _m, y: y),
+        lambda linear: setattr(linear, "forward", lambda x: 0 * x),
+    ],
+    ids=["forward", "before", "backward", "before backward", "another forward"],
+)
+@pytest.mark.parametrize("name", ["v_slc_proj", "gate.net"])
+def test_what_would_not_be_called_is_refused(name, change):
     module = layer(small())
-    prune.random_unstructured(module.get_submodule("q_proj"), "weight", 0.5)
-    with pytest.raises(ValueError, match=f"q_proj {rule} Linear"):
+    change(module.get_submodule(name))
+    with pytest.raises(ValueError, match=f"{name} .* got (one with hooks|Linear with a forward)"):
         module(tokens(5))
+
+
+@pytest.mark.skipif(not (which("g++") or which("clang++")), reason="needs a C++ compiler")
+@pytest.mark.parametrize("changes", [{}, {"share_kv": True, "phi": "linear"}], ids=str)
+def test_compiled_by_inductor_on_a_cpu(changes):
+    """Of 70 tokens, no multiple of a vector or a block, with gradients."""
+    module, x = layer(small(block_size=32, **changes)), tokens(70)
+    torch.compiler.reset()
+    results = []
+    for run in (module, torch.compile(module)):
+        module.zero_grad()
+        out = run(x)
+        out.square().sum().backward()
+        results.append([out.detach(), *(grad(parameter) for parameter in module.parameters())])
+    torch.compiler.reset()
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager)
 
 
 def test_a_parametrized_projection_counts():
@@ -416,6 +460,8 @@ def test_what_changes_nothing_moves_no_weight():
     flat = torch.nn.utils.parameters_to_vector(module.parameters()).detach().clone()
     torch.nn.utils.vector_to_parameters(flat, module.parameters())
     module.double().to("cpu")
+    module.load_state_dict(copy.deepcopy(module.state_dict()))
+    copy.copy(module)
     flat.zero_()
     assert all(parameter.abs().max() == 0 for parameter in module.parameters())
     module = layer(small())

@@ -173,6 +173,6 @@ def _put(target: Tensor, rows: Tensor, new: Tensor) -> None:
     """``target[rows] = new``, in words of 8 bytes where heads are made of them."""
     size = target.element_size()
     is_whole = target.shape[-1] * size % 8 == 0 == new.storage_offset() * size % 8
-    if is_whole and new.is_contiguous():
+    if is_whole and new.is_contiguous() and new.stride(-1) == 1:  # without rows it may be another
         target, new = target.view(torch.int64), new.view(torch.int64)
     target[rows] = new

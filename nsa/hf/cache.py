@@ -121,9 +121,8 @@ class GenerationCache(Cache):
         self.decoder.cache.reorder(beam_idx.tolist())
 
     def reset(self) -> None:
-        """Forget all rows."""
-        for row in range(self.decoder.batch_size):
-            self.decoder.cache.free(row)
+        """Forget all rows, and read the model's weights anew if they have changed."""
+        self.decoder.reset()
         self._columns = 0
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:

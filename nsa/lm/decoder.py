@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nsa.cache import LayerCache
 from nsa.errors import check
 from nsa.lm.dense_attention import DenseAttention
-from nsa.lm.model import DecoderLayer, LanguageModel
+from nsa.lm.model import DecoderLayer, Embedding, LanguageModel
 from nsa.module import NativeSparseAttention
 from nsa.ops._packed import integers
 from nsa.ops._sequences import Sequences
@@ -28,7 +28,7 @@ class Decoder:
     dtype of the model's parameters, everything else in the compute dtype. The second step of a
     size is captured as a CUDA graph, which the later ones replay, unless blocks are scored
     approximately. The weights behind a norm are copied, with the norm's weight in them, and the
-    others where the compute dtype is another.
+    others where the compute dtype is another: after a change of weights call :meth:`reset`.
 
     Args:
         model: the language model, with sparse or dense attention.
@@ -36,6 +36,10 @@ class Decoder:
         max_tokens: tokens that a sequence may come to have.
         compute_dtype: of matrix products and attention; None: that of the parameters.
         num_pages: see :class:`nsa.NSACache`.
+
+    Raises:
+        ValueError: a module of the model computes something else than its weights say, as with
+            LoRA, quantization or hooks.
 
     Attributes:
         cache: the cache, for its lengths, forks and the like.
@@ -53,12 +57,33 @@ class Decoder:
         self.model, self.batch_size = model, batch_size
         self.dtype = model.head.weight.dtype if compute_dtype is None else compute_dtype
         self.cache = model.new_cache(batch_size, max_tokens=max_tokens, num_pages=num_pages)
+        self._is_captured = all(layer.is_exact for layer in self.cache.layers)
+        self._read_weights()
+
+    def _read_weights(self) -> None:
+        model = self.model
+        rule, found = "look its rows up as nn.Embedding does", type(model.embedding)
+        is_plain = found in (Embedding, nn.Embedding) and model.embedding.max_norm is None
+        check(is_plain, "Decoder", "embedding", rule, found.__name__)
+        head = plain_weight("Decoder", "head", model.head, has_bias=None)
+        self._versions = self._versions_now()
         self._layers = [StepLayer(layer, self.dtype) for layer in model.decoder_layers()]
-        self._head = Linear.behind(model.norm, model.head.weight, dtype=self.dtype)
+        self._head = Linear.behind(model.norm, head, dtype=self.dtype)
         # The project's own models have none, but a head may be exchanged.
         self._bias: Tensor | None = model.head.bias
-        self._is_captured = all(layer.is_exact for layer in self.cache.layers)
         self._graphs: dict[int, StepGraph | None] = {}
+
+    def _versions_now(self) -> list[tuple[int, int]]:
+        """Of each weight: where it is, and how often it was written to."""
+        weights = self.model.parameters()
+        return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
+
+    def reset(self) -> None:
+        """Forget all sequences, and read the model's weights anew if they have changed."""
+        for row in range(self.batch_size):
+            self.cache.free(row)
+        if self._versions != self._versions_now():
+            self._read_weights()
 
     @torch.no_grad()
     def prefill(self, tokens: Sequence[Sequence[int]]) -> Tensor:

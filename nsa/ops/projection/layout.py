@@ -167,30 +167,43 @@ def _places(weights: Sequence[Tensor]) -> list[tuple[Any, ...] | None]:
     ]
 
 
-def plain_weight(function: str, name: str, linear: nn.Module) -> Tensor:
+def plain_weight(
+    function: str, name: str, linear: nn.Module, *, has_bias: bool | None = False
+) -> Tensor:
     """The weight of a projection, which a layer reads without calling the module.
 
     Args:
         function: whom messages name.
         name: of the projection.
         linear: the projection; its weight may be parametrized.
+        has_bias: whether it must have a bias; None: it may.
 
     Raises:
         ValueError: calling the module would give something else than a product with its weight, as
-            with LoRA, pruning, quantization or a bias.
+            with LoRA, pruning, quantization, hooks, or another bias.
     """
-    is_plain = type(linear).forward is nn.Linear.forward and linear.bias is None
+    is_plain = type(linear).forward is nn.Linear.forward and "forward" not in linear.__dict__
     is_parameter = "weight" in linear._parameters or "parametrizations" in linear._modules
-    if not (is_plain and is_parameter):
-        rule = "be an nn.Linear without bias that computes its product as nn.Linear does"
+    has_hooks = linear._forward_hooks or linear._forward_pre_hooks
+    has_hooks = has_hooks or linear._backward_hooks or linear._backward_pre_hooks
+    is_expected = is_plain and has_bias in (None, linear.bias is not None)
+    if not (is_expected and is_parameter) or has_hooks:
+        bias = {True: " with bias", False: " without bias", None: ""}[has_bias]
+        rule = f"be an nn.Linear{bias} that computes its product as nn.Linear does, without hooks"
+        if not is_plain:
+            found = f"{type(linear).__name__} with a forward of its own"
+        elif not is_expected:
+            found = "one with bias" if linear.bias is not None else "one without"
+        else:
+            found = "one with hooks" if is_parameter else "a weight that is no parameter"
         hint = "Its weight is read, and the module is not called."
-        fail(function, name, rule, type(linear).__name__, hint)
+        fail(function, name, rule, found, hint)
     return cast("Tensor", linear.weight)
 
 
 def _after_loading(module: nn.Module, _: object) -> None:
     assert isinstance(module, TogetherModule)
-    module.lay_together()
+    module._lay_together_again()
 
 
 class TogetherModule(nn.Module):
@@ -201,7 +214,8 @@ class TogetherModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_load_state_dict_post_hook(_after_loading)  # of assign=True
+        self._before: list[tuple[Any, ...] | None] | None = None  # where weights lay before loading
+        self.register_load_state_dict_post_hook(_after_loading)
 
     def projection_weights(self) -> list[Tensor]:
         """The weights, in the order of the projection's columns."""
@@ -215,15 +229,27 @@ class TogetherModule(nn.Module):
         lay_together(self.projection_weights())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        before = _places(self.projection_weights())
+        self._before = _places(self.projection_weights())
         super()._apply(fn, recurse)
-        if before != _places(self.projection_weights()):  # others may hold the memory as it was
-            self.lay_together()
+        self._lay_together_again()
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._before = _places(self.projection_weights())
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _lay_together_again(self) -> None:
+        """If weights lie elsewhere now: others may hold the memory as it was."""
+        if self._before != _places(self.projection_weights()):
+            self.lay_together()
+        self._before = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.lay_together()
+        weights = self.projection_weights()
+        # A shallow copy has the weights of the original: it may not move them out of other memory.
+        if all(w.is_meta or w.untyped_storage().nbytes() == w.nbytes for w in weights):
+            self.lay_together()
 
 
 @torch.no_grad()

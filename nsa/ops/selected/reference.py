@@ -23,12 +23,15 @@ def visible_selected(block_indices: Tensor, config: NSAConfig, sequences: Sequen
     # [B, Hkv, T, n]
     ids = pad(block_indices.long(), sequences.cu_q, sequences.max_q).transpose(1, 2)
     current = (padded_positions(sequences) // config.block_size)[:, None, :, None]
-    # Absent ids go to one more column, which is then cut off.
+    # Absent ids go to one more column, which no token reads.
     column = torch.where((ids >= 0) & (ids <= current), ids, num_blocks)
     selected = torch.zeros(*ids.shape[:3], num_blocks + 1, dtype=torch.bool, device=ids.device)
-    selected = selected.scatter(-1, column, True)[..., :num_blocks]
+    selected = selected.scatter(-1, column, True)
     causal = visible_tokens(sequences)[:, None]
-    return selected.repeat_interleave(config.block_size, dim=-1)[..., : causal.shape[-1]] & causal
+    # No `//`, nor `repeat_interleave`, which becomes one: Inductor (torch 2.13) leaves out the last
+    # tokens of it on a CPU.
+    block = torch.arange(causal.shape[-1], device=ids.device) >> config.block_size.bit_length() - 1
+    return selected[..., block] & causal
 
 
 def selected_attention_reference(inputs: SelectedInputs, call: Call) -> tuple[Tensor, Tensor]:
