@@ -275,10 +275,11 @@ class NativeSparseAttention(TogetherModule):
             ValueError: shapes or offsets do not fit.
         """
         name = "NativeSparseAttention"
-        shape = x.shape
-        x, sequences = self._open(name, x, cu_seqlens, max_seqlen, attention_mask, sequences)
+        packed, sequences = self._open(name, x, cu_seqlens, max_seqlen, attention_mask, sequences)
         if cache is None:
-            return self._attend(x, sequences).view(shape)
+            return self._attend(packed, sequences).view(x.shape)
+        rule = "be a layer's cache, such as NSACache(...).layers[0], or None"
+        check(isinstance(cache, LayerCache), name, "cache", rule, type(cache).__name__)
         check(
             attention_mask is None, name, "attention_mask", "be left out with a cache", "a tensor"
         )
@@ -290,7 +291,7 @@ class NativeSparseAttention(TogetherModule):
             cache.config,
         )
         with torch.no_grad():
-            return self._decode(x, sequences, cache).view(shape)
+            return self._decode(packed, sequences, cache).view(x.shape)
 
     def _open(
         self,
@@ -301,6 +302,9 @@ class NativeSparseAttention(TogetherModule):
         attention_mask: Tensor | None = None,
         sequences: Sequences | None = None,
     ) -> tuple[Tensor, Sequences]:
+        packed, sequences = open_layer_input(
+            name, x, self.width, cu_seqlens, max_seqlen, attention_mask, sequences
+        )
         dtype = plain_weight(name, "q_proj", self.q_proj).dtype
         if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
             fail(
@@ -309,9 +313,7 @@ class NativeSparseAttention(TogetherModule):
                 f"have the dtype of the module's weights ({dtype}), or run under autocast",
                 x.dtype,
             )
-        return open_layer_input(
-            name, x, self.width, cu_seqlens, max_seqlen, attention_mask, sequences
-        )
+        return packed, sequences
 
     @torch.no_grad()
     def choose_blocks(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa import NativeSparseAttention, NSAConfig, RopeScaling
+from nsa import NativeSparseAttention, NSACache, NSAConfig, RopeScaling
 from nsa.config import BRANCHES
 from nsa.ops.projection.layout import stacked
 from tests import oracle
@@ -368,6 +368,27 @@ def test_bad_width(width):
 
 
 # --- weights that the layer reads itself ---------------------------------------------------------
+@pytest.mark.parametrize(
+    ("argument", "value", "rule"),
+    [
+        ("x", np.zeros((5, WIDTH)), "be a tensor, got ndarray"),
+        ("cu_seqlens", [0, 5], "be a tensor or None, got list"),
+        ("attention_mask", [[1] * 5], "be a tensor or None, got list"),
+        ("sequences", "packed", "be nsa.Sequences or None, got str"),
+        (
+            "cache",
+            NSACache(small(), num_layers=1, max_tokens=9),
+            r"be a layer's cache, such as NSACache\(...\).layers\[0\], or None, got NSACache",
+        ),
+    ],
+    ids=["x", "cu_seqlens", "attention_mask", "sequences", "cache"],
+)
+def test_arguments_of_another_type(argument, value, rule):
+    arguments = {"x": tokens(5), argument: value}
+    with pytest.raises(ValueError, match=f"NativeSparseAttention: {argument} must {rule}"):
+        layer(small())(arguments.pop("x"), **arguments)
+
+
 class Lora(torch.nn.Module):
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()

@@ -357,6 +357,14 @@ def open_layer_input(
         attention_mask: of a padded batch.
         sequences: instead of the three before it.
     """
+    check(isinstance(x, Tensor), function, "x", "be a tensor", type(x).__name__)
+    for name, value, kind, rule in (
+        ("cu_seqlens", cu_seqlens, Tensor, "a tensor"),
+        ("attention_mask", attention_mask, Tensor, "a tensor"),
+        ("sequences", sequences, Sequences, "nsa.Sequences"),
+    ):
+        fits = value is None or isinstance(value, kind)
+        check(fits, function, name, f"be {rule} or None", type(value).__name__)
     if x.ndim not in (2, 3) or x.shape[-1] != width:
         fail(function, "x", f"have shape [T, {width}] or [B, T, {width}]", tuple(x.shape))
     packed = x if x.ndim == 2 else x.flatten(0, 1)
