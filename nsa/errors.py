@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
 
@@ -65,6 +66,12 @@ def check(
     """Raise as :func:`fail` does unless ``condition`` holds."""
     if not condition:
         fail(function, argument, rule, value, hint)
+
+
+def check_output(function: str, argument: str, path: Path | None) -> None:
+    """Refuse a file to be written that could not be; None means another place."""
+    fits = path is None or (path.parent.is_dir() and not path.is_dir())
+    check(fits, function, argument, "name a file in an existing folder", path)
 
 
 def check_positive(config: Any, *names: str) -> None:

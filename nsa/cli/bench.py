@@ -394,7 +394,7 @@ def report(rows: tuple[Path, ...], *, out: Path) -> int:
     from nsa.bench.report import write_report
     from nsa.bench.rows import read_rows
 
-    print(write_report(read_rows(list(rows)), out))
+    print(write_report(read_rows(row_files("bench report", "ROWS", [*map(str, rows)])), out))
     return 0
 
 

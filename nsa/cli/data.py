@@ -67,6 +67,7 @@ def prepare(
     mistyped = is_mistyped_path(source)
     check(not mistyped, "prepare", "SOURCE", "exist", source, "It is no name on the hub.")
     from nsa.train import data
+    from nsa.train.data.shards import INDEX
 
     config = data.PrepareConfig(
         origin=data.Origin(source, subset, split, revision, text_field),
@@ -79,6 +80,7 @@ def prepare(
         shard_tokens=shard_tokens,
         licence=licence,
     )
+    is_complete = (Path(out) / INDEX).exists()
     index = data.prepare(
         config,
         out,
@@ -86,6 +88,8 @@ def prepare(
         time_limit_s=time_limit_s,
         on_progress=_Progress().report,
     )
+    if is_complete:
+        print(f"{out} was complete; SOURCE was not read again")
     for side, found in index["sides"].items():
         counts = f"{found['documents']:,} documents, {found['tokens']:,} tokens"
         print(f"{side}: {counts}, {found['text_bytes']:,} bytes of text")
@@ -184,7 +188,8 @@ def needles(out: str, *, size: int = 2048, number: int = 100, seed: int = 0) -> 
     """
     from nsa.train.data.needles import needle_prompts
 
-    check(not Path(out).exists(), "nsa data needles", "OUT", "not exist yet", out)
+    is_new = Path(out).parent.is_dir() and not Path(out).exists()
+    check(is_new, "nsa data needles", "OUT", "name a new file in an existing folder", out)
     lines = [dumps(row) for row in needle_prompts(size, number, seed)]
     Path(out).write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{out}: {number:,} prompts of at most {size:,} bytes")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.cli.evaluation import Device
-from nsa.errors import check, fail
+from nsa.errors import check, check_output, fail
 
 if TYPE_CHECKING:
     from nsa.train.generation import Generation, Speed
@@ -79,8 +79,7 @@ def generate(
     picture = selection_png or (Path("selection.png") if show_selection else None)
     is_one = picture is None or interactive or len(prompts) == 1
     check(is_one, "generate", "--show-selection", "go with one prompt", len(prompts))
-    exists = picture is None or picture.parent.is_dir()
-    check(exists, "generate", "--selection-png", "lie in an existing folder", picture)
+    check_output("generate", "--selection-png", picture)
 
     # PyTorch from here on: a mistyped path is answered without it.
     from nsa.train.sampling import Sampling

@@ -6,7 +6,7 @@ from json import dumps
 from pathlib import Path
 
 from nsa.cli.evaluation import Device
-from nsa.errors import check
+from nsa.errors import check, check_output
 
 
 def inspect(
@@ -41,6 +41,7 @@ def inspect(
 
     is_new = record is None or (record.parent.is_dir() and not record.exists())
     check(is_new, "inspect", "--record", "name a new file in an existing folder", record)
+    check_output("inspect", "--output", output)
     folder = RunFolder.open(run)
     config = folder.load_config()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nsa.errors import check_output
+
 
 def check(run: str) -> int:
     """Check that the records of a run agree.
@@ -42,6 +44,7 @@ def report(runs: tuple[str, ...], *, output: Path | None = None) -> int:
     from nsa.train.run_folder import RunFolder, replace_text
     from nsa.train.runs.report import report_page
 
+    check_output("report", "--output", output)
     folders = [RunFolder.open(run) for run in runs]
     target = output or folders[0].path / "report.html"
     replace_text(target, report_page(folders))

@@ -96,7 +96,7 @@ def train(
         with processes.main_first():
             makes = processes.is_main and launch.restart == 0 and resume is None
             if makes:
-                path = run_dir or next_run_path(str(config))
+                path = next_run_path(str(config)) if run_dir is None else run_dir
                 folder = RunFolder.create(path, run, init_from=weights)
             else:
                 folder = RunFolder.open(resume or str(run_dir))

@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -71,11 +71,15 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def best_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint with the lowest validation loss of its own step; None without such a loss."""
+def best_checkpoint(folder: Path, *, skip_damaged: bool = True) -> Path | None:
+    """The checkpoint with the lowest validation loss of its own step; None without such a loss.
+
+    Raises:
+        UserError: one is damaged, which may be the best, and is not to be skipped.
+    """
     figures = {}
     for path in list_checkpoints(folder):
-        with suppress(UserError):  # damaged; loading it says so
+        with suppress(UserError) if skip_damaged else nullcontext():
             if (figure := read_meta(path)["val_bits_per_byte"]) is not None:
                 figures[path] = figure
     return min(figures, key=figures.__getitem__, default=None)
@@ -90,14 +94,14 @@ def find_checkpoint(function: str, folder: Path, which: str) -> Path:
         which: ``last``, ``best`` (the lowest validation loss), or a number of optimizer steps.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or the best is not known because one is damaged.
     """
     found = {str(step_of(path)): path for path in list_checkpoints(folder)}
     check(bool(found), function, "RUN", "hold a checkpoint", folder.parent)
     if which == "last":
         return list(found.values())[-1]
     if which == "best":
-        best = best_checkpoint(folder)
+        best = best_checkpoint(folder, skip_damaged=False)
         if best is None:
             hint = "None of them belongs to a step that was evaluated."
             fail(function, "--checkpoint", "be last or a step", which, hint)

@@ -328,7 +328,8 @@ class TrainConfig:
         check_positive(self, "steps", "seq_len", "micro_batch", "accumulation", "world_size")
         check_positive(self, "keep_checkpoints", "nonfinite_limit")
         check_not_negative(self, "loss_chunk", "log_every", "eval_every", "eval_windows")
-        check_not_negative(self, "checkpoint_every", "sample_tokens", "sample_limit_s")
+        check_not_negative(self, "checkpoint_every", "sample_tokens", "sample_limit_s", "seed")
+        check(self.seed < 2**63, "TrainConfig", "seed", "be below 2**63", self.seed)
         check_not_negative(self, "data_limit_s", "stall_limit_s")
         share, waits, limit = self.memory_fraction, self.data_limit_s, self.stall_limit_s
         # Beyond it a run would not end, and what goes over its steps one by one would not.

@@ -73,9 +73,14 @@ def evaluate(
             total[1] += batch.num_targets
             total[2] += batch.num_bytes
     total = total if sum_processes is None else sum_processes(total)
-    rule, num_targets = "hold at least one target", float(total[1])
-    check(num_targets > 0 and bool(total[2] > 0), "evaluate", "batches", rule, num_targets)
+    _check_bytes("evaluate", "batches", float(total[1]), float(total[2]))
     return figures_of(*total.tolist())
+
+
+def _check_bytes(function: str, argument: str, num_targets: float, num_bytes: float) -> None:
+    rule = "hold targets that spell at least one byte of text"
+    found = f"{num_targets:,.0f} targets of {num_bytes:,.0f} bytes"
+    check(num_bytes > 0, function, argument, rule, found)
 
 
 @contextmanager
@@ -192,8 +197,7 @@ def measure(
             values = np.column_stack((losses, np.ones(len(losses)), sizes))
             np.add.at(documents, document[counted], values)
             np.add.at(positions, position[counted], values)
-    rule, (num_targets, num_bytes) = "hold at least one target", documents[:, 1:].sum(axis=0)
-    check(num_targets > 0 and num_bytes > 0, "measure", "windows", rule, num_targets)
+    _check_bytes("measure", "windows", *documents[:, 1:].sum(axis=0).tolist())
     return Measurement(documents, positions)
 
 

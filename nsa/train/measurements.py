@@ -49,12 +49,16 @@ def save_measurement(path: Path, measurement: Measurement, about: dict[str, Any]
             ``text_sha256``, ``data_seed`` of a synthetic task, ``document_mask``.
     """
     with path.open("xb") as file:
-        np.savez_compressed(
-            file,
-            documents=measurement.documents,
-            positions=measurement.positions,
-            about=np.array(json.dumps(about)),
-        )
+        try:
+            np.savez_compressed(
+                file,
+                documents=measurement.documents,
+                positions=measurement.positions,
+                about=np.array(json.dumps(about)),
+            )
+        except OSError:  # as on a full disk
+            path.unlink()
+            raise
 
 
 def load_measurement(

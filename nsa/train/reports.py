@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nsa.errors import UserError
 from nsa.lm.flops import flops_per_token
 from nsa.lm.model import LanguageModel
 from nsa.train.config import TrainConfig
@@ -281,8 +282,11 @@ class Reports:
             yield batch.without_targets()
 
     def write_sample(self) -> None:
-        """Continue the validation text; all processes call this, the main one writes."""
-        config, tokenizer = self._config, self._data.tokenizer
+        """Continue the validation text; all processes call this, the main one writes.
+
+        A model that cannot, such as one that has diverged, ends no run.
+        """
+        config = self._config
         if config.sample_tokens == 0:
             return
         model = self._whole_model()
@@ -291,6 +295,18 @@ class Reports:
         size = min(SAMPLE_PROMPT_TOKENS, config.seq_len)
         prompt = self._data.validation.window(config.seq_len, 0)[:size].tolist()
         self._stops_in_sample()
+        try:
+            sample = self._sample(model, prompt)
+        except UserError as error:
+            logger.warning("no sample: %s", error)
+            return
+        try:
+            self._run.run_folder.sample.write_text(sample, encoding="utf-8")
+        except OSError as error:
+            logger.warning("sample.txt could not be written (%s)", error)
+
+    def _sample(self, model: LanguageModel, prompt: list[int]) -> str:
+        config, tokenizer = self._config, self._data.tokenizer
         begin, limit_s, text = time.monotonic(), config.sample_limit_s, b""
         pieces = generate(
             model,
@@ -310,14 +326,10 @@ class Reports:
                 note = f"--- ended after {tokens} by sample_limit_s ({limit_s:g} s)\n"
             if self._stops_in_sample() or note:
                 break
-        sample = (
+        return (
             f"--- prompt, validation text\n{_shown(tokenizer.decode(prompt))}\n"
             f"--- continuation, temperature {SAMPLE_TEMPERATURE}\n{_shown(text)}\n{note}"
         )
-        try:
-            self._run.run_folder.sample.write_text(sample, encoding="utf-8")
-        except OSError as error:
-            logger.warning("sample.txt could not be written (%s)", error)
 
     def _stops_in_sample(self) -> bool:
         """Send a heartbeat between two tokens; returns whether the run was asked to stop."""

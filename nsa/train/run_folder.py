@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,21 +78,32 @@ class RunFolder:
             The folder.
 
         Raises:
-            UserError: if ``path`` exists already.
+            UserError: if ``path`` is empty or exists already, or a parent is a file.
         """
+        check(str(path) != "", "run folder", "--run-dir", "name a folder", "''")
         folder, environment = cls(Path(path)), collect()
-        folder.path.parent.mkdir(parents=True, exist_ok=True)
+        function, option = "run folder", "--run-dir"
+        try:
+            folder.path.parent.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            fail(function, option, "lie in a folder", path)
         try:
             folder.path.mkdir()
         except FileExistsError:
             rule = "not exist yet, because no run writes over another"
-            hint = f"Give another --run-dir, or continue that run with: nsa train --resume {path}"
-            fail("run folder", "--run-dir", rule, path, hint)
-        folder.checkpoints.mkdir()
+            hint = "Give another --run-dir"
+            if folder.config.is_file():
+                hint += f", or continue that run with: nsa train --resume {path}"
+            fail(function, option, rule, path, hint)
         source = None if init_from is None else str(init_from.resolve())
         environment |= {"resumed_from_step": None, "init_from": source, "overrides": {}}
-        folder._append_launch(environment)
-        replace_text(folder.config, to_yaml(config))  # last: a folder that has it is whole
+        try:
+            folder.checkpoints.mkdir()
+            folder._append_launch(environment)
+            replace_text(folder.config, to_yaml(config))  # last: a folder that has it is whole
+        except OSError:  # as on a full disk
+            shutil.rmtree(folder.path, ignore_errors=True)
+            raise
         return folder
 
     @classmethod

@@ -105,6 +105,17 @@ def test_a_refused_command_leaves_no_trace_in_a_run(run, nsa, refusal):
     ):
         assert why in refusal(f"{resume} {words}")
     assert "must not exist yet" in refusal("train tiny.yaml --run-dir run")
+    for words, why in (
+        ("train tiny.yaml --run-dir ''", "--run-dir must name a folder"),
+        ("train tiny.yaml --seed -1", "seed must be at least 0"),
+        (f"train tiny.yaml --seed {2**63}", "seed must be below 2**63"),
+        ("train tiny.yaml --data.source folder --data.path ''", "data.path must"),
+        ("eval run --text ''", "must name an existing file or folder, got ''"),
+        ("report run --output none/a.html", "--output must name a file in an existing folder"),
+        ("inspect run --output texts", "--output must name a file in an existing folder"),
+        ("bench report none.jsonl --out out", "ROWS must be a file or folder of rows that exists"),
+    ):
+        assert why in refusal(words)
     text = next(run.parent.glob("texts/*"))
     kept = text.read_text()
     text.write_text("a text that has changed")

@@ -179,7 +179,9 @@ def test_show_selection(here, nsa, refusal, capsys):
     several = refusal(f"{words} a --prompt b --show-selection")
     assert "--show-selection must go with one prompt, got 2" in several
     nowhere = refusal(f"{words} a --selection-png none/a.png")
-    assert "--selection-png must lie in an existing folder" in nowhere
+    rule = "--selection-png must name a file in an existing folder, got"
+    assert f"{rule} none/a.png" in nowhere
+    assert f"{rule} dense" in refusal(f"{words} a --selection-png dense")
     dense = refusal("generate dense --prompt a --show-selection")
     assert "--show-selection must be left out for a model without the selected branch" in dense
 

@@ -78,7 +78,9 @@ def test_prompts_hide_what_they_ask_for(nsa: Command, refusal: Command, tiny: Pa
         assert 700 - 100 < len(row["prompt"]) <= 700
     assert {row["depth"] for row in rows} == {0, 0.25, 0.5, 0.75, 1}
     assert len({row["answer"] for row in rows}) == 50
-    assert "OUT must not exist yet" in refusal("data needles needles.jsonl")
+    for place in ("needles.jsonl", "nowhere/needles.jsonl"):
+        rule = f"OUT must name a new file in an existing folder, got {place}"
+        assert rule in refusal(f"data needles {place}")
     assert "size must be at least 423 bytes, got 9" in refusal("data needles x --size 9")
     assert "number must be positive, got 0" in refusal("data needles x --number 0")
 

@@ -203,6 +203,8 @@ def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
     assert best_checkpoint(tmp_path) == tmp_path / "step-00000007"
     (tmp_path / "step-00000007" / "meta.json").write_text("{")  # a damaged one is not the best
     assert best_checkpoint(tmp_path) == tmp_path / "step-00000008"
+    with pytest.raises(ValueError, match=r"meta\.json"):  # but may be what a user asks for
+        find_checkpoint("eval", tmp_path, "best")
     save(tmp_path, 9, val_bits_per_byte=4.0)
     assert steps(tmp_path) == [8, 9]
 

@@ -89,7 +89,8 @@ def test_leaves_no_trace() -> None:
 
 
 def test_nothing_to_evaluate() -> None:
-    with pytest.raises(ValueError, match="evaluate: batches must hold at least one target, got 0"):
+    rule = "evaluate: batches must hold targets that spell at least one byte of text, got 0 targets"
+    with pytest.raises(ValueError, match=f"{rule} of 0 bytes"):
         evaluate(NextTokenLoss(make_model()), [])
 
 

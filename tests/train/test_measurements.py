@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,17 @@ def test_a_damaged_file_is_refused(write: Write) -> None:
             said.append(str(error))
     assert len(said) > len(whole) / 2, "each byte of an array counts"
     assert {*said} == {f"compare: FILES must be a file of nsa eval --save, got {path}."}
+
+
+def test_a_file_that_could_not_be_written_is_gone(write: Write, monkeypatch, tmp_path):
+    def full(file, **arrays):
+        file.write(b"PK")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "savez_compressed", full)
+    with pytest.raises(OSError, match="No space left"):
+        write("a.npz", 1.0)
+    assert not (tmp_path / "a.npz").exists()
 
 
 def test_eval_saves_which_model_and_text_it_measured(tmp_path, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nsa.errors import UserError
-from nsa.train import environment
+from nsa.train import environment, run_folder
 from nsa.train.config import OptimConfig, TrainConfig
 from nsa.train.run_folder import RunFolder, next_run_path, replace_text
 from tests.train.cases import contents
@@ -41,8 +42,25 @@ def test_an_existing_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
         RunFolder.create(folder.path, TrainConfig())
     assert contents(folder.path) == before
     (tmp_path / "a-2").write_text("a file in the way")
-    with pytest.raises(UserError, match="must not exist yet"):
+    with pytest.raises(UserError, match=r"must not exist yet.*another --run-dir\.?$"):
         RunFolder.create(tmp_path / "a-2", CONFIG)
+    with pytest.raises(UserError, match=r"--run-dir must lie in a folder, got .*a-2/b"):
+        RunFolder.create(tmp_path / "a-2/b", CONFIG)
+    with pytest.raises(UserError, match="--run-dir must name a folder, got ''"):
+        RunFolder.create("", CONFIG)
+
+
+def test_a_folder_that_could_not_be_written_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        path.write_text(text[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_folder, "replace_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        RunFolder.create(tmp_path / "runs/a", CONFIG)
+    assert not (tmp_path / "runs/a").exists()
 
 
 def test_a_resumption_is_added_to_the_environment(tmp_path: Path) -> None:

@@ -337,6 +337,19 @@ def test_the_sample_does_not_hold_up_the_end(
     )
 
 
+def test_a_run_that_has_diverged_ends_without_a_sample(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = new_trainer(tmp_path, steps=2, sample_tokens=6)
+    trainer.run()
+    (tmp_path / "run/sample.txt").unlink()
+    with torch.no_grad():
+        trainer.model.norm.weight[3] = torch.nan
+    trainer._reports.write_sample()
+    assert "no sample: generate: the model must give finite logits" in caplog.text
+    assert not (tmp_path / "run/sample.txt").exists()
+
+
 def test_the_sample_stops_on_request_and_sends_heartbeats(tmp_path: Path) -> None:
     """It comes after the last checkpoint, and on a slow machine it takes minutes."""
     config = tiny_config(tmp_path, steps=2, sample_tokens=50)

@@ -153,6 +153,7 @@ def folder_files(path: str, pattern: str = "*") -> TextFiles:
         ValueError: nothing exists at ``path``, nothing matches, a file is not text, or the pattern
             is no relative glob.
     """
+    check(path != "", "open_data", "data.path", "name an existing file or folder", "''")
     root = Path(path)
     provenance = f"Text below {root.name or root}, given by the user, who knows its licence."
     if root.is_file():

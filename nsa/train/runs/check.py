@@ -104,7 +104,7 @@ def _csv(folder: RunFolder, rows: Sequence[Row]) -> Iterator[str]:
     if not folder.metrics_csv.exists():
         yield "metrics.csv: missing"
         return
-    with folder.metrics_csv.open(newline="", encoding="utf-8") as file:
+    with folder.metrics_csv.open(newline="", encoding="utf-8", errors="replace") as file:
         cells = list(csv.DictReader(file))
     if len(cells) != len(rows):
         yield f"metrics.csv: {len(cells)} rows, metrics.jsonl has {len(rows)}"

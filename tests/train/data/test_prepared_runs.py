@@ -240,6 +240,9 @@ def test_the_commands(source, tmp_path, capsys, monkeypatch):
     assert "train: " in said
     data = "--data.source shards --data.path out --data.tokenizer byte"
     assert said.endswith(f"train on it with: {data} --model.vocab-size 256\n")
+    assert "was complete" not in said
+    assert cli.main([*prepare_words(source, "out"), "0.1"]) == 0
+    assert capsys.readouterr().out == f"out was complete; SOURCE was not read again\n{said}"
     assert cli.main(["data", "verify", "out"]) == 0
     assert "4 files, " in capsys.readouterr().out
     assert cli.main(["data", "bench", "out", "--seq-len", "64", "--seconds", "0.1"]) == 0
