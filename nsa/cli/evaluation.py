@@ -54,7 +54,7 @@ def evaluate(
     from nsa.train.run_folder import RunFolder
 
     folder, figures = RunFolder.open(run), dict[str, Any]()
-    other = None if against is None else RunFolder.open(against)
+    other = None if against is None else RunFolder.open(against, "--against")
     config = folder.load_config()
 
     # PyTorch from here on: a mistyped path is answered without it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import signal
 import time
@@ -71,7 +72,7 @@ def train(
         for name, value in given.items():
             rule = "be left out with --resume"
             check(value is None, "train", name, rule, value, "A run that is resumed has its own.")
-        run = RunFolder.open(resume).load_config(settings)
+        run = RunFolder.open(resume, "--resume").load_config(settings)
     else:
         hint = "For example: nsa train cpu-small"
         check(config is not None, "train", "CONFIG", "be given", "none", hint)
@@ -121,7 +122,7 @@ def _initial_weights(init_from: str, checkpoint: str | None) -> Path:
         rule = "be left out with an exported folder"
         check(checkpoint is None, "train", "--checkpoint", rule, checkpoint)
         return path
-    folder = RunFolder.open(init_from)
+    folder = RunFolder.open(init_from, "--init-from")
     return find_checkpoint("train", folder.checkpoints, checkpoint or "last")
 
 
@@ -180,9 +181,10 @@ def _run(
             if processes.is_main:
                 _plot(folder, report)
         if not result.finished:
-            report.line(f"continue with: nsa train --resume {folder.path}")
+            report.line(f"continue with: nsa train --resume {shlex.quote(str(folder.path))}")
             return EXIT_SIGNAL + signal.Signals[result.signal] if result.signal else 0
-        more = f"nsa eval {folder.path}\n  nsa generate {folder.path} --prompt 'Once'"
+        path = shlex.quote(str(folder.path))
+        more = f"nsa eval {path}\n  nsa generate {path} --prompt 'Once'"
         report.line(f"finished {result.step} steps; next:\n  {more}", event="finish")
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -93,7 +94,8 @@ class RunFolder:
             rule = "not exist yet, because no run writes over another"
             hint = "Give another --run-dir"
             if folder.config.is_file():
-                hint += f", or continue that run with: nsa train --resume {path}"
+                quoted = shlex.quote(str(path))
+                hint += f", or continue that run with: nsa train --resume {quoted}"
             fail(function, option, rule, path, hint)
         source = None if init_from is None else str(init_from.resolve())
         environment |= {"resumed_from_step": None, "init_from": source, "overrides": {}}
@@ -107,8 +109,12 @@ class RunFolder:
         return folder
 
     @classmethod
-    def open(cls, path: str | Path) -> RunFolder:
+    def open(cls, path: str | Path, argument: str = "RUN") -> RunFolder:
         """The run folder at ``path``.
+
+        Args:
+            path: the folder.
+            argument: which named it, for messages.
 
         Raises:
             UserError: if there is none; the message has the nearest name.
@@ -122,7 +128,7 @@ class RunFolder:
             if near:
                 hint = f"The nearest run is {folder.path.parent / near[0]}."
             rule = "be a folder that a run made (with config.yaml in it)"
-            fail("run folder", "RUN", rule, path, hint)
+            fail("run folder", argument, rule, path, hint)
         return folder
 
     def holds_no_run(self) -> bool:

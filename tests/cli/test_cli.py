@@ -67,6 +67,8 @@ def test_train_eval_generate_and_resume(tiny, nsa, refusal):
     nsa("train tiny.yaml --steps 2")
     assert (tiny / "runs/tiny-2").is_dir()
     assert "must not exist yet" in refusal("train tiny.yaml --run-dir runs/tiny-1")
+    said = nsa("train tiny.yaml --steps 1 --eval-every 0 --run-dir 'runs/my run'")
+    assert "nsa eval 'runs/my run'\n  nsa generate 'runs/my run' --prompt" in said
 
 
 def test_a_run_is_extended_and_goes_on_as_long_as_it_was_extended_to(run, nsa):
@@ -111,6 +113,9 @@ def test_a_refused_command_leaves_no_trace_in_a_run(run, nsa, refusal):
         (f"train tiny.yaml --seed {2**63}", "seed must be below 2**63"),
         ("train tiny.yaml --data.source folder --data.path ''", "data.path must"),
         ("eval run --text ''", "must name an existing file or folder, got ''"),
+        ("eval run --against none", "--against must be a folder that a run made"),
+        ("train --resume none", "--resume must be a folder that a run made"),
+        ("train tiny.yaml --init-from none", "--init-from must be a folder that a run made"),
         ("report run --output none/a.html", "--output must name a file in an existing folder"),
         ("inspect run --output texts", "--output must name a file in an existing folder"),
         ("bench report none.jsonl --out out", "ROWS must be a file or folder of rows that exists"),

@@ -194,8 +194,8 @@ def _read(
             files.skipped.append(name)
         elif text:
             files.documents.append(Document(name, text))
-    found = f"{len(names)} files without any"
-    check(bool(files.documents), "open_data", "data.source", "hold text", found)
+    found = f"{len(names)} without any, the first {', '.join(names[:1])}"
+    check(bool(files.documents), "open_data", "data.path", "hold files with text", found)
     return files
 
 

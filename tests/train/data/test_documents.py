@@ -65,7 +65,12 @@ def test_folder_is_recursive_sorted_and_without_hidden_files(tmp_path):
         (None, b"", "*", r"data\.path must name an existing file or folder, got .*gone"),
         ("a.py", b"x", "*.txt", r"data\.pattern must match a file below .*, got '\*\.txt'"),
         (".a.txt", b"x", "*.txt", r"data\.pattern must match a file below"),
-        ("a.txt", b"", "*", r"data\.source must hold text, got 1 files without any"),
+        (
+            "a.txt",
+            b"",
+            "*",
+            r"data\.path must hold files with text, got 1 without any, the first a\.txt",
+        ),
         ("a.txt", b"abc\0def", "*", "text files only, got a NUL byte at offset 3 in a.txt"),
         ("a.txt", b"caf\xe9", "*", "text files only, got bytes that are not UTF-8 at offset 3 in"),
         ("a.txt", b"x", "", r"data\.pattern must be a glob below data\.path"),
