@@ -68,10 +68,12 @@ def check(
         fail(function, argument, rule, value, hint)
 
 
-def check_output(function: str, argument: str, path: Path | None) -> None:
-    """Refuse a file to be written that could not be; None means another place."""
-    fits = path is None or (path.parent.is_dir() and not path.is_dir())
-    check(fits, function, argument, "name a file in an existing folder", path)
+def check_output(function: str, argument: str, path: Path | None, *, is_new: bool = False) -> None:
+    """Refuse a file to be written that could not be, or that must be new; None is accepted."""
+    if path is not None:
+        fits = path.parent.is_dir() and not (path.exists() if is_new else path.is_dir())
+        rule = f"name a {'new ' * is_new}file in an existing folder"
+        check(fits, function, argument, rule, path)
 
 
 def check_positive(config: Any, *names: str) -> None:

@@ -211,7 +211,7 @@ class NativeSparseAttention(TogetherModule):
     @property
     def projection_bias(self) -> Tensor | None:
         """Of the gates, where their logits come from the projection."""
-        return self.gate.net.bias if self.gate.is_linear else None  # type: ignore[union-attr,return-value]
+        return self.gate.net.bias if isinstance(self.gate.net, nn.Linear) else None
 
     @in_stage(PROJECTION)
     def _project(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from nsa.cli.commands import Command, Group
-from nsa.errors import check
+from nsa.errors import check, check_output
 from nsa.train.sources import is_mistyped_path
 
 if TYPE_CHECKING:
@@ -188,8 +188,7 @@ def needles(out: str, *, size: int = 2048, number: int = 100, seed: int = 0) -> 
     """
     from nsa.train.data.needles import needle_prompts
 
-    is_new = Path(out).parent.is_dir() and not Path(out).exists()
-    check(is_new, "nsa data needles", "OUT", "name a new file in an existing folder", out)
+    check_output("nsa data needles", "OUT", Path(out), is_new=True)
     lines = [dumps(row) for row in needle_prompts(size, number, seed)]
     Path(out).write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{out}: {number:,} prompts of at most {size:,} bytes")

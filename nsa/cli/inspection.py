@@ -6,7 +6,7 @@ from json import dumps
 from pathlib import Path
 
 from nsa.cli.evaluation import Device
-from nsa.errors import check, check_output
+from nsa.errors import check_output
 
 
 def inspect(
@@ -39,8 +39,7 @@ def inspect(
     """
     from nsa.train.run_folder import RunFolder, replace_text
 
-    is_new = record is None or (record.parent.is_dir() and not record.exists())
-    check(is_new, "inspect", "--record", "name a new file in an existing folder", record)
+    check_output("inspect", "--record", record, is_new=True)
     check_output("inspect", "--output", output)
     folder = RunFolder.open(run)
     config = folder.load_config()

@@ -69,7 +69,8 @@ def profile(
     check_run_fits(name, run, device)
     with join(launch, device) as processes:
         with processes.main_first():
-            path = run_dir or next_run_path(f"{config.removesuffix('.yaml')}-profile.yaml")
+            name = f"{config.removesuffix('.yaml')}-profile.yaml"
+            path = next_run_path(name) if run_dir is None else run_dir
             folder = RunFolder.create(path, run) if processes.is_main else RunFolder.open(path)
         session = Session(plan, folder.path / "profile")
         session.folder.mkdir(exist_ok=True)

@@ -58,8 +58,8 @@ def export_run(
     config = folder.load_config()
     if layout == "llama":
         llama_settings("export", config.model)
-    is_size = re.fullmatch(r"[1-9]\d*([KMGT]i?B)", shard_size, re.IGNORECASE)
-    check(is_size is not None, "export", "--shard-size", "be such as 5GB or 500MB", shard_size)
+    is_size = re.fullmatch("[1-9][0-9]*[KMGT]B", shard_size) is not None
+    check(is_size, "export", "--shard-size", "be a size such as 5GB or 500MB", shard_size)
     path = find_checkpoint("export", folder.checkpoints, checkpoint)
     model, step = load_model(config.model, path, torch.device("cpu"))
     model.to(DTYPES[dtype])

@@ -79,7 +79,10 @@ class Decoder:
         return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
 
     def reset(self) -> None:
-        """Forget all sequences, and read the model's weights anew if they have changed."""
+        """Forget all sequences, and read the model's weights anew if they have changed.
+
+        Writes through ``.data`` are not noticed.
+        """
         for row in range(self.batch_size):
             self.cache.free(row)
         if self._versions != self._versions_now():

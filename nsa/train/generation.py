@@ -184,8 +184,8 @@ def generate(
     check(len(prompts) > 0, "generate", "prompts", "hold at least one prompt", len(prompts))
     check(max_new_tokens >= 0, "generate", "max_new_tokens", "be at least 0", max_new_tokens)
     check(all(stop), "generate", "stop", "hold no empty string", [*stop])
-    rule = "be from 0 to 2**63 with the number of prompts added"
-    check(0 <= seed <= 2**63 - len(prompts), "generate", "seed", rule, seed)
+    most = 2**63 - len(prompts)  # each prompt has one of its own
+    check(0 <= seed <= most, "generate", "seed", f"be from 0 to {most}", seed)
     rule = f"have the model's vocabulary ({model.config.vocab_size})"
     fits = tokenizer.vocab_size == model.config.vocab_size
     check(fits, "generate", "tokenizer", rule, tokenizer.vocab_size)

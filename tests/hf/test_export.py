@@ -202,8 +202,8 @@ def test_bf16_and_refused_exports(run: Path, nsa: Command, refusal: Command, tin
     nsa("export run half --dtype bf16 --checkpoint 2")
     assert AutoModelForCausalLM.from_pretrained("half").dtype == torch.bfloat16
     assert "DIR must not exist yet, got half" in refusal("export run half")
-    for size in ("0", "-5MB", "much"):
-        rule = f"--shard-size must be such as 5GB or 500MB, got {size}"
+    for size in ("0", "-5MB", "2GiB", "much"):
+        rule = f"--shard-size must be a size such as 5GB or 500MB, got {size}"
         assert rule in refusal(f"export run other --shard-size={size}")
     said = refusal("export run other --layout llama")
     assert "model.attention must be dense for Llama's layout, got nsa" in said

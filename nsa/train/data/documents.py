@@ -194,7 +194,7 @@ def _read(
             files.skipped.append(name)
         elif text:
             files.documents.append(Document(name, text))
-    found = f"{len(names)} without any, the first {', '.join(names[:1])}"
+    found = f"{len(names)} without any: {', '.join(names[:3])}"
     check(bool(files.documents), "open_data", "data.path", "hold files with text", found)
     return files
 

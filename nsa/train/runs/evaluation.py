@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from nsa.errors import check, fail
+from nsa.errors import check, check_output, fail
 from nsa.train.checkpoint import SUMS, find_checkpoint, read_meta
 from nsa.train.config import TrainConfig
 from nsa.train.data import (
@@ -164,8 +164,7 @@ def _identity(
 def _check_sizes(sizes: dict[str, int | None], save: Path | None) -> None:
     for name, value in sizes.items():
         check(value is None or value > 0, "eval", f"--{name}", "be positive", value)
-    is_new = save is None or (save.parent.is_dir() and not save.exists())
-    check(is_new, "eval", "--save", "name a new file in an existing folder", save)
+    check_output("eval", "--save", save, is_new=True)
 
 
 def _name(text: str) -> str:
