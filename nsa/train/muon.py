@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from nsa.train.distributed.sharding import gather, put
+from nsa.train.distributed.sharding import gather, own_part, own_rows
 
 MOMENTUM = 0.95
 # Of the polynomial a x + b x^3 + c x^5, which drives singular values towards 1, and how often.
@@ -38,29 +38,42 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, cancel: Tensor) -> None:  # type: ignore[override]
-        """Update all matrices; if ``cancel`` is 1, they and their momentum keep their bits.
+        """Update all matrices; if ``cancel`` is 1, they and their momentum stay what they are.
+
+        Gradients are overwritten.
 
         Args:
-            cancel: scalar, 0 or 1; the host does not wait for it.
+            cancel: fp32 scalar, 0 or 1; the host does not wait for it.
         """
-        keep = cancel.bool()
         for matrices in batches_of(self.param_groups[0]["params"]):
-            self._update(matrices, keep)
+            self._update(matrices, cancel)
 
-    def _update(self, matrices: Sequence[nn.Parameter], keep: Tensor) -> None:
-        """Update matrices of one shape; 26 bytes an element are held meanwhile."""
+    def _update(self, matrices: Sequence[nn.Parameter], cancel: Tensor) -> None:
+        """Update matrices of one shape; on a GPU 6 bytes an element are held meanwhile."""
         lr, decay = self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"]
-        momenta = [self.state[matrix]["momentum_buffer"] for matrix in matrices]
-        old, before = _stacked(matrices), _stacked(momenta)
-        gradient = _stacked(map(_gradient, matrices))
-        after = before.lerp(gradient, 1 - MOMENTUM)
-        update = orthogonalized(gradient.lerp_(after, MOMENTUM), product_dtype(old.device))
-        rate = lr * max(1.0, old.shape[-2] / old.shape[-1]) ** 0.5
-        new = (old * (1 - lr * decay)).add_(update, alpha=-rate)
-        for target, kept, changed in ((momenta, before, after), (matrices, old, new)):
-            torch.where(keep, kept, changed, out=changed)
-            for part, whole in zip(target, changed, strict=True):
-                put(part.detach(), whole)
+        rows, columns = matrices[0].shape
+        live = 1 - cancel
+        share = live * (1 - lr * decay) + cancel
+        rate = live * (-lr * max(1.0, rows / columns) ** 0.5)
+        updates = orthogonalized(self._look_ahead(matrices, cancel.bool()))
+        weights = [own_part(matrix.detach()) for matrix in matrices]
+        torch._foreach_mul_(weights, share)
+        for matrix, weight, update in zip(matrices, weights, updates, strict=True):
+            weight.addcmul_(own_rows(matrix, update), rate)
+
+    def _look_ahead(self, matrices: Sequence[nn.Parameter], keep: Tensor) -> Tensor:
+        """Advance the momenta; returns Nesterov's estimates, in the dtype of the products.
+
+        Where nothing is to change, the momentum takes the place of the gradient, which may be NaN.
+        """
+        momenta = [own_part(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
+        gradients = [own_part(_gradient(matrix)) for matrix in matrices]
+        for momentum, gradient in zip(momenta, gradients, strict=True):
+            torch.where(keep, momentum, gradient, out=gradient)
+        torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
+        torch._foreach_lerp_(gradients, momenta, MOMENTUM)
+        dtype = product_dtype(keep.device)
+        return torch.stack([gather(_gradient(matrix).to(dtype)) for matrix in matrices])
 
 
 def batches_of(matrices: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -75,10 +88,6 @@ def batches_of(matrices: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     return found
 
 
-def _stacked(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.stack([gather(tensor) for tensor in tensors])
-
-
 def _gradient(matrix: nn.Parameter) -> Tensor:
     assert matrix.grad is not None
     return matrix.grad
@@ -89,17 +98,16 @@ def product_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
-def orthogonalized(x: Tensor, dtype: torch.dtype) -> Tensor:
+def orthogonalized(x: Tensor) -> Tensor:
     """Matrices ``[N, rows, columns]`` with singular values brought to about 1 (0.7 to 1.2).
 
-    By Newton-Schulz iterations on the smaller side, in ``dtype``, which the result has, too.
+    By Newton-Schulz iterations from the smaller side, so that no matrix is transposed in memory.
     """
-    is_tall = x.shape[-2] > x.shape[-1]
-    y = x.to(dtype, copy=True)
-    y = y.mT if is_tall else y
-    y.div_(torch.linalg.matrix_norm(y, keepdim=True).clamp(min=1e-7))
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
     a, b, c = COEFFICIENTS
+    is_tall = x.shape[-2] > x.shape[-1]
     for _ in range(ITERATIONS):
-        gram = y @ y.mT
-        y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
-    return y.mT if is_tall else y
+        gram = x.mT @ x if is_tall else x @ x.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, *((x, gram) if is_tall else (gram, x)), beta=a)
+    return x

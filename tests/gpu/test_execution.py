@@ -239,6 +239,7 @@ compiled = torch.compile(module, mode="reduce-overhead")
 x = torch.randn(2, 300, 64, device="cuda")
 found = []
 for _ in range(4):
+    module.zero_grad()  # a gradient that lies in a graph's memory cannot be added to
     torch.compiler.cudagraph_mark_step_begin()
     leaf = x.clone().requires_grad_()
     y = compiled(leaf)

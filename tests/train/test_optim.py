@@ -117,7 +117,7 @@ def test_steps_are_those_of_pytorch(name: Any, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("shape", [(48, 48), (96, 32), (32, 96)])
 def test_muon_makes_matrices_orthogonal_in_fp32_on_a_cpu(shape: tuple[int, int]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
-    (found,) = muon.orthogonalized(x[None], muon.product_dtype(x.device))
+    (found,) = muon.orthogonalized(x[None])
     assert found.dtype == torch.float32
     left, singular, right = torch.linalg.svd(found, full_matrices=False)
     assert singular.min() > 0.6
@@ -164,11 +164,10 @@ def held(run: Callable[[], None]) -> int:
     return max(itertools.accumulate(size for _, size in sorted(changes, key=lambda x: x[0])))
 
 
-@pytest.mark.parametrize("shapes", [[(64, 64)] * 4, [(64, 64)] * 8 + [(32, 128)] * 8, [(64, 512)]])
+@pytest.mark.parametrize("shapes", [[(64, 64)] * 4, [(64, 64)] * 8 + [(32, 128)] * 8, [(132, 128)]])
 def test_muon_holds_what_is_planned(
     shapes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(muon, "product_dtype", lambda device: torch.bfloat16)
     monkeypatch.setattr(muon, "BATCH_ELEMENTS", 4 * 64 * 64)
     matrices = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     for matrix in matrices:
@@ -176,7 +175,8 @@ def test_muon_holds_what_is_planned(
     optimizer = muon.Muon(matrices, 0.01, 0.1)
     largest = max(sum(x.numel() for x in batch) for batch in muon.batches_of(matrices))
     found = held(lambda: optimizer.step(torch.zeros(()))) / largest
-    assert found == pytest.approx(BYTES_PER_UPDATED, rel=0.05)
+    # Planned is bf16, and on a CPU products are fp32.
+    assert found == pytest.approx(2 * BYTES_PER_UPDATED, rel=0.05)
 
 
 @NAMES

@@ -12,7 +12,7 @@ SPARSE = (SHARED, NSA)  # of those in a group the first is compared with all oth
 ADAMW, MUON = "adamw", "muon"
 # Of AdamW for steps of 65,536 tokens: NSA's best in benchmarks/quality/learning-rates.jsonl, and
 # one between dense's two best. For steps of 8,192 the best of NSA (of three) and of dense in
-# benchmarks/quality/rates; nsa-shared's is to be settled there.
+# benchmarks/quality/rates.
 LARGE_STEP_RATES = {NSA: "5e-4", DENSE: "7e-4"}
 RATES = dict.fromkeys((SHARED, NSA, DENSE), "4e-4")
 TRIED_RATES = {
@@ -20,10 +20,13 @@ TRIED_RATES = {
     NSA: ("1e-4", "2e-4", "4e-4", "8e-4"),
     DENSE: ("1e-4", "2e-4", "4e-4", "8e-4"),
 }
-# Of Muon: to be set to the best in benchmarks/quality/muon_rates, which has not run yet. What is no
-# matrix of a layer learns by AdamW.
+# Of Muon: the best of nsa-shared and of dense in benchmarks/quality/muon_rates. What is no matrix
+# of a layer learns by AdamW.
 MUON_RATES = dict.fromkeys((SHARED, NSA, DENSE, SMALL_DENSE), "0.01")
-TRIED_MUON_RATES = ("0.00125", "0.0025", "0.005", "0.01", "0.02", "0.04")
+TRIED_MUON_RATES = {
+    SHARED: ("0.0025", "0.005", "0.01", "0.02"),
+    DENSE: ("0.005", "0.01", "0.02", "0.04"),
+}
 BESIDE_MUON = "--optim.lr 4e-4 --optim.weight-decay 0.1"
 EQUAL_MLP = 3344  # hidden size at which the dense model has the parameters of both sparse ones
 CONFIGS = {
@@ -167,7 +170,7 @@ class Tokens:
             optimizer: see ``optim.name``.
         """
         batch, steps = self.step // self.seq_len, -(-self.total // self.step)
-        rates = f"--optim.lr {lr}"
+        rates = f"--optim.name adamw --optim.lr {lr} --optim.weight-decay 0.01"
         if optimizer == MUON:
             rates = f"--optim.name muon --optim.muon-lr {lr} {BESIDE_MUON}"
         return (
@@ -252,8 +255,8 @@ EXPERIMENTS = (
     ),
     *(
         sweep("muon_rates", model, lr, 130, MUON)
-        for model in (SHARED, DENSE)
-        for lr in TRIED_MUON_RATES
+        for model, rates in TRIED_MUON_RATES.items()
+        for lr in rates
     ),
     *(
         equal_tokens(

@@ -60,8 +60,8 @@ that its parameters are as many; the dense model of equal parameters is `78m-den
 of `78m`: few for so many tokens ([log](../log.md)).
 """
 ABOUT_MUON = (
-    "Everywhere else AdamW trains. Muon's learning rate is that of the matrices of the layers, "
-    "beside AdamW's 4e-4 of all else; weight decay is 0.1 instead of 0.01."
+    "Sections that do not name Muon are of AdamW. Muon's learning rate is that of the matrices of "
+    "the layers, beside AdamW's 4e-4 of all else; weight decay is 0.1 instead of 0.01."
 )
 GROUPS = (
     *("50k", "50k_shared", "2k", "muon", "muon_long", "200m", "90m", "8k"),
@@ -103,7 +103,7 @@ def write_report(rows: Path, out: Path) -> Path:
     by_muon = learning_rates(of_muon)
     sections: dict[str, list[Part]] = {
         "50,000 steps of `78m`": long_run(groups["50k"], sweeps),
-        "50,000 steps of `78m-shared`": long_run(groups["50k_shared"], sweeps),
+        "50,000 steps of `78m-shared`, by Muon": long_run(groups["50k_shared"], of_muon),
         "200M tokens, 2,048 a sequence": equal_tokens(groups["2k"], sweeps),
         "200M tokens by Muon, 2,048 a sequence": equal_tokens(groups["muon"], of_muon),
         "200M tokens by Muon, 8,192 a sequence": equal_tokens(groups["muon_long"], of_muon),

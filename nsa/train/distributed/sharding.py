@@ -25,12 +25,7 @@ def first_row(tensor: Tensor) -> int:
     return min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
 
 
-def put(target: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor into a sharded or whole ``target``; nothing is sent.
-
-    Args:
-        target: a tensor without gradient.
-        whole: same shape with at least one dimension, on any device, equal on all processes.
-    """
-    own, begin = own_part(target), first_row(target)
-    own.copy_(whole[begin : begin + own.shape[0]])
+def own_rows(target: Tensor, whole: Tensor) -> Tensor:
+    """The rows of a whole tensor that :func:`own_part` of ``target``, of its shape, stands for."""
+    begin = first_row(target)
+    return whole[begin : begin + own_part(target).shape[0]]
