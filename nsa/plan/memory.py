@@ -25,8 +25,9 @@ UPDATE = "matrices that Muon updates"
 WORKSPACE_BYTES = 32 * 2**20
 # Log-probabilities, their gradient and that of the logits, fp32.
 BYTES_PER_LOGIT = 12
-# Of Muon: a square matrix, the polynomial of its Gram matrix, and their product, all in bf16.
-BYTES_PER_UPDATED = 6
+# Of Muon: a square matrix at first and now, the polynomial of its Gram matrix, and their product,
+# all in bf16.
+BYTES_PER_UPDATED = 8
 # What a process takes in addition to its tensors: what the allocator cannot use, and the driver's
 # context and the libraries' kernels.
 FRAGMENTATION, CONTEXT_BYTES = 0.05, 2**30

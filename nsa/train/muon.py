@@ -49,13 +49,14 @@ class Muon(torch.optim.Optimizer):
             self._update(matrices, cancel)
 
     def _update(self, matrices: Sequence[nn.Parameter], cancel: Tensor) -> None:
-        """Update matrices of one shape; on a GPU 6 bytes an element are held meanwhile."""
+        """Update matrices of one shape; on a GPU 8 bytes an element are held meanwhile."""
         lr, decay = self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"]
         rows, columns = matrices[0].shape
         live = 1 - cancel
         share = live * (1 - lr * decay) + cancel
         rate = live * (-lr * max(1.0, rows / columns) ** 0.5)
-        updates = orthogonalized(self._look_ahead(matrices, cancel.bool()))
+        ahead = self._look_ahead(matrices, cancel.bool())
+        updates = orthogonalized(ahead)
         weights = [own_part(matrix.detach()) for matrix in matrices]
         torch._foreach_mul_(weights, share)
         for matrix, weight, update in zip(matrices, weights, updates, strict=True):

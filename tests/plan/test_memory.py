@@ -104,8 +104,8 @@ def test_what_muon_updates_together_is_counted():
     small = {"micro_batch": 1, "global_batch": 1, "seq_len": 64}  # most is held in the update
     assert UPDATE not in parts(**small)
     by_muon = {**small, "optim__name": "muon"}
-    assert parts(**by_muon)[UPDATE] == 6 * 2**23
-    assert parts(**by_muon, model__mlp_hidden_size=16384)[UPDATE] == 6 * 768 * 16384
+    assert parts(**by_muon)[UPDATE] == 8 * 2**23
+    assert parts(**by_muon, model__mlp_hidden_size=16384)[UPDATE] == 8 * 768 * 16384
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("fp32", 4), ("bf16", 2)])
