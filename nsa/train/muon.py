@@ -53,14 +53,14 @@ class Muon(torch.optim.Optimizer):
         lr, decay = self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"]
         rows, columns = matrices[0].shape
         live = 1 - cancel
-        share = live * (1 - lr * decay) + cancel
-        rate = live * (-lr * max(1.0, rows / columns) ** 0.5)
+        kept = live * (1 - lr * decay) + cancel
+        rate = live * (lr * max(1.0, rows / columns) ** 0.5)
         ahead = self._look_ahead(matrices, cancel.bool())
         updates = orthogonalized(ahead)
         weights = [own_part(matrix.detach()) for matrix in matrices]
-        torch._foreach_mul_(weights, share)
+        torch._foreach_mul_(weights, kept)
         for matrix, weight, update in zip(matrices, weights, updates, strict=True):
-            weight.addcmul_(own_rows(matrix, update), rate)
+            weight.addcmul_(own_rows(matrix, update), rate, value=-1)
 
     def _look_ahead(self, matrices: Sequence[nn.Parameter], keep: Tensor) -> Tensor:
         """Advance the momenta; returns Nesterov's estimates, in the dtype of the products.

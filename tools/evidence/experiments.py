@@ -229,11 +229,11 @@ _LONG_IN_LARGE_STEPS = Tokens(
 )
 
 
-def long_run(name: str, model: str) -> Experiment:
+def long_run(name: str, model: str, expected_s: float) -> Experiment:
     """50,000 steps of a configuration as it ships, its batch in one micro-batch, on books."""
     train = f"{CONFIGS[model]} {ON_BOOKS} --micro-batch 4 --accumulation 1"
     after = whole_run(train, PROMPT, 50)
-    return Experiment(name, model, train, after, expected_s=1310, in_legs=True)
+    return Experiment(name, model, train, after, expected_s, in_legs=True)
 
 
 WORDS = {SHARED: "shared", NSA: "nsa", DENSE: "dense", SMALL_DENSE: "small-dense"}
@@ -246,8 +246,8 @@ def sweep(group: str, model: str, lr: str, expected_s: float, optimizer: str) ->
 
 
 EXPERIMENTS = (
-    long_run("50k", NSA),
-    long_run("50k_shared", SHARED),
+    long_run("50k", NSA, 1310),
+    long_run("50k_shared", SHARED, 1750),
     *(
         sweep("rates", model, lr, 95 if model == DENSE else 130, ADAMW)
         for model, rates in TRIED_RATES.items()

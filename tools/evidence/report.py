@@ -49,9 +49,9 @@ Made by `python -m tools.evidence report` from `benchmarks/quality`, in which th
 
 Limits: one corpus, public-domain books in English, read as bytes. By the standards of large models
 these are far from trained out. The test text is 30 books; other editions of a training book are not
-recognised among them. Of three seeds are the models of 200M tokens at 2,048 a sequence, but for
-`nsa` in small steps; all else is of one. The trainings of 90M tokens and the sweep of 440 steps had
-217 books to train on, all others 1,036.
+recognised among them. Of three seeds are the models of 200M tokens at 2,048 a sequence by AdamW,
+but for `nsa` in small steps; all else is of one. The trainings of 90M tokens and the sweep of 440
+steps had 217 books to train on, all others 1,036. Sections that do not name Muon are of AdamW.
 
 Models: `nsa` is `78m`, the pattern of the paper; `nsa-shared` is `78m-shared`, whose branches share
 one key and value projection, whose gates start open, and whose MLP has 3,328 instead of 3,072, so
@@ -60,8 +60,8 @@ that its parameters are as many; the dense model of equal parameters is `78m-den
 of `78m`: few for so many tokens ([log](../log.md)).
 """
 ABOUT_MUON = (
-    "Sections that do not name Muon are of AdamW. Muon's learning rate is that of the matrices of "
-    "the layers, beside AdamW's 4e-4 of all else; weight decay is 0.1 instead of 0.01."
+    "Muon's learning rate is that of the matrices of the layers, beside AdamW's 4e-4 of all else; "
+    "weight decay is 0.1 instead of 0.01."
 )
 GROUPS = (
     *("50k", "50k_shared", "2k", "muon", "muon_long", "200m", "90m", "8k"),

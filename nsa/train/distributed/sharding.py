@@ -26,6 +26,6 @@ def first_row(tensor: Tensor) -> int:
 
 
 def own_rows(target: Tensor, whole: Tensor) -> Tensor:
-    """The rows of a whole tensor that :func:`own_part` of ``target``, of its shape, stands for."""
+    """Those rows of ``whole`` that :func:`own_part` has of ``target``, a tensor of that shape."""
     begin = first_row(target)
     return whole[begin : begin + own_part(target).shape[0]]
