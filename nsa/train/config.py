@@ -260,8 +260,8 @@ class TrainConfig:
             ``fp32`` runs none.
         compile: whether model and loss go through ``torch.compile``, as one graph.
         cuda_graphs: whether forward and backward of a micro-batch are replayed from a CUDA graph,
-            which spares the host its work: for micro-batches of few tokens. Needs a GPU; several
-            processes need ``parallel.strategy`` ddp.
+            and Muon's update from another, which spares the host its work: for micro-batches of few
+            tokens. Needs a GPU; several processes need ``parallel.strategy`` ddp.
         tf32: whether fp32 matrix products may use TF32.
         allocator: ``expandable_segments`` lets PyTorch's CUDA allocator grow its segments, so that
             sizes that change from step to step leave less memory in pieces; ``default`` leaves it

@@ -6,12 +6,14 @@ CPU without instructions for it, and cannot be told to skip a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from nsa.train.distributed.sharding import gather, own_part, own_rows
+
+Through = Callable[[Callable[[Tensor], None], Tensor], None]
 
 MOMENTUM = 0.95
 # Of the polynomial a x + b x^3 + c x^5, which drives singular values towards 1, and how often.
@@ -33,28 +35,39 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, matrices: Iterable[nn.Parameter], lr: float, weight_decay: float) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
-        for matrix in self.param_groups[0]["params"]:
+        params = self.param_groups[0]["params"]
+        for matrix in params:
             self.state[matrix] = {"momentum_buffer": torch.zeros_like(matrix)}
+        self._lr = torch.zeros((), dtype=torch.float64, device=params[0].device)
 
-    @torch.no_grad()
-    def step(self, cancel: Tensor) -> None:  # type: ignore[override]
+    def step(self, cancel: Tensor, through: Through | None = None) -> None:  # type: ignore[override]
         """Update all matrices; if ``cancel`` is 1, they and their momentum stay what they are.
 
         Gradients are overwritten.
 
         Args:
             cancel: fp32 scalar, 0 or 1; the host does not wait for it.
+            through: called with the update and ``cancel`` in its place: replays a graph of it.
         """
+        self._lr.fill_(self.param_groups[0]["lr"])
+        if through is None:
+            self._update_all(cancel)
+        else:
+            through(self._update_all, cancel)
+
+    @torch.no_grad()
+    def _update_all(self, cancel: Tensor) -> None:
+        """All that is done on the device, at the rate that lies there."""
         for matrices in batches_of(self.param_groups[0]["params"]):
             self._update(matrices, cancel)
 
     def _update(self, matrices: Sequence[nn.Parameter], cancel: Tensor) -> None:
         """Update matrices of one shape; on a GPU 8 bytes an element are held meanwhile."""
-        lr, decay = self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"]
+        lr, decay = self._lr, self.param_groups[0]["weight_decay"]
         rows, columns = matrices[0].shape
         live = 1 - cancel
-        kept = live * (1 - lr * decay) + cancel
-        rate = live * (lr * max(1.0, rows / columns) ** 0.5)
+        kept = (live * (1 - lr * decay) + cancel).float()
+        rate = (live * (lr * max(1.0, rows / columns) ** 0.5)).float()
         ahead = self._look_ahead(matrices, cancel.bool())
         updates = orthogonalized(ahead)
         weights = [own_part(matrix.detach()) for matrix in matrices]

@@ -11,7 +11,7 @@ from nsa.errors import check
 from nsa.lm.model import LanguageModel
 from nsa.module import Compression
 from nsa.train.config import OptimConfig
-from nsa.train.muon import Muon
+from nsa.train.muon import Muon, Through
 
 
 @dataclass(frozen=True)
@@ -111,17 +111,18 @@ class ModelOptimizer:
         rate: float = self.adamw.param_groups[0]["lr"]
         return rate
 
-    def step(self, cancel: Tensor) -> None:
+    def step(self, cancel: Tensor, through: Through | None = None) -> None:
         """Update all parameters; if ``cancel`` is 1, they and the optimizer state keep their bits.
 
         Args:
             cancel: fp32 scalar on the parameters' device, 0 or 1; the host does not wait for it.
+            through: see :meth:`nsa.train.muon.Muon.step`; AdamW is few launches.
         """
         # How PyTorch's fused optimizers take the flag.
         self.adamw.found_inf = cancel  # type: ignore[attr-defined]
         self.adamw.step()
         if self.muon is not None:
-            self.muon.step(cancel)
+            self.muon.step(cancel, through)
 
     def zero_grad(self, *, drop: bool = True) -> None:
         """Drop all gradients, or make them zero where they are."""

@@ -314,8 +314,9 @@ class Trainer:
         if config.optim.grad_clip > 0:
             clip_grads_with_norm_(optimizer.parameters(), config.optim.grad_clip, grad_norm)
         self._set_lr(self.state.progress.step)
-        optimizer.step(cancel)
-        if not self._replays:
+        replay = self._replay if self._replays else None
+        optimizer.step(cancel, None if replay is None else replay.update)
+        if replay is None:
             optimizer.zero_grad(drop=self._replay is None)
         return torch.stack((loss, grad_norm, cancel))
 

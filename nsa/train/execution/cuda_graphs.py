@@ -1,9 +1,10 @@
-"""Forward and backward of a micro-batch as a CUDA graph: one launch in place of thousands."""
+"""Passes of a micro-batch and updates of weights as CUDA graphs: one launch for thousands."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,11 @@ from nsa.train.data import Batch
 from nsa.train.execution.compilation import compilations
 from nsa.train.watch.out_of_memory import is_out_of_memory
 
+Result = TypeVar("Result")
+
 
 class CaptureError(RuntimeError):
-    """A micro-batch could not be captured as a CUDA graph; the message says what to do."""
+    """Part of a step could not be captured as a CUDA graph; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class Replay:
     micro-batches to one number of sequences, so that is rare. Run as it is, a new shape would need
     as much memory again as the graphs, so it is captured at once, by the code that the first step
     compiled. A graph writes each ``.grad`` to the place that it was captured with, so gradients
-    must not be dropped between two steps, and need no zeroing. Graphs share their memory, since one
-    runs at a time.
+    must not be dropped between two steps, and need no zeroing. An update of many launches has a
+    third graph. Graphs share their memory, since one runs at a time.
 
     Args:
         run: forward and backward of a micro-batch on the device, its loss divided by a scalar
@@ -53,6 +56,7 @@ class Replay:
         self._run, self._parameters = run, parameters
         self._steps = 0
         self._captured: dict[tuple[int, int, bool], _Captured] = {}
+        self._captured_update: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
 
     def __call__(self, batch: Batch, divisor: Tensor, is_first: bool) -> Tensor:
         """The loss of ``batch``, from the host or the device.
@@ -76,16 +80,41 @@ class Replay:
         captured.graph.replay()
         return captured.loss.clone()
 
+    def update(self, run: Callable[[Tensor], None], cancel: Tensor) -> None:
+        """Update weights from the gradients that the last call left.
+
+        Args:
+            run: the update, the same in every step; may not wait for the device.
+            cancel: what ``run`` takes, scalar on the device.
+        """
+        if self._steps == 1:
+            run(cancel)
+            return
+        if self._captured_update is None:
+            flag = cancel.clone()
+            graph, _ = self._record(lambda: run(flag), "the optimizer's update")
+            self._captured_update = graph, flag
+        graph, flag = self._captured_update
+        flag.copy_(cancel)
+        graph.replay()
+
     def _forget(self) -> None:
         """Drop all graphs and the gradients that they write: the next capture makes new ones."""
         self._captured.clear()
+        self._captured_update = None
         for parameter in self._parameters:
             parameter.grad = None
 
     def _capture(self, batch: Batch, divisor: Tensor) -> _Captured:
-        pool = next((captured.graph.pool() for captured in self._captured.values()), None)
         # The host's figures belong to this batch alone, not to those of later replays.
         batch = replace(batch, num_bytes=0, num_targets=0)
+        name = f"a micro-batch of {batch.tokens.shape[0]} tokens in {batch.num_sequences} sequences"
+        graph, loss = self._record(lambda: self._run(batch, divisor), name)
+        return _Captured(graph, batch, divisor, loss)
+
+    def _record(self, run: Callable[[], Result], name: str) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """The graph of what ``run`` launches, called ``name`` in errors, and what it returns."""
+        pool = next((captured.graph.pool() for captured in self._captured.values()), None)
         graph = torch.cuda.CUDAGraph()
         # Other threads, which fetch data and write checkpoints, may use CUDA meanwhile. Compilation
         # copies to the device, which would spoil the capture: the stance makes it an error of its
@@ -96,14 +125,13 @@ class Replay:
                 compilations.capturing(),
                 torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
             ):
-                loss = self._run(batch, divisor)
+                result = run()
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            shape = f"{batch.tokens.shape[0]} tokens in {batch.num_sequences} sequences"
             first = (str(error) or type(error).__name__).splitlines()[0]
             raise CaptureError(
-                f"cuda_graphs: a micro-batch of {shape} could not be captured ({first}). "
+                f"cuda_graphs: {name} could not be captured ({first}). "
                 "Give --cuda-graphs false to run without CUDA graphs."
             ) from error
-        return _Captured(graph, batch, divisor, loss)
+        return graph, result

@@ -148,8 +148,11 @@ class Attribution:
         self._stage_of_range = functools.cache(self._find_stage_of_range)
         replays: dict[Event, list[Event]] = defaultdict(list)
         for event in trace.device:
-            if event.launch is not None and "GraphLaunch" in event.launch.name:
-                replays[event.launch].append(event)
+            launch = event.launch
+            if launch is None or "GraphLaunch" not in launch.name:
+                continue
+            if self._stage_of_range(launch) is None:
+                replays[launch].append(event)
         aligned = functools.cache(lambda names: align(names, reference))
         self._replayed: dict[Event, Place] = {}
         for events in replays.values():

@@ -168,16 +168,17 @@ def test_captures_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Mock)
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: nullcontext())
     made = new_trainer(tmp_path, accumulation=1)
-    replay = Replay(made._forward_backward, made.state.optimizer.parameters())
+    replay, updates = Replay(made._forward_backward, made.state.optimizer.parameters()), Mock()
     (batch,) = made.next_batches()
     before, counts = compilations.now.captures, []
     for step in (batch, batch, batch, batch.padded(9)):
         for is_first in (True, False, False):
             replay(step, torch.ones(()), is_first)
-        counts.append(compilations.now.captures - before)
-    # The first step runs as it is; the second captures the graph that makes gradients and the one
-    # that adds to them, and so does another shape.
-    assert counts == [0, 2, 2, 4]
+        replay.update(updates, torch.zeros(()))
+        counts.append((compilations.now.captures - before, updates.call_count))
+    # The first step runs as it is; the second captures the graph that makes gradients, the one that
+    # adds to them and that of the update, and so does another shape.
+    assert counts == [(0, 1), (3, 2), (3, 2), (6, 3)]
 
 
 @pytest.mark.usefixtures("traced")
