@@ -278,7 +278,7 @@ EXPERIMENTS = (
             model,
             _SMALL_STEPS,
             lr=lr,
-            expected_s=760 if model in SPARSE else 680,
+            expected_s=735 if model in SPARSE else 635,
             seed=seed,
             optimizer=MUON,
             further=(repeated(),),
