@@ -154,9 +154,8 @@ def test_the_78m_configuration_with_shared_keys_has_as_many_parameters():
     nsa = replace(shared.model.nsa, share_kv=False, gate_bias=0.0)
     model = replace(shared.model, nsa=nsa, mlp_hidden_size=own.model.mlp_hidden_size)
     optim = replace(shared.optim, name="adamw", lr=2e-4, muon_lr=0.02, weight_decay=0.01)
-    batch = {"micro_batch": own.micro_batch, "accumulation": own.accumulation}
-    assert replace(shared, model=model, optim=optim, **batch) == own
-    assert shared.global_batch == own.global_batch
+    alike = replace(shared, model=model, optim=optim)
+    assert replace(alike, micro_batch=own.micro_batch, accumulation=own.accumulation) == own
 
 
 def test_the_1b_configuration_is_what_its_name_says():
