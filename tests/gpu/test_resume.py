@@ -29,6 +29,7 @@ HOW: dict[str, dict[str, Any]] = {
     "as it is": SHORT,
     # What is compiled and captured must not depend on which documents came first.
     "compiled and replayed": {**SHORT, "compile": True, "cuda_graphs": True},
+    "by Muon, replayed": {**SHORT, "cuda_graphs": True, "optim": {"name": "muon"}},
     # The other algorithm of the selected branch.
     "long": {"seq_len": 16384, "micro_batch": 1, "accumulation": 2},
 }
@@ -55,7 +56,8 @@ def test_a_run_takes_the_kernels_and_repeats_its_bits(tmp_path: Path, how: str) 
 
 
 @pytest.mark.parametrize(
-    ("how", "number"), [("as it is", 4), ("compiled and replayed", 3), ("long", 2)]
+    ("how", "number"),
+    [("as it is", 4), ("compiled and replayed", 3), ("by Muon, replayed", 2), ("long", 2)],
 )
 def test_killed_at_random_moments(
     tmp_path: Path, how: str, number: int, monkeypatch: pytest.MonkeyPatch, count

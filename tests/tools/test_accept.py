@@ -346,7 +346,7 @@ def test_legs_hold_every_configuration_once_and_in_order():
     for case in trained:
         assert max(case.num_gpus, 1) == load_config(case.config).world_size, case.name
     quick = {case.config for case in QUICK_LEG.cases if case.do in TRAINING}
-    assert quick == {"78m", "117m", "gpu-small"}
+    assert quick == {"78m", "78m-shared", "117m", "gpu-small"}
 
 
 def test_what_is_not_timed_runs_side_by_side(tmp_path, monkeypatch):

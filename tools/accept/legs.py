@@ -90,6 +90,7 @@ QUICK_LEG = Leg(
         _MAKE_TRAIN,
         _train("78m", 40),
         *_DONE_WITH_78M,
+        _train("78m-shared", 40),
         _train("117m", 40),
         _RESUME,
         _FOREIGN,
