@@ -90,7 +90,7 @@ def check_not_negative(config: Any, *names: str) -> None:
         check(value >= 0, type(config).__name__, name, "be at least 0", value)
 
 
-def check_default(config: Any, needed: bool, where: str, *names: str) -> None:
+def check_default(config: Any, needed: bool, where: str, *names: str, hint: str = "") -> None:
     """Check that fields of a dataclass have their defaults where nothing needs them.
 
     Args:
@@ -98,11 +98,13 @@ def check_default(config: Any, needed: bool, where: str, *names: str) -> None:
         needed: whether they may differ.
         where: what does not need them, for example ``policy full``.
         names: the fields.
+        hint: see :func:`fail`.
     """
     for name in names:
         value, default = getattr(config, name), type(config).__dataclass_fields__[name].default
         fits = needed or value == default
-        check(fits, type(config).__name__, name, f"be left at {default} with {where}", value)
+        rule = f"be left at {default} with {where}"
+        check(fits, type(config).__name__, name, rule, value, hint)
 
 
 LIKE = 0.6  # as difflib's own

@@ -172,7 +172,10 @@ class Trainer:
         """The device of this process, with the settings that hold for all of PyTorch."""
         device = choose_device(config.device, launch.local_rank)
         on_gpu = device.type == "cuda"
-        check_default(config, on_gpu, "device cpu", "allocator", "cuda_graphs", "memory_fraction")
+        hint = "No CUDA GPU was found. " if config.device == "auto" else ""
+        hint += "What trains on a CPU: nsa train cpu-small."
+        on_gpus = ("allocator", "cuda_graphs", "memory_fraction")
+        check_default(config, on_gpu, "device cpu", *on_gpus, hint=hint)
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
         if config.memory_fraction < 1:
             torch.cuda.set_per_process_memory_fraction(config.memory_fraction, device)

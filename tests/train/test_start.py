@@ -30,7 +30,11 @@ def test_launch_that_does_not_fit_is_refused() -> None:
             {"device": "cuda"},
             "device must be cpu or auto where PyTorch finds no CUDA GPU, got cuda",
         ),
-        ({"cuda_graphs": True}, "cuda_graphs must be left at False with device cpu, got True"),
+        (
+            {"cuda_graphs": True, "device": "auto"},
+            r"cuda_graphs must be left at False with device cpu, got True\. "
+            r"No CUDA GPU was found\. What trains on a CPU: nsa train cpu-small",
+        ),
         (
             {"allocator": "expandable_segments"},
             "allocator must be left at default with device cpu, got expandable_segments",
