@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nsa.train.distributed.sharding import gather, own_part, own_rows
 
+# Takes an update and what to call it with, and has its work done: by a call, or by a CUDA graph.
 Through = Callable[[Callable[[Tensor], None], Tensor], None]
 
 MOMENTUM = 0.95
@@ -47,7 +48,8 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             cancel: fp32 scalar, 0 or 1; the host does not wait for it.
-            through: called with the update and ``cancel`` in its place: replays a graph of it.
+            through: called in place of the update, with it and ``cancel``, to replay a CUDA graph
+                of it; the update reads its rate from the device.
         """
         self._lr.fill_(self.param_groups[0]["lr"])
         if through is None:
@@ -57,7 +59,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _update_all(self, cancel: Tensor) -> None:
-        """All that is done on the device, at the rate that lies there."""
+        """Update all matrices at the rate that lies on the device: the same launches each time."""
         for matrices in batches_of(self.param_groups[0]["params"]):
             self._update(matrices, cancel)
 

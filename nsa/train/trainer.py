@@ -172,8 +172,8 @@ class Trainer:
         """The device of this process, with the settings that hold for all of PyTorch."""
         device = choose_device(config.device, launch.local_rank)
         on_gpu = device.type == "cuda"
-        hint = "No CUDA GPU was found. " if config.device == "auto" else ""
-        hint += "What trains on a CPU: nsa train cpu-small."
+        found_none = "No CUDA GPU was found. On a CPU, for example: nsa train cpu-small."
+        hint = found_none if config.device == "auto" else ""
         on_gpus = ("allocator", "cuda_graphs", "memory_fraction")
         check_default(config, on_gpu, "device cpu", *on_gpus, hint=hint)
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")

@@ -33,7 +33,7 @@ def test_launch_that_does_not_fit_is_refused() -> None:
         (
             {"cuda_graphs": True, "device": "auto"},
             r"cuda_graphs must be left at False with device cpu, got True\. "
-            r"No CUDA GPU was found\. What trains on a CPU: nsa train cpu-small",
+            r"No CUDA GPU was found\. On a CPU, for example: nsa train cpu-small",
         ),
         (
             {"allocator": "expandable_segments"},
