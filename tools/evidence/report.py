@@ -50,8 +50,9 @@ Made by `python -m tools.evidence report` from `benchmarks/quality`, in which th
 Limits: one corpus, public-domain books in English, read as bytes. By the standards of large models
 these are far from trained out. The test text is 30 books; other editions of a training book are not
 recognised among them. Of three seeds are the models of 200M tokens at 2,048 a sequence, but for
-`nsa` in small steps; all else is of one. The trainings of 90M tokens and the sweep of 440 steps had
-217 books to train on, all others 1,036. Sections that do not name Muon are of AdamW.
+`nsa` in small steps, by AdamW as by Muon; all else is of one. The trainings of 90M tokens and the
+sweep of 440 steps had 217 books to train on, all others 1,036. Sections that do not name Muon are
+of AdamW.
 
 Models: `nsa` is `78m`, the pattern of the paper; `nsa-shared` is `78m-shared`, whose branches share
 one key and value projection, whose gates start open, and whose MLP has 3,328 instead of 3,072, so
