@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from nsa.config import NSAConfig
+from tests.bench import rows as bench_rows
 from tests.tools.evidence_rows import (
     BYTES,
     change_row,
@@ -27,7 +28,7 @@ from tests.train.cases import PATTERN
 from tools.evidence.experiments import DENSE, NSA, SMALL_DENSE
 from tools.evidence.plots import Panel
 from tools.evidence.rates import judged
-from tools.evidence.selected import random_overlap
+from tools.evidence.selected import blocks_of_tiles, random_blocks_of_tiles, random_overlap
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +44,14 @@ def test_what_is_selected(tmp_path):
     # 65 to 70 keep the free block of the query before, 71 to 79 do not.
     figures = ["0", "0.250", "0.500", "0.750", "1,234", "87.6%", f"{6 / 15:.1%}"]
     line, at_random = table(text, "What is selected", "layer")[2:]
-    assert line == figures
-    assert at_random == ["random", "", "", "", "", f"{random_overlap(PATTERN, 80)[0]:.1%}", "50.0%"]
-    about = "80 tokens; n = 4 blocks a query, 3 of them forced (75.0%). From `8k/nsa/inspect-96"
+    assert line == [*figures, f"{(0 + 0 + 5) / 3:.1f}"]  # tiles of 32 queries
+    of_tile = f"{random_blocks_of_tiles(PATTERN, 80):.1f}"
+    overlaps = [f"{random_overlap(PATTERN, 80)[0]:.1%}", "50.0%"]
+    assert at_random == ["random", "", "", "", "", *overlaps, of_tile]
+    about = (
+        "80 tokens; n = 4 blocks a query, 3 of them forced (75.0%); 32 queries a tile. "
+        "From `8k/nsa/inspect-96"
+    )
     assert about in text
     assert "one sequence, the beginning of the validation text" in text
 
@@ -55,8 +61,8 @@ def test_nothing_is_free_in_a_short_text(tmp_path):
     write_inspected(tmp_path / "8k/nsa", 64)
     text = report(tmp_path, tmp_path / "out")
     head, _, *lines = table(text, "What is selected", "layer")
-    assert head[-1] == "overlap"
-    assert [line[-1] for line in lines] == ["87.6%", f"{random_overlap(PATTERN, 64)[0]:.1%}"]
+    assert head[-2:] == ["overlap", "blocks of a tile"]
+    assert [line[-2] for line in lines] == ["87.6%", f"{random_overlap(PATTERN, 64)[0]:.1%}"]
     assert "nan" not in text
 
 
@@ -73,10 +79,12 @@ def test_overlap_of_a_random_selector(local, init):
     """Expected figures against drawn blocks."""
     changes = {"num_local_blocks": local, "num_init_blocks": init, "num_selected_blocks": 6}
     pattern: NSAConfig = dataclasses.replace(PATTERN, **changes)
-    rng, sums = np.random.default_rng(0), np.zeros(4)
+    rng, sums, in_tiles = np.random.default_rng(0), np.zeros(4), 0
     for _ in range(60):
-        before: set[int] = set()
+        before, of_tile = set[int](), set[int]()
         for query in range(160):
+            of_tile = of_tile if query % 32 else set()
+            in_tiles -= len(of_tile)
             own = query // 16
             forced = {*range(min(init, own + 1)), *range(max(own + 1 - local, 0), own + 1)}
             rest = sorted({*range(own + 1)} - forced)
@@ -86,9 +94,48 @@ def test_overlap_of_a_random_selector(local, init):
             if query > 6 * 16:
                 sums[2:] += len(free & before), len(free)
             before = forced | free
+            of_tile |= before
+            in_tiles += len(of_tile)
     expected = (sums[0] / sums[1], sums[2] / sums[3])
     assert random_overlap(pattern, 160) == pytest.approx(expected, abs=0.01)
     assert random_overlap(pattern, 96)[1] is None
+    assert random_blocks_of_tiles(pattern, 160) == pytest.approx(in_tiles / 60 / 5, rel=0.01)
+
+
+def test_blocks_of_a_tile_are_counted_once():
+    """Against sets: two KV heads, queries without blocks, a last tile that is not full."""
+    pattern = dataclasses.replace(PATTERN, num_heads=48, num_kv_heads=2)  # 2 queries a tile
+    rng = np.random.default_rng(1)
+    layer = np.sort(rng.integers(-1, 6, (7, 2, 4), dtype=np.int32))
+    expected = [
+        len({*layer[begin : begin + 2, head].flat} - {-1})
+        for begin in range(0, 7, 2)
+        for head in range(2)
+    ]
+    assert blocks_of_tiles([layer], pattern) == [sum(expected) / 8]
+
+
+def test_recorded_selections_are_timed_beside_random_ones(tmp_path):
+    write_arm(tmp_path / "quality/8k/nsa", make_row(NSA, 1337), BYTES, 8.0)
+    assert "Time of the selected branch" not in report(tmp_path / "quality", tmp_path / "out")
+    times = [
+        *(("random", "fwd", 2.0), ("recorded", "fwd", 1.5), ("random", "fwd_bwd", 5.0)),
+        *(("recorded", "fwd_bwd", 4.0), ("shared16", "fwd", 1.0)),
+    ]
+    rows = [
+        bench_rows.make_row(case="attention.selected", choice=choice, mode=mode, ms_p50=ms)
+        for choice, mode, ms in times
+    ]
+    wrong = {"choice": "recorded", "seq_len": 4096, **bench_rows.WRONG}
+    rows += [bench_rows.make_row(seq_len=4096), bench_rows.make_row(**wrong)]
+    bench_rows.write_rows(tmp_path / "results/h100-recorded.jsonl", rows)
+    text = report(tmp_path / "quality", tmp_path / "out")
+    found = table(text, "What is selected", "mode")[2:]
+    assert found == [
+        ["fwd", "2,048", "1.500", "2.000", "0.75"],
+        ["fwd_bwd", "2,048", "4.000", "5.000", "0.80"],
+    ]
+    assert "From `h100-recorded.jsonl` of" in text
 
 
 def write_sweep(rows: Path, *found: tuple[str, int, float, float]) -> None:

@@ -36,7 +36,7 @@ from tools.evidence.rates import (
     read_sweeps,
 )
 from tools.evidence.rows import FAILED
-from tools.evidence.selected import selection
+from tools.evidence.selected import selection, timed
 from tools.evidence.training import STOPPED, read_lines
 
 INTRODUCTION = """\
@@ -90,8 +90,8 @@ def write_report(rows: Path, out: Path) -> Path:
     """Write ``learning.md`` and its plots, once everything is made.
 
     Args:
-        rows: ``benchmarks/quality``, or a folder in its layout. What is missing is left out; so is
-            what is broken, and the page says so.
+        rows: ``benchmarks/quality``, or a folder in its layout, with ``results`` beside it. What
+            is missing is left out; so is what is broken, and the page says so.
         out: folder, made where it is missing.
 
     Raises:
@@ -116,7 +116,7 @@ def write_report(rows: Path, out: Path) -> Path:
             *([ABOUT_MUON, *by_muon] if by_muon else []),
             *groups[MUON_SWEPT].notes(),
         ],
-        "What is selected": selection(groups.values()),
+        "What is selected": [*selection(groups.values()), *timed(rows.parent / "results")],
     }
     made = {title: [part for part in parts if part] for title, parts in sections.items() if parts}
     check(bool(made), "report", "--rows", "hold rows of an experiment", rows)

@@ -13,6 +13,11 @@ MAX_QUERIES = 32
 SCATTER_THRESHOLD = 2.75
 
 
+def queries_of_tile(group_size: int) -> int:
+    """Whole queries of a tile of 64 rows, each of ``group_size`` heads."""
+    return min(max(64 // group_size, 1), MAX_QUERIES)
+
+
 def always_tiled(
     algorithm: str, group_size: int, n: int, len_q: int, len_k: int, block_size: int
 ) -> bool:
@@ -27,7 +32,7 @@ def always_tiled(
         len_k: the same in key tokens.
         block_size: tokens of a block.
     """
-    queries = min(max(64 // group_size, 1), MAX_QUERIES)
+    queries = queries_of_tile(group_size)
     blocks = -(-len_k // block_size)
     # Queries of all positions see half of the blocks on average.
     longest = min(queries * n, blocks if len_q < len_k else (blocks + 1) // 2)
