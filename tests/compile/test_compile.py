@@ -9,7 +9,7 @@ import torch
 
 from nsa import NSAConfig, window_attention
 from nsa.ops._triton.tuning import Tile, tiles_chosen_by
-from tools.compile_only.driver import SHARED_MEMORY_LIMIT, Usage, absent_gpu
+from tools.compile_only.driver import SHARED_MEMORY_LIMIT, Usage, absent_gpu, keep_advisories
 from tools.compile_only.launches import LONG, jitted_functions, launches, reached_from
 from tools.compile_only.survey import (
     ARCHS,
@@ -157,3 +157,15 @@ def test_allowed_stack_belongs_to_a_row_of_a_table(monkeypatch):
             lenient=True
         )
         assert (fault is None) if expected is None else fault and expected in fault, fault
+
+
+def test_advisories_of_the_assembler_are_kept():
+    advisory = "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async serialized"
+    stages = {"cubin": lambda src, metadata: print(advisory) or b"binary"}
+    keep_advisories(None, stages)
+    metadata: dict[str, list[str]] = {}
+    assert stages["cubin"]("", metadata) == b"binary"
+    assert metadata["advisories"] == ["C7515"]
+    record = Record(Tuning(90), Case(64, 64, 6), Usage("range_dq_kernel", 96, 0, 0, ("C7515",)))
+    assert "C7515" in str(record)
+    assert record.fault(lenient=False) is None

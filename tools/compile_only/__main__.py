@@ -20,14 +20,17 @@ def survey(
     jobs: int = 2,
     all: bool = False,
 ) -> int:
-    """Compile every kernel for GPUs that are not present, and list those that need stack.
+    """Compile every kernel for GPUs that are not present, and list those that need a look.
+
+    Listed are kernels that need stack, and those whose matrix products the assembler serialized
+    (its advisories C7510 to C7515).
 
     Exit code 1 if a kernel needs too much stack or shared memory.
 
     Args:
         arch: compute capabilities, two or three digits
         jobs: processes
-        all: list kernels that need no stack too
+        all: list all kernels
     """
     known = ", ".join(map(str, SHARED_MEMORY_LIMIT))
     check(SHARED_MEMORY_LIMIT.keys() >= {*arch}, "compile_only", "--arch", f"be of {known}", arch)
@@ -39,7 +42,14 @@ def survey(
             records = part.result()
             count += len(records)
             faults += [fault for record in records if (fault := record.fault(lenient=True))]
-            print(*(record for record in records if record.usage.stack or all), sep="\n")
+            print(
+                *(
+                    record
+                    for record in records
+                    if record.usage.stack or record.usage.advisories or all
+                ),
+                sep="\n",
+            )
             passed = f"{count} kernels, {time.monotonic() - start:.0f} s"
             print(f"{number} of {len(parts)} parts, {passed}", flush=True)
     print(*faults, f"{len(faults)} of {count} kernels need too much", sep="\n")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import triton
@@ -28,12 +30,15 @@ class Usage:
         registers: of a thread.
         stack: bytes of a thread in local memory: spilled registers, and arrays that are indexed.
         shared: bytes of a program in shared memory.
+        advisories: codes of the assembler's advisories C7510 to C7515, which say that it serialized
+            asynchronous matrix products.
     """
 
     kernel: str
     registers: int
     stack: int
     shared: int
+    advisories: tuple[str, ...] = ()
 
 
 class NotingGPU(AbsentGPU):
@@ -48,9 +53,12 @@ class NotingGPU(AbsentGPU):
         super().__init__(arch)
         self.usages = usages
         self.utils = self
-        self.launcher_cls: Callable[..., Callable[..., None]] = lambda src, metadata: (
-            lambda *args, **kwargs: None
-        )
+        self.advisories: tuple[str, ...] = ()
+
+    def launcher_cls(self, src: object, metadata: Any) -> Callable[..., None]:
+        """Keep what the assembler said; Triton calls this before ``load_binary``."""
+        self.advisories = tuple(metadata.advisories)
+        return lambda *args, **kwargs: None
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         """No limit: a kernel that needs too much is recorded like any other and judged later."""
@@ -74,7 +82,7 @@ class NotingGPU(AbsentGPU):
         assert found is not None, f"cuobjdump on {name} for sm_{self.arch}: {text!r}"
         # without the branch that it was compiled for
         kernel = "".join(name.partition("_kernel")[:2])
-        self.usages.append(Usage(kernel, int(found[1]), int(found[2]), shared))
+        self.usages.append(Usage(kernel, int(found[1]), int(found[2]), shared, self.advisories))
         return 0, 0, int(found[1]), int(found[2]) // 4, 1024
 
 
@@ -98,10 +106,36 @@ def absent_gpu(arch: int) -> Iterator[list[Usage]]:
     try:
         # With a hook, such as the trainer's, Triton writes what it compiles for as JSON.
         hook = mock.patch.object(triton.knobs.runtime, "jit_cache_hook", return_value=False)
-        with hook, kernels_take_cpu_tensors():
+        stages = mock.patch.object(
+            triton.knobs.runtime, "add_stages_inspection_hook", keep_advisories
+        )
+        log = mock.patch.object(triton.knobs.nvidia, "dump_ptxas_log", True)
+        with hook, stages, log, kernels_take_cpu_tensors():
             yield usages
     finally:
         triton.runtime.driver.set_active(None)
+
+
+def keep_advisories(
+    backend: object = None,
+    stages: dict[str, Callable[..., bytes]] | None = None,
+    *_: object,
+) -> tuple[str, str]:
+    """Hook of Triton's compiler: store the assembler's advisories in the kernel's metadata.
+
+    Triton calls it without arguments for what it adds to the names of cached kernels.
+    """
+    if stages is not None:
+        assemble = stages["cubin"]
+
+        def cubin(src: str, metadata: dict[str, Any]) -> bytes:
+            with redirect_stdout(io.StringIO()) as log:
+                binary = assemble(src, metadata)
+            metadata["advisories"] = sorted({*re.findall(r"\bC751[0-5]\b", log.getvalue())})
+            return binary
+
+        stages["cubin"] = cubin
+    return "advisories", "advisories"
 
 
 @contextmanager

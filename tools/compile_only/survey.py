@@ -267,7 +267,8 @@ class Record:
         usage = self.usage
         needs = f"{usage.stack} bytes of stack, {usage.registers} registers, {usage.shared} bytes"
         where = f"sm_{self.tuning.arch} {self.tuning.name}: {usage.kernel}"
-        return f"{where}: {needs} of shared memory ({self.case})"
+        said = "".join(f", {code}" for code in usage.advisories)
+        return f"{where}: {needs} of shared memory{said} ({self.case})"
 
     def fault(self, lenient: bool) -> str | None:
         """Why the kernel needs too much; None where it does not.
