@@ -208,7 +208,7 @@ def test_inspect_writes_a_page_and_json(here, nsa, refusal, monkeypatch):
         ("inspect dense", "RUN must be a run of a model with attention nsa, got dense"),
         ("inspect run --tokens 1", "--tokens must be above 1, got 1"),
         ("inspect run --tokens 9999999", "--tokens must fit into the validation text"),
-        ("inspect run --text none.txt", "inspect: --text must name an existing file"),
+        ("inspect run --text none.txt", "--text must name an existing file"),
         ("inspect run --checkpoint 9", "inspect"),
         ("inspect run --record none/a.npz", "--record must name a new file in an existing folder"),
     ):
