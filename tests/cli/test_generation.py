@@ -209,7 +209,7 @@ def test_inspect_writes_a_page_and_json(here, nsa, refusal, monkeypatch):
         ("inspect run --tokens 1", "--tokens must be above 1, got 1"),
         ("inspect run --tokens 9999999", "--tokens must fit into the validation text"),
         ("inspect run --text none.txt", "--text must name an existing file"),
-        ("inspect run --checkpoint 9", "inspect"),
+        ("inspect run --checkpoint 9", "--checkpoint must be last, best or one of 2, 4, got 9"),
         ("inspect run --record none/a.npz", "--record must name a new file in an existing folder"),
     ):
         assert answer in refusal(words)

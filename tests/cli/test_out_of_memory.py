@@ -88,7 +88,7 @@ def test_a_later_step_names_the_checkpoint_and_how_to_go_on(config, nsa, refusal
     assert said == f"nsa: {START}The last checkpoint is run/checkpoints/step-00000002."
     first, _, second = command.partition(" or ")
     assert second == "--checkpointing.policy full (slower)"
-    assert "ended by UserError: train: the run must fit" in Path("run/log.txt").read_text()
+    assert "ended by UserError: the run must fit" in Path("run/log.txt").read_text()
     nsa(first)
     assert Path("run/checkpoints/step-00000006").exists()
 
@@ -136,7 +136,7 @@ def test_evaluation_and_generation(config, nsa, refusal, monkeypatch):
 def test_profile(config, refusal, monkeypatch):
     fails_at(2, no_memory, monkeypatch)
     line = refusal("profile tiny.yaml --steps 99 --run-dir run --checkpoint-every 0")
-    assert line.startswith(f"nsa profile: {START}Give --micro-batch 3 --accumulation 4 or")
+    assert line.startswith(f"nsa: {START}Give --micro-batch 3 --accumulation 4 or")
 
 
 BENCH = "bench train --config tiny.yaml --provider nsa --device"
@@ -210,18 +210,18 @@ def test_what_cannot_fit_is_refused_before_a_folder_is_made(config, nsa, refusal
     nsa(TRAIN)
     count = LanguageModel(tiny_config(Path.cwd()).model).num_parameters()["total"]
     profile = "profile tiny.yaml --wait 1 --warmup 1 --active 1 --run-dir new"
-    for name, line, needed in (
-        ("nsa: train", "train tiny.yaml --run-dir new", 16),
-        ("nsa profile", profile, 16),
-        ("nsa bench train", f"{BENCH} cpu", 16),
-        ("nsa bench scaling", "bench scaling tiny.yaml", 16),
-        ("nsa: eval", "eval run", 4),
-        ("nsa: generate", "generate run --prompt a", 4),
+    for line, needed in (
+        ("train tiny.yaml --run-dir new", 16),
+        (profile, 16),
+        (f"{BENCH} cpu", 16),
+        ("bench scaling tiny.yaml", 16),
+        ("eval run", 4),
+        ("generate run --prompt a", 4),
     ):
         most = count * needed - 1
         monkeypatch.setattr(out_of_memory, "free_memory", lambda device, most=most: most)
         why = "the model must fit into the memory of the cpu device, got 0.00B parameters"
-        assert refusal(line).startswith(f"{name}: {why}")
+        assert why in refusal(line)
     assert not Path("new").exists()
     monkeypatch.setattr(out_of_memory, "free_memory", lambda device: 4 * count)
     nsa("eval run")
@@ -252,7 +252,7 @@ def test_bench_train_wants_a_gpu_unless_it_is_told_otherwise(config, refusal, mo
     monkeypatch.setattr(train, "check_model", no_memory)
     said = refusal(f"{BENCH} auto")
     hint = "Give --device cpu to measure on this CPU all the same."
-    assert said == f"nsa bench train: the machine must have a CUDA GPU, got none. {hint}"
+    assert said == f"nsa: the machine must have a CUDA GPU, got none. {hint}"
 
 
 def test_sigterm_ends_a_benchmark_at_once(config):

@@ -139,7 +139,7 @@ def test_a_damaged_file_is_refused(write: Write) -> None:
         except UserError as error:
             said.append(str(error))
     assert len(said) > len(whole) / 2, "each byte of an array counts"
-    assert {*said} == {f"compare: FILES must be a file of nsa eval --save, got {path}."}
+    assert {*said} == {f"FILES must be a file of nsa eval --save, got {path}."}
 
 
 def test_a_file_that_could_not_be_written_is_gone(write: Write, monkeypatch, tmp_path):
