@@ -187,7 +187,7 @@ def test_eval_takes_a_checkpoint_and_prints_json(run, nsa, refusal):
     best = json.loads(nsa("eval run --json --checkpoint best"))["step"]
     assert bits[best] == min(bits.values())
     for command in ("eval run", "generate run --prompt a"):
-        name, why = command.split()[0], "--checkpoint must be last, best or one of 2, 4, got 3."
+        why = "--checkpoint must be last, best or one of 2, 4, got 3."
         assert refusal(f"{command} --checkpoint 3") == f"nsa: {why}"
     assert "--windows must be positive" in refusal("eval run --windows 0")
 
