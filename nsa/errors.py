@@ -14,7 +14,7 @@ class UserError(ValueError):
     Commands print it as one line. Every other exception is a bug and keeps its traceback.
 
     Attributes:
-        function: public name that the user called.
+        function: public name that the user called; it is not part of the message.
         argument: name of the argument at fault.
         rule: what must hold, written so that it follows "must".
         value: what was given.
@@ -22,7 +22,7 @@ class UserError(ValueError):
     """
 
     def __init__(self, function: str, argument: str, rule: str, value: Any, hint: str = "") -> None:
-        super().__init__(f"{function}: {argument} must {rule}, got {value}. {hint}".rstrip())
+        super().__init__(f"{argument} must {rule}, got {value}. {hint}".rstrip())
         self.function, self.argument, self.rule, self.value, self.hint = (
             function,
             argument,
@@ -50,7 +50,7 @@ def fail(function: str, argument: str, rule: str, value: Any, hint: str = "") ->
         hint: what to do about it, a sentence; may be empty.
 
     Raises:
-        UserError: always, as ``<function>: <argument> must <rule>, got <value>. <hint>``.
+        UserError: always, as ``<argument> must <rule>, got <value>. <hint>``.
     """
     raise UserError(function, argument, rule, value, hint)
 
@@ -77,7 +77,7 @@ def check_output(function: str, argument: str, path: Path | None, *, is_new: boo
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Check that fields of a dataclass are above 0; the message names the class and the field."""
+    """Check that fields of a dataclass are above 0; the message names the field."""
     for name in names:
         value = getattr(config, name)
         check(value > 0, type(config).__name__, name, "be positive", value)

@@ -341,7 +341,7 @@ def test_frozen_scores_still_select():
 
 @pytest.mark.parametrize("shape", [(10, WIDTH + 1), (WIDTH,), (2, 3, 4, WIDTH)])
 def test_input_of_a_wrong_shape(shape):
-    with pytest.raises(ValueError, match=r"^NativeSparseAttention: x must .*48.*, got "):
+    with pytest.raises(ValueError, match=r"^x must .*48.*, got "):
         layer(small())(torch.zeros(shape).double())
 
 
@@ -355,15 +355,13 @@ def test_input_of_a_wrong_shape(shape):
     ],
 )
 def test_bad_offsets(shape, cu_seqlens):
-    with pytest.raises(
-        ValueError, match=r"^NativeSparseAttention: cu_seqlens\w* must .*, got .*\.$"
-    ):
+    with pytest.raises(ValueError, match=r"^cu_seqlens\w* must .*, got .*\.$"):
         layer(small())(tokens(*shape), cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize("width", [0, -3])
 def test_bad_width(width):
-    with pytest.raises(ValueError, match=rf"^NativeSparseAttention: width must .*, got {width}\.$"):
+    with pytest.raises(ValueError, match=rf"^width must .*, got {width}\.$"):
         NativeSparseAttention(width, small())
 
 
@@ -385,7 +383,7 @@ def test_bad_width(width):
 )
 def test_arguments_of_another_type(argument, value, rule):
     arguments = {"x": tokens(5), argument: value}
-    with pytest.raises(ValueError, match=f"NativeSparseAttention: {argument} must {rule}"):
+    with pytest.raises(ValueError, match=f"{argument} must {rule}"):
         layer(small())(arguments.pop("x"), **arguments)
 
 
@@ -419,7 +417,7 @@ def test_a_projection_that_computes_something_else_is_refused():
     ):
         module = layer(small())
         module.set_submodule(name, changed)
-        with pytest.raises(ValueError, match=f"NativeSparseAttention: {name} {said}"):
+        with pytest.raises(ValueError, match=f"{name} {said}"):
             module(tokens(5))
     for name in ("q_proj", "gate.net"):
         module = layer(small())

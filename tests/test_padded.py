@@ -177,7 +177,7 @@ def test_masks_that_do_not_fit(name: str) -> None:
 
 
 def test_a_mask_of_four_dimensions_is_refused() -> None:
-    rule = r"Sequences.padded: attention_mask must have shape \[B, T\], got \(2, 1, 5, 5\)"
+    rule = r"attention_mask must have shape \[B, T\], got \(2, 1, 5, 5\)"
     with pytest.raises(ValueError, match=rule):
         Sequences.padded(torch.ones(2, 1, 5, 5, dtype=torch.bool))
 

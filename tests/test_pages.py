@@ -281,7 +281,7 @@ def test_a_step_that_an_error_ended_half_way() -> None:
         if is_few:
             cache.truncate(0, 50)
         else:
-            refused(cache, partial(cache.truncate, 0, 50), "^truncate: length must be 0 or from 51")
+            refused(cache, partial(cache.truncate, 0, 50), "^length must be 0 or from 51")
             cache.free(0)
         for part in x[cache.lengths[0] :].split([3, 147 - cache.lengths[0]]):
             for layer in cache.layers:
@@ -362,7 +362,7 @@ def operate(rng: random.Random, driven: Driven, kind: str) -> bool:
     elif kind == "fork":
         target = rng.randrange(NUM_SEQUENCES)
         if model.lengths[target]:
-            refused(cache, lambda: cache.fork(b, target), "fork: target must be empty")
+            refused(cache, lambda: cache.fork(b, target), "target must be empty")
             return True
         cache.fork(b, target)
         model.fork(b, target)
@@ -376,7 +376,7 @@ def operate(rng: random.Random, driven: Driven, kind: str) -> bool:
         length = 0 if kind == "free" else rng.randint(-1, model.lengths[b] + 1)
         least = max(driven.written[b] - MOST_QUERIES, 0)
         if length and not least <= length <= model.lengths[b]:
-            refused(cache, lambda: cache.truncate(b, length), "truncate: length must be 0 or from")
+            refused(cache, lambda: cache.truncate(b, length), "length must be 0 or from")
             return True
         cache.truncate(b, length)
         model.truncate(b, length)

@@ -116,12 +116,11 @@ def test_the_reference_computes(windows: dict[str, Any]) -> None:
 
 def test_what_trains_refuses(windows: dict[str, Any]) -> None:
     rule = "the platform must be Linux or macOS, got Windows."
-    names = ["train", "RUN", "train", "nsa bench train", "nsa bench scaling", "prepare"]
-    for (code, _, line), name in zip(windows["said"], names, strict=False):
+    for number, (code, _, line) in enumerate(windows["said"][:6]):
         assert code == 2
         assert line.count("\n") == 1
-        if name != "RUN":
-            assert re.match(rf"(nsa: )?{name}: {re.escape(rule)}", line)
+        if number != 1:  # a run that does not exist
+            assert line.startswith((rule, f"nsa: {rule}"))
     assert sorted(windows["left"]) == ["text", "tiny.yaml"]
 
 

@@ -193,7 +193,8 @@ def _parse(line: str, where: str) -> Row:
     try:
         return Row(**json.loads(line))
     except (ValueError, TypeError, AssertionError) as error:  # no JSON, other fields, a false time
-        raise UserError(where, "the line", "be a row that the benchmark writes", error) from error
+        argument, rule = f"{where}: the line", "be a row that the benchmark writes"
+        raise UserError("read_rows", argument, rule, error) from error
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:

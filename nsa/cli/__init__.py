@@ -29,6 +29,7 @@ from nsa.cli import (
 )
 from nsa.cli.commands import Command, Group
 from nsa.errors import UsageError, UserError
+from nsa.terminal import safe_output
 
 EXIT_USER_ERROR, EXIT_SIGNAL = 2, 128
 SIGPIPE = 13  # Windows has no name for it
@@ -77,9 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit code: 0 done, 1 ended without the wanted result, 2 a mistake in what the user gave or a
         machine that lacks something, 128 + n stopped by signal n.
     """
+    with safe_output():
+        return _main(list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(words: list[str]) -> int:
     try:
         try:
-            return _dispatch(list(sys.argv[1:] if argv is None else argv))
+            return _dispatch(words)
         finally:
             # Not at the exit of Python, where a reader that has left can no longer be handled.
             sys.stdout.flush()

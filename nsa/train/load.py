@@ -86,26 +86,26 @@ def _read(path: Path) -> Given:
         if path.stem in configs.names():
             comes = "A configuration of that name comes with the package"
             hint = f"{comes}; take it by its name: {path.stem}."
-        fail("configuration", "file", "be a YAML file that exists", path, hint)
+        fail("load_config", "the configuration", "be a YAML file that exists", path, hint)
     except UnicodeDecodeError:
-        fail("configuration", "file", "be text in UTF-8", path)
+        fail("load_config", "the configuration", "be text in UTF-8", path)
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
-        fail(f"{path}{line}", "file", "be valid YAML", error.problem or "an error")
+        fail("load_config", f"{path}{line}", "be valid YAML", error.problem or "an error")
     except yaml.YAMLError as error:
-        fail(str(path), "file", "be valid YAML", str(error).splitlines()[0])
+        fail("load_config", str(path), "be valid YAML", str(error).splitlines()[0])
     except RecursionError:
-        rule = "hold sections that end"
-        fail(str(path), "file", rule, "one that is nested too deeply or holds itself")
+        found = "one that is nested too deeply or holds itself"
+        fail("load_config", str(path), "hold sections that end", found)
     if not isinstance(value, dict):
-        fail(str(path), "file", "hold settings as 'name: value'", value)
+        fail("load_config", str(path), "hold settings as 'name: value'", value)
     return value
 
 
 def _value(node: yaml.Node | None, source: str, count: Iterator[int]) -> Any:
     """What a node holds, in which every alias is a copy: text, None, a list, or a section."""
     most = f"hold at most {_MOST_NODES:,} values, aliases included"
-    check(next(count) <= _MOST_NODES, source, "file", most, "more")
+    check(next(count) <= _MOST_NODES, "load_config", source, most, "more")
     if isinstance(node, yaml.ScalarNode):
         is_null = node.style is None and node.value in ("null", "~", "")
         return None if is_null else node.value
@@ -119,7 +119,8 @@ def _value(node: yaml.Node | None, source: str, count: Iterator[int]) -> Any:
         inside = {f".{name}": leaf for name, leaf in value.items()} if is_section else {"": value}
         for name, leaf in inside.items():
             name = f"{key.value}{name}"
-            check(name not in found, place, name, "be given once in a section", "a second value")
+            rule = "be given once in a section"
+            check(name not in found, "load_config", f"{place}: {name}", rule, "a second value")
             found[name] = leaf if is_section else (leaf, place)
     return found
 
@@ -181,13 +182,8 @@ def _renamed(given: Given) -> Given:
         if now != name:
             said = "%s: the setting %s is called %s now; the old name goes with the next release"
             logger.warning(said, origin, name, now)
-            check(
-                now not in given,
-                origin,
-                name,
-                f"not be given together with {now}, its new name",
-                "both",
-            )
+            rule = f"not be given together with {now}, its new name"
+            check(now not in given, "load_config", f"{origin}: {name}", rule, "both")
         found[now] = (value, origin)
     return found
 
@@ -209,7 +205,8 @@ def _build(given: Given, source: str) -> TrainConfig:
     for name, (value, origin) in given.items():
         inside = [place for other, (_, place) in given.items() if _contains(name, other)]
         rule = "not contradict another setting"
-        check(len(inside) == 1, origin, name, rule, "settings inside it at " + ", ".join(inside))
+        found = f"settings inside it at {', '.join(inside)}"
+        check(len(inside) == 1, "load_config", f"{origin}: {name}", rule, found)
         *parents, last = name.split(".")
         section = tree
         for parent in parents:
@@ -239,10 +236,10 @@ def _explained(error: Any, given: Given, source: str) -> UserError:
     name = ".".join(path)
     if kind == "unexpected_keyword_argument":
         hint = nearest_hint(nearest(name, (setting.name for setting in settings())))
-        return UserError(source, "names", "be settings", name, hint)
+        return UserError("load_config", f"{source}: names", "be settings", name, hint)
     if kind == "literal_error":
         hint = nearest_hint(nearest(str(value), re.findall("'(.*?)'", context["expected"])))
-    return UserError(source, name, rule, value, hint)
+    return UserError("load_config", f"{source}: {name}", rule, value, hint)
 
 
 # --- names ----------------------------------------------------------------------------------------

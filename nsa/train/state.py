@@ -116,11 +116,18 @@ class Progress:
                 window |= {"grad_norm": 0.0}
             progress = cls(**{**values, "window": Window(**window)})
         except (KeyError, TypeError, ValueError, AttributeError):
-            fail("checkpoint", "progress", "hold the counters of a run", str(values)[:80])
+            fail(
+                "checkpoint",
+                "the checkpoint's progress",
+                "hold the counters of a run",
+                str(values)[:80],
+            )
         for name, value in (*vars(progress).items(), *vars(progress.window).items()):
             fits = isinstance(value, int | float) and not isinstance(value, bool)
             fits |= name in ("window", "layers") or (value is None and name.startswith("best_"))
-            check(fits, "checkpoint", f"progress.{name}", "be a number", repr(value))
+            check(
+                fits, "checkpoint", f"the checkpoint's progress.{name}", "be a number", repr(value)
+            )
         return progress
 
 

@@ -204,7 +204,7 @@ def test_a_word_is_a_name_or_a_path(tmp_path):
         assert configs.find(path) == Path(path)
     with pytest.raises(UserError) as caught:
         load_config("78n")
-    rule = "configuration: name must be one that comes with the package, got '78n'."
+    rule = "the configuration must be one that comes with the package, got '78n'."
     hint = "The nearest is 78m; `nsa configs` lists them; the path of a file ends in .yaml."
     assert str(caught.value) == f"{rule} {hint}"
     with pytest.raises(UserError, match="take it by its name: 78m"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,32 @@ def test_files_without_prompts_are_refused(here, refusal, name, content, answer)
     Path(name).write_bytes(content)
     assert answer in refusal(f"generate run --prompt-file {name}")
     assert "must name an existing file" in refusal("generate run --prompt-file none.txt")
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_control_characters_are_shown_on_a_terminal_and_kept_in_a_pipe(here, nsa, monkeypatch):
+    odd = "a\tb\x1b]0;title\x07\r\x9b2J\x7f\u202e"
+    words = f"generate run --prompt '{odd}' --prompt aaa --max-new-tokens 200 --temperature 9"
+    piped = nsa(words)
+    assert piped.startswith(f"--- prompt 1\n{odd}")
+    control = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+    drawn = piped.partition("--- prompt 2")[2]
+    assert control.search(drawn), "generated text has some, too"
+    screen, errors = Screen(), Screen()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setattr("sys.stderr", errors)
+    assert cli.main(shlex.split(words)) == 0
+    shown = screen.getvalue()
+    assert "a\tb\\x1b]0;title\\x07\\x0d\\x9b2J\\x7f\\u202e" in shown
+    plain = re.sub(r"\\(?:x(..)|u(....))", lambda found: chr(int(found[1] or found[2], 16)), shown)
+    assert plain == piped
+    assert cli.main(["eval", odd]) == 2
+    assert "got a\tb\\x1b]0;title" in errors.getvalue()
+    assert not control.search(shown + errors.getvalue())
 
 
 def test_options_reach_the_sampling(here: Path, nsa: Command) -> None:
@@ -208,8 +235,8 @@ def test_inspect_writes_a_page_and_json(here, nsa, refusal, monkeypatch):
         ("inspect dense", "RUN must be a run of a model with attention nsa, got dense"),
         ("inspect run --tokens 1", "--tokens must be above 1, got 1"),
         ("inspect run --tokens 9999999", "--tokens must fit into the validation text"),
-        ("inspect run --text none.txt", "inspect: --text must name an existing file"),
-        ("inspect run --checkpoint 9", "inspect"),
+        ("inspect run --text none.txt", "--text must name an existing file"),
+        ("inspect run --checkpoint 9", "--checkpoint must be last, best or one of 2, 4, got 9"),
         ("inspect run --record none/a.npz", "--record must name a new file in an existing folder"),
     ):
         assert answer in refusal(words)

@@ -69,7 +69,7 @@ def fails_at(step: int, fail: Callable[[], NoReturn], monkeypatch: pytest.Monkey
 def test_a_run_that_does_not_begin(config, nsa, refusal, monkeypatch):
     """At the set-up of the model and in the first step; nothing is left of it."""
     help = "Give --micro-batch 3 --accumulation 4 or --checkpointing.policy full (slower)"
-    expected = f"nsa: train: {START}{help}; `nsa plan` says what a run needs."
+    expected = f"nsa: {START}{help}; `nsa plan` says what a run needs."
     with monkeypatch.context() as patch:
         patch.setattr(LanguageModel, "to", no_memory)
         assert refusal(TRAIN) == expected
@@ -85,10 +85,10 @@ def test_a_later_step_names_the_checkpoint_and_how_to_go_on(config, nsa, refusal
         fails_at(3, no_memory, patch)
         line = refusal(TRAIN)
     said, _, command = line.partition(" Go on with: nsa ")
-    assert said == f"nsa: train: {START}The last checkpoint is run/checkpoints/step-00000002."
+    assert said == f"nsa: {START}The last checkpoint is run/checkpoints/step-00000002."
     first, _, second = command.partition(" or ")
     assert second == "--checkpointing.policy full (slower)"
-    assert "ended by UserError: train: the run must fit" in Path("run/log.txt").read_text()
+    assert "ended by UserError: the run must fit" in Path("run/log.txt").read_text()
     nsa(first)
     assert Path("run/checkpoints/step-00000006").exists()
 
@@ -101,7 +101,7 @@ def test_the_capture_of_a_graph_ends_in_another_error(config, refusal, monkeypat
             raise RuntimeError("CUDA error: operation failed due to an error during capture")
 
     fails_at(0, capture, monkeypatch)
-    assert refusal(TRAIN).startswith(f"nsa: train: {START}Give --micro-batch 3")
+    assert refusal(TRAIN).startswith(f"nsa: {START}Give --micro-batch 3")
 
 
 def test_another_error_is_a_bug(config, monkeypatch):
@@ -118,7 +118,7 @@ def test_evaluation_and_generation(config, nsa, refusal, monkeypatch):
     end = "must fit into GPU memory, got out of memory; 2.50 GiB more were asked for."
     with monkeypatch.context() as patch:
         patch.setattr(report, "measure", no_memory)
-        start = f"nsa: eval: the evaluation {end} Give"
+        start = f"nsa: the evaluation {end} Give"
         assert refusal("eval run") == f"{start} --micro-batch 3 or --device cpu."
         assert refusal("eval run --micro-batch 1") == f"{start} --device cpu."
     both = [nsa("eval run").splitlines(), nsa("eval run --micro-batch 1").splitlines()]
@@ -127,16 +127,16 @@ def test_evaluation_and_generation(config, nsa, refusal, monkeypatch):
     assert "--micro-batch must be positive" in refusal("eval run --micro-batch 0")
     monkeypatch.setattr(Decoder, "prefill", no_memory)
     hint = "Give a smaller --batch-size, fewer --max-new-tokens or --device cpu."
-    assert refusal("generate run --prompt a") == f"nsa: generate: the text {end} {hint}"
+    assert refusal("generate run --prompt a") == f"nsa: the text {end} {hint}"
     monkeypatch.setattr(inspection, "inspect_text", no_memory)
     hint = "Give fewer --tokens or --device cpu."
-    assert refusal("inspect run") == f"nsa: inspect: the text {end} {hint}"
+    assert refusal("inspect run") == f"nsa: the text {end} {hint}"
 
 
 def test_profile(config, refusal, monkeypatch):
     fails_at(2, no_memory, monkeypatch)
     line = refusal("profile tiny.yaml --steps 99 --run-dir run --checkpoint-every 0")
-    assert line.startswith(f"nsa profile: {START}Give --micro-batch 3 --accumulation 4 or")
+    assert line.startswith(f"nsa: {START}Give --micro-batch 3 --accumulation 4 or")
 
 
 BENCH = "bench train --config tiny.yaml --provider nsa --device"
@@ -210,18 +210,18 @@ def test_what_cannot_fit_is_refused_before_a_folder_is_made(config, nsa, refusal
     nsa(TRAIN)
     count = LanguageModel(tiny_config(Path.cwd()).model).num_parameters()["total"]
     profile = "profile tiny.yaml --wait 1 --warmup 1 --active 1 --run-dir new"
-    for name, line, needed in (
-        ("nsa: train", "train tiny.yaml --run-dir new", 16),
-        ("nsa profile", profile, 16),
-        ("nsa bench train", f"{BENCH} cpu", 16),
-        ("nsa bench scaling", "bench scaling tiny.yaml", 16),
-        ("nsa: eval", "eval run", 4),
-        ("nsa: generate", "generate run --prompt a", 4),
+    for line, needed in (
+        ("train tiny.yaml --run-dir new", 16),
+        (profile, 16),
+        (f"{BENCH} cpu", 16),
+        ("bench scaling tiny.yaml", 16),
+        ("eval run", 4),
+        ("generate run --prompt a", 4),
     ):
         most = count * needed - 1
         monkeypatch.setattr(out_of_memory, "free_memory", lambda device, most=most: most)
         why = "the model must fit into the memory of the cpu device, got 0.00B parameters"
-        assert refusal(line).startswith(f"{name}: {why}")
+        assert why in refusal(line)
     assert not Path("new").exists()
     monkeypatch.setattr(out_of_memory, "free_memory", lambda device: 4 * count)
     nsa("eval run")
@@ -252,7 +252,7 @@ def test_bench_train_wants_a_gpu_unless_it_is_told_otherwise(config, refusal, mo
     monkeypatch.setattr(train, "check_model", no_memory)
     said = refusal(f"{BENCH} auto")
     hint = "Give --device cpu to measure on this CPU all the same."
-    assert said == f"nsa bench train: the machine must have a CUDA GPU, got none. {hint}"
+    assert said == f"nsa: the machine must have a CUDA GPU, got none. {hint}"
 
 
 def test_sigterm_ends_a_benchmark_at_once(config):

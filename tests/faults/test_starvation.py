@@ -28,7 +28,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("starve", "no batch in 1 s (data_limit_s)"),
         (
             "lose_data",
-            "DocumentReader: source must send documents within the time limit of 300 s, got none.",
+            "source must send documents within the time limit of 300 s, got none.",
         ),
     ],
 )

@@ -251,7 +251,7 @@ def test_llama_has_equal_logits(changes: dict[str, Any], tmp_path: Path) -> None
 )
 def test_what_llama_lacks(changes: dict[str, Any], match: str) -> None:
     config = tiny_model(**{**DENSE, **changes}).model.config
-    with pytest.raises(ValueError, match=f"^export: .*{match}"):
+    with pytest.raises(ValueError, match=match):
         llama_settings("export", config)
 
 
@@ -270,7 +270,7 @@ def test_llamas_of_other_settings(change: dict[str, Any], match: str) -> None:
     check_llama("f", "a", found, config)
     old = {key: x for key, x in found.items() if key != "rope_parameters"}
     check_llama("f", "a", {**old, "rope_theta": config.nsa.rope_theta}, config)
-    with pytest.raises(ValueError, match=f"^f: a must {match}"):
+    with pytest.raises(ValueError, match=f"^a must {match}"):
         check_llama("f", "a", {**found, **change}, config)
 
 
@@ -290,7 +290,7 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
     ):
         changed: dict[str, Any] = {**held, **change}
         save_file({key: x for key, x in changed.items() if x is not None}, file)
-        with pytest.raises(ValueError, match=f"^train: --init-from must {match}"):
+        with pytest.raises(ValueError, match=f"^--init-from must {match}"):
             load_initial(tmp_path, target)
     for content, match in (
         (text.replace('"nsa_lm"', '"mistral"'), "be of type nsa_lm or llama, got mistral"),
@@ -298,7 +298,7 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
         ("{", "hold JSON in its files"),
     ):
         config.write_text(content)
-        with pytest.raises(ValueError, match=f"^train: --init-from must {match}"):
+        with pytest.raises(ValueError, match=f"^--init-from must {match}"):
             load_initial(tmp_path, target)
     config.write_text(text)
     file.write_bytes(b"no tensors")

@@ -180,8 +180,8 @@ def test_config_round_trip(tmp_path: Path) -> None:
     ("values", "match"),
     [
         ({"nsa": {"window": 3}}, r"nsa must hold fields of NSAConfig alone, got window\. The near"),
-        ({"width": 0}, "LMConfig: width must be positive, got 0"),
-        ({"attention": "full"}, "LMConfig: attention must be nsa or dense, got full"),
+        ({"width": 0}, "width must be positive, got 0"),
+        ({"attention": "full"}, "attention must be nsa or dense, got full"),
     ],
 )
 def test_bad_config(values: dict[str, Any], match: str) -> None:
@@ -259,7 +259,7 @@ def test_config_of_another_model(tmp_path: Path) -> None:
     ],
 )
 def test_refused_arguments(arguments: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=f"^NSAForCausalLM: .*{match}"):
+    with pytest.raises(ValueError, match=match):
         tiny()(tokens(1, 5), **arguments)
 
 

@@ -116,7 +116,7 @@ def test_layer_written_out(theta: float) -> None:
 
 def test_bad_input_is_refused() -> None:
     layer = DenseAttention(24, CONFIG)
-    message = r"DenseAttention: x must have shape \[T, 24\] or \[B, T, 24\], got \(3, 25\)"
+    message = r"x must have shape \[T, 24\] or \[B, T, 24\], got \(3, 25\)"
     with pytest.raises(ValueError, match=message):
         layer(torch.zeros(3, 25))
     with pytest.raises(ValueError, match="cu_seqlens must be left out with a dense batch"):

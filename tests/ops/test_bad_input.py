@@ -63,7 +63,7 @@ def refused(function: str, changes: dict[str, Any], argument: str) -> None:
     given = good(function)
     for name, change in changes.items():
         given[name] = change(given[name]) if isfunction(change) else change
-    with pytest.raises(ValueError, match=rf"^{function}: .*(?:{argument}).* must .*, got .*\.$"):
+    with pytest.raises(ValueError, match=rf"^.*(?:{argument}).* must .*, got .*\.$"):
         getattr(nsa, function)(**given)
 
 
@@ -262,7 +262,7 @@ def test_single_mistake(function, changes, argument):
     ids=["tokens", "shape", "device", "dtype"],
 )
 def test_embedding(tokens, weight, backend, rule):
-    with pytest.raises(ValueError, match=f"embed: {rule}"):
+    with pytest.raises(ValueError, match=rule):
         embed(tokens, weight, backend=backend)
 
 
@@ -284,6 +284,6 @@ def test_fp8_scores_need_a_gpu_that_has_them():
     check_fp8((9, 0))
     with pytest.raises(
         ValueError,
-        match=r"select_blocks: config.score_precision must be exact on .* got fp8 on 8.6",
+        match=r"config.score_precision must be exact on .* got fp8 on 8.6",
     ):
         check_fp8((8, 6))

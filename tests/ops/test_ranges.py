@@ -74,7 +74,7 @@ def test_check_inputs_accepts_what_is_right():
 )
 def test_check_inputs_refuses_bad_offsets(cu_q, cu_k, argument):
     given = None if cu_k is None else torch.tensor(cu_k, dtype=torch.int32)
-    with pytest.raises(ValueError, match=rf"^check_inputs: {argument}\w* must .*, got .*\.$"):
+    with pytest.raises(ValueError, match=rf"^{argument}\w* must .*, got .*\.$"):
         check_inputs(
             small(), cu_seqlens_q=torch.tensor(cu_q, dtype=torch.int32), cu_seqlens_k=given
         )
@@ -83,9 +83,7 @@ def test_check_inputs_refuses_bad_offsets(cu_q, cu_k, argument):
 def test_check_inputs_refuses_a_repeated_block():
     ids = make_batch(small(), (257,)).block_indices()
     ids[100, 1] = torch.tensor([3, 0, 5, 3], dtype=torch.int32)
-    with pytest.raises(
-        ValueError, match=r"^check_inputs: block_indices must .*block 3 .*query 100.*head 1"
-    ):
+    with pytest.raises(ValueError, match=r"^block_indices must .*block 3 .*query 100.*head 1"):
         check_inputs(small(), cu_seqlens_q=offsets([257]), block_indices=ids)
 
 
@@ -93,5 +91,5 @@ def test_check_inputs_refuses_a_gate_below_0():
     gates = torch.rand(1, small().num_heads, 3)
     check_inputs(small(), cu_seqlens_q=offsets([1]), gates=gates)
     gates[0, 1, 2] = -0.25
-    with pytest.raises(ValueError, match=r"^check_inputs: gates must be at least 0, got -0\.25"):
+    with pytest.raises(ValueError, match=r"^gates must be at least 0, got -0\.25"):
         check_inputs(small(), cu_seqlens_q=offsets([1]), gates=gates)

@@ -488,7 +488,7 @@ def test_shards_are_prepared_once_as_the_documents_say(tmp_path, monkeypatch):
     [
         (["--list"], 0, "leg 1: about"),
         (["--list", "--quick"], 0, "make train"),
-        (["--only", "sed"], 2, "accept: --only must name cases"),
+        (["--only", "sed"], 2, "--only must name cases"),
         (["merge", "gone", "--into", "h200.jsonl"], 2, "FOLDERS must exist"),
         (["--shards", "gone"], 2, "--shards must be a folder made by nsa data prepare"),
         (["--quik"], 2, "unrecognized arguments: --quik; did you mean --quick"),

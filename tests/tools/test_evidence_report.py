@@ -355,7 +355,7 @@ def test_measurements_of_other_windows_are_not_compared(tmp_path):
     arrays["about"] = np.array(json.dumps({**SAME, "run": "x", "step": 1, "windows": 8}))
     np.savez(path, **arrays)
     text = report(tmp_path, tmp_path / "out")
-    assert f"Not compared, {DENSE}, seeds 1: compare: 200m/" in text
+    assert f"Not compared, {DENSE}, seeds 1: 200m/" in text
     lines = table(text, "200M tokens in large steps, 2,048 a sequence", "nsa minus")[2:]
     assert [line[:2] for line in lines] == [[DENSE, "2"], [SMALL_DENSE, "1"]]
 

@@ -89,7 +89,7 @@ def test_leaves_no_trace() -> None:
 
 
 def test_nothing_to_evaluate() -> None:
-    rule = "evaluate: batches must hold targets that spell at least one byte of text, got 0 targets"
+    rule = "batches must hold targets that spell at least one byte of text, got 0 targets"
     with pytest.raises(ValueError, match=f"{rule} of 0 bytes"):
         evaluate(NextTokenLoss(make_model()), [])
 

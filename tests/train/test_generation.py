@@ -39,10 +39,10 @@ def make_model(attention: str = "nsa", scale: float = 20.0) -> LanguageModel:
 
 
 def test_a_prompt_without_tokens_or_none_at_all_is_refused() -> None:
-    message = "generate: prompts must hold at least one token each, got ''"
+    message = "prompts must hold at least one token each, got ''"
     with pytest.raises(ValueError, match=message):
         generate(make_model(), TOKENIZER, ["x", ""], max_new_tokens=1)
-    with pytest.raises(ValueError, match="generate: prompts must hold at least one prompt, got 0"):
+    with pytest.raises(ValueError, match="prompts must hold at least one prompt, got 0"):
         generate(make_model(), TOKENIZER, [], max_new_tokens=1)
 
 
@@ -204,5 +204,5 @@ def test_bad_settings_are_refused_before_anything_runs(
     settings: dict[str, Any],
     message: str,
 ) -> None:
-    with pytest.raises(ValueError, match=f"generate: {message}"):
+    with pytest.raises(ValueError, match=message):
         generate(make_model(), TOKENIZER, ["x"], **{"max_new_tokens": 1, **settings})

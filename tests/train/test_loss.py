@@ -83,6 +83,6 @@ def test_without_a_target_everything_is_zero(chunk: int) -> None:
 
 def test_shapes_are_checked() -> None:
     hidden, head, targets = inputs()
-    message = r"cross_entropy_sum: targets must have shape \(37,\), got \(36,\)"
+    message = r"targets must have shape \(37,\), got \(36,\)"
     with pytest.raises(ValueError, match=message):
         cross_entropy_sum(hidden, head, targets[1:])

@@ -59,7 +59,7 @@ def test_what_differs_is_named_with_the_files(
 ) -> None:
     a, b = write("a.npz", 5, **{name: one}), write("b.npz", 6, 7, **{name: other})
     said = refused([a], [b])
-    assert said == f"compare: {b} must have the {name} of {a} ({one}), got {other}."
+    assert said == f"{b} must have the {name} of {a} ({one}), got {other}."
 
 
 def test_files_of_an_earlier_version_are_compared_as_far_as_they_say(write: Write) -> None:
@@ -91,7 +91,7 @@ def test_a_model_counts_once(write: Write, tmp_path: Path) -> None:
     assert compare([a, b], [c, d])["differences"]  # one name of a run, as in four folders
     (tmp_path / "folder").mkdir()
     again = tmp_path / "folder/../a.npz"
-    assert refused([a], [again]) == f"compare: {again} must be given once, got it twice."
+    assert refused([a], [again]) == f"{again} must be given once, got it twice."
     assert f"{again} must be given once" in refused([a, again], [c, d])
     assert f"{d} must be given once" in refused([a, b], [d, d])
     copy = write("copy.npz", 5, run="copy")
@@ -126,7 +126,7 @@ def test_a_file_of_another_kind_is_refused_without_advice_to_unpickle(
     path = tmp_path / "other.npz"
     path.write_bytes(content)
     said = refused([path], [write("a.npz", 5)])
-    assert said == f"compare: FILES must be a file of nsa eval --save, got {path}."
+    assert said == f"FILES must be a file of nsa eval --save, got {path}."
 
 
 def test_a_damaged_file_is_refused(write: Write) -> None:
@@ -139,7 +139,7 @@ def test_a_damaged_file_is_refused(write: Write) -> None:
         except UserError as error:
             said.append(str(error))
     assert len(said) > len(whole) / 2, "each byte of an array counts"
-    assert {*said} == {f"compare: FILES must be a file of nsa eval --save, got {path}."}
+    assert {*said} == {f"FILES must be a file of nsa eval --save, got {path}."}
 
 
 def test_a_file_that_could_not_be_written_is_gone(write: Write, monkeypatch, tmp_path):
@@ -174,5 +174,5 @@ def test_eval_saves_which_model_and_text_it_measured(tmp_path, monkeypatch, caps
     assert compare([Path("a-None.npz")], [Path("b-None.npz")])["num_documents"] > 1
     assert compare([Path("a-text.npz")], [Path("c-text.npz")])["num_documents"] > 1
     assert cli.main(["compare", "a-None.npz", "--against", "c-None.npz"]) == 2
-    said = "nsa: compare: c-None.npz must have the document_mask of a-None.npz (True), got False."
+    said = "nsa: c-None.npz must have the document_mask of a-None.npz (True), got False."
     assert said in capsys.readouterr().err

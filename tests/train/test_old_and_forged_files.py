@@ -50,7 +50,7 @@ def test_a_checkpoint_from_before_a_setting_existed_counts_as_its_default(tmp_pa
     change_meta(tmp_path / "run", older)
     trainer = resumed(tmp_path, steps=4, eval_every=0, log_every=3)
     assert (trainer.state.progress.step, trainer.state.progress.window.grad_norm) == (4, 0.0)
-    message = r"train: tf32 must stay as in the checkpoint \(False\), got True"
+    message = r"tf32 must stay as in the checkpoint \(False\), got True"
     with pytest.raises(ValueError, match=message):
         resumed(tmp_path, steps=4, tf32=True)
     assert rows_of(tmp_path) == whole

@@ -205,14 +205,14 @@ def from_a_gpu(tmp_path: Path, trainer: Trainer) -> None:
 @pytest.mark.parametrize(
     ("change", "settings", "message"),
     [
-        (None, {"steps": 1}, r"train: steps must be at least those done \(2\), got 1"),
+        (None, {"steps": 1}, r"steps must be at least those done \(2\), got 1"),
         (
             None,
             {"optim": {"lr": 0.5}},
             r"optim\.lr must stay as in the checkpoint \(0\.01\), got 0",
         ),
         (change_text, {}, r"must stay as in the checkpoint .* The text has changed since\."),
-        (from_a_gpu, {}, "train: device must be cuda as in the checkpoint, got cpu"),
+        (from_a_gpu, {}, "device must be cuda as in the checkpoint, got cpu"),
     ],
 )
 def test_another_run_than_that_of_the_checkpoint_is_refused(

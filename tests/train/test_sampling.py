@@ -148,7 +148,7 @@ def test_numbers_follow_from_the_own_seed() -> None:
     ],
 )
 def test_values_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"generate: {message}"):
+    with pytest.raises(ValueError, match=message):
         Sampling(**settings)
 
 

@@ -118,9 +118,9 @@ def read_rows(path: Path) -> list[Row]:
         try:
             values: Any = json.loads(line)
         except json.JSONDecodeError as error:
-            fail(where, "line", "be a row in JSON", error)
+            fail("read_rows", f"{where}: line", "be a row in JSON", error)
         same = isinstance(values, dict) and values.keys() == names
-        check(same, where, "fields", f"be {sorted(names)}", line[:80])
+        check(same, "read_rows", f"{where}: fields", f"be {sorted(names)}", line[:80])
         found.append(Row(**values))
     return found
 

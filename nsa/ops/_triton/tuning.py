@@ -133,22 +133,22 @@ def load_table(path: Path) -> TileTable:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise UserError(
-            where, "the file", "be JSON", error, "Make it again with: nsa bench tune"
-        ) from error
+        hint = "Make it again with: nsa bench tune"
+        raise UserError("load_table", where, "be JSON", error, hint) from error
     sound = (
         isinstance(content, dict)
         and isinstance(content.get("gpu"), str)
         and isinstance(content.get("rows"), list)
     )
-    check(sound, where, "the file", 'hold "gpu" and "rows"', type(content).__name__)
+    check(sound, "load_table", where, 'hold "gpu" and "rows"', type(content).__name__)
     rows: dict[TileKey, Tile] = {}
     notes: dict[TileKey, Mapping[str, Any]] = {}
     for number, row in enumerate(content["rows"], start=1):
-        key = _part(where, f"row {number}", row, TileKey, (str, int))
-        check(key not in rows, where, f"row {number}", "name a kernel and sizes of its own", key)
+        name = f"{where}: row {number}"
+        key = _part(name, row, TileKey, (str, int))
+        check(key not in rows, "load_table", name, "name a kernel and sizes of its own", key)
         rows[key] = _part(
-            where, f"the tile of row {number}", row.get("tile"), Tile, (int, type(None))
+            f"{where}: the tile of row {number}", row.get("tile"), Tile, (int, type(None))
         )
         notes[key] = {
             name: value
@@ -158,9 +158,9 @@ def load_table(path: Path) -> TileTable:
     return TileTable(content["gpu"], rows, notes)
 
 
-def _part(where: str, argument: str, values: Any, kind: type[Any], types: tuple[type, ...]) -> Any:
+def _part(argument: str, values: Any, kind: type[Any], types: tuple[type, ...]) -> Any:
     """A tile or its key from a JSON object; of a tile no unknown field is lost in silence."""
-    check(isinstance(values, dict), where, argument, "be an object", values)
+    check(isinstance(values, dict), "load_table", argument, "be an object", values)
     known = set(kind.__annotations__)
     needed = (
         {"kernel", "head_size", "element_size"}
@@ -168,12 +168,16 @@ def _part(where: str, argument: str, values: Any, kind: type[Any], types: tuple[
         else {"rows", "keys", "warps", "stages"}
     )
     check(
-        needed <= set(values), where, argument, f"have {', '.join(sorted(needed))}", sorted(values)
+        needed <= set(values),
+        "load_table",
+        argument,
+        f"have {', '.join(sorted(needed))}",
+        sorted(values),
     )
     unknown = sorted(set(values) - known) if kind is Tile else []
     check(
         not unknown,
-        where,
+        "load_table",
         argument,
         f"have no other fields than {', '.join(sorted(known))}",
         unknown,
@@ -181,11 +185,11 @@ def _part(where: str, argument: str, values: Any, kind: type[Any], types: tuple[
     wrong = {
         name: values[name] for name in known & set(values) if not isinstance(values[name], types)
     }
-    check(not wrong, where, argument, "hold whole numbers, true or false", wrong)
+    check(not wrong, "load_table", argument, "hold whole numbers, true or false", wrong)
     sizes = [values[name] for name in needed - {"kernel"}]
     check(
         all(type(size) is int and size > 0 for size in sizes),
-        where,
+        "load_table",
         argument,
         "have positive sizes",
         sizes,

@@ -255,7 +255,7 @@ def _steps(trace: Trace) -> tuple[Thread, list[tuple[float, float]]]:
         found = [(event.begin, event.end) for event in events if STEP.fullmatch(event.name)]
         if found:
             return thread, found
-    raise ValueError("trace: the events must hold steps (ProfilerStep#N), got none")
+    raise ValueError("the events must hold steps (ProfilerStep#N), got none")
 
 
 def _first_match(patterns: Iterable[tuple[str, str]], name: str) -> str | None:

@@ -156,7 +156,7 @@ def _event(place: str, line: str) -> dict[str, Any]:
         is_event = isinstance(event["kind"], str) and isinstance(event["message"], str)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         event, is_event = {}, False
-    check(is_event, place, "line", "be an event in JSON", repr(line[:80]))
+    check(is_event, "report", f"{place}: line", "be an event in JSON", repr(line[:80]))
     return {"step": None, **event}
 
 

@@ -259,7 +259,12 @@ def _lines_and_rows(path: Path) -> list[tuple[str, Row | None]]:
     found = [(line, _parse_line(line)) for line in lines]
     for number, (line, row) in enumerate(found[:-1], start=1):
         if row is None:
-            fail(f"{path}:{number}", "line", "be a row of metrics in JSON", repr(line[:80]))
+            fail(
+                "read_metrics",
+                f"{path}:{number}: line",
+                "be a row of metrics in JSON",
+                repr(line[:80]),
+            )
     return found
 
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from nsa.errors import UserError
+from nsa.terminal import Terminal, visible
 from nsa.train.run_folder import AppendedFile
 from nsa.train.telemetry.metrics import Value
 
@@ -45,7 +46,7 @@ class RunReport:
         self, log: Path | None, steps: int, stream: TextIO | None = None, *, held: bool = False
     ) -> None:
         self._log, self._steps, self._held = log, steps, held
-        self._stream = cast(TextIO, _LossyStream(stream or sys.stdout))
+        self._stream = stream or sys.stdout
         self._handlers: list[logging.Handler] = []
         self._files: list[_LineFile] = []
         self._bar: _BarHandler | None = None
@@ -56,11 +57,14 @@ class RunReport:
         if self._log is None:
             _LOGGER.setLevel(logging.ERROR)
             return self
-        console = Console(file=self._stream)
+        is_shown = isinstance(self._stream, Terminal)
+        raw = self._stream.raw if is_shown else self._stream  # the bar moves the cursor
+        console = Console(file=cast(TextIO, _LossyStream(raw)))
         self._bar = _BarHandler(console, self._steps) if console.is_terminal else None
+        lines = logging.StreamHandler(cast(TextIO, _LossyStream(self._stream)))
         events = _EventFile(self._log.with_name("events.jsonl"))
         self._files = [_LineFile(self._log), events]
-        self._handlers = [*self._files, self._bar or logging.StreamHandler(self._stream)]
+        self._handlers = [*self._files, self._bar or lines]
         if not self._held:
             self.begin()
         for handler in self._handlers:
@@ -226,7 +230,7 @@ class _BarHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         row = getattr(record, "row", {})
         if not row or "val_bits_per_byte" in row:
-            line = self.format(record)
+            line = visible(self.format(record))
             self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
         if row:
             shown = ("data_synthetic", "loss_nats", "tokens_per_s", "eta_s")

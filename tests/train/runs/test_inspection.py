@@ -160,7 +160,7 @@ def test_a_synthetic_task_has_no_text_but_can_be_inspected(tmp_path: Path) -> No
     data = dataclasses.replace(tiny_config(tmp_path).data, source="uniform", path=None)
     found = inspect_run(make_run(tmp_path, data=data))
     assert len(found.tokens) == 64
-    with pytest.raises(ValueError, match="inspect: --text must be left out for this run"):
+    with pytest.raises(ValueError, match="--text must be left out for this run"):
         inspect_run(RunFolder.open(tmp_path / "run"), text=str(tmp_path))
 
 

@@ -82,12 +82,12 @@ def test_the_log_is_continued_and_nothing_is_written_twice(tmp_path: Path) -> No
 def test_a_bar_on_a_terminal_with_lines_above_it(tmp_path: Path) -> None:
     stream = Terminal()
     with RunReport(tmp_path / "log.txt", 500, stream) as report:
-        report.line("[bold]model[/bold]")
+        report.line("[bold]model[/bold] \x1b]0;title\x07")
         report.step(1)
         report.row(ROW)
         report.row({**ROW, "step": 40, "val_bits_per_byte": 2.25})
         report.step(57)
-    assert "[bold]model[/bold]" in stream.text
+    assert r"[bold]model[/bold] \x1b]0;title\x07" in stream.text
     assert "40/500" in stream.text
     assert LINE not in stream.text  # a row without an evaluation only moves the bar
     assert "held out 2.2500 bits/byte" in stream.text

@@ -1,0 +1,63 @@
+"""Text on a terminal: control characters are shown there and never obeyed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from io import TextIOWrapper
+from typing import Any, TextIO, cast
+
+# Control characters but newline and tab, and those that reverse the direction of a text.
+_CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {*map(ord, "\n\t")}
+_DIRECTIONS = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
+_SHOWN = {code: f"\\x{code:02x}" for code in _CONTROLS}
+_SHOWN |= {code: f"\\u{code:04x}" for code in _DIRECTIONS}
+
+
+def visible(text: str) -> str:
+    r"""Text that a terminal may get: an escape is ``\x1b`` in it, a reversed direction ``\u202e``.
+
+    Args:
+        text: generated, from a file or from a command line.
+    """
+    return text.translate(_SHOWN)
+
+
+class Terminal:
+    """A terminal to which text is written as :func:`visible` shows it.
+
+    Attributes:
+        raw: the stream itself, for what moves the cursor on purpose.
+    """
+
+    def __init__(self, raw: TextIO) -> None:
+        self.raw = raw
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+    def write(self, text: str) -> int:
+        """Write the text and return how many of its characters were taken: all."""
+        self.raw.write(visible(text))
+        return len(text)
+
+
+@contextmanager
+def safe_output() -> Iterator[None]:
+    """Context manager in which standard output and error are safe to print any text to.
+
+    On a terminal control characters are shown; what an encoding lacks is escaped; a stream that
+    was closed before the start takes everything and loses it.
+    """
+    with ExitStack() as stack:
+        for redirect, stream in ((redirect_stdout, sys.stdout), (redirect_stderr, sys.stderr)):
+            if isinstance(stream, TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+            if stream is None:
+                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+                stack.enter_context(redirect(nowhere))
+            elif stream.isatty():
+                stack.enter_context(redirect(cast(TextIO, Terminal(stream))))
+        yield
