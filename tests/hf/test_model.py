@@ -139,6 +139,53 @@ def test_loss_and_checkpointing(attention: str) -> None:
     assert [layer.keeps for layer in model.model.decoder_layers()] == ["input", "everything"]
 
 
+@pytest.mark.parametrize("ignored", [False, True], ids=["raw", "-100"])
+@pytest.mark.parametrize("items", [None, 97], ids=["mean", "num_items_in_batch"])
+def test_loss_of_padded_and_packed_rows(ignored: bool, items: int | None) -> None:
+    """A row's loss is the same alone, padded left or right, and packed behind another row."""
+    model, rows = tiny(), [tokens(n, seed=n) for n in (30, 7, 19)]
+    options = {} if items is None else {"num_items_in_batch": items}
+    losses = [model(row[None], labels=row[None], num_items_in_batch=1).loss for row in rows]
+    expected = sum(losses) / (items or sum(len(row) - 1 for row in rows))
+
+    def agrees(**given: Tensor) -> None:
+        found = model(**given, **options).loss
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+    batch = left_padded(rows)
+    lengths = batch["attention_mask"].sum(1)
+    for name in ("left", "right"):
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        if name == "right":
+            roll = (torch.arange(30) + 30 - lengths[:, None]) % 30
+            ids, mask = ids.gather(1, roll), mask.gather(1, roll)
+        labels = ids.masked_fill(mask == 0, -100) if ignored else ids
+        agrees(input_ids=ids, attention_mask=mask, labels=labels)
+        agrees(input_ids=ids, attention_mask=mask.bool(), labels=labels)
+        moved = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        agrees(input_ids=ids, attention_mask=mask, labels=labels, shift_labels=moved)
+    row = torch.cat(rows)[None]
+    labels = row.clone()
+    labels[0, [30, 37]] = -100 if ignored else labels[0, [30, 37]]
+    agrees(input_ids=row, labels=labels, cu_seq_lens_q=torch.tensor([0, 30, 37, 56]))
+
+
+def test_loss_of_some_columns() -> None:
+    """With ``logits_to_keep``, and in a chunk behind a cache, of the labels that these predict."""
+    model, x = tiny(), tokens(1, 40)
+    logits, labels = model(x).logits[0], x.clone()
+    expected = torch.nn.functional.cross_entropy(logits[-6:-1], x[0, -5:])
+    kept = model(x, labels=labels, logits_to_keep=6).loss
+    torch.testing.assert_close(kept.double(), expected, rtol=1e-5, atol=0)
+    cache = model.new_cache(max_tokens=50)
+    padded = {"past_key_values": cache, "attention_mask": torch.ones(1, 42)}
+    padded["attention_mask"][0, :2] = 0
+    ids = torch.cat((x[:, :2], x), dim=1)
+    model(ids[:, :36], **padded | {"attention_mask": padded["attention_mask"][:, :36]})
+    chunk = model(ids[:, 36:], labels=ids[:, 36:], **padded).loss
+    torch.testing.assert_close(chunk.double(), expected, rtol=1e-5, atol=0)
+
+
 def test_sequences_of_another_device() -> None:
     """For layers of a model that is spread over devices; what they hold goes along."""
     sequences = Sequences.packed(offsets([5, 9])).with_blocks(small())
@@ -255,6 +302,10 @@ def test_config_of_another_model(tmp_path: Path) -> None:
         ({"output_attentions": True}, "output_attentions must be left out"),
         ({"use_cache": True}, "use_cache must come with past_key_values, got True. Give past_"),
         ({"past_key_values": ()}, "past_key_values must come from new_cache, got tuple"),
+        (
+            {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]]), "cu_seq_lens_q": offsets([5])},
+            "attention_mask must be without padding with cu_seq_lens_q",
+        ),
         ({"attention_mask": torch.tensor([[0, 1]])}, r"must have the shape of input_ids \(1, 5\)"),
     ],
 )
