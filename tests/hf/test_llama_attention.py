@@ -67,9 +67,8 @@ def positions(lengths: tuple[int, ...]) -> Tensor:
 def packed_rows(kind: str) -> tuple[Tensor, dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
     """Tokens, arguments that describe their documents, and each document with its place."""
     rows, cu = [tokens(n, seed=n) for n in LENGTHS], offsets(list(LENGTHS))
-    starts = cu.tolist()
     flat = torch.cat(rows)[None]
-    places = [torch.arange(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+    places = torch.arange(sum(LENGTHS)).split(LENGTHS)
     documents = list(zip(rows, places, strict=True))
     restart = {"position_ids": positions(LENGTHS)}
     if kind == "positions":
