@@ -47,6 +47,18 @@ def _with_own_sequences(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, .
     return (x, on_device(sequences, next(layer.parameters()).device), *rest)
 
 
+def _unhook_parts(attention: nn.Module) -> None:
+    """Take accelerate's hooks off the parts of a layer, whose weights are read, not called.
+
+    Its own hook stays and moves the input. Hooks of others stay too, and are refused.
+    """
+    for part in attention.modules():
+        if part is not attention and hasattr(part, "_hf_hook"):
+            from accelerate.hooks import remove_hook_from_module
+
+            remove_hook_from_module(part)
+
+
 def _targets(
     labels: Tensor,
     mask: Tensor | None,
@@ -175,7 +187,8 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             check(fits, _NAME, "attention_mask", rule, tuple(mask.shape))
             padded = Sequences.padded(mask, function=_NAME)
             cu_seqlens, max_seqlen = padded.cu_q, padded.len_q
-        cu_seqlens = cu_seqlens.int()
+        # accelerate moves arguments to a device of the model, not always to that of the embedding
+        cu_seqlens = cu_seqlens.to(self.model.embedding.weight.device, torch.int32)
         hidden = self.model.hidden_states(input_ids.flatten(), cu_seqlens, max_seqlen)
         return hidden.unflatten(0, input_ids.shape)
 
@@ -260,6 +273,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         for layer in cast(Self, model).model.decoder_layers():
             if len(devices) > 1:
                 layer.register_forward_pre_hook(_with_own_sequences)
+            _unhook_parts(layer.attention)
             # loaded one by one; a GPU multiplies by those of a layer at once
             cast(TogetherModule, layer.attention).lay_together()
             if isinstance(layer.attention, NativeSparseAttention):

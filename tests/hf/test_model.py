@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nsa import NSAConfig, Sequences
 from nsa.config import RopeScaling
@@ -197,6 +199,65 @@ def test_sequences_of_another_device() -> None:
         sequences, offsets=moved.offsets, cu_cmp=moved.cu_cmp, device=moved.device
     )
     assert vars(moved) == vars(expected)
+
+
+class StandInHooks(types.ModuleType):
+    """``accelerate.hooks``, where that is not installed."""
+
+    class ModelHook:
+        """Leaves its module as it is."""
+
+    @staticmethod
+    def add_hook_to_module(module: torch.nn.Module, hook: Any) -> None:
+        """Wrap the forward, in the attributes of accelerate 1.15."""
+        plain = module.__dict__.get("forward", module.forward)
+        wrapped: dict[str, Any] = {"_hf_hook": hook, "_old_forward": plain}
+        wrapped["forward"] = lambda *args, **kwargs: plain(*args, **kwargs)
+        for name, value in wrapped.items():
+            setattr(module, name, value)
+
+    @staticmethod
+    def remove_hook_from_module(module: torch.nn.Module) -> None:
+        """Undo it; the bound method stays in the module's dictionary."""
+        setattr(module, "forward", module._old_forward)  # noqa: B010 (a method, for mypy)
+        del module._hf_hook
+        del module._old_forward
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_hooks_of_accelerate(
+    attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``device_map`` every module has one: those inside attention go, its own stays."""
+    model = tiny(attention=attention)
+    model.save_pretrained(tmp_path)
+    load = PreTrainedModel.from_pretrained.__func__
+    try:
+        hooks: Any = importlib.import_module("accelerate.hooks")
+    except ImportError:
+        hooks = StandInHooks("accelerate.hooks")
+
+    def dispatched(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        found, info = load(cls, *args, **kwargs)
+        monkeypatch.setitem(sys.modules, "accelerate", types.ModuleType("accelerate"))
+        monkeypatch.setitem(sys.modules, "accelerate.hooks", hooks)
+        for module in found.modules():
+            hooks.add_hook_to_module(module, hooks.ModelHook())
+        return found, info
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(dispatched))
+    loaded = NSAForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    hooked = {name for name, part in loaded.named_modules() if hasattr(part, "_hf_hook")}
+    wanted = {name for name, _ in model.named_modules() if ".attention." not in name}
+    assert hooked == wanted
+    same(model, loaded)
+    x = tokens(1, 20)
+    texts = [m.generate(x, max_new_tokens=3, use_cache=False) for m in (model, loaded)]
+    assert torch.equal(*texts)
+    projection = loaded.model.layers[0].attention.q_proj
+    hooks.add_hook_to_module(projection, hooks.ModelHook())  # of a user
+    with pytest.raises(ValueError, match=r"q_proj must .*, got Linear with a forward of its own"):
+        loaded(x)
 
 
 # --------------------------------------------------------------------------------------------------
