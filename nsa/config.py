@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from nsa.errors import check
+from nsa.fields import settle
 
 Branch = Literal["cmp", "slc", "win"]
 BRANCHES: tuple[Branch, ...] = ("cmp", "slc", "win")
@@ -36,9 +36,9 @@ class RopeScaling:
     beta_slow: float = 1.0
 
     def __post_init__(self) -> None:
-        _one_of(self, "kind", ("linear", "yarn"))
-        _rule(self, 1 <= self.factor < math.inf, "factor", "be at least 1 and finite")
-        fits = 0 < self.beta_slow < self.beta_fast < math.inf
+        settle(self)
+        _rule(self, self.factor >= 1, "factor", "be at least 1")
+        fits = 0 < self.beta_slow < self.beta_fast
         _rule(self, fits, "beta_slow", f"be positive and below beta_fast ({self.beta_fast})")
         _positive(self, "original_max_position")
 
@@ -93,6 +93,9 @@ class NSAConfig:
         rotary_dim: rotated leading part of a head, even; None takes ``head_dim``.
         rope_scaling: see :class:`RopeScaling`.
 
+    Values may be those that JSON gives: ``NSAConfig(**json.loads(json.dumps(asdict(config))))`` is
+    equal to ``config``.
+
     Raises:
         ValueError: naming the argument, the rule and the value.
     """
@@ -129,26 +132,20 @@ class NSAConfig:
     text: ClassVar[str]
 
     def __post_init__(self) -> None:
+        settle(self)
         self._check_heads()
         self._check_blocks()
         self._check_selection()
-        _one_of(self, "score_precision", ("exact", "fp8"))
-        _one_of(self, "phi", ("mean", "linear", "mlp"))
-        _one_of(self, "compress_rope", ("middle", "start", "none"))
-        _one_of(self, "gate", ("sigmoid", "softmax", "fixed"))
-        _rule(self, math.isfinite(self.gate_bias), "gate_bias", "be finite")
         plain = self.gate == "sigmoid" or self.gate_bias == 0
         _rule(self, plain, "gate_bias", f"be 0 with gate {self.gate}")
-        temperature = self.gate_temperature
-        _rule(self, 0 < temperature < math.inf, "gate_temperature", "be positive and finite")
-        plain = self.gate == "softmax" or temperature == 1
+        _positive(self, "gate_temperature")
+        plain = self.gate == "softmax" or self.gate_temperature == 1
         _rule(self, plain, "gate_temperature", f"be 1 with gate {self.gate}")
         names = set(self.branches)
-        known = names and names <= set(BRANCHES) and len(names) == len(self.branches)
         rule = f"be a non-empty subset of {BRANCHES} without repeats"
-        _rule(self, bool(known), "branches", rule)
+        _rule(self, 0 < len(names) == len(self.branches), "branches", rule)
         object.__setattr__(self, "branches", tuple(name for name in BRANCHES if name in names))
-        _rule(self, 1 < self.rope_theta < math.inf, "rope_theta", "be above 1 and finite")
+        _rule(self, self.rope_theta > 1, "rope_theta", "be above 1")
         object.__setattr__(self, "text", json.dumps(dataclasses.asdict(self)))
         if self.rotary_dim is not None:
             fits = 0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0
@@ -186,7 +183,8 @@ class NSAConfig:
         l, d, l_sel = self.compress_block_size, self.compress_stride, self.block_size
         _rule(self, d >= 4, "compress_stride", "be at least 4")
         _rule(self, l % d == 0, "compress_stride", f"divide compress_block_size ({l})")
-        _one_of(self, "block_size", (16, 32, 64, 128))
+        fits = self.block_size in (16, 32, 64, 128)
+        _rule(self, fits, "block_size", "be one of 16, 32, 64, 128")
         _rule(self, l_sel % d == 0, "compress_stride", f"divide block_size ({l_sel})")
         _rule(self, l <= l_sel, "compress_block_size", f"be at most block_size ({l_sel})")
         forced = self.num_init_blocks + self.num_local_blocks
@@ -197,10 +195,9 @@ class NSAConfig:
         name, most = "num_selected_blocks_table", self.num_selected_blocks
         forced = self.num_init_blocks + self.num_local_blocks
         for row in self.num_selected_blocks_table:
-            fits = len(row) == 3 and row[0] >= -1 and row[1] > 0 and forced <= row[2] <= most
+            fits = row[0] >= -1 and row[1] > 0 and forced <= row[2] <= most
             rule = f"hold rows (layer from -1, length from 1, n from {forced} to {most})"
-            check(fits, "NSAConfig", name, rule, tuple(row))
-        object.__setattr__(self, name, tuple(tuple(row) for row in self.num_selected_blocks_table))
+            check(fits, "NSAConfig", name, rule, row)
         if self.coarse_block_size is None:
             rule = "be 0 without coarse_block_size"
             _rule(self, self.num_coarse_blocks == 0, "num_coarse_blocks", rule)
@@ -217,9 +214,7 @@ class NSAConfig:
     @functools.cache
     def from_text(cls, text: str) -> NSAConfig:
         """The pattern whose :attr:`text` this is."""
-        values = json.loads(text)
-        scaling = values.pop("rope_scaling")
-        return cls(**values, rope_scaling=None if scaling is None else RopeScaling(**scaling))
+        return cls(**json.loads(text))
 
     def for_layer(self, layer: int) -> NSAConfig:
         """The pattern of one layer: of ``num_selected_blocks_table`` the rows that hold for it.
@@ -285,8 +280,3 @@ def _rule(config: Any, holds: bool, name: str, rule: str, hint: str = "") -> Non
 
 def _positive(config: Any, name: str) -> None:
     _rule(config, getattr(config, name) > 0, name, "be positive")
-
-
-def _one_of(config: Any, name: str, allowed: tuple[Any, ...]) -> None:
-    listed = ", ".join(str(value) for value in allowed)
-    _rule(config, getattr(config, name) in allowed, name, f"be one of {listed}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,33 @@ class Compression(nn.Module):
         return PhiWeights()
 
 
+class GateLinear(nn.Module):
+    """A linear layer with the start of the gates.
+
+    It is no ``nn.Linear``: a loop that initializes the linear layers of a model, such as nanoGPT's,
+    sets their biases to 0 and would undo ``gate_bias`` silently.
+
+    Args:
+        in_size: columns of the input.
+        out_size: logits of a token.
+        start: value at which the bias starts.
+    """
+
+    def __init__(self, in_size: int, out_size: int, start: float) -> None:
+        super().__init__()
+        self.start = start
+        linear = nn.Linear(in_size, out_size)  # draws first: a seed goes on giving the same model
+        self.weight, self.bias = linear.weight, linear.bias
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight and set the bias to ``start``."""
+        nn.init.normal_(self.weight, std=0.02)
+        nn.init.constant_(self.bias, self.start)
+
+    forward = nn.Linear.forward
+
+
 class Gate(nn.Module):
     """Gates of every query head and branch, computed from the layer's input.
 
@@ -80,9 +107,8 @@ class Gate(nn.Module):
             return
         branches = tuple(BRANCHES.index(name) for name in config.branches)
         self.columns = Gates(config.num_heads, branches, config.gate, config.gate_temperature)
-        last = nn.Linear(config.gate_hidden_size or width, self.columns.columns)
-        nn.init.normal_(last.weight, std=0.02)
-        nn.init.constant_(last.bias, config.gate_bias)
+        size = config.gate_hidden_size or width
+        last = GateLinear(size, self.columns.columns, config.gate_bias)
         if config.gate_hidden_size:
             first = nn.Linear(width, config.gate_hidden_size)
             nn.init.normal_(first.weight, std=0.02)
@@ -210,8 +236,11 @@ class NativeSparseAttention(TogetherModule):
 
     @property
     def projection_bias(self) -> Tensor | None:
-        """Of the gates, where their logits come from the projection."""
-        return self.gate.net.bias if isinstance(self.gate.net, nn.Linear) else None
+        """Bias of the gates if their logits come from the projection."""
+        if not self.gate.is_linear:
+            return None
+        assert self.gate.net is not None
+        return cast(Tensor, self.gate.net.bias)
 
     @in_stage(PROJECTION)
     def _project(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nsa.config import NSAConfig, RopeScaling
 from nsa.errors import check, fail
+from nsa.fields import settle
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,15 @@ class Rope:
     text: ClassVar[str]
 
     def __post_init__(self) -> None:
-        check(1 < self.theta < math.inf, "Rope", "theta", "be above 1 and finite", self.theta)
+        settle(self)
+        check(self.theta > 1, "Rope", "theta", "be above 1", self.theta)
         object.__setattr__(self, "text", json.dumps(asdict(self)))
 
     @classmethod
     @functools.cache
     def from_text(cls, text: str) -> Rope:
         """The rotation whose :attr:`text` this is."""
-        values = json.loads(text)
-        scaling = values.pop("scaling")
-        return cls(**values, scaling=None if scaling is None else RopeScaling(**scaling))
+        return cls(**json.loads(text))
 
     @classmethod
     def from_config(cls, config: NSAConfig) -> Rope:

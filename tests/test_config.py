@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import pickle
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nsa import NSAConfig, RopeScaling
+from nsa.lm.config import LMConfig
+from nsa.rope import Rope
+from nsa.train.config import DataConfig, OptimConfig, TrainConfig
 
 
 def test_defaults_are_those_of_the_page():
@@ -99,6 +104,106 @@ def test_refused(argument, value, others):
 def test_refused_scaling(changes, argument):
     with pytest.raises(ValueError, match=rf"^{argument} must .*, got .*\.$"):
         RopeScaling(**changes)
+
+
+# Of every field a value that is not its default.
+OTHERS: dict[str, Any] = {
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 48,
+    "value_dim": 32,
+    "compress_block_size": 16,
+    "compress_stride": 8,
+    "block_size": 32,
+    "num_selected_blocks": 9,
+    "num_init_blocks": 2,
+    "num_local_blocks": 3,
+    "num_selected_blocks_table": ((-1, 40, 5), (0, 99, 6)),
+    "coarse_block_size": 128,
+    "num_coarse_blocks": 5,
+    "score_precision": "fp8",
+    "window_size": 128,
+    "branches": ("slc", "win"),
+    "share_kv": True,
+    "phi": "mlp",
+    "compress_hidden_size": 7,
+    "compress_rope": "start",
+    "gate": "softmax",
+    "gate_bias": 1.5,
+    "gate_hidden_size": 3,
+    "gate_temperature": 2.0,
+    "rope_theta": 500.0,
+    "rotary_dim": 32,
+    "rope_scaling": RopeScaling("yarn", 4.0, 512, 16.0, 2.0),
+}
+
+
+def test_json_comes_back_equal():
+    """Every field: lists for tuples, and the scaling as a mapping."""
+    assert set(OTHERS) == {field.name for field in dataclasses.fields(NSAConfig)}
+    sigmoid = {**OTHERS, "gate": "sigmoid", "gate_temperature": 1.0}
+    for values in ({**OTHERS, "gate_bias": 0.0}, sigmoid, {}):
+        config = NSAConfig(**values)
+        found = NSAConfig(**json.loads(json.dumps(dataclasses.asdict(config))))
+        assert (found, hash(found), found.text) == (config, hash(config), config.text)
+        rope = Rope.from_config(config)
+        assert Rope(**json.loads(rope.text)) == rope
+
+
+def test_numbers_are_python_s():
+    """Of numpy, and integers for floats: equal configurations have equal text."""
+    config = NSAConfig(num_heads=np.int64(24), gate_bias=2, rope_theta=np.float32(500))
+    assert config.text == NSAConfig(num_heads=24, gate_bias=2.0, rope_theta=500.0).text
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "rule"),
+    [
+        ("share_kv", "false", "be True or False, got 'false'"),
+        ("share_kv", 1, "be True or False, got 1"),
+        ("num_local_blocks", 2.5, "be an integer, got 2.5"),
+        ("num_local_blocks", True, "be an integer, got True"),
+        ("head_dim", 16.0, "be an integer, got 16.0"),
+        ("head_dim", "16", "be an integer, got '16'"),
+        ("head_dim", None, "be an integer, got None"),
+        ("rotary_dim", 16.0, "be an integer, got 16.0"),
+        ("gate_bias", "1", "be a finite number, got '1'"),
+        ("gate_bias", False, "be a finite number, got False"),
+        ("gate_bias", 10**400, "be a finite number, got 10"),
+        ("rope_theta", 1j, "be a finite number, got 1j"),
+        ("phi", ["mean"], "be mean, linear or mlp, got ['mean']"),
+        ("branches", "cmp", "be a list or tuple, got 'cmp'"),
+        ("branches", ("cmp", 1), "be cmp, slc or win, got 1"),
+        ("num_selected_blocks_table", ((-1, 40),), "have 3 entries, got (-1, 40)"),
+        ("num_selected_blocks_table", ((-1, 40, 3.0),), "be an integer, got 3.0"),
+        ("rope_scaling", "yarn", "hold fields of RopeScaling, got 'yarn'"),
+        (
+            "rope_scaling",
+            {"kin": "yarn"},
+            "hold fields of RopeScaling alone, got kin. The nearest is kind",
+        ),
+    ],
+)
+def test_a_wrong_type_is_refused_by_name(argument, value, rule):
+    with pytest.raises(ValueError, match=re.escape(f"NSAConfig: {argument} must {rule}")):
+        NSAConfig(**{argument: value})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RopeScaling(factor="2"), "RopeScaling: factor must be a finite number, got '2'"),
+        (lambda: NSAConfig(rope_scaling={"kind": "x"}), "RopeScaling: kind must be linear or yarn"),
+        (lambda: LMConfig(tie_head="no"), "LMConfig: tie_head must be True or False, got 'no'"),
+        (lambda: LMConfig(nsa={"windw": 1}), "LMConfig: nsa must hold fields of NSAConfig alone"),
+        (lambda: TrainConfig(steps=1.5), "TrainConfig: steps must be an integer, got 1.5"),
+        (lambda: DataConfig(source="web"), "DataConfig: source must be corpus, stdlib, folder"),
+        (lambda: OptimConfig(betas=[0.9]), "OptimConfig: betas must have 2 entries, got [0.9]"),
+    ],
+)
+def test_every_section_checks_its_types(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
 
 
 @pytest.mark.parametrize(

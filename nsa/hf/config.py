@@ -7,8 +7,6 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from nsa.config import NSAConfig, RopeScaling
-from nsa.errors import fail, nearest, nearest_hint
 from nsa.lm.config import LMConfig
 
 # Beside the weights, for `trust_remote_code=True`: a name of this module for each Auto class.
@@ -51,7 +49,6 @@ class NSALMConfig(PretrainedConfig):
     def __init__(self, *, max_position_embeddings: int = 2048, **values: Any) -> None:
         values = {self.attribute_map.get(name, name): value for name, value in values.items()}
         given = {f.name: values.pop(f.name) for f in fields(LMConfig) if f.name in values}
-        given["nsa"] = _pattern(given.get("nsa", {}))
         for name, value in asdict(LMConfig(**given)).items():
             setattr(self, name, value)
         self.max_position_embeddings = max_position_embeddings
@@ -67,8 +64,7 @@ class NSALMConfig(PretrainedConfig):
     @property
     def lm(self) -> LMConfig:
         """The configuration of the language model."""
-        own = {f.name: getattr(self, f.name) for f in fields(LMConfig)}
-        return LMConfig(**{**own, "nsa": _pattern(own["nsa"])})
+        return LMConfig(**{f.name: getattr(self, f.name) for f in fields(LMConfig)})
 
     @property
     def num_attention_heads(self) -> int:
@@ -84,17 +80,3 @@ class NSALMConfig(PretrainedConfig):
     def head_dim(self) -> int:
         """Size of a query and key head."""
         return int(self.nsa["head_dim"])
-
-
-def _pattern(values: NSAConfig | dict[str, Any]) -> NSAConfig:
-    if isinstance(values, NSAConfig):
-        return values
-    known = {f.name for f in fields(NSAConfig)}
-    for name in values:
-        if name not in known:
-            hint = nearest_hint(nearest(name, known))
-            fail("NSALMConfig", "nsa", "hold fields of NSAConfig alone", name, hint)
-    scaling = values.get("rope_scaling")
-    scaling = RopeScaling(**scaling) if isinstance(scaling, dict) else scaling
-    branches = tuple(values.get("branches", NSAConfig.branches))
-    return NSAConfig(**{**values, "rope_scaling": scaling, "branches": branches})

@@ -47,6 +47,38 @@ def _with_own_sequences(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, .
     return (x, on_device(sequences, next(layer.parameters()).device), *rest)
 
 
+def _unhook_parts(attention: nn.Module) -> None:
+    """Take accelerate's hooks off the parts of a layer, whose weights are read, not called.
+
+    Its own hook stays and moves the input. Hooks of others stay too, and are refused.
+    """
+    for part in attention.modules():
+        if part is not attention and hasattr(part, "_hf_hook"):
+            from accelerate.hooks import remove_hook_from_module
+
+            remove_hook_from_module(part)
+
+
+def _targets(
+    labels: Tensor,
+    mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Labels in the column that predicts them, -100 where none of their row or document does."""
+    moved = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    targets = moved if shift_labels is None else shift_labels.contiguous().clone()
+    if mask is not None:
+        valid = mask[:, -labels.shape[1] :].to(targets.device) != 0
+        follows = nn.functional.pad(valid[:, 1:], (0, 1))
+        targets = targets.masked_fill(~(valid & follows), -100)
+    if cu_seq_lens_q is not None:  # the last column of all predicts nothing
+        targets.view(-1)[cu_seq_lens_q.to(targets.device).long() - 1] = -100
+    return targets
+
+
 class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     """:class:`nsa.lm.model.LanguageModel`, sparse or dense, with the interface of transformers.
 
@@ -97,12 +129,14 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             attention_mask: ``[B, T]``, and with a cache ``[B, all columns]``: 0 for padding, left
                 or right of a row's tokens, with a cache on the left alone.
             past_key_values: from :meth:`new_cache`; ``input_ids`` then follow what it holds.
-            labels: int64 ``[B, T]``, like ``input_ids``; the token at t is predicted at t - 1, and
-                -100 is not counted.
+            labels: int64 ``[B, T]``, like ``input_ids``; the token at t is predicted at t - 1. Not
+                counted are -100, padding, and the first token of a row or packed document, which no
+                token predicts.
             use_cache: true needs ``past_key_values``, since a cache is made for a number of tokens.
             logits_to_keep: last columns whose logits are computed, 0 for all, or their indices.
             others: ``cu_seq_lens_q`` and ``max_length_q`` of rows that are packed into one, as
-                ``DataCollatorWithFlattening`` gives them, and what the loss function takes.
+                ``DataCollatorWithFlattening`` gives them, and what the loss function takes:
+                ``num_items_in_batch`` divides the sum over counted labels.
 
         Raises:
             ValueError: shapes do not fit, an argument is not supported, or the cache is full.
@@ -117,8 +151,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         if past_key_values is None:
             hint = "Give past_key_values=model.new_cache(batch_size, max_tokens=...)."
             check(not use_cache, _NAME, "use_cache", "come with past_key_values", use_cache, hint)
-            packed = others.get("cu_seq_lens_q"), others.get("max_length_q")
-            hidden = self._hidden_states(input_ids, attention_mask, *packed)
+            hidden = self._hidden_states(input_ids, attention_mask, **others)
             logits = self.model.head(hidden[:, kept])
         else:
             is_ours, kind = isinstance(past_key_values, GenerationCache), type(past_key_values)
@@ -126,6 +159,9 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             logits = past_key_values.take(input_ids, attention_mask, kept)
         loss = None
         if labels is not None:
+            others["shift_labels"] = _targets(labels, attention_mask, **others)[
+                :, kept
+            ].contiguous()
             sizes = {"vocab_size": self.config.vocab_size}
             loss = self.loss_function(logits=logits, labels=labels, **sizes, **others)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
@@ -134,19 +170,25 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor,
         mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        max_seqlen: int | None,
+        cu_seq_lens_q: Tensor | None = None,
+        max_length_q: int | None = None,
+        **_: Any,
     ) -> Tensor:
         """``[B, T, width]``."""
+        cu_seqlens, max_seqlen = cu_seq_lens_q, max_length_q
+        has_padding = mask is not None and not mask.all()
+        rule = "be without padding with cu_seq_lens_q"
+        check(cu_seqlens is None or not has_padding, _NAME, "attention_mask", rule, "some")
         if cu_seqlens is None:
-            if mask is None or bool(mask.all()):
+            if mask is None or not has_padding:
                 return self.model.hidden_states(input_ids)
             rule = f"have the shape of input_ids {tuple(input_ids.shape)}"
             fits = mask.shape == input_ids.shape
             check(fits, _NAME, "attention_mask", rule, tuple(mask.shape))
             padded = Sequences.padded(mask, function=_NAME)
             cu_seqlens, max_seqlen = padded.cu_q, padded.len_q
-        cu_seqlens = cu_seqlens.int()
+        # accelerate moves arguments to a device of the model, not always to that of the embedding
+        cu_seqlens = cu_seqlens.to(self.model.embedding.weight.device, torch.int32)
         hidden = self.model.hidden_states(input_ids.flatten(), cu_seqlens, max_seqlen)
         return hidden.unflatten(0, input_ids.shape)
 
@@ -231,6 +273,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         for layer in cast(Self, model).model.decoder_layers():
             if len(devices) > 1:
                 layer.register_forward_pre_hook(_with_own_sequences)
+            _unhook_parts(layer.attention)
             # loaded one by one; a GPU multiplies by those of a layer at once
             cast(TogetherModule, layer.attention).lay_together()
             if isinstance(layer.attention, NativeSparseAttention):

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nsa.config import NSAConfig
-from nsa.errors import check, check_positive
+from nsa.errors import check_positive
+from nsa.fields import settle
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,6 @@ class LMConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
+        settle(self)
         check_positive(self, "vocab_size", "width", "num_layers", "mlp_hidden_size")
         check_positive(self, "norm_eps", "init_std")
-        for name, words in (("attention", ("nsa", "dense")), ("mlp", ("silu", "swiglu"))):
-            value = getattr(self, name)
-            check(value in words, "LMConfig", name, f"be {' or '.join(words)}", value)

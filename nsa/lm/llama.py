@@ -75,13 +75,18 @@ def check_llama(function: str, argument: str, found: Mapping[str, Any], config: 
         found: its ``config.json``.
         config: the model.
     """
-    heads = found.get("num_attention_heads", 32)
-    rope = found.get("rope_parameters") or {**(found.get("rope_scaling") or {})}
+    heads, width = found.get("num_attention_heads", 32), found.get("hidden_size", 4096)
+    for name, size in (("num_attention_heads", heads), ("hidden_size", width)):
+        is_size = isinstance(size, int) and size > 0
+        check(is_size, function, argument, f"have a positive integer as {name}", repr(size))
+    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    check(isinstance(rope, dict), function, argument, "have rope_parameters as an object", rope)
+    rope = {**rope}
     rope = {"rope_type": rope.pop("type", "default"), **rope}
     rope.setdefault("rope_theta", found.get("rope_theta", 10_000.0))
     defaults = {
         "num_key_value_heads": heads,
-        "head_dim": found.get("hidden_size", 4096) // heads,
+        "head_dim": width // heads,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from nsa.errors import check, check_default, check_not_negative, check_positive
+from nsa.fields import settle
 from nsa.lm.config import LMConfig
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class DataConfig:
     synthetic_fallback: Literal["none", Synthetic] = "none"
 
     def __post_init__(self) -> None:
+        settle(self)
         own_tokenizer = self.tokenizer == "file" and self.source != "shards"
         of_file = "tokenizer file (and another source than shards)"
         reads = self.source in ("folder", "shards", "stream")
@@ -148,6 +150,7 @@ class OptimConfig:
     grad_clip: float = 1.0
 
     def __post_init__(self) -> None:
+        settle(self)
         check_positive(self, "lr", "muon_lr", "eps")
         check_not_negative(self, "warmup_steps", "weight_decay", "grad_clip")
         rule = "lie between 0 and 1, 1 excluded"
@@ -178,6 +181,7 @@ class CheckpointingConfig:
     every: int = 2
 
     def __post_init__(self) -> None:
+        settle(self)
         where = f"policy {self.policy}"
         check_default(self, self.policy == "range", where, "first", "last")
         check_default(self, self.policy == "every", where, "every")
@@ -231,6 +235,7 @@ class ParallelConfig:
     compile_layers: bool = True
 
     def __post_init__(self) -> None:
+        settle(self)
         check_positive(self, "bucket_mib")
         where, is_ddp = f"strategy {self.strategy}", self.strategy == "ddp"
         check_default(self, not is_ddp, where, "gather_dtype")
@@ -325,6 +330,7 @@ class TrainConfig:
     stall_limit_s: float = 40.0
 
     def __post_init__(self) -> None:
+        settle(self)
         check_positive(self, "steps", "seq_len", "micro_batch", "accumulation", "world_size")
         check_positive(self, "keep_checkpoints", "nonfinite_limit")
         check_not_negative(self, "loss_chunk", "log_every", "eval_every", "eval_windows")

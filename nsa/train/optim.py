@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nsa.errors import check
 from nsa.lm.model import LanguageModel
-from nsa.module import Compression
+from nsa.module import Compression, GateLinear
 from nsa.train.config import OptimConfig
 from nsa.train.muon import Muon, Through
 
@@ -42,9 +42,11 @@ def parameter_groups(model: LanguageModel, name: str = "adamw") -> ParameterGrou
     layers = model.decoder_layers()
     children = [c for layer in layers for c in (*layer.attention.children(), *layer.mlp.children())]
     projections = {child.weight for child in children if isinstance(child, nn.Linear)}
-    matrices = {module.weight for module in model.modules() if isinstance(module, nn.Linear)}
+    matrices = set[Tensor]()
     for module in model.modules():
-        if isinstance(module, Compression) and module.phi == "mlp":
+        if isinstance(module, nn.Linear | GateLinear):
+            matrices.add(module.weight)
+        elif isinstance(module, Compression) and module.phi == "mlp":
             matrices |= {module.w1, module.w2}
     matrices.discard(model.embedding.weight)
     groups = ParameterGroups({}, {}, {})

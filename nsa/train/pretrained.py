@@ -18,6 +18,7 @@ from nsa.train.state import weights
 
 CONFIG, TOKENIZER = "config.json", "nsa_tokenizer.json"
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SUFFIX, _FLOATS = ".safetensors", ("F64", "F32", "F16", "BF16")
 _WHERE = ("train", "--init-from")
 
 
@@ -41,7 +42,8 @@ def load_initial(path: Path, model: LanguageModel) -> None:
         model: of a new run, sharded or whole.
 
     Raises:
-        ValueError: it is damaged, or holds another model. Nothing has been loaded then.
+        ValueError: it is damaged, holds another model, or weights that are no finite numbers.
+            Nothing has been loaded then.
     """
     if not is_exported(path):
         load_tensors(path, weights(model))
@@ -56,7 +58,7 @@ def load_initial(path: Path, model: LanguageModel) -> None:
         wanted = {llama_name(name.removeprefix("model.")): x for name, x in wanted.items()}
     names = [_FILE]
     if not (path / _FILE).is_file():
-        names = sorted({*_json(path / _INDEX).get("weight_map", {}).values()})
+        names = _indexed(path / _INDEX)
     with ExitStack() as files:
         stored = dict[str, Any]()
         for name in names:
@@ -69,12 +71,26 @@ def load_initial(path: Path, model: LanguageModel) -> None:
             shape = tuple(stored[name].get_shape()) if name in stored else None
             rule = f"hold {name} as {tuple(tensor.shape)}"
             check(shape == tuple(tensor.shape), *_WHERE, rule, shape)
+            kind = stored[name].get_dtype()
+            check(kind in _FLOATS, *_WHERE, f"hold {name} as one of {', '.join(_FLOATS)}", kind)
+            is_finite = stored[name][...].to(tensor.dtype).isfinite().all()
+            check(bool(is_finite), *_WHERE, f"hold finite numbers in {name}", "inf or nan")
         extra = sorted(stored.keys() - wanted.keys())
         if model.config.tie_head and extra == ["lm_head.weight"]:
             extra = []
         check(not extra, *_WHERE, f"hold no {', '.join(extra[:1])}", "one")
         for name, tensor in wanted.items():
             read_into(tensor, [stored[name]])
+
+
+def _indexed(path: Path) -> list[str]:
+    """The files that an index names, which must lie beside it."""
+    found = _json(path).get("weight_map")
+    check(isinstance(found, dict), *_WHERE, f"hold a weight_map in {path.name}", found)
+    for name in dict(found).values():
+        is_beside = isinstance(name, str) and name == Path(name).name and name.endswith(_SUFFIX)
+        check(is_beside, *_WHERE, f"name files *{_SUFFIX} of the folder in {path.name}", name)
+    return sorted({*found.values()})
 
 
 def _json(path: Path) -> dict[str, Any]:

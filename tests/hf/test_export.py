@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -262,6 +263,9 @@ def test_what_llama_lacks(changes: dict[str, Any], match: str) -> None:
         ({"rope_parameters": None, "rope_theta": 5.0}, "have rope_parameters .*5.0"),
         ({"hidden_act": "gelu"}, "have hidden_act silu"),
         ({"attention_bias": True}, "have attention_bias False"),
+        ({"num_attention_heads": 0}, "have a positive integer as num_attention_heads, got 0"),
+        ({"hidden_size": "64"}, "have a positive integer as hidden_size, got '64'"),
+        ({"rope_parameters": [1]}, r"have rope_parameters as an object, got \[1\]"),
     ],
 )
 def test_llamas_of_other_settings(change: dict[str, Any], match: str) -> None:
@@ -287,6 +291,15 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
         ({name: None}, rf"hold {name} as \(24,\), got None"),
         ({name: torch.ones(3)}, rf"hold {name} as \(24,\), got \(3,\)"),
         ({"model.more": torch.ones(3)}, r"hold no model\.more, got one"),
+        ({name: torch.ones(24).int()}, f"hold {name} as one of F64, F32, F16, BF16, got I32"),
+        (
+            {name: torch.tensor([1.0] * 23 + [math.nan])},
+            f"hold finite numbers in {name}, got inf or",
+        ),
+        (
+            {name: torch.ones(24).double() * 1e300},
+            f"hold finite numbers in {name}",
+        ),  # inf in fp32
     ):
         changed: dict[str, Any] = {**held, **change}
         save_file({key: x for key, x in changed.items() if x is not None}, file)
@@ -313,3 +326,19 @@ def test_llama_names_are_the_names_of_llama() -> None:
     names = {llama_name(name) for name in model.model.state_dict()}
     assert names == set(as_llama(model.model, {}).state_dict())
     assert isinstance(model, NSAForCausalLM)
+
+
+@pytest.mark.parametrize("place", ["../w.safetensors", "absolute", "config.json", "..", 3])
+def test_an_index_names_files_beside_it(place: str | int, tmp_path: Path) -> None:
+    model, inside = tiny_model().float(), tmp_path / "inside"
+    model.save_pretrained(inside)
+    weights = (inside / "model.safetensors").rename(tmp_path / "w.safetensors")
+    file = str(weights) if place == "absolute" else place
+    index = inside / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+    match = r"^train: --init-from must name files \*\.safetensors of the folder in model\..*, got "
+    with pytest.raises(ValueError, match=match):
+        load_initial(inside, model.model)
+    index.write_text("[]" if file == 3 else '{"weight_map": []}')
+    with pytest.raises(ValueError, match=r"hold JSON objects|hold a weight_map in model"):
+        load_initial(inside, model.model)

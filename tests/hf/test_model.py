@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nsa import NSAConfig, Sequences
 from nsa.config import RopeScaling
@@ -139,6 +141,53 @@ def test_loss_and_checkpointing(attention: str) -> None:
     assert [layer.keeps for layer in model.model.decoder_layers()] == ["input", "everything"]
 
 
+@pytest.mark.parametrize("ignored", [False, True], ids=["raw", "-100"])
+@pytest.mark.parametrize("items", [None, 97], ids=["mean", "num_items_in_batch"])
+def test_loss_of_padded_and_packed_rows(ignored: bool, items: int | None) -> None:
+    """A row's loss is the same alone, padded left or right, and packed behind another row."""
+    model, rows = tiny(), [tokens(n, seed=n) for n in (30, 7, 19)]
+    options = {} if items is None else {"num_items_in_batch": items}
+    losses = [model(row[None], labels=row[None], num_items_in_batch=1).loss for row in rows]
+    expected = sum(losses) / (items or sum(len(row) - 1 for row in rows))
+
+    def agrees(**given: Tensor) -> None:
+        found = model(**given, **options).loss
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+    batch = left_padded(rows)
+    lengths = batch["attention_mask"].sum(1)
+    for name in ("left", "right"):
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        if name == "right":
+            roll = (torch.arange(30) + 30 - lengths[:, None]) % 30
+            ids, mask = ids.gather(1, roll), mask.gather(1, roll)
+        labels = ids.masked_fill(mask == 0, -100) if ignored else ids
+        agrees(input_ids=ids, attention_mask=mask, labels=labels)
+        agrees(input_ids=ids, attention_mask=mask.bool(), labels=labels)
+        moved = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        agrees(input_ids=ids, attention_mask=mask, labels=labels, shift_labels=moved)
+    row = torch.cat(rows)[None]
+    labels = row.clone()
+    labels[0, [30, 37]] = -100 if ignored else labels[0, [30, 37]]
+    agrees(input_ids=row, labels=labels, cu_seq_lens_q=torch.tensor([0, 30, 37, 56]))
+
+
+def test_loss_of_some_columns() -> None:
+    """With ``logits_to_keep``, and in a chunk behind a cache, of the labels that these predict."""
+    model, x = tiny(), tokens(1, 40)
+    logits, labels = model(x).logits[0], x.clone()
+    expected = torch.nn.functional.cross_entropy(logits[-6:-1], x[0, -5:])
+    kept = model(x, labels=labels, logits_to_keep=6).loss
+    torch.testing.assert_close(kept.double(), expected, rtol=1e-5, atol=0)
+    cache = model.new_cache(max_tokens=50)
+    padded = {"past_key_values": cache, "attention_mask": torch.ones(1, 42)}
+    padded["attention_mask"][0, :2] = 0
+    ids = torch.cat((x[:, :2], x), dim=1)
+    model(ids[:, :36], **padded | {"attention_mask": padded["attention_mask"][:, :36]})
+    chunk = model(ids[:, 36:], labels=ids[:, 36:], **padded).loss
+    torch.testing.assert_close(chunk.double(), expected, rtol=1e-5, atol=0)
+
+
 def test_sequences_of_another_device() -> None:
     """For layers of a model that is spread over devices; what they hold goes along."""
     sequences = Sequences.packed(offsets([5, 9])).with_blocks(small())
@@ -150,6 +199,65 @@ def test_sequences_of_another_device() -> None:
         sequences, offsets=moved.offsets, cu_cmp=moved.cu_cmp, device=moved.device
     )
     assert vars(moved) == vars(expected)
+
+
+class StandInHooks(types.ModuleType):
+    """``accelerate.hooks``, where that is not installed."""
+
+    class ModelHook:
+        """Leaves its module as it is."""
+
+    @staticmethod
+    def add_hook_to_module(module: torch.nn.Module, hook: Any) -> None:
+        """Wrap the forward, in the attributes of accelerate 1.15."""
+        plain = module.__dict__.get("forward", module.forward)
+        wrapped: dict[str, Any] = {"_hf_hook": hook, "_old_forward": plain}
+        wrapped["forward"] = lambda *args, **kwargs: plain(*args, **kwargs)
+        for name, value in wrapped.items():
+            setattr(module, name, value)
+
+    @staticmethod
+    def remove_hook_from_module(module: torch.nn.Module) -> None:
+        """Undo it; the bound method stays in the module's dictionary."""
+        setattr(module, "forward", module._old_forward)  # noqa: B010 (a method, for mypy)
+        del module._hf_hook
+        del module._old_forward
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_hooks_of_accelerate(
+    attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``device_map`` every module has one: those inside attention go, its own stays."""
+    model = tiny(attention=attention)
+    model.save_pretrained(tmp_path)
+    load = PreTrainedModel.from_pretrained.__func__
+    try:
+        hooks: Any = importlib.import_module("accelerate.hooks")
+    except ImportError:
+        hooks = StandInHooks("accelerate.hooks")
+
+    def dispatched(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        found, info = load(cls, *args, **kwargs)
+        monkeypatch.setitem(sys.modules, "accelerate", types.ModuleType("accelerate"))
+        monkeypatch.setitem(sys.modules, "accelerate.hooks", hooks)
+        for module in found.modules():
+            hooks.add_hook_to_module(module, hooks.ModelHook())
+        return found, info
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(dispatched))
+    loaded = NSAForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    hooked = {name for name, part in loaded.named_modules() if hasattr(part, "_hf_hook")}
+    wanted = {name for name, _ in model.named_modules() if ".attention." not in name}
+    assert hooked == wanted
+    same(model, loaded)
+    x = tokens(1, 20)
+    texts = [m.generate(x, max_new_tokens=3, use_cache=False) for m in (model, loaded)]
+    assert torch.equal(*texts)
+    projection = loaded.model.layers[0].attention.q_proj
+    hooks.add_hook_to_module(projection, hooks.ModelHook())  # of a user
+    with pytest.raises(ValueError, match=r"q_proj must .*, got Linear with a forward of its own"):
+        loaded(x)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -255,6 +363,10 @@ def test_config_of_another_model(tmp_path: Path) -> None:
         ({"output_attentions": True}, "output_attentions must be left out"),
         ({"use_cache": True}, "use_cache must come with past_key_values, got True. Give past_"),
         ({"past_key_values": ()}, "past_key_values must come from new_cache, got tuple"),
+        (
+            {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]]), "cu_seq_lens_q": offsets([5])},
+            "attention_mask must be without padding with cu_seq_lens_q",
+        ),
         ({"attention_mask": torch.tensor([[0, 1]])}, r"must have the shape of input_ids \(1, 5\)"),
     ],
 )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import accumulate
+from types import MethodType
 from typing import Any, ClassVar, Literal, Self, cast
 from weakref import WeakKeyDictionary
 
@@ -182,7 +183,9 @@ def plain_weight(
         ValueError: calling the module would give something else than a product with its weight, as
             with LoRA, pruning, quantization, hooks, or another bias.
     """
-    is_plain = type(linear).forward is nn.Linear.forward and "forward" not in linear.__dict__
+    own = linear.__dict__.get("forward")  # accelerate leaves the class's there when a hook goes
+    is_plain = type(linear).forward is nn.Linear.forward
+    is_plain = is_plain and (own is None or own == MethodType(nn.Linear.forward, linear))
     is_parameter = "weight" in linear._parameters or "parametrizations" in linear._modules
     has_hooks = linear._forward_hooks or linear._forward_pre_hooks
     has_hooks = has_hooks or linear._backward_hooks or linear._backward_pre_hooks

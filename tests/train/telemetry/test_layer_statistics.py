@@ -16,6 +16,7 @@ from nsa import NativeSparseAttention
 from nsa.attention import AttentionInputs, attend
 from nsa.config import BRANCHES
 from nsa.lm.model import LanguageModel
+from nsa.module import GateLinear
 from nsa.ops._operator import Call
 from nsa.ops.attention import AttentionResult, BranchInputs, run_attention
 from nsa.train.telemetry.layer_statistics import LayerStatistics
@@ -128,7 +129,7 @@ def test_layers_that_collapsed() -> None:
     biases = []
     for layer in model.decoder_layers():
         last = layer.attention.get_submodule("gate.net")
-        assert isinstance(last, torch.nn.Linear)
+        assert isinstance(last, GateLinear)
         torch.nn.init.zeros_(last.weight)
         biases.append(torch.nn.init.zeros_(last.bias).detach().view(-1, 3))
     biases[0][:] = torch.tensor([1.0, 0.0, -6.0])
