@@ -25,6 +25,7 @@ def prepare(
     split: str = "train",
     revision: str | None = None,
     text_field: str = "text",
+    pattern: str | None = None,
     tokenizer: Literal["byte", "gpt2", "bpe", "file"] = "gpt2",
     tokenizer_path: str | None = None,
     bpe_vocab_size: int = 8192,
@@ -53,6 +54,7 @@ def prepare(
         split: its split
         revision: commit, branch or tag on the hub (default the newest commit)
         text_field: column that holds the text
+        pattern: files of a local folder, for example '*.py' (default all of a known format)
         tokenizer: what makes tokens of it
         tokenizer_path: a tokenizers JSON file, with --tokenizer file
         bpe_vocab_size: with --tokenizer bpe, which is trained
@@ -70,7 +72,7 @@ def prepare(
     from nsa.train.data.shards import INDEX
 
     config = data.PrepareConfig(
-        origin=data.Origin(source, subset, split, revision, text_field),
+        origin=data.Origin(source, subset, split, revision, text_field, pattern),
         tokenizer=tokenizer,
         tokenizer_path=tokenizer_path,
         bpe_vocab_size=bpe_vocab_size,
@@ -111,9 +113,13 @@ class _Progress:
         self._said = 0.0
 
     def report(self, report: Report) -> None:
-        """Say how far it is, unless it was said a moment ago."""
+        """Name skipped files at the beginning, and then say how far it is every ten seconds."""
+        from nsa.train.data.origin import skipped_files
+
         now, size = time.monotonic(), sum(report.progress.text_bytes.values())
         if self._begin is None:  # what was done before says nothing about the speed of this attempt
+            if report.found.skipped:
+                print(skipped_files(report.found.skipped), flush=True)
             self._begin, self._said = (now, size), now
         if now - self._said < _LINE_S:
             return
@@ -200,7 +206,7 @@ COMMANDS = Group(
     "Also: check what was prepared, measure how fast it is read, and make prompts to evaluate\n"
     "with. Formats and examples: docs/data.md.",
     {
-        "prepare": Command(prepare, "data"),
+        "prepare": Command(prepare, "train"),
         "verify": Command(verify, "train"),
         "bench": Command(bench, "train"),
         "needles": Command(needles, "train"),

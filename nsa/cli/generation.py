@@ -123,7 +123,10 @@ def _from_file(path: Path | None) -> list[str]:
         return []
     name, argument = "generate", "--prompt-file"
     check(path.is_file(), name, argument, "name an existing file", path)
-    lines = _decoded(argument, path.read_bytes()).replace("\r\n", "\n").split("\n")
+    content = _decoded(argument, path.read_bytes())
+    if path.suffix == ".jsonl":
+        content = content.removeprefix("\ufeff")  # the mark belongs to the file, not to a text
+    lines = content.replace("\r\n", "\n").split("\n")
     prompts = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -28,7 +28,7 @@ class DataConfig:
             ``copy``, ``induction``, ``needle``.
         path: file or folder of ``folder``, folder of ``shards``; for ``stream`` a data set on the
             Hugging Face hub or a local file or folder of Parquet, JSON lines or text.
-        pattern: glob of the files of a folder, for example ``*.txt``.
+        pattern: glob of the files of a folder, for example ``*.txt``, matched at every depth.
         tokenizer: ``byte``, ``gpt2`` (GPT-2 BPE), ``bpe`` (trained on the training text of this
             run), or ``file``; for ``shards`` the kind that they were made with.
         tokenizer_path: a ``tokenizers`` JSON file, for ``file``; not for ``shards``, which bring
@@ -81,7 +81,7 @@ class DataConfig:
             rule = f"be given with {rule} and only then"
             check((given is not None) == is_wanted, "DataConfig", name, rule, given)
         where, is_stream = f"source {self.source}", self.source == "stream"
-        check_default(self, self.source == "folder", where, "pattern")
+        check_default(self, self.source in ("folder", "stream"), where, "pattern")
         check_default(self, is_stream, where, *_OF_A_STREAM)
         check_default(self, self.source in ("shards", "stream"), where, "synthetic_fallback")
         is_split_here = self.source in ("corpus", "stdlib", "folder", "stream")

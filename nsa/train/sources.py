@@ -1,9 +1,9 @@
-"""Whether a name can be that of a data set at all, without asking the hub."""
+"""Formats of data sets by the names of their files, and names that the hub can have."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from pathlib import Path, PurePath
 
 FORMATS = {
     ".parquet": "parquet",
@@ -11,10 +11,19 @@ FORMATS = {
     ".json": "json",
     ".ndjson": "json",
     ".txt": "text",
+    ".md": "text",
 }
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 # Of a data set on the hub: a name, or an owner and a name.
 _HUB_NAME = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)?")
+
+
+def format_of(name: str) -> str | None:
+    """Format of a file, maybe compressed, by its name: ``parquet``, ``json``, ``text`` or None."""
+    suffixes = [suffix.lower() for suffix in PurePath(name).suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return FORMATS.get(suffixes[-1]) if suffixes else None
 
 
 def is_mistyped_path(source: str) -> bool:

@@ -34,7 +34,7 @@ from nsa.train.data import (
 )
 from nsa.train.data.shards import PROGRESS, STAMP, TOKENIZER
 from tests.faults.cases import DAMAGES, FORKS, damage, small_disk
-from tests.train.data.data_sets import make_texts, write_folder
+from tests.train.data.data_sets import as_clone, make_texts, write_folder
 
 in_full = pytest.mark.faults
 
@@ -160,7 +160,8 @@ def test_killed_preparation_goes_on(
 @pytest.mark.parametrize("tokenizer", ["byte", pytest.param("gpt2", marks=in_full)])
 def test_a_process_that_reads_and_tokenises_is_replaced(tmp_path: Path, tokenizer: str) -> None:
     # more than a pipe holds
-    source = write_folder(tmp_path / "set", "jsonl", make_texts(12_000, longest=200), files=5)
+    texts = make_texts(12_000, longest=200)
+    source = as_clone(write_folder(tmp_path / "set", "jsonl", texts, files=5))
     prepare(config_of(source, tokenizer), tmp_path / "whole")
     kills = 0
 

@@ -27,8 +27,8 @@ from nsa.train.data.batch import IGNORED_TARGET, Batch, collate, spread, validat
 from nsa.train.data.bigram import bigram_bits_per_byte
 from nsa.train.data.bundle import DataBundle, open_data
 from nsa.train.data.documents import Document, fault_of_text, folder_files
+from nsa.train.data.origin import Origin
 from nsa.train.data.preparation import PrepareConfig, prepare
-from nsa.train.data.reader import Origin
 from nsa.train.data.sampler import Sampler
 from nsa.train.data.shards import ShardSource, open_shards
 from nsa.train.data.source import DataUnavailableError, TextSource, TokenSource

@@ -20,7 +20,7 @@ from nsa.train.data.documents import (
     split_documents,
     stdlib_files,
 )
-from nsa.train.data.reader import Origin
+from nsa.train.data.origin import Origin, skipped_files
 from nsa.train.data.sampler import Sampler
 from nsa.train.data.shards import open_shards
 from nsa.train.data.source import DataUnavailableError, TextSource, TokenSource
@@ -151,6 +151,8 @@ def _open_files(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
         files = stdlib_files()
     else:
         files = folder_files(str(config.path), config.pattern)
+    if config.source == "folder" and files.skipped:
+        logger.warning("%s: `nsa data prepare` reads their rows", skipped_files(files.skipped))
     split = split_documents(files.documents, *config.fractions)
     if tokenizer is None:
         tokenizer = make_tokenizer(config, (document.text for document in split.train))
@@ -161,7 +163,7 @@ def _open_files(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
         "validation_share": size / sum(map(num_bytes, split[:3])),
         "validation_names": [document.name for document in split.validation[:_NAMES_SHOWN]],
         "duplicates_left_out": split.num_duplicates,
-        "unreadable_left_out": len(files.skipped),
+        "files_left_out": len(files.skipped),
     }
     sources: list[TextSource | None] = []
     for side, documents in zip(SIDES, split[:3], strict=True):
@@ -188,7 +190,7 @@ def _open_shards(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
     check(same, "open_data", "data.path", "hold shards of the run's tokenizer", config.path)
     description: dict[str, Any] = {
         "provenance": _provenance(index["source"]),
-        "split_rule": "hash",
+        "split_rule": index.get("split_rule", "hash"),
         "validation_fraction": index["request"]["validation_fraction"],
     }
     sides = index["sides"]
@@ -207,8 +209,12 @@ def _open_shards(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
 def _open_stream(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
     tokenizer = tokenizer or make_tokenizer(config, ())
     revision = config.revision
-    origin = Origin(str(config.path), config.subset, config.split, revision, config.text_field)
+    pattern = None if config.pattern == "*" else config.pattern
+    names = (config.subset, config.split, revision, config.text_field, pattern)
+    origin = Origin(str(config.path), *names)
     found, held_out = read_held_out(origin, tokenizer, config)
+    if found.skipped:
+        logger.warning("%s", skipped_files(found.skipped))
     origin = replace(origin, revision=found.revision)
     train = StreamSource(origin, tokenizer, config)
     # Files on this machine may lie elsewhere when the run is resumed.

@@ -17,6 +17,7 @@ from pathlib import Path, PurePath
 from typing import Literal, NamedTuple
 
 from nsa.errors import check
+from nsa.train.sources import format_of
 
 Side = Literal["train", "validation", "test"]
 SIDES: tuple[Side, Side, Side] = ("train", "validation", "test")
@@ -61,7 +62,7 @@ class TextFiles(NamedTuple):
     Attributes:
         documents: one for each file that is not empty.
         provenance: source and licence of the text, a sentence or two.
-        skipped: names of files that are not text, where that is no error.
+        skipped: names of files that are not text, if that is no error.
     """
 
     documents: list[Document]
@@ -144,6 +145,7 @@ def folder_files(path: str, pattern: str = "*") -> TextFiles:
     """A text file, or the files below a folder whose names match a pattern, sorted by path.
 
     Files and folders whose names begin with a dot do not count. Links to folders are not followed.
+    Files of JSON or Parquet, by their names, hold rows and not text; they are skipped beside text.
 
     Args:
         path: file or folder.
@@ -155,17 +157,31 @@ def folder_files(path: str, pattern: str = "*") -> TextFiles:
     """
     check(path != "", "open_data", "data.path", "name an existing file or folder", "''")
     root = Path(path)
-    provenance = f"Text below {root.name or root}, given by the user, who knows its licence."
-    if root.is_file():
-        return _read(root.parent, [root.name], provenance)
-    check(root.is_dir(), "open_data", "data.path", "name an existing file or folder", path)
-    where, given = ("open_data", "data.pattern"), PurePath(pattern)
-    is_below = pattern != "" and not given.is_absolute() and ".." not in given.parts
-    check(is_below, *where, "be a glob below data.path, such as *.txt", repr(pattern))
-    names = [name for name in _matching(root, pattern) if "/." not in f"/{name}"]
+    check(root.exists(), "open_data", "data.path", "name an existing file or folder", path)
+    names = [root.name] if root.is_file() else list_files(root, pattern, "data.pattern")
     rule, hint = f"match a file below {path}", "Hidden files do not count."
-    check(bool(names), *where, rule, repr(pattern), hint)
-    return _read(root, names, provenance)
+    check(bool(names), "open_data", "data.pattern", rule, repr(pattern), hint)
+    texts = [name for name in names if format_of(name) in ("text", None)]
+    rule = "hold text; `nsa data prepare` reads the rows of JSON and Parquet files"
+    check(bool(texts), "open_data", "data.path", rule, ", ".join(names[:3]))
+    provenance = f"Text below {root.name or root}, given by the user, who knows its licence."
+    files = _read(root.parent if root.is_file() else root, texts, provenance)
+    return files._replace(skipped=sorted({*names} - {*texts}))
+
+
+def list_files(root: Path, pattern: str, argument: str) -> list[str]:
+    """Names of the files below a folder that match a glob at any depth, sorted.
+
+    Files and folders whose names begin with a dot do not count. Links to folders are not followed.
+
+    Raises:
+        ValueError: the pattern, given as ``argument``, is no relative glob.
+    """
+    given = PurePath(pattern)
+    is_below = pattern != "" and not given.is_absolute() and ".." not in given.parts
+    rule = "be a glob below the folder, such as *.txt"
+    check(is_below, "open_data", argument, rule, repr(pattern))
+    return [name for name in _matching(root, pattern) if "/." not in f"/{name}"]
 
 
 def _matching(root: Path, pattern: str) -> list[str]:

@@ -19,10 +19,23 @@ from typing import Any, Literal, NamedTuple
 from nsa.errors import check, fail
 from nsa.train.config import check_fractions
 from nsa.train.data.documents import SIDES, Side
-from nsa.train.data.reader import Found, Origin, Place, read_documents
+from nsa.train.data.local import find_files, is_local
+from nsa.train.data.origin import Found, Origin, Place
+from nsa.train.data.reader import read_documents
 from nsa.train.data.shard_writer import ShardWriter
-from nsa.train.data.shards import FORMAT, INDEX, PROGRESS, STAMP, TOKENIZER, index_digest
-from nsa.train.data.tokenise import Row, kind_of, tokenise
+from nsa.train.data.shards import (
+    FORMAT,
+    INDEX,
+    PROGRESS,
+    SHARD,
+    STAMP,
+    TOKENIZER,
+    fault_of_form,
+    index_digest,
+    read_index,
+    read_json,
+)
+from nsa.train.data.tokenise import Row, divided, kind_of, tokenise, tokenise_one
 from nsa.train.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, token_dtype
 from nsa.train.distributed.launch import check_platform
 from nsa.train.run_folder import replace_text
@@ -32,6 +45,18 @@ _OURS = {INDEX, PROGRESS, STAMP, TOKENIZER, _LOCK}
 _COMMIT_S = 5.0  # at most so much work is done twice after an interruption
 _BPE_SAMPLE_BYTES = 64 << 20
 _OPTIONS = ("--validation-fraction", "--test-fraction")
+_PROGRESS: dict[str, Any] = {
+    "request": {"origin": {}},
+    "found": {"fingerprint": str, "revision": (str, type(None))},
+    "tokenizer_fingerprint": str,
+    "progress": {
+        "place": [int],
+        "is_enough": bool,
+        "left_out": {"empty": int, "unreadable": int},
+        "text_bytes": dict.fromkeys(SIDES, int),
+    },
+    "shards": {"train": [SHARD], "validation": [SHARD]},
+}
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -148,11 +173,11 @@ def prepare(
     threads = 1 if config.tokenizer == "byte" else workers or _num_cores()
     folder = Path(out)
     with _in_use(folder):
-        saved = _read(folder / INDEX, "sides")
-        if saved is not None:
+        if (folder / INDEX).exists():
+            saved = read_index(folder)
             _check_request(folder, config, saved)
             return saved
-        saved = _read(folder / PROGRESS, "shards")
+        saved = _read_progress(folder / PROGRESS)
         if saved is None:
             others = sorted({path.name.removesuffix(".tmp") for path in folder.iterdir()} - _OURS)
             rule = "be a new folder, or one that prepare has begun"
@@ -184,9 +209,13 @@ def _prepare(
         wanted = saved["tokenizer_fingerprint"]
         same = tokenizer.fingerprint == wanted
         check(same, "prepare", str(path), f"have the fingerprint {wanted}", tokenizer.fingerprint)
+    to_rows: Callable[[list[bytes]], list[Row]]
+    to_rows = partial(tokenise, tokenizer, config.fractions, SIDES)
+    if _is_one_text(origin):
+        to_rows = partial(tokenise_one, tokenizer, config.fractions)
     found, batches = read_documents(
         origin,
-        partial(tokenise, tokenizer, config.fractions, SIDES),
+        to_rows,
         start=Place(*progress.place),
         time_limit_s=time_limit_s,
         threads=threads,
@@ -220,13 +249,21 @@ def _prepare(
     return _finish(folder, config, tokenizer, report)
 
 
+def _is_one_text(origin: Origin) -> bool:
+    """Whether all of the data are one local text, which is divided as source ``folder`` does."""
+    found = find_files(origin) if is_local(origin) else None
+    return found is not None and found.format == "text" and len(found.files) == 1
+
+
 def _training_sample(config: PrepareConfig, time_limit_s: float) -> list[bytes]:
     """Training text to learn a vocabulary from."""
-    texts = list[bytes]()
+    texts, is_one = list[bytes](), _is_one_text(config.origin)
     _, batches = read_documents(config.origin, list, time_limit_s=time_limit_s)
     with closing(batches):
         for batch in batches:
-            texts += [text for text in batch.payload if kind_of(text, config.fractions) == "train"]
+            pairs = [(kind_of(text, config.fractions), text) for text in batch.payload]
+            pairs = divided(batch.payload, config.fractions) if is_one else pairs
+            texts += [text for kind, text in pairs if kind == "train"]
             if sum(map(len, texts)) >= _BPE_SAMPLE_BYTES:
                 break
     return texts
@@ -252,13 +289,14 @@ def _write(
 def _commit(folder: Path, config: PrepareConfig, tokenizer: Tokenizer, report: Report) -> None:
     """Write the shards first and then how far they go, so that the note is never ahead of them."""
     found = report.found
-    state = {
+    state: dict[str, Any] = {
         "request": asdict(config),
         "found": {"fingerprint": found.fingerprint, "revision": found.revision},
         "tokenizer_fingerprint": tokenizer.fingerprint,
         "progress": asdict(report.progress),
         "shards": {side: writer.commit() for side, writer in report.writers.items()},
     }
+    state["sha256"] = index_digest(state)
     replace_text(folder / PROGRESS, json.dumps(state))
 
 
@@ -288,6 +326,7 @@ def _finish(
             "revision": found.revision,
             "format": found.format,
             "num_files": len(found.files),
+            "num_skipped": len(found.skipped),
             "licence": config.licence or found.licence,
         },
         "tokenizer": {
@@ -299,6 +338,7 @@ def _finish(
         "token_dtype": token_dtype(tokenizer.vocab_size).name,
         "byte_order": "little",
         "left_out": progress.left_out,
+        "split_rule": "tail" if found.format == "text" and len(found.files) == 1 else "hash",
         "sides": {
             side: {
                 "tokens": writer.total("tokens"),
@@ -363,17 +403,21 @@ def _remove_ours(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _read(path: Path, field: str) -> dict[str, Any] | None:
-    """A file of this folder; None if there is none."""
+def _read_progress(path: Path) -> dict[str, Any] | None:
+    """State of an interrupted preparation, with every field checked; None if there is none."""
     if not path.exists():
         return None
     hint = "Remove the folder to start anew."
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        fail("prepare", str(path), "be JSON", "a damaged file", f"{error}. {hint}")
-    is_ours = isinstance(content, dict) and {"request", field} <= content.keys()
-    check(is_ours, "prepare", str(path), "be a file of a preparation", "other content", hint)
+    content = read_json(path, hint)
+    fault = fault_of_form(content, _PROGRESS)
+    check(not fault, "prepare", str(path), "be as a preparation left it", fault, hint)
+    same = content.get("sha256", index_digest(content)) == index_digest(content)
+    check(same, "prepare", str(path), "hold what its own SHA-256 says", "other content", hint)
+    for side, shards in content["shards"].items():
+        names = [shard["name"] for shard in shards]
+        fits = names == [f"{side}-{number:05d}" for number in range(len(names))]
+        rule = "have the shards of each side in order"
+        check(fits and side in SIDES, "prepare", str(path), rule, ", ".join(names[:3]), hint)
     return content
 
 

@@ -1,8 +1,9 @@
-"""Documents of a data set, read through ``datasets`` and tokenised by a process of its own.
+"""Documents of a data set: files on this machine, or through ``datasets`` those of the hub.
 
-The process makes a stalled server harmless: a read that hangs cannot be interrupted, a process can
-be ended and another one started where the documents broke off. ``datasets`` is imported there and
-nowhere else.
+The hub, and a folder that came from it with a card that lists subsets, is read and tokenised by a
+process of its own, which makes a stalled server harmless: a read that hangs cannot be interrupted,
+a process can be ended and another one started where the documents broke off. ``datasets`` is
+imported there and nowhere else.
 """
 
 from __future__ import annotations
@@ -10,32 +11,39 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import lzma
 import multiprocessing
 import os
 import re
 import signal
-import textwrap
 import threading
 import time
 import traceback
-import zlib
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Queue
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from nsa.errors import UserError, check, fail
 from nsa.extras import install_command
+from nsa.train.data.local import (
+    READ_ERRORS,
+    column_texts,
+    damaged,
+    find_files,
+    is_local,
+    read_files,
+    sentence,
+)
+from nsa.train.data.origin import DocumentBatch, Found, Origin, Pace, Place
 from nsa.train.data.source import DataUnavailableError
 from nsa.train.data.tokenizer import MAX_TEXTS, batches_of_texts
 from nsa.train.distributed.launch import one_thread_for_tokenizers
-from nsa.train.sources import COMPRESSED, FORMATS, is_mistyped_path
+from nsa.train.sources import is_mistyped_path
 
 if TYPE_CHECKING:
     import datasets
@@ -48,7 +56,6 @@ _CONTACT_S = 10  # for one answer of a server that is asked whether it is there
 _ATTEMPTS = 4  # a process that is silent for this part of the time limit is ended and replaced
 _LONGEST_PAUSE_S = 30
 _CLOSING_S = 2.0
-_READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _FORMAT_LIBRARIES = {"datasets", "pyarrow", "zstandard"}
 _BUSY = (408, 425, 429)  # answers of a server that may say something else a little later
 _READER_SETTINGS: dict[str, dict[str, Any]] = {
@@ -60,67 +67,7 @@ _NO_CONNECTION = {"ConnectError", "ConnectTimeout", "ConnectionError"}
 _NETWORK_LIBRARIES = {"fsspec", "httpcore", "httpx", "httpx2", "huggingface_hub"}
 
 
-class Place(NamedTuple):
-    """The next document to read: the number of its file in the data set, and of its row in it."""
-
-    file: int = 0
-    row: int = 0
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What to read.
-
-    Attributes:
-        source: a local file or folder, or a data set on the Hugging Face hub (``owner/name``).
-        subset: the data set's configuration, for example ``sample-10BT``.
-        split: its split.
-        revision: commit, branch or tag on the hub.
-        text_field: column that holds the text.
-    """
-
-    source: str
-    subset: str | None = None
-    split: str = "train"
-    revision: str | None = None
-    text_field: str = "text"
-
-
-@dataclass(frozen=True)
-class Found:
-    """What the source turned out to be.
-
-    Attributes:
-        format: reader of ``datasets``: ``parquet``, ``json``, ``text`` or another.
-        files: names of its files, in the order in which they are read.
-        fingerprint: SHA-256 over names and versions of the files (commit on the hub, time of change
-            on a disk).
-        revision: commit on the hub; None elsewhere.
-        licence: as the hub states it; None elsewhere.
-    """
-
-    format: str
-    files: tuple[str, ...]
-    fingerprint: str
-    revision: str | None
-    licence: str | None
-
-
-class DocumentBatch(NamedTuple, Generic[T]):
-    """Consecutive documents of one file.
-
-    Attributes:
-        start: place of the first.
-        end: place after the last.
-        payload: what ``transform`` made of their texts.
-    """
-
-    start: Place
-    end: Place
-    payload: T
-
-
-# Sent by a reading process that looks for its place, or tokenises: nothing hangs.
+# Sent by a reading process while it tokenises: nothing hangs.
 _ALIVE = "alive"
 
 
@@ -134,15 +81,16 @@ def read_documents(
 ) -> tuple[Found, Generator[DocumentBatch[T], None, None]]:
     """Read documents in the data set's own order.
 
-    A read that fails because of the network, or is silent for a quarter of the time limit, is made
-    again from the same place after a pause of 1, 2, 4, .. seconds. When no document has come for
-    the whole time limit, or there is no connection in the first place, that is an error. Failures
-    of local files are errors at once. Time that the caller takes does not count.
+    Files on this machine are read by this process, and their failures are errors at once. For the
+    hub, a read that fails because of the network, or is silent for a quarter of the time limit, is
+    repeated from the same place after a pause of 1, 2, 4, .. seconds. When no document has come for
+    the whole time limit, or there is no connection in the first place, that is an error. Time that
+    the caller takes does not count.
 
     Args:
         origin: what to read.
-        transform: applied to the texts of each batch inside the reading process; an empty text
-            stands for a row without one.
+        transform: applied to the texts of each batch, for the hub inside the reading process; an
+            empty text stands for a row without one.
         start: place to begin at.
         time_limit_s: seconds without a document after which reading is given up.
         threads: batches that are transformed at the same time.
@@ -155,12 +103,17 @@ def read_documents(
         UserError: it cannot be read as documents.
     """
     check(time_limit_s > 0, "read_documents", "time_limit_s", "be positive", time_limit_s)
-    rule = "be shards prepared elsewhere, where the package datasets is not installed"
+    if is_mistyped_path(origin.source):
+        _unavailable("exist", origin.source, "It is no name on the hub.")
+    if is_local(origin):
+        found = find_files(origin)
+        return found, read_files(origin, found, transform, start, threads)
+    rule = "be text or JSON lines on this machine, where the package datasets is not installed"
     hint = f"Install with: {install_command('data')}"
     has_datasets = find_spec("datasets") is not None
     check(has_datasets, "read_documents", "source", rule, origin.source, hint)
-    if is_mistyped_path(origin.source):
-        _unavailable("exist", origin.source, "It is no name on the hub.")
+    rule = "be left out for a data set of the hub"
+    check(origin.pattern is None, "read_documents", "pattern", rule, origin.pattern)
     messages = _messages(origin, start, transform, threads, time_limit_s)
     return next(messages), messages
 
@@ -174,7 +127,7 @@ def _messages(
 ) -> Generator[Any, None, None]:
     """What the source is, then its documents, from as many processes as it takes."""
     found: Found | None = None
-    attempt, left_s = 0, time_limit_s
+    attempt, left_s, pace = 0, time_limit_s, Pace()
     while True:
         with _reading_process(origin, start, transform, threads) as connection:
             while True:
@@ -185,6 +138,9 @@ def _messages(
                     case DocumentBatch() as batch:
                         attempt, left_s, start = 0, time_limit_s, batch.end
                         yield batch
+                    case Place() as at if at.row and pace.is_due():
+                        where = f"file {at.file + 1} of {origin.source}"
+                        logger.info("%s: %d of %d rows skipped", where, at.row, start.row)
                     case Found() as again:
                         if found is None:
                             found, origin = again, replace(origin, revision=again.revision)
@@ -285,9 +241,9 @@ def _make_batch(
     transform: Callable[[list[bytes]], T],
     place: Place,
     texts: list[bytes],
-) -> DocumentBatch[T] | str:
+) -> DocumentBatch[T] | Place:
     if not texts:
-        return _ALIVE
+        return place
     return DocumentBatch(place, place._replace(row=place.row + len(texts)), transform(texts))
 
 
@@ -303,28 +259,22 @@ def _failure(error: BaseException, origin: Origin, file: str) -> Exception:
     if isinstance(error, UserError):
         return error
     source, library = Path(origin.source), type(error).__module__.partition(".")[0]
-    text = _sentence(f"{type(error).__name__}: {error}")
+    text = sentence(f"{type(error).__name__}: {error}")
     status = getattr(getattr(error, "response", None), "status_code", None)
     is_refusal = status is not None and 400 <= status < 500 and status not in _BUSY
-    is_network = isinstance(error, _READ_ERRORS) or library in _NETWORK_LIBRARIES
+    is_network = isinstance(error, READ_ERRORS) or library in _NETWORK_LIBRARIES
     if is_network and not source.exists() and not is_refusal:
         names = {cls.__name__ for cls in type(error).__mro__}
         return ConnectionError(text) if names & _NO_CONNECTION else OSError(text)
-    is_format = isinstance(error, (*_READ_ERRORS, ValueError)) or library in _FORMAT_LIBRARIES
+    is_format = isinstance(error, (*READ_ERRORS, ValueError)) or library in _FORMAT_LIBRARIES
     if is_refusal or is_format:
-        what = f"{file} of {source}" if file and not source.is_file() else source
-        return UserError("read_documents", "source", "hold documents that can be read", what, text)
+        return damaged(file, origin, text)
     bug = "".join(traceback.format_exception(error))
     return RuntimeError(f"the process that reads documents ended with an error:\n{bug}")
 
 
-def _sentence(text: str) -> str:
-    line = textwrap.shorten(text, 300, placeholder="...").removesuffix(".")
-    return line[:1].upper() + line[1:] + "."
-
-
 def open_documents(origin: Origin) -> tuple[datasets.IterableDataset, Found]:
-    """Find the files of a data set, on this machine or elsewhere, by the same code.
+    """Find the files of a data set on the hub, or of a folder that came from there.
 
     Raises:
         DataUnavailableError: it does not exist.
@@ -339,14 +289,7 @@ def open_documents(origin: Origin) -> tuple[datasets.IterableDataset, Found]:
     path, split = Path(origin.source), origin.split
     revision = licence = None
     how: dict[str, Any] = {"path": origin.source, "name": origin.subset}
-    if path.is_file():
-        rule = "be left out for a single file"
-        check(origin.subset is None, "read_documents", "subset", rule, origin.subset)
-        suffixes = [suffix for suffix in path.suffixes if suffix not in COMPRESSED] or ["none"]
-        rule = f"have a name that ends in {', '.join(FORMATS)}, maybe compressed"
-        check(suffixes[-1] in FORMATS, "read_documents", "source", rule, path)
-        how = {"path": FORMATS[suffixes[-1]], "data_files": {split: [origin.source]}}
-    elif path.exists():
+    if path.exists():
         how["path"] = str(path.resolve())
     else:
         revision, licence = _ask_hub(origin)
@@ -356,15 +299,14 @@ def open_documents(origin: Origin) -> tuple[datasets.IterableDataset, Found]:
         if builder.name in _READER_SETTINGS:
             builder = datasets.load_dataset_builder(**how, **_READER_SETTINGS[builder.name])
     except (datasets.exceptions.DatasetsError, ValueError) as error:
-        rule, hint = "be a data set that datasets can read", _sentence(str(error))
+        rule, hint = "be a data set that datasets can read", sentence(str(error))
         fail("read_documents", "source", rule, origin.source, hint)
     files = builder.config.data_files or {}
     rule = f"be one of {', '.join(map(str, files)) or 'none'}"
     check(split in files, "read_documents", "split", rule, split)
     names = [re.sub(r"^hf://datasets/[^@]+@[^/]+/", "", name) for name in files[split]]
     if path.exists():
-        root = path if path.is_dir() else path.parent
-        names = [os.path.relpath(name, root) for name in names]
+        names = [os.path.relpath(name, path) for name in names]
     versions = json.dumps([names, files[split].origin_metadata])
     digest = hashlib.sha256(versions.encode()).hexdigest()
     try:
@@ -410,7 +352,9 @@ def _texts(
         yield name, place, []
         skip = start.row if file == start.file else 0
         for table in rows.with_format("arrow").iter(batch_size=MAX_TEXTS):
-            texts = _column(table, origin.text_field, name)[max(skip - place.row, 0) :].to_pylist()
+            texts = column_texts(table, origin.text_field, name)[
+                max(skip - place.row, 0) :
+            ].to_pylist()
             place = place._replace(row=place.row + table.num_rows - len(texts))
             for batch in batches_of_texts(texts) if texts else [[]]:
                 yield name, place, batch
@@ -430,14 +374,3 @@ def _files(documents: datasets.IterableDataset, first: int) -> Iterator[datasets
         if first < half.num_shards:
             yield from _files(half, max(first, 0))
         first -= half.num_shards
-
-
-def _column(table: Any, name: str, file: str) -> Any:
-    """The texts as bytes, empty ones where there is none."""
-    rule = f"be one of the columns of {file} ({', '.join(table.column_names)})"
-    check(name in table.column_names, "read_documents", "text_field", rule, name)
-    column = table.column(name)
-    kind = str(column.type)
-    is_text = kind in ("string", "large_string", "string_view")
-    check(is_text, "read_documents", "text_field", f"hold text in {file}", kind)
-    return column.cast("large_binary").fill_null(b"")

@@ -33,8 +33,19 @@ STAMP = "verified.json"
 OFFSET_DTYPE = np.dtype("<u8")
 _SHOWN = 3
 _REPAIR = "Copy the folder again, or remove it and prepare the data again."
-_SHARD_FIELDS = {"name", "tokens", "documents", "tokens_sha256", "offsets_sha256"}
-_SOURCE_FIELDS = {"name", "subset", "split", "revision", "licence"}
+_TEXT = (str, type(None))
+SHARD = {"name": str, "tokens": int, "documents": int}
+_SHARD: dict[str, Any] = {**SHARD, "tokens_sha256": str, "offsets_sha256": str}
+_SIDE: dict[str, Any] = {"tokens": int, "documents": int, "text_bytes": int, "shards": [_SHARD]}
+_FORM: dict[str, Any] = {
+    "request": {"origin": {}, "validation_fraction": float},
+    "source": {"name": str, "subset": _TEXT, "split": str, "revision": _TEXT, "licence": _TEXT},
+    "tokenizer": {"kind": str, "vocab_size": int, "separator_id": int, "fingerprint": str},
+    "token_dtype": str,
+    "byte_order": str,
+    "left_out": {"empty": int, "unreadable": int},
+    "sides": {"train": _SIDE, "validation": _SIDE},
+}
 
 
 def shard_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -116,14 +127,14 @@ def open_shards(path: str | Path, *, verify: bool = False) -> ShardFolder:
         UserError: a file is missing, of the wrong size or damaged, or the index does not fit.
     """
     folder = Path(path)
-    index, where = _read_index(folder), ("open_shards", f"{folder / TOKENIZER}")
+    index, where = read_index(folder), ("open_shards", f"{folder / TOKENIZER}")
     try:
         tokenizer = load_tokenizer(folder / TOKENIZER)
     except UserError as error:
-        fail(*where, error.rule, error.value)
-    wanted = index["tokenizer"]["fingerprint"]
-    rule = f"have the fingerprint of {INDEX} ({wanted})"
-    check(tokenizer.fingerprint == wanted, *where, rule, tokenizer.fingerprint)
+        fail(*where, error.rule, error.value, _REPAIR)
+    for name in ("kind", "vocab_size", "separator_id", "fingerprint"):
+        found, wanted = getattr(tokenizer, name), index["tokenizer"][name]
+        check(found == wanted, *where, f"have the {name} of {INDEX} ({wanted})", found)
     shards = ShardFolder(folder, index, tokenizer)
     state = {path.name: _state(path, size) for path, (size, _) in shards.files().items()}
     stamp = {"index": index["sha256"], "files": state}
@@ -137,7 +148,13 @@ def open_shards(path: str | Path, *, verify: bool = False) -> ShardFolder:
     return shards
 
 
-def _read_index(folder: Path) -> dict[str, Any]:
+def read_index(folder: Path) -> dict[str, Any]:
+    """Content of ``index.json``, each field of which is checked.
+
+    Raises:
+        DataUnavailableError: there are no prepared data.
+        UserError: the preparation is not complete, or the file is not as it was written.
+    """
     path = folder / INDEX
     where = ("open_shards", f"{path}")
     if not path.is_file():
@@ -146,39 +163,81 @@ def _read_index(folder: Path) -> dict[str, Any]:
         check(not is_interrupted, *where, "exist", "an interrupted preparation", hint)
         hint = "Make it with: nsa data prepare SOURCE --out FOLDER"
         raise DataUnavailableError(*where, "exist", "nothing", hint)
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        fail(*where, "be JSON", "a damaged file", f"{error}.")
+    index = read_json(path, _REPAIR)
     same = isinstance(index, dict) and index.get("sha256") == index_digest(index)
-    check(same, *where, "hold what its own SHA-256 says", "other content")
+    check(same, *where, "hold what its own SHA-256 says", "other content", _REPAIR)
     found = index.get("format")
-    check(str(found) == str(FORMAT), *where, f"be of format {FORMAT}", found)
-    try:
-        is_whole = _is_whole(index)
-    except (AttributeError, KeyError, TypeError):
-        is_whole = False
-    check(is_whole, *where, "have the fields that docs/data.md lists", "others")
+    check(repr(found) == repr(FORMAT), *where, f"be of format {FORMAT}", found)
+    fault = fault_of_form(index, _FORM) or _fault_of_sides(index)
+    check(not fault, *where, "have the fields that docs/data.md lists", fault, _REPAIR)
     return index
 
 
-def _is_whole(index: dict[str, Any]) -> bool:
-    """Whether the fields that are used have the form that they must have."""
-    fits = [
-        isinstance(index["tokenizer"]["fingerprint"], str),
-        index["source"].keys() >= _SOURCE_FIELDS,
-        type(index["request"]["validation_fraction"]) is float,
-    ]
-    sides = index["sides"]
-    fits.append(tuple(sides) in (SIDES, SIDES[:2]))  # those of before 0.2 have no test side
-    for name, side in sides.items():
-        fits.append(type(side["text_bytes"]) is int)
-        for number, shard in enumerate(side["shards"]):
-            fits.append(shard.keys() == _SHARD_FIELDS and shard["name"] == f"{name}-{number:05d}")
-            fits.append(type(shard["tokens"]) is int and 0 < shard["documents"] <= shard["tokens"])
+def read_json(path: Path, hint: str) -> Any:
+    """Content of a JSON file.
+
+    Raises:
+        UserError: it is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        fail("open_shards", f"{path}", "be JSON", "a damaged file", f"{error}. {hint}")
+
+
+def fault_of_form(value: Any, form: Any, name: str = "") -> str:
+    """Name and value of the first field that is not of its form; empty if there is none.
+
+    Args:
+        value: what was read from JSON.
+        form: a type (of numbers, those that are not negative) or several; a list of one form for a
+            list; a dictionary for an object with at least its fields.
+        name: of the value.
+    """
+    if isinstance(form, dict):
+        if not isinstance(value, dict):
+            return f"{name} {value!r:.60}"
+        missing = form.keys() - value.keys()
+        if missing:
+            return f"no {'.'.join(filter(None, (name, min(missing))))}"
+        fields = [(value[key], form[key], f"{name}.{key}".lstrip(".")) for key in form]
+    elif isinstance(form, list):
+        if not isinstance(value, list):
+            return f"{name} {value!r:.60}"
+        fields = [(item, form[0], f"{name}[{number}]") for number, item in enumerate(value)]
+    else:
+        fits = isinstance(value, form) and (form is bool or type(value) is not bool)
+        fits = fits and (not isinstance(value, int | float) or value >= 0)
+        return "" if fits else f"{name} {value!r:.60}"
+    return next(filter(None, (fault_of_form(*field) for field in fields)), "")
+
+
+def _fault_of_sides(index: dict[str, Any]) -> str:
+    """First field that disagrees with another one; empty if all of them agree."""
+    sides, dtype = index["sides"], token_dtype(index["tokenizer"]["vocab_size"]).name
+    found = ", ".join(sides)
+    if tuple(sides) not in (SIDES, SIDES[:2]):  # those of before 0.2 have no test side
+        return f"sides {found}"
+    if "test" in sides:
+        form = {"request": {"test_fraction": float}, "sides": {"test": _SIDE}}
+        if fault := fault_of_form(index, form):
+            return fault
+    for name, wanted in (("token_dtype", dtype), ("byte_order", "little")):
+        if index[name] != wanted:
+            return f"{name} {index[name]!r}"
+    for side, fields in sides.items():
+        for number, shard in enumerate(fields["shards"]):
+            name = f"sides.{side}.shards[{number}]"
+            if shard.keys() != _SHARD.keys():
+                return f"{name} with {', '.join(sorted(shard))}"
+            if shard["name"] != f"{side}-{number:05d}":
+                return f"{name}.name {shard['name']!r}"
+            if not 0 < shard["documents"] <= shard["tokens"]:
+                return f"{name}.documents {shard['documents']}"
         for total in ("tokens", "documents"):
-            fits.append(side[total] == sum(shard[total] for shard in side["shards"]))
-    return all(fits)
+            if fields[total] != sum(shard[total] for shard in fields["shards"]):
+                return f"sides.{side}.{total} {fields[total]}"
+    return ""
 
 
 def _state(path: Path, size: int) -> list[int]:

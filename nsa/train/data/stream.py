@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
 from collections.abc import Generator
 from contextlib import closing
@@ -14,11 +16,14 @@ import numpy as np
 from nsa.errors import check, fail
 from nsa.train.config import DataConfig
 from nsa.train.data.documents import SIDES, Side
-from nsa.train.data.reader import Found, Origin, Place, read_documents
+from nsa.train.data.origin import Found, Origin, Pace, Place
+from nsa.train.data.reader import read_documents
 from nsa.train.data.sampler import Sampler
 from nsa.train.data.source import TokenSource
 from nsa.train.data.tokenise import Row, tokenise
 from nsa.train.data.tokenizer import Ids, Tokenizer, Tokens
+
+logger = logging.getLogger(__name__)
 
 ENDLESS = 1 << 62  # windows of a stream, which starts over when it ends
 BEGINNING = {"epoch": 0, **Place()._asdict(), "token": 0}
@@ -124,8 +129,14 @@ class StreamSource(TokenSource):
                 start=start,
                 time_limit_s=self._time_limit_s,
             )
+            skipped, begin = start.row, time.monotonic()
             with closing(batches):
                 for batch in batches:
+                    if skipped:
+                        took_s = time.monotonic() - begin
+                        what = "the stream goes on after %d rows of file %d, skipped in %.1f s"
+                        logger.info(what, skipped, start.file + 1, took_s)
+                        skipped = 0
                     for number, row in enumerate(batch.payload, start=batch.start.row):
                         if row.tokens.size:
                             is_empty = False
@@ -191,12 +202,24 @@ def read_held_out(
     found, batches = read_documents(origin, transform, time_limit_s=config.time_limit_s)
     documents: dict[Side, list[Row]] = {side: [] for side in sides}
     missing = dict.fromkeys(sides, config.validation_tokens)
+    count = num_bytes = 0
+    pace = Pace()
+
+    def report() -> None:
+        read = f"{count:,} documents ({num_bytes / 1e6:.1f} MB) of the stream"
+        tokens = config.validation_tokens * len(sides) - sum(missing.values())
+        logger.info("read %s: %s tokens of validation text", read, f"{tokens:,}")
+
     with closing(batches):
         for row in chain.from_iterable(batch.payload for batch in batches):
+            count, num_bytes = count + 1, num_bytes + row.num_bytes
+            if pace.is_due():
+                report()
             side = row.kind
             if (side == "validation" or side == "test") and missing.get(side, 0) > 0:
                 documents[side].append(row)
                 missing[side] -= len(row.tokens)
                 if max(missing.values()) <= 0:
                     break
+    report()
     return found, documents

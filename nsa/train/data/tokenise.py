@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from nsa.train.data.documents import Side, fault_of_text, side_of
+from nsa.train.data.documents import SIDES, Document, Side, fault_of_text, side_of, split_documents
 from nsa.train.data.tokenizer import Tokenizer, Tokens
 
 Kind = Literal["train", "validation", "test", "empty", "unreadable"]
@@ -44,12 +44,32 @@ def tokenise(
         sides: those whose documents are tokenised.
         texts: empty for a row without one.
     """
-    kinds = [kind_of(text, fractions) for text in texts]
-    wanted = [text for text, kind in zip(texts, kinds, strict=True) if kind in sides]
-    encoded = iter(tokenizer.encode_documents(wanted))
+    pairs = [(kind_of(text, fractions), text) for text in texts]
+    return _rows(tokenizer, sides, pairs)
+
+
+def tokenise_one(tokenizer: Tokenizer, fractions: Fractions, texts: Sequence[bytes]) -> list[Row]:
+    """Rows of a data set that is one text, whose end is set aside; the training text comes last."""
+    return _rows(tokenizer, SIDES, divided(texts, fractions))
+
+
+def divided(texts: Sequence[bytes], fractions: Fractions) -> list[tuple[Kind, bytes]]:
+    """Sides of the only text of a data set, cut by ``split_documents``; training text is last."""
+    (text,) = texts
+    if not text:
+        return [("empty", text)]
+    split = split_documents([Document("text", text)], *fractions)
+    sides: dict[Kind, Sequence[Document]] = {"validation": split.validation, "test": split.test}
+    sides["train"] = split.train
+    return [(side, document.text) for side, found in sides.items() for document in found]
+
+
+def _rows(
+    tokenizer: Tokenizer, sides: Sequence[Side], pairs: Sequence[tuple[Kind, bytes]]
+) -> list[Row]:
+    encoded = iter(tokenizer.encode_documents([text for kind, text in pairs if kind in sides]))
     return [
-        Row(kind, len(text), next(encoded) if kind in sides else _NO_TOKENS)
-        for text, kind in zip(texts, kinds, strict=True)
+        Row(kind, len(text), next(encoded) if kind in sides else _NO_TOKENS) for kind, text in pairs
     ]
 
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import string
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from importlib.util import find_spec
@@ -44,9 +47,24 @@ _PROBES = (
     "0\u200b\ufeff\x7f\x01",
     *_KNOWN_SEPARATORS,
 )
+# Long words, which a regular expression that backtracks does not finish.
+_ENDS = ("", f"\x01{string.printable}")  # what must follow, such as a letter, comes too late
+_RUNS = [64 * character + end for character in f"{string.printable}é漢" for end in _ENDS]
+_KINDS = ("byte", "gpt2", "bpe", "file")
 _GPT2_WORD = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 _LONG_BLANK = re.compile(r"\s{50000}")
 MAX_TEXTS = 1000  # of a batch
+_MAX_IDS = 1 << 24
+_TRIAL = """
+import json, sys
+from tokenizers import Tokenizer
+definition, texts = json.load(sys.stdin)
+backend = Tokenizer.from_str(definition)
+backend.encode_special_tokens = True
+for text in texts:
+    backend.encode(text)
+"""
+_TRIAL_S = 30
 _BATCH_BYTES = 1 << 20  # the results of the tokenizers library take about 130 times their text
 
 
@@ -271,12 +289,47 @@ def make_tokenizer(
     definition = _read_json(path, "data.tokenizer_path")
     is_library = isinstance(definition, dict) and isinstance(definition.get("model"), dict)
     check(is_library, *where, "be a JSON file of the tokenizers library", path)
+    _try_out(path, definition)
     backend = _backend(definition)
     for name in _KNOWN_SEPARATORS:
         if backend.token_to_id(name) is not None:
-            return SubwordTokenizer("file", definition, name)
+            tokenizer = SubwordTokenizer("file", definition, name)
+            _check_added_tokens(tokenizer, backend)
+            return tokenizer
     names = ", ".join(_KNOWN_SEPARATORS)
     fail(*where, f"have one of the tokens {names} to end documents with", path)
+
+
+def _try_out(path: str, definition: dict[str, Any]) -> None:
+    """Refuse a file that the library cannot read or use.
+
+    A process of its own does it: the library reports some faults by a panic, and a regular
+    expression that backtracks takes years for some texts.
+    """
+    where = ("make_tokenizer", "data.tokenizer_path")
+    rule = "be a file that the tokenizers library can read and use"
+    command = [sys.executable, "-c", _TRIAL]
+    given = json.dumps([json.dumps(definition), [*_PROBES, *_RUNS]])
+    try:
+        done = subprocess.run(
+            command, input=given, capture_output=True, text=True, timeout=_TRIAL_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        hint = f"It takes more than {_TRIAL_S} s for short texts."
+        fail(*where, rule, path, hint)
+    reason = (done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1]
+    check(done.returncode == 0, *where, rule, path, f"{reason.partition(': ')[2] or reason}.")
+
+
+def _check_added_tokens(tokenizer: Tokenizer, backend: tokenizers.Tokenizer) -> None:
+    """Refuse an added token that takes the blanks beside it, which no id spells."""
+    where = ("make_tokenizer", "data.tokenizer_path", "give every text back byte for byte")
+    for token in backend.get_added_tokens_decoder().values():
+        name = token.content
+        text = f"a  {name}\t {name}\n\n{name} b{name}c"
+        found = tokenizer.decode(tokenizer.encode(text))
+        hint = f"Its added token {name!r} takes text beside it: lstrip and rstrip must be false."
+        check(found == text.encode(), *where, f"{found!r} for {text.encode()!r}", hint)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -292,7 +345,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     separator, definition = saved["separator"], saved["tokenizer"]
     same = _fingerprint({"separator": separator, "tokenizer": definition}) == saved["fingerprint"]
     check(same, "load_tokenizer", "path", "hold what its fingerprint says", path)
-    if saved["kind"] == "byte":
+    is_byte = saved["kind"] == "byte"
+    fits = definition is None if is_byte else isinstance(definition, dict)
+    fits = fits and saved["kind"] in _KINDS and isinstance(separator, str | None)
+    rule = f"have a kind ({', '.join(_KINDS)}) that fits its content"
+    check(fits, "load_tokenizer", "path", rule, f"{saved['kind']!r} in {path}")
+    if is_byte:
         return ByteTokenizer(separator=separator is not None)
     return SubwordTokenizer(saved["kind"], definition, separator)
 
@@ -370,7 +428,9 @@ def _spelling(
     spelled = {token_id: spell(token) for token, token_id in vocab.items()}
     spelled |= {i: b"" if token.special else token.content.encode() for i, token in added.items()}
     spelled[separator_id] = b""
-    return [spelled.get(token_id, b"") for token_id in range(max(spelled) + 1)]
+    rule, last = f"have ids below {_MAX_IDS}", max(spelled)
+    check(last < _MAX_IDS, "SubwordTokenizer", "definition", rule, last)
+    return [spelled.get(token_id, b"") for token_id in range(last + 1)]
 
 
 # GPT-2 writes a byte as the character of the same number where that is printable, and otherwise as
@@ -407,5 +467,5 @@ def _read_json(path: str | Path, argument: str) -> Any:
     check(Path(path).is_file(), "load_tokenizer", argument, "name an existing file", path)
     try:
         return json.loads(Path(path).read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         fail("load_tokenizer", argument, "be a JSON file", path, f"{error}.")

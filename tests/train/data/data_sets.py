@@ -63,6 +63,13 @@ def write_folder(path: Path, kind: str, texts: Sequence[str], files: int = 3) ->
     return path
 
 
+def as_clone(folder: Path) -> Path:
+    """The folder with a card as on the hub, so that a process of its own reads it."""
+    card = "---\nconfigs:\n- config_name: default\n  data_files: part-*\n---\n"
+    (folder / "README.md").write_text(card)
+    return folder
+
+
 COMMIT = "c0ffee" + 34 * "0"
 Fault = Callable[[BaseHTTPRequestHandler, bytes], bool]
 

@@ -73,9 +73,9 @@ def test_folder_is_recursive_sorted_and_without_hidden_files(tmp_path):
         ),
         ("a.txt", b"abc\0def", "*", "text files only, got a NUL byte at offset 3 in a.txt"),
         ("a.txt", b"caf\xe9", "*", "text files only, got bytes that are not UTF-8 at offset 3 in"),
-        ("a.txt", b"x", "", r"data\.pattern must be a glob below data\.path"),
-        ("a.txt", b"x", "/etc/*", r"data\.pattern must be a glob below data\.path"),
-        ("a.txt", b"x", "../*", r"data\.pattern must be a glob below data\.path"),
+        ("a.txt", b"x", "", r"data\.pattern must be a glob below the folder"),
+        ("a.txt", b"x", "/etc/*", r"data\.pattern must be a glob below the folder"),
+        ("a.txt", b"x", "../*", r"data\.pattern must be a glob below the folder"),
     ],
 )
 def test_unusable_folder_is_an_error_and_never_other_data(

@@ -213,10 +213,38 @@ def test_changed_source_is_noticed(tmp_path):
         prepare(config_of(source), tmp_path / "out")
 
 
-@pytest.mark.parametrize(("name", "content"), [(PROGRESS, "{"), (PROGRESS, "[]"), (INDEX, "{}")])
-def test_damaged_notes_are_named(name, content, source, tmp_path):
+@pytest.mark.parametrize(
+    ("places", "value", "message"),
+    [
+        ([], [], "be as a preparation left it, got .*"),
+        (["found"], None, "be as a preparation left it, got found None"),
+        (["progress", "place"], "00", "be as a preparation left it, got progress.place '00'"),
+        (["progress", "text_bytes", "test"], -1, "be as .*, got progress.text_bytes.test -1"),
+        (["shards", "train", 0, "tokens"], [], r"be as .*, got shards.train\[0\].tokens \[\]"),
+        (["shards", "train", 0, "name"], "../x", r"hold what its own SHA-256 says"),
+        (["request", "origin", "split"], "test", "hold what its own SHA-256 says"),
+    ],
+)
+def test_damaged_notes_of_progress_are_named(places, value, message, source, tmp_path):
+    with pytest.raises(_InterruptedError):
+        prepare(config_of(source), tmp_path, on_progress=interrupt)
+    node = note = {"note": json.loads((tmp_path / PROGRESS).read_text())}
+    *path, last = "note", *places
+    for place in path:
+        node = node[place]
+    node[last] = value
+    (tmp_path / PROGRESS).write_text(json.dumps(note["note"]))
+    with pytest.raises(UserError, match=rf"{PROGRESS} must {message}.*Remove the folder"):
+        prepare(config_of(source), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [(PROGRESS, "{", "be JSON, got a damaged file"), (INDEX, "{}", "hold what its own SHA-256")],
+)
+def test_damaged_notes_are_named(name, content, message, source, tmp_path):
     (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=rf"{name} must be .*Remove the folder to start anew"):
+    with pytest.raises(UserError, match=rf"{name} must {message}.*emove the folder|remove it"):
         prepare(config_of(source), tmp_path)
 
 

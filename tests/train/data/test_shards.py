@@ -49,9 +49,15 @@ def folder(tmp_path: Path) -> Path:
     BYTES.save(folder / TOKENIZER)
     index = {
         "format": 1,
-        "request": {"validation_fraction": 0.1},
+        "request": {"origin": {}, "validation_fraction": 0.1},
         "source": dict.fromkeys(("name", "subset", "split", "revision", "licence"), "x"),
-        "tokenizer": {"fingerprint": BYTES.fingerprint},
+        "tokenizer": {
+            name: getattr(BYTES, name)
+            for name in ("kind", "vocab_size", "separator_id", "fingerprint")
+        },
+        "token_dtype": "uint8",
+        "byte_order": "little",
+        "left_out": {"empty": 0, "unreadable": 0},
         "sides": sides,
     }
     write_index(folder, index)
@@ -200,19 +206,43 @@ def test_damaged_indexes_are_refused(content, message, folder):
         open_shards(folder)
 
 
-FIELDS = r"index\.json must have the fields that docs/data\.md lists"
+FIELDS = r"index\.json must have the fields that docs/data\.md lists, got "
 
 
 @pytest.mark.parametrize(
     ("places", "value", "message"),
     [
         (["format"], 2, r"index\.json must be of format 1, got 2"),
+        (["format"], True, r"index\.json must be of format 1, got True"),
         (["tokenizer", "fingerprint"], "0", r"tokenizer\.json must have the fingerprint of .*0"),
-        (["sides", "train", "tokens"], 1, FIELDS),
-        (["sides", "train", "shards", 0, "name"], "../x", FIELDS),
-        (["sides", "train", "shards", 0, "tokens"], "many", FIELDS),
-        (["sides", "train", "shards", 0, "documents"], 0, FIELDS),
-        (["sides", "train", "shards", 0, "more"], 1, FIELDS),
+        (
+            ["tokenizer", "kind"],
+            "bpe",
+            r"tokenizer\.json must have the kind of .* \(bpe\), got byte",
+        ),
+        (["tokenizer", "vocab_size"], None, FIELDS + "tokenizer.vocab_size None"),
+        (["tokenizer"], None, FIELDS + "tokenizer None"),
+        (["request", "validation_fraction"], "0.1", FIELDS + "request.validation_fraction '0.1'"),
+        (["source", "subset"], 3, FIELDS + "source.subset 3"),
+        (["source"], {}, FIELDS + "no source.licence"),
+        (["token_dtype"], "uint16", FIELDS + "token_dtype 'uint16'"),
+        (["byte_order"], "big", FIELDS + "byte_order 'big'"),
+        (["left_out", "empty"], -1, FIELDS + "left_out.empty -1"),
+        (["sides", "test"], {}, FIELDS + "no request.test_fraction"),
+        (["sides", "more"], {}, FIELDS + "sides train, validation, more"),
+        (["sides", "train", "text_bytes"], 1.0, FIELDS + "sides.train.text_bytes 1.0"),
+        (["sides", "train", "tokens"], 1, FIELDS + "sides.train.tokens 1"),
+        (["sides", "train", "shards"], {}, FIELDS + "sides.train.shards {}"),
+        (["sides", "train", "shards", 0], None, FIELDS + r"sides.train.shards\[0\] None"),
+        (["sides", "train", "shards", 0, "name"], "../x", FIELDS + r"sides.train.shards\[0\].name"),
+        (["sides", "train", "shards", 1, "tokens"], "many", FIELDS + r".*\[1\].tokens 'many'"),
+        (["sides", "train", "shards", 0, "documents"], 0, FIELDS + r".*\[0\].documents 0"),
+        (["sides", "train", "shards", 0, "documents"], True, FIELDS + r".*\[0\].documents True"),
+        (
+            ["sides", "train", "shards", 0, "more"],
+            1,
+            FIELDS + r"sides.train.shards\[0\] with .*more",
+        ),
     ],
 )
 def test_wrong_indexes_are_refused(places, value, message, folder):

@@ -14,8 +14,9 @@ from nsa.errors import UserError
 from nsa.train.config import DataConfig
 from nsa.train.data import ByteTokenizer, Origin, StreamSource, collate
 from nsa.train.data.documents import SIDES, side_of
+from nsa.train.data.origin import Pace
 from nsa.train.data.stream import BEGINNING, StreamSampler, read_held_out
-from tests.train.data.data_sets import make_texts, write_folder, write_jsonl
+from tests.train.data.data_sets import as_clone, make_texts, write_folder, write_jsonl
 
 TEXTS = make_texts(2500, longest=6)
 SHARE, TEST_SHARE = 0.2, 0.1
@@ -141,3 +142,26 @@ def test_data_without_training_text_are_an_error(tmp_path):
     message = r"data\.path must hold training text, got none in .*a\.jsonl"
     with pytest.raises(UserError, match=message):
         made.window(10, 0)
+
+
+@pytest.mark.parametrize("is_clone", [False, True])
+def test_a_stream_says_how_far_it_is_while_it_starts(is_clone, tmp_path, monkeypatch, caplog):
+    """While it looks for validation text, and while it skips what was read before."""
+    path = write_folder(tmp_path / "set", "jsonl", TEXTS, files=1)
+    origin = Origin(str(as_clone(path) if is_clone else path))
+    monkeypatch.setattr(Pace, "PERIOD_S", 0.0)
+    caplog.set_level("INFO", logger="nsa")
+    read_held_out(origin, ByteTokenizer(), replace(config_of(path, 500), test_fraction=0.0))
+    lines = [line for line in caplog.messages if line.startswith("read ")]
+    assert lines[0].startswith("read 1 documents (0.0 MB) of the stream: 0 tokens of validation")
+    counts = [int(line.split()[1].replace(",", "")) for line in lines]
+    assert counts[:-1] == [*range(1, len(counts))]
+    sizes = np.cumsum([len(text) + 1 for text in DOCUMENTS["validation"]])
+    last = TEXTS.index(DOCUMENTS["validation"][int(np.searchsorted(sizes, 500))].decode())
+    assert counts[-1] == last + 1
+    made = StreamSource(origin, ByteTokenizer(), config_of(path))
+    made.seek(0, {"epoch": 0, "file": 0, "row": 2400, "token": 0})
+    made.window(10, 0)
+    made.close()
+    assert "of 2400 rows skipped" in caplog.text
+    assert "the stream goes on after 2400 rows of file 1, skipped in" in caplog.text

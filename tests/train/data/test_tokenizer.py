@@ -232,6 +232,77 @@ def test_file_that_loses_text_is_an_error(name, tmp_path):
         from_file(lossy(name), tmp_path)
 
 
+def changed(name: str, value: Any) -> dict[str, Any]:
+    """A tokenizer file with one value changed, or left out."""
+    definition = json.loads(bpe_json())
+    token = {**definition["added_tokens"][0], "content": "<x>", "id": 600, "special": False}
+    if name == "token":
+        definition["added_tokens"].append({**token, **value})
+    elif name == "regex":
+        split = {"type": "Split", "pattern": {"Regex": value}, "behavior": "Isolated"}
+        steps = [{**split, "invert": False}, definition["pre_tokenizer"]]
+        definition["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    elif name == "depth":
+        for _ in range(value):
+            steps = [definition["pre_tokenizer"]]
+            definition["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    elif name == "id":
+        definition["model"]["vocab"]["the"] = value
+    else:
+        del definition["model"][name]
+    return definition
+
+
+UNUSABLE = (
+    r"tokenizer_path must be a file that the tokenizers library can read and use, got .*json\. "
+)
+LOSSY = "data.tokenizer_path must give every text back byte for byte, .*its added token '<x>' takes"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("token", {"lstrip": True}, LOSSY),
+        ("token", {"rstrip": True}, LOSSY),
+        ("token", {"rstrip": True, "single_word": True}, LOSSY),
+        ("merges", None, UNUSABLE + "Missing vocab/merges"),
+        ("vocab", None, UNUSABLE + "Missing vocab/merges"),
+        ("id", -5, UNUSABLE + "invalid value: integer `-5`"),
+        ("id", 1.5, UNUSABLE + "invalid type: floating point `1.5`"),
+        ("id", 2**32 - 1, "definition must have ids below 16777216, got 4294967295"),
+        ("depth", 200, UNUSABLE + "recursion limit exceeded"),
+        ("regex", "(a+)+$", UNUSABLE + "Onig: Regex search error"),
+        ("regex", r"(\s|\s\s)*x", UNUSABLE + "Onig: Regex search error"),
+        ("regex", "(a", UNUSABLE + "Oniguruma error"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(name, value, message, tmp_path):
+    with pytest.raises(ValueError, match=f"(?i){message}") as caught:
+        from_file(changed(name, value), tmp_path)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_file_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "_TRIAL_S", 0.3)
+    monkeypatch.setattr(tokenizer, "_TRIAL", "import time; time.sleep(20)")
+    with pytest.raises(ValueError, match=UNUSABLE + "It takes more than 0.3 s for short texts"):
+        from_file(json.loads(bpe_json()), tmp_path)
+
+
+@pytest.mark.parametrize("token", [{}, {"special": True, "lstrip": True}, {"single_word": True}])
+def test_added_tokens_that_take_no_text_are_accepted(token, tmp_path):
+    made_here = from_file(changed("token", token), tmp_path)
+    text = "a <x>  <x>\n<x>b"
+    assert made_here.decode(made_here.encode(text)) == text.encode()
+
+
+def test_a_saved_tokenizer_that_strips_blanks_still_loads(tmp_path):
+    """Shards made with one hold no text that it loses: each document was compared."""
+    definition, path = changed("token", {"lstrip": True}), tmp_path / "saved.json"
+    tokenizer.SubwordTokenizer("file", definition, "<|endoftext|>").save(path)
+    assert load_tokenizer(path).vocab_size == 601
+
+
 def test_document_that_a_file_cannot_spell_is_an_error():
     """U+2581 stands for the space in such a tokenizer: the text would come back changed."""
     with pytest.raises(ValueError, match="come back byte for byte"):
@@ -255,8 +326,11 @@ def test_unusable_tokenizer_files_are_errors(tmp_path):
         load_tokenizer(path)
     MAKERS["bpe"]().save(path)
     saved = json.loads(path.read_text(encoding="utf-8"))
+    other_kinds = [json.dumps({**saved, "kind": kind}) for kind in ("byte", "bpf", None, ["bpe"])]
     saved["tokenizer"]["model"]["vocab"]["changed"] = 600
     for content, message in (
+        *((content, r"have a kind \(byte, gpt2, bpe, file\) that fits") for content in other_kinds),
+        ("[" * 100_000, "must be a JSON file"),
         ("{", "must be a JSON file"),
         ("{}", "be a tokenizer file of a run folder"),
         (json.dumps(saved), "hold what its fingerprint says"),
