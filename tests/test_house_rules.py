@@ -57,7 +57,7 @@ def nodes(text: str, kind: type[Node]) -> Iterator[Node]:
 
 # Lowest first, as in docs/design.md; a module may import its own layer and those below it.
 LAYERS = (
-    r"nsa\.(docstrings|errors|stages)",
+    r"nsa\.(docstrings|errors|files|stages)",
     r"nsa\.(configs|extras)",
     r"nsa\.config",
     r"nsa\.rope",

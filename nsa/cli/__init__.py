@@ -7,6 +7,7 @@ line and exit code 2; a bug keeps its traceback.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -43,6 +44,13 @@ _MACHINE = {
     errno.EIO,
     errno.ENOTDIR,
     errno.ENAMETOOLONG,
+    errno.EFBIG,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOENT,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ESTALE,
 }
 
 COMMANDS = Group(
@@ -77,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit code: 0 done, 1 ended without the wanted result, 2 a mistake in what the user gave or a
         machine that lacks something, 128 + n stopped by signal n.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path need not be valid text
     try:
         try:
             return _dispatch(list(sys.argv[1:] if argv is None else argv))

@@ -23,6 +23,7 @@ from nsa.train import checkpoint
 from nsa.train.checkpoint import (
     CheckpointWriter,
     best_checkpoint,
+    clean_checkpoints,
     find_checkpoint,
     list_checkpoints,
     load_tensors,
@@ -45,7 +46,9 @@ def tensors() -> dict[str, Tensor]:
 
 
 def save(folder: Path, step: int = 1, keep: int = 1, **meta: Any) -> Path:
-    return save_checkpoint(folder, step, tensors(), run_meta(**meta), keep=keep)
+    path = save_checkpoint(folder, step, tensors(), run_meta(**meta))
+    assert clean_checkpoints(folder, keep) == ""
+    return path
 
 
 def empty() -> dict[str, Tensor]:
@@ -115,11 +118,12 @@ def test_killed_while_writing_leaves_the_old_or_the_new(
     survived = False
     while not survived:
         folder, calls = tmp_path / str(len(newest)), 0
-        save_checkpoint(folder, 2, {"a": torch.full((9,), 2.0)}, run_meta(), keep=1)
+        save_checkpoint(folder, 2, {"a": torch.full((9,), 2.0)}, run_meta())
         with monkeypatch.context() as patch, suppress(_Death):
             patch.setattr(os, "fsync", dying(os.fsync))
             patch.setattr(Path, "rename", dying(Path.rename))
-            save_checkpoint(folder, 3, {"a": torch.full((9,), 3.0)}, run_meta(), keep=1)
+            save_checkpoint(folder, 3, {"a": torch.full((9,), 3.0)}, run_meta())
+            clean_checkpoints(folder, 1)
             survived = True
         newest.append(steps(folder)[-1])
         loaded = {"a": torch.zeros(9)}

@@ -346,7 +346,7 @@ def test_a_run_that_has_diverged_ends_without_a_sample(
     with torch.no_grad():
         trainer.model.norm.weight[3] = torch.nan
     trainer._reports.write_sample()
-    assert "no sample: generate: the model must give finite logits" in caplog.text
+    assert "sample.txt: left out (UserError: generate: the model must give" in caplog.text
     assert not (tmp_path / "run/sample.txt").exists()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from nsa.files import new_file
 from nsa.train.telemetry.metrics import Row, read_metrics
 
 # Of each plot: its title, the metric that is a line and the metric that is dots.
@@ -89,8 +90,17 @@ def plot_losses(metrics: Path, target: Path, *, title: str = "") -> bool:
     rows = read_metrics(metrics)
     if rows:
         figure = curves_figure([Curve("training", "#4477aa", rows)], LOSSES)
-        figure.suptitle(title, parse_math=False)
-        temporary = target.with_suffix(".tmp")
-        figure.savefig(temporary, dpi=120, format="png")
-        temporary.replace(target)
+        figure.suptitle(printable(title), parse_math=False)
+        save_png(figure, target)
     return bool(rows)
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write a figure so that a reader sees either the old file or the new one."""
+    with new_file(path) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
+
+
+def printable(path: str) -> str:
+    """A path as text, with a question mark for each byte that is not UTF-8."""
+    return path.encode(errors="replace").decode()

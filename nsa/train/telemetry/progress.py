@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from nsa.errors import UserError
-from nsa.train.run_folder import AppendedFile
+from nsa.files import AppendedFile
 from nsa.train.telemetry.metrics import Value
 
 _LOGGER = logging.getLogger("nsa")
