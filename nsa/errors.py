@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 # Errors of an output that a run does without, a picture or a sample for example: of the disk, of
 # memory, of the device, and of a library that is broken or was exchanged while the run went on.
-_OUTPUT_ERRORS = (
+OUTPUT_ERRORS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -98,7 +98,7 @@ def optional_output(name: str) -> Iterator[None]:
     """
     try:
         yield
-    except _OUTPUT_ERRORS as error:
+    except OUTPUT_ERRORS as error:
         logger.warning("%s: left out (%s: %s)", name, type(error).__name__, error)
 
 

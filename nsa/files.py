@@ -18,8 +18,17 @@ from nsa.errors import fail
 Record = TypeVar("Record")
 
 
-class RustErrors:
-    """Context manager: a system error that a Rust library raises as its own becomes an OSError."""
+class FileErrors:
+    """Context manager: each system error becomes an OSError that names a file.
+
+    Libraries in Rust raise errors of their own, and a write that fails names no file.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
     def __enter__(self) -> None:
         pass
@@ -31,8 +40,10 @@ class RustErrors:
         traceback: TracebackType | None,
     ) -> None:
         found = re.search(r"\(os error (\d+)\)", str(error))
-        if found and not isinstance(error, OSError):
-            raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(self._path)
+        elif found:
+            raise OSError(int(found[1]), os.strerror(int(found[1])), str(self._path)) from error
 
 
 @contextmanager
@@ -43,8 +54,9 @@ def new_file(path: Path) -> Iterator[Path]:
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        yield temporary
-        temporary.replace(path)
+        with FileErrors(path):
+            yield temporary
+            temporary.replace(path)
     finally:
         with suppress(OSError):
             temporary.unlink()
@@ -59,10 +71,10 @@ def new_folder(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".unfinished-{path.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        with RustErrors():
+        with FileErrors(path):
             temporary.mkdir(parents=True)
             yield temporary
-        temporary.rename(path)
+            temporary.rename(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nsa.errors import UserError, check, fail
-from nsa.files import RustErrors, flush, write_flushed
+from nsa.files import FileErrors, flush, write_flushed
 from nsa.train.distributed.processes import Processes
 from nsa.train.distributed.sharding import first_row, own_part
 from nsa.train.environment import version
@@ -236,7 +236,7 @@ def _check_finite(largest: Mapping[str, Tensor]) -> None:
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write one file and flush it; returns its hash."""
-    with RustErrors():
+    with FileErrors(path):
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     flush(path)
     return _sha256(path)
@@ -480,10 +480,11 @@ class CheckpointWriter:
     ) -> None:
         if copied is not None:
             copied.synchronize()
-        begin, options = time.perf_counter(), {"writers": self._writers, "largest": largest}
+        begin = time.perf_counter()
         self._flush_record()
         try:
-            path = save_checkpoint(self._folder, step, tensors, meta, **options)
+            how: dict[str, Any] = {"writers": self._writers, "largest": largest}
+            path = save_checkpoint(self._folder, step, tensors, meta, **how)
         except OSError as error:
             self.failure = f"checkpoint of step {step} could not be written ({error})"
             self.newest_step = self._written

@@ -135,6 +135,9 @@ def _csv(folder: RunFolder, rows: Sequence[Row]) -> Iterator[str]:
 
 def _tensorboard(folder: RunFolder, rows: Sequence[Row]) -> Iterator[str]:
     found = read_scalars(folder)
+    if not found:
+        yield "TensorBoard: no rows"
+        return
     for row in rows:
         shown = numbers(row, "step", "time_unix_s")
         wanted = {name: float(np.float32(value)) for name, value in shown.items()}

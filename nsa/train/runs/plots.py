@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ LOSSES: Plots = (
     ("bits per byte of text", "bits_per_byte", "val_bits_per_byte"),
 )
 _DOTS = {"marker": "o", "linestyle": "none", "markersize": 3, "label": None}
+_LARGEST = 1e100  # axes overflow beyond it
 _MOST_NAMED = 16  # more curves have no legend
 
 
@@ -71,7 +73,8 @@ def _draw(axes: Axes, curve: Curve, metric: str, style: dict[str, Any]) -> None:
     if len(rows) == 1:
         style = {"marker": ".", **style}  # a line through one point is invisible
     steps = [int(row["step"]) * curve.scale for row in rows]
-    values = [float(row[metric + curve.suffix]) for row in rows]
+    found = (float(row[metric + curve.suffix]) for row in rows)
+    values = [value if abs(value) < _LARGEST else math.nan for value in found]
     if rows:
         axes.plot(steps, values, color=curve.colour, **style)
 

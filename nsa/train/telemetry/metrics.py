@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from nsa.errors import check
+from nsa.errors import OUTPUT_ERRORS, check
 from nsa.files import AppendedFile, read_lines, replace_text
 from nsa.train.run_folder import RunFolder
 
@@ -210,11 +210,14 @@ class MetricsWriter:
         self._columns = columns
 
     def _write_tensorboard(self, rows: Sequence[Row]) -> None:
-        if self._tensorboard is None:
-            # From this step on TensorBoard hides what earlier files hold: rows that were set aside.
-            first = self._begun_after + 1
-            self._tensorboard = SummaryWriter(self._folder.tensorboard, purge_step=first)
         try:
+            if self._tensorboard is not None and not self._folder.tensorboard.is_dir():
+                self._tensorboard.close()  # its thread would fail
+                self._tensorboard, self._begun_after = None, int(rows[0]["step"]) - 1
+            if self._tensorboard is None:
+                # From this step on TensorBoard hides what earlier files hold: rows set aside.
+                first = self._begun_after + 1
+                self._tensorboard = SummaryWriter(self._folder.tensorboard, purge_step=first)
             for row in rows:
                 for name, value in numbers(row, "step", "time_unix_s").items():
                     self._tensorboard.add_scalar(name, value, row["step"], row["time_unix_s"])
@@ -222,6 +225,9 @@ class MetricsWriter:
         except OSError:  # after which it cannot go on
             self._tensorboard, self._begun_after = None, int(rows[0]["step"]) - 1
             raise
+        except OUTPUT_ERRORS as error:  # UnicodeError, of a path that is not UTF-8
+            self._outputs.pop()
+            logger.warning("tensorboard: left out from here on (%s)", error)
 
 
 def numbers(row: Row, *without: str) -> dict[str, float]:
