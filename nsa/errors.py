@@ -3,9 +3,30 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
+
+logger = logging.getLogger(__name__)
+
+# Errors of an output that a run does without, a picture or a sample for example: of the disk, of
+# memory, of the device, and of a library that is broken or was exchanged while the run went on.
+OUTPUT_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
 
 
 class UserError(ValueError):
@@ -66,6 +87,19 @@ def check(
     """Raise as :func:`fail` does unless ``condition`` holds."""
     if not condition:
         fail(function, argument, rule, value, hint)
+
+
+@contextmanager
+def optional_output(name: str) -> Iterator[None]:
+    """Context manager: turn an error in an output that a run does without into a warning.
+
+    Args:
+        name: the output.
+    """
+    try:
+        yield
+    except OUTPUT_ERRORS as error:
+        logger.warning("%s: left out (%s: %s)", name, type(error).__name__, error)
 
 
 def check_output(function: str, argument: str, path: Path | None, *, is_new: bool = False) -> None:

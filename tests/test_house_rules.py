@@ -57,7 +57,7 @@ def nodes(text: str, kind: type[Node]) -> Iterator[Node]:
 
 # Lowest first, as in docs/design.md; a module may import its own layer and those below it.
 LAYERS = (
-    r"nsa\.(docstrings|errors|fields|stages|terminal)",
+    r"nsa\.(docstrings|errors|fields|files|stages|terminal)",
     r"nsa\.(configs|extras)",
     r"nsa\.config",
     r"nsa\.rope",

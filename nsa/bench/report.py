@@ -12,6 +12,7 @@ from nsa.bench.rows import Row, measured
 from nsa.bench.table import Cells, field, markdown, point, row_cells, table
 from nsa.bench.targets import DENSE, Figures, figures, of_dense, outcomes
 from nsa.errors import check
+from nsa.files import new_file, replace_text
 from nsa.ops._triton.tuning import table_name
 
 _COLOURS = ("#4477aa", "#cc3311", "#228833", "#aa3377", "#ccbb44", "#66ccee", "#000000")
@@ -55,7 +56,7 @@ def write_report(rows: Sequence[Row], folder: Path) -> Path:
     if failed:
         parts += ["## Without a figure", "\n".join(failed)]
     path = folder / "report.md"
-    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    replace_text(path, "\n\n".join(parts) + "\n")
     return path
 
 
@@ -149,7 +150,8 @@ def _plots(case: str, rows: Sequence[Row], by: Figures, folder: Path, name: str)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
         file = folder / f"{kind}-{name}.png"
-        figure.savefig(file, dpi=120)
+        with new_file(file) as temporary:
+            figure.savefig(temporary, dpi=120, format="png")
         parts.append(f"![{label} over length]({file.name})")
     return parts
 

@@ -26,6 +26,7 @@ from nsa.bench.implementations import IMPLEMENTATIONS, does_not_fit, own_kernels
 from nsa.bench.points import Point, Shape, batch_of, make_tensors
 from nsa.bench.rows import Origin, origin
 from nsa.errors import check
+from nsa.files import replace_text
 from nsa.ops._triton.tuning import (
     TABLES,
     Tile,
@@ -326,6 +327,4 @@ def write_tile(path: Path, here: Origin, key: TileKey, tile: Tile, note: Mapping
     notes = {**note, "torch": here.torch, "triton": here.triton, "date": here.date[:10]}
     table = TileTable(table.gpu, {**table.rows, key: tile}, {**table.notes, key: notes})
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(table_text(table), encoding="utf-8")
-    temporary.replace(path)
+    replace_text(path, table_text(table))

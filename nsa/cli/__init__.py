@@ -44,6 +44,13 @@ _MACHINE = {
     errno.EIO,
     errno.ENOTDIR,
     errno.ENAMETOOLONG,
+    errno.EFBIG,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOENT,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ESTALE,
 }
 
 COMMANDS = Group(

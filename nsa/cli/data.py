@@ -192,11 +192,12 @@ def needles(out: str, *, size: int = 2048, number: int = 100, seed: int = 0) -> 
         number: prompts
         seed: of numbers and depths
     """
+    from nsa.files import replace_text
     from nsa.train.data.needles import needle_prompts
 
     check_output("nsa data needles", "OUT", Path(out), is_new=True)
     lines = [dumps(row) for row in needle_prompts(size, number, seed)]
-    Path(out).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    replace_text(Path(out), "\n".join(lines) + "\n")
     print(f"{out}: {number:,} prompts of at most {size:,} bytes")
     return 0
 

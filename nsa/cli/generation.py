@@ -218,7 +218,8 @@ def _selection(generation: Generation, prompt_len: int, picture: Path) -> Iterat
     """
     from nsa.lm.inspection import inspect_text
     from nsa.train.execution.precision import autocast
-    from nsa.train.runs.selection import heat_maps, save_png, selection_lines
+    from nsa.train.runs.plots import save_png
+    from nsa.train.runs.selection import heat_maps, selection_lines
 
     model, tokens = generation.model, generation.tokens[0]
     # The last token was drawn and has looked nowhere yet.

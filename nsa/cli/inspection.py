@@ -37,7 +37,8 @@ def inspect(
         output: page to write (default inspection.html in the run)
         record: new file for all selected blocks, which nsa bench attention --recorded reads
     """
-    from nsa.train.run_folder import RunFolder, replace_text
+    from nsa.files import replace_text
+    from nsa.train.run_folder import RunFolder
 
     check_output("inspect", "--record", record, is_new=True)
     check_output("inspect", "--output", output)

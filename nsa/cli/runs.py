@@ -41,7 +41,8 @@ def report(runs: tuple[str, ...], *, output: Path | None = None) -> int:
         runs: run folders; several are compared
         output: page to write (default report.html in the first run)
     """
-    from nsa.train.run_folder import RunFolder, replace_text
+    from nsa.files import replace_text
+    from nsa.train.run_folder import RunFolder
     from nsa.train.runs.report import report_page
 
     check_output("report", "--output", output)

@@ -11,13 +11,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa.errors import UserError, check
+from nsa.errors import UserError, check, optional_output
 
 if TYPE_CHECKING:
     from nsa.train.config import TrainConfig
     from nsa.train.distributed.processes import Processes
     from nsa.train.run_folder import RunFolder
-    from nsa.train.telemetry.progress import RunReport
 
 EXIT_FAILED, EXIT_SIGNAL = 1, 128
 PLOT_EVERY_S = 60.0  # at most: drawing costs training some tenths of a second
@@ -146,7 +145,7 @@ def _run(
         nonlocal plotted
         report.row(row)
         if "val_loss_nats" in row and time.monotonic() - plotted > PLOT_EVERY_S:
-            _plot(folder, report)
+            _plot(folder)
             plotted = time.monotonic()
 
     with (
@@ -179,20 +178,22 @@ def _run(
             return EXIT_FAILED
         finally:
             if processes.is_main:
-                _plot(folder, report)
+                _plot(folder)
         if not result.finished:
             report.line(f"continue with: nsa train --resume {shlex.quote(str(folder.path))}")
             return EXIT_SIGNAL + signal.Signals[result.signal] if result.signal else 0
         path = shlex.quote(str(folder.path))
         more = f"nsa eval {path}\n  nsa generate {path} --prompt 'Once'"
-        report.line(f"finished {result.step} steps; next:\n  {more}", event="finish")
+        text = f"finished {result.step} steps; next:"
+        if result.step == done:
+            text = f"all {done} steps were done before, none was added; next:"
+            more = f"nsa train --resume {path} --steps {2 * done}\n  {more}"
+        report.line(f"{text}\n  {more}", event="finish")
     return 0
 
 
-def _plot(folder: RunFolder, report: RunReport) -> None:
-    from nsa.train.runs.plots import plot_losses
+def _plot(folder: RunFolder) -> None:
+    with optional_output(folder.loss_png.name):
+        from nsa.train.runs.plots import plot_losses
 
-    try:
         plot_losses(folder.metrics_jsonl, folder.loss_png, title=folder.path.name)
-    except OSError as error:
-        report.line(f"loss.png could not be written ({error})")

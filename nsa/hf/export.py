@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from nsa.errors import check
+from nsa.files import new_folder
 from nsa.hf.config import NSALMConfig
 from nsa.hf.model import NSAForCausalLM
 from nsa.hf.tokenizer import as_transformers
@@ -69,16 +70,13 @@ def export_run(
     wrapped = as_llama(model, values) if layout == "llama" else _ours(model, values)
     tokens = {"eos_token_id": separator, "pad_token_id": separator}
     wrapped.generation_config = GenerationConfig(**tokens)
-    unfinished = target.with_name(f".unfinished-{target.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    wrapped.save_pretrained(unfinished, max_shard_size=shard_size)
-    shutil.copyfile(folder.tokenizer, unfinished / TOKENIZER)
-    saved = json.loads(folder.tokenizer.read_text(encoding="utf-8"))
-    as_transformers(saved).save_pretrained(unfinished)
     card = model_card(config, model, read_meta(path), target.name, layout)
-    (unfinished / "README.md").write_text(card, encoding="utf-8")
-    unfinished.rename(target)
+    with new_folder(target) as unfinished:
+        wrapped.save_pretrained(unfinished, max_shard_size=shard_size)
+        shutil.copyfile(folder.tokenizer, unfinished / TOKENIZER)
+        saved = json.loads(folder.tokenizer.read_text(encoding="utf-8"))
+        as_transformers(saved).save_pretrained(unfinished)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
     size = sum(file.stat().st_size for file in target.iterdir())
     return f"{target}: step {step}, {dtype}, layout {layout}, {size / 1e6:,.1f} MB"
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa.errors import UserError, check
+from nsa.files import new_file
 
 _BLOCK_SIZE = "block_size"
 
@@ -28,7 +29,7 @@ def save_selections(path: Path, layers: Sequence[Tensor], block_size: int) -> No
     # Queries behind each other: the same rank of neighbours is nearly equal, which compresses.
     named: dict[str, Any] = {name: x.transpose(1, 2, 0) for name, x in arrays.items()}
     named[_BLOCK_SIZE] = np.array(block_size)
-    with path.open("wb") as file:
+    with new_file(path) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, **named)
 
 

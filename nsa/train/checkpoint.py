@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 import time
@@ -31,10 +30,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nsa.errors import UserError, check, fail
+from nsa.files import FileErrors, flush, write_flushed
 from nsa.train.distributed.processes import Processes
 from nsa.train.distributed.sharding import first_row, own_part
 from nsa.train.environment import version
-from nsa.train.run_folder import flush_folder, write_flushed
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +50,9 @@ _KINDS: dict[str, Any] = {
     "data": dict,
     "val_bits_per_byte": float | int | None,
 }
+# Also, since these were added: the text of tokenizer.json, and the rows so far by
+# :func:`nsa.train.telemetry.metrics.record_of`.
+_ADDED: dict[str, Any] = {"tokenizer": str | None, "metrics": dict | None}
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = ".unfinished-"
 
@@ -76,10 +78,11 @@ def best_checkpoint(folder: Path, *, skip_damaged: bool = True) -> Path | None:
 
     Raises:
         UserError: one is damaged, which may be the best, and is not to be skipped.
+        OSError: the same of one that cannot be read.
     """
     figures = {}
     for path in list_checkpoints(folder):
-        with suppress(UserError) if skip_damaged else nullcontext():
+        with suppress(UserError, OSError) if skip_damaged else nullcontext():
             if (figure := read_meta(path)["val_bits_per_byte"]) is not None:
                 figures[path] = figure
     return min(figures, key=figures.__getitem__, default=None)
@@ -119,11 +122,10 @@ def save_checkpoint(
     tensors: Mapping[str, Tensor],
     meta: Mapping[str, Any],
     *,
-    keep: int,
     writers: Processes | None = None,
     largest: Mapping[str, Tensor] | None = None,
 ) -> Path:
-    """Write a checkpoint, then remove all but the newest ``keep`` and the best.
+    """Write a checkpoint. It exists from its rename on, whatever happens afterwards.
 
     Args:
         folder: folder of all checkpoints of a run; made if need be.
@@ -132,7 +134,6 @@ def save_checkpoint(
             process also the others.
         meta: everything else, as JSON; ``val_bits_per_byte`` is what :func:`best_checkpoint`
             compares.
-        keep: newest checkpoints that stay, this one included.
         writers: the processes that write a file each and call this together; None for one.
         largest: of :func:`_largest`, where a GPU has computed it; None computes it here.
 
@@ -146,19 +147,23 @@ def save_checkpoint(
     writers = writers or Processes()
     names = _tensor_files(writers.world_size)
     target = checkpoint_path(folder, step)
-    unfinished = folder / f"{_UNFINISHED}{target.name}"
 
-    def prepare() -> None:
-        if writers.is_main:
-            if target.exists():
-                raise FileExistsError(f"{target} exists already")
-            folder.mkdir(parents=True, exist_ok=True)
-            _remove_unfinished(folder)  # left by a process that was killed here
-            unfinished.mkdir()
+    def prepare() -> Path | None:
+        if not writers.is_main:
+            return None
+        if target.exists():
+            raise FileExistsError(f"{target} exists already")
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_unfinished(folder)  # left by a process that was killed here
+        new = folder / f"{_UNFINISHED}{target.name}"
+        while new.exists():  # left by a process of another user
+            new = new.with_name(f"{new.name}-")
+        new.mkdir()
+        return new
 
     try:
         _on_all(writers, lambda: _check_finite(_largest(tensors) if largest is None else largest))
-        _on_all(writers, prepare)
+        unfinished = next(path for path in _on_all(writers, prepare) if path is not None)
         file = unfinished / names[writers.rank]
         digests = _on_all(writers, lambda: _write_tensors(file, tensors))
         if not writers.is_main:
@@ -169,19 +174,34 @@ def save_checkpoint(
             shutil.copymode(unfinished / META, unfinished / name)
         sums = dict(zip(names, digests, strict=True)) | {META: _sha256(unfinished / META)}
         write_flushed(unfinished / SUMS, _sums_text(sums))
-        flush_folder(unfinished)
+        flush(unfinished)
+        unfinished.rename(target)
     except OSError:
         if writers.is_main:
             _remove_unfinished(folder)  # a full disk needs the room
         raise
-    unfinished.rename(target)
-    flush_folder(folder)
-    best = best_checkpoint(folder)
-    for old in list_checkpoints(folder)[:-keep]:
-        if old != best:  # renamed first: never half of a checkpoint under a valid name
-            old.rename(folder / f"{_UNFINISHED}{old.name}")
-    _remove_unfinished(folder)
     return target
+
+
+def clean_checkpoints(folder: Path, keep: int) -> str:
+    """Remove all checkpoints but the newest ``keep`` and the best, and what was left unfinished.
+
+    Returns:
+        Why some of them could not be removed; empty if all were.
+    """
+    try:
+        flush(folder)  # the new one first
+    except OSError as error:
+        return str(error)
+    best, reason = best_checkpoint(folder), ""
+    for old in list_checkpoints(folder)[:-keep]:
+        try:
+            (old / META).read_bytes()  # one that cannot be read now may be the best
+            if old != best:  # renamed first: never half of a checkpoint under a valid name
+                old.rename(folder / f"{_UNFINISHED}{old.name}")
+        except OSError as error:
+            reason = str(error)
+    return _remove_unfinished(folder) or reason
 
 
 def _on_all(writers: Processes, action: Callable[[], Any]) -> list[Any]:
@@ -216,18 +236,21 @@ def _check_finite(largest: Mapping[str, Tensor]) -> None:
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write one file and flush it; returns its hash."""
-    try:
+    with FileErrors(path):
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:  # its form of an OSError
-        raise OSError(f"{path}: {error}") from error
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    flush(path)
     return _sha256(path)
 
 
-def _remove_unfinished(folder: Path) -> None:
+def _remove_unfinished(folder: Path) -> str:
+    """Remove what can be removed; returns why something could not."""
+    reason = ""
     for leftover in folder.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(leftover)
+        try:
+            shutil.rmtree(leftover)
+        except OSError as error:
+            reason = str(error)
+    return reason
 
 
 def _tensor_files(number: int) -> list[str]:
@@ -268,7 +291,8 @@ def read_meta(path: Path) -> dict[str, Any]:
     _read_sums(path)
     if not isinstance(meta, dict):
         fail("read_meta", "path", "hold a checkpoint with JSON in meta.json", path)
-    for name, kind in _KINDS.items():
+    meta = {**dict.fromkeys(_ADDED), **meta}
+    for name, kind in (_KINDS | _ADDED).items():
         found = f"{meta[name]!r:.60} in {path}" if name in meta else f"none in {path}"
         fits = name in meta and isinstance(meta[name], kind)
         check(fits, "read_meta", "path", f"have a {name} of its kind in meta.json", found)
@@ -376,21 +400,29 @@ class CheckpointWriter:
 
     A checkpoint that cannot be written, on a full disk for example, is a warning: the older ones
     stay and training goes on. The same holds for a checkpoint with a weight or moment that is not
-    finite, which must not replace the older ones. Any other error is a bug: the next call
-    raises it.
+    finite, which must not replace the older ones. An older one that cannot be removed is one
+    warning. Any other error is a bug: the next call raises it.
 
     Args:
         folder: folder of all checkpoints of a run.
-        keep: see :func:`save_checkpoint`.
+        keep: see :func:`clean_checkpoints`.
         writers: see :func:`save_checkpoint`; they call every method together.
+        record: ``metrics.jsonl`` of the run, which reaches the disk before each checkpoint.
 
     Attributes:
         newest_step: step of the newest checkpoint, written or being written; None without one.
         failure: why the last one could not be written; None if it could.
     """
 
-    def __init__(self, folder: Path, keep: int, writers: Processes | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        writers: Processes | None = None,
+        record: Path | None = None,
+    ) -> None:
         self._folder, self._keep, self._writers = folder, keep, writers or Processes()
+        self._record, self._has_complained = record, False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         found = list_checkpoints(folder)
@@ -448,10 +480,11 @@ class CheckpointWriter:
     ) -> None:
         if copied is not None:
             copied.synchronize()
-        begin, keep, writers = time.perf_counter(), self._keep, self._writers
+        begin = time.perf_counter()
+        self._flush_record()
         try:
-            options: dict[str, Any] = {"keep": keep, "writers": writers, "largest": largest}
-            path = save_checkpoint(self._folder, step, tensors, meta, **options)
+            how: dict[str, Any] = {"writers": self._writers, "largest": largest}
+            path = save_checkpoint(self._folder, step, tensors, meta, **how)
         except OSError as error:
             self.failure = f"checkpoint of step {step} could not be written ({error})"
             self.newest_step = self._written
@@ -462,6 +495,17 @@ class CheckpointWriter:
         self._written, self.failure = step, None
         seconds = time.perf_counter() - begin
         self._log(logging.INFO, "checkpoint", f"checkpoint {path} ({seconds:.1f} s)", step)
+        reason = clean_checkpoints(self._folder, self._keep) if self._writers.is_main else ""
+        if reason and not self._has_complained:
+            text = f"checkpoints are written, but old ones stay: {reason}. Remove them by hand."
+            self._log(logging.WARNING, "warning", text, step)
+        self._has_complained |= bool(reason)
+
+    def _flush_record(self) -> None:
+        with suppress(OSError):  # rows that are lost nevertheless are noticed on resuming
+            if self._record is not None and self._writers.is_main:
+                flush(self._record)
+                flush(self._record.parent)
 
     def _log(self, level: int, event: str, text: str, step: int) -> None:
         if self._writers.is_main:

@@ -13,6 +13,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from nsa.errors import check, fail
+from nsa.files import new_file
 from nsa.train.evaluation import Measurement, paired_difference
 
 # What measurements have in common that may be compared.
@@ -48,17 +49,13 @@ def save_measurement(path: Path, measurement: Measurement, about: dict[str, Any]
             ``seq_len``, ``windows``; as far as known, ``seed`` of the run, ``checkpoint_sha256``,
             ``text_sha256``, ``data_seed`` of a synthetic task, ``document_mask``.
     """
-    with path.open("xb") as file:
-        try:
-            np.savez_compressed(
-                file,
-                documents=measurement.documents,
-                positions=measurement.positions,
-                about=np.array(json.dumps(about)),
-            )
-        except OSError:  # as on a full disk
-            path.unlink()
-            raise
+    with new_file(path) as temporary, temporary.open("wb") as file:
+        np.savez_compressed(
+            file,
+            documents=measurement.documents,
+            positions=measurement.positions,
+            about=np.array(json.dumps(about)),
+        )
 
 
 def load_measurement(

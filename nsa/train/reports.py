@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from nsa.errors import UserError
+from nsa.errors import optional_output
+from nsa.files import replace_text
 from nsa.lm.flops import flops_per_token
 from nsa.lm.model import LanguageModel
 from nsa.train.config import TrainConfig
@@ -42,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_PROMPT_TOKENS = 64
 SAMPLE_TEMPERATURE = 0.8
+_RECENT_ROWS = 10  # whose pace tells when the run will end
 
 Beat = Callable[[str, int, float], None]  # phase, step, longest duration in seconds
 
@@ -98,7 +103,10 @@ class Reports:
         self._clock = DeviceClock(run.device)
         self._layers = LayerStatistics(state.model) if run.config.telemetry else None
         self._steps_done = 0
-        self._has_evaluated = self._has_told_start = False
+        # Step and time of the last rows, or of the start of this process before its first one.
+        self._recent = deque([(state.progress.step, state.progress.seconds)], _RECENT_ROWS)
+        self._starts_recent = True
+        self._has_evaluated = self._has_told_start = self._has_lost_folder = False
         compilations.listen(run.device)
         if self._peak_flops is None:
             logger.info("mfu: left out, the peak rate of this device and dtype is not known")
@@ -110,6 +118,31 @@ class Reports:
         """Write what a full disk may have kept waiting."""
         if self._metrics is not None:
             self._metrics.close()
+
+    def record(self) -> dict[str, Any] | None:
+        """See :meth:`MetricsWriter.record`; None if this process writes no rows."""
+        return None if self._metrics is None else self._metrics.record()
+
+    def keep_folder(self) -> bool:
+        """Write the configuration and tokenizer again if the run folder has lost them.
+
+        Returns:
+            Whether the run folder has them; true in processes that do not write.
+        """
+        folder, before = self._run.run_folder, self._has_lost_folder
+        if self._metrics is None:
+            return True
+        self._has_lost_folder = False
+        try:
+            if not folder.is_whole():
+                tokenizer = self._data.tokenizer.to_json()
+                folder.restore(dataclasses.asdict(self._config), tokenizer)
+        except OSError as error:
+            self._has_lost_folder = True
+            if not before:
+                text = "as after a rename; it is written again as soon as that is possible"
+                self._warn("warning", f"{folder.config} is gone, {text} ({error})")
+        return not self._has_lost_folder
 
     def due(self, every: int, ahead: int = 0) -> bool:
         """Whether the step just done (or so many later) is the last or a multiple of ``every``.
@@ -183,6 +216,7 @@ class Reports:
             return
         self.last_row = row
         self._metrics.write(row)
+        self.keep_folder()
         if self._run.on_row is not None:
             self._run.on_row(row)
         for kind, text in self._health.look(row):
@@ -204,7 +238,7 @@ class Reports:
             "data_time_ms": 1000 * window.data_seconds / window.steps,
             "tokens_per_s": tokens_per_s,
             "tokens_per_s_total": progress.tokens / progress.seconds,
-            "eta_s": (self._config.steps - progress.step) * progress.seconds / progress.step,
+            "eta_s": self._eta_s(),
             "compilations": compilations.now.compilations,
             **memory_row(self._run.device),
             **self._clock.row(),
@@ -222,6 +256,18 @@ class Reports:
             flops = flops_per_token(self._state.model, self._config.seq_len)
             row["mfu"] = tokens_per_s * flops / peak
         return row
+
+    def _eta_s(self) -> float:
+        """Time that the steps left take at the pace of the last rows, pauses included."""
+        progress = self._state.progress
+        step, seconds = self._recent[0]
+        if self._starts_recent:  # the first row of a process has waited for the compiler
+            self._recent.clear()
+            self._starts_recent = False
+        self._recent.append((progress.step, progress.seconds))
+        steps = progress.step - step
+        pace = (progress.seconds - seconds) / steps if steps else progress.seconds / progress.step
+        return (self._config.steps - progress.step) * pace
 
     def _of_every_rank(self, row: Row) -> Row:
         """Of the metrics in which processes may differ, the value of each of them."""
@@ -286,24 +332,17 @@ class Reports:
 
         A model that cannot, such as one that has diverged, ends no run.
         """
-        config = self._config
+        config, path = self._config, self._run.run_folder.sample
         if config.sample_tokens == 0:
             return
         model = self._whole_model()
-        if not self._run.processes.is_main:
+        if model is None or not self._run.processes.is_main:
             return
         size = min(SAMPLE_PROMPT_TOKENS, config.seq_len)
         prompt = self._data.validation.window(config.seq_len, 0)[:size].tolist()
         self._stops_in_sample()
-        try:
-            sample = self._sample(model, prompt)
-        except UserError as error:
-            logger.warning("no sample: %s", error)
-            return
-        try:
-            self._run.run_folder.sample.write_text(sample, encoding="utf-8")
-        except OSError as error:
-            logger.warning("sample.txt could not be written (%s)", error)
+        with optional_output(path.name):
+            replace_text(path, self._sample(model, prompt))
 
     def _sample(self, model: LanguageModel, prompt: list[int]) -> str:
         config, tokenizer = self._config, self._data.tokenizer
@@ -343,13 +382,22 @@ class Reports:
         """Longest silence where something runs for the first time, which may compile."""
         return max(self._config.stall_limit_s, 300.0)
 
-    def _whole_model(self) -> LanguageModel:
-        """A model that the main process can run alone; all processes must call this."""
+    def _whole_model(self) -> LanguageModel | None:
+        """A model that the main process can run alone; all processes must call this.
+
+        None if the main process has no room for it.
+        """
         model, run = self._state.model, self._run
         if not run.strategy.in_step:
             return model
-        with run.device if run.processes.is_main else torch.device("meta"):
+        whole = None
+        with (
+            optional_output("the whole model, for a sample"),
+            run.device if run.processes.is_main else torch.device("meta"),
+        ):
             whole = LanguageModel(model.config)
+        if run.processes.largest(int(whole is None))[0] or whole is None:
+            return None
         for name, weight in model.named_parameters():  # one at a time: the others have no room
             whole.get_parameter(name).detach().copy_(gather(weight))
         return whole

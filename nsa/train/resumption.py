@@ -15,6 +15,8 @@ from nsa.train.checkpoint import list_checkpoints, read_meta
 from nsa.train.config import TrainConfig
 from nsa.train.load import RENAMED
 from nsa.train.run_folder import RunFolder
+from nsa.train.state import Progress
+from nsa.train.telemetry.metrics import lines_until, record_of
 
 # Settings that a resumed run may change: none of them alters a weight, except
 # - by rounding, where a global batch is divided into other micro-batches or among other processes,
@@ -93,6 +95,29 @@ def check_same_data(checkpoint: Path, description: Mapping[str, Any]) -> None:
     """
     before, now = _flat(read_meta(checkpoint)["data"]), _flat(description)
     _check_same(before, now, before.keys() | now.keys(), "The text has changed since.")
+
+
+def fault_of_rows(run_folder: RunFolder, checkpoint: Path) -> str:
+    """Whether ``metrics.jsonl`` lacks rows that were there when a checkpoint was taken.
+
+    Args:
+        run_folder: folder of the run.
+        checkpoint: folder of one of its checkpoints.
+
+    Returns:
+        A sentence; empty if the rows are the same, or if the checkpoint does not know them.
+
+    Raises:
+        UserError: the checkpoint or the record is damaged.
+    """
+    meta = read_meta(checkpoint)
+    reported = Progress.from_json(meta["progress"]).reported_step
+    expected, (kept, _) = meta["metrics"], lines_until(run_folder.metrics_jsonl, reported)
+    if expected is None or record_of(kept) == expected:
+        return ""
+    found = f"{len(kept)} rows up to step {reported}"
+    then = f"the {expected.get('rows')} that were there at {checkpoint.name}"
+    return f"metrics.jsonl: its {found} are not {then}: rows were lost or changed"
 
 
 def _check_same(

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import os
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from nsa.errors import check, fail
+from nsa.errors import UserError, check, fail
+from nsa.files import replace_text
 from nsa.train.config import TrainConfig
 from nsa.train.environment import collect
-from nsa.train.load import load_config, to_yaml
+from nsa.train.load import load_config, to_yaml, yaml_text
+
+logger = logging.getLogger(__name__)
 
 
 class RunFolder:
@@ -56,6 +60,7 @@ class RunFolder:
         self.stacks = path / "stacks"
         self.tracking = path / "tracking.json"
         self.halt = path / "halt"
+        self._lock: ExitStack | None = None
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
@@ -112,6 +117,8 @@ class RunFolder:
     def open(cls, path: str | Path, argument: str = "RUN") -> RunFolder:
         """The run folder at ``path``.
 
+        A configuration or tokenizer that is missing is written again from the newest checkpoint.
+
         Args:
             path: the folder.
             argument: which named it, for messages.
@@ -120,6 +127,8 @@ class RunFolder:
             UserError: if there is none; the message has the nearest name.
         """
         folder = cls(Path(path))
+        if not folder.is_whole():
+            folder._restore_from_checkpoint()
         if not folder.config.is_file():
             configs = folder.path.parent.glob("*/config.yaml")
             siblings = sorted(config.parent.name for config in configs)
@@ -131,10 +140,43 @@ class RunFolder:
             fail("run folder", argument, rule, path, hint)
         return folder
 
+    def is_whole(self) -> bool:
+        """Whether the configuration and the tokenizer are there."""
+        return os.path.isfile(self.config) and os.path.isfile(self.tokenizer)
+
+    def restore(self, config: Mapping[str, Any], tokenizer: str | None) -> None:
+        """Write the configuration and the tokenizer again where they are missing.
+
+        Args:
+            config: the configuration as JSON has it.
+            tokenizer: text of ``tokenizer.json``; None if it is not known.
+
+        Raises:
+            OSError: they could not be written.
+        """
+        text = yaml_text(config)  # last: a folder that has it is whole
+        for path, content in ((self.tokenizer, tokenizer), (self.config, text)):
+            if content is not None and not os.path.isfile(path):
+                replace_text(path, content)
+                logger.warning("%s was missing and is written again", path)
+        if self._lock is not None:
+            self._take_lock()
+
+    def _restore_from_checkpoint(self) -> None:
+        if not any(self.checkpoints.glob("step-*")):
+            return  # without loading PyTorch
+        from nsa.train.checkpoint import list_checkpoints, read_meta
+
+        for path in reversed(list_checkpoints(self.checkpoints)):
+            with suppress(UserError, OSError):
+                meta = read_meta(path)
+                self.restore(meta["config"], meta["tokenizer"])
+                return
+
     def holds_no_run(self) -> bool:
         """Whether nothing came of it, neither a row nor a checkpoint."""
         has_rows = self.metrics_jsonl.exists() and self.metrics_jsonl.stat().st_size > 0
-        return not has_rows and not any(self.checkpoints.iterdir())
+        return not has_rows and not any(self.checkpoints.glob("*"))
 
     def load_config(self, overrides: Mapping[str, str] | None = None) -> TrainConfig:
         """The configuration of the run, with the newest ``steps`` and with ``overrides`` on top."""
@@ -194,20 +236,25 @@ class RunFolder:
         Raises:
             UserError: another process works on the run.
         """
+        with ExitStack() as self._lock:
+            yield self._take_lock()
+
+    def _take_lock(self) -> str:
+        """Lock ``config.yaml``; returns and raises as :meth:`in_use`."""
         import fcntl  # not on Windows, where nothing trains
 
-        with self.config.open("r+b") as file:
-            remark = ""
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                hint = "Stop that process first, or touch the file halt in the run folder."
-                rule = "be a run that no other process works on"
-                fail("run folder", "RUN", rule, self.path, hint)
-            except OSError as error:
-                remark = f"{self.path} cannot be locked ({error.strerror})"
-                remark += ": nothing keeps a second process from this run"
-            yield remark
+        assert self._lock is not None
+        file = self._lock.enter_context(self.config.open("r+b"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            hint = "Stop that process first, or touch the file halt in the run folder."
+            rule = "be a run that no other process works on"
+            fail("run folder", "RUN", rule, self.path, hint)
+        except OSError as error:
+            remark = f"{self.path} cannot be locked ({error.strerror})"
+            return f"{remark}: nothing keeps a second process from this run"
+        return ""
 
     def is_in_use(self) -> bool:
         """Whether a process works on the run; taken for true where the file system has no locks."""
@@ -240,50 +287,3 @@ def next_run_path(config_path: str | Path, root: str | Path = "runs") -> Path:
     ends = (path.name.removeprefix(f"{stem}-") for path in Path(root).glob(f"{stem}-*"))
     last = max((int(end) for end in ends if end.isdecimal()), default=0)
     return Path(root) / f"{stem}-{last + 1}"
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, sees either the old text or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    write_flushed(temporary, text)
-    temporary.replace(path)
-
-
-def write_flushed(path: Path, text: str) -> None:
-    """Write a file and have it on the disk, not only with the operating system, on return."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def flush_folder(folder: Path) -> None:
-    """Make renames and new files in ``folder`` survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-class AppendedFile:
-    """A file that grows by whole pieces: one that cannot be written leaves nothing behind."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def append(self, content: bytes) -> None:
-        """Add ``content`` at the end.
-
-        Raises:
-            OSError: it could not be written, and the file is as it was.
-        """
-        with self.path.open("ab", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            left = memoryview(content)
-            try:
-                while left:  # a disk that fills up takes a part before it refuses more
-                    left = left[file.write(left) :]
-            except OSError:
-                file.truncate(size)
-                raise

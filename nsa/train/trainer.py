@@ -38,7 +38,7 @@ from nsa.train.loss import NextTokenLoss
 from nsa.train.optim import ModelOptimizer
 from nsa.train.pretrained import initial_tokenizer, load_initial
 from nsa.train.reports import Beat, Reports, RunContext
-from nsa.train.resumption import check_same_data, resumed_checkpoint
+from nsa.train.resumption import check_same_data, fault_of_rows, resumed_checkpoint
 from nsa.train.rng import seed_everything
 from nsa.train.run_folder import RunFolder
 from nsa.train.schedule import lr_factor
@@ -150,13 +150,17 @@ class Trainer:
         self._requests = Requests(halt, launched=launch.launcher, listens=not stops_at_once)
         writers = self.processes.for_thread() if self.strategy.in_step else Processes()
         keep = config.keep_checkpoints
-        self._checkpoints = CheckpointWriter(run_folder.checkpoints, keep, writers)
+        record = run_folder.metrics_jsonl
+        self._checkpoints = CheckpointWriter(run_folder.checkpoints, keep, writers, record)
         self._step_s = math.inf
         if resumed is not None:
             self.startup.begin("checkpoint")
             self.state.load(resumed)
             self._set_lr(self.state.progress.step - 1)  # for a row that this step may still owe
             self._note("resume", f"resumed from {resumed}")
+            fault = fault_of_rows(run_folder, resumed) if self.processes.is_main else ""
+            if fault:
+                self._note("warning", fault, logging.WARNING)
         # Last: its files are touched only by a run that will go on.
         parts = (self.device, self.strategy, self.processes, self._requests, self.startup)
         context = RunContext(config, run_folder, *parts, on_row, beat)
@@ -544,6 +548,8 @@ class Trainer:
         if self.strategy.in_step or self.processes.is_main:
             tensors, meta = self.state.contents()
             meta["config"], meta["data"] = dataclasses.asdict(self.config), self.data.description
+            meta["tokenizer"] = self.data.tokenizer.to_json()
+            meta["metrics"] = self._reports.record()
             meta["val_bits_per_byte"] = self._reports.validated.get(step)
             self._checkpoints.submit(step, tensors, meta)
 
@@ -578,3 +584,5 @@ class Trainer:
             self.run_folder.halt.unlink(missing_ok=True)  # it must not end the resumed run as well
         if self._checkpoints.failure is not None:
             raise TrainingStoppedError(f"{self._checkpoints.failure}; {self._last_checkpoint()}")
+        if not self._reports.keep_folder():
+            raise TrainingStoppedError(f"{self.run_folder.path} is gone and cannot be made again")

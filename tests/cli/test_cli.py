@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,37 @@ def test_a_run_is_extended_and_goes_on_as_long_as_it_was_extended_to(run, nsa):
     for words, last in (("--steps 6 --log-every 2", 6), ("", 6), ("--steps 7", 7)):
         nsa(f"train --resume run {words}")
         assert read_metrics(run / "metrics.jsonl")[-1]["step"] == last
+
+
+def test_a_finished_run_says_how_it_goes_on(run, nsa):
+    said = nsa("train --resume run")
+    assert "all 4 steps were done before, none was added; next:" in said
+    assert "nsa train --resume run --steps 8" in said
+    assert "finished" not in said
+
+
+def test_a_file_or_folder_that_cannot_be_written_is_gone_and_one_line(run, refusal):
+    """On a disk without room, for which a limit on the size of files stands."""
+    commands = {
+        "report run": "run/report.html",
+        "inspect run": "run/inspection.html",
+        "inspect run --output a.html --record a.npz": "a.html",
+        "eval run --save a.npz": "a.npz",
+        "data needles a.jsonl": "a.jsonl",
+        "train tiny.yaml --run-dir new": "new/environment.json",
+    }
+    if find_spec("transformers"):
+        commands["export run new/model"] = "new/model"
+    before = contents(run.parent)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for words, name in commands.items():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        try:
+            said = refusal(words)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert said == f"nsa: File too large: {name}"
+        assert contents(run.parent) == before, words
 
 
 def test_a_run_begins_with_a_checkpoint_of_another(run, nsa, refusal):

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from nsa.train import checkpoint
 from nsa.train.checkpoint import (
     CheckpointWriter,
     best_checkpoint,
+    clean_checkpoints,
     find_checkpoint,
     list_checkpoints,
     load_tensors,
@@ -45,7 +47,9 @@ def tensors() -> dict[str, Tensor]:
 
 
 def save(folder: Path, step: int = 1, keep: int = 1, **meta: Any) -> Path:
-    return save_checkpoint(folder, step, tensors(), run_meta(**meta), keep=keep)
+    path = save_checkpoint(folder, step, tensors(), run_meta(**meta))
+    assert clean_checkpoints(folder, keep) == ""
+    return path
 
 
 def empty() -> dict[str, Tensor]:
@@ -115,11 +119,12 @@ def test_killed_while_writing_leaves_the_old_or_the_new(
     survived = False
     while not survived:
         folder, calls = tmp_path / str(len(newest)), 0
-        save_checkpoint(folder, 2, {"a": torch.full((9,), 2.0)}, run_meta(), keep=1)
+        save_checkpoint(folder, 2, {"a": torch.full((9,), 2.0)}, run_meta())
         with monkeypatch.context() as patch, suppress(_Death):
             patch.setattr(os, "fsync", dying(os.fsync))
             patch.setattr(Path, "rename", dying(Path.rename))
-            save_checkpoint(folder, 3, {"a": torch.full((9,), 3.0)}, run_meta(), keep=1)
+            save_checkpoint(folder, 3, {"a": torch.full((9,), 3.0)}, run_meta())
+            clean_checkpoints(folder, 1)
             survived = True
         newest.append(steps(folder)[-1])
         loaded = {"a": torch.zeros(9)}
@@ -266,3 +271,63 @@ def test_a_write_that_fails_is_a_warning_and_a_bug_is_not(
     writer.submit(4, live, run_meta())
     writer.close()
     assert (writer.newest_step, writer.failure) == (4, None)
+
+
+def test_what_cannot_be_removed_stops_no_checkpoint_and_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files of another owner: two that were left unfinished, and an old checkpoint."""
+    others = (".unfinished-x", ".unfinished-step-00000001", "step-00000002")
+    for name in others[:2]:
+        (tmp_path / name).mkdir(parents=True)
+
+    def owned(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Path, *args: Any) -> Any:
+            if Path(path).name in others and threading.current_thread().name != "MainThread":
+                raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+            return real(path, *args)
+
+        return call
+
+    monkeypatch.setattr(shutil, "rmtree", owned(shutil.rmtree))
+    monkeypatch.setattr(Path, "rename", owned(Path.rename))
+    writer, live = CheckpointWriter(tmp_path, keep=1), {"a": torch.ones(9)}
+    for step in range(1, 6):
+        writer.submit(step, live, run_meta())
+        writer.wait()
+        assert (writer.newest_step, writer.failure) == (step, None)
+    writer.close()
+    assert steps(tmp_path) == [2, 5]
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("checkpoints are written, but old ones stay: [Errno 1]")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_tensor_that_is_not_finite_is_no_checkpoint(tmp_path: Path, value: float) -> None:
+    tensors = {"a": torch.ones(3), "b": torch.tensor([1.0, value])}
+    with pytest.raises(OSError, match="b is not finite"):
+        save_checkpoint(tmp_path, 1, tensors, run_meta())
+    assert steps(tmp_path) == []
+
+
+def test_the_rows_are_on_the_disk_before_the_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, fsync, rename = list[str](), os.fsync, Path.rename
+
+    def flush(descriptor: int) -> None:
+        done.append(Path(f"/proc/self/fd/{descriptor}").resolve().name)
+        fsync(descriptor)
+
+    def renamed(path: Path, target: Path) -> None:
+        done.append("rename")
+        rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(Path, "rename", renamed)
+    record = tmp_path / "metrics.jsonl"
+    record.write_text("{}")
+    writer = CheckpointWriter(tmp_path / "checkpoints", keep=1, record=record)
+    writer.submit(1, {"a": torch.ones(9)}, run_meta())
+    writer.close()
+    assert "metrics.jsonl" in done[: done.index("rename")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,9 @@ from nsa.errors import UserError
 from nsa.train import load
 from nsa.train.checkpoint import list_checkpoints
 from nsa.train.load import load_config
+from nsa.train.runs.check import check_run
 from nsa.train.runs.report import report_page
+from nsa.train.telemetry.metrics import ALWAYS
 from tests.train.cases import new_trainer, resumed, rewrite_hashes, rows_of, tiny_config
 
 Meta = dict[str, Any]
@@ -42,7 +45,13 @@ def test_a_checkpoint_from_before_a_setting_existed_counts_as_its_default(tmp_pa
     whole = rows_of(tmp_path)
 
     def older(meta: Meta) -> None:
-        del meta["nsa"], meta["config"]["tf32"], meta["config"]["model"]["nsa"]["score_precision"]
+        del (
+            meta["nsa"],
+            meta["tokenizer"],
+            meta["metrics"],
+            meta["config"]["tf32"],
+            meta["config"]["model"]["nsa"]["score_precision"],
+        )
         window = meta["progress"]["window"]
         del window["finite_steps"], window["grad_norm_max"]
         window["grad_norm"] = math.nan
@@ -120,7 +129,18 @@ def test_a_forged_meta_ends_in_one_line(
             "events.jsonl",
             [
                 f"{EVENT}\n{line}\n{EVENT}\n"
-                for line in ("{", "[]", '{"kind": "start"}', EVENT.replace('"a"', "1"), NESTED)
+                for line in (
+                    "{",
+                    "[]",
+                    "\x00\x85",
+                    '{"kind": "start"}',
+                    EVENT.replace('"a"', "1"),
+                    EVENT.replace("1.5", "1e300"),
+                    EVENT.replace("1.5", "NaN"),
+                    EVENT.replace('"step": null', '"step": [1]'),
+                    EVENT.replace('"step": null', '"step": 1' + "0" * 400),
+                    NESTED,
+                )
             ],
             [["report"]],
             "events.jsonl:2: line must be an event in JSON",
@@ -155,11 +175,29 @@ def test_the_last_event_may_be_half_written(tmp_path: Path) -> None:
     assert "Events" in report_page([folder])
 
 
+def test_rows_and_events_with_odd_values_are_shown(tmp_path: Path) -> None:
+    """Numbers that are not finite, as text and as JSON's extension, or too large to draw."""
+    folder = new_trainer(tmp_path, steps=2).run_folder
+    names = [*ALWAYS, "grad_norm", "val_bits_per_byte", "mfu"]
+    values = ['"nan"', "NaN", '"inf"', "-Infinity", "1e308", "-1e308", "1e999", "0", "true"]
+    lines = [
+        json.dumps({"step": step, "tokens": step}).rstrip("}")
+        + "".join(f', "{name}": {value}' for name in names if name != "tokens")
+        for step, value in enumerate(values, start=1)
+    ]
+    for end in range(1, len(lines) + 1):
+        folder.metrics_jsonl.write_text("".join(f"{line}}}\n" for line in lines[:end]))
+        assert check_run(folder)[1]
+    folder.events.write_bytes(EVENT.replace('"a"', r'"\ud800 \u0000"').encode() + b"\n\xff\xfe")
+    assert "Loss" in report_page([folder])
+
+
 def test_a_run_folder_may_have_any_name(tmp_path: Path) -> None:
-    path = tmp_path / r"cost$\frac$ a{b}%s <b>&'"
-    assert cli.main(["train", str(write_tiny(tmp_path)), "--run-dir", str(path)]) == 0
-    assert (path / "loss.png").stat().st_size > 0
-    assert cli.main(["report", str(path), str(path)]) == 0
+    for name in (rb"cost$\frac$ a{b}%s <b>&'", b"not UTF-8 \xff"):
+        path = tmp_path / os.fsdecode(name)
+        assert cli.main(["train", str(write_tiny(tmp_path)), "--run-dir", str(path)]) == 0
+        assert (path / "loss.png").stat().st_size > 0
+        assert cli.main(["report", str(path), str(path)]) == 0
 
 
 def write_tiny(tmp_path: Path) -> Path:

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from nsa.errors import UserError
+from nsa.files import replace_text
 from nsa.train import environment, run_folder
 from nsa.train.config import OptimConfig, TrainConfig
-from nsa.train.run_folder import RunFolder, next_run_path, replace_text
+from nsa.train.run_folder import RunFolder, next_run_path
 from tests.train.cases import contents
 
 CONFIG = TrainConfig(steps=7, optim=OptimConfig(lr=0.5))

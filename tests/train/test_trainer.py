@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import json
 import math
 import os
 import signal
@@ -19,13 +20,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nsa import cli
+from nsa.cli import train
 from nsa.train import reports
+from nsa.train.checkpoint import list_checkpoints, read_meta, step_of
 from nsa.train.config import DataConfig, ParallelConfig
 from nsa.train.data import TextSource
 from nsa.train.execution.compilation import compilations
 from nsa.train.generation import generate
+from nsa.train.load import to_yaml
 from nsa.train.run_folder import RunFolder
 from nsa.train.schedule import lr_factor
+from nsa.train.state import Window
 from nsa.train.telemetry.metrics import Row
 from nsa.train.trainer import Trainer, TrainingStoppedError
 from tests.train.cases import (
@@ -337,6 +343,67 @@ def test_the_sample_does_not_hold_up_the_end(
     )
 
 
+def test_the_end_is_told_from_the_pace_of_the_last_rows(tmp_path: Path) -> None:
+    """The first step compiles; from step 500 on steps take 2 s instead of 1 s."""
+    trainer, seconds = new_trainer(tmp_path, steps=1000), 100.0
+    for step in range(10, 600, 10):
+        seconds += 10 if step <= 500 else 20
+        trainer.state.progress.step, trainer.state.progress.seconds = step, seconds
+        eta_s = trainer._reports._eta_s()
+        if step == 10:
+            assert eta_s == 99 * 110
+        elif step <= 500:
+            assert eta_s == 1000 - step
+    assert eta_s == pytest.approx(2 * (1000 - step), rel=0.06)
+
+
+def test_a_checkpoint_has_the_loss_of_its_own_step_alone(tmp_path: Path) -> None:
+    trainer = new_trainer(tmp_path, steps=10, keep_checkpoints=9)
+    trainer.run()
+    found = {
+        step_of(path): read_meta(path)["val_bits_per_byte"]
+        for path in list_checkpoints(trainer.run_folder.checkpoints)
+    }
+    assert found == {4: None, 8: None, 10: rows_of(tmp_path)[-1]["val_bits_per_byte"]}
+
+
+def test_the_largest_gradient_norm_is_not_the_last() -> None:
+    window = Window()
+    for norm in (1.0, 3.0, 2.0):
+        window.add(1.0, 1, 1, norm)
+    assert (window.grad_norm_max, window.grad_norm_mean) == (3.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to process string with tex"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        UnicodeError("surrogates not allowed"),
+        MemoryError(),
+        ImportError("exchanged while the run went on"),
+        OSError(28, "No space left on device"),
+    ],
+    ids=repr,
+)
+def test_no_picture_and_no_sample_ends_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*args: Any, **given: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(train, "PLOT_EVERY_S", -1.0)
+    monkeypatch.setattr("nsa.train.runs.plots.plot_losses", fail)
+    monkeypatch.setattr(reports, "generate", fail)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(to_yaml(tiny_config(tmp_path, steps=2, eval_every=1, sample_tokens=2)))
+    assert cli.main(["train", str(path), "--run-dir", str(tmp_path / "run")]) == 0
+    events = (tmp_path / "run/events.jsonl").read_text().splitlines()
+    said = [event["message"] for event in map(json.loads, events) if event["kind"] == "warning"]
+    names = ["loss.png", "loss.png", "sample.txt", "loss.png"]
+    assert said == [f"{name}: left out ({type(error).__name__}: {error})" for name in names]
+
+
 def test_a_run_that_has_diverged_ends_without_a_sample(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -346,7 +413,7 @@ def test_a_run_that_has_diverged_ends_without_a_sample(
     with torch.no_grad():
         trainer.model.norm.weight[3] = torch.nan
     trainer._reports.write_sample()
-    assert "no sample: the model must give finite logits" in caplog.text
+    assert "sample.txt: left out (UserError: the model must give" in caplog.text
     assert not (tmp_path / "run/sample.txt").exists()
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from queue import SimpleQueue
 
-from nsa.train.run_folder import replace_text
+from nsa.files import replace_text
 from tools.accept import programs
 from tools.accept.programs import last_lines, say, threads
 from tools.evidence.experiments import BOOKS, Command, Experiment

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from nsa.errors import check, fail
+from nsa.files import replace_text
 from nsa.train.config import check_fractions
 from nsa.train.data.documents import SIDES, Side
 from nsa.train.data.local import find_files, is_local
@@ -38,7 +39,6 @@ from nsa.train.data.shards import (
 from nsa.train.data.tokenise import Row, divided, kind_of, tokenise, tokenise_one
 from nsa.train.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, token_dtype
 from nsa.train.distributed.launch import check_platform
-from nsa.train.run_folder import replace_text
 
 _LOCK = "prepare.lock"
 _OURS = {INDEX, PROGRESS, STAMP, TOKENIZER, _LOCK}
@@ -222,8 +222,7 @@ def _prepare(
     )
     with closing(batches):
         if saved is None:
-            tokenizer.save(f"{path}.tmp")
-            Path(f"{path}.tmp").replace(path)
+            tokenizer.save(path)
         else:
             rule = "hold the same files as before the interruption"
             others, hint = f"other files in {origin.source}", "Remove --out to start anew."

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from nsa.errors import UserError, check, fail
+from nsa.files import replace_text
 from nsa.train.data.documents import SIDES, Side
 from nsa.train.data.source import DataUnavailableError, TextSource
 from nsa.train.data.tokenizer import Ids, Tokenizer, Tokens, load_tokenizer, token_dtype
-from nsa.train.run_folder import replace_text
 
 logger = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from nsa.errors import check, fail
 from nsa.extras import install_command
+from nsa.files import replace_text
 
 if TYPE_CHECKING:
     import tiktoken
@@ -147,10 +148,14 @@ class Tokenizer:
         shift = self._starts[array] - (np.cumsum(sizes) - sizes)
         return self._spelling[np.repeat(shift, sizes) + np.arange(sizes.sum())].tobytes()
 
-    def save(self, path: str | Path) -> None:
-        """Write everything that :func:`load_tokenizer` needs to one JSON file."""
+    def to_json(self) -> str:
+        """Everything that :func:`load_tokenizer` needs."""
         saved = {"kind": self.kind, "fingerprint": self.fingerprint, **self._definition}
-        Path(path).write_text(json.dumps(saved, ensure_ascii=False), encoding="utf-8")
+        return json.dumps(saved, ensure_ascii=False)
+
+    def save(self, path: str | Path) -> None:
+        """Write :meth:`to_json` to a file."""
+        replace_text(Path(path), self.to_json())
 
 
 class ByteTokenizer(Tokenizer):

@@ -17,6 +17,7 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from nsa.errors import check
+from nsa.files import replace_text
 from nsa.stages import BACKWARD, FORWARD, stage, stages_seen_by
 from nsa.train.execution.precision import autocast
 from nsa.train.profiler.attribution import PREFIX, Attribution, Labels, product_stages
@@ -222,7 +223,7 @@ class Session:
         return table
 
     def _write_text(self, name: str, text: str) -> None:
-        (self.folder / name).write_text(text, encoding="utf-8")
+        replace_text(self.folder / name, text)
 
     def _write_json(self, name: str, content: object) -> None:
         self._write_text(name, json.dumps(content, indent=1) + "\n")

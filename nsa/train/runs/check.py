@@ -7,16 +7,19 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
+from nsa.errors import UserError
 from nsa.train.checkpoint import list_checkpoints, step_of
 from nsa.train.config import TrainConfig
+from nsa.train.resumption import fault_of_rows
 from nsa.train.run_folder import RunFolder
-from nsa.train.telemetry.metrics import Row, csv_cells, numbers, read_metrics
+from nsa.train.telemetry.metrics import ALWAYS, Row, csv_cells, lines_and_rows, numbers
 
 _SHOWN = 20
 _CLOCK_SLACK_S = 0.1  # the clock of a row is rounded, and read a moment after the step
@@ -37,19 +40,23 @@ def check_run(folder: RunFolder) -> tuple[list[str], list[str]]:
     Raises:
         UserError: the record cannot be read.
     """
-    config, rows = folder.load_config(), read_metrics(folder.metrics_jsonl)
+    config, lines = folder.load_config(), lines_and_rows(folder.metrics_jsonl, *ALWAYS)
+    rows = [row for _, row in lines if row is not None]
+    broken = [f"metrics.jsonl:{len(lines)}: the last line is no row"] * (len(rows) < len(lines))
     if not rows:
-        return [], ["metrics.jsonl: no rows"]
+        return [], ["metrics.jsonl: no rows", *broken]
     pairs = list(itertools.pairwise([_START, *rows]))
     found = [
+        *broken,
         *_steps(rows, config, folder),
         *(line for before, row in pairs for line in _arithmetic(before, row, config)),
         *_csv(folder, rows),
         *_tensorboard(folder, rows),
+        *_record(folder),
     ]
     more = [f"... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     first, last, tokens = rows[0], rows[-1], int(rows[-1]["tokens"])
-    speed = tokens / sum(_seconds(*pair) for pair in pairs)
+    speed = tokens / (sum(_seconds(*pair) for pair in pairs) or math.nan)
     steps = f"{len(rows)} rows, steps {first['step']} to {last['step']}, {tokens:,} tokens"
     summary = f"{steps}, {speed:,.0f} tokens/s in steps"
     wall = float(last["time_unix_s"]) - float(first["time_unix_s"])
@@ -63,15 +70,23 @@ def _seconds(before: Row, row: Row) -> float:
     return float(row["step_time_ms"]) * (int(row["step"]) - int(before["step"])) / 1000
 
 
+def _record(folder: RunFolder) -> Iterator[str]:
+    for checkpoint in list_checkpoints(folder.checkpoints)[-1:]:
+        with suppress(UserError):  # damaged, which a resumption says
+            if fault := fault_of_rows(folder, checkpoint):
+                yield fault
+
+
 def _steps(rows: Sequence[Row], config: TrainConfig, folder: RunFolder) -> Iterator[str]:
     resumptions = [run for run in folder.launches() if run["resumed_from_step"] is not None]
     if any(_DECIDE_ROWS & run["overrides"].keys() for run in resumptions):
         return
     steps = [int(row["step"]) for row in rows]
     every = [config.log_every] + ([config.eval_every] if config.eval_windows else [])
-    due = {step for n in every if n for step in range(n, steps[-1] + 1, n)}
+    end = min(steps[-1], max(config.steps, *folder.former_ends()))
+    due = {step for n in every if n for step in range(n, end + 1, n)}
     done = max([steps[-1], *map(step_of, list_checkpoints(folder.checkpoints))])
-    due |= {config.steps} & set(range(done + 1))
+    due |= {config.steps} if config.steps <= done else set()
     for step in sorted(due - set(steps)):
         yield f"metrics.jsonl: no row for step {step}"
     for step in sorted(set(steps) - due - folder.former_ends()):
@@ -105,7 +120,11 @@ def _csv(folder: RunFolder, rows: Sequence[Row]) -> Iterator[str]:
         yield "metrics.csv: missing"
         return
     with folder.metrics_csv.open(newline="", encoding="utf-8", errors="replace") as file:
-        cells = list(csv.DictReader(file))
+        try:
+            cells = list(csv.DictReader(file, restkey="(no name)"))
+        except csv.Error as error:
+            yield f"metrics.csv: {error}"
+            return
     if len(cells) != len(rows):
         yield f"metrics.csv: {len(cells)} rows, metrics.jsonl has {len(rows)}"
         return
@@ -116,6 +135,9 @@ def _csv(folder: RunFolder, rows: Sequence[Row]) -> Iterator[str]:
 
 def _tensorboard(folder: RunFolder, rows: Sequence[Row]) -> Iterator[str]:
     found = read_scalars(folder)
+    if not found:
+        yield "TensorBoard: no rows"
+        return
     for row in rows:
         shown = numbers(row, "step", "time_unix_s")
         wanted = {name: float(np.float32(value)) for name, value in shown.items()}

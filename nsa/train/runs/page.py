@@ -40,7 +40,8 @@ def page(title: str, sections: Mapping[str, str]) -> str:
     view = '<meta charset="utf-8">\n<meta name="viewport" content="width=device-width">'
     head = f"<head>\n{view}\n<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>"
     body = "\n".join([f"<h1>{escape(title)}</h1>\n<p>Made {made}.</p>", *parts])
-    return f'<!DOCTYPE html>\n<html lang="en">\n{head}\n<body>\n{body}\n</body>\n</html>\n'
+    text = f'<!DOCTYPE html>\n<html lang="en">\n{head}\n<body>\n{body}\n</body>\n</html>\n'
+    return text.encode(errors="replace").decode()  # a path may hold bytes that are not UTF-8
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from nsa.files import new_file
 from nsa.train.telemetry.metrics import Row, read_metrics
 
 # Of each plot: its title, the metric that is a line and the metric that is dots.
@@ -19,6 +21,7 @@ LOSSES: Plots = (
     ("bits per byte of text", "bits_per_byte", "val_bits_per_byte"),
 )
 _DOTS = {"marker": "o", "linestyle": "none", "markersize": 3, "label": None}
+_LARGEST = 1e100  # axes overflow beyond it
 _MOST_NAMED = 16  # more curves have no legend
 
 
@@ -70,7 +73,8 @@ def _draw(axes: Axes, curve: Curve, metric: str, style: dict[str, Any]) -> None:
     if len(rows) == 1:
         style = {"marker": ".", **style}  # a line through one point is invisible
     steps = [int(row["step"]) * curve.scale for row in rows]
-    values = [float(row[metric + curve.suffix]) for row in rows]
+    found = (float(row[metric + curve.suffix]) for row in rows)
+    values = [value if abs(value) < _LARGEST else math.nan for value in found]
     if rows:
         axes.plot(steps, values, color=curve.colour, **style)
 
@@ -89,8 +93,17 @@ def plot_losses(metrics: Path, target: Path, *, title: str = "") -> bool:
     rows = read_metrics(metrics)
     if rows:
         figure = curves_figure([Curve("training", "#4477aa", rows)], LOSSES)
-        figure.suptitle(title, parse_math=False)
-        temporary = target.with_suffix(".tmp")
-        figure.savefig(temporary, dpi=120, format="png")
-        temporary.replace(target)
+        figure.suptitle(printable(title), parse_math=False)
+        save_png(figure, target)
     return bool(rows)
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write a figure so that a reader sees either the old file or the new one."""
+    with new_file(path) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
+
+
+def printable(path: str) -> str:
+    """A path as text, with a question mark for each byte that is not UTF-8."""
+    return path.encode(errors="replace").decode()

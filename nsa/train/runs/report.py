@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import matplotlib as mpl
 
-from nsa.errors import check
+from nsa.files import read_lines
 from nsa.train.config import TrainConfig
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.check import check_run
 from nsa.train.runs.page import figure_element, page, table
-from nsa.train.runs.plots import LOSSES, Curve, Plots, curves_figure
-from nsa.train.telemetry.metrics import Row, read_metrics
+from nsa.train.runs.plots import LOSSES, Curve, Plots, curves_figure, printable
+from nsa.train.telemetry.metrics import ALWAYS, Row, read_metrics
 
 # Colour-blind readers can tell them apart too.
 _COLOURS = ("#4477aa", "#cc3311", "#228833", "#aa3377", "#ccbb44", "#66ccee", "#777777")
@@ -117,16 +117,16 @@ def report_page(folders: Sequence[RunFolder]) -> str:
     Args:
         folders: runs, the first of which the others are compared with.
     """
-    names = [folder.path.resolve().name for folder in folders]
+    names = [printable(folder.path.resolve().name) for folder in folders]
     if len(set(names)) < len(names):
-        names = [str(folder.path) for folder in folders]
+        names = [printable(str(folder.path)) for folder in folders]
     runs = [
         _Run(
             name,
             colour,
             folder,
             folder.load_config(),
-            read_metrics(folder.metrics_jsonl),
+            read_metrics(folder.metrics_jsonl, *ALWAYS),
             _read_events(folder.events),
         )
         for name, colour, folder in zip(names, itertools.cycle(_COLOURS), folders, strict=False)
@@ -143,21 +143,19 @@ def report_page(folders: Sequence[RunFolder]) -> str:
 
 
 def _read_events(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    # A crash may have left half of the last one.
-    whole = [line for line in lines if line.endswith("\n")]
-    return [_event(f"{path}:{number}", line) for number, line in enumerate(whole, start=1)]
+    found = read_lines(path, "an event", _as_event)
+    return [event for _, event in found if event is not None]
 
 
-def _event(place: str, line: str) -> dict[str, Any]:
+def _as_event(values: Any) -> dict[str, Any] | None:
     try:
-        event = dict(json.loads(line))
+        event = {"step": None, **values}
         datetime.fromtimestamp(event["time_unix_s"], UTC)
-        is_event = isinstance(event["kind"], str) and isinstance(event["message"], str)
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        event, is_event = {}, False
-    check(is_event, "report", f"{place}: line", "be an event in JSON", repr(line[:80]))
-    return {"step": None, **event}
+        fits = isinstance(event["kind"], str) and isinstance(event["message"], str)
+    except (ValueError, TypeError, KeyError, OverflowError, OSError, RecursionError):
+        return None
+    step = event["step"]
+    return event if fits and (step is None or (type(step) is int and abs(step) < 2**53)) else None
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -169,7 +167,8 @@ def _summary(runs: Sequence[_Run]) -> str:
 def _summary_row(run: _Run) -> list[object]:
     last: Row = run.rows[-1] if run.rows else {}
     figures = [float(row["val_bits_per_byte"]) for row in run.rows if "val_bits_per_byte" in row]
-    speed = float(last["tokens_per_s_total"]) if last else None
+    speed = float(last["tokens_per_s_total"]) if last else math.nan
+    known = math.isfinite(speed) and speed > 0
     ends = [event["kind"] for event in run.events if event["kind"] in _ENDS]
     found = check_run(run.folder)[1]
     return [
@@ -178,8 +177,8 @@ def _summary_row(run: _Run) -> list[object]:
         last.get("tokens"),
         round(float(last["loss_nats"]), 4) if last else None,
         round(min(figures), 4) if figures else None,
-        None if speed is None else round(speed),
-        None if speed is None else round(float(last["tokens"]) / speed / 3600, 2),
+        round(speed) if known else None,
+        round(float(last["tokens"]) / speed / 3600, 2) if known else None,
         _ENDS[ends[-1]] if ends else "running, or killed",
         f"{len(found)} disagree: {found[0]}" if found else "agree",
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil
-from pathlib import Path
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
@@ -101,10 +100,3 @@ def heat_maps(layers: Sequence[LayerFigures], num_tokens: int) -> Figure:
     figure.supylabel("token that reads", fontsize=9)
     figure.colorbar(image, ax=figure.axes, label="share that was selected", shrink=0.8)
     return figure
-
-
-def save_png(figure: Figure, path: Path) -> None:
-    """Write a figure so that a reader sees either the old file or the new one."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    figure.savefig(temporary, dpi=120, format="png")
-    temporary.replace(path)

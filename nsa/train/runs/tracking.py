@@ -9,9 +9,11 @@ import importlib.util
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from nsa.errors import check
-from nsa.train.run_folder import RunFolder, replace_text
+from nsa.files import replace_text
+from nsa.train.run_folder import RunFolder
 from nsa.train.telemetry.metrics import numbers, read_metrics
 
 SERVICES = ("trackio", "wandb")
@@ -60,7 +62,7 @@ def track(
         **more,
     )
     key, sent = f"{service} {project}", folder.tracking
-    state = json.loads(sent.read_text(encoding="utf-8")) if sent.exists() else {}
+    state = _last_steps(sent)
     idle = 0
     try:
         while True:
@@ -80,6 +82,18 @@ def track(
             time.sleep(_POLL_S)
     finally:
         tracker.finish()
+
+
+def _last_steps(path: Path) -> dict[str, int]:
+    """Content of ``tracking.json``: the last step that each tracker has."""
+    try:
+        found = json.loads(path.read_bytes()) if path.exists() else {}
+        fits = all(type(step) is int for step in found.values())
+    except (ValueError, AttributeError, RecursionError):
+        found, fits = {}, False
+    hint = "Remove the file to send all rows again."
+    check(fits, "track", path.name, "hold the last step of each tracker in JSON", path, hint)
+    return dict(found)
 
 
 def _name(folder: RunFolder) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import logging
@@ -18,13 +19,26 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from nsa.errors import check, fail
-from nsa.train.run_folder import AppendedFile, RunFolder, replace_text
+from nsa.errors import OUTPUT_ERRORS, check
+from nsa.files import AppendedFile, read_lines, replace_text
+from nsa.train.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
-Value = float | int | bool | str
+Value = float | int | bool
 Row = dict[str, Value]
+_LARGEST = 2**53  # integers of a row are below it, and are exact as floats
+
+# Metrics that every row of a run has, besides its step.
+ALWAYS = (
+    "time_unix_s",
+    "tokens",
+    "loss_nats",
+    "step_time_ms",
+    "data_time_ms",
+    "tokens_per_s",
+    "tokens_per_s_total",
+)
 
 METRICS = (
     "step",
@@ -131,7 +145,7 @@ class MetricsWriter:
         """Write one row, to which ``time_unix_s`` is added.
 
         Args:
-            row: names of :data:`METRICS` to numbers or text; ``step`` must be there and above that
+            row: names of :data:`METRICS` to numbers; ``step`` must be there and above that
                 of the row before.
 
         Raises:
@@ -140,9 +154,15 @@ class MetricsWriter:
         _check_row(row, self._last_step)
         row = {"step": row["step"], "time_unix_s": round(time.time(), 3), **row}
         self._last_step = int(row["step"])
+        self._num_rows += 1
+        self._digest.update(_to_line(row))
         for _, rows in self._outputs:
             rows.append(row)
         self._write_waiting()
+
+    def record(self) -> dict[str, Any]:
+        """See :func:`record_of`: the rows so far, with those that wait in memory."""
+        return {"rows": self._num_rows, "sha256": self._digest.hexdigest()}
 
     def close(self) -> None:
         """Try a last time to write what a full disk has kept waiting."""
@@ -162,17 +182,18 @@ class MetricsWriter:
             logger.warning(what, number, error)
 
     def _start_after(self, step: float) -> None:
-        _set_aside_after(self._jsonl.path, step)
+        lines = _set_aside_after(self._jsonl.path, step)
+        self._num_rows, self._digest = len(lines), hashlib.sha256(b"".join(lines))
         rows = read_metrics(self._jsonl.path)
         self._last_step = self._begun_after = int(rows[-1]["step"]) if rows else -1
         self._rewrite_csv(_names(rows))
 
     def _write_jsonl(self, rows: Sequence[Row]) -> None:
-        self._jsonl.append("".join(_to_line(row) for row in rows).encode())
+        self._jsonl.append(b"".join(map(_to_line, rows)))
 
     def _write_csv(self, rows: Sequence[Row]) -> None:
         columns = list(dict.fromkeys([*self._columns, *_names(rows)]))
-        if columns != self._columns:
+        if columns != self._columns or not self._csv.path.exists():
             self._rewrite_csv(columns)
             return
         text = io.StringIO()
@@ -189,11 +210,14 @@ class MetricsWriter:
         self._columns = columns
 
     def _write_tensorboard(self, rows: Sequence[Row]) -> None:
-        if self._tensorboard is None:
-            # From this step on TensorBoard hides what earlier files hold: rows that were set aside.
-            first = self._begun_after + 1
-            self._tensorboard = SummaryWriter(self._folder.tensorboard, purge_step=first)
         try:
+            if self._tensorboard is not None and not self._folder.tensorboard.is_dir():
+                self._tensorboard.close()  # its thread would fail
+                self._tensorboard, self._begun_after = None, int(rows[0]["step"]) - 1
+            if self._tensorboard is None:
+                # From this step on TensorBoard hides what earlier files hold: rows set aside.
+                first = self._begun_after + 1
+                self._tensorboard = SummaryWriter(self._folder.tensorboard, purge_step=first)
             for row in rows:
                 for name, value in numbers(row, "step", "time_unix_s").items():
                     self._tensorboard.add_scalar(name, value, row["step"], row["time_unix_s"])
@@ -201,12 +225,14 @@ class MetricsWriter:
         except OSError:  # after which it cannot go on
             self._tensorboard, self._begun_after = None, int(rows[0]["step"]) - 1
             raise
+        except OUTPUT_ERRORS as error:  # UnicodeError, of a path that is not UTF-8
+            self._outputs.pop()
+            logger.warning("tensorboard: left out from here on (%s)", error)
 
 
 def numbers(row: Row, *without: str) -> dict[str, float]:
-    """The values of a row that are numbers, but for those named."""
-    found = ((name, value) for name, value in row.items() if not isinstance(value, str))
-    return {name: float(value) for name, value in found if name not in without}
+    """The values of a row as floats, without the metrics named."""
+    return {name: float(value) for name, value in row.items() if name not in without}
 
 
 def csv_cells(row: Row) -> dict[str, str]:
@@ -233,64 +259,74 @@ def _check_row(row: Mapping[str, Value], last_step: int) -> None:
     check(rises, function, "step", f"be an integer above {last_step}", step)
 
 
-def _to_line(row: Row) -> str:
+def _to_line(row: Row) -> bytes:
     finite = {
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in row.items()
     }
-    return json.dumps(finite, allow_nan=False) + "\n"
+    return f"{json.dumps(finite, allow_nan=False)}\n".encode()
 
 
-def read_metrics(path: str | Path) -> list[Row]:
+def read_metrics(path: str | Path, *needed: str) -> list[Row]:
     """Rows of a ``metrics.jsonl``, oldest first, with values that are not finite as floats again.
 
-    None without a file. A line that a crash left unfinished at the end of the file is left out.
+    No rows without a file. A last line that a crash left broken is left out.
+
+    Args:
+        path: the file.
+        needed: metrics that each row must have, besides its step.
 
     Raises:
-        UserError: for a line before the end that is no row.
+        UserError: a line before the last is no row.
     """
-    return [row for _, row in _lines_and_rows(Path(path)) if row is not None]
+    return [row for _, row in lines_and_rows(Path(path), *needed) if row is not None]
 
 
-def _lines_and_rows(path: Path) -> list[tuple[str, Row | None]]:
-    """Each line with its row; the row is None for an unfinished last line."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    lines = text.splitlines(keepends=True)
-    found = [(line, _parse_line(line)) for line in lines]
-    for number, (line, row) in enumerate(found[:-1], start=1):
-        if row is None:
-            fail(
-                "read_metrics",
-                f"{path}:{number}: line",
-                "be a row of metrics in JSON",
-                repr(line[:80]),
-            )
-    return found
+def lines_and_rows(path: Path, *needed: str) -> list[tuple[bytes, Row | None]]:
+    """Each line with its row, see :func:`nsa.train.run_folder.read_lines`."""
+    what = f"a row of metrics{', '.join(needed) and ' with '}{', '.join(needed)}"
+
+    def as_row(values: Any) -> Row | None:
+        row = _as_row(values)
+        return row if row is not None and row.keys() >= {*needed} else None
+
+    return read_lines(path, what, as_row)
 
 
-def _parse_line(line: str) -> Row | None:
-    try:
-        values: Any = json.loads(line) if line.endswith("\n") else None
-    except json.JSONDecodeError:
+def _as_row(values: Any) -> Row | None:
+    """Metrics by name; None if a value has the wrong type or size."""
+    if not isinstance(values, dict):
         return None
-    if not isinstance(values, dict) or type(values.get("step")) is not int:
-        return None
-    return {
-        name: float(value) if value in ("nan", "inf", "-inf") else value
-        for name, value in values.items()
-    }
+    row = {x: float(y) if y in ("nan", "inf", "-inf") else y for x, y in values.items()}
+    fits = all(name.isascii() and isinstance(x, int | float) for name, x in row.items())
+    fits = fits and all(abs(x) < _LARGEST for x in row.values() if isinstance(x, int))
+    counts = (row.get("step"), row.get("tokens", 0))
+    return row if fits and all(type(count) is int for count in counts) else None
 
 
-def _set_aside_after(path: Path, step: float) -> None:
-    """Move rows after ``step`` and an unfinished last line to a file of their own."""
-    lines = _lines_and_rows(path)
-    kept = [line for line, row in lines if row is not None and int(row["step"]) <= step]
-    if len(kept) == len(lines):
-        return
+def record_of(lines: Sequence[bytes]) -> dict[str, Any]:
+    """Number of rows and their hash, by which a checkpoint knows the rows before it."""
+    return {"rows": len(lines), "sha256": hashlib.sha256(b"".join(lines)).hexdigest()}
+
+
+def lines_until(path: Path, step: float) -> tuple[list[bytes], list[bytes]]:
+    """Lines of the rows up to a step, and all other lines."""
+    kept, others = list[bytes](), list[bytes]()
+    for line, row in lines_and_rows(path):
+        (kept if row is not None and row["step"] <= step else others).append(line)
+    return kept, others
+
+
+def _set_aside_after(path: Path, step: float) -> list[bytes]:
+    """Move rows after ``step`` and a broken last line to a file of their own; returns the rest."""
+    kept, others = lines_until(path, step)
+    if not others:
+        return kept
     number = 1
     while (target := path.with_name(f"{path.stem}.set-aside-{number}{path.suffix}")).exists():
         number += 1
     # The copy is complete before the record shrinks: a crash between the two leaves rows twice,
     # never none.
-    replace_text(target, "".join(line for line, _ in lines[len(kept) :]))
-    replace_text(path, "".join(kept))
+    replace_text(target, b"".join(others))
+    replace_text(path, b"".join(kept))
+    return kept

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from nsa.errors import UserError
+from nsa.files import AppendedFile
 from nsa.terminal import Terminal, visible
-from nsa.train.run_folder import AppendedFile
 from nsa.train.telemetry.metrics import Value
 
 _LOGGER = logging.getLogger("nsa")

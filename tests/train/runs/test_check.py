@@ -91,6 +91,11 @@ def change_csv(folder: RunFolder) -> None:
     folder.metrics_csv.write_text(text.replace(",1024,", ",1025,"))
 
 
+def tear(folder: RunFolder) -> None:
+    with folder.metrics_jsonl.open("a") as file:
+        file.write('{"step": 14, "lo')
+
+
 def event_files(folder: RunFolder) -> list[Path]:
     """In the order in which this process wrote them."""
     return sorted(folder.tensorboard.iterdir(), key=lambda path: int(path.name.split(".")[-1]))
@@ -119,6 +124,13 @@ def drop_events(folder: RunFolder) -> None:
         (lambda folder: folder.metrics_csv.unlink(), "metrics.csv: missing"),
         (change_csv, "step 4: tokens is 1025 in metrics.csv, 1024 in metrics.jsonl"),
         (drop_events, "in TensorBoard, "),
+        (lambda folder: shutil.rmtree(folder.tensorboard), "TensorBoard: no rows"),
+        (tear, "metrics.jsonl:8: the last line is no row"),
+        (
+            change_row(8, learning_rate=0.5),
+            "its 7 rows up to step 12 are not the 7 that were there at step-00000012",
+        ),
+        (change_row(12, step=10**12), "a row for step 1000000000000, where none is due"),
     ],
 )
 def test_disagreement_is_found(

@@ -19,7 +19,8 @@ from nsa.train.data import load_tokenizer
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.inference import load_model
 from nsa.train.runs.inspection import inspect_run, inspection_page
-from nsa.train.runs.selection import heat_maps, save_png, selection_lines
+from nsa.train.runs.plots import save_png
+from nsa.train.runs.selection import heat_maps, selection_lines
 from tests.train.cases import MODEL, PATTERN, make_trainer, tiny_config
 from tests.train.runs.test_report import SVG, Page
 

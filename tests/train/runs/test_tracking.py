@@ -72,6 +72,11 @@ def test_rows_are_sent_once(
     assert first["name"].startswith("run-")
     assert tracker.finished == 3
     assert "3 rows to step 12" in capsys.readouterr().out
+    for text in ("{", "[]", '{"wandb p": "2"}', "[" * 100_000, "\x00"):
+        (path / "tracking.json").write_text(text)
+        assert cli.main(words) == 2
+        rule = "track: tracking.json must hold the last step of each tracker in JSON"
+        assert rule in capsys.readouterr().err
 
 
 def test_following_ends_with_the_run(

@@ -13,7 +13,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from nsa.errors import UserError
 from nsa.train.config import TrainConfig
 from nsa.train.run_folder import RunFolder
-from nsa.train.telemetry.metrics import METRICS, MetricsWriter, Row, read_metrics
+from nsa.train.telemetry.metrics import (
+    METRICS,
+    MetricsWriter,
+    Row,
+    _set_aside_after,
+    read_metrics,
+)
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 
@@ -145,6 +151,70 @@ def test_a_line_that_a_crash_left_unfinished_is_set_aside(folder: RunFolder, tor
     write(folder, *losses(3.0, first=3), after=2)
     assert jsonl_rows(folder) == losses(1.0, 2.0, 3.0)
     assert (folder.path / "metrics.set-aside-1.jsonl").read_text() == torn
+
+
+def test_rows_are_set_aside_before_the_record_shrinks(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ends after the first of two files; one of the rows is out of order."""
+    write(folder, *losses(1.0, 2.0, 3.0))
+    first, *others = folder.metrics_jsonl.read_bytes().splitlines(keepends=True)
+    folder.metrics_jsonl.write_bytes(b"".join([*others, first]))
+    written = list[Path]()
+
+    def write_once(path: Path, text: bytes) -> None:
+        if written:
+            raise KeyboardInterrupt
+        written.append(path)
+        path.write_bytes(text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nsa.train.telemetry.metrics.replace_text", write_once)
+        with pytest.raises(KeyboardInterrupt):
+            _set_aside_after(folder.metrics_jsonl, 1)
+    files = [path.read_bytes() for path in folder.path.glob("metrics*.jsonl")]
+    assert {*b"".join(files).splitlines(keepends=True)} == {first, *others}
+    _set_aside_after(folder.metrics_jsonl, 1)
+    assert folder.metrics_jsonl.read_bytes() == first
+    assert written[0].read_bytes() == b"".join(others)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{oops",
+        b'{"step": 1, "loss_nats": 1',
+        b"[1, 2]",
+        b"null",
+        b"",
+        b'{"loss_nats": 1.0}',
+        b'{"step": true}',
+        b'{"step": 1.0}',
+        b'{"step": "1"}',
+        b'{"step": 1, "tokens": 2.5}',
+        b'{"step": 1, "loss_nats": null}',
+        b'{"step": 1, "loss_nats": "low"}',
+        b'{"step": 1, "loss_nats": [1]}',
+        b'{"step": 1, "loss_nats": {}}',
+        b'{"step": 1, "\\ud800": 1}',
+        b'{"step": 1, "tokens": 1%s}' % (b"0" * 400),
+        b'{"step": 1, "tokens": 1%s}' % (b"0" * 5000),
+        b'{"step": 1, "loss_nats": \xff\x00}',
+        b"[" * 100_000,
+    ],
+    ids=lambda line: repr(line[:30]),
+)
+def test_a_line_that_is_no_row_is_an_error_before_the_end(folder: RunFolder, line: bytes) -> None:
+    write(folder, *losses(1.0, 2.0))
+    first, second = folder.metrics_jsonl.read_bytes().splitlines(keepends=True)
+    folder.metrics_jsonl.write_bytes(first + second + line + b"\n")
+    assert len(read_metrics(folder.metrics_jsonl)) == 2
+    folder.metrics_jsonl.write_bytes(first + line + b"\n" + second)
+    with pytest.raises(UserError, match=r"metrics.jsonl:2: line must be a row of metrics in JSON"):
+        read_metrics(folder.metrics_jsonl)
+    folder.metrics_jsonl.write_bytes(first + b'{"step": 2, "loss_nats": NaN}\n' + second)
+    with pytest.raises(UserError, match=r"jsonl:1: line must be a row of metrics with tokens in"):
+        read_metrics(folder.metrics_jsonl, "tokens")
 
 
 def test_a_damaged_line_in_the_middle_is_an_error(folder: RunFolder) -> None:

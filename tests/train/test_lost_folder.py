@@ -1,0 +1,98 @@
+"""A run folder that is renamed, emptied or removed while the run goes on, or never found again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa import cli
+from nsa.train.load import to_yaml
+from nsa.train.run_folder import RunFolder
+from nsa.train.trainer import Trainer
+from tests.train.cases import new_trainer, rows_of, tiny_config
+
+
+def rename(run: Path) -> None:
+    run.rename(run.with_name("other"))
+
+
+def replace(run: Path) -> None:
+    rename(run)
+    run.write_text("a file, so that no folder can be made")
+
+
+def empty(run: Path) -> None:
+    shutil.rmtree(run)
+    run.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("lose", "code", "said"),
+    [
+        (rename, 0, "config.yaml was missing and is written again"),
+        (shutil.rmtree, 0, "config.yaml was missing and is written again"),
+        (empty, 0, "config.yaml was missing and is written again"),
+        (os.remove, 0, "config.yaml was missing and is written again"),
+        (replace, 1, "checkpoint of step 12 could not be written"),
+    ],
+)
+def test_a_run_that_loses_its_folder_ends_with_one_that_can_be_used_or_with_an_error(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    lose: Callable[[Path], Any],
+    code: int,
+    said: str,
+) -> None:
+    run, real = tmp_path / "run", Trainer.train_step
+
+    def train_step(trainer: Trainer, *args: Any) -> Any:
+        if trainer.state.progress.step == 6:
+            lose(run / "config.yaml" if lose is os.remove else run)
+        return real(trainer, *args)
+
+    config = tmp_path / "tiny.yaml"
+    config.write_text(to_yaml(tiny_config(tmp_path)))
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", train_step)
+        assert cli.main(["train", str(config), "--run-dir", str(run)]) == code
+    assert said in capsys.readouterr().out
+    if code:
+        assert cli.main(["train", "--resume", str(tmp_path / "other")]) == 0
+        return
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert any(said in event["message"] for event in events if event["kind"] == "warning")
+    assert cli.main(["train", "--resume", str(run), "--steps", "14"]) == 0
+    assert [row["step"] for row in rows_of(tmp_path)][-3:] == [10, 12, 14]
+    assert cli.main(["eval", str(run), "--windows", "1"]) == 0
+
+
+def test_the_restored_configuration_is_locked_like_the_first(tmp_path: Path) -> None:
+    trainer = new_trainer(tmp_path, steps=2)
+    trainer.run()
+    with trainer.run_folder.in_use():
+        trainer.run_folder.config.unlink()
+        assert trainer._reports.keep_folder()
+        assert trainer.run_folder.load_config() == trainer.config
+        assert RunFolder(trainer.run_folder.path).is_in_use()
+    assert not trainer.run_folder.is_in_use()
+
+
+def test_a_checkpoint_alone_is_enough(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = new_trainer(tmp_path, steps=2)
+    trainer.run()
+    trainer.run_folder.checkpoints.rename(tmp_path / "checkpoints")
+    shutil.rmtree(trainer.run_folder.path)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (tmp_path / "checkpoints").rename(alone / "checkpoints")
+    assert cli.main(["generate", str(alone), "--prompt", "a", "--max-new-tokens", "2"]) == 0
+    assert "tokenizer.json was missing and is written again" in caplog.text
+    assert RunFolder.open(alone).load_config() == trainer.config
+    assert cli.main(["train", "--resume", str(alone), "--steps", "4"]) == 0
