@@ -337,6 +337,13 @@ class Trainer:
             scaled.backward()
         return loss_sum.detach()
 
+    def _rehearse(self, batch: Batch) -> None:
+        """The backward passes that the strategy needs before the first step, without an update."""
+        for _ in range(self.strategy.rehearsals):
+            self.startup.begin("rehearsal")
+            self._forward_backward(batch, torch.ones((), device=self.device))
+            self.state.optimizer.zero_grad()
+
     @contextmanager
     def launched_singly(self) -> Iterator[None]:
         """Context without CUDA graphs: the host launches the same kernels one by one."""
@@ -418,6 +425,8 @@ class Trainer:
             return False
         batches, targets, num_bytes = taken
         fetched = time.perf_counter()
+        if self._is_first_step:
+            self._rehearse(batches[0])
         try:
             with self._reports.observed():
                 results = self.train_step(batches, targets)
