@@ -57,6 +57,8 @@ COMPILER: dict[str, Any] = {
     "fullgraph": True,
     "options": {"size_asserts": False, "alignment_asserts": False},
 }
+# Weights and two moments of a parameter, and bytes a second.
+_BYTES_SAVED, _SLOW_DISK = 12, 10e6
 Drawn = tuple[list[Batch], dict[str, int]]  # micro-batches, and the place in the data after them
 
 
@@ -147,7 +149,9 @@ class Trainer:
         # Of each step whose figures are still on the device: its number, targets and bytes of text.
         self._results: LateReader[tuple[int, int, int]] = LateReader()
         halt = run_folder.halt if self.processes.is_main else None
-        self._requests = Requests(halt, launched=launch.launcher, listens=not stops_at_once)
+        self._requests = Requests(
+            halt, launched=launch.launcher, agent=launch.agent, listens=not stops_at_once
+        )
         writers = self.processes.for_thread() if self.strategy.in_step else Processes()
         keep = config.keep_checkpoints
         record = run_folder.metrics_jsonl
@@ -341,6 +345,13 @@ class Trainer:
             scaled.backward()
         return loss_sum.detach()
 
+    def _rehearse(self, batch: Batch) -> None:
+        """The backward passes that the strategy needs before the first step, without an update."""
+        for _ in range(self.strategy.rehearsals):
+            self.startup.begin("rehearsal")
+            self._forward_backward(batch, torch.ones((), device=self.device))
+            self.state.optimizer.zero_grad()
+
     @contextmanager
     def launched_singly(self) -> Iterator[None]:
         """Context without CUDA graphs: the host launches the same kernels one by one."""
@@ -401,7 +412,7 @@ class Trainer:
             What asked for the end, as ``Requests.stop``.
         """
         requests = self._requests
-        requests.look_for_halt_file()
+        requests.look()
         checkpoint, requests.checkpoint = requests.checkpoint, False
         stop, save = self.processes.largest(requests.stop, int(checkpoint))
         if save:
@@ -410,7 +421,7 @@ class Trainer:
 
     def _is_asked_to_stop(self) -> bool:
         """Whether this process was asked to stop."""
-        self._requests.look_for_halt_file()
+        self._requests.look()
         return self._requests.stop != 0
 
     def _timed_step(self, ahead: Prefetcher[Drawn]) -> bool:
@@ -422,6 +433,8 @@ class Trainer:
             return False
         batches, targets, num_bytes = taken
         fetched = time.perf_counter()
+        if self._is_first_step:
+            self._rehearse(batches[0])
         try:
             with self._reports.observed():
                 results = self.train_step(batches, targets)
@@ -448,8 +461,7 @@ class Trainer:
 
         None if some process has no batch and was asked to stop while it waited.
         """
-        limit_s = max(self.config.stall_limit_s, 10 * self._step_s)
-        limit_s = STARTING_LIMIT_S if self._is_first_step else limit_s
+        limit_s = STARTING_LIMIT_S if self._is_first_step else self.config.stall_limit_s
         patience_s = self._data_patience_s()
         drawn, starved = None, ""
         self.beat("data", max(limit_s, patience_s + 10) if patience_s else 0)
@@ -461,7 +473,7 @@ class Trainer:
             starved = str(error)
         batches, place = drawn or ([], {})
         # The other processes may still be waiting for their batches.
-        self.beat("step", max(limit_s, patience_s + 10))
+        self.beat("exchange", max(limit_s, patience_s + 10))
         needed = self._capacity.needed(batches)
         targets, num_bytes, num_without, num_starved, num_larger = self.processes.total(
             sum(batch.num_targets for batch in batches),
@@ -472,7 +484,7 @@ class Trainer:
         )
         if num_starved:
             self._checkpoint()
-            self._checkpoints.wait()
+            self._wait_for_checkpoint()
             why = starved or "another process got no batch"
             raise TrainingStoppedError(
                 f"data starvation after step {self.state.progress.step}: {why}; "
@@ -524,14 +536,14 @@ class Trainer:
         elif streak >= config.nonfinite_limit:
             why = f"{streak} in a row, nonfinite_limit {config.nonfinite_limit}"
         if why:
-            self._checkpoints.wait()
+            self._wait_for_checkpoint()
             hint = "A lower optim.lr or a longer optim.warmup_steps may help."
             raise TrainingStoppedError(f"{what} ({why}); {self._last_checkpoint()}. {hint}")
         if config.nonfinite == "skip":
             self._note("nonfinite", f"{what}: update left out", logging.WARNING)
             return
         self._results.take(keep=0)  # steps made with the weights that are given up
-        self._checkpoints.wait()
+        self._wait_for_checkpoint()
         path = checkpoint_path(self.run_folder.checkpoints, self._newest_step())
         self.state.load_training_tensors(path)
         now = f"weights and optimizer state are those of {path.name} again, data go on"
@@ -544,7 +556,7 @@ class Trainer:
         step = self.state.progress.step
         if self._newest_step() == step:
             return
-        self.beat("checkpoint", CHECKPOINT_LIMIT_S)
+        self._wait_for_checkpoint()
         if self.strategy.in_step or self.processes.is_main:
             tensors, meta = self.state.contents()
             meta["config"], meta["data"] = dataclasses.asdict(self.config), self.data.description
@@ -552,6 +564,13 @@ class Trainer:
             meta["metrics"] = self._reports.record()
             meta["val_bits_per_byte"] = self._reports.validated.get(step)
             self._checkpoints.submit(step, tensors, meta)
+
+    def _wait_for_checkpoint(self) -> None:
+        """Wait until no process is writing; all together, since a step has less time."""
+        written_s = _BYTES_SAVED * self.model.num_parameters()["total"] / _SLOW_DISK
+        self.beat("checkpoint", CHECKPOINT_LIMIT_S + written_s)
+        self._checkpoints.wait()
+        self.processes.wait_for_all()
 
     def _newest_step(self) -> int:
         """Step of the newest checkpoint, -1 without one; the same on every process."""
@@ -566,10 +585,11 @@ class Trainer:
     def _finish(self, stop: int) -> None:
         """The last checkpoint, the sample, and the last lines of the log."""
         progress, steps = self.state.progress, self.config.steps
-        self._checkpoints.wait()  # if it has failed, the next line tries again
+        self._wait_for_checkpoint()  # if it has failed, the next line tries again
         self._checkpoint()
-        self._checkpoints.wait()
-        self.beat("end", STARTING_LIMIT_S)  # the main process writes a sample
+        self._wait_for_checkpoint()
+        # The main process writes a sample, however long that takes; it has a watchdog of its own.
+        self.beat("end", STARTING_LIMIT_S if self.processes.is_main else 0)
         if progress.step >= steps:
             self._reports.write_sample()
         self.processes.wait_for_all()
@@ -580,8 +600,8 @@ class Trainer:
             who = "the halt file" if stop == HALT else signal.Signals(stop).name
             text = f"stopped by {who} after step {progress.step} of {steps}; resume to go on"
             self._note("stop", text)
-        if HALT in (stop, self._requests.stop) and self.processes.is_main:
-            self.run_folder.halt.unlink(missing_ok=True)  # it must not end the resumed run as well
+        if self.processes.is_main:  # also one that nobody has read must not end the resumed run
+            self.run_folder.halt.unlink(missing_ok=True)
         if self._checkpoints.failure is not None:
             raise TrainingStoppedError(f"{self._checkpoints.failure}; {self._last_checkpoint()}")
         if not self._reports.keep_folder():

@@ -268,7 +268,16 @@ def torchrun(
 ) -> Iterator[subprocess.Popen[str]]:
     """An agent of torchrun, by default with two processes, with a fault planted in each process."""
     program = ROOT / "tests" / "faults" / "plant.py"
-    command = [sys.executable, "-m", "torch.distributed.run", *place, program, *fault, "--", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *place,
+        program,
+        *fault,
+        "nsa",
+        *words,
+    ]
     agent = subprocess.Popen(
         [str(word) for word in command],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

@@ -1,5 +1,5 @@
 """Faults planted in a process before it trains; also a program: ``plant.py [FAULT [ARGUMENT ...]]
--- WORDS OF NSA``.
+nsa WORDS OF NSA``.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ FAULTS: dict[str, Callable[..., None]] = {
 }
 
 if __name__ == "__main__":
-    end = sys.argv.index("--")
+    end = sys.argv.index("nsa")  # not "--", which torchrun's parser drops if nothing precedes it
     torch.set_num_threads(1)
     fault(*sys.argv[1:end])
     from nsa.cli import main

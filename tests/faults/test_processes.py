@@ -4,6 +4,7 @@ restarted when one dies.
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from tests.faults.cases import (
     steps_of,
     torchrun,
     undisturbed,
+    write_config,
 )
 from tests.train.cases import reproducible_rows, stored_tensors
 
@@ -169,11 +171,29 @@ def test_resumed_on_another_number_or_strategy_the_data_go_on(
     assert outcome(path)[3] == outcome(whole)[3]  # the place in the data
 
 
-def test_shards_resume_bit_for_bit(tmp_path: Path, whole: Path, sharded: Path) -> None:
-    path = tmp_path / "run"
-    halt(*new_run(whole, path), *TWO_RANKS, *FSDP, folder=tmp_path, number=2)
-    train("train", "--resume", path, folder=tmp_path)
-    assert outcome(path) == outcome(sharded)
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--accumulation 2 --micro-batch 1",
+        "--parallel.strategy fsdp",
+        pytest.param(
+            "--accumulation 2 --micro-batch 1 --parallel.static-graph true", marks=in_full
+        ),
+        pytest.param("--parallel.bucket-mib 0.01", marks=in_full),
+    ],
+    ids=["replicas", "shards", "static graph", "small buckets"],
+)
+def test_three_ranks_resume_bit_for_bit(tmp_path: Path, words: str) -> None:
+    """Sums of three are rounded by their order, which two cannot show."""
+    path, changes = tmp_path / "run", {"steps": 5, "micro_batch": 2, "accumulation": 1}
+    config = write_config(tmp_path, **changes, checkpoint_every=3, log_every=1, eval_windows=0)
+    more = ("--world-size", "3", "--global-batch", "6", *words.split())
+    train("train", config, "--run-dir", path, *more, folder=tmp_path, number=3)
+    undisturbed = outcome(path)
+    shutil.rmtree(list_checkpoints(path / "checkpoints")[-1])  # as if killed before it
+    train("train", "--resume", path, folder=tmp_path, number=3)
+    assert events(path, "resume")[0]["step"] == 3
+    assert outcome(path) == undisturbed
 
 
 @in_full

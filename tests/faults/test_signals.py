@@ -14,14 +14,18 @@ from typing import Any
 import pytest
 
 from tests.faults.cases import (
+    TWO_RANKS,
     Nsa,
     Run,
     TwoRanks,
     check_resumed,
     complete,
     events,
+    rows_of,
     steps_of,
+    torchrun,
     undisturbed,
+    write_config,
 )
 
 TERMINATED = 128 + signal.SIGTERM
@@ -144,6 +148,21 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step(tmp_path: Path) -> Non
         run.ranks[1].kill(signal.SIGTERM)
         assert run.end() == [TERMINATED] * 2
     assert len(steps_of(run.path)) == 2
+
+
+@in_full
+def test_ranks_whose_torchrun_was_killed_leave_with_a_checkpoint(tmp_path: Path) -> None:
+    config = write_config(tmp_path, steps=1_000_000, checkpoint_every=1_000_000, eval_every=0)
+    path, deadline = tmp_path / "run", time.monotonic() + 120
+    with torchrun("train", config, "--run-dir", path, *TWO_RANKS) as agent:
+        while rows_of(path) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        agent.kill()
+        said, _ = agent.communicate(timeout=60)  # until its processes have ended, too
+    assert said.count(f"torchrun (process {agent.pid}) is gone") > 0
+    assert len(steps_of(path)) == 1
+    assert len(events(path, "stop")) == 1
 
 
 @in_full

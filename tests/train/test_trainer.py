@@ -11,9 +11,10 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -60,6 +61,14 @@ def test_micro_batches_equal_one_big_batch(tmp_path: Path) -> None:
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
     weights = [list(trainer.model.parameters()) for trainer in (whole, parts)]
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-5)
+
+
+def test_the_last_micro_batch_of_a_step_exchanges_gradients(tmp_path: Path) -> None:
+    trainer = new_trainer(tmp_path, accumulation=3)
+    accumulating = Mock(return_value=nullcontext())
+    trainer.strategy.accumulating = accumulating  # type: ignore[method-assign]
+    trainer.train_step(trainer.next_batches())
+    assert accumulating.call_args_list == [call(last=last) for last in (False, False, True)]
 
 
 def test_loss_and_gradient_norm_by_hand(tmp_path: Path) -> None:
@@ -434,6 +443,41 @@ def test_the_sample_stops_on_request_and_sends_heartbeats(tmp_path: Path) -> Non
     assert 0 < len(continuation.removesuffix("\n")) <= 3
     assert len(limits) == 4
     assert min(limits) > 0
+
+
+def test_evaluation_and_checkpoint_send_heartbeats(tmp_path: Path) -> None:
+    """A step has less time than a checkpoint takes, and an evaluation as much for each batch."""
+    phases: list[str] = []
+    config = tiny_config(tmp_path, steps=3, eval_windows=6, checkpoint_every=2)
+    folder = RunFolder.create(tmp_path / "run", config)
+    trainer = Trainer(config, folder, beat=lambda phase, *_: phases.append(phase))
+    checkpoints, waiting = trainer._checkpoints, set[str]()
+    real = checkpoints.wait
+
+    def wait() -> None:
+        waiting.add(phases[-1])
+        real()
+
+    checkpoints.poll = lambda: None  # type: ignore[method-assign]
+    checkpoints.wait = wait  # type: ignore[method-assign]
+    trainer.run()
+    assert phases.count("evaluation") == 6 / config.micro_batch
+    assert waiting == {"checkpoint", "end"}
+
+
+def test_a_halt_file_during_the_last_checkpoint_does_not_end_the_resumed_run(
+    tmp_path: Path,
+) -> None:
+    trainer = new_trainer(tmp_path, steps=2)
+    submit = trainer._checkpoints.submit
+
+    def halted(*args: Any) -> None:
+        trainer.run_folder.halt.touch()
+        submit(*args)
+
+    trainer._checkpoints.submit = halted  # type: ignore[method-assign]
+    assert trainer.run().finished
+    assert resumed(tmp_path, steps=4).run().finished
 
 
 # --- not finite -----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ class Launch:
         local_rank: of this process on its machine.
         world_size: processes of the run.
         launcher: whether torchrun started this process.
+        agent: process ID of the torchrun agent that started this process; 0 without torchrun.
         restart: how many times torchrun has started the processes anew after one of them died.
         allocator: settings of PyTorch's CUDA allocator, as given in the environment; empty means
             its defaults.
@@ -28,6 +29,7 @@ class Launch:
     local_rank: int = 0
     world_size: int = 1
     launcher: bool = False
+    agent: int = 0
     restart: int = 0
     allocator: str = ""
 
@@ -41,6 +43,7 @@ def read_launch() -> Launch:
         local_rank=int(environment.get("LOCAL_RANK", "0")),
         world_size=int(environment.get("WORLD_SIZE", "1")),
         launcher="RANK" in environment,
+        agent=os.getppid() if "TORCHELASTIC_RUN_ID" in environment else 0,
         restart=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
         allocator=environment.get("PYTORCH_ALLOC_CONF", former),
     )

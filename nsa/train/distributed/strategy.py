@@ -61,7 +61,6 @@ class Replicated:
         self.loss, self._config, self._processes, self._device = loss, config, processes, device
         self._captured = captured
         self._replica: DistributedDataParallel | None = None
-        self._is_first = True
 
     def training_module(self, compiler: Compiler | None) -> nn.Module:
         """What is called in training.
@@ -87,13 +86,19 @@ class Replicated:
             self._replica.register_comm_hook(None, bf16_compress_hook)
         return self._replica
 
+    @property
+    def rehearsals(self) -> int:
+        """Backward passes that must exchange gradients before the first step of a process.
+
+        DDP rebuilds its buckets from the first exchange, if the graph is static from the second.
+        The place of a gradient in its bucket decides in which order the processes are summed:
+        otherwise the first step of a resumed run is rounded unlike that of the undisturbed one.
+        """
+        return 0 if self._replica is None else 1 + self._config.static_graph
+
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         """Context of one micro-batch's passes: only the last one of a step exchanges gradients."""
-        # A static graph is learnt from the first backward pass, which must exchange gradients.
-        first, self._is_first = self._is_first, False
-        if self._replica is None or last or (first and self._config.static_graph):
-            return nullcontext()
-        return self._replica.no_sync()
+        return nullcontext() if self._replica is None or last else self._replica.no_sync()
 
     def exchange(self, gradients: Sequence[Tensor]) -> None:
         """Average gradients in place after the last micro-batch, where no backward pass does it."""

@@ -1,4 +1,4 @@
-"""Requests to a run while it goes: by signal, or with a file in the run folder."""
+"""Requests to a run while it goes: by signal, by a file in its folder, by the end of torchrun."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ else:
     STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     CHECKPOINT_SIGNAL = signal.SIGUSR2
 HALT = 255  # used like the number of a signal, none of which is that high
-_HALT_CHECK_S = 1.0
+_LOOK_EVERY_S = 1.0
 _PASSED_ON_S = 5.0
 
 
@@ -28,14 +28,16 @@ class Requests:
 
     The first SIGTERM, SIGINT or SIGHUP, or the halt file, asks for a checkpoint and the end of the
     run; a second SIGTERM or SIGINT ends the process at once with exit code 128 + its number and
-    saves nothing. SIGHUP stays ignored under ``nohup``. SIGUSR2 asks for a checkpoint. Earlier
-    handlers come back on leaving, but not in a launched process that was asked for its end.
+    saves nothing. SIGHUP stays ignored under ``nohup``. SIGUSR2 asks for a checkpoint. A
+    torchrun agent that is gone, by SIGKILL for example, counts as SIGTERM. Earlier handlers come
+    back on leaving, but not in a launched process that was asked for its end.
 
     Args:
         halt_file: file whose appearance ends the run; None for processes that do not look for it.
         launched: whether a launcher started this process. A cluster or a service manager signals
             both, and the launcher passes its signal on: what comes within seconds of the first one
             is the same request.
+        agent: process ID of the torchrun agent that started this process; 0 without one.
         listens: whether signals are noted at all; otherwise they end the process at once, as
             everywhere else.
 
@@ -45,23 +47,32 @@ class Requests:
     """
 
     def __init__(
-        self, halt_file: Path | None = None, *, launched: bool = False, listens: bool = True
+        self,
+        halt_file: Path | None = None,
+        *,
+        launched: bool = False,
+        agent: int = 0,
+        listens: bool = True,
     ) -> None:
         self.stop = 0
         self.checkpoint = False
         self._listens = listens
-        self._halt_file, self._looked = halt_file, -_HALT_CHECK_S
+        self._halt_file, self._looked = halt_file, -_LOOK_EVERY_S
+        self._agent = agent
         self._same_s, self._stopped = _PASSED_ON_S if launched else 0.0, 0.0
         self._before: dict[signal.Signals, Any] = {}
 
-    def look_for_halt_file(self) -> None:
-        """Once a second at most, since the folder may be on a slow file system."""
+    def look(self) -> None:
+        """Once a second at most, since the halt file may be on a slow file system."""
         now = time.monotonic()
-        if self._halt_file is None or self.stop or now - self._looked < _HALT_CHECK_S:
+        if self.stop or now - self._looked < _LOOK_EVERY_S:
             return
         self._looked = now
-        if self._halt_file.exists():
+        if self._halt_file is not None and self._halt_file.exists():
             self.stop = HALT
+        elif self._agent and os.getppid() != self._agent:
+            self._say(f"torchrun (process {self._agent}) is gone")
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def __enter__(self) -> Requests:
         for number in (*STOP_SIGNALS, CHECKPOINT_SIGNAL) if self._listens else ():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import faulthandler
 import json
 import logging
 import mmap
@@ -11,15 +11,18 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 from torch._dynamo.callback import callback_handler
 
 from nsa.train.run_folder import RunFolder
 from nsa.train.watch import watchdog_process
-from nsa.train.watch.stacks import stacks_on_demand
 from nsa.train.watch.watchdog_process import BEAT_SIZE, Beat, Watched
 
 logger = logging.getLogger(__name__)
@@ -27,6 +30,7 @@ logger = logging.getLogger(__name__)
 # A first step compiles, reads data for the first time and sets up communication.
 STARTING_LIMIT_S = 1800.0
 CHECKPOINT_LIMIT_S = 600.0
+SLOWER = 10  # times as long as the last step, or the last of its phase, anything may take
 
 
 class Watchdog:
@@ -48,6 +52,8 @@ class Watchdog:
         self._process: subprocess.Popen[bytes] | None = None
         self._last = Beat(0, 0, "start", STARTING_LIMIT_S, 0.0)
         self._interrupted = self._last  # by a compilation
+        self._began = time.monotonic()
+        self._took: dict[str, float] = {}  # seconds, the last of each phase
         self._on_exit = ExitStack()
 
     def __enter__(self) -> Watchdog:
@@ -87,8 +93,7 @@ class Watchdog:
         beats, folder = self._beats.fileno(), self._folder
         files = (self._path, folder.log, folder.events, folder.stacks / "alarm")
         watched = Watched(os.getpid(), self._rank, beats, *map(str, files))
-        python = [sys.executable, "-I", "-S", watchdog_process.__file__]
-        words = [*python, json.dumps(dataclasses.asdict(watched))]
+        words = [sys.executable, "-I", "-S", watchdog_process.__file__, json.dumps(watched)]
         return subprocess.Popen(words, pass_fds=[beats], stdin=subprocess.DEVNULL)
 
     def beat(self, phase: str, step: int, limit_s: float) -> None:
@@ -97,8 +102,14 @@ class Watchdog:
         Args:
             phase: what begins now, a word.
             step: optimizer steps done.
-            limit_s: how long it may take; 0 means without limit.
+            limit_s: how long it may take, at least; 0 means without limit. Ten times the last step,
+                or the last time in this phase, is allowed too.
         """
+        began, self._began = self._began, time.monotonic()
+        self._took[self._last.phase] = self._began - began
+        if limit_s > 0:
+            last_s = max(self._took.get(name, 0.0) for name in ("step", phase))
+            limit_s = max(limit_s, SLOWER * last_s)
         self._last = Beat(self._last.number + 1, step, phase, limit_s, time.time())
         if self._memory is not None:
             self._memory[:] = self._last.to_bytes()
@@ -114,3 +125,42 @@ class Watchdog:
 
     def _compilation_ends(self, _: object) -> None:
         self.beat(self._interrupted.phase, self._interrupted.step, self._interrupted.limit_s)
+
+
+@contextmanager
+def stacks_on_demand(path: Path) -> Iterator[None]:
+    """Within, SIGUSR1 appends the stacks of all threads to a file.
+
+    A thread writes them, told by the C part of Python's signal handling, so they come while the
+    main thread is in C code. The thread holds the interpreter: a signal handler that reads stacks
+    of running threads, as that of :mod:`faulthandler`, ends the process with a segmentation fault
+    once in some hundred times. That handler answers SIGVTALRM, for the watchdog of a process in
+    which C code keeps the interpreter.
+    """
+    file = path.open("ab", buffering=0)
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    threading.Thread(target=_write_stacks, args=(reads, file), name="stacks", daemon=True).start()
+    # Without a handler of Python's the thread is not told.
+    handler = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    signal.siginterrupt(signal.SIGUSR1, False)
+    descriptor = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    faulthandler.register(signal.SIGVTALRM, file)
+    try:
+        yield
+    finally:
+        faulthandler.unregister(signal.SIGVTALRM)
+        signal.set_wakeup_fd(descriptor)
+        signal.signal(signal.SIGUSR1, handler)
+        os.close(writes)  # which ends the thread; it closes the file
+
+
+def _write_stacks(reads: int, file: BinaryIO) -> None:
+    """Write them for every SIGUSR1 among the signals whose numbers arrive."""
+    with file:
+        while numbers := os.read(reads, 512):
+            if signal.SIGUSR1 in numbers:
+                with suppress(OSError):  # of a full disk
+                    file.write(time.strftime("--- %Y-%m-%d %H:%M:%S\n").encode())
+                faulthandler.dump_traceback(file)
+    os.close(reads)

@@ -14,16 +14,11 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 POLL_S = 0.5
 STACKS_WAIT_S = 2.5
-# Makes a handler in C write the stacks, which may crash a process whose threads run: for one that
-# does not answer otherwise. Windows has no such signal and no watchdog, but this module is imported
-# there.
-STACKS_AT_ANY_PRICE = signal.SIGTERM if sys.platform == "win32" else signal.SIGVTALRM
 # The end of this process breaks the connections of the other ranks, which end by that: they get
 # this long to report first where they are.
 GRACE_S = 6.0
@@ -57,15 +52,14 @@ class Beat(NamedTuple):
         return cls(*json.loads(content))
 
 
-@dataclass(frozen=True)
-class Watched:
-    """What the program is told on its command line, as JSON.
+class Watched(NamedTuple):
+    """The command line of the program, as JSON.
 
     Attributes:
         pid: the training process.
         rank: its rank.
         beats: file descriptor of the memory with its last beat.
-        stacks: file to which SIGUSR1 makes it write its stacks.
+        stacks: file to which SIGUSR1, and SIGVTALRM at any price, makes it write its stacks.
         log: ``log.txt`` of the run.
         events: ``events.jsonl`` of the run.
         alarm: file of the run that grows when a rank hangs: all others then report where they are,
@@ -79,6 +73,13 @@ class Watched:
     log: str
     events: str
     alarm: str
+
+    def is_alive(self) -> bool:
+        """Whether the process, which has started this program, still exists.
+
+        To be asked before each signal: later its number may belong to a stranger.
+        """
+        return os.getppid() == self.pid
 
 
 def read_beat(descriptor: int) -> Beat:
@@ -109,17 +110,16 @@ def size_of(path: str) -> int:
 
 def stacks_of(watched: Watched) -> str:
     """Stacks of all threads of the process; empty if it cannot write them."""
-    before = size = size_of(watched.stacks)
-    for number in (signal.SIGUSR1, STACKS_AT_ANY_PRICE):
-        if size > before:
-            break
-        os.kill(watched.pid, number)
+    before = size_of(watched.stacks)
+    for number in (signal.SIGUSR1, signal.SIGVTALRM):
         deadline = time.monotonic() + STACKS_WAIT_S
-        while time.monotonic() < deadline:
-            time.sleep(0.2)
-            previous, size = size, size_of(watched.stacks)
-            if before < size == previous:  # it has stopped growing
-                break
+        if watched.is_alive():
+            os.kill(watched.pid, number)
+        while size_of(watched.stacks) == before and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if size_of(watched.stacks) > before:
+            time.sleep(0.3)  # for the rest of them
+            break
     with open(watched.stacks, "rb") as file:
         file.seek(before)
         return file.read().decode(errors="replace")
@@ -174,10 +174,10 @@ def _append(path: str, text: str) -> None:
 
 def watch(watched: Watched) -> None:
     """Until the process has ended, or until it hangs and has been ended."""
-    parent, last, silent_s = os.getppid(), read_beat(watched.beats), 0.0
+    last, silent_s = read_beat(watched.beats), 0.0
     heard, described = size_of(watched.alarm), None
     name = f"rank {watched.rank}"
-    while os.getppid() == parent:
+    while watched.is_alive():
         time.sleep(POLL_S)
         beat = read_beat(watched.beats)
         # Counted in polls and not by the clock: a pause in which this program was stopped as well
@@ -193,10 +193,11 @@ def watch(watched: Watched) -> None:
             described = beat
         if hangs:
             time.sleep(GRACE_S)
-            if read_beat(watched.beats) == beat and os.getppid() == parent:
+            if read_beat(watched.beats) == beat and watched.is_alive():
                 ending = f"watchdog: ending {name} (process {watched.pid}) with SIGKILL\n"
                 say(watched, "end", beat, ending)
-                os.kill(watched.pid, signal.SIGKILL)
+                if watched.is_alive():
+                    os.kill(watched.pid, signal.SIGKILL)
                 return
             say(watched, "recovery", beat, f"watchdog: {name} goes on\n")
             silent_s, size = 0.0, size_of(watched.alarm)
@@ -208,7 +209,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         # They are meant for the training process; its end is the end of this program.
         signal.signal(number, signal.SIG_IGN)
-    watch(Watched(**json.loads(sys.argv[1])))
+    watch(Watched(*json.loads(sys.argv[1])))
 
 
 if __name__ == "__main__":

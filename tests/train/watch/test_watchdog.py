@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from nsa.train.run_folder import RunFolder
 from nsa.train.watch.signals import Requests
 from nsa.train.watch.watchdog import STARTING_LIMIT_S, Watchdog
-from nsa.train.watch.watchdog_process import Beat, Watched, say
+from nsa.train.watch.watchdog_process import Beat, Watched, say, watch
+from tests.faults.cases import FORKS
 
 
 @contextmanager
@@ -33,12 +35,71 @@ def terminal_gone() -> Iterator[None]:
         os.close(kept)
 
 
+def watched(folder: Path, pid: int = 1, beats: int = 0) -> Watched:
+    names = ("stacks", "log.txt", "events.jsonl", "alarm")
+    return Watched(pid, 0, beats, *(str(folder / name) for name in names))
+
+
 def test_the_watchdog_goes_on_without_a_terminal(tmp_path: Path) -> None:
     """Otherwise a hanging run would never be ended once its terminal has gone."""
-    files = [str(tmp_path / name) for name in ("stacks", "log.txt", "events.jsonl", "alarm")]
     with terminal_gone():
-        say(Watched(1, 0, 0, *files), "hang", Beat(1, 2, "step", 3.0, 4.0), "it hangs\n")
+        say(watched(tmp_path), "hang", Beat(1, 2, "step", 3.0, 4.0), "it hangs\n")
     assert (tmp_path / "log.txt").read_text().endswith("ERROR it hangs\n")
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "ends_at", "sent"),
+    [
+        (9.0, 1000.0, ["SIGUSR1", "SIGVTALRM", "SIGKILL"]),
+        (0.0, 1000.0, []),  # without limit
+        (9.0, 0.0, []),  # before the watchdog has looked for the first time
+        (9.0, 10.5, ["SIGUSR1"]),  # while it is asked for its stacks
+        (9.0, 16.0, ["SIGUSR1", "SIGVTALRM"]),  # before SIGKILL
+    ],
+)
+def test_no_signal_for_a_process_that_has_ended_or_has_no_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_s: float, ends_at: float, sent: list[str]
+) -> None:
+    """Its number may belong to a stranger by then."""
+    pid, now, found = 10**9, 0.0, list[str]()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        assert now < 2000
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(os, "getppid", lambda: pid if now < ends_at else 1)
+    monkeypatch.setattr(os, "kill", lambda _, number: found.append(signal.Signals(number).name))
+    (tmp_path / "stacks").touch()
+    with (tmp_path / "beats").open("w+b") as beats:
+        beats.write(Beat(1, 2, "step", limit_s, 4.0).to_bytes())
+        beats.flush()
+        watch(watched(tmp_path, pid, beats.fileno()))
+    assert found == sent
+
+
+def _die_at_once(folder: str) -> None:
+    os.dup2(os.open(f"{folder}/open", os.O_WRONLY), 2)
+    Watchdog(RunFolder(Path(folder)), 0, 40.0).__enter__()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_watchdog_ends_if_its_process_died_before_it_ran(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "open")
+    reads = os.open(tmp_path / "open", os.O_RDONLY | os.O_NONBLOCK)
+    process = FORKS.Process(target=_die_at_once, args=(str(tmp_path),))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    deadline, said = time.monotonic() + 30, None
+    while said != b"":  # which comes when no process has the pipe open any more
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+        with suppress(BlockingIOError):
+            said = os.read(reads, 1000)
+    os.close(reads)
 
 
 def test_a_watchdog_that_was_killed_is_replaced(
@@ -57,6 +118,54 @@ def test_a_watchdog_that_was_killed_is_replaced(
         assert second.poll() is None
     assert second.poll() is not None  # it ends with the run
     assert caplog.text.count("the watchdog process has ended, another one is started") == 1
+
+
+@pytest.mark.parametrize(
+    ("phase", "limit_s", "allowed"),
+    [
+        ("step", 40.0, 200.0),
+        ("evaluation", 40.0, 700.0),
+        ("sample", 40.0, 200.0),
+        ("sample", 300.0, 300.0),
+        ("sample", 0.0, 0.0),
+    ],
+)
+def test_ten_times_the_last_step_or_the_last_of_a_phase_is_no_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, limit_s: float, allowed: float
+) -> None:
+    """A step took 20 s, the last part of an evaluation 70 s."""
+    with Watchdog(RunFolder(tmp_path), 0, 40.0) as watchdog:
+        for now, begins in ((0, "evaluation"), (9, "step"), (29, "evaluation"), (99, "checkpoint")):
+            monkeypatch.setattr(time, "monotonic", lambda now=now: float(now))
+            watchdog.beat(begins, 7, 40.0)
+        watchdog.beat(phase, 7, limit_s)
+        assert watchdog._memory is not None
+        assert Beat.from_bytes(watchdog._memory[:]).limit_s == allowed
+        monkeypatch.undo()
+
+
+def test_the_end_of_torchrun_asks_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Requests(agent=os.getppid()) as present, Requests(agent=os.getppid() + 1) as gone:
+        present.look()
+        assert (present.stop, gone.stop) == (0, 0)
+        gone.look()
+        assert (present.stop, gone.stop) == (0, signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("launched", "leaves_at"), [(True, 5), (False, 1)])
+def test_a_second_signal_of_a_launcher_is_the_first_for_some_seconds(
+    monkeypatch: pytest.MonkeyPatch, launched: bool, leaves_at: int
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with Requests(launched=launched):
+        for second in (0, *range(1, leaves_at + 1)):
+            assert codes == []
+            monkeypatch.setattr(time, "monotonic", lambda now=second: 50.0 + now)
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert codes == [128 + signal.SIGTERM]
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert handler == (signal.SIG_IGN if launched else signal.SIG_DFL)
 
 
 def test_a_signal_is_obeyed_without_a_terminal() -> None:
