@@ -94,6 +94,7 @@ CASES = {
     "no query": Case((2, 0), (2, 40)),
     "no token": Case((0,), (0,)),
     "no token, packed": Case((0,), (0,), ((0, 0), (0, 0))),
+    "no sequence, packed": Case((0,), (0,), ((), ())),
     "no query, packed": Case((0,), (40,), ((0, 0), (7, 33))),
 }
 
