@@ -117,9 +117,9 @@ class NSACache:
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the tokens of a sequence behind its first ``length``, and give back their pages.
 
-        A step that raised is dropped, too. With at most 8 tokens of each sequence it can be repeated
-        after ``truncate(b, lengths[b])``. Longer chunks overwrite what their repetition needs: every
-        sequence that had tokens must then be truncated to 0.
+        A step that raised is dropped, too. With at most 8 tokens of each sequence it can be
+        repeated after ``truncate(b, lengths[b])``. Longer chunks overwrite what their repetition
+        needs: every sequence that had tokens must then be truncated to 0.
 
         Args:
             sequence: its number.
@@ -198,7 +198,7 @@ class NSACache:
             rule = f"be {step.counts} for the sequences, as in the other layers"
             check(counts == step.counts, _NAME, "new tokens", rule, counts)
         rule = "receive the tokens of a step once"
-        hint = "Call every layer once per step. After a step that raised, call truncate(b, lengths[b])."
+        hint = "Call each layer once a step. After a step that raised, truncate(b, lengths[b])."
         check(layer not in step.taken, _NAME, f"layers[{layer}]", rule, "them again", hint)
         return step
 
