@@ -161,14 +161,18 @@ def test_recorded_steps_of_a_model(modes):
 
     def run(modes: tuple[bool, bool]) -> list[Tensor]:
         decoder, found = Decoder(model, 1, max_tokens=2000), list[Tensor]()
+
+        def take(logits: Tensor) -> None:
+            found.append(logits.clone())
+            ids = [layer.block_indices for layer in decoder.cache.layers]
+            counts = [(x[-1] >= 0).sum(-1).tolist() for x in ids if x is not None]
+            assert counts == [[4] * SEED.num_kv_heads, [16] * SEED.num_kv_heads]
+
         for mode, (start, stop) in zip(modes, ((0, 1500), (1504, 1600)), strict=True):
             with torch.inference_mode(mode):
-                found.append(decoder.prefill(text[:, start:stop].tolist()))
+                take(decoder.prefill(text[:, start:stop].tolist()))
                 for i in range(stop, stop + 4):
-                    found.append(decoder.step(text[:, i : i + 1].to(DEVICE)).clone())
-                    ids = [layer.block_indices for layer in decoder.cache.layers]
-                    counts = [(x[-1] >= 0).sum(-1).tolist() for x in ids if x is not None]
-                    assert counts == [[4] * SEED.num_kv_heads, [16] * SEED.num_kv_heads]
+                    take(decoder.step(text[:, i : i + 1].to(DEVICE)))
         assert decoder._graphs[1] is not None
         return found
 

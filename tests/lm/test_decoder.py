@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from nsa.lm.config import LMConfig
-from nsa.lm.decoder import Decoder
+from nsa.lm.decoder import Decoder, StepGraph
 from nsa.lm.model import LanguageModel
 from tests.ops.cases import small
 
@@ -111,7 +112,8 @@ def test_inference_mode_may_begin_and_end_between_calls(
 ) -> None:
     model, text = make(attention=attention), torch.tensor(texts()[0][:60])
     expected = model(text).detach()
-    decoder, cache = Decoder(model, 1, max_tokens=60), model.new_cache(1, max_tokens=60)
+    with torch.inference_mode(modes[0]):
+        decoder, cache = Decoder(model, 1, max_tokens=60), model.new_cache(1, max_tokens=60)
     found = []
     for mode, (start, stop) in zip(modes, ((0, 30), (30, 60)), strict=True):
         with torch.inference_mode(mode):
@@ -123,6 +125,32 @@ def test_inference_mode_may_begin_and_end_between_calls(
     torch.testing.assert_close(torch.cat(found[::2]), expected, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(torch.cat(found[1::2]), expected[[27, 28, 29, 57, 58, 59]])
     assert model(text).requires_grad
+
+
+def test_a_step_is_recorded_on_the_device_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for CUDA. The graph reads memory that calls outside of inference mode may write."""
+    decoder, entered = Decoder(make(), 1, max_tokens=20), list[object]()
+    decoder.prefill([[1, 2, 3]])
+
+    def graph(graph: object, *, stream: object) -> nullcontext[None]:
+        entered.append(stream)
+        return nullcontext()
+
+    def device(index: torch.device) -> nullcontext[None]:
+        entered.append(index)
+        return nullcontext()
+
+    stand_ins = {"CUDAGraph": object, "Stream": lambda at: ("stream", at), "graph": graph}
+    for name, stand_in in {**stand_ins, "device": device}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    tokens = torch.tensor([[4]])
+    with torch.inference_mode():
+        recorded = StepGraph(decoder, tokens)
+    assert entered == [tokens.device, ("stream", tokens.device)]
+    assert not recorded.tokens.is_inference()
+    assert not recorded.logits.is_inference()
+    assert not recorded.logits.requires_grad
+    assert decoder.cache.lengths == [3]
 
 
 @pytest.mark.parametrize("count", [5, 30])
