@@ -247,7 +247,7 @@ def check_inputs(
         ("cu_seqlens_q", cu_seqlens_q, num_queries),
         ("cu_seqlens_k", cu_seqlens_k, None),
     ):
-        check_cu_seqlens(name, argument, offsets, offsets.device)
+        check_cu_seqlens(name, argument, offsets, offsets.device, num_tokens)
         check_cu_seqlens_contents(name, argument, offsets, num_tokens)
     check_same_count(name, cu_seqlens_q, cu_seqlens_k)
     check_pair(name, cu_seqlens_q, cu_seqlens_k)

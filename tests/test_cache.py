@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nsa import LayerCache, NativeSparseAttention, NSACache, NSAConfig, Sequences
 from nsa.cache import places
+from nsa.cache.chunk import Chunk
 from nsa.config import BRANCHES
 from nsa.ops._packed import locate
 from tests import oracle
@@ -418,7 +419,7 @@ def test_layers_take_in_the_same_tokens():
     module, x = layer(small()), tokens(60)
     cache = NSACache(module.config, 2, max_tokens=50)
     module(x[:5], cache=cache.layers[0])
-    with pytest.raises(ValueError, match=r"^layers\[0\] must not have them yet: "):
+    with pytest.raises(ValueError, match=r"^layers\[0\] must receive the tokens "):
         module(x[:5], cache=cache.layers[0])
     with pytest.raises(ValueError, match=r"^new tokens must be \[5\] "):
         module(x[:4], cache=cache.layers[1])
@@ -436,6 +437,41 @@ def test_lengths_out_of_reach(length):
     with pytest.raises(ValueError, match=r"^length must be 0 or from 92 to 96, got "):
         cache.truncate(0, length if length != 92 else 91)
     cache.truncate(0, 92)
+
+
+def test_copies_forget_what_the_sequence_has_forgotten():
+    """A fork or a reordered sequence reaches no further back than what it was copied from."""
+    module, x = layer(small()), tokens(100)
+    cache = NSACache(module.config, 1, 3, max_tokens=150)
+    module(x, cu_seqlens=offsets((100, 0, 0)), cache=cache.layers[0])
+    cache.truncate(0, 96)
+    cache.fork(0, 1)
+    cache.reorder([0, 2, 1])
+    for b, length in ((0, 91), (2, 91)):
+        with pytest.raises(ValueError, match=r"^truncate: length must be 0 or from 92 to 96, got "):
+            cache.truncate(b, length)
+    cache.truncate(2, 92)
+    out = module(x[92:], cu_seqlens=offsets((0, 0, 8)), cache=cache.layers[0])
+    near(out, array(module(x))[92:])
+
+
+def test_a_chunk_that_raised_while_it_overwrote_the_past(monkeypatch):
+    module, x = layer(small()), tokens(100)
+    cache, write = NSACache(module.config, 1, max_tokens=150), Chunk._write_ring
+
+    def fail(*arguments):
+        write(*arguments)
+        raise RuntimeError("out of memory")
+
+    module(x[:60], cache=cache.layers[0])
+    monkeypatch.setattr(Chunk, "_write_ring", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        module(x[60:], cache=cache.layers[0])
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"sequence 0 must hold .* Call truncate\(0, 0\)"):
+        module(x[60:], cache=cache.layers[0])
+    cache.truncate(0, 0)
+    near(module(x, cache=cache.layers[0]), array(module(x)))
 
 
 def test_fork_of_what_is_not_there():

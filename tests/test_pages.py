@@ -281,7 +281,7 @@ def test_a_step_that_an_error_ended_half_way() -> None:
         if is_few:
             cache.truncate(0, 50)
         else:
-            refused(cache, partial(cache.truncate, 0, 50), "^length must be 0 or from 51")
+            refused(cache, partial(cache.truncate, 0, 50), "^length must be 0, got 50")
             cache.free(0)
         for part in x[cache.lengths[0] :].split([3, 147 - cache.lengths[0]]):
             for layer in cache.layers:

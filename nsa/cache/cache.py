@@ -83,11 +83,16 @@ class NSACache:
         Steps do so themselves. A replayed CUDA graph of a step cannot: call it before.
 
         Raises:
-            ValueError: the cache is full; nothing has changed then.
+            ValueError: the cache is full, or a step that raised has left a sequence without the
+                past that it needs; nothing has changed then.
         """
         for b, (length, count) in enumerate(zip(self._lengths, counts, strict=True)):
             rule = f"be at least {length + count} for the new tokens of sequence {b}"
             check(length + count <= self.max_tokens, _NAME, "max_tokens", rule, self.max_tokens)
+            has_past = length == 0 or length >= self._written[b] - MOST_QUERIES
+            rule = "hold what its next tokens need, which a step that raised has overwritten"
+            hint = f"Call truncate({b}, 0) and give it all of its tokens again."
+            check(has_past, _NAME, f"sequence {b}", rule, f"{length} tokens", hint)
         copies = self._pages.prepare(self._lengths, counts)
         for layer in self.layers:
             layer.copy_pages(copies)
@@ -95,6 +100,7 @@ class NSACache:
 
     def advance(self, counts: Sequence[int]) -> None:
         """Count tokens that a replayed CUDA graph of a step has taken in."""
+        self._step = None
         self._lengths = [n + count for n, count in zip(self._lengths, counts, strict=True)]
         self._written = [max(pair) for pair in zip(self._written, self._lengths, strict=True)]
 
@@ -111,6 +117,10 @@ class NSACache:
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the tokens of a sequence behind its first ``length``, and give back their pages.
 
+        A step that raised is dropped, too. With at most 8 tokens of each sequence it can be
+        repeated after ``truncate(b, lengths[b])``. Longer chunks overwrite what their repetition
+        needs: every sequence that had tokens must then be truncated to 0.
+
         Args:
             sequence: its number.
             length: 0, or within 8 of the most tokens that it had: the rings hold no more.
@@ -121,7 +131,7 @@ class NSACache:
         self._check_sequence("truncate", "sequence", sequence)
         have, most = self._lengths[sequence], self._written[sequence]
         least = max(most - MOST_QUERIES, 0)
-        rule = f"be 0 or from {least} to {have}"
+        rule = f"be 0 or from {least} to {have}" if least <= have else "be 0"
         check(length == 0 or least <= length <= have, "truncate", "length", rule, length)
         self._pages.truncate(sequence, length)
         self._set_length(sequence, length, length if length == 0 else most)
@@ -187,8 +197,9 @@ class NSACache:
             counts = self._counts(sequences, num_tokens)
             rule = f"be {step.counts} for the sequences, as in the other layers"
             check(counts == step.counts, _NAME, "new tokens", rule, counts)
-        rule = "not have them yet: all layers take in the same tokens before the next ones"
-        check(layer not in step.taken, _NAME, f"layers[{layer}]", rule, "them again")
+        rule = "receive the tokens of a step once"
+        hint = "Call each layer once a step. After a step that raised, truncate(b, lengths[b])."
+        check(layer not in step.taken, _NAME, f"layers[{layer}]", rule, "them again", hint)
         return step
 
     def writes(self, step: Step) -> None:
@@ -200,15 +211,13 @@ class NSACache:
         step = self._step
         assert step is not None
         step.taken.add(layer)
-        self.writes(step)
         if len(step.taken) < len(self.layers):
             return
-        self.advance(step.counts)
         if len({*step.counts}) == 1:
             self.device_lengths.add_(step.counts[0])
         else:
-            self.device_lengths.copy_(integers(self._lengths, self.table.device, torch.int32))
-        self._step = None
+            self.device_lengths.copy_(integers(step.after, self.table.device, torch.int32))
+        self.advance(step.counts)
 
     @property
     def device_lengths(self) -> Tensor:
@@ -239,8 +248,9 @@ class NSACache:
     def _place(self, device: torch.device) -> None:
         if self._on_device is None:
             shape = (self.batch_size, -(-self.max_tokens // self.config.block_size))
-            lengths = torch.zeros(self.batch_size, dtype=torch.int32, device=device)
-            self._on_device = lengths, lengths.new_zeros(shape)
+            with torch.inference_mode(False):
+                lengths = torch.zeros(self.batch_size, dtype=torch.int32, device=device)
+                self._on_device = lengths, lengths.new_zeros(shape)
         check(device == self.table.device, _NAME, "tokens", f"be on {self.table.device}", device)
 
     def _write_table(self) -> None:
@@ -329,6 +339,8 @@ class LayerCache:
         else:
             chunk = Chunk(self.config, tensors, step, backend)
             out, self.block_indices = chunk.attend(inputs, rope, alone)
+            self._cache.writes(step)
+            chunk.write_rings()
         self._cache.finish(self._layer)
         return out
 
@@ -361,36 +373,42 @@ class LayerCache:
 
     def _tensors(self, inputs: AttentionInputs) -> CacheTensors:
         """The layer's memory."""
-        config, cache, k = self.config, self._cache, inputs.q
+        k = inputs.q
         if self.tensors is None:
-            tokens = cache.num_pages * config.block_size
-            rows = {
-                "slc": tokens if "slc" in config.branches else 0,
-                "win": cache.batch_size * (config.window_size + MOST_QUERIES),
-                "raw": cache.batch_size * (config.compress_block_size + MOST_QUERIES),
-                "cmp": tokens // config.compress_stride,
-            }
-            has_values = {"slc": True, "win": True}
-            has_values |= dict.fromkeys(("raw", "cmp"), "cmp" in config.branches)
-            on = {kind: kind in config.branches for kind in ("slc", "win")}
-            on |= dict.fromkeys(("raw", "cmp"), config.scores_blocks)
-
-            def new(kind: str, size: int, is_on: bool) -> Tensor | None:
-                return k.new_zeros(rows[kind], config.num_kv_heads, size) if is_on else None
-
-            held = dict[str, Any]()
-            for kind in rows:
-                held[f"k_{kind}"] = new(kind, config.head_dim, on[kind])
-                held[f"v_{kind}"] = new(kind, config.value_dim, on[kind] and has_values[kind])
-            # the programs of a step that share a query are counted; a group has up to 64 heads
-            most = cache.batch_size * config.num_heads * MOST_QUERIES
-            counters = k.new_zeros(2, most, dtype=torch.int32)
-            self.tensors = CacheTensors(
-                **held, table=cache.table, lengths=cache.device_lengths, counters=counters
-            )
+            self.tensors = self._reserve(k)
         kept = next(x for x in self.tensors if x is not None)
         check(k.dtype == kept.dtype, _NAME, "tokens", f"stay {kept.dtype}", k.dtype)
         return self.tensors
+
+    @torch.inference_mode(False)  # for steps within and outside of it, which write to the tensors
+    def _reserve(self, k: Tensor) -> CacheTensors:
+        """The layer's memory for heads like ``k``."""
+        config, cache = self.config, self._cache
+        tokens = cache.num_pages * config.block_size
+        rows = {
+            "slc": tokens if "slc" in config.branches else 0,
+            "win": cache.batch_size * (config.window_size + MOST_QUERIES),
+            "raw": cache.batch_size * (config.compress_block_size + MOST_QUERIES),
+            "cmp": tokens // config.compress_stride,
+        }
+        has_values = {"slc": True, "win": True}
+        has_values |= dict.fromkeys(("raw", "cmp"), "cmp" in config.branches)
+        on = {kind: kind in config.branches for kind in ("slc", "win")}
+        on |= dict.fromkeys(("raw", "cmp"), config.scores_blocks)
+
+        def new(kind: str, size: int, is_on: bool) -> Tensor | None:
+            return k.new_zeros(rows[kind], config.num_kv_heads, size) if is_on else None
+
+        held = dict[str, Any]()
+        for kind in rows:
+            held[f"k_{kind}"] = new(kind, config.head_dim, on[kind])
+            held[f"v_{kind}"] = new(kind, config.value_dim, on[kind] and has_values[kind])
+        # the programs of a step that share a query are counted; a group has up to 64 heads
+        most = cache.batch_size * config.num_heads * MOST_QUERIES
+        counters = k.new_zeros(2, most, dtype=torch.int32)
+        return CacheTensors(
+            **held, table=cache.table, lengths=cache.device_lengths, counters=counters
+        )
 
     def _decode(
         self, inputs: AttentionInputs, rope: Rope, queries: int, tensors: CacheTensors

@@ -11,6 +11,7 @@ from torch import Tensor
 from nsa.attention import AttentionInputs, branch_inputs
 from nsa.cache.places import Places
 from nsa.config import NSAConfig
+from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences
 from nsa.ops.attention import attention_by_branch, run_attention
 from nsa.ops.compression import Raw, run_compress
@@ -67,22 +68,24 @@ class Chunk:
             alone = None if any(step.before) else step.sequences
             step.places = Places(config, tensors.table, step.before, step.counts, alone)
         self.places = step.places
+        self._new: NewTokens | None = None
         # Rows for a pool that attention does not read back.
         self._later = list[tuple[Tensor, Tensor, Callable[[], Tensor]]]()
 
     def attend(
         self, inputs: AttentionInputs, rope: Rope, alone: Callable[[], Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of the new tokens, which are written to the cache, and the selected blocks.
+        """Attention of the new tokens, and the selected blocks; pages get the tokens.
 
-        See :meth:`nsa.LayerCache.attend`.
+        Until :meth:`write_rings` nothing of the past is overwritten, so that a call that raised may
+        be made again. See :meth:`nsa.LayerCache.attend`.
         """
         config, tensors, places = self.config, self.tensors, self.places
-        new = new_tokens(inputs, tensors)
+        new = self._new = new_tokens(inputs, tensors)
         k_cmp = v_cmp = None
         if config.scores_blocks:
             k_cmp, v_cmp = self._compress(new, inputs, rope)
-        call = window = places.call(places.after)
+        call = window = self._call(places.after)
         if tensors.k_slc is not None:
             k, v = (
                 self._with_past(pool, x, lambda: places.new, places.all_tokens)
@@ -96,7 +99,7 @@ class Chunk:
                 v_win=self._behind(tensors.v_win, new.v_win, kept),
             )
             # Keys that left the window shift all positions alike, which the window does not see.
-            window = places.call(places.with_new(kept))
+            window = self._call(places.with_new(kept))
         if places.sequences is not None and alone is not None:
             out, ids = alone(), None
         else:
@@ -106,14 +109,22 @@ class Chunk:
             else:
                 result = run_attention(branches, call, self.backend)
             out, ids = result.out, result.block_indices
-        # Behind attention, so that a GPU has work while the host sends what fills the cache. Rings
-        # also forget what they held, and a call that has failed may be made again.
+        # Behind attention, so that a GPU has work while the host sends what fills the cache.
         for pool, x, slots in self._later:
             _put(pool, slots(), x)
-        for name in NewTokens._fields:
-            if not name.endswith("slc") and getattr(tensors, name) is not None:
-                self._write_ring(getattr(tensors, name), getattr(new, name))
         return out, ids
+
+    def write_rings(self) -> None:
+        """Write the last new tokens to the rings, which forget what they held."""
+        assert self._new is not None
+        for name in NewTokens._fields:
+            if not name.endswith("slc") and getattr(self.tensors, name) is not None:
+                self._write_ring(getattr(self.tensors, name), getattr(self._new, name))
+
+    def _call(self, lengths: Sequence[int]) -> Call:
+        """The layer's pattern for the new queries at the end of ``lengths[b]`` keys each."""
+        config = self.config
+        return Call(config, self.places.queries(lengths), config.head_dim**-0.5)
 
     def _compress(
         self, new: NewTokens, inputs: AttentionInputs, rope: Rope

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.ops._operator import Call
 from nsa.ops._packed import integers, locate
 from nsa.ops._sequences import Sequences
 
@@ -24,7 +23,8 @@ class Places:
     attention runs.
 
     Args:
-        config: the sparse pattern of the cache.
+        config: the sizes of blocks, which all layers share. The pattern of a layer may differ in
+            the number of selected blocks, which is not read here.
         table: pages of every sequence, with room for the new tokens.
         before: tokens of each sequence that were cached before.
         counts: new tokens of each sequence.
@@ -57,19 +57,18 @@ class Places:
         """Rows of each sequence with the new ones behind ``kept[b]``."""
         return [n + count for n, count in zip(kept, self.counts, strict=True)]
 
-    def call(self, lengths: Sequence[int]) -> Call:
+    def queries(self, lengths: Sequence[int]) -> Sequences:
         """The new queries at the end of ``lengths[b]`` keys of each sequence b."""
 
-        def make() -> Call:
+        def make() -> Sequences:
             where = self.sequences
             if where is None:
                 offsets = (self._offsets(self.counts), self._offsets(lengths))
                 most = (max(self.counts), max(lengths))
                 where = Sequences(offsets, len(self.counts), *most, self.table.device)
-            where = where.with_blocks(self.config) if self.config.scores_blocks else where
-            return Call(self.config, where, self.config.head_dim**-0.5)
+            return where.with_blocks(self.config) if self.config.scores_blocks else where
 
-        return self._once(("call", *lengths), make)
+        return self._once(("queries", *lengths), make)
 
     @property
     def new(self) -> Tensor:

@@ -100,10 +100,11 @@ class Decoder:
             new tokens.
 
         Raises:
-            ValueError: the cache is full.
+            ValueError: no sequence has new tokens, or the cache is full; nothing has changed then.
         """
         count = len(tokens)
         check(count == self.batch_size, "Decoder", "tokens", f"be {self.batch_size} lists", count)
+        check(any(map(len, tokens)), "Decoder", "tokens", "have a token in some list", "none")
         device, lengths = self.model.embedding.weight.device, [len(x) for x in tokens]
         packed = integers(chain.from_iterable(tokens), device)
         cu_seqlens = integers(accumulate(lengths, initial=0), device, torch.int32)
@@ -225,10 +226,18 @@ class StepGraph:
     """
 
     def __init__(self, decoder: Decoder, tokens: Tensor) -> None:
-        self.cache, self.tokens = decoder.cache, tokens.clone()
-        self.graph = torch.cuda.CUDAGraph()
-        with self.cache.recording(), torch.cuda.graph(self.graph):
-            self.logits = decoder.take(self.tokens)
+        self.cache, self.graph, device = decoder.cache, torch.cuda.CUDAGraph(), tokens.device
+        # PyTorch's own stream for captures lies on the device that was current for the first one.
+        # Tensors made in inference mode could not be written to outside of it.
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.cuda.device(device),
+            self.cache.recording(),
+        ):
+            self.tokens = tokens.clone()
+            with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(device)):
+                self.logits = decoder.take(self.tokens)
 
     def replay(self, tokens: Tensor) -> Tensor:
         """Logits of the next tokens."""

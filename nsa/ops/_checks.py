@@ -16,6 +16,11 @@ from nsa.ops._backend import reads_contents
 from nsa.ops._packed import lengths
 
 
+def _largest(counts: Tensor) -> int:
+    """The largest of some numbers, 0 without any; waits for the device on a GPU."""
+    return int(counts.max()) if counts.numel() else 0
+
+
 def longest(
     function: str, argument: str, cu_seqlens: Tensor, hint: int | None, upper: int | None
 ) -> int:
@@ -24,10 +29,10 @@ def longest(
     Reading waits for the device on a GPU.
     """
     if hint is None:
-        return int(lengths(cu_seqlens).max()) if upper is None else upper
+        return _largest(lengths(cu_seqlens)) if upper is None else upper
     check(0 <= hint <= 2**30, function, argument, "be at least 0 and at most 2**30", hint)
     if reads_contents(cu_seqlens):
-        actual = int(lengths(cu_seqlens).max())
+        actual = _largest(lengths(cu_seqlens))
         check(
             hint >= actual, function, argument, f"be at least the longest sequence ({actual})", hint
         )
@@ -35,13 +40,18 @@ def longest(
 
 
 def check_cu_seqlens(
-    function: str, argument: str, cu_seqlens: Tensor, device: torch.device
+    function: str,
+    argument: str,
+    cu_seqlens: Tensor,
+    device: torch.device,
+    num_tokens: int | None,
 ) -> None:
-    """Metadata of ``cu_seqlens``."""
+    """Check the metadata of ``cu_seqlens``, which describes ``num_tokens`` tokens if known."""
     check(cu_seqlens.dtype == torch.int32, function, argument, "be int32", cu_seqlens.dtype)
     shape = tuple(cu_seqlens.shape)
-    fits = len(shape) == 1 and shape[0] >= 2
-    check(fits, function, argument, "have shape [B + 1] with B at least 1", shape)
+    least = 1 if num_tokens else 0  # sequences; kernels look for that of a token
+    fits = len(shape) == 1 and shape[0] > least
+    check(fits, function, argument, f"have shape [B + 1] with B at least {least}", shape)
     check(
         cu_seqlens.device == device,
         function,
@@ -57,7 +67,7 @@ def check_cu_seqlens_contents(
     """Offsets start at 0, do not fall, and end at the number of tokens (if it is known)."""
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     check(first == 0, function, argument, "start at 0", first)
-    shortest = int(lengths(cu_seqlens).min())
+    shortest = -_largest(-lengths(cu_seqlens))
     check(shortest >= 0, function, argument, "not decrease", f"a sequence of {shortest} tokens")
     if num_tokens is not None:
         check(
@@ -78,13 +88,13 @@ def check_same_count(function: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) 
 
 def check_pair(function: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
     """No sequence has more query tokens than key tokens."""
-    missing = int((lengths(cu_seqlens_k) - lengths(cu_seqlens_q)).min())
+    missing = _largest(lengths(cu_seqlens_q) - lengths(cu_seqlens_k))
     check(
-        missing >= 0,
+        missing <= 0,
         function,
         "cu_seqlens_k",
         "give every sequence at least as many keys as queries",
-        f"{-missing} too few",
+        f"{missing} too few",
     )
 
 

@@ -47,9 +47,8 @@ def register(
 ) -> torch._ops.OpOverload:
     """Register ``nsa::<name>``: the one way in which operators of this library are registered.
 
-    Triton launches on the current device and its current stream. Tensors on another device are
-    therefore worked on with that one made current, as PyTorch's own operators do, so that one
-    process can use several GPUs.
+    The operator runs with the device of its tensors made current, as PyTorch's own operators do, so
+    that one process can use several GPUs: replayed launches and side streams need it.
 
     Args:
         name: of the operator, without its namespace.

@@ -76,9 +76,8 @@ class Sequences:
             ValueError: the offsets are not offsets, or ``max_seqlen`` is below the longest
                 sequence.
         """
-        check_cu_seqlens(
-            function, "cu_seqlens", cu_seqlens, cu_seqlens.device if device is None else device
-        )
+        device = cu_seqlens.device if device is None else device
+        check_cu_seqlens(function, "cu_seqlens", cu_seqlens, device, num_tokens)
         cu_seqlens = cu_seqlens.contiguous()  # kernels read it element after element
         if reads_contents(cu_seqlens):
             check_cu_seqlens_contents(function, "cu_seqlens", cu_seqlens, num_tokens)
@@ -89,6 +88,7 @@ class Sequences:
             function, "max_seqlen", cu_seqlens, max_seqlen, num_tokens if on_device else None
         )
         number = cu_seqlens.shape[0] - 1
+        num_tokens = num_tokens if number else 0
         if num_tokens is None and reads_contents(cu_seqlens):
             num_tokens = int(cu_seqlens[-1])
         offsets = cu_seqlens, cu_seqlens
@@ -265,7 +265,7 @@ def open_sequences(
         ("cu_seqlens_q", cu_seqlens_q, q.shape[0]),
         ("cu_seqlens_k", cu_seqlens_k, key_shape[0]),
     ):
-        check_cu_seqlens(function, argument, offsets, q.device)
+        check_cu_seqlens(function, argument, offsets, q.device, num_tokens)
         if reads_contents(offsets):
             check_cu_seqlens_contents(function, argument, offsets, num_tokens)
     check_same_count(function, cu_seqlens_q, cu_seqlens_k)
@@ -322,7 +322,7 @@ def compressed_key_shape(
             (key_shape[-1] - config.compress_block_size) // stride + 1, 0
         )
         hint = "Give cu_seqlens_q and cu_seqlens_k when there are more key tokens than queries."
-    elif reads_contents(cu_seqlens_k) and cu_seqlens_k.ndim == 1 and cu_seqlens_k.numel() > 1:
+    elif reads_contents(cu_seqlens_k) and cu_seqlens_k.ndim == 1 and cu_seqlens_k.numel() > 0:
         key_shape = (int(cu_seqlens_k[-1]),)
         exact = int(num_compressed(lengths(cu_seqlens_k), config).sum())
         hint = ""

@@ -448,9 +448,8 @@ class CheckpointWriter:
         # A GPU reads them in no time; the processor took most of a second for 1 GB.
         largest = {name: _in_main_memory(value) for name, value in _largest(own).items()}
         copied = None
-        if any(tensor.is_cuda for tensor in own.values()):
-            copied = torch.cuda.Event()
-            copied.record()
+        if on_gpu := [tensor.device for tensor in own.values() if tensor.is_cuda]:
+            copied = torch.cuda.current_stream(on_gpu[0]).record_event()
         self.newest_step = step
         self._writing = self._thread.submit(self._write, step, copies, largest, copied, meta)
 

@@ -211,8 +211,7 @@ def _on_its_way(drawn: Tensor) -> Callable[[], list[int]]:
         return lambda: ids
     host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
     host.copy_(drawn, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
+    copied = torch.cuda.current_stream(drawn.device).record_event()
 
     def wait() -> list[int]:
         copied.synchronize()

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -57,6 +58,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recorder = Recorder()
     triton.runtime.driver.set_active(recorder)
     monkeypatch.setattr(Tensor, "get_device", lambda self: recorder.serial)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: recorder.serial)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     yield recorder
     triton.runtime.driver.set_active(None)
@@ -179,6 +181,27 @@ def test_hooks_are_called(gpu: Recorder) -> None:
     assert gpu.launched[1][8] is hook  # Triton's launcher calls it
     small_kernel[(1,)](*arguments, BLOCK=16, PARTS=())
     assert gpu.launched[2][7:10] == (None, None, None)
+
+
+def test_the_device_of_the_tensors_is_current(
+    gpu: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether Triton looks at the launch, as for a new kernel, or not."""
+    current, during = [gpu.serial + 1], list[int]()
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(gpu, "launched", Mock(append=lambda _: during.append(current[-1])))
+    for number in (7, 7):
+        small_kernel[(1,)](torch.zeros(64), (), None, number, 3, 0.5, BLOCK=16, PARTS=())
+    assert during == [gpu.serial] * 2
+    assert current == [gpu.serial + 1]
 
 
 def test_compiled_kernels_are_forgotten_before_they_fill_the_memory(

@@ -11,6 +11,9 @@ import triton
 from torch import Tensor
 
 from nsa import NativeSparseAttention, NSACache, NSAConfig
+from nsa.lm.config import LMConfig
+from nsa.lm.decoder import Decoder
+from nsa.lm.model import LanguageModel
 from nsa.ops.decode import launch
 from nsa.ops.decode.layout import Splits
 from nsa.testing import packed_offsets
@@ -142,6 +145,39 @@ def test_captured_step(phi, queries):
         assert one.block_indices is not None
         assert other.block_indices is not None
         assert torch.equal(one.block_indices, other.block_indices)
+
+
+@pytest.mark.parametrize("modes", [(True, False), (False, True)], ids=str)
+def test_recorded_steps_of_a_model(modes):
+    """Each layer selects by its own pattern, and steps may be taken in and out of inference mode.
+
+    The second step records the graph that the later ones replay.
+    """
+    pattern = dataclasses.replace(SEED, num_selected_blocks_table=((0, 5000, 4),))
+    sizes: dict[str, Any] = {"vocab_size": 256, "width": 256, "num_layers": 2}
+    torch.manual_seed(0)
+    model = LanguageModel(LMConfig(**sizes, nsa=pattern, mlp_hidden_size=512)).to(DEVICE, BF16)
+    text = torch.randint(256, (1, 2000), generator=torch.Generator().manual_seed(1))
+
+    def run(modes: tuple[bool, bool]) -> list[Tensor]:
+        decoder, found = Decoder(model, 1, max_tokens=2000), list[Tensor]()
+
+        def take(logits: Tensor) -> None:
+            found.append(logits.clone())
+            ids = [layer.block_indices for layer in decoder.cache.layers]
+            counts = [(x[-1] >= 0).sum(-1).tolist() for x in ids if x is not None]
+            assert counts == [[4] * SEED.num_kv_heads, [16] * SEED.num_kv_heads]
+
+        for mode, (start, stop) in zip(modes, ((0, 1500), (1504, 1600)), strict=True):
+            with torch.inference_mode(mode):
+                take(decoder.prefill(text[:, start:stop].tolist()))
+                for i in range(stop, stop + 4):
+                    take(decoder.step(text[:, i : i + 1].to(DEVICE)))
+        assert decoder._graphs[1] is not None
+        return found
+
+    for x, y in zip(run(modes), run((False, False)), strict=True):
+        assert torch.equal(x, y)
 
 
 def test_a_step_does_not_wait_and_compiles_nothing(monkeypatch):

@@ -1,4 +1,4 @@
-"""Two GPUs in one process: operators run where their tensors lie, whichever device is current."""
+"""Two GPUs in one process: all runs where its tensors lie, whichever device is current."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ import torch
 from torch import Tensor
 
 from nsa import NativeSparseAttention
+from nsa.hf import NSAForCausalLM, NSALMConfig
+from nsa.lm.config import LMConfig
+from nsa.lm.decoder import Decoder
+from nsa.train.data.tokenizer import ByteTokenizer
+from nsa.train.generation import generate
+from nsa.train.sampling import Sampling
 from tests.gpu.matrix import MATRIX, SEED, seed_case
 from tests.gpu.test_execution import Step
+from tests.hf.tiny import left_padded
 from tests.ops.checks import CHECKS
 
 SECOND = "cuda:1"
+MODEL = LMConfig(vocab_size=256, width=256, num_layers=2, nsa=SEED, mlp_hidden_size=512)
+ATTENTION = pytest.mark.parametrize("attention", ["nsa", "dense"])
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
@@ -28,7 +37,9 @@ def test_operator_on_the_second_gpu(operator):
 
 def same_bits(run: Callable[[], list[Tensor]]) -> None:
     """``run`` on the second GPU, with the first as the current device and with the second."""
+    assert torch.cuda.current_device() == 0
     found = run()
+    assert torch.cuda.current_device() == 0
     with torch.cuda.device(1):
         expected = run()
     for x, y in zip(found, expected, strict=True):
@@ -55,3 +66,87 @@ def test_module_on_the_second_gpu():
         ]
 
     same_bits(run)
+
+
+def new_model(attention: str) -> NSAForCausalLM:
+    """On the second GPU in bf16, with texts that do not stop at one token."""
+    torch.manual_seed(0)
+    config = dataclasses.replace(MODEL, attention=attention)  # type: ignore[arg-type]
+    model = NSAForCausalLM(NSALMConfig.of(config)).eval()
+    model.model.head.weight.data *= 20
+    return model.to(SECOND, torch.bfloat16)
+
+
+def new_tokens(length: int) -> Tensor:
+    """int64 ``[2, length]`` on the second GPU."""
+    return torch.randint(256, (2, length), generator=torch.Generator().manual_seed(1)).to(SECOND)
+
+
+@ATTENTION
+def test_model_on_the_second_gpu(attention):
+    """Gradients only of sparse attention, whose bits are the same in every run."""
+    model, tokens = new_model(attention).model, new_tokens(700)
+
+    def run() -> list[Tensor]:
+        out = model(tokens)
+        if attention == "dense":
+            return [out.detach()]
+        return [
+            out.detach(),
+            *torch.autograd.grad(out, [*model.parameters()], torch.ones_like(out)),
+        ]
+
+    same_bits(run)
+
+
+@ATTENTION
+@torch.no_grad()
+def test_cache_on_the_second_gpu(attention):
+    """Chunks and steps, one kernel after the other."""
+    model, tokens = new_model(attention).model, new_tokens(1300)
+
+    def run() -> list[Tensor]:
+        cache = model.new_cache(2, max_tokens=1300)
+        return [model(part, cache=cache) for part in tokens.split([1200, 96, 1, 1, 2], dim=1)]
+
+    same_bits(run)
+
+
+@ATTENTION
+def test_decoder_on_the_second_gpu(attention):
+    """Prompts and recorded steps, after another capture on the first GPU."""
+    model, tokens = new_model(attention).model, new_tokens(1300)
+    x = torch.zeros(1, device="cuda:0")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x.add_(1)
+
+    def run() -> list[Tensor]:
+        decoder = Decoder(model, 2, max_tokens=1300)
+        found = [decoder.prefill(part.tolist()) for part in tokens[:, :1294].split(1200, dim=1)]
+        found += [decoder.step(tokens[:, i : i + 1]).clone() for i in range(1294, 1300)]
+        assert decoder._graphs[1] is not None
+        return found
+
+    same_bits(run)
+
+
+@ATTENTION
+def test_generate_on_the_second_gpu(attention):
+    model = new_model(attention).model
+    prompts = ["some text", "a longer one, of more than a few words"]
+    greedy = Sampling(temperature=0)
+
+    def run() -> list[Tensor]:
+        stream = generate(model, ByteTokenizer(), prompts, max_new_tokens=12, sampling=greedy)
+        text = b"".join(b"".join(pieces) for pieces in zip(*stream, strict=True))
+        assert text
+        return [torch.tensor([*text], device=SECOND)]
+
+    same_bits(run)
+
+
+@ATTENTION
+def test_transformers_generate_on_the_second_gpu(attention):
+    model, (row, other) = new_model(attention), new_tokens(1200).cpu()
+    batch = {name: x.to(SECOND) for name, x in left_padded([row, other[:50]]).items()}
+    same_bits(lambda: [model.generate(**batch, max_new_tokens=12, do_sample=False)])

@@ -14,6 +14,7 @@ from nsa.train.data.tokenizer import ByteTokenizer
 from nsa.train.generation import generate
 from nsa.train.sampling import Sampling
 from tests.hf.tiny import VOCAB, left_padded, tiny, tokens
+from tests.lm.test_decoder import TABLES
 
 NEW = 12
 LENGTHS = (70, 5, 33)  # sparse, and shorter than a block
@@ -101,16 +102,18 @@ def test_sampling_has_a_seed() -> None:
     assert drawn[0].shape == (2, 28)
 
 
-def test_a_cache_goes_on() -> None:
+@pytest.mark.parametrize("changes", [{}, TABLES[0]], ids=str)
+def test_a_cache_goes_on(changes: dict[str, Any]) -> None:
     """What it holds is not computed again; steps of several tokens; it starts anew."""
-    model, x = model_of(), tokens(2, 60)
-    cache = model.new_cache(2, max_tokens=80)
+    model, x = model_of(**changes), tokens(2, 100)
+    cache = model.new_cache(2, max_tokens=120)
     logits = model(x).logits
-    for start, stop in ((0, 30), (30, 35), (35, 36), (36, 60)):
-        found = model(x[:, start:stop], past_key_values=cache)
+    for start, stop in ((0, 30), (30, 75), (75, 76), (76, 100)):
+        with torch.inference_mode(start == 30):  # may begin and end between calls
+            found = model(x[:, start:stop], past_key_values=cache)
         assert found.past_key_values is cache
         torch.testing.assert_close(found.logits, logits[:, start:stop], rtol=0, atol=1e-11)
-    assert (cache.get_seq_length(), cache.get_max_length()) == (60, 80)
+    assert (cache.get_seq_length(), cache.get_max_length()) == (100, 120)
     more = model.generate(torch.cat((x, x[:, :1]), 1), **GREEDY, past_key_values=cache)
     assert more[:, -NEW:].tolist() == [without_cache(model, torch.cat((r, r[:1]))) for r in x]
     cache.reset()
@@ -154,7 +157,11 @@ def test_refused_tokens() -> None:
     for ids, mask, match in bad:
         with pytest.raises(ValueError, match=match):
             model(ids, attention_mask=mask, past_key_values=cache)
-    model(x[:, :29], past_key_values=cache)
+    model(x[:, :9], past_key_values=cache)
+    later = torch.ones_like(x)[:, :20].index_fill(1, torch.tensor([9]), 0)
+    with pytest.raises(ValueError, match="attention_mask must have padding on the left alone"):
+        model(x[:, 9:20], attention_mask=later, past_key_values=cache)
+    model(x[:, 9:29], past_key_values=cache)
     model(x[:, 29:], past_key_values=cache)
     with pytest.raises(ValueError, match="max_tokens must be at least 31"):
         model(x[:, :1], past_key_values=cache)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from nsa.lm.decoder import Decoder
 from nsa.lm.model import LanguageModel
 from nsa.ops.linear import Linear
-from tests.lm.test_decoder import LENGTHS, make, texts
+from tests.lm.test_decoder import LENGTHS, TABLES, make, texts
 
 PLACES = ("nsa.cache.cache", "nsa.ops.linear", "nsa.ops.projection")
 
@@ -20,9 +21,9 @@ def as_on_a_gpu(function: str, backend: str, x: torch.Tensor, argument: str = ""
     return "triton"
 
 
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_steps(attention: str) -> None:
-    model: LanguageModel = make(attention=attention, mlp="swiglu").float()
+@pytest.mark.parametrize("changes", [{}, {"attention": "dense"}, TABLES[2]], ids=str)
+def test_steps(changes: dict[str, Any]) -> None:
+    model: LanguageModel = make(**changes, mlp="swiglu").float()
     decoder = Decoder(model, 3, max_tokens=100)
     prompts = texts()
     decoder.prefill([text[:n] for text, n in zip(prompts, LENGTHS, strict=True)])

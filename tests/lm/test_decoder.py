@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from nsa.lm.config import LMConfig
-from nsa.lm.decoder import Decoder
+from nsa.lm.decoder import Decoder, StepGraph
 from nsa.lm.model import LanguageModel
 from tests.ops.cases import small
 
@@ -21,6 +22,11 @@ CONFIG = LMConfig(
 )
 LENGTHS = (75, 5, 33)  # of prompts: sparse, and shorter than a block
 STEPS = (1, 3, 1, 8, 2)
+# Layers that select by patterns of their own, where blocks compete.
+TABLES: list[dict[str, Any]] = [
+    {"num_selected_blocks": 5, "num_selected_blocks_table": table}
+    for table in (((0, 200, 3),), ((1, 200, 3),), ((1, 70, 4), (0, 80, 3), (-1, 40, 4)))
+]
 
 
 def make(**changes: Any) -> LanguageModel:
@@ -52,6 +58,7 @@ def whole(model: LanguageModel) -> list[Tensor]:
         {"gate": "fixed", "share_kv": True},
         {"gate_hidden_size": 8},
         {"num_selected_blocks_table": ((-1, 40, 3),)},
+        *TABLES,
     ],
     ids=str,
 )
@@ -89,6 +96,95 @@ def test_tokens_that_were_proposed_in_vain_are_taken_back(attention: str) -> Non
         torch.testing.assert_close(logits[b], expected[b][n : n + 4], rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("changes", TABLES, ids=str)
+def test_each_layer_of_a_model_selects_by_its_own_pattern(changes: dict[str, Any]) -> None:
+    model, text = make(**changes), torch.tensor(texts()[0])
+    cache = model.new_cache(1, max_tokens=len(text))
+    with torch.no_grad():
+        found = [model(part, cache=cache) for part in text.split([50, 1, 20, len(text) - 71])]
+        torch.testing.assert_close(torch.cat(found), model(text), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("modes", [(True, False), (False, True)], ids=str)
+def test_inference_mode_may_begin_and_end_between_calls(
+    attention: str, modes: tuple[bool, bool]
+) -> None:
+    model, text = make(attention=attention), torch.tensor(texts()[0][:60])
+    expected = model(text).detach()
+    with torch.inference_mode(modes[0]):
+        decoder, cache = Decoder(model, 1, max_tokens=60), model.new_cache(1, max_tokens=60)
+    found = []
+    for mode, (start, stop) in zip(modes, ((0, 30), (30, 60)), strict=True):
+        with torch.inference_mode(mode):
+            found.append(model(text[start:stop], cache=cache).detach())
+            first = decoder.prefill([text[start : stop - 2].tolist()])
+            rest = [decoder.step(text[None, i : i + 1])[0] for i in range(stop - 2, stop)]
+            found.append(torch.cat((first, *rest)))
+            cache.truncate(0, stop)
+    torch.testing.assert_close(torch.cat(found[::2]), expected, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(torch.cat(found[1::2]), expected[[27, 28, 29, 57, 58, 59]])
+    assert model(text).requires_grad
+
+
+def test_a_step_is_recorded_on_the_device_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for CUDA. The graph reads memory that calls outside of inference mode may write."""
+    decoder, entered = Decoder(make(), 1, max_tokens=20), list[object]()
+    decoder.prefill([[1, 2, 3]])
+
+    def graph(graph: object, *, stream: object) -> nullcontext[None]:
+        entered.append(stream)
+        return nullcontext()
+
+    def device(index: torch.device) -> nullcontext[None]:
+        entered.append(index)
+        return nullcontext()
+
+    stand_ins = {"CUDAGraph": object, "Stream": lambda at: ("stream", at), "graph": graph}
+    for name, stand_in in {**stand_ins, "device": device}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    tokens = torch.tensor([[4]])
+    with torch.inference_mode():
+        recorded = StepGraph(decoder, tokens)
+    assert entered == [tokens.device, ("stream", tokens.device)]
+    assert not recorded.tokens.is_inference()
+    assert not recorded.logits.is_inference()
+    assert not recorded.logits.requires_grad
+    assert decoder.cache.lengths == [3]
+
+
+@pytest.mark.parametrize("count", [5, 30])
+def test_a_step_that_raised_between_layers(count: int) -> None:
+    """Few tokens can be given again; many have overwritten the past of the first layer."""
+    model, text = make(), torch.tensor(texts()[0][:80])
+    rows, cache = torch.stack((text, text.flip(0))), model.new_cache(2, max_tokens=80)
+    expected = model(rows).detach()
+    step = rows[:, 40 : 40 + count]
+
+    def fail(*_: Any) -> NoReturn:
+        raise RuntimeError("out of memory")
+
+    model(rows[:, :40], cache=cache)
+    handle = model.decoder_layers()[0].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model(step, cache=cache)
+    handle.remove()
+    with pytest.raises(ValueError, match=r"layers\[0\] must .*, truncate\(b, lengths\[b\]\)"):
+        model(step, cache=cache)
+    assert cache.lengths == [40, 40]
+    if count <= 8:
+        cache.truncate(0, 40)
+    else:
+        with pytest.raises(ValueError, match=r"^truncate: length must be 0, got 40"):
+            cache.truncate(0, 40)
+        cache.truncate(0, 0)
+        with pytest.raises(ValueError, match=r"sequence 1 must hold .* Call truncate\(1, 0\)"):
+            model(step, cache=cache)
+        cache.truncate(1, 0)
+        model(rows[:, :40], cache=cache)
+    torch.testing.assert_close(model(step, cache=cache), expected[:, 40 : 40 + count])
+
+
 def test_a_chunk_behind_a_prompt() -> None:
     """Sequences may go on at different times; one without new tokens stays as it is."""
     model = make()
@@ -109,6 +205,9 @@ def test_steps_of_another_shape(shape: tuple[int, ...]) -> None:
         decoder.step(torch.zeros(shape, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"^tokens must be 3 lists, got 2"):
         decoder.prefill([[1], [2]])
+    with pytest.raises(ValueError, match=r"^Decoder: tokens must have a token in some list, got"):
+        decoder.prefill([[], [], []])
+    assert decoder.cache.lengths == [0, 0, 0]
 
 
 def test_a_full_cache_takes_nothing() -> None:

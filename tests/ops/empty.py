@@ -22,6 +22,8 @@ from nsa import (
     selected_attention,
     window_attention,
 )
+from nsa.lm.config import LMConfig
+from nsa.lm.model import LanguageModel
 from nsa.ops._sequences import Sequences
 from nsa.ops.embedding import embed
 from nsa.ops.projection import Columns, Gates, Heads, project
@@ -94,8 +96,29 @@ CASES = {
     "no query": Case((2, 0), (2, 40)),
     "no token": Case((0,), (0,)),
     "no token, packed": Case((0,), (0,), ((0, 0), (0, 0))),
+    "no sequence, packed": Case((0,), (0,), ((), ())),
     "no query, packed": Case((0,), (40,), ((0, 0), (7, 33))),
 }
+
+
+# Leading shapes of inputs of a module, and where their sequences lie.
+WHERE: dict[str, tuple[Shape, dict[str, Tensor]]] = {
+    "batch of size 0": ((0, 30), {}),
+    "batch of size 0, no length": ((0, 0), {}),
+    "sequences of length 0": ((2, 0), {}),
+    "no token": ((0,), {}),
+    "no sequence": ((0,), {"cu_seqlens": offsets(())}),
+}
+
+
+def check_language_model(attention: Any, shape: Shape, where: dict[str, Tensor]) -> None:
+    """Empty logits, and every gradient is there and 0."""
+    sizes: dict[str, Any] = {"vocab_size": 20, "width": 48, "num_layers": 1, "mlp_hidden_size": 16}
+    model = LanguageModel(LMConfig(**sizes, attention=attention, nsa=small()))
+    logits = model(torch.zeros(shape, dtype=torch.int64), **where)
+    assert logits.shape == (*shape, 20)
+    logits.sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or p.grad.any()] == []
 
 
 def leaf(*shape: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,6 +80,24 @@ def test_the_device_before_comes_back_after_an_error(monkeypatch):
     with pytest.raises(RuntimeError, match="out of memory"):
         _register.guarded(fail)(on("cuda:1"))
     assert not entered
+
+
+# Calls that mean the current device or its current stream; CUDA graphs without a stream are
+# captured on one of the device of the first capture.
+ON_THE_CURRENT_DEVICE = re.compile(
+    r"(?<!streams)\.record\(\)|cuda\.(?:current_stream|Stream|synchronize)\(\)"
+    r"|cuda\.graph\((?![^()]*stream=)"
+)
+
+
+@pytest.mark.parametrize("part", ["cache", "hf", "lm", "ops", "train"])
+def test_streams_events_and_graphs_name_their_device(part):
+    for text in ("copied.record()", "torch.cuda.graph(self.graph)", "torch.cuda.current_stream()"):
+        assert ON_THE_CURRENT_DEVICE.search(text)
+    assert not ON_THE_CURRENT_DEVICE.search("torch.cuda.graph(graph, pool=pool, stream=side)")
+    for path in (Path(_register.__file__).parents[1] / part).rglob("*.py"):
+        found = ON_THE_CURRENT_DEVICE.search(path.read_text(encoding="utf-8"))
+        assert found is None, f"{path}: {found}"
 
 
 def test_an_operator_without_a_gradient_says_so():

@@ -30,7 +30,7 @@ def kernel(
 
     Arguments that are no constants are given by position, constants and options such as
     ``num_warps`` by name. The launch goes to the current stream of the device of the first
-    argument, a tensor or its descriptor, which is the current device.
+    argument, a tensor or its descriptor, whichever device is current.
 
     Args:
         do_not_specialize: parameters for whose values nothing is compiled anew.
@@ -63,12 +63,17 @@ class Kernel(JITFunction[Any]):
     def run(self, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
         """Launch.
 
-        Products and sums are fused: Triton 3.10 does so only if told to, and 3.9 warns of it.
+        Triton compiles for the current device and launches on it, so the device of the first
+        argument is made current. Products and sums are fused: Triton 3.10 does so only if told to,
+        and 3.9 warns of it.
         """
         options = {"enable_fp_fusion": True, **constants}
         first, hooks = args[0], triton.knobs.runtime
         # a tensor descriptor has a base
         device = (first if isinstance(first, Tensor) else first.base).get_device()
+        if device >= 0 and not warmup and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self.run(*args, grid=grid, warmup=warmup, **constants)
         if device < 0 or warmup or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             return super().run(*args, grid=grid, warmup=warmup, **options)
         key = (device, *self._marks(args), *constants, *constants.values())

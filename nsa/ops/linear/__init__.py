@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from nsa.errors import check
 from nsa.ops._backend import choose_backend
-from nsa.ops._register import guarded
 
 # Rows up to which a program multiplies the weights that it holds row by row; how many of these it
 # holds, and of how many columns.
@@ -77,8 +76,7 @@ class Linear:
         check(fits, "Linear", "x", f"have shape [M, {width}]", tuple(x.shape))
         backend = choose_backend("Linear", backend, self.weight, "weight")
         if backend == "triton" and x.shape[0] <= MOST_ROWS:
-            out: Tensor = _launch(x.contiguous(), self, residual)
-            return out
+            return _launch(x.contiguous(), self, residual)
         return self._multiply(x, residual)
 
     def _multiply(self, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -98,7 +96,6 @@ class Linear:
         return y if residual is None else residual + y.to(residual.dtype)
 
 
-@guarded
 def _launch(x: Tensor, layer: Linear, residual: Tensor | None) -> Tensor:
     from nsa.ops._triton.dependent_launch import starts_early
     from nsa.ops._triton.sizes import cdiv, next_power_of_2

@@ -57,6 +57,7 @@ class Replay:
         self._steps = 0
         self._captured: dict[tuple[int, int, bool], _Captured] = {}
         self._captured_update: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, batch: Batch, divisor: Tensor, is_first: bool) -> Tensor:
         """The loss of ``batch``, from the host or the device.
@@ -115,6 +116,9 @@ class Replay:
     def _record(self, run: Callable[[], Result], name: str) -> tuple[torch.cuda.CUDAGraph, Result]:
         """The graph of what ``run`` launches, called ``name`` in errors, and what it returns."""
         pool = next((captured.graph.pool() for captured in self._captured.values()), None)
+        # One for all graphs: they share memory by stream. PyTorch's own lies on the device that was
+        # current for the first capture of the process.
+        self._stream = self._stream or torch.cuda.Stream(self._parameters[0].device)
         graph = torch.cuda.CUDAGraph()
         # Other threads, which fetch data and write checkpoints, may use CUDA meanwhile. Compilation
         # copies to the device, which would spoil the capture: the stance makes it an error of its
@@ -123,7 +127,9 @@ class Replay:
             with (
                 torch.compiler.set_stance("fail_on_recompile"),
                 compilations.capturing(),
-                torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+                torch.cuda.graph(
+                    graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
+                ),
             ):
                 result = run()
         except RuntimeError as error:

@@ -28,8 +28,7 @@ class LateReader(Generic[Info]):
             return
         host = torch.empty_like(values, device="cpu", pin_memory=True)
         host.copy_(values, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
+        copied = torch.cuda.current_stream(values.device).record_event()
         self._waiting.append((info, host, copied))
 
     def take(self, keep: int) -> list[tuple[Info, list[float]]]:

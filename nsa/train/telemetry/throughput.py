@@ -123,7 +123,7 @@ class DeviceClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._device, self._on_gpu = device, device.type == "cuda"
         self._waiting: deque[_TimedStep] = deque()
         self._previous: _TimedStep | None = None
         self._num_steps = 0
@@ -171,5 +171,5 @@ class DeviceClock:
         if not self._on_gpu:
             return _HostEvent()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event

@@ -166,6 +166,7 @@ def test_the_first_evaluation_may_compile(
 def test_captures_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a graph is made; the graph itself is a stand-in."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Mock)
+    monkeypatch.setattr(torch.cuda, "Stream", Mock)
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: nullcontext())
     made = new_trainer(tmp_path, accumulation=1)
     replay, updates = Replay(made._forward_backward, made.state.optimizer.parameters()), Mock()

@@ -32,7 +32,8 @@ class Event:
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
 
-    def record(self) -> None:
+    def record(self, stream: torch.device) -> None:
+        assert stream.type == "cuda"
         self.at = Times.now + 0.5
 
     def query(self) -> bool:
@@ -46,6 +47,7 @@ class Event:
 def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> DeviceClock:
     monkeypatch.setattr(throughput, "time", Times)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     return DeviceClock(torch.device(request.param))
 
 
