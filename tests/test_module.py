@@ -455,7 +455,9 @@ def test_a_projection_that_computes_something_else_is_refused():
 def test_what_would_not_be_called_is_refused(name, change):
     module = layer(small())
     change(module.get_submodule(name))
-    with pytest.raises(ValueError, match=f"{name} .* got (one with hooks|(Gate)?Linear with a forward)"):
+    with pytest.raises(
+        ValueError, match=f"{name} .* got (one with hooks|(Gate)?Linear with a forward)"
+    ):
         module(tokens(5))
 
 

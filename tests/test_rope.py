@@ -124,7 +124,9 @@ def test_yarn_keeps_fast_and_divides_slow_frequencies():
 
 @pytest.mark.parametrize("theta", [0.0, 1.0, -10_000.0, math.inf, math.nan])
 def test_bad_base(theta):
-    with pytest.raises(ValueError, match=r"^Rope: theta must be (above 1|a finite number), got .*\.$"):
+    with pytest.raises(
+        ValueError, match=r"^Rope: theta must be (above 1|a finite number), got .*\.$"
+    ):
         Rope(16, theta)
 
 
