@@ -8,7 +8,7 @@ import math
 import numbers
 import typing
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from nsa.errors import check, fail, nearest, nearest_hint
 
@@ -23,47 +23,48 @@ def settle(config: Any) -> None:
     Raises:
         ValueError: naming the class, the field, the type and the value.
     """
-    for name, hint in _hints(type(config)).items():
-        value = _settled(getattr(config, name), hint, type(config).__name__, name)
+    cls: Any = type(config)
+    for name, hint in _hints(cls).items():
+        value = _settled(getattr(config, name), hint, cls.__name__, name)
         object.__setattr__(config, name, value)
 
 
 @functools.cache
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     return {entry.name: hints[entry.name] for entry in dataclasses.fields(cls)}
 
 
-def _settled(value: Any, hint: Any, *where: str) -> Any:
+def _settled(value: Any, hint: Any, owner: str, name: str) -> Any:
     kind, parts = typing.get_origin(hint), typing.get_args(hint)
     if type(None) in parts:
         (hint,) = (part for part in parts if part is not type(None))
-        return None if value is None else _settled(value, hint, *where)
+        return None if value is None else _settled(value, hint, owner, name)
     if kind is Literal:
         words = f"{', '.join(parts[:-1])} or {parts[-1]}"
-        check(isinstance(value, str) and value in parts, *where, f"be {words}", value)
+        check(isinstance(value, str) and value in parts, owner, name, f"be {words}", value)
         return value
     if kind is tuple:
-        check(isinstance(value, list | tuple), *where, "be a list or tuple", repr(value))
+        check(isinstance(value, list | tuple), owner, name, "be a list or tuple", repr(value))
         parts = (parts[0],) * len(value) if parts[-1] is Ellipsis else parts
-        check(len(value) == len(parts), *where, f"have {len(parts)} entries", value)
-        return tuple(_settled(x, part, *where) for x, part in zip(value, parts, strict=True))
+        check(len(value) == len(parts), owner, name, f"have {len(parts)} entries", value)
+        return tuple(_settled(x, part, owner, name) for x, part in zip(value, parts, strict=True))
     if dataclasses.is_dataclass(hint):
-        return value if isinstance(value, hint) else _section(value, hint, *where)
-    return _scalar(value, hint, *where)
+        return value if isinstance(value, cast(type, hint)) else _section(value, hint, owner, name)
+    return _scalar(value, hint, owner, name)
 
 
-def _section(value: Any, cls: Any, *where: str) -> Any:
+def _section(value: Any, cls: Any, owner: str, name: str) -> Any:
     """The dataclass whose fields a mapping contains."""
-    check(isinstance(value, Mapping), *where, f"hold fields of {cls.__name__}", repr(value))
-    for name in value:
-        if name not in _hints(cls):
-            hint = nearest_hint(nearest(str(name), _hints(cls)))
-            fail(*where, f"hold fields of {cls.__name__} alone", name, hint)
+    check(isinstance(value, Mapping), owner, name, f"hold fields of {cls.__name__}", repr(value))
+    for key in value:
+        if key not in _hints(cls):
+            hint = nearest_hint(nearest(str(key), _hints(cls)))
+            fail(owner, name, f"hold fields of {cls.__name__} alone", key, hint)
     return cls(**value)
 
 
-def _scalar(value: Any, kind: type, *where: str) -> Any:
+def _scalar(value: Any, kind: type, owner: str, name: str) -> Any:
     rules = {
         bool: (bool, "be True or False"),
         int: (numbers.Integral, "be an integer"),
@@ -73,7 +74,7 @@ def _scalar(value: Any, kind: type, *where: str) -> Any:
     number, rule = rules[kind]
     fits = isinstance(value, number) and isinstance(value, bool) == (kind is bool)
     fits = fits and (kind is not float or _is_finite(value))
-    check(fits, *where, rule, repr(value))
+    check(fits, owner, name, rule, repr(value))
     return kind(value)
 
 

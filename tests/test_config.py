@@ -15,7 +15,13 @@ import pytest
 from nsa import NSAConfig, RopeScaling
 from nsa.lm.config import LMConfig
 from nsa.rope import Rope
-from nsa.train.config import DataConfig, OptimConfig, TrainConfig
+from nsa.train.config import (
+    CheckpointingConfig,
+    DataConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 
 
 def test_defaults_are_those_of_the_page():
@@ -152,7 +158,8 @@ def test_json_comes_back_equal():
 
 def test_numbers_are_python_s():
     """Of numpy, and integers for floats: equal configurations have equal text."""
-    config = NSAConfig(num_heads=np.int64(24), gate_bias=2, rope_theta=np.float32(500))
+    given: dict[str, Any] = {"num_heads": np.int64(24), "rope_theta": np.float32(500)}
+    config = NSAConfig(**given, gate_bias=2)
     assert config.text == NSAConfig(num_heads=24, gate_bias=2.0, rope_theta=500.0).text
 
 
@@ -190,20 +197,23 @@ def test_a_wrong_type_is_refused_by_name(argument, value, rule):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("cls", "values", "message"),
     [
-        (lambda: RopeScaling(factor="2"), "RopeScaling: factor must be a finite number, got '2'"),
-        (lambda: NSAConfig(rope_scaling={"kind": "x"}), "RopeScaling: kind must be linear or yarn"),
-        (lambda: LMConfig(tie_head="no"), "LMConfig: tie_head must be True or False, got 'no'"),
-        (lambda: LMConfig(nsa={"windw": 1}), "LMConfig: nsa must hold fields of NSAConfig alone"),
-        (lambda: TrainConfig(steps=1.5), "TrainConfig: steps must be an integer, got 1.5"),
-        (lambda: DataConfig(source="web"), "DataConfig: source must be corpus, stdlib, folder"),
-        (lambda: OptimConfig(betas=[0.9]), "OptimConfig: betas must have 2 entries, got [0.9]"),
+        (RopeScaling, {"factor": "2"}, "factor must be a finite number, got '2'"),
+        (NSAConfig, {"rope_scaling": {"kind": "x"}}, "kind must be linear or yarn, got x"),
+        (LMConfig, {"tie_head": "no"}, "tie_head must be True or False, got 'no'"),
+        (LMConfig, {"nsa": {"windw": 1}}, "nsa must hold fields of NSAConfig alone, got windw"),
+        (TrainConfig, {"steps": 1.5}, "steps must be an integer, got 1.5"),
+        (DataConfig, {"source": "web"}, "source must be corpus, stdlib, folder"),
+        (OptimConfig, {"betas": [0.9]}, "betas must have 2 entries, got [0.9]"),
+        (CheckpointingConfig, {"first": "1"}, "first must be an integer, got '1'"),
+        (ParallelConfig, {"bucket_mib": None}, "bucket_mib must be a finite number, got None"),
+        (Rope, {"dim": 16, "scaling": 3}, "scaling must hold fields of RopeScaling, got 3"),
     ],
 )
-def test_every_section_checks_its_types(make, message):
+def test_every_section_checks_its_types(cls, values, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        make()
+        cls(**values)
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,9 @@ def load_initial(path: Path, model: LanguageModel) -> None:
 
 def _indexed(path: Path) -> list[str]:
     """The files that an index names, which must lie beside it."""
-    found = _json(path).get("weight_map")
+    found: Any = _json(path).get("weight_map")
     check(isinstance(found, dict), *_WHERE, f"hold a weight_map in {path.name}", found)
-    for name in dict(found).values():
+    for name in found.values():
         is_beside = isinstance(name, str) and name == Path(name).name and name.endswith(_SUFFIX)
         check(is_beside, *_WHERE, f"name files *{_SUFFIX} of the folder in {path.name}", name)
     return sorted({*found.values()})

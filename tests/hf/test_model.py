@@ -179,12 +179,11 @@ def test_loss_of_some_columns() -> None:
     expected = torch.nn.functional.cross_entropy(logits[-6:-1], x[0, -5:])
     kept = model(x, labels=labels, logits_to_keep=6).loss
     torch.testing.assert_close(kept.double(), expected, rtol=1e-5, atol=0)
-    cache = model.new_cache(max_tokens=50)
-    padded = {"past_key_values": cache, "attention_mask": torch.ones(1, 42)}
-    padded["attention_mask"][0, :2] = 0
-    ids = torch.cat((x[:, :2], x), dim=1)
-    model(ids[:, :36], **padded | {"attention_mask": padded["attention_mask"][:, :36]})
-    chunk = model(ids[:, 36:], labels=ids[:, 36:], **padded).loss
+    cached = {"past_key_values": model.new_cache(max_tokens=50)}
+    ids, mask = torch.cat((x[:, :2], x), dim=1), torch.ones(1, 42)
+    mask[0, :2] = 0
+    model(ids[:, :36], attention_mask=mask[:, :36], **cached)
+    chunk = model(ids[:, 36:], attention_mask=mask, labels=ids[:, 36:], **cached).loss
     torch.testing.assert_close(chunk.double(), expected, rtol=1e-5, atol=0)
 
 
