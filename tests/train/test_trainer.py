@@ -399,7 +399,7 @@ def test_evaluation_and_checkpoint_send_heartbeats(tmp_path: Path) -> None:
 
 
 def test_a_halt_file_during_the_last_checkpoint_does_not_end_the_resumed_run(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = new_trainer(tmp_path, steps=2)
     submit = trainer._checkpoints.submit
@@ -408,7 +408,7 @@ def test_a_halt_file_during_the_last_checkpoint_does_not_end_the_resumed_run(
         trainer.run_folder.halt.touch()
         submit(*args)
 
-    trainer._checkpoints.submit = halted  # type: ignore[method-assign]
+    monkeypatch.setattr(trainer._checkpoints, "submit", halted)
     assert trainer.run().finished
     assert resumed(tmp_path, steps=4).run().finished
 
