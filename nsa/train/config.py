@@ -292,8 +292,8 @@ class TrainConfig:
         data_limit_s: longest wait for the next batch, seconds, before the run ends with a
             checkpoint; 0 means without limit. A stream has ``data.time_limit_s`` instead.
         stall_limit_s: longest silence of a process, seconds, before the watchdog reports where it
-            hangs and ends it; ten times the last step's duration where that is more; 0 switches the
-            watchdog off.
+            hangs and ends it; ten times the last step, or the last time in the same phase, if that
+            is longer; 0 switches the watchdog off.
     """
 
     model: LMConfig = field(default_factory=LMConfig)

@@ -464,7 +464,8 @@ class Trainer:
         limit_s = STARTING_LIMIT_S if self._is_first_step else self.config.stall_limit_s
         patience_s = self._data_patience_s()
         drawn, starved = None, ""
-        self.beat("data", max(limit_s, patience_s + 10) if patience_s else 0)
+        wait_s = max(limit_s, patience_s + 10) if patience_s else 0
+        self.beat("data", wait_s)
         try:
             drawn = ahead.get(patience_s, self._is_asked_to_stop)
         except StarvedError as error:
@@ -473,7 +474,7 @@ class Trainer:
             starved = str(error)
         batches, place = drawn or ([], {})
         # The other processes may still be waiting for their batches.
-        self.beat("exchange", max(limit_s, patience_s + 10))
+        self.beat("exchange", wait_s)
         needed = self._capacity.needed(batches)
         targets, num_bytes, num_without, num_starved, num_larger = self.processes.total(
             sum(batch.num_targets for batch in batches),

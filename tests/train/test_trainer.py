@@ -445,28 +445,34 @@ def test_the_sample_stops_on_request_and_sends_heartbeats(tmp_path: Path) -> Non
     assert min(limits) > 0
 
 
-def test_evaluation_and_checkpoint_send_heartbeats(tmp_path: Path) -> None:
-    """A step has less time than a checkpoint takes, and an evaluation as much for each batch."""
-    phases: list[str] = []
-    config = tiny_config(tmp_path, steps=3, eval_windows=6, checkpoint_every=2)
+def test_each_phase_has_the_time_that_it_may_take(tmp_path: Path) -> None:
+    """A step has less than a checkpoint, an evaluation as much for each batch, and who may wait for
+    data without limit may do so while another process waits.
+    """
+    beats: list[tuple[str, float]] = []
+    settings = {"eval_windows": 6, "checkpoint_every": 2, "data_limit_s": 0.0}
+    config = tiny_config(tmp_path, steps=3, **settings)
     folder = RunFolder.create(tmp_path / "run", config)
-    trainer = Trainer(config, folder, beat=lambda phase, *_: phases.append(phase))
+    trainer = Trainer(config, folder, beat=lambda phase, _, limit_s: beats.append((phase, limit_s)))
     checkpoints, waiting = trainer._checkpoints, set[str]()
     real = checkpoints.wait
 
     def wait() -> None:
-        waiting.add(phases[-1])
+        waiting.add(beats[-1][0])
         real()
 
     checkpoints.poll = lambda: None  # type: ignore[method-assign]
     checkpoints.wait = wait  # type: ignore[method-assign]
     trainer.run()
-    assert phases.count("evaluation") == 6 / config.micro_batch
     assert waiting == {"checkpoint", "end"}
+    assert [phase for phase, _ in beats].count("evaluation") == 6 / config.micro_batch
+    limits = {phase: {limit_s for name, limit_s in beats if name == phase} for phase, _ in beats}
+    assert limits["data"] == limits["exchange"] == {0}
+    assert min(limits["checkpoint"]) >= 600
 
 
 def test_a_halt_file_during_the_last_checkpoint_does_not_end_the_resumed_run(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = new_trainer(tmp_path, steps=2)
     submit = trainer._checkpoints.submit
@@ -475,7 +481,7 @@ def test_a_halt_file_during_the_last_checkpoint_does_not_end_the_resumed_run(
         trainer.run_folder.halt.touch()
         submit(*args)
 
-    trainer._checkpoints.submit = halted  # type: ignore[method-assign]
+    monkeypatch.setattr(trainer._checkpoints, "submit", halted)
     assert trainer.run().finished
     assert resumed(tmp_path, steps=4).run().finished
 
