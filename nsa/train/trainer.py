@@ -606,4 +606,5 @@ class Trainer:
         if self._checkpoints.failure is not None:
             raise TrainingStoppedError(f"{self._checkpoints.failure}; {self._last_checkpoint()}")
         if not self._reports.keep_folder():
-            raise TrainingStoppedError(f"{self.run_folder.path} is gone and cannot be made again")
+            lost = f"{self.run_folder.config} is gone and cannot be written again"
+            raise TrainingStoppedError(f"{lost}; {self._last_checkpoint()}")

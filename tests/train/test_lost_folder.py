@@ -27,6 +27,11 @@ def replace(run: Path) -> None:
     run.write_text("a file, so that no folder can be made")
 
 
+def block(run: Path) -> None:
+    (run / "config.yaml").unlink()
+    (run / "config.yaml").mkdir()
+
+
 def empty(run: Path) -> None:
     shutil.rmtree(run)
     run.mkdir()
@@ -39,7 +44,8 @@ def empty(run: Path) -> None:
         (shutil.rmtree, 0, "config.yaml was missing and is written again"),
         (empty, 0, "config.yaml was missing and is written again"),
         (os.remove, 0, "config.yaml was missing and is written again"),
-        (replace, 1, "checkpoint of step 12 could not be written"),
+        (replace, 1, "stopped: checkpoint of step 12 could not be written"),
+        (block, 1, "config.yaml is gone and cannot be written again; the last checkpoint is"),
     ],
 )
 def test_a_run_that_loses_its_folder_ends_with_one_that_can_be_used_or_with_an_error(
@@ -64,10 +70,15 @@ def test_a_run_that_loses_its_folder_ends_with_one_that_can_be_used_or_with_an_e
         assert cli.main(["train", str(config), "--run-dir", str(run)]) == code
     assert said in capsys.readouterr().out
     if code:
-        assert cli.main(["train", "--resume", str(tmp_path / "other")]) == 0
+        if lose is block:
+            (run / "config.yaml").rmdir()
+        path = run if lose is block else tmp_path / "other"
+        assert cli.main(["train", "--resume", str(path)]) == 0
         return
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    assert any(said in event["message"] for event in events if event["kind"] == "warning")
+    (restored,) = (n for n, event in enumerate(events) if said in event["message"])
+    later = [event["step"] for event in events[restored:] if event["kind"] == "checkpoint"]
+    assert (events[restored]["kind"], later[-1]) == ("warning", 12)
     assert cli.main(["train", "--resume", str(run), "--steps", "14"]) == 0
     assert [row["step"] for row in rows_of(tmp_path)][-3:] == [10, 12, 14]
     assert cli.main(["eval", str(run), "--windows", "1"]) == 0
