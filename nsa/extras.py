@@ -26,7 +26,12 @@ _TRAIN = {
 }
 EXTRAS = {
     "train": _TRAIN,
-    "data": {**_TRAIN, "datasets": "datasets", "huggingface_hub": "huggingface_hub"},
+    "data": {
+        **_TRAIN,
+        "datasets": "datasets",
+        "huggingface_hub": "huggingface_hub",
+        "pyarrow": "pyarrow",
+    },
     "bench": _BENCH,
     "hf": {"transformers": "transformers"},
 }

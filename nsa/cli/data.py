@@ -40,8 +40,8 @@ def prepare(
     """Tokenise a data set into shards.
 
     Shards are memory-mapped files, which training reads in any order. SOURCE is a data set on the
-    Hugging Face hub or a local file or folder: Parquet, JSON lines or text, which may be
-    compressed. For example
+    Hugging Face hub or a local file or folder: Parquet, JSON lines or text (.txt, .md), which may
+    be compressed. For example
       nsa data prepare HuggingFaceFW/fineweb-edu --subset sample-10BT --out data/fineweb-edu-10bt
       nsa data prepare texts/ --tokenizer byte --validation-fraction 0.1 --out data/texts
     If it is interrupted, the same command goes on where it stopped, and the result is bit for bit

@@ -9,12 +9,14 @@ imported there and nowhere else.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -22,6 +24,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -314,7 +317,14 @@ def open_documents(origin: Origin) -> tuple[datasets.IterableDataset, Found]:
     except StopIteration:  # of the JSON reader, which looks at the first rows for the columns
         rule, found = "begin with a file that holds documents", f"the empty {names[0]}"
         fail("read_documents", "source", rule, found)
+    if builder.name == "text":  # its reader would turn every end of line into a newline
+        reader = sys.modules[type(builder).__module__]
+        vars(reader)["open"] = partial(_open_text, vars(reader).get("open", open))
     return documents, Found(builder.name, tuple(names), digest, revision, licence)
+
+
+def _open_text(opener: Callable[..., Any], path: str, **how: Any) -> io.TextIOWrapper:
+    return io.TextIOWrapper(opener(path, "rb"), newline="", **how)
 
 
 def _ask_hub(origin: Origin) -> tuple[str | None, str | None]:
@@ -352,9 +362,8 @@ def _texts(
         yield name, place, []
         skip = start.row if file == start.file else 0
         for table in rows.with_format("arrow").iter(batch_size=MAX_TEXTS):
-            texts = column_texts(table, origin.text_field, name)[
-                max(skip - place.row, 0) :
-            ].to_pylist()
+            column = column_texts(table, origin.text_field, name)
+            texts = column[max(skip - place.row, 0) :].to_pylist()
             place = place._replace(row=place.row + table.num_rows - len(texts))
             for batch in batches_of_texts(texts) if texts else [[]]:
                 yield name, place, batch

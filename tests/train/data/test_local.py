@@ -185,7 +185,10 @@ def test_a_text_is_the_same_bytes_on_each_way_in(tmp_path, monkeypatch):
     row.write_text(json.dumps({"text": 40 * ODD}))
     assert text_of(folder_of(path), *both) == raw
     assert text_of(shards_of(path, tmp_path / "out"), *both) == raw
-    assert read(path) == read(row) == [raw]
+    (tmp_path / "clone").mkdir()
+    clone = as_clone(tmp_path / "clone")
+    (clone / "part-0.txt").write_bytes(raw)
+    assert read(path) == read(row) == read(clone) == [raw]
     ByteTokenizer().save(tmp_path / "tokenizer.json")
     run: Any = SimpleNamespace(tokenizer=tmp_path / "tokenizer.json")
     given = SimpleNamespace(buffer=io.BytesIO(raw))

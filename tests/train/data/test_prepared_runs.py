@@ -215,12 +215,18 @@ config = DataConfig(source="shards", path=sys.argv[1], tokenizer="gpt2")
 data = open_data(config, seed=1, seq_len=64)
 batch = collate(data.train, data.sampler(64, 1).next_windows(2), 64, document_mask=True)
 print(len(data.tokenizer.decode(batch.tokens.tolist())), len(data.tokenizer.encode("a prompt")))
+from nsa import cli
+for source in sys.argv[2:]:
+    words = ["--tokenizer", "byte", "--validation-fraction", "0.1", "--out", source + "-shards"]
+    assert cli.main(["data", "prepare", source, *words]) == 0
 """
 
 
-def test_training_from_shards_needs_none_of_the_packages_that_made_them(source, tmp_path):
+def test_local_text_and_training_from_shards_need_no_extra_data(source, tmp_path):
     path = make_shards(source, tmp_path / "out", "gpt2").path
-    command = [sys.executable, "-c", WITHOUT, str(path)]
+    texts = write_folder(tmp_path / "texts", "txt", TEXTS[:60])
+    rows = write_folder(tmp_path / "rows", "jsonl.gz", TEXTS)
+    command = [sys.executable, "-c", WITHOUT, str(path), str(texts), str(rows)]
     said = subprocess.check_output(command, cwd=ROOT, text=True, timeout=120)
     assert said.split()[1] == "2"
 

@@ -256,8 +256,9 @@ def test_the_hub(tmp_path):
     names = ("own/good", "own/flaky", "own/slow", "own/dead")
     faults = {"own/flaky": hang_up(2, 1), "own/slow": stall(2, 1), "own/dead": stall(2, 10**9)}
     files = {"README.md": readme, **data}
-    with hub(dict.fromkeys(names, files), faults) as address:
-        good, flaky, slow, dead, missing, subset, revision = on_hub(
+    texts = {"a.txt": b"\xef\xbb\xbfone\r\ntwo\r", "b.txt": b"\r\n"}
+    with hub({**dict.fromkeys(names, files), "own/texts": texts}, faults) as address:
+        good, flaky, slow, dead, missing, subset, revision, unchanged = on_hub(
             address,
             tmp_path / "home",
             ("own/good", 30, {"subset": "small"}),
@@ -267,7 +268,9 @@ def test_the_hub(tmp_path):
             ("own/missing", 30, {}),
             ("own/good", 30, {"subset": "huge"}),
             ("own/good", 30, {"revision": "v9"}),
+            ("own/texts", 30, {}),
         )
+    assert [text.encode() for text in unchanged["texts"]] == [*texts.values()]
     assert good["error"] is None
     assert good["found"] == [COMMIT, "odc-by", "parquet", list(data)]
     assert good["texts"] == flaky["texts"] == slow["texts"] == TEXTS
