@@ -182,14 +182,18 @@ def _run(
         if not result.finished:
             report.line(f"continue with: nsa train --resume {shlex.quote(str(folder.path))}")
             return EXIT_SIGNAL + signal.Signals[result.signal] if result.signal else 0
-        path = shlex.quote(str(folder.path))
-        more = f"nsa eval {path}\n  nsa generate {path} --prompt 'Once'"
-        text = f"finished {result.step} steps; next:"
-        if result.step == done:
-            text = f"all {done} steps were done before, none was added; next:"
-            more = f"nsa train --resume {path} --steps {2 * done}\n  {more}"
-        report.line(f"{text}\n  {more}", event="finish")
+        report.line(_summary(folder, result.step, done), event="finish")
     return 0
+
+
+def _summary(folder: RunFolder, step: int, before: int) -> str:
+    """The last lines of a run that has all its steps, ``before`` of them from earlier launches."""
+    path, text = shlex.quote(str(folder.path)), f"finished {step} steps; next:"
+    more = f"nsa eval {path}\n  nsa generate {path} --prompt 'Once'"
+    if step == before:
+        text = f"all {step} steps were done before, none was added; next:"
+        more = f"nsa train --resume {path} --steps {2 * step}\n  {more}"
+    return f"{text}\n  {more}"
 
 
 def _plot(folder: RunFolder) -> None:

@@ -159,12 +159,7 @@ class Trainer:
         self._step_s = math.inf
         if resumed is not None:
             self.startup.begin("checkpoint")
-            self.state.load(resumed)
-            self._set_lr(self.state.progress.step - 1)  # for a row that this step may still owe
-            self._note("resume", f"resumed from {resumed}")
-            fault = fault_of_rows(run_folder, resumed) if self.processes.is_main else ""
-            if fault:
-                self._note("warning", fault, logging.WARNING)
+            self._resume(resumed)
         # Last: its files are touched only by a run that will go on.
         parts = (self.device, self.strategy, self.processes, self._requests, self.startup)
         context = RunContext(config, run_folder, *parts, on_row, beat)
@@ -232,6 +227,14 @@ class Trainer:
         check(ours == size, "train", "model.vocab_size", rule, ours, hint)
         if resumed is not None:
             check_same_data(resumed, self.data.description)
+
+    def _resume(self, checkpoint: Path) -> None:
+        self.state.load(checkpoint)
+        self._set_lr(self.state.progress.step - 1)  # for a row that this step may still owe
+        self._note("resume", f"resumed from {checkpoint}")
+        fault = fault_of_rows(self.run_folder, checkpoint) if self.processes.is_main else ""
+        if fault:
+            self._note("warning", fault, logging.WARNING)
 
     def _log_description(self, allocator: str) -> None:
         config = self.config
