@@ -70,7 +70,7 @@ def contents(layer: LayerCache, cache: NSACache) -> dict[str, np.ndarray]:
                 ring = held
                 page = config.block_size // (config.compress_stride if name[2:] == "cmp" else 1)
                 row = np.arange(complete) + shift if name[2:] == "cmp" else np.arange(length)
-                at = cache.table[b].numpy()[row // page] * page + row % page
+                at = layer.tensors.table[b].numpy()[row // page] * page + row % page
             found.setdefault(name, []).append(ring.numpy()[at])
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
@@ -448,7 +448,7 @@ def test_copies_forget_what_the_sequence_has_forgotten():
     cache.fork(0, 1)
     cache.reorder([0, 2, 1])
     for b, length in ((0, 91), (2, 91)):
-        with pytest.raises(ValueError, match=r"^truncate: length must be 0 or from 92 to 96, got "):
+        with pytest.raises(ValueError, match=r"^length must be 0 or from 92 to 96, got "):
             cache.truncate(b, length)
     cache.truncate(2, 92)
     out = module(x[92:], cu_seqlens=offsets((0, 0, 8)), cache=cache.layers[0])

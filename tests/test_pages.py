@@ -260,9 +260,9 @@ class Driven:
         check_pages(cache._pages, model)
         assert cache.lengths == model.lengths
         assert cache.num_free_pages == NUM_PAGES - len(model.uses)
-        if cache._on_device is not None:
-            assert cache.device_lengths.tolist() == model.lengths
-            for row, held in zip(cache.table.tolist(), cache._pages.held, strict=True):
+        for lengths, table in cache._on_devices.values():
+            assert lengths.tolist() == model.lengths
+            for row, held in zip(table.tolist(), cache._pages.held, strict=True):
                 assert row[: len(held)] == held
         assert cache._written == self.written
 
@@ -296,7 +296,7 @@ def refused(cache: NSACache, call: Callable[[], object], match: str) -> None:
 
     def state() -> object:
         pages = cache._pages
-        table = None if cache._on_device is None else cache.table.tolist()
+        table = [state.table.tolist() for state in cache._on_devices.values()]
         return copy.deepcopy(
             (cache._lengths, cache._written, pages.held, pages.uses, pages._free, table)
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,18 @@ from nsa.ops.decode.tensors import CacheTensors
 from nsa.rope import Rope
 
 _NAME = "NSACache"
+
+
+class OnDevice(NamedTuple):
+    """State of a cache that kernels read, on one of the devices of its layers.
+
+    Attributes:
+        lengths: tokens cached of each sequence, int32 ``[B]``, without a step under way.
+        table: pages of every sequence, int32 ``[B, most pages]``.
+    """
+
+    lengths: Tensor
+    table: Tensor
 
 
 class NSACache:
@@ -62,7 +74,7 @@ class NSACache:
         # The most tokens whose traces the rings hold: a ring forgets what they have overwritten.
         self._written = [0] * batch_size
         self._step: Step | None = None
-        self._on_device: tuple[Tensor, Tensor] | None = None
+        self._on_devices: dict[torch.device, OnDevice] = {}
         self.layers = [
             LayerCache(config.for_layer(layer), self, layer) for layer in range(num_layers)
         ]
@@ -177,9 +189,8 @@ class NSACache:
         self._step = None
         self._lengths = [self._lengths[source] for source in indices]
         self._written = [self._written[source] for source in indices]
-        if self._on_device is not None:
-            self._write_table()
-            self.device_lengths.copy_(integers(self._lengths, self.table.device, torch.int32))
+        self._write_table()
+        self._write_lengths(self._lengths)
 
     def begin(self, layer: int, sequences: Sequences, num_tokens: int) -> Step:
         """The step that ``num_tokens`` new tokens make, for the next layer that takes them in.
@@ -190,7 +201,7 @@ class NSACache:
         step = self._step
         if step is None or (not step.taken and step.sequences is not sequences):
             counts = self._counts(sequences, num_tokens)
-            self._place(sequences.device)
+            self.on_device(sequences.device)
             self.reserve(counts)
             step = self._step = Step(sequences, self.lengths, counts, set())
         elif step.sequences is not sequences:
@@ -214,22 +225,30 @@ class NSACache:
         if len(step.taken) < len(self.layers):
             return
         if len({*step.counts}) == 1:
-            self.device_lengths.add_(step.counts[0])
+            for state in self._on_devices.values():
+                state.lengths.add_(step.counts[0])
         else:
-            self.device_lengths.copy_(integers(step.after, self.table.device, torch.int32))
+            self._write_lengths(step.after)
         self.advance(step.counts)
+
+    def on_device(self, device: torch.device) -> OnDevice:
+        """Lengths and pages on a device that layers of the cache are on."""
+        if device not in self._on_devices:
+            shape = (self.batch_size, -(-self.max_tokens // self.config.block_size))
+            with torch.inference_mode(False):
+                other = next(iter(self._on_devices.values()), None)
+                if other is not None:
+                    state = OnDevice(other.lengths.to(device), other.table.to(device))
+                else:
+                    lengths = torch.zeros(self.batch_size, dtype=torch.int32, device=device)
+                    state = OnDevice(lengths, lengths.new_zeros(shape))
+            self._on_devices[device] = state
+        return self._on_devices[device]
 
     @property
     def device_lengths(self) -> Tensor:
-        """:attr:`lengths` on the device, int32 ``[B]``; they do not count a step under way."""
-        assert self._on_device is not None
-        return self._on_device[0]
-
-    @property
-    def table(self) -> Tensor:
-        """Pages of every sequence on the device, int32 ``[B, most pages]``."""
-        assert self._on_device is not None
-        return self._on_device[1]
+        """:attr:`lengths` on the first layer's device, int32 ``[B]``, without a step under way."""
+        return next(iter(self._on_devices.values())).lengths
 
     @property
     def num_pages(self) -> int:
@@ -245,30 +264,28 @@ class NSACache:
         check_cu_seqlens_contents(_NAME, "cu_seqlens", sequences.offsets[0], num_tokens)
         return lengths(sequences.offsets[0]).tolist()
 
-    def _place(self, device: torch.device) -> None:
-        if self._on_device is None:
-            shape = (self.batch_size, -(-self.max_tokens // self.config.block_size))
-            with torch.inference_mode(False):
-                lengths = torch.zeros(self.batch_size, dtype=torch.int32, device=device)
-                self._on_device = lengths, lengths.new_zeros(shape)
-        check(device == self.table.device, _NAME, "tokens", f"be on {self.table.device}", device)
-
     def _write_table(self) -> None:
-        """Bring the table up to date; what no sequence holds any more stays, and is not read."""
+        """Bring the tables up to date; what no sequence holds any more stays, and is not read."""
         changed = self._pages.changed
-        if changed and self._on_device is not None:
-            width = self.table.shape[1]
+        if not changed or not self._on_devices:
+            return
+        for device, (_, table) in self._on_devices.items():
+            width = table.shape[1]
             entries = [*(b * width + place for b, place in changed), *changed.values()]
-            index, pages = integers(entries, self.table.device).view(2, -1)
-            self.table.view(-1)[index] = pages.int()
-            changed.clear()
+            index, pages = integers(entries, device).view(2, -1)
+            table.view(-1)[index] = pages.int()
+        changed.clear()
+
+    def _write_lengths(self, values: Sequence[int]) -> None:
+        for device, state in self._on_devices.items():
+            state.lengths.copy_(integers(values, device, torch.int32))
 
     def _set_length(self, sequence: int, length: int, written: int) -> None:
         self._step = None  # one that an error has ended half-way is forgotten
         self._lengths[sequence], self._written[sequence] = length, written
-        if self._on_device is not None:
-            self._write_table()
-            self.device_lengths[sequence].fill_(length)  # an assignment waits for the device
+        self._write_table()
+        for state in self._on_devices.values():
+            state.lengths[sequence].fill_(length)  # an assignment waits for the device
 
     def _check_sequence(self, function: str, argument: str, sequence: int) -> None:
         rule = f"be from 0 to {self.batch_size - 1}"
@@ -305,7 +322,7 @@ class LayerCache:
             ValueError: the tokens do not fit the cache; nothing has changed then.
         """
         self._cache.begin(self._layer, sequences, num_tokens)
-        return self._cache.device_lengths
+        return self._cache.on_device(sequences.device).lengths
 
     @torch.no_grad()
     def attend(
@@ -337,7 +354,7 @@ class LayerCache:
             self._cache.writes(step)
             out = self._decode(inputs, rope, sequences.len_q, tensors)
         else:
-            chunk = Chunk(self.config, tensors, step, backend)
+            chunk = Chunk(self.config, tensors, step, sequences, backend)
             out, self.block_indices = chunk.attend(inputs, rope, alone)
             self._cache.writes(step)
             chunk.write_rings()
@@ -378,6 +395,7 @@ class LayerCache:
             self.tensors = self._reserve(k)
         kept = next(x for x in self.tensors if x is not None)
         check(k.dtype == kept.dtype, _NAME, "tokens", f"stay {kept.dtype}", k.dtype)
+        check(k.device == kept.device, _NAME, "tokens", f"be on {kept.device}", k.device)
         return self.tensors
 
     @torch.inference_mode(False)  # for steps within and outside of it, which write to the tensors
@@ -406,9 +424,8 @@ class LayerCache:
         # the programs of a step that share a query are counted; a group has up to 64 heads
         most = cache.batch_size * config.num_heads * MOST_QUERIES
         counters = k.new_zeros(2, most, dtype=torch.int32)
-        return CacheTensors(
-            **held, table=cache.table, lengths=cache.device_lengths, counters=counters
-        )
+        state = cache.on_device(k.device)
+        return CacheTensors(**held, table=state.table, lengths=state.lengths, counters=counters)
 
     def _decode(
         self, inputs: AttentionInputs, rope: Rope, queries: int, tensors: CacheTensors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,14 +28,14 @@ class Step:
         before: tokens of each sequence that were cached before.
         counts: new tokens of each sequence.
         taken: layers that have taken them in.
-        places: their rows, if operators of training take them in.
+        places: their rows on each device, if operators of training take them in.
     """
 
     sequences: Sequences
     before: list[int]
     counts: list[int]
     taken: set[int]
-    places: Places | None = None
+    places: dict[torch.device, Places] = field(default_factory=dict)
 
     @property
     def after(self) -> list[int]:
@@ -58,16 +58,25 @@ class Chunk:
         config: the sparse pattern of the layer.
         tensors: the layer's memory.
         step: the new tokens.
+        sequences: where they are on the layer's device.
         backend: ``reference`` or ``triton``.
     """
 
-    def __init__(self, config: NSAConfig, tensors: CacheTensors, step: Step, backend: str) -> None:
+    def __init__(
+        self,
+        config: NSAConfig,
+        tensors: CacheTensors,
+        step: Step,
+        sequences: Sequences,
+        backend: str,
+    ) -> None:
         self.config, self.tensors, self.backend = config, tensors, backend
-        if step.places is None:
+        table = tensors.table
+        if table.device not in step.places:
             # Without a past the caller's own description serves; it may be that of a dense batch.
-            alone = None if any(step.before) else step.sequences
-            step.places = Places(config, tensors.table, step.before, step.counts, alone)
-        self.places = step.places
+            alone = None if any(step.before) else sequences
+            step.places[table.device] = Places(config, table, step.before, step.counts, alone)
+        self.places = step.places[table.device]
         self._new: NewTokens | None = None
         # Rows for a pool that attention does not read back.
         self._later = list[tuple[Tensor, Tensor, Callable[[], Tensor]]]()

@@ -24,7 +24,7 @@ class GenerationCache(Cache):
     those of the decoder, on a GPU a replayed CUDA graph; nothing is compiled by transformers.
 
     Args:
-        model: the language model, on one device.
+        model: the language model; its layers may be on several devices.
         batch_size: rows, those of beams included.
         max_tokens: columns of the batch, padding included, until the cache is full.
 
@@ -36,14 +36,8 @@ class GenerationCache(Cache):
 
     def __init__(self, model: LanguageModel, batch_size: int, *, max_tokens: int) -> None:
         super().__init__(layers=[])
-        devices = {parameter.device for parameter in model.parameters()}
-        rule = "lie on one device to generate with a cache"
-        hint = "Load it with device_map of one device, or give use_cache=False."
-        is_one = len(devices) == 1 and torch.device("meta") not in devices
-        check(is_one, _NAME, "model", rule, ", ".join(sorted(map(str, devices))), hint)
-        (device,) = devices
-        is_autocast = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if is_autocast else None
+        kind = model.embedding.weight.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         sizes: dict[str, Any] = {"max_tokens": max_tokens, "compute_dtype": dtype}
         self.decoder = Decoder(model, batch_size, **sizes)
         self._columns = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -31,20 +30,10 @@ _REFUSED = {
 }
 
 
-def on_device(sequences: Sequences, device: torch.device) -> Sequences:
-    """The same sequences for tokens that lie on another device."""
-    offsets, cu_cmp = sequences.offsets, sequences.cu_cmp
-    if offsets is not None:
-        offsets = offsets[0].to(device), offsets[1].to(device)
-    if cu_cmp is not None:
-        cu_cmp = cu_cmp.to(device)
-    return replace(sequences, offsets=offsets, cu_cmp=cu_cmp, device=device)
-
-
 def _with_own_sequences(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Of a model that is spread over devices: accelerate moves tensors, and nothing else."""
     x, sequences, *rest = args
-    return (x, on_device(sequences, next(layer.parameters()).device), *rest)
+    return (x, sequences.to(next(layer.parameters()).device), *rest)
 
 
 def _unhook_parts(attention: nn.Module) -> None:

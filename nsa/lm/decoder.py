@@ -57,7 +57,9 @@ class Decoder:
         self.model, self.batch_size = model, batch_size
         self.dtype = model.head.weight.dtype if compute_dtype is None else compute_dtype
         self.cache = model.new_cache(batch_size, max_tokens=max_tokens, num_pages=num_pages)
-        self._is_captured = all(layer.is_exact for layer in self.cache.layers)
+        is_exact = all(layer.is_exact for layer in self.cache.layers)
+        devices = {weight.device for weight in model.parameters()}
+        self._is_captured = is_exact and len(devices) == 1
         self._read_weights()
 
     def _read_weights(self) -> None:
@@ -167,14 +169,17 @@ class Decoder:
         """
         x = self.model.embedding.weight[tokens]
         for layer, cache in zip(self._layers, self.cache.layers, strict=True):
+            if layer.device != x.device:
+                x, sequences = x.to(layer.device), sequences.to(layer.device)
             x = layer.output(layer.attend(x, sequences, cache).flatten(1), x)
             x = layer.down(layer.up(x), x)
-        return x
+        return x.to(tokens.device)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits ``[N, vocab_size]`` of the tokens that follow those of ``[N, width]``."""
-        return self._head(hidden) if self._bias is None else self._head(hidden) + self._bias
+        logits = self._head(hidden.to(self.model.head.weight.device))
+        return (logits if self._bias is None else logits + self._bias).to(hidden.device)
 
 
 class StepLayer:
@@ -187,6 +192,7 @@ class StepLayer:
 
     def __init__(self, layer: DecoderLayer, dtype: torch.dtype) -> None:
         self.norm, attention, mlp = layer.attention_norm, layer.attention, layer.mlp
+        self.device = self.norm.weight.device
         assert isinstance(attention, NativeSparseAttention | DenseAttention)
         self.attention = attention
 

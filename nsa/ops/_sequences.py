@@ -199,6 +199,15 @@ class Sequences:
             return self
         return replace(self, cu_cmp=compressed_cu_seqlens(self.offsets[1], config), blocks=blocks)
 
+    def to(self, device: torch.device) -> Sequences:
+        """The same sequences for tokens on another device."""
+        offsets, cu_cmp = self.offsets, self.cu_cmp
+        if offsets is not None:
+            offsets = offsets[0].to(device), offsets[1].to(device)
+        if cu_cmp is not None:
+            cu_cmp = cu_cmp.to(device)
+        return replace(self, offsets=offsets, cu_cmp=cu_cmp, device=device)
+
     def restore(self, x: Tensor) -> Tensor:
         """Packed rows in the layout that the caller used."""
         return x if self.shape is None else x.unflatten(0, self.shape)

@@ -31,7 +31,7 @@ def fill_cache(cache: NSACache, count: int) -> None:
     """
     counts = [count] * cache.batch_size
     cache.reserve(counts)
-    generator = torch.Generator(device=cache.table.device).manual_seed(2)
+    generator = torch.Generator(device=cache.device_lengths.device).manual_seed(2)
     small = cache.config.compress_block_size**-0.5
     for layer in cache.layers:
         assert layer.tensors is not None
@@ -87,5 +87,6 @@ def reference_step(
     rows = slice(sequence * count, (sequence + 1) * count)
     parts = (x[rows].to(dtype) if isinstance(x, Tensor) else x for x in inputs)
     new = AttentionInputs._make(parts)
-    step = Step(Sequences(None, 1, count, count, device), [length], [count], set())
-    return Chunk(config, own, step, "reference").attend(new, rope, None)[0]
+    where = Sequences(None, 1, count, count, device)
+    step = Step(where, [length], [count], set())
+    return Chunk(config, own, step, where, "reference").attend(new, rope, None)[0]

@@ -83,10 +83,14 @@ def test_two_devices(tmp_path: Path) -> None:
         whole = model.to(DEVICE)(x.to(DEVICE), **given).logits
         torch.testing.assert_close(logits[0], whole[0], rtol=0, atol=1e-4)
         torch.testing.assert_close(logits[1, 100:], whole[1, 100:], rtol=0, atol=1e-4)
-    texts = loaded.generate(x[:, :50].to(DEVICE), max_new_tokens=3, use_cache=False)
-    assert texts.shape == (2, 53)
-    with pytest.raises(ValueError, match="model must lie on one device to generate with a cache"):
-        loaded.generate(x.to(DEVICE), max_new_tokens=3)
+        options = {"attention_mask": torch.ones_like(x, device=DEVICE), **given}
+        texts = [
+            one.generate(
+                x.to(DEVICE), max_new_tokens=9, do_sample=False, use_cache=cached, **options
+            )
+            for one, cached in ((model, True), (loaded, True), (loaded, False))
+        ]
+        assert texts[0].tolist() == texts[1].tolist() == texts[2].tolist()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from nsa import NSAConfig, Sequences
 from nsa.config import RopeScaling
 from nsa.hf import NSAForCausalLM, NSALMConfig
-from nsa.hf.model import on_device
 from nsa.lm.config import LMConfig
 from tests.hf.tiny import VOCAB, left_padded, tiny, tokens
 from tests.ops.cases import offsets, small
@@ -190,7 +189,7 @@ def test_loss_of_some_columns() -> None:
 def test_sequences_of_another_device() -> None:
     """For layers of a model that is spread over devices; what they hold goes along."""
     sequences = Sequences.packed(offsets([5, 9])).with_blocks(small())
-    moved = on_device(sequences, torch.device("meta"))
+    moved = sequences.to(torch.device("meta"))
     assert moved.cu_q.device == moved.device == torch.device("meta")
     assert moved.cu_cmp is not None
     assert moved.cu_cmp.device == moved.device
