@@ -13,6 +13,14 @@ from nsa.fields import settle
 
 Branch = Literal["cmp", "slc", "win"]
 BRANCHES: tuple[Branch, ...] = ("cmp", "slc", "win")
+_AT_MOST_2_30 = (
+    "num_selected_blocks",
+    "coarse_block_size",
+    "num_coarse_blocks",
+    "window_size",
+    "compress_hidden_size",
+    "gate_hidden_size",
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,8 @@ class RopeScaling:
         fits = 0 < self.beta_slow < self.beta_fast
         _rule(self, fits, "beta_slow", f"be positive and below beta_fast ({self.beta_fast})")
         _positive(self, "original_max_position")
+        fits = self.original_max_position <= 2**30
+        _rule(self, fits, "original_max_position", "be at most 2**30")
 
 
 @dataclass(frozen=True)
@@ -174,12 +184,13 @@ class NSAConfig:
             "window_size",
         ):
             _positive(self, name)
-        # Kernels add it to positions, in 32 bits.
-        _rule(self, self.window_size <= 2**30, "window_size", "be at most 2**30")
         for name in ("num_init_blocks", "gate_hidden_size"):
             _rule(self, getattr(self, name) >= 0, name, "be at least 0")
         if self.compress_hidden_size is not None:
             _positive(self, "compress_hidden_size")
+        for name in _AT_MOST_2_30:  # kernels add some of them to positions, in 32 bits
+            size = getattr(self, name)
+            _rule(self, size is None or size <= 2**30, name, "be at most 2**30")
         l, d, l_sel = self.compress_block_size, self.compress_stride, self.block_size
         _rule(self, d >= 4, "compress_stride", "be at least 4")
         _rule(self, l % d == 0, "compress_stride", f"divide compress_block_size ({l})")
@@ -195,8 +206,10 @@ class NSAConfig:
         name, most = "num_selected_blocks_table", self.num_selected_blocks
         forced = self.num_init_blocks + self.num_local_blocks
         for row in self.num_selected_blocks_table:
-            fits = row[0] >= -1 and row[1] > 0 and forced <= row[2] <= most
-            rule = f"hold rows (layer from -1, length from 1, n from {forced} to {most})"
+            fits = row[0] >= -1 and 0 < row[1] < 2**63 and forced <= row[2] <= most
+            rule = (
+                f"have rows (layer from -1, length from 1 to 2**63 - 1, n from {forced} to {most})"
+            )
             check(fits, "NSAConfig", name, rule, row)
         if self.coarse_block_size is None:
             rule = "be 0 without coarse_block_size"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,6 +27,8 @@ OUTPUT_ERRORS = (
     TypeError,
     ValueError,
 )
+
+MOST = 2**63 - 1  # what 64 bits hold
 
 
 class UserError(ValueError):
@@ -115,6 +117,7 @@ def check_positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         check(value > 0, type(config).__name__, name, "be positive", value)
+    check_at_most(config, MOST, *names)
 
 
 def check_not_negative(config: Any, *names: str) -> None:
@@ -122,6 +125,15 @@ def check_not_negative(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         check(value >= 0, type(config).__name__, name, "be at least 0", value)
+    check_at_most(config, MOST, *names)
+
+
+def check_at_most(config: Any, most: int, *names: str) -> None:
+    """Check that integer fields of a dataclass do not exceed ``most``; others are accepted."""
+    for name in names:
+        value = getattr(config, name)
+        fits = not isinstance(value, int) or value <= most
+        check(fits, type(config).__name__, name, f"be at most {most:,}", value)
 
 
 def check_default(config: Any, needed: bool, where: str, *names: str, hint: str = "") -> None:
@@ -141,26 +153,49 @@ def check_default(config: Any, needed: bool, where: str, *names: str, hint: str 
         check(fits, type(config).__name__, name, rule, value, hint)
 
 
-LIKE = 0.6  # as difflib's own
+_LIKE = 0.6  # as difflib's own
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that ``word`` most likely stands for; None where none is like it.
+    """Return the candidate that ``word`` most likely stands for, None if none is like it.
 
-    A dotted name is compared as a whole and by its last part, so that ``--lr`` finds
-    ``--optim.lr``.
+    The last parts of dotted names are compared word by word, so that a common section is no
+    likeness: ``--lr`` finds ``--optim.lr``, ``--layers`` ``--model.num-layers``, and
+    ``--batch-size`` does not find ``--model.nsa.block-size``.
+
+    Args:
+        word: what was given.
+        candidates: names; a mapping to their descriptions also finds a name by two or more words of
+            its description, such as ``--learning-rate``.
     """
+    words = _last_words(word)
+    found = max(sorted(candidates), key=lambda name: _likeness(word, name), default=None)
+    if found is not None and _likeness(word, found)[0] >= _LIKE:
+        return found
+    described = candidates.items() if isinstance(candidates, Mapping) and len(words) > 1 else ()
+    return next((name for name, text in described if " ".join(words) in text), None)
 
-    def ratio(first: str, second: str) -> float:
-        return difflib.SequenceMatcher(None, first, second).ratio()
 
-    def likeness(candidate: str) -> tuple[float, float]:
-        last, of_candidate = (name.split(".")[-1].lstrip("-") for name in (word, candidate))
-        whole = ratio(word, candidate)
-        return max(whole, ratio(last, of_candidate)), whole
+def _likeness(word: str, candidate: str) -> tuple[float, float]:
+    """How alike the last parts of two names are, then the whole names."""
+    mine, its = _last_words(word), _last_words(candidate)
+    if len(mine) == len(its):
+        pairs = [pair for pair in zip(mine, its, strict=True) if pair[0] != pair[1]]
+        is_typo = all(abs(len(one) - len(other)) <= 2 for one, other in pairs)  # eps for epochs
+        last = min((_ratio(*pair) for pair in pairs), default=1.0) * is_typo
+    else:
+        last = _ratio("".join(mine), "".join(its))
+        is_part = set(mine) < set(its) or set(its) < set(mine)
+        last = last if last > 0.8 else _LIKE * is_part
+    return last, _ratio(word, candidate)
 
-    found = max(sorted(candidates), key=likeness, default=None)
-    return found if found is not None and likeness(found)[0] >= LIKE else None
+
+def _last_words(name: str) -> list[str]:
+    return name.split(".")[-1].lstrip("-").replace("_", "-").split("-")
+
+
+def _ratio(first: str, second: str) -> float:
+    return difflib.SequenceMatcher(None, first, second).ratio()
 
 
 def nearest_hint(name: str | None) -> str:

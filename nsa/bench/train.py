@@ -189,7 +189,7 @@ def _fields(
     per_step = config.global_batch * config.seq_len
     tokens_per_s = found.timing.samples * per_step / found.seconds
     passes = 1 if mode == "fwd_bwd" else 3  # of the forward pass in what a token is counted with
-    flops = tokens_per_s * flops_per_token(trainer.model, config.seq_len) / passes
+    flops = tokens_per_s * flops_per_token(config.model, config.seq_len) / passes
     peak = peak_flops(device, config.compute_dtype)
     seen = {name: value for name, value in vars(found).items() if name in Row.__annotations__}
     return {

@@ -107,7 +107,7 @@ def _main(words: list[str]) -> int:
             raise
         said = str(error.strerror)
         return _say(f"{said}: {error.filename}" if error.filename else said)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         from nsa.train.watch.out_of_memory import is_out_of_memory, memory_use
 
         if not is_out_of_memory(error):

@@ -14,6 +14,7 @@ from nsa.errors import check, fail, option
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
+_MOST = 2**30  # tokens, steps and the like: positions are counted in 32 bits
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -136,8 +137,8 @@ def train(
     from nsa.bench.train import TrainPlan, bench_train
 
     where = "nsa bench train"
-    _at_least(where, 1, tokens=tokens, micro_batch=micro_batch, steps=steps)
-    _at_least(where, 0, warmup=warmup)
+    _in_range(where, 1, tokens=tokens, micro_batch=micro_batch, steps=steps)
+    _in_range(where, 0, warmup=warmup)
     paths = [Path(path) for path in config]
     names = None if provider is None else _words("--provider", provider, PROVIDERS)
     subjects = find_subjects(paths, settings, variant or [], names, unmasked=dense_unmasked)
@@ -189,8 +190,8 @@ def scaling(
     from nsa.train.distributed.launch import read_launch
     from nsa.train.load import load_config
 
-    _at_least("nsa bench scaling", 0, warmup=warmup)
-    _at_least("nsa bench scaling", 1, steps=steps)
+    _in_range("nsa bench scaling", 0, warmup=warmup)
+    _in_range("nsa bench scaling", 1, steps=steps)
     plan = ScalingPlan(
         name=configs.name_in_rows(config),
         config=load_config(config, settings),
@@ -242,7 +243,7 @@ def host(
     from nsa.bench.host import CASES, MODES, PROVIDERS, WEIGHTS, HostPlan, bench_host
     from nsa.bench.points import parse_shape
 
-    _at_least("nsa bench host", 1, width=width, calls=calls)
+    _in_range("nsa bench host", 1, width=width, calls=calls)
     plan = HostPlan(
         shape=parse_shape(shape),
         width=width,
@@ -299,7 +300,7 @@ def decode(
     from nsa.bench.decode import CASES, PROVIDERS, DecodePlan, bench_decode
     from nsa.bench.points import parse_shape
 
-    _at_least("nsa bench decode", 1, steps=steps)
+    _in_range("nsa bench decode", 1, steps=steps)
     plan = DecodePlan(
         shape=parse_shape(shape),
         config=config,
@@ -344,7 +345,7 @@ def tune(
     """
     from nsa.bench.tune import TunePlan, bench_tune
 
-    _at_least("nsa bench tune", 0, jobs=jobs)
+    _in_range("nsa bench tune", 0, jobs=jobs)
     point = _point(shape, seqs, tokens, dtype)
     plan = TunePlan(**point, kernel=kernel, out=out, minutes=minutes, jobs=jobs)
     return 0 if bench_tune(plan, _device()) else 1
@@ -437,31 +438,35 @@ def _point(shape: str, seqs: str, tokens: int | None, dtype: Dtype) -> dict[str,
 
     from nsa.bench.points import parse_shape
 
-    _at_least("nsa bench", 1, tokens=tokens)
+    _in_range("nsa bench", 1, tokens=tokens)
     lengths, kind = _lengths(seqs), getattr(torch, dtype)
     return {"shape": parse_shape(shape), "seqs": lengths, "tokens": tokens, "dtype": kind}
 
 
-def _at_least(where: str, least: int, **given: int | None) -> None:
+def _in_range(where: str, least: int, **given: int | None) -> None:
     for name, value in given.items():
-        fits = value is None or value >= least
-        check(fits, where, option(name), f"be at least {least}", value)
+        fits = value is None or least <= value <= _MOST
+        check(fits, where, option(name), f"be from {least} to {_MOST:,}", value)
 
 
 def _lengths(text: str, option: str = "--seqs") -> list[int]:
     words = text.split(",")
-    if not all(word.isdigit() and int(word) > 0 for word in words):
-        rule = "be positive lengths with commas between them"
+    if not all(re.fullmatch("[0-9]{1,10}", word) and 0 < int(word) <= _MOST for word in words):
+        rule = f"be lengths from 1 to {_MOST:,} with commas between them"
         fail("nsa bench", option, rule, repr(text), "For example: 2048,65536")
     return [int(word) for word in words]
 
 
 def _points(text: str) -> list[tuple[int, int]]:
-    found = [re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", word) for word in text.split(",")]
+    found = [
+        re.fullmatch(r"([1-9][0-9]{0,9})(?:x([1-9][0-9]{0,9}))?", word) for word in text.split(",")
+    ]
+    points = [(int(each[1]), int(each[2] or 1)) for each in found if each]
+    fits = all(found) and all(tokens * sequences <= _MOST for tokens, sequences in points)
     rule = "be tokens of context or TOKENSxSEQUENCES, with commas between them"
-    hint = "For example: 2048,65536x32"
-    check(all(found), "nsa bench decode", "--points", rule, repr(text), hint)
-    return [(int(each[1]), int(each[2] or 1)) for each in found if each]
+    hint = f"For example: 2048,65536x32; at most {_MOST:,} tokens."
+    check(fits, "nsa bench decode", "--points", rule, repr(text), hint)
+    return points
 
 
 def _words(option: str, text: str | None, known: Collection[str]) -> list[str]:

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, cast
 
 from nsa.docstrings import about, descriptions
 from nsa.errors import UsageError, nearest, option
@@ -65,6 +65,17 @@ class Parser(argparse.ArgumentParser):
         """The words of all options."""
         return [name for action in self._actions for name in action.option_strings]
 
+    @property
+    def described(self) -> dict[str, str]:
+        """Options with their help."""
+        actions = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        return {name: act.help or "" for act in actions for name in act.option_strings}
+
+    @property
+    def positional(self) -> set[str]:
+        """Names of the arguments without an option."""
+        return {action.dest for action in self._actions if not action.option_strings}
+
     def arguments(self, words: Iterable[str]) -> dict[str, Any]:
         """The values that words give to the arguments.
 
@@ -83,7 +94,10 @@ class Parser(argparse.ArgumentParser):
         options = [name for name in names if name.startswith("--")]
         for name in options:
             if name not in known:  # before argparse takes its value for something else
-                _fail_unknown(f"{self.prog}: unrecognized arguments: {name}", name, known)
+                said = f"{self.prog}: unrecognized arguments: {name}"
+                if name[2:] in self.positional:
+                    raise UsageError(f"{said}; give {name[2:].upper()} without {name}")
+                _fail_unknown(said, name, self.described)
             if options.count(name) > 1 and name not in self.repeatable:
                 self.error(f"argument {name}: given twice")
         return vars(self.parse_args(words))
@@ -179,8 +193,25 @@ def _how(kind: Any) -> dict[str, Any]:
     if origin is Literal:
         return {"choices": inner}
     if origin is tuple:
-        return {"type": inner[0], "nargs": "+"}
-    return {"type": inner[0], "action": "append"} if origin is list else {"type": kind}
+        return {"type": _reader(inner[0]), "nargs": "+"}
+    if origin is list:
+        return {"type": _reader(inner[0]), "action": "append"}
+    return {"type": _reader(kind)}
+
+
+def _reader(kind: Any) -> Callable[[str], Any]:
+    """The function that reads a word as a value; numbers are finite and fit into 64 bits."""
+    if kind not in (int, float):
+        return cast(Callable[[str], Any], kind)
+
+    def read(word: str) -> Any:
+        value = kind(word)
+        if not abs(value) < 2**63:
+            raise argparse.ArgumentTypeError(f"must lie between -2**63 and 2**63, got {word}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse names it
+    return read
 
 
 def _add_settings(parser: Parser) -> None:

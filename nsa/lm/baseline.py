@@ -16,9 +16,15 @@ _MULTIPLES = (128, 64, 32, 16, 8, 1)
 
 
 def parameters_by_part(config: LMConfig) -> dict[str, int]:
-    """See :meth:`LanguageModel.num_parameters`; nothing of the model is allocated."""
+    """See :meth:`LanguageModel.num_parameters`; nothing of the model is allocated.
+
+    All layers are alike, so that two models tell, however many layers there are.
+    """
     with torch.device("meta"):
-        return LanguageModel(config).num_parameters()
+        one, two = (
+            LanguageModel(replace(config, num_layers=layers)).num_parameters() for layers in (1, 2)
+        )
+    return {part: n + (config.num_layers - 1) * (two[part] - n) for part, n in one.items()}
 
 
 def dense_of_equal_size(config: LMConfig) -> LMConfig:

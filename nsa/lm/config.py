@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nsa.config import NSAConfig
-from nsa.errors import check_positive
+from nsa.errors import check_at_most, check_positive
 from nsa.fields import settle
 
 
@@ -42,5 +42,8 @@ class LMConfig:
 
     def __post_init__(self) -> None:
         settle(self)
+        # Sizes beyond these are mistakes, and their products would not fit into 64 bits.
+        check_at_most(self, 2**24, "vocab_size", "width", "mlp_hidden_size")
+        check_at_most(self, 1000, "num_layers")
         check_positive(self, "vocab_size", "width", "num_layers", "mlp_hidden_size")
         check_positive(self, "norm_eps", "init_std")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import torch
+from functools import lru_cache
 
+import torch
+from torch import Tensor
+
+from nsa.lm.baseline import parameters_by_part
 from nsa.lm.config import LMConfig
-from nsa.lm.model import LanguageModel
 from nsa.ops._packed import num_compressed
+
+_CHUNK = 2**20  # positions looked at together
 
 
 def keys_per_query(config: LMConfig, seq_len: int) -> float:
@@ -16,11 +21,18 @@ def keys_per_query(config: LMConfig, seq_len: int) -> float:
         config: the model.
         seq_len: tokens of a sequence.
     """
-    position = torch.arange(seq_len)
+    chunks = (
+        torch.arange(start, min(start + _CHUNK, seq_len)) for start in range(0, seq_len, _CHUNK)
+    )
+    return sum(_keys(config, positions) for positions in chunks) / seq_len
+
+
+def _keys(config: LMConfig, position: Tensor) -> int:
+    """Keys of the queries at some positions, together."""
     if config.attention == "dense":
-        return float((position + 1).double().mean())
+        return int((position + 1).sum())
     pattern = config.nsa
-    keys = torch.zeros(seq_len, dtype=torch.int64)
+    keys = torch.zeros_like(position)
     if "cmp" in pattern.branches:
         keys += num_compressed(position + 1, pattern)
     if "slc" in pattern.branches:
@@ -28,10 +40,11 @@ def keys_per_query(config: LMConfig, seq_len: int) -> float:
         keys += torch.minimum(position + 1, whole_blocks + position % pattern.block_size + 1)
     if "win" in pattern.branches:
         keys += (position + 1).clamp(max=pattern.window_size)
-    return float(keys.double().mean())
+    return int(keys.sum())
 
 
-def flops_per_token(model: LanguageModel, seq_len: int) -> float:
+@lru_cache
+def flops_per_token(config: LMConfig, seq_len: int) -> float:
     """Operations of one training token, forward and backward.
 
     A multiplication and an addition count as two. Matrix products with parameters take 2 operations
@@ -40,11 +53,10 @@ def flops_per_token(model: LanguageModel, seq_len: int) -> float:
     compression, scoring and the optimizer are not counted, nor is anything computed twice.
 
     Args:
-        model: the language model.
+        config: the model.
         seq_len: tokens of a sequence.
     """
-    config = model.config
-    count = model.num_parameters()
+    count = parameters_by_part(config)
     head = config.vocab_size * config.width
     in_products = head + count["attention"] + count["gate"] + count["mlp"]
     a_key = 2 * config.nsa.num_heads * (config.nsa.head_dim + config.nsa.value_dim)

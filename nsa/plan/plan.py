@@ -6,13 +6,11 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-import torch
-
 from nsa.bench.rows import Row
 from nsa.bench.subjects import DTYPES, differences
 from nsa.errors import UserError
+from nsa.lm.baseline import parameters_by_part
 from nsa.lm.flops import flops_per_token
-from nsa.lm.model import LanguageModel
 from nsa.plan.gpus import CPU, GIB, Gpu
 from nsa.plan.memory import Footprint, state_memory, step_memory
 from nsa.train.config import CheckpointingConfig, ParallelConfig, TrainConfig
@@ -92,11 +90,10 @@ def make_plan(
         rows: measured steps, of any GPU and model.
         mfu: share of the peak to assume; None looks at the rows first.
     """
-    with torch.device("meta"):
-        model = LanguageModel(config.model)
     on_cpu = gpu and gpu.name == CPU
     footprint = state_memory(config) if on_cpu else step_memory(config)
-    parameters, flops = model.num_parameters(), flops_per_token(model, config.seq_len)
+    parameters = parameters_by_part(config.model)
+    flops = flops_per_token(config.model, config.seq_len)
     speed = expected_speed(config, parameters["total"], flops, gpu, rows, mfu) if gpu else None
     return RunPlan(config, parameters, flops, footprint, gpu, speed)
 

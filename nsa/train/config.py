@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from nsa.errors import check, check_default, check_not_negative, check_positive
+from nsa.errors import check, check_at_most, check_default, check_not_negative, check_positive
 from nsa.fields import settle
 from nsa.lm.config import LMConfig
 
 if TYPE_CHECKING:
     from nsa.lm.recomputation import Keeps
 
-MAX_STEPS = 1_000_000_000
+MAX_STEPS, MAX_SEQUENCES = 1_000_000_000, 2**20
 Text = Literal["corpus", "stdlib", "folder", "shards", "stream"]
 Synthetic = Literal["uniform", "copy", "induction", "needle"]
 
@@ -87,7 +87,7 @@ class DataConfig:
         is_split_here = self.source in ("corpus", "stdlib", "folder", "stream")
         check_default(self, is_split_here, where, "validation_fraction", "test_fraction")
         check_fractions("DataConfig", *self.fractions)
-        check_positive(self, "time_limit_s", "validation_tokens")
+        check_positive(self, "time_limit_s", "validation_tokens", "bpe_vocab_size")
         trains = self.tokenizer == "bpe" and is_stream
         rule, hint = "be byte, gpt2 or file with source stream", "`nsa data prepare` trains one."
         check(not trains, "DataConfig", "tokenizer", rule, "bpe", hint)
@@ -335,12 +335,14 @@ class TrainConfig:
         check_positive(self, "keep_checkpoints", "nonfinite_limit")
         check_not_negative(self, "loss_chunk", "log_every", "eval_every", "eval_windows")
         check_not_negative(self, "checkpoint_every", "sample_tokens", "sample_limit_s", "seed")
-        check(self.seed < 2**63, "TrainConfig", "seed", "be below 2**63", self.seed)
         check_not_negative(self, "data_limit_s", "stall_limit_s")
         share, waits, limit = self.memory_fraction, self.data_limit_s, self.stall_limit_s
-        # Beyond it a run would not end, and what goes over its steps one by one would not.
-        rule = f"be at most {MAX_STEPS:,}"
-        check(self.steps <= MAX_STEPS, "TrainConfig", "steps", rule, self.steps)
+        # Beyond them a run or one of its steps would not end.
+        check_at_most(self, MAX_STEPS, "steps")
+        check_at_most(self, MAX_SEQUENCES, "global_batch")
+        # Positions are counted in 32 bits.
+        rule, tokens = f"be at most 2**30 / micro_batch ({self.micro_batch})", self.seq_len
+        check(tokens * self.micro_batch <= 2**30, "TrainConfig", "seq_len", rule, tokens)
         rule = "be above 0 and at most 1"
         check(0 < share <= 1, "TrainConfig", "memory_fraction", rule, share)
         product = self.micro_batch * self.accumulation * self.world_size

@@ -14,6 +14,7 @@ from nsa.lm.decoder import Decoder
 from nsa.lm.model import LanguageModel
 from nsa.train.data import Tokenizer
 from nsa.train.sampling import Sampling, StopStrings, uniform_numbers
+from nsa.train.watch.out_of_memory import free_memory
 
 
 @dataclass
@@ -192,6 +193,7 @@ def generate(
     all_tokens = [list(p) if isinstance(p, list) else tokenizer.encode(p) for p in prompts]
     for prompt, tokens in zip(prompts, all_tokens, strict=True):
         check(len(tokens) > 0, "generate", "prompts", "hold at least one token each", repr(prompt))
+    _check_fits(model, len(prompts), max(map(len, all_tokens)), max_new_tokens, compute_dtype)
     return Generation(
         model,
         tokenizer,
@@ -202,6 +204,25 @@ def generate(
         [seed + index for index in range(len(prompts))],
         compute_dtype,
     )
+
+
+def _check_fits(
+    model: LanguageModel, batch_size: int, prompt_len: int, max_new_tokens: int, compute_dtype: str
+) -> None:
+    """Refuse tokens whose cached keys and values cannot fit; a window alone does not grow."""
+    longest = 2**30 - prompt_len  # positions are counted in 32 bits
+    rule = f"be at most {longest:,} behind a prompt of {prompt_len:,} tokens"
+    check(max_new_tokens <= longest, "generate", "max_new_tokens", rule, max_new_tokens)
+    config, pattern = model.config, model.config.nsa
+    if config.attention == "nsa" and "slc" not in pattern.branches:
+        return
+    row = pattern.num_kv_heads * (pattern.head_dim + pattern.value_dim)
+    row *= 2 if compute_dtype == "bf16" else 4
+    needed = batch_size * (prompt_len + max_new_tokens) * config.num_layers * row
+    free = free_memory(model.embedding.weight.device)
+    rule = f"be so few that their cache fits into {free / 2**30:.1f} GiB of free memory"
+    found = f"{max_new_tokens} for {batch_size} prompts together ({needed / 2**30:.1f} GiB)"
+    check(needed <= free, "generate", "max_new_tokens", rule, found)
 
 
 def _on_its_way(drawn: Tensor) -> Callable[[], list[int]]:

@@ -97,9 +97,13 @@ def _read(path: Path) -> Given:
     except RecursionError:
         found = "one that is nested too deeply or holds itself"
         fail("load_config", str(path), "hold sections that end", found)
-    if not isinstance(value, dict):
+    if value is not None and not isinstance(value, dict):
         fail("load_config", str(path), "hold settings as 'name: value'", value)
-    return value
+    hint = "A configuration as it comes is taken by its name; `nsa configs` lists them."
+    given: Given = value or {}
+    has_settings = any(leaf != {} for leaf, _ in given.values())
+    check(has_settings, "load_config", str(path), "hold a setting", "none", hint)
+    return given
 
 
 def _value(node: yaml.Node | None, source: str, count: Iterator[int]) -> Any:
@@ -244,7 +248,7 @@ def _explained(error: Any, given: Given, source: str) -> UserError:
         source = next(places, source)
     name = ".".join(path)
     if kind == "unexpected_keyword_argument":
-        hint = nearest_hint(nearest(name, (setting.name for setting in settings())))
+        hint = nearest_hint(nearest(name, {setting.name: setting.help for setting in settings()}))
         return UserError("load_config", f"{source}: names", "be settings", name, hint)
     if kind == "literal_error":
         hint = nearest_hint(nearest(str(value), re.findall("'(.*?)'", context["expected"])))

@@ -253,7 +253,7 @@ class Reports:
             row["data_synthetic"] = True
         if self._peak_flops is not None:
             peak = self._peak_flops * self._run.processes.world_size
-            flops = flops_per_token(self._state.model, self._config.seq_len)
+            flops = flops_per_token(self._config.model, self._config.seq_len)
             row["mfu"] = tokens_per_s * flops / peak
         return row
 

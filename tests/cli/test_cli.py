@@ -142,7 +142,7 @@ def test_a_refused_command_leaves_no_trace_in_a_run(run, nsa, refusal):
     for words, why in (
         ("train tiny.yaml --run-dir ''", "--run-dir must name a folder"),
         ("train tiny.yaml --seed -1", "seed must be at least 0"),
-        (f"train tiny.yaml --seed {2**63}", "seed must be below 2**63"),
+        (f"train tiny.yaml --seed {2**63}", "seed must be at most 9,223,372,036,854,775,807"),
         ("train tiny.yaml --data.source folder --data.path ''", "data.path must"),
         ("eval run --text ''", "must name an existing file or folder, got ''"),
         ("eval run --against none", "--against must be a folder that a run made"),
@@ -475,6 +475,22 @@ def test_nothing_said_shows_the_help(capsys):
         ("train tiny.yml", "The nearest is tiny.yaml."),
         ("train tiny.yaml --data.path nowhere", "nowhere"),
         ("train tiny.yaml --model.vocab-size 300", "model.vocab_size must equal the tokenizer's"),
+        ("train tiny.yaml --optim.learning-rate 1", "; did you mean --optim.lr?"),
+        ("train tiny.yaml --layers 1", "; did you mean --model.num-layers?"),
+        ("plan --config tiny.yaml", "unrecognized arguments: --config; give CONFIG without"),
+        (f"train tiny.yaml --model.width {2**63}", "model.width must be at most 16,777,216"),
+        (f"train tiny.yaml --model.num-layers {10**12}", "num_layers must be at most 1,000, got"),
+        (f"train tiny.yaml --model.nsa.num-selected-blocks {2**63}", "be at most 2**30, got 92"),
+        (f"train tiny.yaml --log-every {2**63}", "log_every must be at most 9,223,372,036,854,77"),
+        (f"train tiny.yaml --micro-batch {10**12}", "seq_len must be at most 2**30 / micro_batch"),
+        (f"train tiny.yaml --global-batch {10**12}", "global_batch must be at most 1,048,576"),
+        (f"plan tiny.yaml --seq-len {2**63}", "seq_len must be at most"),
+        (f"generate x --prompt a --max-new-tokens {2**63}", "lie between -2**63 and 2**63, got 9"),
+        ("generate x --prompt a --temperature nan", "must lie between -2**63 and 2**63, got nan"),
+        (f"bench attention --seqs {10**12}", "--seqs must be lengths from 1 to 1,073,741,824"),
+        (f"bench attention --seqs {'9' * 5000}", "--seqs must be lengths from 1 to 1,073,741,824"),
+        (f"bench decode --points {2**20}x{2**20}", "at most 1,073,741,824 tokens"),
+        (f"data needles out --number {10**12}", "number must be from 1 to 1,000,000, got"),
         ("train tiny.yaml --resume x", "CONFIG must be left out with --resume"),
         ("train --resume x --run-dir y", "--run-dir must be left out with --resume"),
         ("train --resume runs/none", "be a folder that a run made"),
@@ -495,6 +511,38 @@ def test_nothing_said_shows_the_help(capsys):
 def test_mistakes_end_in_one_line_that_helps(tiny, refusal, line, answer):
     assert answer in refusal(line)
     assert not list(tiny.glob("runs/*")), "a refused run left a folder"
+
+
+def test_what_is_like_nothing_gets_no_suggestion(tiny, refusal):
+    for name in ("batch-size", "epochs", "optim", "model.nsa.topk"):
+        line = f"nsa train: unrecognized arguments: --{name}"
+        assert refusal(f"train tiny.yaml --{name} 3") == line
+
+
+@pytest.mark.parametrize("content", ["", "# width: 64\n", "---\n", "{}", "model: {nsa: {}}\n"])
+def test_a_configuration_without_settings_is_refused(tiny, refusal, content):
+    (tiny / "empty.yaml").write_text(content)
+    assert "empty.yaml must hold a setting, got none" in refusal("train empty.yaml")
+
+
+@pytest.mark.parametrize(
+    ("variables", "answer"),
+    [
+        ({"RANK": "abc"}, "RANK must be a whole number from 0, got 'abc'. torchrun sets"),
+        ({"RANK": "-1"}, "RANK must be a whole number from 0, got '-1'"),
+        ({"RANK": "1"}, "RANK must be below WORLD_SIZE (1), got 1"),
+        ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE must be a whole number from 0, got ''"),
+        ({"LOCAL_RANK": str(2**63)}, "LOCAL_RANK must be a whole number from 0, got '922"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "MASTER_ADDR must be set with WORLD_SIZE 2, got nothing",
+        ),
+    ],
+)
+def test_variables_of_a_launcher_are_named(tiny, refusal, monkeypatch, variables, answer):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert answer in refusal("train tiny.yaml --run-dir run --world-size 2 --global-batch 2")
 
 
 def test_set_is_taken_for_one_release(tiny, capsys):

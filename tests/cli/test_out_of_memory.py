@@ -38,7 +38,7 @@ from tests.train.cases import tiny_config
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "train tiny.yaml --run-dir run"
 WORDS = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 9 GiB."
-START = "the run must fit into GPU memory, got out of memory; 2.50 GiB more were asked for. "
+START = "the run must fit into memory, got out of memory; 2.50 GiB more were asked for. "
 
 
 def no_memory(*_: Any, **__: Any) -> NoReturn:
@@ -115,7 +115,7 @@ def test_another_error_is_a_bug(config, monkeypatch):
 
 def test_evaluation_and_generation(config, nsa, refusal, monkeypatch):
     nsa(f"{TRAIN} --steps 2")
-    end = "must fit into GPU memory, got out of memory; 2.50 GiB more were asked for."
+    end = "must fit into memory, got out of memory; 2.50 GiB more were asked for."
     with monkeypatch.context() as patch:
         patch.setattr(report, "measure", no_memory)
         start = f"nsa: the evaluation {end} Give"

@@ -121,7 +121,9 @@ def test_flops_of_a_token() -> None:
         sum(p.numel() for p in model.parameters() if p.ndim == 2) - model.embedding.weight.numel()
     )
     attention = 2 * 4 * (16 + 16) * (100 + 1) / 2 * SMALL.num_layers
-    assert flops_per_token(model, 100) == pytest.approx(3 * (2 * matrices + attention), rel=1e-12)
+    assert flops_per_token(model.config, 100) == pytest.approx(
+        3 * (2 * matrices + attention), rel=1e-12
+    )
 
 
 # --- start ----------------------------------------------------------------------------------------

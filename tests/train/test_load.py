@@ -104,7 +104,7 @@ def test_every_setting_is_written_described_and_an_option() -> None:
 def test_what_a_file_leaves_out_keeps_its_default(tmp_path: Path) -> None:
     config = load_config(file_with(tmp_path, "model:\n  nsa:\n    window_size: 128\n"))
     assert config == TrainConfig(model=LMConfig(nsa=NSAConfig(window_size=128)))
-    assert load_config(file_with(tmp_path, "")) == load_config() == TrainConfig()
+    assert load_config() == TrainConfig()
 
 
 @pytest.mark.parametrize(
@@ -203,9 +203,9 @@ def test_lists_in_one_word(text: str) -> None:
         ("optim:\n", "optim must be a section with settings inside it, got null."),
         ("steps: 5\nseed: 1\nsteps: 6\n", ":3: steps must be given once in a section"),
         ("optim: 3\noptim.lr: 1\n", ":1: optim must not contradict another setting"),
-        ("- steps\n", "file must hold settings as 'name: value'"),
-        ("steps: [1\n", "file must be valid YAML"),
-        ("steps: 1\n---\nsteps: 2\n", "file must be valid YAML"),
+        ("- steps\n", "must hold settings as 'name: value'"),
+        ("steps: [1\n", "must be valid YAML"),
+        ("steps: 1\n---\nsteps: 2\n", "must be valid YAML"),
         ("steps: !!python/name:os.system x\n", "steps must be a valid integer, got x."),
         ("a: &a {b: 1}\nc: *a\n", "names must be settings"),
     ],

@@ -11,10 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from nsa.lm.config import LMConfig
-from nsa.lm.model import LanguageModel
+from nsa.lm.baseline import parameters_by_part
 from nsa.train.run_folder import RunFolder
 from nsa.train.telemetry.metrics import read_metrics
 from tools.accept.programs import ROOT, say
@@ -79,7 +76,7 @@ def make_row(
     return {
         "experiment": experiment.group,
         "model": experiment.model,
-        "parameters": num_parameters(config.model),
+        "parameters": parameters_by_part(config.model)["total"],
         "mlp_hidden_size": config.model.mlp_hidden_size,
         "optimizer": config.optim.name,
         "lr": config.optim.muon_lr if config.optim.name == "muon" else config.optim.lr,
@@ -104,12 +101,6 @@ def make_row(
         "commit": commit,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def num_parameters(model: LMConfig) -> int:
-    """Parameters of a model, of which none is allocated."""
-    with torch.device("meta"):
-        return LanguageModel(model).num_parameters()["total"]
 
 
 def _figures(path: Path) -> dict[str, Any]:

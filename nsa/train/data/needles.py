@@ -46,7 +46,7 @@ def needle_prompts(size: int, number: int, seed: int = 0) -> Iterator[dict[str, 
     rest = len(_BEFORE) + len((_NEEDLE + _AFTER).format(key=longest, answer="0" * 7))
     shortest, lines = rest + len(_LINE), (size - rest) // len(_LINE)
     check(lines > 0, "needle_prompts", "size", f"be at least {shortest} bytes", size)
-    check(number > 0, "needle_prompts", "number", "be positive", number)
+    check(0 < number <= 10**6, "needle_prompts", "number", "be from 1 to 1,000,000", number)
     for _ in range(number):
         key, answer = random.choice(_KEYS), str(random.randrange(10**6, 10**7))
         before = random.randint(0, lines)

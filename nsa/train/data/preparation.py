@@ -169,7 +169,9 @@ def prepare(
         UserError: it cannot be read, ``out`` belongs to something else, or the disk is full.
     """
     check_platform("prepare")
-    check(workers is None or workers > 0, "prepare", "--workers", "be positive", workers)
+    check(
+        workers is None or 0 < workers <= 1024, "prepare", "--workers", "be from 1 to 1024", workers
+    )
     threads = 1 if config.tokenizer == "byte" else workers or _num_cores()
     folder = Path(out)
     with _in_use(folder):

@@ -368,7 +368,8 @@ def _train_bpe(texts: Iterable[bytes], vocab_size: int) -> dict[str, Any]:
     from tokenizers import models, pre_tokenizers, trainers
 
     where = ("make_tokenizer", "data.bpe_vocab_size")
-    check(vocab_size >= 257, *where, "be at least 257 (256 bytes and the separator)", vocab_size)
+    rule = "be from 257 (256 bytes and the separator) to 2**20"
+    check(257 <= vocab_size <= 2**20, *where, rule, vocab_size)
     backend = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from nsa.errors import UserError, check
+from nsa.lm.baseline import parameters_by_part
 from nsa.lm.config import LMConfig
-from nsa.lm.model import LanguageModel
 from nsa.train.checkpoint import list_checkpoints
 from nsa.train.config import TrainConfig
 from nsa.train.run_folder import RunFolder
@@ -21,13 +21,18 @@ _GIB = 2**30
 # Logits of a vocabulary from this size on may be most of what a step needs.
 _LARGE_VOCABULARY = 4096
 _LOSS_CHUNK = 1024
-# Of libraries that ask the driver for memory themselves.
-_OTHER_WORDS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# Of libraries that ask the driver for memory themselves, and of PyTorch on a CPU.
+_OTHER_WORDS = (
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+    "Storage size calculation overflowed",
+)
 
 
 @contextmanager
 def explained(function: str, what: str, hint: Callable[[], str]) -> Iterator[None]:
-    """Within, running out of GPU memory is a mistake of the user that can be put right.
+    """Context manager: turn a lack of memory into a :class:`UserError` with advice.
 
     Args:
         function: the command.
@@ -39,19 +44,20 @@ def explained(function: str, what: str, hint: Callable[[], str]) -> Iterator[Non
     """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(function, what, "fit into GPU memory", memory_use(error), hint()) from error
+        raise UserError(function, what, "fit into memory", memory_use(error), hint()) from error
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error is, or comes from, a lack of GPU memory.
+    """Whether an error is, or comes from, a lack of memory.
 
     The capture of a CUDA graph in which memory runs out is closed with an error of its own.
     """
     return any(
-        isinstance(one, torch.OutOfMemoryError) or any(words in str(one) for words in _OTHER_WORDS)
+        isinstance(one, torch.OutOfMemoryError | MemoryError)
+        or any(words in str(one) for words in _OTHER_WORDS)
         for one in _chain(error)
     )
 
@@ -65,7 +71,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def memory_use(error: BaseException) -> str:
     """What the device has, what this process holds and what it asked for, as far as is known."""
-    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", "\n".join(map(str, _chain(error))))
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", "\n".join(map(str, _chain(error))))
     end = f"; {asked[1]} more were asked for" if asked else ""
     if not torch.cuda.is_available():
         return f"out of memory{end}"
@@ -122,18 +128,29 @@ _MACHINE, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def check_run_fits(function: str, config: TrainConfig, device: torch.device) -> None:
-    """As :func:`check_fits`, for a run, whose processes may divide the model among them."""
+    """As :func:`check_fits`, for a run, whose processes may divide the model among them.
+
+    Of its activations one residual stream and the logits are counted.
+    """
+    model, tokens = config.model, config.micro_batch * config.seq_len
     shares = config.world_size if config.parallel.strategy == "fsdp" else 1
-    check_fits(function, config.model, device, shares=shares)
+    logits = min(config.loss_chunk or tokens, tokens) * model.vocab_size
+    activations = 4 * tokens * model.width + 2 * logits
+    check_fits(function, model, device, shares=shares, activations=activations)
 
 
 def check_fits(
-    function: str, config: LMConfig, device: torch.device, *, training: bool = True, shares: int = 1
+    function: str,
+    config: LMConfig,
+    device: torch.device,
+    *,
+    training: bool = True,
+    shares: int = 1,
+    activations: int = 0,
 ) -> None:
     """Refuse a model that cannot fit before anything is begun: its weights and what trains them.
 
-    What fits by this may still be too large, for activations are not counted; ``nsa plan`` counts a
-    whole step.
+    What fits by this may still be too large; ``nsa plan`` counts a whole step.
 
     Args:
         function: the command.
@@ -141,17 +158,19 @@ def check_fits(
         device: where it is to compute.
         training: whether gradients and moments are needed too.
         shares: processes that divide the model among them.
+        activations: bytes needed beside the model.
 
     Raises:
         UserError: the memory that is free does not suffice.
     """
-    with torch.device("meta"):
-        parameters = LanguageModel(config).num_parameters()["total"]
+    parameters = parameters_by_part(config)["total"]
     needed, free = parameters * _WEIGHT_BYTES / shares, free_memory(device)
     what, hint = "", "Give --device cpu, or end what else takes memory."
     if training:
-        needed = parameters * _TRAINING_BYTES / shares
-        what, hint = " with their gradients and moments", "`nsa plan` says what a run needs."
+        needed = parameters * _TRAINING_BYTES / shares + activations
+        what = " with their gradients and moments"
+        what += f" and {activations / _GIB:.1f} GiB of activations" * (activations > 0)
+        hint = "`nsa plan` says what a run needs."
     taken = f"which take {needed / _GIB:.1f} GiB{what}, and {free / _GIB:.1f} GiB free"
     found = f"{parameters / 1e9:.2f}B parameters, {taken}"
     rule = f"fit into the memory of the {device.type} device"

@@ -163,7 +163,11 @@ def test_bpe_is_trained_on_the_text_given_and_the_same_every_time():
 
 @pytest.mark.parametrize(
     ("vocab_size", "rule"),
-    [(256, "be at least 257"), (5000, r"be at most \d+ for this little training text")],
+    [
+        (256, "be from 257 .* to 2"),
+        (2**40, "be from 257 .* to 2"),
+        (5000, r"be at most \d+ for this little training text"),
+    ],
 )
 def test_bpe_of_an_impossible_size_is_an_error(vocab_size, rule):
     with pytest.raises(ValueError, match=rf"data\.bpe_vocab_size must {rule}"):
