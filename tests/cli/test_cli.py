@@ -566,8 +566,9 @@ def raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_errors_of_the_machine_end_in_one_line(refusal, monkeypatch):
-    raising(OSError(errno.ENOSPC, "No space left on device", "runs/x"), monkeypatch)
-    assert refusal("train") == "nsa: No space left on device: runs/x"
+    for name in ["ENOSPC", "EFBIG", "EMFILE", "ENFILE", "ENOENT", "EISDIR", "ELOOP", "ESTALE"]:
+        raising(OSError(getattr(errno, name), "why", "runs/x"), monkeypatch)
+        assert refusal("train") == "nsa: why: runs/x"
 
 
 def test_too_little_gpu_memory_anywhere(refusal, monkeypatch):
@@ -578,7 +579,7 @@ def test_too_little_gpu_memory_anywhere(refusal, monkeypatch):
     assert refusal("doctor") == f"nsa: {said}. Take fewer or shorter sequences at a time."
 
 
-BUGS = (ValueError("a bug"), FileNotFoundError(errno.ENOENT, "a bug"), RuntimeError("a bug"))
+BUGS = (ValueError("a bug"), OSError(errno.EBADF, "a bug"), RuntimeError("a bug"))
 
 
 @pytest.mark.parametrize("error", BUGS)
