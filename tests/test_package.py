@@ -161,7 +161,7 @@ def test_commands_of_the_core(core: Installed) -> None:
         (["eval", "run"], "train"),
         (["bench", "train"], "train"),
         (["bench", "attention"], "bench"),
-        (["data", "prepare", "texts", "--out", "data"], "data"),
+        (["data", "prepare", "texts", "--out", "data"], "train"),
     ],
     ids=" ".join,
 )

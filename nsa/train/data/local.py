@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from nsa.errors import UserError, check, fail
 from nsa.extras import install_command
@@ -149,7 +149,7 @@ def _texts(origin: Origin, found: Found, start: Place) -> Iterator[tuple[Place, 
     root = path.parent if path.is_file() else path
     for number, name in list(enumerate(found.files))[start.file :]:
         place = Place(number, start.row if number == start.file else 0)
-        with _faults_of(name, origin):
+        with _faults_of(root / name):
             rows = _ROWS[found.format](root / name, origin.text_field, place.row)
             for texts in batches_of_texts(rows):
                 yield place, texts
@@ -157,24 +157,18 @@ def _texts(origin: Origin, found: Found, start: Place) -> Iterator[tuple[Place, 
 
 
 @contextmanager
-def _faults_of(name: str, origin: Origin) -> Iterator[None]:
+def _faults_of(path: Path) -> Iterator[None]:
     try:
         yield
     except UserError:
         raise
     except (*READ_ERRORS, ValueError, RecursionError) as error:
-        kind = type(error).__name__
-        text = f"{error}" if kind == "ValueError" else f"{kind}: {error}"
-        raise damaged(name, origin, text) from None
+        _damaged(path, f"{type(error).__name__}: {error}")
 
 
-def damaged(name: str, origin: Origin, text: str) -> UserError:
-    """Error for a file, by its name, that cannot be read."""
-    source = Path(origin.source)
-    what = f"{name} of {source}" if name and not source.is_file() else str(source)
-    return UserError(
-        "read_documents", "source", "hold documents that can be read", what, sentence(text)
-    )
+def _damaged(path: Path, text: str) -> NoReturn:
+    rule = "hold documents that can be read"
+    raise UserError("read_documents", "source", rule, path, sentence(text)) from None
 
 
 def sentence(text: str) -> str:
@@ -183,7 +177,7 @@ def sentence(text: str) -> str:
     return line[:1].upper() + line[1:] + "."
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: Path) -> io.BufferedIOBase:
     """A file to be read in bytes, decompressed if its name says so."""
     match path.suffix.lower():
         case ".gz":
@@ -215,7 +209,7 @@ def _rows_of_text(path: Path, _: str, skip: int) -> Iterator[bytes]:
             text = file.read()
         fault = fault_of_text(text)
         if fault:
-            raise ValueError(f"it has {fault}")
+            _damaged(path, f"it has {fault}")
         yield text
 
 
@@ -224,13 +218,13 @@ def _rows_of_json(path: Path, field: str, skip: int) -> Iterator[bytes]:
 
     Bytes that are not UTF-8 stay in the text, which is then counted as unreadable.
     """
-    is_known, row = skip > 0, {}
+    is_known, row = skip > 0, dict[str, Any]()
     with _open(path) as file:
-        rows = enumerate(_after(_json_rows(file), skip, path.name), start=skip)
+        rows = enumerate(_after(_json_rows(file, path), skip, path.name), start=skip)
         for number, row in rows:
             row = {"text": row} if isinstance(row, str) else row
             if not isinstance(row, dict):
-                raise ValueError(f"row {number + 1} is no object")
+                _damaged(path, f"row {number + 1} is no object")
             is_known = is_known or field in row
             if not is_known and number == MAX_TEXTS:
                 break
@@ -243,7 +237,7 @@ def _rows_of_json(path: Path, field: str, skip: int) -> Iterator[bytes]:
         _no_column(field, path.name, row)
 
 
-def _json_rows(file: BinaryIO) -> Iterator[Any]:
+def _json_rows(file: io.BufferedIOBase, path: Path) -> Iterator[Any]:
     first = file.readline().removeprefix(_BOM)  # the mark belongs to the file, not to a text
     while first.isspace():
         first = file.readline()
@@ -255,7 +249,7 @@ def _json_rows(file: BinaryIO) -> Iterator[Any]:
         try:
             row = json.loads(_decoded(line))
         except ValueError as error:
-            raise ValueError(f"row {number} is not JSON: {error}") from None
+            _damaged(path, f"row {number} is not JSON: {error}")
         yield row
 
 
@@ -282,7 +276,7 @@ def _rows_of_parquet(path: Path, field: str, skip: int) -> Iterator[bytes]:
                 yield from column_texts(rows, field, path.name)[skip:].to_pylist()
                 skip = max(skip - rows.num_rows, 0)
     except arrow.ArrowException as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from None
+        _damaged(path, f"{type(error).__name__}: {error}")
 
 
 def _no_column(field: str, name: str, columns: Iterable[str]) -> NoReturn:

@@ -176,9 +176,9 @@ def prepare(
     folder = Path(out)
     with _in_use(folder):
         if (folder / INDEX).exists():
-            saved = read_index(folder)
-            _check_request(folder, config, saved)
-            return saved
+            index = read_index(folder)
+            _check_request(folder, config, index)
+            return index
         saved = _read_progress(folder / PROGRESS)
         if saved is None:
             others = sorted({path.name.removesuffix(".tmp") for path in folder.iterdir()} - _OURS)

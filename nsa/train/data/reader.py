@@ -36,7 +36,6 @@ from nsa.extras import install_command
 from nsa.train.data.local import (
     READ_ERRORS,
     column_texts,
-    damaged,
     find_files,
     is_local,
     read_files,
@@ -271,7 +270,8 @@ def _failure(error: BaseException, origin: Origin, file: str) -> Exception:
         return ConnectionError(text) if names & _NO_CONNECTION else OSError(text)
     is_format = isinstance(error, (*READ_ERRORS, ValueError)) or library in _FORMAT_LIBRARIES
     if is_refusal or is_format:
-        return damaged(file, origin, text)
+        what = f"{file} of {source}" if file else str(source)
+        return UserError("read_documents", "source", "hold documents that can be read", what, text)
     bug = "".join(traceback.format_exception(error))
     return RuntimeError(f"the process that reads documents ended with an error:\n{bug}")
 

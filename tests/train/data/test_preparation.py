@@ -229,10 +229,10 @@ def test_damaged_notes_of_progress_are_named(places, value, message, source, tmp
     with pytest.raises(_InterruptedError):
         prepare(config_of(source), tmp_path, on_progress=interrupt)
     node = note = {"note": json.loads((tmp_path / PROGRESS).read_text())}
-    *path, last = "note", *places
-    for place in path:
+    places = ["note", *places]
+    for place in places[:-1]:
         node = node[place]
-    node[last] = value
+    node[places[-1]] = value
     (tmp_path / PROGRESS).write_text(json.dumps(note["note"]))
     with pytest.raises(UserError, match=rf"{PROGRESS} must {message}.*Remove the folder"):
         prepare(config_of(source), tmp_path)

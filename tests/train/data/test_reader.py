@@ -16,7 +16,8 @@ import pytest
 
 from nsa.errors import UserError
 from nsa.train.data import Origin
-from nsa.train.data.reader import DocumentBatch, Found, Place, read_documents
+from nsa.train.data.origin import DocumentBatch, Found, Place
+from nsa.train.data.reader import read_documents
 from tests.train.data.data_sets import (
     COMMIT,
     as_clone,
@@ -173,8 +174,8 @@ def test_a_damaged_file_among_others_is_named(tmp_path):
     raw = bytearray((source / "part-00001.parquet").read_bytes())
     raw[len(raw) // 2 : len(raw) // 2 + 200] = bytes(200)
     (source / "part-00001.parquet").write_bytes(bytes(raw))
-    what = f"part-00001.parquet of {source}. "
-    assert f"source must hold documents that can be read, got {what}" in refusal(source)
+    where = source / "part-00001.parquet"
+    assert f"source must hold documents that can be read, got {where}. " in refusal(source)
 
 
 def test_a_clone_from_the_hub_has_its_subsets(tmp_path):
