@@ -192,7 +192,7 @@ def test_numbers_are_python_s():
     ],
 )
 def test_a_wrong_type_is_refused_by_name(argument, value, rule):
-    with pytest.raises(ValueError, match=re.escape(f"NSAConfig: {argument} must {rule}")):
+    with pytest.raises(ValueError, match=re.escape(f"{argument} must {rule}")):
         NSAConfig(**{argument: value})
 
 

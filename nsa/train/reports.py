@@ -409,3 +409,29 @@ class _InterruptedError(Exception):
 
 def _shown(text: bytes) -> str:
     return text.decode("utf-8", errors="replace")
+
+
+def log_start(
+    config: TrainConfig, model: LanguageModel, device: torch.device, allocator: str
+) -> None:
+    """Log the model's size, the batch and the device.
+
+    Args:
+        config: the run.
+        model: what is trained.
+        device: where.
+        allocator: settings of PyTorch's allocator in the environment.
+    """
+    logger.info("model: %s", model.parameter_summary())
+    tokens = config.global_batch * config.seq_len
+    logger.info(
+        f"batch: micro_batch {config.micro_batch} x accumulation {config.accumulation} x "
+        f"world_size {config.world_size} = global_batch {config.global_batch} sequences of {config.seq_len} "
+        f"tokens = {tokens:,} tokens an optimizer step"
+    )
+    settings = f"{config.allocator} {allocator}".rstrip()
+    logger.info(
+        f"device: {device.type}, compute {config.compute_dtype} over fp32 master weights, tf32 "
+        f"{config.tf32}, compile {config.compile}, cuda_graphs {config.cuda_graphs}, allocator "
+        f"settings {settings}"
+    )

@@ -37,7 +37,7 @@ from nsa.train.execution.startup import Startup
 from nsa.train.loss import NextTokenLoss
 from nsa.train.optim import ModelOptimizer
 from nsa.train.pretrained import initial_tokenizer, load_initial
-from nsa.train.reports import Beat, Reports, RunContext
+from nsa.train.reports import Beat, Reports, RunContext, log_start
 from nsa.train.resumption import check_same_data, fault_of_rows, resumed_checkpoint
 from nsa.train.rng import seed_everything
 from nsa.train.run_folder import RunFolder
@@ -166,7 +166,7 @@ class Trainer:
         self._reports = Reports(context, self.data, self.state)
         progress, source = self.state.progress, self.data.train
         self._capacity = SequenceCapacity(config, source, progress, self.processes)
-        self._log_description(launch.allocator)
+        log_start(config, self.model, self.device, launch.allocator)
         self.startup.begin("first batch")
 
     # --- setting up -------------------------------------------------------------------------------
@@ -235,30 +235,6 @@ class Trainer:
         fault = fault_of_rows(self.run_folder, checkpoint) if self.processes.is_main else ""
         if fault:
             self._note("warning", fault, logging.WARNING)
-
-    def _log_description(self, allocator: str) -> None:
-        config = self.config
-        logger.info("model: %s", self.model.parameter_summary())
-        logger.info(
-            "batch: micro_batch %d x accumulation %d x world_size %d = global_batch %d sequences "
-            "of %d tokens = %s tokens an optimizer step",
-            config.micro_batch,
-            config.accumulation,
-            config.world_size,
-            config.global_batch,
-            config.seq_len,
-            f"{config.global_batch * config.seq_len:,}",
-        )
-        logger.info(
-            "device: %s, compute %s over fp32 master weights, tf32 %s, compile %s, cuda_graphs %s, "
-            "allocator settings %s",
-            self.device.type,
-            config.compute_dtype,
-            config.tf32,
-            config.compile,
-            config.cuda_graphs,
-            f"{config.allocator} {allocator}".rstrip(),
-        )
 
     def _note(self, kind: str, text: str, level: int = logging.INFO) -> None:
         """Log something that belongs to the history of the run."""
