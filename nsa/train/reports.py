@@ -426,8 +426,8 @@ def log_start(
     tokens = config.global_batch * config.seq_len
     logger.info(
         f"batch: micro_batch {config.micro_batch} x accumulation {config.accumulation} x "
-        f"world_size {config.world_size} = global_batch {config.global_batch} sequences of {config.seq_len} "
-        f"tokens = {tokens:,} tokens an optimizer step"
+        f"world_size {config.world_size} = global_batch {config.global_batch} sequences of "
+        f"{config.seq_len} tokens = {tokens:,} tokens an optimizer step"
     )
     settings = f"{config.allocator} {allocator}".rstrip()
     logger.info(
