@@ -47,7 +47,7 @@ from nsa.train.state import TrainState
 from nsa.train.telemetry.delayed import LateReader
 from nsa.train.telemetry.metrics import Row
 from nsa.train.watch.signals import HALT, Requests
-from nsa.train.watch.watchdog import CHECKPOINT_LIMIT_S, STARTING_LIMIT_S
+from nsa.train.watch.watchdog import STARTING_LIMIT_S, checkpoint_limit_s
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,6 @@ COMPILER: dict[str, Any] = {
     "fullgraph": True,
     "options": {"size_asserts": False, "alignment_asserts": False},
 }
-# Weights and two moments of a parameter, and bytes a second.
-_BYTES_SAVED, _SLOW_DISK = 12, 10e6
 Drawn = tuple[list[Batch], dict[str, int]]  # micro-batches, and the place in the data after them
 
 
@@ -440,9 +438,8 @@ class Trainer:
 
         None if some process has no batch and was asked to stop while it waited.
         """
+        drawn, starved, patience_s = None, "", self._data_patience_s()
         limit_s = STARTING_LIMIT_S if self._is_first_step else self.config.stall_limit_s
-        patience_s = self._data_patience_s()
-        drawn, starved = None, ""
         wait_s = max(limit_s, patience_s + 10) if patience_s else 0
         self.beat("data", wait_s)
         try:
@@ -547,8 +544,7 @@ class Trainer:
 
     def _wait_for_checkpoint(self) -> None:
         """Wait until no process is writing; all together, since a step has less time."""
-        written_s = _BYTES_SAVED * self.model.num_parameters()["total"] / _SLOW_DISK
-        self.beat("checkpoint", CHECKPOINT_LIMIT_S + written_s)
+        self.beat("checkpoint", checkpoint_limit_s(self.model.num_parameters()["total"]))
         self._checkpoints.wait()
         self.processes.wait_for_all()
 

@@ -29,8 +29,13 @@ logger = logging.getLogger(__name__)
 
 # A first step compiles, reads data for the first time and sets up communication.
 STARTING_LIMIT_S = 1800.0
-CHECKPOINT_LIMIT_S = 600.0
+CHECKPOINT_LIMIT_S, SLOW_DISK = 600.0, 10e6  # bytes a second
 SLOWER = 10  # times as long as the last step, or the last of its phase, anything may take
+
+
+def checkpoint_limit_s(parameters: int) -> float:
+    """Longest time that a checkpoint of so many parameters, each with two moments, may take."""
+    return CHECKPOINT_LIMIT_S + 12 * parameters / SLOW_DISK
 
 
 class Watchdog:
