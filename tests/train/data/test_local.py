@@ -65,6 +65,7 @@ NINE = [f"{name}-{kind}.txt" for name in "abc" for kind in ("notes", "test", "tr
         (["a.TXT", "config.json", ".b.txt", ".git/c.txt"], {}, ["a.TXT"]),
         (["README.md", "a.json", "b.json", "test.ndjson"], {}, ["a.json", "b.json", "test.ndjson"]),
         (["test/1.jsonl", "train-1.json", "train-2.json"], {}, ["train-1.json", "train-2.json"]),
+        (["a.jsonl", "b-test.json", "train.json"], {}, ["a.jsonl", "b-test.json", "train.json"]),
         (["x_train.jsonl", "x_val.jsonl"], {"split": "validation"}, ["x_val.jsonl"]),
         (["trains.jsonl", "a-test.jsonl"], {"split": "test"}, ["a-test.jsonl"]),
         (["a-dev.jsonl", "b-test.jsonl"], {}, ["a-dev.jsonl", "b-test.jsonl"]),
