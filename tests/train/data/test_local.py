@@ -62,6 +62,7 @@ NINE = [f"{name}-{kind}.txt" for name in "abc" for kind in ("notes", "test", "tr
         (["README.md", "a.txt", "c.pdf", "d", "e/b.md"], {}, ["README.md", "a.txt", "e/b.md"]),
         (["a.txt", "b.py", "c.PY"], {"pattern": "*.py"}, ["b.py"]),
         (["a.txt", "b.jsonl", "c.csv"], {"pattern": "*.jsonl"}, ["b.jsonl"]),
+        (["a.txt", "out/index.json", "out/progress.json", "out/tokenizer.json"], {}, ["a.txt"]),
         (["a.TXT", "config.json", ".b.txt", ".git/c.txt"], {}, ["a.TXT"]),
         (["README.md", "a.json", "b.json", "test.ndjson"], {}, ["a.json", "b.json", "test.ndjson"]),
         (["test/1.jsonl", "train-1.json", "train-2.json"], {}, ["train-1.json", "train-2.json"]),
