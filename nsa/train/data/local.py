@@ -25,6 +25,7 @@ from nsa.errors import UserError, check, fail
 from nsa.extras import install_command
 from nsa.train.data.documents import fault_of_text, list_files
 from nsa.train.data.origin import DocumentBatch, Found, Origin, Pace, Place
+from nsa.train.data.shards import INDEX, PROGRESS, STAMP, TOKENIZER
 from nsa.train.data.tokenizer import MAX_TEXTS, batches_of_texts
 from nsa.train.sources import FORMATS, format_of
 
@@ -35,8 +36,9 @@ T = TypeVar("T")
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _BOM = b"\xef\xbb\xbf"
 _CARD = "README.md"
-# Files about a data set beside its rows.
+# Files about a data set, also about shards that lie in the folder they were made of.
 _NOTES = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
+_NOTES |= {INDEX, PROGRESS, STAMP, TOKENIZER}
 _SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),

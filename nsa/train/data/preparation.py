@@ -411,6 +411,8 @@ def _read_progress(path: Path) -> dict[str, Any] | None:
     hint = "Remove the folder to start anew."
     content = read_json(path, hint)
     fault = fault_of_form(content, _PROGRESS)
+    if not fault and len(content["progress"]["place"]) != len(Place()):
+        fault = f"progress.place {content['progress']['place']}"
     check(not fault, "prepare", str(path), "be as a preparation left it", fault, hint)
     same = content.get("sha256", index_digest(content)) == index_digest(content)
     check(same, "prepare", str(path), "hold what its own SHA-256 says", "other content", hint)

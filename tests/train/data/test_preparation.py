@@ -219,6 +219,7 @@ def test_changed_source_is_noticed(tmp_path):
         ([], [], "be as a preparation left it, got .*"),
         (["found"], None, "be as a preparation left it, got found None"),
         (["progress", "place"], "00", "be as a preparation left it, got progress.place '00'"),
+        (["progress", "place"], [0], r"be as a .*, got progress.place \[0\]"),
         (["progress", "text_bytes", "test"], -1, "be as .*, got progress.text_bytes.test -1"),
         (["shards", "train", 0, "tokens"], [], r"be as .*, got shards.train\[0\].tokens \[\]"),
         (["shards", "train", 0, "name"], "../x", r"hold what its own SHA-256 says"),
