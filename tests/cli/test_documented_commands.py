@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import io
 import re
 import shlex
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from nsa.bench.variants import parse_variant, split_variant
 from nsa.config import NSAConfig
 from nsa.errors import UsageError, UserError
 from nsa.train.load import load_config, settings
+from tests.train.cases import make_trainer, tiny_config
 from tools.measure import MEASUREMENTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +71,52 @@ def test_commands_are_taken(path):
             check_command(words)
         except (UsageError, UserError) as error:
             pytest.fail(f"{path.name}: nsa {shlex.join(words)}\n{error}")
+
+
+# Commands that run on a CPU in seconds, on a run that has a documented name.
+ON_A_CPU = (
+    r"(eval|generate|inspect|report|check|export) runs/cpu-small-1( |$)",
+    r"(configs|doctor)$",
+    r"plan 78m --gpu h200",
+    r"data needles",
+)
+
+
+def run_on_a_cpu() -> tuple[list[str], list[str]]:
+    """Quick commands, and those that are marked for a CPU, which measure."""
+    texts = [path.read_text(encoding="utf-8") for path in DOCUMENTS]
+    lines = [shlex.join(words) for text in texts for words in commands(text)]
+    found = [line for line in lines for kind in ON_A_CPU if re.match(kind, line)]
+    marked = [line for text in texts for line in re.findall(r"\$ (nsa .*?) +# without a GPU", text)]
+    for path in ROOT.glob("nsa/cli/*.py"):
+        marked += re.findall(r" (nsa .*?) +\(without a GPU\)", path.read_text(encoding="utf-8"))
+    return list(dict.fromkeys(found)), list(dict.fromkeys(line[4:] for line in marked))
+
+
+QUICK, MARKED = run_on_a_cpu()
+
+
+@pytest.fixture(scope="module")
+def documented(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the commands name."""
+    folder = tmp_path_factory.mktemp("documented")
+    make_trainer(tiny_config(folder, steps=2), folder / "runs/cpu-small-1").run()
+    (folder / "letters.txt").write_text("a letter; " * 40)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "line", [*QUICK, *(pytest.param(x, marks=pytest.mark.faults) for x in MARKED)]
+)
+def test_a_command_for_a_cpu_runs(documented, monkeypatch, line):
+    monkeypatch.chdir(documented)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert cli.main(shlex.split(line)) == 0
+
+
+def test_commands_that_are_marked_for_a_cpu_are_found():
+    assert {line.split()[1] for line in MARKED} == {"attention", "train", "decode"}
+    assert len(QUICK) > 10
 
 
 def test_commands_of_the_measurements_are_taken():
