@@ -30,12 +30,6 @@ _REFUSED = {
 }
 
 
-def _with_own_sequences(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of a model that is spread over devices: accelerate moves tensors, and nothing else."""
-    x, sequences, *rest = args
-    return (x, sequences.to(next(layer.parameters()).device), *rest)
-
-
 def _unhook_parts(attention: nn.Module) -> None:
     """Take accelerate's hooks off the parts of a layer, whose weights are read, not called.
 
@@ -260,8 +254,6 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         is_there = torch.device("meta") not in devices
         check(is_there, "from_pretrained", "device_map", rule, kwargs.get("device_map"))
         for layer in cast(Self, model).model.decoder_layers():
-            if len(devices) > 1:
-                layer.register_forward_pre_hook(_with_own_sequences)
             _unhook_parts(layer.attention)
             # loaded one by one; a GPU multiplies by those of a layer at once
             cast(TogetherModule, layer.attention).lay_together()

@@ -199,8 +199,9 @@ class Sequences:
             return self
         return replace(self, cu_cmp=compressed_cu_seqlens(self.offsets[1], config), blocks=blocks)
 
-    def to(self, device: torch.device) -> Sequences:
-        """The same sequences for tokens on another device."""
+    def to(self, device: torch.device | int | str) -> Sequences:
+        """The same sequences for tokens on another device; accelerate moves what has this method."""
+        device = torch.device(device)
         offsets, cu_cmp = self.offsets, self.cu_cmp
         if offsets is not None:
             offsets = offsets[0].to(device), offsets[1].to(device)
