@@ -193,7 +193,6 @@ def _plot(folder: RunFolder, report: RunReport) -> None:
     from nsa.train.runs.plots import plot_losses
 
     try:
-        title = folder.path.name.encode(errors="replace").decode()  # a name may be any bytes
-        plot_losses(folder.metrics_jsonl, folder.loss_png, title=title)
+        plot_losses(folder.metrics_jsonl, folder.loss_png, title=folder.path.name)
     except OSError as error:
         report.line(f"loss.png could not be written ({error})")
