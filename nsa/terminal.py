@@ -49,9 +49,11 @@ def safe_output() -> Iterator[None]:
     """Context manager in which standard output and error are safe to print any text to.
 
     On a terminal control characters are shown; what an encoding lacks is escaped; a stream that
-    was closed before the start takes everything and loses it.
+    was closed before the start is empty, or takes everything and loses it.
     """
     with ExitStack() as stack:
+        if sys.stdin is None:
+            sys.stdin = stack.enter_context(open(os.devnull, encoding="utf-8"))
         for redirect, stream in ((redirect_stdout, sys.stdout), (redirect_stderr, sys.stderr)):
             if isinstance(stream, TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -185,6 +186,8 @@ def generate(
     check(len(prompts) > 0, "generate", "prompts", "hold at least one prompt", len(prompts))
     check(max_new_tokens >= 0, "generate", "max_new_tokens", "be at least 0", max_new_tokens)
     check(all(stop), "generate", "stop", "hold no empty string", [*stop])
+    fits = all(not re.search("[\ud800-\udfff]", string) for string in stop)
+    check(fits, "generate", "stop", "be valid UTF-8", [*stop])
     most = 2**63 - len(prompts)  # each prompt has one of its own
     check(0 <= seed <= most, "generate", "seed", f"be from 0 to {most}", seed)
     rule = f"have the model's vocabulary ({model.config.vocab_size})"

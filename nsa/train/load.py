@@ -81,7 +81,7 @@ def _read(path: Path) -> Given:
         node = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
         value = _value(node, str(path), itertools.count(1))
     except (FileNotFoundError, IsADirectoryError):
-        others = {other.stem: str(other) for other in path.parent.glob("*.yaml")}
+        others = {other.stem: str(other) for other in path.parent.glob("*.yaml") if other.is_file()}
         hint = nearest_hint(others.get(nearest(path.stem, others) or ""))
         if path.stem in configs.names():
             comes = "A configuration of that name comes with the package"

@@ -6,6 +6,7 @@ import difflib
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
@@ -87,6 +88,8 @@ class RunFolder:
             UserError: if ``path`` is empty or exists already, or a parent is a file.
         """
         check(str(path) != "", "run folder", "--run-dir", "name a folder", "''")
+        is_text = not re.search("[\ud800-\udfff]", str(path))  # TensorBoard opens no other name
+        check(is_text, "run folder", "--run-dir", "be valid UTF-8", path)
         folder, environment = cls(Path(path)), collect()
         function, option = "run folder", "--run-dir"
         try:

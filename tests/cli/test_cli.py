@@ -141,6 +141,7 @@ def test_a_refused_command_leaves_no_trace_in_a_run(run, nsa, refusal):
     assert "must not exist yet" in refusal("train tiny.yaml --run-dir run")
     for words, why in (
         ("train tiny.yaml --run-dir ''", "--run-dir must name a folder"),
+        ("train tiny.yaml --run-dir 'a\udcff'", "--run-dir must be valid UTF-8, got a\\udcff"),
         ("train tiny.yaml --seed -1", "seed must be at least 0"),
         (f"train tiny.yaml --seed {2**63}", "seed must be at most 9,223,372,036,854,775,807"),
         ("train tiny.yaml --data.source folder --data.path ''", "data.path must"),

@@ -56,6 +56,7 @@ def test_generate_takes_a_checkpoint_and_reads_standard_input(here, nsa, refusal
     assert "prompts must hold at least one token" in refusal("generate run --prompt ''")
     below = "temperature must be at least 0"
     assert below in refusal("generate run --prompt a --temperature -1")
+    assert "stop must be valid UTF-8" in refusal("generate run --prompt a --stop '\udcff'")
     assert "stop must hold no empty string" in refusal("generate run --prompt a --stop ''")
 
 

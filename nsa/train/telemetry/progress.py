@@ -57,8 +57,8 @@ class RunReport:
         if self._log is None:
             _LOGGER.setLevel(logging.ERROR)
             return self
-        # the bar moves the cursor
-        raw = self._stream.raw if isinstance(self._stream, Terminal) else self._stream
+        stream = self._stream
+        raw = stream.raw if isinstance(stream, Terminal) else stream  # the bar moves the cursor
         console = Console(file=cast(TextIO, _LossyStream(raw)))
         self._bar = _BarHandler(console, self._steps) if console.is_terminal else None
         lines = logging.StreamHandler(cast(TextIO, _LossyStream(self._stream)))
