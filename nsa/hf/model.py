@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -30,16 +31,16 @@ _REFUSED = {
 }
 
 
-def _unhook_parts(attention: nn.Module) -> None:
-    """Take accelerate's hooks off the parts of a layer, whose weights are read, not called.
+def _unhook(modules: Iterable[nn.Module]) -> None:
+    """Take accelerate's hooks off modules whose weights attention and decoding read.
 
-    Its own hook stays and moves the input. Hooks of others stay too, and are refused.
+    Hooks of others stay, and are refused.
     """
-    for part in attention.modules():
-        if part is not attention and hasattr(part, "_hf_hook"):
+    for module in modules:
+        if hasattr(module, "_hf_hook"):
             from accelerate.hooks import remove_hook_from_module
 
-            remove_hook_from_module(part)
+            remove_hook_from_module(module)
 
 
 def _targets(
@@ -135,7 +136,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             hint = "Give past_key_values=model.new_cache(batch_size, max_tokens=...)."
             check(not use_cache, _NAME, "use_cache", "come with past_key_values", use_cache, hint)
             hidden = self._hidden_states(input_ids, attention_mask, **others)
-            logits = self.model.head(hidden[:, kept])
+            logits = self.model.head(hidden[:, kept].to(self.model.head.weight.device))
         else:
             is_ours, kind = isinstance(past_key_values, GenerationCache), type(past_key_values)
             check(is_ours, _NAME, "past_key_values", "come from new_cache", kind.__name__)
@@ -253,8 +254,9 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         rule = "keep all weights in memory, without offloading"
         is_there = torch.device("meta") not in devices
         check(is_there, "from_pretrained", "device_map", rule, kwargs.get("device_map"))
+        _unhook([cast(Self, model).model.head])
         for layer in cast(Self, model).model.decoder_layers():
-            _unhook_parts(layer.attention)
+            _unhook(part for part in layer.modules() if part is not layer)  # its own moves inputs
             # loaded one by one; a GPU multiplies by those of a layer at once
             cast(TogetherModule, layer.attention).lay_together()
             if isinstance(layer.attention, NativeSparseAttention):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from nsa import NSAConfig, window_attention
 from nsa.ops._triton.tuning import Tile, tiles_chosen_by
-from tools.compile_only.driver import SHARED_MEMORY_LIMIT, Usage, absent_gpu, keep_advisories
+from tools.compile_only.driver import SHARED_MEMORY_LIMIT, Usage, absent_gpu, inspect_stages
 from tools.compile_only.launches import LONG, jitted_functions, launches, reached_from
 from tools.compile_only.survey import (
     ARCHS,
@@ -161,11 +164,32 @@ def test_allowed_stack_belongs_to_a_row_of_a_table(monkeypatch):
 
 def test_advisories_of_the_assembler_are_kept():
     advisory = "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async serialized"
-    stages = {"cubin": lambda src, metadata: print(advisory) or b"binary"}
-    keep_advisories(None, stages)
+    stages: dict[str, Any] = {"llir": print, "cubin": lambda *_: print(advisory) or b"binary"}
+    inspect_stages(None, stages)
     metadata: dict[str, list[str]] = {}
     assert stages["cubin"]("", metadata) == b"binary"
     assert metadata["advisories"] == ["C7515"]
     record = Record(Tuning(90), Case(64, 64, 6), Usage("range_dq_kernel", 96, 0, 0, ("C7515",)))
     assert "C7515" in str(record)
     assert record.fault(lenient=False) is None
+
+
+@triton.jit
+def _product_of_a_tile_read_twice(x_ptr, y_ptr, out_ptr, K: tl.constexpr):
+    m, n, k = tl.arange(0, 64), tl.arange(0, 16), tl.arange(0, 128)
+    acc, squares = tl.zeros([64, 16], tl.float32), tl.zeros([64, 128], tl.float32)
+    for k0 in tl.range(0, K, 128, num_stages=4):
+        x = tl.load(x_ptr + m[:, None] * K + k0 + k[None, :])
+        y = tl.load(y_ptr + n[None, :] * K + k0 + k[:, None])
+        squares += x.to(tl.float32) * x.to(tl.float32)
+        acc = tl.dot(x, y, acc)
+    tl.store(out_ptr + m[:, None] * 16 + n[None, :], acc + tl.sum(squares, 1)[:, None])
+
+
+def test_a_tile_that_is_overwritten_while_a_product_reads_it_is_seen():
+    x, y, out = (torch.zeros(rows, 256, dtype=torch.bfloat16) for rows in (64, 16, 64))
+    with absent_gpu(90) as usages:
+        _product_of_a_tile_read_twice[(1,)](x, y, out.float(), 256)
+    assert usages[0].hazards
+    record = Record(Tuning(90), Case(64, 64, 6), usages[0])
+    assert "while a product reads it" in (record.fault(lenient=False) or "")

@@ -16,7 +16,8 @@ from nsa.lm.decoder import Decoder
 from nsa.lm.model import LanguageModel
 from nsa.ops.decode import launch
 from nsa.ops.decode.layout import Splits
-from nsa.testing import packed_offsets
+from nsa.ops.linear import Linear
+from nsa.testing import assert_within_budget, packed_offsets
 from tests.gpu.matrix import BF16, DEVICE, FP16, FP32, SEED
 from tests.gpu.test_execution import no_waiting
 from tests.ops.decoding import Decoded
@@ -227,3 +228,23 @@ def test_forks_have_the_bits_of_sequences_without_shared_pages():
         assert torch.equal(found, expected)
     # the first 10 whole pages are shared by all
     assert caches[0].num_free_pages == caches[1].num_free_pages + 2 * 10
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("rows", [33, 64, 188, 256])
+def test_products_behind_a_norm(rows: int, is_gated: bool) -> None:
+    """Right, and the same bits in every call: rows of the input are read twice."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    x, weight, gate = (
+        torch.randn(n, 256, device=DEVICE, generator=generator).to(BF16) for n in (rows, 1584, 1584)
+    )
+
+    def layer(dtype: torch.dtype) -> Linear:
+        return Linear(weight.to(dtype), gate.to(dtype) if is_gated else None, eps=1e-6)
+
+    first = layer(BF16)(x)
+    plain = layer(BF16)(x, backend="reference")
+    exact = layer(torch.float64)(x.double(), backend="reference")
+    assert_within_budget(first, plain, exact, "product")
+    for _ in range(200):
+        assert torch.equal(layer(BF16)(x), first)

@@ -226,7 +226,7 @@ class StandInHooks(types.ModuleType):
 def test_hooks_of_accelerate(
     attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With ``device_map`` every module has one: those inside attention go, its own stays."""
+    """With ``device_map`` every module has one: those inside layers go, a layer's own stays."""
     model = tiny(attention=attention)
     model.save_pretrained(tmp_path)
     load = PreTrainedModel.from_pretrained.__func__
@@ -246,12 +246,14 @@ def test_hooks_of_accelerate(
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(dispatched))
     loaded = NSAForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     hooked = {name for name, part in loaded.named_modules() if hasattr(part, "_hf_hook")}
-    wanted = {name for name, _ in model.named_modules() if ".attention." not in name}
+    layers = {f"model.layers.{number}" for number in range(len(model.model.decoder_layers()))}
+    wanted = {"", "model", "model.embedding", "model.layers", *layers, "model.norm"}
     assert hooked == wanted
     same(model, loaded)
     x = tokens(1, 20)
-    texts = [m.generate(x, max_new_tokens=3, use_cache=False) for m in (model, loaded)]
-    assert torch.equal(*texts)
+    for cached in (False, True):
+        texts = [m.generate(x, max_new_tokens=3, use_cache=cached) for m in (model, loaded)]
+        assert torch.equal(*texts)
     projection = loaded.model.layers[0].attention.q_proj
     hooks.add_hook_to_module(projection, hooks.ModelHook())  # of a user
     with pytest.raises(ValueError, match=r"q_proj must .*, got Linear with a forward of its own"):

@@ -32,6 +32,7 @@ class Usage:
         shared: bytes of a program in shared memory.
         advisories: codes of the assembler's advisories C7510 to C7515, which say that it serialized
             asynchronous matrix products.
+        hazards: buffers in shared memory that may be overwritten while a product reads them.
     """
 
     kernel: str
@@ -39,6 +40,7 @@ class Usage:
     stack: int
     shared: int
     advisories: tuple[str, ...] = ()
+    hazards: tuple[str, ...] = ()
 
 
 class NotingGPU(AbsentGPU):
@@ -53,11 +55,11 @@ class NotingGPU(AbsentGPU):
         super().__init__(arch)
         self.usages = usages
         self.utils = self
-        self.advisories: tuple[str, ...] = ()
+        self.findings: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
 
     def launcher_cls(self, src: object, metadata: Any) -> Callable[..., None]:
-        """Keep what the assembler said; Triton calls this before ``load_binary``."""
-        self.advisories = tuple(metadata.advisories)
+        """Keep what compilation found; Triton calls this before ``load_binary``."""
+        self.findings = tuple(metadata.advisories), tuple(metadata.hazards)
         return lambda *args, **kwargs: None
 
     def get_device_properties(self, device: int) -> dict[str, int]:
@@ -82,7 +84,7 @@ class NotingGPU(AbsentGPU):
         assert found is not None, f"cuobjdump on {name} for sm_{self.arch}: {text!r}"
         # without the branch that it was compiled for
         kernel = "".join(name.partition("_kernel")[:2])
-        self.usages.append(Usage(kernel, int(found[1]), int(found[2]), shared, self.advisories))
+        self.usages.append(Usage(kernel, int(found[1]), int(found[2]), shared, *self.findings))
         return 0, 0, int(found[1]), int(found[2]) // 4, 1024
 
 
@@ -107,7 +109,7 @@ def absent_gpu(arch: int) -> Iterator[list[Usage]]:
         # With a hook, such as the trainer's, Triton writes what it compiles for as JSON.
         hook = mock.patch.object(triton.knobs.runtime, "jit_cache_hook", return_value=False)
         stages = mock.patch.object(
-            triton.knobs.runtime, "add_stages_inspection_hook", keep_advisories
+            triton.knobs.runtime, "add_stages_inspection_hook", inspect_stages
         )
         log = mock.patch.object(triton.knobs.nvidia, "dump_ptxas_log", True)
         with hook, stages, log, kernels_take_cpu_tensors():
@@ -116,17 +118,21 @@ def absent_gpu(arch: int) -> Iterator[list[Usage]]:
         triton.runtime.driver.set_active(None)
 
 
-def keep_advisories(
+def inspect_stages(
     backend: object = None,
-    stages: dict[str, Callable[..., bytes]] | None = None,
+    stages: dict[str, Callable[..., Any]] | None = None,
     *_: object,
 ) -> tuple[str, str]:
-    """Hook of Triton's compiler: store the assembler's advisories in the kernel's metadata.
+    """Hook of Triton's compiler: store hazards and advisories in the kernel's metadata.
 
     Triton calls it without arguments for what it adds to the names of cached kernels.
     """
     if stages is not None:
-        assemble = stages["cubin"]
+        lower, assemble = stages["llir"], stages["cubin"]
+
+        def llir(src: object, metadata: dict[str, Any]) -> Any:
+            metadata["hazards"] = overwritten_operands(str(src))
+            return lower(src, metadata)
 
         def cubin(src: str, metadata: dict[str, Any]) -> bytes:
             with redirect_stdout(io.StringIO()) as log:
@@ -134,8 +140,21 @@ def keep_advisories(
             metadata["advisories"] = sorted({*re.findall(r"\bC751[0-5]\b", log.getvalue())})
             return binary
 
-        stages["cubin"] = cubin
-    return "advisories", "advisories"
+        stages["llir"], stages["cubin"] = llir, cubin
+    return "hazards", "hazards"
+
+
+def overwritten_operands(ttgir: str) -> list[str]:
+    """Buffers that an asynchronous product of Hopper reads and a load into registers reads too.
+
+    Triton (3.6, 3.7) reserves one buffer too few for such a tile: the copy for a later step of the
+    loop overwrites it while the product may still read it.
+    """
+    buffers = dict(re.findall(r"(%[\w#]+) = ttg\.memdesc_index (%[\w#]+)\[", ttgir))
+    products = re.findall(r"ttng\.warp_group_dot (%[\w#]+), (%[\w#]+), .*isAsync = true", ttgir)
+    read = {buffers.get(operand) for operands in products for operand in operands}
+    loaded = {buffers.get(x) for x in re.findall(r"ttg\.local_load (%[\w#]+)", ttgir)}
+    return sorted(x for x in read & loaded if x is not None)
 
 
 @contextmanager

@@ -279,6 +279,8 @@ class Record:
         limit = SHARED_MEMORY_LIMIT[self.tuning.arch]
         if self.usage.shared > limit:
             return f"{self}: more than {limit} bytes of shared memory"
+        if self.usage.hazards:
+            return f"{self}: overwrites {', '.join(self.usage.hazards)} while a product reads it"
         size = max(self.case.head_dim, self.case.value_dim)
         if lenient and size > 128:
             return None

@@ -109,11 +109,15 @@ def linear_kernel(
     squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for k0 in tl.range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
-        x = tl.load(
-            x_ptr + row * K + k[None, :], mask=(m < num_rows)[:, None] & (k < K)[None, :], other=0.0
-        )  # [BLOCK_M, BLOCK_K]
+        x_at = x_ptr + row * K + k[None, :]
+        x_mask = (m < num_rows)[:, None] & (k < K)[None, :]
+        x = tl.load(x_at, mask=x_mask, other=0.0)  # [BLOCK_M, BLOCK_K]
         if NORMALISE:
-            wide = x.to(tl.float32)
+            # A load of its own, which the policy keeps apart: Hopper's product reads x from shared
+            # memory asynchronously, and where x is read into registers too, Triton reserves one
+            # buffer too few and a later copy overwrites x under the product.
+            wide = tl.load(x_at, mask=x_mask, other=0.0, eviction_policy="evict_last")
+            wide = wide.to(tl.float32)
             squares += wide * wide
         x = x.to(weight_ptr.dtype.element_ty)
         at = n.to(tl.int64)[None, :] * K + k[:, None]  # [BLOCK_K, BLOCK_N]

@@ -194,7 +194,10 @@ def close_gates(
         column = head * len(GATES.branches) + branch
         tl.store(x_row + column, dlogit, mask=mask)
         if sum_ptr is not None:
-            tl.store(sum_ptr + column, tl.sum(dlogit, 0)[None, :], mask=head < GATES.heads)
+            # The product must not be fused with the first sum of two lanes: each lane would round
+            # the other's alone, and those that write the same sum would differ in its last bit.
+            total = tl.sum(tl.where(mask, dlogit, 0.0), 0)[None, :]
+            tl.store(sum_ptr + column, total, mask=head < GATES.heads)
 
 
 @kernel(do_not_specialize=[*VARYING, "search_steps"])
