@@ -40,7 +40,7 @@ class FileErrors:
         traceback: TracebackType | None,
     ) -> None:
         found = re.search(r"\(os error (\d+)\)", str(error))
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.errno is not None:
             error.filename = error.filename or str(self._path)
         elif found:
             raise OSError(int(found[1]), os.strerror(int(found[1])), str(self._path)) from error
@@ -146,7 +146,7 @@ def read_lines(
     for number, (line, record) in enumerate(found[:-1], start=1):
         if record is None:
             shown, hint = repr(line[:80].decode(errors="replace")), "Remove it to go on without it."
-            fail(f"{path}:{number}", "line", f"be {what} in JSON", shown, hint)
+            fail("read_lines", f"{path}:{number}: line", f"be {what} in JSON", shown, hint)
     return found
 
 

@@ -119,7 +119,7 @@ class Reports:
         if self._metrics is not None:
             self._metrics.close()
 
-    def record(self) -> dict[str, Any] | None:
+    def rows_so_far(self) -> dict[str, Any] | None:
         """See :meth:`MetricsWriter.record`; None if this process writes no rows."""
         return None if self._metrics is None else self._metrics.record()
 

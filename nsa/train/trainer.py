@@ -9,7 +9,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -538,7 +538,7 @@ class Trainer:
             tensors, meta = self.state.contents()
             meta["config"], meta["data"] = dataclasses.asdict(self.config), self.data.description
             meta["tokenizer"] = self.data.tokenizer.to_json()
-            meta["metrics"] = self._reports.record()
+            meta["metrics"] = self._reports.rows_so_far()
             meta["val_bits_per_byte"] = self._reports.validated.get(step)
             self._checkpoints.submit(step, tensors, meta)
 
@@ -577,7 +577,8 @@ class Trainer:
             text = f"stopped by {who} after step {progress.step} of {steps}; resume to go on"
             self._note("stop", text)
         if self.processes.is_main:  # also one that nobody has read must not end the resumed run
-            self.run_folder.halt.unlink(missing_ok=True)
+            with suppress(FileNotFoundError, NotADirectoryError):
+                self.run_folder.halt.unlink()
         if self._checkpoints.failure is not None:
             raise TrainingStoppedError(f"{self._checkpoints.failure}; {self._last_checkpoint()}")
         if not self._reports.keep_folder():

@@ -32,7 +32,7 @@ from tests.ops import whole
 from tests.ops.cases import Batch, array, make_batch, near, offsets
 
 WIDTH = 24
-MESSAGE = re.compile(r"[\w.]+: .+ must .+, got .+", re.DOTALL)
+MESSAGE = re.compile(r"\w.* must .+, got .+", re.DOTALL)
 PATTERNS = [(8, 4, 16), (4, 4, 16), (16, 4, 16), (8, 8, 16), (16, 8, 32), (32, 16, 32), (12, 4, 16)]
 SUBSETS = [("cmp", "slc"), ("slc", "win"), ("cmp", "win"), *((branch,) for branch in BRANCHES)]
 SCALINGS = [RopeScaling("linear", 2.5), RopeScaling("yarn", 4.0, 64)]

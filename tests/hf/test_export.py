@@ -336,7 +336,7 @@ def test_an_index_names_files_beside_it(place: str | int, tmp_path: Path) -> Non
     file = str(weights) if place == "absolute" else place
     index = inside / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
-    match = r"^train: --init-from must name files \*\.safetensors of the folder in model\..*, got "
+    match = r"^--init-from must name files \*\.safetensors of the folder in model\..*, got "
     with pytest.raises(ValueError, match=match):
         load_initial(inside, model.model)
     index.write_text("[]" if file == 3 else '{"weight_map": []}')

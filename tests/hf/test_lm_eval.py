@@ -82,7 +82,7 @@ def test_prompts_hide_what_they_ask_for(nsa: Command, refusal: Command, tiny: Pa
         rule = f"OUT must name a new file in an existing folder, got {place}"
         assert rule in refusal(f"data needles {place}")
     assert "size must be at least 423 bytes, got 9" in refusal("data needles x --size 9")
-    assert "number must be positive, got 0" in refusal("data needles x --number 0")
+    assert "number must be from 1 to 1,000,000, got 0" in refusal("data needles x --number 0")
 
 
 def test_tasks_read_what_is_there(nsa: Command, tiny: Path) -> None:

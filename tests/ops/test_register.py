@@ -85,7 +85,7 @@ def test_the_device_before_comes_back_after_an_error(monkeypatch):
 # Calls that mean the current device or its current stream; CUDA graphs without a stream are
 # captured on one of the device of the first capture.
 ON_THE_CURRENT_DEVICE = re.compile(
-    r"(?<!streams)\.record\(\)|cuda\.(?:current_stream|Stream|synchronize)\(\)"
+    r"(?<!streams)(?<!metrics)\.record\(\)|cuda\.(?:current_stream|Stream|synchronize)\(\)"
     r"|cuda\.graph\((?![^()]*stream=)"
 )
 

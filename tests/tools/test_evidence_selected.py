@@ -71,7 +71,7 @@ def test_what_was_inspected_without_its_config_is_left_out(tmp_path):
     write_inspected(tmp_path / "8k/nsa")
     (tmp_path / "8k/nsa/config.yaml").unlink()
     text = report(tmp_path, tmp_path / "out")
-    assert "Left out, broken: `8k/nsa/inspect-96.json`: configuration: file must be" in text
+    assert "Left out, broken: `8k/nsa/inspect-96.json`: the configuration must be" in text
 
 
 @pytest.mark.parametrize(("local", "init"), [(2, 1), (1, 0), (3, 2)])

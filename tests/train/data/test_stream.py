@@ -68,7 +68,7 @@ def test_windows_are_the_training_documents_over_and_over(stream):
         window = made.window(seq_len, index)
         assert window.dtype == np.int64
         assert window.tolist() == tokens_at(index * seq_len, (index + 1) * seq_len + 1)
-    message = r"StreamSource\.window: index must be at least \d+, because windows before .*, got 0"
+    message = r"index must be at least \d+, because windows before .*, got 0"
     with pytest.raises(ValueError, match=message):
         made.window(seq_len, 0)
 

@@ -75,7 +75,7 @@ def test_rows_are_sent_once(
     for text in ("{", "[]", '{"wandb p": "2"}', "[" * 100_000, "\x00"):
         (path / "tracking.json").write_text(text)
         assert cli.main(words) == 2
-        rule = "track: tracking.json must hold the last step of each tracker in JSON"
+        rule = "tracking.json must hold the last step of each tracker in JSON"
         assert rule in capsys.readouterr().err
 
 
