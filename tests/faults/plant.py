@@ -109,6 +109,7 @@ def small_files(num_bytes: str) -> None:
     """Files beyond this size cannot be written, as on a full disk."""
     import resource
 
+    sys.dont_write_bytecode = True  # Python would leave half a file
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(num_bytes), resource.RLIM_INFINITY))
 
 

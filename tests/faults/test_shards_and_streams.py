@@ -11,6 +11,7 @@ import random
 import resource
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -189,11 +190,14 @@ def little_room(folder: Path, size: int, is_mounted: bool) -> Iterator[None]:
         ballast.unlink()
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writes = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # Python would leave half a file
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        sys.dont_write_bytecode = writes
 
 
 @pytest.mark.parametrize("is_mounted", [False, True], ids=["file size limit", "full disk"])
