@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import torch
-from torch import Tensor
-
 from nsa.lm.baseline import parameters_by_part
 from nsa.lm.config import LMConfig
-from nsa.ops._packed import num_compressed
-
-_CHUNK = 2**20  # positions looked at together
 
 
 def keys_per_query(config: LMConfig, seq_len: int) -> float:
@@ -21,26 +15,28 @@ def keys_per_query(config: LMConfig, seq_len: int) -> float:
         config: the model.
         seq_len: tokens of a sequence.
     """
-    chunks = (
-        torch.arange(start, min(start + _CHUNK, seq_len)) for start in range(0, seq_len, _CHUNK)
-    )
-    return sum(_keys(config, positions) for positions in chunks) / seq_len
-
-
-def _keys(config: LMConfig, position: Tensor) -> int:
-    """Keys of the queries at some positions, together."""
     if config.attention == "dense":
-        return int((position + 1).sum())
-    pattern = config.nsa
-    keys = torch.zeros_like(position)
+        return _triangle(seq_len) / seq_len
+    pattern, keys = config.nsa, 0
     if "cmp" in pattern.branches:
-        keys += num_compressed(position + 1, pattern)
+        stride, first = pattern.compress_stride, pattern.compress_block_size - 1
+        blocks, rest = divmod(max(seq_len - first, 0), stride)
+        keys += stride * _triangle(blocks) + rest * (blocks + 1)
     if "slc" in pattern.branches:
-        whole_blocks = (pattern.num_selected_blocks - 1) * pattern.block_size
-        keys += torch.minimum(position + 1, whole_blocks + position % pattern.block_size + 1)
+        size, others = pattern.block_size, pattern.num_selected_blocks - 1
+        dense = min(seq_len, (others + 1) * size)  # positions that see all tokens before them
+        blocks, rest = divmod(seq_len - dense, size)
+        keys += _triangle(dense) + blocks * _triangle(size) + _triangle(rest)
+        keys += (seq_len - dense) * others * size
     if "win" in pattern.branches:
-        keys += (position + 1).clamp(max=pattern.window_size)
-    return int(keys.sum())
+        dense = min(seq_len, pattern.window_size)
+        keys += _triangle(dense) + (seq_len - dense) * pattern.window_size
+    return keys / seq_len
+
+
+def _triangle(n: int) -> int:
+    """1 + 2 + .. + n."""
+    return n * (n + 1) // 2
 
 
 @lru_cache
