@@ -136,13 +136,17 @@ def read_files(
         return DocumentBatch(place, place._replace(row=place.row + len(texts)), transform(texts))
 
     waiting = deque[Future[DocumentBatch[T]]]()
-    with ThreadPoolExecutor(threads) as pool:
+    pool = ThreadPoolExecutor(threads)
+    try:
         for place, texts in _texts(origin, found, start):
             waiting.append(pool.submit(make, place, texts))
             if len(waiting) > threads:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+    finally:
+        # Without waiting: garbage collection may close the generator in a thread of the pool.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _texts(origin: Origin, found: Found, start: Place) -> Iterator[tuple[Place, list[bytes]]]:
