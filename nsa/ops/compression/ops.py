@@ -105,6 +105,8 @@ def _compress(x: Tensor, weight: Tensor | None, rope: str, *rest: Any) -> Tensor
     num_rows, num_heads = x.shape[0] // blocks.stride, x.shape[1]
     num_tiles = sequences.num_tiles(num_rows, BLOCK_ROWS, blocks.len_cmp)
     rotation, constants = blocks.launch(x, num_heads, rope)
+    if x.shape[-1] > 128:
+        constants["maxnreg"] = REGISTERS
     if num_tiles and num_rows:
         compress_fwd_kernel[(num_tiles, num_heads)](
             x,
