@@ -200,7 +200,7 @@ class Sequences:
         return replace(self, cu_cmp=compressed_cu_seqlens(self.offsets[1], config), blocks=blocks)
 
     def to(self, device: torch.device | int | str) -> Sequences:
-        """The same sequences for tokens on another device; accelerate calls this, too."""
+        """Return these sequences for tokens on another device; accelerate calls it, too."""
         device = torch.device(device)
         offsets, cu_cmp = self.offsets, self.cu_cmp
         if offsets is not None:

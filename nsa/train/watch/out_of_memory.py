@@ -128,7 +128,7 @@ _MACHINE, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def check_run_fits(function: str, config: TrainConfig, device: torch.device) -> None:
-    """As :func:`check_fits`, for a run, whose processes may divide the model among them.
+    """Apply :func:`check_fits` to a run, whose processes may divide the model among them.
 
     Of its activations one residual stream and the logits are counted.
     """

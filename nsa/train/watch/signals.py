@@ -63,7 +63,7 @@ class Requests:
         self._before: dict[signal.Signals, Any] = {}
 
     def look(self) -> None:
-        """Once a second at most, since the halt file may be on a slow file system."""
+        """Look for a halt file and for the agent, once a second at most: file systems may be slow."""
         now = time.monotonic()
         if self.stop or now - self._looked < _LOOK_EVERY_S:
             return

@@ -134,7 +134,7 @@ class Watchdog:
 
 @contextmanager
 def stacks_on_demand(path: Path) -> Iterator[None]:
-    """Within, SIGUSR1 appends the stacks of all threads to a file.
+    """Context manager in which SIGUSR1 appends the stacks of all threads to a file.
 
     A thread writes them, told by the C part of Python's signal handling, so they come while the
     main thread is in C code. The thread holds the interpreter: a signal handler that reads stacks
@@ -161,7 +161,7 @@ def stacks_on_demand(path: Path) -> Iterator[None]:
 
 
 def _write_stacks(reads: int, file: BinaryIO) -> None:
-    """Write them for every SIGUSR1 among the signals whose numbers arrive."""
+    """Write the stacks for every SIGUSR1 among the signals whose numbers arrive."""
     with file:
         while numbers := os.read(reads, 512):
             if signal.SIGUSR1 in numbers:
