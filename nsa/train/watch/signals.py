@@ -63,7 +63,7 @@ class Requests:
         self._before: dict[signal.Signals, Any] = {}
 
     def look(self) -> None:
-        """Look for a halt file and for the agent, once a second at most: file systems may be slow."""
+        """Look for a halt file and the agent, once a second at most: file systems may be slow."""
         now = time.monotonic()
         if self.stop or now - self._looked < _LOOK_EVERY_S:
             return
