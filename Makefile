@@ -38,7 +38,7 @@ ENV := $(VENV)/installed-$(KIND)
 COLLECTED := $(VENV)/collected
 endif
 
-SOURCES := nsa tests tools
+SOURCES := nsa tests tools examples benchmarks
 
 .PHONY: help train bench accept test pytest pytest-kernels test-compile test-faults test-gpu lint format test-mutants lock wheel device-wheels clean check-python
 .DEFAULT_GOAL := help

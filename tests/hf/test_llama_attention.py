@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +10,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from examples import llama
 from tests.hf.tiny import left_padded, tokens
 from tests.ops.cases import offsets, small
-
-EXAMPLE = Path(__file__).resolve().parents[2] / "docs/llama_nsa.py"
-
 
 PATTERN = small()
 SAME = PATTERN.num_selected_blocks * PATTERN.block_size  # tokens until which all is selected
@@ -26,12 +22,7 @@ LENGTHS = (3 * SAME, 5, 2 * SAME)
 @pytest.fixture(scope="module")
 def models() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
     """By NSA, and dense, with equal weights."""
-    spec = importlib.util.spec_from_file_location("llama_nsa", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    example.register(PATTERN)
+    llama.register(PATTERN)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 40}
     torch.manual_seed(0)
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=16)

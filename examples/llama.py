@@ -1,15 +1,17 @@
-"""Sparse attention in an existing Llama-layout model, by transformers' attention interface.
+"""Sparse attention in an existing model of Llama's layout, through transformers' interface.
 
-The model keeps its weights and gets none: the selected branch of NSA alone, whose blocks are
-scored by the mean of their rotated keys, at a gate of 1. Up to n * l' tokens (the pattern's
-``num_selected_blocks`` times ``block_size``) every block is selected and the logits are those of
-dense attention. Beyond that the weights see less than they were trained with: expect a worse model
-until it is trained further, and measure it. What NSA learns (gates, the compressed branch, the
-window, phi) has no place in this layout: train a model with ``nsa train`` for those.
+python -m examples.llama    # compares a small random Llama with and without it
 
-Every document is attended to as if it were alone: a row without its padding, or the parts that
-``cu_seq_lens_q`` or ``position_ids`` tell apart. With a cache every step scores all blocks anew,
-from all keys: this shows the mechanism, not the speed of decoding.
+The model keeps its weights and gets no new ones. Only the selected branch of NSA runs, with a gate
+of 1; its blocks are scored by the mean of their rotated keys. Up to n * l' tokens (the pattern's
+``num_selected_blocks`` times ``block_size``) every block is selected and the logits equal those of
+dense attention. Beyond that the model sees less than it was trained with: expect it to be worse
+until it is trained further, and measure it. Gates, the compressed branch, the window and phi have
+no place in this layout; for those, train a model with ``nsa train``.
+
+Documents do not see each other, whether they are padded rows or are told apart by
+``cu_seq_lens_q`` or ``position_ids``. With a cache, every step scores all blocks again from all
+keys: this shows the mechanism, not the speed of decoding.
 
     register(NSAConfig(num_selected_blocks=16, block_size=64))
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="nsa")
@@ -17,19 +19,25 @@ from all keys: this shows the mechanism, not the speed of decoding.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from nsa import NSAConfig, native_sparse_attention
 
 
 def register(pattern: NSAConfig, name: str = "nsa") -> None:
-    """Make ``attn_implementation=name`` select blocks by this pattern; heads are the model's."""
+    """Register ``attn_implementation=name``; the model sets the number and size of the heads."""
 
     def attend(
         module: torch.nn.Module,
@@ -86,7 +94,7 @@ def valid_columns(
     attention_mask: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
-    """Tokens among the columns that the cache holds by now: bool ``[B, S]``."""
+    """Return which columns of the cache hold tokens, bool ``[B, S]``."""
     seen = int(q_offset) + q_length
     if attention_mask is None:
         return torch.ones(batch_size, seen, dtype=torch.bool, device=device)
@@ -96,11 +104,11 @@ def valid_columns(
 def documents(
     valid: Tensor, new: int, position_ids: Tensor | None, cu_seq_lens_q: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Offsets of the documents among the new tokens and among all tokens.
+    """Return the offsets of the documents among the new tokens and among all tokens.
 
     Args:
         valid: bool ``[B, S]``, false for padding.
-        new: last columns, those of the queries.
+        new: number of query columns, the last ones.
         position_ids: ``[B or 1, new]``.
         cu_seq_lens_q: offsets of documents in the flattened new columns.
     """
@@ -124,3 +132,29 @@ def documents(
     counts = [index[column >= length - new].bincount(minlength=int(begins.sum())), index.bincount()]
     cu_q, cu_k = (pad(count.cumsum(0), (1, 0)).int() for count in counts)
     return cu_q, cu_k
+
+
+@torch.no_grad()
+def main() -> None:
+    """Print where the logits of the sparse and the dense model begin to differ."""
+    register(NSAConfig(num_selected_blocks=4, block_size=32))
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+    )
+    dense = LlamaForCausalLM(config).eval()
+    sparse = LlamaForCausalLM._from_config(copy.deepcopy(config), attn_implementation="nsa").eval()
+    sparse.load_state_dict(dense.state_dict())
+    tokens = torch.randint(256, (1, 256))
+    difference = (sparse(tokens).logits - dense(tokens).logits).abs().amax(-1)[0]
+    print(f"equal for the first {int((difference < 1e-5).sum())} of {tokens.shape[1]} tokens")
+
+
+if __name__ == "__main__":
+    main()
