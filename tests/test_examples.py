@@ -14,6 +14,7 @@ from PIL import Image
 
 from benchmarks import speedup_chart
 from examples import generate, nanogpt
+from nsa import NSACache
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -25,7 +26,7 @@ def test_nanogpt_learns_and_generates(tmp_path: Path) -> None:
     assert text.startswith("HAMLET. ")
     model = nanogpt.GPT()
     tokens = torch.randint(256, (1, 40))
-    cache = nanogpt.NSACache(nanogpt.CONFIG, len(model.blocks), max_tokens=40)
+    cache = NSACache(nanogpt.CONFIG, len(model.blocks), max_tokens=40)
     parts = [model(part, cache) for part in tokens.split((38, 1, 1), dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=1e-4, atol=1e-5)
 
@@ -73,4 +74,4 @@ def test_chart_shows_the_committed_rows(tmp_path: Path) -> None:
     speedup_chart.draw(speedup_chart.speed_ups(), tmp_path / "chart.png")
     for path in (speedup_chart.IMAGE, tmp_path / "chart.png"):
         with Image.open(path) as image:
-            assert json.loads(image.text["Description"]) == points
+            assert json.loads(image.info["Description"]) == points

@@ -24,7 +24,14 @@ from nsa import extras
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = sorted(ROOT.glob("nsa/**/*.py"))
-PYTHON = sorted([*LIBRARY, *ROOT.glob("tests/**/*.py"), *ROOT.glob("tools/**/*.py")])
+PYTHON = sorted(
+    [
+        *LIBRARY,
+        *ROOT.glob("tests/**/*.py"),
+        *ROOT.glob("tools/**/*.py"),
+        *ROOT.glob("examples/*.py"),
+    ]
+)
 MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 Node = TypeVar("Node", bound=ast.AST)
@@ -410,7 +417,7 @@ def test_python_has_no_upper_bound():
 def test_tested_versions_are_those_that_the_package_names():
     """Every Python of the metadata, with each lock file the least and newest torch and Triton."""
     project = read_project()
-    text = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     lines = re.findall(r"^\| \d.*", text, re.MULTILINE)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     pythons = re.findall(r"Python :: (3\.\d+)$", "\n".join(project["classifiers"]), re.MULTILINE)

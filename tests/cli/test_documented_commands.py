@@ -23,7 +23,7 @@ from tools.measure import MEASUREMENTS
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = NSAConfig()
-DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
 def commands(text: str) -> Iterator[list[str]]:
