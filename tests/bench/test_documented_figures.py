@@ -63,3 +63,35 @@ def test_times_of_the_readme_are_those_of_rows() -> None:
             assert number(ms) == float(f"{known[seq_len, mode]:.3g}")
             by_length = speed_ups[mode]
             assert speed_up == (f"{by_length[seq_len]:.2f}x" if seq_len in by_length else "")
+
+
+def learned(experiment: str, model: str) -> str:
+    """Mean bits per byte of the test text over the seeds of a model, as pages write it."""
+    files = sorted((ROOT / "benchmarks/quality" / experiment).glob(f"{model}-*/row.json"))
+    rows = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return f"{sum(row['test_bits_per_byte'] for row in rows) / len(rows):.3f}"
+
+
+def test_facts_of_the_first_screen_are_those_of_rows() -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    shared, dense = learned("muon", "shared"), learned("muon", "dense")
+    assert f"`78m-shared` has {shared} bits per byte of unseen books, dense {dense} " in page
+    rows = read_rows([RESULTS / "h200-decode.jsonl"])
+    ms = {
+        (row.batch, row.provider): row.ms_p50
+        for row in rows
+        if (row.case, row.mode, row.seq_len) == ("decode.model", "step", 65_536) and row.ms_p50
+    }
+    many, dense_many = ms[64, "nsa"], ms[64, "dense"]
+    speed_up = f"takes {many:.2f} ms, dense {dense_many:.2f} ms: {dense_many / many:.1f}x"
+    assert f"{speed_up}. With one sequence: {ms[1, 'dense'] / ms[1, 'nsa']:.1f}x." in page
+    chart = speedup_chart.speed_ups()["fwd_bwd"]
+    assert f"{chart[8_192]:.2f}x as fast at 8,192 tokens and {chart[65_536]:.1f}x at 65,536" in page
+
+
+def test_table_of_models_is_that_of_rows() -> None:
+    page = (ROOT / "docs/use.md").read_text(encoding="utf-8")
+    for name, model in (("`78m-shared`", "shared"), ("`78m`", "nsa"), ("dense, equal", "dense")):
+        (line,) = re.findall(rf"^\| {name}.*", page, re.MULTILINE)
+        cells = line.split(" | ")
+        assert [cells[1], cells[3]] == [learned("muon", model), learned("2k", model)]
