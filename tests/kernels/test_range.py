@@ -168,7 +168,7 @@ def test_chunks_are_of_whole_tiles_and_hold_all_queries(len_q, num_programs, row
 
 
 def test_chunks_of_the_seed_shape():
-    """As measured: docs/kernels/range-attention.md."""
+    """As measured: docs/log.md."""
     assert [
         range_launch.chunks_of(s, s, False, 128, 64)[0] for s in (2_048, 8_192, 32_768, 65_536)
     ] == [4, 16, 40, 40]
