@@ -64,7 +64,7 @@ $(VENV)/collected: $(ENV)
 
 pytest: $(ENV) | $(COLLECTED) ## the tests alone, without the kernels' (ARGS=)
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check test
-	$(RUN) -m pytest $(SPREAD) --ignore tests/gpu -m "not gpu and not faults and not slow" $(ARGS)
+	$(RUN) -m pytest $(SPREAD) --ignore tests/gpu -m "not gpu and not faults and not slow and not acceptance" $(ARGS)
 
 pytest-kernels: JOBS = 2# which compute all the time
 pytest-kernels: $(ENV) | $(COLLECTED) ## the Triton kernels alone, on the CPU in Triton's interpreter, which is chosen for a whole process
@@ -90,9 +90,9 @@ bench: $(ENV) ## on a GPU: every measurement behind the committed rows, into ben
 	$(RUN) -m tools.measure $(ARGS)
 	$(RUN) -m nsa bench report benchmarks/results/*.jsonl --out benchmarks/report
 
-accept: $(ENV) ## on a GPU: the acceptance run, the product as a user starts it (QUICK=1, LEG=2, ARGS="--list")
-	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check accept
-	$(RUN) -m tools.accept $(if $(QUICK),--quick) $(if $(LEG),--leg $(LEG)) $(ARGS)
+accept: $(ENV) ## on a GPU: the acceptance run, the product as a user starts it (QUICK=1, LEG=2, ARGS="--collect-only")
+	$(RUN) -m pytest tests/acceptance -m acceptance -s -v -p no:cacheprovider --confcutdir tests/acceptance \
+	    $(if $(QUICK),--quick) $(if $(LEG),--leg $(LEG)) $(ARGS)
 
 lint: $(ENV) ## formatting, lint and types
 	@test -z "$(PYTHON)" || $(RUN) tools/setup_env.py --check lint

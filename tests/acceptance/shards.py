@@ -1,4 +1,7 @@
-"""Shards of FineWeb's form, from text that is on every machine, prepared as docs/data.md says."""
+"""Shards in the form of FineWeb from text that is on every machine, prepared as docs/data.md says.
+
+``python -m tests.acceptance.shards FOLDER`` makes them for a machine without the package datasets.
+"""
 
 from __future__ import annotations
 
@@ -6,70 +9,60 @@ import itertools
 import json
 import math
 import random
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from nsa.errors import check
 from nsa.train.data.documents import corpus_files, stdlib_files
-from tools.accept.case import NSA
-from tools.accept.programs import last_lines, run
+from tests.acceptance.programs import NSA, last_lines, start, wait
 
-TRAIN_TOKENS = 6_000_000
-VALIDATION_FRACTION = 0.03
-# FineWeb's documents: some hundred tokens each, a few of them very long, some of one line.
+TRAIN_TOKENS, VALIDATION_FRACTION = 6_000_000, 0.03
+# Lengths of documents as in FineWeb: some hundred tokens each, a few very long, some of one line.
 MEDIAN_CHARACTERS, SPREAD = 2_000, 1.2
 ROWS_PER_FILE = 5_000
+LIMIT_S = 600.0
 
 
-def make_shards(out: Path, limit_s: float) -> Path:
-    """Write documents and prepare them; what is there already stays.
-
-    Args:
-        out: gets ``fineweb/``, the documents, and ``shards/``, which is prepared from them.
-        limit_s: most seconds for the preparation.
+def make_shards(out: Path) -> Path:
+    """Write documents to ``out/fineweb`` and prepare them in ``out/shards``.
 
     Returns:
-        The folder of the shards.
-
-    Raises:
-        UserError: the preparation failed, or ``datasets`` is not installed.
+        Folder of the shards.
     """
+    if find_spec("datasets") is None:
+        raise ModuleNotFoundError(
+            "the package datasets must be installed. Make shards elsewhere with "
+            "python -m tests.acceptance.shards FOLDER, and give --shards FOLDER/shards."
+        )
     texts, shards, log = (out / name for name in ("fineweb", "shards", "shards.txt"))
-    hint = "Make shards elsewhere (docs/acceptance.md) and give --shards FOLDER."
-    found = find_spec("datasets") is not None
-    check(found, "shards", "the package datasets", "be installed", "none", hint)
     if not texts.is_dir():
         write_documents(texts)
     words = [*NSA, "data", "prepare", str(texts), "--out", str(shards)]
     words += ["--max-tokens", str(TRAIN_TOKENS)]
     words += ["--validation-fraction", str(VALIDATION_FRACTION)]
-    fault = run(words, log, limit_s, {})
-    said = f"{fault}: {' '.join(last_lines(log, 1))}"
-    check(not fault, "shards", "nsa data prepare", "succeed", said, f"All of it: {log}")
+    with start(words, log, {}) as process:
+        faults = wait(process, log, LIMIT_S)
+    assert not faults, f"nsa data prepare: {faults[0]}: {last_lines(log, 1)}"
     return shards
 
 
 def write_documents(folder: Path) -> None:
-    """Write documents as JSON lines with FineWeb's columns.
-
-    Args:
-        folder: for the files; it appears when all of them are there.
-    """
-    making = folder.with_name(f"{folder.name}.making")
-    making.mkdir(parents=True, exist_ok=True)
+    """Write documents as JSON lines; the folder appears when it is complete."""
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    unfinished.mkdir(parents=True, exist_ok=True)
     rows, number = fineweb_rows(), 0
     while lines := [json.dumps(row) + "\n" for row in itertools.islice(rows, ROWS_PER_FILE)]:
-        path = making / f"{number:03d}_00000.jsonl"
+        path = unfinished / f"{number:03d}_00000.jsonl"
         path.write_text("".join(lines), encoding="utf-8")
         number += 1
-    making.rename(folder)
+    unfinished.rename(folder)
 
 
 def fineweb_rows() -> Iterator[dict[str, str | float]]:
-    """The package's plays and the standard library of this Python, cut into documents.
+    """Documents with FineWeb's columns: the package's plays and the standard library, in pieces.
 
-    Installed packages are not among them: machines with the same Python have the same documents.
+    Installed packages are left out, so that machines with the same Python have the same documents.
     """
     lengths = random.Random(0)
     for document in itertools.chain(corpus_files().documents, stdlib_files().documents):
@@ -87,3 +80,7 @@ def fineweb_rows() -> Iterator[dict[str, str | float]]:
                     "language_score": 1.0,
                 }
             begin, number = end, number + 1
+
+
+if __name__ == "__main__":
+    print(make_shards(Path(sys.argv[1]).absolute()))
