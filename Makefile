@@ -28,7 +28,7 @@ CONFIG =# name or YAML file for make train; default: the small configuration for
 ARGS =# appended to the command of train, accept, bench and the tests
 QUICK =# 1: make accept runs the quick leg
 LEG =# number of the one leg that make accept runs
-PIP_COMPILE = pip-compile# of pip-tools, under Python 3.11, so that the versions fit 3.11 and newer
+COMPILE_LOCK = pip-compile# of pip-tools, under Python 3.11, so that the versions fit 3.11 and newer
 
 ifdef PYTHON
 RUN := $(PYTHON)
@@ -108,7 +108,7 @@ test-mutants: $(ENV) ## break the code in every listed way, one at a time; the t
 # dev.lock has only what the checks add.
 lock: ## pin the newest versions that fit pyproject.toml (network, pip-tools on Python 3.11)
 	@pin() { file=$$1; shift; \
-	    $(PIP_COMPILE) --quiet --upgrade --no-header --no-annotate --no-emit-options --strip-extras --allow-unsafe \
+	    $(COMPILE_LOCK) --quiet --upgrade --no-header --no-annotate --no-emit-options --strip-extras --allow-unsafe \
 	        "$$@" --output-file $$file.txt pyproject.toml; \
 	    sed -e '/^#/d; /^$$/d; /^nsa @/d; /^cuda-/d; /^nvidia-[^m]/d; s/+cpu//' \
 	        -e "s/^\(triton==[^ ;]*\).*/\1; sys_platform == 'linux'/" $$file.txt | LC_ALL=C sort >$$file.lock; \

@@ -442,10 +442,11 @@ def _greedy(model: LanguageModel, prompt: Tensor, count: int) -> list[int]:
 
 def foreign(setting: Setting) -> list[str]:
     """Train the module in another decoder, eager and compiled."""
-    found = foreign_model.measure(foreign_model.FULL, torch.device("cuda"), "inductor")
-    setting.figures |= found.figures
-    setting.remarks += found.remarks
-    return found.faults
+    cuda = torch.device("cuda")
+    figures, remarks, faults = foreign_model.measure(foreign_model.FULL, cuda, "inductor")
+    setting.figures |= figures
+    setting.remarks += remarks
+    return faults
 
 
 # --------------------------------------------------------------------------------------- the table

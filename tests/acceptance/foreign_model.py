@@ -63,13 +63,8 @@ FULL = Size(
 )
 
 
-@dataclass(frozen=True)
-class Found:
-    """Measured fields of the row, notes, and faults."""
-
-    figures: dict[str, float]
-    remarks: list[str]
-    faults: list[str]
+# Measured fields of the row, notes, and faults.
+Found = tuple[dict[str, float], list[str], list[str]]
 
 
 class Layer(nn.Module):
@@ -193,7 +188,8 @@ def judge(
         compiled: losses in bf16, compiled.
         recompiled: shapes of tokens after the warm-up for which PyTorch compiled.
     """
-    errors = [distance(losses, exact) for losses in (eager, compiled)]
+    gaps = ([a - b for a, b in zip(x, exact, strict=True)] for x in (eager, compiled))
+    errors = [math.sqrt(statistics.fmean(x * x for x in one)) for one in gaps]
     first = statistics.fmean(compiled[: len(size.warmup)])
     last = statistics.fmean(compiled[-len(size.later) :])
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
@@ -211,9 +207,4 @@ def judge(
         f"{len(compiled)} steps, {graphs} graphs, {breaks} graph breaks",
         f"distance from fp32: eager {errors[0]:.5f} nats, compiled {errors[1]:.5f}",
     ]
-    return Found(figures, remarks, faults)
-
-
-def distance(losses: Sequence[float], exact: Sequence[float]) -> float:
-    """Root mean square difference, nats."""
-    return math.sqrt(statistics.fmean((a - b) ** 2 for a, b in zip(losses, exact, strict=True)))
+    return figures, remarks, faults

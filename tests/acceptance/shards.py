@@ -20,7 +20,6 @@ from tests.acceptance.programs import NSA, last_lines, start, wait
 TRAIN_TOKENS, VALIDATION_FRACTION = 6_000_000, 0.03
 # Lengths of documents as in FineWeb: some hundred tokens each, a few very long, some of one line.
 MEDIAN_CHARACTERS, SPREAD = 2_000, 1.2
-ROWS_PER_FILE = 5_000
 LIMIT_S = 600.0
 
 
@@ -36,8 +35,9 @@ def make_shards(out: Path) -> Path:
             "python -m tests.acceptance.shards FOLDER, and give --shards FOLDER/shards."
         )
     texts, shards, log = (out / name for name in ("fineweb", "shards", "shards.txt"))
-    if not texts.is_dir():
-        write_documents(texts)
+    texts.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(row) + "\n" for row in fineweb_rows())
+    (texts / "000_00000.jsonl").write_text(lines, encoding="utf-8")
     words = [*NSA, "data", "prepare", str(texts), "--out", str(shards)]
     words += ["--max-tokens", str(TRAIN_TOKENS)]
     words += ["--validation-fraction", str(VALIDATION_FRACTION)]
@@ -45,18 +45,6 @@ def make_shards(out: Path) -> Path:
         faults = wait(process, log, LIMIT_S)
     assert not faults, f"nsa data prepare: {faults[0]}: {last_lines(log, 1)}"
     return shards
-
-
-def write_documents(folder: Path) -> None:
-    """Write documents as JSON lines; the folder appears when it is complete."""
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
-    unfinished.mkdir(parents=True, exist_ok=True)
-    rows, number = fineweb_rows(), 0
-    while lines := [json.dumps(row) + "\n" for row in itertools.islice(rows, ROWS_PER_FILE)]:
-        path = unfinished / f"{number:03d}_00000.jsonl"
-        path.write_text("".join(lines), encoding="utf-8")
-        number += 1
-    unfinished.rename(folder)
 
 
 def fineweb_rows() -> Iterator[dict[str, str | float]]:
