@@ -111,7 +111,7 @@ lock: ## pin the newest versions that fit pyproject.toml (network, pip-tools on 
 	    $(COMPILE_LOCK) --quiet --upgrade --no-header --no-annotate --no-emit-options --strip-extras --allow-unsafe \
 	        "$$@" --output-file $$file.txt pyproject.toml; \
 	    sed -e '/^#/d; /^$$/d; /^nsa @/d; /^cuda-/d; /^nvidia-[^m]/d; s/+cpu//' \
-	        -e "s/^\(triton==[^ ;]*\).*/\1; sys_platform == 'linux'/" $$file.txt | LC_ALL=C sort >$$file.lock; \
+	        -e "s/^\(triton==[^ ;]*\).*/\1; sys_platform == 'linux'/" $$file.txt | LC_ALL=C sort -t= -k1,1 >$$file.lock; \
 	    rm $$file.txt; }; \
 	for kind in cpu gpu; do \
 	    pin requirements/$$kind --extra train --extra data --extra bench --extra hf -c requirements/$$kind.in; \

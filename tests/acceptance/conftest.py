@@ -1,4 +1,4 @@
-"""Options, rows and the final table of the acceptance run; docs/acceptance.md."""
+"""Options, rows and the final table of the acceptance run; see CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     quick, leg = config.getoption("--quick", False), config.getoption("--leg", None)
 
     def is_left_out(item: pytest.Item) -> bool:
-        case = getattr(item, "callspec", None) and item.callspec.params.get("case")
+        case = getattr(getattr(item, "callspec", None), "params", {}).get("case")
         return isinstance(case, Case) and (quick > case.quick or leg not in (None, case.leg))
 
     config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])

@@ -1,7 +1,4 @@
-"""Rows of the acceptance run, their tables, and ``python -m tests.acceptance.rows``.
-
-docs/acceptance.md explains every field of a row.
-"""
+"""Rows of the acceptance run, their tables, and ``python -m tests.acceptance.rows``."""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ MEASURED = [name for name, form in COLUMNS.values() if form and name != "seconds
 INTRODUCTION = """\
 # Acceptance
 
-Made by `python -m tests.acceptance.rows` from the rows in this folder. What the acceptance run
-does, and how each number is computed: [docs/acceptance.md](../../docs/acceptance.md).
+Made by `python -m tests.acceptance.rows` from the rows in this folder. CONTRIBUTING.md explains the
+acceptance run and its numbers.
 """
 
 Row = dict[str, Any]

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from nsa import cli
+from nsa.ops.selected.algorithm import queries_of_tile
 from nsa.train.data import Origin, PrepareConfig, prepare
 from nsa.train.load import load_config, to_yaml
 from tests.cli.test_documented_commands import check_command
@@ -190,7 +191,7 @@ def test_committed_tables_are_made_of_the_committed_rows(tmp_path, monkeypatch, 
 
 def test_blocks_of_a_tile_are_counted_once():
     config = tiny_config(Path()).model.nsa
-    queries, n = report.queries_of_tile(config.group_size), config.num_selected_blocks
+    queries, n = queries_of_tile(config.group_size), config.num_selected_blocks
     layer = np.tile(np.arange(n), (queries + 1, 1, 1))
     layer[0, 0, -1], layer[-1, 0, 1:] = n, -1
     assert report.blocks_of_tile(layer, config) == (n + 1 + 1) / 2
@@ -219,6 +220,9 @@ def test_a_last_position_of_its_own_joins_the_bin_before():
 
 
 def test_tables_leave_out_empty_columns():
-    rows = [{"a": 1337, "b": None, "c": 0.00025}, {"a": 2, "b": [], "c": 123_456.7, "d": "x"}]
+    rows: list[report.Row] = [
+        {"a": 1337, "b": None, "c": 0.00025},
+        {"a": 2, "b": [], "c": 123_456.7, "d": "x"},
+    ]
     lines = ["| a | c | d |", "| --- | --- | --- |", "| 1337 | 0.00025 |  |", "| 2 | 123,457 | x |"]
     assert report.markdown(rows).splitlines() == lines

@@ -319,9 +319,8 @@ def by_position(runs: Sequence[Run], plot: Path) -> list[str]:
         {"from": x["first"], "to": x["last"], model: a, DENSE: b, "difference": f"{c:+.4f}"}
         for x, a, b, c in zip(ours[0], *means, strict=True)
     ]
-    starts, alone = [x["first"] for x in ours[0]], {"linewidth": 0.8}
-    if len(apart) == 1:
-        alone = {"marker": "."}
+    starts = [x["first"] for x in ours[0]]
+    alone: Row = {"marker": "."} if len(apart) == 1 else {"linewidth": 0.8}
     curves: list[tuple[str, Sequence[float], Row]] = [
         (f"seed {one.row['seed']}", ys, {"linestyle": DASHES[n % len(DASHES)], **alone})
         for n, ((one, _), ys) in enumerate(zip(chosen, apart, strict=True))
