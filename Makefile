@@ -89,8 +89,8 @@ bench: $(ENV) ## on a GPU: every measurement behind the committed rows, into ben
 	$(RUN) -m nsa bench report benchmarks/results/*.jsonl --out benchmarks/report
 
 accept: $(ENV) ## on a GPU: the acceptance run, the product as a user starts it (QUICK=1, LEG=2, ARGS="--collect-only")
-	$(RUN) -m pytest tests/acceptance -m acceptance -s -v -p no:cacheprovider --confcutdir tests/acceptance \
-	    $(if $(QUICK),--quick) $(if $(LEG),--leg $(LEG)) $(ARGS)
+	$(RUN) -m pytest tests/acceptance/test_cases.py -s -v -p no:cacheprovider --confcutdir tests/acceptance \
+	    -m "acceptance$(if $(QUICK), and quick)$(if $(LEG), and leg$(LEG))" $(ARGS)
 
 lint: $(ENV) ## formatting, lint and types
 	$(RUN) -m ruff format --check $(SOURCES)
