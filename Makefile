@@ -58,30 +58,30 @@ train: $(ENV) ## train a small model on the embedded corpus and leave a run fold
 	fi; \
 	$(RUN) -m nsa train "$$config" $(ARGS)
 
-test: $(ENV) ## formatting, lint and types, and all tests with five mutants among them, two of these at a time
+test: $(ENV) ## formatting, lint and types, and all CPU tests with five mutants
 	@$(MAKE) --no-print-directory --jobs 2 lint $(COLLECTED) pytest-kernels pytest
 
-# One process compiles what the tests import, rather than all five at the same time.
+# One process compiles the imports of the tests before several processes need them.
 $(VENV)/collected: $(ENV)
 	@TRITON_INTERPRET=1 $(RUN) -m pytest --collect-only --quiet --ignore tests/gpu >/dev/null || true
 	@touch $@
 
-pytest: $(ENV) | $(COLLECTED) ## the tests alone, without the kernels' (ARGS=)
+pytest: $(ENV) | $(COLLECTED) ## the tests without those of kernels (ARGS=)
 	$(RUN) -m pytest $(SPREAD) --ignore tests/gpu -m "not gpu and not faults and not slow and not acceptance" $(ARGS)
 
-pytest-kernels: JOBS = 2# which compute all the time
-pytest-kernels: $(ENV) | $(COLLECTED) ## the Triton kernels alone, on the CPU in Triton's interpreter, which is chosen for a whole process
+pytest-kernels: JOBS = 2# these compute all the time
+pytest-kernels: $(ENV) | $(COLLECTED) ## the tests of the Triton kernels, on the CPU in Triton's interpreter
 	TRITON_INTERPRET=1 $(RUN) -m pytest $(SPREAD) tests/kernels
 
-test-faults: $(ENV) ## every provoked fault in its full count, one line a kind at the end (ARGS=)
+test-faults: $(ENV) ## every provoked fault in full count, with a summary by kind (ARGS=)
 	$(RUN) -m pytest $(SPREAD) tests/faults -m "faults or not faults" $(ARGS)
 	$(RUN) -m pytest $(SPREAD) tests --ignore tests/faults --ignore tests/kernels -m faults $(ARGS)
 	TRITON_INTERPRET=1 $(RUN) -m pytest tests/kernels -m faults $(ARGS)
 
-test-compile: $(ENV) ## compile every kernel for GPUs of six kinds that are not there: stack and shared memory (JOBS=, ARGS=)
+test-compile: $(ENV) ## compile every kernel for six kinds of GPU, without one: stack and shared memory (JOBS=, ARGS=)
 	$(RUN) -m tools.compile_only --jobs $(JOBS) $(ARGS)
 
-test-gpu: $(ENV) ## what only a CUDA GPU can show; of a million tokens with ARGS="-m slow"
+test-gpu: $(ENV) ## the tests that need a CUDA GPU; those of a million tokens with ARGS="-m slow"
 	$(RUN) -m pytest tests/gpu tests/train/test_gpu.py -m "not slow" $(ARGS)
 
 bench: $(ENV) ## on a GPU: every measurement behind the committed rows, into benchmarks/ (ARGS="--list", "--only seed wide", "--shards DATA")
@@ -125,7 +125,7 @@ wheel: $(ENV) ## build the wheel into dist/
 	$(RUN) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
 
-device-wheels: $(ENV) ## download into .wheels/ what an offline GPU machine lacks (tools/device_wheels.txt)
+device-wheels: $(ENV) ## download the wheels for an offline GPU machine into .wheels/ (tools/device_wheels.txt)
 	$(RUN) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --dest .wheels \
 	    --constraint requirements/gpu.lock --constraint requirements/dev.lock --requirement tools/device_wheels.txt
 	@ls .wheels

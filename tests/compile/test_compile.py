@@ -1,4 +1,4 @@
-"""Every kernel compiled for GPUs that are not there: what it needs of them."""
+"""Resources of every kernel, compiled without a GPU."""
 
 from __future__ import annotations
 
