@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
@@ -11,7 +12,6 @@ from pathlib import Path
 import torch
 
 from nsa.ops._triton.tuning import table_name
-from tools.command import run
 
 ATTENTION = "bench attention"
 WHOLE = f"{ATTENTION} --case attention"
@@ -21,7 +21,7 @@ SELECTION = f"{ATTENTION} --case attention.choice"
 OPERATORS = f"{SELECTION},attention.compress,attention.compressed,attention.window"
 OPERATORS += ",attention.combine --provider nsa"
 TRAIN = "bench train --config 78m"
-# Whole windows, so that the dense model takes the causal kernel; 65,536 tokens a step at once.
+# Whole sequences, so that the dense model uses the causal kernel; 65,536 tokens a step at once.
 UNMASKED = "--data.document-mask false"
 STEP = f"--tokens 65536 --micro-batch 32 {UNMASKED}"
 MODELS = "--mode fwd_bwd --provider nsa,dense"
@@ -41,13 +41,13 @@ KEPT = ("every", "operators", "full")
 POLICIES = " ".join(f"--variant {name}:checkpointing.policy={name}" for name in KEPT)
 SWITCHES = "--variant launched:cuda_graphs=false --variant silent:telemetry=false"
 EAGER = "--variant eager:compile=false,cuda_graphs=false"
-# Few tokens, for which the host is the limit: layers compiled one by one, and as one graph.
+# With few tokens the host is the limit: layers compiled one by one, and as one graph.
 LAUNCHED = "--variant launched:cuda_graphs=false"
 WHOLE_GRAPH = "--variant whole:cuda_graphs=false,parallel.compile_layers=false"
 NSA = "--provider nsa"
 DECODE = "bench decode --case decode"
-# Words of `nsa` by the name of their file in results/, or of a folder of their own. What makes a
-# ratio is of one command: ratios are of one run.
+# Words of `nsa` by the name of their file in results/, or of their folder. Both rows of a ratio
+# come from one command, so that they are of one run.
 MEASUREMENTS = {
     "seed": [f"{BOTH} --seqs 2048,8192,32768,65536 {SHARED} {DENSE}"],
     "wide": [f"{BOTH} --shape wide --seqs 8192,65536 {SHARED} {DENSE}"],
@@ -95,50 +95,35 @@ MEASUREMENTS = {
 FOLDERS = ("memory", "host", "switches")
 
 
-def measure(
-    *,
-    out: Path = Path("benchmarks"),
-    only: tuple[str, ...] = (),
-    shards: str | None = None,
-    commit: str | None = None,
-    list: bool = False,
-) -> int:
-    """Run every measurement behind the committed rows of one GPU.
-
-    Exit code 1 if one failed.
-
-    Args:
-        out: folder of results/, memory/, ..
-        only: some, by file or folder: seed, train, memory
-        shards: prepared data of bytes to train on; else what the configuration says
-        commit: commit to record where the checkout has no git
-        list: print the commands alone
-    """
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run every measurement behind the committed rows of one GPU; 1 if one failed."""
+    parser = argparse.ArgumentParser(prog="python -m tools.measure", description=main.__doc__)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="for results/, ..")
+    parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=[*MEASUREMENTS])
+    parser.add_argument("--shards", help="prepared data of bytes for training")
+    parser.add_argument("--commit", help="commit to record if the checkout has no git")
+    parser.add_argument("--list", action="store_true", help="print the commands only")
+    options = parser.parse_args(arguments)
     gpu, failed = gpu_name(), ""
-    chosen = {name: texts for name, texts in MEASUREMENTS.items() if name in (only or MEASUREMENTS)}
-    for name, text in ((name, text) for name, texts in chosen.items() for text in texts):
+    chosen = [(name, text) for name in options.only for text in MEASUREMENTS[name]]
+    for name, text in chosen:
         file = f"{name}/{gpu}.jsonl" if name in FOLDERS else f"results/{gpu}-{name}.jsonl"
-        words = [*text.split(), "--out", str(out / file)]
-        if shards and text.startswith(TRAIN):
-            words += ["--data.source", "shards", "--data.path", shards]
-        words += ["--commit", commit] if commit else []
+        words = [*text.split(), "--out", str(options.out / file)]
+        if options.shards and text.startswith(TRAIN):
+            words += ["--data.source", "shards", "--data.path", options.shards]
+        words += ["--commit", options.commit] if options.commit else []
         print("$ nsa", *words, flush=True)
-        if not list:
+        if not options.list:
             begin = time.monotonic()
             code = subprocess.run([sys.executable, "-m", "nsa", *words], check=False).returncode
             print(f"exit code {code} after {time.monotonic() - begin:.0f} s", flush=True)
             failed += f" {name} ({code})" * (code != 0)
     print(f"failed:{failed}" if failed else "all done")
-    return 1 if failed else 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    return run("measure", measure, arguments)
+    return int(bool(failed))
 
 
 def gpu_name() -> str:
-    """The GPU in names of files: h200; cpu where there is none."""
+    """GPU in names of files, such as ``h200``; ``cpu`` without one."""
     if not torch.cuda.is_available():
         return "cpu"
     name = table_name(torch.cuda.get_device_name())

@@ -1,13 +1,13 @@
-"""Break the code on purpose, one line at a time, and demand that the tests notice.
+"""Mutants: break the code on purpose, one line at a time; the tests must notice.
 
 ``tests/mutants/mutants.yaml`` lists the breaks. Each is applied alone to a fresh copy of the tree,
-the tests that it names are run there, and the copy is deleted. A break that no test notices has
-survived: a test is missing. ``make test-mutants`` runs them all, ``make test`` the five that are
-marked fast.
+and the tests that it names run there. A break that no test notices has survived: a test is missing.
+``make test-mutants`` runs all of them, ``make test`` the five that are marked fast.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -24,14 +24,12 @@ from typing import Any, Literal
 import pydantic
 import yaml
 
-from tools.command import run
-
 SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path("tests/mutants/mutants.yaml")
-# All that a test reads.
+# Everything that a test reads.
 COPIED = ("nsa", "tests", "tools", "docs", "benchmarks", "pyproject.toml", "Makefile")
-# Their own conftest collects them only where Triton interprets kernels.
+# Their conftest collects them only if Triton interprets kernels.
 INTERPRETED = "tests/kernels/"
 TIME_LIMIT_S = 180
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=line")
@@ -40,7 +38,7 @@ Outcome = Literal["killed", "survived", "timeout", "broken"]
 
 
 class MutantError(Exception):
-    """The list, or one of its breaks, does not fit the tree."""
+    """The list or one of its breaks does not fit the tree."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config={"extra": "forbid"})
@@ -49,11 +47,11 @@ class Mutant:
 
     Attributes:
         name: short, unique.
-        why: what the mistake would do, a phrase.
+        why: effect of the mistake, a phrase.
         file: path of the source file, from the root of the tree.
         old: text that occurs in the file exactly once.
-        new: text that takes its place.
-        tests: test files or node ids, from the root, of which at least one must fail.
+        new: text that replaces it.
+        tests: test files or node ids, from the root; at least one must fail.
         fast: whether ``make test`` runs it too.
     """
 
@@ -68,14 +66,14 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Result:
-    """What the tests said.
+    """Outcome of the tests.
 
     Attributes:
-        outcome: ``survived`` where all passed, ``killed`` where one failed, ``timeout``, or
-            ``broken`` where pytest could not tell (exit status above 1: it collected nothing, or a
-            test module does not import).
+        outcome: ``survived`` if all passed, ``killed`` if one failed, ``timeout``, or ``broken`` if
+            pytest could not tell (exit status above 1: it collected nothing, or a test module does
+            not import).
         seconds: wall time.
-        output: the end of what pytest printed.
+        output: last characters of pytest's output.
     """
 
     outcome: Outcome
@@ -84,7 +82,7 @@ class Result:
 
     @property
     def killer(self) -> str:
-        """The test that failed, or nothing."""
+        """Name of the test that failed, or an empty string."""
         found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", self.output, re.MULTILINE)
         return found[1] if found else ""
 
@@ -138,14 +136,13 @@ def run_tests(
     source: Path = ROOT,
     time_limit_s: float = TIME_LIMIT_S,
 ) -> Result:
-    """Run tests on a copy of the tree until the first failure, those of kernels interpreted.
+    """Run tests on a copy of the tree until the first failure; kernels are interpreted.
 
     Args:
         tests: test files or node ids.
-        mutant: applied to the copy; only where the tests pass without does a failure mean that it
-            was noticed.
-        source: the tree, which stays as it is.
-        time_limit_s: for each of the two runs of pytest.
+        mutant: change of the copy. A failure means that it was noticed if the tests pass without.
+        source: the tree, which is not changed.
+        time_limit_s: limit of each of the two runs of pytest.
 
     Raises:
         MutantError: see :func:`apply_mutant`.
@@ -201,39 +198,27 @@ def _run_pytest(
     return outcomes.get(done.returncode, "broken"), (done.stdout + done.stderr)[-2000:]
 
 
-def run_mutants(
-    names: tuple[str, ...] = (),
-    *,
-    fast: bool = False,
-    jobs: int = min(4, os.cpu_count() or 1),
-) -> int:
-    """Break the code in every listed way, one at a time; the tests must notice each.
-
-    Exit code 1 if one survived.
+def run_mutants(chosen: Sequence[Mutant], jobs: int) -> int:
+    """Run mutants and print their outcomes.
 
     Args:
-        names: mutants to run (default all)
-        fast: only those that make test runs
-        jobs: mutants at a time
+        chosen: the mutants.
+        jobs: number of mutants at a time.
+
+    Returns:
+        1 if one survived, otherwise 0.
+
+    Raises:
+        MutantError: the tests do not pass on the unbroken tree.
     """
-    try:
-        mutants = load_mutants(ROOT / LIST)
-        unknown = {*names} - {mutant.name for mutant in mutants}
-        if unknown:
-            raise MutantError(f"no mutant is called {', '.join(sorted(unknown))}")
-        chosen = [mutant for mutant in mutants if mutant.name in names or not names]
-        chosen = [mutant for mutant in chosen if mutant.fast or not fast]
-        tests = sorted({test for mutant in chosen for test in mutant.tests})
-        print(f"{len(chosen)} mutants; first their tests on the unbroken tree", flush=True)
-        sound = run_tests(tests, time_limit_s=10 * TIME_LIMIT_S)
-        if sound.outcome != "survived":
-            what = f"the tests do not pass on the unbroken tree ({sound.outcome})"
-            raise MutantError(f"{what}:\n{sound.output}")
-        with ThreadPoolExecutor(jobs) as pool:
-            results = list(pool.map(lambda mutant: run_tests(mutant.tests, mutant), chosen))
-    except MutantError as error:
-        print(f"mutants: {error}", file=sys.stderr)
-        return 1
+    tests = sorted({test for mutant in chosen for test in mutant.tests})
+    print(f"{len(chosen)} mutants; first their tests on the unbroken tree", flush=True)
+    sound = run_tests(tests, time_limit_s=10 * TIME_LIMIT_S)
+    if sound.outcome != "survived":
+        what = f"the tests do not pass on the unbroken tree ({sound.outcome})"
+        raise MutantError(f"{what}:\n{sound.output}")
+    with ThreadPoolExecutor(jobs) as pool:
+        results = list(pool.map(lambda mutant: run_tests(mutant.tests, mutant), chosen))
     width = max(len(mutant.name) for mutant in chosen)
     for mutant, result in zip(chosen, results, strict=True):
         seconds = f"{result.seconds:5.1f} s"
@@ -242,12 +227,25 @@ def run_mutants(
             print(f"\n{mutant.name}: {result.outcome}\n{result.output}", file=sys.stderr)
     killed = sum(result.outcome == "killed" for result in results)
     print(f"{killed} of {len(results)} mutants killed")
-    return 1 if killed < len(results) else 0
+    return int(killed < len(results))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    return run("mutants", run_mutants, arguments)
+    """Run the command; 1 if a mutant survived."""
+    parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=main.__doc__)
+    parser.add_argument("names", nargs="*", help="mutants to run (default: all)")
+    parser.add_argument("--fast", action="store_true", help="only those that make test runs")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
+    options = parser.parse_args(arguments)
+    try:
+        mutants = load_mutants(ROOT / LIST)
+        if unknown := {*options.names} - {mutant.name for mutant in mutants}:
+            raise MutantError(f"no mutant is called {', '.join(sorted(unknown))}")
+        named = [mutant for mutant in mutants if mutant.name in options.names or not options.names]
+        return run_mutants([one for one in named if one.fast or not options.fast], options.jobs)
+    except MutantError as error:
+        print(f"mutants: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every kernel compiled for GPUs that are not there: what it needs of them."""
+"""Resources of every kernel, compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from nsa.ops._triton.tuning import Tile, tiles_chosen_by
 from tools.compile_only.driver import SHARED_MEMORY_LIMIT, Usage, absent_gpu, inspect_stages
 from tools.compile_only.launches import LONG, jitted_functions, launches, reached_from
 from tools.compile_only.survey import (
+    ALLOWED_STACK_BYTES,
     ARCHS,
-    MOST_STACK,
+    MAX_STACK_BYTES,
     PART,
-    STACK_LET_BE,
     STACK_THAT_WINS,
     Case,
     Record,
@@ -106,7 +106,7 @@ def test_large_tile_is_seen_to_spill():
         window_attention(q, k, v, NSAConfig(head_dim=128, value_dim=128), backend="triton")
     (usage,) = usages
     assert usage.kernel == "range_fwd_kernel"
-    assert usage.stack > MOST_STACK
+    assert usage.stack > MAX_STACK_BYTES
     assert usage.shared > SHARED_MEMORY_LIMIT[89]
 
 
@@ -130,23 +130,16 @@ def test_faults(size, stack, shared, strict, lenient):
 
 
 def test_allowed_stack_belongs_to_a_row_of_a_table(monkeypatch):
-    tables = {
-        tuning.name: tuning.table
-        for arch in SHARED_MEMORY_LIMIT
-        for tuning in tunings(arch)
-        if tuning.table
-    }
-    kernels = {function.__name__ for function in jitted_functions()}
-    for (name, kernel, head_size), reason in STACK_THAT_WINS.items():
-        assert kernel in kernels
-        assert any(key.head_size == head_size for key in tables[name].rows)
-        assert reason
-    assert {kernel for _, kernel in STACK_LET_BE} <= kernels
-    # of GPUs for which `make test` compiles
-    assert not {arch for arch, _ in STACK_LET_BE} & set(ARCHS)
-    monkeypatch.setitem(STACK_THAT_WINS, ("nvidia-h200", "selected_some_kernel", 128), "measured")
-    monkeypatch.setitem(STACK_THAT_WINS, ("nvidia-h200", "range_some_kernel", 112), "measured")
     defaults, table = tunings(90)
+    kernels = {function.__name__ for function in jitted_functions()}
+    assert table.table
+    for kernel, head_size in STACK_THAT_WINS:
+        assert kernel in kernels
+        assert any(key.head_size == head_size for key in table.table.rows)
+    assert {kernel for _, kernel in ALLOWED_STACK_BYTES} <= kernels
+    assert not {arch for arch, _ in ALLOWED_STACK_BYTES} & set(ARCHS)
+    monkeypatch.setitem(STACK_THAT_WINS, ("selected_some_kernel", 128), "measured")
+    monkeypatch.setitem(STACK_THAT_WINS, ("range_some_kernel", 112), "measured")
     for tuning, kernel, size, stack, expected in (
         (table, "selected_some_kernel", 80, 256, None),
         (table, "selected_some_kernel", 128, 256, None),

@@ -36,11 +36,11 @@ from nsa.train.data.tokenizer import SEPARATOR, ByteTokenizer
 from nsa.train.pretrained import load_initial
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.inference import load_model
+from tests.acceptance.cases import compare_export
 from tests.cli.conftest import Command, nsa, refusal, run, tiny
 from tests.hf.tiny import tiny as tiny_model
 from tests.hf.tiny import tokens
 from tests.test_house_rules import ROOT
-from tools.accept.exported import compare
 
 __all__ = ["nsa", "refusal", "run", "tiny"]  # fixtures
 
@@ -170,11 +170,12 @@ def test_what_the_acceptance_run_sees(run: Path, nsa: Command, tiny: Path) -> No
     """An export passes; one of other weights is told by weights, logits and text."""
     cpu = torch.device("cpu")
     nsa("export run m")
-    assert not compare(run, tiny / "m", cpu, "the quick brown fox " * 20, 5).faults
+    assert not compare_export(run, tiny / "m", cpu, "the quick brown fox " * 20, 5)[1]
     tensors = load_file(tiny / "m/model.safetensors")
     tensors["model.head.weight"] = -tensors["model.head.weight"]
     save_file(tensors, tiny / "m/model.safetensors", metadata={"format": "pt"})
-    weights, logits, text = compare(run, tiny / "m", cpu, "the quick brown fox " * 20, 5).faults
+    _, faults = compare_export(run, tiny / "m", cpu, "the quick brown fox " * 20, 5)
+    weights, logits, text = faults
     assert "weights" in weights
     assert "logits differ" in logits
     assert "another text" in text

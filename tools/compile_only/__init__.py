@@ -1,1 +1,1 @@
-"""Compiles the Triton kernels for GPUs that are not present, and checks what they need."""
+"""Compiles the Triton kernels for GPUs that are not present, and checks their resources."""

@@ -1,4 +1,4 @@
-"""Triton's view of an NVIDIA GPU that is not present: launches compile, and nothing runs."""
+"""Compile-only driver for Triton: launches compile for an NVIDIA GPU, and nothing runs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ SHARED_MEMORY_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 2324
 
 @dataclass(frozen=True)
 class Usage:
-    """What one compiled kernel needs.
+    """Resources of one compiled kernel.
 
     Attributes:
         kernel: name of the function.
-        registers: of a thread.
-        stack: bytes of a thread in local memory: spilled registers, and arrays that are indexed.
+        registers: registers of a thread.
+        stack: bytes of a thread in local memory: spilled registers and indexed arrays.
         shared: bytes of a program in shared memory.
-        advisories: codes of the assembler's advisories C7510 to C7515, which say that it serialized
-            asynchronous matrix products.
+        advisories: codes of the assembler's advisories C7510 to C7515: it serialized asynchronous
+            matrix products.
         hazards: buffers in shared memory that may be overwritten while a product reads them.
     """
 
@@ -44,11 +44,11 @@ class Usage:
 
 
 class NotingGPU(AbsentGPU):
-    """A GPU that is not present, which records what each kernel needs that is loaded on it.
+    """Absent GPU that records the resources of each kernel that is loaded on it.
 
     Args:
         arch: compute capability, major and minor as two digits.
-        usages: gets what each kernel needs when it is loaded.
+        usages: list to which the resources of each loaded kernel are appended.
     """
 
     def __init__(self, arch: int, usages: list[Usage]) -> None:
@@ -58,22 +58,21 @@ class NotingGPU(AbsentGPU):
         self.findings: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
 
     def launcher_cls(self, src: object, metadata: Any) -> Callable[..., None]:
-        """Keep what compilation found; Triton calls this before ``load_binary``."""
+        """Store the findings of the compilation; Triton calls this before ``load_binary``."""
         self.findings = tuple(metadata.advisories), tuple(metadata.hazards)
         return lambda *args, **kwargs: None
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """No limit: a kernel that needs too much is recorded like any other and judged later."""
+        """Report no limit: a kernel that needs too much is recorded and judged later."""
         return {"max_shared_mem": 1 << 30}
 
     def load_binary(
         self, name: str, binary: bytes, shared: int, device: int
     ) -> tuple[int, int, int, int, int]:
-        """Record what a kernel needs.
+        """Record the resources of a kernel.
 
         Returns:
-            What Triton wants: handles of module and function, registers, spilled words, and most
-            threads.
+            Handles of module and function, registers, spilled words, and the maximum of threads.
         """
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(binary)
@@ -82,7 +81,7 @@ class NotingGPU(AbsentGPU):
             text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         found = re.search(r"REG:(\d+) STACK:(\d+) ", text)
         assert found is not None, f"cuobjdump on {name} for sm_{self.arch}: {text!r}"
-        # without the branch that it was compiled for
+        # The name without its branch.
         kernel = "".join(name.partition("_kernel")[:2])
         self.usages.append(Usage(kernel, int(found[1]), int(found[2]), shared, *self.findings))
         return 0, 0, int(found[1]), int(found[2]) // 4, 1024
@@ -90,23 +89,23 @@ class NotingGPU(AbsentGPU):
 
 @contextmanager
 def absent_gpu(arch: int) -> Iterator[list[Usage]]:
-    """Let launchers take CPU tensors; a launch compiles for ``sm_<arch>`` and runs nothing.
+    """Context manager in which a launch takes CPU tensors and compiles for ``sm_<arch>``.
 
-    Outputs are not written.
+    Nothing runs, and outputs are not written.
 
     Args:
         arch: a key of ``SHARED_MEMORY_LIMIT``.
 
     Yields:
-        A list to which a kernel is added when a launch compiles it or takes it from Triton's cache
-        on disk, that is once for each kernel.
+        List to which each kernel is appended once, when a launch compiles it or takes it from
+        Triton's cache on disk.
     """
     assert not triton.knobs.runtime.interpret, "kernels do not compile under TRITON_INTERPRET=1"
     assert arch in SHARED_MEMORY_LIMIT, arch
     usages: list[Usage] = []
     triton.runtime.driver.set_active(NotingGPU(arch, usages))
     try:
-        # With a hook, such as the trainer's, Triton writes what it compiles for as JSON.
+        # With a hook, such as the trainer's, Triton writes the kernel's specialization as JSON.
         hook = mock.patch.object(triton.knobs.runtime, "jit_cache_hook", return_value=False)
         stages = mock.patch.object(
             triton.knobs.runtime, "add_stages_inspection_hook", inspect_stages
@@ -125,7 +124,7 @@ def inspect_stages(
 ) -> tuple[str, str]:
     """Hook of Triton's compiler: store hazards and advisories in the kernel's metadata.
 
-    Triton calls it without arguments for what it adds to the names of cached kernels.
+    Triton calls it without arguments for the key of its cache.
     """
     if stages is not None:
         lower, assemble = stages["llir"], stages["cubin"]
@@ -145,7 +144,7 @@ def inspect_stages(
 
 
 def overwritten_operands(ttgir: str) -> list[str]:
-    """Buffers that an asynchronous product of Hopper reads and a load into registers reads too.
+    """Buffers that both an asynchronous product of Hopper and a load into registers read.
 
     Triton (3.6, 3.7) reserves one buffer too few for such a tile: the copy for a later step of the
     loop overwrites it while the product may still read it.
@@ -159,6 +158,6 @@ def overwritten_operands(ttgir: str) -> list[str]:
 
 @contextmanager
 def kernels_take_cpu_tensors() -> Iterator[None]:
-    """Within, ``backend="triton"`` is not refused where tensors lie on the CPU."""
+    """Context manager in which ``backend="triton"`` is allowed for CPU tensors."""
     with mock.patch("nsa.ops._backend.kernels_run_on_cpu", return_value=True):
         yield

@@ -1,4 +1,4 @@
-"""The library's attention, launched through its own launchers on a GPU that is not present."""
+"""Launches of the library's attention through its own launchers, without a GPU."""
 
 from __future__ import annotations
 
@@ -37,36 +37,36 @@ class Batch:
     """Two sequences of 64 queries and 96 keys each, packed or dense.
 
     Attributes:
-        longest: tokens of the longest sequence that the caller promises: launchers choose kernels
-            by it, so that few tokens show what many need. None makes a dense batch.
+        longest: length of the longest sequence that the caller promises. Launchers choose kernels
+            by it, so that few tokens cover the kernels of many. None makes a dense batch.
     """
 
     longest: int | None
 
     def tensor(self, tokens: int, *sizes: int, dtype: torch.dtype) -> Tensor:
-        """Zeros for so many tokens of each sequence; they require a gradient."""
+        """Zeros for a number of tokens of each sequence; they require a gradient."""
         shape = (2 * tokens, *sizes) if self.longest else (2, tokens, *sizes)
         return torch.zeros(shape, dtype=dtype, requires_grad=True)
 
     def offsets(self) -> dict[str, Any]:
-        """Arguments that describe the packed sequences; none for a dense batch."""
+        """Arguments for packed sequences; none for a dense batch."""
         if self.longest is None:
             return {}
         offsets = {f"cu_seqlens_{x}": packed_offsets([n, n]) for x, n in (("q", 64), ("k", 96))}
         return {**offsets, "max_seqlen_q": self.longest, "max_seqlen_k": self.longest}
 
 
-# In turn: no gradient is summed in parts; some are; kernels for very many keys and for scattered
-# selections run.
+# SHORT sums no gradient in parts, PARTS some; LONG uses the kernels for very many keys and for
+# scattered selections.
 SHORT, PARTS, LONG, DENSE = Batch(96), Batch(4096), Batch(65_536), Batch(None)
 
 
-# Outputs of an operator, and its inputs that want a gradient.
+# Outputs of an operator, and its inputs that require a gradient.
 Call = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 
 def attend(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
-    """Launch what a layer with this attention launches, forward and backward."""
+    """Launch the kernels of a layer with this attention, forward and backward."""
     for operator in (attention, gated_sum, projection, embedding):
         outputs, inputs = operator(config, dtype, batch)
         gradients = [torch.zeros_like(out) for out in outputs]
@@ -74,7 +74,7 @@ def attend(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> None:
 
 
 def attention(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> Call:
-    """The whole attention."""
+    """Whole attention."""
     q = batch.tensor(64, config.num_heads, config.head_dim, dtype=dtype)
     pairs = (config.head_dim, config.value_dim) * 3
     keys = [batch.tensor(96, config.num_kv_heads, size, dtype=dtype) for size in pairs]
@@ -106,7 +106,7 @@ def attention(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> Call:
 
 
 def gated_sum(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> Call:
-    """The gated sum of the branches as an operator of its own."""
+    """Gated sum of the branches as a separate operator."""
     heads, size = config.num_heads, config.value_dim
     gates = batch.tensor(64, heads, 3, dtype=dtype)
     used = {name: batch.tensor(64, heads, size, dtype=dtype) for name in config.branches}
@@ -115,7 +115,7 @@ def gated_sum(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> Call:
 
 
 def projection(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> Call:
-    """The projection of a layer's input to heads and gates."""
+    """Projection of a layer's input to heads and gates."""
     parts = (
         Heads(config.num_heads, config.head_dim, "both"),
         Heads(config.num_kv_heads, config.head_dim, "yes"),
@@ -134,14 +134,14 @@ def projection(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> Call:
 
 
 def embedding(config: NSAConfig, dtype: torch.dtype, batch: Batch) -> Call:
-    """Rows of a table."""
+    """Embedding of tokens."""
     width = config.num_heads * config.head_dim
     table = torch.zeros(40, width, dtype=dtype, requires_grad=True)
     return [embed(torch.zeros(64, dtype=torch.int64), table, backend="triton")], [table]
 
 
 def phi_weights(config: NSAConfig, size: int, dtype: torch.dtype) -> PhiWeights:
-    """Zeros for the parameters of phi."""
+    """Parameters of phi, all zero."""
 
     def zeros(*sizes: int) -> Tensor:
         return torch.zeros(config.num_kv_heads, *sizes, dtype=dtype, requires_grad=True)
@@ -155,10 +155,10 @@ def phi_weights(config: NSAConfig, size: int, dtype: torch.dtype) -> PhiWeights:
 
 @contextmanager
 def launches() -> Iterator[set[JITFunction[Any]]]:
-    """Let launchers take CPU tensors; a launch compiles nothing and runs nothing.
+    """Context manager in which launches take CPU tensors, and nothing compiles or runs.
 
     Yields:
-        A set to which every kernel is added that is launched.
+        Set to which every launched kernel is added.
     """
     launched: set[JITFunction[Any]] = set()
 
@@ -170,7 +170,7 @@ def launches() -> Iterator[set[JITFunction[Any]]]:
 
 
 def jitted_functions() -> set[JITFunction[Any]]:
-    """Every function of the operators that Triton compiles."""
+    """All functions of the operators that Triton compiles."""
     found: set[JITFunction[Any]] = set()
     root = Path(nsa.__file__).parent
     for path in sorted((root / "ops").rglob("*.py")):
@@ -182,7 +182,7 @@ def jitted_functions() -> set[JITFunction[Any]]:
 
 
 def reached_from(kernels: Iterable[JITFunction[Any]]) -> set[JITFunction[Any]]:
-    """Kernels, the functions that they call, and so on."""
+    """Kernels and all functions that they call, directly or not."""
     reached: set[JITFunction[Any]] = set()
     waiting = list(kernels)
     while waiting:
@@ -198,7 +198,7 @@ def reached_from(kernels: Iterable[JITFunction[Any]]) -> set[JITFunction[Any]]:
 
 
 def decode(config: NSAConfig, dtype: torch.dtype, queries: int, max_tokens: int) -> None:
-    """Launch what a layer of a decoder launches for a step of two sequences."""
+    """Launch the kernels of a decoder layer for a step of two sequences."""
     for rows in (tokens := 2 * queries, 40):  # and of more sequences
         linear_layers(dtype, rows)
     cache = NSACache(config, 1, 2, max_tokens=max_tokens, num_pages=4)
@@ -220,7 +220,7 @@ def decode(config: NSAConfig, dtype: torch.dtype, queries: int, max_tokens: int)
 
 
 def linear_layers(dtype: torch.dtype, rows: int, width: int = 768) -> None:
-    """Launch the linear layers around attention in a decoder: behind it, and the gated ones."""
+    """Launch the linear layers around attention in a decoder, with and without gates."""
     x = torch.zeros(rows, width, dtype=dtype)
     weight = torch.zeros(2 * width, width, dtype=dtype)
     Linear(weight, gate=weight, eps=1e-6)(x, backend="triton")

@@ -1,4 +1,4 @@
-"""What each kernel needs in each case, and what it may need."""
+"""Resources that each kernel needs in each case, and their limits."""
 
 from __future__ import annotations
 
@@ -23,66 +23,66 @@ from nsa.ops._triton.tuning import (
 from tools.compile_only.driver import SHARED_MEMORY_LIMIT, Usage, absent_gpu
 from tools.compile_only.launches import DENSE, LONG, PARTS, SHORT, Batch, attend, decode
 
-MOST_STACK = 256  # bytes of a thread
+MAX_STACK_BYTES = 256  # bytes of a thread
 FP8_ARCH = 89  # the first with fp8 products; the library refuses them on others
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 H200 = "nvidia-h200"
-# Kernels that may need stack, by table, function and head size of the table's row, and the
-# measurement that shows that it is faster; more in docs/log.md. Those of head size 192 are of the
-# paper's shape (64 query heads in 4 groups, D 192, Dv 128) at 8,192 tokens, compared with the best
-# tile without stack.
+# Kernels that may need stack with the tiles of the H200, by function and head size of the table's
+# row, and the measurement that shows that it is faster; more in docs/log.md. Those with head size
+# 192 have the paper's shape (64 query heads in 4 groups, D 192, Dv 128) and 8,192 tokens, compared
+# with the best tile without stack.
 STACK_THAT_WINS = {
-    (H200, "range_dkv_kernel", 64): (
+    ("range_dkv_kernel", 64): (
         "compressed, at most 168 registers, so that three programs share a multiprocessor: "
         "0.127 ms against 0.153"
     ),
-    (H200, "range_dq_kernel", 64): (
+    ("range_dq_kernel", 64): (
         "window, 2 stages: 0.345 ms against 0.363 with 3 and no limit; compressed, at most 96 "
         "registers: 0.408 ms of forward and backward against 0.409"
     ),
-    (H200, "range_fwd_kernel", 64): (
+    ("range_fwd_kernel", 64): (
         "window, 2 stages: 0.315 ms against 0.336 with 3, 0.360 with 128 rows"
     ),
-    (H200, "range_dkv_kernel", 128): (
+    ("range_dkv_kernel", 128): (
         "4 warps, 32 rows by 64 keys (window) and 64 by 64 (compressed): 10.1 and 28.1 ms of "
         "backward (wide, 65,536 tokens) against 12.4 and 36.0 with 128 rows, 15.9 and 48.7 with 8 "
         "warps"
     ),
-    (H200, "range_dkv_kernel", 112): (
+    ("range_dkv_kernel", 112): (
         "heads that do not fill 128 columns, 64 rows by 64 keys: 2.0 and 6.68 ms of backward "
         "(window, compressed, D 80) against 2.34 and 7.58 with 128 rows"
     ),
-    (H200, "selected_gather_bwd_kernel", 64): "dK and dV alone: 0.98 ms against 1.07",
-    (H200, "selected_gather_bwd_kernel", 128): (
+    ("selected_gather_bwd_kernel", 64): "dK and dV alone: 0.98 ms against 1.07",
+    ("selected_gather_bwd_kernel", 128): (
         "32 rows by 64 keys with a deep pipeline: 1.39 ms (dK and dV alone) and 20.1 ms (with dQ) "
         "against 1.55 and 25.8 with other tiles"
     ),
-    (H200, "selected_gather_fwd_kernel", 128): (
+    ("selected_gather_fwd_kernel", 128): (
         "at most 128 registers, so that four programs share a multiprocessor: 14.2 ms of forward "
         "against 14.9"
     ),
-    (H200, "select_kernel", 64): (
+    ("select_kernel", 64): (
         "at most 168 registers, so that three programs share a multiprocessor: 1.03 ms against "
         "1.14 without a limit"
     ),
-    (H200, "select_approximate_kernel", 64): "the limit of select_kernel, whose tile it takes",
-    (H200, "select_kernel", 128): "32 blocks a step, 7.4 ms against 9.6 with 16",
-    (H200, "select_kernel", 192): "64 queries by 64 blocks, 3 stages: 0.265 ms against 0.360",
-    (H200, "range_dq_kernel", 192): (
+    ("select_approximate_kernel", 64): "the limit of select_kernel, whose tile it takes",
+    ("select_kernel", 128): "32 blocks a step, 7.4 ms against 9.6 with 16",
+    ("select_kernel", 192): "64 queries by 64 blocks, 3 stages: 0.265 ms against 0.360",
+    ("range_dq_kernel", 192): (
         "64 by 32, 4 warps: compressed 4.17 ms against 4.44, window 7.06 against 7.52"
     ),
-    (H200, "range_dkv_kernel", 192): "compressed, 128 by 64: 2.68 ms against 4.65",
-    (H200, "selected_dq_kernel", 192): (
+    ("range_dkv_kernel", 192): "compressed, 128 by 64: 2.68 ms against 4.65",
+    ("selected_dq_kernel", 192): (
         "64 by 32, 4 warps: 17.9 ms of forward and backward against 18.9"
     ),
-    (H200, "selected_gather_bwd_kernel", 192): ("dK and dV alone, 128 by 64: 13.6 ms against 14.8"),
+    ("selected_gather_bwd_kernel", 192): ("dK and dV alone, 128 by 64: 13.6 ms against 14.8"),
 }
 
-# Bytes of stack that are allowed, by architecture and function, on GPUs where this project has
-# measured nothing. Heads of 128: a limit on registers avoids the stack, but then fewer programs run
-# at once. Decode: 8 queries in fp32, 16 heads a group, gated products.
-STACK_LET_BE = {
+# Bytes of stack that are allowed, by architecture and function, on GPUs that this project has not
+# measured. Heads of 128: a limit on registers avoids the stack, but then fewer programs run at
+# once. Decode: 8 queries in fp32, 16 heads a group, gated products.
+ALLOWED_STACK_BYTES = {
     (120, "selected_delta_kernel"): 8,
     (86, "decode_scan_kernel"): 8,
     (86, "decode_merge_kernel"): 8,
@@ -95,7 +95,7 @@ STACK_LET_BE = {
 
 @dataclass(frozen=True)
 class Case:
-    """One call of the attention of a layer that is compiled.
+    """One call of a layer's attention.
 
     Attributes:
         head_dim: D.
@@ -103,9 +103,9 @@ class Case:
         group_size: G.
         dtype: key of ``DTYPES``.
         batch: the sequences.
-        changes: further fields of the config that differ from the default.
-        queries: of a sequence in a decode step; 0: no decode step, but forward and backward.
-        max_tokens: of a sequence in the decode cache.
+        changes: other fields of the config that differ from the default.
+        queries: queries of a sequence in a decode step; 0 for forward and backward.
+        max_tokens: tokens of a sequence in the decode cache.
     """
 
     head_dim: int
@@ -125,7 +125,7 @@ class Case:
         return f"D {sizes} G {self.group_size} {self.dtype} {what}{changes}"
 
     def launch(self) -> None:
-        """Launch every kernel of it."""
+        """Launch every kernel of the case."""
         sizes = {
             "num_heads": 2 * self.group_size,
             "head_dim": self.head_dim,
@@ -139,20 +139,20 @@ class Case:
 
 
 def usual(head_dim: int, value_dim: int, group_size: int, dtype: str = "bf16") -> list[Case]:
-    """All kernels at these sizes, with the default pattern."""
+    """Cases with all kernels at these sizes and the default pattern."""
     case = Case(head_dim, value_dim, group_size, dtype)
     phis = [replace(case, changes=(("phi", phi),)) for phi in ("linear", "mlp")]
     return [case, replace(case, batch=LONG), *phis]
 
 
 def steps(head_dim: int, value_dim: int, group_size: int, dtype: str = "bf16") -> list[Case]:
-    """Decode steps: one query among few tokens, and 8 among so many that selections are merged."""
+    """Decode steps: one query with few tokens, and 8 with so many that selections are merged."""
     case = Case(head_dim, value_dim, group_size, dtype, changes=(("phi", "mlp"),), queries=1)
     return [case, replace(case, queries=8, max_tokens=200_000)]
 
 
 def variations() -> list[Case]:
-    """What a config and a batch can change other than the sizes of heads."""
+    """Cases that differ in other settings than the sizes of heads."""
     case = Case(64, 64, 6)
     small = {
         "compress_block_size": 8,
@@ -183,8 +183,7 @@ def variations() -> list[Case]:
     return [replace(case, batch=DENSE), replace(case, batch=SHORT), *found, *scattered, *decoded]
 
 
-# Sizes of heads by the work of one process. What `make test-faults` compiles, for ``ARCHS``, and
-# `make test` a part of; and everything, for all.
+# Architectures and cases that `make test-faults` compiles; `make test` compiles some of them.
 ARCHS = (80, 90, 100)
 TWO_STAGE = (("coarse_block_size", 512), ("num_coarse_blocks", 8))
 PART = {
@@ -202,7 +201,7 @@ HEAD_SIZES = ((16, 16), (32, 32), (64, 64), (80, 80), (128, 128), (192, 128), (2
 
 
 def whole() -> list[list[Case]]:
-    """The whole matrix: cases that share kernels together."""
+    """All cases in parts; cases of one part share kernels."""
     found = [
         [case for g in GROUP_SIZES.get(sizes, (6, 64)) for case in usual(*sizes, g)]
         for sizes in HEAD_SIZES
@@ -216,12 +215,12 @@ def whole() -> list[list[Case]]:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Where tiles come from: a committed table, then the defaults of its GPU, or only the defaults.
+    """Source of tiles: a committed table, then the defaults of its GPU, or only the defaults.
 
     Attributes:
         arch: compute capability as two or three digits.
-        name: of the table; ``defaults`` without one.
-        table: None for the defaults alone.
+        name: name of the table; ``defaults`` without one.
+        table: None for the defaults only.
     """
 
     arch: int
@@ -229,13 +228,13 @@ class Tuning:
     table: TileTable | None = field(default=None, repr=False)
 
     def tile(self, key: TileKey) -> Tile:
-        """What a GPU of this kind looks up."""
+        """Tile that a GPU of this kind looks up."""
         return (None if self.table is None else self.table.find(key)) or default_tile(
             key, divmod(self.arch, 10)
         )
 
     def head_size_of_row(self, kernel: str, size: int) -> int | None:
-        """Head size of the row that this kernel takes for heads of a size; None without a row."""
+        """Head size of the row that a kernel uses for heads of a size; None without a row."""
         names = {"range": ("compressed", "window")}.get(family := kernel.split("_")[0], (family,))
         keys = [] if self.table is None else list(self.table.rows)
         rows = [key.head_size for key in keys if key.kernel.split("_")[0] in names]
@@ -251,12 +250,12 @@ def tunings(arch: int) -> list[Tuning]:
 
 @dataclass(frozen=True)
 class Record:
-    """What a kernel needs in a case.
+    """Resources that a kernel needs in a case.
 
     Attributes:
-        tuning: where its tile comes from.
+        tuning: source of its tile.
         case: the call that compiled it; later calls of the same kernel have no record.
-        usage: what it needs.
+        usage: its resources.
     """
 
     tuning: Tuning
@@ -271,10 +270,10 @@ class Record:
         return f"{where}: {needs} of shared memory{said} ({self.case})"
 
     def fault(self, lenient: bool) -> str | None:
-        """Why the kernel needs too much; None where it does not.
+        """Reason why the kernel needs too much; None if it does not.
 
         Args:
-            lenient: whether stack is no fault above head size 128.
+            lenient: whether stack above head size 128 is allowed.
         """
         limit = SHARED_MEMORY_LIMIT[self.tuning.arch]
         if self.usage.shared > limit:
@@ -285,18 +284,19 @@ class Record:
         if lenient and size > 128:
             return None
         kernel = self.usage.kernel
-        row = (self.tuning.name, kernel, self.tuning.head_size_of_row(kernel, size))
-        allowed = STACK_LET_BE.get((self.tuning.arch, kernel), 0)
-        allowed = MOST_STACK if row in STACK_THAT_WINS else allowed
+        row = (kernel, self.tuning.head_size_of_row(kernel, size))
+        is_faster = self.tuning.name == H200 and row in STACK_THAT_WINS
+        stack = ALLOWED_STACK_BYTES.get((self.tuning.arch, kernel), 0)
+        allowed = MAX_STACK_BYTES if is_faster else stack
         return f"{self}: more than {allowed} bytes of stack" if self.usage.stack > allowed else None
 
 
 def compiled(some: Iterable[Tuning], cases: Iterable[Case]) -> Iterator[Record]:
-    """Compile every kernel that these cases launch, each once.
+    """Compile every kernel that cases launch, each once.
 
     Args:
         some: tunings of one architecture.
-        cases: what to launch.
+        cases: the cases.
     """
     some, cases = tuple(some), tuple(cases)
     (arch,) = {tuning.arch for tuning in some}
@@ -314,7 +314,7 @@ def _tile(tuning: Tuning, key: TileKey, default: Tile) -> Tile:
 
 
 def part_of_matrix(arch: int, number: int) -> list[Record]:
-    """What one part of ``whole`` needs on an architecture, with each of its tunings."""
+    """Records of one part of ``whole`` on an architecture, with each of its tunings."""
     torch.set_num_threads(1)
     fp8 = ("score_precision", "fp8")
     cases = [case for case in whole()[number] if arch >= FP8_ARCH or fp8 not in case.changes]

@@ -1,1 +1,1 @@
-"""Evidence that a model trained here learns as well as a dense one: trainings, rows, a report."""
+"""Trainings that show what models learn, and tables of their results."""

@@ -1,226 +1,444 @@
-"""The page on what models learn, made from committed rows alone."""
+"""Report writer: tables beside the committed rows, and plots for docs/results/learning.md."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
-from nsa.errors import check
-from nsa.train.evaluation import Measurement, paired_difference
-from nsa.train.measurements import load_measurement
-from tools.accept.programs import say
-from tools.evidence.arms import Arm, Group, read_group
-from tools.evidence.equal import MASKS, SETTINGS, equal_tokens
-from tools.evidence.experiments import CONFIGS, PROMPT
-from tools.evidence.parts import (
-    BITS,
-    VALIDATION,
-    Figures,
-    Part,
-    points,
-    shared,
-    source,
-    table_of,
-)
-from tools.evidence.plots import Line, Panel, Plot, draw
-from tools.evidence.rates import (
-    MUON_SWEPT,
-    SWEPT,
-    Sweeps,
-    against_sweeps,
-    learning_rates,
-    read_sweeps,
-)
-from tools.evidence.rows import FAILED
-from tools.evidence.selected import selection, timed
-from tools.evidence.training import STOPPED, read_lines
+from nsa.config import NSAConfig
+from nsa.lm.recorded import load_selections
+from nsa.ops.selected.algorithm import queries_of_tile
+from nsa.train.evaluation import interval
+from nsa.train.load import load_config
+from nsa.train.measurements import compare
+from tools.evidence.run import read_json, read_lines
 
-INTRODUCTION = """\
-# What models learn
-
-Made by `python -m tools.evidence report` from `benchmarks/quality`, in which the named files lie.
-`python -m tools.evidence run --data BOOKS --out OUT` trains and measures,
-`python -m tools.evidence take OUT` brings rows and files there; data and older rows:
-[README](../../benchmarks/quality/README.md). Bits per byte are of text that no run was trained on.
-
-Limits: one corpus, public-domain books in English, read as bytes. By the standards of large models
-these are far from trained out. The test text is 30 books; other editions of a training book are not
-recognised among them. Of three seeds are the models of 200M tokens at 2,048 a sequence, but for
-`nsa` in small steps, by AdamW as by Muon; all else is of one. The trainings of 90M tokens and the
-sweep of 440 steps had 217 books to train on, all others 1,036. Sections that do not name Muon are
-of AdamW.
-
-Models: `nsa` is `78m`, the pattern of the paper; `nsa-shared` is `78m-shared`, whose branches share
-one key and value projection, whose gates start open, and whose MLP has 3,328 instead of 3,072, so
-that its parameters are as many; the dense model of equal parameters is `78m-dense` with an MLP of
-3,344, that of equal width `78m-dense` as it is. Large steps are of 65,536 tokens, eight times those
-of `78m`: few for so many tokens ([log](../log.md)).
-"""
-ABOUT_MUON = (
-    "Muon's learning rate is that of the matrices of the layers, beside AdamW's 4e-4 of all else; "
-    "weight decay is 0.1 instead of 0.01."
-)
-GROUPS = (
-    *("50k", "50k_shared", "2k", "muon", "muon_long", "200m", "90m", "8k"),
-    *(SWEPT, MUON_SWEPT),
-)
-LOSSES = (
-    "split | window=seq_len:, | windows:, | bits per byte=bits_per_byte:.4f | "
-    "95% over documents=over | a bigram model's=bigram_bits_per_byte:.4f | file"
-)
-LEGS = "begin | end | s=seconds:,.0f | exit code=exit_code | last step=last_step:,"
-SPEEDS = {
-    "tokens_per_s": "median of the rows of metrics: training alone",
-    "tokens_per_s_total": "last row of metrics: with evaluations and checkpoints",
-    "tokens_per_s_processes": "tokens over the seconds of the processes: with their starts",
+# Models in the order of the tables; the first of a group is compared with all others.
+COLOURS = {
+    "nsa-shared": "#4477aa",
+    "nsa": "#66ccee",
+    "dense-equal-parameters": "#cc3311",
+    "dense-equal-width": "#ccbb44",
 }
-OF_LAYERS = {
-    "gate_cmp_mean": "gate, compressed",
-    "gate_slc_mean": "gate, selected",
-    "gate_win_mean": "gate, window",
-    "selected_overlap": "overlap with the query before",
-}
+DENSE = "dense-equal-parameters"
+DASHES = ("-", "--", ":", "-.")
+BITS, VALIDATION = "bits per byte", "val_bits_per_byte"
+SWEEPS = ("rates", "muon_rates")
+SHOWN = (
+    *("model", "seed", "parameters", "lr", "steps", "tokens", "val_bits_per_byte", "val_windows"),
+    *(
+        "test_bits_per_byte",
+        "test_windows",
+        "tokens_per_s",
+        "tokens_per_s_total",
+        "seconds",
+        "legs",
+    ),
+    *("gpu", "torch", "commit", "date", "failed"),
+)
+EXPLAINED = (
+    "Fields of the rows ([README](README.md)), and the largest norm of the gradient before "
+    "clipping after the warm-up."
+)
+PAIRED = (
+    "Paired differences on the test text, bits per byte; negative: the first model is better. 95% "
+    "intervals as `nsa compare` computes them: over documents (these trained models, other books), "
+    "over seeds (other seeds, these books), over both."
+)
+SELECTED = (
+    "`nsa inspect` of the beginning of the validation text: mean gates, mean distance of the "
+    "selected keys, and the fraction of a query's blocks that the query before selected too. "
+    "Blocks of a tile: distinct blocks that the queries of one kernel tile select together. "
+    "Random: a selection that draws its free blocks at random."
+)
+
+Row = dict[str, Any]
+Points = Sequence[tuple[float, float]]
 
 
-def write_report(rows: Path, out: Path) -> Path:
-    """Write ``learning.md`` and its plots, once everything is made.
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        name: its folder, relative to the rows.
+        row: its row.
+        metrics: rows of metrics, oldest first.
+        test: measurement of the test text.
+        folder: path of its files.
+    """
+
+    name: str
+    row: Row
+    metrics: list[Row]
+    test: Path
+    folder: Path
+
+    def validation(self) -> dict[int, Row]:
+        """Rows of metrics with a validation by step, with the seconds since the start."""
+        rows = [row for row in self.metrics if VALIDATION in row]
+        return {row["step"]: row | {"s": row["tokens"] / row["tokens_per_s_total"]} for row in rows}
+
+
+def read_group(rows: Path, group: str) -> list[Run]:
+    """Runs of a group by seed and model: a folder for each, or lines of one file in older rows."""
+    found, folder = list[Run](), rows / group
+    for row in read_lines(rows / f"{group}.jsonl"):
+        kind = row["model"].partition("-")[0]
+        files = read_lines(folder / f"{kind}-metrics.jsonl"), folder / f"{kind}-test.npz"
+        found.append(Run(f"{group}/{kind}", row, *files, folder))
+    for path in sorted(folder.glob("**/row.json")):
+        metrics, test = (path.with_name(name) for name in ("metrics.jsonl.gz", "test.npz"))
+        name = str(path.parent.relative_to(rows))
+        found.append(Run(name, read_json(path), read_lines(metrics), test, path.parent))
+    return sorted(found, key=lambda run: (run.row["seed"], [*COLOURS].index(run.row["model"])))
+
+
+def write_report(rows: Path, plots: Path) -> int:
+    """Write ``<group>.md`` beside the rows of every group, and its plots.
 
     Args:
-        rows: ``benchmarks/quality``, or a folder in its layout, with ``results`` beside it. What
-            is missing is left out; so is what is broken, and the page says so.
-        out: folder, made where it is missing.
-
-    Raises:
-        UserError: there is nothing to report.
+        rows: ``benchmarks/quality``, or a folder in its layout.
+        plots: folder of the plots.
     """
-    groups = {name: read_group(rows, name) for name in GROUPS}
-    sweeps, of_muon = (read_sweeps(groups[name]) for name in (SWEPT, MUON_SWEPT))
-    for line in (line for group in groups.values() for line in group.broken):
-        say(line)
-    by_muon = learning_rates(of_muon)
-    sections: dict[str, list[Part]] = {
-        "50,000 steps of `78m`": long_run(groups["50k"], sweeps),
-        "50,000 steps of `78m-shared`, by Muon": long_run(groups["50k_shared"], of_muon),
-        "200M tokens, 2,048 a sequence": equal_tokens(groups["2k"], sweeps),
-        "200M tokens by Muon, 2,048 a sequence": equal_tokens(groups["muon"], of_muon),
-        "200M tokens by Muon, 8,192 a sequence": equal_tokens(groups["muon_long"], of_muon),
-        "200M tokens in large steps, 2,048 a sequence": equal_tokens(groups["200m"], sweeps),
-        "90M tokens in large steps, 2,048 a sequence": equal_tokens(groups["90m"], sweeps),
-        "100M tokens in large steps, 8,192 a sequence": equal_tokens(groups["8k"], sweeps),
-        "Learning rates": [*learning_rates(sweeps), *groups[SWEPT].notes()],
-        "Learning rates of Muon": [
-            *([ABOUT_MUON, *by_muon] if by_muon else []),
-            *groups[MUON_SWEPT].notes(),
-        ],
-        "What is selected": [*selection(groups.values()), *timed(rows.parent / "results")],
+    plots.mkdir(parents=True, exist_ok=True)
+    groups = dict.fromkeys(path.relative_to(rows).parts[0] for path in rows.glob("**/row.json"))
+    older = [path.stem for path in rows.glob("*.jsonl") if (rows / path.stem).is_dir()]
+    for group in sorted({*groups, *older}):
+        runs = read_group(rows, group)
+        if group in SWEEPS:
+            parts = sweep_tables(rows, group, runs)
+        else:
+            parts = group_tables(runs)
+            parts += by_position(runs, plots / f"{group}-positions.png")
+            parts += selection_tables(runs)
+            draw_losses(plots / f"{group}-loss.png", runs)
+        if len(runs) == 1:
+            draw_layers(plots / f"{group}-layers.png", runs[0])
+        text = "\n\n".join([f"# {group}", "Made by `python -m tools.evidence report`.", *parts])
+        (rows / f"{group}.md").write_text(f"{text}\n", encoding="utf-8")
+    return 0
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Table in Markdown; columns that are empty in every row are left out."""
+
+    def cell(value: Any) -> str:
+        if not isinstance(value, float):
+            return "" if value in (None, []) else str(value)
+        return (
+            f"{value:,.0f}" if value > 100 else f"{value:.4f}" if value > 0.01 else f"{value:.2g}"
+        )
+
+    texts = [{name: cell(value) for name, value in row.items()} for row in rows]
+    names = dict.fromkeys(name for row in texts for name, text in row.items() if text)
+    lines = [[*names], ["---"] * len(names), *([row.get(x, "") for x in names] for row in texts)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# ------------------------------------------------------------------------------------------- tables
+
+
+def group_tables(runs: Sequence[Run]) -> list[str]:
+    """Tables of runs that are compared."""
+    tables = {
+        EXPLAINED: [run_cells(run) for run in runs],
+        PAIRED: differences(runs),
+        f"Validation during training, {BITS}, mean over seeds.": by_step(runs),
+        f"Passages of 128 tokens that are repeated, {BITS}, mean over seeds.": by_distance(runs),
     }
-    made = {title: [part for part in parts if part] for title, parts in sections.items() if parts}
-    check(bool(made), "report", "--rows", "hold rows of an experiment", rows)
-    parts = [part for title, found in made.items() for part in (f"## {title}", *found)]
-    path = out / "learning.md"
-    out.mkdir(parents=True, exist_ok=True)
-    for part in parts:
-        if isinstance(part, Plot):
-            (out / part.name).write_bytes(part.png)
-    text = "\n\n".join([INTRODUCTION.rstrip(), *map(str, parts)])
-    path.write_text(f"{text}\n", encoding="utf-8")
-    return path
+    return [part for about, rows in tables.items() if rows for part in (about, markdown(rows))]
 
 
-def long_run(group: Group, sweeps: Sweeps) -> list[Part]:
-    """The run of 50,000 steps: losses, speed, legs, curves, a sample."""
-    if not group.arms:
-        return [*group.notes()]
-    arm = group.arms[0]
-    row, metrics = arm.row, arm.metrics()
-    same, _ = shared(SETTINGS, [arm.figures])
-    size = "" if row["parameters"] is None else f", {row['parameters']:,} parameters"
-    speeds = [{"source": what, "tokens": row.get(name)} for name, what in SPEEDS.items()]
-    legs = read_lines(arm.folder / "legs.jsonl")
-    parts: list[Part] = [
-        f"`{CONFIGS[row['model']]}`{size}: {row['steps']:,} steps of {row['global_batch']} windows "
-        f"of {row['seq_len']:,} bytes, {row['tokens']:,} tokens, seed {row['seed']}; {same}. "
-        f"{against_sweeps([arm], sweeps)} {source(arm.code('row.json'))}",
-        table_of(LOSSES, losses(arm)),
-        *group.notes(),
-        f"Speed, three times. {MASKS} {source(arm.code('row.json'))}",
-        table_of("source | tokens/s=tokens:,.0f", speeds),
-        " ".join([how_it_ended(legs), checked(arm), source(arm.code("legs.jsonl", "check.txt"))]),
-        table_of(LEGS, legs),
+def run_cells(run: Run) -> Row:
+    """Settings and results of a run."""
+    row, name = run.row, "grad_norm_max"
+    norms = [x for x in run.metrics if x["step"] > row.get("warmup_steps", 0) and name in x]
+    top = max(norms, key=lambda x: float(x[name]), default={})
+    cells = {"run": run.name} | {name: row.get(name) for name in SHOWN}
+    return cells | {name: top.get(name), "at step": top.get("step"), "commit": row["commit"][:12]}
+
+
+def pairs(runs: Sequence[Run]) -> dict[str, list[tuple[Run, Run]]]:
+    """Runs of the first model with those of equal seeds, by the other model."""
+    models = {run.row["model"] for run in runs}
+    first, *others = (name for name in COLOURS if name in models)
+    seeds = {run.row["seed"]: run for run in runs if run.row["model"] == first}
+    return {
+        name: [
+            (seeds[run.row["seed"]], run)
+            for run in runs
+            if run.row["model"] == name and run.row["seed"] in seeds
+        ]
+        for name in others
+    }
+
+
+def compared(chosen: Sequence[tuple[Run, Run]]) -> Row:
+    """Statistics of ``nsa compare`` for pairs of runs."""
+    return compare(*([run.test for run in side] for side in zip(*chosen, strict=True)))
+
+
+def differences(runs: Sequence[Run]) -> list[Row]:
+    """Paired differences of the first model to the others, of each seed and of all."""
+    found = list[Row]()
+    for model, chosen in pairs(runs).items():
+        for some in [*([pair] for pair in chosen), *([chosen] if len(chosen) > 1 else [])]:
+            one, (ours, _) = compared(some), some[0]
+            about = {
+                "model": ours.row["model"],
+                "minus": model,
+                "seeds": ", ".join(str(run.row["seed"]) for run, _ in some),
+                "difference": f"{one['difference_bits_per_byte']:+.4f}",
+                "documents": one["num_documents"],
+            }
+            names = {"difference": "over documents", "seeds": "over seeds", "both": "over both"}
+            found.append(about | {text: interval(one, name) for name, text in names.items()})
+    return found
+
+
+def by_step(runs: Sequence[Run]) -> list[Row]:
+    """Validation losses during training of the first model and the dense one."""
+    chosen = pairs(runs).get(DENSE)
+    if not chosen:
+        return []
+    sides = [[run.validation() for run in side] for side in zip(*chosen, strict=True)]
+    steps = set.intersection(*({*curve} for side in sides for curve in side))
+    names = chosen[0][0].row["model"], DENSE
+    return [
+        {"step": step}
+        | {
+            name: fmean(curve[step][VALIDATION] for curve in side)
+            for name, side in zip(names, sides, strict=True)
+        }
+        for step in sorted(steps)
     ]
-    if metrics:
-        lines = [
-            Line("training", points(metrics, "step", "bits_per_byte"), {"color": "#bbbbbb"}),
-            Line("validation", points(metrics, "step", VALIDATION), {"marker": "."}),
-        ]
-        panels = [
-            Panel("optimizer steps", label, layers, {"ylim": (0, 1)})
-            for name, label in OF_LAYERS.items()
-            if (layers := _layer_lines(metrics[::10], name))
-        ]
-        about = f"Loss, gates and overlap of each layer. {source(arm.code(arm.metrics_file))}"
-        parts += [about, draw(f"{group.name}-loss.png", [Panel("optimizer steps", BITS, lines)])]
-        parts += [draw(f"{group.name}-layers.png", panels)] if panels else []
-    if sample := arm.text("generated.txt").replace("```", "'''").rstrip():
-        about = f'512 bytes written after "{PROMPT}". {source(arm.code("generated.txt"))}'
-        parts += [about, f"```text\n{sample}\n```"]
+
+
+def by_distance(runs: Sequence[Run]) -> list[Row]:
+    """Loss of repeated passages by the distance back to them."""
+    found = list[Row]()
+    for model in COLOURS:
+        files = [run.folder / "repeats.json" for run in runs if run.row["model"] == model]
+        repeats = [read_json(path)["repeats"] for path in files if path.exists()]
+        for bins in zip(*repeats, strict=True):
+            row = {"model": model, "seeds": len(repeats), "tokens back": bins[0]["distance"]}
+            for text, name in (("first", "first_bits_per_byte"), ("repeated", "bits_per_byte")):
+                row[text] = fmean(one[name] for one in bins)
+            found.append(row)
+    return found
+
+
+def sweep_tables(rows: Path, group: str, runs: Sequence[Run]) -> list[str]:
+    """Validation losses by learning rate and model."""
+    older = read_lines(rows / "learning-rates.jsonl") if group == "rates" else []
+    parts = list[str]()
+    for found in filter(None, (older, [run.row for run in runs])):
+        cells: dict[float, Row] = {}
+        for row in sorted(found, key=lambda row: (row["lr"], [*COLOURS].index(row["model"]))):
+            one = cells.setdefault(row["lr"], {"learning rate": f"{row['lr']:g}"})
+            one[row["model"]] = row[VALIDATION]
+        steps, tokens = found[0]["steps"], found[0]["tokens"]
+        about = f"Validation, {BITS}, after {steps:,} steps of {tokens // steps:,} tokens."
+        parts += [about, markdown([*cells.values()])]
     return parts
 
 
-def losses(arm: Arm) -> list[Figures]:
-    """What ``nsa eval`` printed, short windows first, test before validation, with intervals."""
-    paths = [*arm.folder.glob("test*.json"), *arm.folder.glob("validation.json")]
+def selection_tables(runs: Sequence[Run]) -> list[str]:
+    """Gates and selected blocks of each layer of each sparse model."""
+    parts = list[str]()
+    for run in runs:
+        for path in sorted(run.folder.glob("inspect-*.json"), key=lambda x: (len(x.name), x)):
+            recorded = path.with_name(path.name.replace("inspect", "selected")).with_suffix(".npz")
+            found, config = read_json(path), load_config(run.folder / "config.yaml").model.nsa
+            layers = [layer.numpy() for layer in load_selections(recorded)[0]]
+            rows = [
+                {name: gate["mean"] for name, gate in layer["gates"].items()}
+                | {"tokens back": layer["selection"]["distance_mean"]}
+                | {"overlap": layer["selection"]["overlap"][0]["share"]}
+                for layer in found["layers"]
+            ]
+            layers.append(random_selection(config, found["num_tokens"]))
+            for number, (row, blocks) in enumerate(zip([*rows, {}], layers, strict=True)):
+                name = {"layer": number if row else "random"}
+                rows[number:] = [name | row | {"blocks of a tile": blocks_of_tile(blocks, config)}]
+            parts += [f"{run.name}, {found['num_tokens']:,} tokens.", markdown(rows)]
+    return [SELECTED, *parts] if parts else []
+
+
+def blocks_of_tile(layer: NDArray[Any], config: NSAConfig) -> float:
+    """Mean number of distinct blocks that the queries of a kernel tile select together.
+
+    Args:
+        layer: block indices ``[T, Hkv, n]``, -1 for missing blocks.
+        config: pattern of the model.
+    """
+    queries = queries_of_tile(config.group_size)
+    padded = np.pad(layer + 1, ((0, -len(layer) % queries), (0, 0), (0, 0)))
+    tiles = padded.reshape(-1, queries, *layer.shape[1:]).transpose(0, 2, 1, 3)
+    blocks = np.sort(tiles.reshape(*tiles.shape[:2], -1))  # 0: missing
+    return float((np.diff(blocks, prepend=0) > 0).sum(-1).mean())
+
+
+def random_selection(config: NSAConfig, num_tokens: int) -> NDArray[Any]:
+    """Block indices ``[T, 1, n]`` with free blocks drawn at random, -1 for missing blocks."""
+    own = np.arange(num_tokens)[:, None] // config.block_size
+    blocks = np.arange(own[-1, 0] + 1)
+    forced = (blocks < config.num_init_blocks) | (blocks > own - config.num_local_blocks)
+    scores = np.random.default_rng(0).random((num_tokens, len(blocks))) + forced
+    scores[blocks > own] = -1.0
+    chosen = np.argsort(-scores, axis=1)[:, : config.num_selected_blocks]
+    return np.where(np.take_along_axis(scores, chosen, 1) < 0, -1, chosen)[:, None]
+
+
+# ---------------------------------------------------------------------------------------- positions
+
+
+def by_position(runs: Sequence[Run], plot: Path) -> list[str]:
+    """Table and plot of the test losses by tokens of context, and differences to dense."""
+    chosen = pairs(runs).get(DENSE)
+    if not chosen:
+        return []
+    found, model = compared(chosen), chosen[0][0].row["model"]
+    ours, dense = (
+        [folded(run["positions"]) for run in found[side]] for side in ("runs", "against")
+    )
+    bits = [[[x["bits_per_byte"] for x in one] for one in side] for side in (ours, dense)]
+    apart = [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(*bits, strict=True)]
+    means = [[fmean(column) for column in zip(*side, strict=True)] for side in (*bits, apart)]
     rows = [
-        arm.read(path.name)
-        | {"file": arm.code(path), "over": over_documents(path.with_suffix(".npz"))}
-        for path in paths
+        {"from": x["first"], "to": x["last"], model: a, DENSE: b, "difference": f"{c:+.4f}"}
+        for x, a, b, c in zip(ours[0], *means, strict=True)
     ]
-    return sorted(rows, key=lambda row: (row["seq_len"], row["split"]))
+    starts = [x["first"] for x in ours[0]]
+    alone: Row = {"marker": "."} if len(apart) == 1 else {"linewidth": 0.8}
+    curves: list[tuple[str, Sequence[float], Row]] = [
+        (f"seed {one.row['seed']}", ys, {"linestyle": DASHES[n % len(DASHES)], **alone})
+        for n, ((one, _), ys) in enumerate(zip(chosen, apart, strict=True))
+    ]
+    if len(apart) > 1:
+        curves.append(("mean", means[2], {"color": "#000000", "marker": "."}))
+    curves.append(("no difference", [0.0] * len(starts), {"color": "#888888", "linewidth": 0.8}))
+    lines = [
+        (label, list(zip(starts, ys, strict=True)), {"color": COLOURS[model], **style})
+        for label, ys, style in curves
+    ]
+    label = f"{model} minus dense, {BITS}"
+    draw(plot, [Panel("tokens of context", label, lines, {"xscale": "log"})])
+    return [f"Test by tokens of context, {BITS}, mean over seeds.", markdown(rows)]
 
 
-def over_documents(path: Path) -> str | None:
-    """95% interval of a loss over documents: of its difference to a model without loss."""
-    if not path.exists():
-        return None
-    found, _ = load_measurement("report", path.name, path)
-    nothing = Measurement(found.documents * np.array([0.0, 1.0, 1.0]), found.positions)
-    bounds = paired_difference([found], [nothing])
-    low, high = bounds["difference_low"], bounds["difference_high"]
-    return None if low is None else f"{low:.4f} to {high:.4f} ({bounds['num_documents']})"
+def folded(bins: Sequence[Row]) -> list[Row]:
+    """Bins of positions with a last one of a single position merged into the one before."""
+    *before, last = bins
+    if not before or last["first"] < last["last"]:
+        return [*bins]
+    pair = (before.pop(), last)
+    num_bytes = sum(one["num_bytes"] for one in pair)
+    bits = sum(one["bits_per_byte"] * one["num_bytes"] for one in pair) / num_bytes
+    return [*before, pair[0] | {"last": last["last"], "bits_per_byte": bits}]
 
 
-def how_it_ended(legs: Sequence[Figures]) -> str:
-    """How many processes trained, and how each ended."""
-    if not legs:
-        return "How its processes ended is not recorded."
-    names = {STOPPED: " (SIGTERM)", 0: " (the end)"}
-    counts = Counter(leg["exit_code"] for leg in legs)
-    ends = [f"{n} with exit code {code}{names.get(code, '')}" for code, n in counts.items()]
-    resumed = ", from the second on by `nsa train --resume`" * (len(legs) > 1)
-    number = f"{len(legs)} processes" if len(legs) > 1 else "one process"
-    return f"Trained by {number}{resumed}; ended: {', '.join(ends)}."
+# -------------------------------------------------------------------------------------------- plots
 
 
-def checked(arm: Arm) -> str:
-    """What ``nsa check`` found."""
-    said = arm.text("check.txt") or arm.text(f"{FAILED}check.txt")
-    verdict = said.rstrip().rpartition("\n")[2].rpartition(": ")[2]
-    faults = [fault for fault in arm.row.get("failed") or [] if fault.startswith("nsa check ")]
-    if faults:
-        verdict = "; ".join([f"failed, {faults[0].rpartition(': ')[2]}", *filter(None, [verdict])])
-    place = source(arm.code(f"{FAILED}check.txt"))
-    return f"`nsa check` afterwards: {verdict or 'not run'}. {place}".rstrip()
+@dataclass(frozen=True)
+class Panel:
+    """One coordinate system.
+
+    Attributes:
+        x: label of the x axis.
+        y: label of the y axis.
+        lines: label, points and style of each line.
+        settings: further settings of the axes.
+    """
+
+    x: str
+    y: str
+    lines: Sequence[tuple[str, Points, Row]]
+    settings: Row
 
 
-def _layer_lines(metrics: Sequence[Figures], name: str) -> list[Line]:
-    """A line for each layer, dark to light."""
-    found = list[list[tuple[float, float]]]()
-    while layer := points(metrics, "step", f"{name}_layer_{len(found)}"):
-        found.append(layer)
-    shades = mpl.colormaps["viridis"].resampled(len(found) + 1)  # the lightest is invisible
-    styles = [{"color": shades(layer), "linewidth": 0.8} for layer in range(len(found))]
-    return [Line(f"layer {n}", *x) for n, x in enumerate(zip(found, styles, strict=True))]
+def draw(path: Path, panels: Sequence[Panel]) -> None:
+    """Draw panels side by side; the same rows give the same bytes."""
+    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    every = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, panel in zip(every, panels, strict=True):
+        for label, points, style in panel.lines:
+            xs, ys = zip(*points, strict=True)
+            axes.plot(xs, ys, label=label, **{"linewidth": 1.2, **style})
+        axes.set(xlabel=panel.x, ylabel=panel.y, **panel.settings)
+        axes.grid(alpha=0.3)
+    figure.legend(*every[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=110, metadata={"Software": None})
+    path.write_bytes(content.getvalue())
+
+
+def points_of(rows: Sequence[Row], x: str, y: str) -> list[tuple[float, float]]:
+    """Points of the rows that have the field ``y``."""
+    return [(float(row[x]), float(row[y])) for row in rows if y in row]
+
+
+def draw_losses(path: Path, runs: Sequence[Run]) -> None:
+    """Validation over the second half of tokens and seconds, and differences to the first model."""
+    if len(runs) == 1:
+        lines = [
+            ("training", points_of(runs[0].metrics, "step", "bits_per_byte"), {"color": "#bbbbbb"}),
+            ("validation", points_of(runs[0].metrics, "step", VALIDATION), {"marker": "."}),
+        ]
+        draw(path, [Panel("optimizer steps", BITS, lines, {})])
+        return
+    halves: dict[str, list[Any]] = {"tokens": [], "s": []}
+    apart, seeds = list[Any](), sorted({run.row["seed"] for run in runs})
+    first = min((run.row["model"] for run in runs), key=[*COLOURS].index)
+    ours = {run.row["seed"]: run.validation() for run in runs if run.row["model"] == first}
+    for run in runs:
+        curve, seed, model = run.validation(), run.row["seed"], run.row["model"]
+        label, dashes = f"{model}, seed {seed}", DASHES[seeds.index(seed) % len(DASHES)]
+        style = {"color": COLOURS[model], "linestyle": dashes, "marker": "."}
+        end = max(row["tokens"] for row in curve.values())
+        late = [row for row in curve.values() if 2 * row["tokens"] >= end]
+        for x, lines in halves.items():
+            lines.append((label, points_of(late, x, VALIDATION), style))
+        common = [step for step in curve if step in ours.get(seed, {}) and model != first]
+        gaps = [
+            (float(curve[step]["tokens"]), ours[seed][step][VALIDATION] - curve[step][VALIDATION])
+            for step in common
+        ]
+        apart += [(label, gaps, style)] * bool(gaps)
+    names = {"tokens": "tokens, second half", "s": "seconds, second half of the tokens"}
+    panels = [Panel(names[x], f"validation, {BITS}", lines, {}) for x, lines in halves.items()]
+    panels.append(Panel("tokens", f"{first} minus it, same seed, {BITS}", apart, {}))
+    draw(path, panels)
+
+
+def draw_layers(path: Path, run: Run) -> None:
+    """Gates and overlap of each layer, dark to light."""
+    names = {
+        "gate_cmp_mean": "gate, compressed",
+        "gate_slc_mean": "gate, selected",
+        "gate_win_mean": "gate, window",
+        "selected_overlap": "overlap with the query before",
+    }
+    panels, rows = list[Panel](), run.metrics[::10]
+    for name, label in names.items():
+        layers = list[Points]()
+        while points := points_of(rows, "step", f"{name}_layer_{len(layers)}"):
+            layers.append(points)
+        shades = mpl.colormaps["viridis"].resampled(len(layers) + 1)  # the lightest is invisible
+        lines = [
+            (f"layer {n}", points, {"color": shades(n), "linewidth": 0.8})
+            for n, points in enumerate(layers)
+        ]
+        panels.append(Panel("optimizer steps", label, lines, {"ylim": (0, 1)}))
+    draw(path, panels)

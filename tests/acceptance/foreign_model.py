@@ -1,20 +1,18 @@
-"""``python -m tools.accept.foreign_model``: the module in another decoder, eager and compiled.
+"""The module in another decoder, eager and compiled.
 
 The decoder uses nothing of the package but :class:`nsa.NativeSparseAttention`. It trains under
-``torch.autocast`` with activation checkpointing on batches of many sizes, eager and through
-``torch.compile``. The two must agree within the error that bf16 makes anyway, and no size after the
-warm-up may need another compilation.
+``torch.autocast`` with activation checkpointing on batches of many shapes, eager and through
+``torch.compile``. Both must agree within the error of bf16, and no shape after the warm-up may need
+another compilation.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import math
 import statistics
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch._dynamo
@@ -25,27 +23,26 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa import NativeSparseAttention, NSAConfig
 from nsa.train.data.documents import corpus_files
-from tools.accept.case import Result
+from tests.acceptance.checks import MIN_GAIN_NATS
 
 VOCABULARY = 256
-LEAST_GAIN_NATS = 0.5
-# The compiled model's distance from fp32 may be so many times the eager model's; that one must be
+# The distance of the compiled model from fp32 may be twice that of the eager model, which must be
 # small itself.
 NOISE_FACTOR, NOISE_FLOOR_NATS, NOISE_CEILING_NATS = 2.0, 2e-3, 0.1
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model, and the batches that it trains on.
+    """A model and its batches.
 
     Attributes:
-        width: of the residual stream.
-        num_layers: layers.
-        config: pattern of its attention.
+        width: width of the residual stream.
+        num_layers: number of layers.
+        config: pattern of the attention.
         warmup: batch sizes and lengths in which compiling is allowed: each class of shapes twice.
             PyTorch compiles separately for a size of 1.
-        later: those that follow.
-        rounds: how often ``later`` is repeated.
+        later: batch sizes and lengths after the warm-up.
+        rounds: repetitions of ``later``.
     """
 
     width: int
@@ -66,6 +63,10 @@ FULL = Size(
 )
 
 
+# Measured fields of the row, notes, and faults.
+Found = tuple[dict[str, float], list[str], list[str]]
+
+
 class Layer(nn.Module):
     """Norm and attention, norm and MLP, with residuals."""
 
@@ -81,13 +82,13 @@ class Layer(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` ``[B, T, width]`` to the same shape."""
+        """Output ``[B, T, width]`` for an input of the same shape."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(x)
 
 
 class Decoder(nn.Module):
-    """A byte-level decoder whose layers save only their input for the backward pass."""
+    """Byte-level decoder whose layers store only their input for the backward pass."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -99,8 +100,8 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy of ``targets``, the bytes that follow ``tokens``, both ``[B, T]``.
 
-        They are separate arguments: over a length of T - 1 with T dynamic, the compiler of torch
-        2.11 fails in a layer norm, whatever the attention.
+        They are separate arguments: with a dynamic length T - 1, the compiler of torch 2.11 fails
+        in a layer norm, whatever the attention.
         """
         x = self.embedding(tokens)
         for layer in self.layers:
@@ -109,13 +110,13 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def measure(size: Size, device: torch.device, backend: str) -> Result:
+def measure(size: Size, device: torch.device, backend: str) -> Found:
     """Train three times from the same weights on the same batches: fp32, bf16, bf16 compiled.
 
     Args:
         size: model and batches.
-        device: where to train.
-        backend: of ``torch.compile``.
+        device: device of the trainings.
+        backend: argument of ``torch.compile``.
     """
     torch.manual_seed(0)
     model = Decoder(size).to(device)
@@ -127,39 +128,35 @@ def measure(size: Size, device: torch.device, backend: str) -> Result:
     counters.clear()
     compiled, graphs = train(copy.deepcopy(model), batches, autocast=True, backend=backend)
     numbers = range(len(size.warmup), len(batches))
-    anew = [list(batches[i].shape) for i in numbers if graphs[i] > graphs[i - 1]]
-    return judge(size, exact, eager, compiled, anew)
+    recompiled = [list(batches[i].shape) for i in numbers if graphs[i] > graphs[i - 1]]
+    return judge(size, exact, eager, compiled, recompiled)
 
 
 def make_batches(size: Size, device: torch.device) -> list[Tensor]:
-    """Bytes of the package's plays, int64 ``[B, T + 1]``, each batch from another place."""
+    """Random passages of the package's plays as bytes, int64 ``[B, T + 1]``."""
     play = next(iter(corpus_files().documents)).text
     text = torch.frombuffer(bytearray(play), dtype=torch.uint8).long()
-    places = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     batches = []
     for batch, length in (*size.warmup, *size.later * size.rounds):
-        begins = torch.randint(len(text) - length - 1, (batch,), generator=places)
+        begins = torch.randint(len(text) - length - 1, (batch,), generator=generator)
         batches.append(torch.stack([text[begin : begin + length + 1] for begin in begins]))
     return [batch.to(device) for batch in batches]
 
 
 def train(
-    model: Decoder,
-    batches: Sequence[Tensor],
-    *,
-    autocast: bool,
-    backend: str | None = None,
+    model: Decoder, batches: Sequence[Tensor], *, autocast: bool, backend: str | None = None
 ) -> tuple[list[float], list[int]]:
-    """Train a model, whose weights change.
+    """Train a model in place.
 
     Args:
-        model: what to train.
-        batches: of :func:`make_batches`.
+        model: the model.
+        batches: see :func:`make_batches`.
         autocast: whether matrix products are bf16.
-        backend: of ``torch.compile``; None does not compile.
+        backend: argument of ``torch.compile``; None does not compile.
 
     Returns:
-        For each batch its loss, and the number of graphs compiled when it was done.
+        Loss of each batch, and the number of graphs compiled so far.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     forward = model if backend is None else torch.compile(model, backend=backend)
@@ -180,51 +177,34 @@ def judge(
     exact: Sequence[float],
     eager: Sequence[float],
     compiled: Sequence[float],
-    anew: Sequence[list[int]],
-) -> Result:
+    recompiled: Sequence[list[int]],
+) -> Found:
     """Compare the losses of the three trainings.
 
     Args:
         size: model and batches.
         exact: losses in fp32.
-        eager: in bf16.
-        compiled: in bf16, compiled.
-        anew: sizes of tokens after the warm-up for which PyTorch compiled.
+        eager: losses in bf16.
+        compiled: losses in bf16, compiled.
+        recompiled: shapes of tokens after the warm-up for which PyTorch compiled.
     """
-    errors = [distance(losses, exact) for losses in (eager, compiled)]
+    gaps = ([a - b for a, b in zip(x, exact, strict=True)] for x in (eager, compiled))
+    errors = [math.sqrt(statistics.fmean(x * x for x in one)) for one in gaps]
     first = statistics.fmean(compiled[: len(size.warmup)])
     last = statistics.fmean(compiled[-len(size.later) :])
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     faults, limit = [], max(NOISE_FACTOR * errors[0], NOISE_FLOOR_NATS)
-    if anew:
-        more = f", and {len(anew) - 1} more" if len(anew) > 1 else ""
-        faults.append(f"compiled anew for tokens of {anew[0]}{more}")
+    if recompiled:
+        faults.append(f"{len(recompiled)} recompilations, the first for tokens {recompiled[0]}")
     if not errors[0] <= NOISE_CEILING_NATS:
         faults.append(f"bf16 is {errors[0]:.4f} nats from fp32, at most {NOISE_CEILING_NATS}")
     elif not errors[1] <= limit:
         faults.append(f"compiled, it is {errors[1]:.4f} nats from fp32, at most {limit:.4f}")
-    elif not first - last >= LEAST_GAIN_NATS:
-        faults.append(f"the loss fell by {first - last:.3f} nats, at least {LEAST_GAIN_NATS}")
-    figures = {"compilations_after_5": len(anew), "loss_first": first, "loss_last": last}
-    distances = f"eager {errors[0]:.5f} nats, compiled {errors[1]:.5f}"
+    elif not first - last >= MIN_GAIN_NATS:
+        faults.append(f"the loss fell by {first - last:.3f} nats, at least {MIN_GAIN_NATS}")
+    figures = {"compilations_after_5": len(recompiled), "loss_first": first, "loss_last": last}
     remarks = [
         f"{len(compiled)} steps, {graphs} graphs, {breaks} graph breaks",
-        f"distance from fp32: {distances}",
+        f"distance from fp32: eager {errors[0]:.5f} nats, compiled {errors[1]:.5f}",
     ]
-    return Result(figures, remarks, faults)
-
-
-def distance(losses: Sequence[float], exact: Sequence[float]) -> float:
-    """Root mean square difference, nats."""
-    return math.sqrt(statistics.fmean((a - b) ** 2 for a, b in zip(losses, exact, strict=True)))
-
-
-def main() -> int:
-    """Print the result as JSON; 1 if something failed."""
-    found = measure(FULL, torch.device("cuda"), "inductor")
-    print(json.dumps(asdict(found)))
-    return 1 if found.faults else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return figures, remarks, faults
