@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 
 from nsa.cli.commands import Command, Group
 from nsa.errors import check, check_output
-from nsa.train.sources import is_mistyped_path
 
 if TYPE_CHECKING:
     from nsa.train.data.preparation import Report
@@ -66,8 +65,6 @@ def prepare(
         workers: threads that tokenise (default one for each core; bytes need one)
         time_limit_s: give up after S seconds without text
     """
-    mistyped = is_mistyped_path(source)
-    check(not mistyped, "prepare", "SOURCE", "exist", source, "It is no name on the hub.")
     from nsa.train import data
     from nsa.train.data.shards import INDEX
 
@@ -114,7 +111,7 @@ class _Progress:
 
     def report(self, report: Report) -> None:
         """Name skipped files at the beginning, and then say how far it is every ten seconds."""
-        from nsa.train.data.origin import skipped_files
+        from nsa.train.data.local import skipped_files
 
         now, size = time.monotonic(), sum(report.progress.text_bytes.values())
         if self._begin is None:  # what was done before says nothing about the speed of this attempt
@@ -193,7 +190,7 @@ def needles(out: str, *, size: int = 2048, number: int = 100, seed: int = 0) -> 
         seed: of numbers and depths
     """
     from nsa.files import replace_text
-    from nsa.train.data.needles import needle_prompts
+    from nsa.train.data.synthetic import needle_prompts
 
     check_output("nsa data needles", "OUT", Path(out), is_new=True)
     lines = [dumps(row) for row in needle_prompts(size, number, seed)]

@@ -159,7 +159,7 @@ def test_killed_preparation_goes_on(
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", pytest.param("gpt2", marks=in_full)])
-def test_a_process_that_reads_and_tokenises_is_replaced(tmp_path: Path, tokenizer: str) -> None:
+def test_a_process_that_reads_is_replaced(tmp_path: Path, tokenizer: str) -> None:
     # more than a pipe holds
     texts = make_texts(12_000, longest=200)
     source = as_clone(write_folder(tmp_path / "set", "jsonl", texts, files=5))

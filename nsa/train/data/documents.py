@@ -1,7 +1,7 @@
-"""Where text comes from (one document is one file), and its split: train, validation, test.
+"""Text, one document a file, and its split: train, validation, test.
 
 Text is split before it is tokenised. So a tokenizer trained here sees training text alone, no token
-spans the border, and each side becomes an array of its own: a window cannot reach from one into the
+spans the border, and each side becomes an array of its own: no sequence reaches from one into the
 other.
 """
 
@@ -16,19 +16,31 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from nsa.errors import check
-from nsa.train.sources import format_of
+from nsa.train.data.tokenizer import Tokenizer, Tokens
 
 Side = Literal["train", "validation", "test"]
+Kind = Literal["train", "validation", "test", "empty", "unreadable"]
+Fractions = tuple[float, float]  # of validation and test
 SIDES: tuple[Side, Side, Side] = ("train", "validation", "test")
 
+FORMATS = {
+    ".parquet": "parquet",
+    ".jsonl": "json",
+    ".json": "json",
+    ".ndjson": "json",
+    ".txt": "text",
+    ".md": "text",
+}
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _CORPUS = Path(__file__).with_name("corpus")
 _PLAYS = (
     "Eight plays by William Shakespeare, from Project Gutenberg by way of the source distribution "
     "shakespeare 0.6 (Open Knowledge Foundation). Public domain. "
     "See nsa/train/data/corpus/README.md."
 )
-_INSTALLED = {"site-packages", "dist-packages"}
 _ACCEPTED_SHARE = 0.8  # whole documents are taken if they reach this part of the share asked for
 _LINE_SEARCH = 8  # a cut moves on to the next line if that is within one eighth of the tail
 
@@ -52,8 +64,8 @@ class Document:
 
     @cached_property
     def identity(self) -> str:
-        """See :func:`identity_of`."""
-        return identity_of(self.text)
+        """Hash of the text that is the same with and without newlines at its end."""
+        return hashlib.sha256(self.text.rstrip(b"\r\n")).hexdigest()
 
 
 class TextFiles(NamedTuple):
@@ -93,25 +105,6 @@ def num_bytes(documents: Iterable[Document]) -> int:
     return sum(len(document.text) for document in documents)
 
 
-def identity_of(text: bytes) -> str:
-    """Hash of a text that is the same with and without newlines at its end."""
-    return hashlib.sha256(text.rstrip(b"\r\n")).hexdigest()
-
-
-def side_of(text: bytes, validation_fraction: float, test_fraction: float = 0.0) -> Side:
-    """The side of a document of a data set, by its hash.
-
-    That is the SHA-256 of its text, newlines at its end apart, as a number from 0 to 1: validation
-    below the first fraction, test below the sum of both. A document's side depends on its text
-    alone. So the sides share no document, whatever the order and the number of copies, and a data
-    set that grows moves none from one side to another. Validation is the same without a test side.
-    """
-    number = int(identity_of(text)[:16], 16)
-    if number < validation_fraction * 2**64:
-        return "validation"
-    return "test" if number < (validation_fraction + test_fraction) * 2**64 else "train"
-
-
 def fault_of_text(text: bytes) -> str:
     """Why bytes are not the text of a :class:`Document`; empty if they are."""
     position = text.find(b"\0")  # marks binary files, and is the byte tokenizer's separator
@@ -124,18 +117,27 @@ def fault_of_text(text: bytes) -> str:
     return ""
 
 
+def format_of(name: str) -> str | None:
+    """Format of a file, maybe compressed, by its name: ``parquet``, ``json``, ``text`` or None."""
+    suffixes = [suffix.lower() for suffix in PurePath(name).suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return FORMATS.get(suffixes[-1]) if suffixes else None
+
+
 def corpus_files() -> TextFiles:
     """The embedded corpus: eight public-domain plays, about 1 MB of English."""
-    return _read(_CORPUS, _matching(_CORPUS, "*.txt"), _PLAYS)
+    return _read(_CORPUS, list_files(_CORPUS, "*.txt", "pattern"), _PLAYS)
 
 
 def stdlib_files() -> TextFiles:
     """The ``*.py`` files of the running Python's standard library, without installed packages.
 
-    A few of its test files are deliberately not UTF-8 or hold NUL bytes; they are skipped.
+    A few of its test files are deliberately not UTF-8 or contain NUL bytes; they are skipped.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    names = [name for name in _matching(root, "*.py") if not _INSTALLED & {*PurePath(name).parts}]
+    names = list_files(root, "*.py", "pattern")
+    names = [name for name in names if "-packages/" not in name]
     version = platform.python_version()
     provenance = f"Standard library of Python {version}. Python Software Foundation License."
     return _read(root, names, provenance, skip=True)
@@ -144,8 +146,8 @@ def stdlib_files() -> TextFiles:
 def folder_files(path: str, pattern: str = "*") -> TextFiles:
     """A text file, or the files below a folder whose names match a pattern, sorted by path.
 
-    Files and folders whose names begin with a dot do not count. Links to folders are not followed.
-    Files of JSON or Parquet, by their names, hold rows and not text; they are skipped beside text.
+    Hidden files do not count, and links to folders are not followed. Files of JSON or Parquet, by
+    their names, contain rows and not text; they are skipped if there is text too.
 
     Args:
         path: file or folder.
@@ -155,9 +157,9 @@ def folder_files(path: str, pattern: str = "*") -> TextFiles:
         ValueError: nothing exists at ``path``, nothing matches, a file is not text, or the pattern
             is no relative glob.
     """
-    check(path != "", "open_data", "data.path", "name an existing file or folder", "''")
     root = Path(path)
-    check(root.exists(), "open_data", "data.path", "name an existing file or folder", path)
+    exists = path != "" and root.exists()
+    check(exists, "open_data", "data.path", "name an existing file or folder", path or "''")
     names = [root.name] if root.is_file() else list_files(root, pattern, "data.pattern")
     rule, hint = f"match a file below {path}", "Hidden files do not count."
     check(bool(names), "open_data", "data.pattern", rule, repr(pattern), hint)
@@ -181,22 +183,12 @@ def list_files(root: Path, pattern: str, argument: str) -> list[str]:
     is_below = pattern != "" and not given.is_absolute() and ".." not in given.parts
     rule = "be a glob below the folder, such as *.txt"
     check(is_below, "open_data", argument, rule, repr(pattern))
-    return [name for name in _matching(root, pattern) if "/." not in f"/{name}"]
-
-
-def _matching(root: Path, pattern: str) -> list[str]:
     found = {path.relative_to(root).as_posix() for path in root.rglob(pattern) if path.is_file()}
-    return sorted(found)
+    return sorted(name for name in found if "/." not in f"/{name}")
 
 
-def _read(
-    root: Path,
-    names: Sequence[str],
-    provenance: str,
-    *,
-    skip: bool = False,
-) -> TextFiles:
-    """Read files; one that is not text is skipped on request, and an error otherwise."""
+def _read(root: Path, names: Sequence[str], provenance: str, *, skip: bool = False) -> TextFiles:
+    """Read files; a file that is not text is skipped on request, and an error otherwise."""
     files = TextFiles([], provenance, [])
     for name in names:
         try:
@@ -304,3 +296,80 @@ def _line_start(text: bytes, position: int) -> int:
     while position < len(text) and text[position] & 0xC0 == 0x80:
         position += 1
     return position
+
+
+# --- documents of a data set: by hash -------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """Row of a data set.
+
+    Attributes:
+        kind: side of its document, or why there is none: ``empty``, or ``unreadable`` for text that
+            is not UTF-8 or contains a NUL byte.
+        num_bytes: size of the text.
+        tokens: tokens of the document, ended by the separator; none for other sides than those
+            asked for.
+    """
+
+    kind: Kind
+    num_bytes: int
+    tokens: Tokens
+
+
+def tokenise(
+    tokenizer: Tokenizer,
+    fractions: Fractions,
+    sides: Sequence[Side],
+    is_one: bool,
+    texts: Sequence[bytes],
+) -> list[Row]:
+    """Tokenise rows.
+
+    Args:
+        tokenizer: with a separator.
+        fractions: see :func:`side_of`.
+        sides: those whose documents are tokenised.
+        is_one: see :func:`rows_of`.
+        texts: empty for a row without one.
+    """
+    rows = rows_of(texts, fractions, is_one)
+    encoded = iter(tokenizer.encode_documents([text for kind, text in rows if kind in sides]))
+    nothing = np.empty(0, dtype=np.uint8)
+    return [
+        Row(kind, len(text), next(encoded) if kind in sides else nothing) for kind, text in rows
+    ]
+
+
+def rows_of(texts: Sequence[bytes], fractions: Fractions, is_one: bool) -> list[tuple[Kind, bytes]]:
+    """Kind of each text, see :class:`Row`.
+
+    If the data set is one text, the end of it is set aside, and the training text comes last.
+    """
+    if is_one and texts[0]:
+        split = split_documents([Document("text", texts[0])], *fractions)
+        sides: dict[Kind, Sequence[Document]] = {"validation": split.validation}
+        sides |= {"test": split.test, "train": split.train}
+        return [(side, document.text) for side, found in sides.items() for document in found]
+    return [(kind_of(text, fractions), text) for text in texts]
+
+
+def kind_of(text: bytes, fractions: Fractions) -> Kind:
+    """Kind of a row, see :class:`Row`."""
+    if not text:
+        return "empty"
+    return "unreadable" if fault_of_text(text) else side_of(text, *fractions)
+
+
+def side_of(text: bytes, validation_fraction: float, test_fraction: float = 0.0) -> Side:
+    """The side of a document of a data set, by its hash.
+
+    That is the SHA-256 of its text, newlines at its end apart, as a number from 0 to 1: validation
+    below the first fraction, test below the sum of both. A document's side depends on its text
+    alone. So the sides share no document, whatever the order and the number of copies, and a data
+    set that grows moves none from one side to another. Validation is the same without a test side.
+    """
+    number = int(Document("", text).identity[:16], 16)
+    if number < validation_fraction * 2**64:
+        return "validation"
+    return "test" if number < (validation_fraction + test_fraction) * 2**64 else "train"

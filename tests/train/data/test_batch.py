@@ -1,12 +1,28 @@
 from __future__ import annotations
 
+import itertools
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from nsa.train.data import IGNORED_TARGET, Batch, TextSource, collate, spread, validation_batches
+from nsa.train.data import (
+    IGNORED_TARGET,
+    Batch,
+    Prefetcher,
+    StarvedError,
+    TextSource,
+    collate,
+    spread,
+    validation_batches,
+)
+from nsa.train.data import (
+    batch as batch_module,
+)
 from nsa.train.data.synthetic import SyntheticSource
 
 BYTES = np.ones(256, dtype=np.int64)
@@ -84,14 +100,6 @@ def test_windows_are_spread_evenly(number, available):
     assert {*steps} <= {available // len(chosen), -(-available // len(chosen))}
 
 
-def test_no_windows_are_an_error():
-    message = "num_windows must be positive, with at least one window in the source, got 5"
-    with pytest.raises(ValueError, match=message):
-        list(validation_batches(LETTERS, 1000, 4, 5, document_mask=True))
-    with pytest.raises(ValueError, match="indices must name at least one window"):
-        batch_of()
-
-
 def test_batch_moves_as_a_whole():
     batch, other = batch_of(0), batch_of(1)
     moved, copied = batch.to("meta"), batch.to("cpu")
@@ -125,5 +133,44 @@ def test_padding_with_empty_sequences():
     assert batch.tokens.tolist() == [*batch_of(1).tokens, *batch_of(0).tokens]
     assert batch.num_sequences == 4
     assert batch.padded(6).cu_seqlens.tolist() == [0, 4, 5, 9, 10, 10, 10]
-    with pytest.raises(ValueError, match=r"num_sequences must be at least 4, got 2"):
-        batch.padded(2)
+
+
+# --- batches made ahead ---------------------------------------------------------------------------
+def test_items_come_in_order_and_no_more_than_two_ahead():
+    numbers = itertools.count()
+    items = Prefetcher(lambda: next(numbers))
+    assert [items.get(1.0) for _ in range(100)] == list(range(100))
+    time.sleep(0.05)
+    assert next(numbers) <= 104  # two ready, one in the thread's hand
+    items.close()
+
+
+def test_an_error_comes_out_where_its_item_would():
+    items = Prefetcher(iter([1, 2]).__next__)
+    assert [items.get(1.0), items.get(1.0)] == [1, 2]
+    with pytest.raises(StopIteration):
+        items.get(1.0)
+    items.close()
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_closing_ends_the_thread(taken):
+    before = threading.enumerate()
+    items = Prefetcher(lambda: time.sleep(0.01))
+    for _ in range(taken):
+        items.get(1.0)
+    time.sleep(0.1)  # it waits for room by now
+    items.close()
+    assert threading.enumerate() == before
+
+
+def test_a_read_that_hangs_starves_and_is_left_behind(monkeypatch):
+    monkeypatch.setattr(batch_module, "_CLOSING_S", 0.2)
+    end = threading.Event()
+    items = Prefetcher(end.wait)
+    begin = time.monotonic()
+    with pytest.raises(StarvedError, match=r"no batch in 0\.1 s"):
+        items.get(0.1)
+    items.close()
+    assert 0.3 < time.monotonic() - begin < 5
+    end.set()

@@ -94,9 +94,3 @@ def test_corpus_baseline():
     assert isinstance(data.validation, TextSource)
     # Letters of English given the letter before; other plays measure 3.6 to 3.8.
     assert 3.2 < bigram_bits_per_byte(data.train, data.validation) < 4.2
-
-
-def test_other_vocabulary_is_an_error():
-    source, other = (source_of(np.array([1, 2, 3]), np.ones(size)) for size in (256, 300))
-    with pytest.raises(ValueError, match="validation must have the training text's vocabulary"):
-        bigram_bits_per_byte(source, other)

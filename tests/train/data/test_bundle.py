@@ -98,7 +98,7 @@ def test_run_folder_tokenizer_of_the_other_sort_is_an_error(source, separator, t
         open_data(DataConfig(source), seed=1, seq_len=128, run_folder_tokenizer=path)
 
 
-@pytest.mark.parametrize(("size", "side"), [(101, "validation"), (901, "training")])
+@pytest.mark.parametrize(("size", "side"), [(101, "validation"), (901, "train")])
 def test_text_shorter_than_a_window_names_the_sizes(size, side, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("x" * 1000)

@@ -11,8 +11,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from nsa.train.data import ByteTokenizer, Document, TextSource
-from nsa.train.data.documents import SIDES, corpus_files, num_bytes, side_of, split_documents
-from nsa.train.data.tokenise import tokenise
+from nsa.train.data.documents import (
+    SIDES,
+    corpus_files,
+    num_bytes,
+    side_of,
+    split_documents,
+    tokenise,
+)
 
 NUMBER = 6  # bytes of one marked place
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=30)
@@ -183,7 +189,7 @@ def kind_of(row: bytes, fractions: tuple[float, float]) -> str:
     sides=st.sampled_from([SIDES, SIDES[:1], SIDES[1:]]),
 )
 def test_rows_become_documents_of_their_side(rows, fractions, sides):
-    made = tokenise(ByteTokenizer(), fractions, sides, rows)
+    made = tokenise(ByteTokenizer(), fractions, sides, False, rows)
     kinds = [kind_of(row, fractions) for row in rows]
     assert [row.kind for row in made] == kinds
     assert [row.num_bytes for row in made] == list(map(len, rows))

@@ -232,7 +232,9 @@ def lossy(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["lowercase", "prefix", "words"])
 def test_file_that_loses_text_is_an_error(name, tmp_path):
-    with pytest.raises(ValueError, match="definition must give every text back byte for byte"):
+    with pytest.raises(
+        ValueError, match=r"data\.tokenizer_path must give every text back byte for byte"
+    ):
         from_file(lossy(name), tmp_path)
 
 
@@ -260,7 +262,7 @@ def changed(name: str, value: Any) -> dict[str, Any]:
 UNUSABLE = (
     r"tokenizer_path must be a file that the tokenizers library can read and use, got .*json\. "
 )
-LOSSY = "data.tokenizer_path must give every text back byte for byte, .*its added token '<x>' takes"
+LOSSY = "data.tokenizer_path must give every text back byte for byte, .*added tokens with lstrip or"
 
 
 @pytest.mark.parametrize(
@@ -273,7 +275,7 @@ LOSSY = "data.tokenizer_path must give every text back byte for byte, .*its adde
         ("vocab", None, UNUSABLE + "Missing vocab/merges"),
         ("id", -5, UNUSABLE + "invalid value: integer `-5`"),
         ("id", 1.5, UNUSABLE + "invalid type: floating point `1.5`"),
-        ("id", 2**32 - 1, "definition must have ids below 16777216, got 4294967295"),
+        ("id", 2**32 - 1, "data.tokenizer_path must have ids below 16777216, got 4294967295"),
         ("depth", 200, UNUSABLE + "recursion limit exceeded"),
         ("regex", "(a+)+$", UNUSABLE + "Onig: Regex search error"),
         ("regex", r"(\s|\s\s)*x", UNUSABLE + "Onig: Regex search error"),
@@ -316,7 +318,7 @@ def test_document_that_a_file_cannot_spell_is_an_error():
 def test_separator_of_a_file_is_a_special_token(tmp_path):
     definition = json.loads(bpe_json())
     definition["added_tokens"][0]["special"] = False
-    with pytest.raises(ValueError, match="separator must be marked as a special token"):
+    with pytest.raises(ValueError, match="must mark its separator as a special token"):
         from_file(definition, tmp_path)
     backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
     message = r"have one of the tokens <\|endoftext\|>, .* to end documents with"
@@ -333,11 +335,10 @@ def test_unusable_tokenizer_files_are_errors(tmp_path):
     other_kinds = [json.dumps({**saved, "kind": kind}) for kind in ("byte", "bpf", None, ["bpe"])]
     saved["tokenizer"]["model"]["vocab"]["changed"] = 600
     for content, message in (
-        *((content, r"have a kind \(byte, gpt2, bpe, file\) that fits") for content in other_kinds),
         ("[" * 100_000, "must be a JSON file"),
         ("{", "must be a JSON file"),
-        ("{}", "be a tokenizer file of a run folder"),
-        (json.dumps(saved), "hold what its fingerprint says"),
+        *((content, "be an undamaged tokenizer file") for content in (*other_kinds, "{}", "[]")),
+        (json.dumps(saved), "be an undamaged tokenizer file"),
     ):
         path.write_text(content, encoding="utf-8")
         with pytest.raises(ValueError, match=message):
