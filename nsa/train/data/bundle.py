@@ -21,7 +21,7 @@ from nsa.train.data.documents import (
     stdlib_files,
 )
 from nsa.train.data.local import Origin, skipped_files
-from nsa.train.data.shards import open_shards
+from nsa.train.data.shards import ShardSource, open_shards
 from nsa.train.data.source import DataUnavailableError, Sampler, TextSource, TokenSource
 from nsa.train.data.stream import StreamSampler, StreamSource, read_held_out
 from nsa.train.data.synthetic import TASKS, SyntheticSource
@@ -201,8 +201,8 @@ def _open_shards(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
         _describe(description, side, found["documents"], found["text_bytes"], hashes)
     if "test" in sides:
         description["test_fraction"] = request["test_fraction"]
-    test = folder.source("test") if "test" in sides else None
-    return DataBundle(folder.source("train"), folder.source("validation"), test, ours, description)
+    train, validation, *test = (ShardSource(folder, side) for side in sides)
+    return DataBundle(train, validation, test[0] if test else None, ours, description)
 
 
 def _open_stream(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
@@ -225,7 +225,7 @@ def _open_stream(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
     }
     if config.test_fraction:
         description["test_fraction"] = config.test_fraction
-    sources = dict[Side, TextSource]()
+    sources = dict[str, TextSource]()
     for side, rows in held_out.items():
         tokens = [row.tokens for row in rows]
         source = TextSource(tokens, tokenizer.separator_id, tokenizer.token_bytes)

@@ -1,8 +1,8 @@
 """Text, one document a file, and its split: train, validation, test.
 
 Text is split before it is tokenised. So a tokenizer trained here sees training text alone, no token
-spans the border, and each side becomes an array of its own: no sequence reaches from one into the
-other.
+spans the border, and each split becomes an array of its own: no sequence reaches from one into
+another.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PLAYS = (
     "shakespeare 0.6 (Open Knowledge Foundation). Public domain. "
     "See nsa/train/data/corpus/README.md."
 )
-_ACCEPTED_SHARE = 0.8  # whole documents are taken if they reach this part of the share asked for
+_ACCEPTED_SHARE = 0.8  # whole documents are taken if they reach this part of the fraction
 _LINE_SEARCH = 8  # a cut moves on to the next line if that is within one eighth of the tail
 
 
@@ -50,8 +50,8 @@ class Document:
     """One text, or a part of one that the split has cut.
 
     Attributes:
-        name: where it came from, for the user.
-        text: its bytes: valid UTF-8, not empty, no NUL.
+        name: name of its file.
+        text: bytes: valid UTF-8, not empty, no NUL.
     """
 
     name: str
@@ -83,12 +83,12 @@ class TextFiles(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The sides of a text: no text, and no byte of a document, is on two of them.
+    """Split of a text: no text, and no byte of a document, is in two parts.
 
     Attributes:
         train: training documents.
         validation: validation documents.
-        test: test documents; none without a share for them.
+        test: test documents; none if their fraction is 0.
         rule: ``documents`` (whole ones are set aside) or ``tail`` (the end of the text).
         num_duplicates: documents left out because another has the same content.
     """
@@ -106,7 +106,7 @@ def num_bytes(documents: Iterable[Document]) -> int:
 
 
 def fault_of_text(text: bytes) -> str:
-    """Why bytes are not the text of a :class:`Document`; empty if they are."""
+    """Reason why bytes are not the text of a :class:`Document`; empty if they are."""
     position = text.find(b"\0")  # marks binary files, and is the byte tokenizer's separator
     if position >= 0:
         return f"a NUL byte at offset {position}"
@@ -210,20 +210,20 @@ def _read(root: Path, names: Sequence[str], provenance: str, *, skip: bool = Fal
 def split_documents(
     documents: Sequence[Document], validation_fraction: float, test_fraction: float = 0.0
 ) -> Split:
-    """Set a share of the text aside for validation, and then another one for the test.
+    """Set a fraction of the text aside for validation, and then another one for the test.
 
-    Documents with the same content, final newlines apart, count once. Each share takes whole
-    documents where they can make it up: in the order of their content's SHA-256, each that still
-    fits. If they reach less than 0.8 of it (few documents, or large ones), it takes the end of what
-    is left: whole documents from the last backwards, and the tail of the one that the border falls
-    in, cut after a line if one ends nearby.
+    Documents with the same content, final newlines apart, count once. Whole documents are
+    taken in the order of their content's SHA-256, each that still fits. If they reach less than 0.8
+    of the fraction (few documents, or large ones), the end of the rest is taken: whole documents
+    from the last backwards, and the tail of the one that the border falls in, cut after a line if
+    one ends nearby.
 
-    Documents taken by hash keep that order; all others keep their own.
+    Documents taken by hash keep that order; all others keep the given one.
 
     Args:
         documents: in a fixed order.
-        validation_fraction: share of the bytes for validation, above 0 and at most 0.5.
-        test_fraction: share of the bytes for the test; 0 for none. Validation does not depend on
+        validation_fraction: fraction of the bytes for validation, above 0 and at most 0.5.
+        test_fraction: fraction of the bytes for the test; 0 for none. Validation does not depend on
             it.
 
     Raises:
@@ -241,7 +241,7 @@ def split_documents(
             sides["train"], sides[side], rule = _set_aside(sides["train"], share * size)
             rules.add(rule)
     for side in ("validation", "test", "train"):
-        # A tail that was cut off may equal a document of another side.
+        # A tail that was cut off may equal a document of another split.
         found = sides.get(side, [])
         kept = [document for document in found if document.identity not in taken]
         num_duplicates += len(found) - len(kept)
@@ -257,7 +257,7 @@ def split_documents(
 def _set_aside(
     documents: Sequence[Document], target: float
 ) -> tuple[list[Document], list[Document], str]:
-    """What is left of documents, what makes up ``target`` bytes of them, and by which rule."""
+    """The remaining documents, those for ``target`` bytes, and the rule that chose them."""
     taken, size = list[Document](), 0
     for document in sorted(documents, key=lambda document: document.sha256):
         if size + len(document.text) <= target:
@@ -305,10 +305,10 @@ class Row(NamedTuple):
     """Row of a data set.
 
     Attributes:
-        kind: side of its document, or why there is none: ``empty``, or ``unreadable`` for text that
-            is not UTF-8 or contains a NUL byte.
+        kind: split of its document, or the reason for none: ``empty``, or ``unreadable`` for text
+            that is not UTF-8 or contains a NUL byte.
         num_bytes: size of the text.
-        tokens: tokens of the document, ended by the separator; none for other sides than those
+        tokens: tokens of the document, ended by the separator; none for other splits than those
             asked for.
     """
 
@@ -329,7 +329,7 @@ def tokenise(
     Args:
         tokenizer: with a separator.
         fractions: see :func:`side_of`.
-        sides: those whose documents are tokenised.
+        sides: splits whose documents are tokenised.
         is_one: see :func:`rows_of`.
         texts: empty for a row without one.
     """
@@ -362,12 +362,12 @@ def kind_of(text: bytes, fractions: Fractions) -> Kind:
 
 
 def side_of(text: bytes, validation_fraction: float, test_fraction: float = 0.0) -> Side:
-    """The side of a document of a data set, by its hash.
+    """Split of a document of a data set, by its hash.
 
     That is the SHA-256 of its text, newlines at its end apart, as a number from 0 to 1: validation
-    below the first fraction, test below the sum of both. A document's side depends on its text
-    alone. So the sides share no document, whatever the order and the number of copies, and a data
-    set that grows moves none from one side to another. Validation is the same without a test side.
+    below the first fraction, test below the sum of both. A document's split depends on its
+    text alone. So no document is in two splits, whatever the order and the number of copies, and a
+    data set that grows moves none from one split to another. Validation is the same without a test.
     """
     number = int(Document("", text).identity[:16], 16)
     if number < validation_fraction * 2**64:

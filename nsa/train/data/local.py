@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import hashlib
 import io
 import json
 import lzma
@@ -23,7 +22,7 @@ from nsa.errors import UserError, check, fail
 from nsa.extras import install_command
 from nsa.train.data.documents import FORMATS, fault_of_text, format_of, list_files
 from nsa.train.data.shards import INDEX, PROGRESS, STAMP, TOKENIZER
-from nsa.train.data.tokenizer import MAX_TEXTS, batches_of_texts
+from nsa.train.data.tokenizer import MAX_TEXTS, batches_of_texts, fingerprint_of
 
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _CARD = "README.md"
@@ -105,11 +104,6 @@ class Found:
     skipped: tuple[str, ...] = ()
 
 
-def fingerprint_of(*versions: Any) -> str:
-    """SHA-256 of names and versions of files."""
-    return hashlib.sha256(json.dumps(versions).encode()).hexdigest()
-
-
 def skipped_files(names: Sequence[str], shown: int = 10) -> str:
     """Number and first names of files that are not read."""
     more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
@@ -151,7 +145,7 @@ def find_files(origin: Origin) -> Found:
     (kind,) = first
     names = _of_split(list(formats), kind, origin.split)
     root = path.parent if is_file else path
-    fingerprint = fingerprint_of(names, [[str((root / n).lstat().st_mtime)] for n in names])
+    fingerprint = fingerprint_of([names, [[str((root / n).lstat().st_mtime)] for n in names]])
     return Found(kind, tuple(names), fingerprint, skipped=tuple(sorted({*every} - {*names})))
 
 

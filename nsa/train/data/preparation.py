@@ -9,9 +9,9 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple
 from nsa.errors import check, fail
 from nsa.files import replace_text
 from nsa.train.config import check_fractions
-from nsa.train.data.documents import SIDES, Row, Side, rows_of, tokenise
-from nsa.train.data.local import Found, Origin, Place, find_files, is_local
+from nsa.train.data.documents import SIDES, Row, rows_of, tokenise
+from nsa.train.data.local import Documents, Found, Origin, Place, find_files, is_local
 from nsa.train.data.reader import read_documents
 from nsa.train.data.shards import (
     FORMAT,
@@ -86,41 +86,29 @@ class PrepareConfig:
         """Fractions of the documents for validation and test."""
         return self.validation_fraction, self.test_fraction
 
-    @property
-    def sides(self) -> tuple[Side, ...]:
-        """Sides of the split, without test if its fraction is 0."""
-        return SIDES if self.test_fraction else SIDES[:2]
-
-
-@dataclass
-class Progress:
-    """Progress of a preparation.
-
-    Attributes:
-        place: next document to read.
-        is_enough: whether ``max_tokens`` was reached.
-        left_out: rows without document, see :class:`nsa.train.data.documents.Row`.
-        text_bytes: bytes of text, by side.
-    """
-
-    place: Place = field(default_factory=Place)
-    is_enough: bool = False
-    left_out: dict[str, int] = field(default_factory=lambda: {"empty": 0, "unreadable": 0})
-    text_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SIDES, 0))
-
 
 class Report(NamedTuple):
     """State of a preparation while it runs.
 
     Attributes:
+        config: configuration.
+        folder: folder of the shards.
+        tokenizer: tokenizer.
+        is_one: whether the data are a single local text, divided as source ``folder`` divides it.
         found: the data set.
-        progress: progress, interrupted attempts included.
-        writers: writer of each side, which counts documents and tokens.
+        progress: JSON of what was done, interrupted attempts included: ``place`` of the next
+            document, ``is_enough`` if ``max_tokens`` was reached, rows ``left_out``, and
+            ``text_bytes`` by split.
+        writers: writer of each split, which counts documents and tokens.
     """
 
+    config: PrepareConfig
+    folder: Path
+    tokenizer: Tokenizer
+    is_one: bool
     found: Found
-    progress: Progress
-    writers: dict[Side, ShardWriter]
+    progress: dict[str, Any]
+    writers: dict[str, ShardWriter]
 
 
 def prepare(
@@ -174,66 +162,66 @@ def prepare(
             others = sorted({path.name.removesuffix(".tmp") for path in folder.iterdir()} - _OURS)
             rule = "be a new folder, or one that prepare has begun"
             check(not others, "prepare", "--out", rule, f"one with {', '.join(others[:3])}")
-        return _prepare(config, folder, saved, threads, time_limit_s, on_progress)
+        report, batches = _open(config, folder, saved, threads, time_limit_s)
+        with closing(batches):
+            _commit(report)
+            on_progress(report)
+            committed_s = time.monotonic()
+            for batch in () if report.progress["is_enough"] else batches:
+                report.progress["place"] = batch.end
+                if _write(report, batch.payload):
+                    break
+                if time.monotonic() - committed_s > _COMMIT_S:
+                    _commit(report)
+                    committed_s = time.monotonic()
+                on_progress(report)
+        return _finish(report)
 
 
-def _prepare(
+def _open(
     config: PrepareConfig,
     folder: Path,
     saved: dict[str, Any] | None,
     threads: int,
     time_limit_s: float,
-    on_progress: Callable[[Report], None],
-) -> dict[str, Any]:
-    """Read, tokenise and write everything, or the rest of an interrupted preparation."""
-    origin, progress, path = config.origin, Progress(), folder / TOKENIZER
+) -> tuple[Report, Generator[Documents, None, None]]:
+    """Start a preparation, or go on with an interrupted one."""
+    origin, shards, path = config.origin, dict[str, Any](), folder / TOKENIZER
+    progress: dict[str, Any] = {
+        "place": Place(),
+        "is_enough": False,
+        "left_out": {"empty": 0, "unreadable": 0},
+        "text_bytes": dict.fromkeys(SIDES, 0),
+    }
     local = find_files(origin) if is_local(origin) else None
-    # A single local text is divided as source folder divides it.
     is_one = local is not None and local.format == "text" and len(local.files) == 1
     if saved is None:
         wants_text = config.tokenizer == "bpe"
         texts = _training_sample(config, is_one, time_limit_s) if wants_text else ()
-        tokenizer, committed = make_tokenizer(config, texts), {}
+        tokenizer = make_tokenizer(config, texts)
     else:
         origin = replace(origin, revision=saved["found"]["revision"])
-        progress, tokenizer = Progress(**saved["progress"]), load_tokenizer(path)
-        wanted, committed = saved["tokenizer_fingerprint"], saved["shards"]
-        same = tokenizer.fingerprint == wanted
-        check(same, "prepare", str(path), f"have the fingerprint {wanted}", tokenizer.fingerprint)
+        tokenizer, progress, shards = load_tokenizer(path), saved["progress"], saved["shards"]
     found, batches = read_documents(
         origin,
         partial(tokenise, tokenizer, config.fractions, SIDES, is_one),
-        start=Place(*progress.place),
+        start=Place(*progress["place"]),
         time_limit_s=time_limit_s,
         threads=threads,
     )
-    with closing(batches):
-        if saved is None:
-            tokenizer.save(path)
-        else:
-            rule = "hold the same files as before the interruption"
-            others, hint = f"other files in {origin.source}", "Remove --out to start again."
-            same = saved["found"]["fingerprint"] == found.fingerprint
-            check(same, "prepare", "SOURCE", rule, others, hint)
-        sizes = (tokenizer.vocab_size, config.shard_tokens)
-        writers = {
-            side: ShardWriter(folder, side, *sizes, committed.get(side, ()))
-            for side in config.sides
-        }
-        report = Report(found, progress, writers)
-        _commit(folder, config, tokenizer, report)
-        on_progress(report)
-        committed_s = time.monotonic()
-        for batch in () if progress.is_enough else batches:
-            progress.place = batch.end
-            _write(batch.payload, progress, writers, config.max_tokens)
-            if progress.is_enough:
-                break
-            if time.monotonic() - committed_s > _COMMIT_S:
-                _commit(folder, config, tokenizer, report)
-                committed_s = time.monotonic()
-            on_progress(report)
-    return _finish(folder, config, tokenizer, report, is_one)
+    if saved is None:
+        tokenizer.save(path)
+    else:
+        rule = "hold the same files as before the interruption"
+        others, hint = f"other files in {origin.source}", "Remove --out to start again."
+        same = saved["found"]["fingerprint"] == found.fingerprint
+        check(same, "prepare", "SOURCE", rule, others, hint)
+    sizes = (tokenizer.vocab_size, config.shard_tokens)
+    writers: dict[str, ShardWriter] = {
+        side: ShardWriter(folder, side, *sizes, shards.get(side, ()))
+        for side in (SIDES if config.test_fraction else SIDES[:2])
+    }
+    return Report(config, folder, tokenizer, is_one, found, progress, writers), batches
 
 
 def _training_sample(config: PrepareConfig, is_one: bool, time_limit_s: float) -> list[bytes]:
@@ -251,41 +239,40 @@ def _training_sample(config: PrepareConfig, is_one: bool, time_limit_s: float) -
     return texts
 
 
-def _write(
-    rows: list[Row], progress: Progress, writers: dict[Side, ShardWriter], max_tokens: int | None
-) -> None:
+def _write(report: Report, rows: list[Row]) -> bool:
+    """Append rows; returns whether there are enough tokens now."""
+    progress, writers, limit = report.progress, report.writers, report.config.max_tokens
     for row in rows:
-        if row.kind == "empty" or row.kind == "unreadable":
-            progress.left_out[row.kind] += 1
+        if row.kind in progress["left_out"]:
+            progress["left_out"][row.kind] += 1
             continue
-        progress.text_bytes[row.kind] += row.num_bytes
+        progress["text_bytes"][row.kind] += row.num_bytes
         writers[row.kind].append(row.tokens)
-        if max_tokens is not None and writers["train"].total("tokens") >= max_tokens:
-            progress.is_enough = True
+        if limit is not None and writers["train"].total("tokens") >= limit:
+            progress["is_enough"] = True
             break
+    return progress["is_enough"]
 
 
-def _commit(folder: Path, config: PrepareConfig, tokenizer: Tokenizer, report: Report) -> None:
+def _commit(report: Report) -> None:
     """Write the shards first and then how far they go, so that the note is never ahead of them."""
     state = {
-        "request": asdict(config),
+        "request": asdict(report.config),
         "found": {"fingerprint": report.found.fingerprint, "revision": report.found.revision},
-        "tokenizer_fingerprint": tokenizer.fingerprint,
-        "progress": asdict(report.progress),
+        "tokenizer_fingerprint": report.tokenizer.fingerprint,
+        "progress": report.progress,
         "shards": {side: writer.commit() for side, writer in report.writers.items()},
     }
-    replace_text(folder / PROGRESS, json.dumps(with_digest(state)))
+    replace_text(report.folder / PROGRESS, json.dumps(with_digest(state)))
 
 
-def _finish(
-    folder: Path, config: PrepareConfig, tokenizer: Tokenizer, report: Report, is_one: bool
-) -> dict[str, Any]:
+def _finish(report: Report) -> dict[str, Any]:
     """Write the index; nothing in it depends on when or in how many attempts data were prepared."""
-    origin, (found, progress, writers) = config.origin, report
+    config, folder, tokenizer, is_one, found, progress, writers = report
     counts = {side: writer.total("documents") for side, writer in writers.items()}
     if not all(counts.values()):  # the next try may take another fraction
         _remove_ours(folder)
-        rule, hint = "leave documents on every side", "Change the fraction or take more documents."
+        rule, hint = "leave documents in every split", "Change the fraction or take more documents."
         is_test = bool(counts["train"] and counts["validation"])
         left = " and ".join(f"{count} for {side}" for side, count in counts.items())
         value = f"{config.fractions[is_test]}, which leaves {left}"
@@ -294,9 +281,9 @@ def _finish(
         "format": FORMAT,
         "request": asdict(config),
         "source": {
-            "name": origin.source,
-            "subset": origin.subset,
-            "split": origin.split,
+            "name": config.origin.source,
+            "subset": config.origin.subset,
+            "split": config.origin.split,
             "revision": found.revision,
             "format": found.format,
             "num_files": len(found.files),
@@ -309,13 +296,13 @@ def _finish(
         },
         "token_dtype": token_dtype(tokenizer.vocab_size).name,
         "byte_order": "little",
-        "left_out": progress.left_out,
+        "left_out": progress["left_out"],
         "split_rule": "tail" if is_one else "hash",
         "sides": {
             side: {
                 "tokens": writer.total("tokens"),
                 "documents": counts[side],
-                "text_bytes": progress.text_bytes[side],
+                "text_bytes": progress["text_bytes"][side],
                 "shards": writer.finish(),
             }
             for side, writer in writers.items()

@@ -40,14 +40,13 @@ from nsa.train.data.local import (
     column_texts,
     faults_of,
     find_files,
-    fingerprint_of,
     is_local,
     local_texts,
     sentence,
     texts_from,
 )
 from nsa.train.data.source import DataUnavailableError
-from nsa.train.data.tokenizer import MAX_TEXTS
+from nsa.train.data.tokenizer import MAX_TEXTS, fingerprint_of
 
 if TYPE_CHECKING:
     import datasets
@@ -272,7 +271,10 @@ def _read_hub(origin: Origin, start: Place) -> Iterator[Found | Documents]:
     for number in range(start.file, len(files)):
         yield Documents(Place(number), Place(number), [])
         config.data_files = {split: files[number : number + 1]}
-        rows = builder.as_streaming_dataset(split=split).with_format("arrow")
+        try:
+            rows = builder.as_streaming_dataset(split=split).with_format("arrow")
+        except StopIteration:  # of the JSON reader, for an empty file
+            continue
         tables = (
             column_texts(table, origin.text_field, found.files[number])
             for table in rows.iter(batch_size=MAX_TEXTS)
@@ -311,7 +313,7 @@ def _open_hub(origin: Origin) -> tuple[datasets.DatasetBuilder, Found]:
     names = [re.sub(r"^hf://datasets/[^@]+@[^/]+/", "", name) for name in files[origin.split]]
     if path.exists():
         names = [os.path.relpath(name, path) for name in names]
-    fingerprint = fingerprint_of(names, files[origin.split].origin_metadata)
+    fingerprint = fingerprint_of([names, files[origin.split].origin_metadata])
     return builder, Found(builder.name, tuple(names), fingerprint, revision, licence)
 
 

@@ -24,7 +24,14 @@ from nsa.errors import UserError, check, fail
 from nsa.files import replace_text
 from nsa.train.data.documents import Side
 from nsa.train.data.source import DataUnavailableError, TextSource
-from nsa.train.data.tokenizer import Ids, Tokenizer, Tokens, load_tokenizer, token_dtype
+from nsa.train.data.tokenizer import (
+    Ids,
+    Tokenizer,
+    Tokens,
+    fingerprint_of,
+    load_tokenizer,
+    token_dtype,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +75,7 @@ def shard_files(
 def with_digest(content: Mapping[str, Any]) -> dict[str, Any]:
     """The fields with ``sha256``, the SHA-256 of all others."""
     fields = {name: value for name, value in content.items() if name != "sha256"}
-    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-    return {**fields, "sha256": digest}
+    return {**fields, "sha256": fingerprint_of(fields)}
 
 
 def read_digested(path: Path, hint: str) -> dict[str, Any]:
@@ -78,7 +84,8 @@ def read_digested(path: Path, hint: str) -> dict[str, Any]:
     Raises:
         UserError: the file is not as it was written.
     """
-    content, rule = None, "be JSON with the SHA-256 that it says"
+    content: Any = None
+    rule = "be JSON with the SHA-256 that it says"
     with suppress(ValueError, RecursionError):
         content = json.loads(path.read_bytes())
     same = isinstance(content, dict) and content == with_digest(content)
@@ -129,10 +136,6 @@ class ShardFolder:
             for shard in side["shards"]:
                 found |= shard_files(self.path, shard, self.tokenizer.vocab_size)
         return found
-
-    def source(self, side: Side) -> ShardSource:
-        """Sequences of one of ``index["sides"]``."""
-        return ShardSource(self, side)
 
 
 def open_shards(path: str | Path, *, verify: bool = False) -> ShardFolder:
@@ -194,7 +197,7 @@ def _check_contents(folder: ShardFolder) -> None:
 
 
 class ShardSource(TextSource):
-    """Sequences of one side of prepared data, through all shards in a row.
+    """Sequences of one split of prepared data, through all shards in a row.
 
     Args:
         folder: opened by :func:`open_shards`.
@@ -231,7 +234,7 @@ class ShardSource(TextSource):
 
 # --- writing --------------------------------------------------------------------------------------
 class ShardWriter:
-    """Shards of one side: ``<side>-00000.tokens`` with ``<side>-00000.offsets``, and so on.
+    """Shards of one split: ``<side>-00000.tokens`` with ``<side>-00000.offsets``, and so on.
 
     A shard ends with the document that brings it to ``shard_tokens`` or beyond, so the files depend
     on the documents alone and not on when they are written: at each commit, and when a shard ends.

@@ -14,7 +14,7 @@ import numpy as np
 
 from nsa.errors import fail
 from nsa.train.config import DataConfig
-from nsa.train.data.documents import SIDES, Row, Side, tokenise
+from nsa.train.data.documents import SIDES, Row, tokenise
 from nsa.train.data.local import Found, Origin, Place
 from nsa.train.data.reader import Pace, read_documents
 from nsa.train.data.source import Sampler, TokenSource
@@ -177,7 +177,7 @@ class StreamSampler(Sampler):
 
 def read_held_out(
     origin: Origin, tokenizer: Tokenizer, config: DataConfig
-) -> tuple[Found, dict[Side, list[Row]]]:
+) -> tuple[Found, dict[str, list[Row]]]:
     """The first validation documents of a data set and, if it has a fraction, test documents.
 
     The data set is read from its beginning until each has ``config.validation_tokens``, or it ends.
@@ -185,18 +185,17 @@ def read_held_out(
     sides = SIDES[1:] if config.test_fraction else SIDES[1:2]
     transform = partial(tokenise, tokenizer, config.fractions, sides, False)
     found, batches = read_documents(origin, transform, time_limit_s=config.time_limit_s)
-    documents: dict[Side, list[Row]] = {side: [] for side in sides}
-    missing = dict.fromkeys(sides, config.validation_tokens)
+    documents: dict[str, list[Row]] = {side: [] for side in sides}
+    missing: dict[str, int] = dict.fromkeys(sides, config.validation_tokens)
     count, pace = 0, Pace()
     with closing(batches):
         for row in chain.from_iterable(batch.payload for batch in batches):
             count += 1
             if pace.is_due():
                 logger.info("read %s documents for validation", f"{count:,}")
-            side = row.kind
-            if (side == "validation" or side == "test") and missing.get(side, 0) > 0:
-                documents[side].append(row)
-                missing[side] -= len(row.tokens)
+            if missing.get(row.kind, 0) > 0:
+                documents[row.kind].append(row)
+                missing[row.kind] -= len(row.tokens)
                 if max(missing.values()) <= 0:
                     break
     logger.info("read %s documents for validation", f"{count:,}")

@@ -69,8 +69,13 @@ _BATCH_BYTES = 1 << 20  # the results of the tokenizers library take about 130 t
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest unsigned type that holds every id of a vocabulary."""
+    """The smallest unsigned type for all ids of a vocabulary."""
     return np.min_scalar_type(vocab_size - 1)
+
+
+def fingerprint_of(content: Any) -> str:
+    """SHA-256 of what JSON can express."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def batches_of_texts(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
@@ -88,14 +93,14 @@ def batches_of_texts(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 class Tokenizer:
-    """What every tokenizer has; a subclass adds ``encode`` and ``encode_documents``.
+    """Base class of tokenizers; a subclass adds ``encode`` and ``encode_documents``.
 
     Attributes:
         kind: value of ``DataConfig.tokenizer`` that made it.
         vocab_size: ids are below this.
-        separator_id: id that ends a document; None where there are no documents (synthetic tasks).
+        separator_id: id that ends a document; None for synthetic tasks, which have no documents.
         token_bytes: int64 ``[vocab_size]``, bytes of text of each id; 0 for the separator.
-        fingerprint: SHA-256 of what defines it.
+        fingerprint: SHA-256 of its definition.
 
     Args:
         kind: see above.
@@ -120,14 +125,14 @@ class Tokenizer:
         self._spelling = np.frombuffer(b"".join(spelling), dtype=np.uint8)
         self._starts = np.cumsum(self.token_bytes) - self.token_bytes
         self._definition = {"separator": separator, "tokenizer": definition}
-        self.fingerprint = _fingerprint(self._definition)
+        self.fingerprint = fingerprint_of(self._definition)
 
     def encode(self, text: str | bytes) -> list[int]:
         """Ids of a text, without separator.
 
         Raises:
             ValueError: the text is not valid UTF-8 (bytes need not be for the byte tokenizer), or
-                holds a byte that is the separator.
+                contains a byte that is the separator.
         """
         raise NotImplementedError
 
@@ -148,7 +153,7 @@ class Tokenizer:
         return self._spelling[np.repeat(shift, sizes) + np.arange(sizes.sum())].tobytes()
 
     def to_json(self) -> str:
-        """Everything that :func:`load_tokenizer` needs."""
+        """JSON for :func:`load_tokenizer`."""
         saved = {"kind": self.kind, "fingerprint": self.fingerprint, **self._definition}
         return json.dumps(saved, ensure_ascii=False)
 
@@ -158,7 +163,7 @@ class Tokenizer:
 
 
 class ByteTokenizer(Tokenizer):
-    """Ids are bytes. NUL, which no text holds, is the separator.
+    """Ids are bytes. NUL, which no text contains, is the separator.
 
     Args:
         separator: False makes NUL a byte like any other, for synthetic tasks over all 256.
@@ -179,7 +184,7 @@ class ByteTokenizer(Tokenizer):
         return list(raw)
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """See :class:`Tokenizer`; the texts hold no NUL byte."""
+        """See :class:`Tokenizer`; the texts contain no NUL byte."""
         return [np.frombuffer(text + b"\0", dtype=np.uint8) for text in texts]
 
 
@@ -199,6 +204,7 @@ class SubwordTokenizer(Tokenizer):
         definition = {**definition, "truncation": None, "padding": None}
         self._backend = _backend(definition)
         separator_id = self._backend.token_to_id(separator)
+        assert separator_id is not None, separator
         spelling = _spelling(self._backend, definition, separator_id)
         super().__init__(kind, definition, separator, spelling, separator_id)
 
@@ -323,10 +329,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         ValueError: the file is missing, of another form, or changed since it was written.
     """
     saved = _read_json(path, "path")
-    saved = saved if isinstance(saved, dict) else {}
-    kind, separator, definition = map(saved.get, ("kind", "separator", "tokenizer"))
-    fingerprint = _fingerprint({"separator": separator, "tokenizer": definition})
-    fits = saved.get("fingerprint") == fingerprint and kind in ("byte", "gpt2", "bpe", "file")
+    names = ("kind", "separator", "tokenizer", "fingerprint")
+    values: list[Any] = [saved.get(name) for name in names] if isinstance(saved, dict) else 4 * [0]
+    kind, separator, definition, fingerprint = values
+    fits = fingerprint == fingerprint_of({"separator": separator, "tokenizer": definition})
+    fits = fits and kind in ("byte", "gpt2", "bpe", "file")
     fits = fits and (kind == "byte") == (definition is None)
     check(fits, "load_tokenizer", "path", "be an undamaged tokenizer file of a run folder", path)
     if kind == "byte":
@@ -413,7 +420,7 @@ def _spelling(
     return [spelled.get(token_id, b"") for token_id in range(last + 1)]
 
 
-# GPT-2 writes a byte as the character of the same number where that is printable, and otherwise as
+# GPT-2 writes a byte as the character of the same number if that is printable, and otherwise as
 # one from 256 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = sorted({*range(256)} - {*_PRINTABLE})
@@ -437,10 +444,6 @@ def _checked(text: str | bytes) -> str:
         return (text.encode() if isinstance(text, str) else text).decode()
     except (UnicodeEncodeError, UnicodeDecodeError) as error:
         fail("Tokenizer.encode", "text", "be valid UTF-8", f"{error.reason} at {error.start}")
-
-
-def _fingerprint(definition: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(definition, sort_keys=True).encode()).hexdigest()
 
 
 def _read_json(path: str | Path, argument: str) -> Any:

@@ -455,23 +455,31 @@ def test_the_hub(tmp_path):
     readme = b"---\nconfigs:\n- config_name: small\n  data_files: data/*.parquet\n---\n"
     source = write_folder(tmp_path / "set", "parquet", TEXTS)
     data = {f"data/{path.name}": path.read_bytes() for path in sorted(source.iterdir())}
-    names = ("own/good", "own/flaky", "own/slow", "own/dead")
+    names = ("own/good", "own/flaky", "own/slow", "own/dead", "own/stuck")
     faults = {"own/flaky": hang_up(2, 1), "own/slow": stall(2, 1), "own/dead": stall(2, 10**9)}
     files = {"README.md": readme, **data}
     texts = {"a.txt": b"\xef\xbb\xbfone\r\ntwo\r", "b.txt": b"\r\n"}
+    stop = threading.Event()
+
+    def stall_in_the_second_file(handler: BaseHTTPRequestHandler, body: bytes) -> bool:
+        return "part-00001" in handler.path and stop.wait(120)
+
+    faults["own/stuck"] = stall_in_the_second_file
     with hub({**dict.fromkeys(names, files), "own/texts": texts}, faults) as address:
-        good, flaky, slow, dead, missing, subset, revision, unchanged = on_hub(
+        good, flaky, slow, dead, stuck, missing, subset, revision, unchanged = on_hub(
             address,
             tmp_path / "home",
             ("own/good", 30, {"subset": "small"}),
             ("own/flaky", 30, {}),
             ("own/slow", 8, {}),
             ("own/dead", 4, {}),
+            ("own/stuck", 12, {}),
             ("own/missing", 30, {}),
             ("own/good", 30, {"subset": "huge"}),
             ("own/good", 30, {"revision": "v9"}),
             ("own/texts", 30, {}),
         )
+        stop.set()
     assert [text.encode() for text in unchanged["texts"]] == [*texts.values()]
     assert good["error"] is None
     assert good["found"] == [COMMIT, "odc-by", "parquet", list(data)]
@@ -482,27 +490,12 @@ def test_the_hub(tmp_path):
     assert "send documents within the time limit of 4 s, got none from own/dead. Attem" in message
     assert "Silent for" in message
     assert 3 < dead["seconds"] < 12
+    assert "send documents within the time limit of 12 s, got none" in stuck["error"][1]
+    assert stuck["texts"] == TEXTS[:67]  # although each new process finds the files again
     where = "own/missing (nor is there such a file or folder here)"
     assert f"source must exist on the hub, got {where}" in missing["error"][1]
     assert "huge" in subset["error"][1]
     assert "revision must exist on the hub, got v9" in revision["error"][1]
-
-
-@pytest.mark.faults
-def test_a_server_that_stalls_at_one_place_is_given_up(tmp_path):
-    """Although each new process reaches the server and finds the files again."""
-    source = write_folder(tmp_path / "set", "parquet", TEXTS)
-    files = {path.name: path.read_bytes() for path in sorted(source.iterdir())}
-    stop = threading.Event()
-
-    def stall_in_the_second_file(handler: BaseHTTPRequestHandler, body: bytes) -> bool:
-        return "part-00001" in handler.path and stop.wait(120)
-
-    with hub({"own/stuck": files}, {"own/stuck": stall_in_the_second_file}) as address:
-        (stuck,) = on_hub(address, tmp_path / "home", ("own/stuck", 12, {}))
-        stop.set()
-    assert "send documents within the time limit of 12 s, got none" in stuck["error"][1]
-    assert stuck["texts"] == TEXTS[:67]
 
 
 def test_without_network_the_error_comes_in_seconds(tmp_path):

@@ -20,7 +20,7 @@ from tests.train.data.data_sets import as_clone, make_texts, write_folder, write
 
 TEXTS = make_texts(2500, longest=6)
 SHARE, TEST_SHARE = 0.2, 0.1
-DOCUMENTS = {
+DOCUMENTS: dict[str, list[bytes]] = {
     side: [t.encode() for t in TEXTS if side_of(t.encode(), SHARE, TEST_SHARE) == side]
     for side in SIDES
 }
@@ -105,17 +105,16 @@ def test_two_samplers_of_one_stream_follow_each_other(stream):
     assert tokens == tokens_at(0, 1500)
 
 
-def test_ranks_share_the_windows(stream):
-    """Each rank reads the stream and takes its own windows; the state is that of all of them."""
-    ranks = [stream() for _ in range(3)]
-    samplers = [StreamSampler(rank, 50) for rank in ranks]
+def test_ranks_share_the_sequences(stream):
+    """Each rank reads the stream and takes its own sequences; the state is that of all of them."""
+    ranks = [(made := stream(), StreamSampler(made, 50)) for _ in range(3)]
     drawn = []
     for _ in range(4):
-        for rank, sampler in enumerate(samplers):
+        for rank, (made, sampler) in enumerate(ranks):
             for index in sampler.next_windows(2, rank=rank, world_size=3):
-                drawn += ranks[rank].window(50, index)[:-1].tolist()
+                drawn += made.window(50, index)[:-1].tolist()
     assert drawn == tokens_at(0, 4 * 2 * 3 * 50)
-    assert len({json.dumps(sampler.state_dict()) for sampler in samplers}) == 1
+    assert len({json.dumps(sampler.state_dict()) for _, sampler in ranks}) == 1
 
 
 @pytest.mark.parametrize("test_share", [0.0, TEST_SHARE])
