@@ -25,6 +25,7 @@ from nsa.train.data.shards import INDEX, PROGRESS, STAMP, TOKENIZER
 from nsa.train.data.tokenizer import MAX_TEXTS, batches_of_texts, fingerprint_of
 
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
+_DAMAGED = ("read_documents", "source", "hold documents that can be read")
 _CARD = "README.md"
 # Files about a data set, also those of shards that were written into the folder of their text.
 _NOTES = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
@@ -210,8 +211,7 @@ def faults_of(where: Any) -> Iterator[None]:
     except UserError:
         raise
     except (*READ_ERRORS, ValueError, RecursionError, NotImplementedError) as error:
-        rule = "hold documents that can be read"
-        raise UserError("read_documents", "source", rule, where, sentence(error)) from None
+        raise UserError(*_DAMAGED, where, sentence(error)) from None
 
 
 def sentence(error: BaseException) -> str:
@@ -244,7 +244,7 @@ def _texts_of_file(path: Path, _: str) -> Iterator[bytes]:
     with _open(path) as file:
         text = file.read()
     if fault := fault_of_text(text):
-        raise ValueError(f"it has {fault}")
+        fail(*_DAMAGED, path, f"It has {fault}.")
     yield text
 
 
@@ -255,10 +255,10 @@ def _texts_of_json(path: Path, field: str) -> Iterator[bytes]:
     """
     is_known, row = False, dict[str, Any]()
     with io.TextIOWrapper(_open(path), "utf-8", "surrogateescape", newline="\n") as file:
-        for number, row in enumerate(_json_rows(file)):
+        for number, row in enumerate(_json_rows(file, path)):
             row = {"text": row} if isinstance(row, str) else row
             if not isinstance(row, dict):
-                raise ValueError(f"row {number + 1} is no object")
+                fail(*_DAMAGED, path, f"Row {number + 1} is no object.")
             is_known = is_known or field in row
             if not is_known and number == MAX_TEXTS:
                 break
@@ -271,7 +271,7 @@ def _texts_of_json(path: Path, field: str) -> Iterator[bytes]:
         _no_column(field, path.name, row)
 
 
-def _json_rows(file: io.TextIOWrapper) -> Iterator[Any]:
+def _json_rows(file: io.TextIOWrapper, path: Path) -> Iterator[Any]:
     lines = (line for line in file if not line.isspace())
     first = next(lines, "").removeprefix("\ufeff")  # it belongs to the file, not to a text
     if first.lstrip().startswith("["):
@@ -281,7 +281,7 @@ def _json_rows(file: io.TextIOWrapper) -> Iterator[Any]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"row {number} is not JSON: {error}") from None
+                fail(*_DAMAGED, path, f"Row {number} is not JSON: {error}.")
             yield row
 
 
