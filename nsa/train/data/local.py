@@ -25,7 +25,7 @@ from nsa.train.data.shards import INDEX, PROGRESS, STAMP, TOKENIZER
 from nsa.train.data.tokenizer import MAX_TEXTS, batches_of_texts, fingerprint_of
 
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
-_DAMAGED = ("read_documents", "source", "hold documents that can be read")
+_WHERE, _RULE = ("read_documents", "source"), "hold documents that can be read"
 _CARD = "README.md"
 # Files about a data set, also those of shards that were written into the folder of their text.
 _NOTES = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
@@ -211,7 +211,7 @@ def faults_of(where: Any) -> Iterator[None]:
     except UserError:
         raise
     except (*READ_ERRORS, ValueError, RecursionError, NotImplementedError) as error:
-        raise UserError(*_DAMAGED, where, sentence(error)) from None
+        raise UserError(*_WHERE, _RULE, where, sentence(error)) from None
 
 
 def sentence(error: BaseException) -> str:
@@ -244,7 +244,7 @@ def _texts_of_file(path: Path, _: str) -> Iterator[bytes]:
     with _open(path) as file:
         text = file.read()
     if fault := fault_of_text(text):
-        fail(*_DAMAGED, path, f"It has {fault}.")
+        fail(*_WHERE, _RULE, path, f"It has {fault}.")
     yield text
 
 
@@ -258,7 +258,7 @@ def _texts_of_json(path: Path, field: str) -> Iterator[bytes]:
         for number, row in enumerate(_json_rows(file, path)):
             row = {"text": row} if isinstance(row, str) else row
             if not isinstance(row, dict):
-                fail(*_DAMAGED, path, f"Row {number + 1} is no object.")
+                fail(*_WHERE, _RULE, path, f"Row {number + 1} is no object.")
             is_known = is_known or field in row
             if not is_known and number == MAX_TEXTS:
                 break
@@ -281,7 +281,7 @@ def _json_rows(file: io.TextIOWrapper, path: Path) -> Iterator[Any]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                fail(*_DAMAGED, path, f"Row {number} is not JSON: {error}.")
+                fail(*_WHERE, _RULE, path, f"Row {number} is not JSON: {error}.")
             yield row
 
 
