@@ -444,7 +444,7 @@ def on_hub(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=True,
     )
     return json.loads(done.stdout)
