@@ -1,4 +1,4 @@
-"""Files on disk: whole or absent, flushed where a crash must not lose them, and lines of JSON."""
+"""Files that are whole or absent after a crash, and lines of JSON."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def replace_text(path: Path, text: str | bytes) -> None:
 
 
 def write_flushed(path: Path, text: str | bytes) -> None:
-    """Write a file and have it on the disk, not only with the operating system, on return."""
+    """Write a file and flush it to the disk."""
     with path.open("wb") as file:
         file.write(text if isinstance(text, bytes) else text.encode())
         file.flush()
@@ -94,7 +94,7 @@ def write_flushed(path: Path, text: str | bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """Make a file, or the renames and new files in a folder, survive a power failure."""
+    """Flush a file, or the renames and new files in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -103,16 +103,16 @@ def flush(path: Path) -> None:
 
 
 class AppendedFile:
-    """A file that grows by whole pieces: one that cannot be written leaves nothing behind."""
+    """File to which content is appended as a whole or not at all."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, content: bytes) -> None:
-        """Add ``content`` at the end.
+        """Append ``content``.
 
         Raises:
-            OSError: it could not be written, and the file is as it was.
+            OSError: it could not be written; the file is unchanged.
         """
         with self.path.open("ab", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
@@ -128,11 +128,11 @@ class AppendedFile:
 def read_lines(
     path: Path, what: str, as_record: Callable[[Any], Record | None]
 ) -> list[tuple[bytes, Record | None]]:
-    """Lines of a JSONL file with their records, oldest first; no lines without a file.
+    """Lines of a JSONL file with their records, oldest first; empty if there is no file.
 
     Args:
         path: the file.
-        what: a line of it, for messages.
+        what: name of a record in messages, for example "a row".
         as_record: the record of a JSON value, or None if the value is no record.
 
     Returns:

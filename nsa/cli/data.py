@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Literal
 
 from nsa.cli.commands import Command, Group
 from nsa.errors import check, check_output
-from nsa.train.sources import is_mistyped_path
 
 if TYPE_CHECKING:
     from nsa.train.data.preparation import Report
-
-_LINE_S = 10.0  # from one line of progress to the next
+    from nsa.train.data.reader import Pace
 
 
 def prepare(
@@ -53,7 +51,7 @@ def prepare(
         subset: the data set's configuration, for example sample-10BT
         split: its split
         revision: commit, branch or tag on the hub (default the newest commit)
-        text_field: column that holds the text
+        text_field: column that contains the text
         pattern: files of a local folder, for example '*.py' (default all of a known format)
         tokenizer: what makes tokens of it
         tokenizer_path: a tokenizers JSON file, with --tokenizer file
@@ -66,8 +64,6 @@ def prepare(
         workers: threads that tokenise (default one for each core; bytes need one)
         time_limit_s: give up after S seconds without text
     """
-    mistyped = is_mistyped_path(source)
-    check(not mistyped, "prepare", "SOURCE", "exist", source, "It is no name on the hub.")
     from nsa.train import data
     from nsa.train.data.shards import INDEX
 
@@ -106,32 +102,35 @@ def prepare(
 
 
 class _Progress:
-    """Prints how far a preparation is, every ten seconds."""
+    """Progress of a preparation, printed every ten seconds."""
 
-    def __init__(self) -> None:
-        self._begin: tuple[float, int] | None = None
-        self._said = 0.0
+    _begin: tuple[float, int, Pace] | None = None
 
     def report(self, report: Report) -> None:
-        """Name skipped files at the beginning, and then say how far it is every ten seconds."""
-        from nsa.train.data.origin import skipped_files
+        """Print the skipped files at first, and then a line if the last one is old enough."""
+        from nsa.train.data.local import skipped_files
+        from nsa.train.data.reader import Pace
 
-        now, size = time.monotonic(), sum(report.progress.text_bytes.values())
-        if self._begin is None:  # what was done before says nothing about the speed of this attempt
-            if report.found.skipped:
-                print(skipped_files(report.found.skipped), flush=True)
-            self._begin, self._said = (now, size), now
-        if now - self._said < _LINE_S:
+        progress, found, now = report.progress, report.found, time.monotonic()
+        size = sum(progress["text_bytes"].values())
+        if self._begin is None:  # what was done before says nothing about the speed now
+            self._begin = now, size, Pace()
+            if found.skipped:
+                print(skipped_files(found.skipped), flush=True)
             return
-        self._said, (begin, before) = now, self._begin
-        tokens, documents = (
-            sum(writer.total(what) for writer in report.writers.values())
-            for what in ("tokens", "documents")
-        )
-        files = len(report.found.files)
-        file = f"file {min(report.progress.place[0] + 1, files)} of {files}"
-        speed = f"{(size - before) / 1e6 / (now - begin):.1f} MB/s | {size / 1e9:.2f} GB of text"
-        print(f"{speed} | {tokens:,} tokens | {documents:,} documents | {file}", flush=True)
+        begin_s, before, pace = self._begin
+        if pace.is_due():
+            tokens, documents = (
+                sum(writer.total(what) for writer in report.writers.values())
+                for what in ("tokens", "documents")
+            )
+            number = min(progress["place"][0] + 1, len(found.files))
+            speed = (size - before) / 1e6 / (now - begin_s)
+            print(
+                f"{speed:.1f} MB/s | {size / 1e9:.2f} GB of text | {tokens:,} tokens | "
+                f"{documents:,} documents | file {number} of {len(found.files)}",
+                flush=True,
+            )
 
 
 def verify(folder: str) -> int:
@@ -153,21 +152,21 @@ def verify(folder: str) -> int:
 def bench(folder: str, *, seq_len: int = 2048, micro_batch: int = 8, seconds: float = 5.0) -> int:
     """Measure the loader.
 
-    How many tokens a second it delivers from the shards in FOLDER: random windows, collated to
-    batches as in training, in this process alone.
+    How many tokens a second it delivers from the shards in FOLDER: random sequences, collated
+    to batches as in training, in this process alone.
 
     Args:
         folder: made by nsa data prepare
-        seq_len: tokens of a window
-        micro_batch: windows of a batch
+        seq_len: tokens of a sequence
+        micro_batch: sequences of a batch
         seconds: time to measure for
     """
-    from nsa.train.data import Sampler, collate, open_shards
+    from nsa.train.data import Sampler, ShardSource, collate, open_shards
 
     given = {"--seq-len": seq_len, "--micro-batch": micro_batch, "--seconds": seconds}
     for name, value in given.items():
         check(value > 0, "nsa data bench", name, "be positive", value)
-    source = open_shards(folder).source("train")
+    source = ShardSource(open_shards(folder), "train")
     sampler = Sampler(source.num_windows(seq_len), seed=0)
     begin, batches = time.perf_counter(), 0  # the start of an epoch is included
     while (elapsed := time.perf_counter() - begin) < seconds:
@@ -175,7 +174,7 @@ def bench(folder: str, *, seq_len: int = 2048, micro_batch: int = 8, seconds: fl
         collate(source, indices, seq_len, document_mask=True)
         batches += 1
     speed = batches * micro_batch * seq_len / elapsed
-    batch = f"batches of {micro_batch} windows of {seq_len} tokens"
+    batch = f"batches of {micro_batch} sequences of {seq_len} tokens"
     print(f"loader: {speed:,.0f} tokens/s, {batch}, one process")
     return 0
 
@@ -193,7 +192,7 @@ def needles(out: str, *, size: int = 2048, number: int = 100, seed: int = 0) -> 
         seed: of numbers and depths
     """
     from nsa.files import replace_text
-    from nsa.train.data.needles import needle_prompts
+    from nsa.train.data.synthetic import needle_prompts
 
     check_output("nsa data needles", "OUT", Path(out), is_new=True)
     lines = [dumps(row) for row in needle_prompts(size, number, seed)]

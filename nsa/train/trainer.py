@@ -24,7 +24,7 @@ from nsa.stages import BACKWARD, DATA, FORWARD, OPTIMIZER, in_stage, stage
 from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpoints
 from nsa.train.config import TrainConfig
 from nsa.train.data import Batch, Sampler, collate, open_data
-from nsa.train.data.prefetch import Prefetcher, StarvedError
+from nsa.train.data.batch import Prefetcher, StarvedError
 from nsa.train.distributed.launch import Launch, check_launch, read_launch
 from nsa.train.distributed.processes import Processes
 from nsa.train.distributed.strategy import distribute

@@ -1,4 +1,4 @@
-"""Text in, batches out: documents, tokenizers, splits, windows, sampler, batches.
+"""Text in, batches out: documents, tokenizers, splits, sequences, sampler, batches.
 
 The path of a training run::
 
@@ -14,7 +14,7 @@ The path of a training run::
     for batch in validation_batches(
         data.validation, seq_len, micro_batch, num_windows, document_mask=True
     ):
-        ...                                               # windows from all of the text
+        ...                                               # sequences from all of the text
 
     bigram_bits_per_byte(data.train, data.validation)     # text sources; the baseline to beat
 
@@ -23,15 +23,22 @@ The path of a training run::
 that trains.
 """
 
-from nsa.train.data.batch import IGNORED_TARGET, Batch, collate, spread, validation_batches
+from nsa.train.data.batch import (
+    IGNORED_TARGET,
+    Batch,
+    Prefetcher,
+    StarvedError,
+    collate,
+    spread,
+    validation_batches,
+)
 from nsa.train.data.bigram import bigram_bits_per_byte
 from nsa.train.data.bundle import DataBundle, open_data
 from nsa.train.data.documents import Document, fault_of_text, folder_files
-from nsa.train.data.origin import Origin
+from nsa.train.data.local import Origin
 from nsa.train.data.preparation import PrepareConfig, prepare
-from nsa.train.data.sampler import Sampler
 from nsa.train.data.shards import ShardSource, open_shards
-from nsa.train.data.source import DataUnavailableError, TextSource, TokenSource
+from nsa.train.data.source import DataUnavailableError, Sampler, TextSource, TokenSource
 from nsa.train.data.stream import StreamSource
 from nsa.train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
 
@@ -43,9 +50,11 @@ __all__ = [
     "DataUnavailableError",
     "Document",
     "Origin",
+    "Prefetcher",
     "PrepareConfig",
     "Sampler",
     "ShardSource",
+    "StarvedError",
     "StreamSource",
     "TextSource",
     "TokenSource",

@@ -1,4 +1,4 @@
-"""One entry point: from a configuration to training and validation windows."""
+"""From a configuration to training, validation and test sequences."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from nsa.train.data.documents import (
     split_documents,
     stdlib_files,
 )
-from nsa.train.data.origin import Origin, skipped_files
-from nsa.train.data.sampler import Sampler
-from nsa.train.data.shards import open_shards
-from nsa.train.data.source import DataUnavailableError, TextSource, TokenSource
+from nsa.train.data.local import Origin, skipped_files
+from nsa.train.data.shards import ShardSource, open_shards
+from nsa.train.data.source import DataUnavailableError, Sampler, TextSource, TokenSource
 from nsa.train.data.stream import StreamSampler, StreamSource, read_held_out
 from nsa.train.data.synthetic import TASKS, SyntheticSource
 from nsa.train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
@@ -35,16 +34,14 @@ _NAMES_SHOWN = 20
 
 @dataclass(frozen=True)
 class DataBundle:
-    """What a run trains and validates on.
+    """Data of a run. No text is in two of the sources.
 
     Attributes:
-        train: windows to train on.
-        validation: windows for validation, by which choices are made; no text of theirs is in
-            ``train``.
-        test: windows on which results are reported, of no text of the others; None without a test
-            split.
-        tokenizer: of both.
-        description: what the data are, for the log and the run folder; plain JSON types.
+        train: sequences to train on.
+        validation: sequences by which choices are made.
+        test: sequences on which results are reported; None without a test split.
+        tokenizer: tokenizer of all of them.
+        description: description for the log and the run folder; plain JSON types.
     """
 
     train: TokenSource
@@ -54,7 +51,7 @@ class DataBundle:
     description: dict[str, Any]
 
     def sampler(self, seq_len: int, seed: int) -> Sampler:
-        """The order in which training takes the windows; a stream has its own."""
+        """The order in which training takes the sequences; a stream has its own."""
         if isinstance(self.train, StreamSource):
             return StreamSampler(self.train, seq_len)
         return Sampler(self.train.num_windows(seq_len), seed)
@@ -74,19 +71,21 @@ def open_data(
 
     Args:
         config: see :class:`nsa.train.config.DataConfig`.
-        seed: of synthetic tasks; text, its split and its tokenizer do not depend on it.
-        seq_len: tokens of a window; both sides must have at least one window.
+        seed: seed of synthetic tasks; text, its split and its tokenizer do not depend on it.
+        seq_len: tokens of a sequence; all sources must have at least one sequence.
         run_folder_tokenizer: tokenizer file of an existing run, taken instead of making one.
 
     Raises:
         DataUnavailableError: shards that do not exist, or a stream that cannot be reached.
-        ValueError: a missing, damaged or unsuitable file, too little text for a window, or a
+        ValueError: a missing, damaged or unsuitable file, too little text for a sequence, or a
             tokenizer of another kind than configured.
     """
-    tokenizer, where = None, ("open_data", "run_folder_tokenizer")
-    is_task = config.source in TASKS
+    tokenizer, is_task = None, config.source in TASKS
     if run_folder_tokenizer is not None:
-        tokenizer = load_tokenizer(run_folder_tokenizer)
+        tokenizer, where = (
+            load_tokenizer(run_folder_tokenizer),
+            ("open_data", "run_folder_tokenizer"),
+        )
         rule = f"be of the configured kind ({config.tokenizer})"
         check(tokenizer.kind == config.tokenizer, *where, rule, tokenizer.kind)
         rule = "have a separator if and only if the data are text"
@@ -97,7 +96,8 @@ def open_data(
         check(is_byte, "open_data", "data.tokenizer", rule, config.tokenizer)
         return _open_task(config.source, ByteTokenizer(separator=False), seed, seq_len)
     try:
-        data = _OPENERS[config.source](config, tokenizer)
+        openers = {"shards": _open_shards, "stream": _open_stream}
+        data = openers.get(config.source, _open_files)(config, tokenizer)
     except DataUnavailableError as error:
         task = config.synthetic_fallback
         if task == "none":
@@ -105,29 +105,37 @@ def open_data(
         what = "SYNTHETIC DATA (%s) instead, as data.synthetic_fallback says: %s"
         logger.warning(what, task, error)
         return _open_task(task, tokenizer or make_tokenizer(config, ()), seed, seq_len)
-    return _described(data, {"source": config.source, "synthetic": False}, seq_len)
+    data.description.update(source=config.source, synthetic=False)
+    return _described(data, seq_len)
 
 
-def _described(data: DataBundle, description: dict[str, Any], seq_len: int) -> DataBundle:
-    """Add the tokenizer, and the number of windows after a check that there are any."""
-    description |= {
-        **data.description,
-        "tokenizer": data.tokenizer.kind,
-        "tokenizer_fingerprint": data.tokenizer.fingerprint,
-        "vocab_size": data.tokenizer.vocab_size,
-    }
-    for side, name in zip(SIDES, ("training", "validation", "test"), strict=True):
+def _described(data: DataBundle, seq_len: int) -> DataBundle:
+    """Add the tokenizer to the description, and the number of sequences, which may not be 0."""
+    description, tokenizer = data.description, data.tokenizer
+    description["tokenizer"] = tokenizer.kind
+    description["tokenizer_fingerprint"] = tokenizer.fingerprint
+    description["vocab_size"] = tokenizer.vocab_size
+    for side in SIDES:
         source = getattr(data, side)
         if source is None or isinstance(source, StreamSource):
             continue  # the length of a stream is not known
-        windows = description[f"{side}_windows"] = source.num_windows(seq_len)
+        number = description[f"{side}_windows"] = source.num_windows(seq_len)
         if isinstance(source, TextSource):
             tokens = description[f"{side}_tokens"] = source.num_tokens
             size = f"{description[f'{side}_bytes']} bytes"
-            rule = f"be below the {tokens} tokens of the {name} text ({size})"
-            hint = "Take more text, shorter windows, or another share of validation text."
-            check(windows > 0, "open_data", "seq_len", rule, seq_len, hint)
-    return replace(data, description=description)
+            rule = f"be below the {tokens} tokens of the {side} text ({size})"
+            hint = "Take more text, shorter sequences, or another fraction for validation and test."
+            check(number > 0, "open_data", "seq_len", rule, seq_len, hint)
+    return data
+
+
+def _describe(
+    description: dict[str, Any], side: str, documents: int, size: int, digested: Iterable[bytes]
+) -> None:
+    """Add what is checked when a run is resumed: number of documents, bytes of text, hash."""
+    description[f"{side}_documents"] = documents
+    description[f"{side}_bytes"] = size
+    description[f"{side}_sha256"] = hashlib.sha256(b"".join(digested)).hexdigest()
 
 
 def _open_task(task: str, tokenizer: Tokenizer, seed: int, seq_len: int) -> DataBundle:
@@ -141,18 +149,16 @@ def _open_task(task: str, tokenizer: Tokenizer, seed: int, seq_len: int) -> Data
         "seed": seed,
         "ideal_loss_nats": train.ideal_loss,
     }
-    return _described(DataBundle(train, validation, None, tokenizer, {}), description, seq_len)
+    return _described(DataBundle(train, validation, None, tokenizer, description), seq_len)
 
 
 def _open_files(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
-    if config.source == "corpus":
-        files = corpus_files()
-    elif config.source == "stdlib":
-        files = stdlib_files()
-    else:
+    if config.source == "folder":
         files = folder_files(str(config.path), config.pattern)
-    if config.source == "folder" and files.skipped:
-        logger.warning("%s: `nsa data prepare` reads their rows", skipped_files(files.skipped))
+        if files.skipped:
+            logger.warning("%s: `nsa data prepare` reads their rows", skipped_files(files.skipped))
+    else:
+        files = corpus_files() if config.source == "corpus" else stdlib_files()
     split = split_documents(files.documents, *config.fractions)
     if tokenizer is None:
         tokenizer = make_tokenizer(config, (document.text for document in split.train))
@@ -165,20 +171,16 @@ def _open_files(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
         "duplicates_left_out": split.num_duplicates,
         "files_left_out": len(files.skipped),
     }
-    sources: list[TextSource | None] = []
+    sources = dict[Side, TextSource]()
     for side, documents in zip(SIDES, split[:3], strict=True):
-        if not documents:
-            sources.append(None)  # a test split is not wanted
-            continue
-        description[f"{side}_documents"] = len(documents)
-        description[f"{side}_bytes"] = num_bytes(documents)
-        # It covers the text and where one document ends.
-        description[f"{side}_sha256"] = _sha256(document.sha256 for document in documents)
-        tokens = tokenizer.encode_documents([document.text for document in documents])
-        sources.append(TextSource(tokens, tokenizer.separator_id, tokenizer.token_bytes))
-    train, validation, test = sources
-    assert train is not None and validation is not None, "split_documents leaves text on both"
-    return DataBundle(train, validation, test, tokenizer, description)
+        if documents:
+            # The hash covers the text and where one document ends.
+            hashes = (document.sha256.encode() for document in documents)
+            _describe(description, side, len(documents), num_bytes(documents), hashes)
+            tokens = tokenizer.encode_documents([document.text for document in documents])
+            sources[side] = TextSource(tokens, tokenizer.separator_id, tokenizer.token_bytes)
+    test = sources.get("test")
+    return DataBundle(sources["train"], sources["validation"], test, tokenizer, description)
 
 
 def _open_shards(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
@@ -188,35 +190,30 @@ def _open_shards(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
     check(config.tokenizer == ours.kind, "open_data", "data.tokenizer", rule, config.tokenizer)
     same = tokenizer is None or tokenizer.fingerprint == ours.fingerprint
     check(same, "open_data", "data.path", "hold shards of the run's tokenizer", config.path)
+    request, sides = index["request"], index["sides"]
     description: dict[str, Any] = {
         "provenance": _provenance(index["source"]),
         "split_rule": index.get("split_rule", "hash"),
-        "validation_fraction": index["request"]["validation_fraction"],
+        "validation_fraction": request["validation_fraction"],
     }
-    sides = index["sides"]
     for side, found in sides.items():
-        description[f"{side}_documents"] = found["documents"]
-        description[f"{side}_bytes"] = found["text_bytes"]
-        hashes = (shard["tokens_sha256"] for shard in found["shards"])
-        description[f"{side}_sha256"] = _sha256(hashes)
+        hashes = (shard["tokens_sha256"].encode() for shard in found["shards"])
+        _describe(description, side, found["documents"], found["text_bytes"], hashes)
     if "test" in sides:
-        description["test_fraction"] = index["request"]["test_fraction"]
-    test = folder.source("test") if "test" in sides else None
-    train, validation = folder.source("train"), folder.source("validation")
-    return DataBundle(train, validation, test, ours, description)
+        description["test_fraction"] = request["test_fraction"]
+    train, validation, *test = (ShardSource(folder, side) for side in sides)
+    return DataBundle(train, validation, test[0] if test else None, ours, description)
 
 
 def _open_stream(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
     tokenizer = tokenizer or make_tokenizer(config, ())
-    revision = config.revision
     pattern = None if config.pattern == "*" else config.pattern
-    names = (config.subset, config.split, revision, config.text_field, pattern)
+    names = (config.subset, config.split, config.revision, config.text_field, pattern)
     origin = Origin(str(config.path), *names)
     found, held_out = read_held_out(origin, tokenizer, config)
     if found.skipped:
         logger.warning("%s", skipped_files(found.skipped))
     origin = replace(origin, revision=found.revision)
-    train = StreamSource(origin, tokenizer, config)
     # Files on this machine may lie elsewhere when the run is resumed.
     name = origin.source if found.revision else "Files on this machine"
     description = {
@@ -228,16 +225,15 @@ def _open_stream(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
     }
     if config.test_fraction:
         description["test_fraction"] = config.test_fraction
-    sources: dict[Side, TextSource] = {}
+    sources = dict[str, TextSource]()
     for side, rows in held_out.items():
         tokens = [row.tokens for row in rows]
         source = TextSource(tokens, tokenizer.separator_id, tokenizer.token_bytes)
-        description[f"{side}_documents"] = len(rows)
-        description[f"{side}_bytes"] = sum(row.num_bytes for row in rows)
-        description[f"{side}_sha256"] = hashlib.sha256(source.tokens.tobytes()).hexdigest()
+        size = sum(row.num_bytes for row in rows)
+        _describe(description, side, len(rows), size, [source.tokens.tobytes()])
         sources[side] = source
-    validation, test = sources["validation"], sources.get("test")
-    return DataBundle(train, validation, test, tokenizer, description)
+    train = StreamSource(origin, tokenizer, config)
+    return DataBundle(train, sources["validation"], sources.get("test"), tokenizer, description)
 
 
 def _provenance(source: Mapping[str, Any]) -> str:
@@ -245,17 +241,3 @@ def _provenance(source: Mapping[str, Any]) -> str:
     revision = f", revision {source['revision']}" if source["revision"] else ""
     licence = source["licence"] or "not stated, the user knows it"
     return f"{source['name']}{subset}, split {source['split']}{revision}. Licence: {licence}."
-
-
-def _sha256(hashes: Iterable[str]) -> str:
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()
-
-
-# By ``DataConfig.source``; open_data adds the part of the description that all of them share.
-_OPENERS = {
-    "corpus": _open_files,
-    "stdlib": _open_files,
-    "folder": _open_files,
-    "shards": _open_shards,
-    "stream": _open_stream,
-}

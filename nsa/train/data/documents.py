@@ -1,8 +1,8 @@
-"""Where text comes from (one document is one file), and its split: train, validation, test.
+"""Text, one document a file, and its split: train, validation, test.
 
 Text is split before it is tokenised. So a tokenizer trained here sees training text alone, no token
-spans the border, and each side becomes an array of its own: a window cannot reach from one into the
-other.
+spans the border, and each split becomes an array of its own: no sequence reaches from one into
+another.
 """
 
 from __future__ import annotations
@@ -16,20 +16,32 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from nsa.errors import check
-from nsa.train.sources import format_of
+from nsa.train.data.tokenizer import Tokenizer, Tokens
 
 Side = Literal["train", "validation", "test"]
+Kind = Literal["train", "validation", "test", "empty", "unreadable"]
+Fractions = tuple[float, float]  # of validation and test
 SIDES: tuple[Side, Side, Side] = ("train", "validation", "test")
 
+FORMATS = {
+    ".parquet": "parquet",
+    ".jsonl": "json",
+    ".json": "json",
+    ".ndjson": "json",
+    ".txt": "text",
+    ".md": "text",
+}
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _CORPUS = Path(__file__).with_name("corpus")
 _PLAYS = (
     "Eight plays by William Shakespeare, from Project Gutenberg by way of the source distribution "
     "shakespeare 0.6 (Open Knowledge Foundation). Public domain. "
     "See nsa/train/data/corpus/README.md."
 )
-_INSTALLED = {"site-packages", "dist-packages"}
-_ACCEPTED_SHARE = 0.8  # whole documents are taken if they reach this part of the share asked for
+_ACCEPTED_SHARE = 0.8  # whole documents are taken if they reach this part of the fraction
 _LINE_SEARCH = 8  # a cut moves on to the next line if that is within one eighth of the tail
 
 
@@ -38,8 +50,8 @@ class Document:
     """One text, or a part of one that the split has cut.
 
     Attributes:
-        name: where it came from, for the user.
-        text: its bytes: valid UTF-8, not empty, no NUL.
+        name: name of its file.
+        text: bytes: valid UTF-8, not empty, no NUL.
     """
 
     name: str
@@ -52,8 +64,8 @@ class Document:
 
     @cached_property
     def identity(self) -> str:
-        """See :func:`identity_of`."""
-        return identity_of(self.text)
+        """Hash of the text that is the same with and without newlines at its end."""
+        return hashlib.sha256(self.text.rstrip(b"\r\n")).hexdigest()
 
 
 class TextFiles(NamedTuple):
@@ -71,12 +83,12 @@ class TextFiles(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The sides of a text: no text, and no byte of a document, is on two of them.
+    """Split of a text: no text, and no byte of a document, is in two parts.
 
     Attributes:
         train: training documents.
         validation: validation documents.
-        test: test documents; none without a share for them.
+        test: test documents; none if their fraction is 0.
         rule: ``documents`` (whole ones are set aside) or ``tail`` (the end of the text).
         num_duplicates: documents left out because another has the same content.
     """
@@ -93,27 +105,8 @@ def num_bytes(documents: Iterable[Document]) -> int:
     return sum(len(document.text) for document in documents)
 
 
-def identity_of(text: bytes) -> str:
-    """Hash of a text that is the same with and without newlines at its end."""
-    return hashlib.sha256(text.rstrip(b"\r\n")).hexdigest()
-
-
-def side_of(text: bytes, validation_fraction: float, test_fraction: float = 0.0) -> Side:
-    """The side of a document of a data set, by its hash.
-
-    That is the SHA-256 of its text, newlines at its end apart, as a number from 0 to 1: validation
-    below the first fraction, test below the sum of both. A document's side depends on its text
-    alone. So the sides share no document, whatever the order and the number of copies, and a data
-    set that grows moves none from one side to another. Validation is the same without a test side.
-    """
-    number = int(identity_of(text)[:16], 16)
-    if number < validation_fraction * 2**64:
-        return "validation"
-    return "test" if number < (validation_fraction + test_fraction) * 2**64 else "train"
-
-
 def fault_of_text(text: bytes) -> str:
-    """Why bytes are not the text of a :class:`Document`; empty if they are."""
+    """Reason why bytes are not the text of a :class:`Document`; empty if they are."""
     position = text.find(b"\0")  # marks binary files, and is the byte tokenizer's separator
     if position >= 0:
         return f"a NUL byte at offset {position}"
@@ -124,18 +117,27 @@ def fault_of_text(text: bytes) -> str:
     return ""
 
 
+def format_of(name: str) -> str | None:
+    """Format of a file, maybe compressed, by its name: ``parquet``, ``json``, ``text`` or None."""
+    suffixes = [suffix.lower() for suffix in PurePath(name).suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return FORMATS.get(suffixes[-1]) if suffixes else None
+
+
 def corpus_files() -> TextFiles:
     """The embedded corpus: eight public-domain plays, about 1 MB of English."""
-    return _read(_CORPUS, _matching(_CORPUS, "*.txt"), _PLAYS)
+    return _read(_CORPUS, list_files(_CORPUS, "*.txt", "pattern"), _PLAYS)
 
 
 def stdlib_files() -> TextFiles:
     """The ``*.py`` files of the running Python's standard library, without installed packages.
 
-    A few of its test files are deliberately not UTF-8 or hold NUL bytes; they are skipped.
+    A few of its test files are deliberately not UTF-8 or contain NUL bytes; they are skipped.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    names = [name for name in _matching(root, "*.py") if not _INSTALLED & {*PurePath(name).parts}]
+    names = list_files(root, "*.py", "pattern")
+    names = [name for name in names if "-packages/" not in name]
     version = platform.python_version()
     provenance = f"Standard library of Python {version}. Python Software Foundation License."
     return _read(root, names, provenance, skip=True)
@@ -144,8 +146,8 @@ def stdlib_files() -> TextFiles:
 def folder_files(path: str, pattern: str = "*") -> TextFiles:
     """A text file, or the files below a folder whose names match a pattern, sorted by path.
 
-    Files and folders whose names begin with a dot do not count. Links to folders are not followed.
-    Files of JSON or Parquet, by their names, hold rows and not text; they are skipped beside text.
+    Hidden files do not count, and links to folders are not followed. Files of JSON or Parquet, by
+    their names, contain rows and not text; they are skipped if there is text too.
 
     Args:
         path: file or folder.
@@ -155,9 +157,9 @@ def folder_files(path: str, pattern: str = "*") -> TextFiles:
         ValueError: nothing exists at ``path``, nothing matches, a file is not text, or the pattern
             is no relative glob.
     """
-    check(path != "", "open_data", "data.path", "name an existing file or folder", "''")
     root = Path(path)
-    check(root.exists(), "open_data", "data.path", "name an existing file or folder", path)
+    exists = path != "" and root.exists()
+    check(exists, "open_data", "data.path", "name an existing file or folder", path or "''")
     names = [root.name] if root.is_file() else list_files(root, pattern, "data.pattern")
     rule, hint = f"match a file below {path}", "Hidden files do not count."
     check(bool(names), "open_data", "data.pattern", rule, repr(pattern), hint)
@@ -181,22 +183,12 @@ def list_files(root: Path, pattern: str, argument: str) -> list[str]:
     is_below = pattern != "" and not given.is_absolute() and ".." not in given.parts
     rule = "be a glob below the folder, such as *.txt"
     check(is_below, "open_data", argument, rule, repr(pattern))
-    return [name for name in _matching(root, pattern) if "/." not in f"/{name}"]
-
-
-def _matching(root: Path, pattern: str) -> list[str]:
     found = {path.relative_to(root).as_posix() for path in root.rglob(pattern) if path.is_file()}
-    return sorted(found)
+    return sorted(name for name in found if "/." not in f"/{name}")
 
 
-def _read(
-    root: Path,
-    names: Sequence[str],
-    provenance: str,
-    *,
-    skip: bool = False,
-) -> TextFiles:
-    """Read files; one that is not text is skipped on request, and an error otherwise."""
+def _read(root: Path, names: Sequence[str], provenance: str, *, skip: bool = False) -> TextFiles:
+    """Read files; a file that is not text is skipped on request, and an error otherwise."""
     files = TextFiles([], provenance, [])
     for name in names:
         try:
@@ -218,20 +210,20 @@ def _read(
 def split_documents(
     documents: Sequence[Document], validation_fraction: float, test_fraction: float = 0.0
 ) -> Split:
-    """Set a share of the text aside for validation, and then another one for the test.
+    """Set a fraction of the text aside for validation, and then another one for the test.
 
-    Documents with the same content, final newlines apart, count once. Each share takes whole
-    documents where they can make it up: in the order of their content's SHA-256, each that still
-    fits. If they reach less than 0.8 of it (few documents, or large ones), it takes the end of what
-    is left: whole documents from the last backwards, and the tail of the one that the border falls
-    in, cut after a line if one ends nearby.
+    Documents with the same content, final newlines apart, count once. Whole documents are
+    taken in the order of their content's SHA-256, each that still fits. If they reach less than 0.8
+    of the fraction (few documents, or large ones), the end of the rest is taken: whole documents
+    from the last backwards, and the tail of the one that the border falls in, cut after a line if
+    one ends nearby.
 
-    Documents taken by hash keep that order; all others keep their own.
+    Documents taken by hash keep that order; all others keep the given one.
 
     Args:
         documents: in a fixed order.
-        validation_fraction: share of the bytes for validation, above 0 and at most 0.5.
-        test_fraction: share of the bytes for the test; 0 for none. Validation does not depend on
+        validation_fraction: fraction of the bytes for validation, above 0 and at most 0.5.
+        test_fraction: fraction of the bytes for the test; 0 for none. Validation does not depend on
             it.
 
     Raises:
@@ -249,7 +241,7 @@ def split_documents(
             sides["train"], sides[side], rule = _set_aside(sides["train"], share * size)
             rules.add(rule)
     for side in ("validation", "test", "train"):
-        # A tail that was cut off may equal a document of another side.
+        # A tail that was cut off may equal a document of another split.
         found = sides.get(side, [])
         kept = [document for document in found if document.identity not in taken]
         num_duplicates += len(found) - len(kept)
@@ -265,7 +257,7 @@ def split_documents(
 def _set_aside(
     documents: Sequence[Document], target: float
 ) -> tuple[list[Document], list[Document], str]:
-    """What is left of documents, what makes up ``target`` bytes of them, and by which rule."""
+    """The remaining documents, those for ``target`` bytes, and the rule that chose them."""
     taken, size = list[Document](), 0
     for document in sorted(documents, key=lambda document: document.sha256):
         if size + len(document.text) <= target:
@@ -304,3 +296,80 @@ def _line_start(text: bytes, position: int) -> int:
     while position < len(text) and text[position] & 0xC0 == 0x80:
         position += 1
     return position
+
+
+# --- documents of a data set: by hash -------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """Row of a data set.
+
+    Attributes:
+        kind: split of its document, or the reason for none: ``empty``, or ``unreadable`` for text
+            that is not UTF-8 or contains a NUL byte.
+        num_bytes: size of the text.
+        tokens: tokens of the document, ended by the separator; none for other splits than those
+            asked for.
+    """
+
+    kind: Kind
+    num_bytes: int
+    tokens: Tokens
+
+
+def tokenise(
+    tokenizer: Tokenizer,
+    fractions: Fractions,
+    sides: Sequence[Side],
+    is_one: bool,
+    texts: Sequence[bytes],
+) -> list[Row]:
+    """Tokenise rows.
+
+    Args:
+        tokenizer: with a separator.
+        fractions: see :func:`side_of`.
+        sides: splits whose documents are tokenised.
+        is_one: see :func:`rows_of`.
+        texts: empty for a row without one.
+    """
+    rows = rows_of(texts, fractions, is_one)
+    encoded = iter(tokenizer.encode_documents([text for kind, text in rows if kind in sides]))
+    nothing = np.empty(0, dtype=np.uint8)
+    return [
+        Row(kind, len(text), next(encoded) if kind in sides else nothing) for kind, text in rows
+    ]
+
+
+def rows_of(texts: Sequence[bytes], fractions: Fractions, is_one: bool) -> list[tuple[Kind, bytes]]:
+    """Kind of each text, see :class:`Row`.
+
+    If the data set is one text, the end of it is set aside, and the training text comes last.
+    """
+    if is_one and texts[0]:
+        split = split_documents([Document("text", texts[0])], *fractions)
+        sides: dict[Kind, Sequence[Document]] = {"validation": split.validation}
+        sides |= {"test": split.test, "train": split.train}
+        return [(side, document.text) for side, found in sides.items() for document in found]
+    return [(kind_of(text, fractions), text) for text in texts]
+
+
+def kind_of(text: bytes, fractions: Fractions) -> Kind:
+    """Kind of a row, see :class:`Row`."""
+    if not text:
+        return "empty"
+    return "unreadable" if fault_of_text(text) else side_of(text, *fractions)
+
+
+def side_of(text: bytes, validation_fraction: float, test_fraction: float = 0.0) -> Side:
+    """Split of a document of a data set, by its hash.
+
+    That is the SHA-256 of its text, newlines at its end apart, as a number from 0 to 1: validation
+    below the first fraction, test below the sum of both. A document's split depends on its
+    text alone. So no document is in two splits, whatever the order and the number of copies, and a
+    data set that grows moves none from one split to another. Validation is the same without a test.
+    """
+    number = int(Document("", text).identity[:16], 16)
+    if number < validation_fraction * 2**64:
+        return "validation"
+    return "test" if number < (validation_fraction + test_fraction) * 2**64 else "train"

@@ -11,8 +11,9 @@ import json
 import logging
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,16 @@ import numpy as np
 
 from nsa.errors import UserError, check, fail
 from nsa.files import replace_text
-from nsa.train.data.documents import SIDES, Side
+from nsa.train.data.documents import Side
 from nsa.train.data.source import DataUnavailableError, TextSource
-from nsa.train.data.tokenizer import Ids, Tokenizer, Tokens, load_tokenizer, token_dtype
+from nsa.train.data.tokenizer import (
+    Ids,
+    Tokenizer,
+    Tokens,
+    fingerprint_of,
+    load_tokenizer,
+    token_dtype,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,30 +41,11 @@ STAMP = "verified.json"
 OFFSET_DTYPE = np.dtype("<u8")
 _SHOWN = 3
 _REPAIR = "Copy the folder again, or remove it and prepare the data again."
-_TEXT = (str, type(None))
-SHARD = {"name": str, "tokens": int, "documents": int}
-_SHARD: dict[str, Any] = {**SHARD, "tokens_sha256": str, "offsets_sha256": str}
-_SIDE: dict[str, Any] = {"tokens": int, "documents": int, "text_bytes": int, "shards": [_SHARD]}
-_FORM: dict[str, Any] = {
-    "request": {"origin": {}, "validation_fraction": float},
-    "source": {"name": str, "subset": _TEXT, "split": str, "revision": _TEXT, "licence": _TEXT},
-    "tokenizer": {"kind": str, "vocab_size": int, "separator_id": int, "fingerprint": str},
-    "token_dtype": str,
-    "byte_order": str,
-    "left_out": {"empty": int, "unreadable": int},
-    "sides": {"train": _SIDE, "validation": _SIDE},
-}
 
 
 def shard_dtype(vocab_size: int) -> np.dtype[Any]:
     """Type of a token on disk: the smallest unsigned one, little-endian on every machine."""
     return token_dtype(vocab_size).newbyteorder("<")
-
-
-def index_digest(index: Mapping[str, Any]) -> str:
-    """SHA-256 of an index without its own ``sha256``."""
-    fields = {name: value for name, value in index.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def file_digest(path: Path) -> str:
@@ -66,11 +55,9 @@ def file_digest(path: Path) -> str:
 
 
 def shard_files(
-    folder: Path,
-    shard: Mapping[str, Any],
-    vocab_size: int,
+    folder: Path, shard: Mapping[str, Any], vocab_size: int
 ) -> dict[Path, tuple[int, str]]:
-    """Size in bytes and SHA-256 of the two files of a shard, as its entry in the index says.
+    """Size in bytes and SHA-256 of the two files of a shard, from its entry in the index.
 
     A shard that is not complete has no hashes yet.
     """
@@ -84,14 +71,58 @@ def shard_files(
     }
 
 
+# --- the index, and the note of an interrupted preparation ----------------------------------------
+def with_digest(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with ``sha256``, the SHA-256 of all others."""
+    fields = {name: value for name, value in content.items() if name != "sha256"}
+    return {**fields, "sha256": fingerprint_of(fields)}
+
+
+def read_digested(path: Path, hint: str) -> dict[str, Any]:
+    """Content of a JSON file that was written with its own SHA-256.
+
+    Raises:
+        UserError: the file is not as it was written.
+    """
+    content: Any = None
+    rule = "be JSON with the SHA-256 that it says"
+    with suppress(ValueError, RecursionError):
+        content = json.loads(path.read_bytes())
+    same = isinstance(content, dict) and content == with_digest(content)
+    check(same, "open_shards", f"{path}", rule, "a damaged file", hint)
+    return content
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """Content of ``index.json``.
+
+    Raises:
+        DataUnavailableError: there are no prepared data.
+        UserError: the preparation is not complete, or the file is not as it was written.
+    """
+    path = folder / INDEX
+    where = ("open_shards", f"{path}")
+    if not path.is_file():
+        hint = "Give the same `nsa data prepare` again to complete it."
+        is_interrupted = (folder / PROGRESS).exists()
+        check(not is_interrupted, *where, "exist", "an interrupted preparation", hint)
+        hint = "Make it with: nsa data prepare SOURCE --out FOLDER"
+        raise DataUnavailableError(*where, "exist", "nothing", hint)
+    index = read_digested(path, _REPAIR)
+    found = index.get("format")
+    check(found == FORMAT, *where, f"be of format {FORMAT}", found)
+    return index
+
+
+# --- reading --------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class ShardFolder:
-    """A folder that ``nsa data prepare`` has completed; :func:`open_shards` makes it.
+    """A folder that ``nsa data prepare`` has completed, see :func:`open_shards`.
 
     Attributes:
         path: the folder.
         index: content of ``index.json``.
-        tokenizer: of all shards.
+        tokenizer: tokenizer of all shards.
     """
 
     path: Path
@@ -99,20 +130,16 @@ class ShardFolder:
     tokenizer: Tokenizer
 
     def files(self) -> dict[Path, tuple[int, str]]:
-        """Size in bytes and SHA-256 of each shard file, as the index says."""
+        """Size in bytes and SHA-256 of each shard file, from the index."""
         found: dict[Path, tuple[int, str]] = {}
         for side in self.index["sides"].values():
             for shard in side["shards"]:
                 found |= shard_files(self.path, shard, self.tokenizer.vocab_size)
         return found
 
-    def source(self, side: Side) -> ShardSource:
-        """Windows of one side, one of ``index["sides"]``."""
-        return ShardSource(self, side)
-
 
 def open_shards(path: str | Path, *, verify: bool = False) -> ShardFolder:
-    """Open prepared data after a check of what is there.
+    """Open prepared data after a check of its files.
 
     Sizes are checked every time. Contents are read and compared with their SHA-256 when the folder
     is opened for the first time, and again whenever a file has changed since (by size, times and
@@ -132,119 +159,28 @@ def open_shards(path: str | Path, *, verify: bool = False) -> ShardFolder:
         tokenizer = load_tokenizer(folder / TOKENIZER)
     except UserError as error:
         fail(*where, error.rule, error.value, _REPAIR)
-    for name in ("kind", "vocab_size", "separator_id", "fingerprint"):
-        found, wanted = getattr(tokenizer, name), index["tokenizer"][name]
-        check(found == wanted, *where, f"have the {name} of {INDEX} ({wanted})", found)
+    wanted = index["tokenizer"]["fingerprint"]
+    rule = f"have the fingerprint of {INDEX} ({wanted})"
+    check(tokenizer.fingerprint == wanted, *where, rule, tokenizer.fingerprint)
     shards = ShardFolder(folder, index, tokenizer)
     state = {path.name: _state(path, size) for path, (size, _) in shards.files().items()}
-    stamp = {"index": index["sha256"], "files": state}
-    if verify or _read_stamp(folder) != stamp:
+    stamp = json.dumps({"index": index["sha256"], "files": state}).encode()
+    path = folder / STAMP
+    if verify or not path.is_file() or path.read_bytes() != stamp:
         _check_contents(shards)
         try:
-            replace_text(folder / STAMP, json.dumps(stamp))
+            replace_text(path, stamp)
         except OSError as error:
             what = "%s cannot be written (%s): contents will be verified at each start"
             logger.info(what, STAMP, error.strerror)
     return shards
 
 
-def read_index(folder: Path) -> dict[str, Any]:
-    """Content of ``index.json``, each field of which is checked.
-
-    Raises:
-        DataUnavailableError: there are no prepared data.
-        UserError: the preparation is not complete, or the file is not as it was written.
-    """
-    path = folder / INDEX
-    where = ("open_shards", f"{path}")
-    if not path.is_file():
-        hint = "Give the same `nsa data prepare` again to complete it."
-        is_interrupted = (folder / PROGRESS).exists()
-        check(not is_interrupted, *where, "exist", "an interrupted preparation", hint)
-        hint = "Make it with: nsa data prepare SOURCE --out FOLDER"
-        raise DataUnavailableError(*where, "exist", "nothing", hint)
-    index = read_json(path, _REPAIR)
-    same = isinstance(index, dict) and index.get("sha256") == index_digest(index)
-    check(same, *where, "hold what its own SHA-256 says", "other content", _REPAIR)
-    found = index.get("format")
-    check(repr(found) == repr(FORMAT), *where, f"be of format {FORMAT}", found)
-    fault = fault_of_form(index, _FORM) or _fault_of_sides(index)
-    check(not fault, *where, "have the fields that docs/data.md lists", fault, _REPAIR)
-    return index
-
-
-def read_json(path: Path, hint: str) -> Any:
-    """Content of a JSON file.
-
-    Raises:
-        UserError: it is not JSON.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        fail("open_shards", f"{path}", "be JSON", "a damaged file", f"{error}. {hint}")
-
-
-def fault_of_form(value: Any, form: Any, name: str = "") -> str:
-    """Name and value of the first field that is not of its form; empty if there is none.
-
-    Args:
-        value: what was read from JSON.
-        form: a type (of numbers, those that are not negative) or several; a list of one form for a
-            list; a dictionary for an object with at least its fields.
-        name: of the value.
-    """
-    if isinstance(form, dict):
-        if not isinstance(value, dict):
-            return f"{name} {value!r:.60}"
-        missing = form.keys() - value.keys()
-        if missing:
-            return f"no {'.'.join(filter(None, (name, min(missing))))}"
-        fields = [(value[key], form[key], f"{name}.{key}".lstrip(".")) for key in form]
-    elif isinstance(form, list):
-        if not isinstance(value, list):
-            return f"{name} {value!r:.60}"
-        fields = [(item, form[0], f"{name}[{number}]") for number, item in enumerate(value)]
-    else:
-        fits = isinstance(value, form) and (form is bool or type(value) is not bool)
-        fits = fits and (not isinstance(value, int | float) or value >= 0)
-        return "" if fits else f"{name} {value!r:.60}"
-    return next(filter(None, (fault_of_form(*field) for field in fields)), "")
-
-
-def _fault_of_sides(index: dict[str, Any]) -> str:
-    """First field that disagrees with another one; empty if all of them agree."""
-    sides, dtype = index["sides"], token_dtype(index["tokenizer"]["vocab_size"]).name
-    found = ", ".join(sides)
-    if tuple(sides) not in (SIDES, SIDES[:2]):  # those of before 0.2 have no test side
-        return f"sides {found}"
-    if "test" in sides:
-        form = {"request": {"test_fraction": float}, "sides": {"test": _SIDE}}
-        if fault := fault_of_form(index, form):
-            return fault
-    for name, wanted in (("token_dtype", dtype), ("byte_order", "little")):
-        if index[name] != wanted:
-            return f"{name} {index[name]!r}"
-    for side, fields in sides.items():
-        for number, shard in enumerate(fields["shards"]):
-            name = f"sides.{side}.shards[{number}]"
-            if shard.keys() != _SHARD.keys():
-                return f"{name} with {', '.join(sorted(shard))}"
-            if shard["name"] != f"{side}-{number:05d}":
-                return f"{name}.name {shard['name']!r}"
-            if not 0 < shard["documents"] <= shard["tokens"]:
-                return f"{name}.documents {shard['documents']}"
-        for total in ("tokens", "documents"):
-            if fields[total] != sum(shard[total] for shard in fields["shards"]):
-                return f"sides.{side}.{total} {fields[total]}"
-    return ""
-
-
 def _state(path: Path, size: int) -> list[int]:
-    """What changes when the file does, after a check of its size."""
-    check(path.is_file(), "open_shards", str(path), "exist", "nothing", _REPAIR)
-    found = path.stat()
+    """Numbers that change with the file, after a check of its size."""
     rule = f"have {size} bytes, as {INDEX} says"
+    check(path.is_file(), "open_shards", str(path), rule, "nothing", _REPAIR)
+    found = path.stat()
     check(found.st_size == size, "open_shards", str(path), rule, found.st_size, _REPAIR)
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
@@ -256,20 +192,12 @@ def _check_contents(folder: ShardFolder) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashing lets other threads run
         found = zip(files.items(), threads.map(file_digest, files), strict=True)
         damaged = [str(path) for (path, (_, sha256)), digest in found if digest != sha256]
-    more = f" and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else ""
-    names, rule = ", ".join(damaged[:_SHOWN]) + more, f"have the SHA-256 of {INDEX}"
+    names, rule = ", ".join(damaged[:_SHOWN]), f"have the SHA-256 of {INDEX}"
     check(not damaged, "open_shards", names, rule, "other content", _REPAIR)
 
 
-def _read_stamp(folder: Path) -> Any:
-    try:
-        return json.loads((folder / STAMP).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
 class ShardSource(TextSource):
-    """Windows of the tokens of one side, all shards in a row.
+    """Sequences of one split of prepared data, through all shards in a row.
 
     Args:
         folder: opened by :func:`open_shards`.
@@ -302,3 +230,99 @@ class ShardSource(TextSource):
         offsets = (np.fromfile(f"{path}.offsets", dtype=OFFSET_DTYPE) for path in self._paths)
         pairs = zip(self._starts, offsets, strict=True)
         return np.concatenate([start + of_shard.astype(np.int64) for start, of_shard in pairs])
+
+
+# --- writing --------------------------------------------------------------------------------------
+class ShardWriter:
+    """Shards of one split: ``<side>-00000.tokens`` with ``<side>-00000.offsets``, and so on.
+
+    A shard ends with the document that brings it to ``shard_tokens`` or beyond, so the files depend
+    on the documents alone and not on when they are written: at each commit, and when a shard ends.
+    What was committed survives the end of the process at any moment.
+
+    Args:
+        folder: folder of the files.
+        side: ``train``, ``validation`` or ``test``.
+        vocab_size: size of the vocabulary.
+        shard_tokens: see above.
+        committed: result of :meth:`commit` before an interruption; everything written after it is
+            removed.
+
+    Raises:
+        UserError: a file lacks what was committed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        side: Side,
+        vocab_size: int,
+        shard_tokens: int,
+        committed: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self._folder, self._side = folder, side
+        self._vocab_size, self._shard_tokens = vocab_size, shard_tokens
+        self._shards = [dict(shard) for shard in committed]
+        self._documents: list[Tokens] = []  # of the open shard, not yet written
+        if not committed:
+            self._add_shard()
+        sizes = {path: size for shard in self._shards for path, size in self._files(shard)}
+        for path in folder.glob(f"{side}-*"):
+            if not sizes.get(path):
+                path.unlink()
+        for path, size in sizes.items():
+            found = path.stat().st_size if path.is_file() else 0
+            rule = f"have the {size} bytes written before the interruption"
+            check(found >= size, "prepare", str(path), rule, found or "nothing")
+            if size:
+                os.truncate(path, size)  # what came after the last commit is written again
+
+    def total(self, what: str) -> int:
+        """Number of ``tokens`` or ``documents`` of all shards."""
+        return sum(shard[what] for shard in self._shards)
+
+    def append(self, document: Tokens) -> None:
+        """Append a document of at least one token."""
+        shard = self._shards[-1]
+        shard["tokens"] += len(document)
+        shard["documents"] += 1
+        self._documents.append(document)
+        if shard["tokens"] >= self._shard_tokens:
+            self._close()
+
+    def commit(self) -> list[dict[str, Any]]:
+        """Write everything to the disk; a later writer can continue from the result."""
+        if self._documents:
+            lengths = [len(document) for document in self._documents]
+            begin = self._shards[-1]["tokens"] - sum(lengths)
+            starts = begin + np.cumsum([0, *lengths[:-1]])
+            tokens = np.concatenate(self._documents)
+            arrays = (tokens.astype(shard_dtype(self._vocab_size)), starts.astype(OFFSET_DTYPE))
+            for (path, _), array in zip(self._files(self._shards[-1]), arrays, strict=True):
+                with path.open("ab") as file:
+                    file.write(array.tobytes())
+                    file.flush()
+                    os.fsync(file.fileno())
+            self._documents = []
+        return self._shards
+
+    def finish(self) -> list[dict[str, Any]]:
+        """End the last shard; returns the entries of all shards for the index."""
+        if self._shards[-1]["tokens"]:
+            self._close()
+        return self._shards[:-1]
+
+    def _add_shard(self) -> None:
+        name = f"{self._side}-{len(self._shards):05d}"
+        self._shards.append({"name": name, "tokens": 0, "documents": 0})
+
+    def _files(self, shard: Mapping[str, Any]) -> list[tuple[Path, int]]:
+        files = shard_files(self._folder, shard, self._vocab_size)
+        return [(path, size) for path, (size, _) in files.items()]
+
+    def _close(self) -> None:
+        """End the open shard with its hashes, and begin the next one."""
+        *_, shard = self.commit()
+        tokens, offsets = (file_digest(path) for path, _ in self._files(shard))
+        shard |= {"tokens_sha256": tokens, "offsets_sha256": offsets}
+        self._add_shard()

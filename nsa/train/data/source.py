@@ -1,8 +1,9 @@
-"""Token sources: windows of tokens, each found by its number."""
+"""Token sources, whose training sequences are found by their number, and the order of these."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +17,10 @@ class DataUnavailableError(UserError):
 
 
 class TokenSource:
-    """Windows of ``seq_len + 1`` tokens: inputs, and the same shifted by one as targets.
+    """Training sequences of ``seq_len + 1`` tokens: inputs, and the targets one token later.
 
     Attributes:
-        separator_id: id that ends a document; None where windows hold no documents.
+        separator_id: id that ends a document; None if there are no documents.
         token_bytes: int64 ``[vocab_size]``, bytes of text that each id spells.
     """
 
@@ -27,40 +28,34 @@ class TokenSource:
     token_bytes: Ids
 
     def num_windows(self, seq_len: int) -> int:
-        """Windows that there are at this length."""
+        """Number of sequences of this length."""
         raise NotImplementedError
 
     def window(self, seq_len: int, index: int) -> Ids:
-        """Window ``index``: int64 ``[seq_len + 1]``; the same arguments give the same tokens."""
+        """Sequence ``index``: int64 ``[seq_len + 1]``; the same arguments give the same tokens."""
         raise NotImplementedError
 
     def target_mask(self, seq_len: int, index: int) -> NDArray[np.bool_] | None:
-        """Which of the ``seq_len`` targets count: bool ``[seq_len]``, or None for all of them."""
+        """Whether each of the targets counts: bool ``[seq_len]``, or None if all of them do."""
         return None
 
     def most_sequences(self, seq_len: int, num_windows: int) -> int | None:
-        """Upper bound of the documents, whole or cut, in any ``num_windows`` different windows.
+        """Upper bound of the documents, whole or cut, in ``num_windows`` different sequences.
 
-        None where that is not known before the text is read.
+        None if that is not known before the text is read.
         """
         return None
 
-    def check_window(self, seq_len: int, index: int) -> None:
-        """Raise ``ValueError`` unless there is a window of this number."""
-        last = self.num_windows(seq_len) - 1
-        rule = f"lie between 0 and {last} at seq_len {seq_len}"
-        check(0 <= index <= last, "TokenSource.window", "index", rule, index)
-
 
 class TextSource(TokenSource):
-    """Documents one after another, cut into windows.
+    """Documents one after another, cut into sequences.
 
-    Window i begins at token ``i * seq_len`` and overlaps the next by the one token that is only a
-    target, so each token but the first is a target of exactly one window. Tokens at the end that
-    do not fill a window are left out.
+    Sequence i begins at token ``i * seq_len`` and overlaps the next by the one token that is only a
+    target, so each token but the first is a target of exactly one sequence. Tokens at the end that
+    do not fill a sequence are left out.
 
     Attributes:
-        tokens: ``[num_tokens]``, in the smallest unsigned type that holds the vocabulary.
+        tokens: ``[num_tokens]``, in the smallest unsigned type for the vocabulary.
 
     Args:
         documents: tokens of each document, ended by the separator.
@@ -69,10 +64,7 @@ class TextSource(TokenSource):
     """
 
     def __init__(
-        self,
-        documents: Iterable[Tokens],
-        separator_id: int | None,
-        token_bytes: Ids,
+        self, documents: Iterable[Tokens], separator_id: int | None, token_bytes: Ids
     ) -> None:
         empty = np.empty(0, token_dtype(len(token_bytes)))
         self.tokens = np.concatenate([empty, *documents], dtype=empty.dtype, casting="unsafe")
@@ -81,7 +73,7 @@ class TextSource(TokenSource):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens, separators included."""
+        """Number of tokens, separators included."""
         return len(self.tokens)
 
     def read(self, start: int, stop: int) -> Tokens:
@@ -89,12 +81,12 @@ class TextSource(TokenSource):
         return self.tokens[start:stop]
 
     def num_windows(self, seq_len: int) -> int:
-        """See :class:`TokenSource`; 0 when there are fewer than ``seq_len + 1`` tokens."""
+        """See :class:`TokenSource`; 0 if there are fewer than ``seq_len + 1`` tokens."""
         return max(0, (self.num_tokens - 1) // seq_len)
 
     def window(self, seq_len: int, index: int) -> Ids:
         """See :class:`TokenSource`."""
-        self.check_window(seq_len, index)
+        assert 0 <= index < self.num_windows(seq_len), index
         return self.read(index * seq_len, (index + 1) * seq_len + 1).astype(np.int64)
 
     def most_sequences(self, seq_len: int, num_windows: int) -> int | None:
@@ -105,5 +97,83 @@ class TextSource(TokenSource):
         return num_windows + int(np.sort(counts)[::-1][:num_windows].sum())
 
     def document_starts(self) -> Ids:
-        """Number of the first token of each document: int64 ``[num_documents]``, ascending."""
+        """Position of the first token of each document: int64 ``[num_documents]``, ascending."""
         return np.append(0, np.flatnonzero(self.tokens == self.separator_id) + 1)[:-1]
+
+
+class Sampler:
+    """All sequences in another random order each epoch.
+
+    The order is a function of (seed, epoch). The place in it is ``position``: the number of
+    sequences drawn since training began, by all processes together. Epoch e covers the positions
+    ``e * num_windows`` to ``(e + 1) * num_windows - 1``.
+
+    With ``world_size`` processes, rank r takes the ``micro_batch`` positions from
+    ``position + r * micro_batch`` on, and every rank then advances ``position`` by
+    ``micro_batch * world_size``. So an optimizer step of G = micro_batch * accumulation *
+    world_size sequences draws those at ``position .. position + G - 1``, whatever the number of
+    processes: a run continued on another number of GPUs with the same global batch sees the same
+    batches.
+
+    The permutation sorts raw Philox output, which NumPy guarantees not to change between versions;
+    its ``permutation`` carries no such promise.
+
+    Args:
+        num_windows: sequences of the source at the length in use.
+        seed: seed of the order.
+    """
+
+    def __init__(self, num_windows: int, seed: int) -> None:
+        check(num_windows > 0, "Sampler", "num_windows", "be positive", num_windows)
+        self.num_windows = num_windows
+        self.seed = seed
+        self.position = 0
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next sequence."""
+        return self.position // self.num_windows
+
+    def window_at(self, position: int) -> int:
+        """Sequence drawn at a position; any position, in any order of calls."""
+        epoch, place = divmod(position, self.num_windows)
+        return int(_order(self.num_windows, self.seed, epoch)[place])
+
+    def next_windows(self, micro_batch: int, *, rank: int = 0, world_size: int = 1) -> list[int]:
+        """Draw this rank's next micro-batch; advances ``position`` for all ranks.
+
+        Args:
+            micro_batch: sequences for each rank.
+            rank: rank of this process.
+            world_size: number of processes.
+
+        Returns:
+            ``micro_batch`` indices of sequences.
+        """
+        start = self.position + rank * micro_batch
+        self.position += micro_batch * world_size
+        return [self.window_at(position) for position in range(start, start + micro_batch)]
+
+    def state_dict(self) -> dict[str, int]:
+        """Three integers: ``seed``, ``num_windows``, ``position``."""
+        return {"seed": self.seed, "num_windows": self.num_windows, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue at the place of a :meth:`state_dict`.
+
+        Raises:
+            ValueError: the state belongs to another seed or another number of sequences, so that
+                the order would not continue.
+        """
+        hint = "The data, seq_len or seed changed since the checkpoint."
+        for name in ("seed", "num_windows"):
+            ours, given = getattr(self, name), state[name]
+            rule = f"equal this run's ({ours})"
+            check(given == ours, "Sampler.load_state_dict", name, rule, given, hint)
+        self.position = state["position"]
+
+
+@lru_cache(maxsize=2)  # an epoch, and the next one while batches are made ahead
+def _order(num_windows: int, seed: int, epoch: int) -> Ids:
+    philox = np.random.Philox(np.random.SeedSequence((seed, epoch)))
+    return np.argsort(philox.random_raw(num_windows), kind="stable")

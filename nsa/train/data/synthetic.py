@@ -1,13 +1,19 @@
-"""Synthetic tasks whose best possible loss is known, to check a model and a trainer with.
+"""Synthetic tasks whose lowest possible loss is known, and prompts that hide a number in a text.
 
-They are used only if a configuration names them. A window is a function of (seed, side, task,
-number), so windows can be made in any order, and training and validation draw from different
-random streams. All tasks use the 256 byte values; only the targets with a known answer count.
+The tasks check a model and a trainer, and are used only if a configuration names them. A sequence
+is a function of (seed, side, task, index), so sequences can be made in any order, and training and
+validation draw from different random streams. All tasks use the 256 byte values; only the targets
+with a known answer count.
+
+The prompts are the first task of RULER (``niah_single_1``), for lm-eval: Hsieh et al., "RULER:
+What's the Real Context Size of Your Long-Context Language Models?", arXiv:2404.06654.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -25,31 +31,45 @@ _MARKER = 0
 _VALUE_LEN = 8
 _MAX_KEYS = 64
 
+_BEFORE = (
+    "A special magic number is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the number afterwards.\n"
+)
+_LINE = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+)
+_NEEDLE = "One of the special magic numbers for {key} is: {answer}.\n"
+_AFTER = (
+    "What is the special magic number for {key} mentioned in the provided text? "
+    "The special magic number for {key} mentioned in the provided text is"
+)
+_KEYS = ("apple", "bridge", "candle", "desert", "engine", "forest", "garden", "harbor")
+
 
 class SyntheticSource(TokenSource):
-    """Windows of a synthetic task.
+    """Training sequences of a synthetic task.
 
-    A window has ``L = seq_len + 1`` tokens. The tasks:
+    A sequence has ``L = seq_len + 1`` tokens. The tasks:
 
     * ``uniform``: independent uniform bytes; every target counts. Nothing can be predicted: 8 bits
       per byte exactly.
     * ``copy``: h = (L - 1) // 2 random bytes from 1 to 255, the marker 0, the same h bytes again,
       which count (for even L one more marker, which does not).
-    * ``induction``: pairs (key, value). Each window draws min(64, pairs // 4) keys from 0..127 and
-      a value from 128..255 for each, and then pairs uniformly among these. The value after a key
-      that the window has shown before counts.
+    * ``induction``: pairs (key, value). Each sequence draws min(64, pairs // 4) keys from 0..127
+      and a value from 128..255 for each, and then pairs uniformly from them. The value after a key
+      that the sequence has shown before counts.
     * ``needle``: random bytes from 1 to 255; at a uniformly random place the marker 0 and 8 bytes;
       at the end the marker again and the same 8 bytes, which count.
 
     Attributes:
         task: name of the task.
-        ideal_loss: least expected loss of a counted target, nats; a target is one byte.
+        ideal_loss: lowest expected loss of a counted target, nats; a target is one byte.
 
     Args:
         task: see above.
         side: ``train`` or ``validation``.
-        seed: of all windows.
-        vocab_size: of the model that trains on them; ids from 256 on do not occur.
+        seed: seed of all sequences.
+        vocab_size: vocabulary of the model that trains on them; ids from 256 on do not occur.
     """
 
     def __init__(self, task: str, side: Side, seed: int, vocab_size: int = 256) -> None:
@@ -62,7 +82,7 @@ class SyntheticSource(TokenSource):
 
     def num_windows(self, seq_len: int) -> int:
         """See :class:`TokenSource`: 2**20 for training, 2**12 for validation."""
-        shortest = TASKS[self.task][0]
+        shortest, _ = TASKS[self.task]
         rule = f"be at least {shortest} for {self.task}"
         check(seq_len >= shortest, "SyntheticSource", "seq_len", rule, seq_len)
         return NUM_WINDOWS[self._side]
@@ -76,7 +96,6 @@ class SyntheticSource(TokenSource):
         return self._make(seq_len, index)[1][1:]
 
     def _make(self, seq_len: int, index: int) -> tuple[Ids, Mask]:
-        self.check_window(seq_len, index)
         seed = np.random.SeedSequence((*self._key, index))
         rng = np.random.Generator(np.random.Philox(seed))
         tokens, known = TASKS[self.task][1](rng, seq_len + 1)
@@ -118,10 +137,40 @@ def _needle(rng: np.random.Generator, length: int) -> tuple[Ids, slice]:
     return tokens, slice(length - _VALUE_LEN, None)
 
 
-# By name: the shortest seq_len, and the function that makes the tokens and says which count.
+# By name: the shortest seq_len, and the function that makes tokens and marks those that count.
 TASKS: dict[str, tuple[int, Any]] = {
     "uniform": (1, _uniform),
     "copy": (2, _copy),
     "induction": (7, _induction),
     "needle": (2 * (1 + _VALUE_LEN) - 1, _needle),
 }
+
+
+# --- prompts for lm-eval --------------------------------------------------------------------------
+def needle_prompts(size: int, number: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Prompts, each with a key and a number of seven digits at a random depth.
+
+    Args:
+        size: bytes of a prompt; it is as long as whole lines allow.
+        number: how many.
+        seed: of keys, numbers and depths.
+
+    Yields:
+        ``prompt``, ASCII; ``answer``, the digits; ``depth``, the share of the lines before the
+        needle.
+
+    Raises:
+        ValueError: the size leaves no room for a line, or there would be no prompt.
+    """
+    random, longest = Random(seed), max(_KEYS, key=len)
+    rest = len(_BEFORE) + len((_NEEDLE + _AFTER).format(key=longest, answer="0" * 7))
+    shortest, lines = rest + len(_LINE), (size - rest) // len(_LINE)
+    check(lines > 0, "needle_prompts", "size", f"be at least {shortest} bytes", size)
+    check(0 < number <= 10**6, "needle_prompts", "number", "be from 1 to 1,000,000", number)
+    for _ in range(number):
+        key, answer = random.choice(_KEYS), str(random.randrange(10**6, 10**7))
+        before = random.randint(0, lines)
+        needle = _NEEDLE.format(key=key, answer=answer)
+        text = _LINE * before + needle + _LINE * (lines - before)
+        prompt = _BEFORE + text + _AFTER.format(key=key)
+        yield {"prompt": prompt, "answer": answer, "depth": round(before / lines, 4)}

@@ -51,7 +51,6 @@ _PROBES = (
 # Long words, which a regular expression that backtracks does not finish.
 _ENDS = ("", f"\x01{string.printable}")  # what must follow, such as a letter, comes too late
 _RUNS = [64 * character + end for character in f"{string.printable}é漢" for end in _ENDS]
-_KINDS = ("byte", "gpt2", "bpe", "file")
 _GPT2_WORD = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 _LONG_BLANK = re.compile(r"\s{50000}")
 MAX_TEXTS = 1000  # of a batch
@@ -70,8 +69,13 @@ _BATCH_BYTES = 1 << 20  # the results of the tokenizers library take about 130 t
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest unsigned type that holds every id of a vocabulary."""
+    """The smallest unsigned type for all ids of a vocabulary."""
     return np.min_scalar_type(vocab_size - 1)
+
+
+def fingerprint_of(content: Any) -> str:
+    """SHA-256 of what JSON can express."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def batches_of_texts(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
@@ -89,14 +93,14 @@ def batches_of_texts(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 class Tokenizer:
-    """What every tokenizer has; a subclass adds ``encode`` and ``encode_documents``.
+    """Base class of tokenizers; a subclass adds ``encode`` and ``encode_documents``.
 
     Attributes:
         kind: value of ``DataConfig.tokenizer`` that made it.
         vocab_size: ids are below this.
-        separator_id: id that ends a document; None where there are no documents (synthetic tasks).
+        separator_id: id that ends a document; None for synthetic tasks, which have no documents.
         token_bytes: int64 ``[vocab_size]``, bytes of text of each id; 0 for the separator.
-        fingerprint: SHA-256 of what defines it.
+        fingerprint: SHA-256 of its definition.
 
     Args:
         kind: see above.
@@ -121,14 +125,14 @@ class Tokenizer:
         self._spelling = np.frombuffer(b"".join(spelling), dtype=np.uint8)
         self._starts = np.cumsum(self.token_bytes) - self.token_bytes
         self._definition = {"separator": separator, "tokenizer": definition}
-        self.fingerprint = _fingerprint(self._definition)
+        self.fingerprint = fingerprint_of(self._definition)
 
     def encode(self, text: str | bytes) -> list[int]:
         """Ids of a text, without separator.
 
         Raises:
             ValueError: the text is not valid UTF-8 (bytes need not be for the byte tokenizer), or
-                holds a byte that is the separator.
+                contains a byte that is the separator.
         """
         raise NotImplementedError
 
@@ -149,7 +153,7 @@ class Tokenizer:
         return self._spelling[np.repeat(shift, sizes) + np.arange(sizes.sum())].tobytes()
 
     def to_json(self) -> str:
-        """Everything that :func:`load_tokenizer` needs."""
+        """JSON for :func:`load_tokenizer`."""
         saved = {"kind": self.kind, "fingerprint": self.fingerprint, **self._definition}
         return json.dumps(saved, ensure_ascii=False)
 
@@ -159,7 +163,7 @@ class Tokenizer:
 
 
 class ByteTokenizer(Tokenizer):
-    """Ids are bytes. NUL, which no text holds, is the separator.
+    """Ids are bytes. NUL, which no text contains, is the separator.
 
     Args:
         separator: False makes NUL a byte like any other, for synthetic tasks over all 256.
@@ -180,7 +184,7 @@ class ByteTokenizer(Tokenizer):
         return list(raw)
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """See :class:`Tokenizer`; the texts hold no NUL byte."""
+        """See :class:`Tokenizer`; the texts contain no NUL byte."""
         return [np.frombuffer(text + b"\0", dtype=np.uint8) for text in texts]
 
 
@@ -193,30 +197,16 @@ class SubwordTokenizer(Tokenizer):
         kind: ``gpt2``, ``bpe`` or ``file``.
         definition: the library's JSON, parsed.
         separator: the token that ends a document.
-
-    Raises:
-        ValueError: the tokenizer does not give every text back byte for byte, or text can produce
-            its separator.
     """
 
     def __init__(self, kind: str, definition: dict[str, Any], separator: str) -> None:
         # A saved tokenizer may carry settings for fixed-size batches; documents are encoded whole.
         definition = {**definition, "truncation": None, "padding": None}
         self._backend = _backend(definition)
-        separator_id, where = self._backend.token_to_id(separator), "SubwordTokenizer"
-        if separator_id is None:
-            fail(where, "separator", "be a token of the vocabulary", repr(separator))
+        separator_id = self._backend.token_to_id(separator)
+        assert separator_id is not None, separator
         spelling = _spelling(self._backend, definition, separator_id)
         super().__init__(kind, definition, separator, spelling, separator_id)
-        rule = "be marked as a special token, so that text cannot produce it"
-        is_special = separator_id not in self.encode(separator)
-        check(is_special, where, "separator", rule, repr(separator))
-        hint = "Byte-level BPE without normalizer and add_prefix_space does, and byte fallback "
-        hint += "with prepend_scheme never."
-        for probe in _PROBES:
-            decoded, rule = self.decode(self.encode(probe)), "give every text back byte for byte"
-            found = f"{decoded!r} for {probe.encode()!r}"
-            check(decoded == probe.encode(), where, "definition", rule, found, hint)
 
     def encode(self, text: str | bytes) -> list[int]:
         """See :class:`Tokenizer`."""
@@ -296,13 +286,20 @@ def make_tokenizer(
     check(is_library, *where, "be a JSON file of the tokenizers library", path)
     _try_out(path, definition)
     backend = _backend(definition)
-    for name in _KNOWN_SEPARATORS:
-        if backend.token_to_id(name) is not None:
-            tokenizer = SubwordTokenizer("file", definition, name)
-            _check_added_tokens(tokenizer, backend)
-            return tokenizer
-    names = ", ".join(_KNOWN_SEPARATORS)
-    fail(*where, f"have one of the tokens {names} to end documents with", path)
+    names = [name for name in _KNOWN_SEPARATORS if backend.token_to_id(name) is not None]
+    rule = f"have one of the tokens {', '.join(_KNOWN_SEPARATORS)} to end documents with"
+    check(bool(names), *where, rule, path)
+    tokenizer = SubwordTokenizer("file", definition, names[0])
+    rule = "mark its separator as a special token, so that text cannot produce it"
+    check(tokenizer.separator_id not in tokenizer.encode(names[0]), *where, rule, repr(names[0]))
+    hint = "Byte-level BPE does without normalizer, add_prefix_space, and added tokens with lstrip "
+    hint += "or rstrip; byte fallback does with prepend_scheme never."
+    added = (token.content for token in backend.get_added_tokens_decoder().values())
+    for text in (*_PROBES, *(f"a  {name}\t {name}\n\n{name} b{name}c" for name in added)):
+        found, rule = tokenizer.decode(tokenizer.encode(text)), "give every text back byte for byte"
+        value = f"{found!r} for {text.encode()!r}"
+        check(found == text.encode(), *where, rule, value, hint)
+    return tokenizer
 
 
 def _try_out(path: str, definition: dict[str, Any]) -> None:
@@ -320,44 +317,28 @@ def _try_out(path: str, definition: dict[str, Any]) -> None:
             command, input=given, capture_output=True, text=True, timeout=_TRIAL_S, check=False
         )
     except subprocess.TimeoutExpired:
-        hint = f"It takes more than {_TRIAL_S} s for short texts."
-        fail(*where, rule, path, hint)
+        fail(*where, rule, path, f"It takes more than {_TRIAL_S} s for short texts.")
     reason = (done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1]
     check(done.returncode == 0, *where, rule, path, f"{reason.partition(': ')[2] or reason}.")
 
 
-def _check_added_tokens(tokenizer: Tokenizer, backend: tokenizers.Tokenizer) -> None:
-    """Refuse an added token that takes the blanks beside it, which no id spells."""
-    where = ("make_tokenizer", "data.tokenizer_path", "give every text back byte for byte")
-    for token in backend.get_added_tokens_decoder().values():
-        name = token.content
-        text = f"a  {name}\t {name}\n\n{name} b{name}c"
-        found = tokenizer.decode(tokenizer.encode(text))
-        hint = f"Its added token {name!r} takes text beside it: lstrip and rstrip must be false."
-        check(found == text.encode(), *where, f"{found!r} for {text.encode()!r}", hint)
-
-
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer that :meth:`Tokenizer.save` wrote.
+    """Load a tokenizer that :meth:`Tokenizer.save` wrote.
 
     Raises:
         ValueError: the file is missing, of another form, or changed since it was written.
     """
     saved = _read_json(path, "path")
-    names = {"kind", "separator", "tokenizer", "fingerprint"}
-    is_ours = isinstance(saved, dict) and names <= set(saved)
-    check(is_ours, "load_tokenizer", "path", "be a tokenizer file of a run folder", path)
-    separator, definition = saved["separator"], saved["tokenizer"]
-    same = _fingerprint({"separator": separator, "tokenizer": definition}) == saved["fingerprint"]
-    check(same, "load_tokenizer", "path", "hold what its fingerprint says", path)
-    is_byte = saved["kind"] == "byte"
-    fits = definition is None if is_byte else isinstance(definition, dict)
-    fits = fits and saved["kind"] in _KINDS and isinstance(separator, str | None)
-    rule = f"have a kind ({', '.join(_KINDS)}) that fits its content"
-    check(fits, "load_tokenizer", "path", rule, f"{saved['kind']!r} in {path}")
-    if is_byte:
+    names = ("kind", "separator", "tokenizer", "fingerprint")
+    values: list[Any] = [saved.get(name) for name in names] if isinstance(saved, dict) else 4 * [0]
+    kind, separator, definition, fingerprint = values
+    fits = fingerprint == fingerprint_of({"separator": separator, "tokenizer": definition})
+    fits = fits and kind in ("byte", "gpt2", "bpe", "file")
+    fits = fits and (kind == "byte") == (definition is None)
+    check(fits, "load_tokenizer", "path", "be an undamaged tokenizer file of a run folder", path)
+    if kind == "byte":
         return ByteTokenizer(separator=separator is not None)
-    return SubwordTokenizer(saved["kind"], definition, separator)
+    return SubwordTokenizer(kind, definition, separator)
 
 
 def _train_bpe(texts: Iterable[bytes], vocab_size: int) -> dict[str, Any]:
@@ -435,11 +416,11 @@ def _spelling(
     spelled |= {i: b"" if token.special else token.content.encode() for i, token in added.items()}
     spelled[separator_id] = b""
     rule, last = f"have ids below {_MAX_IDS}", max(spelled)
-    check(last < _MAX_IDS, "SubwordTokenizer", "definition", rule, last)
+    check(last < _MAX_IDS, "make_tokenizer", "data.tokenizer_path", rule, last)
     return [spelled.get(token_id, b"") for token_id in range(last + 1)]
 
 
-# GPT-2 writes a byte as the character of the same number where that is printable, and otherwise as
+# GPT-2 writes a byte as the character of the same number if that is printable, and otherwise as
 # one from 256 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = sorted({*range(256)} - {*_PRINTABLE})
@@ -463,10 +444,6 @@ def _checked(text: str | bytes) -> str:
         return (text.encode() if isinstance(text, str) else text).decode()
     except (UnicodeEncodeError, UnicodeDecodeError) as error:
         fail("Tokenizer.encode", "text", "be valid UTF-8", f"{error.reason} at {error.start}")
-
-
-def _fingerprint(definition: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(definition, sort_keys=True).encode()).hexdigest()
 
 
 def _read_json(path: str | Path, argument: str) -> Any:

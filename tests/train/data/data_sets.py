@@ -140,16 +140,9 @@ def _tree(files: dict[str, bytes], folder: str) -> list[dict[str, Any]]:
     for name, content in files.items():
         if name.startswith(prefix):
             entry, slash, _ = name.removeprefix(prefix).partition("/")
-            about = (
-                {"type": "directory", "size": 0}
-                if slash
-                else {"type": "file", "size": len(content)}
-            )
-            found[entry] = {
-                "path": prefix + entry,
-                "oid": hashlib.sha1(content).hexdigest(),
-                **about,
-            }
+            kind, size = ("directory", 0) if slash else ("file", len(content))
+            oid = hashlib.sha1(content).hexdigest()
+            found[entry] = {"path": prefix + entry, "oid": oid, "type": kind, "size": size}
     return list(found.values())
 
 

@@ -1,12 +1,28 @@
 from __future__ import annotations
 
+import itertools
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from nsa.train.data import IGNORED_TARGET, Batch, TextSource, collate, spread, validation_batches
+from nsa.train.data import (
+    IGNORED_TARGET,
+    Batch,
+    Prefetcher,
+    StarvedError,
+    TextSource,
+    collate,
+    spread,
+    validation_batches,
+)
+from nsa.train.data import (
+    batch as batch_module,
+)
 from nsa.train.data.synthetic import SyntheticSource
 
 BYTES = np.ones(256, dtype=np.int64)
@@ -48,10 +64,9 @@ def test_every_target_is_the_next_token_of_the_same_document(texts, seq_len, doc
 
 
 def test_bytes_are_those_that_the_targets_spell():
-    tokens = np.array([1, 2, 3, 3, 0, 2, 1, 0])
-    source = TextSource([tokens], 0, np.array([0, 1, 5, 12]))
-    assert collate(source, [0], 6, document_mask=True).num_bytes == 5 + 12 + 12 + 0 + 1
-    assert collate(source, [0], 6, document_mask=False).num_bytes == 5 + 12 + 12 + 0 + 5 + 1
+    source = TextSource([np.array([1, 2, 3, 3, 0, 2, 1, 0])], 0, np.array([0, 1, 5, 12]))
+    for document_mask, size in ((True, 5 + 12 + 12 + 0 + 1), (False, 5 + 12 + 12 + 0 + 5 + 1)):
+        assert collate(source, [0], 6, document_mask=document_mask).num_bytes == size
 
 
 def test_masked_targets_of_a_source_are_left_out():
@@ -84,26 +99,14 @@ def test_windows_are_spread_evenly(number, available):
     assert {*steps} <= {available // len(chosen), -(-available // len(chosen))}
 
 
-def test_no_windows_are_an_error():
-    message = "num_windows must be positive, with at least one window in the source, got 5"
-    with pytest.raises(ValueError, match=message):
-        list(validation_batches(LETTERS, 1000, 4, 5, document_mask=True))
-    with pytest.raises(ValueError, match="indices must name at least one window"):
-        batch_of()
-
-
-def test_batch_moves_as_a_whole():
+def test_batch_moves_and_is_copied_as_a_whole():
     batch, other = batch_of(0), batch_of(1)
-    moved, copied = batch.to("meta"), batch.to("cpu")
-    for name in ("tokens", "targets", "cu_seqlens"):
-        assert getattr(moved, name).device.type == "meta"
-        assert getattr(copied, name).equal(getattr(batch, name))
-    counts = (batch.max_seqlen, batch.num_bytes, batch.num_targets)
-    assert (moved.max_seqlen, moved.num_bytes, moved.num_targets) == counts
-    tokens = batch.tokens
+    tensors = [(batch.tokens, other.tokens), (batch.targets, other.targets)]
+    moved = batch.to("meta")
+    assert {moved.tokens.device.type, moved.targets.device.type} == {"meta"}
+    assert moved.num_bytes == batch.num_bytes
     batch.copy_(other)
-    assert tokens.equal(other.tokens)
-    assert batch.targets.equal(other.targets)
+    assert all(copied.equal(original) for copied, original in tensors)
     assert batch.cu_seqlens.equal(other.cu_seqlens)
 
 
@@ -125,5 +128,44 @@ def test_padding_with_empty_sequences():
     assert batch.tokens.tolist() == [*batch_of(1).tokens, *batch_of(0).tokens]
     assert batch.num_sequences == 4
     assert batch.padded(6).cu_seqlens.tolist() == [0, 4, 5, 9, 10, 10, 10]
-    with pytest.raises(ValueError, match=r"num_sequences must be at least 4, got 2"):
-        batch.padded(2)
+
+
+# --- batches made ahead ---------------------------------------------------------------------------
+def test_items_come_in_order_and_no_more_than_two_ahead():
+    numbers = itertools.count()
+    items = Prefetcher(lambda: next(numbers))
+    assert [items.get(1.0) for _ in range(100)] == list(range(100))
+    time.sleep(0.05)
+    assert next(numbers) <= 104  # two ready, one in the thread's hand
+    items.close()
+
+
+def test_an_error_comes_out_where_its_item_would():
+    items = Prefetcher(iter([1, 2]).__next__)
+    assert [items.get(1.0), items.get(1.0)] == [1, 2]
+    with pytest.raises(StopIteration):
+        items.get(1.0)
+    items.close()
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_closing_ends_the_thread(taken):
+    before = threading.enumerate()
+    items = Prefetcher(lambda: time.sleep(0.01))
+    for _ in range(taken):
+        items.get(1.0)
+    time.sleep(0.1)  # it waits for room by now
+    items.close()
+    assert threading.enumerate() == before
+
+
+def test_a_read_that_hangs_starves_and_is_left_behind(monkeypatch):
+    monkeypatch.setattr(batch_module, "_CLOSING_S", 0.2)
+    end = threading.Event()
+    items = Prefetcher(end.wait)
+    begin = time.monotonic()
+    with pytest.raises(StarvedError, match=r"no batch in 0\.1 s"):
+        items.get(0.1)
+    items.close()
+    assert 0.3 < time.monotonic() - begin < 5
+    end.set()

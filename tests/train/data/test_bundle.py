@@ -15,6 +15,7 @@ from nsa.train.data import (
     open_data,
 )
 from nsa.train.data.documents import corpus_files, split_documents
+from tests.train.data.data_sets import write_folder
 
 
 def open_text(config: DataConfig, seq_len: int = 128, **how: Any) -> tuple[DataBundle, Any, Any]:
@@ -31,16 +32,12 @@ def test_corpus_opens_with_every_tokenizer(tokenizer):
     split = split_documents(corpus_files().documents, 0.1)
     for side, source in zip(("train", "validation"), sources, strict=True):
         texts = [document.text for document in getattr(split, side)]
+        size = sum(map(len, texts))
         assert data.tokenizer.decode(source.tokens) == b"".join(texts)
         assert (source.tokens == data.tokenizer.separator_id).sum() == len(texts)
-        found = {
-            "bytes": sum(map(len, texts)),
-            "documents": len(texts),
-            "tokens": len(source.tokens),
-            "windows": source.num_windows(128),
-        }
-        assert found == {name: data.description[f"{side}_{name}"] for name in found}
-        assert int(source.token_bytes[source.tokens].sum()) == found["bytes"]
+        assert int(source.token_bytes[source.tokens].sum()) == size
+        found = [data.description[f"{side}_{name}"] for name in ("bytes", "documents", "windows")]
+        assert found == [size, len(texts), source.num_windows(128)]
     assert data.description["vocab_size"] == data.tokenizer.vocab_size
     assert data.description["validation_names"] == ["macbeth.txt"]
     assert "Public domain" in data.description["provenance"]
@@ -49,11 +46,8 @@ def test_corpus_opens_with_every_tokenizer(tokenizer):
 def test_hash_follows_the_text_and_its_division(tmp_path):
     hashes = set()
     one, two, other = "one " * 50, "two " * 50, "twO " * 50
-    for i, texts in enumerate(([one, two], [one + two], [one, other])):
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        for j, text in enumerate(texts):
-            (folder / f"{j}.txt").write_text(text)
+    for number, texts in enumerate(([one, two], [one + two], [one, other])):
+        folder = write_folder(tmp_path / str(number), "txt", texts)
         description = open_text(DataConfig("folder", str(folder)), 8)[0].description
         hashes.add((description["train_sha256"], description["validation_sha256"]))
     assert len(hashes) == 3
@@ -84,21 +78,16 @@ def test_run_folder_tokenizer_is_taken_as_it_is(tmp_path):
     first = open_text(config)[0]
     first.tokenizer.save(path)
     assert open_text(config, run_folder_tokenizer=path)[0].description == first.description
-    message = r"run_folder_tokenizer must be of the configured kind \(gpt2\), got bpe"
-    with pytest.raises(ValueError, match=message):
-        open_text(DataConfig(tokenizer="gpt2"), run_folder_tokenizer=path)
+    ByteTokenizer(separator=False).save(path)
+    for changed, message in (
+        (DataConfig(tokenizer="gpt2"), r"be of the configured kind \(gpt2\), got byte"),
+        (DataConfig(), "have a separator if and only if the data are text"),
+    ):
+        with pytest.raises(ValueError, match=f"run_folder_tokenizer must {message}"):
+            open_text(changed, run_folder_tokenizer=path)
 
 
-@pytest.mark.parametrize(("source", "separator"), [("corpus", False), ("copy", True)])
-def test_run_folder_tokenizer_of_the_other_sort_is_an_error(source, separator, tmp_path):
-    path = tmp_path / "tokenizer.json"
-    ByteTokenizer(separator=separator).save(path)
-    message = "run_folder_tokenizer must have a separator if and only if the data are text"
-    with pytest.raises(ValueError, match=message):
-        open_data(DataConfig(source), seed=1, seq_len=128, run_folder_tokenizer=path)
-
-
-@pytest.mark.parametrize(("size", "side"), [(101, "validation"), (901, "training")])
+@pytest.mark.parametrize(("size", "side"), [(101, "validation"), (901, "train")])
 def test_text_shorter_than_a_window_names_the_sizes(size, side, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("x" * 1000)

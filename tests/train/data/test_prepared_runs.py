@@ -1,4 +1,4 @@
-"""Runs on prepared shards, straight from a stream, and on the synthetic fallback."""
+"""Runs on prepared shards, straight from a stream, and on the synthetic fallback; the commands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,24 +15,20 @@ from typing import Any
 import pytest
 
 from nsa import cli
-from nsa.train.config import DataConfig, TrainConfig
+from nsa.train.config import DataConfig
 from nsa.train.data import (
     DataBundle,
     DataUnavailableError,
     Origin,
     PrepareConfig,
-    Sampler,
     ShardSource,
     StreamSource,
     TextSource,
     open_data,
     prepare,
 )
-from nsa.train.data.reader import read_documents
-from nsa.train.data.stream import StreamSampler
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.evaluation import evaluate_run
-from nsa.train.sources import is_mistyped_path
 from nsa.train.telemetry.metrics import read_metrics
 from tests.train.cases import make_trainer, reproducible_rows, tiny_config
 from tests.train.data.data_sets import make_texts, write_folder
@@ -58,7 +53,7 @@ def shards(source: Path, tmp_path_factory: pytest.TempPathFactory) -> DataConfig
     return make_shards(source, tmp_path_factory.mktemp("shards") / "out")
 
 
-def stream_config(source: Path, **changes: Any) -> DataConfig:
+def stream_of(source: Path, **changes: Any) -> DataConfig:
     settings: dict[str, Any] = {"validation_tokens": 2000, "time_limit_s": 60, **changes}
     return DataConfig("stream", str(source), **settings)
 
@@ -69,61 +64,58 @@ def opened(config: DataConfig, seq_len: int = 64, **how: Any) -> DataBundle:
     return data
 
 
-def run_config(tmp_path: Path, data: DataConfig, **changes: Any) -> TrainConfig:
-    return dataclasses.replace(tiny_config(tmp_path, **changes), data=data)
+def run(folder: Path, data: DataConfig, resume: bool = False, **changes: Any) -> Path:
+    config = dataclasses.replace(tiny_config(folder.parent, **changes), data=data)
+    make_trainer(config, folder, resume=resume).run()
+    return folder
 
 
-# ---------------------------------------------------------------------------- opening the data
+def evaluation(folder: Path) -> list[str]:
+    return [found.line for found in evaluate_run(RunFolder.open(folder), num_windows=2)]
 
 
-def test_shards_open_with_their_description(shards):
-    data = opened(shards)
-    index = json.loads(Path(str(shards.path), "index.json").read_text())
-    described = data.description
-    for side, found in (("train", data.train), ("validation", data.validation)):
-        assert isinstance(found, ShardSource)
-        assert described[f"{side}_tokens"] == found.num_tokens == index["sides"][side]["tokens"]
-        assert described[f"{side}_windows"] == found.num_windows(64)
-        assert described[f"{side}_bytes"] == int(found.token_bytes[found.read(0, 10**9)].sum())
-    assert described["synthetic"] is False
-    assert described["provenance"].endswith("split train. Licence: CC0.")
-    sampler = data.sampler(64, 7)
-    assert type(sampler) is Sampler
-    assert (sampler.num_windows, sampler.seed) == (data.train.num_windows(64), 7)
-
-
-def test_shards_and_stream_hold_the_same_text(shards, source):
-    prepared, streamed = opened(shards), opened(stream_config(source))
+# --- opening the data -----------------------------------------------------------------------------
+def test_shards_and_stream_have_the_same_text(shards, source):
+    prepared, streamed = opened(shards), opened(stream_of(source))
+    train, validation = prepared.train, prepared.validation
+    assert isinstance(train, ShardSource)
+    assert isinstance(validation, ShardSource)
     assert isinstance(streamed.train, StreamSource)
     assert isinstance(streamed.validation, TextSource)
-    assert isinstance(prepared.validation, ShardSource)
-    for index in range(prepared.train.num_windows(64)):
-        assert (prepared.train.window(64, index) == streamed.train.window(64, index)).all()
+    for index in range(train.num_windows(64)):
+        assert (train.window(64, index) == streamed.train.window(64, index)).all()
     tokens = streamed.validation.tokens
     assert 2000 <= len(tokens) < 3000
-    assert (prepared.validation.read(0, len(tokens)) == tokens).all()
-    assert isinstance(streamed.sampler(64, 7), StreamSampler)
-    assert "train_windows" not in streamed.description
+    assert (validation.read(0, len(tokens)) == tokens).all()
     streamed.train.close()
+    assert prepared.description["train_tokens"] == train.num_tokens
+    assert prepared.description["train_bytes"] == int(train.token_bytes[train.read(0, 10**9)].sum())
+    assert prepared.description["provenance"].endswith("split train. Licence: CC0.")
+    assert "train_windows" not in streamed.description
 
 
 def test_mistakes_in_what_is_opened_are_named(shards, source, tmp_path):
-    with pytest.raises(ValueError, match=r"data\.tokenizer must be byte, as the shards are, got g"):
-        opened(dataclasses.replace(shards, tokenizer="gpt2"))
-    for config, side in ((shards, "training"), (stream_config(source), "validation")):
-        message = rf"seq_len must be below the \d+ tokens of the {side} text"
-        with pytest.raises(ValueError, match=message):
-            opened(config, seq_len=1_000_000)
     path = tmp_path / "tokenizer.json"
     opened(DataConfig(tokenizer="bpe", bpe_vocab_size=300)).tokenizer.save(path)
-    config = make_shards(source, tmp_path / "bpe", "bpe", bpe_vocab_size=301)
-    assert opened(config).tokenizer.vocab_size == 301
-    with pytest.raises(ValueError, match=r"data\.path must hold shards of the run's tokenizer"):
-        opened(config, run_folder_tokenizer=path)
+    bpe = make_shards(source, tmp_path / "bpe", "bpe", bpe_vocab_size=301)
+    gpt2 = dataclasses.replace(shards, tokenizer="gpt2")
+    for config, how, message in (
+        (gpt2, {}, r"data\.tokenizer must be byte, as the shards are, got g"),
+        (shards, {"seq_len": 10**6}, r"seq_len must be below the \d+ tokens of the train text"),
+        (stream_of(source), {"seq_len": 10**6}, r"be below the \d+ tokens of the validation text"),
+        (
+            bpe,
+            {"run_folder_tokenizer": path},
+            r"data\.path must hold shards of the run's tokenizer",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            opened(config, **how)
+    assert opened(bpe).tokenizer.vocab_size == 301
 
 
 @pytest.mark.parametrize(("kind", "tokenizer"), [("shards", "gpt2"), ("stream", "byte")])
-def test_synthetic_data_stand_in_only_when_asked_for_by_name(kind, tokenizer, tmp_path, caplog):
+def test_synthetic_data_stand_in_only_if_asked_for(kind, tokenizer, shards, tmp_path, caplog):
     path = str(tmp_path / "not" / "there")
     config = DataConfig(kind, path, tokenizer=tokenizer)
     with pytest.raises(DataUnavailableError):
@@ -134,18 +126,13 @@ def test_synthetic_data_stand_in_only_when_asked_for_by_name(kind, tokenizer, tm
     assert data.train.token_bytes.shape == (data.tokenizer.vocab_size,)
     assert "SYNTHETIC DATA (copy) instead, as data.synthetic_fallback says: " in caplog.text
     assert path in caplog.text
-
-
-def test_damaged_data_are_not_replaced_by_synthetic_ones(shards, tmp_path):
     broken = shutil.copytree(str(shards.path), tmp_path / "broken")
     (broken / "train-00001.tokens").unlink()
-    with pytest.raises(ValueError, match=r"train-00001\.tokens must exist"):
+    with pytest.raises(ValueError, match=r"train-00001\.tokens must have \d+ bytes"):
         opened(DataConfig("shards", str(broken), synthetic_fallback="uniform"))
 
 
-# ------------------------------------------------------------------------------------ training
-
-
+# --- training -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["shards", "stream"])
 def test_a_run_that_was_cut_is_the_run_that_was_not(kind, tmp_path):
     """Resumed after half the steps, in the second epoch; the data lie elsewhere by then."""
@@ -153,53 +140,48 @@ def test_a_run_that_was_cut_is_the_run_that_was_not(kind, tmp_path):
     if kind == "shards":
         data = make_shards(source, tmp_path / "shards", validation_fraction=0.4)
     else:
-        data = stream_config(source, validation_fraction=0.4)
-    config = run_config(tmp_path, data, steps=16, checkpoint_every=8, log_every=1)
-    make_trainer(config, tmp_path / "whole").run()
-    cut = shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+        data = stream_of(source, validation_fraction=0.4)
+    settings: dict[str, Any] = {"steps": 16, "checkpoint_every": 8, "log_every": 1}
+    whole = run(tmp_path / "whole", data, **settings)
+    cut = shutil.copytree(whole, tmp_path / "cut")
     shutil.rmtree(next((cut / "checkpoints").glob("step-*16")))
     moved = str(Path(str(data.path)).rename(tmp_path / "moved"))
-    elsewhere = dataclasses.replace(config, data=dataclasses.replace(data, path=moved))
-    resumed = make_trainer(elsewhere, cut, resume=True)
+    config = dataclasses.replace(
+        tiny_config(tmp_path, **settings), data=dataclasses.replace(data, path=moved)
+    )
+    resumed = make_trainer(config, cut, resume=True)
     place = resumed.state.sampler.state_dict()
     assert resumed.state.progress.step == 8
     assert place["epoch"] == 1 if kind == "stream" else resumed.state.sampler.epoch == 1
     resumed.run()
-    assert reproducible_rows(cut) == reproducible_rows(tmp_path / "whole")
+    assert reproducible_rows(cut) == reproducible_rows(whole)
     assert all("data_synthetic" not in row for row in read_metrics(cut / "metrics.jsonl"))
 
 
 def test_another_text_is_noticed_on_resume(shards, source, tmp_path):
-    config = run_config(tmp_path, shards, steps=2)
-    make_trainer(config, tmp_path / "run").run()
+    folder = run(tmp_path / "run", shards, steps=2)
     less = make_shards(source, tmp_path / "less", max_tokens=20_000)
     message = r"must stay as in the checkpoint .* The text has changed since\."
     with pytest.raises(ValueError, match=message):
-        make_trainer(dataclasses.replace(config, data=less), tmp_path / "run", resume=True)
-
-
-def evaluation(run: Path) -> list[str]:
-    return [found.line for found in evaluate_run(RunFolder.open(run), num_windows=2)]
+        run(folder, less, resume=True, steps=2)
 
 
 def test_every_row_says_that_the_data_are_synthetic(tmp_path):
     data = DataConfig("shards", str(tmp_path / "gone"), synthetic_fallback="uniform")
-    run = tmp_path / "run"
-    make_trainer(run_config(tmp_path, data, steps=3, log_every=1), run).run()
-    rows = [json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()]
+    folder = run(tmp_path / "run", data, steps=3, log_every=1)
+    rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["data_synthetic"] for row in rows] == [True] * 3
-    header, *cells = [line.split(",") for line in (run / "metrics.csv").read_text().splitlines()]
+    header, *cells = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
     assert [row[header.index("data_synthetic")] for row in cells] == ["true"] * 3
-    assert any("synthetic task, no text" in line for line in evaluation(run))
+    assert any("synthetic task, no text" in line for line in evaluation(folder))
 
 
 def test_evaluation_of_runs_on_shards_and_streams(shards, source, tmp_path):
     for data, last in (
         (shards, "than the bigram baseline"),
-        (stream_config(source), "no bigram baseline: the source does not keep its training text"),
+        (stream_of(source), "no bigram baseline: the source does not keep its training text"),
     ):
-        make_trainer(run_config(tmp_path, data, steps=1), tmp_path / data.source).run()
-        said = evaluation(tmp_path / data.source)
+        said = evaluation(run(tmp_path / data.source, data, steps=1))
         assert last in said[-1]
         assert any(line.startswith("bits per byte: ") for line in said)
 
@@ -231,82 +213,60 @@ def test_local_text_and_training_from_shards_need_no_extra_data(source, tmp_path
     assert said.split()[1] == "2"
 
 
-# ------------------------------------------------------------------------------------ commands
+# --- commands -------------------------------------------------------------------------------------
+def nsa(words: str, *more: str) -> int:
+    return cli.main([*words.split(), *more])
 
 
-def prepare_words(source: Path | str, out: str) -> list[str]:
-    words = ["data", "prepare", str(source), "--out", out, "--tokenizer", "byte"]
-    return [*words, "--validation-fraction"]
+PREPARE = "data prepare --tokenizer byte --out out --validation-fraction"
 
 
 def test_the_commands(source, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert cli.main([*prepare_words(source, "out"), "0.1"]) == 0
+    assert nsa(f"{PREPARE} 0.1", str(source)) == 0
     said = capsys.readouterr().out
     assert "train: " in said
     data = "--data.source shards --data.path out --data.tokenizer byte"
     assert said.endswith(f"train on it with: {data} --model.vocab-size 256\n")
-    assert "was complete" not in said
-    assert cli.main([*prepare_words(source, "out"), "0.1"]) == 0
+    assert nsa(f"{PREPARE} 0.1", str(source)) == 0
     assert capsys.readouterr().out == f"out was complete; SOURCE was not read again\n{said}"
-    assert cli.main(["data", "verify", "out"]) == 0
+    assert nsa("data verify out") == 0
     assert "4 files, " in capsys.readouterr().out
-    assert cli.main(["data", "bench", "out", "--seq-len", "64", "--seconds", "0.1"]) == 0
-    assert "tokens/s, batches of 8 windows of 64 tokens" in capsys.readouterr().out
+    assert nsa("data bench out --seq-len 64 --seconds 0.1") == 0
+    assert "tokens/s, batches of 8 sequences of 64 tokens" in capsys.readouterr().out
     path = tmp_path / "out" / "train-00000.tokens"
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
-    assert cli.main(["data", "verify", "out"]) == 2
-    assert "out/train-00000.tokens must have the SHA-256 of index.json" in capsys.readouterr().err
-    assert cli.main(["data", "bench", "out", "--seconds", "0"]) == 2
-    assert "--seconds must be positive" in capsys.readouterr().err
+    assert nsa("data verify out") == nsa("data bench out --seconds 0") == 2
+    said = capsys.readouterr().err
+    assert "out/train-00000.tokens must have the SHA-256 of index.json" in said
+    assert "--seconds must be positive" in said
 
 
 def test_a_slow_start_is_no_part_of_the_speed(source, tmp_path, capsys, monkeypatch):
-    """A line is due whenever the clock is looked at, at the first report too."""
+    """Time counts from the first report."""
+    monkeypatch.chdir(tmp_path)
     tick_s = 2.0**-10
     clock = itertools.count(0, tick_s)
-    monkeypatch.setattr("nsa.cli.data._LINE_S", tick_s)
+    monkeypatch.setattr("nsa.train.data.reader.Pace.PERIOD_S", 0.0)
     monkeypatch.setattr("nsa.cli.data.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    assert cli.main([*prepare_words(source, str(tmp_path / "out")), "0.1"]) == 0
-    sides = json.loads((tmp_path / "out" / "index.json").read_text())["sides"]
+    assert nsa(f"{PREPARE} 0.1", str(source)) == 0
+    sides = json.loads(Path("out", "index.json").read_text())["sides"]
     size = sum(side["text_bytes"] for side in sides.values())
     lines = [line for line in capsys.readouterr().out.splitlines() if "MB/s" in line]
     assert lines[-1].startswith(f"{size / 1e6 / (len(lines) * tick_s):.1f} MB/s | ")
 
 
-def test_a_preparation_without_validation_text_fails_and_leaves_nothing(tmp_path, capsys):
-    folder, out = write_folder(tmp_path / "set", "txt", TEXTS[:40]), tmp_path / "out"
-    words = prepare_words(folder, str(out))
-    assert cli.main([*words, "1e-9"]) == 2
-    said = capsys.readouterr().err
-    assert "--validation-fraction must leave documents on every side, got 1e-09, which" in said
-    assert "which leaves 40 for train and 0 for validation" in said
-    assert not out.exists()
-    assert cli.main([*words, "0.3"]) == 0, "the same folder takes the next try"
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["texts/nothing.jsonl", "nothing.parquet", "./nothing", "a/b/c", "/no/such/folder", "no/../x"],
-)
-def test_a_mistyped_path_is_refused_before_anything_is_started(
-    source, tmp_path, capsys, monkeypatch
+def test_a_preparation_without_validation_text_fails_and_leaves_nothing(
+    tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("nsa.train.data.reader._serve", None)  # nothing that could ask the hub
     monkeypatch.chdir(tmp_path)
-    begin = time.monotonic()
-    assert cli.main(["data", "prepare", source, "--out", "out"]) == 2
-    assert time.monotonic() - begin < 1
-    assert f"SOURCE must exist, got {source}. It is no name on the hub" in capsys.readouterr().err
-    with pytest.raises(DataUnavailableError, match="source must exist"):
-        read_documents(Origin(source), list, time_limit_s=1)
+    folder = str(write_folder(tmp_path / "set", "txt", TEXTS[:40]))
+    assert nsa(f"{PREPARE} 1e-9", folder) == 2
+    said = capsys.readouterr().err
+    assert (
+        "--validation-fraction must leave documents in every split, got 1e-09, which leaves "
+        in said
+    )
+    assert "40 for train and 0 for validation" in said
     assert not Path("out").exists()
-
-
-def test_names_on_the_hub_and_what_exists_are_no_mistyped_paths(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("odd name").mkdir()
-    Path("plain.txt").touch()
-    on_the_hub = ("HuggingFaceFW/fineweb-edu", "imdb", "a.b/c_d")
-    for source in (*on_the_hub, "odd name", "plain.txt", str(tmp_path)):
-        assert not is_mistyped_path(source)
+    assert nsa(f"{PREPARE} 0.3", folder) == 0, "the same folder takes the next try"

@@ -1,23 +1,43 @@
+"""Documents of data sets: what is read, in which order, what is skipped, and faults."""
+
 from __future__ import annotations
 
+import bz2
 import gzip
+import io
 import json
+import lzma
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pyarrow
 import pytest
 
+from nsa import cli
+from nsa.cli.generation import _from_file, _given
 from nsa.errors import UserError
-from nsa.train.data import Origin
-from nsa.train.data.origin import DocumentBatch, Found, Place
+from nsa.train.config import DataConfig
+from nsa.train.data import (
+    ByteTokenizer,
+    DataBundle,
+    DataUnavailableError,
+    Origin,
+    PrepareConfig,
+    open_data,
+    open_shards,
+    prepare,
+)
+from nsa.train.data.local import Documents, Found, Place, find_files
 from nsa.train.data.reader import read_documents
+from nsa.train.runs.texts import read_text
 from tests.train.data.data_sets import (
     COMMIT,
     as_clone,
@@ -26,40 +46,40 @@ from tests.train.data.data_sets import (
     make_texts,
     stall,
     write_folder,
-    write_jsonl,
     write_parquet,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXTS = make_texts(200)
-
-
-def as_list(texts: list[bytes]) -> list[str]:
-    return [text.decode() for text in texts]
+RAW = [text.encode() for text in TEXTS]
 
 
 def batches_of(
     source: Path | str,
-    transform: Callable[[list[bytes]], Any] = as_list,
     start: Place = Place(),  # noqa: B008
     **origin: Any,
-) -> tuple[Found, list[DocumentBatch[Any]]]:
+) -> tuple[Found, list[Documents]]:
     origin_of = Origin(str(source), **origin)
-    found, batches = read_documents(origin_of, transform, start=start, time_limit_s=60, threads=2)
+    found, batches = read_documents(origin_of, list, start=start, time_limit_s=60, threads=2)
     with closing(batches):
         return found, list(batches)
 
 
-def read(source: Path | str, **how: Any) -> list[str]:
+def read(source: Path | str, **how: Any) -> list[bytes]:
     return [text for batch in batches_of(source, **how)[1] for text in batch.payload]
 
 
-def refusal(source: Path | str, **origin: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        read(source, **origin)
-    return str(caught.value)
+def write(folder: Path, *names: str) -> Path:
+    """Files that contain their own names, as a text or in a row."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_row = "json" in name
+        path.write_text(json.dumps({"text": name}) + "\n" if is_row else name)
+    return folder
 
 
+# --- documents ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("kind", "reader", "files"),
     [
@@ -70,18 +90,12 @@ def refusal(source: Path | str, **origin: Any) -> str:
     ],
 )
 def test_every_form_gives_the_same_documents_in_order(kind, reader, files, tmp_path):
-    found, batches = batches_of(write_folder(tmp_path / "set", kind, TEXTS))
-    assert [text for batch in batches for text in batch.payload] == TEXTS
+    source = write_folder(tmp_path / "set", kind, TEXTS)
+    found, batches = batches_of(source)
+    assert [text for batch in batches for text in batch.payload] == RAW
     assert (found.format, found.revision, found.licence) == (reader, None, None)
+    assert list(found.files) == sorted(path.name for path in source.iterdir())
     assert len(found.files) == files
-    assert all(not Path(name).is_absolute() for name in found.files)
-
-
-def test_single_file_and_other_column(tmp_path):
-    assert read(write_parquet(tmp_path / "a.parquet", TEXTS)) == TEXTS
-    path = tmp_path / "b.jsonl"
-    path.write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS))
-    assert read(path, text_field="body") == TEXTS
 
 
 @pytest.mark.parametrize(
@@ -95,108 +109,296 @@ def test_reading_goes_on_from_any_place(kind, rows, tmp_path):
     places = [(batch.start, batch.end) for batch in batches]
     assert places == [((file, 0), (file, size)) for file in range(40 // size)]
     for row in rows:
-        assert read(source, start=Place(row // size, row % size)) == TEXTS[row:40]
+        assert read(source, start=Place(row // size, row % size)) == RAW[row:40]
     assert read(source, start=batches[-1].end) == []
-
-
-def test_rows_without_text_are_empty(tmp_path):
-    for write, name in ((write_parquet, "a.parquet"), (write_jsonl, "b.jsonl")):
-        assert read(write(tmp_path / name, ["a", None, "", "b"])) == ["a", "", "", "b"]
 
 
 def test_batches_are_of_bounded_size(tmp_path):
     texts = ["x" * 100_000] * 200 + ["y"] * 3000
-    batches = batches_of(write_parquet(tmp_path / "a.parquet", texts, rows=500), len_of)[1]
-    rows, sizes = zip(*(batch.payload for batch in batches), strict=True)
-    assert sum(rows) == 3200
-    assert max(rows) == 1000
-    assert (1 << 20) - 100_000 < max(sizes) <= 1 << 20
+    batches = batches_of(write_parquet(tmp_path / "a.parquet", texts, rows=500))[1]
+    assert sum(len(batch.payload) for batch in batches) == 3200
+    assert max(len(batch.payload) for batch in batches) == 1000
+    assert (1 << 20) - 100_000 < max(sum(map(len, b.payload)) for b in batches) <= 1 << 20
 
 
-def len_of(texts: list[bytes]) -> tuple[int, int]:
-    return len(texts), sum(map(len, texts))
-
-
-@pytest.mark.parametrize(
-    ("name", "origin", "message"),
-    [
-        (
-            "a.parquet",
-            {"text_field": "body"},
-            "text_field must be one of the columns of a.parquet (text, number), got body",
-        ),
-        (
-            "a.parquet",
-            {"text_field": "number"},
-            "text_field must hold text in a.parquet, got int64",
-        ),
-        (".", {"split": "test"}, "split must be one of train, got test"),
-        ("a.parquet", {"subset": "x"}, "subset must be left out for a single file, got x"),
-        ("a.docx", {}, "source must have a name that ends in .parquet, .jsonl"),
-        ("empty", {}, "source must hold files whose names end in .parquet, .jsonl, .json"),
-    ],
-)
-def test_mistakes_are_named(name, origin, message, tmp_path):
-    write_parquet(tmp_path / "a.parquet", TEXTS[:5])
-    (tmp_path / "a.docx").write_bytes(b"PK")
-    (tmp_path / "empty").mkdir()
-    assert message in refusal(tmp_path / name, **origin)
-
-
-def test_impossible_time_limit():
-    with pytest.raises(ValueError, match="time_limit_s must be positive, got 0"):
-        read_documents(Origin("own/set"), as_list, time_limit_s=0)
+LINES = b'{"text": "one"}\n\n {"text": null, "n": 1}\r\n{"n": 2}\n'
+LINES += b'{"text": "caf\xe9"}\n{"text": "\\ud800"}'
+ROWS = [b"one", b"", b"", b"caf\xed\xb3\xa9", b"\xed\xa0\x80"]
 
 
 @pytest.mark.parametrize(
-    ("name", "raw", "message"),
+    ("name", "raw", "expected"),
     [
-        ("a.parquet", b"PAR1" + 2000 * b"x", "ArrowInvalid: Parquet magic bytes not found"),
-        ("a.parquet", b"", "ArrowInvalid: Parquet file size is 0 bytes."),
-        ("a.jsonl", b'{"text": "fine"}\n{"text": broken\n', "Row 2 is not JSON: Expecting value"),
-        (
-            "a.jsonl.gz",
-            gzip.compress(b'{"text": "fine"}\n' * 99, mtime=0)[:-12],
-            "EOFError: Compressed file",
-        ),
-        ("a.txt", b"\xff\xfe", "It has bytes that are not UTF-8 at offset 0"),
-        ("a.md", b"a\0b", "It has a NUL byte at offset 1"),
-        ("a.jsonl", b"[" * 100_000, "RecursionError: "),
+        ("a.jsonl", LINES, ROWS),
+        ("a.jsonl", b"\xef\xbb\xbf" + LINES, ROWS),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0), ROWS),
+        ("a.json.bz2", bz2.compress(LINES), ROWS),
+        ("a.ndjson.xz", lzma.compress(LINES), ROWS),
+        ("a.jsonl.zst", pyarrow.compress(LINES, "zstd", asbytes=True), ROWS),
+        ("a.json", b'\n[{"text": "one"},\n {"text": "two", "n": [1]}]', [b"one", b"two"]),
+        ("a.json", b'["one", "two"]', [b"one", b"two"]),
+        ("a.json", b"", []),
+        ("a.md.gz", gzip.compress(b"one\r\n", mtime=0), [b"one\r\n"]),
     ],
 )
-def test_damaged_files_are_named(name, raw, message, tmp_path):
+def test_rows_of_every_form(name, raw, expected, tmp_path):
     (tmp_path / name).write_bytes(raw)
-    assert f"{name}. {message}" in refusal(tmp_path / name)
+    assert read(tmp_path / name) == expected
 
 
-def test_a_damaged_file_among_others_is_named(tmp_path):
+def test_rows_of_parquet_without_text_and_another_column(tmp_path):
+    assert read(write_parquet(tmp_path / "a.parquet", ["a", None, "", "b"])) == [
+        b"a",
+        b"",
+        b"",
+        b"b",
+    ]
+    path = tmp_path / "b.jsonl"
+    path.write_text('{"body": "one"}\n{"body": "two"}')
+    assert read(path, text_field="body") == [b"one", b"two"]
+
+
+NINE = "a-notes.txt a-test.txt a-train.txt b-notes.txt b-test.txt b-train.txt"
+
+
+@pytest.mark.parametrize(
+    ("there", "origin", "expected"),
+    [
+        (NINE, {}, NINE),
+        ("my_test_notes.txt", {}, "my_test_notes.txt"),
+        ("README.md a.txt c.pdf d e/b.md", {}, "README.md a.txt e/b.md"),
+        ("a.txt b.py c.PY", {"pattern": "*.py"}, "b.py"),
+        ("a.txt b.jsonl c.csv", {"pattern": "*.jsonl"}, "b.jsonl"),
+        ("a.txt out/index.json out/progress.json out/tokenizer.json", {}, "a.txt"),
+        ("a.TXT config.json .b.txt .git/c.txt", {}, "a.TXT"),
+        ("README.md a.json b.json test.ndjson", {}, "a.json b.json test.ndjson"),
+        ("test/1.jsonl train-1.json train-2.json", {}, "train-1.json train-2.json"),
+        ("a.jsonl b-test.json train.json", {}, "a.jsonl b-test.json train.json"),
+        ("x_train.jsonl x_val.jsonl", {"split": "validation"}, "x_val.jsonl"),
+        ("trains.jsonl a-test.jsonl", {"split": "test"}, "a-test.jsonl"),
+        ("a-dev.jsonl b-test.jsonl", {}, "a-dev.jsonl b-test.jsonl"),
+    ],
+)
+def test_files_are_read_or_named(there, origin, expected, tmp_path):
+    """Every file that does not begin with a dot is one or the other."""
+    write(tmp_path, *there.split())
+    found, batches = batches_of(tmp_path, **origin)
+    assert b" ".join(text for batch in batches for text in batch.payload) == expected.encode()
+    assert " ".join(found.files) == expected
+    visible = {name for name in there.split() if not name.startswith(".")}
+    assert {*found.files, *found.skipped} == visible
+
+
+@pytest.mark.parametrize(
+    ("there", "origin", "message"),
+    [
+        ("a.txt b.txt c.jsonl", {}, r"of one format, got a.txt beside c.jsonl in .*\. Choose"),
+        ("a.jsonl b.parquet", {}, "one format, got a.jsonl beside b.parquet"),
+        ("a.csv", {}, r"names that end in .parquet, .*\.md, got a.csv in .*--pattern"),
+        ("", {}, "names that end in .*, got none in"),
+        ("a.txt", {"pattern": "*.py"}, "names that end in .*, got a.txt in"),
+        ("a.txt", {"pattern": "../*"}, r"pattern must be a glob below the folder"),
+        ("a.txt", {"split": "test"}, "split must be one of train, got test"),
+        ("train.jsonl dev.jsonl", {"split": "test"}, "one of train, validation, got test"),
+        ("a.jsonl", {"text_field": "body"}, r"columns of a.jsonl \(text\), got body"),
+    ],
+)
+def test_a_folder_that_cannot_be_read_is_refused(there, origin, message, tmp_path):
+    write(tmp_path, *there.split())
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, **origin)
+
+
+CUT = gzip.compress(b'{"text": "fine"}\n' * 99, mtime=0)[:-12]
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "origin", "message"),
+    [
+        ("a.parquet", None, {"text_field": "body"}, r"a.parquet \(text, number\), got body"),
+        ("a.parquet", None, {"text_field": "number"}, "must hold text in a.parquet, got int64"),
+        ("a.parquet", None, {"subset": "x"}, "subset must be left out for a single file, got x"),
+        ("a.parquet", b"PAR1" + 2000 * b"x", {}, r"a.parquet\. ArrowInvalid: Parquet mag"),
+        ("a.parquet", b"", {}, r"a.parquet\. ArrowInvalid: Parquet file size is 0 bytes\."),
+        ("a.docx", b"PK", {}, "source must be text, JSON or Parquet, with names that end in"),
+        ("a.jsonl", b'{"text": "fine"}\n[1]\n', {}, r"a.jsonl\. Row 2 is no object"),
+        ("a.jsonl", b"[1, 2]", {}, r"a.jsonl\. Row 1 is no object"),
+        ("a.jsonl", b'{"text": 3}', {}, "text_field must hold text in a.jsonl, got int"),
+        ("a.jsonl", b'{"text": "fine"}\n{"text": "cut', {}, r"a.jsonl\. Row 2 is not JSON: Un"),
+        ("a.jsonl", b"[" * 100_000, {}, r"a.jsonl\. RecursionError: "),
+        ("a.jsonl.gz", CUT, {}, r"a.jsonl.gz\. EOFError: Compressed file"),
+        ("a.txt", b"\xff\xfe", {}, r"a.txt\. It has bytes that are not UTF-8 at offset 0"),
+        ("a.md", b"a\0b", {}, r"a.md\. It has a NUL byte at offset 1"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(name, raw, origin, message, tmp_path):
+    if raw is None:
+        write_parquet(tmp_path / name, TEXTS[:5])
+    else:
+        (tmp_path / name).write_bytes(raw)
+    with pytest.raises(UserError, match=message):
+        read(tmp_path / name, **origin)
+
+
+@pytest.mark.parametrize("is_clone", [False, True])
+def test_a_damaged_file_among_others_is_named(is_clone, tmp_path):
     source = write_folder(tmp_path / "set", "parquet", make_texts(600), files=3)
-    raw = bytearray((source / "part-00001.parquet").read_bytes())
+    path = source / "part-00001.parquet"
+    raw = bytearray(path.read_bytes())
     raw[len(raw) // 2 : len(raw) // 2 + 200] = bytes(200)
-    (source / "part-00001.parquet").write_bytes(bytes(raw))
-    where = source / "part-00001.parquet"
-    assert f"source must hold documents that can be read, got {where}. " in refusal(source)
+    path.write_bytes(bytes(raw))
+    if is_clone:
+        as_clone(source)
+    with pytest.raises(UserError, match=r"hold documents .*, got .*part-00001.parquet.*\. [A-Z]"):
+        read(source)
 
 
-def test_a_clone_from_the_hub_has_its_subsets(tmp_path):
+def test_an_impossible_time_limit_is_refused():
+    with pytest.raises(ValueError, match="time_limit_s must be positive, got 0"):
+        read_documents(Origin("own/set"), list, time_limit_s=0)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["texts/nothing.jsonl", "nothing.parquet", "./nothing", "a/b/c", "/no/such/folder", "no/../x"],
+)
+def test_a_mistyped_path_is_refused_before_the_hub_is_asked(source, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("nsa.train.data.reader._reading_process", None)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["data", "prepare", source, "--out", "out"]) == 2
+    assert f"source must exist, got {source}. It is no name on the hub" in capsys.readouterr().err
+    assert not Path("out").exists()
+    with pytest.raises(DataUnavailableError):
+        read(source)
+
+
+# --- the same bytes on each way in ----------------------------------------------------------------
+ODD = "\ufefffirst\r\nsecond\rthird\n\r\n  \u2028 end \r\n"
+
+
+def shards_of(source: Path, out: Path, **config: Any) -> DataBundle:
+    config = {"tokenizer": "byte", "validation_fraction": 0.25, **config}
+    prepare(PrepareConfig(Origin(str(source)), **config), out)
+    return open_data(
+        DataConfig("shards", str(out), tokenizer=config["tokenizer"]), seed=0, seq_len=4
+    )
+
+
+def folder_of(source: Path, **config: Any) -> DataBundle:
+    config = {"validation_fraction": 0.25, **config}
+    return open_data(DataConfig("folder", str(source), **config), seed=0, seq_len=4)
+
+
+def text_of(data: DataBundle, *sides: str) -> bytes:
+    sources = (getattr(data, side) for side in sides)
+    return b"".join(data.tokenizer.decode(source.read(0, 10**9)) for source in sources)
+
+
+def test_a_text_is_the_same_bytes_on_each_way_in(tmp_path, monkeypatch):
+    """Ends of lines and a byte order mark are text, wherever they come from."""
+    raw, both = (40 * ODD).encode(), ("train", "validation")
+    path = tmp_path / "a.txt"
+    path.write_bytes(raw)
+    row = tmp_path / "rows" / "b.jsonl"
+    row.parent.mkdir()
+    row.write_text(json.dumps({"text": 40 * ODD}))
+    assert text_of(folder_of(path), *both) == raw
+    assert text_of(shards_of(path, tmp_path / "out"), *both) == raw
+    (tmp_path / "clone").mkdir()
+    clone = as_clone(tmp_path / "clone")
+    (clone / "part-0.txt").write_bytes(raw)
+    assert read(path) == read(row) == read(clone) == [raw]
+    ByteTokenizer().save(tmp_path / "tokenizer.json")
+    run: Any = SimpleNamespace(tokenizer=tmp_path / "tokenizer.json")
+    given = SimpleNamespace(buffer=io.BytesIO(raw))
+    monkeypatch.setattr("sys.stdin", given)
+    assert read_text("eval", run, str(path)).tokens.tobytes() == raw + b"\0"
+    assert read_text("eval", run, "-").tokens.tobytes() == raw + b"\0"
+    given.buffer.seek(0)
+    assert [prompt.encode() for prompt in _given(["-"])] == [raw]
+    path.write_text("\ufeffone\r\ntwo\n", encoding="utf-8", newline="")
+    assert _from_file(path) == ["\ufeffone", "two"]
+    row.write_text('\ufeff{"text": "\ufeffone\\r\\n"}\r\n', encoding="utf-8", newline="")
+    assert _from_file(row) == ["\ufeffone\r\n"]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "fractions"),
+    [("byte", {"test_fraction": 0.1}), ("byte", {}), ("bpe", {"test_fraction": 0.1})],
+)
+def test_one_text_sets_its_tail_aside_as_a_folder_does(tokenizer, fractions, tmp_path):
+    """The vocabulary of bpe comes from its training part alone."""
+    (tmp_path / "set").mkdir()
+    text = "\n".join(TEXTS[:40])
+    (tmp_path / "set" / "a.md").write_text(text)
+    given = {"tokenizer": tokenizer, "bpe_vocab_size": 300, **fractions}
+    prepared = shards_of(tmp_path / "set", tmp_path / "out", max_tokens=10**9, **given)
+    opened = folder_of(tmp_path / "set", **given)
+    assert prepared.description["split_rule"] == opened.description["split_rule"] == "tail"
+    assert prepared.tokenizer.fingerprint == opened.tokenizer.fingerprint
+    for side in ("train", "validation", "test")[: 2 + len(fractions)]:
+        first, second = (getattr(data, side).read(0, 10**9) for data in (prepared, opened))
+        assert np.array_equal(first, second)
+    sides = open_shards(tmp_path / "out").index["sides"].values()
+    assert sum(side["text_bytes"] for side in sides) == len(text.encode())
+
+
+# --- source folder, and commands ------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.jsonl.gz"])
+def test_a_folder_of_rows_is_refused_by_name(name, tmp_path):
+    write(tmp_path, name)
+    for path in (tmp_path, tmp_path / name):
+        message = rf"data\.path must hold text; `nsa data prepare` reads .*, got {name}"
+        with pytest.raises(UserError, match=message):
+            folder_of(path)
+
+
+def test_rows_beside_text_are_named(tmp_path, caplog):
+    write(tmp_path, *(f"{number}.txt" for number in range(20)), "a.jsonl", "deep/b.parquet")
+    data = folder_of(tmp_path)
+    assert data.description["files_left_out"] == 2
+    assert "skipped files: 2 (a.jsonl, deep/b.parquet)" in caplog.text
+    assert b"jsonl" not in text_of(data, "train", "validation")
+
+
+def test_the_command_names_what_it_skips(tmp_path, capsys):
+    write(tmp_path / "set", *(f"{number}.txt" for number in range(40)), "a.pdf", "b.py")
+    words = ["data", "prepare", str(tmp_path / "set"), "--tokenizer", "byte"]
+    words += ["--validation-fraction", "0.3", "--out"]
+    assert cli.main([*words, str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("skipped files: 2 (a.pdf, b.py)\ntrain: ")
+    assert open_shards(tmp_path / "out").index["source"]["num_skipped"] == 2
+    assert cli.main([*words, str(tmp_path / "other"), "--pattern", "*"]) == 0
+    assert "skipped" not in capsys.readouterr().out
+
+
+# --- the hub, and local copies of it --------------------------------------------------------------
+def test_a_clone_has_the_fingerprint_of_the_folder(tmp_path):
+    """So a preparation or a run goes on with either."""
+    source = as_clone(write_folder(tmp_path / "set", "jsonl", TEXTS[:40]))
+    found, _ = batches_of(source)
+    (source / "README.md").unlink()
+    assert find_files(Origin(str(source))) == found
+
+
+def test_a_clone_has_its_subsets(tmp_path):
     source = write_folder(tmp_path / "clone" / "data", "parquet", TEXTS).parent
     small, whole = (f"data_files: data/{name}.parquet" for name in ("part-00000", "*"))
     subsets = f"- config_name: small\n  {small}\n- config_name: all\n  {whole}\n"
     (source / "README.md").write_text(f"---\nconfigs:\n{subsets}---\n")
-    assert read(source, subset="all") == TEXTS
-    assert read(source, subset="small") == TEXTS[:67]
-    assert "['small', 'all']" in refusal(source)
-    assert "BuilderConfig 'huge' not found" in refusal(source, subset="huge")
-
-
-def test_a_bug_in_the_reading_process_keeps_its_traceback(tmp_path):
-    source = as_clone(write_folder(tmp_path / "set", "jsonl", TEXTS[:5]))
-    with pytest.raises(RuntimeError, match="KeyError: 'a bug'"):
-        batches_of(source, bug)
-
-
-def bug(texts: list[bytes]) -> None:
-    raise KeyError("a bug")
+    assert read(source, subset="all") == RAW
+    assert read(source, subset="all", start=Place(1, 60)) == RAW[127:]
+    assert read(source, subset="small") == RAW[:67]
+    for origin, message in (
+        ({}, r"\['small', 'all'\]"),
+        ({"subset": "huge"}, "BuilderConfig 'huge' not found"),
+        ({"subset": "all", "split": "test"}, "split must be one of train, got test"),
+        ({"subset": "all", "text_field": "body"}, "columns of data/part-00000.parquet"),
+        ({"subset": "all", "pattern": "*"}, "pattern must be left out for a data set of the hub"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read(source, **origin)
 
 
 HUB_PROGRAM = """
@@ -206,16 +408,15 @@ from http.server import BaseHTTPRequestHandler
 from nsa.errors import UserError
 from nsa.train.data import Origin
 from nsa.train.data.reader import read_documents
-from tests.train.data.test_reader import as_list
 
 def attempt(name, limit, **origin):
     begin, found, texts, error = time.monotonic(), None, [], None
     try:
-        source, batches = read_documents(Origin(name, **origin), as_list, time_limit_s=limit)
+        source, batches = read_documents(Origin(name, **origin), list, time_limit_s=limit)
         found = [source.revision, source.licence, source.format, list(source.files)]
         with closing(batches):
             for batch in batches:
-                texts += batch.payload
+                texts += [text.decode() for text in batch.payload]
     except UserError as caught:
         error = [type(caught).__name__, str(caught)]
     return dict(seconds=time.monotonic() - begin, found=found, texts=texts, error=error)
@@ -243,7 +444,7 @@ def on_hub(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=True,
     )
     return json.loads(done.stdout)
@@ -254,23 +455,31 @@ def test_the_hub(tmp_path):
     readme = b"---\nconfigs:\n- config_name: small\n  data_files: data/*.parquet\n---\n"
     source = write_folder(tmp_path / "set", "parquet", TEXTS)
     data = {f"data/{path.name}": path.read_bytes() for path in sorted(source.iterdir())}
-    names = ("own/good", "own/flaky", "own/slow", "own/dead")
+    names = ("own/good", "own/flaky", "own/slow", "own/dead", "own/stuck")
     faults = {"own/flaky": hang_up(2, 1), "own/slow": stall(2, 1), "own/dead": stall(2, 10**9)}
     files = {"README.md": readme, **data}
     texts = {"a.txt": b"\xef\xbb\xbfone\r\ntwo\r", "b.txt": b"\r\n"}
+    stop = threading.Event()
+
+    def stall_in_the_second_file(handler: BaseHTTPRequestHandler, body: bytes) -> bool:
+        return "part-00001" in handler.path and stop.wait(120)
+
+    faults["own/stuck"] = stall_in_the_second_file
     with hub({**dict.fromkeys(names, files), "own/texts": texts}, faults) as address:
-        good, flaky, slow, dead, missing, subset, revision, unchanged = on_hub(
+        good, flaky, slow, dead, stuck, missing, subset, revision, unchanged = on_hub(
             address,
             tmp_path / "home",
             ("own/good", 30, {"subset": "small"}),
             ("own/flaky", 30, {}),
             ("own/slow", 8, {}),
             ("own/dead", 4, {}),
+            ("own/stuck", 12, {}),
             ("own/missing", 30, {}),
             ("own/good", 30, {"subset": "huge"}),
             ("own/good", 30, {"revision": "v9"}),
             ("own/texts", 30, {}),
         )
+        stop.set()
     assert [text.encode() for text in unchanged["texts"]] == [*texts.values()]
     assert good["error"] is None
     assert good["found"] == [COMMIT, "odc-by", "parquet", list(data)]
@@ -281,27 +490,12 @@ def test_the_hub(tmp_path):
     assert "send documents within the time limit of 4 s, got none from own/dead. Attem" in message
     assert "Silent for" in message
     assert 3 < dead["seconds"] < 12
+    assert "send documents within the time limit of 12 s, got none" in stuck["error"][1]
+    assert stuck["texts"] == TEXTS[:67]  # although each new process finds the files again
     where = "own/missing (nor is there such a file or folder here)"
     assert f"source must exist on the hub, got {where}" in missing["error"][1]
     assert "huge" in subset["error"][1]
     assert "revision must exist on the hub, got v9" in revision["error"][1]
-
-
-@pytest.mark.faults
-def test_a_server_that_stalls_at_one_place_is_given_up(tmp_path):
-    """Although each new process reaches the server and finds the files again."""
-    source = write_folder(tmp_path / "set", "parquet", TEXTS)
-    files = {path.name: path.read_bytes() for path in sorted(source.iterdir())}
-    stop = threading.Event()
-
-    def stall_in_the_second_file(handler: BaseHTTPRequestHandler, body: bytes) -> bool:
-        return "part-00001" in handler.path and stop.wait(120)
-
-    with hub({"own/stuck": files}, {"own/stuck": stall_in_the_second_file}) as address:
-        (stuck,) = on_hub(address, tmp_path / "home", ("own/stuck", 12, {}))
-        stop.set()
-    assert "send documents within the time limit of 12 s, got none" in stuck["error"][1]
-    assert stuck["texts"] == TEXTS[:67]
 
 
 def test_without_network_the_error_comes_in_seconds(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import models, normalizers, pre_tokenizers
 
 from nsa.train.config import DataConfig
 from nsa.train.data import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer, tokenizer
@@ -117,26 +117,12 @@ def test_saved_tokenizer_needs_nothing_else(made, tmp_path, monkeypatch):
     assert loaded.encode(text) == made.encode(text)
 
 
-def test_fingerprints_tell_tokenizers_apart():
-    others = [ByteTokenizer(separator=False), make("bpe", MACBETH, bpe_vocab_size=601)]
-    everyone = [*(maker() for maker in MAKERS.values()), *others]
-    assert len({each.fingerprint for each in everyone}) == len(everyone)
-
-
-@pytest.mark.parametrize(
-    ("text", "ids"),
-    [
-        ("Hello world", [15496, 995]),
-        ("Hello, world!", [15496, 11, 995, 0]),
-        ("The quick brown fox jumps.", [464, 2068, 7586, 21831, 18045, 13]),
-        ("  two  spaces\n\n", [220, 734, 220, 9029, 628]),
-    ],
-)
-def test_gpt2_is_the_published_vocabulary(text, ids):
+def test_gpt2_is_the_published_vocabulary():
     """Ids that GPT-2's own encoder gives."""
     gpt2 = MAKERS["gpt2"]()
     assert (gpt2.vocab_size, gpt2.separator_id) == (50257, 50256)
-    assert gpt2.encode(text) == ids
+    assert gpt2.encode("Hello, world!") == [15496, 11, 995, 0]
+    assert gpt2.encode("  two  spaces\n\n") == [220, 734, 220, 9029, 628]
 
 
 def test_gpt2_merges_are_in_the_order_of_their_ids():
@@ -199,41 +185,24 @@ def test_files_of_both_families_are_taken(tmp_path):
     fallback = from_file(byte_fallback(), tmp_path)
     assert fallback.decode([10, 3]) == b" thea"
     assert len(fallback.encode(" the")) == 1
-    bpe, definition = MAKERS["bpe"](), json.loads(bpe_json())
-    assert from_file(definition, tmp_path).encode("Hello world") == bpe.encode("Hello world")
+    bpe, backend = MAKERS["bpe"](), tokenizers.Tokenizer.from_str(bpe_json())
+    backend.enable_truncation(4)  # settings of batches, which do not cut documents
+    backend.enable_padding(length=4)
+    text, definition = "The quick brown fox jumps.", json.loads(backend.to_str())
+    for each in (text, "a"):
+        assert from_file(definition, tmp_path).encode(each) == bpe.encode(each)
     plain = from_file({**definition, "added_tokens": []}, tmp_path)  # the separator is a mere word
     assert plain.separator_id == bpe.separator_id
     assert plain.token_bytes[0] == bpe.token_bytes[0] == 0
-
-
-def test_batch_settings_of_a_file_do_not_cut_documents(tmp_path):
-    backend, text = tokenizers.Tokenizer.from_str(bpe_json()), "The quick brown fox jumps."
-    backend.enable_truncation(4)
-    backend.enable_padding(length=4)
-    made_here = from_file(json.loads(backend.to_str()), tmp_path)
-    assert made_here.encode(text) == MAKERS["bpe"]().encode(text)
-    assert len(made_here.encode("a")) == 1
 
 
 def lossy(name: str) -> dict[str, Any]:
     backend = tokenizers.Tokenizer.from_str(bpe_json())
     if name == "lowercase":
         backend.normalizer = normalizers.Lowercase()
-    if name == "prefix":
+    else:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    if name == "words":
-        vocab = {"[UNK]": 0, "</s>": 1, "a": 2, "##b": 3}
-        backend = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
-        backend.decoder = decoders.WordPiece()
-        backend.pre_tokenizer = pre_tokenizers.Whitespace()
-        backend.add_special_tokens(["[UNK]", "</s>"])
     return json.loads(backend.to_str())
-
-
-@pytest.mark.parametrize("name", ["lowercase", "prefix", "words"])
-def test_file_that_loses_text_is_an_error(name, tmp_path):
-    with pytest.raises(ValueError, match="definition must give every text back byte for byte"):
-        from_file(lossy(name), tmp_path)
 
 
 def changed(name: str, value: Any) -> dict[str, Any]:
@@ -252,6 +221,10 @@ def changed(name: str, value: Any) -> dict[str, Any]:
             definition["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
     elif name == "id":
         definition["model"]["vocab"]["the"] = value
+    elif name == "separator":
+        definition["added_tokens"][0]["special"] = False
+    elif name == "lossy":
+        return lossy(value)
     else:
         del definition["model"][name]
     return definition
@@ -260,12 +233,15 @@ def changed(name: str, value: Any) -> dict[str, Any]:
 UNUSABLE = (
     r"tokenizer_path must be a file that the tokenizers library can read and use, got .*json\. "
 )
-LOSSY = "data.tokenizer_path must give every text back byte for byte, .*its added token '<x>' takes"
+LOSSY = "data.tokenizer_path must give every text back byte for byte, .*added tokens with lstrip or"
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
+        ("lossy", "lowercase", LOSSY),
+        ("lossy", "prefix", LOSSY),
+        ("separator", None, "must mark its separator as a special token"),
         ("token", {"lstrip": True}, LOSSY),
         ("token", {"rstrip": True}, LOSSY),
         ("token", {"rstrip": True, "single_word": True}, LOSSY),
@@ -273,7 +249,7 @@ LOSSY = "data.tokenizer_path must give every text back byte for byte, .*its adde
         ("vocab", None, UNUSABLE + "Missing vocab/merges"),
         ("id", -5, UNUSABLE + "invalid value: integer `-5`"),
         ("id", 1.5, UNUSABLE + "invalid type: floating point `1.5`"),
-        ("id", 2**32 - 1, "definition must have ids below 16777216, got 4294967295"),
+        ("id", 2**32 - 1, "data.tokenizer_path must have ids below 16777216, got 4294967295"),
         ("depth", 200, UNUSABLE + "recursion limit exceeded"),
         ("regex", "(a+)+$", UNUSABLE + "Onig: Regex search error"),
         ("regex", r"(\s|\s\s)*x", UNUSABLE + "Onig: Regex search error"),
@@ -313,11 +289,7 @@ def test_document_that_a_file_cannot_spell_is_an_error():
         MAKERS["file"]().encode_documents([b"fine", "not \u2581 fine".encode()])
 
 
-def test_separator_of_a_file_is_a_special_token(tmp_path):
-    definition = json.loads(bpe_json())
-    definition["added_tokens"][0]["special"] = False
-    with pytest.raises(ValueError, match="separator must be marked as a special token"):
-        from_file(definition, tmp_path)
+def test_a_file_without_a_known_separator_is_refused(tmp_path):
     backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
     message = r"have one of the tokens <\|endoftext\|>, .* to end documents with"
     with pytest.raises(ValueError, match=message):
@@ -333,11 +305,10 @@ def test_unusable_tokenizer_files_are_errors(tmp_path):
     other_kinds = [json.dumps({**saved, "kind": kind}) for kind in ("byte", "bpf", None, ["bpe"])]
     saved["tokenizer"]["model"]["vocab"]["changed"] = 600
     for content, message in (
-        *((content, r"have a kind \(byte, gpt2, bpe, file\) that fits") for content in other_kinds),
         ("[" * 100_000, "must be a JSON file"),
         ("{", "must be a JSON file"),
-        ("{}", "be a tokenizer file of a run folder"),
-        (json.dumps(saved), "hold what its fingerprint says"),
+        *((content, "be an undamaged tokenizer file") for content in (*other_kinds, "{}", "[]")),
+        (json.dumps(saved), "be an undamaged tokenizer file"),
     ):
         path.write_text(content, encoding="utf-8")
         with pytest.raises(ValueError, match=message):
