@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import logging
 import re
 import typing
 from collections.abc import Iterator, Mapping
@@ -28,13 +27,8 @@ from nsa.docstrings import descriptions
 from nsa.errors import UserError, check, fail, nearest, nearest_hint, option
 from nsa.train.config import TrainConfig
 
-logger = logging.getLogger(__name__)
-
-# Settings of the release before that have another name now, dotted: old to new. They are accepted
-# for one release.
-RENAMED: dict[str, str] = {}
 _MOST_NODES = 10_000  # of a file: aliases inside aliases would multiply without end
-# What a user would not recognise in the words of pydantic, by the type of its error.
+# Rules in place of messages of pydantic that a user would not understand, by type of error.
 _RULES = {
     "missing": "be given",
     "int_parsing_size": "be a valid integer",
@@ -64,7 +58,7 @@ class Setting:
     help: str
 
     def read(self, text: str) -> Any:
-        """A word of the command line as a file would have it."""
+        """Convert a word of the command line to the value that a file would contain."""
         if typing.get_origin(self.hint) is tuple:
             text = text if text.startswith("[") else f"[{text}]"
             with contextlib.suppress(yaml.YAMLError, RecursionError):
@@ -73,10 +67,10 @@ class Setting:
 
 
 # --- YAML -----------------------------------------------------------------------------------------
-# Every scalar is text here but for null, and pydantic makes of it what the type of its setting
-# says: that `no` is false, `3e-4` text and `010` eight, as YAML 1.1 has it, is never meant.
+# Every scalar except null is read as text, and pydantic converts it to the type of its setting: the
+# rules of YAML 1.1, by which `no` is false, `3e-4` is text and `010` is eight, are never meant.
 def _read(path: Path) -> Given:
-    """The settings of a file."""
+    """Read the settings of a file."""
     try:
         node = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
         value = _value(node, str(path), itertools.count(1))
@@ -84,8 +78,7 @@ def _read(path: Path) -> Given:
         others = {other.stem: str(other) for other in path.parent.glob("*.yaml") if other.is_file()}
         hint = nearest_hint(others.get(nearest(path.stem, others) or ""))
         if path.stem in configs.names():
-            comes = "A configuration of that name comes with the package"
-            hint = f"{comes}; take it by its name: {path.stem}."
+            hint = f"The package has a configuration of that name; give its name: {path.stem}."
         fail("load_config", "the configuration", "be a YAML file that exists", path, hint)
     except UnicodeDecodeError:
         fail("load_config", "the configuration", "be text in UTF-8", path)
@@ -95,20 +88,19 @@ def _read(path: Path) -> Given:
     except yaml.YAMLError as error:
         fail("load_config", str(path), "be valid YAML", str(error).splitlines()[0])
     except RecursionError:
-        found = "one that is nested too deeply or holds itself"
-        fail("load_config", str(path), "hold sections that end", found)
+        fail("load_config", str(path), "have fewer nested sections", "too many levels")
     if value is not None and not isinstance(value, dict):
-        fail("load_config", str(path), "hold settings as 'name: value'", value)
-    hint = "A configuration as it comes is taken by its name; `nsa configs` lists them."
+        fail("load_config", str(path), "contain settings as 'name: value'", value)
+    hint = "To use a configuration of the package, give its name; `nsa configs` lists them."
     given: Given = value or {}
     has_settings = any(leaf != {} for leaf, _ in given.values())
-    check(has_settings, "load_config", str(path), "hold a setting", "none", hint)
+    check(has_settings, "load_config", str(path), "contain a setting", "none", hint)
     return given
 
 
 def _value(node: yaml.Node | None, source: str, count: Iterator[int]) -> Any:
-    """What a node holds, in which every alias is a copy: text, None, a list, or a section."""
-    most = f"hold at most {_MOST_NODES:,} values, aliases included"
+    """Value of a node, with aliases copied: text, None, a list, or a section."""
+    most = f"contain at most {_MOST_NODES:,} values, aliases included"
     check(next(count) <= _MOST_NODES, "load_config", source, most, "more")
     if isinstance(node, yaml.ScalarNode):
         is_null = node.style is None and node.value in ("null", "~", "")
@@ -130,7 +122,7 @@ def _value(node: yaml.Node | None, source: str, count: Iterator[int]) -> Any:
 
 
 def to_yaml(config: Any) -> str:
-    """The whole configuration, defaults included, as YAML that :func:`load_config` reads back.
+    """Return the whole configuration as YAML that :func:`load_config` reads, defaults included.
 
     Args:
         config: a :class:`~nsa.train.config.TrainConfig` or any of its sections.
@@ -173,10 +165,11 @@ def load_config(
             and line or the option that is at fault and the nearest valid name.
     """
     known = {setting.name: setting for setting in settings()}
-    typed = _renamed({name: (text, option(name)) for name, text in overrides.items()})
-    for name, (text, origin) in typed.items():
-        typed[name] = (known[name].read(text) if name in known else text, origin)
-    given = {} if path is None else _renamed(_read(configs.find(path)))
+    typed = {
+        name: (known[name].read(text) if name in known else text, option(name))
+        for name, text in overrides.items()
+    }
+    given = {} if path is None else _read(configs.find(path))
     for name in [*given]:
         if any(_contains(name, other) or _contains(other, name) for other in typed):
             del given[name]
@@ -185,20 +178,6 @@ def load_config(
 
 def _contains(section: str, name: str) -> bool:
     return f"{name}.".startswith(f"{section}.")
-
-
-def _renamed(given: Given) -> Given:
-    """The same settings by the names that they have now."""
-    found: Given = {}
-    for name, (value, origin) in given.items():
-        now = RENAMED.get(name, name)
-        if now != name:
-            said = "%s: the setting %s is called %s now; the old name goes with the next release"
-            logger.warning(said, origin, name, now)
-            rule = f"not be given together with {now}, its new name"
-            check(now not in given, "load_config", f"{origin}: {name}", rule, "both")
-        found[now] = (value, origin)
-    return found
 
 
 @functools.cache
@@ -233,7 +212,7 @@ def _build(given: Given, source: str) -> TrainConfig:
 
 
 def _explained(error: Any, given: Given, source: str) -> UserError:
-    """What pydantic found, with the place that is at fault."""
+    """Error of pydantic as a UserError that names the line or option at fault."""
     kind, path, context = error["type"], list(map(str, error["loc"])), error.get("ctx", {})
     rule = _RULES.get(kind, re.sub(r"^\w+ should |, unable to .*", "", error["msg"]))
     value, hint = error["input"], ""

@@ -13,9 +13,9 @@ import torch
 
 from nsa.train.checkpoint import find_checkpoint, list_checkpoints, load_tensors
 from nsa.train.config import DataConfig
+from nsa.train.optim import lr_factor
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.check import check_run
-from nsa.train.schedule import lr_factor
 from nsa.train.state import weights
 from nsa.train.trainer import Trainer
 from tests.train.cases import (

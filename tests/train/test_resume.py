@@ -20,7 +20,7 @@ import torch
 from nsa.train.checkpoint import find_checkpoint, list_checkpoints, read_meta
 from nsa.train.data import spread
 from nsa.train.runs.check import check_run
-from nsa.train.runs.inference import load_model
+from nsa.train.runs.inputs import load_model
 from nsa.train.state import Progress, TrainState, Window
 from nsa.train.telemetry.metrics import Row
 from nsa.train.trainer import Trainer

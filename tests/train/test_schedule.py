@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from nsa.train.schedule import lr_factor
+from nsa.train.optim import lr_factor
 
 
 def test_warmup_rises_by_equal_steps_to_the_peak() -> None:

@@ -30,8 +30,8 @@ from nsa.train.data import TextSource
 from nsa.train.execution.compilation import compilations
 from nsa.train.generation import generate
 from nsa.train.load import to_yaml
+from nsa.train.optim import lr_factor
 from nsa.train.run_folder import RunFolder
-from nsa.train.schedule import lr_factor
 from nsa.train.state import Window
 from nsa.train.telemetry.metrics import Row
 from nsa.train.trainer import Trainer, TrainingStoppedError
@@ -402,7 +402,7 @@ def test_no_picture_and_no_sample_ends_a_run(
         raise error
 
     monkeypatch.setattr(train, "PLOT_EVERY_S", -1.0)
-    monkeypatch.setattr("nsa.train.runs.plots.plot_losses", fail)
+    monkeypatch.setattr("nsa.train.runs.page.plot_losses", fail)
     monkeypatch.setattr(reports, "generate", fail)
     path = tmp_path / "tiny.yaml"
     path.write_text(to_yaml(tiny_config(tmp_path, steps=2, eval_every=1, sample_tokens=2)))

@@ -18,7 +18,7 @@ from nsa.lm.model import LanguageModel
 from nsa.train.checkpoint import list_checkpoints
 from nsa.train.pretrained import load_initial
 from nsa.train.run_folder import RunFolder
-from nsa.train.runs.inference import load_model
+from nsa.train.runs.inputs import load_model
 from tools.accept.case import Result
 
 # Both compute in fp32 by the same operators.

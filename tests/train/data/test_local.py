@@ -30,7 +30,7 @@ from nsa.train.data import (
 )
 from nsa.train.data.local import find_files
 from nsa.train.data.reader import read_documents
-from nsa.train.runs.texts import read_text
+from nsa.train.runs.inputs import read_text
 from tests.train.data.data_sets import as_clone, make_texts, write_folder
 
 TEXTS = make_texts(40)

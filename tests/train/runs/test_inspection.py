@@ -17,10 +17,9 @@ from nsa.lm.inspection import LayerFigures, inspect_text
 from nsa.lm.model import LanguageModel
 from nsa.train.data import load_tokenizer
 from nsa.train.run_folder import RunFolder
-from nsa.train.runs.inference import load_model
-from nsa.train.runs.inspection import inspect_run, inspection_page
-from nsa.train.runs.plots import save_png
-from nsa.train.runs.selection import heat_maps, selection_lines
+from nsa.train.runs.inputs import load_model
+from nsa.train.runs.inspection import heat_maps, inspect_run, inspection_page, selection_lines
+from nsa.train.runs.page import save_png
 from tests.train.cases import MODEL, PATTERN, make_trainer, tiny_config
 from tests.train.runs.test_report import SVG, Page
 

@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from nsa.train.config import TrainConfig
 from nsa.train.run_folder import RunFolder
-from nsa.train.runs.plots import LOSSES, Curve, curves_figure, plot_losses
+from nsa.train.runs.page import LOSSES, Curve, curves_figure, plot_losses
 from nsa.train.telemetry.metrics import MetricsWriter, Row
 
 VALIDATED = {"val_loss_nats": 4.5, "val_bits_per_byte": 6.5}
