@@ -183,11 +183,11 @@ def test_numbers_are_python_s():
         ("branches", ("cmp", 1), "be cmp, slc or win, got 1"),
         ("num_selected_blocks_table", ((-1, 40),), "have 3 entries, got (-1, 40)"),
         ("num_selected_blocks_table", ((-1, 40, 3.0),), "be an integer, got 3.0"),
-        ("rope_scaling", "yarn", "hold fields of RopeScaling, got 'yarn'"),
+        ("rope_scaling", "yarn", "contain fields of RopeScaling, got 'yarn'"),
         (
             "rope_scaling",
             {"kin": "yarn"},
-            "hold fields of RopeScaling alone, got kin. The nearest is kind",
+            "contain only fields of RopeScaling, got kin. The nearest is kind",
         ),
     ],
 )
@@ -202,13 +202,13 @@ def test_a_wrong_type_is_refused_by_name(argument, value, rule):
         (RopeScaling, {"factor": "2"}, "factor must be a finite number, got '2'"),
         (NSAConfig, {"rope_scaling": {"kind": "x"}}, "kind must be linear or yarn, got x"),
         (LMConfig, {"tie_head": "no"}, "tie_head must be True or False, got 'no'"),
-        (LMConfig, {"nsa": {"windw": 1}}, "nsa must hold fields of NSAConfig alone, got windw"),
+        (LMConfig, {"nsa": {"windw": 1}}, "nsa must contain only fields of NSAConfig, got windw"),
         (TrainConfig, {"steps": 1.5}, "steps must be an integer, got 1.5"),
         (DataConfig, {"source": "web"}, "source must be corpus, stdlib, folder"),
         (OptimConfig, {"betas": [0.9]}, "betas must have 2 entries, got [0.9]"),
         (CheckpointingConfig, {"first": "1"}, "first must be an integer, got '1'"),
         (ParallelConfig, {"bucket_mib": None}, "bucket_mib must be a finite number, got None"),
-        (Rope, {"dim": 16, "scaling": 3}, "scaling must hold fields of RopeScaling, got 3"),
+        (Rope, {"dim": 16, "scaling": 3}, "scaling must contain fields of RopeScaling, got 3"),
     ],
 )
 def test_every_section_checks_its_types(cls, values, message):

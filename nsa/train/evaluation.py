@@ -103,8 +103,8 @@ class Measurement:
     """Sums over the targets of an evaluation, see ``Sums`` for the columns.
 
     Attributes:
-        documents: fp64 ``[num_documents, 3]``, by the document that a target belongs to; zeros for a
-            document without measured targets.
+        documents: fp64 ``[num_documents, 3]``, by the document that a target belongs to; zeros for
+            a document without measured targets.
         positions: fp64 ``[seq_len, 3]``, by position in the sequence: a target in row p was
             predicted from p + 1 tokens.
     """

@@ -1,8 +1,8 @@
 """Repetition of earlier text by a model, as a function of the distance.
 
-The last tokens of a sequence are replaced by the tokens some distance before. A model that finds the
-earlier passage predicts them with nearly no loss; otherwise the loss is that of new text. Heads that
-do this are the induction heads of Olsson et al., arXiv:2209.11895.
+The last tokens of a sequence are replaced by the tokens some distance before. A model that finds
+the earlier passage predicts them with nearly no loss; otherwise the loss is that of new text. Heads
+that do this are the induction heads of Olsson et al., arXiv:2209.11895.
 """
 
 from __future__ import annotations

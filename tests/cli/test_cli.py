@@ -472,7 +472,7 @@ def test_nothing_said_shows_the_help(capsys):
         ("train", "CONFIG must be given"),
         ("train tiny.yaml --steps", "nsa train: argument --steps: expected one argument"),
         ("train tiny.yaml --steps 1 --steps 2", "nsa train: argument --steps: given twice"),
-        ("train --steps some tiny.yaml", "--steps: steps must be a valid integer, got some."),
+        ("train --steps some tiny.yaml", "--steps: steps must be an integer, got 'some'."),
         ("train tiny.yaml --opt 3", "unrecognized arguments: --opt"),
         ("train tiny.yml", "The nearest is tiny.yaml."),
         ("train tiny.yaml --data.path nowhere", "nowhere"),
@@ -554,7 +554,7 @@ def test_set_is_taken_for_one_release(tiny, capsys):
     said = "--set optim.lr=fast is --optim.lr=fast now; --set goes with the next release"
     assert first == f"nsa bench train: {said}"
     assert "--seed=3 now" in second
-    assert "--optim.lr: optim.lr must be a valid number, got fast." in refused
+    assert "--optim.lr: optim.lr must be a finite number, got 'fast'." in refused
 
 
 # ---------------------------------------------------------------------------------- other endings

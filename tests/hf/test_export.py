@@ -24,10 +24,9 @@ from transformers import (
 )
 
 from nsa.config import RopeScaling
-from nsa.hf import NSAForCausalLM
 from nsa.hf.export import as_llama
 from nsa.hf.tokenizer import as_transformers
-from nsa.lm.llama import check_llama, llama_name, llama_settings
+from nsa.lm.llama import check_llama, llama_settings
 from nsa.lm.model import LanguageModel
 from nsa.train.checkpoint import list_checkpoints
 from nsa.train.config import DataConfig
@@ -321,24 +320,16 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
     assert all(torch.equal(x, before[key]) for key, x in target.state_dict().items())
 
 
-def test_llama_names_are_the_names_of_llama() -> None:
-    model = tiny_model(**DENSE)
-    names = {llama_name(name) for name in model.model.state_dict()}
-    assert names == set(as_llama(model.model, {}).state_dict())
-    assert isinstance(model, NSAForCausalLM)
-
-
-@pytest.mark.parametrize("place", ["../w.safetensors", "absolute", "config.json", "..", 3])
-def test_an_index_names_files_beside_it(place: str | int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["../w.safetensors", "config.json", 3])
+def test_an_index_names_files_beside_it(place: object, tmp_path: Path) -> None:
     model, inside = tiny_model().float(), tmp_path / "inside"
     model.save_pretrained(inside)
-    weights = (inside / "model.safetensors").rename(tmp_path / "w.safetensors")
-    file = str(weights) if place == "absolute" else place
+    (inside / "model.safetensors").rename(tmp_path / "w.safetensors")
     index = inside / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": place}}))
     match = r"^--init-from must name files \*\.safetensors of the folder in model\..*, got "
     with pytest.raises(ValueError, match=match):
         load_initial(inside, model.model)
-    index.write_text("[]" if file == 3 else '{"weight_map": []}')
+    index.write_text("[]" if place == 3 else '{"weight_map": []}')
     with pytest.raises(ValueError, match=r"hold JSON objects|hold a weight_map in model"):
         load_initial(inside, model.model)

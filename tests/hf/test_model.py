@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import subprocess
 import sys
 import types
@@ -287,7 +286,10 @@ def test_config_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "match"),
     [
-        ({"nsa": {"window": 3}}, r"nsa must hold fields of NSAConfig alone, got window\. The near"),
+        (
+            {"nsa": {"window": 3}},
+            r"nsa must contain only fields of NSAConfig, got window\. The near",
+        ),
         ({"width": 0}, "width must be positive, got 0"),
         ({"attention": "full"}, "attention must be nsa or dense, got full"),
     ],
@@ -340,17 +342,6 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
             NSAForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"the folder must fit at .*{name}"):
         NSAForCausalLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
-
-
-def test_config_of_another_model(tmp_path: Path) -> None:
-    """Of a file that names a field that this version does not have."""
-    tiny().save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    values = json.loads(path.read_text())
-    values["nsa"]["new"] = 1
-    path.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match="nsa must hold fields of NSAConfig alone, got new"):
-        NSAForCausalLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from nsa.lm.inspection import (
     inspect_text,
     merged,
     observed,
-    overlap,
     selected_ranges,
     selection_figures,
 )
@@ -95,17 +94,6 @@ def test_gates_and_blocks_are_those_that_the_layers_computed(changes: dict[str, 
         assert attention.observer is None
     assert torch.equal(model(torch.tensor(TEXT)), before)
     assert len(found) == 2, "noted after the end"
-
-
-def test_observers_go_when_a_pass_fails() -> None:
-    model = model_of()
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("on purpose")
-
-    with pytest.raises(RuntimeError, match="on purpose"), observed(model, fail):
-        model(torch.tensor(TEXT))
-    model(torch.tensor(TEXT))
 
 
 def test_a_dense_model_has_nothing_to_observe() -> None:
@@ -225,14 +213,6 @@ def test_merged_ranges_of_several_heads() -> None:
     heads = [[(0, 16), (64, 80)], [(16, 32), (70, 96)], [], [(8, 12), (100, 101)]]
     assert merged(heads) == [(0, 32), (64, 96), (100, 101)]
     assert merged([[]]) == []
-
-
-def test_overlap_of_equal_and_of_disjoint_selections() -> None:
-    same = torch.tensor([[[0, 3, -1]]] * 5)
-    assert overlap(same, 1) == overlap(same, 4) == 1.0
-    apart = torch.tensor([[[0, -1]], [[1, -1]], [[0, 1]]])
-    assert overlap(apart, 1) == 1 / 3  # the padding of both is nothing that they share
-    assert overlap(apart, 2) == 1 / 2
 
 
 def test_figures_of_gates() -> None:

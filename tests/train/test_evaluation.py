@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -152,11 +151,6 @@ def test_bins_hold_each_position_once(seq_len: int, data: st.DataObject) -> None
         assert row["bits_per_byte"] == pytest.approx(row["loss_nats"] / math.log(2) / 2)
 
 
-def test_separators_have_no_bits_per_byte() -> None:
-    (row,) = Measurement(np.ones((1, 3)), np.array([[2.0, 1, 0]])).by_position()
-    assert row == {"first": 1, "last": 1, "loss_nats": 2.0, "num_targets": 1, "num_bytes": 0}
-
-
 # --- paired ---------------------------------------------------------------------------------------
 def of_documents(bits: np.ndarray, num_bytes: np.ndarray) -> Measurement:
     sums = np.column_stack((bits * math.log(2), num_bytes, num_bytes))
@@ -187,16 +181,6 @@ def test_documents_weigh_by_their_bytes() -> None:
     assert found["num_documents"] == 4
 
 
-def test_two_documents_give_a_known_interval() -> None:
-    """Both are drawn in half of the draws, and either alone in a quarter each."""
-    sizes, zeros = np.ones(2), of_documents(np.zeros(2), np.ones(2))
-    first = of_documents(np.array([0.0, 1.0]), sizes)
-    found = paired_difference([first], [zeros], resamples=1000, seed=3)
-    assert found == paired_difference([first], [zeros], resamples=1000, seed=3)
-    assert [found[f"difference_{name}"] for name in ("low", "bits_per_byte", "high")] == [0, 0.5, 1]
-    assert (found["resamples"], found["seed"]) == (1000, 3)
-
-
 def test_seeds_have_an_interval_of_their_own() -> None:
     """Student's t over the pairs, whose documents all have the same difference."""
     sizes = np.full(50, 10.0)
@@ -213,24 +197,6 @@ def test_seeds_have_an_interval_of_their_own() -> None:
         "difference: +0.0300 bits per byte, 95% interval +0.0300 to +0.0300 over 50 documents, "
         "-0.0357 to +0.0957 over 3 seeds, -0.0357 to +0.0957 over both"
     )
-    with pytest.raises(ValueError, match="first must be at most 10 models, got 11"):
-        paired_difference(second[:1] * 11, second[:1] * 11)
-
-
-def test_the_interval_over_both_holds_the_truth() -> None:
-    """Of three pairs on 30 documents without a difference; that over documents does not."""
-    rng, sizes, tries = np.random.default_rng(0), np.full(30, 1000.0), 300
-    zeros, holds = [of_documents(np.zeros(30), sizes)] * 3, Counter[str]()
-    for _ in range(tries):
-        shared = rng.normal(0, 4, 30)
-        first = [
-            of_documents(shared + rng.normal(0, 2) + rng.normal(0, 2, 30), sizes) for _ in range(3)
-        ]
-        found = paired_difference(first, zeros, resamples=300)
-        for name in ("difference", "seeds", "both"):
-            holds[name] += found[f"{name}_low"] <= 0 <= found[f"{name}_high"]
-    assert holds["both"] > 0.9 * tries
-    assert holds["difference"] < 0.85 * tries
 
 
 def test_equal_seeds_leave_the_documents() -> None:

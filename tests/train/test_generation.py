@@ -103,14 +103,6 @@ def test_separator_ends_one_text_and_not_the_others() -> None:
     assert len(alone) == steps  # ends early when nothing is left to continue
 
 
-def test_gradients_and_mode_of_the_caller_stay() -> None:
-    model = make_model().train()
-    stream = generate(model, TOKENIZER, ["x"], max_new_tokens=3)
-    next(stream)
-    assert torch.is_grad_enabled()
-    assert model.training
-
-
 # --- stop strings ---------------------------------------------------------------------------------
 
 

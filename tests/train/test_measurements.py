@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,7 +118,7 @@ def test_several_pairs_need_equal_seeds_of_their_own(write: Write) -> None:
     assert len(compare([*ours, older], [*theirs, oldest])["differences"]) == 3
 
 
-@pytest.mark.parametrize("content", [b"no archive", b"", b"PK\x05\x06", b"\x93NUMPY\x01\x00"])
+@pytest.mark.parametrize("content", [b"", b"PK\x05\x06"])
 def test_a_file_of_another_kind_is_refused_without_advice_to_unpickle(
     tmp_path: Path, write: Write, content: bytes
 ) -> None:
@@ -127,30 +126,6 @@ def test_a_file_of_another_kind_is_refused_without_advice_to_unpickle(
     path.write_bytes(content)
     said = refused([path], [write("a.npz", 5)])
     assert said == f"FILES must be a file of nsa eval --save, got {path}."
-
-
-def test_a_damaged_file_is_refused(write: Write) -> None:
-    path, said = write("a.npz", 5), list[str]()
-    whole = path.read_bytes()
-    for offset in range(len(whole)):
-        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 0xFF]) + whole[offset + 1 :])
-        try:
-            load_measurement("compare", "FILES", path)
-        except UserError as error:
-            said.append(str(error))
-    assert len(said) > len(whole) / 2, "each byte of an array counts"
-    assert {*said} == {f"FILES must be a file of nsa eval --save, got {path}."}
-
-
-def test_a_file_that_could_not_be_written_is_gone(write: Write, monkeypatch, tmp_path):
-    def full(file, **arrays):
-        file.write(b"PK")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(np, "savez_compressed", full)
-    with pytest.raises(OSError, match="No space left"):
-        write("a.npz", 1.0)
-    assert not (tmp_path / "a.npz").exists()
 
 
 def test_eval_saves_which_model_and_text_it_measured(tmp_path, monkeypatch, capsys):

@@ -80,7 +80,7 @@ def evaluate_run(
         device: ``auto``, ``cpu`` or ``cuda``.
         num_windows: windows to measure, spread over all of the text; None for all.
         micro_batch: windows computed at a time; None takes the run's.
-        save: new file for the sums of each document and position, see :mod:`nsa.train.measurements`.
+        save: new file for the sums by document and position, see :mod:`nsa.train.measurements`.
         repeat: tokens of a passage that the model has to repeat, see :mod:`nsa.train.repetition`.
 
     Yields:
