@@ -122,10 +122,9 @@ def test_shards_train_like_one_process(whole: Path, sharded: Path) -> None:
             " --parallel.bucket-mib 0.01 --checkpointing.policy full",
             marks=in_full,
         ),
-        pytest.param(4, "--accumulation 1 --micro-batch 1", marks=in_full),
         pytest.param(4, "--accumulation 1 --micro-batch 1 --parallel.strategy fsdp", marks=in_full),
     ],
-    ids=["replicas", "options of replicas", "four replicas", "four shards"],
+    ids=["replicas", "options of replicas", "four shards"],
 )
 def test_processes_train_like_one(tmp_path: Path, whole: Path, number: int, words: str) -> None:
     divided = ("--world-size", str(number), *words.split())
@@ -179,9 +178,8 @@ def test_resumed_on_another_number_or_strategy_the_data_go_on(
         pytest.param(
             "--accumulation 2 --micro-batch 1 --parallel.static-graph true", marks=in_full
         ),
-        pytest.param("--parallel.bucket-mib 0.01", marks=in_full),
     ],
-    ids=["replicas", "shards", "static graph", "small buckets"],
+    ids=["replicas", "shards", "static graph"],
 )
 def test_three_ranks_resume_bit_for_bit(tmp_path: Path, words: str) -> None:
     """Sums of three are rounded by their order, which two cannot show."""

@@ -63,15 +63,6 @@ def test_logits_and_folders(kind: dict[str, Any], tmp_path: Path) -> None:
     same(model, NSAForCausalLM.from_pretrained(tmp_path / "again"))
 
 
-def test_bf16(tmp_path: Path) -> None:
-    model = tiny().to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    loaded = NSAForCausalLM.from_pretrained(tmp_path)
-    assert loaded.dtype == torch.bfloat16
-    same(model, loaded)
-    assert NSAForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).dtype == torch.float32
-
-
 def test_padding() -> None:
     """Left or right of a row's tokens, it changes nothing; so do rows that are packed into one."""
     model, rows = tiny(), [tokens(n, seed=n) for n in (60, 7, 33)]

@@ -20,7 +20,6 @@ from nsa.lm.inspection import (
     SelectionFigures,
     gate_figures,
     inspect_text,
-    merged,
     observed,
     selected_ranges,
     selection_figures,
@@ -207,12 +206,6 @@ def test_ranges_hold_the_keys_of_the_blocks() -> None:
         assert {t for start, end in ranges for t in range(start, end)} == expected
         assert all(a[1] < b[0] for a, b in itertools.pairwise(ranges)), "adjacent ones are merged"
     assert selected_ranges(blocks, config, []) == {}
-
-
-def test_merged_ranges_of_several_heads() -> None:
-    heads = [[(0, 16), (64, 80)], [(16, 32), (70, 96)], [], [(8, 12), (100, 101)]]
-    assert merged(heads) == [(0, 32), (64, 96), (100, 101)]
-    assert merged([[]]) == []
 
 
 def test_figures_of_gates() -> None:

@@ -234,19 +234,12 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
         resumed(tmp_path)
 
 
-def cut(content: bytes) -> bytes:
-    """Without a row in the middle."""
-    lines = content.splitlines(keepends=True)
-    return b"".join([*lines[:1], *lines[2:]])
-
-
 @pytest.mark.parametrize(
     ("change", "rows"),
     [
         (lambda content: content, None),
         (lambda content: content.replace(b'"tokens": 1024', b'"tokens": 1025'), 2),
-        (cut, 1),
-        (lambda content: b"", 0),
+        (lambda content: content.splitlines(keepends=True)[0], 1),
     ],
 )
 def test_rows_that_were_lost_or_changed_are_noticed(
