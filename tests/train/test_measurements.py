@@ -79,15 +79,11 @@ def test_committed_files_can_be_compared() -> None:
         load_measurement("compare", "FILES", path)
 
 
-def test_a_model_counts_once(write: Write, tmp_path: Path) -> None:
-    """Under a second path, as a copy, or measured again with other sums."""
+def test_a_model_counts_once(write: Write) -> None:
+    """Given twice, as a copy, or measured again with other sums."""
     a, b, c, d = (write(f"{name}.npz", 5 + number) for number, name in enumerate("abcd"))
     assert compare([a, b], [c, d])["differences"]  # one name of a run, as in four folders
-    (tmp_path / "folder").mkdir()
-    again = tmp_path / "folder/../a.npz"
-    assert refused([a], [again]) == f"{again} must be given once, got it twice."
-    assert f"{again} must be given once" in refused([a, again], [c, d])
-    assert f"{d} must be given once" in refused([a, b], [d, d])
+    assert f"{d} must measure another model than {d}" in refused([a, b], [d, d])
     copy = write("copy.npz", 5, run="copy")
     same = f"{copy} must measure another model than {a}, got the same: copy step 4"
     assert same in refused([a], [copy])
@@ -104,11 +100,11 @@ def test_several_pairs_need_equal_seeds_of_their_own(write: Write) -> None:
     )
     assert len(compare(ours, theirs)["differences"]) == 2
     said = refused(ours, theirs[::-1])
-    assert f"{theirs[1]} must have the seed of {ours[0]} (1), got 2. Of several pairs, " in said
+    assert f"{theirs[1]} must have the seed of {ours[0]} (1), got 2. Give both sides in" in said
     assert compare(ours[:1], theirs[1:])["num_documents"] == 2, "one pair has no such interval"
     later, third = (write(f"{x}.npz", x, seed=1, step=8) for x in (20, 30))
     said = refused([ours[0], later], [theirs[0], third])
-    assert f"{later} must have another seed than {ours[0]}, got 1" in said
+    assert f"{later} must have another seed than {ours[0]} (1), got 1" in said
     older, oldest = write("older.npz", 40), write("oldest.npz", 50)
     assert len(compare([*ours, older], [*theirs, oldest])["differences"]) == 3
 
