@@ -191,10 +191,10 @@ class CheckpointingConfig:
         check(self.last >= self.first, "CheckpointingConfig", "last", rule, self.last)
 
     def keeps(self, layer: int) -> Keeps:
-        """What a layer keeps; see :class:`nsa.lm.model.DecoderLayer`.
+        """Activations that a layer keeps; see :class:`nsa.lm.model.DecoderLayer`.
 
         Args:
-            layer: counted from 0.
+            layer: number of the layer, from 0.
         """
         if self.policy == "operators":
             return "attention"

@@ -299,7 +299,7 @@ def test_eval_compares_runs_on_the_test_split(tiny, nsa, refusal, words):
     said = nsa("compare a.npz --against b.npz")
     assert "nsa step 2, dense step 2: " in said
     assert f"difference: {both['difference_bits_per_byte']:+.4f} bits per byte" in said
-    why = "nsa: a.npz must be given once, got it twice."
+    why = "nsa: a.npz must measure another model than a.npz, got the same: nsa step 2."
     for twice in ("a.npz --against a.npz", "a.npz a.npz --against b.npz b.npz"):
         assert refusal(f"compare {twice}") == why
     why = "--against must be as many files as FILES (1), got 2"

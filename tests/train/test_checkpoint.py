@@ -147,7 +147,7 @@ def test_damage_is_noticed(tmp_path: Path, damage: str, name: str) -> None:
     if damage == "flip":
         file.write_bytes(content)
     loaded = empty()
-    message = rf"must hold an undamaged checkpoint, got .*{name} missing or .*Remove this folder"
+    message = rf"must contain an undamaged checkpoint, got .*{name} missing or .*Remove this folder"
     with pytest.raises(ValueError, match=message):
         load_tensors(path, loaded)
     assert not any(tensor.any() for tensor in loaded.values())
