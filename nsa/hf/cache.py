@@ -120,17 +120,17 @@ class GenerationCache(Cache):
         self._columns = 0
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: the model's own layers write to the cache."""
+        """Raise an error: the model's own layers write to the cache."""
         fail(_NAME, "model", "be an NSAForCausalLM", "the layers of another model")
 
     def crop(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: assisted generation needs caches that forget any number of tokens."""
+        """Raise an error: assisted generation needs caches that can drop tokens."""
         fail(_NAME, "generate", "run without an assistant or prompt lookup", "one of them")
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
-        """Refused: the number of rows is fixed."""
+        """Raise an error: the number of rows is fixed."""
         fail(_NAME, "rows", f"stay {self.decoder.batch_size}", f"{repeats} times as many")
 
     def batch_select_indices(self, indices: Tensor) -> NoReturn:
-        """Refused: the number of rows is fixed."""
+        """Raise an error: the number of rows is fixed."""
         fail(_NAME, "rows", f"stay {self.decoder.batch_size}", f"a selection of {len(indices)}")

@@ -30,8 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from nsa.errors import UserError, check, fail
 from nsa.files import FileErrors, flush, write_flushed
-from nsa.train.distributed.processes import Processes
-from nsa.train.distributed.sharding import first_row, own_part
+from nsa.train.distributed.processes import Processes, first_row, own_part
 from nsa.train.environment import version
 
 logger = logging.getLogger(__name__)

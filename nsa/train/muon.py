@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from nsa.train.distributed.sharding import gather, own_part, own_rows
+from nsa.train.distributed.processes import gather, own_part, own_rows
 
 # Runs an update with its argument: by a call, or by replaying a CUDA graph.
 Through = Callable[[Callable[[Tensor], None], Tensor], None]

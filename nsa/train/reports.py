@@ -19,8 +19,7 @@ from nsa.lm.flops import flops_per_token
 from nsa.lm.model import LanguageModel
 from nsa.train.config import TrainConfig
 from nsa.train.data import Batch, DataBundle, validation_batches
-from nsa.train.distributed.processes import Processes
-from nsa.train.distributed.sharding import gather
+from nsa.train.distributed.processes import Processes, gather
 from nsa.train.distributed.strategy import Replicated
 from nsa.train.evaluation import evaluate
 from nsa.train.execution.compilation import Compiled, compilations
@@ -56,8 +55,8 @@ class RunContext:
 
     Attributes:
         config: the run.
-        run_folder: where everything is written.
-        device: where this process computes.
+        run_folder: output folder.
+        device: device of this process.
         strategy: DDP or FSDP2.
         processes: this process among those of the run.
         requests: requests to stop by signals and the halt file.

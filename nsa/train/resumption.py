@@ -17,14 +17,14 @@ from nsa.train.run_folder import RunFolder
 from nsa.train.state import Progress
 from nsa.train.telemetry.metrics import lines_until, record_of
 
-# Settings that a resumed run may change: none of them alters a weight, except
-# - by rounding, where a global batch is divided into other micro-batches or among other processes,
-#   or where these send each other bf16;
-# - what follows a step that is not finite: an exact resumption meets that step again and, with
-#   policy stop, would never get past it;
-# - the learning rate of the steps to come, where their number changes.
-# The place of the data may change, but not what they are: their description has hashes or, for a
-# stream, the commit and the files' versions.
+# Settings, or whole sections, that a resumed run may change. They do not change weights, except
+# - by rounding: the division of a global batch into micro-batches or among processes, and bf16
+#   communication;
+# - after a non-finite step: an exact resumption meets the same step again, and policy stop would
+#   never get past it;
+# - the learning rate of later steps, if the number of steps changes.
+# The path of the data may change, but not their content: the checkpoint has hashes, or for a stream
+# the commit and the versions of the files.
 RESUME_MAY_CHANGE = {
     "steps",
     "log_every",
@@ -49,7 +49,7 @@ RESUME_MAY_CHANGE = {
     "data.path",
     "data.revision",
     "data.time_limit_s",
-}  # settings, or whole sections
+}
 
 
 def resumed_checkpoint(config: TrainConfig, run_folder: RunFolder, device: torch.device) -> Path:

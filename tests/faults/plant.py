@@ -90,7 +90,7 @@ def _after_micro_batches(number: str, rank: str, action: Callable[[], None]) -> 
 
 
 def nan_in_weights(step: str, rank: str = "0") -> None:
-    from nsa.train.distributed.sharding import own_part
+    from nsa.train.distributed.processes import own_part
 
     def poison(trainer: Any) -> None:
         with torch.no_grad():

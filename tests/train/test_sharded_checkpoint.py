@@ -19,8 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from nsa.train import checkpoint
 from nsa.train.checkpoint import CheckpointWriter, list_checkpoints, load_tensors
-from nsa.train.distributed.processes import Processes
-from nsa.train.distributed.sharding import gather, own_part
+from nsa.train.distributed.processes import Processes, gather, own_part
 from tests.train.cases import run_meta, stored_tensors
 
 FORKS: Any = multiprocessing.get_context("forkserver")

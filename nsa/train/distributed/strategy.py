@@ -18,8 +18,7 @@ from torch.nn.utils import get_total_norm
 
 from nsa.errors import check
 from nsa.train.config import ParallelConfig
-from nsa.train.distributed.processes import Processes
-from nsa.train.distributed.sharding import own_part
+from nsa.train.distributed.processes import Processes, own_part
 from nsa.train.loss import NextTokenLoss
 from nsa.train.telemetry.throughput import MIB
 

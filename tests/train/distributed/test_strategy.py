@@ -17,8 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nsa.lm.model import LanguageModel
 from nsa.train.config import ParallelConfig
-from nsa.train.distributed.processes import Processes
-from nsa.train.distributed.sharding import gather, own_part
+from nsa.train.distributed.processes import Processes, gather, own_part
 from nsa.train.distributed.strategy import Replicated, Sharded, distribute
 from nsa.train.loss import NextTokenLoss
 from tests.train.cases import MODEL, all_equal
