@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from nsa.errors import check, check_output, fail
+from nsa.lm.model import LanguageModel
 from nsa.train.checkpoint import SUMS, find_checkpoint, read_meta
 from nsa.train.config import TrainConfig
 from nsa.train.data import (
@@ -114,15 +115,7 @@ def evaluate_run(
         yield from _repeats(name, found)
 
     model, step = load_model(config.model, path, place)
-    parameters = model.num_parameters()["total"]
-    yield Finding(f"model: {model.parameter_summary()}", {"parameters": parameters})
-    yield _finding(
-        "checkpoint: step {step} of {run}, on {device} in {compute_dtype}",
-        run=str(folder.path),
-        step=step,
-        device=place.type,
-        compute_dtype=config.compute_dtype,
-    )
+    yield from _model(model, folder, step, place.type, config.compute_dtype)
     loss = NextTokenLoss(model, config.loss_chunk)
     result = measured(loss, part.windows)
     yield from _totals(result, part, number)
@@ -147,6 +140,16 @@ def evaluate_run(
 def _check_sizes(sizes: dict[str, int | None]) -> None:
     for name, value in sizes.items():
         check(value is None or value > 0, "eval", f"--{name}", "be positive", value)
+
+
+def _model(
+    model: LanguageModel, folder: RunFolder, step: int, device: str, compute_dtype: str
+) -> Iterator[Finding]:
+    parameters = model.num_parameters()["total"]
+    yield Finding(f"model: {model.parameter_summary()}", {"parameters": parameters})
+    line = "checkpoint: step {step} of {run}, on {device} in {compute_dtype}"
+    run = str(folder.path)
+    yield _finding(line, run=run, step=step, device=device, compute_dtype=compute_dtype)
 
 
 class _Text(NamedTuple):
