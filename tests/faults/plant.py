@@ -123,18 +123,9 @@ def slow(seconds: str, after: str = "0") -> None:
     _before_steps(wait)
 
 
-def dead_gate(step: str) -> None:
-    def close(trainer: Any) -> None:
-        gate = trainer.model.decoder_layers()[0].attention.gate
-        with torch.no_grad():
-            gate.net.bias.view(-1, 3)[:, 1] = -20.0
-
-    _at_step(step, "0", close)
-
-
 FAULTS: dict[str, Callable[..., None]] = {
     one.__name__: one
-    for one in (stuck_in_c, starve, lose_data, nan_in_weights, die, small_files, slow, dead_gate)
+    for one in (stuck_in_c, starve, lose_data, nan_in_weights, die, small_files, slow)
 }
 
 if __name__ == "__main__":

@@ -86,15 +86,6 @@ def test_padding() -> None:
     torch.testing.assert_close(logits, torch.cat(expected), rtol=0, atol=1e-12)
 
 
-def test_some_logits() -> None:
-    model, x = tiny(), tokens(2, 20)
-    logits = model(x).logits
-    torch.testing.assert_close(model(x, logits_to_keep=3).logits, logits[:, -3:])
-    at = torch.tensor([4, 9])
-    torch.testing.assert_close(model(x, logits_to_keep=at).logits, logits[:, at])
-    assert torch.equal(model(x, return_dict=False)[0], logits)
-
-
 def test_loss_and_checkpointing() -> None:
     """The loss of the next token; a backward pass that computes layers again has its gradients."""
     model, x = tiny(), tokens(2, 40)
