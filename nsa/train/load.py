@@ -91,11 +91,12 @@ def _read(path: Path) -> dict[str, Any]:
         line = "" if mark is None else f":{mark.line + 1}"
         found = getattr(error, "problem", None) or str(error).splitlines()[0]
         fail("load_config", f"{path}{line}", "be valid YAML", found)
-    if tree is not None and not isinstance(tree, dict):
+    tree = {} if tree is None else tree
+    if not isinstance(tree, dict):
         fail("load_config", str(path), "contain settings as 'name: value'", tree)
     hint = "To use a configuration of the package, give its name; `nsa configs` lists them."
     check(_has_settings(tree), "load_config", str(path), "contain a setting", "none", hint)
-    return dict(tree)
+    return tree
 
 
 def _has_settings(tree: Any) -> bool:

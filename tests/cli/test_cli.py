@@ -524,7 +524,7 @@ def test_what_is_like_nothing_gets_no_suggestion(tiny, refusal):
 @pytest.mark.parametrize("content", ["", "# width: 64\n", "---\n", "{}", "model: {nsa: {}}\n"])
 def test_a_configuration_without_settings_is_refused(tiny, refusal, content):
     (tiny / "empty.yaml").write_text(content)
-    assert "empty.yaml must hold a setting, got none" in refusal("plan empty.yaml")
+    assert "empty.yaml must contain a setting, got none" in refusal("plan empty.yaml")
 
 
 @pytest.mark.parametrize(

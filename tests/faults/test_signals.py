@@ -80,7 +80,7 @@ def test_a_second_process_is_kept_from_a_run(tmp_path: Path) -> None:
         run.wait_until(lambda: bool(steps_of(run.path)))
         with Nsa("train", "--resume", run.path, said=tmp_path / "second") as second:
             assert second.end() == 2
-            rule = "RUN must be a run that no other process works on"
+            rule = "RUN must be a run that no other process is working on"
             assert f"{rule}, got {run.path}. Stop that process first" in second.text
         run.goes_on()
         run.stop()
