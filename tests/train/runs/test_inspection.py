@@ -86,6 +86,8 @@ def test_figures_page_and_json(folder: RunFolder, tmp_path: Path) -> None:
         assert other.selection is not None
         assert torch.equal(one.selection.heat_map, other.selection.heat_map)
         assert one.selection.ranges[149] == other.selection.ranges[149]
+    selection = found.layers[1].selection
+    assert selection is not None
     values = json.loads(json.dumps(found.json()))
     assert shape(values) == JSON
     assert values["layers"][1]["selection"]["ranges"][-1]["query"] == 149
@@ -93,12 +95,12 @@ def test_figures_page_and_json(folder: RunFolder, tmp_path: Path) -> None:
     assert len(page.links) == 3
     assert all(link.startswith(SVG) for link in page.links)
     titles = ("Selected blocks", "Ranges of the last query", "Distance and overlap", "Gates")
-    for part in (*titles, str(text), "caf\u00e9 <i> & lait, caf", f"{one.selection.keys_mean:.1f}"):
+    for part in (*titles, str(text), "caf\u00e9 <i> & lait, caf", f"{selection.keys_mean:.1f}"):
         assert part in page.shown, part
     first, *layers = found.lines()
     assert first.startswith(f"checkpoint: step 1 of {folder.path}, on cpu in fp32; 150 tokens")
     assert len(layers) == 2
-    assert f"{one.selection.overlap[1]:.1%} shared with the query before" in layers[1]
+    assert f"{selection.overlap[1]:.1%} shared with the query before" in layers[1]
 
 
 def test_a_model_without_selection_shows_its_gates(tmp_path: Path) -> None:
