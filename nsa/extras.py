@@ -15,7 +15,6 @@ CORE = ("torch", "triton")
 _BENCH = {"numpy": "numpy", "PyYAML": "yaml", "matplotlib": "matplotlib"}
 _TRAIN = {
     **_BENCH,
-    "pydantic": "pydantic",
     "rich": "rich",
     "safetensors": "safetensors",
     "tensorboard": "tensorboard",

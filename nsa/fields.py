@@ -1,4 +1,4 @@
-"""Types of configuration fields: values that JSON gives are converted, wrong types are refused."""
+"""Types of configuration fields: values from JSON are converted, wrong types are errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nsa.errors import check, fail, nearest, nearest_hint
 
 
 def settle(config: Any) -> None:
-    """Give every field of a frozen dataclass a value of its declared type.
+    """Convert every field of a frozen dataclass to its declared type.
 
     Lists become tuples, mappings become dataclasses, integers become floats where these are
     declared. Declared types are bool, int, float (finite), str, string literals, tuples and
@@ -42,7 +42,8 @@ def _settled(value: Any, hint: Any, owner: str, name: str) -> Any:
         return None if value is None else _settled(value, hint, owner, name)
     if kind is Literal:
         words = f"{', '.join(parts[:-1])} or {parts[-1]}"
-        check(isinstance(value, str) and value in parts, owner, name, f"be {words}", value)
+        if not isinstance(value, str) or value not in parts:
+            fail(owner, name, f"be {words}", value, nearest_hint(nearest(str(value), parts)))
         return value
     if kind is tuple:
         check(isinstance(value, list | tuple), owner, name, "be a list or tuple", repr(value))
@@ -55,12 +56,12 @@ def _settled(value: Any, hint: Any, owner: str, name: str) -> Any:
 
 
 def _section(value: Any, cls: Any, owner: str, name: str) -> Any:
-    """The dataclass whose fields a mapping contains."""
-    check(isinstance(value, Mapping), owner, name, f"hold fields of {cls.__name__}", repr(value))
+    """Build a dataclass from a mapping of its fields."""
+    check(isinstance(value, Mapping), owner, name, f"contain fields of {cls.__name__}", repr(value))
     for key in value:
         if key not in _hints(cls):
             hint = nearest_hint(nearest(str(key), _hints(cls)))
-            fail(owner, name, f"hold fields of {cls.__name__} alone", key, hint)
+            fail(owner, name, f"contain only fields of {cls.__name__}", key, hint)
     return cls(**value)
 
 

@@ -148,7 +148,7 @@ def test_commands_of_the_core(core: Installed) -> None:
     assert [line.split()[0] for line in core("nsa", "configs").splitlines()] == configs.names()
     said = core("nsa", "doctor")
     assert "no problem found" in said
-    assert "data: without numpy, PyYAML, matplotlib, pydantic, " in said
+    assert "data: without numpy, PyYAML, matplotlib, rich, " in said
     assert "configurations\n  not loaded: that needs the extra train" in said
 
 

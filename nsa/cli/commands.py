@@ -216,7 +216,7 @@ def _reader(kind: Any) -> Callable[[str], Any]:
 
 def _add_settings(parser: Parser) -> None:
     """Options for the settings of the configuration, but for those that the command has itself."""
-    from nsa.train.load import RENAMED, settings
+    from nsa.train.load import settings
 
     parser.usage = parser.format_usage().removeprefix("usage: ").rstrip() + " [--SETTING VALUE ...]"
     group, own = parser.add_argument_group("settings of the configuration"), parser.options()
@@ -233,9 +233,6 @@ def _add_settings(parser: Parser) -> None:
             metavar=choices or setting.hint.__name__.upper(),
             help=_plain(f"{setting.help.rstrip('.')} (default {default})"),
         )
-    for name in RENAMED:
-        hidden = argparse.SUPPRESS
-        parser.add_argument(option(name), dest=name, default=hidden, help=hidden)
 
 
 def _plain(text: str) -> str:

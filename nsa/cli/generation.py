@@ -185,8 +185,8 @@ def _writer(
     from nsa.train.checkpoint import find_checkpoint
     from nsa.train.data import load_tokenizer
     from nsa.train.execution.precision import choose_device
-    from nsa.train.runs.inference import load_model
-    from nsa.train.runs.selection import check_selects
+    from nsa.train.runs.inputs import load_model
+    from nsa.train.runs.inspection import check_selects
     from nsa.train.watch.out_of_memory import check_fits, explained
 
     config = folder.load_config()
@@ -218,8 +218,8 @@ def _selection(generation: Generation, prompt_len: int, picture: Path) -> Iterat
     """
     from nsa.lm.inspection import inspect_text
     from nsa.train.execution.precision import autocast
-    from nsa.train.runs.plots import save_png
-    from nsa.train.runs.selection import heat_maps, selection_lines
+    from nsa.train.runs.inspection import heat_maps, selection_lines
+    from nsa.train.runs.page import save_png
 
     model, tokens = generation.model, generation.tokens[0]
     # The last token was drawn and has looked nowhere yet.

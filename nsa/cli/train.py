@@ -198,6 +198,6 @@ def _summary(folder: RunFolder, step: int, before: int) -> str:
 
 def _plot(folder: RunFolder) -> None:
     with optional_output(folder.loss_png.name):
-        from nsa.train.runs.plots import plot_losses
+        from nsa.train.runs.page import plot_losses
 
         plot_losses(folder.metrics_jsonl, folder.loss_png, title=folder.path.name)

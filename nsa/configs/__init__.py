@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from nsa.errors import fail, nearest
 
-logger = logging.getLogger(__name__)
-
 FOLDER = Path(__file__).parent
-# Names of the release before: commands take them for one release, and rows measured by `nsa bench`
-# keep them, so that they compare with older ones.
+# Names of the first release: rows measured by `nsa bench` keep them, so that rows of all releases
+# can be compared.
 RENAMED = {
     "seed": "78m",
     "seed-dense": "78m-dense",
@@ -43,10 +40,7 @@ def find(config: str | Path) -> Path:
     path = Path(config)
     if path.suffix in (".yaml", ".yml") or path.parent != Path():
         return path
-    name = RENAMED.get(str(config), str(config))
-    if name != str(config):
-        said = "the configuration %s is called %s now; the old name goes with the next release"
-        logger.warning(said, config, name)
+    name = str(config)
     if name not in names():
         near = nearest(name, names())
         hint = "`nsa configs` lists them; the path of a file ends in .yaml."
@@ -56,7 +50,7 @@ def find(config: str | Path) -> Path:
 
 
 def name_in_rows(config: str | Path) -> str:
-    """What rows call a configuration as their shape: the name that their first rows had.
+    """Name of a configuration in benchmark rows: the one of the first release.
 
     Args:
         config: as for :func:`find`.

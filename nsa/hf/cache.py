@@ -29,7 +29,7 @@ class GenerationCache(Cache):
         max_tokens: columns of the batch, padding included, until the cache is full.
 
     Attributes:
-        decoder: what the rows lie in.
+        decoder: decoder that stores the rows.
     """
 
     is_croppable = False
@@ -44,7 +44,7 @@ class GenerationCache(Cache):
 
     @torch.no_grad()
     def take(self, tokens: Tensor, mask: Tensor | None, kept: slice | Tensor) -> Tensor:
-        """Take in the next columns of the batch.
+        """Append the next columns of the batch.
 
         Args:
             tokens: int64 ``[B, T]``.
@@ -74,7 +74,7 @@ class GenerationCache(Cache):
         return logits
 
     def _valid(self, mask: Tensor, columns: int) -> Tensor | None:
-        """Which of the new columns are tokens; None if all of them are."""
+        """Mask of the new columns that are tokens; None if all are."""
         total = self._columns + columns
         check(mask.shape[-1] == total, _NAME, "attention_mask", f"have {total} columns", mask.shape)
         valid = mask[:, -columns:] != 0
@@ -103,34 +103,34 @@ class GenerationCache(Cache):
 
     # --- what transformers calls ------------------------------------------------------------------
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns taken in, padding included."""
+        """Number of columns, padding included."""
         return self._columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Tokens that a row may come to have."""
+        """Longest row, tokens."""
         return self.decoder.cache.max_tokens
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let each row go on as a copy of row ``beam_idx``; pages are shared."""
+        """Reorder rows by ``beam_idx``; pages are shared."""
         self.decoder.cache.reorder(beam_idx.tolist())
 
     def reset(self) -> None:
-        """Forget all rows, and read the model's weights anew if they have changed."""
+        """Forget all rows, and read the model's weights again if they have changed."""
         self.decoder.reset()
         self._columns = 0
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: the model's own layers write to the cache."""
+        """Raise an error: the model's own layers write to the cache."""
         fail(_NAME, "model", "be an NSAForCausalLM", "the layers of another model")
 
     def crop(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: assisted generation needs caches that forget any number of tokens."""
+        """Raise an error: assisted generation needs caches that can drop tokens."""
         fail(_NAME, "generate", "run without an assistant or prompt lookup", "one of them")
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
-        """Refused: the number of rows is fixed."""
+        """Raise an error: the number of rows is fixed."""
         fail(_NAME, "rows", f"stay {self.decoder.batch_size}", f"{repeats} times as many")
 
     def batch_select_indices(self, indices: Tensor) -> NoReturn:
-        """Refused: the number of rows is fixed."""
+        """Raise an error: the number of rows is fixed."""
         fail(_NAME, "rows", f"stay {self.decoder.batch_size}", f"a selection of {len(indices)}")

@@ -1,4 +1,4 @@
-"""The configuration of a language model as transformers keeps it."""
+"""Configuration of a language model in transformers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class NSALMConfig(PretrainedConfig):
 
     @classmethod
     def of(cls, config: LMConfig, **values: Any) -> NSALMConfig:
-        """The same model in transformers' form, with more values of its configurations."""
+        """Convert a configuration, with more values of transformers' configurations."""
         return cls(**asdict(config), **values)
 
     @property

@@ -24,7 +24,7 @@ from nsa.train.data import load_tokenizer
 from nsa.train.environment import version
 from nsa.train.pretrained import TOKENIZER
 from nsa.train.run_folder import RunFolder
-from nsa.train.runs.inference import load_model
+from nsa.train.runs.inputs import load_model
 
 Layout = Literal["nsa", "llama"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -86,7 +86,7 @@ def _ours(model: LanguageModel, values: dict[str, Any]) -> PreTrainedModel:
 
 
 def as_llama(model: LanguageModel, values: dict[str, Any]) -> PreTrainedModel:
-    """A dense model as transformers' Llama, which shares its weights: to be saved, not run.
+    """Convert a dense model to transformers' Llama, which shares its weights: to save, not run.
 
     Args:
         model: the model.
@@ -107,7 +107,7 @@ def as_llama(model: LanguageModel, values: dict[str, Any]) -> PreTrainedModel:
 def model_card(
     config: TrainConfig, model: LanguageModel, meta: dict[str, Any], name: str, layout: Layout
 ) -> str:
-    """What the model is, what it was trained on, how good it is there, and how it is loaded.
+    """Model card: model, training data, loss, and how to load it.
 
     Args:
         config: the run.

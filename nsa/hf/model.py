@@ -32,9 +32,9 @@ _REFUSED = {
 
 
 def _unhook(modules: Iterable[nn.Module]) -> None:
-    """Take accelerate's hooks off modules whose weights attention and decoding read.
+    """Remove accelerate's hooks from modules whose weights attention and decoding read.
 
-    Hooks of others stay, and are refused.
+    Other hooks stay, and raise an error later.
     """
     for module in modules:
         if hasattr(module, "_hf_hook"):
@@ -51,7 +51,7 @@ def _targets(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Labels in the column that predicts them, -100 where none of their row or document does."""
+    """Move labels to the column that predicts them; -100 if no column of the document does."""
     moved = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     targets = moved if shift_labels is None else shift_labels.contiguous().clone()
     if mask is not None:
@@ -82,7 +82,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012 (transformers reads them from the class)
     _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012
-    # Attention is the model's own: none of transformers' functions and caches fits it.
+    # The model has its own attention, which needs none of transformers' functions and caches.
     _supports_attention_backend = False
     _can_compile_fullgraph = False
 
@@ -204,7 +204,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         model_kwargs["past_key_values"] = cache
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: the language model draws its weights when it is made."""
+        """Do nothing: the language model initialises its weights when it is made."""
 
     def _set_gradient_checkpointing(
         self,
@@ -212,7 +212,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         gradient_checkpointing_func: Any = checkpoint,
         every_n_layers: int = 1,
     ) -> None:
-        """Layers keep their input alone, and the backward pass computes the rest again."""
+        """Make layers keep only their input; the backward pass computes the rest again."""
         function = getattr(gradient_checkpointing_func, "func", gradient_checkpointing_func)
         rule = "be left out: activations are computed again"
         check(function is checkpoint, "activation_checkpointing_enable", "offload", rule, True)
@@ -230,16 +230,16 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.head
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Refused: the vocabulary is the tokenizer's that the model was trained with."""
+        """Raise an error: the vocabulary is that of the tokenizer."""
         rule = f"stay at the {self.config.vocab_size} tokens of the model"
         fail(_NAME, "the vocabulary", rule, "another size")
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As of transformers, but weights that do not fit are an error.
+        """Load a model like transformers, except that weights that do not fit are an error.
 
         Raises:
-            ValueError: the folder lacks weights of the model, or holds others.
+            ValueError: the folder lacks weights of the model, or contains others.
             RuntimeError: a weight has another shape.
         """
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
@@ -256,15 +256,17 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         check(is_there, "from_pretrained", "device_map", rule, kwargs.get("device_map"))
         _unhook([cast(Self, model).model.head])
         for layer in cast(Self, model).model.decoder_layers():
-            _unhook(part for part in layer.modules() if part is not layer)  # its own moves inputs
-            # loaded one by one; a GPU multiplies by those of a layer at once
+            _unhook(
+                part for part in layer.modules() if part is not layer
+            )  # the layer's own hook moves inputs
+            # weights were loaded one by one; a GPU multiplies by all of a layer at once
             cast(TogetherModule, layer.attention).lay_together()
             if isinstance(layer.attention, NativeSparseAttention):
                 layer.attention.freeze_scoring()
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As of transformers, with a file that names the classes."""
+        """Save a model like transformers, with a file that names the classes."""
         super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):
             (Path(save_directory) / CODE_FILE).write_text(CODE, encoding="utf-8")

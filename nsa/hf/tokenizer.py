@@ -12,20 +12,19 @@ from nsa.train.data.tokenizer import BYTE_OF, SEPARATOR
 
 
 def as_transformers(saved: dict[str, Any]) -> PreTrainedTokenizerFast:
-    """A tokenizer that gives the same ids.
+    """Convert a tokenizer; ids and decoded texts are equal.
 
-    They are equal for every text that the project's tokenizer takes, and so is the decoded text,
-    with U+FFFD in place of bytes that are no UTF-8. A text that holds the separator's name is text.
-    The separator is the token that ends and pads; of bytes it is 0, which NUL becomes as well.
+    Bytes that are not UTF-8 are decoded as U+FFFD. The separator's name inside a text is ordinary
+    text. The separator is the token that ends and pads; for bytes it is 0, like NUL.
 
     Args:
-        saved: what :meth:`nsa.train.data.Tokenizer.save` has written.
+        saved: content of a file of :meth:`nsa.train.data.Tokenizer.save`.
     """
     separator, definition = saved["separator"], saved["tokenizer"]
     if definition is None:
         backend, separator = _bytes(separator is not None), separator and SEPARATOR
     else:
-        # What it may add around a text is no part of the text.
+        # without the tokens that a post-processor adds around a text
         backend = Tokenizer.from_str(json.dumps({**definition, "post_processor": None}))
     tokens = {"eos_token": separator, "pad_token": separator} if separator else {}
     return PreTrainedTokenizerFast(

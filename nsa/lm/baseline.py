@@ -9,16 +9,16 @@ import torch
 from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
 
-# How far the parameters of the baseline may be from those of the sparse model.
+# Largest relative difference in parameters between the baseline and the sparse model.
 MATCHED_WITHIN = 0.01
 # Hidden sizes of an MLP that suit matrix products, best first.
 _MULTIPLES = (128, 64, 32, 16, 8, 1)
 
 
 def parameters_by_part(config: LMConfig) -> dict[str, int]:
-    """See :meth:`LanguageModel.num_parameters`; nothing of the model is allocated.
+    """See :meth:`LanguageModel.num_parameters`; no memory is allocated.
 
-    All layers are alike, so that two models tell, however many layers there are.
+    All layers have the same size, so models of one and two layers give the sizes of all depths.
     """
     with torch.device("meta"):
         one, two = (
@@ -28,10 +28,10 @@ def parameters_by_part(config: LMConfig) -> dict[str, int]:
 
 
 def dense_of_equal_size(config: LMConfig) -> LMConfig:
-    """The model with dense attention and a wider MLP: as many parameters as the sparse one, +-1%.
+    """Return a dense model with a wider MLP and as many parameters as the sparse one, +-1%.
 
     Args:
-        config: the model; its ``attention`` does not matter.
+        config: the model; its ``attention`` is ignored.
     """
     dense = replace(config, attention="dense")
     target = parameters_by_part(replace(config, attention="nsa"))["total"]

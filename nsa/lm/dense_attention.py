@@ -1,4 +1,4 @@
-"""Causal softmax attention with the heads and rotary settings of a sparse pattern: the baseline."""
+"""Dense causal attention with the heads and rotary settings of a sparse pattern: the baseline."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from nsa.ops.projection.layout import plain_weight
 from nsa.rope import Rope
 from nsa.stages import DENSE, PROJECTION, in_stage, stage
 
-# What the kernel for variable lengths takes, and how it is told to be causal and to group heads.
+# Dtypes of the kernel for variable lengths, and its options for causal, grouped attention.
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 _VARLEN_OPTIONS: dict[str, Any] = {"window_size": (-1, 0)}
 if torch.__version__ >= "2.12":  # before, it always groups
     _VARLEN_OPTIONS["enable_gqa"] = True
 
-# Tokens to a multiple of which windows over everything are rounded.
+# Windows over a whole cache are rounded up to a multiple of this number of tokens.
 _WINDOWS = 4096
 
-_FEW = 1024
+_FEW = 1024  # tokens; gates for more are not kept
 
-# Causal attention without a mask on a GPU; the last is for fp32.
+# Backends of causal attention without a mask on a GPU, fastest first; the last is for fp32.
 _FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -42,7 +42,7 @@ _FASTEST_FIRST = [
 
 
 def dense_pattern(config: NSAConfig, max_tokens: int) -> NSAConfig:
-    """The pattern by which a decode cache serves dense attention: a window over everything."""
+    """Return the pattern of a decode cache for dense attention: a window over all tokens."""
     # few sizes of windows, for each of which kernels are compiled
     window = -(-max_tokens // _WINDOWS) * _WINDOWS
     one = replace(config, branches=("win",), window_size=window, share_kv=False)
@@ -68,19 +68,19 @@ class DenseAttention(TogetherModule):
         queries = Heads(config.num_heads, config.head_dim, "yes")
         keys = Heads(config.num_kv_heads, config.head_dim, "yes")
         self.columns = Columns((queries, keys, Heads(config.num_kv_heads, config.value_dim)))
-        # Gates of 1 for few tokens, by their number: a captured step goes on reading them.
+        # Gates of 1 by number of tokens: a captured step keeps reading the same memory.
         self._gates = dict[int, Tensor]()
         self.lay_together()
 
     def projection_weights(self) -> list[Tensor]:
-        """In the order of the projection's columns."""
+        """Weights in the order of the projection's columns."""
         projections = {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}
         return [plain_weight("DenseAttention", *projection) for projection in projections.items()]
 
     projection_bias: None = None  # as there are no gates
 
     def attention_inputs(self, found: list[Tensor], x: Tensor) -> AttentionInputs:
-        """What a decode cache takes: heads ``[T, H, size]`` as the window's, and gates of 1."""
+        """Inputs of a decode cache: heads ``[T, H, size]`` for the window, and gates of 1."""
         (q, k, v), tokens = found, x.shape[0]
         gates = self._gates.get(tokens)
         if gates is None or gates.device != x.device:
@@ -92,7 +92,7 @@ class DenseAttention(TogetherModule):
     def attention_alone(
         self, inputs: AttentionInputs, sequences: Sequences
     ) -> Callable[[], Tensor]:
-        """Gives the attention of tokens without a past, by PyTorch's kernels."""
+        """Return a function that computes attention without a past by PyTorch's kernels."""
         cu_seqlens = None if sequences.offsets is None else sequences.cu_q
         q, k, v = inputs.q, inputs.k_win, inputs.v_win
         assert k is not None and v is not None
@@ -108,14 +108,14 @@ class DenseAttention(TogetherModule):
         sequences: Sequences | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Attend; arguments and result as of :class:`nsa.NativeSparseAttention`.
+        """Attend; see :class:`nsa.NativeSparseAttention`.
 
         Args:
             x: packed ``[T, width]`` or a dense batch ``[B, T, width]``.
             cu_seqlens: int32 ``[B + 1]`` offsets of the packed sequences; None means one sequence.
             max_seqlen: at least the longest sequence, tokens; None takes all tokens as the bound.
             attention_mask: bool or integer ``[B, T]`` of a padded batch.
-            sequences: instead of the three before it.
+            sequences: replaces the previous three arguments.
             cache: decode cache; ``x`` then holds the tokens that follow those already cached.
 
         Returns:
@@ -150,10 +150,11 @@ def causal_attention(
 ) -> Tensor:
     """Causal softmax attention inside each packed sequence, by PyTorch's kernels.
 
-    The lengths are not read. Sequences that all have ``max_seqlen`` tokens go to the causal kernel
-    of SDPA as a batch. Others go to the kernel for variable lengths (``torch.nn.attention.varlen``)
-    on a GPU in bf16 or fp16, and elsewhere to SDPA with a mask. The backward pass of that kernel
-    sums the gradient of q by atomics, so its last bits may differ from run to run.
+    The lengths are not read. Sequences that all have ``max_seqlen`` tokens use the causal kernel of
+    SDPA as a batch. Other sequences use the kernel for variable lengths
+    (``torch.nn.attention.varlen``) on a GPU in bf16 or fp16, and otherwise SDPA with a mask. The
+    backward pass of the kernel for variable lengths sums the gradient of q by atomics, so its last
+    bits may differ from run to run.
 
     Args:
         q: rotated queries ``[T, Hq, D]``.
@@ -206,15 +207,15 @@ def _banded_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, size:
 
 
 def _with_previous(x: Tensor, fill: int) -> Tensor:
-    """Each chunk behind the one before it: ``[N, size, ...]`` to ``[N, 2 * size, ...]``.
+    """Append each chunk to the previous one: ``[N, size, ...]`` to ``[N, 2 * size, ...]``.
 
-    Before the first chunk comes ``fill``.
+    The first chunk is appended to ``fill``.
     """
     return torch.cat((torch.cat((torch.full_like(x[:1], fill), x[:-1])), x), dim=1)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-    """SDPA over ``[B, T, H, D]``; causal when ``visible`` (bool ``[B, T, S]``) is None."""
+    """SDPA over ``[B, T, H, D]``; causal if ``visible`` (bool ``[B, T, S]``) is None."""
     group_size = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     attend = nn.functional.scaled_dot_product_attention

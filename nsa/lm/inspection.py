@@ -1,7 +1,4 @@
-"""What the layers of a model do with one text: which blocks they select, and their gates.
-
-Both come from a forward pass of the model itself; nothing is selected a second time.
-"""
+"""Selected blocks and gates of a model's layers on one text, from a forward pass of the model."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ MAP_SIZE = 128
 _QUERIES_AT_A_TIME = 1 << 14
 
 Range = tuple[int, int]
-# Takes the layer's number and pattern, the gates and the selected blocks.
+# Called with the layer's number and pattern, the gates and the selected blocks.
 Note = Callable[[int, NSAConfig, Tensor, Tensor | None], None]
 
 
@@ -35,7 +32,7 @@ class GateFigures:
 
     Attributes:
         mean: their mean.
-        quantiles: those of ``QUANTILES``, each the value of a gate (nearest rank).
+        quantiles: quantiles at ``QUANTILES``, by nearest rank.
         histogram: share of the gates in each of ``HISTOGRAM_BINS`` equal parts of 0 to 1.
         head_means: mean of each query head.
     """
@@ -52,15 +49,15 @@ class SelectionFigures:
 
     Attributes:
         block_size: tokens of a block.
-        keys_mean: keys that a query sees in them, mean over queries and KV heads.
+        keys_mean: keys that a query sees in its blocks, mean over queries and KV heads.
         distance_mean: tokens from a query back to these keys, mean.
         distance_tokens: lower ends of the bins of ``distance_counts``: 0, 1, 2, 4, .. blocks back
             from the query's own, in tokens.
         distance_counts: selected blocks at these distances.
         overlap: share of a query's blocks that the query so many tokens before it selected too, by
             this lag; KV heads apart.
-        ranges: for some queries, by position: of each KV head the selected blocks as token ranges
-            ``[start, end)``, adjacent ones merged.
+        ranges: selected blocks of some queries by position, for each KV head as token ranges
+            ``[start, end)``, adjacent blocks merged.
         heat_map: fp32 ``[rows, columns]`` on the CPU: the share of blocks that were selected, of
             those in a stretch of the text (columns), by the queries in a stretch of it (rows) and
             the KV heads.
@@ -82,12 +79,12 @@ class SelectionFigures:
 
 @dataclass(frozen=True)
 class LayerFigures:
-    """What a layer did with a text.
+    """Gates and selection of a layer on a text.
 
     Attributes:
-        layer: its number, from 0.
-        gates: by branch, of those that are on.
-        selection: None without the selected branch.
+        layer: number of the layer, from 0.
+        gates: figures of the enabled branches.
+        selection: figures of the selected branch, None if it is disabled.
     """
 
     layer: int
@@ -97,7 +94,7 @@ class LayerFigures:
 
 @contextmanager
 def observed(model: LanguageModel, note: Note) -> Iterator[None]:
-    """Within, each sparse layer shows what it does in every forward pass without a cache.
+    """Context manager: observe each sparse layer in every forward pass without a cache.
 
     Args:
         model: the language model, not compiled.
@@ -128,11 +125,11 @@ def inspect_text(
     queries: Sequence[int] = (),
     first_query: int = 0,
 ) -> list[LayerFigures]:
-    """What each sparse layer does with one text.
+    """Return gates and selection of each sparse layer on one text.
 
     Args:
-        model: the language model; run under autocast what was trained under it.
-        tokens: of the text, at least one.
+        model: the language model; call this under autocast if it was trained under autocast.
+        tokens: tokens of the text, at least one.
         queries: positions whose ranges are wanted.
         first_query: position from which on queries are in the heat map.
 
@@ -157,7 +154,7 @@ def inspect_text(
 
 
 def gate_figures(gates: Tensor, config: NSAConfig) -> dict[str, GateFigures]:
-    """Figures of the branches that are on.
+    """Figures of the enabled branches.
 
     Args:
         gates: ``[T, Hq, 3]``, order (cmp, slc, win).
@@ -233,12 +230,12 @@ def selection_figures(
 
 
 def _stretches(count: int, parts: int) -> Tensor:
-    """How many of ``count`` things fall into each part, thing i into ``i * parts // count``."""
+    """Number of items in each part if item i of ``count`` is in part ``i * parts // count``."""
     return torch.bincount(torch.arange(count) * parts // count, minlength=parts)
 
 
 def overlap(blocks: Tensor, lag: int) -> float:
-    """Share of the queries' blocks that the query ``lag`` tokens before selected too.
+    """Share of the blocks that the query ``lag`` tokens before selected too.
 
     Args:
         blocks: int32 ``[T, Hkv, n]``, -1 where a query has fewer; more than ``lag`` queries.
@@ -257,7 +254,7 @@ def overlap(blocks: Tensor, lag: int) -> float:
 def selected_ranges(
     blocks: Tensor, config: NSAConfig, queries: Sequence[int]
 ) -> dict[int, list[list[Range]]]:
-    """The blocks of some queries as token ranges ``[start, end)``, of each KV head.
+    """Blocks of some queries as token ranges ``[start, end)``, for each KV head.
 
     Args:
         blocks: int32 ``[T, Hkv, n]`` of one text.
@@ -267,7 +264,7 @@ def selected_ranges(
     if not queries:
         return {}
     chosen = torch.tensor(queries, device=blocks.device)
-    # Each query as a sequence of its own that ends with it.
+    # each query is a sequence that ends with it
     ends = (chosen + 1).cumsum(0)
     ranges = blocks_to_ranges(
         blocks[chosen],
@@ -282,7 +279,7 @@ def selected_ranges(
 
 
 def merged(heads: Sequence[Sequence[Range]]) -> list[Range]:
-    """What any KV head selected, as ranges that neither touch nor overlap, ascending."""
+    """Union of the ranges of all KV heads, ascending, without adjacent or overlapping ranges."""
     found = list[Range]()
     for start, end in sorted(piece for head in heads for piece in head):
         if found and start <= found[-1][1]:

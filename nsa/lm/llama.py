@@ -1,4 +1,4 @@
-"""Llama's layout of a dense model: names of weights and settings as transformers has them."""
+"""Llama's layout of a dense model: names of weights and settings in transformers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def llama_name(name: str) -> str:
 
 
 def llama_settings(function: str, config: LMConfig) -> dict[str, Any]:
-    """The settings of transformers' ``LlamaConfig`` that describe a dense model.
+    """Return the settings of transformers' ``LlamaConfig`` for a dense model.
 
     Args:
-        function: whom messages name.
+        function: name of the caller, for messages.
         config: the model.
 
     Raises:
@@ -67,12 +67,12 @@ def llama_settings(function: str, config: LMConfig) -> dict[str, Any]:
 
 
 def check_llama(function: str, argument: str, found: Mapping[str, Any], config: LMConfig) -> None:
-    """Refuse a Llama of other settings than a dense model has.
+    """Raise an error if a Llama has other settings than a dense model.
 
     Args:
-        function: whom messages name.
-        argument: where the Llama comes from.
-        found: its ``config.json``.
+        function: name of the caller, for messages.
+        argument: argument that named the Llama.
+        found: ``config.json`` of the Llama.
         config: the model.
     """
     heads, width = found.get("num_attention_heads", 32), found.get("hidden_size", 4096)

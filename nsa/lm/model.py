@@ -62,9 +62,8 @@ class DecoderLayer(nn.Module):
         layer: index of the layer, from 0.
 
     Attributes:
-        keeps: what stays in memory from a forward pass to its backward pass: ``everything`` that
-            the gradient needs, the layer's input and all that ``attention`` computed, or the
-            ``input`` alone. What is missing is computed again.
+        keeps: activations kept for the backward pass: ``everything``, the layer's input and the
+            results of ``attention``, or only the ``input``. The rest is computed again.
     """
 
     def __init__(self, config: LMConfig, layer: int) -> None:
@@ -157,8 +156,8 @@ class LanguageModel(nn.Module):
             cu_seqlens: int32 ``[B + 1]`` offsets of packed sequences, which do not see each other;
                 None means one sequence.
             max_seqlen: at least the longest sequence, tokens.
-            cache: from :meth:`new_cache`; ``tokens`` then follow those already cached, and the
-                cache takes them in.
+            cache: from :meth:`new_cache`; ``tokens`` then follow the cached tokens and are
+                appended to the cache.
 
         Returns:
             ``[T, vocab_size]`` or ``[B, T, vocab_size]``.
@@ -172,7 +171,7 @@ class LanguageModel(nn.Module):
         max_seqlen: int | None = None,
         cache: NSACache | None = None,
     ) -> Tensor:
-        """What the head is applied to, ``[T, width]`` or ``[B, T, width]``.
+        """Return the input of the head, ``[T, width]`` or ``[B, T, width]``.
 
         The arguments are those of :meth:`forward`.
         """
@@ -194,11 +193,11 @@ class LanguageModel(nn.Module):
     def new_cache(
         self, batch_size: int = 1, *, max_tokens: int, num_pages: int | None = None
     ) -> NSACache:
-        """An empty decode cache.
+        """Make an empty decode cache.
 
         Args:
             batch_size: sequences decoded together; their lengths may differ.
-            max_tokens: tokens that a sequence may come to have.
+            max_tokens: longest sequence, tokens.
             num_pages: see :class:`nsa.NSACache`.
         """
         config = self.config
@@ -208,7 +207,7 @@ class LanguageModel(nn.Module):
         return NSACache(pattern, layers, batch_size, max_tokens=max_tokens, num_pages=num_pages)
 
     def num_parameters(self) -> dict[str, int]:
-        """Parameters by part of the model, and their ``total``. A tied head has none of its own."""
+        """Parameters by part of the model, and their ``total``; a tied head counts as 0."""
         count = dict.fromkeys(("embedding", "attention", "gate", "phi", "mlp", "norm", "head"), 0)
         for name, parameter in self.named_parameters():  # layers.0.attention.phi_k.w1
             words = ["phi" if word in ("phi_k", "phi_v") else word for word in name.split(".")]

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass, and what it computes a second time there."""
+"""Activation checkpointing: what a layer keeps for its backward pass."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.utils.checkpoint import SelectiveCheckpointContext, create_selective_
 
 Keeps = Literal["everything", "attention", "input"]
 
-# What attention is on a GPU, and dense attention on a CPU; the sparse reference on the CPU is no
-# single operator. These are names, so that nothing needs to be registered yet.
+# Attention operators on a GPU, and of dense attention on a CPU; the sparse reference is not a
+# single operator. They are names, so that nothing needs to be registered yet.
 ATTENTION_OPERATORS = (
     "nsa.attention.default",
     "aten._scaled_dot_product_cudnn_attention.default",
@@ -23,7 +23,7 @@ ATTENTION_OPERATORS = (
 
 
 def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of a forward pass and of its repetition, which computes all but attention again.
+    """Return the contexts of a forward pass and of its recomputation, which keeps attention.
 
     Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; selective by
     operator as in Korthikanti et al., "Reducing Activation Recomputation in Large Transformer

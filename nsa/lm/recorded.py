@@ -1,4 +1,4 @@
-"""Selected blocks of a model's layers in a file, for measurements with what models select."""
+"""Files of the blocks that a model's layers selected, for benchmarks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def save_selections(path: Path, layers: Sequence[Tensor], block_size: int) -> No
         block_size: tokens of a block.
     """
     arrays = {f"layer{number}": blocks.cpu().numpy() for number, blocks in enumerate(layers)}
-    # Queries behind each other: the same rank of neighbours is nearly equal, which compresses.
+    # queries last: entries of neighbours are nearly equal, which compresses well
     named: dict[str, Any] = {name: x.transpose(1, 2, 0) for name, x in arrays.items()}
     named[_BLOCK_SIZE] = np.array(block_size)
     with new_file(path) as temporary, temporary.open("wb") as file:
@@ -34,10 +34,10 @@ def save_selections(path: Path, layers: Sequence[Tensor], block_size: int) -> No
 
 
 def load_selections(path: Path) -> tuple[list[Tensor], int]:
-    """Selections of each layer, int32 ``[T, Hkv, n]``, and tokens of a block.
+    """Return selections of each layer, int32 ``[T, Hkv, n]``, and tokens of a block.
 
     Raises:
-        ValueError: there is no such file, or it is none of :func:`save_selections`.
+        ValueError: there is no such file, or it has other content.
     """
     rule = "be a file of nsa inspect --record"
     check(path.is_file(), "nsa bench", "--recorded", rule, path)

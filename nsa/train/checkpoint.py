@@ -1,12 +1,11 @@
-"""Checkpoints on disk: whole or absent, verified, and loaded without running code from a file.
+"""Checkpoints on disk: complete or absent, verified, and loaded without running code from a file.
 
-A checkpoint is a folder ``step-00001000`` with the tensors in safetensors files, ``meta.json`` (all
-that is not a tensor) and ``SHA256SUMS`` (hashes of the others, as ``sha256sum -c`` reads them).
-Replicas write one file, ``tensors.safetensors``. With shards every process writes a file of its
-own, ``tensors-00001-of-00004.safetensors``: a tensor that is in several files is cut along its
-first dimension, in the order of the files, so any number of processes can read its part. The
-folder is written under another name, flushed to the disk and only then renamed, so that a folder of
-this name is complete.
+A checkpoint is a folder ``step-00001000`` with the tensors in safetensors files, ``meta.json`` with
+everything else, and ``SHA256SUMS`` (hashes of the other files in the format of ``sha256sum``).
+Replicas write one file, ``tensors.safetensors``. With FSDP2 every process writes its own file,
+``tensors-00001-of-00004.safetensors``: a tensor in several files is split along its first
+dimension, in the order of the files, so any number of processes can read its rows. The folder is
+written under another name, flushed to the disk and then renamed.
 """
 
 from __future__ import annotations
@@ -24,15 +23,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nsa.errors import UserError, check, fail
 from nsa.files import FileErrors, flush, write_flushed
-from nsa.train.distributed.processes import Processes
-from nsa.train.distributed.sharding import first_row, own_part
+from nsa.train.distributed.processes import Processes, first_row, own_part
 from nsa.train.environment import version
 
 logger = logging.getLogger(__name__)
@@ -40,25 +38,15 @@ logger = logging.getLogger(__name__)
 FORMAT = 3
 READABLE = (2, 3)  # format 2 always had one file of tensors
 META, SUMS = "meta.json", "SHA256SUMS"
-# What a run writes into meta.json.
-_KINDS: dict[str, Any] = {
-    "step": int,
-    "progress": dict,
-    "sampler": dict,
-    "rng": dict,
-    "config": dict,
-    "data": dict,
-    "val_bits_per_byte": float | int | None,
-}
-# Also, since these were added: the text of tokenizer.json, and the rows so far by
-# :func:`nsa.train.telemetry.metrics.record_of`.
-_ADDED: dict[str, Any] = {"tokenizer": str | None, "metrics": dict | None}
+# Added to meta.json after format 2: the text of tokenizer.json, and the rows of metrics so far, see
+# nsa.train.telemetry.metrics.record_of.
+_ADDED = ("tokenizer", "metrics")
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = ".unfinished-"
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is or will be."""
+    """Path of the checkpoint of a step."""
     return folder / f"step-{step:08d}"
 
 
@@ -74,11 +62,11 @@ def step_of(checkpoint: Path) -> int:
 
 
 def best_checkpoint(folder: Path, *, skip_damaged: bool = True) -> Path | None:
-    """The checkpoint with the lowest validation loss of its own step; None without such a loss.
+    """Return the checkpoint with the lowest validation loss, None if no loss is known.
 
     Raises:
-        UserError: one is damaged, which may be the best, and is not to be skipped.
-        OSError: the same of one that cannot be read.
+        UserError: a checkpoint is damaged and ``skip_damaged`` is false.
+        OSError: a checkpoint cannot be read and ``skip_damaged`` is false.
     """
     figures = {}
     for path in list_checkpoints(folder):
@@ -89,7 +77,7 @@ def best_checkpoint(folder: Path, *, skip_damaged: bool = True) -> Path | None:
 
 
 def find_checkpoint(function: str, folder: Path, which: str) -> Path:
-    """The checkpoint that the user asks for.
+    """Return the checkpoint that the user asks for.
 
     Args:
         function: the command, for messages.
@@ -97,7 +85,7 @@ def find_checkpoint(function: str, folder: Path, which: str) -> Path:
         which: ``last``, ``best`` (the lowest validation loss), or a number of optimizer steps.
 
     Raises:
-        ValueError: there is none, or the best is not known because one is damaged.
+        ValueError: there is none, or the best is unknown because one is damaged.
     """
     found = {str(step_of(path)): path for path in list_checkpoints(folder)}
     check(bool(found), function, "RUN", "hold a checkpoint", folder.parent)
@@ -123,26 +111,23 @@ def save_checkpoint(
     meta: Mapping[str, Any],
     *,
     writers: Processes | None = None,
-    largest: Mapping[str, Tensor] | None = None,
 ) -> Path:
-    """Write a checkpoint. It exists from its rename on, whatever happens afterwards.
+    """Write a checkpoint, which exists as soon as its folder is renamed.
 
     Args:
-        folder: folder of all checkpoints of a run; made if need be.
+        folder: folder of all checkpoints of a run; created if missing.
         step: optimizer steps done, for the name.
-        tensors: what this process writes, by name: its part of each sharded tensor, and of the main
-            process also the others.
-        meta: everything else, as JSON; ``val_bits_per_byte`` is what :func:`best_checkpoint`
-            compares.
-        writers: the processes that write a file each and call this together; None for one.
-        largest: of :func:`_largest`, where a GPU has computed it; None computes it here.
+        tensors: tensors that this process writes, by name: its rows of sharded tensors, and in the
+            main process also the other tensors.
+        meta: everything else, as JSON; :func:`best_checkpoint` reads ``val_bits_per_byte``.
+        writers: processes that write one file each and call this together; None for one process.
 
     Returns:
         The folder of this checkpoint.
 
     Raises:
-        OSError: there is a checkpoint of this step, this process or another one could not write it,
-            or a tensor is not finite; what was there before is untouched.
+        OSError: there is a checkpoint of this step, a process could not write its file, or a tensor
+            is not finite. Older checkpoints are unchanged.
     """
     writers = writers or Processes()
     names = _tensor_files(writers.world_size)
@@ -154,15 +139,15 @@ def save_checkpoint(
         if target.exists():
             raise FileExistsError(f"{target} exists already")
         folder.mkdir(parents=True, exist_ok=True)
-        _remove_unfinished(folder)  # left by a process that was killed here
+        _remove_unfinished(folder)  # of a killed process
         new = folder / f"{_UNFINISHED}{target.name}"
-        while new.exists():  # left by a process of another user
+        while new.exists():  # of another user, not removable
             new = new.with_name(f"{new.name}-")
         new.mkdir()
         return new
 
     try:
-        _on_all(writers, lambda: _check_finite(_largest(tensors) if largest is None else largest))
+        _on_all(writers, lambda: _check_finite(tensors))
         unfinished = next(path for path in _on_all(writers, prepare) if path is not None)
         file = unfinished / names[writers.rank]
         digests = _on_all(writers, lambda: _write_tensors(file, tensors))
@@ -170,7 +155,7 @@ def save_checkpoint(
             return target
         versions = {"format": FORMAT, "nsa": version("nsa"), "torch": torch.__version__}
         write_flushed(unfinished / META, json.dumps({**versions, **meta}, indent=1))
-        for name in names:  # which safetensors makes readable for their owner alone
+        for name in names:  # safetensors makes them readable for their owner only
             shutil.copymode(unfinished / META, unfinished / name)
         sums = dict(zip(names, digests, strict=True)) | {META: _sha256(unfinished / META)}
         write_flushed(unfinished / SUMS, _sums_text(sums))
@@ -184,10 +169,10 @@ def save_checkpoint(
 
 
 def clean_checkpoints(folder: Path, keep: int) -> str:
-    """Remove all checkpoints but the newest ``keep`` and the best, and what was left unfinished.
+    """Remove unfinished checkpoints and all but the newest ``keep`` and the best.
 
     Returns:
-        Why some of them could not be removed; empty if all were.
+        The error if one could not be removed, otherwise an empty string.
     """
     try:
         flush(folder)  # the new one first
@@ -196,8 +181,8 @@ def clean_checkpoints(folder: Path, keep: int) -> str:
     best, reason = best_checkpoint(folder), ""
     for old in list_checkpoints(folder)[:-keep]:
         try:
-            (old / META).read_bytes()  # one that cannot be read now may be the best
-            if old != best:  # renamed first: never half of a checkpoint under a valid name
+            (old / META).read_bytes()  # an unreadable one may be the best
+            if old != best:  # renamed first: a valid name always has a complete checkpoint
                 old.rename(folder / f"{_UNFINISHED}{old.name}")
         except OSError as error:
             reason = str(error)
@@ -205,7 +190,7 @@ def clean_checkpoints(folder: Path, keep: int) -> str:
 
 
 def _on_all(writers: Processes, action: Callable[[], Any]) -> list[Any]:
-    """What ``action`` returns on each process; an OSError on one of them is raised on all."""
+    """Return the results of ``action`` on all processes; an OSError on one is raised on all."""
     result, failure = None, ""
     try:
         result = action()
@@ -218,24 +203,15 @@ def _on_all(writers: Processes, action: Callable[[], Any]) -> list[Any]:
     return list(results)
 
 
-def _largest(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Largest magnitude in each tensor of numbers, on its device."""
-    return {
-        name: torch.linalg.vector_norm(tensor, torch.inf)
-        for name, tensor in tensors.items()
-        if tensor.is_floating_point() and tensor.numel() > 0
-    }
-
-
-def _check_finite(largest: Mapping[str, Tensor]) -> None:
-    """Refuse what no run could continue from, as an OSError like any other failure to write."""
-    for name, value in largest.items():
-        if not value.isfinite():
+def _check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raise an OSError, like any other failure to write, for a tensor that is not finite."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
             raise OSError(f"{name} is not finite")
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write one file and flush it; returns its hash."""
+    """Write one file, flush it and return its hash."""
     with FileErrors(path):
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     flush(path)
@@ -243,7 +219,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _remove_unfinished(folder: Path) -> str:
-    """Remove what can be removed; returns why something could not."""
+    """Remove unfinished checkpoints; return the error if one could not be removed."""
     reason = ""
     for leftover in folder.glob(f"{_UNFINISHED}*"):
         try:
@@ -270,47 +246,39 @@ def _sums_text(sums: Mapping[str, str]) -> str:
 
 # --- reading --------------------------------------------------------------------------------------
 def read_meta(path: Path) -> dict[str, Any]:
-    """Everything of a checkpoint that is not a tensor.
+    """Read everything of a checkpoint that is not a tensor.
 
     Raises:
-        ValueError: no complete, undamaged checkpoint of a format that can be read is there; the
-            message names the file.
+        ValueError: ``path`` is not an undamaged checkpoint of a known format; the message names the
+            file.
     """
     is_one = _NAME.fullmatch(path.name) is not None and path.is_dir()
     check(is_one, "read_meta", "path", "be the folder of a checkpoint, step-<number>", path)
+    meta: dict[str, Any] = {}
     if (path / SUMS).exists():  # format 1 kept its hashes elsewhere
         _check_undamaged(path, META)
-    try:
+    with suppress(FileNotFoundError, ValueError):
         meta = json.loads((path / META).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, RecursionError):
-        meta = None
-    if isinstance(meta, dict) and meta.get("format") not in READABLE:
-        found = f"format {meta.get('format')} of nsa {meta.get('nsa')} in {path}"
-        rule = f"hold a checkpoint of format {' or '.join(map(str, READABLE))}"
+    if meta and meta["format"] not in READABLE:
+        found = f"format {meta['format']} of nsa {meta.get('nsa')} in {path}"
+        rule = f"contain a checkpoint of format {' or '.join(map(str, READABLE))}"
         fail("read_meta", "path", rule, found, "That version of nsa can read it.")
     _read_sums(path)
-    if not isinstance(meta, dict):
-        fail("read_meta", "path", "hold a checkpoint with JSON in meta.json", path)
-    meta = {**dict.fromkeys(_ADDED), **meta}
-    for name, kind in (_KINDS | _ADDED).items():
-        found = f"{meta[name]!r:.60} in {path}" if name in meta else f"none in {path}"
-        fits = name in meta and isinstance(meta[name], kind)
-        check(fits, "read_meta", "path", f"have a {name} of its kind in meta.json", found)
-    return meta
+    return {**dict.fromkeys(_ADDED), **meta}
 
 
 def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Read tensors of a checkpoint into existing ones, on whatever device they are.
+    """Read tensors of a checkpoint into existing tensors on any device.
 
     Args:
         path: folder of a checkpoint.
-        tensors: destinations by name; of a sharded one each process reads its part. Names have
-            groups, the part before the first point; of each group that is read, the checkpoint must
-            hold exactly these names.
+        tensors: destinations by name; each process reads its rows of a sharded tensor. The part
+            before the first dot of a name is its group; of each group, the checkpoint must contain
+            exactly these names.
 
     Raises:
-        ValueError: the checkpoint is damaged (the message names the file), or belongs to something
-            else (it names the first difference). Nothing has been loaded then.
+        ValueError: the checkpoint is damaged (the message names the file), or contains other
+            tensors (the message names the first difference). Nothing has been loaded then.
     """
     read_meta(path)
     names = [name for name in _read_sums(path) if name != META]
@@ -319,11 +287,7 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with ExitStack() as files:
         stored: dict[str, list[Any]] = {}
         for name in names:
-            try:
-                file = files.enter_context(safe_open(path / name, framework="pt"))
-            except SafetensorError as error:
-                rule = "hold tensors in the format of safetensors"
-                fail("load_tensors", "path", rule, f"{path / name} ({error})")
+            file = files.enter_context(safe_open(path / name, framework="pt"))
             for key in file.keys():  # noqa: SIM118 (a file, not a dictionary)
                 stored.setdefault(key, []).append(file.get_slice(key))
         _check_same(path, stored, tensors)
@@ -343,7 +307,7 @@ def _check_same(path: Path, stored: Mapping[str, list[Any]], tensors: Mapping[st
 
 
 def _described(parts: Sequence[Any]) -> str | None:
-    """Shape and dtype of a tensor from its parts, one in each file; None without any."""
+    """Shape and dtype of a tensor from its parts in several files; None without parts."""
     shapes = [part.get_shape() for part in parts]
     if not parts:
         return None
@@ -357,12 +321,12 @@ def _described(parts: Sequence[Any]) -> str | None:
 
 
 def read_into(target: Tensor, parts: Sequence[Any]) -> None:
-    """Copy this process's rows of a tensor whose rows are spread over ``parts``, in order."""
+    """Copy this process's rows of a tensor that is split into ``parts``."""
     own = own_part(target)
     if own.ndim == 0:
         own.copy_(parts[0][...])
         return
-    begin = -first_row(target)  # of the present file's rows, counted from the first row of ``own``
+    begin = -first_row(target)  # first row of the part, counted from the first row of ``own``
     for part in parts:
         end = begin + part.get_shape()[0]
         first, last = max(begin, 0), min(end, own.shape[0])
@@ -372,7 +336,7 @@ def read_into(target: Tensor, parts: Sequence[Any]) -> None:
 
 
 def _read_sums(path: Path) -> dict[str, str]:
-    """Files of a checkpoint with their hashes: those of the tensors in order, then meta.json."""
+    """Files of a checkpoint with their hashes: files of tensors in order, then meta.json."""
     text = (path / SUMS).read_bytes().decode(errors="replace") if (path / SUMS).is_file() else ""
     sums = {name: digest for digest, name in re.findall(r"([0-9a-f]{64})  (.+)\n", text)}
     names = [*_tensor_files(len(sums) - 1), META]
@@ -389,29 +353,29 @@ def _check_undamaged(path: Path, name: str) -> None:
 
 
 def _fail_damaged(file: Path) -> NoReturn:
-    hint = "Remove this folder to go on from the checkpoint before it."
+    hint = "Remove this folder to continue from the checkpoint before it."
     found = f"{file} missing or changed"
-    fail("read_meta", "path", "hold an undamaged checkpoint", found, hint)
+    fail("read_meta", "path", "contain an undamaged checkpoint", found, hint)
 
 
 # --- a thread that writes -------------------------------------------------------------------------
 class CheckpointWriter:
-    """Writes checkpoints in a thread of its own while training goes on, one at a time.
+    """Writes checkpoints in a thread, one at a time.
 
-    A checkpoint that cannot be written, on a full disk for example, is a warning: the older ones
-    stay and training goes on. The same holds for a checkpoint with a weight or moment that is not
-    finite, which must not replace the older ones. An older one that cannot be removed is one
-    warning. Any other error is a bug: the next call raises it.
+    A checkpoint that cannot be written, on a full disk for example, is a warning: older checkpoints
+    stay and training continues. So is a checkpoint with a weight or moment that is not finite. An
+    old checkpoint that cannot be removed is one warning. Any other error is a bug, and the next
+    call raises it.
 
     Args:
         folder: folder of all checkpoints of a run.
         keep: see :func:`clean_checkpoints`.
-        writers: see :func:`save_checkpoint`; they call every method together.
-        record: ``metrics.jsonl`` of the run, which reaches the disk before each checkpoint.
+        writers: see :func:`save_checkpoint`; all processes call every method together.
+        record: ``metrics.jsonl`` of the run, which is flushed before each checkpoint.
 
     Attributes:
         newest_step: step of the newest checkpoint, written or being written; None without one.
-        failure: why the last one could not be written; None if it could.
+        failure: error of the last checkpoint; None if it was written.
     """
 
     def __init__(
@@ -434,9 +398,9 @@ class CheckpointWriter:
 
         Args:
             step: optimizer steps done.
-            tensors: all tensors, sharded or whole. Operations that come later on the current stream
-                may change them.
-            meta: as of :func:`save_checkpoint`.
+            tensors: all tensors, sharded or whole; later operations on the current stream may
+                change them.
+            meta: see :func:`save_checkpoint`.
         """
         self.wait()
         own = {
@@ -445,21 +409,19 @@ class CheckpointWriter:
             if self._writers.is_main or isinstance(tensor, DTensor)
         }
         copies = {name: _in_main_memory(tensor) for name, tensor in own.items()}
-        # A GPU reads them in no time; the processor took most of a second for 1 GB.
-        largest = {name: _in_main_memory(value) for name, value in _largest(own).items()}
         copied = None
         if on_gpu := [tensor.device for tensor in own.values() if tensor.is_cuda]:
             copied = torch.cuda.current_stream(on_gpu[0]).record_event()
         self.newest_step = step
-        self._writing = self._thread.submit(self._write, step, copies, largest, copied, meta)
+        self._writing = self._thread.submit(self._write, step, copies, copied, meta)
 
     def poll(self) -> None:
-        """Take note of a finished checkpoint, without waiting."""
+        """Raise the error of a finished write, without waiting."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until nothing is being written."""
+        """Wait until the checkpoint is written."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
@@ -473,7 +435,6 @@ class CheckpointWriter:
         self,
         step: int,
         tensors: Mapping[str, Tensor],
-        largest: Mapping[str, Tensor],
         copied: torch.cuda.Event | None,
         meta: Mapping[str, Any],
     ) -> None:
@@ -482,8 +443,7 @@ class CheckpointWriter:
         begin = time.perf_counter()
         self._flush_record()
         try:
-            how: dict[str, Any] = {"writers": self._writers, "largest": largest}
-            path = save_checkpoint(self._folder, step, tensors, meta, **how)
+            path = save_checkpoint(self._folder, step, tensors, meta, writers=self._writers)
         except OSError as error:
             self.failure = f"checkpoint of step {step} could not be written ({error})"
             self.newest_step = self._written
@@ -501,7 +461,7 @@ class CheckpointWriter:
         self._has_complained |= bool(reason)
 
     def _flush_record(self) -> None:
-        with suppress(OSError):  # rows that are lost nevertheless are noticed on resuming
+        with suppress(OSError):  # a resumption notices rows that are lost
             if self._record is not None and self._writers.is_main:
                 flush(self._record)
                 flush(self._record.parent)
@@ -512,6 +472,6 @@ class CheckpointWriter:
 
 
 def _in_main_memory(tensor: Tensor) -> Tensor:
-    """A copy; from a GPU it is complete once the current stream has done its work so far."""
+    """Copy a tensor; from a GPU the copy is complete once the current stream reaches it."""
     copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     return copy.copy_(tensor, non_blocking=tensor.is_cuda)

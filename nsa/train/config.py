@@ -19,7 +19,7 @@ Synthetic = Literal["uniform", "copy", "induction", "needle"]
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where tokens come from.
+    """Source of the tokens.
 
     Attributes:
         source: ``corpus`` (embedded plays), ``stdlib`` (the running Python's standard library),
@@ -161,9 +161,9 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class CheckpointingConfig:
-    """Activation checkpointing: what is computed again in the backward pass instead of kept.
+    """Activation checkpointing: recompute activations in the backward pass to save memory.
 
-    It trades time for memory and leaves every gradient as it is. Figures: ``docs/planning.md``.
+    Gradients do not change. Figures: ``docs/planning.md``.
 
     Attributes:
         policy: ``none``; ``full``, every layer keeps its input alone; ``range``, the layers from
@@ -191,10 +191,10 @@ class CheckpointingConfig:
         check(self.last >= self.first, "CheckpointingConfig", "last", rule, self.last)
 
     def keeps(self, layer: int) -> Keeps:
-        """What a layer keeps; see :class:`nsa.lm.model.DecoderLayer`.
+        """Activations that a layer keeps; see :class:`nsa.lm.model.DecoderLayer`.
 
         Args:
-            layer: counted from 0.
+            layer: number of the layer, from 0.
         """
         if self.policy == "operators":
             return "attention"
@@ -215,12 +215,11 @@ class ParallelConfig:
         strategy: ``ddp``, equal replicas of the model that average their gradients; ``fsdp``, every
             process holds a part of all weights, gradients and moments (FSDP2).
         gradient_compression: ``bf16`` sends gradients rounded, half the bytes; ``none`` sends fp32.
-        gather_dtype: of the layers' weights where ``fsdp`` gathers them; ``bf16`` halves the bytes
+        gather_dtype: dtype in which ``fsdp`` gathers the layers' weights; ``bf16`` halves the bytes
             and rounds norms and biases too (matrix products round their weights anyway), and needs
             ``compute_dtype`` bf16.
         bucket_mib: gradients that ``ddp`` sends at a time, MiB.
-        static_graph: tells ``ddp`` that every step is like the first; not with ``cuda_graphs``,
-            where it sends nothing itself.
+        static_graph: tells ``ddp`` that every step is like the first; not with ``cuda_graphs``.
         compile_layers: with ``compile``, whether each layer is a graph of its own: compiled once
             for all layers, which shortens the start, and with several processes gradients are sent
             while those of the layers before are computed. One process and ``ddp`` may also have the
@@ -248,7 +247,7 @@ class TrainConfig:
 
     Attributes:
         model: the language model; its ``vocab_size`` must equal the tokenizer's.
-        data: where tokens come from.
+        data: source of the tokens.
         optim: optimizer and schedule.
         parallel: how several processes share the run.
         checkpointing: which activations are computed twice.
@@ -256,11 +255,11 @@ class TrainConfig:
         seq_len: tokens of a sequence.
         micro_batch: sequences of one forward and backward on one process.
         accumulation: micro-batches of one optimizer step.
-        world_size: processes the run is meant for.
+        world_size: number of processes.
         global_batch: sequences of one optimizer step; must equal ``micro_batch * accumulation *
             world_size``.
         seed: of initialisation and data order.
-        device: ``auto`` takes a CUDA GPU where there is one.
+        device: ``auto`` takes a CUDA GPU if there is one.
         compute_dtype: ``bf16`` runs matrix products under autocast, master weights stay fp32;
             ``fp32`` runs none.
         compile: whether model and loss go through ``torch.compile``, as one graph.
@@ -271,8 +270,8 @@ class TrainConfig:
         allocator: ``expandable_segments`` lets PyTorch's CUDA allocator grow its segments, so that
             sizes that change from step to step leave less memory in pieces; ``default`` leaves it
             as it is, or as PYTORCH_ALLOC_CONF says. Needs a GPU.
-        memory_fraction: share of the GPU's memory that PyTorch may take; beyond it the run ends as
-            if there were no more, which leaves memory for others. Needs a GPU unless it is 1.
+        memory_fraction: share of the GPU's memory that PyTorch may take; a run that
+            needs more ends. Needs a GPU unless it is 1.
         loss_chunk: positions whose logits exist at a time; 0 means all.
         telemetry: whether statistics of gates and selection are collected in every layer in the
             steps that have a row.
@@ -283,17 +282,16 @@ class TrainConfig:
         keep_checkpoints: newest checkpoints kept; the best one is kept too. It is the one with the
             lowest validation loss among those taken at a step that was evaluated, so
             ``checkpoint_every`` should be a multiple of ``eval_every``.
-        nonfinite: what a non-finite loss or gradient leads to: ``skip`` the update, ``rollback`` to
+        nonfinite: policy for a non-finite loss or gradient: ``skip`` the update, ``rollback`` to
             the last checkpoint, or ``stop``.
         nonfinite_limit: consecutive such steps after which the run stops whatever the policy.
         sample_tokens: tokens of the sample written at the end, at most.
-        sample_limit_s: time after which that sample ends with the tokens that there are, seconds; 0
-            means without limit.
+        sample_limit_s: longest time for the sample, seconds; 0 means without limit.
         data_limit_s: longest wait for the next batch, seconds, before the run ends with a
             checkpoint; 0 means without limit. A stream has ``data.time_limit_s`` instead.
-        stall_limit_s: longest silence of a process, seconds, before the watchdog reports where it
-            hangs and ends it; ten times the last step, or the last time in the same phase, if that
-            is longer; 0 switches the watchdog off.
+        stall_limit_s: longest time without a heartbeat, seconds, before the watchdog reports the
+            stacks of a process and ends it; at least ten times the last step or the last time in
+            the same phase; 0 disables the watchdog.
     """
 
     model: LMConfig = field(default_factory=LMConfig)

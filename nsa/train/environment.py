@@ -1,4 +1,4 @@
-"""What a run ran on: versions, devices, commit and command line, as its folder records them."""
+"""Environment of a run: versions, devices, commit and command line."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _PROGRAM_TIME_LIMIT_S = 20
 
 
 def collect() -> dict[str, Any]:
-    """Everything a reader needs to judge or repeat a run.
+    """Collect what a reader needs to judge or repeat a run.
 
     Returns:
-        JSON-ready values: start time in UTC, command line, versions, commit, CPU and GPUs, settings
-        of the libraries by which processes exchange tensors. What is absent is None.
+        Values for JSON: start time in UTC, command line, versions, commit, CPU and GPUs, settings
+        of the communication libraries; None for what is absent.
     """
     return {
         "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -45,7 +45,7 @@ def collect() -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """Installed version of a distribution; a checkout that is not installed answers for itself."""
+    """Installed version of a distribution, or of this checkout if nsa is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -56,8 +56,8 @@ def code_version() -> dict[str, Any]:
     """Commit of the checkout that this package was imported from.
 
     Returns:
-        ``commit`` (None without one), ``dirty`` (whether tracked files of the package differ from
-        it, or files of it are not tracked) and ``note`` (why there is no commit).
+        ``commit`` (None without one), ``dirty`` (whether files of the package differ from the
+        commit or are not tracked) and ``note`` (why there is no commit).
     """
     if shutil.which("git") is None:
         return {"commit": None, "dirty": None, "note": "no git on this machine"}
@@ -71,7 +71,7 @@ def code_version() -> dict[str, Any]:
 
 
 def cpu() -> dict[str, Any]:
-    """Cores and main memory of the machine; None for what the system does not tell."""
+    """Cores and main memory of the machine, None if unknown."""
     memory = None
     if hasattr(os, "sysconf") and {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= set(os.sysconf_names):
         memory = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
@@ -79,7 +79,7 @@ def cpu() -> dict[str, Any]:
 
 
 def cuda() -> dict[str, Any] | None:
-    """CUDA versions and the GPUs that torch sees; None without one."""
+    """CUDA versions and the GPUs that torch sees; None without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -104,7 +104,7 @@ def cuda() -> dict[str, Any] | None:
 
 
 def nccl() -> str | None:
-    """Version of NCCL; None where torch was built without it."""
+    """Version of NCCL; None if torch was built without it."""
     import torch
 
     if not torch.distributed.is_nccl_available():
@@ -113,23 +113,23 @@ def nccl() -> str | None:
 
 
 def nvidia_driver() -> str | None:
-    """Version of the NVIDIA driver; None without one."""
+    """Version of the NVIDIA driver; None without a driver."""
     answer = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return answer.splitlines()[0] if answer else None
 
 
 def nvidia_topology() -> str | None:
-    """How GPUs, network cards and CPUs are connected (``nvidia-smi topo -m``); None without it."""
+    """Output of ``nvidia-smi topo -m``: links of GPUs, network cards and CPUs; None without it."""
     answer = _run("nvidia-smi", "topo", "-m")
     # It underlines its header even for a file.
     return None if answer is None else re.sub(r"\x1b\[[0-9;]*m", "", answer)
 
 
 def gpu_links(topology: str) -> dict[tuple[int, int], str]:
-    """The links between pairs of GPUs: ``NV18`` is NVLink with 18 links, others are PCIe.
+    """Links between pairs of GPUs: ``NV18`` is NVLink with 18 links, others are PCIe.
 
     Args:
-        topology: what :func:`nvidia_topology` gives.
+        topology: result of :func:`nvidia_topology`.
     """
     lines = [line.split() for line in topology.splitlines()]
     header = next((words for words in lines if words[:1] == ["GPU0"] and "X" not in words), [])
@@ -144,7 +144,7 @@ def gpu_links(topology: str) -> dict[tuple[int, int], str]:
 
 
 def pcie_links() -> list[tuple[str, str]] | None:
-    """Highest generation and lanes of each GPU's PCIe link; None without ``nvidia-smi``."""
+    """Highest generation and number of lanes of each GPU's PCIe link; None if unknown."""
     query = "--query-gpu=pcie.link.gen.max,pcie.link.width.max"
     answer = _run("nvidia-smi", query, "--format=csv,noheader")
     if answer is None:
@@ -154,7 +154,7 @@ def pcie_links() -> list[tuple[str, str]] | None:
 
 
 def _run(*command: str) -> str | None:
-    """Output of a program; None where it is missing, fails or does not end."""
+    """Output of a program; None if it is missing, fails or does not end."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_PROGRAM_TIME_LIMIT_S, check=True

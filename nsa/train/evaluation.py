@@ -1,7 +1,7 @@
-"""Loss in bits per byte of text: of a whole split, by document and by position, of two models.
+"""Loss in bits per byte: of a split, by document, by position, and of two models compared.
 
-:func:`evaluate` sums on the device, as training needs it. :func:`measure` keeps sums of every
-document and every position, from which all figures of ``nsa eval`` follow.
+:func:`evaluate` sums on the device, for training. :func:`measure` returns sums for every document
+and position, for ``nsa eval``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from nsa.train.loss import NextTokenLoss, cross_entropy_of_tokens
 Sums = NDArray[np.float64]  # [N, 3]: summed loss in nats, targets, bytes of text that they spell
 # 97.5% quantiles of Student's t for 1 to 9 degrees of freedom.
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-MOST_PAIRS = 10
 
 
 @torch.no_grad()
@@ -57,8 +56,7 @@ def evaluate(
 
     Returns:
         ``loss_nats``, mean over the targets; ``bits_per_byte``, the summed loss in bits over the
-        bytes of text that the targets spell; ``num_targets`` and ``num_bytes`` behind these
-        figures.
+        bytes of text that the targets spell; ``num_targets`` and ``num_bytes``.
 
     Raises:
         ValueError: the batches hold no target.
@@ -94,7 +92,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def figures_of(nats: float, num_targets: float, num_bytes: float) -> dict[str, float]:
-    """Sums as :func:`evaluate` returns them; targets that spell nothing have no bits per byte."""
+    """Return sums as :func:`evaluate` does; without ``bits_per_byte`` if there are no bytes."""
     bits = {"bits_per_byte": nats / math.log(2) / num_bytes} if num_bytes else {}
     counts = {"num_targets": int(num_targets), "num_bytes": int(num_bytes)}
     return {"loss_nats": nats / num_targets, **bits, **counts}
@@ -106,7 +104,7 @@ class Measurement:
 
     Attributes:
         documents: fp64 ``[num_documents, 3]``, by the document that a target belongs to; zeros for
-            one of which nothing was measured.
+            a document without measured targets.
         positions: fp64 ``[seq_len, 3]``, by position in the sequence: a target in row p was
             predicted from p + 1 tokens.
     """
@@ -115,15 +113,15 @@ class Measurement:
     positions: Sums
 
     def figures(self) -> dict[str, float]:
-        """Those of :func:`evaluate`, over everything."""
+        """Figures of :func:`evaluate` over all targets."""
         return figures_of(*self.documents.sum(axis=0).tolist())
 
     def by_position(self) -> list[dict[str, float]]:
-        """The same by tokens of context in bins 1, 2 to 3, 4 to 7, .. up to ``seq_len``.
+        """Figures by tokens of context in bins 1, 2 to 3, 4 to 7, .. up to ``seq_len``.
 
         Returns:
             One dictionary for each bin with targets: ``first`` and ``last``, tokens of context, and
-            the figures; without ``bits_per_byte`` where the targets spell nothing.
+            the figures of :func:`figures_of`.
         """
         seq_len = len(self.positions)
         first = [2**k for k in range(seq_len.bit_length())]
@@ -134,11 +132,11 @@ class Measurement:
 
 
 class Windows(Protocol):
-    """Windows to measure a model on.
+    """Sequences of a text to measure a model on.
 
     Attributes:
         seq_len: tokens of a window, at most.
-        num_documents: documents that they come from.
+        num_documents: documents of the text.
         token_bytes: int64 ``[vocab_size]``, bytes of text that each token spells.
     """
 
@@ -150,7 +148,7 @@ class Windows(Protocol):
         """The number of windows."""
 
     def batches(self, micro_batch: int, num_windows: int) -> Iterator[tuple[Batch, Ids]]:
-        """Windows from all over the text, see :func:`nsa.train.data.spread`.
+        """Yield evenly spaced windows, see :func:`nsa.train.data.spread`.
 
         Args:
             micro_batch: windows of a batch.
@@ -173,7 +171,7 @@ def measure(
 
     Args:
         loss: the language model with its loss, on any device.
-        windows: what to measure it on; does not depend on the model.
+        windows: the text.
         micro_batch: windows computed at a time.
         num_windows: windows to measure, at most what there is.
         compute_dtype: ``bf16`` or ``fp32``, as in training.
@@ -212,15 +210,15 @@ def paired_difference(
 
     Over documents: the bootstrap's percentile interval (Efron and Tibshirani 1993, chapter 13).
     Documents are drawn with replacement, as many as there are and the same for all models, and the
-    difference of their bits per byte is computed anew. It says how much the choice of documents
-    matters to these trained models. Of several pairs, trained with different seeds, it is that of
-    their mean. Over seeds: Student's t over the pairs, for these documents. Over both: Student's t
-    with the sum of both variances and Satterthwaite's degrees of freedom; where documents and seeds
-    interact, that counts twice. Only this one speaks of other seeds and other documents.
+    difference of bits per byte is computed for each draw; with several pairs, trained with
+    different seeds, for their mean. Over seeds: Student's t over the pairs, for these documents.
+    Over both: Student's t with the sum of both variances and Satterthwaite's degrees of freedom;
+    an interaction of documents and seeds counts twice. Only the last interval generalises to other
+    seeds and other documents.
 
     Args:
         first: a model on some windows, or several.
-        second: as many others on the same windows.
+        second: the same number of other models on the same windows.
         resamples: draws of documents.
         seed: of the draws.
 
@@ -231,10 +229,9 @@ def paired_difference(
         each, ``seeds_low`` and ``seeds_high``, ``both_low`` and ``both_high``.
 
     Raises:
-        ValueError: the targets are not the same, or there are more than 10 pairs.
+        ValueError: the targets are not the same.
     """
     name, rule = "paired_difference", "have the targets of the first in each document"
-    check(len(first) <= MOST_PAIRS, name, "first", f"be at most {MOST_PAIRS} models", len(first))
     expected = first[0].documents
     for x in (*first, *second):
         same = np.array_equal(expected[:, 1:], x.documents[:, 1:])
@@ -264,10 +261,10 @@ def paired_difference(
 
 
 def interval(found: dict[str, Any], name: str) -> str:
-    """An interval of :func:`paired_difference` in words, such as ``-0.0110 to -0.0062``.
+    """Format an interval of :func:`paired_difference`, such as ``-0.0110 to -0.0062``.
 
     Args:
-        found: what the function returned.
+        found: result of the function.
         name: ``difference``, ``seeds`` or ``both``.
     """
     low, high = found.get(f"{name}_low"), found.get(f"{name}_high")
@@ -275,7 +272,7 @@ def interval(found: dict[str, Any], name: str) -> str:
 
 
 def in_words(found: dict[str, Any]) -> str:
-    """What :func:`paired_difference` returned: the difference, and a line for its intervals."""
+    """Format the result of :func:`paired_difference`: the difference and its intervals."""
     number, pairs = found["num_documents"], len(found.get("differences", [0]))
     kinds = {"difference": f"{number:,} documents", "seeds": f"{pairs} seeds", "both": "both"}
     intervals = [
@@ -290,8 +287,8 @@ def _over_seeds(differences: list[float], variance: float, num_documents: int) -
 
     Args:
         differences: of each pair.
-        variance: of their mean by the choice of documents.
-        num_documents: that were chosen.
+        variance: variance of their mean over documents.
+        num_documents: number of documents.
     """
     number, middle = len(differences), fmean(differences)
     of_seeds = stdev(differences) ** 2 / number
@@ -323,7 +320,7 @@ def student_t(freedom: float) -> float:
 
 
 class SplitWindows:
-    """Windows as in training, which cut the documents of a split; see :class:`Windows`.
+    """Windows of a split as in training, across documents; see :class:`Windows`.
 
     A synthetic task has no documents: each window counts as one.
 
@@ -361,9 +358,9 @@ class SplitWindows:
 class RollingWindows:
     """Windows of whole documents in which each token is a target once; see :class:`Windows`.
 
-    Those of lm-eval's rolling log-likelihood at ``max_length = seq_len``: a document's first token
-    is predicted from a separator, and each window but the first of a document begins with the last
-    target of the one before. The last one reaches back until it is as long as the others.
+    They are the windows of lm-eval's rolling log-likelihood at ``max_length = seq_len``: a
+    document's first token is predicted from a separator, and each later window begins with the last
+    target of the window before. The last window reaches back to be as long as the others.
 
     Args:
         source: the documents.
@@ -389,7 +386,7 @@ class RollingWindows:
         return len(self._parts)
 
     def batches(self, micro_batch: int, num_windows: int) -> Iterator[tuple[Batch, Ids]]:
-        """See :class:`Windows`; each is a sequence of its own."""
+        """See :class:`Windows`; each window is a sequence."""
         chosen = spread(num_windows, len(self))
         for begin in range(0, len(chosen), micro_batch):
             indices = chosen[begin : begin + micro_batch]
@@ -409,7 +406,7 @@ class RollingWindows:
             yield batch, documents.repeat(lengths[1:])
 
     def _window(self, index: int) -> tuple[Ids, Ids]:
-        """Tokens, and the token after each; -100 where an earlier window has predicted it."""
+        """Tokens and targets; -100 for targets of an earlier window."""
         _, separator, start, end = self._parts[index]
         first = max(separator, end - 1 - self.seq_len)
         tokens = self._tokens[first:end].astype(np.int64)

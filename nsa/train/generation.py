@@ -20,13 +20,13 @@ from nsa.train.watch.out_of_memory import free_memory
 
 @dataclass
 class Speed:
-    """What a generation has done so far, apart from what is done with its text.
+    """Tokens and time of a generation so far.
 
     Attributes:
         prefill_tokens: tokens of the prompts.
         prefill_s: seconds until their first tokens were drawn.
-        decode_tokens: tokens drawn after those.
-        decode_s: seconds that these took.
+        decode_tokens: tokens drawn after the first ones.
+        decode_s: seconds of these steps.
     """
 
     prefill_tokens: int = 0
@@ -57,20 +57,20 @@ class Speed:
 
 @dataclass
 class Generation(Iterator[list[bytes]]):
-    """Prompts that are being continued; :func:`generate` makes it.
+    """Iterator over the steps of a generation; :func:`generate` makes it.
 
-    Iterating gives for each step the bytes that each text gained; empty for one that has ended. A
-    character may be spread over several steps.
+    Each step yields the new bytes of each text, empty bytes for a text that has ended. A character
+    may be spread over several steps.
 
     Attributes:
         model: the language model.
-        tokenizer: the one that it was trained with.
-        tokens: of each text its prompt and what was drawn so far, separators left out. Of a text
-            that a stop string ended they reach to the token that completed it.
+        tokenizer: tokenizer of the model.
+        tokens: prompt and drawn tokens of each text, without separators; up to the token that
+            completed a stop string.
         max_new_tokens: tokens drawn for each prompt at most.
         sampling: how tokens are drawn.
         stop: stop strings in UTF-8.
-        seeds: of each text.
+        seeds: seed of each text.
         compute_dtype: ``bf16`` or ``fp32``.
         speed: tokens and seconds so far.
     """
@@ -107,7 +107,7 @@ class Generation(Iterator[list[bytes]]):
             drawn = self.sampling.draw(wide, next(uniform), seen)
             if seen is not None:
                 seen.scatter_(1, drawn.clamp(min=0)[:, None], True)
-            # The next step is on its way before the host looks at these tokens.
+            # The next step starts before the host reads these tokens.
             ids_of = _on_its_way(drawn)
             if left:
                 logits = decoder.step(drawn.clamp(min=0)[:, None])[:, 0]
@@ -125,7 +125,7 @@ class Generation(Iterator[list[bytes]]):
             start, number = time.perf_counter(), self._ended.count(False)
 
     def _seen(self, device: torch.device) -> Tensor | None:
-        """Which tokens each prompt holds, ``[B, vocab_size]``; None without a penalty."""
+        """Mask of the tokens in each prompt, ``[B, vocab_size]``; None without a penalty."""
         if self.sampling.repetition_penalty == 1:
             return None
         seen = torch.zeros(len(self.tokens), self.tokenizer.vocab_size, dtype=torch.bool)
@@ -134,7 +134,7 @@ class Generation(Iterator[list[bytes]]):
         return seen.to(device)
 
     def _take(self, index: int, token: int, is_last: bool) -> bytes:
-        """The bytes that a token which was drawn adds to a text, and whether it ends it."""
+        """Append a drawn token to a text and return its new bytes."""
         if self._ended[index]:
             return b""
         stop = self._stops[index]
@@ -158,26 +158,23 @@ def generate(
     seed: int = 0,
     compute_dtype: str = "fp32",
 ) -> Generation:
-    """Continue prompts, token by token, all of them together.
+    """Continue a batch of prompts, token by token.
 
-    The prompts run through the decode cache once; each later step reads what the sparse pattern
-    lets it see. A prompt ends when the separator is drawn or its text holds a stop string, and the
-    others go on. Its text depends on its own prompt and seed alone, not on its neighbours, up to
-    rounding.
+    A text ends when the separator is drawn or when it contains a stop string, and the other texts
+    continue. A text depends only on its prompt and seed, not on the other texts, up to rounding.
 
     Args:
         model: the language model.
-        tokenizer: the one that it was trained with.
-        prompts: texts, or tokens, at least one token each; their lengths may differ.
+        tokenizer: tokenizer of the model.
+        prompts: texts or tokens, at least one token each; their lengths may differ.
         max_new_tokens: tokens drawn for each prompt at most.
         sampling: how tokens are drawn; None draws among all of them at temperature 1.
-        stop: a continuation ends before the first of these strings; nothing of it is given out,
-            even where it comes with several tokens.
+        stop: a continuation ends before the first stop string, no part of which is returned.
         seed: prompt i draws with seed ``seed + i``.
         compute_dtype: ``bf16`` or ``fp32``.
 
     Returns:
-        For each step, the bytes that each prompt gained.
+        An iterator over the new bytes of each text.
 
     Raises:
         ValueError: an empty prompt or stop string, or a sampling value out of range, before
@@ -212,7 +209,7 @@ def generate(
 def _check_fits(
     model: LanguageModel, batch_size: int, prompt_len: int, max_new_tokens: int, compute_dtype: str
 ) -> None:
-    """Refuse tokens whose cached keys and values cannot fit; a window alone does not grow."""
+    """Raise an error if the cache cannot fit into memory; the cache of a window does not grow."""
     longest = 2**30 - prompt_len  # positions are counted in 32 bits
     rule = f"be at most {longest:,} behind a prompt of {prompt_len:,} tokens"
     check(max_new_tokens <= longest, "generate", "max_new_tokens", rule, max_new_tokens)
@@ -229,7 +226,7 @@ def _check_fits(
 
 
 def _on_its_way(drawn: Tensor) -> Callable[[], list[int]]:
-    """The tokens ``[B]`` as numbers, once they are asked for; a GPU copies them meanwhile."""
+    """Copy tokens ``[B]`` to the host; the function returned waits for them."""
     if not drawn.is_cuda:
         ids: list[int] = drawn.tolist()
         return lambda: ids

@@ -1,21 +1,16 @@
-"""A configuration from a YAML file and words of the command line, checked as one.
+"""Configuration from a YAML file and options of the command line, checked together.
 
-The file and the overrides become values by dotted name, each with the place where it was written.
-Only then does pydantic build the frozen dataclasses, so that two values which are valid only
-together may come from different places.
+Options are merged into the tree of the file before the dataclasses are built, so that two values
+that are valid only together may come from different sources.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import itertools
 import json
-import logging
-import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -28,23 +23,7 @@ from nsa.docstrings import descriptions
 from nsa.errors import UserError, check, fail, nearest, nearest_hint, option
 from nsa.train.config import TrainConfig
 
-logger = logging.getLogger(__name__)
-
-# Settings of the release before that have another name now, dotted: old to new. They are accepted
-# for one release.
-RENAMED: dict[str, str] = {}
-_MOST_NODES = 10_000  # of a file: aliases inside aliases would multiply without end
-# What a user would not recognise in the words of pydantic, by the type of its error.
-_RULES = {
-    "missing": "be given",
-    "int_parsing_size": "be a valid integer",
-    "dataclass_type": "be a section with settings inside it",
-    "tuple_type": "be a list",
-    "bool_parsing": "be true or false",
-}
-
-# Values by dotted name, each with its place: "mine.yaml:12" or "--optim.lr".
-Given = dict[str, tuple[Any, str]]
+_BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 @dataclass(frozen=True)
@@ -54,7 +33,7 @@ class Setting:
     Attributes:
         name: dotted name, for example ``optim.lr``.
         hint: type of its values, without None.
-        default: its value unless it is set.
+        default: its default value.
         help: description from the dataclass.
     """
 
@@ -64,73 +43,96 @@ class Setting:
     help: str
 
     def read(self, text: str) -> Any:
-        """A word of the command line as a file would have it."""
+        """Convert a word of the command line to the value that a file would contain."""
         if typing.get_origin(self.hint) is tuple:
-            text = text if text.startswith("[") else f"[{text}]"
-            with contextlib.suppress(yaml.YAMLError, RecursionError):
-                return _value(yaml.compose(text, yaml.SafeLoader), "", itertools.count())
+            with contextlib.suppress(yaml.YAMLError):
+                return yaml.load(text if text.startswith("[") else f"[{text}]", _Loader)
         return None if text == "null" else text
 
 
 # --- YAML -----------------------------------------------------------------------------------------
-# Every scalar is text here but for null, and pydantic makes of it what the type of its setting
-# says: that `no` is false, `3e-4` text and `010` eight, as YAML 1.1 has it, is never meant.
-def _read(path: Path) -> Given:
-    """The settings of a file."""
+class _Loader(yaml.BaseLoader):
+    """Loader that reads every scalar except null as text, and rejects a key that is given twice.
+
+    The rules of YAML 1.1, by which ``no`` is false, ``3e-4`` is text and ``010`` is eight, are
+    never meant: the type of a setting decides.
+    """
+
+    def construct_scalar(self, node: Any) -> Any:
+        """Text of a scalar, or None."""
+        is_null = node.style is None and node.value in ("null", "~", "")
+        return None if is_null else super().construct_scalar(node)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        """Section as a dictionary."""
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                text = f"{key.value} twice in a section"
+                raise yaml.MarkedYAMLError(problem=text, problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read the settings of a file as nested dictionaries of text."""
     try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
-        value = _value(node, str(path), itertools.count(1))
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (FileNotFoundError, IsADirectoryError):
         others = {other.stem: str(other) for other in path.parent.glob("*.yaml") if other.is_file()}
         hint = nearest_hint(others.get(nearest(path.stem, others) or ""))
         if path.stem in configs.names():
-            comes = "A configuration of that name comes with the package"
-            hint = f"{comes}; take it by its name: {path.stem}."
+            hint = f"The package has a configuration of that name; give its name: {path.stem}."
         fail("load_config", "the configuration", "be a YAML file that exists", path, hint)
     except UnicodeDecodeError:
         fail("load_config", "the configuration", "be text in UTF-8", path)
-    except yaml.MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
-        fail("load_config", f"{path}{line}", "be valid YAML", error.problem or "an error")
     except yaml.YAMLError as error:
-        fail("load_config", str(path), "be valid YAML", str(error).splitlines()[0])
-    except RecursionError:
-        found = "one that is nested too deeply or holds itself"
-        fail("load_config", str(path), "hold sections that end", found)
-    if value is not None and not isinstance(value, dict):
-        fail("load_config", str(path), "hold settings as 'name: value'", value)
-    hint = "A configuration as it comes is taken by its name; `nsa configs` lists them."
-    given: Given = value or {}
-    has_settings = any(leaf != {} for leaf, _ in given.values())
-    check(has_settings, "load_config", str(path), "hold a setting", "none", hint)
-    return given
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f":{mark.line + 1}"
+        found = getattr(error, "problem", None) or str(error).splitlines()[0]
+        fail("load_config", f"{path}{line}", "be valid YAML", found)
+    tree = {} if tree is None else tree
+    if not isinstance(tree, dict):
+        fail("load_config", str(path), "contain settings as 'name: value'", tree)
+    hint = "To use a configuration of the package, give its name; `nsa configs` lists them."
+    check(_has_settings(tree), "load_config", str(path), "contain a setting", "none", hint)
+    return tree
 
 
-def _value(node: yaml.Node | None, source: str, count: Iterator[int]) -> Any:
-    """What a node holds, in which every alias is a copy: text, None, a list, or a section."""
-    most = f"hold at most {_MOST_NODES:,} values, aliases included"
-    check(next(count) <= _MOST_NODES, "load_config", source, most, "more")
-    if isinstance(node, yaml.ScalarNode):
-        is_null = node.style is None and node.value in ("null", "~", "")
-        return None if is_null else node.value
-    if isinstance(node, yaml.SequenceNode):
-        items = [_value(child, source, count) for child in node.value]
-        return [str([*item]) if isinstance(item, dict) else item for item in items]
-    found: Given = {}
-    for key, child in [] if node is None else node.value:
-        value, place = _value(child, source, count), f"{source}:{key.start_mark.line + 1}"
-        is_section = isinstance(value, dict) and value
-        inside = {f".{name}": leaf for name, leaf in value.items()} if is_section else {"": value}
-        for name, leaf in inside.items():
-            name = f"{key.value}{name}"
-            rule = "be given once in a section"
-            check(name not in found, "load_config", f"{place}: {name}", rule, "a second value")
-            found[name] = leaf if is_section else (leaf, place)
-    return found
+def _has_settings(tree: Any) -> bool:
+    if isinstance(tree, dict):
+        return any(map(_has_settings, tree.values()))
+    return True
+
+
+def _place(name: str, path: Path | None, overrides: Mapping[str, str]) -> str:
+    """Option or line that gives a setting, or the nearest section that contains it."""
+    node = None if path is None else yaml.compose(path.read_text(encoding="utf-8"), _Loader)
+    while name:
+        for given in overrides:
+            if _contains(name, given) or _contains(given, name):
+                return option(given)
+        if line := _line(node, name):
+            return f"{path}:{line}"
+        name = name.rpartition(".")[0]
+    return "defaults" if path is None else str(path)
+
+
+def _line(node: Any, name: str) -> int:
+    """Line of a setting in a file, 0 if the file does not contain it."""
+    line = 0
+    for part in name.split("."):
+        items = node.value if isinstance(node, yaml.MappingNode) else []
+        found = [(key, value) for key, value in items if key.value == part]
+        if not found:
+            return 0
+        ((key, node),) = found
+        line = key.start_mark.line + 1
+    return line
 
 
 def to_yaml(config: Any) -> str:
-    """The whole configuration, defaults included, as YAML that :func:`load_config` reads back.
+    """Return the whole configuration as YAML that :func:`load_config` reads, defaults included.
 
     Args:
         config: a :class:`~nsa.train.config.TrainConfig` or any of its sections.
@@ -142,11 +144,7 @@ def to_yaml(config: Any) -> str:
 
 
 def yaml_text(values: Mapping[str, Any]) -> str:
-    """See :func:`to_yaml`.
-
-    Args:
-        values: of a configuration, in sections.
-    """
+    """Return nested values of a configuration as YAML; see :func:`to_yaml`."""
     plain = json.loads(json.dumps(values))  # lists for tuples
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
 
@@ -159,9 +157,9 @@ def load_config(
     """Read a training configuration.
 
     Args:
-        path: YAML file, or the name of a configuration that comes with the package (see
-            :mod:`nsa.configs`); None starts from the defaults. What the file does not name keeps
-            its default.
+        path: YAML file, or the name of a configuration of the package (see :mod:`nsa.configs`);
+            None starts from the defaults. Settings that the file does not contain keep their
+            defaults.
         overrides: dotted names to the text of their values, for example ``optim.lr`` to ``3e-4``;
             they win over the file.
 
@@ -170,98 +168,78 @@ def load_config(
 
     Raises:
         UserError: for an unknown name, a wrong type or a value that breaks a rule, with the file
-            and line or the option that is at fault and the nearest valid name.
+            and line or the option at fault and the nearest valid name.
     """
     known = {setting.name: setting for setting in settings()}
-    typed = _renamed({name: (text, option(name)) for name, text in overrides.items()})
-    for name, (text, origin) in typed.items():
-        typed[name] = (known[name].read(text) if name in known else text, origin)
-    given = {} if path is None else _renamed(_read(configs.find(path)))
-    for name in [*given]:
-        if any(_contains(name, other) or _contains(other, name) for other in typed):
-            del given[name]
-    return _build({**given, **typed}, "defaults" if path is None else str(path))
+    file = None if path is None else configs.find(path)
+    tree = {} if file is None else _read(file)
+    for name, text in overrides.items():
+        inside = [option(other) for other in overrides if _contains(name, other) and other != name]
+        rule = "be left out with settings inside it"
+        check(not inside, "load_config", option(name), rule, ", ".join(inside))
+        *parents, last = name.split(".")
+        section = tree
+        for parent in parents:
+            if not isinstance(section.get(parent), dict):
+                section[parent] = {}
+            section = section[parent]
+        section[last] = known[name].read(text) if name in known else text
+    try:
+        return typing.cast(TrainConfig, _build(TrainConfig, tree, ""))
+    except UserError as error:
+        is_name = error.argument == "names"
+        place = _place(str(error.value) if is_name else error.argument, file, overrides)
+        argument = f"{place}: {error.argument}"
+        raise UserError("load_config", argument, error.rule, error.value, error.hint) from None
 
 
 def _contains(section: str, name: str) -> bool:
     return f"{name}.".startswith(f"{section}.")
 
 
-def _renamed(given: Given) -> Given:
-    """The same settings by the names that they have now."""
-    found: Given = {}
-    for name, (value, origin) in given.items():
-        now = RENAMED.get(name, name)
-        if now != name:
-            said = "%s: the setting %s is called %s now; the old name goes with the next release"
-            logger.warning(said, origin, name, now)
-            rule = f"not be given together with {now}, its new name"
-            check(now not in given, "load_config", f"{origin}: {name}", rule, "both")
-        found[now] = (value, origin)
-    return found
-
-
-@functools.cache
-def _model() -> Any:
-    import pydantic  # a fifth of a second, for which a mistyped word does not wait
-
-    class Run(pydantic.RootModel[TrainConfig]):
-        model_config = pydantic.ConfigDict(allow_inf_nan=False)
-
-    return Run
-
-
-def _build(given: Given, source: str) -> TrainConfig:
-    from pydantic import ValidationError
-
-    tree: dict[str, Any] = {}
-    for name, (value, origin) in given.items():
-        inside = [place for other, (_, place) in given.items() if _contains(name, other)]
-        rule = "not contradict another setting"
-        found = f"settings inside it at {', '.join(inside)}"
-        check(len(inside) == 1, "load_config", f"{origin}: {name}", rule, found)
-        *parents, last = name.split(".")
-        section = tree
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[last] = value
+def _build(cls: Any, tree: Mapping[str, Any], prefix: str) -> Any:
+    """Build a section; errors name settings by their dotted names."""
+    hints, values = typing.get_type_hints(cls), {}
+    for name, value in tree.items():
+        full = f"{prefix}{name}"
+        if name not in hints:
+            near = nearest(full, {setting.name: setting.help for setting in settings()})
+            fail("load_config", "names", "be settings", full, nearest_hint(near))
+        values[name] = _typed(value, hints[name], full)
     try:
-        config: TrainConfig = _model().model_validate(tree, extra="forbid").root
-    except ValidationError as error:
-        raise _explained(error.errors()[0], given, source) from None
-    return config
+        return cls(**values)
+    except UserError as error:
+        argument = f"{prefix}{error.argument}"
+        raise UserError("load_config", argument, error.rule, error.value, error.hint) from None
 
 
-def _explained(error: Any, given: Given, source: str) -> UserError:
-    """What pydantic found, with the place that is at fault."""
-    kind, path, context = error["type"], list(map(str, error["loc"])), error.get("ctx", {})
-    rule = _RULES.get(kind, re.sub(r"^\w+ should |, unable to .*", "", error["msg"]))
-    value, hint = error["input"], ""
-    value = "null" if value is None else value
-    cause = context.get("error")
-    if isinstance(cause, UserError):  # of a dataclass
-        path.append(cause.argument)
-        rule, value, hint = cause.rule, cause.value, cause.hint
-    for end in range(len(path)):
-        section = ".".join(path[: end + 1])
-        places = (place for name, (_, place) in given.items() if _contains(section, name))
-        source = next(places, source)
-    name = ".".join(path)
-    if kind == "unexpected_keyword_argument":
-        hint = nearest_hint(nearest(name, {setting.name: setting.help for setting in settings()}))
-        return UserError("load_config", f"{source}: names", "be settings", name, hint)
-    if kind == "literal_error":
-        hint = nearest_hint(nearest(str(value), re.findall("'(.*?)'", context["expected"])))
-    return UserError("load_config", f"{source}: {name}", rule, value, hint)
+def _typed(value: Any, hint: Any, name: str) -> Any:
+    """Convert text to the type of a setting if that is possible; the dataclass checks the rest."""
+    if type(None) in typing.get_args(hint):
+        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+    if isinstance(value, dict) and dataclasses.is_dataclass(hint):
+        return _build(hint, value, f"{name}.")
+    if isinstance(value, list):
+        parts = [part for part in typing.get_args(hint) if part is not Ellipsis] or [str]
+        return [
+            _typed(item, parts[min(index, len(parts) - 1)], name)
+            for index, item in enumerate(value)
+        ]
+    if isinstance(value, str) and hint is bool:
+        return _BOOLS.get(value.lower(), value)
+    if isinstance(value, str) and hint in (int, float):
+        with contextlib.suppress(ValueError):
+            return hint(value)
+    return value
 
 
 # --- names ----------------------------------------------------------------------------------------
 def settings(cls: Any = TrainConfig, prefix: str = "") -> list[Setting]:
-    """Every setting below ``cls`` in the order of the dataclasses, and sections that may be null.
+    """Return every setting below ``cls`` in order, and the sections that may be null.
 
     Args:
         cls: a dataclass of the configuration.
-        prefix: of the names, for example ``optim.``.
+        prefix: prefix of the names, for example ``optim.``.
     """
     hints, described, found = typing.get_type_hints(cls), descriptions(cls), []
     for entry in dataclasses.fields(cls):

@@ -11,27 +11,27 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from nsa.train.distributed.sharding import gather, own_part, own_rows
+from nsa.train.distributed.processes import gather, own_part, own_rows
 
-# Takes an update and what to call it with, and has its work done: by a call, or by a CUDA graph.
+# Runs an update with its argument: by a call, or by replaying a CUDA graph.
 Through = Callable[[Callable[[Tensor], None], Tensor], None]
 
 MOMENTUM = 0.95
-# Of the polynomial a x + b x^3 + c x^5, which drives singular values towards 1, and how often.
+# Newton-Schulz iterations of a x + b x^3 + c x^5, which drives singular values towards 1.
 COEFFICIENTS, ITERATIONS = (3.4445, -4.775, 2.0315), 5
-BATCH_ELEMENTS = 2**23  # of matrices that are multiplied together; a larger one is alone
+BATCH_ELEMENTS = 2**23  # of matrices that are multiplied in one batch
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum with Nesterov's look ahead, made orthogonal; decay apart from it.
+    """Muon: orthogonalised Nesterov momentum with decoupled weight decay.
 
-    State and rates are those of ``torch.optim.Muon``; but for rounding so are results in bf16,
-    as on a GPU. Matrices of one shape are multiplied together: a quarter of the launches.
+    State and rates are those of ``torch.optim.Muon``, and so are results in bf16 up to rounding.
+    Matrices of one shape are multiplied in batches, which saves three quarters of the launches.
 
     Args:
-        matrices: fp32 parameters; of shards every process gathers the whole and computes the same.
+        matrices: fp32 parameters; with FSDP2 every process gathers them and computes the same.
         lr: learning rate; it grows with sqrt(rows / columns) of a matrix with more rows.
-        weight_decay: share of the weights, times ``lr``, that a step takes away.
+        weight_decay: decay of a step relative to ``lr``.
     """
 
     def __init__(self, matrices: Iterable[nn.Parameter], lr: float, weight_decay: float) -> None:
@@ -42,14 +42,14 @@ class Muon(torch.optim.Optimizer):
         self._lr = torch.zeros((), dtype=torch.float64, device=params[0].device)
 
     def step(self, cancel: Tensor, through: Through | None = None) -> None:  # type: ignore[override]
-        """Update all matrices; if ``cancel`` is 1, they and their momentum stay what they are.
+        """Update all matrices; if ``cancel`` is 1, they and their momentum do not change.
 
         Gradients are overwritten.
 
         Args:
             cancel: fp32 scalar, 0 or 1; the host does not wait for it.
-            through: called in place of the update, with it and ``cancel``, to replay a CUDA graph
-                of it; the update reads its rate from the device.
+            through: called with the update and ``cancel`` in place of the update, to replay a CUDA
+                graph; the update reads its rate from the device.
         """
         self._lr.fill_(self.param_groups[0]["lr"])
         if through is None:
@@ -59,12 +59,12 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _update_all(self, cancel: Tensor) -> None:
-        """Update all matrices at the rate that lies on the device: the same launches each time."""
+        """Update all matrices with the same launches each time; the rate is on the device."""
         for matrices in batches_of(self.param_groups[0]["params"]):
             self._update(matrices, cancel)
 
     def _update(self, matrices: Sequence[nn.Parameter], cancel: Tensor) -> None:
-        """Update matrices of one shape; on a GPU 8 bytes an element are held meanwhile."""
+        """Update matrices of one shape; on a GPU this takes 8 bytes per element."""
         lr, decay = self._lr, self.param_groups[0]["weight_decay"]
         rows, columns = matrices[0].shape
         live = 1 - cancel
@@ -78,9 +78,9 @@ class Muon(torch.optim.Optimizer):
             weight.addcmul_(own_rows(matrix, update), rate, value=-1)
 
     def _look_ahead(self, matrices: Sequence[nn.Parameter], keep: Tensor) -> Tensor:
-        """Advance the momenta; returns Nesterov's estimates, in the dtype of the products.
+        """Update the momenta and return Nesterov's estimates in the dtype of the products.
 
-        Where nothing is to change, the momentum takes the place of the gradient, which may be NaN.
+        If the update is cancelled, the momentum replaces the gradient, which may be NaN.
         """
         momenta = [own_part(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
         gradients = [own_part(_gradient(matrix)) for matrix in matrices]
@@ -93,7 +93,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def batches_of(matrices: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Matrices of one shape together, at most ``BATCH_ELEMENTS`` unless one alone has more."""
+    """Group matrices by shape in batches of at most ``BATCH_ELEMENTS``, at least one matrix."""
     by_shape: dict[torch.Size, list[nn.Parameter]] = {}
     for matrix in matrices:
         by_shape.setdefault(matrix.shape, []).append(matrix)
@@ -110,14 +110,14 @@ def _gradient(matrix: nn.Parameter) -> Tensor:
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """Of the products: what multiplies fastest wherever code runs."""
+    """Dtype of the matrix products: the fastest one of the device."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def orthogonalized(x: Tensor) -> Tensor:
-    """Matrices ``[N, rows, columns]`` with singular values brought to about 1 (0.7 to 1.2).
+    """Bring the singular values of matrices ``[N, rows, columns]`` to about 1 (0.7 to 1.2).
 
-    By Newton-Schulz iterations from the smaller side, so that no matrix is transposed in memory.
+    Newton-Schulz iterations start from the smaller side, so that no matrix is transposed in memory.
     """
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
     a, b, c = COEFFICIENTS

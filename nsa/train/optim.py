@@ -1,7 +1,8 @@
-"""Optimizers over fp32 master weights: decay groups, AdamW, Muon, updates that can be cancelled."""
+"""Optimizers over fp32 master weights: decay groups, AdamW, Muon, learning rate schedule."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from nsa.train.muon import Muon, Through
 
 @dataclass(frozen=True)
 class ParameterGroups:
-    """Trainable parameters by how they are optimized, each with its name in the model.
+    """Trainable parameters by optimizer, each with its name in the model.
 
     Attributes:
         muon: matrices that Muon takes; empty with AdamW.
@@ -63,7 +64,7 @@ def parameter_groups(model: LanguageModel, name: str = "adamw") -> ParameterGrou
 
 
 class ModelOptimizer:
-    """The optimizers of a model as one: every trainable parameter belongs to exactly one of them.
+    """The optimizers of a model; every trainable parameter belongs to exactly one.
 
     The state of all parameters exists from the start, so that a checkpoint can be loaded into it
     and memory does not grow at the first step.
@@ -109,16 +110,16 @@ class ModelOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """AdamW's rate, now in force."""
+        """Current learning rate of AdamW."""
         rate: float = self.adamw.param_groups[0]["lr"]
         return rate
 
     def step(self, cancel: Tensor, through: Through | None = None) -> None:
-        """Update all parameters; if ``cancel`` is 1, they and the optimizer state keep their bits.
+        """Update all parameters; if ``cancel`` is 1, they and the optimizer state do not change.
 
         Args:
             cancel: fp32 scalar on the parameters' device, 0 or 1; the host does not wait for it.
-            through: see :meth:`nsa.train.muon.Muon.step`; AdamW is few launches.
+            through: see :meth:`nsa.train.muon.Muon.step`; AdamW needs few launches and no graph.
         """
         # How PyTorch's fused optimizers take the flag.
         self.adamw.found_inf = cancel  # type: ignore[attr-defined]
@@ -127,15 +128,36 @@ class ModelOptimizer:
             self.muon.step(cancel, through)
 
     def zero_grad(self, *, drop: bool = True) -> None:
-        """Drop all gradients, or make them zero where they are."""
+        """Drop all gradients, or set them to zero in place."""
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=drop)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The live state by ``<parameter>.<state>``: to be saved, and to be loaded into."""
+        """Live optimizer state by ``<parameter>.<state>``, to be saved or loaded into."""
         found: dict[str, Tensor] = {}
         for name, parameter in self.named.items():
             for optimizer in self._optimizers:
                 state = optimizer.state.get(parameter, {})
                 found |= {f"{name}.{key}": value for key, value in state.items()}
         return found
+
+
+def lr_factor(step: int, num_steps: int, warmup_steps: int, min_ratio: float = 0.0) -> float:
+    """Factor on the peak learning rate of an optimizer step: linear warm-up, then a cosine.
+
+    It depends on the optimizer step alone, not on micro-batches.
+
+    Args:
+        step: optimizer steps already done; the first update is step 0.
+        num_steps: optimizer steps of the run.
+        warmup_steps: steps of the linear rise; step ``warmup_steps - 1`` is the first at the peak.
+        min_ratio: end of the cosine, reached after the last step, so that the last update has a
+            rate above 0.
+
+    Returns:
+        A factor from 0 to 1, above 0 for every step of the run unless the cosine has ended.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min((step - warmup_steps) / max(num_steps - warmup_steps, 1), 1.0)
+    return min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))

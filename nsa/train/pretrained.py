@@ -1,4 +1,4 @@
-"""The weights that a run begins with: of another run, or of a folder of ``nsa export``."""
+"""Initial weights of a run: from another run, or from a folder of ``nsa export``."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _WHERE = ("train", "--init-from")
 
 
 def is_exported(path: Path) -> bool:
-    """Whether a folder holds a model in transformers' form."""
+    """Whether a folder contains a model in transformers' format."""
     return (path / CONFIG).is_file()
 
 
 def initial_tokenizer(path: Path) -> Path | None:
-    """The tokenizer that belongs to the weights; None where the configuration says which."""
+    """Return the tokenizer of the weights, None if the configuration names it."""
     if not is_exported(path):
         return RunFolder(path.parent.parent).tokenizer
     return path / TOKENIZER if (path / TOKENIZER).is_file() else None
@@ -39,11 +39,11 @@ def load_initial(path: Path, model: LanguageModel) -> None:
 
     Args:
         path: the checkpoint or the folder.
-        model: of a new run, sharded or whole.
+        model: model of the new run, sharded or whole.
 
     Raises:
-        ValueError: it is damaged, holds another model, or weights that are no finite numbers.
-            Nothing has been loaded then.
+        ValueError: the checkpoint or folder is damaged, contains another model, or weights that are
+            not finite. Nothing has been loaded then.
     """
     if not is_exported(path):
         load_tensors(path, weights(model))
@@ -84,7 +84,7 @@ def load_initial(path: Path, model: LanguageModel) -> None:
 
 
 def _indexed(path: Path) -> list[str]:
-    """The files that an index names, which must lie beside it."""
+    """Return the files that an index names, which must lie in the same folder."""
     found: Any = _json(path).get("weight_map")
     check(isinstance(found, dict), *_WHERE, f"hold a weight_map in {path.name}", found)
     for name in found.values():

@@ -1,9 +1,8 @@
-"""How well a model repeats what it has read, by the distance back to it.
+"""Repetition of earlier text by a model, as a function of the distance.
 
-The last tokens of a window are replaced by those that stand some distance before. A model that
-finds the earlier place predicts them at nearly no loss; what it has not learned, or cannot see,
-costs as much as new text. Heads that do this are the induction heads of Olsson et al.,
-arXiv:2209.11895.
+The last tokens of a sequence are replaced by the tokens some distance before. A model that finds
+the earlier passage predicts them with nearly no loss; otherwise the loss is that of new text. Heads
+that do this are the induction heads of Olsson et al., arXiv:2209.11895.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from numpy.typing import NDArray
 from nsa.errors import check
 from nsa.train.data import TextSource, TokenSource
 from nsa.train.data.tokenizer import Ids
-from nsa.train.evaluation import Measurement, Sums, figures_of
+from nsa.train.evaluation import Measurement, SplitWindows, Sums, figures_of
 
 
 class RepeatedPassages(TokenSource):
-    """Windows of one document whose last tokens repeat those that stand ``distance`` before.
+    """Windows of one document whose last tokens repeat those ``distance`` tokens before.
 
-    Only the second half of the passage counts, where the model can know that the text repeats, and
+    Targets are the second half of the passage, where the model can know that the text repeats, and
     the same tokens at their first place.
 
     Args:
@@ -43,8 +42,12 @@ class RepeatedPassages(TokenSource):
         self.again = slice(seq_len - half, seq_len)  # rows of targets
         self.at_first = slice(seq_len - half - distance, seq_len - distance)
 
+    def windows(self, seq_len: int) -> SplitWindows:
+        """Sequences to measure; each counts as a document."""
+        return SplitWindows(self, seq_len, document_mask=False)
+
     def num_windows(self, seq_len: int) -> int:
-        """Those that lie in one document."""
+        """Number of windows that lie in one document."""
         return len(self._windows)
 
     def window(self, seq_len: int, index: int) -> Ids:
@@ -61,7 +64,7 @@ class RepeatedPassages(TokenSource):
         return mask
 
     def figures(self, measured: Measurement) -> dict[str, Any]:
-        """What was measured on these windows: the repetition, and the first time as ``first_*``."""
+        """Figures of the repetition, and of the first place as ``first_*``."""
 
         def of(rows: slice) -> dict[str, float]:
             sums: Sums = measured.positions[rows]
@@ -73,10 +76,10 @@ class RepeatedPassages(TokenSource):
 
 
 def repeated_passages(source: TokenSource, seq_len: int, length: int) -> list[RepeatedPassages]:
-    """Repetitions after ``length`` tokens, twice as many and so on, and as many as a window holds.
+    """Make repetitions at distances ``length``, twice as far and so on, up to the whole window.
 
     Args:
-        source: text.
+        source: the text.
         seq_len: tokens of a window.
         length: tokens of the passage.
 

@@ -1,8 +1,7 @@
-"""What a run reports: evaluations, rows of metrics, warnings, and the sample at the end."""
+"""Reports of a run: evaluations, rows of metrics, warnings, and the sample at the end."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
@@ -20,8 +19,7 @@ from nsa.lm.flops import flops_per_token
 from nsa.lm.model import LanguageModel
 from nsa.train.config import TrainConfig
 from nsa.train.data import Batch, DataBundle, validation_batches
-from nsa.train.distributed.processes import Processes
-from nsa.train.distributed.sharding import gather
+from nsa.train.distributed.processes import Processes, gather
 from nsa.train.distributed.strategy import Replicated
 from nsa.train.evaluation import evaluate
 from nsa.train.execution.compilation import Compiled, compilations
@@ -53,18 +51,18 @@ Beat = Callable[[str, int, float], None]  # phase, step, longest duration in sec
 
 @dataclass(frozen=True)
 class RunContext:
-    """What the trainer shares with its reports.
+    """Parts of a trainer that its reports use.
 
     Attributes:
         config: the run.
-        run_folder: where everything is written.
-        device: where this process computes.
-        strategy: how the processes share the model.
+        run_folder: output folder.
+        device: device of this process.
+        strategy: DDP or FSDP2.
         processes: this process among those of the run.
-        requests: what signals and the halt file ask of the run.
+        requests: requests to stop by signals and the halt file.
         startup: the clock of the start.
         on_row: called with each row of metrics after it was written.
-        beat: called with a heartbeat whenever something begins.
+        beat: called with a heartbeat at the start of each phase.
     """
 
     config: TrainConfig
@@ -81,8 +79,8 @@ class RunContext:
 class Reports:
     """Evaluates and writes the rows of metrics of a run.
 
-    Every process goes through it at the same steps, for evaluations are shared; the main one
-    writes. A resumed run will do some steps again: their rows are set aside.
+    All processes call it at the same steps, since they share evaluations; the main one writes. A
+    resumed run repeats some steps: their earlier rows are set aside.
 
     Args:
         run: the run.
@@ -106,7 +104,7 @@ class Reports:
         # Step and time of the last rows, or of the start of this process before its first one.
         self._recent = deque([(state.progress.step, state.progress.seconds)], _RECENT_ROWS)
         self._starts_recent = True
-        self._has_evaluated = self._has_told_start = self._has_lost_folder = False
+        self._has_evaluated = self._has_told_start = False
         compilations.listen(run.device)
         if self._peak_flops is None:
             logger.info("mfu: left out, the peak rate of this device and dtype is not known")
@@ -115,7 +113,7 @@ class Reports:
             self._metrics.rewind(state.progress.reported_step)
 
     def close(self) -> None:
-        """Write what a full disk may have kept waiting."""
+        """Write the rows that a full disk may have delayed."""
         if self._metrics is not None:
             self._metrics.close()
 
@@ -123,37 +121,18 @@ class Reports:
         """See :meth:`MetricsWriter.record`; None if this process writes no rows."""
         return None if self._metrics is None else self._metrics.record()
 
-    def keep_folder(self) -> bool:
-        """Write the configuration and tokenizer again if the run folder has lost them.
-
-        Returns:
-            Whether the run folder has them; true in processes that do not write.
-        """
-        folder, before = self._run.run_folder, self._has_lost_folder
-        if self._metrics is None:
-            return True
-        self._has_lost_folder = False
-        try:
-            if not folder.is_whole():
-                tokenizer = self._data.tokenizer.to_json()
-                folder.restore(dataclasses.asdict(self._config), tokenizer)
-        except OSError as error:
-            self._has_lost_folder = True
-            if not before:
-                text = "as after a rename; it is written again as soon as that is possible"
-                self._warn("warning", f"{folder.config} is gone, {text} ({error})")
-        return not self._has_lost_folder
-
     def due(self, every: int, ahead: int = 0) -> bool:
-        """Whether the step just done (or so many later) is the last or a multiple of ``every``.
+        """Whether the last step is done, or a multiple of ``every`` steps; see ``ahead`` below.
 
-        With 0 only the last step is due.
+        Args:
+            every: steps; 0 means only the last step.
+            ahead: ask for the step so many after the one just done.
         """
         step = self._state.progress.step + ahead
         return step == self._config.steps or (every > 0 and step > 0 and step % every == 0)
 
     def row_due(self, ahead: int = 0) -> bool:
-        """Whether a row belongs to the step just done, or to the one so many ahead."""
+        """Whether the step just done, or the one ``ahead`` steps later, has a row."""
         return self.due(self._config.log_every, ahead) or self._evaluation_due(ahead)
 
     def _evaluation_due(self, ahead: int = 0) -> bool:
@@ -161,7 +140,7 @@ class Reports:
 
     @contextmanager
     def observed(self) -> Iterator[None]:
-        """Context of a step: measures its time and, if it has a row, its layers' statistics."""
+        """Context of a step: measure its time and, if it has a row, statistics of the layers."""
         has_row, before = self.row_due(ahead=1), compilations.now
         layers = self._layers if has_row else None
         if self._steps_done == 0:
@@ -180,7 +159,7 @@ class Reports:
             self._warn_of_compilation(before, f"step {self._state.progress.step + 1}")
 
     def _warn_of_compilation(self, before: Compiled, where: str) -> None:
-        """Log what was compiled or captured after the start, when a run should only train."""
+        """Warn of a compilation or capture after the start, when a run should only train."""
         if done := compilations.now.since(before):
             text = f"{where}, after the first {STARTING_STEPS} steps of this process: {done}"
             self._warn("compilation", text)
@@ -190,18 +169,18 @@ class Reports:
         logger.warning("%s", text, extra=details)
 
     def report(self) -> None:
-        """Evaluate and write a row of metrics, where either is due and not done for this step.
+        """Evaluate and write a row of metrics if they are due and not done for this step.
 
-        A request to stop ends an evaluation; the resumed run then does it in full, so that its rows
-        are those of an undisturbed run. It does not end the one after the last step, since a run
-        whose steps are done counts as finished.
+        A request to stop ends an evaluation; the resumed run then repeats it, so that its rows are
+        those of an uninterrupted run. The evaluation after the last step is not ended: a run whose
+        steps are done counts as finished.
         """
         progress = self._state.progress
         if not self.row_due() or progress.reported_step == progress.step:
             return
         if self._layers is not None:
             progress.window.layers |= self._layers.row()
-        busy = utilisation_row(self._run.device)  # by the training steps, not by an evaluation
+        busy = utilisation_row(self._run.device)  # before an evaluation: of the training steps
         validation: Row = {}
         if self._evaluation_due():
             try:
@@ -216,7 +195,6 @@ class Reports:
             return
         self.last_row = row
         self._metrics.write(row)
-        self.keep_folder()
         if self._run.on_row is not None:
             self._run.on_row(row)
         for kind, text in self._health.look(row):
@@ -258,7 +236,7 @@ class Reports:
         return row
 
     def _eta_s(self) -> float:
-        """Time that the steps left take at the pace of the last rows, pauses included."""
+        """Seconds until the end at the pace of the last rows, pauses included."""
         progress = self._state.progress
         step, seconds = self._recent[0]
         if self._starts_recent:  # the first row of a process has waited for the compiler
@@ -270,7 +248,7 @@ class Reports:
         return (self._config.steps - progress.step) * pace
 
     def _of_every_rank(self, row: Row) -> Row:
-        """Of the metrics in which processes may differ, the value of each of them."""
+        """Values of each process for the metrics in which processes may differ."""
         mine = [float(row.get(name, math.nan)) for name in RANK_METRICS]
         return {
             f"{name}_rank_{rank}": value
@@ -308,10 +286,10 @@ class Reports:
         return {"val_loss_nats": result["loss_nats"], "val_bits_per_byte": figure}
 
     def _share(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """This process's part of the batches; all processes go through them together.
+        """Yield this process's part of the batches; all processes call this together.
 
-        Where all processes take part in every pass, one that has no batch in the last round takes
-        part with one that counts for nothing.
+        With FSDP2 all processes take part in every forward pass: one that has no batch in the last
+        round takes part with a batch without targets.
         """
         run, turn, batch = self._run, -1, None
         may_be_ended = self._state.progress.step < self._config.steps
@@ -328,9 +306,9 @@ class Reports:
             yield batch.without_targets()
 
     def write_sample(self) -> None:
-        """Continue the validation text; all processes call this, the main one writes.
+        """Write a continuation of the validation text; all processes call this.
 
-        A model that cannot, such as one that has diverged, ends no run.
+        An error, for example with a model that has diverged, is a warning.
         """
         config, path = self._config, self._run.run_folder.sample
         if config.sample_tokens == 0:
@@ -366,8 +344,9 @@ class Reports:
             if self._stops_in_sample() or note:
                 break
         return (
-            f"--- prompt, validation text\n{_shown(tokenizer.decode(prompt))}\n"
-            f"--- continuation, temperature {SAMPLE_TEMPERATURE}\n{_shown(text)}\n{note}"
+            f"--- prompt, validation text\n{tokenizer.decode(prompt).decode(errors='replace')}\n"
+            f"--- continuation, temperature {SAMPLE_TEMPERATURE}\n"
+            f"{text.decode(errors='replace')}\n{note}"
         )
 
     def _stops_in_sample(self) -> bool:
@@ -379,13 +358,13 @@ class Reports:
 
     @property
     def _slow_step_s(self) -> float:
-        """Longest silence where something runs for the first time, which may compile."""
+        """Longest silence of code that runs for the first time and may compile, seconds."""
         return max(self._config.stall_limit_s, 300.0)
 
     def _whole_model(self) -> LanguageModel | None:
-        """A model that the main process can run alone; all processes must call this.
+        """Return a model that the main process can run alone; all processes must call this.
 
-        None if the main process has no room for it.
+        None if the main process has no memory for it.
         """
         model, run = self._state.model, self._run
         if not run.strategy.in_step:
@@ -398,17 +377,13 @@ class Reports:
             whole = LanguageModel(model.config)
         if run.processes.largest(int(whole is None))[0] or whole is None:
             return None
-        for name, weight in model.named_parameters():  # one at a time: the others have no room
+        for name, weight in model.named_parameters():  # one at a time, to save memory
             whole.get_parameter(name).detach().copy_(gather(weight))
         return whole
 
 
 class _InterruptedError(Exception):
     """The run was asked to stop during an evaluation."""
-
-
-def _shown(text: bytes) -> str:
-    return text.decode("utf-8", errors="replace")
 
 
 def log_start(
@@ -418,8 +393,8 @@ def log_start(
 
     Args:
         config: the run.
-        model: what is trained.
-        device: where.
+        model: the model.
+        device: of this process.
         allocator: settings of PyTorch's allocator in the environment.
     """
     logger.info("model: %s", model.parameter_summary())

@@ -1,4 +1,4 @@
-"""What a run that is resumed continues from, and which of its settings may be others now."""
+"""Checks before a run is resumed: settings that may change, the data, the rows of metrics."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ import torch
 from nsa.errors import check
 from nsa.train.checkpoint import list_checkpoints, read_meta
 from nsa.train.config import TrainConfig
-from nsa.train.load import RENAMED
 from nsa.train.run_folder import RunFolder
 from nsa.train.state import Progress
 from nsa.train.telemetry.metrics import lines_until, record_of
 
-# Settings that a resumed run may change: none of them alters a weight, except
-# - by rounding, where a global batch is divided into other micro-batches or among other processes,
-#   or where these send each other bf16;
-# - what follows a step that is not finite: an exact resumption meets that step again and, with
-#   policy stop, would never get past it;
-# - the learning rate of the steps to come, where their number changes.
-# The place of the data may change, but not what they are: their description has hashes or, for a
-# stream, the commit and the files' versions.
+# Settings, or whole sections, that a resumed run may change. They do not change weights, except
+# - by rounding: the division of a global batch into micro-batches or among processes, and bf16
+#   communication;
+# - after a non-finite step: an exact resumption meets the same step again, and policy stop would
+#   never get past it;
+# - the learning rate of later steps, if the number of steps changes.
+# The path of the data may change, but not their content: the checkpoint has hashes, or for a stream
+# the commit and the versions of the files.
 RESUME_MAY_CHANGE = {
     "steps",
     "log_every",
@@ -50,29 +49,27 @@ RESUME_MAY_CHANGE = {
     "data.path",
     "data.revision",
     "data.time_limit_s",
-}  # settings, or whole sections
+}
 
 
 def resumed_checkpoint(config: TrainConfig, run_folder: RunFolder, device: torch.device) -> Path:
-    """The checkpoint that a run goes on from, after comparing all that needs no data with it.
+    """Return the checkpoint that a run continues from, after checking all that needs no data.
 
     Args:
-        config: the run as it is to go on.
+        config: the run as it is to continue.
         run_folder: its folder.
-        device: where it will compute.
+        device: where the run computes.
 
     Raises:
         ValueError: there is no checkpoint, it is damaged, it comes from another kind of device, or
             the configuration changes what a resumption must not change.
     """
     found = list_checkpoints(run_folder.checkpoints)
-    hint = "It stopped before its first one; remove the folder and start the run anew."
+    hint = "It stopped before its first one; remove the folder and start the run again."
     check(bool(found), "train", "--resume", "name a run with a checkpoint", run_folder.path, hint)
     saved = read_meta(found[-1])
-    # A setting that did not exist yet when the checkpoint was written had the effect of its
-    # default.
-    before = _flat(dataclasses.asdict(TrainConfig()))
-    before |= {RENAMED.get(name, name): value for name, value in _flat(saved["config"]).items()}
+    # A setting that the checkpoint lacks did not exist yet: the run behaved as with its default.
+    before = _flat(dataclasses.asdict(TrainConfig())) | _flat(saved["config"])
     now = _flat(dataclasses.asdict(config))
     names = before.keys() | now.keys()
     fixed = (n for n in names if not {n, n.partition(".")[0]} & RESUME_MAY_CHANGE)
@@ -87,25 +84,26 @@ def resumed_checkpoint(config: TrainConfig, run_folder: RunFolder, device: torch
 
 
 def check_same_data(checkpoint: Path, description: Mapping[str, Any]) -> None:
-    """Refuse data that are not those of the checkpoint.
+    """Raise an error if the data are not those of the checkpoint.
 
     Args:
         checkpoint: folder of a checkpoint.
-        description: of the data that were opened, see :class:`nsa.train.data.DataBundle`.
+        description: of the opened data, see :class:`nsa.train.data.DataBundle`.
     """
     before, now = _flat(read_meta(checkpoint)["data"]), _flat(description)
     _check_same(before, now, before.keys() | now.keys(), "The text has changed since.")
 
 
 def fault_of_rows(run_folder: RunFolder, checkpoint: Path) -> str:
-    """Whether ``metrics.jsonl`` lacks rows that were there when a checkpoint was taken.
+    """Compare ``metrics.jsonl`` with the rows that were there when a checkpoint was taken.
 
     Args:
         run_folder: folder of the run.
         checkpoint: folder of one of its checkpoints.
 
     Returns:
-        A sentence; empty if the rows are the same, or if the checkpoint does not know them.
+        A sentence if rows were lost or changed; empty if not, or if the checkpoint has no record
+        of them.
 
     Raises:
         UserError: the checkpoint or the record is damaged.
@@ -115,9 +113,10 @@ def fault_of_rows(run_folder: RunFolder, checkpoint: Path) -> str:
     expected, (kept, _) = meta["metrics"], lines_until(run_folder.metrics_jsonl, reported)
     if expected is None or record_of(kept) == expected:
         return ""
-    found = f"{len(kept)} rows up to step {reported}"
-    then = f"the {expected.get('rows')} that were there at {checkpoint.name}"
-    return f"metrics.jsonl: its {found} are not {then}: rows were lost or changed"
+    return (
+        f"metrics.jsonl: its {len(kept)} rows up to step {reported} are not the "
+        f"{expected['rows']} that were there at {checkpoint.name}: rows were lost or changed"
+    )
 
 
 def _check_same(

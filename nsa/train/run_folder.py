@@ -1,16 +1,15 @@
-"""The folder of a run: where each file is, and the rule that no run writes over another."""
+"""Files of a run. No run writes over another."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import logging
-import os
 import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,13 @@ class RunFolder:
         metrics_csv: ``metrics.csv``, the same rows with a header.
         tensorboard: ``tensorboard/``, event files.
         checkpoints: ``checkpoints/``.
-        tokenizer: ``tokenizer.json``, where the run trained or read one.
+        tokenizer: ``tokenizer.json``, the tokenizer that the run trained or read.
         loss_png: ``loss.png``.
         sample: ``sample.txt``, text generated at the end.
-        log: ``log.txt``, what the run said.
-        events: ``events.jsonl``, what happened to the run: starts, checkpoints, warnings, ends.
-        stacks: ``stacks/``, what each process was doing when it was asked, by rank.
-        tracking: ``tracking.json``, how far ``nsa track`` has come with each tracker.
+        log: ``log.txt``, the messages of the run.
+        events: ``events.jsonl``: starts, checkpoints, warnings, ends.
+        stacks: ``stacks/``, stack dumps of each process, by rank.
+        tracking: ``tracking.json``, the last step that ``nsa track`` has sent to each tracker.
         halt: ``halt``, a file that ends the run with a checkpoint when it appears.
     """
 
@@ -61,7 +60,6 @@ class RunFolder:
         self.stacks = path / "stacks"
         self.tracking = path / "tracking.json"
         self.halt = path / "halt"
-        self._lock: ExitStack | None = None
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
@@ -79,23 +77,22 @@ class RunFolder:
         Args:
             path: folder that does not exist yet; its parents are made.
             config: resolved configuration.
-            init_from: checkpoint whose weights the run begins with, for the record.
+            init_from: checkpoint whose weights the run begins with, for environment.json.
 
         Returns:
             The folder.
 
         Raises:
-            UserError: if ``path`` is empty or exists already, or a parent is a file.
+            UserError: ``path`` is empty or exists already, or a parent is a file.
         """
         check(str(path) != "", "run folder", "--run-dir", "name a folder", "''")
         is_text = not re.search("[\ud800-\udfff]", str(path))  # TensorBoard opens no other name
         check(is_text, "run folder", "--run-dir", "be valid UTF-8", path)
         folder, environment = cls(Path(path)), collect()
-        function, option = "run folder", "--run-dir"
         try:
             folder.path.parent.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
-            fail(function, option, "lie in a folder", path)
+            fail("run folder", "--run-dir", "lie in a folder", path)
         try:
             folder.path.mkdir()
         except FileExistsError:
@@ -104,34 +101,35 @@ class RunFolder:
             if folder.config.is_file():
                 quoted = shlex.quote(str(path))
                 hint += f", or continue that run with: nsa train --resume {quoted}"
-            fail(function, option, rule, path, hint)
+            fail("run folder", "--run-dir", rule, path, hint)
         source = None if init_from is None else str(init_from.resolve())
         environment |= {"resumed_from_step": None, "init_from": source, "overrides": {}}
         try:
             folder.checkpoints.mkdir()
             folder._append_launch(environment)
-            replace_text(folder.config, to_yaml(config))  # last: a folder that has it is whole
-        except OSError:  # as on a full disk
+            # The configuration last: a folder that has it is complete.
+            replace_text(folder.config, to_yaml(config))
+        except OSError:  # a full disk, for example
             shutil.rmtree(folder.path, ignore_errors=True)
             raise
         return folder
 
     @classmethod
     def open(cls, path: str | Path, argument: str = "RUN") -> RunFolder:
-        """The run folder at ``path``.
+        """Open the run folder at ``path``.
 
-        A configuration or tokenizer that is missing is written again from the newest checkpoint.
+        A missing configuration or tokenizer is restored from the newest checkpoint.
 
         Args:
             path: the folder.
-            argument: which named it, for messages.
+            argument: name of the argument that gave the path, for messages.
 
         Raises:
-            UserError: if there is none; the message has the nearest name.
+            UserError: there is no run; the message has the nearest name.
         """
         folder = cls(Path(path))
-        if not folder.is_whole():
-            folder._restore_from_checkpoint()
+        if not (folder.config.is_file() and folder.tokenizer.is_file()):
+            folder._restore()
         if not folder.config.is_file():
             configs = folder.path.parent.glob("*/config.yaml")
             siblings = sorted(config.parent.name for config in configs)
@@ -143,76 +141,57 @@ class RunFolder:
             fail("run folder", argument, rule, path, hint)
         return folder
 
-    def is_whole(self) -> bool:
-        """Whether the configuration and the tokenizer are there."""
-        return os.path.isfile(self.config) and os.path.isfile(self.tokenizer)
-
-    def restore(self, config: Mapping[str, Any], tokenizer: str | None) -> None:
-        """Write the configuration and the tokenizer again where they are missing.
-
-        Args:
-            config: the configuration as JSON has it.
-            tokenizer: text of ``tokenizer.json``; None if it is not known.
-
-        Raises:
-            OSError: they could not be written.
-        """
-        text = yaml_text(config)  # last: a folder that has it is whole
-        for path, content in ((self.tokenizer, tokenizer), (self.config, text)):
-            if content is not None and not os.path.isfile(path):
-                replace_text(path, content)
-                logger.warning("%s was missing and is written again", path)
-        if self._lock is not None:
-            self._take_lock()
-
-    def _restore_from_checkpoint(self) -> None:
+    def _restore(self) -> None:
+        """Write a missing configuration or tokenizer from the newest checkpoint that has them."""
         if not any(self.checkpoints.glob("step-*")):
             return  # without loading PyTorch
         from nsa.train.checkpoint import list_checkpoints, read_meta
 
         for path in reversed(list_checkpoints(self.checkpoints)):
-            with suppress(UserError, OSError):
+            with suppress(UserError):  # damaged
                 meta = read_meta(path)
-                self.restore(meta["config"], meta["tokenizer"])
+                config = yaml_text(meta["config"])  # last: a folder that has it is complete
+                for target, text in ((self.tokenizer, meta["tokenizer"]), (self.config, config)):
+                    if text is not None and not target.is_file():
+                        replace_text(target, text)
+                        logger.warning("%s was missing; restored from a checkpoint", target)
                 return
 
     def holds_no_run(self) -> bool:
-        """Whether nothing came of it, neither a row nor a checkpoint."""
+        """Whether the run has written neither a row nor a checkpoint."""
         has_rows = self.metrics_jsonl.exists() and self.metrics_jsonl.stat().st_size > 0
         return not has_rows and not any(self.checkpoints.glob("*"))
 
     def load_config(self, overrides: Mapping[str, str] | None = None) -> TrainConfig:
-        """The configuration of the run, with the newest ``steps`` and with ``overrides`` on top."""
+        """Configuration of the run, with the newest ``steps`` and then ``overrides`` applied."""
         steps: dict[str, str] = {}
         for launch in self.launches():
             steps |= {name: text for name, text in launch["overrides"].items() if name == "steps"}
         return load_config(self.config, {**steps, **(overrides or {})})
 
     def former_ends(self) -> set[int]:
-        """The ``steps`` of the run at its start and at each resumption."""
+        """Values that ``steps`` had at the start of the run and at each resumption."""
         extended = (launch["overrides"].get("steps") for launch in self.launches())
         ends = (load_config(self.config, {"steps": text}).steps for text in extended if text)
         return {load_config(self.config).steps, *ends}
 
     def launches(self) -> list[dict[str, Any]]:
-        """The start and the resumptions of the run, oldest first, as ``environment.json`` has them.
+        """Read the start and the resumptions of the run from ``environment.json``, oldest first.
 
         Raises:
-            UserError: the file is no such record.
+            UserError: the file has other content.
         """
         if not self.environment.exists():
             return []
         try:
-            launches = json.loads(self.environment.read_text(encoding="utf-8"))["launches"]
-            fits = bool(launches) and isinstance(launches, list)
-            for launch in launches:
-                fits &= "resumed_from_step" in launch and isinstance(launch["overrides"], dict)
-        except (ValueError, KeyError, TypeError, RecursionError):
+            launches: list[dict[str, Any]] = json.loads(self.environment.read_bytes())["launches"]
+            fits = all(launch.keys() >= {"resumed_from_step", "overrides"} for launch in launches)
+        except (ValueError, KeyError, TypeError, AttributeError):
             launches, fits = [], False
-        name, rule = self.environment.name, "hold the launches of the run in JSON"
-        hint = "Move the file away to go on without its record."
+        name, rule = self.environment.name, "contain the launches of the run in JSON"
+        hint = "Move the file away to continue without its record."
         check(fits, "run folder", name, rule, self.environment, hint)
-        return list(launches)
+        return launches
 
     def record_launch(
         self,
@@ -231,36 +210,31 @@ class RunFolder:
 
     @contextmanager
     def in_use(self) -> Iterator[str]:
-        """Keep a second process from going on with the same run, as long as this process lives.
+        """Context manager: lock the run against a second process.
 
         Yields:
-            A remark for the user where the file system has no locks, otherwise nothing.
+            A remark for the user if the file system has no locks, otherwise an empty string.
 
         Raises:
-            UserError: another process works on the run.
+            UserError: another process is working on the run.
         """
-        with ExitStack() as self._lock:
-            yield self._take_lock()
-
-    def _take_lock(self) -> str:
-        """Lock ``config.yaml``; returns and raises as :meth:`in_use`."""
         import fcntl  # not on Windows, where nothing trains
 
-        assert self._lock is not None
-        file = self._lock.enter_context(self.config.open("r+b"))
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            hint = "Stop that process first, or touch the file halt in the run folder."
-            rule = "be a run that no other process works on"
-            fail("run folder", "RUN", rule, self.path, hint)
-        except OSError as error:
-            remark = f"{self.path} cannot be locked ({error.strerror})"
-            return f"{remark}: nothing keeps a second process from this run"
-        return ""
+        with self.config.open("r+b") as file:
+            remark = ""
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                hint = "Stop that process first, or touch the file halt in the run folder."
+                rule = "be a run that no other process is working on"
+                fail("run folder", "RUN", rule, self.path, hint)
+            except OSError as error:
+                remark = f"{self.path} cannot be locked ({error.strerror}): "
+                remark += "nothing keeps a second process from this run"
+            yield remark
 
     def is_in_use(self) -> bool:
-        """Whether a process works on the run; taken for true where the file system has no locks."""
+        """Whether a process is working on the run; true if the file system has no locks."""
         import fcntl
 
         with self.config.open("rb") as file:
@@ -276,7 +250,7 @@ class RunFolder:
 
 
 def next_run_path(config_path: str | Path, root: str | Path = "runs") -> Path:
-    """``<root>/<config>-<n>`` with the first number above those taken.
+    """Return ``<root>/<config>-<n>`` with the next free number.
 
     Args:
         config_path: configuration file; its name without the suffix names the run.

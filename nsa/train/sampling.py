@@ -1,4 +1,4 @@
-"""How a token is drawn from logits, and where a text ends: sampling and stop strings."""
+"""Sampling of tokens from logits, and stop strings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STEPS_AT_A_TIME = 64
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn; what comes first is applied first.
+    """Settings of sampling, applied in the order of the list.
 
     Attributes:
         repetition_penalty: divides the logits above 0, and multiplies those below, of tokens that
@@ -82,7 +82,7 @@ class Sampling:
         return drawn.squeeze(-1).where(is_finite, -1)
 
     def _kept(self, probability: Tensor) -> Tensor:
-        """``[B, vocab_size]``, in descending order; 0 from the first token that is not kept on."""
+        """Set the probabilities of discarded tokens to 0; ``[B, vocab_size]``, descending."""
         if self.top_k:
             smallest = probability[:, min(self.top_k, probability.shape[-1]) - 1, None]
             probability = probability.where(probability >= smallest, 0.0)

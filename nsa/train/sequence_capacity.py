@@ -1,8 +1,7 @@
 """One number of sequences for every micro-batch of a run.
 
-Code that ``torch.compile`` compiled or a CUDA graph holds serves one number of sequences. Batches
-of documents differ in theirs, so empty sequences behind the others bring every micro-batch to the
-same one.
+Compiled code and CUDA graphs take a fixed number of sequences. Batches of documents differ in it,
+so every micro-batch is padded with empty sequences.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from nsa.train.data.source import TokenSource
 from nsa.train.distributed.processes import Processes
 from nsa.train.state import Progress
 
-# Mean length of documents, tokens, that is taken for short where there is no index of them.
+# Mean length of documents in tokens that is assumed without an index.
 SHORT_DOCUMENT = 64
 
 
 class SequenceCapacity:
-    """Pads micro-batches to ``progress.sequence_capacity`` sequences, which a checkpoint keeps.
+    """Pads micro-batches to ``progress.sequence_capacity`` sequences, which a checkpoint stores.
 
-    No micro-batch has more document parts than the index of the data says. A stream
-    has no index: there the capacity is one sequence for ``SHORT_DOCUMENT`` tokens. A fuller batch
-    raises the capacity, on all processes together.
+    The index of the data gives the largest number of document parts in a micro-batch. A stream has
+    no index: its capacity is one sequence for ``SHORT_DOCUMENT`` tokens. A batch with more
+    sequences raises the capacity on all processes together.
 
     Args:
-        config: the run. Only where it compiles or captures and masks documents is anything padded.
-        source: of the training text.
-        progress: of the run; its capacity is raised to what the index says, and never lowered.
+        config: the run; batches are padded only if it masks documents and compiles or captures.
+        source: training text.
+        progress: of the run; its capacity is raised to that of the index, and never lowered.
         processes: this process among those of the run.
     """
 
@@ -44,36 +43,36 @@ class SequenceCapacity:
         progress.sequence_capacity = max(progress.sequence_capacity, _capacity(config, source))
 
     def needed(self, batches: Sequence[Batch]) -> int:
-        """Sequences of the fullest of these micro-batches if they exceed the capacity, else 0."""
+        """Largest number of sequences in a micro-batch if it exceeds the capacity, else 0."""
         most = max((batch.num_sequences for batch in batches), default=0)
         capacity = self._progress.sequence_capacity
         return most if 0 < capacity < most else 0
 
     def grow(self, needed: int) -> str:
-        """Raise the capacity; every process of the run has to come here.
+        """Raise the capacity; all processes of the run call this together.
 
         Args:
-            needed: what :meth:`needed` said on this process.
+            needed: result of :meth:`needed` on this process.
 
         Returns:
-            What there is to say about it.
+            A message for the log.
         """
         (needed,) = self._processes.largest(needed)
         before = self._progress.sequence_capacity
         after = self._progress.sequence_capacity = 1 << (needed - 1).bit_length()
         return (
             f"a micro-batch of {needed} sequences exceeds the capacity of {before}, which is now "
-            f"{after}: the step is captured anew"
+            f"{after}: the step is captured again"
         )
 
     def padded(self, batches: Sequence[Batch]) -> list[Batch]:
-        """The micro-batches with as many sequences as the capacity says."""
+        """Pad the micro-batches to the capacity."""
         capacity = self._progress.sequence_capacity
         return [batch.padded(capacity) if capacity else batch for batch in batches]
 
 
 def _capacity(config: TrainConfig, source: TokenSource) -> int:
-    """What a new run begins with; 0 where the number of sequences may vary."""
+    """Capacity of a new run; 0 if the number of sequences may vary."""
     documents = config.data.document_mask and source.separator_id is not None
     if not documents or not (config.compile or config.cuda_graphs):
         return 0

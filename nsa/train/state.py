@@ -1,22 +1,22 @@
-"""Everything that a resumed run continues from, in one place."""
+"""State of a run that a checkpoint stores: weights, optimizer, counters, random generators."""
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nsa.errors import UserError, check, fail
 from nsa.lm.model import LanguageModel
 from nsa.train.checkpoint import load_tensors, read_meta
 from nsa.train.data import Sampler
 from nsa.train.optim import ModelOptimizer
-from nsa.train.rng import rng_state, set_rng_state
 
 
 @dataclass
@@ -26,14 +26,14 @@ class Window:
     Attributes:
         steps: optimizer steps.
         loss: summed nats of the steps that were finite.
-        targets: their targets.
-        bytes: text that their targets spell.
+        targets: targets of the finite steps.
+        bytes: bytes of text that the targets spell.
         tokens: input tokens, of all steps.
         seconds: spent in steps.
-        data_seconds: of these, spent waiting for batches.
+        data_seconds: the part of ``seconds`` spent waiting for batches.
         grad_norm: sum over the finite steps, before clipping.
-        grad_norm_max: the largest of these.
-        finite_steps: how many they are.
+        grad_norm_max: largest norm of a finite step, before clipping.
+        finite_steps: number of finite steps.
         layers: metrics of the layers in the step that has the row, once they have been read.
     """
 
@@ -50,7 +50,7 @@ class Window:
     layers: dict[str, float] = field(default_factory=dict)
 
     def add(self, loss: float, targets: int, num_bytes: int, grad_norm: float) -> None:
-        """Count the figures of a step that was finite."""
+        """Add a finite step."""
         self.loss += loss
         self.targets += targets
         self.bytes += num_bytes
@@ -76,19 +76,18 @@ class Window:
 
 @dataclass
 class Progress:
-    """How far a run has come.
+    """Counters of a run.
 
     Attributes:
         step: optimizer steps done, cancelled ones included; the schedule follows it.
         tokens: input tokens seen.
         seconds: wall time of the run, summed over its processes.
         nonfinite_steps: steps whose loss or gradient was not finite.
-        nonfinite_streak: how many of them came last, without a finite one between.
+        nonfinite_streak: consecutive non-finite steps up to the newest one.
         reported_step: step of the newest row of metrics; 0 before the first.
         best_val_bits_per_byte: lowest validation loss so far.
         best_val_step: its step.
-        sequence_capacity: sequences that every micro-batch is padded to; 0 where they are not
-            padded.
+        sequence_capacity: sequences that every micro-batch is padded to; 0 without padding.
         window: sums for the next row of metrics.
     """
 
@@ -105,30 +104,11 @@ class Progress:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Progress:
-        """Inverse of ``dataclasses.asdict``.
-
-        Raises:
-            UserError: these are no such values.
-        """
-        try:
-            window = dict(values["window"].items())
-            if "finite_steps" not in window:  # of nsa 0.1.0: the norm of the newest step alone
-                window |= {"grad_norm": 0.0}
-            progress = cls(**{**values, "window": Window(**window)})
-        except (KeyError, TypeError, ValueError, AttributeError):
-            fail(
-                "checkpoint",
-                "the checkpoint's progress",
-                "hold the counters of a run",
-                str(values)[:80],
-            )
-        for name, value in (*vars(progress).items(), *vars(progress.window).items()):
-            fits = isinstance(value, int | float) and not isinstance(value, bool)
-            fits |= name in ("window", "layers") or (value is None and name.startswith("best_"))
-            check(
-                fits, "checkpoint", f"the checkpoint's progress.{name}", "be a number", repr(value)
-            )
-        return progress
+        """Inverse of ``dataclasses.asdict``."""
+        window = {**values["window"]}
+        if "finite_steps" not in window:  # of nsa 0.1.0: the norm of the newest step alone
+            window["grad_norm"] = 0.0
+        return cls(**{**values, "window": Window(**window)})
 
 
 def weights(model: LanguageModel) -> dict[str, Tensor]:
@@ -138,14 +118,14 @@ def weights(model: LanguageModel) -> dict[str, Tensor]:
 
 @dataclass
 class TrainState:
-    """What resumes: weights, moments, counters, place in the data, random generators.
+    """State that a resumed run continues from.
 
-    The learning rate needs no entry, being a function of the step.
+    The learning rate is not part of it: it is a function of the step.
 
     Attributes:
         model: fp32 master weights.
         optimizer: moments of AdamW and momentum of Muon, with AdamW's step counts.
-        sampler: seed and position of the data order.
+        sampler: seed and position in the data.
         progress: counters and the sums of the open metrics window.
     """
 
@@ -161,7 +141,7 @@ class TrainState:
         return {**weights(self.model), **moments}
 
     def contents(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What a checkpoint holds: live tensors by name, and everything else as JSON."""
+        """Content of a checkpoint: live tensors by name, and everything else as JSON."""
         generators, numbers = rng_state(self._device)
         tensors = {**self.training_tensors(), **generators}
         meta = {
@@ -182,19 +162,64 @@ class TrainState:
         generators, _ = rng_state(self._device)
         load_tensors(path, {**self.training_tensors(), **generators})
         self.progress = Progress.from_json(meta["progress"])
-        try:
-            self.sampler.load_state_dict(meta["sampler"])
-            set_rng_state(generators, meta["rng"], self._device)
-        except UserError:
-            raise
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            rule = "say where the data and the random generators were"
-            fail("checkpoint", "meta.json", rule, f"{path} ({error!r})")
+        self.sampler.load_state_dict(meta["sampler"])
+        set_rng_state(generators, meta["rng"], self._device)
 
     def load_training_tensors(self, path: Path) -> None:
-        """Take back weights and optimizer state; counters and place in the data stay."""
+        """Load weights and optimizer state; counters and position in the data stay."""
         load_tensors(path, self.training_tensors())
 
     @property
     def _device(self) -> torch.device:
         return self.model.embedding.weight.device
+
+
+# --- random number generators ---------------------------------------------------------------------
+def seed_everything(seed: int) -> None:
+    """Seed the generators of Python, NumPy and PyTorch (CPU and CUDA)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def rng_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """State of all generators: tensors by name, and a few numbers as JSON types.
+
+    Args:
+        device: where the run computes; the CUDA generator is part of the state when it is a GPU.
+    """
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    tensors = {
+        "rng.python": torch.tensor(words, dtype=torch.int64),
+        "rng.numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+        "rng.torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
+    numbers = {
+        "python_version": version,
+        "python_gauss": gauss,
+        "numpy_kind": kind,
+        "numpy_position": int(position),
+        "numpy_has_gauss": int(has_gauss),
+        "numpy_cached": float(cached),
+        "device": device.type,
+    }
+    return tensors, numbers
+
+
+def set_rng_state(
+    tensors: Mapping[str, Tensor],
+    numbers: Mapping[str, Any],
+    device: torch.device,
+) -> None:
+    """Restore the generators to a state that :func:`rng_state` returned for this kind of device."""
+    words = tuple(tensors["rng.python"].tolist())
+    random.setstate((numbers["python_version"], words, numbers["python_gauss"]))
+    keys = tensors["rng.numpy"].numpy().astype(np.uint32)
+    rest = ("numpy_position", "numpy_has_gauss", "numpy_cached")
+    np.random.set_state((numbers["numpy_kind"], keys, *(numbers[name] for name in rest)))
+    torch.set_rng_state(tensors["rng.torch"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["rng.cuda"], device)

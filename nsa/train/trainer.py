@@ -35,15 +35,13 @@ from nsa.train.execution.kernels_ahead import KernelsAhead
 from nsa.train.execution.precision import autocast, choose_device
 from nsa.train.execution.startup import Startup
 from nsa.train.loss import NextTokenLoss
-from nsa.train.optim import ModelOptimizer
+from nsa.train.optim import ModelOptimizer, lr_factor
 from nsa.train.pretrained import initial_tokenizer, load_initial
 from nsa.train.reports import Beat, Reports, RunContext, log_start
 from nsa.train.resumption import check_same_data, fault_of_rows, resumed_checkpoint
-from nsa.train.rng import seed_everything
 from nsa.train.run_folder import RunFolder
-from nsa.train.schedule import lr_factor
 from nsa.train.sequence_capacity import SequenceCapacity
-from nsa.train.state import TrainState
+from nsa.train.state import TrainState, seed_everything
 from nsa.train.telemetry.delayed import LateReader
 from nsa.train.telemetry.metrics import Row
 from nsa.train.watch.signals import HALT, Requests
@@ -51,8 +49,8 @@ from nsa.train.watch.watchdog import STARTING_LIMIT_S, checkpoint_limit_s
 
 logger = logging.getLogger(__name__)
 
-# Without the compiler's checks of what operators have promised (tests hold the operators to it):
-# hundreds in a step, which the host would wait for.
+# Without the assertions that the compiler adds for the results of operators, hundreds a step, which
+# take time on the host; tests check the same properties.
 COMPILER: dict[str, Any] = {
     "fullgraph": True,
     "options": {"size_asserts": False, "alignment_asserts": False},
@@ -61,7 +59,7 @@ Drawn = tuple[list[Batch], dict[str, int]]  # micro-batches, and the place in th
 
 
 class TrainingStoppedError(RuntimeError):
-    """The run ended itself; the message says what happened and what is left."""
+    """The run cannot continue; the message says why, and names the last checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,8 @@ class RunResult:
     """How a run ended.
 
     Attributes:
-        finished: whether all steps were done; otherwise the run was asked to stop.
-        signal: name of the signal that asked; None for the halt file.
+        finished: whether all steps are done; otherwise the run was asked to stop.
+        signal: name of the signal that asked it to stop; None for the halt file.
         step: optimizer steps done.
         row: the last row of metrics; empty if this process wrote none.
     """
@@ -84,13 +82,12 @@ class RunResult:
 class Trainer:
     """A training run, or one process's part of it.
 
-    Every process holds the whole state and comes to the same decisions at the same steps; the main
-    one writes.
+    All processes make the same decisions at the same steps; the main one writes.
 
     Args:
         config: the run.
-        run_folder: where everything is written.
-        processes: this process among those of the run; None for a run of one.
+        run_folder: output folder.
+        processes: this process among those of the run; None for a run of one process.
         resume: continue from the newest checkpoint of ``run_folder`` instead of starting.
         init_from: checkpoint of another run, or a folder of ``nsa export``; the new run starts with
             its weights and tokenizer. None draws the weights.
@@ -98,10 +95,10 @@ class Trainer:
         on_step: called after each optimizer step, before the next one begins.
         stops_at_once: whether a signal ends the process at once, without a checkpoint.
         beat: called with a heartbeat (phase, step, longest duration in seconds) whenever
-            something begins.
+            a phase begins.
 
     Attributes:
-        startup: the clock of the start, until the end of the first step.
+        startup: times of the phases until the end of the first step.
 
     Raises:
         ValueError: the configuration does not fit the launch, the device, the tokenizer or the
@@ -132,7 +129,7 @@ class Trainer:
         resumed = resumed_checkpoint(config, run_folder, self.device) if resume else None
         self._kernels_ahead = KernelsAhead(config, self.device, launch)
         compilations.before_kernel = self._kernels_ahead.wait
-        self.startup.begin("model")  # before the data: a refusal need not wait for them
+        self.startup.begin("model")  # before the data: an error need not wait for them
         self._make_model(init_from)
         self.startup.begin("data")
         self._open_data(resumed, init_from)
@@ -144,7 +141,7 @@ class Trainer:
         if config.cuda_graphs:
             self._replay = Replay(self._forward_backward, self.state.optimizer.parameters())
         self._replays = config.cuda_graphs
-        # Of each step whose figures are still on the device: its number, targets and bytes of text.
+        # Steps whose results are still on the device: step, targets, bytes of text.
         self._results: LateReader[tuple[int, int, int]] = LateReader()
         halt = run_folder.halt if self.processes.is_main else None
         self._requests = Requests(
@@ -158,7 +155,7 @@ class Trainer:
         if resumed is not None:
             self.startup.begin("checkpoint")
             self._resume(resumed)
-        # Last: its files are touched only by a run that will go on.
+        # Last: a run that fails before has changed no file of the metrics.
         parts = (self.device, self.strategy, self.processes, self._requests, self.startup)
         context = RunContext(config, run_folder, *parts, on_row, beat)
         self._reports = Reports(context, self.data, self.state)
@@ -170,7 +167,7 @@ class Trainer:
     # --- setting up -------------------------------------------------------------------------------
     @staticmethod
     def _prepare_device(config: TrainConfig, launch: Launch) -> torch.device:
-        """The device of this process, with the settings that hold for all of PyTorch."""
+        """Choose the device of this process and apply PyTorch's global settings."""
         device = choose_device(config.device, launch.local_rank)
         on_gpu = device.type == "cuda"
         found_none = "No CUDA GPU was found. On a CPU, for example: nsa train cpu-small."
@@ -185,7 +182,7 @@ class Trainer:
         return device
 
     def _make_model(self, init_from: Path | None) -> None:
-        """The model and how the processes share it; with the weights of another run if given."""
+        """Make the model and the parallel strategy; load the weights of another run if given."""
         config = self.config
         self.model = LanguageModel(config.model).to(self.device)
         checkpoint_activations(self.model, config.checkpointing)
@@ -206,7 +203,7 @@ class Trainer:
         logger.info("the run begins with the weights of %s", init_from, extra=details)
 
     def _open_data(self, resumed: Path | None, init_from: Path | None) -> None:
-        """Read the data; the main process of a new run makes the tokenizer for the others."""
+        """Open the data; the main process of a new run makes the tokenizer for the others."""
         config, makes_tokenizer = self.config, resumed is None and self.processes.is_main
         tokenizer = None if makes_tokenizer else self.run_folder.tokenizer
         if makes_tokenizer and init_from is not None:
@@ -235,7 +232,7 @@ class Trainer:
             self._note("warning", fault, logging.WARNING)
 
     def _note(self, kind: str, text: str, level: int = logging.INFO) -> None:
-        """Log something that belongs to the history of the run."""
+        """Log an event of the run."""
         logger.log(level, "%s", text, extra={"event": kind, "step": self.state.progress.step})
 
     # --- one optimizer step -----------------------------------------------------------------------
@@ -256,23 +253,22 @@ class Trainer:
         return batches
 
     def _grow(self, needed: int) -> None:
-        """Raise the capacity on all processes together, which has the next step captured anew."""
+        """Raise the capacity on all processes together; the next step is captured again."""
         self._note("sequence_capacity", self._capacity.grow(needed), logging.WARNING)
 
     def train_step(self, batches: Sequence[Batch], num_targets: int | None = None) -> Tensor:
-        """One optimizer step over micro-batches; nothing in it waits for the device.
+        """Do one optimizer step over micro-batches without waiting for the device.
 
-        The loss is the mean over all targets of the step, however they are spread over
-        micro-batches and processes.
+        The loss is the mean over all targets of the step, over micro-batches and processes.
 
         Args:
             batches: this process's micro-batches, on the host.
             num_targets: targets of the step over all processes; None means those of ``batches``.
 
         Returns:
-            On the device, fp32 ``[3]``, the same on every process: summed loss in nats, gradient
-            norm before clipping, and whether the update was cancelled because one of the two is not
-            finite, 1 or 0.
+            fp32 ``[3]`` on the device, the same on every process: summed loss in nats, gradient
+            norm before clipping, and 1 if the update was cancelled because loss or norm is not
+            finite, else 0.
         """
         if num_targets is None:
             num_targets = sum(batch.num_targets for batch in batches)
@@ -295,7 +291,7 @@ class Trainer:
             return self._update(loss, gradients)
 
     def _update(self, loss: Tensor, gradients: list[Tensor]) -> Tensor:
-        """Clip, update and drop the gradients; returns what :meth:`train_step` returns."""
+        """Clip, update and drop the gradients; return the result of :meth:`train_step`."""
         config, optimizer = self.config, self.state.optimizer
         grad_norm = self.strategy.norm(gradients)
         cancel = 1.0 - (grad_norm.isfinite() & loss.isfinite()).float()
@@ -309,7 +305,7 @@ class Trainer:
         return torch.stack((loss, grad_norm, cancel))
 
     def _forward_backward(self, batch: Batch, divisor: Tensor) -> Tensor:
-        """Add the gradient of a micro-batch's summed loss over ``divisor``; returns that sum."""
+        """Add the gradient of a micro-batch's summed loss / ``divisor``; return the sum."""
         batch = batch.to(self.device)
         if self.config.compile:
             torch._dynamo.maybe_mark_dynamic(batch.cu_seqlens, 0)
@@ -323,7 +319,7 @@ class Trainer:
         return loss_sum.detach()
 
     def _rehearse(self, batch: Batch) -> None:
-        """The backward passes that the strategy needs before the first step, without an update."""
+        """Run the backward passes that the strategy needs before the first step."""
         for _ in range(self.strategy.rehearsals):
             self.startup.begin("rehearsal")
             self._forward_backward(batch, torch.ones((), device=self.device))
@@ -331,7 +327,7 @@ class Trainer:
 
     @contextmanager
     def launched_singly(self) -> Iterator[None]:
-        """Context without CUDA graphs: the host launches the same kernels one by one."""
+        """Context manager: launch kernels one by one, without CUDA graphs."""
         self._replays = False
         self.state.optimizer.zero_grad(drop=self._replay is None)  # a replay leaves its gradients
         try:
@@ -340,7 +336,7 @@ class Trainer:
             self._replays = self._replay is not None
 
     def beat(self, phase: str, limit_s: float) -> None:
-        """Send a heartbeat before something that may take up to ``limit_s`` seconds."""
+        """Send a heartbeat before a phase that may take up to ``limit_s`` seconds."""
         self._beat(phase, self.state.progress.step, limit_s)
 
     def _set_lr(self, step: int) -> None:
@@ -350,7 +346,7 @@ class Trainer:
 
     # --- the run ----------------------------------------------------------------------------------
     def run(self) -> RunResult:
-        """Train until all steps are done or the run is asked to stop; both leave a checkpoint.
+        """Train until all steps are done or the run is asked to stop, then write a checkpoint.
 
         Raises:
             TrainingStoppedError: the policy for non-finite steps ended the run, no data came, or
@@ -383,10 +379,10 @@ class Trainer:
         return Prefetcher(lambda: (self._draw(sampler), sampler.state_dict()))
 
     def _handle_requests(self) -> int:
-        """Write a checkpoint if one was asked for since the last step, of any process.
+        """Write a checkpoint if any process was asked for one since the last step.
 
         Returns:
-            What asked for the end, as ``Requests.stop``.
+            ``Requests.stop``: the request to stop, 0 for none.
         """
         requests = self._requests
         requests.look()
@@ -402,7 +398,7 @@ class Trainer:
         return self._requests.stop != 0
 
     def _timed_step(self, ahead: Prefetcher[Drawn]) -> bool:
-        """One step with its bookkeeping; False if the run was asked to stop while no batch came."""
+        """Do one step and count it; False if the run was asked to stop before a batch came."""
         progress, window = self.state.progress, self.state.progress.window
         begin = time.perf_counter()
         taken = self._take(ahead)
@@ -417,12 +413,12 @@ class Trainer:
                 results = self.train_step(batches, targets)
         except CaptureError as error:
             raise TrainingStoppedError(f"{error} In this run {self._last_checkpoint()}.") from error
-        self._kernels_ahead.close()  # after the first step there is nothing left to compile
+        self._kernels_ahead.close()  # nothing to compile after the first step
         progress.step += 1
         self._results.put((progress.step, targets, num_bytes), results)
         tokens = self.config.global_batch * self.config.seq_len
         progress.tokens += tokens
-        # The figures of the step before are read while the device works on this one.
+        # Results of the previous step are read while the device works on this one.
         self._read_results(keep=0 if self._reports.row_due() else 1)
         self._checkpoints.poll()
         self._step_s = time.perf_counter() - begin
@@ -434,9 +430,9 @@ class Trainer:
 
     @in_stage(DATA)
     def _take(self, ahead: Prefetcher[Drawn]) -> tuple[list[Batch], int, int] | None:
-        """This process's micro-batches, and the targets and bytes of text of all processes'.
+        """Return this process's micro-batches, and targets and bytes of text of all processes.
 
-        None if some process has no batch and was asked to stop while it waited.
+        None if some process was asked to stop while it waited for a batch.
         """
         drawn, starved, patience_s = None, "", self._data_patience_s()
         limit_s = STARTING_LIMIT_S if self._is_first_step else self.config.stall_limit_s
@@ -446,7 +442,7 @@ class Trainer:
             drawn = ahead.get(patience_s, self._is_asked_to_stop)
         except StarvedError as error:
             starved = f"{error} (data_limit_s)"
-        except UserError as error:  # of a source that has given up, or found its data damaged
+        except UserError as error:  # a stream gave up, or the data are damaged
             starved = str(error)
         batches, place = drawn or ([], {})
         # The other processes may still be waiting for their batches.
@@ -465,7 +461,7 @@ class Trainer:
             why = starved or "another process got no batch"
             raise TrainingStoppedError(
                 f"data starvation after step {self.state.progress.step}: {why}; "
-                f"{self._last_checkpoint()}. See why the data do not come, then resume."
+                f"{self._last_checkpoint()}. Find out why no data come, then resume."
             )
         if num_without:
             return None
@@ -480,10 +476,10 @@ class Trainer:
         return self._step_s == math.inf
 
     def _data_patience_s(self) -> float:
-        """Longest wait for a batch; 0 waits for ever.
+        """Longest wait for a batch, seconds; 0 waits without limit.
 
-        A stream tries again and gives up by itself; this comes after that. A resumed stream first
-        finds its way back, at worst through most of a large file.
+        A stream retries and gives up by itself, before this limit. A resumed stream first returns
+        to its position, at worst through most of a large file.
         """
         config = self.config
         if config.data.source != "stream" or config.data_limit_s == 0:
@@ -491,7 +487,7 @@ class Trainer:
         return STARTING_LIMIT_S if self._is_first_step else config.data.time_limit_s + 10
 
     def _read_results(self, keep: int) -> None:
-        """Take in the figures of all steps but the newest ``keep``."""
+        """Count the results of all steps but the newest ``keep``."""
         progress, nonfinite = self.state.progress, []
         for (step, targets, num_bytes), (loss, grad_norm, cancelled) in self._results.take(keep):
             if cancelled:
@@ -505,7 +501,7 @@ class Trainer:
             self._on_nonfinite(", ".join(nonfinite))
 
     def _on_nonfinite(self, steps: str) -> None:
-        """Follow the policy; the updates of these steps have been cancelled on the device."""
+        """Apply the policy for ``steps``, whose updates were cancelled on the device."""
         config, streak = self.config, self.state.progress.nonfinite_streak
         what, why = f"loss or gradient not finite in step {steps}", ""
         if config.nonfinite == "stop":
@@ -517,18 +513,18 @@ class Trainer:
             hint = "A lower optim.lr or a longer optim.warmup_steps may help."
             raise TrainingStoppedError(f"{what} ({why}); {self._last_checkpoint()}. {hint}")
         if config.nonfinite == "skip":
-            self._note("nonfinite", f"{what}: update left out", logging.WARNING)
+            self._note("nonfinite", f"{what}: update skipped", logging.WARNING)
             return
-        self._results.take(keep=0)  # steps made with the weights that are given up
+        self._results.take(keep=0)  # of steps with the discarded weights
         self._wait_for_checkpoint()
         path = checkpoint_path(self.run_folder.checkpoints, self._newest_step())
         self.state.load_training_tensors(path)
-        now = f"weights and optimizer state are those of {path.name} again, data go on"
+        now = f"weights and optimizer state restored from {path.name}, data continue"
         self._note("rollback", f"{what}: {now}", logging.WARNING)
 
     # --- checkpoints ------------------------------------------------------------------------------
     def _checkpoint(self) -> None:
-        """Begin a checkpoint of this step, if there is none."""
+        """Start writing a checkpoint of this step unless there is one."""
         self._read_results(keep=0)
         step = self.state.progress.step
         if self._newest_step() == step:
@@ -543,7 +539,7 @@ class Trainer:
             self._checkpoints.submit(step, tensors, meta)
 
     def _wait_for_checkpoint(self) -> None:
-        """Wait until no process is writing; all together, since a step has less time."""
+        """Wait until no process is writing; all processes call this together."""
         self.beat("checkpoint", checkpoint_limit_s(self.model.num_parameters()["total"]))
         self._checkpoints.wait()
         self.processes.wait_for_all()
@@ -554,12 +550,12 @@ class Trainer:
         return self.processes.largest(-1 if newest is None else newest)[0]
 
     def _last_checkpoint(self) -> str:
-        """What a run that ends leaves behind."""
+        """Part of a message that names the last checkpoint."""
         found = list_checkpoints(self.run_folder.checkpoints)
         return f"the last checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
 
     def _finish(self, stop: int) -> None:
-        """The last checkpoint, the sample, and the last lines of the log."""
+        """Write the last checkpoint, the sample and the last lines of the log."""
         progress, steps = self.state.progress, self.config.steps
         self._wait_for_checkpoint()  # if it has failed, the next line tries again
         self._checkpoint()
@@ -574,13 +570,10 @@ class Trainer:
             logger.info("best validation loss: %s at step %d", best, progress.best_val_step)
         if progress.step < steps:
             who = "the halt file" if stop == HALT else signal.Signals(stop).name
-            text = f"stopped by {who} after step {progress.step} of {steps}; resume to go on"
+            text = f"stopped by {who} after step {progress.step} of {steps}; resume to continue"
             self._note("stop", text)
         if self.processes.is_main:  # also one that nobody has read must not end the resumed run
             with suppress(FileNotFoundError, NotADirectoryError):
                 self.run_folder.halt.unlink()
         if self._checkpoints.failure is not None:
             raise TrainingStoppedError(f"{self._checkpoints.failure}; {self._last_checkpoint()}")
-        if not self._reports.keep_folder():
-            lost = f"{self.run_folder.config} is gone and cannot be written again"
-            raise TrainingStoppedError(f"{lost}; {self._last_checkpoint()}")

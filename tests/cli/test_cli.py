@@ -299,7 +299,7 @@ def test_eval_compares_runs_on_the_test_split(tiny, nsa, refusal, words):
     said = nsa("compare a.npz --against b.npz")
     assert "nsa step 2, dense step 2: " in said
     assert f"difference: {both['difference_bits_per_byte']:+.4f} bits per byte" in said
-    why = "nsa: a.npz must be given once, got it twice."
+    why = "nsa: a.npz must measure another model than a.npz, got the same: nsa step 2."
     for twice in ("a.npz --against a.npz", "a.npz a.npz --against b.npz b.npz"):
         assert refusal(f"compare {twice}") == why
     why = "--against must be as many files as FILES (1), got 2"
@@ -472,7 +472,7 @@ def test_nothing_said_shows_the_help(capsys):
         ("train", "CONFIG must be given"),
         ("train tiny.yaml --steps", "nsa train: argument --steps: expected one argument"),
         ("train tiny.yaml --steps 1 --steps 2", "nsa train: argument --steps: given twice"),
-        ("train --steps some tiny.yaml", "--steps: steps must be a valid integer, got some."),
+        ("train --steps some tiny.yaml", "--steps: steps must be an integer, got 'some'."),
         ("train tiny.yaml --opt 3", "unrecognized arguments: --opt"),
         ("train tiny.yml", "The nearest is tiny.yaml."),
         ("train tiny.yaml --data.path nowhere", "nowhere"),
@@ -524,7 +524,7 @@ def test_what_is_like_nothing_gets_no_suggestion(tiny, refusal):
 @pytest.mark.parametrize("content", ["", "# width: 64\n", "---\n", "{}", "model: {nsa: {}}\n"])
 def test_a_configuration_without_settings_is_refused(tiny, refusal, content):
     (tiny / "empty.yaml").write_text(content)
-    assert "empty.yaml must hold a setting, got none" in refusal("plan empty.yaml")
+    assert "empty.yaml must contain a setting, got none" in refusal("plan empty.yaml")
 
 
 @pytest.mark.parametrize(
@@ -554,7 +554,7 @@ def test_set_is_taken_for_one_release(tiny, capsys):
     said = "--set optim.lr=fast is --optim.lr=fast now; --set goes with the next release"
     assert first == f"nsa bench train: {said}"
     assert "--seed=3 now" in second
-    assert "--optim.lr: optim.lr must be a valid number, got fast." in refused
+    assert "--optim.lr: optim.lr must be a finite number, got 'fast'." in refused
 
 
 # ---------------------------------------------------------------------------------- other endings

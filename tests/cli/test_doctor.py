@@ -46,7 +46,7 @@ def test_problems_are_shown_and_counted(tmp_path, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert "PROBLEM: no-such-distribution is not installed" in said
     assert "PROBLEM: 0.5 GiB free" in said
-    assert f"PROBLEM: {tmp_path / 'bad.yaml'}:1: steps must be a valid integer, got x." in said
+    assert f"PROBLEM: {tmp_path / 'bad.yaml'}:1: steps must be an integer, got 'x'." in said
     assert "  good: loads" in said
     assert "3 problems found" in said
 

@@ -90,7 +90,7 @@ def _after_micro_batches(number: str, rank: str, action: Callable[[], None]) -> 
 
 
 def nan_in_weights(step: str, rank: str = "0") -> None:
-    from nsa.train.distributed.sharding import own_part
+    from nsa.train.distributed.processes import own_part
 
     def poison(trainer: Any) -> None:
         with torch.no_grad():
@@ -123,18 +123,9 @@ def slow(seconds: str, after: str = "0") -> None:
     _before_steps(wait)
 
 
-def dead_gate(step: str) -> None:
-    def close(trainer: Any) -> None:
-        gate = trainer.model.decoder_layers()[0].attention.gate
-        with torch.no_grad():
-            gate.net.bias.view(-1, 3)[:, 1] = -20.0
-
-    _at_step(step, "0", close)
-
-
 FAULTS: dict[str, Callable[..., None]] = {
     one.__name__: one
-    for one in (stuck_in_c, starve, lose_data, nan_in_weights, die, small_files, slow, dead_gate)
+    for one in (stuck_in_c, starve, lose_data, nan_in_weights, die, small_files, slow)
 }
 
 if __name__ == "__main__":

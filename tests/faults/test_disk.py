@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -56,16 +55,6 @@ def test_full_disk_is_survived(tmp_path: Path, disk: Path) -> None:
         assert "the newest is step-" in run.text
     assert outcome(run.path) == outcome(whole)
     assert events(run.path, "checkpoint")
-
-
-def test_run_whose_last_checkpoint_has_no_room_says_so(tmp_path: Path, disk: Path) -> None:
-    changes: dict[str, Any] = {"steps": 40, "checkpoint_every": 10}
-    with Run(tmp_path, path=disk / "run", fault=("slow", "0.05"), **changes) as run:
-        run.wait_until(lambda: len(steps_of(run.path)) == 1)
-        fill(disk)
-        assert run.end() == 1
-        assert "stopped: checkpoint of step 40 could not be written" in run.text
-        assert "the last checkpoint is" in run.text
 
 
 def test_files_that_may_not_grow(tmp_path: Path) -> None:

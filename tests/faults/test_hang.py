@@ -41,17 +41,6 @@ def test_main_thread_stuck_in_c_with_the_interpreter(tmp_path: Path) -> None:
 
 
 @LINUX
-@pytest.mark.faults  # a stopped rank of two shows the same
-def test_stopped_process_of_one(tmp_path: Path) -> None:
-    with Run(tmp_path, **endless(3.0)) as run:
-        run.wait_for_rows(3)
-        run.kill(signal.SIGSTOP)
-        assert run.end() == -signal.SIGKILL
-        assert "state: state T (stopped)" in run.text
-        assert "stacks: none, the process cannot run" in run.text
-
-
-@LINUX
 def test_one_rank_stopped(tmp_path: Path) -> None:
     """The other rank waits for it in a collective and says so; of the stopped one the state is read
     from outside.

@@ -122,10 +122,9 @@ def test_shards_train_like_one_process(whole: Path, sharded: Path) -> None:
             " --parallel.bucket-mib 0.01 --checkpointing.policy full",
             marks=in_full,
         ),
-        pytest.param(4, "--accumulation 1 --micro-batch 1", marks=in_full),
         pytest.param(4, "--accumulation 1 --micro-batch 1 --parallel.strategy fsdp", marks=in_full),
     ],
-    ids=["replicas", "options of replicas", "four replicas", "four shards"],
+    ids=["replicas", "options of replicas", "four shards"],
 )
 def test_processes_train_like_one(tmp_path: Path, whole: Path, number: int, words: str) -> None:
     divided = ("--world-size", str(number), *words.split())
@@ -179,9 +178,8 @@ def test_resumed_on_another_number_or_strategy_the_data_go_on(
         pytest.param(
             "--accumulation 2 --micro-batch 1 --parallel.static-graph true", marks=in_full
         ),
-        pytest.param("--parallel.bucket-mib 0.01", marks=in_full),
     ],
-    ids=["replicas", "shards", "static graph", "small buckets"],
+    ids=["replicas", "shards", "static graph"],
 )
 def test_three_ranks_resume_bit_for_bit(tmp_path: Path, words: str) -> None:
     """Sums of three are rounded by their order, which two cannot show."""
@@ -270,9 +268,3 @@ def test_what_cannot_be_divided_or_sent_is_refused_before_the_start(
     said = train(*new_run(whole, path), *words.split(), folder=tmp_path, code=2)
     assert message in said
     assert not path.exists()
-
-
-def test_several_processes_need_the_name_of_their_folder(tmp_path: Path, whole: Path) -> None:
-    words = (*new_run(whole, tmp_path)[:2], *TWO_RANKS)
-    said = train(*words, folder=tmp_path, code=2)
-    assert "--run-dir must be given with torchrun" in said

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
 from nsa.hf import NSAForCausalLM
-from nsa.train.schedule import lr_factor
+from nsa.train.optim import lr_factor
 
 
 class Windows(IterableDataset[dict[str, torch.Tensor]]):

@@ -47,12 +47,6 @@ def test_left_padded_batch_equals_each_row_alone(attention: str, chunk: int | No
     assert len({*itertools.chain(*wanted)}) > 3
 
 
-def test_without_a_cache() -> None:
-    model, batch = model_of(), left_padded([tokens(n, seed=n) for n in (40, 9)])
-    found = model.generate(**batch, max_new_tokens=4, do_sample=False, use_cache=False)
-    assert torch.equal(found, model.generate(**batch, max_new_tokens=4, do_sample=False))
-
-
 def test_equals_nsa_generate() -> None:
     """Token for token, bytes of the project's own generation."""
     model = model_of(vocab_size=256)
@@ -89,17 +83,6 @@ def test_beam_search() -> None:
     model, rows = tiny(), [tokens(n, seed=n) for n in (37, 12)]
     found = model.generate(**left_padded(rows), max_new_tokens=6, num_beams=3, do_sample=False)
     assert found[:, -6:].tolist() == [best_beams(model, row, 3, 6) for row in rows]
-
-
-def test_sampling_has_a_seed() -> None:
-    model, x = model_of(), tokens(1, 20)
-    drawn = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        drawn.append(model.generate(x, max_new_tokens=8, do_sample=True, num_return_sequences=2))
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
-    assert drawn[0].shape == (2, 28)
 
 
 @pytest.mark.parametrize("changes", [{}, TABLES[0]], ids=str)

@@ -64,11 +64,6 @@ def packed_rows(kind: str) -> tuple[Tensor, dict[str, Tensor], list[tuple[Tensor
     restart = {"position_ids": positions(LENGTHS)}
     if kind == "positions":
         return flat, restart, documents
-    if kind == "positions that jump":  # of parts of a document
-        jumps = torch.arange(len(rows)).repeat_interleave(torch.tensor(LENGTHS))
-        return flat, {"position_ids": (torch.arange(len(jumps)) + 10 * jumps)[None]}, documents
-    if kind == "offsets":
-        return flat, {"cu_seq_lens_q": cu}, documents
     if kind == "both, with an empty document":
         return flat, {**restart, "cu_seq_lens_q": torch.cat((cu, cu[-1:]))}, documents
     batch, width = left_padded(rows), max(LENGTHS)
@@ -78,8 +73,6 @@ def packed_rows(kind: str) -> tuple[Tensor, dict[str, Tensor], list[tuple[Tensor
         roll = (torch.arange(width) + first[:, None]) % width
         ids, mask, first = ids.gather(1, roll), mask.gather(1, roll), 0 * first
     given = {"attention_mask": mask}
-    if kind == "left, positions of tokens":
-        given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
     inside = [
         (row, i * width + start + torch.arange(len(row)))
         for i, (row, start) in enumerate(zip(rows, first.tolist(), strict=True))
@@ -101,11 +94,7 @@ def packed_rows(kind: str) -> tuple[Tensor, dict[str, Tensor], list[tuple[Tensor
     "kind",
     [
         "positions",
-        "positions that jump",
-        "offsets",
         "both, with an empty document",
-        "left",
-        "left, positions of tokens",
         "left, two documents in a row",
         "right",
     ],

@@ -138,25 +138,3 @@ def test_lm_eval_gives_our_figures(lm_eval: Any, run: Path, nsa: Command, tiny: 
         assert round(theirs, 4) == pytest.approx(round(ours, 4), abs=1e-9)
     model = HFLM("m", device="cpu", batch_size=2, max_length=600)
     assert figures(lm_eval, model, "nsa_needles")["nsa_needles"]["exact_match,number"] == 0
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_lm_eval_counts_answers(lm_eval: Any, nsa: Command, tiny: Path) -> None:
-    """A reader that finds every other needle gets half of them."""
-    from lm_eval.api.model import LM
-
-    class Reader(LM):  # type: ignore[misc, unused-ignore]
-        def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
-            prompts = [request.args[0] for request in requests]
-            numbers = [re.findall(r"\d{7}", prompt)[0] for prompt in prompts]
-            return [f" {x}. So" if i % 2 else " 1234567." for i, x in enumerate(numbers)]
-
-        def loglikelihood(self, requests: Any) -> Any:
-            raise NotImplementedError
-
-        def loglikelihood_rolling(self, requests: Any) -> Any:
-            raise NotImplementedError
-
-    nsa("data needles needles.jsonl --number 6")
-    found = figures(lm_eval, Reader(), "nsa_needles")["nsa_needles"]
-    assert found["exact_match,number"] == 0.5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import subprocess
 import sys
 import types
@@ -64,33 +63,19 @@ def test_logits_and_folders(kind: dict[str, Any], tmp_path: Path) -> None:
     same(model, NSAForCausalLM.from_pretrained(tmp_path / "again"))
 
 
-def test_bf16(tmp_path: Path) -> None:
-    model = tiny().to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    loaded = NSAForCausalLM.from_pretrained(tmp_path)
-    assert loaded.dtype == torch.bfloat16
-    same(model, loaded)
-    assert NSAForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).dtype == torch.float32
-
-
 def test_padding() -> None:
     """Left or right of a row's tokens, it changes nothing; so do rows that are packed into one."""
     model, rows = tiny(), [tokens(n, seed=n) for n in (60, 7, 33)]
     expected = [model(row[None]).logits[0] for row in rows]
-    batch = left_padded(rows)
-    for flip in (lambda x: x, lambda x: x.flip(1)):
-        ids, mask = (flip(x) for x in batch.values())
-        ids = (
-            ids
-            if flip(batch["input_ids"]) is batch["input_ids"]
-            else torch.where(
-                mask == 1,
-                torch.stack([torch.nn.functional.pad(r, (0, 60 - len(r))) for r in rows]),
-                0,
-            )
-        )
-        logits = model(ids, attention_mask=mask).logits
-        for found, valid, wanted in zip(logits, mask, expected, strict=True):
+    left = left_padded(rows)
+    right = {
+        "input_ids": torch.stack([torch.nn.functional.pad(r, (0, 60 - len(r))) for r in rows]),
+        "attention_mask": left["attention_mask"].flip(1),
+    }
+    for batch in (left, right):
+        for found, valid, wanted in zip(
+            model(**batch).logits, batch["attention_mask"], expected, strict=True
+        ):
             torch.testing.assert_close(found[valid == 1], wanted, rtol=0, atol=1e-12)
     packed = {
         "cu_seq_lens_q": torch.tensor([0, 60, 67, 100]),
@@ -101,19 +86,9 @@ def test_padding() -> None:
     torch.testing.assert_close(logits, torch.cat(expected), rtol=0, atol=1e-12)
 
 
-def test_some_logits() -> None:
-    model, x = tiny(), tokens(2, 20)
-    logits = model(x).logits
-    torch.testing.assert_close(model(x, logits_to_keep=3).logits, logits[:, -3:])
-    at = torch.tensor([4, 9])
-    torch.testing.assert_close(model(x, logits_to_keep=at).logits, logits[:, at])
-    assert torch.equal(model(x, return_dict=False)[0], logits)
-
-
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_loss_and_checkpointing(attention: str) -> None:
+def test_loss_and_checkpointing() -> None:
     """The loss of the next token; a backward pass that computes layers again has its gradients."""
-    model, x = tiny(attention=attention), tokens(2, 40)
+    model, x = tiny(), tokens(2, 40)
     labels = x.clone()
     labels[0, :10] = -100
 
@@ -140,8 +115,7 @@ def test_loss_and_checkpointing(attention: str) -> None:
     assert [layer.keeps for layer in model.model.decoder_layers()] == ["input", "everything"]
 
 
-@pytest.mark.parametrize("ignored", [False, True], ids=["raw", "-100"])
-@pytest.mark.parametrize("items", [None, 97], ids=["mean", "num_items_in_batch"])
+@pytest.mark.parametrize(("ignored", "items"), [(False, None), (True, 97)])
 def test_loss_of_padded_and_packed_rows(ignored: bool, items: int | None) -> None:
     """A row's loss is the same alone, padded left or right, and packed behind another row."""
     model, rows = tiny(), [tokens(n, seed=n) for n in (30, 7, 19)]
@@ -287,7 +261,10 @@ def test_config_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "match"),
     [
-        ({"nsa": {"window": 3}}, r"nsa must hold fields of NSAConfig alone, got window\. The near"),
+        (
+            {"nsa": {"window": 3}},
+            r"nsa must contain only fields of NSAConfig, got window\. The near",
+        ),
         ({"width": 0}, "width must be positive, got 0"),
         ({"attention": "full"}, "attention must be nsa or dense, got full"),
     ],
@@ -340,17 +317,6 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
             NSAForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"the folder must fit at .*{name}"):
         NSAForCausalLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
-
-
-def test_config_of_another_model(tmp_path: Path) -> None:
-    """Of a file that names a field that this version does not have."""
-    tiny().save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    values = json.loads(path.read_text())
-    values["nsa"]["new"] = 1
-    path.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match="nsa must hold fields of NSAConfig alone, got new"):
-        NSAForCausalLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(

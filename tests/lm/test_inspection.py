@@ -20,9 +20,7 @@ from nsa.lm.inspection import (
     SelectionFigures,
     gate_figures,
     inspect_text,
-    merged,
     observed,
-    overlap,
     selected_ranges,
     selection_figures,
 )
@@ -66,7 +64,6 @@ def random_blocks(num_tokens: int, heads: int, width: int, size: int, seed: int 
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
         {"num_kv_heads": 2},
         {"branches": ("slc", "win"), "compress_rope": "none"},
         {"branches": ("cmp", "win"), "gate": "softmax"},
@@ -95,17 +92,6 @@ def test_gates_and_blocks_are_those_that_the_layers_computed(changes: dict[str, 
         assert attention.observer is None
     assert torch.equal(model(torch.tensor(TEXT)), before)
     assert len(found) == 2, "noted after the end"
-
-
-def test_observers_go_when_a_pass_fails() -> None:
-    model = model_of()
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("on purpose")
-
-    with pytest.raises(RuntimeError, match="on purpose"), observed(model, fail):
-        model(torch.tensor(TEXT))
-    model(torch.tensor(TEXT))
 
 
 def test_a_dense_model_has_nothing_to_observe() -> None:
@@ -146,28 +132,23 @@ def test_figures_of_blocks(at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> N
     blocks = random_blocks(num_tokens, 2, 4, size)
     found = selection_figures(blocks, config, first_query=40)
     assert isinstance(found, SelectionFigures)
-    selected = [[{int(i) for i in ids if i >= 0} for ids in row] for row in blocks]
-    distances, back = list[int](), list[int]()
-    for t, row in enumerate(selected):
-        for i in itertools.chain(*row):
-            distances += [t - key for key in range(i * size, min((i + 1) * size, t + 1))]
-            back.append((t // size - i) * size)
-    assert found.keys_mean == pytest.approx(len(distances) / (num_tokens * 2))
-    assert found.distance_mean == pytest.approx(sum(distances) / len(distances))
+    positions = torch.arange(num_tokens)[:, None, None] // size
+    back = ((positions - blocks) * size)[blocks >= 0].tolist()
     assert found.distance_tokens == [0, 16, 32, 64, 128, 256]
     bins = [*found.distance_tokens, 10**9]
     assert found.distance_counts == [
         sum(low <= tokens < high for tokens in back) for low, high in itertools.pairwise(bins)
     ]
-    for lag, share in found.overlap.items():
-        pairs = [
-            (selected[t][head], selected[t - lag][head])
-            for t in range(lag, num_tokens)
-            for head in range(2)
-        ]
-        expected = sum(len(a & b) for a, b in pairs) / sum(len(a) for a, _ in pairs)
-        assert share == pytest.approx(expected), lag
+    lag = 8
+    both = [{*now.tolist()} & {*then.tolist()} - {-1} for now, then in pairs(blocks, lag)]
+    total = sum(int((now >= 0).sum()) for now, _ in pairs(blocks, lag))
+    assert found.overlap[lag] == pytest.approx(sum(map(len, both)) / total)
     assert list(found.overlap) == [1, 2, 4, 8, 16, 32, 64]
+
+
+def pairs(blocks: Tensor, lag: int) -> list[tuple[Tensor, Tensor]]:
+    """Blocks of each query and KV head, and those of the query ``lag`` tokens before."""
+    return list(zip(blocks[lag:].flatten(0, 1), blocks[:-lag].flatten(0, 1), strict=True))
 
 
 def test_heat_map_is_the_share_of_blocks_and_queries() -> None:
@@ -219,20 +200,6 @@ def test_ranges_hold_the_keys_of_the_blocks() -> None:
         assert {t for start, end in ranges for t in range(start, end)} == expected
         assert all(a[1] < b[0] for a, b in itertools.pairwise(ranges)), "adjacent ones are merged"
     assert selected_ranges(blocks, config, []) == {}
-
-
-def test_merged_ranges_of_several_heads() -> None:
-    heads = [[(0, 16), (64, 80)], [(16, 32), (70, 96)], [], [(8, 12), (100, 101)]]
-    assert merged(heads) == [(0, 32), (64, 96), (100, 101)]
-    assert merged([[]]) == []
-
-
-def test_overlap_of_equal_and_of_disjoint_selections() -> None:
-    same = torch.tensor([[[0, 3, -1]]] * 5)
-    assert overlap(same, 1) == overlap(same, 4) == 1.0
-    apart = torch.tensor([[[0, -1]], [[1, -1]], [[0, 1]]])
-    assert overlap(apart, 1) == 1 / 3  # the padding of both is nothing that they share
-    assert overlap(apart, 2) == 1 / 2
 
 
 def test_figures_of_gates() -> None:

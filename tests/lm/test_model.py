@@ -81,14 +81,6 @@ def test_parameter_parts_by_hand(phi: Any, mlp: Any) -> None:
     assert model.num_parameters() == {**expected, "total": sum(expected.values())}
 
 
-def test_tied_head_is_the_embedding() -> None:
-    model = make("dense", tie_head=True)
-    assert model.head.weight is model.embedding.weight
-    assert model.num_parameters()["head"] == 0
-    model(tokens(8)).sum().backward()
-    assert model.embedding.weight.grad is not None
-
-
 def test_mlp_formulas() -> None:
     x = torch.randn(5, 32)
     plain, gated = MLP(SMALL), MLP(dataclasses.replace(SMALL, mlp="swiglu"))
@@ -129,11 +121,10 @@ def test_flops_of_a_token() -> None:
 # --- start ----------------------------------------------------------------------------------------
 
 
-@ATTENTION
 @pytest.mark.parametrize("tie_head", [False, True])
 @pytest.mark.parametrize(
-    ("vocab", "width", "layers", "mlp"),
-    [(256, 128, 4, "silu"), (256, 1024, 1, "swiglu"), (8192, 64, 1, "silu")],
+    ("attention", "vocab", "width", "layers", "mlp"),
+    [("nsa", 256, 128, 4, "silu"), ("dense", 256, 1024, 1, "swiglu"), ("nsa", 8192, 64, 1, "silu")],
 )
 def test_first_loss_is_that_of_a_uniform_guess(
     attention: Any, tie_head: bool, vocab: int, width: int, layers: int, mlp: Any
@@ -226,14 +217,6 @@ def test_prefill_and_steps_equal_the_whole(attention: str, cut: int) -> None:
     logits += [model(data[:, t : t + 1], cache=cache) for t in range(cut, 50)]
     logits.append(model(data[:, 50:], cache=cache))
     torch.testing.assert_close(torch.cat(logits, dim=1), whole, rtol=1e-10, atol=1e-12)
-
-
-def test_dense_attention_takes_no_gate_of_the_pattern() -> None:
-    for gate in ({"gate_bias": 2.0}, {"gate": "softmax", "gate_temperature": 3.0}):
-        model = make("dense", nsa=dataclasses.replace(PATTERN, **gate)).double()
-        data = tokens(1, 20)
-        logits = model(data, cache=model.new_cache(1, max_tokens=20))
-        torch.testing.assert_close(logits, model(data), rtol=1e-10, atol=1e-12)
 
 
 # --- precision ------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ MACHINE = re.compile(r"(.*_)?(s|ms|mib|percent|total|mfu|compilations)")
 
 
 def write_text(folder: Path) -> Path:
-    """Documents of very different lengths: windows hold boundaries, micro-batches differ."""
+    """Documents of very different lengths: sequences contain boundaries, micro-batches differ."""
     folder.mkdir(parents=True, exist_ok=True)
     words = [chr(ord("a") + n) * (1 + n % 5) for n in range(15)]
     for index in range(24):
@@ -87,7 +87,7 @@ def new_trainer(tmp_path: Path, name: str = "run", **changes: Any) -> Trainer:
 
 
 def resumed(tmp_path: Path, name: str = "run", **changes: Any) -> Trainer:
-    """A trainer of :func:`tiny_config` that goes on with the run ``name``."""
+    """A trainer of :func:`tiny_config` that resumes the run ``name``."""
     return make_trainer(tiny_config(tmp_path, **changes), tmp_path / name, resume=True)
 
 
@@ -102,13 +102,12 @@ def all_equal(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
 
 
 def run_meta(**changes: Any) -> dict[str, Any]:
-    """What a checkpoint of a run needs in meta.json."""
-    sections: dict[str, Any] = {"progress": {}, "sampler": {}, "rng": {}, "config": {}, "data": {}}
-    return {"step": 1, **sections, "val_bits_per_byte": None, **changes}
+    """Content of meta.json that :mod:`nsa.train.checkpoint` itself reads."""
+    return {"val_bits_per_byte": None, **changes}
 
 
 def rewrite_hashes(checkpoint: Path) -> None:
-    """Make the hashes those of the files, as after a change on purpose."""
+    """Write the hashes of the files as they are now."""
     names = [*sorted(path.name for path in checkpoint.glob("*.safetensors")), "meta.json"]
     digests = [hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() for name in names]
     lines = [f"{digest}  {name}\n" for digest, name in zip(digests, names, strict=True)]
@@ -125,7 +124,7 @@ def stored_tensors(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder with what it holds."""
+    """Every file below a folder with its content."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 

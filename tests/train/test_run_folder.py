@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from nsa.errors import UserError
-from nsa.files import replace_text
 from nsa.train import environment, run_folder
 from nsa.train.config import OptimConfig, TrainConfig
 from nsa.train.run_folder import RunFolder, next_run_path
@@ -91,14 +90,6 @@ def test_automatic_names_count_up_and_never_meet_an_existing_folder(tmp_path: Pa
     assert next_run_path("seed-dense.yaml", tmp_path) == tmp_path / "seed-dense-31"
 
 
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
-    path = tmp_path / "x.txt"
-    path.write_text("old")
-    replace_text(path, "new\n")
-    assert path.read_text() == "new\n"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["x.txt"]
-
-
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_the_commit_is_that_of_the_package_and_changes_are_flagged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -131,13 +122,6 @@ def test_the_commit_is_that_of_the_package_and_changes_are_flagged(
     assert environment.code_version()["dirty"] is False
     source.write_text("changed")
     assert environment.code_version()["dirty"] is True
-
-
-def test_absent_programs_and_packages_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert environment.version("no-such-distribution") is None
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert environment.nvidia_topology() is None
-    assert environment.code_version()["note"] == "no git on this machine"
 
 
 def test_the_topology_is_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

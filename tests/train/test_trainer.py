@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -30,17 +29,15 @@ from nsa.train.data import TextSource
 from nsa.train.execution.compilation import compilations
 from nsa.train.generation import generate
 from nsa.train.load import to_yaml
+from nsa.train.optim import lr_factor
 from nsa.train.run_folder import RunFolder
-from nsa.train.schedule import lr_factor
 from nsa.train.state import Window
 from nsa.train.telemetry.metrics import Row
 from nsa.train.trainer import Trainer, TrainingStoppedError
 from tests.train.cases import (
-    PATTERN,
     all_equal,
     make_trainer,
     new_trainer,
-    reproducible_rows,
     resumed,
     rows_of,
     tiny_config,
@@ -138,11 +135,9 @@ def test_a_step_reads_nothing_off_the_device(
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
         {"optim": {"name": "muon"}},
-        {"loss_chunk": 17},
+        {"loss_chunk": 17, "model": {"tie_head": True, "mlp": "swiglu"}},
         {"model": {"attention": "dense"}},
-        {"model": {"tie_head": True, "mlp": "swiglu"}},
     ],
     ids=str,
 )
@@ -153,9 +148,6 @@ def test_every_kind_of_model_and_optimizer_learns(tmp_path: Path, changes: dict[
     assert losses[-1] < min(0.7 * math.log(256), losses[0] - 1)
 
 
-WINDOW = {"nsa": dataclasses.replace(PATTERN, branches=("win",))}
-
-
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tracer's own backend stands in for a C++ compiler, which takes minutes."""
@@ -163,23 +155,11 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
-@pytest.mark.parametrize(
-    ("model", "by_layer"),
-    [
-        *(pytest.param(model, True, marks=pytest.mark.faults) for model in (WINDOW, {})),
-        ({"attention": "dense"}, True),
-        ({"attention": "dense"}, False),
-    ],
-    ids=["window", "nsa", "dense", "dense, whole"],
-)
+@pytest.mark.parametrize("by_layer", [True, False])
 @pytest.mark.usefixtures("traced")
-def test_compiled_once_and_equal_to_eager(
-    tmp_path: Path, model: dict[str, Any], by_layer: bool
-) -> None:
-    """Nothing is compiled after the first step, whatever documents a batch holds: of one token, of
-    whole sequences, dozens a sequence; with evaluations and a sample. Branches take long to trace:
-    ``tests/test_recompilation.py`` and ``tests/train/execution/test_activations.py`` hold the same
-    of them without a run.
+def test_compiled_once_and_equal_to_eager(tmp_path: Path, by_layer: bool) -> None:
+    """Nothing is compiled after the first step, whatever documents a batch contains, with
+    evaluations and a sample. Sparse attention takes long to trace: other tests compile it.
     """
     folder = tmp_path / "text"
     folder.mkdir()
@@ -190,7 +170,7 @@ def test_compiled_once_and_equal_to_eager(
     for compiled in (False, True):
         config = tiny_config(
             tmp_path,
-            model={**model, "num_layers": 2},
+            model={"attention": "dense", "num_layers": 2},
             compile=compiled,
             sample_tokens=3,
             steps=16,
@@ -230,13 +210,6 @@ def test_a_fuller_batch_raises_the_capacity_for_good(
     assert again.state.progress.sequence_capacity == grown
 
 
-def test_batches_are_not_padded_where_nothing_is_compiled(tmp_path: Path) -> None:
-    trainer = new_trainer(tmp_path)
-    assert trainer.state.progress.sequence_capacity == 0
-    batches = [batch for _ in range(3) for batch in trainer.next_batches()]
-    assert all(int(batch.cu_seqlens.diff().min()) > 0 for batch in batches)
-
-
 # --- the run --------------------------------------------------------------------------------------
 
 
@@ -244,6 +217,7 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
     seen: list[Row] = []
     config = tiny_config(tmp_path, steps=11, log_every=2, eval_every=5, keep_checkpoints=2)
     trainer = make_trainer(config, tmp_path / "run", on_row=seen.append)
+    assert trainer.state.progress.sequence_capacity == 0  # nothing is compiled, so no padding
     result, rows = trainer.run(), rows_of(tmp_path)
     assert (result.finished, result.signal, result.step) == (True, None, 11)
     assert [row["step"] for row in rows] == [2, 4, 5, 6, 8, 10, 11]
@@ -296,13 +270,6 @@ def test_a_row_averages_over_the_steps_since_the_row_before(tmp_path: Path) -> N
         assert row["bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-6)
 
 
-def test_same_seed_same_run(tmp_path: Path) -> None:
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        new_trainer(tmp_path, name, steps=4, seed=seed).run()
-    first, again, other = (reproducible_rows(tmp_path / name) for name in "abc")
-    assert first == again != other
-
-
 def test_evaluation_is_on_validation_text(tmp_path: Path) -> None:
     """A model that knows its training text by heart is bad at validation text of another kind."""
     text = tmp_path / "documents"
@@ -325,7 +292,7 @@ def test_evaluation_is_on_validation_text(tmp_path: Path) -> None:
     assert float(row["val_bits_per_byte"]) > 6
 
 
-@pytest.mark.parametrize(("limit_s", "drawn"), [(2.5, 3), (0.0, 6), (5.5, 6)])
+@pytest.mark.parametrize(("limit_s", "drawn"), [(2.5, 3), (0.0, 6)])
 def test_the_sample_does_not_hold_up_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_s: float, drawn: int
 ) -> None:
@@ -384,16 +351,7 @@ def test_the_largest_gradient_norm_is_not_the_last() -> None:
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("Failed to process string with tex"),
-        torch.OutOfMemoryError("CUDA out of memory"),
-        UnicodeError("surrogates not allowed"),
-        MemoryError(),
-        ImportError("exchanged while the run went on"),
-        OSError(28, "No space left on device"),
-    ],
-    ids=repr,
+    "error", [RuntimeError("Failed to process string with tex"), OSError(28, "No space left")]
 )
 def test_no_picture_and_no_sample_ends_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -402,7 +360,7 @@ def test_no_picture_and_no_sample_ends_a_run(
         raise error
 
     monkeypatch.setattr(train, "PLOT_EVERY_S", -1.0)
-    monkeypatch.setattr("nsa.train.runs.plots.plot_losses", fail)
+    monkeypatch.setattr("nsa.train.runs.page.plot_losses", fail)
     monkeypatch.setattr(reports, "generate", fail)
     path = tmp_path / "tiny.yaml"
     path.write_text(to_yaml(tiny_config(tmp_path, steps=2, eval_every=1, sample_tokens=2)))
@@ -411,19 +369,6 @@ def test_no_picture_and_no_sample_ends_a_run(
     said = [event["message"] for event in map(json.loads, events) if event["kind"] == "warning"]
     names = ["loss.png", "loss.png", "sample.txt", "loss.png"]
     assert said == [f"{name}: left out ({type(error).__name__}: {error})" for name in names]
-
-
-def test_a_run_that_has_diverged_ends_without_a_sample(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = new_trainer(tmp_path, steps=2, sample_tokens=6)
-    trainer.run()
-    (tmp_path / "run/sample.txt").unlink()
-    with torch.no_grad():
-        trainer.model.norm.weight[3] = torch.nan
-    trainer._reports.write_sample()
-    assert "sample.txt: left out (UserError: the model must give" in caplog.text
-    assert not (tmp_path / "run/sample.txt").exists()
 
 
 def test_the_sample_stops_on_request_and_sends_heartbeats(tmp_path: Path) -> None:
@@ -534,15 +479,14 @@ def test_skipped_steps_are_counted_and_stay_out_of_the_mean(
     assert [row["nonfinite_steps"] for row in rows] == [0, 0, 0, 0, 1, 2, 2, 2, 3, 3, 3, 3]
     finite = [math.isfinite(row["loss_nats"]) for row in rows]
     assert finite == [step not in (4, 5, 8) for step in range(12)]
-    assert "not finite in step 5: update left out" in caplog.text
+    assert "not finite in step 5: update skipped" in caplog.text
     rows = rows_of(tmp_path, "gradient")
     assert [row["nonfinite_steps"] for row in rows] == [0, 2, 3]
     assert all(2 < row["loss_nats"] < 6 and math.isfinite(row["grad_norm"]) for row in rows)
 
 
-@pytest.mark.parametrize("log_every", [1, 5])
-def test_too_many_in_a_row_end_the_run(tmp_path: Path, log_every: int) -> None:
-    trainer = new_trainer(tmp_path, steps=40, log_every=log_every, eval_every=0, nonfinite_limit=3)
+def test_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:
+    trainer = new_trainer(tmp_path, steps=40, log_every=5, eval_every=0, nonfinite_limit=3)
     message = r"3 in a row, nonfinite_limit 3\); the last checkpoint is .*step-00000004"
     poison = poisoned(trainer, set(range(5, 99)), "weights")
     with poison, pytest.raises(TrainingStoppedError, match=message):

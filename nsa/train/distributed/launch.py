@@ -1,4 +1,4 @@
-"""How this process was started: the only place that reads or sets environment variables."""
+"""Launch of this process: the only module that reads or sets environment variables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nsa.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher told this process.
+    """Settings of the launcher.
 
     Attributes:
         rank: of this process among all.
@@ -21,7 +21,7 @@ class Launch:
         world_size: processes of the run.
         launcher: whether torchrun started this process.
         agent: process ID of the torchrun agent that started this process; 0 without torchrun.
-        restart: how many times torchrun has started the processes anew after one of them died.
+        restart: number of restarts by torchrun after a process died.
         allocator: settings of PyTorch's CUDA allocator, as given in the environment; empty means
             its defaults.
     """

@@ -1,4 +1,4 @@
-"""The processes of a run: one, or several, and what they agree on."""
+"""Processes of a run: their communication, and tensors that are sharded over them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
 
 from nsa.train.distributed.launch import Launch
 
@@ -39,35 +40,35 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one that writes files."""
+        """Whether this process writes the files."""
         return self.rank == 0
 
     def for_thread(self) -> Processes:
-        """The same hosts with a process group of their own, for use in another thread.
+        """Return the same processes with their own group, for use in another thread.
 
-        All processes must call this together.
+        All processes call this together.
         """
         group = dist.new_group(backend="gloo") if self.world_size > 1 else None
         return Processes(self.rank, self.world_size, group)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the processes, in place, on the tensor's device; the host does not wait."""
+        """Sum a tensor over the processes in place; the host does not wait for the device."""
         return self._reduce(tensor, dist.ReduceOp.SUM)
 
     def most(self, tensor: Tensor) -> Tensor:
-        """Largest of each element over the processes, the same way."""
+        """Take the maximum of each element over the processes in place, like :meth:`sum`."""
         return self._reduce(tensor, dist.ReduceOp.MAX)
 
     def total(self, *numbers: int) -> list[int]:
-        """Sums of host numbers over the processes."""
+        """Sum numbers of the host over the processes."""
         return [int(value) for value in self.sum(torch.tensor(numbers, dtype=torch.int64))]
 
     def largest(self, *numbers: int) -> list[int]:
-        """The largest of each host number over the processes."""
+        """Maxima of numbers of the host over the processes."""
         return [int(value) for value in self.most(torch.tensor(numbers, dtype=torch.int64))]
 
     def all_of(self, value: T) -> list[T]:
-        """A host value of every process, by rank."""
+        """Values of all processes, by rank."""
         found = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(found, value, self._group)
@@ -79,7 +80,7 @@ class Processes:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Run the block in the main process first: the others then find the files that it made."""
+        """Context manager: run the block in the main process first, then in the others."""
         if not self.is_main:
             self.wait_for_all()
         yield
@@ -98,8 +99,7 @@ def join(launch: Launch, device: torch.device) -> Iterator[Processes]:
 
     Args:
         launch: from torchrun.
-        device: where this process computes; its tensors are exchanged through NCCL on a GPU and
-            gloo on the CPU.
+        device: device of this process; communication uses NCCL on a GPU and gloo on the CPU.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -108,7 +108,7 @@ def join(launch: Launch, device: torch.device) -> Iterator[Processes]:
         return
     is_gpu = device.type == "cuda"
     store, rank, world_size = next(rendezvous("env://"))
-    # torchrun keeps the store over a restart, with the addresses of the processes that are gone.
+    # torchrun keeps the store over a restart, with addresses of the previous processes.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
         store=dist.PrefixStore(f"restart-{launch.restart}", store),  # type: ignore[attr-defined]
@@ -117,5 +117,31 @@ def join(launch: Launch, device: torch.device) -> Iterator[Processes]:
         device_id=device if is_gpu else None,
     )
     yield Processes(launch.rank, launch.world_size)
-    # Not after an error: it might wait for processes that are gone. Leaving ends the group too.
+    # Not after an error: it might wait for processes that have ended.
     dist.destroy_process_group()
+
+
+# --- sharded tensors (FSDP2) ----------------------------------------------------------------------
+def gather(tensor: Tensor) -> Tensor:
+    """Return the whole tensor without gradients; for a sharded one all processes call this."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return this process's part of a tensor, without a copy."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(tensor: Tensor) -> int:
+    """First row of :func:`own_part` in the whole tensor; FSDP2 splits like torch.chunk."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    rows, mesh = tensor.shape[0], tensor.device_mesh
+    return min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
+
+
+def own_rows(target: Tensor, whole: Tensor) -> Tensor:
+    """Rows of ``whole`` that :func:`own_part` has of ``target``, a tensor of the same shape."""
+    begin = first_row(target)
+    return whole[begin : begin + own_part(target).shape[0]]

@@ -1,4 +1,4 @@
-"""How processes share the training of one model: equal replicas (DDP) or shards (FSDP2)."""
+"""Parallel training of one model: equal replicas (DDP) or shards (FSDP2)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from torch.nn.utils import get_total_norm
 
 from nsa.errors import check
 from nsa.train.config import ParallelConfig
-from nsa.train.distributed.processes import Processes
-from nsa.train.distributed.sharding import own_part
+from nsa.train.distributed.processes import Processes, own_part
 from nsa.train.loss import NextTokenLoss
 from nsa.train.telemetry.throughput import MIB
 
@@ -36,15 +35,15 @@ class Replicated:
 
     Args:
         loss: the model with its loss; changed in place where the strategy needs it.
-        config: what the processes send each other, and when.
+        config: settings of the communication.
         processes: this process among those of the run.
         device: where this process computes.
-        captured: whether backward passes are replayed from CUDA graphs, in which DDP cannot send
-            anything; gradients are then averaged after the last of them.
+        captured: whether backward passes are replayed from CUDA graphs, in which DDP cannot
+            communicate; gradients are then averaged after the last pass.
 
     Attributes:
         loss: the module without DDP or compilation, for evaluations.
-        in_step: whether all processes must take part in every pass, since each has some rows alone.
+        in_step: whether all processes must take part in every pass.
     """
 
     in_step = False
@@ -63,10 +62,10 @@ class Replicated:
         self._replica: DistributedDataParallel | None = None
 
     def training_module(self, compiler: Compiler | None) -> nn.Module:
-        """What is called in training.
+        """Return the module for training.
 
         Args:
-            compiler: from a module or function to its compiled form; None leaves it as it is.
+            compiler: compiles a module or function; None disables compilation.
         """
         loss: nn.Module = self.loss
         if compiler is not None and self._config.compile_layers:
@@ -90,18 +89,18 @@ class Replicated:
     def rehearsals(self) -> int:
         """Backward passes that must exchange gradients before the first step of a process.
 
-        DDP rebuilds its buckets from the first exchange, if the graph is static from the second.
-        The place of a gradient in its bucket decides in which order the processes are summed:
-        otherwise the first step of a resumed run is rounded unlike that of the undisturbed one.
+        DDP rebuilds its buckets after the first exchange, with a static graph after the second. The
+        position of a gradient in its bucket decides the order of summation over processes: without
+        rehearsals the first step of a resumed run would be rounded differently.
         """
         return 0 if self._replica is None else 1 + self._config.static_graph
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """Context of one micro-batch's passes: only the last one of a step exchanges gradients."""
+        """Context of a micro-batch: only the last one of a step exchanges gradients."""
         return nullcontext() if self._replica is None or last else self._replica.no_sync()
 
     def exchange(self, gradients: Sequence[Tensor]) -> None:
-        """Average gradients in place after the last micro-batch, where no backward pass does it."""
+        """Average gradients in place after the last micro-batch if no backward pass does."""
         if not self._captured or self._processes.world_size == 1:
             return
         dtype = _reduce_dtype(self._config)
@@ -120,7 +119,7 @@ class Replicated:
         return get_total_norm(list(gradients))
 
     def reshard(self) -> None:
-        """After passes without gradients: hold no more of the model than between two steps."""
+        """Free gathered weights after passes without gradients."""
 
 
 class Sharded(Replicated):
@@ -154,25 +153,25 @@ class Sharded(Replicated):
         fully_shard(loss, mesh=mesh, mp_policy=policy())
 
     def training_module(self, compiler: Compiler | None) -> nn.Module:
-        """What is called in training; layers are compiled one by one, weights gathered between."""
+        """Return the module for training; layers are compiled one by one."""
         if compiler is not None:
             _compile_layers(self.loss, compiler)
         return self.loss
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """Holds until the next call; unsharded gradients wait for the last micro-batch."""
+        """Set the mode until the next call: gradients are reduced in the last micro-batch."""
         root = cast(FSDPModule, self.loss)
         root.set_requires_gradient_sync(last)
         root.set_is_last_backward(last)
         return nullcontext()
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Of the parts that each process holds, summed in fp64: no square overflows or vanishes."""
+        """Norm over the parts of all processes, summed in fp64 against overflow and underflow."""
         of_parts = get_total_norm([own_part(gradient) for gradient in gradients])
         return self._processes.sum(of_parts.double().square()).sqrt().float()
 
     def reshard(self) -> None:
-        """After a backward pass the outermost unit is sharded again by itself."""
+        """Shard the outermost unit again, which only a backward pass does by itself."""
         cast(FSDPModule, self.loss).reshard()
 
 
@@ -181,7 +180,7 @@ def _reduce_dtype(config: ParallelConfig) -> torch.dtype:
 
 
 def _buckets(gradients: Sequence[Tensor], bucket_mib: float) -> list[list[Tensor]]:
-    """Gradients in their order, together as many as fit into a bucket, at least one."""
+    """Split gradients into buckets in order, at least one gradient each."""
     buckets, size = list[list[Tensor]](), 0
     for gradient in gradients:
         if not buckets or size + gradient.nbytes > bucket_mib * MIB:
@@ -193,14 +192,14 @@ def _buckets(gradients: Sequence[Tensor], bucket_mib: float) -> list[list[Tensor
 
 
 def _compile_layers(loss: NextTokenLoss, compiler: Compiler) -> None:
-    """Make each layer a graph of its own, in passes that record gradients."""
+    """Compile each layer for passes that record gradients."""
     for layer in loss.model.decoder_layers():
         forward = _in_training(compiler(layer.forward), layer.forward)
         layer.forward = forward  # type: ignore[method-assign]
 
 
 def _in_training(compiled: Layer, eager: Layer) -> Layer:
-    """Evaluations run the layer as it is: they would need a graph of their own."""
+    """Use the compiled layer in training only: evaluations would need another graph."""
 
     def forward(*args: Any) -> Tensor:
         return (compiled if torch.is_grad_enabled() else eager)(*args)
@@ -216,11 +215,11 @@ def distribute(
     *,
     captured: bool = False,
 ) -> Replicated:
-    """The strategy of a run; one process has nothing to share, whatever the configuration says.
+    """Make the strategy of a run; a single process needs none.
 
     Args:
         loss: the model with its loss on ``device``, its weights equal on all processes.
-        config: which strategy, and its settings.
+        config: strategy and its settings.
         processes: this process among those of the run.
         device: where this process computes.
         captured: whether backward passes are replayed from CUDA graphs.

@@ -1,4 +1,4 @@
-"""Whether the records of a run agree with each other and with arithmetic (``nsa check``)."""
+"""Check that the records of a run agree with each other and with arithmetic (``nsa check``)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_run(folder: RunFolder) -> tuple[list[str], list[str]]:
         folder: run folder.
 
     Returns:
-        Lines that sum the run up, and the disagreements; a sound run has none.
+        A line that summarises the run (none without rows), and the disagreements.
 
     Raises:
         UserError: the record cannot be read.
@@ -57,8 +57,10 @@ def check_run(folder: RunFolder) -> tuple[list[str], list[str]]:
     more = [f"... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     first, last, tokens = rows[0], rows[-1], int(rows[-1]["tokens"])
     speed = tokens / (sum(_seconds(*pair) for pair in pairs) or math.nan)
-    steps = f"{len(rows)} rows, steps {first['step']} to {last['step']}, {tokens:,} tokens"
-    summary = f"{steps}, {speed:,.0f} tokens/s in steps"
+    summary = (
+        f"{len(rows)} rows, steps {first['step']} to {last['step']}, {tokens:,} tokens, "
+        f"{speed:,.0f} tokens/s in steps"
+    )
     wall = float(last["time_unix_s"]) - float(first["time_unix_s"])
     if wall > 0:
         summary += f", {(tokens - int(first['tokens'])) / wall:,.0f} tokens/s by the clock"
@@ -72,7 +74,7 @@ def _seconds(before: Row, row: Row) -> float:
 
 def _record(folder: RunFolder) -> Iterator[str]:
     for checkpoint in list_checkpoints(folder.checkpoints)[-1:]:
-        with suppress(UserError):  # damaged, which a resumption says
+        with suppress(UserError):  # a damaged checkpoint, which a resumption reports
             if fault := fault_of_rows(folder, checkpoint):
                 yield fault
 
@@ -81,15 +83,15 @@ def _steps(rows: Sequence[Row], config: TrainConfig, folder: RunFolder) -> Itera
     resumptions = [run for run in folder.launches() if run["resumed_from_step"] is not None]
     if any(_DECIDE_ROWS & run["overrides"].keys() for run in resumptions):
         return
-    steps = [int(row["step"]) for row in rows]
-    every = [config.log_every] + ([config.eval_every] if config.eval_windows else [])
-    end = min(steps[-1], max(config.steps, *folder.former_ends()))
+    steps, ends = {int(row["step"]) for row in rows}, folder.former_ends()
+    every = [config.log_every, config.eval_every if config.eval_windows else 0]
+    end = min(max(steps), max(config.steps, *ends))
     due = {step for n in every if n for step in range(n, end + 1, n)}
-    done = max([steps[-1], *map(step_of, list_checkpoints(folder.checkpoints))])
-    due |= {config.steps} if config.steps <= done else set()
-    for step in sorted(due - set(steps)):
+    if config.steps <= max([*steps, *map(step_of, list_checkpoints(folder.checkpoints))]):
+        due.add(config.steps)
+    for step in sorted(due - steps):
         yield f"metrics.jsonl: no row for step {step}"
-    for step in sorted(set(steps) - due - folder.former_ends()):
+    for step in sorted(steps - due - ends):
         yield f"metrics.jsonl: a row for step {step}, where none is due"
 
 
@@ -102,10 +104,10 @@ def _arithmetic(before: Row, row: Row, config: TrainConfig) -> Iterator[str]:
         rule = f"{expected} = step * global_batch * seq_len"
         yield f"step {step}: {tokens} tokens recorded, {rule}"
     speed = (tokens - int(before["tokens"])) / seconds if seconds > 0 else math.nan
-    claimed = float(row["tokens_per_s"])
-    if not math.isclose(speed, claimed, rel_tol=1e-6):
+    recorded = float(row["tokens_per_s"])
+    if not math.isclose(speed, recorded, rel_tol=1e-6):
         recomputed = f"{speed:,.1f} from tokens and step times"
-        yield f"step {step}: {claimed:,.1f} tokens/s recorded, {recomputed}"
+        yield f"step {step}: {recorded:,.1f} tokens/s recorded, {recomputed}"
     wall = float(row["time_unix_s"]) - float(before["time_unix_s"])
     if seconds > wall * (1 + _CLOCK_SLACK) + _CLOCK_SLACK_S:
         clock = f"{wall:.2f} s by the clock since the row before"
@@ -120,11 +122,7 @@ def _csv(folder: RunFolder, rows: Sequence[Row]) -> Iterator[str]:
         yield "metrics.csv: missing"
         return
     with folder.metrics_csv.open(newline="", encoding="utf-8", errors="replace") as file:
-        try:
-            cells = list(csv.DictReader(file, restkey="(no name)"))
-        except csv.Error as error:
-            yield f"metrics.csv: {error}"
-            return
+        cells = list(csv.DictReader(file, restkey="(no name)"))
     if len(cells) != len(rows):
         yield f"metrics.csv: {len(cells)} rows, metrics.jsonl has {len(rows)}"
         return
@@ -140,21 +138,23 @@ def _tensorboard(folder: RunFolder, rows: Sequence[Row]) -> Iterator[str]:
         return
     for row in rows:
         shown = numbers(row, "step", "time_unix_s")
-        wanted = {name: float(np.float32(value)) for name, value in shown.items()}
-        yield from _compared("TensorBoard", row, wanted, found.pop(int(row["step"]), {}))
+        expected = {name: float(np.float32(value)) for name, value in shown.items()}
+        yield from _compared("TensorBoard", row, expected, found.pop(int(row["step"]), {}))
     for step, values in found.items():
         yield from _compared("TensorBoard", {"step": step}, {}, values)
 
 
-def _compared(where: str, row: Row, wanted: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
-    for name in sorted(wanted.keys() | found.keys()):
-        right, value = wanted.get(name), found.get(name)
+def _compared(
+    where: str, row: Row, expected: dict[str, Any], found: dict[str, Any]
+) -> Iterator[str]:
+    for name in sorted(expected.keys() | found.keys()):
+        right, value = expected.get(name), found.get(name)
         if str(right) != str(value):  # as text, since NaN differs from itself
             yield f"step {row['step']}: {name} is {value} in {where}, {right} in metrics.jsonl"
 
 
 def read_scalars(folder: RunFolder) -> dict[int, dict[str, float]]:
-    """What TensorBoard shows: values by step and name, but for those that a resumption hid."""
+    """Read the values that TensorBoard shows, by step and name, without those of a resumed part."""
     found: dict[int, dict[str, float]] = {}
     for path in sorted(folder.tensorboard.glob("events.out.tfevents.*"), key=_as_written):
         for event in LegacyEventFileLoader(str(path)).Load():
@@ -166,8 +166,8 @@ def read_scalars(folder: RunFolder) -> dict[int, dict[str, float]]:
 
 
 def _as_written(path: Path) -> list[str | int]:
-    """Orders event files by the numbers in their names: time, process, then writer.
+    """Sort key of event files: the numbers in their names, which are time, process and writer.
 
-    Writers of one process and second differ in the last alone, which has no leading zeros.
+    Writers of one process and second differ in the last number alone, without leading zeros.
     """
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]

@@ -1,16 +1,16 @@
-"""What ``nsa eval`` says about a run."""
+"""Evaluation of a run (``nsa eval``)."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from nsa.errors import check, check_output, fail
+from nsa.lm.model import LanguageModel
 from nsa.train.checkpoint import SUMS, find_checkpoint, read_meta
 from nsa.train.config import TrainConfig
 from nsa.train.data import (
@@ -35,10 +35,9 @@ from nsa.train.evaluation import (
 from nsa.train.execution.precision import choose_device
 from nsa.train.loss import NextTokenLoss
 from nsa.train.measurements import save_measurement
-from nsa.train.repetition import RepeatedPassages, repeated_passages
+from nsa.train.repetition import repeated_passages
 from nsa.train.run_folder import RunFolder
-from nsa.train.runs.inference import load_model
-from nsa.train.runs.texts import read_text
+from nsa.train.runs.inputs import load_model, read_text
 
 _BIGRAM_TOKENS = 1 << 24
 _SAME_DATA = ("train_sha256", "validation_sha256", "test_sha256", "tokenizer_fingerprint")
@@ -82,7 +81,7 @@ def evaluate_run(
         device: ``auto``, ``cpu`` or ``cuda``.
         num_windows: windows to measure, spread over all of the text; None for all.
         micro_batch: windows computed at a time; None takes the run's.
-        save: file that gets the sums of each document and position, for :func:`compare`.
+        save: new file for the sums by document and position, see :mod:`nsa.train.measurements`.
         repeat: tokens of a passage that the model has to repeat, see :mod:`nsa.train.repetition`.
 
     Yields:
@@ -95,152 +94,141 @@ def evaluate_run(
     config = folder.load_config()
     seq_len = config.seq_len if seq_len is None else seq_len
     size = config.micro_batch if micro_batch is None else micro_batch
-    _check_sizes({"windows": num_windows, "micro-batch": size, "seq-len": seq_len}, save)
+    _check_sizes({"windows": num_windows, "micro-batch": size, "seq-len": seq_len})
+    check_output("eval", "--save", save, is_new=True)
     if text is not None:
-        for name, value, default in (("--split", split, "validation"), ("--repeat", repeat, None)):
-            check(value == default, "eval", name, "be left out with --text", value)
+        check(split == "validation", "eval", "--split", "be left out with --text", split)
+        check(repeat is None, "eval", "--repeat", "be left out with --text", repeat)
     place, path = choose_device(device), find_checkpoint("eval", folder.checkpoints, checkpoint)
-    other = None
     if against is not None:
         other = find_checkpoint("eval", against.checkpoints, checkpoint)
         _check_comparable(path, other, split if text is None else None)
-    # a mistyped path is refused first
-    source = None if text is None else read_text("eval", folder, text)
+    part = _text(folder, config, path, split, text, seq_len)
+    passages = [] if repeat is None else repeated_passages(part.source, seq_len, repeat)
+    number = min(num_windows or len(part.windows), len(part.windows))
+
+    def measured(loss: NextTokenLoss, windows: Windows) -> Measurement:
+        return measure(loss, windows, size, number, compute_dtype=config.compute_dtype)
+
+    def repeats(name: str, loss: NextTokenLoss) -> Iterator[Finding]:
+        found = [one.figures(measured(loss, one.windows(seq_len))) for one in passages]
+        yield from _repeats(name, found)
+
     model, step = load_model(config.model, path, place)
-    data = _open_data(folder, config, path) if source is None else None
-    dtype = config.compute_dtype
-    parameters = model.num_parameters()["total"]
-    yield Finding(f"model: {model.parameter_summary()}", {"parameters": parameters})
-    yield _checkpoint(folder, step, place.type, dtype)
-    where = (split, config.data.source) if text is None else ("text", _name(text))
-    held_out = None if data is None else _split_of(data, split, seq_len)
-    windows = _windows(held_out, source, seq_len, config.data.document_mask)
-    number = min(num_windows or len(windows), len(windows))
-    passages = _passages(held_out, seq_len, repeat)
-    measured = partial(measure, micro_batch=size, num_windows=number, compute_dtype=dtype)
+    yield from _model(model, folder, step, place.type, config.compute_dtype)
     loss = NextTokenLoss(model, config.loss_chunk)
-    result = measured(loss, windows)
-    yield from _totals(result, windows, number, *where)
+    result = measured(loss, part.windows)
+    yield from _totals(result, part, number)
     if save is not None:
-        names = "run", "step", "split", "text", "seq_len", "windows"
-        values = str(folder.path), step, *where, seq_len, number
-        about = dict(zip(names, values, strict=True)) | _identity(path, config, split, source)
+        about = {"run": str(folder.path), "step": step, "split": part.kind, "text": part.name}
+        about |= {"seq_len": seq_len, "windows": number, **_identity(path, config, part)}
         save_measurement(save, result, about)
         yield _finding("sums of documents and positions: {saved}", saved=str(save))
-    if data is not None and held_out is not None:
-        bits, chosen = result.figures()["bits_per_byte"], spread(number, len(windows))
-        yield from _compared(data, held_out, bits, seq_len, chosen)
-    yield from _repeats("repeats", passages, seq_len, partial(measured, loss))
-    if against is not None and other is not None:
+    if part.data is not None:
+        bits, chosen = result.figures()["bits_per_byte"], spread(number, len(part.windows))
+        yield from _compared(part.data, part.source, bits, seq_len, chosen)
+    yield from repeats("repeats", loss)
+    if against is not None:
         del model, loss
         second = against.load_config()
         model, step = load_model(second.model, other, place)
         loss = NextTokenLoss(model, second.loss_chunk)
-        yield from _paired(against, step, result, measured(loss, windows))
-        yield from _repeats("against_repeats", passages, seq_len, partial(measured, loss))
+        yield from _paired(against, step, result, measured(loss, part.windows))
+        yield from repeats("against_repeats", loss)
 
 
-def _checkpoint(folder: RunFolder, step: int, device: str, dtype: str) -> Finding:
+def _check_sizes(sizes: dict[str, int | None]) -> None:
+    for name, value in sizes.items():
+        check(value is None or value > 0, "eval", f"--{name}", "be positive", value)
+
+
+def _model(
+    model: LanguageModel, folder: RunFolder, step: int, device: str, compute_dtype: str
+) -> Iterator[Finding]:
+    parameters = model.num_parameters()["total"]
+    yield Finding(f"model: {model.parameter_summary()}", {"parameters": parameters})
     line = "checkpoint: step {step} of {run}, on {device} in {compute_dtype}"
-    return _finding(line, run=str(folder.path), step=step, device=device, compute_dtype=dtype)
+    run = str(folder.path)
+    yield _finding(line, run=run, step=step, device=device, compute_dtype=compute_dtype)
 
 
-def _identity(
-    checkpoint: Path, config: TrainConfig, split: Split, text: TextSource | None
-) -> dict[str, Any]:
-    """Which model was measured and on which text, for :func:`save_measurement`."""
+class _Text(NamedTuple):
+    """Text to evaluate: ``kind`` is the split or ``text``; ``data`` of the run for a split."""
+
+    kind: str
+    name: str
+    source: TokenSource
+    windows: Windows
+    data: DataBundle | None
+
+
+def _text(
+    folder: RunFolder,
+    config: TrainConfig,
+    checkpoint: Path,
+    split: Split,
+    text: str | None,
+    seq_len: int,
+) -> _Text:
+    if text is not None:
+        whole = read_text("eval", folder, text)
+        name = "standard input" if text == "-" else text
+        return _Text("text", name, whole, RollingWindows(whole, seq_len), None)
+    data = _open_data(folder, config, checkpoint)
+    source = _split_of(data, split, seq_len)
+    windows = SplitWindows(source, seq_len, document_mask=config.data.document_mask)
+    return _Text(split, config.data.source, source, windows, data)
+
+
+def _identity(checkpoint: Path, config: TrainConfig, part: _Text) -> dict[str, Any]:
+    """Identity of the model and the text, for :func:`save_measurement`."""
     data, sums = read_meta(checkpoint)["data"], (checkpoint / SUMS).read_bytes()
     found = {
         "tokenizer": data["tokenizer_fingerprint"],
         "seed": config.seed,
         "checkpoint_sha256": hashlib.sha256(sums).hexdigest(),
     }
-    if text is not None:  # each of its windows is of one document, whatever the mask
-        return {**found, "text_sha256": hashlib.sha256(text.tokens.tobytes()).hexdigest()}
-    found |= {"text_sha256": data.get(f"{split}_sha256"), "data_seed": data.get("seed")}
+    if part.data is None:  # each window is from one document, whatever the mask
+        assert isinstance(part.source, TextSource)
+        return {**found, "text_sha256": hashlib.sha256(part.source.tokens.tobytes()).hexdigest()}
+    found |= {"text_sha256": data.get(f"{part.kind}_sha256"), "data_seed": data.get("seed")}
     return {**found, "document_mask": config.data.document_mask}
 
 
-def _check_sizes(sizes: dict[str, int | None], save: Path | None) -> None:
-    for name, value in sizes.items():
-        check(value is None or value > 0, "eval", f"--{name}", "be positive", value)
-    check_output("eval", "--save", save, is_new=True)
-
-
-def _name(text: str) -> str:
-    return "standard input" if text == "-" else text
-
-
-def _windows(
-    held_out: TokenSource | None, text: TextSource | None, seq_len: int, document_mask: bool
-) -> Windows:
-    """Windows of a split, or of another text."""
-    if text is not None:
-        return RollingWindows(text, seq_len)
-    assert held_out is not None
-    return SplitWindows(held_out, seq_len, document_mask=document_mask)
-
-
-def _totals(
-    result: Measurement, windows: Windows, number: int, kind: str, name: str
-) -> Iterator[Finding]:
+def _totals(result: Measurement, part: _Text, number: int) -> Iterator[Finding]:
     figures = result.figures()
     yield _finding(
-        kind + ": {windows} of {windows_available} windows of {seq_len} tokens, "
+        part.kind + ": {windows} of {windows_available} windows of {seq_len} tokens, "
         "{num_targets:,.0f} targets that spell {num_bytes:,.0f} bytes of {text}",
-        split=None if kind == "text" else kind,
-        text=name,
+        split=None if part.data is None else part.kind,
+        text=part.name,
         windows=number,
-        windows_available=len(windows),
-        seq_len=windows.seq_len,
+        windows_available=len(part.windows),
+        seq_len=part.windows.seq_len,
         num_targets=figures["num_targets"],
         num_bytes=figures["num_bytes"],
     )
     yield _finding("loss: {loss_nats:.4f} nats per token", loss_nats=figures["loss_nats"])
     yield _finding("bits per byte: {bits_per_byte:.4f}", bits_per_byte=figures["bits_per_byte"])
-    yield _positions(result)
-
-
-def _positions(result: Measurement) -> Finding:
-    """Loss by the tokens of context that a target is predicted from."""
     bins = result.by_position()
-    shown = (f"{bin['first']:.0f}: {bin['loss_nats']:.3f}" for bin in bins)
-    line = "nats per token by tokens of context, from: " + ", ".join(shown)
-    return Finding(line, {"positions": bins})
+    shown = ", ".join(f"{bin['first']:.0f}: {bin['loss_nats']:.3f}" for bin in bins)
+    yield Finding(f"nats per token by tokens of context, from: {shown}", {"positions": bins})
 
 
-def _passages(
-    held_out: TokenSource | None, seq_len: int, length: int | None
-) -> list[RepeatedPassages]:
-    """By distance; none where nothing is to be repeated."""
-    if length is None or held_out is None:
-        return []
-    return repeated_passages(held_out, seq_len, length)
-
-
-def _repeats(
-    name: str,
-    passages: Sequence[RepeatedPassages],
-    seq_len: int,
-    measured: Callable[[Windows], Measurement],
-) -> Iterator[Finding]:
-    """Loss of repeated passages by the distance back to them."""
-    if not passages:
-        return
-    found = [
-        one.figures(measured(SplitWindows(one, seq_len, document_mask=False))) for one in passages
-    ]
+def _repeats(name: str, found: list[dict[str, Any]]) -> Iterator[Finding]:
+    """Loss of repeated passages by the distance back to the first occurrence."""
     shown = (
         f"{one['distance']}: {one['loss_nats']:.3f} (first {one['first_loss_nats']:.3f})"
         for one in found
     )
     line = "nats per token of a repeated passage, by tokens back to it: " + ", ".join(shown)
-    yield Finding(line, {name: found})
+    if found:
+        yield Finding(line, {name: found})
 
 
 # --- another run ----------------------------------------------------------------------------------
 def _check_comparable(first: Path, second: Path, split: Split | None) -> None:
-    """Refuse a run with another tokenizer, or one that may have been trained on the split."""
+    """Raise an error for another tokenizer, or a run that may have been trained on the split."""
     ours, theirs = (read_meta(path)["data"] for path in (first, second))
     names = ["tokenizer_fingerprint"]
     if split is not None:
@@ -254,14 +242,15 @@ def _check_comparable(first: Path, second: Path, split: Split | None) -> None:
 def _paired(
     against: RunFolder, step: int, first: Measurement, second: Measurement
 ) -> Iterator[Finding]:
-    figures = {
-        f"against_{name}": value
-        for name, value in second.figures().items()
-        if name in ("loss_nats", "bits_per_byte")
-    }
+    figures = second.figures()
+    found = _finding(
+        "against step {against_step} of {against}: {against_bits_per_byte:.4f} bits per byte",
+        against=str(against.path),
+        against_step=step,
+        against_loss_nats=figures["loss_nats"],
+        against_bits_per_byte=figures["bits_per_byte"],
+    )
     positions = second.by_position()
-    line = "against step {against_step} of {against}: {against_bits_per_byte:.4f} bits per byte"
-    found = _finding(line, against=str(against.path), against_step=step, **figures)
     yield Finding(found.line, found.figures | {"against_positions": positions})
     difference = paired_difference([first], [second])
     yield Finding(in_words(difference), difference)
@@ -283,7 +272,7 @@ def _split_of(data: DataBundle, split: Split, seq_len: int) -> TokenSource:
 def _compared(
     data: DataBundle, source: TokenSource, figure: float, seq_len: int, windows: list[int]
 ) -> Iterator[Finding]:
-    """Baselines for the model's figure on windows of a split."""
+    """Baselines for the model's bits per byte on windows of a split."""
     if data.description["synthetic"]:
         line = (
             "lowest possible loss: {ideal_loss_nats:.4f} nats per token (synthetic task, no text)"
@@ -313,7 +302,7 @@ def _compared(
 
 
 def _in_memory(source: TextSource) -> TextSource:
-    """Text in memory; of shards only as much as a bigram model needs."""
+    """Return a text in memory; of shards only as much as a bigram model needs."""
     if isinstance(source, ShardSource):
         first = source.read(0, _BIGRAM_TOKENS)
         return TextSource([first], source.separator_id, source.token_bytes)
@@ -321,7 +310,7 @@ def _in_memory(source: TextSource) -> TextSource:
 
 
 def _open_data(folder: RunFolder, config: TrainConfig, checkpoint: Path) -> DataBundle:
-    """The data of the run; validation text that the model may have been trained on is refused."""
+    """Open the data of the run; raise an error if the model may have been trained on the split."""
     data = open_data(
         config.data,
         seed=config.seed,

@@ -1,47 +1,57 @@
-"""What ``nsa inspect`` says about a model and a text: lines, JSON and a page."""
+"""Inspection of a model on a text: lines for a terminal, JSON, heat maps and a page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
+from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nsa.errors import check
-from nsa.lm.inspection import HISTOGRAM_BINS, QUANTILES, LayerFigures, inspect_text, merged
+from nsa.lm.config import LMConfig
+from nsa.lm.inspection import (
+    HISTOGRAM_BINS,
+    QUANTILES,
+    LayerFigures,
+    Range,
+    inspect_text,
+    merged,
+)
 from nsa.lm.recorded import save_selections
 from nsa.train.checkpoint import find_checkpoint
 from nsa.train.config import TrainConfig
 from nsa.train.data import Tokenizer, load_tokenizer, open_data
 from nsa.train.execution.precision import autocast, choose_device
 from nsa.train.run_folder import RunFolder
-from nsa.train.runs.inference import load_model
+from nsa.train.runs.inputs import load_model, read_text
 from nsa.train.runs.page import figure_element, page, table
-from nsa.train.runs.selection import heat_maps
-from nsa.train.runs.texts import read_text
 
 _NUM_QUERIES = 8
 _EXCERPT = 60  # characters
+_BAR_WIDTH = 64
+_SHADES = " ░▒▓█"
+_MAPS_PER_ROW = 4
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What the layers of a model did with a text.
+    """Gates and selected blocks of each layer of a model on a text.
 
     Attributes:
         run: folder of the run.
-        step: optimizer steps that the model was trained for.
+        step: optimizer steps of the checkpoint.
         device: where it was computed.
         compute_dtype: ``bf16`` or ``fp32``.
-        text: what was read.
-        tokens: of the text.
-        tokenizer: of the run.
+        text: name of the text.
+        tokens: tokens of the text.
+        tokenizer: tokenizer of the run.
         layers: figures of each layer.
     """
 
@@ -56,7 +66,7 @@ class Inspection:
 
     @property
     def about(self) -> str:
-        """One line: which checkpoint, which text."""
+        """Checkpoint and text in one line."""
         where = f"step {self.step} of {self.run}, on {self.device} in {self.compute_dtype}"
         return f"{where}; {len(self.tokens):,} tokens of {self.text}"
 
@@ -73,7 +83,7 @@ class Inspection:
             yield line
 
     def json(self) -> dict[str, Any]:
-        """All figures but the heat maps."""
+        """All figures except the heat maps."""
         return {
             "run": self.run,
             "checkpoint_step": self.step,
@@ -89,7 +99,7 @@ class Inspection:
         """Write the selections of all layers, see :func:`nsa.lm.recorded.save_selections`.
 
         Raises:
-            ValueError: the selected branch is off.
+            ValueError: the selected branch is disabled.
         """
         found = [layer.selection for layer in self.layers if layer.selection is not None]
         rule = "be given for a model with the selected branch"
@@ -118,7 +128,7 @@ def inspect_run(
     device: str = "auto",
     num_tokens: int | None = None,
 ) -> Inspection:
-    """Run a checkpoint over a text and look at what its layers do.
+    """Run a checkpoint over a text and record what its layers do.
 
     Args:
         folder: the run, of a model with Native Sparse Attention.
@@ -126,8 +136,8 @@ def inspect_run(
         text: file or folder of text, ``-`` for standard input; None takes the run's validation
             data.
         device: ``auto``, ``cpu`` or ``cuda``.
-        num_tokens: tokens at most, the first ones; None takes the run's ``seq_len``. Where the run
-            kept documents apart, the longest document among them is the text.
+        num_tokens: first tokens to read at most; None takes the run's ``seq_len``. If the run masks
+            documents, only the longest document of these tokens is read.
 
     Raises:
         ValueError: no such checkpoint or device, a dense model, no text or too little of it.
@@ -152,7 +162,7 @@ def inspect_run(
 def _tokens(
     folder: RunFolder, config: TrainConfig, text: str | None, count: int
 ) -> tuple[list[int], str]:
-    """At most ``count`` tokens of one sequence, as the model was trained on, and their name."""
+    """Return at most ``count`` tokens of one training-like sequence, and their name."""
     if text is not None:
         source = read_text("inspect", folder, text)
         tokens, separator_id = source.tokens[:count].astype(np.int64), source.separator_id
@@ -176,17 +186,17 @@ def _tokens(
 
 # --- the page -------------------------------------------------------------------------------------
 def inspection_page(inspection: Inspection) -> str:
-    """The page as HTML; it needs no other file.
+    """Return the page as HTML; it needs no other file.
 
     Args:
-        inspection: what was found.
+        inspection: the figures.
     """
     layers, sections = inspection.layers, dict[str, str]()
     sections["Summary"] = f"<p>{escape(inspection.about)}</p>\n{_summary(layers)}"
     if layers[0].selection is not None:
         caption = (
-            "Where each layer looks: share of the blocks in a stretch of the text (to the right) "
-            "that the queries of a stretch (downwards) selected, over all KV heads."
+            "Share of the blocks in a part of the text (to the right) that the queries in a part "
+            "of it (downwards) selected, over all KV heads."
         )
         sections["Selected blocks"] = figure_element(
             heat_maps(layers, len(inspection.tokens)), caption
@@ -196,12 +206,26 @@ def inspection_page(inspection: Inspection) -> str:
             "Left: how far back the selected blocks lie, share of all of them. Right: share of a "
             "query's blocks that the query so many tokens before it selected too."
         )
-        sections["Distance and overlap"] = figure_element(_distances(layers), caption)
-    caption = (
-        "Gates of each branch over tokens and query heads. Above: median (line), 25% to 75% and 5% "
-        "to 95% of them by layer. Below: their distribution, a line for each layer."
+        sections["Distance and overlap"] = figure_element(
+            _panels(
+                layers,
+                ("selected blocks by distance, tokens", _distances),
+                ("blocks shared with the query so many tokens before", _overlaps),
+            ),
+            "Left: share of the selected blocks by their distance. Right: share of the blocks of a "
+            "query that the earlier query selected too.",
+        )
+    bins = [(part + 0.5) / HISTOGRAM_BINS for part in range(HISTOGRAM_BINS)]
+    sections["Gates"] = figure_element(
+        _panels(
+            layers,
+            *(
+                (f"gate {branch}", lambda layer, of=branch: (bins, layer.gates[of].histogram))
+                for branch in layers[0].gates
+            ),
+        ),
+        "Distribution of the gates of each branch over tokens and query heads.",
     )
-    sections["Gates"] = figure_element(_gates(layers), caption)
     return page(f"Inspection of {inspection.run}", sections)
 
 
@@ -234,58 +258,115 @@ def _ranges(inspection: Inspection) -> str:
     return table(("layer", "tokens that any KV head selected", "text"), rows)
 
 
-def _by_layer(axes: Axes, layers: Sequence[LayerFigures], curve: Callable[..., Any]) -> None:
-    """A line for each layer, dark to light."""
-    shades = mpl.colormaps["viridis"].resampled(len(layers) + 1)
-    for number, layer in enumerate(layers):
-        x, y = curve(layer)
-        label = f"layer {layer.layer}"
-        axes.plot(x, y, color=shades(number), linewidth=1.2, marker=".", label=label)
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    if len(layers) <= 12:
-        axes.legend(fontsize=7)
+def _distances(layer: LayerFigures) -> tuple[list[str], list[float]]:
+    assert layer.selection is not None
+    counts = layer.selection.distance_counts
+    labels = [f"{tokens:,}" for tokens in layer.selection.distance_tokens]
+    return labels, [count / sum(counts) for count in counts]
 
 
-def _distances(layers: Sequence[LayerFigures]) -> Figure:
-    def distance(layer: LayerFigures) -> tuple[list[str], list[float]]:
-        assert layer.selection is not None
-        counts = layer.selection.distance_counts
-        labels = [f"{tokens:,}" for tokens in layer.selection.distance_tokens]
-        return labels, [count / sum(counts) for count in counts]
+def _overlaps(layer: LayerFigures) -> tuple[list[str], list[float]]:
+    assert layer.selection is not None
+    return [str(lag) for lag in layer.selection.overlap], [*layer.selection.overlap.values()]
 
-    def overlap(layer: LayerFigures) -> tuple[list[str], list[float]]:
-        assert layer.selection is not None
-        return [str(lag) for lag in layer.selection.overlap], [*layer.selection.overlap.values()]
 
+def _panels(layers: Sequence[LayerFigures], *panels: tuple[str, Callable[..., Any]]) -> Figure:
+    """Plots side by side, each with its title and a curve per layer, dark to light."""
     figure = Figure(figsize=(11, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _by_layer(left, layers, distance)
-    left.set_xlabel("from so many tokens back on")
-    left.set_ylabel("share of the selected blocks")
-    _by_layer(right, layers, overlap)
-    right.set_xlabel("tokens between two queries")
-    right.set_ylabel("share of blocks in common")
+    shades = mpl.colormaps["viridis"].resampled(len(layers) + 1)
+    places = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (title, curve) in zip(places, panels, strict=True):
+        for number, layer in enumerate(layers):
+            style = {"color": shades(number), "label": f"layer {layer.layer}", "marker": "."}
+            axes.plot(*curve(layer), linewidth=1.2, **style)
+        axes.set_title(title, fontsize=10)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        if len(layers) <= 12:
+            axes.legend(fontsize=7)
     return figure
 
 
-def _gates(layers: Sequence[LayerFigures]) -> Figure:
-    branches = list(layers[0].gates)
-    figure = Figure(figsize=(11, 6), layout="constrained")
-    above, below = figure.subplots(2, len(branches), squeeze=False)
-    numbers = [layer.layer for layer in layers]
-    middles = [(part + 0.5) / HISTOGRAM_BINS for part in range(HISTOGRAM_BINS)]
-    for upper, lower, branch in zip(above, below, branches, strict=True):
-        low, lower_half, median, upper_half, high = zip(
-            *(layer.gates[branch].quantiles for layer in layers), strict=True
+# --- selections -----------------------------------------------------------------------------------
+def check_selects(function: str, argument: str, config: LMConfig) -> None:
+    """Raise an error for a model that selects no blocks.
+
+    Args:
+        function: the command.
+        argument: argument that needs the selected blocks.
+        config: the model.
+
+    Raises:
+        UserError: the model is dense, or its selected branch is disabled.
+    """
+    selects = config.attention == "nsa" and "slc" in config.nsa.branches
+    rule, found = "be left out for a model without the selected branch", f"{config.attention}"
+    check(selects, function, argument, rule, f"attention {found}, branches {config.nsa.branches}")
+
+
+def selection_lines(layers: Sequence[LayerFigures], query: int) -> list[str]:
+    """Lines that show the blocks of one query in each layer: a bar and the merged token ranges.
+
+    Args:
+        layers: figures with the ranges of this query.
+        query: position of the query.
+    """
+    lines = list[str]()
+    for figures in layers:
+        selection = figures.selection
+        assert selection is not None
+        heads, size = selection.ranges[query], selection.block_size
+        if not lines:
+            title = f"blocks selected for token {query + 1:,} of the text"
+            lines.append(f"{title} (blocks of {size} tokens; bar: share of KV heads and blocks)")
+        ranges = " ".join(f"{start}:{end}" for start, end in merged(heads))
+        lines.append(f"layer {figures.layer:2} |{_bar(heads, query + 1, size)}| {ranges}")
+    return lines
+
+
+def _bar(heads: Sequence[Sequence[Range]], num_tokens: int, block_size: int) -> str:
+    """Bar of the text so far, darker where more KV heads selected more blocks."""
+    num_blocks = -(-num_tokens // block_size)
+    hits = [0] * num_blocks
+    for start, end in (piece for head in heads for piece in head):
+        for block in range(start // block_size, -(-end // block_size)):
+            hits[block] += 1
+    width = min(num_blocks, _BAR_WIDTH)
+    bounds = [-(-column * num_blocks // width) for column in range(width + 1)]
+    shares = [sum(hits[a:b]) / ((b - a) * len(heads)) for a, b in pairwise(bounds)]
+    # Rounded up, so that a single selected block is visible.
+    return "".join(_SHADES[ceil(share * (len(_SHADES) - 1))] for share in shares)
+
+
+def heat_maps(layers: Sequence[LayerFigures], num_tokens: int) -> Figure:
+    """Draw a heat map for each layer: queries downwards, keys to the right.
+
+    Args:
+        layers: figures with selected blocks, at least one.
+        num_tokens: tokens of the text.
+    """
+    across = min(len(layers), _MAPS_PER_ROW)
+    down = -(-len(layers) // across)
+    figure = Figure(figsize=(3.2 * across + 1, 2.8 * down + 0.4), layout="constrained")
+    places = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flat
+    colours = mpl.colormaps["viridis"]
+    for axes, figures in zip(places, layers, strict=False):
+        selection = figures.selection
+        assert selection is not None
+        first, right = selection.first_query, -(-num_tokens // selection.block_size)
+        image = axes.imshow(
+            selection.heat_map.numpy(),
+            vmin=0,
+            vmax=1,
+            cmap=colours,
+            aspect="auto",
+            interpolation="nearest",
+            extent=(0, right * selection.block_size, num_tokens, first),
         )
-        upper.fill_between(numbers, low, high, color="#4477aa", alpha=0.2)
-        upper.fill_between(numbers, lower_half, upper_half, color="#4477aa", alpha=0.4)
-        upper.plot(numbers, median, color="#4477aa", marker=".")
-        upper.set_title(branch, fontsize=10)
-        upper.set_xlabel("layer")
-        upper.xaxis.get_major_locator().set_params(integer=True)
-        upper.set_ylim(0, 1)
-        _by_layer(lower, layers, lambda layer, of=branch: (middles, layer.gates[of].histogram))
-        lower.set_xlabel("gate")
+        axes.set_title(f"layer {figures.layer}", fontsize=9)
+    for axes in [*places][len(layers) :]:
+        axes.set_visible(False)
+    figure.supxlabel("key, token", fontsize=9)
+    figure.supylabel("query, token", fontsize=9)
+    figure.colorbar(image, ax=figure.axes, label="share that was selected", shrink=0.8)
     return figure

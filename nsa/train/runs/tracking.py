@@ -1,4 +1,4 @@
-"""``nsa track``: sends the rows of a run to a tracker, from a process apart from the run."""
+"""``nsa track``: send the rows of a run to a tracker, in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nsa.train.telemetry.metrics import numbers, read_metrics
 
 SERVICES = ("trackio", "wandb")
 _POLL_S = 5.0
-_IDLE_LOOKS = 3  # a run whose processes are started anew is left alone in between
+_IDLE_LOOKS = 3  # the processes of a run may be restarted in between
 
 
 def track(
@@ -30,23 +30,23 @@ def track(
 ) -> Iterator[str]:
     """Send the rows of a run that a tracker does not have yet.
 
-    They are read from ``metrics.jsonl``. So a tracker that fails, or a network that hangs, cannot
-    touch the run, and a run on a machine without a network is sent from a copy of its folder.
-    ``tracking.json`` in the run folder says how far each tracker has come; rows that a resumption
-    makes anew are equal and not sent again.
+    They are read from ``metrics.jsonl``, so a tracker that fails or a network that hangs cannot
+    affect the run, and the rows of a run on a machine without a network can be sent from a copy of
+    its folder. ``tracking.json`` in the run folder stores the last step sent to each tracker; rows
+    that a resumption writes again are equal and not sent again.
 
     Args:
         folder: run folder.
         service: ``trackio`` or ``wandb``.
-        project: where the tracker shows the run.
-        follow: go on with new rows until the run ends: no process has worked on it for some
+        project: project of the tracker.
+        follow: send new rows until the run ends, when no process has worked on it for some
             seconds.
 
     Yields:
-        Lines for the user, one for each time that something was sent.
+        A line for the user whenever rows were sent.
 
     Raises:
-        UserError: there is no such service, or its package is not installed.
+        UserError: the service is unknown, or its package is not installed.
     """
     check(service in SERVICES, "track", "--to", f"be one of {', '.join(SERVICES)}", service)
     is_there = importlib.util.find_spec(service) is not None
@@ -66,7 +66,7 @@ def track(
     idle = 0
     try:
         while True:
-            # Before the rows are read: none can come after the last look.
+            # before the rows are read, so that none is written after the last read
             idle = 0 if folder.is_in_use() else idle + 1
             rows = read_metrics(folder.metrics_jsonl)
             new = [row for row in rows if int(row["step"]) > state.get(key, 0)]
@@ -85,19 +85,12 @@ def track(
 
 
 def _last_steps(path: Path) -> dict[str, int]:
-    """Content of ``tracking.json``: the last step that each tracker has."""
-    try:
-        found = json.loads(path.read_bytes()) if path.exists() else {}
-        fits = all(type(step) is int for step in found.values())
-    except (ValueError, AttributeError, RecursionError):
-        found, fits = {}, False
-    hint = "Remove the file to send all rows again."
-    check(fits, "track", path.name, "hold the last step of each tracker in JSON", path, hint)
-    return dict(found)
+    """Read ``tracking.json``: the last step sent to each tracker."""
+    return dict(json.loads(path.read_bytes())) if path.exists() else {}
 
 
 def _name(folder: RunFolder) -> str:
-    """The same for a copy of the folder, another one for another run of that name."""
+    """Name of the run at the tracker: equal for a copy of the folder, unique otherwise."""
     first = next(iter(folder.launches()), {})
     digest = hashlib.sha256(json.dumps(first).encode()).hexdigest()
     return f"{folder.path.resolve().name}-{digest[:8]}"

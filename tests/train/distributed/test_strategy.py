@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nsa.lm.model import LanguageModel
-from nsa.train.config import ParallelConfig, TrainConfig
-from nsa.train.distributed.processes import Processes
-from nsa.train.distributed.sharding import gather, own_part
+from nsa.train.config import ParallelConfig
+from nsa.train.distributed.processes import Processes, gather, own_part
 from nsa.train.distributed.strategy import Replicated, Sharded, distribute
 from nsa.train.loss import NextTokenLoss
 from tests.train.cases import MODEL, all_equal
@@ -209,33 +208,6 @@ def test_gradients_of_replayed_passes_are_averaged_afterwards(
 
 
 @pytest.mark.parametrize(
-    ("config", "settings", "message"),
-    [
-        (
-            ParallelConfig,
-            {"strategy": "fsdp", "bucket_mib": 10},
-            r"bucket_mib must be left at 25\.0",
-        ),
-        (
-            ParallelConfig,
-            {"gather_dtype": "bf16"},
-            "gather_dtype must be left at fp32 with strategy",
-        ),
-        (
-            TrainConfig,
-            {"parallel": ParallelConfig("fsdp", gather_dtype="bf16"), "compute_dtype": "fp32"},
-            r"parallel\.gather_dtype must be fp32 with compute_dtype fp32, got bf16",
-        ),
-    ],
-)
-def test_settings_of_the_other_strategy_are_refused(
-    config: Any, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        config(**settings)
-
-
-@pytest.mark.parametrize(
     ("config", "message"),
     [
         (
@@ -254,10 +226,3 @@ def test_what_cannot_be_captured_is_refused(
     with pytest.raises(ValueError, match=message):
         distribute(make_loss(), config, four, CPU, captured=True)
     distribute(make_loss(), config, four, CPU)
-
-
-def test_one_process_shares_nothing() -> None:
-    loss = make_loss()
-    strategy = distribute(loss, ParallelConfig("fsdp"), Processes(), CPU, captured=True)
-    assert strategy.training_module(None) is loss
-    assert not strategy.in_step

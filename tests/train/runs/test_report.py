@@ -1,47 +1,48 @@
-"""The page about runs: well-formed, whole in itself, and with what was recorded."""
+"""Pages and plots of runs: well-formed, in one file, with what was recorded."""
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.image import imread
 
 from nsa import cli
+from nsa.train.config import TrainConfig
 from nsa.train.run_folder import RunFolder
+from nsa.train.runs.page import Curve, curves_figure, loss_plot, plot_losses
 from nsa.train.runs.report import report_page
-from nsa.train.telemetry.metrics import read_metrics
-from tests.train.cases import make_trainer, tiny_config
-from tests.train.runs.cases import stop_after_step_6
+from nsa.train.telemetry.metrics import MetricsWriter, Row, read_metrics
+from tests.train.cases import new_trainer, tiny_config
+from tests.train.runs.cases import resumed_run
 
-VOID = {"meta", "br", "img", "link"}
 SVG = "data:image/svg+xml;base64,"
 
 
 class Page(HTMLParser):
-    """Checks that every tag is closed in order, and collects what the page shows and refers to."""
+    """Checks that every tag is closed in order, and collects text and links."""
 
-    def __init__(self, *runs: RunFolder) -> None:
+    def __init__(self, text: str) -> None:
         super().__init__()
-        self.text, self.shown = report_page(runs), ""
-        self.open: list[str] = []
-        self.ids: list[str | None] = []
-        self.links: list[str] = []
-        self.feed(self.text)
+        self.text, self.shown = text, ""
+        self.open, self.links = list[str](), list[str]()
+        self.feed(text)
         self.close()
         assert self.open == []
         self.figures = [base64.b64decode(link.removeprefix(SVG)) for link in self.links]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.ids += [value for name, value in attrs if name == "id"]
-        links = ("src", "href", "xlink:href")
-        self.links += [value or "" for name, value in attrs if name in links]
-        if tag not in VOID:
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in ("meta", "img"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -53,84 +54,95 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
-    """Two runs, one of which was stopped, resumed and has a name that means something in HTML."""
-    folder = tmp_path_factory.mktemp("runs")
-    made = []
+    """Two runs that were resumed; the name of one has a meaning in HTML."""
+    folder, made = tmp_path_factory.mktemp("runs"), []
     dense = {"model": {"attention": "dense"}, "optim": {"lr": 0.02}}
     for name, changes in (("a <b> & c", {}), ("dense", dense)):
-        config = tiny_config(folder, steps=12, log_every=2, eval_every=4, **changes)
-
-        make_trainer(config, folder / name, on_row=stop_after_step_6).run()
-        trainer = make_trainer(config, folder / name, resume=True)
-        trainer.run_folder.record_launch(resumed_from_step=6)
-        trainer.run()
+        config = tiny_config(
+            folder, steps=12, log_every=2, eval_every=4, sample_tokens=3, **changes
+        )
+        made.append(resumed_run(folder / name, config))
         event = {"time_unix_s": 1e9, "kind": "resume", "step": 6, "message": "resumed <here>"}
-        (folder / name / "events.jsonl").write_text(json.dumps(event) + '\n{"torn')
-        made.append(RunFolder.open(folder / name))
+        made[-1].events.write_text(json.dumps(event) + '\n{"torn')
     return made
 
 
-@pytest.fixture(scope="module")
-def page(folders: list[RunFolder]) -> Page:
-    """Of both."""
-    return Page(*folders)
-
-
-def test_page_of_two_runs(page: Page) -> None:
-    # Loss, optimisation, throughput, gates and selection of the one that has some.
+def test_page_of_two_runs(folders: list[RunFolder], tmp_path: Path) -> None:
+    target = tmp_path / "page.html"
+    words = ["report", *(str(folder.path) for folder in folders), "--output", str(target)]
+    assert cli.main(words) == 0
+    page = Page(target.read_text(encoding="utf-8"))
+    # loss, optimisation, throughput, and gates and selection of the sparse run
     assert len(page.figures) == 5
     assert all(ElementTree.fromstring(figure).tag.endswith("svg") for figure in page.figures)
-    assert len(page.ids) == len(set(page.ids))
     assert not re.search(r"(?:src|href)=\"(?!data:)|@import|url\(", page.text)
+    assert '<meta name="viewport" content="width=device-width' in page.text
     names = ("a <b> & c", "dense", "model.attention", "optim.lr", "versions.torch")
-    for part in (*names, "12 of 12", "agree", "resumed <here>", "Nothing was recorded: no GPU."):
+    shown = ("12 of 12", "agree", "resumed <here>", "Nothing was recorded: no GPU.")
+    for part in (*names, *shown, folders[0].sample.read_text()):
         assert part in page.shown, part
-    assert "fixed gates, or telemetry" not in page.shown
-    assert "no selected branch" not in page.shown
+    assert b"<!-- optimizer steps -->" in page.figures[0]
 
 
-def test_page_of_one_run_shows_what_differs_from_the_defaults(folders: list[RunFolder]) -> None:
-    shown = Page(folders[0]).shown
+def test_page_of_one_run_shows_differences_from_the_defaults(folders: list[RunFolder]) -> None:
+    shown = Page(report_page(folders[:1])).shown
     assert "model.width" in shown
-    assert "default" in shown
     assert "optim.betas" not in shown
 
 
-def test_runs_with_steps_of_different_sizes_are_compared_over_tokens(
-    folders: list[RunFolder], page: Page, tmp_path: Path
-) -> None:
-    config = tiny_config(tmp_path, steps=6, micro_batch=4)
-    make_trainer(config, tmp_path / "larger").run()
-    assert b"<!-- optimizer steps -->" in page.figures[0]
-    larger = RunFolder.open(tmp_path / "larger")
-    assert b"<!-- tokens -->" in Page(folders[0], larger).figures[0]
-
-
-def test_use_of_a_gpu_and_records_that_disagree_are_shown(
+def test_a_gpu_larger_steps_and_records_that_disagree(
     folders: list[RunFolder], tmp_path: Path
 ) -> None:
+    """Runs with steps of different sizes are compared over tokens."""
     folder = RunFolder(shutil.copytree(folders[1].path, tmp_path / "gpu"))
-    more = {"mfu": 0.3, "memory_reserved_mib": 9.0}
-    rows = [{**row, **more} for row in read_metrics(folder.metrics_jsonl)]
+    rows = [{**row, "mfu": 0.3} for row in read_metrics(folder.metrics_jsonl)]
     folder.metrics_jsonl.write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder.metrics_csv.write_text("")
-    shown = Page(folder).shown
-    assert "no GPU" not in shown
-    assert re.search(r"\d+ disagree: metrics.csv: 0 rows, metrics.jsonl has 6", shown)
+    larger = new_trainer(tmp_path, "larger", steps=6, micro_batch=4).run_folder
+    page = Page(report_page([folder, larger]))
+    assert b"<!-- tokens -->" in page.figures[0]
+    assert "no GPU" not in page.shown
+    assert re.search(r"\d+ disagree: metrics.csv: 0 rows, metrics.jsonl has 6", page.shown)
+    assert "0 of 6" in page.shown, "a run without rows"
 
 
-def test_run_without_rows_has_a_page(tmp_path: Path) -> None:
-    make_trainer(tiny_config(tmp_path), tmp_path / "run")
-    shown = Page(RunFolder.open(tmp_path / "run")).shown
-    assert "0 of 12" in shown
-    assert "Nothing was recorded." in shown
+# --- plots ----------------------------------------------------------------------------------------
+VALIDATED = {"val_loss_nats": 4.5, "val_bits_per_byte": 6.5}
+ROWS: list[Row] = [
+    {"step": 10, "tokens": 1000, "loss_nats": 5.0, "bits_per_byte": 7.0},
+    {"step": 20, "tokens": 2000, "loss_nats": 4.0, "bits_per_byte": 6.0, **VALIDATED},
+    {"step": 30, "tokens": 3000, "loss_nats": 3.0, "bits_per_byte": 5.0},
+]
 
 
-def test_command(
-    folders: list[RunFolder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "page.html"
-    words = ["report", *(str(folder.path) for folder in folders), "--output", str(page)]
-    assert cli.main(words) == 0
-    assert capsys.readouterr().out == f"report: {page}\n"
-    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+def legend(axes: Axes) -> list[str]:
+    found = axes.get_legend()
+    assert found is not None
+    return [text.get_text() for text in found.get_texts()]
+
+
+def test_lines_and_dots_are_the_rows() -> None:
+    curves = [Curve("a", "red", ROWS), Curve("b", "blue", ROWS, 100)]
+    (axes,) = curves_figure(curves, [loss_plot(curves)], "tokens").axes
+    lines = [np.asarray(line.get_xydata()).tolist() for line in axes.lines]
+    for scale, (line, dots) in zip((1, 100), (lines[:2], lines[2:]), strict=True):
+        assert line == [[10 * scale * n, loss] for n, loss in enumerate([7, 6, 5], start=1)]
+        assert dots == [[20 * scale, 6.5]]
+    assert (axes.get_xlabel(), axes.get_title()) == ("tokens", "bits per byte of text")
+    assert legend(axes) == ["a", "b"]
+    (axes,) = curves_figure(curves[:1], [loss_plot(curves)]).axes
+    assert legend(axes) == ["training", "validation"]
+    without_text = [{"step": 1, "tokens": 9, "loss_nats": 5.0}]
+    assert loss_plot([Curve("a", "red", without_text)]).title == "nats per token"
+
+
+def test_png_with_values_that_are_not_finite(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", TrainConfig())
+    assert plot_losses(folder.metrics_jsonl, folder.loss_png) is False
+    writer = MetricsWriter(folder)
+    for row in (*ROWS, {"step": 40, "tokens": 4, "loss_nats": math.nan, "bits_per_byte": math.inf}):
+        writer.write(row)
+    writer.close()
+    assert plot_losses(folder.metrics_jsonl, folder.loss_png, title="run") is True
+    height, width = imread(folder.loss_png).shape[:2]
+    assert (width > 1000, height > 400) == (True, True)

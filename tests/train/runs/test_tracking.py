@@ -1,6 +1,4 @@
-"""Rows reach a tracker once each, during the run or after it. The tracker here replaces both real
-ones.
-"""
+"""Rows reach a tracker once each, during the run or after it; a stub replaces both trackers."""
 
 from __future__ import annotations
 
@@ -72,11 +70,6 @@ def test_rows_are_sent_once(
     assert first["name"].startswith("run-")
     assert tracker.finished == 3
     assert "3 rows to step 12" in capsys.readouterr().out
-    for text in ("{", "[]", '{"wandb p": "2"}', "[" * 100_000, "\x00"):
-        (path / "tracking.json").write_text(text)
-        assert cli.main(words) == 2
-        rule = "tracking.json must hold the last step of each tracker in JSON"
-        assert rule in capsys.readouterr().err
 
 
 def test_following_ends_with_the_run(

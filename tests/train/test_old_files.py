@@ -1,0 +1,167 @@
+"""Files of earlier versions, of a lost run folder, or changed by hand: read, or a clear error."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa import cli
+from nsa.train import load
+from nsa.train.checkpoint import list_checkpoints
+from nsa.train.run_folder import RunFolder
+from nsa.train.runs.check import check_run
+from nsa.train.runs.report import report_page
+from nsa.train.telemetry.metrics import ALWAYS
+from nsa.train.trainer import Trainer
+from tests.train.cases import new_trainer, resumed, rewrite_hashes, rows_of, tiny_config
+
+Meta = dict[str, Any]
+EVENT = json.dumps({"kind": "start", "message": "a", "time_unix_s": 1.5, "step": None})
+
+
+def change_meta(run: Path, change: Callable[[Meta], object]) -> Path:
+    """Rewrite meta.json of the newest checkpoint, its hash included."""
+    path = list_checkpoints(run / "checkpoints")[-1]
+    meta = json.loads((path / "meta.json").read_text())
+    change(meta)
+    (path / "meta.json").write_text(json.dumps(meta))
+    rewrite_hashes(path)
+    return path
+
+
+def write_tiny(tmp_path: Path, **changes: Any) -> str:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(load.to_yaml(tiny_config(tmp_path, **changes)))
+    return str(path)
+
+
+def test_a_setting_that_a_checkpoint_lacks_has_its_default(tmp_path: Path) -> None:
+    new_trainer(tmp_path, steps=4, eval_every=0, log_every=3).run()
+    whole = rows_of(tmp_path)
+
+    def older(meta: Meta) -> None:
+        for name in ("nsa", "tokenizer", "metrics"):
+            del meta[name]
+        del meta["config"]["tf32"], meta["config"]["model"]["nsa"]["score_precision"]
+        window = meta["progress"]["window"]
+        del window["finite_steps"], window["grad_norm_max"]
+        window["grad_norm"] = math.nan
+
+    change_meta(tmp_path / "run", older)
+    progress = resumed(tmp_path, steps=4, eval_every=0, log_every=3).state.progress
+    assert (progress.step, progress.window.grad_norm) == (4, 0.0)
+    message = r"tf32 must stay as in the checkpoint \(False\), got True"
+    with pytest.raises(ValueError, match=message):
+        resumed(tmp_path, steps=4, tf32=True)
+    assert rows_of(tmp_path) == whole
+
+
+def test_another_format_names_the_version_that_reads_it(tmp_path: Path) -> None:
+    new_trainer(tmp_path, steps=2).run()
+    for number, version in ((9, "7.1.0"), (1, "0.0")):
+        path = change_meta(tmp_path / "run", partial(dict.update, format=number, nsa=version))
+        if number == 1:
+            (path / "SHA256SUMS").unlink()
+        found = f"format 2 or 3, got format {number} of nsa {version} in .* That version of nsa can"
+        with pytest.raises(ValueError, match=found):
+            resumed(tmp_path, steps=2)
+
+
+def test_records_with_other_content_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = new_trainer(tmp_path, steps=2).run_folder
+    folder.events.write_text(f"{EVENT}\n{EVENT[:9]}")  # the last one may be incomplete
+    assert "Events" in report_page([folder])
+    for path, text, rule in (
+        (folder.environment, '{"launches": [{}]}', "must contain the launches of the run in JSON"),
+        (folder.environment, "{", "must contain the launches of the run in JSON"),
+        (folder.events, f"{EVENT}\n[]\n{EVENT}\n", "events.jsonl:2: line must be an event in JSON"),
+    ):
+        before = path.read_text()
+        path.write_text(text)
+        assert cli.main(["report", str(folder.path)]) == 2
+        assert rule in capsys.readouterr().err
+        path.write_text(before)
+
+
+def test_rows_with_odd_values_are_shown(tmp_path: Path) -> None:
+    """Numbers that are not finite, as text and as JSON's extension, or too large to draw."""
+    folder = new_trainer(tmp_path, steps=2).run_folder
+    names = [*ALWAYS, "grad_norm", "val_bits_per_byte", "mfu"]
+    values = ['"nan"', "NaN", '"inf"', "-Infinity", "1e308", "-1e308", "1e999", "0", "true"]
+    lines = [
+        json.dumps({"step": step, "tokens": step}).rstrip("}")
+        + "".join(f', "{name}": {value}' for name in names if name != "tokens")
+        for step, value in enumerate(values, start=1)
+    ]
+    folder.metrics_jsonl.write_text("".join(f"{line}}}\n" for line in lines))
+    assert check_run(folder)[1]
+    assert "Loss" in report_page([folder])
+
+
+def test_a_run_folder_may_have_any_name_in_utf_8(tmp_path: Path, capsys: Any) -> None:
+    """Safetensors and TensorBoard open no other names: such a run could not be resumed."""
+    path, config = tmp_path / "cost$\\frac$ a{b}%s <b>&'", write_tiny(tmp_path, steps=2)
+    assert cli.main(["train", config, "--run-dir", str(path)]) == 0
+    assert (path / "loss.png").stat().st_size > 0
+    assert cli.main(["report", str(path), str(path)]) == 0
+    other = str(tmp_path / os.fsdecode(b"not UTF-8 \xff"))
+    assert cli.main(["train", config, "--run-dir", other]) == 2
+    assert "--run-dir must be valid UTF-8" in capsys.readouterr().err
+
+
+# --- a lost run folder ----------------------------------------------------------------------------
+def rename(run: Path) -> None:
+    run.rename(run.with_name("other"))
+
+
+def replace(run: Path) -> None:
+    rename(run)
+    run.write_text("a file, so that no folder can be made")
+
+
+@pytest.mark.parametrize("lose", [rename, replace])
+def test_a_run_that_loses_its_folder_can_be_resumed_or_fails(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    lose: Callable[[Path], Any],
+) -> None:
+    run, real = tmp_path / "run", Trainer.train_step
+
+    def train_step(trainer: Trainer, *args: Any) -> Any:
+        if trainer.state.progress.step == 6:
+            lose(run)
+        return real(trainer, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", train_step)
+        code = cli.main(["train", write_tiny(tmp_path), "--run-dir", str(run)])
+    if lose is replace:
+        assert code == 1
+        said = "stopped: checkpoint of step 12 could not be written"
+        assert said in capsys.readouterr().out
+        run = tmp_path / "other"
+    else:
+        assert code == 0
+    assert cli.main(["train", "--resume", str(run), "--steps", "14"]) == 0
+    assert rows_of(tmp_path, run.name)[-1]["step"] == 14
+
+
+def test_a_checkpoint_alone_is_enough(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer, alone = new_trainer(tmp_path, steps=2), tmp_path / "alone"
+    trainer.run()
+    shutil.copytree(trainer.run_folder.checkpoints, alone / "checkpoints")
+    assert cli.main(["generate", str(alone), "--prompt", "a", "--max-new-tokens", "2"]) == 0
+    assert "tokenizer.json was missing; restored from a checkpoint" in caplog.text
+    assert RunFolder.open(alone).load_config() == trainer.config
+    assert cli.main(["train", "--resume", str(alone), "--steps", "4"]) == 0
