@@ -7,7 +7,6 @@ import json
 import os
 import re
 import resource
-import shlex
 import shutil
 import signal
 import subprocess
@@ -547,16 +546,6 @@ def test_variables_of_a_launcher_are_named(tiny, refusal, monkeypatch, variables
     assert answer in refusal("train tiny.yaml --run-dir run --world-size 2 --global-batch 2")
 
 
-def test_set_is_taken_for_one_release(tiny, capsys):
-    line = "bench train --set optim.lr=fast --config tiny.yaml --set seed=3"
-    assert cli.main(shlex.split(line)) == 2
-    first, second, refused = capsys.readouterr().err.splitlines()
-    said = "--set optim.lr=fast is --optim.lr=fast now; --set goes with the next release"
-    assert first == f"nsa bench train: {said}"
-    assert "--seed=3 now" in second
-    assert "--optim.lr: optim.lr must be a valid number, got fast." in refused
-
-
 # ---------------------------------------------------------------------------------- other endings
 
 
@@ -564,7 +553,7 @@ def raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     def command(words: list[str]) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "_dispatch", command)
+    monkeypatch.setattr(cli, "_run", command)
 
 
 def test_errors_of_the_machine_end_in_one_line(refusal, monkeypatch):
