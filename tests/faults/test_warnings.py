@@ -17,7 +17,7 @@ from tests.faults.cases import Run, events
             *("slow 1.5 14", "throughput", "throughput fell to"), marks=pytest.mark.faults
         ),
         ("starve 30 0 0.6", "data", "the device waits for data"),
-        ("dead_gate 14", "gates", "gate collapse in layer 0: branch slc is dead"),
+        ("dead_gate 14", "gates", "gate collapse in layer 0: means cmp"),
     ],
 )
 def test_what_goes_wrong_is_said_once(tmp_path: Path, fault: str, kind: str, what: str) -> None:
