@@ -68,8 +68,8 @@ def stage_table(trace: Trace) -> dict[str, Any]:
         ``device``, ``steps`` (their number), ``step_ms``, ``stages`` (rows that add up to the
         step), ``hidden_communication_ms`` (communication while other kernels ran, not in the rows)
         and ``kernels``, longest first; on a CPU operators with their own time. The row
-        ``unattributed`` is time of kernels with an unknown name; ``idle`` is time without a kernel in
-        which the host does not wait for data, on a CPU time outside all stages.
+        ``unattributed`` is time of kernels with an unknown name. ``idle`` is time without a kernel
+        in which the host does not wait for data; on a CPU, time outside all stages.
     """
     steps = trace.ranges(STEP)
     if not trace.device:

@@ -122,7 +122,7 @@ _FORMS = {
     "data_synthetic": "SYNTHETIC DATA",
     "loss_nats": "loss {:.4f} nats/token",
     "bits_per_byte": "{:.3f} bits/byte",
-    "val_bits_per_byte": "held out {:.4f} bits/byte",
+    "val_bits_per_byte": "val {:.4f} bits/byte",
     "learning_rate": "lr {:.2e}",
     "grad_norm": "grad norm {:.2f}",
     "tokens_per_s": "{:,.0f} tokens/s",
