@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from nsa.errors import fail, nearest
 
-logger = logging.getLogger(__name__)
-
 FOLDER = Path(__file__).parent
-# Names of the release before: commands take them for one release, and rows measured by `nsa bench`
-# keep them, so that they compare with older ones.
+# Older names, which rows of `nsa bench` keep, so that they compare with older rows.
 RENAMED = {
     "seed": "78m",
     "seed-dense": "78m-dense",
@@ -43,10 +39,7 @@ def find(config: str | Path) -> Path:
     path = Path(config)
     if path.suffix in (".yaml", ".yml") or path.parent != Path():
         return path
-    name = RENAMED.get(str(config), str(config))
-    if name != str(config):
-        said = "the configuration %s is called %s now; the old name goes with the next release"
-        logger.warning(said, config, name)
+    name = str(config)
     if name not in names():
         near = nearest(name, names())
         hint = "`nsa configs` lists them; the path of a file ends in .yaml."

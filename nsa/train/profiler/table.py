@@ -30,7 +30,7 @@ _OPERATORS = (
     ("select_", stages.SELECTION),
     ("selected_|(list|key|key_block|chunk)_kernel", stages.SELECTED),
     (r"range_\w+_window", stages.WINDOW),
-    ("(?i:.*(flash|fmha|sdpa))", stages.DENSE),
+    ("(?i:.*(flash|fmha|sdpa|cudnn))", stages.DENSE),
     ("combine_", stages.GATES),
 )
 _KERNELS = (
@@ -42,7 +42,7 @@ _KERNELS = (
     ("sum_rows_kernel|triton_|.*(at::|at_cuda_detail|cub::)|Mem(set|cpy)", OTHER),
     ("", UNATTRIBUTED),
 )
-_BACKWARD_KERNELS = re.compile(r".*(_(dq|dkv|dx|dw|delta|reduce)_|bwd|bprop|backward)")
+_BACKWARD_KERNELS = re.compile(r".*(_(dq|dkv|dx|dw|delta|reduce)_|bwd|bprop|dot_do)")
 _TRAINER = (stages.DATA, stages.OPTIMIZER, stages.TELEMETRY)  # stages outside the passes
 _ROWS = (
     *(row for _, stage in _OPERATORS for row in (stage, stage + _BACKWARD)),

@@ -121,10 +121,10 @@ class MetricsWriter:
 
     ``metrics.jsonl`` is the record: each row is one appended line, which the operating system has
     when :meth:`write` returns. ``metrics.csv`` contains the same rows. A new metric becomes its
-    last column: the file is rewritten from the record with empty cells above, so columns never move. A
-    missing metric has no key and an empty cell, never 0. Values that are not finite are written as
-    ``nan``, ``inf`` or ``-inf``, in quotes in the JSONL. TensorBoard's tags are those of
-    :func:`tensorboard_tag`.
+    last column: the file is rewritten from the record with empty cells above, and columns never
+    move. A missing metric has no key and an empty cell, never 0. Values that are not finite are
+    written as ``nan``, ``inf`` or ``-inf``, in quotes in the JSONL. TensorBoard's tags are those
+    of :func:`tensorboard_tag`.
 
     While the disk is full, rows stay in memory, a warning is logged, and each later row tries to
     write them all.
