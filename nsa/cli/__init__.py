@@ -75,7 +75,7 @@ def _main(words: list[str]) -> int:
     except OSError as error:
         if error.errno in _BUGS:
             raise
-        return _say(f"{error.strerror}: {error.filename}" if error.filename else error.strerror)
+        return _say(str(error.strerror) + (f": {error.filename}" if error.filename else ""))
     except (RuntimeError, MemoryError) as error:
         from nsa.train.watch.out_of_memory import is_out_of_memory, memory_use
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -73,7 +73,8 @@ def stage_table(trace: Trace) -> dict[str, Any]:
     """
     steps = trace.ranges(STEP)
     if not trace.device:
-        work, times = _own_times(trace, steps[0].thread), Counter[str]()
+        work = _own_times(trace, steps[0].thread)
+        times = defaultdict[str, float](float)
         for _, stage, time in work:
             times[stage] += time
         return _table("cpu", len(steps), times, work)
@@ -88,9 +89,9 @@ def stage_table(trace: Trace) -> dict[str, Any]:
     kernels = [(kernel, stage_of_kernel(kernel, ranges)) for kernel in trace.device]
     spans = [(event.begin, event.end, stage) for event, stage in kernels]
     spans += [(e.begin, e.end, _WAITING) for e in ranges if e.name == STAGE + stages.DATA]
-    times, hidden = _divide(spans, begin, end)
+    divided, hidden = _divide(spans, begin, end)
     work = [(e.name, stage, e.end - e.begin) for e, stage in kernels if begin <= e.begin < end]
-    return _table("gpu", max(len(steps) - 1, 1), times, work, hidden)
+    return _table("gpu", max(len(steps) - 1, 1), divided, work, hidden)
 
 
 def stage_of_kernel(kernel: Event, ranges: Sequence[Event]) -> str:
@@ -134,7 +135,8 @@ def _table(
     hidden: float = 0.0,
 ) -> dict[str, Any]:
     """The table from microseconds by stage, and those of every kernel."""
-    scale, calls, sums = 1 / 1000 / steps, Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    scale, calls = 1 / 1000 / steps, Counter[tuple[str, str]]()
+    sums = defaultdict[tuple[str, str], float](float)
     for name, stage, time in work:
         if not name.startswith((STAGE, STEP)):
             calls[name, stage] += time >= 0
@@ -149,7 +151,7 @@ def _table(
         "hidden_communication_ms": hidden * scale,
         "kernels": [
             {"name": n, "stage": s, "calls_per_step": calls[n, s] / steps, "ms_per_step": t * scale}
-            for (n, s), t in sums.most_common(_MOST_KERNELS)
+            for (n, s), t in sorted(sums.items(), key=lambda one: -one[1])[:_MOST_KERNELS]
         ],
     }
 
@@ -189,7 +191,7 @@ def _divide(spans: Iterable[Span], begin: float, end: float) -> tuple[Mapping[st
     for first, last, stage in spans:
         if last > begin and first < end:
             points += [(max(first, begin), 1, stage), (min(last, end), -1, stage)]
-    times, active, hidden = Counter[str](), Counter[str](), 0.0
+    times, active, hidden = defaultdict[str, float](float), Counter[str](), 0.0
     for (at, change, stage), (then, _, _) in pairwise(sorted(points)):
         active[stage] += change
         running = [name for name in active.elements() if name != _WAITING]

@@ -69,7 +69,7 @@ def read_trace(path: Path) -> Trace:
 
 def parse_trace(records: Iterable[dict[str, Any]]) -> Trace:
     """Convert the ``traceEvents`` of a Chrome trace."""
-    trace, launches = Trace(), dict[int, float]()
+    trace, launches = Trace(), dict[float, float]()
     flows: dict[str, dict[int, float]] = {"s": {}, "f": {}}
     for record in records:
         category, args = record.get("cat"), record.get("args", {})

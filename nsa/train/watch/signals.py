@@ -28,8 +28,8 @@ class Requests:
 
     The first SIGTERM, SIGINT or SIGHUP, or the halt file, requests a checkpoint and the end of the
     run; a second SIGTERM or SIGINT ends the process at once, without a checkpoint and with exit
-    code 128 + its number. SIGHUP stays ignored under ``nohup``. SIGUSR2 requests a checkpoint. The end of
-    the torchrun agent, for example by SIGKILL, counts as SIGTERM. The exit restores earlier
+    code 128 + its number. SIGHUP stays ignored under ``nohup``. SIGUSR2 requests a checkpoint. The
+    end of the torchrun agent, for example by SIGKILL, counts as SIGTERM. The exit restores earlier
     handlers, except in a launched process that was asked to stop.
 
     Args:

@@ -50,7 +50,12 @@ def test_a_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     rows = named(found["stages"], "stage")
     assert (found["device"], found["steps"]) == ("cpu", 2)
     assert sum(row["total_ms"] for row in rows.values()) == pytest.approx(found["step_ms"])
-    parts = (stages.PROJECTION, stages.COMPRESSION, stages.COMPRESSED, stages.SELECTION)
+    parts: tuple[str, ...] = (
+        stages.PROJECTION,
+        stages.COMPRESSION,
+        stages.COMPRESSED,
+        stages.SELECTION,
+    )
     parts += (stages.SELECTED, stages.WINDOW, stages.GATES, stages.MLP, stages.LOSS, stages.REST)
     for stage in (*parts, stages.BACKWARD, stages.OPTIMIZER, stages.TELEMETRY, "idle"):
         assert rows[stage]["total_ms"] > 0, stage
